@@ -4,6 +4,7 @@
     python dev/metrics.py                     the table
     python dev/metrics.py --json              the same as JSON
     python dev/metrics.py --list openings     each place behind a figure (--help has the names)
+    python dev/metrics.py --texts             docstrings and test names of tests, examples, kits
     python dev/metrics.py --root DIRECTORY    another checkout
     python dev/metrics.py --tighten tx        lower the ceilings of a package in tests/language.toml to today's figures
 
@@ -32,6 +33,12 @@ PACKAGES = {  # import name: (source, tests), below the root
     "skyrl_agent": ("skyrl-agent/skyrl_agent", "skyrl-agent/tests"),
     "tx": ("skyrl-tx/tx", "skyrl-tx/tests"),
 }
+TEXT_TREES = {  # measured for their language alone: name -> folder
+    "skyrl_train_testing": "skyrl-train/skyrl_train_testing",
+    "tx_conformance": "skyrl-tx/tx_conformance",
+    **{folder: folder for folder in ("examples", "benchmarks", "dev", "tests")},
+    **{f"tests of {name}": tests for name, (_, tests) in PACKAGES.items()},
+}
 GENERATED = re.compile(r"_pb2\.pyi?$")
 
 # A docstring opens with a verb or with a noun phrase, never with one of these. Peers have about 1 % of them.
@@ -42,6 +49,11 @@ FUNCTION_WORDS = frozenset(
         till while once and or but so then than because since after before under over about through during without
         within into there they he she""",
     )
+)
+# The third person ("Puts the …") where the imperative belongs: a word in -s before an article or a pronoun.
+THIRD_PERSON = re.compile(
+    r"(?!this|its|as|always)[a-z]*[a-rt-z]s (the|an?|all|each|its?|one|every|what|this|them|any|these|those|their)\b",
+    re.IGNORECASE,
 )
 SUBTLE = re.compile(
     r"torch\.distributed|import threading|from threading import|import fcntl|multiprocessing"
@@ -144,6 +156,11 @@ class Figures:
     subtle_comments: int = 0
     docstrings: int = 0
     openings: list[str] = field(default_factory=list)
+    field_docstrings: int = 0
+    field_openings: list[str] = field(default_factory=list)
+    third_person: list[str] = field(default_factory=list)
+    test_names: int = 0
+    test_name_openings: list[str] = field(default_factory=list)
     repeated_classes: list[str] = field(default_factory=list)
     mutual_modules: list[str] = field(default_factory=list)
     mutual_parts: list[str] = field(default_factory=list)
@@ -154,6 +171,16 @@ class Figures:
         return 1000 * len(places) / max(self.source_lines, 1)
 
 
+TEXT_ROWS: dict[str, Callable[[Figures], float]] = {
+    "docstrings that open with a relative or function word, %": lambda f: 100 * len(f.openings) / max(f.docstrings, 1),
+    "field docstrings that open with one, %": lambda f: 100 * len(f.field_openings) / max(f.field_docstrings, 1),
+    "docstrings in the third person, %": lambda f: (
+        100 * len(f.third_person) / max(f.docstrings + f.field_docstrings, 1)
+    ),
+    "test names that open with a relative or function word, %": lambda f: (
+        100 * len(f.test_name_openings) / max(f.test_names, 1)
+    ),
+}
 ROWS: dict[str, Callable[[Figures], float]] = {
     "lines of source": lambda f: f.source_lines,
     "lines of tests": lambda f: f.test_lines,
@@ -170,7 +197,7 @@ ROWS: dict[str, Callable[[Figures], float]] = {
     "comments per 100 code lines, numerics, collectives, locks": lambda f: (
         100 * f.subtle_comments / max(f.subtle_code_lines, 1)
     ),
-    "docstrings that open with a relative or function word, %": lambda f: 100 * len(f.openings) / max(f.docstrings, 1),
+    **{row: figure for row, figure in TEXT_ROWS.items() if not row.startswith("test")},
     "class names used twice": lambda f: len(f.repeated_classes),
     "modules that import each other": lambda f: len(f.mutual_modules),
     "parts that import each other": lambda f: len(f.mutual_parts),
@@ -179,6 +206,9 @@ ROWS: dict[str, Callable[[Figures], float]] = {
 }
 LISTS: dict[str, Callable[[Figures], list[str]]] = {
     "openings": lambda f: f.openings,
+    "fields": lambda f: f.field_openings,
+    "third": lambda f: f.third_person,
+    "names": lambda f: f.test_name_openings,
     "any": lambda f: f.any_uses,
     "classes": lambda f: f.repeated_classes,
     "modules": lambda f: f.mutual_modules,
@@ -202,12 +232,18 @@ class Limit:
     """Whether the goal is a lower bound (else an upper one)."""
 
     def is_met(self, figures: Figures) -> bool:
-        value = ROWS[self.row](figures)
+        value = (ROWS | TEXT_ROWS)[self.row](figures)
         return value >= self.goal if self.at_least else value <= self.goal
 
 
-LIMITS = {
+TEXT_LIMITS = {
     "openings": Limit("docstrings that open with a relative or function word, %", 3),
+    "fields": Limit("field docstrings that open with one, %", 3),
+    "third": Limit("docstrings in the third person, %", 1),
+    "names": Limit("test names that open with a relative or function word, %", 1),
+}
+LIMITS = {
+    **{name: limit for name, limit in TEXT_LIMITS.items() if limit.row in ROWS},
     "any": Limit("Any per 1,000 lines", 12),
     "classes": Limit("class names used twice", 0),
     "modules": Limit("modules that import each other", 0),
@@ -272,8 +308,58 @@ def is_bool_property(node: ast.AST) -> bool:
     return any("property" in ast.unparse(decorator) for decorator in node.decorator_list)
 
 
+def field_docstrings(module: Module) -> Iterator[tuple[ast.AnnAssign | ast.Assign, str]]:
+    """Yield the assignments of constants, attributes and fields that are followed by a docstring."""
+    for node in module.nodes:
+        body = getattr(node, "body", None)
+        for statement, after in itertools.pairwise(body) if isinstance(body, list) else ():
+            text = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else None
+            if isinstance(statement, ast.AnnAssign | ast.Assign) and isinstance(text, str):
+                yield statement, text.strip()
+
+
+def is_for_models(node: ast.AST, around: tuple[Definition, ...]) -> bool:
+    """Return True if the docstring describes a tool to a model: that is a prompt."""
+    if not isinstance(node, FUNCTION):
+        return False
+    bases = around[-1].bases if around and isinstance(around[-1], ast.ClassDef) else []
+    is_tool = any("tool" in ast.unparse(decorator) for decorator in node.decorator_list)
+    return is_tool or (node.name == "run" and any("Tool" in ast.unparse(base) for base in bases))
+
+
+def count_texts(modules: list[Module], figures: Figures) -> None:
+    """Count docstrings of definitions and fields, and names of tests, and how they open."""
+    for module in modules:
+        for statement, docstring in field_docstrings(module):
+            figures.field_docstrings += 1
+            is_bool = isinstance(statement, ast.AnnAssign) and ast.unparse(statement.annotation) == "bool"
+            place = f"{module.place(statement)} {docstring.splitlines()[0]}"
+            if opens_with_function_word(docstring, is_bool):
+                figures.field_openings.append(place)
+            if THIRD_PERSON.match(docstring):
+                figures.third_person.append(place)
+        for node, around in [(module.tree, ()), *module.definitions]:
+            if isinstance(node, FUNCTION) and node.name.startswith("test_"):
+                figures.test_names += 1
+                if node.name.split("_")[1] in FUNCTION_WORDS:
+                    figures.test_name_openings.append(f"{module.place(node)} {node.name}")
+            if docstring := ast.get_docstring(node):
+                figures.docstrings += 1
+                place = f"{module.place(node)} {docstring.splitlines()[0]}"
+                if opens_with_function_word(docstring, is_bool_property(node)):
+                    figures.openings.append(place)
+                if THIRD_PERSON.match(docstring) and not is_for_models(node, around):
+                    figures.third_person.append(place)
+
+
+def opens_with_function_word(docstring: str, is_bool: bool) -> bool:
+    """Check the first word of a docstring. `whether` may open that of a bool."""
+    opening = (re.match(r"[A-Za-z]+", docstring) or [""])[0].lower()
+    return opening in FUNCTION_WORDS and not (opening == "whether" and is_bool)
+
+
 def count_documentation(modules: list[Module], figures: Figures) -> None:
-    """Count docstrings with their openings, and public names without one.
+    """Count public names without a docstring.
 
     A method counts as documented where a class of the same package that it inherits from documents it.
     """
@@ -293,17 +379,11 @@ def count_documentation(modules: list[Module], figures: Figures) -> None:
         )
 
     for module in modules:
-        for node, around in [(module.tree, ()), *module.definitions]:
-            docstring = ast.get_docstring(node)
-            if docstring:
-                figures.docstrings += 1
-                opening = (re.match(r"[A-Za-z]+", docstring) or [""])[0].lower()
-                if opening in FUNCTION_WORDS and not (opening == "whether" and is_bool_property(node)):
-                    figures.openings.append(f"{module.place(node)} {docstring.splitlines()[0]}")
-            if isinstance(node, Definition) and is_public(node, around):
+        for node, around in module.definitions:
+            if is_public(node, around):
                 figures.public_names += 1
                 owner = around[-1].name if around else ""
-                if not docstring and not inherits_docstring(owner, node.name):
+                if not ast.get_docstring(node) and not inherits_docstring(owner, node.name):
                     figures.undocumented.append(f"{module.place(node)} {node.name}")
 
 
@@ -411,9 +491,16 @@ def measure(name: str, root: Path = ROOT) -> tuple[Figures, list[Module]]:
         if module.is_subtle:
             figures.subtle_comments += comments
             figures.subtle_code_lines += code
-    for count in (count_documentation, count_definitions, count_any, count_excepts, count_mutual_imports):
+    for count in (count_texts, count_documentation, count_definitions, count_any, count_excepts, count_mutual_imports):
         count(modules, figures)
     return figures, modules
+
+
+def measure_texts(name: str, root: Path = ROOT) -> Figures:
+    """Measure the language of tests, examples or a kit."""
+    figures = Figures(name)
+    count_texts(read_modules(root, TEXT_TREES[name]), figures)
+    return figures
 
 
 def add_up(packages: Iterable[Figures]) -> Figures:
@@ -451,16 +538,20 @@ def main() -> None:
     parser.add_argument("--root", type=Path, default=ROOT)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--list", choices=LISTS, help="print each place behind a figure")
+    parser.add_argument("--texts", action="store_true", help="measure the texts of tests, examples and kits instead")
     parser.add_argument("--tighten", nargs="+", choices=PACKAGES, help="lower ceilings in tests/language.toml")
     options = parser.parse_args()
     if options.tighten:
         tighten(options.tighten, ROOT / "tests" / "language.toml")
         return
-    packages = measure_all(options.root)
+    rows, packages = ROWS, measure_all(options.root)
+    if options.texts:
+        packages = [measure_texts(name, options.root) for name in TEXT_TREES]
+        rows, packages = TEXT_ROWS, [*packages, add_up(packages)]
     if options.list:
         print(*LISTS[options.list](packages[-1]), sep="\n")
         return
-    table = {row: {figures.name: compute(figures) for figures in packages} for row, compute in ROWS.items()}
+    table = {row: {figures.name: compute(figures) for figures in packages} for row, compute in rows.items()}
     if options.json:
         print(json.dumps({"packages": table, "places_per_change": places_per_change(options.root)}, indent=1))
         return
@@ -468,9 +559,10 @@ def main() -> None:
     print("|---|" + "---:|" * len(packages))
     for row, values in table.items():
         print(f"| {row} |", " | ".join(map(format_figure, values.values())), "|")
-    print("\n| places per change | files |\n|---|---:|")
-    for kind, count in places_per_change(options.root).items():
-        print(f"| {kind} | {count} |")
+    if not options.texts:
+        print("\n| places per change | files |\n|---|---:|")
+        for kind, count in places_per_change(options.root).items():
+            print(f"| {kind} | {count} |")
 
 
 if __name__ == "__main__":
