@@ -82,14 +82,22 @@ def encode_conversation(
 def warm_up(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    demonstrate: Callable[[random.Random], Messages],
+    demonstrate: Callable[[random.Random], Any],
     *,
+    encode: Callable[[PreTrainedTokenizerBase, Any], tuple[list[int], list[int]]] = encode_conversation,
     steps: int,
     batch_size: int,
     learning_rate: float,
     seed: int,
 ) -> float:
-    """Train the model in place on demonstrations drawn anew for each batch. Returns: the loss of the last step."""
+    """Train the model in place on demonstrations drawn anew for each batch.
+
+    Args:
+        encode: tokenizer and demonstration -> ids [T] and labels [T].
+
+    Returns:
+        The loss of the last step.
+    """
     draw = random.Random(seed)
     torch.set_num_threads(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
@@ -99,7 +107,7 @@ def warm_up(
     model.train()
     loss = torch.tensor(float("nan"))
     for step in range(steps):
-        rows = [encode_conversation(tokenizer, demonstrate(draw)) for _ in range(batch_size)]
+        rows = [encode(tokenizer, demonstrate(draw)) for _ in range(batch_size)]
         longest = max(len(ids) for ids, _ in rows)
         # Padding is on the right and attention is causal, so no attention mask is needed.
         input_ids = torch.tensor([ids + [0] * (longest - len(ids)) for ids, _ in rows])
