@@ -1,4 +1,4 @@
-"""How long does each advantage estimator take on a large batch, on one thread?
+"""Time of each advantage estimator on a large batch, on one thread.
 
     python benchmarks/advantages.py [--rows 2048] [--tokens 1024] [--repetitions 31]
 
@@ -26,7 +26,7 @@ TARGET_MS = 20.0
 
 
 def make_batch(num_rows: int, num_tokens: int, seed: int = 0) -> dict[str, Any]:
-    """What the trainer hands to an estimator: B = `num_rows`, T = `num_tokens`."""
+    """Make the batch that the trainer passes to an estimator: B = `num_rows`, T = `num_tokens`."""
     generator = torch.Generator().manual_seed(seed)
 
     def integers(low: int, high: int, *size: int) -> torch.Tensor:

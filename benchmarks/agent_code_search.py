@@ -1,4 +1,4 @@
-"""How long the agents' code search takes to index a repository, to see its changes, and to answer.
+"""Time that the agents' code search takes to index a repository, to notice changes, and to answer.
 
     python benchmarks/agent_code_search.py [--lines 100000] [--turns 5] [--root FOLDER] [--skip-runtime]
 

@@ -1,4 +1,4 @@
-"""How much sooner is a batch of agents done if its stages are a pipeline, and what does the scheduler itself cost?
+"""Speed-up of a batch of agents by a pipeline of stages, and the cost of the scheduler itself.
 
     python benchmarks/agent_dispatch.py [--agents 32 16 64] [--seeds 5] [--skip-real]
 
@@ -46,7 +46,7 @@ class Mix:
 
     @property
     def bound(self) -> float:
-        """What an endless batch gains if the model never waits."""
+        """Speed-up of an infinitely large batch in which the model never waits."""
         return sum(self.means) / self.means[1]
 
     def draw(self, seed: int, count: int) -> list[list[float]]:
@@ -75,7 +75,7 @@ MIXES = [
 
 
 class Sleeper(BaseTrajectory):
-    """Its stages take the seconds that were drawn."""
+    """Trajectory whose stages take the seconds that were drawn."""
 
     generating = most_generating = 0
 
@@ -173,7 +173,7 @@ def with_real_sleeps(mix: Mix, agents: int, scale: float) -> None:
 
 
 async def with_lag(work: Awaitable[dict[str, float]]) -> tuple[dict[str, float], list[float]]:
-    """What work returns, and by how many seconds each 10 ms timer beside it was late."""
+    """Return the result of `work`, and the delay in seconds of each 10 ms timer that runs beside it."""
     late: list[float] = []
 
     async def tick() -> None:

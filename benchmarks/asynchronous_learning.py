@@ -1,4 +1,4 @@
-"""Does a policy learn as well asynchronously (S = 4) as synchronously, and what does the correction contribute?
+"""Comparison of asynchronous (S = 4) and synchronous training: reward of the policy, with and without correction.
 
     python benchmarks/asynchronous_learning.py [--tasks arithmetic calculator] [--seeds 0 1 2] [--steps 40]
         [--runs synchronous corrected uncorrected] [--output FOLDER]

@@ -1,4 +1,4 @@
-"""Tokens a second of every rollout engine that is installed, and what our layers over it cost, in one run.
+"""Throughput of every installed rollout engine in tokens per second, and the cost of the layers above it, in one run.
 
     python benchmarks/engines.py                                    # quiet machine; half an hour on two cores
     python benchmarks/engines.py --engines native vllm --batch-sizes 64 --turns 3 --skip-layers
@@ -59,7 +59,7 @@ BACKENDS = ("native", "vllm", "sglang")
 
 @dataclass(frozen=True)
 class Work:
-    """What is asked for at a time."""
+    """Requests of one measurement."""
 
     batch: int
     num_prompt: int
@@ -82,7 +82,7 @@ class Work:
 
 @dataclass
 class Turns:
-    """What the counted turns of one contender took."""
+    """Times of one contender's counted turns."""
 
     num_tokens: int
     wall: list[float] = field(default_factory=list)
@@ -91,7 +91,7 @@ class Turns:
 
     @property
     def rate(self) -> float:
-        """Tokens a second."""
+        """Tokens per second."""
         return self.num_tokens / statistics.median(self.wall)
 
     @property
@@ -188,7 +188,7 @@ def cpu_seconds(process: psutil.Process) -> float:
 
 
 def own_cpu_seconds() -> float:
-    """Of this process and everything it started."""
+    """Return the CPU seconds of this process and all that it started."""
     own = psutil.Process()
     return sum(map(cpu_seconds, [own, *own.children(recursive=True)]))
 
@@ -248,7 +248,7 @@ class Worker:
         return result
 
     def close(self) -> None:
-        """Ends the process and what it started."""
+        """End the process and all that it started."""
         try:
             processes = psutil.Process(self._process.pid).children(recursive=True)
         except psutil.NoSuchProcess:
@@ -305,7 +305,7 @@ def measure_engines(backends: Sequence[str], options: argparse.Namespace, folder
 
 
 def engines_table(backends: Sequence[str], found: dict[Key, Turns], batches: Sequence[int]) -> str:
-    """Tokens a second and CPU seconds for 1,000 tokens of each engine; how many times faster native is."""
+    """Format tokens per second and CPU seconds per 1,000 tokens of each engine, and the speed-up of native."""
     others = [name for name in backends if name != "native"] if "native" in backends else []
     header = ["batch", "log-probs"]
     for name in backends:
@@ -408,7 +408,9 @@ def as_text(profile: cProfile.Profile) -> str:
 
 
 async def load_once(url: str, work: Work) -> tuple[int, float]:
-    """Sends every prompt as a request of its own at once: tokens and seconds to the last byte of the last answer."""
+    """Send every prompt as a request of its own at once. Returns: tokens, seconds to the last byte of the last
+    response.
+    """
     import aiohttp
 
     body = {**work.sampling(), "model": "policy", "return_token_ids": True, "logprobs": 0 if work.logprobs else None}
@@ -534,7 +536,7 @@ async def measure_layers(backend: str, options: argparse.Namespace, folder: str)
 
 
 async def profile_of(layers: Layers, name: str, options: argparse.Namespace) -> str:
-    """Where a layer spends its time in the engine's process and in this one."""
+    """Profile a layer in the engine's process and in this one."""
     work = Work(options.layers_batch, options.num_prompt, options.num_new, -1)
     own = cProfile.Profile()
     await layers.actor.profile.remote(False)

@@ -1,4 +1,4 @@
-"""What an episode of each shipped environment costs, played with its perfect answers.
+"""Cost of an episode of each shipped environment, played with its perfect answers.
 
     python benchmarks/environments.py [--episodes 20] [--threads 32] [ID ...]
 
@@ -26,7 +26,7 @@ Play = Callable[[int], EpisodeResult]
 
 
 def player(env_id: str, examples: Sequence[Example], services: dict) -> Play:
-    """Plays the n-th episode."""
+    """Make a function that plays the n-th episode."""
 
     def play(number: int) -> EpisodeResult:
         example = examples[number % len(examples)]
@@ -38,7 +38,7 @@ def player(env_id: str, examples: Sequence[Example], services: dict) -> Play:
 
 
 def row(env_id: str, episodes: int, threads: int) -> str:
-    """One line of the table: Markdown."""
+    """Make one line of the Markdown table."""
     examples = examples_of(skyrl_gym.spec(env_id))
     with services_for(env_id) as services:
         play = player(env_id, examples, services)

@@ -56,14 +56,14 @@ CHAT_TEMPLATE = (
 NUM_TEMPLATE_TOKENS = 5  # <start> user ... <end> <start> assistant
 LEARNING_RATE = 1e-5
 DEADLINE_SECONDS = 600.0
-"""Of one step of a peer, its start included."""
+"""Timeout of one step of a peer, its start included."""
 
 
 # ---- what both train
 
 
 def make_model(folder: Path) -> None:
-    """Writes an untrained Qwen3 of 3.3 million parameters and its tokenizer, a word a token."""
+    """Write an untrained Qwen3 of 3.3 million parameters and its tokenizer, one word per token."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -108,7 +108,7 @@ def make_prompts(count: int) -> list[dict[str, Any]]:
 
 
 def reward_of(text: str) -> float:
-    """How varied an answer is: cheap, and different for every sample."""
+    """Measure how varied a response is: cheap, and different for every sample."""
     return len(set(text.split())) / NEW_TOKENS
 
 
@@ -127,7 +127,7 @@ class VariedWords(BaseTextEnv):
 
 @dataclass
 class Steps:
-    """What the counted steps of one contender took."""
+    """Times of one contender's counted steps."""
 
     seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
@@ -387,7 +387,7 @@ class Result:
 
 
 def measure(options: argparse.Namespace, dtype: str, folder: Path) -> Result:
-    """Runs the real experiment; before each of its steps every peer takes one."""
+    """Run the real experiment; before each of its steps every peer takes one."""
     num_steps = options.warmup + options.steps
     peers: list[Peer] = []
     load: list[float] = []
@@ -428,7 +428,7 @@ STAGES = (
 
 
 def report(results: Sequence[Result], options: argparse.Namespace) -> str:
-    """What was measured, and on what, as markdown."""
+    """Format the measurements and the machine as Markdown."""
     us = f"ours, {counted(options.ranks, 'rank')} + {counted(options.engines, 'engine')}"
     lines = [
         "| dtype | trainer | samples/s | seconds a step (median) | min - max | ours is | CPU seconds a step |",
@@ -459,7 +459,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def machine(load: Sequence[float]) -> list[str]:
-    """What it ran on. `load`: one-minute load averages, one for each step."""
+    """Describe the machine and versions. `load`: one-minute load averages, one per step."""
     packages = ["torch", "transformers", "ray", "trl"]
     versions = ", ".join(f"{name} {version(name)}" for name in packages if find_spec(name) is not None)
     commit = subprocess.run(

@@ -55,7 +55,7 @@ def make_model(vocabulary: int, hidden: int, layers: int, device: torch.device) 
 
 
 def scorer(case: str, model: Qwen3ForCausalLM, chunk_size: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """From one sequence [1, T] to the log-probs of its response [1, R]."""
+    """Make a function from one sequence [1, T] to the log-probs of its response [1, R]."""
     if case == "plain":
 
         def whole(ids: torch.Tensor) -> torch.Tensor:
@@ -95,7 +95,7 @@ class PeakMemory:
 
 
 def run_case(arguments: argparse.Namespace) -> None:
-    """In a process of its own: one forward and backward, its peak and time as JSON."""
+    """Run one forward and backward in this process and print its memory peak and time as JSON."""
     device = torch.device(arguments.device)
     model = make_model(arguments.vocabulary, arguments.hidden, arguments.layers, device)
     score = scorer(arguments.case, model, arguments.chunk_size)
@@ -128,7 +128,7 @@ def available_bytes(device: str) -> float:
 
 
 def measure(case: str, num_tokens: int, arguments: argparse.Namespace) -> dict[str, float] | None:
-    """Runs a case in its own process. None if it needs more memory than it may have."""
+    """Run a case in its own process. None if it exceeds the memory limit."""
     limit = min(arguments.limit_gb * GB, 0.7 * available_bytes(arguments.device))
     if case == "plain" and least_bytes_of_plain(num_tokens, arguments.vocabulary, arguments.device) > limit:
         return None

@@ -1,4 +1,4 @@
-"""Does the simulator of asynchronous training land near published speed-ups?
+"""Comparison of the simulator of asynchronous training with published speed-ups.
 
     python benchmarks/published_speedups.py          # some minutes
 

@@ -40,15 +40,15 @@ Query = Callable[[], str]
 
 @dataclass
 class Result:
-    """What one way of asking came to."""
+    """Measurements of one way of sending queries."""
 
     server: str
     asked: str
     queries_per_second: float
     server_cpu_seconds: float
-    """For each query, of all workers together: what a busy machine changes least."""
+    """CPU seconds per query of all workers together: the figure that a busy machine changes least."""
     seconds: list[float]
-    """Of each request."""
+    """Duration of each request."""
 
     def percentile(self, percent: int) -> float:
         ordered = sorted(self.seconds)
@@ -140,7 +140,7 @@ def server(*arguments: object) -> Iterator[tuple[str, int]]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Of a process and its children that live (Linux)."""
+    """Return the CPU seconds of a process and its living children (Linux)."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     own = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()

@@ -1,4 +1,4 @@
-"""What a call of each sandbox costs over starting the same Python plainly, and how long many calls at once take.
+"""Overhead of a call of each sandbox over starting the same Python directly, and the duration of many calls at once.
 
     python benchmarks/sandbox.py [--calls 50] [--jobs 200] [--kinds local process docker]
 
@@ -30,7 +30,7 @@ def milliseconds(call: Callable[[], object]) -> float:
 
 
 def processor_seconds() -> float:
-    """Of this process and of all that it has waited for."""
+    """Return the CPU seconds of this process and of all children it has waited for."""
     return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 
 

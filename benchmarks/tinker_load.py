@@ -1,4 +1,4 @@
-"""Does the Tinker-compatible server bear many real clients for long: no error, a pulse, memory that stays.
+"""Load test of the Tinker-compatible server with many real clients: no errors, punctual heartbeats, constant memory.
 
     scripts/sdk_envs.sh && python benchmarks/tinker_load.py         # 64 clients for 10 minutes
     python benchmarks/tinker_load.py --clients 8 --minutes 1
@@ -35,7 +35,7 @@ from tinker_server import VOCABULARY, make_model, server
 SDK_ENVIRONMENTS = Path(os.environ.get("TX_SDK_ENVS") or Path.home() / ".cache" / "skyrl-tx" / "sdk")
 PROBE_SECONDS, MEMORY_SECONDS, PROGRESS_SECONDS = 0.1, 1.0, 15.0
 LAST_WORDS_SECONDS = 300
-"""For clients to end what they have begun."""
+"""Time that clients have to finish at the end."""
 EXPECTED = {("408", "retrieve_future"), ("410", "session_heartbeat")}
 """Answers that are no error: a poll without a result yet, a heartbeat that comes just after its session's end."""
 _REQUESTS = re.compile(r"^tx_http_requests_total\{(.*)\} (\S+)$", re.MULTILINE)
@@ -43,7 +43,7 @@ _REQUESTS = re.compile(r"^tx_http_requests_total\{(.*)\} (\S+)$", re.MULTILINE)
 
 @dataclass
 class Seen:
-    """What was seen from outside while the clients lived.
+    """Observations from outside while the clients ran.
 
     Attributes:
         heartbeats: seconds from when each was due to its answer
@@ -131,7 +131,7 @@ def clients(url: str, model: Path, options: argparse.Namespace, seconds: float) 
 
 
 def requests_answered(metrics: str) -> Counter[tuple[str, str]]:
-    """By status and last part of the route, from the text of `/metrics`."""
+    """Count requests by status and last part of the route, from the text of `/metrics`."""
     found: Counter[tuple[str, str]] = Counter()
     for labels, count in _REQUESTS.findall(metrics):
         label = dict(re.findall(r'(\w+)="([^"]*)"', labels))
@@ -191,7 +191,7 @@ def windows(options: argparse.Namespace) -> tuple[tuple[float, float], tuple[flo
 
 
 def broken_claims(report: Report, options: argparse.Namespace) -> list[str]:
-    """What should hold and does not."""
+    """List the claims that do not hold."""
     early, late = windows(options)
     before, after = report.seen.megabytes(*early)["both"], report.seen.megabytes(*late)["both"]
     refused = {about: n for about, n in report.answers.items() if about[0][0] in "45" and about not in EXPECTED}

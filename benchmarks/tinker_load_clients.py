@@ -22,14 +22,14 @@ import tinker  # pyright: ignore[reportMissingImports]
 from tinker import types  # pyright: ignore[reportMissingImports]
 
 STEPS = 12
-"""Of a model, until its client takes a new session."""
+"""Number of steps of a model, until its client opens a new session."""
 WAIT_SECONDS = 120
 API_KEY = "tml-load"
 """Any will do: the server has none."""
 
 
 class Client:
-    """Sessions one after another, each with a model that is trained, saved, sampled from, and left.
+    """Client that opens sessions in sequence, each with a model that is trained, saved, sampled from, and abandoned.
 
     Args:
         vocab_size: token ids from 4 to here may be sent
@@ -42,7 +42,7 @@ class Client:
         self.done: Counter[str] = Counter()
 
     def live(self, deadline: float) -> None:
-        """Until the deadline (`time.monotonic`); ends what it has begun."""
+        """Run sessions until the deadline (`time.monotonic`); the last one is completed."""
         while time.monotonic() < deadline:
             service = tinker.ServiceClient(base_url=self._url, api_key=API_KEY)
             self._session(service, deadline)

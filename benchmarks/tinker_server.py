@@ -1,4 +1,4 @@
-"""How fast the Tinker-compatible server answers: calls, heartbeats, training and sampling, at 1, 4 and 16 tenants.
+"""Speed of the Tinker-compatible server: calls, heartbeats, training and sampling, with 1, 4 and 16 tenants.
 
     python benchmarks/tinker_server.py                     # both models, some minutes on two cores
     python benchmarks/tinker_server.py --models tiny --quick
@@ -232,7 +232,7 @@ TRAINED = 32 * 128
 
 
 class Benchmark:
-    """What is measured, in this order, each part with what the ones before it made."""
+    """Measurements in this order, each with the models that the previous ones made."""
 
     def __init__(self, client: Client, base_model: str, server: psutil.Process, *, quick: bool):
         self._client, self._base_model, self._server = client, base_model, server

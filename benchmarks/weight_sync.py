@@ -107,7 +107,7 @@ class BenchmarkedHolder(WeightHolder):
 
 @dataclass
 class Timings:
-    """Of one strategy, a value a turn."""
+    """Measurements of one strategy, one value per turn."""
 
     seconds: list[float] = field(default_factory=list)
     pause: list[float] = field(default_factory=list)
@@ -141,7 +141,7 @@ def connect(
 
 
 def check_exact(engines: HolderProcesses, policy: Policy, folder: str) -> None:
-    """Ends the run unless the engines hold the very bits that were sent."""
+    """End the run unless the engines hold exactly the bits that were sent."""
     file = os.path.join(folder, "expected.pt")
     torch.save(policy.sent, file)
     different = engines.wait(engines.call_all("num_different", file))

@@ -79,7 +79,7 @@ def commands_of(script: Path, scratch: Path, *arguments: str, **variables: str) 
 
 
 def _import_once(path: Path) -> None:
-    """Imports an example's entry point by its path, as Python does by its name where the script runs it."""
+    """Import an example's entry point by its path, as Python does by its name where the script runs it."""
     if path.stem in sys.modules:
         return
     spec = importlib.util.spec_from_file_location(path.stem, path)

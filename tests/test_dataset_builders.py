@@ -33,7 +33,7 @@ GSM8K = [
 
 
 def build(script: str, output: Path, *arguments: object) -> dict[str, list[dict[str, Any]]]:
-    """Runs a builder's main program in this process; the rows that it wrote, by file."""
+    """Run a builder's main program in this process. Returns: the rows that it wrote, by file."""
     load(EXAMPLES / script).main(["--output_dir", str(output), *map(str, arguments)])
     return {
         name: pyarrow.parquet.read_table(output / f"{name}.parquet").to_pylist() for name in ("train", "validation")
@@ -225,7 +225,7 @@ def test_aime_rows_are_solved_and_come_once(tmp_path):
 
 
 def test_aime_prompts_with_several_answers_are_dropped(tmp_path):
-    """As DAPO-Math-17k is cleaned: first exact duplicates, then every prompt whose answers differ."""
+    """Same cleaning as in DAPO-Math-17k: first exact duplicates are dropped, then every prompt whose answers differ."""
 
     def published(problem: str, answer: str, source: str = "math_dapo") -> dict[str, Any]:
         prompt = [{"role": "user", "content": f"{problem} End with a line Answer: n."}]

@@ -93,7 +93,7 @@ def test_few_demonstrations_earn_the_reward_and_all_hear_what_the_environment_sa
 
 
 def test_a_demonstration_has_the_ids_of_a_rollout(quickstart, tokenizer):
-    """In a rollout, what the environment says is tokenized apart from what the model wrote, behind a fixed base."""
+    """Rollouts tokenize the environment's messages apart from the model's text, behind a fixed base."""
     prompt = [{"role": "user", "content": "37*48"}]
     turns = [
         {"role": "assistant", "content": "<calculator>37*48</calculator>"},

@@ -441,8 +441,8 @@ def load(path: Path) -> ModuleType:
 
 
 GOLDEN = json.loads((Path(__file__).parent / "recipe_prompts.json").read_text())
-"""By recipe, over the real data of the test folder: rows and checksum of what its builder writes, text and token ids of
-the first prompt."""
+"""Expected values by recipe, for the real data of the test folder: rows and checksum of the builder's output, text and
+token ids of the first prompt."""
 
 
 def prepared(recipe: str, data: Path, spider: Path, output: Path) -> dict[str, Any]:

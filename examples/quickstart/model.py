@@ -1,4 +1,5 @@
-"""Creates a tiny Qwen3-architecture language model, untrained, and its tokenizer, as a folder `transformers` loads.
+"""Create a tiny, untrained language model of the Qwen3 architecture and its tokenizer, as a folder that `transformers`
+loads.
 
     python examples/quickstart/model.py --output DIR --task arithmetic --seed 0
 

@@ -16,27 +16,29 @@ Row = dict[str, Any]
 Message = dict[str, str]
 
 HELD_OUT_SHARE = 8
-"""One problem in so many is for evaluation only."""
+"""Inverse of the share of problems that are held out for evaluation."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What one quickstart task is made of."""
+    """Settings of one quickstart task."""
 
     name: str
-    """The environment's id."""
+    """Id of the environment."""
     operators: str
     hidden_size: int
     num_layers: int
     demonstrate: Callable[[str, random.Random], list[Message]]
-    """From a problem to the messages that follow its prompt."""
+    """Function from a problem to the messages that follow its prompt."""
     warm_up_steps: int
     warm_up_batch_size: int
     warm_up_learning_rate: float
 
 
 def is_held_out(problem: str) -> bool:
-    """Whether a problem is for evaluation: a property of its text, so that no two files can disagree about it."""
+    """Return True if a problem is for evaluation: a property of its text, so that no two files can disagree about
+    it.
+    """
     return zlib.crc32(problem.encode()) % HELD_OUT_SHARE == 0
 
 

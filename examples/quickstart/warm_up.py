@@ -58,7 +58,7 @@ def make_batch(
 
 
 def warm_up(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task, seed: int, num_steps: int) -> float:
-    """Trains the model in place; returns the loss of the last step. Held-out problems are not shown."""
+    """Train the model in place on demonstrations, without held-out problems. Returns the loss of the last step."""
     draw = random.Random(seed)
     rows = make_rows(task, 4096, seed)
     optimizer = torch.optim.AdamW(

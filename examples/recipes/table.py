@@ -1,4 +1,4 @@
-"""Prints one row of a recipe's table: the published figures, ours and their 95 % intervals.
+"""Print one row of a recipe's table: the published figures, ours and their 95 % intervals.
 
     python examples/recipes/table.py dapo qwen2.5_math_7b evaluations/dapo/qwen2.5_math_7b
 

@@ -45,7 +45,7 @@ def training_row(
 
 
 def passages(problem: Problem, corpus: dict[str, str]) -> list[str]:
-    """What answers the question. Raises DataError if a document is not in the corpus."""
+    """Return the passages that answer the question. Raises DataError if a document is not in the corpus."""
     context: Any = problem.get("context")
     if isinstance(context, str):
         return [context]

@@ -1,4 +1,5 @@
-"""On-policy distillation: the student writes, a teacher says how likely it finds each token, the student follows.
+"""On-policy distillation: the student samples, a teacher scores each token, and the student is trained towards the
+teacher.
 
     python examples/tinker/distillation.py --base-url http://127.0.0.1:8000 --model tiny
 

@@ -24,7 +24,7 @@ parser.add_argument("--max-tokens", type=int, default=32, help="of a turn")
 
 @dataclass
 class Episode:
-    """What was said, token by token. `written` is 1 on the model's tokens; others have no log-prob."""
+    """Tokens of one episode. `written` is 1 on the model's tokens; others have no log-prob."""
 
     problem: Problem
     tokens: list[int] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What the examples teach: additions worked out in writing, and problems that a calculator solves.
+"""Problems of the examples: additions worked out in writing, and problems that a calculator solves.
 
 Plain text, so that any model can be asked. Knows no server and no model.
 """
@@ -28,22 +28,22 @@ class Problem:
 
     @property
     def prompt(self) -> str:
-        """To be continued by one line."""
+        """Prompt that the model continues by one line."""
         return f"Q: {self}\nA:"
 
     @property
     def tool_prompt(self) -> str:
-        """To be continued by lines, some of them the tool's."""
+        """Prompt that the model and the tool continue by lines."""
         return TOOL_PROMPT.format(problem=self)
 
     def is_solved_by(self, line: str) -> bool:
-        """Whether the line's last number is the answer."""
+        """Return True if the line's last number is the answer."""
         numbers = re.findall(r"-?\d+", line)
         return bool(numbers) and int(numbers[-1]) == self.answer
 
 
 def draw_problem(draw: random.Random, symbols: str = "+", num_digits: int = 2) -> Problem:
-    """At random, of two numbers with so many digits."""
+    """Draw a problem of two numbers with `num_digits` digits at random."""
     left, right = (draw.randrange(10 ** (num_digits - 1), 10**num_digits) for _ in range(2))
     return Problem(left, draw.choice(symbols), right)
 
@@ -67,7 +67,7 @@ def estimate(problem: Problem) -> str:
 
 
 def tool_reply(line: str) -> str | None:
-    """What the calculator says to a line; None to one that does not ask it."""
+    """Return the calculator's reply to a line; None if the line does not call it."""
     if not line.startswith("calc:"):
         return None
     found = re.fullmatch(r"\s*(-?\d{1,9})\s*([-+*])\s*(-?\d{1,9})\s*", line.removeprefix("calc:"))

@@ -1,4 +1,4 @@
-"""What all examples share: the options, and clients that are ready at any version of the SDK."""
+"""Common parts of the examples: command-line options, and clients for any version of the SDK."""
 
 import argparse
 import os

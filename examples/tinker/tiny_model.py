@@ -50,11 +50,11 @@ def demonstrate_with_tool(draw: random.Random) -> list[Part]:
 
 
 BATCH = {demonstrate_with_hint: 12, demonstrate: 20, demonstrate_with_tool: 16}
-"""How many of each a step learns from. Each kind is a batch of its own: their lengths differ."""
+"""Number of demonstrations of each kind per step. Each kind is a batch of its own, because lengths differ."""
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, parts: list[Part]) -> tuple[list[int], list[int]]:
-    """Token ids and labels of a text."""
+    """Return the token ids and labels of a text."""
     ids: list[int] = []
     labels: list[int] = []
     for text, learned in parts:
@@ -67,7 +67,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, parts: list[Part]) -> tuple[list[
 def warm_up(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, num_steps: int, draw: random.Random
 ) -> dict[str, float]:
-    """Trains the model in place. Returns the last losses."""
+    """Train the model in place. Returns the losses of the last step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / RAMP_STEPS, 1) * (1 + math.cos(math.pi * step / num_steps)) / 2

@@ -22,7 +22,7 @@ VOCABULARY = 11
 
 @dataclass(frozen=True)
 class Settings:
-    """What one run is made of."""
+    """Settings of one run."""
 
     num_steps: int = 150
     num_prompts: int = 32
@@ -47,7 +47,7 @@ class TinyLanguageModel(nn.Module):
         self.head = nn.Linear(width, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """From tokens [B, L] to logits of the next token [B, L, V]."""
+        """Map tokens [B, L] to logits of the next token [B, L, V]."""
         length = tokens.shape[1]
         hidden = self.token_embedding(tokens) + self.position_embedding(torch.arange(length))
         mask = nn.Transformer.generate_square_subsequent_mask(length)
@@ -67,7 +67,7 @@ def judge(prompts: Tensor, responses: Tensor) -> Tensor:
 
 @torch.no_grad()
 def roll_out(model: nn.Module, prompts: Tensor, generator: torch.Generator) -> Tensor:
-    """Samples a response [B, T] to each prompt, one token at a time."""
+    """Sample a response [B, T] to each prompt, one token at a time."""
     tokens = prompts
     for _ in range(NUM_DIGITS):
         probabilities = model(tokens)[:, -1].softmax(dim=-1)
@@ -76,15 +76,15 @@ def roll_out(model: nn.Module, prompts: Tensor, generator: torch.Generator) -> T
 
 
 def response_log_probs(model: nn.Module, prompts: Tensor, responses: Tensor) -> Tensor:
-    """How likely the model finds each token of the responses: [B, T]."""
+    """Compute the log-prob of each token of the responses: [B, T]."""
     tokens = torch.cat([prompts, responses], dim=1)
     log_probs = model(tokens[:, :-1]).log_softmax(dim=-1)[:, -responses.shape[1] :]
     return log_probs.gather(2, responses.unsqueeze(2)).squeeze(2)
 
 
 def group_advantages(rewards: Tensor, group_size: int) -> Tensor:
-    """How much better than its siblings each sample is, in standard deviations of its group (GRPO,
-    https://arxiv.org/abs/2402.03300): A = (r - mean(r)) / (std(r) + 1e-6). A group that agrees teaches nothing.
+    """Compute advantages relative to the other samples of the prompt (GRPO, https://arxiv.org/abs/2402.03300): A = (r -
+    mean(r)) / (std(r) + 1e-6). In a group of equal rewards all are 0.
 
     Args:
         rewards: [B], samples of one prompt next to each other.

@@ -123,11 +123,11 @@ class TrainingOutcome:
     """Parameters after the compared steps (rank 0)."""
 
     skipped: Step
-    """A step with a gradient of NaN."""
+    """Outcome of a step with a gradient of NaN."""
 
     after_skipped: dict[str, torch.Tensor]
     next: dict[str, torch.Tensor]
-    """After one more step, from the state that was saved."""
+    """Parameters after one more step, from the state that was saved."""
 
     resumed: dict[str, torch.Tensor]
     """Parameters after that step, from the checkpoint in a new model."""

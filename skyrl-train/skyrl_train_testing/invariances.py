@@ -51,7 +51,7 @@ NOT_MEANT_TO_HOLD: Mapping[str, Mapping[str, str]] = {
     "token_reward": {"group_constant": "it has no baseline"},
     "seq_mean_token_sum_norm": {"sums_to_one": "it divides by a constant in place of the number of tokens"},
 }
-"""By registered name: the invariances that are not meant to hold, each with the reason."""
+"""Invariances that are not meant to hold, each with the reason, by registered name."""
 
 
 def check_everything_registered(

@@ -43,7 +43,7 @@ class Episode:
 
     rewards: list[float] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
-    """As the sampler saw them; 0 on the environment's tokens."""
+    """Log-probs as reported by the sampler; 0 on the environment's tokens."""
 
     turns: list[list[int]] = field(default_factory=list)
     is_over: bool = False

@@ -21,10 +21,10 @@ from skyrl_train_testing.float64 import in_float64
 from skyrl_train_testing.variants import splits, variants
 
 Outputs = dict[str, torch.Tensor]
-"""What a function gave for each token [B, R], by its name in words: the loss, the gradient, each metric."""
+"""Outputs of a function for each token [B, R], by a descriptive name: the loss, the gradient, each metric."""
 
 PerTokenLoss = Callable[[TensorBatch, torch.Tensor], tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
-"""A loss in one form for all kinds: rows of a batch, and their variable [b, R]; gives the loss and metrics."""
+"""Common form of all losses: (rows of a batch, their variable [b, R]) -> loss and metrics."""
 
 _SELECTOR_COLUMNS = ("log_probs", "old_log_probs", "advantages", "loss_mask", "noise")
 _POLICY_COLUMNS = ("log_probs", "old_log_probs", "advantages", "rollout_logprobs", "noise")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 Turns = list[list[int]]
-"""What the model wrote so far, turn by turn."""
+"""Token ids that the model generated so far, one list per turn."""
 
 
 class Task(Protocol):

@@ -17,7 +17,7 @@ from tx_conformance.wire import Wire
 class PeftAdapter:
     config: dict[str, Any]
     weights: dict[str, np.ndarray]
-    """By PEFT's name: `base_model.model.….lora_A.weight` [rank, in], `….lora_B.weight` [out, rank]."""
+    """Weights by PEFT's name: `base_model.model.….lora_A.weight` [rank, in], `….lora_B.weight` [out, rank]."""
 
     def all(self, part: str) -> np.ndarray:
         """The weights of all A, or all B, in a row."""

@@ -35,7 +35,7 @@ class Check:
 
 
 CHECKS: list[Check] = []
-"""In the order in which they were written down."""
+"""Checks in the order of their registration."""
 
 
 def check(function: Callable[["ServerUnderTest"], None]) -> Callable[["ServerUnderTest"], None]:

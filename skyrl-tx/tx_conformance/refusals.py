@@ -208,7 +208,7 @@ TABLE: dict[str, tuple[Request, tuple[str, ...]]] = {
         ("zstd",),
     ),
 }
-"""What is sent, and what the refusal must speak of."""
+"""Invalid requests, each with words that the refusal must contain."""
 
 
 def refused(name: str, request: Request, words: tuple[str, ...]) -> Check:

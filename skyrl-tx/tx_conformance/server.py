@@ -12,7 +12,8 @@ from tx_conformance.wire import Wire
 
 GENTLE_NATS = 0.1
 SOFT_EPS = 1e6
-"""So far above any gradient that Adam's first step is plain descent: lr * g / (|g| + eps) = (lr / eps) * g."""
+"""Epsilon of Adam so far above any gradient that the first step is plain gradient descent: lr * g / (|g| + eps) = (lr /
+eps) * g."""
 
 
 @dataclass(frozen=True)

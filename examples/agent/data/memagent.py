@@ -25,7 +25,7 @@ CONTEXT = "context|context_doc_ids"
 
 
 class RowMaker:
-    """Fills each question's own paragraphs up to a number, the same way every time."""
+    """Maker of dataset rows: adds other paragraphs to those of a question up to a number, deterministically."""
 
     def __init__(self, num_documents: int, corpus: dict[str, str]) -> None:
         self.num_documents, self.corpus = num_documents, corpus

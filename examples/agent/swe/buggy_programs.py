@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 class Program(NamedTuple):
     name: str
     says: str
-    """What it should do."""
+    """Description of the program's intended behaviour."""
     wrong: str
     right: str
     """`code` with `wrong` in it, and what should stand there."""
@@ -114,7 +114,7 @@ def test_missing():
 
 
 def rows() -> list[dict[str, Any]]:
-    """As `LocalSWETask` reads them, with the `solution` beside."""
+    """Return the rows in the form that `LocalSWETask` reads, plus the `solution`."""
     return [
         {
             "id": f"made-{program.name}",

@@ -24,7 +24,7 @@ STATEMENT = "problem_statement|instructions"
 
 
 def row_of(problem: Problem, split: str, index: int) -> Row | None:
-    """Without the solution. Tables have one type a column, so that the files are JSON."""
+    """Make the row of a problem, without the solution. Tables have one type per column, so the files are JSON."""
     row = {
         "data_source": problem.get("data_source") or "local_swe",
         "id": str(problem.get("id") or f"{split}-{index}"),

@@ -11,7 +11,7 @@ from skyrl_train_testing.engine_conformance.subject import EngineUnderTest
 _LENGTHS = (1, 2, 17, 40)
 _TEMPERATURES = (0.5, 1.0, 1.6)
 _LEAST_CHANCE = 1e-6
-"""That frequencies as odd as those found come of the right distribution."""
+"""Smallest accepted probability that frequencies deviate as much as those found."""
 
 
 def expect_form(subject: EngineUnderTest, prompts: list[list[int]], output: InferenceEngineOutput) -> None:
@@ -75,7 +75,7 @@ async def answers_tell_tokens_text_log_probs_and_versions(subject: EngineUnderTe
 
 @check()
 async def log_probs_are_left_out_if_not_asked_for(subject: EngineUnderTest) -> None:
-    """With logprobs=None there are none, and with an empty batch there is nothing."""
+    """Completions have no log-probs with logprobs=None, and an empty batch gives none of anything."""
     output = await subject.generate([subject.prompt(5)], max_tokens=3, logprobs=None)
     expect(output["response_logprobs"] is None, f"response_logprobs must be None; got {output['response_logprobs']}")
     output = await subject.generate([])
@@ -226,7 +226,7 @@ async def samples_of_one_prompt_differ(subject: EngineUnderTest) -> None:
 
 @check("prompt_log_probs")
 async def prompt_log_probs_are_the_models(subject: EngineUnderTest) -> None:
-    """With prompt_logprobs=0 every token of a prompt but the first has its log-prob, at the temperature."""
+    """Every token of a prompt but the first has its log-prob at the temperature, with prompt_logprobs=0."""
     prompts = [subject.prompt(length, seed=length) for length in _LENGTHS] + [subject.prompt(40, seed=40)]
     for temperature in (1.0, 0.6):
         output = await subject.generate(prompts, temperature=temperature, max_tokens=2, prompt_logprobs=0)

@@ -85,7 +85,7 @@ async def abort_returns_what_was_written(subject: EngineUnderTest) -> None:
 
 @check("pause_keep")
 async def a_pause_that_keeps_stops_the_writing(subject: EngineUnderTest) -> None:
-    """After pause('keep') no token is written until `resume_generation`; requests under way wait, or are aborted."""
+    """No token is generated between pause('keep') and `resume_generation`; running requests wait, or are aborted."""
     async for task, seconds in at_work(subject):
         await subject.in_time(subject.engine.pause_generation("keep"))
         try:
@@ -107,7 +107,7 @@ async def a_pause_that_keeps_stops_the_writing(subject: EngineUnderTest) -> None
 
 @check("pause_keep")
 async def a_pause_that_keeps_changes_nothing_but_the_time(subject: EngineUnderTest) -> None:
-    """After pause('keep') and resume an answer is what it would have been; requests that came meanwhile waited."""
+    """Completions are the same with and without pause('keep') and resume; requests that arrive meanwhile wait."""
     async for task, _ in at_work(subject):
         await subject.in_time(subject.engine.pause_generation("keep"))
         caught = not task.done()
@@ -182,7 +182,7 @@ async def a_caller_who_goes_away_leaves_nothing_behind(subject: EngineUnderTest)
 
 @check("sleep")
 async def sleep_gives_back_the_weights_as_they_were(subject: EngineUnderTest) -> None:
-    """After sleep(1) and wake_up, also by tags, answers and log-probs are as before."""
+    """Completions and log-probs are unchanged by sleep(1) and wake_up, also by tags."""
     prompt = subject.prompt(12, seed=6)
     params = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
     before = await subject.generate([prompt], **params)
@@ -220,8 +220,9 @@ async def sleep_is_refused_while_requests_run(subject: EngineUnderTest) -> None:
 
 @check("sleep", "weight_update")
 async def a_deep_sleep_wants_all_weights_again(subject: EngineUnderTest) -> None:
-    """After sleep(2), wake_up(['weights']), a whole update and wake_up(['kv_cache']), log-probs are those of the new
-    weights."""
+    """Log-probs are those of the new weights after sleep(2), wake_up(['weights']), a whole update and
+    wake_up(['kv_cache']).
+    """
     prompt = subject.prompt(12, seed=6)
     weights = subject.reference.changed(seed=5)
     await subject.in_time(subject.engine.sleep(2))

@@ -11,8 +11,9 @@ from skyrl_train_testing.engine_conformance.subject import EngineUnderTest
 
 @check(ends_engine=True)
 async def teardown_ends_everything(subject: EngineUnderTest) -> None:
-    """After `teardown`, requests, control calls and `check_health` fail with a named error; tearing down again is
-    harmless."""
+    """Requests, control calls and `check_health` fail with a named error after `teardown`; repeated teardown is
+    harmless.
+    """
     running = subject.begin_long()
     await subject.in_time(subject.engine.teardown())
     with contextlib.suppress(SkyRLError):  # or it was quick enough

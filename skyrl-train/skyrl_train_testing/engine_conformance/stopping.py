@@ -83,7 +83,7 @@ async def an_end_of_sequence_token_ends_an_answer_unless_ignored(subject: Engine
 
 @check()
 async def min_tokens_delays_the_end(subject: EngineUnderTest) -> None:
-    """Before min_tokens no stop token ends an answer, nor is one written; afterwards it does."""
+    """No stop token is sampled before min_tokens, nor does one end a response; afterwards it does."""
     prompt, free, steady = await _free_answer(subject)
     place = next(i for i in range(3, _FREE) if free[i] not in free[:i])
     least = place + 5

@@ -17,7 +17,7 @@ from skyrl_train.weight_sync.plan import Route, init_infos_for
 from skyrl_train.weight_sync.sender import SyncResult, WeightSender, needs_staging
 
 Tamper = Callable[[WeightUpdateRequest], Sequence[WeightUpdateRequest]]
-"""What the engine gets in place of a bucket's request: none is a bucket lost on its way."""
+"""Function from a bucket's request to those that the engine gets in its place; none: the bucket is lost."""
 
 
 @dataclass

@@ -27,8 +27,9 @@ async def expect_weights(subject: EngineUnderTest, weights: Weights | None, what
 
 @check("weight_update")
 async def an_update_brings_the_new_weights(subject: EngineUnderTest) -> None:
-    """After an update, by every way that the engine knows, log-probs are those of the new weights, tokens have the new
-    version, and the fingerprints that it reports are those of the tensors that were sent."""
+    """Log-probs are those of the new weights after an update, by every transport that the engine supports; tokens have
+    the new version, and the reported fingerprints are those of the tensors that were sent.
+    """
     for number, way in enumerate(subject.ways):
         words = " ".join(way)
         if way[0] == "broadcast" and "broadcast" in subject.info.unsupported:
@@ -89,8 +90,9 @@ async def prompts_are_never_continued_from_keys_of_older_weights(subject: Engine
 
 @check("weight_update")
 async def answers_under_way_go_on_with_the_new_weights(subject: EngineUnderTest) -> None:
-    """At an update requests under way stay. Their earlier tokens keep the old version and log-probs; later ones have
-    the new version and the log-probs of the new weights, over the keys of the old ones or over new keys."""
+    """Running requests continue at an update. Their earlier tokens keep the old version and log-probs; later ones have
+    the new version and the log-probs of the new weights, over the keys of the old ones or over new keys.
+    """
     pauses = (None,) if "pause_keep" in subject.info.unsupported else ("keep", None)
     weights = subject.reference.changed(seed=20)
     for pause in pauses:
