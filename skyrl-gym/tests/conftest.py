@@ -1,4 +1,4 @@
-"""What the tests share."""
+"""Fixtures shared by the tests."""
 
 import os
 from pathlib import Path

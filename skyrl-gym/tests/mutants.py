@@ -77,7 +77,9 @@ TRIED = 40
 
 
 def first_telling_mutants(tasks: list[tuple[str, str, str | None]]) -> list[str | None]:
-    """Of each (program, tests, function to mutate) the first mutant that fails the tests, None if there is none."""
+    """Return for each (program, tests, function to mutate) the first mutant that fails the tests, None if there is
+    none.
+    """
     programs = [list(itertools.islice(mutants(source, function), TRIED)) for source, _, function in tasks]
     request = json.dumps([[each, tests] for each, (_, tests, _) in zip(programs, tasks, strict=True)])
     with make_sandbox(limits=Limits(wall_seconds=600, cpu_seconds=300)) as sandbox:

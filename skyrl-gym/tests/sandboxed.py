@@ -21,7 +21,7 @@ def sandboxed(test):
 
 
 def without_sandbox(monkeypatch):
-    """From here on this is a machine where code should run in Docker, and Docker does not run."""
+    """Simulate a machine on which code should run in Docker, and Docker does not run."""
     monkeypatch.setenv(backends.KIND_VARIABLE, "docker")
     monkeypatch.setitem(backends._found, "docker", InfraError("Docker does not run"))
 

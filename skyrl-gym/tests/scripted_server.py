@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class ScriptedServer(ThreadingHTTPServer):
-    """Answers each request with the next of a script, and from then on with the last.
+    """Server that answers each request with the next reply of a script, and further ones with the last.
 
     An entry is (status, body) or (status, body, headers), or "drop" (closes the connection), "hang" (2 s without a
     word), "trickle" (a byte each 0.1 s).

@@ -12,7 +12,7 @@ PACKAGES = {
     "search": "bm25s",
     "searchcode": "bm25s",
 }
-"""What an environment's examples need beside this package."""
+"""Package that an environment's examples need besides this one."""
 
 SLOW = {"code", "lcb", "math", "rlm", "textworld"}
 """Environments whose audit takes more than ten seconds."""

@@ -1,4 +1,4 @@
-"""Which functions in test code are the answer's, where the row does not say it."""
+"""Detection of the functions in test code that the answer must define, where the row does not name them."""
 
 import ast
 import builtins

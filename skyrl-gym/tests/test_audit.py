@@ -132,7 +132,7 @@ def test_an_environment_that_can_be_cheated_fails_by_the_name_of_the_cheat(env_c
 
 
 class NaiveCodeEnv(BaseTextEnv):
-    """Runs the program and its tests in one file; success is the exit code, or what was printed."""
+    """Vulnerable grader: runs the program and its tests in one file; success is the exit code, or what was printed."""
 
     def __init__(self, env_config=None, extras=None):
         super().__init__()
@@ -207,7 +207,7 @@ def test_an_environment_may_bring_cheats_of_its_own():
 
 
 def test_no_cheat_knows_the_answer_alone():
-    """Where the right answer is written at all, others stand before and after it."""
+    """Wherever a cheat writes the right answer, it writes other answers before and after it."""
     examples = SoundEnv.examples()
     for cheat in cheats_for(SoundEnv, examples):
         for example in examples:
@@ -271,7 +271,7 @@ def test_no_cheater_beats_a_shipped_environment(env_id):
     ],
 )
 def test_planted_answers_do_reach_the_observations(env_id, cheat):
-    """Or the audit would prove nothing."""
+    """Control: otherwise the audit would prove nothing."""
     if env_id.startswith("search"):
         pytest.importorskip("bm25s", reason="the retrieval server needs bm25s")
     env_spec = spec_of(env_id)

@@ -18,7 +18,7 @@ from .shipped import EVERY_ENVIRONMENT
 
 
 class GoodEnv(BaseTextEnv):
-    """Says the number; two turns, observations, a seed."""
+    """Conforming environment: asks for a number; two turns, observations, a seed."""
 
     def __init__(self, env_config=None, extras=None):
         super().__init__()

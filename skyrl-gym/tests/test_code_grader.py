@@ -154,7 +154,7 @@ VALUES = [
 
 
 def across(value):
-    """Through JSON text, as between two processes."""
+    """Convert a value to JSON text and back, as between two processes."""
     return decode(json.loads(json.dumps(encode(value, References()))), References())
 
 

@@ -38,7 +38,7 @@ def right(messages):
 
 
 class RightEveryOther:
-    """Answers a problem rightly the 1st, 3rd, 5th ... time it is asked."""
+    """Model that answers a problem correctly the 1st, 3rd, 5th ... time it is asked."""
 
     def __init__(self):
         self.asked = Counter()

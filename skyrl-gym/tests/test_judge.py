@@ -46,7 +46,7 @@ class Failing(LocalJudge):
 
 
 class Saying(LocalJudge):
-    """Gives these replies in turn; the last one for ever."""
+    """Judge server that gives these replies in turn, and from then on the last one."""
 
     def __init__(self, *replies: str) -> None:
         super().__init__()

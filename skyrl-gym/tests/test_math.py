@@ -301,7 +301,7 @@ def test_no_gold_answer_of_math500_is_right_for_another_problem(test_data, pool)
 
 @pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.full)])
 def test_scores_of_real_responses_agree_with_their_published_grades(test_data, pool, every):
-    """But for one of 800: the published grader takes 10000 for wrong where 10{,}000 is right."""
+    """One of 800 differs: the published grader rejects 10000 where 10{,}000 is right."""
     rows = read_rows(test_data, "model_responses_qwen_math100x8.jsonl.gz")
     assert len(rows) == 800
     disagreements = [

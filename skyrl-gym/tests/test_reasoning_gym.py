@@ -44,7 +44,9 @@ WITHOUT_ORACLE = {"boxnet", "rush_hour"}
 """Neither an answer nor an example of one is in their entries."""
 
 FREE_FORM = {"figlet_font", "list_functions", "propositional_logic", "spell_backward"}
-"""They give part credit to short or matching guesses, so a random guess may get more than 0.05; never a full score."""
+"""Generators that give part credit to short or matching guesses: a random guess may score above 0.05, but never
+fully.
+"""
 
 CHAIN_SUM = {"question": "State the sum: 4 + 3 =", "answer": "7", "metadata": {"source_dataset": "chain_sum"}}
 
@@ -248,7 +250,7 @@ def test_integrals_are_judged_in_bounded_time_whatever_their_form():
 
 @pytest.mark.full
 def test_a_generator_that_gives_up_is_asked_for_another_entry():
-    """At this level about every second board of knight_swap has no puzzle that is short enough."""
+    """About every second board of knight_swap at this level has no puzzle that is short enough."""
     requests = [EntryRequest("knight_swap", 3, index, config_at("knight_swap", 1)) for index in range(2)]
     assert all(entry["answer"] for entry in generate(requests))
 
@@ -294,7 +296,7 @@ def test_rows_depend_on_the_seed_alone():
 
 @pytest.mark.slow
 def test_rows_are_the_same_in_every_process():
-    """Of generators that follow the order of sets and global random states, too."""
+    """Generators that depend on the order of sets and on global random states are covered, too."""
     program = """if True:
         import json
         from skyrl_gym.envs.reasoning_gym.rows import reasoning_gym_rows

@@ -20,7 +20,7 @@ ROW = {"reward_spec": {"method": "rule", "ground_truth": "42"}}
 
 
 class EchoEnv(BaseTextEnv):
-    """Repeats what it hears, `max_turns` times, and likes the word it was told to like."""
+    """Environment that repeats the action, `max_turns` times, and rewards a given word."""
 
     def __init__(self, env_config=None, extras=None, likes="yes"):
         super().__init__()
@@ -187,7 +187,7 @@ def test_importing_the_package_imports_nothing_heavy():
 
 
 def test_importing_the_package_is_fast():
-    """Under half a second of CPU time, which a loaded machine does not change; the best of three."""
+    """Less than half a second of CPU time, which a loaded machine does not change; the best of three."""
     code = "import time; t = time.process_time(); import skyrl_gym; print(time.process_time() - t)"
     command = [sys.executable, "-c", code]
     seconds = [float(subprocess.run(command, capture_output=True, text=True, check=True).stdout) for _ in range(3)]
@@ -233,7 +233,7 @@ def test_a_row_without_its_answer_is_told_what_it_lacks(row, said):
 
 
 class Counted(EchoEnv):
-    """Counts its episodes instead of taking a mean."""
+    """Environment that counts its episodes instead of averaging them."""
 
     @staticmethod
     def aggregate_metrics(metrics):

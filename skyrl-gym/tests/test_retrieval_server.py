@@ -169,7 +169,7 @@ def test_a_server_can_be_started_again_at_its_address():
 
 
 class RecordingSearch:
-    """Answers each query with its length, slowly, and remembers what it was asked together."""
+    """Slow search that answers each query with its length and records which queries came together."""
 
     def __init__(self) -> None:
         self.batches: list[list[str]] = []
@@ -314,7 +314,7 @@ def recall_at(topk: int, questions: list[dict], base_url: str) -> float:
 
 @pytest.mark.slow
 def test_gold_paragraphs_of_public_questions_are_among_the_first_five(test_data, tmp_path):
-    """Over 9,316 paragraphs of Wikipedia. Questions of HotpotQA need two of them, those of XQuAD one."""
+    """The corpus has 9,316 paragraphs of Wikipedia. Questions of HotpotQA need two of them, those of XQuAD one."""
     folder = test_data / "search_qa"
     with process("--corpus", folder / "corpus.jsonl.gz", "--index_path", tmp_path / "index") as (_, base_url):
         assert httpx.get(f"{base_url}/health").json() == {"ready": True, "index": "bm25", "documents": 9316}

@@ -1,4 +1,4 @@
-"""What the recursive language model environment reads in a turn, and what its REPL's pipe lets through."""
+"""Parsing of a turn in the recursive language model environment, and values that pass the pipe of its REPL."""
 
 import json
 

@@ -26,7 +26,7 @@ GOLD = "SELECT name FROM animal WHERE legs > 1 ORDER BY legs"
 
 @pytest.fixture
 def db_path(tmp_path) -> str:
-    """As the setting wants it: `spider/database/zoo/zoo.sqlite` is in it."""
+    """Return a folder in the form of the setting: it contains `spider/database/zoo/zoo.sqlite`."""
     folder = tmp_path / "spider" / "database" / "zoo"
     folder.mkdir(parents=True)
     with closing(sqlite3.connect(folder / "zoo.sqlite")) as connection, connection:

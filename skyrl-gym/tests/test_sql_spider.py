@@ -54,7 +54,7 @@ def reward(db_path: Path, question: Question, predicted: str) -> float:
 
 
 def result_sha1(db_file: Path, query: str) -> str:
-    """As the data set records it."""
+    """Hash a query's result as the data set records it."""
     rows = sorted(map(repr, read_rows(str(db_file), query)))
     return hashlib.sha1("\n".join(rows).encode()).hexdigest()[:16]
 

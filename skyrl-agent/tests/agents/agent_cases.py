@@ -67,7 +67,7 @@ class Outage(BaseTool):
 
 @register_tool("test_sleep")
 class Sleep(BaseTool):
-    """Tells what became of its calls, and how many were open at the same time."""
+    """Tool that records the outcome of its calls, and how many were open at the same time."""
 
     name = "sleep"
     log: ClassVar[list[str]] = []

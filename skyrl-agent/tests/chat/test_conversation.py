@@ -177,7 +177,7 @@ def test_an_answer_that_ends_with_another_token_than_the_template_s_is_a_break(e
 
 
 def test_a_message_that_is_another_than_the_model_s_text_is_a_break(encoder):
-    """As where an agent drops thoughts by itself."""
+    """Such messages arise where an agent itself drops reasoning."""
     conversation = Conversation(encoder, [QUESTION])
     conversation.add_answer("hm A", told(encoder.encode("hm A<|im_end|>")), {"role": "assistant", "content": "A"})
     conversation.add(AGAIN)
@@ -319,7 +319,7 @@ def test_our_template_keeps_the_thoughts_of_all_turns(qwen, thinking, tools):
 
 
 def test_our_template_writes_what_qwen3_s_does(qwen):
-    """Where that one keeps everything."""
+    """The comparison covers conversations in which Qwen3's template keeps everything."""
     call = {"type": "function", "function": {"name": "look", "arguments": {"n": "é"}}}
     conversation = [
         SYSTEM,

@@ -72,7 +72,7 @@ NO_CALLS = "takes no calls"
 
 @dataclass
 class Facts:
-    """What a template does: how it ends an answer, and which messages of a script it writes anew later."""
+    """Behaviour of a template: how it ends a response, and which messages of a script it renders differently later."""
 
     end: str = "<|im_end|>"
     end_of_call: str = "<|im_end|>"

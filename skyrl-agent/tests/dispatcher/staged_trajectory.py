@@ -20,12 +20,12 @@ __all__ = ["PLANS", "STAGES"]
 CFG = read_task({"task": "any.Task"})
 
 Act = float | BaseException | Callable[["Staged"], Awaitable[None]]
-"""What a stage does: takes seconds, raises, or this."""
+"""Action of a stage: seconds to take, an exception to raise, or a function to await."""
 
 
 @dataclass
 class World:
-    """Counts what is open and who is in which stage, now and at most."""
+    """Counts of open runtimes and of trajectories by stage, current and maximum."""
 
     now_in: Counter[str] = field(default_factory=Counter)
     peak: Counter[str] = field(default_factory=Counter)
@@ -53,7 +53,7 @@ class World:
 
 
 class Staged(BaseTrajectory):
-    """Its runtime is open from the begin of `initialize` to `close`."""
+    """Trajectory whose runtime is open from the beginning of `initialize` to `close`."""
 
     def __init__(
         self, world: World, instance: str = "a", trajectory_id: int = 0, close: Act = 0.0, **acts: list[Act]
@@ -124,7 +124,9 @@ def section(type_name: str, agents: int = 4, judges: int = 4, **settings) -> Dis
 
 
 def dispatched(dispatch_of: Callable[[], Dispatch], trajectories: list[Staged]) -> tuple[list[Staged], Dispatch, float]:
-    """In virtual time: the trajectories in the order in which they ended, the dispatch, and how long all took."""
+    """Run trajectories in virtual time. Returns: the trajectories in the order in which they ended, the dispatch, the
+    duration.
+    """
 
     async def all_of_it() -> tuple[list[Staged], Dispatch, float]:
         dispatch = dispatch_of()

@@ -60,7 +60,7 @@ def few_retries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_server_of_text_alone():
-    """It knows OpenAI's fields only, and no ids as prompts."""
+    """The server supports OpenAI's fields only, and no token ids as prompts."""
     prompts = []
 
     def reply(body: dict[str, Any], headers: dict[str, str]) -> Reply:

@@ -66,7 +66,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 def run_with_sdk(program: str, arguments: list[str], folder: Path, server: ServerProcess) -> str:
-    """What a program prints that has the SDK, and from here what that lacks."""
+    """Run a program in an environment with the SDK, plus this environment's packages that it lacks. Returns: its
+    output.
+    """
     command = [sdk_environment(SDK_VERSION), "-c", BORROWED + program, *arguments]
     environment = os.environ | {"TINKER_API_KEY": "tml-local", "TINKER_TELEMETRY": "0", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment, cwd=folder)

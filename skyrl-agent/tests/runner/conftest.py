@@ -49,7 +49,7 @@ def task_file(tmp_path: Path) -> Callable[..., Path]:
 
 
 def doubled(prompt: str, turn: int) -> str:
-    """What a model answers that can double."""
+    """Answer as a model that can double numbers."""
     return str(2 * int(prompt.split("double ")[1].split("<")[0]))
 
 

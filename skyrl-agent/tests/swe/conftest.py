@@ -1,4 +1,4 @@
-"""What tests of software tasks share."""
+"""Fixtures of the tests of software tasks."""
 
 import gzip
 import json
@@ -17,7 +17,7 @@ from skyrl_gym.sandbox import make_sandbox
 
 @pytest.fixture(scope="session")
 def rows(test_data) -> Callable[[str], list[dict[str, Any]]]:
-    """Of a file of the data folder, as `swe/quixbugs`."""
+    """Return a function that reads the rows of a file of the data folder, such as `swe/quixbugs`."""
 
     def read(name: str) -> list[dict[str, Any]]:
         with gzip.open(test_data / f"{name}.jsonl.gz", "rt") as file:

@@ -15,7 +15,7 @@ COMMAND = re.compile(r"fresh copy of the project: `(.+?)`")
 
 
 def call(name: str, **arguments: str) -> str:
-    """As `function_xml` has it."""
+    """Format a call as `function_xml` does."""
     parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
     return f"I go on.\n<function={name}>\n{parameters}</function>"
 
@@ -69,7 +69,7 @@ class Oracle:
 
 
 def oracle_runner(rows: Sequence[Mapping[str, Any]], **sections: Any) -> AgentRunner:
-    """Of the real task file keys: 8 agents at a time in local sandboxes, and judges beside them."""
+    """Make a runner from real task file keys: 8 agents at a time in local sandboxes, with parallel evaluation."""
     BACKEND_REGISTRY["itself"] = Backend(lambda infer_engine, **_: infer_engine, plain_rows, published_output)
     cfg = {
         "agent_cls": "skyrl_agent.agents.codeact.CodeActAgent",

@@ -28,7 +28,7 @@ FATES = {
     "dead engine": (None, ERROR_RUNTIME, None),
     "filled disk": (None, FINISH_TOOL, None),
 }
-"""How the trajectory that meets the fault ends, by stage; None: there it cannot happen."""
+"""Finish reason of the trajectory that meets the fault, by stage; None: the fault cannot occur there."""
 CASES = [
     (stage, fault, reason)
     for fault, reasons in FATES.items()

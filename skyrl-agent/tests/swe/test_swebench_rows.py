@@ -1,4 +1,4 @@
-"""What is known of SWE rows without their images: names, patches, logs. On the benchmarks' own rows."""
+"""Processing of SWE rows without their images: names, patches, logs. On the benchmarks' own rows."""
 
 import json
 

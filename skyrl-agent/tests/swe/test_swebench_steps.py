@@ -51,7 +51,7 @@ R2E_ROW = {
 
 
 class HereTask(SWEBenchTask):
-    """With a repository made in a local sandbox in the place of an image."""
+    """Task with a repository made in a local sandbox in place of an image."""
 
     files: ClassVar = {"double.py": WRONG, "test_double.py": OLD_TESTS, "logo.bin": "\0\1"}
     setup: ClassVar = (REPOSITORY,)

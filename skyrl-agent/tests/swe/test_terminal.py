@@ -103,7 +103,9 @@ async def test_a_sample_of_agentbench(play, rows):
 
 @pytest.mark.full
 async def test_all_of_nl2bash_and_agentbench(play, rows):
-    """How many rows can be solved, and not by a wrong answer, in a sandbox without a root user or network."""
+    """Counts of rows that the reference answer solves, and a wrong answer does not, in a sandbox without root and
+    network.
+    """
 
     async def fits(row, script, answer):
         try:

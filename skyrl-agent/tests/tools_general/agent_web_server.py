@@ -34,7 +34,7 @@ class WebServer:
 
 @contextlib.contextmanager
 def web_server(answer: Callable[[Asked], Answer]) -> Iterator[WebServer]:
-    """On the loopback interface, at a free port."""
+    """Serve on the loopback interface, at a free port."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -108,5 +108,5 @@ def context_of(**fields: Any) -> ToolContext:
 
 
 def completion(text: str) -> dict[str, Any]:
-    """As OpenAI's `POST /chat/completions` answers."""
+    """Make a response of OpenAI's `POST /chat/completions`."""
     return {"choices": [{"message": {"role": "assistant", "content": text}, "finish_reason": "stop"}], "usage": {}}

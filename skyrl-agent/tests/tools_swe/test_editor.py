@@ -37,7 +37,7 @@ async def test_a_file_is_made_changed_and_taken_back_to_nothing(edit, runtime: R
 
 
 async def test_any_row_of_changes_can_be_taken_back(edit, runtime: Runtime):
-    """Of a file with tabs, both kinds of line ends and none at the end."""
+    """The file has tabs, both kinds of line ends and none at the end."""
     chance = random.Random(7)
     content = b"\tone\r\ntwo\n\n  three\r\n\xc3\xa9 four"
     await runtime.write("f", content)

@@ -13,7 +13,7 @@ TEST_LIMITS = Limits(wall_seconds=20.0)
 
 
 def no_docker() -> str:
-    """Why containers cannot be tested here; empty if they can."""
+    """Return the reason why containers cannot be tested here; empty if they can."""
     if shutil.which("docker") is None:
         return "the docker command is not installed"
     answer = subprocess.run(["docker", "info"], capture_output=True, timeout=30, check=False)

@@ -1,4 +1,4 @@
-"""Which sandbox one gets, and that it is never a weaker one than asked for."""
+"""Choice of the sandbox: never one weaker than requested."""
 
 import os
 import shutil
@@ -37,7 +37,7 @@ def test_a_name_that_is_none_is_refused(name, monkeypatch):
 
 
 def test_without_walls_there_is_no_sandbox_but_an_error_that_says_what_to_do(tmp_path):
-    """In another process, because what works is found out once: one that finds neither bubblewrap nor Docker."""
+    """Another process is used, which finds neither bubblewrap nor Docker: what works is determined once per process."""
     program = (
         "import sys; from skyrl_gym.sandbox import rlimits, make_sandbox\n"
         "rlimits.FOLDERS = (sys.argv[1],)\n"

@@ -1,4 +1,4 @@
-"""What the protocol promises, on every kind of sandbox that works here."""
+"""Promises of the sandbox protocol, on every kind of sandbox that works here."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""How containers are made. What commands do in them is tested with the other sandboxes, where a daemon answers."""
+"""Creation of containers. Commands in them are tested with the other sandboxes, where a daemon answers."""
 
 import os
 import stat
@@ -31,7 +31,7 @@ if sys.argv[1] == "exec":
 
 @pytest.fixture
 def docker(tmp_path, monkeypatch):
-    """What a `docker` was asked that, but for the walls, does it."""
+    """Record the calls of a `docker` that executes them without isolation."""
     log = tmp_path / "log"
     program = tmp_path / "docker"
     program.write_text(STAND_IN.format(python=sys.executable, log=str(log)))
@@ -106,7 +106,7 @@ def test_without_a_daemon_there_is_an_error_with_dockers_words(tmp_path, monkeyp
 
 
 def test_a_daemon_answers():
-    """Where it does not, no sandbox test is about containers."""
+    """No sandbox test covers containers where this fails."""
     try:
         make_sandbox("docker")
     except InfraError as error:

@@ -81,7 +81,7 @@ class Hostile:
     source: str
     outcomes: tuple[str, ...] = ("exited",)
     says: tuple[str, ...] = ()
-    """What must be in its output, so that a program that failed too early is no success."""
+    """Texts that its output must contain, so that a program that failed too early does not count as success."""
     limits: Limits = field(default=SMALL)
     stdin: bytes = b""
     slow: bool = False
@@ -462,7 +462,7 @@ SECRET = "the-secret-of-the-host"
 
 @dataclass
 class Host:
-    """What must be as it was: secrets nobody read, servers nobody reached, folders nobody wrote to."""
+    """State of the host that must not change: secrets not read, servers not reached, folders not written."""
 
     server: socket.socket
     abstract: socket.socket
@@ -515,7 +515,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
 
 
 def traces_of(sandbox: Sandbox) -> Callable[[], list[str | int]]:
-    """Gives a function that lists what there is of a sandbox on the host: its processes, its folder or container."""
+    """Return a function that lists the traces of a sandbox on the host: its processes, its folder or container."""
     workspace = sandbox._workspace  # pyright: ignore[reportAttributeAccessIssue]
     if isinstance(workspace, Container):
         known = ("sleep 600", "sh -c", "COMMAND", *KEEPER.strip().splitlines())  # what the container itself runs
@@ -559,7 +559,7 @@ def test_a_hostile_program_is_contained(walled, host, program):
 
 
 def test_the_programs_do_break_out_where_there_are_no_walls(host):
-    """That nothing is read or reached above is the sandbox's doing."""
+    """Control: without a sandbox the programs do read and reach everything."""
     with make_sandbox("process") as sandbox:
         for program in PROGRAMS:
             if program.name in ("read secrets of the host", "connect to a server of the host"):
