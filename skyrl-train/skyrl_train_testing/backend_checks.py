@@ -45,10 +45,10 @@ class StepOutcome:
     sums: MetricSums
     step: Step
     outputs: torch.Tensor
-    """[B, R] log-probs before it."""
+    """Log-probs [B, R] before the step."""
 
     weights: dict[str, torch.Tensor]
-    """After it."""
+    """Weights after the step."""
 
     router: RouterStatistics | None
     """Use of the experts by this rank's part."""
@@ -121,7 +121,8 @@ def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, An
 
 
 def backend_batch(num_words: int = 64) -> TrainingInputBatch:
-    """Make rows of 1 to 5 prompt tokens and 1 to 6 response tokens, some of them observations of an environment."""
+    """Make rows of 1 to 5 prompt tokens and 1 to 6 response tokens, some of them observations of an environment. Token
+    0, which pads rows and has a `padding_idx` in many models, is among those of a prompt and of a response as well."""
     draw = torch.Generator().manual_seed(0)
     num_prompt = torch.tensor([5, 1, 3, 4, 2, 5, 1])
     num_response = torch.tensor([6, 4, 1, 6, 3, 2, 5])
@@ -130,8 +131,10 @@ def backend_batch(num_words: int = 64) -> TrainingInputBatch:
     loss_mask = mask[:, NUM_PROMPT:].float()
     loss_mask[0, 2] = loss_mask[3, 1] = 0
     weights = token_weights(loss_mask, "token_mean")
+    sequences = torch.where(mask, torch.randint(2, num_words, mask.shape, generator=draw), 0)
+    sequences[0, 1] = sequences[3, NUM_PROMPT + 2] = 0
     batch = TrainingInputBatch(
-        sequences=torch.where(mask, torch.randint(2, num_words, mask.shape, generator=draw), 0),
+        sequences=sequences,
         attention_mask=mask.long(),
         loss_mask=loss_mask,
         loss_weights=weights,

@@ -116,7 +116,10 @@ class MegatronBackend(TrainingBackend):
         )
         is_critic = isinstance(model, ValueModel)
         with self._as_on_a_gpu():
-            self.stage = build_stage(self.config, config, layout, self.device, is_critic=is_critic)
+            embeddings: Any = self._transformer.get_input_embeddings()
+            self.stage = build_stage(
+                self.config, config, layout, self.device, padding_id=embeddings.padding_idx, is_critic=is_critic
+            )
             if self.is_trained:
                 self.optimizer = StageOptimizer(
                     self.config,

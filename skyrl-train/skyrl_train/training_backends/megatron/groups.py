@@ -49,6 +49,13 @@ def tensor_group() -> dist.ProcessGroup:
     return _group(parallel_state.get_tensor_model_parallel_group())
 
 
+def slice_of_rank(values: torch.Tensor) -> torch.Tensor:
+    """Return the values [n, ...] of the tokens between this rank's layers, out of [N, ...]: tensor-parallel ranks have
+    consecutive slices."""
+    group = tensor_group()
+    return values.chunk(group.size())[group.rank()]
+
+
 def expert_group() -> dist.ProcessGroup:
     """Return the ranks that divide the experts of a stage: in the order of experts, inside of it that of an expert's
     parts."""

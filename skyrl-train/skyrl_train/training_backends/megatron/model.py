@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import nn
 
-from skyrl_train.training_backends.megatron.groups import tensor_group
+from skyrl_train.training_backends.megatron.groups import slice_of_rank, tensor_group
 from skyrl_train.training_backends.megatron.layers import block_spec
 from skyrl_train.training_backends.megatron.layout import ParallelSizes, padded_vocabulary
 from skyrl_train.training_backends.megatron.vocabulary_parallel import WordShard
@@ -47,12 +47,19 @@ class HiddenStatesModel(GPTModel):
 
 
 def build_stage(
-    config: TransformerConfig, model: Any, layout: ParallelSizes, device: torch.device, *, is_critic: bool
+    config: TransformerConfig,
+    model: Any,
+    layout: ParallelSizes,
+    device: torch.device,
+    *,
+    padding_id: int | None,
+    is_critic: bool,
 ) -> HiddenStatesModel:
     """Make the layers of this rank's pipeline stage, with weights of any value.
 
     Args:
         model: config of the transformers model.
+        padding_id: `padding_idx` of that model's embedding.
         is_critic: the last stage ends with a layer of values.
     """
     first_layer, num_layers = stage_layers(config)
@@ -73,7 +80,23 @@ def build_stage(
         # norms it is not marked for sequence parallelism, whose marks are summed over these ranks.
         stage.value_head = nn.Linear(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
     _mark_shards(stage)
+    if stage.pre_process and padding_id is not None:
+        _drop_input_gradient(stage, padding_id)
     return stage.to(device)
+
+
+def _drop_input_gradient(stage: HiddenStatesModel, token: int) -> None:
+    """Make a token learn nothing as an input, as `padding_idx` of torch's embeddings does: runs of every backend teach
+    it the same, also where it is an attended token of a prompt or response. Tied embeddings keep the gradient of the
+    output layer, so the states are masked and not the weight's gradient."""
+
+    def mask_gradient(_module: nn.Module, _args: Any, kwargs: dict[str, Any], states: torch.Tensor) -> None:
+        if states.requires_grad:
+            is_token = (kwargs["input_ids"] == token).transpose(0, 1)  # [N, 1], as states are [n, 1, H]
+            own = slice_of_rank(is_token)[..., None]
+            states.register_hook(lambda gradient: gradient.masked_fill(own, 0.0))
+
+    stage.embedding.register_forward_hook(mask_gradient, with_kwargs=True)
 
 
 def _mark_shards(stage: nn.Module) -> None:

@@ -24,10 +24,10 @@ from skyrl_train.expert_routes import no_route, route_dtype
 from skyrl_train.models.packing import Layout, packed
 from skyrl_train.models.routing_replay import RoutingPass
 from skyrl_train.training_backends.base import MetricSums, Objective, Scores
-from skyrl_train.training_backends.megatron.groups import stage_group
+from skyrl_train.training_backends.megatron.groups import slice_of_rank, stage_group
 from skyrl_train.training_backends.megatron.layers import RowsInfo
 from skyrl_train.training_backends.megatron.model import HiddenStatesModel
-from skyrl_train.training_backends.megatron.routers import StageRouters, gather_routes, slice_of_rank
+from skyrl_train.training_backends.megatron.routers import StageRouters, gather_routes
 from skyrl_train.training_backends.megatron.vocabulary_parallel import WordShard, token_log_probs
 from skyrl_train.training_batch import TrainingInputBatch
 

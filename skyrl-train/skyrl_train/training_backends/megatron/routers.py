@@ -18,7 +18,7 @@ from torch import nn
 
 from skyrl_train.models.experts import RouterStatistics
 from skyrl_train.models.routing_replay import RouterChoice, RoutingPass, RoutingShape
-from skyrl_train.training_backends.megatron.groups import stage_group, tensor_group
+from skyrl_train.training_backends.megatron.groups import slice_of_rank, stage_group, tensor_group
 
 
 class StageRouters:
@@ -104,13 +104,6 @@ class StageRouters:
         """Return the sums since the last call."""
         total, self._total = self._total, self._zeros
         return total
-
-
-def slice_of_rank(values: torch.Tensor) -> torch.Tensor:
-    """Return the values [n, ...] of the tokens between this rank's layers, out of [N, ...]: tensor-parallel ranks have
-    consecutive slices."""
-    group = tensor_group()
-    return values.chunk(group.size())[group.rank()]
 
 
 def gather_routes(passes: Sequence[RoutingPass]) -> list[torch.Tensor]:
