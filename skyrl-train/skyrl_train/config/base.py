@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from skyrl_train.config.other_releases import translated
 from skyrl_train.config.typed import build
 from skyrl_train.errors import ConfigError
 
@@ -17,11 +18,12 @@ class BaseConfig:
 
     @classmethod
     def from_dict(cls, values: "Mapping[str, object] | DictConfig") -> "Self":
-        """Typed settings from plain values or from OmegaConf's, whose interpolations are resolved first.
+        """Typed settings from plain values or from OmegaConf's, whose interpolations are resolved first. Settings of
+        other releases that ask for what is done anyway are accepted.
 
         Raises ConfigError on a name that does not exist, a type or choice that does not fit, a value that is missing.
         """
-        return build(cls, plain(values))
+        return build(cls, translated(plain(values)))
 
     @classmethod
     def from_dict_config(cls, values: "Mapping[str, object] | DictConfig") -> "Self":

@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 
 from skyrl_gym.envs.registration import env_class_of, registry
 from skyrl_train.config.config import SkyRLConfig, default_values
-from skyrl_train.config.not_yet_supported import NOT_YET_SUPPORTED, NOT_YET_SUPPORTED_VALUES
+from skyrl_train.config.other_releases import OTHER_RELEASES, REFUSED_CHOICES
 from skyrl_train.config.typed import REST, SECTIONS, expectation, join, sections_of
 
 _INTRODUCTION = """\
@@ -40,7 +40,7 @@ Every setting of a run. This page is made from `skyrl_train/config` and the regi
 
 def page() -> str:
     """Return the text of the page."""
-    parts = [_INTRODUCTION, *_sections(SkyRLConfig, "", default_values()), *_environments(), _not_yet_supported()]
+    parts = [_INTRODUCTION, *_sections(SkyRLConfig, "", default_values()), *_environments(), _other_releases()]
     return "\n".join(parts)
 
 
@@ -95,22 +95,28 @@ def field_meanings(config_type: type) -> dict[str, str]:
     return meanings
 
 
-def _not_yet_supported() -> str:
+def _other_releases() -> str:
     lines = [
-        "## Not supported yet",
+        "## Settings of other releases",
         "",
-        "Known from other SkyRL releases. Setting one is an error here, until it does something.",
+        "Known from other SkyRL releases, DeepSpeed or Megatron. A value of the second column asks for what is done "
+        "anyway and is accepted; any other is an error with the reason. Those of `trainer.policy.megatron_config` are "
+        "those of critic and reference too, those of `deepspeed_config.train` those of `deepspeed_config.eval`.",
         "",
-        "| setting or section | waits for |",
-        "|---|---|",
-        *(f"| `{name}` | {reason} |" for name, reason in NOT_YET_SUPPORTED.items()),
+        "| setting or section | accepted | otherwise refused |",
+        "|---|---|---|",
+        *(f"| `{name}` | {_accepted(each.accepted)} | {each.reason} |" for name, each in OTHER_RELEASES.items()),
         "",
-        "| choice | |",
+        "| choice | refused |",
         "|---|---|",
     ]
-    for name, choices in NOT_YET_SUPPORTED_VALUES.items():
+    for name, choices in REFUSED_CHOICES.items():
         lines += [f"| `{name}={choice}` | {reason} |" for choice, reason in choices.items()]
     return "\n".join(lines) + "\n"
+
+
+def _accepted(values: tuple[object, ...] | None) -> str:
+    return "any" if values is None else ", ".join(f"`{_default(value)}`" for value in values)
 
 
 def _row(name: str, expected: str, default: str, meaning: str) -> str:

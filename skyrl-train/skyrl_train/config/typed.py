@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import SequenceMatcher
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from skyrl_train.config.not_yet_supported import reason_not_supported, reason_value_not_supported
+from skyrl_train.config.other_releases import is_refused, reason_choice_refused, reason_refused
 from skyrl_train.errors import ConfigError
 
 T = TypeVar("T")
@@ -61,10 +61,10 @@ def build(config_type: type[T], values: Mapping[str, object], name: str = "", ro
             arguments[key] = typed_value(hints[key], _with_defaults(_default(declared[key]), value), full_name, root)
         elif holder and key in sections:
             arguments.setdefault(holder, {})[key] = typed_value(sections[key], value, full_name, root)
-        elif rest and isinstance(value, Mapping) and reason_not_supported(full_name) is None:
+        elif rest and isinstance(value, Mapping) and not is_refused(full_name):
             arguments.setdefault(rest, {})[key] = dict(value)
         else:
-            raise _unknown_setting(full_name, root)
+            raise _unknown_setting(full_name, value, root)
     try:
         return config_type(**arguments)
     except ValueError as error:  # a rule of the dataclass's own
@@ -236,10 +236,10 @@ def _is_merged(field: dataclasses.Field[object]) -> bool:
     return _is_rest(field) or SECTIONS in field.metadata
 
 
-def _unknown_setting(name: str, root: type) -> ConfigError:
-    reason = reason_not_supported(name)
+def _unknown_setting(name: str, value: object, root: type) -> ConfigError:
+    reason = reason_refused(name, value)
     if reason:
-        return ConfigError(f"{name} is not supported yet: {reason}")
+        return ConfigError(reason)
     nearest = nearest_name(name, list(setting_names(root)))
     return ConfigError(f"unknown setting {name}" + (f"; did you mean {nearest}?" if nearest else ""))
 
@@ -262,9 +262,9 @@ def nearest_name(name: str, valid_names: list[str]) -> str | None:
 
 
 def _wrong_value(annotation: object, value: object, name: str) -> ConfigError:
-    reason = reason_value_not_supported(name, value)
+    reason = reason_choice_refused(name, value)
     if reason is not None:
-        return ConfigError(f"{name}={value} {reason}")
+        return ConfigError(reason)
     hint = ""
     if isinstance(value, str) and annotation in (int, float, bool) and re.fullmatch(r"[-+\d.eE]+|true|false", value):
         hint = " (text; write it without quotes)"

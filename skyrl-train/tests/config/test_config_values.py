@@ -1,5 +1,6 @@
 """Outside text becomes typed settings, or an error that helps."""
 
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from skyrl_train.config import (
     get_config_as_yaml_str,
     get_default_config,
 )
-from skyrl_train.config.not_yet_supported import NOT_YET_SUPPORTED
+from skyrl_train.config.other_releases import OTHER_RELEASES
 from skyrl_train.config.typed import nearest_name, setting_names
 from skyrl_train.errors import ConfigError
 
@@ -159,11 +160,64 @@ def test_nothing_is_suggested_for_a_name_like_no_other():
     assert nearest_name("zzz", []) is None
 
 
-@pytest.mark.parametrize("name", sorted(NOT_YET_SUPPORTED))
-def test_a_setting_that_does_nothing_yet_is_refused(name):
-    assert name not in set(setting_names(SkyRLConfig))
-    with pytest.raises(ConfigError, match=f"^{name} is not supported yet: "):
-        SkyRLConfig.from_dict(setting(name, {"any": 1}))
+NAMES = set(setting_names(SkyRLConfig))
+
+
+@pytest.mark.parametrize("name", sorted(OTHER_RELEASES))
+def test_setting_of_another_release_is_refused_unless_it_asks_for_what_is_done_anyway(name):
+    refusal = OTHER_RELEASES[name]
+    assert name not in NAMES
+    for value in refusal.accepted or ():
+        assert SkyRLConfig.from_dict(setting(name, value)) == SkyRLConfig()
+    if refusal.accepted is not None:
+        with pytest.raises(ConfigError, match=f"^{name}=another is refused: {re.escape(refusal.reason)}$"):
+            SkyRLConfig.from_dict(setting(name, "another"))
+
+
+@pytest.mark.parametrize(
+    "name, value, error",
+    [
+        ("trainer.ref.megatron_config.moe_aux_loss_coeff", 0.1, r"=0\.1 is refused: the loss is"),
+        (
+            "trainer.ref.megatron_config.ddp_config",
+            {"overlap_grad_reduce": True},
+            "overlap_grad_reduce=true is refused",
+        ),
+        ("trainer.critic.megatron_config.moe_enable_routing_replay", True, "use trainer.policy.routing_replay"),
+        ("trainer.policy.megatron_config.hf_export_config", {"save_every_n_ranks": 2}, "save_every_n_ranks=2 is refus"),
+        (
+            "trainer.ref.deepspeed_config.fp16",
+            {"enabled": True, "loss_scale": 0},
+            r"\.enabled=true is refused: .*trainer\.bf16",
+        ),
+        ("deepspeed_config.eval.zero_optimization.contiguous_gradients", False, "=false is refused"),
+    ],
+)
+def test_setting_of_another_release_is_refused_for_every_model(name, value, error):
+    with pytest.raises(ConfigError, match=f"^{re.escape(name)}.*{error}"):
+        SkyRLConfig.from_dict(setting(name, value))
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("trainer.critic.megatron_config.mtp_num_layers", None),
+        ("trainer.policy.megatron_config.torch_profiler_config", {"enable": False, "ranks": [0], "save_path": "x"}),
+        ("trainer.policy.megatron_config.optimizer_config_kwargs", {"optimizer_offload_fraction": 0.0}),
+        ("trainer.ref.deepspeed_config.fp16", {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16}),
+        ("trainer.ref.deepspeed_config.data_types", {"grad_accum_dtype": "fp32"}),
+    ],
+)
+def test_section_of_another_release_is_accepted_where_it_changes_nothing(name, value):
+    assert SkyRLConfig.from_dict(setting(name, value)) == SkyRLConfig()
+
+
+def test_skyrls_switch_of_routing_replay_is_that_of_rollout_routes():
+    name = "trainer.policy.megatron_config.moe_enable_routing_replay"
+    assert SkyRLConfig.from_dict(setting(name, True)).trainer.policy.routing_replay == "R3"
+    policy = {"megatron_config": {"moe_enable_routing_replay": True}, "routing_replay": "R2"}
+    with pytest.raises(ConfigError, match=r"moe_enable_routing_replay=true means .*=R3, which is 'R2'"):
+        SkyRLConfig.from_dict({"trainer": {"policy": policy}})
 
 
 @pytest.mark.parametrize(
@@ -171,6 +225,7 @@ def test_a_setting_that_does_nothing_yet_is_refused(name):
     [
         ("deepspeed_config.train.zero_optimization.offload_param.device", "nvme", "use cpu"),
         ("trainer.ref.deepspeed_config.zero_optimization.offload_param.device", "nvme", "use cpu"),
+        ("trainer.ref.megatron_config.moe_token_dispatcher_type", "allgather", "use alltoall"),
     ],
 )
 def test_a_choice_of_other_releases_is_refused_with_the_reason(name, choice, hint):

@@ -74,9 +74,15 @@ def test_contradiction_is_refused(settings: dict[str, Any], message: str):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"deepspeed_config": {"train": {"compile": {}}}}, r"deepspeed_config\.train\.compile .* DeepCompile"),
-        ({"trainer": {"policy": {"deepspeed_config": {"tensor_parallel": {}}}}}, "tensor_parallel .* .AutoTP"),
-        ({"trainer": {"ref": {"deepspeed_config": {"gradient_clipping": 1.0}}}}, "gradient_clipping .* no gradients"),
+        (
+            {"deepspeed_config": {"train": {"compile": {"deepcompile": True}}}},
+            r"deepspeed_config\.train\.compile\..*DeepCompile",
+        ),
+        (
+            {"trainer": {"policy": {"deepspeed_config": {"tensor_parallel": {"autotp_size": 2}}}}},
+            "tensor_parallel.*AutoTP",
+        ),
+        ({"deepspeed_config": {"eval": {"zero_optimization": {"overlap_comm": True}}}}, "overlap_comm=true is refused"),
         ({"deepspeed_config": {"train": {"zero_optimization": {"stag": 1}}}}, "did you mean .*stage"),
     ],
 )
