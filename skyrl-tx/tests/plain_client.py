@@ -39,7 +39,7 @@ class Failed(Exception):
 
 
 class Client:
-    """Of one tenant.
+    """Client of one tenant.
 
     Attributes:
         num_resent: requests that were sent once more
@@ -118,7 +118,7 @@ class Client:
 
 @asynccontextmanager
 async def present(client: Client, session_id: str) -> AsyncIterator[None]:
-    """Keeps a session alive."""
+    """Keep a session alive during the block."""
     beating = asyncio.create_task(client.stay(session_id))
     try:
         yield
@@ -150,7 +150,7 @@ class Model:
     def pass_body(
         self, data: list[Datum], loss_fn: str = "cross_entropy", *, forward_only: bool = False, **config: float
     ) -> bytes:
-        """Takes the next seq."""
+        """Make the body of a pass, with the next seq."""
         return encode_training(TrainingRequest(self.model_id, self.next_seq(), data, loss_fn, config, forward_only))
 
     async def train(self, data: list[Datum], loss_fn: str = "cross_entropy", **more: Any) -> str:
@@ -167,7 +167,7 @@ class Model:
         return await self._ask("load_weights", self._body(path=path, optimizer=optimizer))
 
     async def save_for_sampler(self) -> tuple[str, str]:
-        """Returns the request's id, and that of the sampler to be."""
+        """Save weights for sampling. Returns the request's id, and that of the future sampler."""
         number = next(self.client.sampler_numbers)
         request_id = await self._ask("save_weights_for_sampler", self._body(sampling_session_seq_id=number))
         return request_id, f"{self.session_id}:sample:{number}"

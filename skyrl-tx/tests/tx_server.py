@@ -112,7 +112,7 @@ class ServerProcess:
             self.process.wait(STOP_SECONDS)
 
     def kill_engine(self) -> bool:
-        """Whether there was one."""
+        """Kill the engine process. Returns True if there was one."""
         engines = self.engines()
         for engine in engines:
             try:

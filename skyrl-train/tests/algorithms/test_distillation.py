@@ -75,7 +75,7 @@ def groups_of(teacher: torch.Tensor, tokens: str, top_k: int) -> torch.Tensor:
 
 @VARIANTS
 def test_gradient_of_the_objective_is_that_of_the_dense_divergence(tokens, top_k, kl):
-    """From the teacher's likeliest words over the chunked output head to the gradient of every weight."""
+    """The path covers the teacher's most likely tokens, the chunked output head and the gradient of every weight."""
     student, teacher = model_of(0), model_of(1)
     ids = torch.randint(NUM_WORDS, (NUM_ROWS, NUM_PROMPT + NUM_RESPONSE), generator=torch.Generator().manual_seed(0))
     mask = torch.ones(NUM_ROWS, NUM_RESPONSE, dtype=torch.float64)
@@ -104,7 +104,7 @@ def test_gradient_of_the_objective_is_that_of_the_dense_divergence(tokens, top_k
 
 
 def test_expected_gradient_of_the_sampled_variant_is_that_of_the_reverse_divergence():
-    """Over all words of one next-word distribution, each weighted with its probability."""
+    """The expectation is over all tokens of one next-token distribution, each weighted by its probability."""
     generator = torch.Generator().manual_seed(0)
     student, teacher = torch.randn(2, NUM_WORDS, dtype=torch.float64, generator=generator)
     student.requires_grad_()

@@ -283,7 +283,7 @@ def test_kl_of_half_precision_is_computed_in_float32():
 
 
 def test_every_loss_of_the_registry_stops_and_trains_some_token_here():
-    """So that the comparisons above see both sides of every bound."""
+    """Control: the comparisons above see both sides of every bound."""
     batch = Batch()
     for name in ("regular", "dual_clip", "gspo", "cispo", "rollout_is", "dppo", "decoupled_ppo", "clip_cov"):
         extra = {"selected_tokens": batch.selected[name]} if name in batch.selected else {}

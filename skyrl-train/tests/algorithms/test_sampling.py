@@ -14,7 +14,7 @@ from skyrl_train.algorithms.sampling import (
 
 REWARDS = [1.0, 0.0, 1.0, 1.0, 0.0, 0.5]
 UIDS = list("aabbcc")
-"""Groups a (1, 0) and c (0, 1/2) teach something, b (1, 1) does not."""
+"""Prompts of the samples: a (rewards 1, 0) and c (0, 1/2) are informative, b (1, 1) is not."""
 
 
 def generator(seed: int = 0) -> torch.Generator:

@@ -21,7 +21,7 @@ def quick_run(*arguments: str) -> str:
 
 
 def rates(table: str, first: str) -> list[float]:
-    """Tokens a second of the rows that begin so."""
+    """Read tokens per second from the rows that begin with `first`."""
     return [
         float(number.replace(",", "")) for number in re.findall(rf"\| {first} \|[^\n]*?([\d,]+) \([\d,]+ - ", table)
     ]

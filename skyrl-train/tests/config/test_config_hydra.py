@@ -40,7 +40,7 @@ trainer:
 
 @pytest.fixture
 def start(tmp_path):
-    """Runs the program with arguments in an empty folder; returns what it printed."""
+    """Run the program with arguments in an empty folder. Returns: its output."""
     (tmp_path / "program.py").write_text(PROGRAM)
     (tmp_path / "settings").mkdir()
     (tmp_path / "settings" / "mine.yaml").write_text(USER_YAML)

@@ -314,7 +314,7 @@ def test_a_wrong_setting_of_an_environment_is_found_before_the_first_rollout():
 
 @pytest.mark.parametrize("env_id", sorted(skyrl_gym.registry))
 def test_the_defaults_of_every_environment_are_settings(env_id):
-    """So that the reference page can show them and the command line can change each."""
+    """Only then can the reference page show them and the command line change them."""
     config_class = getattr(env_class_of(skyrl_gym.spec(env_id)), "config_class", None)
     if config_class is not None:
         section = asdict(config_class())

@@ -26,7 +26,7 @@ TEST = [{"question": "2 + 2?", "answer": "#### 4"}]
 
 
 def build(*arguments: object) -> None:
-    """Runs the script's main program in this process."""
+    """Run the script's main program in this process."""
     spec = importlib.util.spec_from_file_location("gsm8k_dataset", SCRIPT)
     assert spec is not None and spec.loader is not None
     script = importlib.util.module_from_spec(spec)

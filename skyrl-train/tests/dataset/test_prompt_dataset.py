@@ -87,7 +87,9 @@ def test_configured_template_decides_which_prompts_are_short_enough(tmp_path, wo
 
 
 def test_experiment_filters_prompts_by_generator_chat_template(tmp_path, words):
-    """What an experiment keeps is no longer than the limit as its generator encodes it, variables included."""
+    """Prompts are at most as long as the limit in the encoding of the experiment's generator, template variables
+    included.
+    """
     (tmp_path / "template.jinja").write_text("{{ greeting }} " * 10 + words.chat_template)
     generator = {
         "chat_template": {"source": "file", "name_or_path": str(tmp_path / "template.jinja")},

@@ -17,7 +17,7 @@ from skyrl_train_testing.rank_processes import ForkedRanks
 
 
 class GroupMember:
-    """Computes a function as one rank of a group."""
+    """Actor that runs a function as one rank of a process group."""
 
     def compute(
         self, rank: int, num_ranks: int, port: int, device_type: str, function: Callable[..., Any], args: Any

@@ -20,7 +20,8 @@ from skyrl_train.workers.worker import CriticWorker, Worker
 
 NUM_STEPS = 6
 GRADIENT_NORMS = (1.0, 0.01, 20.0, 0.1, 3.0, 0.3)
-"""About, of each step: above and below `max_grad_norm` in turn, so that clipping changes Adam's averages."""
+"""Approximate gradient norm of each step, alternately above and below `max_grad_norm`, so that clipping changes Adam's
+averages."""
 
 SETTINGS: dict[str, Any] = dict(
     lr=1e-2,
@@ -53,7 +54,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "adapters": ("adapters", EVERYTHING),
     "critic": ("critic", EVERYTHING),
 }
-"""Which model learns, and what differs from `SETTINGS`."""
+"""Trained model of each case, and its changes of `SETTINGS`."""
 
 
 def learning_rate(step: int, lr: float, scheduler: str, num_warmup: int) -> float:

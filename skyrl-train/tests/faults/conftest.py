@@ -19,7 +19,7 @@ from skyrl_train.trainer import RayPPOTrainer
 
 
 class OneTurn(BaseTextEnv):
-    """Rewards every answer with 0.5 and is done."""
+    """Environment of one turn that gives every response the reward 0.5."""
 
     def __init__(self, env_config: Any = None, extras: Any = None):
         super().__init__()
@@ -57,7 +57,7 @@ class Hangs(OneTurn):
 
 
 class ManyCharacters(OneTurn):
-    """Rewards the share of different characters in an answer."""
+    """Environment whose reward is the share of different characters in a response."""
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         reward = len(set(action)) / max(1, len(action))
@@ -71,7 +71,7 @@ class NotANumber(OneTurn):
 
 @pytest.fixture(scope="session")
 def environments() -> Iterator[None]:
-    """Registers an environment for each way to fail."""
+    """Register an environment for each kind of failure."""
     RaisesInFirstStep.episodes = itertools.count()
     Hangs.released = threading.Event()
     for name, env in {

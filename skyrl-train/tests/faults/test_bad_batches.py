@@ -101,7 +101,7 @@ def test_a_response_over_the_limit_is_recorded_and_cut():
 
 
 def test_a_row_that_is_masked_entirely_counts_in_no_denominator():
-    """Its reward is a reward, as of an answer that was cut off (`apply_overlong_filtering`)."""
+    """The reward of the row still counts, as that of a truncated response does (`apply_overlong_filtering`)."""
     batch, metrics = prepared(answers([1.0, 0.0, 0.5], [2, 2, 2], masks=[1, 1, 0]))
     weights = batch_preparation.loss_weights(batch, [[0, 1, 2]], "sequence_mean")
     assert weights.sum(dim=1).tolist() == [0.5, 0.5, 0.0]

@@ -20,7 +20,7 @@ WRITES_FOR_SECONDS = {"sampling_params": {"max_generate_length": 180, "additiona
 
 
 class Later:
-    """Sends a signal to a process while the test waits elsewhere, and knows how long ago."""
+    """Thread that sends a signal to a process while the test waits elsewhere, and records when it did."""
 
     def __init__(self, pid: int, number: signal.Signals, seconds: float):
         self._timer = threading.Timer(seconds, self._send, (pid, number))
@@ -37,7 +37,7 @@ class Later:
 
 
 def before(trainer: Any, method: str, action: Callable[[], Any]) -> None:
-    """Has the trainer do something just before one of its steps."""
+    """Make the trainer run an action just before one of its methods."""
     original = getattr(trainer, method)
 
     async def both(*args: Any) -> Any:

@@ -166,7 +166,7 @@ def environments():
 
 @dataclass
 class Played:
-    """What came of a game."""
+    """Result of a game."""
 
     output: GeneratorOutput
     engine: ScriptedEngine

@@ -67,7 +67,7 @@ def test_messages_that_cannot_be_encoded(characters, messages, logprobs, message
 
 
 def test_every_real_template_that_carries_a_conversation_can_be_continued(qwen, test_data):
-    """What stands between two answers is what the template puts there when it renders the whole conversation."""
+    """Tokens between two responses are those that the template renders there in the whole conversation."""
     question, reply = {"role": "user", "content": "One?"}, {"role": "user", "content": "Two?"}
     answer = {"role": "assistant", "content": "Seventeen."}
     continued, refused = [], {}

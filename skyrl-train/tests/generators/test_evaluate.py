@@ -13,7 +13,7 @@ from skyrl_train.utils.run_folder import RunFolder
 
 
 class Grader(GeneratorInterface):
-    """Answers every prompt with `k`; sample k of a row is worth what the row says."""
+    """Generator that answers every prompt with `k`; the reward of sample k is given by the row."""
 
     def __init__(self, tokenizer) -> None:
         self.tokenizer = tokenizer

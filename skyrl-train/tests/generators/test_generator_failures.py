@@ -282,7 +282,7 @@ async def test_the_death_of_an_engine_is_no_failed_rollout_but_ends_the_batch(ga
 
 
 class Lottery(BaseTextEnv):
-    """Pays what its seed says, and ends by a limit."""
+    """Environment whose reward is given by its seed, and that ends by a limit."""
 
     def __init__(self, env_config=None, extras=None):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a generator of a user's own gets wrong in one trajectory is named on it; the batch goes on without it."""
+"""Errors of a user's own generator are recorded on the trajectory concerned; the batch continues without it."""
 
 import math
 from typing import Any

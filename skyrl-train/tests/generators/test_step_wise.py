@@ -243,7 +243,9 @@ class TestRewrittenHistory:
         return await game(tokenizer, answers, extras, settings=settings).play()
 
     async def test_a_template_that_drops_earlier_thoughts(self, game, say, characters):
-        """It keeps those of the last answer, so the third turn is the first whose past is another."""
+        """The template keeps the reasoning of the last answer, so the history changes in the third turn for the first
+        time.
+        """
         settings = STEP_WISE | {"chat_template": ChatTemplateConfig(name_or_path="qwen3_without_thinking")}
         played = await self.play(game, say, characters, settings)
         output = played.output

@@ -29,7 +29,9 @@ QUICK = PARAMS | {"max_tokens": 3}
 
 
 def make_engine_of(model: str, seconds_a_step: float, seconds_of_first_prompt: float) -> Callable[[], Any]:
-    """Makes a native engine whose every step (or first prompt) takes at least so long, and which has a child."""
+    """Make the constructor of a native engine with a child process, in which every step (or first prompt) takes at
+    least so long.
+    """
 
     def make() -> Any:
         import subprocess

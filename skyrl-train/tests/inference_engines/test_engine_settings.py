@@ -1,4 +1,4 @@
-"""What is wrong with the settings of engines is said before anything starts."""
+"""Wrong settings of engines are errors before anything starts."""
 
 import socket
 from typing import Any

@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_greedy_answers_are_those_of_transformers_generate(tiny_models, name):
-    """And their log-probs are those of one plain forward pass over prompt and answer."""
+    """Log-probs equal those of one plain forward pass over prompt and response, too."""
     reference = AutoModelForCausalLM.from_pretrained(tiny_models(name))
     prompts = random_prompts([1, 2, 7, 33, 64, 150])
     params = EngineSamplingParams(max_tokens=40, temperature=0.0)
@@ -51,7 +51,7 @@ def test_sampled_log_probs_are_at_the_temperature_before_penalty_and_truncation(
 
 @pytest.fixture
 def packed(request, monkeypatch) -> bool:
-    """Whether the layers are packed, however small."""
+    """Return True if layers are packed, however small."""
     monkeypatch.setattr(packed_linear, "SMALLEST", 0 if request.param else math.inf)
     return request.param
 
@@ -87,7 +87,9 @@ def make_core_cached(path: str) -> NativeEngineCore:
 
 @pytest.mark.parametrize("name", ["qwen3", "llama"])
 def test_an_aborted_request_sent_again_goes_on_bit_for_bit(tiny_models, name):
-    """With its tokens behind the prompt: same random numbers, and prefill computes what decoding had computed."""
+    """The request contains its tokens behind the prompt: random numbers are the same, and prefill computes what
+    decoding had computed.
+    """
     core = make_core_cached(tiny_models(name))
     [prompt] = random_prompts([50])
     whole = run(core, [Request(prompt, EngineSamplingParams(max_tokens=120), (9, 4))])[0]

@@ -116,7 +116,7 @@ async def way_to(engine: NativeInferenceEngine, tmp_path: Path):
 
 
 def without(lost: str):
-    """Loses the bucket that holds this tensor."""
+    """Make a fault that loses the bucket with this tensor."""
     return lambda request: [] if lost in request.names else [request]
 
 

@@ -116,7 +116,7 @@ def log_probs_of(model: Any, prompt: np.ndarray, answer: list[int]) -> tuple[tor
     ],
 )
 def test_log_probs_are_those_of_peft(tiny_models, adapter, name, config):
-    """Of adapter and plain model in one batch, of prompts and answers."""
+    """Adapter and plain model share one batch; prompts and responses are compared."""
     folder = adapter(tiny_models(name), **config)
     plain = AutoModelForCausalLM.from_pretrained(tiny_models(name))
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_models(name)), folder).eval()
@@ -169,7 +169,7 @@ def test_a_request_gets_the_same_bits_alone_and_in_a_crowd_of_other_adapters(tin
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
 def test_the_plain_model_is_as_if_there_were_no_adapters(tiny_models, adapter, name):
-    """Before one is loaded, beside it, and after it has gone: same bits, and then not even a hook is left."""
+    """Bits are the same before an adapter is loaded, beside it, and after its removal, which leaves no hook."""
     [prompt] = random_prompts([40])
     core = make_core(tiny_models(name))
 

@@ -45,7 +45,7 @@ def serving(model: str, folder: Path, *settings: str) -> Iterator[subprocess.Pop
 
 
 def first_line(process: subprocess.Popen) -> str:
-    """What it prints when it serves; empty if it ended before."""
+    """Return the line that it prints when it serves; empty if it ended before."""
     too_long = threading.Timer(_START_SECONDS, process.kill)
     too_long.start()
     try:

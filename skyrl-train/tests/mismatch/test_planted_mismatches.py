@@ -65,8 +65,9 @@ def kinds(report: Report) -> list[str]:
 
 
 class LateLogProbs(NativeInferenceEngine):
-    """Its log-probs are those of the distribution that it drew from, after everything: another model of transformers,
-    asked for whole answers, makes them here."""
+    """Engine whose log-probs are those of the distribution it sampled from, after all processing: recomputed here by
+    another transformers model, over whole responses.
+    """
 
     def __init__(self, model: str):
         super().__init__(model)

@@ -42,7 +42,7 @@ def ragged(make_batch: Callable[[list[tuple[int, int]]], Batch]) -> Batch:
 
 
 class LargestTensor(TorchDispatchMode):
-    """Remembers the number of elements of the largest tensor that any operation made."""
+    """Recorder of the number of elements of the largest tensor that any operation made."""
 
     largest = 0
 

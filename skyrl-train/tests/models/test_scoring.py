@@ -86,7 +86,7 @@ def test_a_response_without_a_prompt_has_no_score_for_its_first_token(packing, m
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_a_forward_without_gradient_gives_the_bits_of_the_training_forward(packing, ragged):
-    """So that the ratio of the first optimizer step is exactly 1."""
+    """Only then is the ratio of the first optimizer step exactly 1."""
     model = make_model()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     scoring = ScoringModel(model.train(), packing=packing, chunk_size=4)

@@ -405,7 +405,7 @@ async def test_engine_started_while_others_generate_receives_weights_between_syn
     ["engines sleep", "policy on", "engines wake weights", "weights travel", "policy off", "engines wake kv_cache"],
 )
 async def test_engines_generate_on_if_one_dies_while_it_receives_weights_between_syncs(failing, failing_again):
-    """And it may start again: no worker stays on the device."""
+    """The engine may restart, too: no worker stays on the device."""
     colocation, diary = await started()
     await colocation.sync(diary.send)
     diary.fails_once = {failing}

@@ -229,7 +229,7 @@ async def test_the_journal_of_another_experiment_is_not_used(tmp_path: Path):
 
 
 async def test_groups_come_back_from_the_journal_as_they_were(tmp_path: Path):
-    """To the last bit, with what is not a number and with metrics that are NumPy's."""
+    """Groups are equal to the last bit, with NaN and infinity and with metrics that are NumPy numbers."""
     run = Run(tmp_path, limits(total_steps=1))
     async with run.pool() as pool:
         groups = await pool.next_batch()
@@ -239,7 +239,7 @@ async def test_groups_come_back_from_the_journal_as_they_were(tmp_path: Path):
 
 
 class TicksThenCancels:
-    """Cancels a task after a number of rounds of the event loop: at each of its awaits, one after the other."""
+    """Canceller of a task after a number of rounds of the event loop: at each of its awaits, one after the other."""
 
     def __init__(self, task: "asyncio.Task[Any]", ticks: int):
         self._task, self._ticks = task, ticks

@@ -267,7 +267,7 @@ def test_any_schedule_ends_within_its_bounds(staleness, running, order, on_stale
     ("order", "on_stale"), [("exact", "mask"), *product(["finished", "oldest"], ["drop", "regenerate", "mask"])]
 )
 def test_every_prompt_is_trained_as_often_as_any_other(order, on_stale):
-    """But for those that are in work at the end: long answers are not trained less often."""
+    """Groups that are unfinished at the end are the only exception: long responses are not trained less often."""
     bounds = limits(order=order, on_stale=on_stale, groups_per_epoch=40, total_steps=400)
     trained, _, most_slots = simulate(bounds, seed=3)
     missing = set(range(max(trained) + 1)) - set(trained)

@@ -94,7 +94,9 @@ def test_masked_group_does_not_count_as_throughput():
 
 
 def test_stale_group_is_generated_again_and_waited_for():
-    """It starts anew at 9 s, with the weights of two steps, and is waited for until 60 s (a sync stops it for 1 s)."""
+    """The group restarts at 9 s, with the weights of two steps, and is waited for until 60 s (a sync stops it for 1
+    s).
+    """
     run = of_one_slow_group("regenerate")
     assert run.step_ends == pytest.approx([4.5, 9, 13.5, 64])
     assert run.num_samples == [2, 2, 2, 2]

@@ -32,7 +32,7 @@ Settings = Mapping[str, Any]
 
 
 See = Callable[["Bench", Settings], Any]
-"""Tries settings and returns what is to be looked at."""
+"""Function that tries settings and returns an observation."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Row:
     """One that differs from that of the base."""
 
     see: See
-    """What must change with it."""
+    """Observation that must change with the setting."""
 
     given: Settings = field(default_factory=dict)
     """Settings that it needs to matter, in both cases. For the setting itself: the value to start from."""
@@ -113,7 +113,7 @@ ENVIRONMENTS = {"toy": Toy, "sometimes_toy": SometimesToy, "unlucky_toy": Unluck
 
 
 class RecordingGenerator(SkyRLGymGenerator):
-    """Keeps what it is asked for."""
+    """Generator that records its requests."""
 
     asked: list[GeneratorInput]
 

@@ -31,7 +31,7 @@ class Record:
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         """Methods of workers and engines, with their arguments."""
         self.most_requests = 0
-        """That an engine worked on at a time."""
+        """Maximum number of requests that an engine processed at a time."""
         self.num_to_die = 0
         """Requests at which an engine dies."""
 
@@ -134,7 +134,7 @@ class RecordingLauncher(InlineLauncher):
 
 @contextmanager
 def recording() -> Iterator[Record]:
-    """Within, both launchers are the recording one."""
+    """Replace both launchers by recording ones within the block."""
     record = Record()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(placement, "InlineLauncher", lambda cfg: RecordingLauncher(record, cfg))

@@ -51,7 +51,7 @@ def correction(name: str, value: Any, given: Settings) -> Row:
 
 
 class Drifting(PolicyWorker):
-    """Its first ratios are off by 1 %."""
+    """Policy worker whose first ratios deviate by 1 %."""
 
     def forward(self, batch: Any, micro_batches: Any) -> Any:
         output = super().forward(batch, micro_batches)
@@ -65,7 +65,7 @@ def alarms(bench: Bench, settings: Settings) -> Any:
 
 
 def old_form(bench: Bench, settings: Settings) -> Any:
-    """Without `use_tis` there may be no cap."""
+    """Run with `use_tis` and its cap, or with neither: the cap alone is an error."""
     on = settings[f"{ALGORITHM}.use_tis"]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)

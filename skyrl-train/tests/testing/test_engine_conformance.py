@@ -102,7 +102,7 @@ async def test_wrong_draws_and_log_probs_are_named(tiny, monkeypatch, fault, che
 
 
 class Altered(NativeInferenceEngine):
-    """Changes its answers before it gives them."""
+    """Engine that alters its output before returning it."""
 
     def alter(self, asked: dict[str, Any], output: InferenceEngineOutput) -> None:
         raise NotImplementedError
@@ -115,7 +115,7 @@ class Altered(NativeInferenceEngine):
 
 
 def all_columns(output: InferenceEngineOutput, keep: Callable[[int], slice]) -> None:
-    """Shortens every answer."""
+    """Shorten every completion."""
     for name in ("response_ids", "response_logprobs", "weight_versions"):
         output[name] = [row[keep(len(row))] for row in output[name]]
 
@@ -221,7 +221,7 @@ class OneSeedForAll(NativeInferenceEngine):
 
 
 class MakesPromptsFit(NativeInferenceEngine):
-    """Takes what it is given, somehow."""
+    """Engine that truncates prompts instead of refusing them."""
 
     async def generate(self, input_batch):
         prompts = [(prompt or [2])[-(self._core.max_model_len - 10) :] for prompt in input_batch["prompt_token_ids"]]
@@ -400,7 +400,7 @@ def without_one_tensor(monkeypatch):
 
 
 def half_updates_go_on(monkeypatch):
-    """After a failed update the engine goes on with what it has of it."""
+    """Make the engine continue with the received part of a failed update."""
 
     def give_up(self, why):
         self._written.clear()

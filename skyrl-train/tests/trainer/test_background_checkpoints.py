@@ -117,7 +117,9 @@ def test_write_that_does_not_end_is_an_error(settings: Any, tmp_path: Path, monk
 def test_journal_is_shortened_when_the_checkpoint_is_complete(
     settings: Any, run: Any, tmp_path: Path, slow_writes: list[str], monkeypatch: pytest.MonkeyPatch
 ):
-    """At each shortening the checkpoint of the marked state is there; what was decided since stays in the journal."""
+    """Every time the journal is shortened, the checkpoint of the marked state is complete; later decisions stay in the
+    journal.
+    """
     cfg = settings(tmp_path, {"trainer": asynchronous() | IN_BACKGROUND | {"ckpt_interval": 2}})
     original, kept = RolloutJournal.shorten, list[tuple[list[str], list[int]]]()
 
@@ -135,7 +137,7 @@ def test_journal_is_shortened_when_the_checkpoint_is_complete(
 
 
 class FailingTrainer(RayPPOTrainer):
-    """Its third step fails, while the checkpoint of the second is written."""
+    """Trainer whose third step fails while the checkpoint of the second is written."""
 
     def compute_advantages_and_returns(self, batch: Any) -> Any:
         if self.global_step == 3:

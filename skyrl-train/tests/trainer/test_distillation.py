@@ -166,7 +166,7 @@ def test_the_reference_worker_scores_under_the_policys_temperature(tiny_model):
 
 
 def test_the_expected_gradient_is_that_of_the_reverse_kl():
-    """Over all words of one next-word distribution, each weighted with its probability."""
+    """The expectation is over all tokens of one next-token distribution, each weighted by its probability."""
     torch.manual_seed(0)
     student = torch.randn(NUM_WORDS, dtype=torch.float64, requires_grad=True)
     teacher = torch.randn(NUM_WORDS, dtype=torch.float64).log_softmax(dim=-1)

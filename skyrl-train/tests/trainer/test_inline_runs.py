@@ -84,7 +84,7 @@ def test_inline_run_equals_the_run_under_ray_to_the_bit(
 
 
 class Stops(BaseTextEnv):
-    """Has a breakpoint where it computes the reward."""
+    """Environment with a breakpoint where it computes the reward."""
 
     def __init__(self, env_config: Any = None, extras: Any = None):
         super().__init__()

@@ -250,7 +250,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 class CountingWorker(PolicyWorker):
-    """Counts the files that this process downloads.
+    """Worker that counts the files that this process downloads.
 
     Args:
         environment: of the object store; a fork has that of its server's start.

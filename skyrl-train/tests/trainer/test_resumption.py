@@ -156,7 +156,7 @@ class Rows(list[Any]):
 
 def test_description_of_data_depends_on_content_and_order_alone():
     class Thing:
-        """Without a repr: its own would hold an address."""
+        """Object without a repr of its own: the default one contains an address."""
 
     rows = [{"text": "a", "bytes": b"\xff", "set": {"x", "y"}, "thing": Thing()}, {"text": "b \udc80"}]
     again = [{"text": "a", "bytes": b"\xff", "set": {"y", "x"}, "thing": Thing()}, {"text": "b \udc80"}]
@@ -174,7 +174,7 @@ def test_number_of_training_steps(settings: Make, tmp_path: Path, num_rows, epoc
 
 
 def test_state_of_a_checkpoint_has_the_counts_of_skipped_updates(settings: Make, tmp_path: Path):
-    """Without them a resumed run whose last update is skipped would end as one that never made any."""
+    """Otherwise a resumed run whose last update is skipped would end as one that never updated."""
     experiment = BasePPOExp(settings(tmp_path, {}))
 
     def trainer() -> Any:

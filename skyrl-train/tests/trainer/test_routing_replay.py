@@ -28,8 +28,9 @@ def chat_mixture(save_mixture: Callable[..., str], tmp_path_factory: pytest.Temp
 
 
 class RewritesAnswers(BaseTextEnv):
-    """Keeps a beginning of the first answer, puts words of its own in place of the second, and takes the third as it
-    is."""
+    """Environment that keeps a beginning of the first answer, replaces the second by its own words, and takes the third
+    as it is.
+    """
 
     def __init__(self, env_config: Any = None, extras: Any = None):
         super().__init__()

@@ -175,7 +175,7 @@ class ForgottenMoments(FSDP2Backend):
 
 
 class HalfOfTheRows(FSDP2Backend):
-    """Divides the rows otherwise than it says: both ranks compute the first part."""
+    """Backend that divides the rows otherwise than it reports: both ranks compute the first part."""
 
     def join(self, info: RankInfo) -> None:
         super().join(info)

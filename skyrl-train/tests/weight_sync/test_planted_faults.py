@@ -34,7 +34,7 @@ def parameters() -> list[tuple[str, torch.Tensor]]:
 
 
 def step(weights: list[tuple[str, torch.Tensor]], version: int) -> None:
-    """Changes a twentieth of every tensor."""
+    """Change a twentieth of every tensor."""
     for _, tensor in weights:
         tensor.view(-1)[version % 20 :: 20] += 1
 
@@ -50,7 +50,7 @@ class FaultyHolder(WeightHolder):
             self.update_faulty(request)
 
     def remember(self, request: WeightUpdateRequest) -> None:
-        """Sees what comes before the fault."""
+        """Record what precedes the fault."""
 
     def update_faulty(self, request: WeightUpdateRequest) -> None:
         raise NotImplementedError
@@ -59,7 +59,7 @@ class FaultyHolder(WeightHolder):
         super().update_named_weights(request)
 
     def update_with(self, request: WeightUpdateRequest, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Receives a bucket whose bytes are altered on their way."""
+        """Receive a bucket whose bytes are altered on their way."""
         assert self.receiver is not None
         reader = self.receiver._reader
         self.receiver._reader = AlteringReader(reader, change)

@@ -117,7 +117,7 @@ class Policy:
         return WeightSender(self.handles, self.infos, CPU, rank, max_bucket_bytes=4 * 400, verification="full")
 
     def send(self, version: int, gather: Gather = gather_with_delays, staged: bool = False) -> list[Any]:
-        """Returns what each rank returned or raised."""
+        """Return what each rank returned or raised."""
 
         def call(rank: RankInThread) -> Any:
             end = self.ends[rank.rank]

@@ -53,14 +53,14 @@ class Step(NamedTuple):
     """One optimizer step."""
 
     sums: MetricSums
-    """Of the mini-batch."""
+    """Metric sums of the mini-batch."""
 
     grad_norm: float
     before: torch.Tensor
     """Log-probs or values [B, R] before it; of the step's own forward, if it was asked for those."""
 
     weights: dict[str, torch.Tensor]
-    """After it."""
+    """Weights after the step."""
 
     selected: torch.Tensor | None
     """The tokens [B, R] that the loss treated apart, if it treats any."""

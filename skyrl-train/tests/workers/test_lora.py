@@ -38,7 +38,7 @@ def with_lora(config: Any, tiny_model: str) -> MakeConfig:
 
 @pytest.fixture
 def start() -> Iterator[Callable[[Worker], Any]]:
-    """Loads a worker's model in this process, as the only rank."""
+    """Load a worker's model in this process, as the only rank."""
     started: list[Worker] = []
 
     def start(worker: Worker) -> Any:

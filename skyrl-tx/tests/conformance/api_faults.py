@@ -11,7 +11,7 @@ from faults import API, fault, faults
 from tx.errors import RequestError
 
 TENANTS = ("first", "second")
-"""Of the server that the test starts."""
+"""Tenants of the server that the test starts."""
 SERVICE = "tx.tinker.service"
 
 
@@ -139,7 +139,7 @@ def _some_key(key_of, headers):
 
 @fault(API, "tenants.", "tx.tinker.http.bodies:Share.check")
 def announced_bodies_take_room(check, self, num_bytes):
-    """what a body announces counts as if it were there, and when the room is taken nobody's request gets in"""
+    """announced sizes of bodies count as if the bytes had arrived, and a full budget locks every client out"""
     if self.intake.num_bytes.total() + num_bytes > self.intake.max_bytes:
         self.intake.refuse(self.tenant, "requests are being read already")
     self.intake.num_bytes[self.tenant] += num_bytes - self.num_bytes

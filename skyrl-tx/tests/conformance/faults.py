@@ -1,4 +1,5 @@
-"""Faults a server may have, each of them to be switched on in ours, to see whether the conformance suite notices.
+"""Faults that a server may have, each of which can be switched on in ours to check that the conformance suite detects
+it.
 
     TX_FAULT=FILE python faults.py tx.tinker.api --base-model DIR …
 
@@ -29,7 +30,7 @@ class Fault(NamedTuple):
     groups: tuple[str, ...]
     """Words of checks that should notice, for `tx_conformance --only`."""
     changes: list[tuple[str, Changed]]
-    """Where (`package.module:Owner.attribute`, or a key of a dict), and what stands there."""
+    """Places (`package.module:Owner.attribute`, or a key of a dict), each with its replacement."""
 
 
 FAULTS: dict[str, Fault] = {}

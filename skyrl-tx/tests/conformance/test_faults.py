@@ -72,5 +72,5 @@ def test_conformance_suite_notices_fault(name: str, failing: Failing):
 
 
 def test_it_was_the_fault_that_was_noticed(failing: Failing):
-    """With none of them on, the same server passes the suite."""
+    """Control: with no fault switched on, the same server passes the suite."""
     assert failing("") == {}

@@ -185,7 +185,7 @@ def load_always_with_optimizer(load, self, model_id, folder, *, optimizer):
 
 @fault(ENGINE, "checkpoints.", f"{TRAINING}.load")
 def load_keeps_the_gradient(load, self, model_id, folder, *, optimizer):
-    """what was accumulated before a load is there after it"""
+    """the gradient accumulated before a load is still there after it"""
     gradient = self.copy_gradient(model_id)
     load(self, model_id, folder, optimizer=optimizer)
     self.put_gradient(model_id, gradient)

@@ -21,7 +21,7 @@ MAX_UNDER_WAY = 8
 
 @dataclass
 class Story:
-    """What one user was told, by what he asked: without ids of this server, so that two servers can be compared."""
+    """Responses that one user received, by request: without ids of this server, so that two servers can be compared."""
 
     told: dict[str, Any] = field(default_factory=dict)
     saved: list[str] = field(default_factory=list)

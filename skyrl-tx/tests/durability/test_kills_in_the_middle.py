@@ -83,7 +83,7 @@ async def test_killed_while_it_creates_saves_and_loads(tmp_path: Path, tiny_mode
 
 
 async def next_losses(client: Client, model: Model) -> list[float]:
-    """Of a further step: the same only if weights and optimizer are."""
+    """Return the losses of further steps, which are equal only if weights and optimizer are."""
     losses = []
     for _ in range(3):
         asked = await model.train(data_of("cross_entropy", [30], 50))
@@ -96,7 +96,7 @@ async def next_losses(client: Client, model: Model) -> list[float]:
 
 
 class OutOfMemoryKiller:
-    """As a system has one: ends an engine that takes too much memory."""
+    """Imitation of a system's out-of-memory killer: ends an engine that takes too much memory."""
 
     def __init__(self, server: ServerProcess, limit_bytes: int):
         self._server, self._limit, self.num_kills = server, limit_bytes, 0

@@ -40,7 +40,7 @@ class Arithmetic(TrainingBackend):
     def __init__(self, clock: "Clock"):
         self.models: dict[str, Sum] = {}
         self.passes: list[list[str]] = []
-        """Who was in each pass."""
+        """Models in each pass."""
         self._clock = clock
 
     def info(self) -> BackendInfo:
@@ -174,7 +174,7 @@ class Bench:
     # ---- what it does
 
     def work(self) -> None:
-        """Until there is nothing to do, nor anything on its way to the disk."""
+        """Run until nothing is left to do and all snapshots are on disk."""
         while self.trainer.step(0.0) or self.trainer.num_commands() or self.models.is_writing():
             pass
 

@@ -1,4 +1,4 @@
-"""What the turns promise those who wait, over the whole trainer."""
+"""Bounds on the waiting time of requests in the fair scheduler, over the whole trainer."""
 
 from typing import Any
 

@@ -69,7 +69,7 @@ class EngineProcess:
             self._news.set()
 
     async def end(self, number: signal.Signals = signal.SIGKILL) -> int:
-        """Signals it; reads what it still says. Returns its exit status."""
+        """Send it a signal and read its remaining messages. Returns its exit status."""
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(number)
         return await self.ended()
@@ -163,7 +163,7 @@ async def after_a_crash(
     recorded: dict[str, bytes],
     last: dict[str, Snapshotted],
 ) -> None:
-    """What the API tells a new engine."""
+    """Send a new engine what the API process sends after a crash."""
     for model, story in stories.items():
         snapshot = last.get(model)
         seq = snapshot.seq if snapshot else -1

@@ -14,7 +14,7 @@ def command(kind: type[ModelCommand], model: str, seq: int, **values: Any) -> Mo
 
 
 def scheduler_of(passes: dict[str, int]) -> Scheduler:
-    """So many forward-backward orders of each model."""
+    """Make a scheduler with `passes[model]` forward-backward commands of each model."""
     scheduler = Scheduler()
     for model, number in passes.items():
         for seq in range(number):
@@ -23,7 +23,7 @@ def scheduler_of(passes: dict[str, int]) -> Scheduler:
 
 
 def one_pass(scheduler: Scheduler, tokens: dict[str, int] | int = 100, room: int = 100_000) -> list[str]:
-    """Who is in it, each with one order, which is then done."""
+    """Run one pass with one command per model. Returns: the models in it."""
     joined, used = [], 0
     for queue in scheduler.pass_candidates():
         size = tokens if isinstance(tokens, int) else tokens[queue.model_id]

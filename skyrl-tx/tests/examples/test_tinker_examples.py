@@ -1,4 +1,4 @@
-"""What examples/tinker/README.md promises: each example learns, with the real SDK against a real server."""
+"""Claims of examples/tinker/README.md: each example learns, with the real SDK against a real server."""
 
 import os
 import re

@@ -65,7 +65,7 @@ async def service(config: EngineConfig) -> AsyncIterator[TinkerService]:
 
 @pytest.fixture
 async def served(config: EngineConfig, service: TinkerService) -> AsyncIterator[Served]:
-    """Makes a client of the application, which has keys (of anna, bela, an admin) if it is told whose it is."""
+    """Make a client of the application, with API keys (of anna, bela, an admin) if it is told whose it is."""
     async with AsyncExitStack() as stack:
         apps: dict[bool, Any] = {}
 

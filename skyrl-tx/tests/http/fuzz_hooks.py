@@ -1,5 +1,6 @@
-"""What schemathesis is told of this server (it reads the file by SCHEMATHESIS_HOOKS): two of three requests speak of
-things that are there, and every refusal says why."""
+"""Hooks for schemathesis (which reads the file by SCHEMATHESIS_HOOKS): two of three requests name existing objects, and
+every refusal states its reason.
+"""
 
 import itertools
 import json
@@ -30,7 +31,7 @@ def before_call(context: Any, case: Any, kwargs: Any) -> None:
 
 @schemathesis.check
 def refusals_say_why(context: Any, response: Any, case: Any) -> None:
-    """Of all 4xx, but for a poll without a result (408)."""
+    """Check all 4xx responses but that of a poll without a result (408)."""
     if not 400 <= response.status_code < 500 or response.status_code == 408:
         return
     detail = response.json().get("detail")

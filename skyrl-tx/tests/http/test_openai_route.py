@@ -1,4 +1,4 @@
-"""What the OpenAI-compatible route refuses, and with which words."""
+"""Refusals of the OpenAI-compatible route, and their texts."""
 
 import pytest
 

@@ -27,7 +27,7 @@ runpy.run_module("tx.tinker.api", run_name="__main__", alter_sys=True)
 
 
 async def things_that_are_there(client: Client) -> dict[str, Any]:
-    """By the names that bodies and addresses have for them."""
+    """Return existing objects by the names that bodies and addresses have for them."""
     model = await Model.new(client, "tiny", rank=4, train_unembed=False)
     data = [Datum(np.arange(4, 9), {"target_tokens": np.arange(5, 10), "weights": np.ones(5, np.float32)})]
     request_id = await model.train(data)

@@ -1,4 +1,4 @@
-"""Makes this folder's modules importable: importlib mode does not."""
+"""Make this folder's modules importable: importlib mode does not."""
 
 import sys
 from pathlib import Path

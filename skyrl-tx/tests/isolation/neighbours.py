@@ -13,7 +13,7 @@ from tx.tinker.types import Datum
 
 
 class Neighbour:
-    """What it does follows from its number; `num_done` counts what came to its intended end."""
+    """Tenant whose actions follow from its number; `num_done` counts actions with the intended result."""
 
     def __init__(self, client: Client, number: int):
         self._client, self._number = client, number
@@ -112,7 +112,7 @@ class Neighbour:
 
 @asynccontextmanager
 async def neighbours(url: str, keys: list[str]) -> AsyncIterator[list[Neighbour]]:
-    """They have all done something when this begins, and go on until it ends. Their errors are raised at its end."""
+    """Run other tenants, all of which have done something when the block begins. Their errors are raised at its end."""
     clients = [Client(url, key) for key in keys]
     crowd = [Neighbour(client, i) for i, client in enumerate(clients)]
     tasks = [asyncio.create_task(one.live(), name=f"{i} {one.habit}") for i, one in enumerate(crowd)]

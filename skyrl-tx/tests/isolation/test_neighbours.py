@@ -1,4 +1,4 @@
-"""What a tenant gets is bit for bit the same, whoever is there beside it (float32, CPU)."""
+"""Results of a tenant are bit for bit the same, whichever other tenants are active (float32, CPU)."""
 
 import json
 from pathlib import Path

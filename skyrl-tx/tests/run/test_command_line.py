@@ -1,4 +1,4 @@
-"""From the command line and the environment to settings."""
+"""Settings from the command line and the environment."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Who gets a slot, when, and what is loaded then: with a real engine of two slots."""
+"""Order in which requests get adapter slots, and what is loaded then: with a real engine of two slots."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""What `asample` promises, against transformers and peft: temperature, truncation, stops, seeds, prompt scores."""
+"""Promises of `asample`, compared with transformers and peft: temperature, truncation, stops, seeds, prompt scores."""
 
 import asyncio
 from pathlib import Path

@@ -143,7 +143,7 @@ async def test_a_rank_above_the_largest_is_refused(sampling_of, adapter):
 
 
 async def test_many_long_samples_of_one_tenant_do_not_hold_up_another(sampling_of):
-    """Of 8 rows one tenant takes 6; when the others' first request comes, it starts at once."""
+    """One tenant takes 6 of 8 rows; when the others' first request comes, it starts at once."""
     async with sampling_of(max_num_seqs=8) as sampling:
         greedy = asyncio.create_task(sampling.sample(spec(64), None, tenant="greedy"))
         await until(lambda: core_of(sampling).num_running == 6)

@@ -16,7 +16,7 @@ from tx.tinker.service.service import TinkerService
 
 @pytest.fixture
 async def service(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[TinkerService]:
-    """With the settings of an indirect parameter, if there is one."""
+    """Start a service, with the settings of an indirect parameter, if there is one."""
     async with running(tmp_path, **getattr(request, "param", {})) as service:
         yield service
 
@@ -33,5 +33,5 @@ async def bob(service: TinkerService) -> Client:
 
 @pytest.fixture
 async def model(alice: Client) -> str:
-    """Of alice."""
+    """Create a model of alice."""
     return await alice.model()

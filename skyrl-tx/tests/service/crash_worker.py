@@ -16,7 +16,7 @@ from service_users import Client, running, scripted
 
 
 class Journal:
-    """What a user remembers, on the disk at once."""
+    """Record of what a user has been told, written to disk at once."""
 
     def __init__(self, path: Path):
         self.told: dict[str, str | dict] = {}

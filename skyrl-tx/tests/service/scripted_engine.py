@@ -34,7 +34,7 @@ def chained(state: str, *what: object) -> str:
 
 
 def digest(request: TrainingRequest) -> str:
-    """Of what it says: its bytes may differ, as protobuf's maps have no order."""
+    """Hash the content of a request: its bytes may differ, as protobuf's maps have no order."""
     return chained("pass", *(datum.tokens.tolist() for datum in request.data))
 
 
@@ -46,7 +46,7 @@ class ScriptedEngine:
         self.since: dict[str, int] = {}
         self.samples: set[str] = set()
         self.stuck = {"turn_seconds": math.inf, "step_seconds": math.inf}
-        """Since when."""
+        """Time since which it is stuck, by kind of work."""
 
     async def serve(self) -> None:
         info = BackendInfo(name="scripted", vocab_size=100, max_context=64, max_lora_rank=64)

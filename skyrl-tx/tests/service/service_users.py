@@ -156,7 +156,7 @@ def pass_of(model: str, seq: int, *, forward: bool = False, length: int = 4, cop
 
 
 class Chain:
-    """What a model of the scripted engine must be, done by hand."""
+    """Expected state of a model of the scripted engine, computed by hand."""
 
     def __init__(self, model: str, rank: int = 8, seed: int = 7):
         self.model, self.state = model, chained("new", rank, seed)
@@ -181,7 +181,7 @@ async def until(fact, seconds: float = 20.0) -> None:
 
 
 async def without_engine(service: TinkerService) -> None:
-    """What is asked from here on waits, as if the engine were away. (While it starts, it would come back.)"""
+    """Make later requests wait, as if the engine were absent. (An engine that is starting would come back.)"""
     await until(lambda: service._link.ready)
     service._link.ready = False
 

@@ -67,7 +67,7 @@ async def test_the_order_that_kills_fails_and_the_others_go_on(service: TinkerSe
 
 
 async def crash(service: TinkerService) -> None:
-    """As if this process were killed together with its engine: nothing more is written."""
+    """Imitate a kill of this process together with its engine: nothing more is written."""
     await service._link.close()
     for task in (*service._cleanup._tasks, *service._dispatch._tasks):
         task.cancel()
@@ -188,7 +188,7 @@ async def test_wrong_settings_are_not_tried_again(tmp_path: Path):
 
 
 def pids_of(service: TinkerService) -> tuple[int, int]:
-    """Of the engine and of the one that stands by."""
+    """Return the process ids of the engine and of the standby process."""
     engine, standby = service._link._process, service._link._standby
     assert engine is not None and standby is not None and standby._process is not None
     return engine.pid, standby._process.pid

@@ -47,7 +47,7 @@ class Engines:
         )
 
     async def end(self, index: int = 0) -> None:
-        """Ends an engine, as if its process had died."""
+        """End an engine as if its process had died."""
         await self.client.engines[index].teardown()
 
     def _engine(self) -> NativeInferenceEngine:
@@ -58,7 +58,7 @@ class Engines:
 
 
 def trained_adapter(training: TorchTraining, folder: Path, seed: int, **lora: bool) -> None:
-    """Writes an adapter of rank 8 after one large step on random tokens."""
+    """Write an adapter of rank 8 after one large step on random tokens."""
     training.create("model", LoraSpec(rank=8, seed=seed, **lora))
     tokens = np.random.default_rng(seed).integers(3, 99, 65)
     datum = Datum(tokens[:-1], {"target_tokens": tokens[1:], "weights": np.ones(64, np.float32)})

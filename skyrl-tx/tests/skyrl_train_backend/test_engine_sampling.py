@@ -1,4 +1,4 @@
-"""What engines answer through the client is what the `torch` backend answers, whatever happens to engines meanwhile."""
+"""Responses of engines through the client equal those of the `torch` backend, whatever happens to engines meanwhile."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What `--backend-config` says to the backend, in skyrl_train's words; what is wrong with it is said by name."""
+"""Meaning of `--backend-config` for the backend, in skyrl_train's names; wrong settings are errors that name them."""
 
 from importlib.util import find_spec
 from pathlib import Path

@@ -120,7 +120,7 @@ def test_only_places_are_written_or_removed(folders: Folders, folder: str):
 
 
 def test_a_reader_always_finds_a_whole_folder(tmp_path: Path):
-    """While it is replaced again and again, under one name."""
+    """The folder is replaced again and again meanwhile, under one name."""
     folders = Folders(str(tmp_path / "base"), tmp_path / "cache")
     folder = folders.place("a")
     write(folders, folder, "0")

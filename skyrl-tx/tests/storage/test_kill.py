@@ -71,7 +71,7 @@ asyncio.run(main())
 
 
 def write_until_killed(url: str, state: Path, life: int, seconds: float) -> list[list[str]]:
-    """Returns what the process was told that stands."""
+    """Run a writer until it is killed. Returns the writes that were acknowledged."""
     command = [sys.executable, "-c", WRITER, url, str(state), str(life)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
     assert process.stdout is not None

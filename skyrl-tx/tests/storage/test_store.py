@@ -349,7 +349,7 @@ async def test_integers_have_64_bits(store: Store):
 
 @pytest.mark.process
 async def test_a_thousand_callers_beside_megabytes(url: str, tmp_path: Path):
-    """What is large goes beside the rows (`blobs.py`), and so does not stand before them in the queue."""
+    """Large data is stored beside the rows (`blobs.py`), so it does not delay them in the queue."""
     store, blobs = Store(url), Blobs(tmp_path / "blobs")
     await store.start()
 

@@ -1,4 +1,4 @@
-"""What is saved comes back bit for bit, and engines take it for what it is."""
+"""Saved state is restored bit for bit, and engines can load saved adapters."""
 
 import json
 from collections.abc import Callable

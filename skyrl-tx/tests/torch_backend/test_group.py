@@ -193,7 +193,7 @@ def test_a_gradient_is_put_back(group: GroupTraining, supervised: Data, tmp_path
 def test_the_death_of_a_process_is_told_by_name_and_the_others_end_with_it(
     model_folder: Callable[[str], Path], supervised: Data, tmp_path: Path
 ) -> None:
-    """Of a mixture of experts, with activations computed again."""
+    """The model is a mixture of experts, with recomputed activations."""
     folder = model_folder("qwen3_moe")
     group, _, ranks = start(ProcessRanks, folder, tmp_path, gradient_checkpointing=True)
     for rank in range(2):
@@ -217,7 +217,7 @@ def test_the_death_of_a_process_is_told_by_name_and_the_others_end_with_it(
 
 @pytest.fixture
 def ray_cluster() -> Iterator[None]:
-    """Of this machine; or the one that other tests of this process have started."""
+    """Start a Ray cluster on this machine, or use the one that other tests of this process have started."""
     if ray.is_initialized():
         yield
         return

@@ -1,4 +1,6 @@
-"""With whom a model shares a pass changes no bit of what it gets: whatever their lengths, ranks, losses or NaNs."""
+"""Results of a model do not depend by a bit on the models that share its pass: whatever their lengths, ranks, losses or
+NaNs.
+"""
 
 import random
 from collections.abc import Callable

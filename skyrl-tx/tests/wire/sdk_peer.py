@@ -16,7 +16,7 @@ from tinker import types
 VERSION = importlib.metadata.version("tinker")
 MINOR = int(VERSION.split(".")[1])
 HAS_PROTO, HAS_JSON = MINOR >= 24, MINOR < 25
-"""Of the three that we test: 0.16 speaks JSON, 0.24 both, 0.38 protobuf."""
+"""Wire formats of the three versions under test: 0.16 has JSON, 0.24 both, 0.38 protobuf."""
 
 
 def tensor(numbers, dtype="float32", shape=None):

@@ -249,7 +249,7 @@ def test_a_prompt_of_one_token_has_a_table_of_one_empty_slot():
 
 
 def test_five_megabytes_are_read_in_no_time():
-    """About 30 ms on a quiet core; the bound is for a busy one. A loop over tokens would take seconds."""
+    """Takes about 30 ms on a quiet core; the bound is for a busy one. A loop over tokens would take seconds."""
     one = {name: np.zeros(300, np.float32) for name in ("logprobs", "advantages")}
     datum = Datum(np.arange(300), {"target_tokens": np.arange(300), **one})
     payload = encode_training(TrainingRequest("m", 1, [datum] * 1000, "ppo"))

@@ -125,7 +125,7 @@ async def chat_client(chat_engine: NativeInferenceEngine, chat_model: str) -> As
 
 
 async def in_thread(server: EndpointServer, call: Callable[[OpenAI], Any]) -> Any:
-    """What `call` makes of the synchronous client."""
+    """Return the result of `call` for the synchronous client, run in a thread."""
 
     def work() -> Any:
         with OpenAI(base_url=server.url, api_key="any", max_retries=0) as client:

@@ -8,7 +8,7 @@ import pytest
 from .conftest import ADD, QUESTION, client_of, in_thread, serving
 
 EVERY_TOKEN = {"return_token_ids": True, "ignore_eos": True, "skip_special_tokens": False}
-"""So that the text is that of every token."""
+"""Request fields for which the text contains every token."""
 HELLO = [{"role": "user", "content": "Hello"}]
 
 

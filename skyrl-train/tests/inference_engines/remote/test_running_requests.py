@@ -1,4 +1,4 @@
-"""Who runs at a server."""
+"""Registry of the requests that run at a server."""
 
 import asyncio
 

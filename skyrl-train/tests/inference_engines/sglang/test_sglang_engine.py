@@ -25,7 +25,7 @@ OTHERWISE = {
     "repetition_penalty_moves_the_choice_and_not_the_log_probs": "SGLang counts repetitions in answers alone "
     "(sglang/srt/sampling/penaltylib/repetition_penalty.py)",
 }
-"""What SGLang does in its own way."""
+"""Conformance checks in which SGLang differs by design, each with the reason."""
 
 
 def _with_marks(check: Check) -> Any:

@@ -124,7 +124,7 @@ async def _expect_all_named(model: str, layout: str, dtype: str, faults: list[st
 
 
 def _names(said: str, concerned: list[str], process: str) -> bool:
-    """Whether the error names the process, three of the tensors (or all), and the number of all."""
+    """Return True if the error names the process, three of the tensors (or all), and their total number."""
     found = re.search(r"engine 0: (\S+(?:, \S+)*)(?: and (\d+) more)? arrived, but (.*?) computes", said)
     if found is None or found[3] != process:
         return False

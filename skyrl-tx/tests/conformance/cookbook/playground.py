@@ -37,7 +37,7 @@ def question(number: int) -> str:
 
 
 def build(folder: Path, steps: int = 250) -> None:
-    """Fills the folder. A minute or two on one core."""
+    """Fill the folder with a model and data. Takes a minute or two on one core."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     draw = random.Random(0)

@@ -20,7 +20,8 @@ from pathlib import Path
 MODEL = "Qwen/Qwen3-8B-Base"
 SL = "batch_size=8 learning_rate=3e-3 lora_rank=8 save_every=4 max_steps=16 max_length=512"
 RL = "group_size=8 lora_rank=8 max_tokens=12 max_steps=12 save_every=0 loss_fn=importance_sampling"
-"""With a loss whose formula is public: the recipes' own default, stable_reinforce, is the hosted service's alone."""
+"""Options of RL recipes with a published loss: their own default, stable_reinforce, is available at the hosted service
+only."""
 MATH_RL = f"{RL} env=gsm8k groups_per_batch=8 eval_every=0 behavior_if_log_dir_exists=delete"
 DPO = "dataset=hhh batch_size=16 learning_rate=1e-3 max_length=256 max_steps=12 behavior_if_log_dir_exists=delete"
 DISTILL = "file_path=distilled.jsonl batch_size=8 learning_rate=3e-3 lora_rank=8 max_length=512 num_epochs=3"
@@ -84,7 +85,7 @@ class Outcome:
 
 
 class Kitchen:
-    """Where recipes are run."""
+    """Environment in which recipes are run."""
 
     def __init__(self, python: Path, playground: Path, base_url: str, api_key: str):
         self.python, self.playground, self.base_url = python, playground, base_url
@@ -155,7 +156,7 @@ def numbers(metrics: Path, key: str) -> list[float]:
 
 
 def learned(values: list[float], rises: bool) -> bool:
-    """Whether the last quarter is better than the first by a tenth of it at least."""
+    """Return True if the last quarter is better than the first by at least a tenth of it."""
     if len(values) < 4:
         return False
     part = max(1, len(values) // 4)

@@ -43,7 +43,7 @@ class AbsentModule(ModuleType):
 
 
 class AbsentFinder:
-    """Finds the packages above and whatever is imported below them."""
+    """Import hook for the packages above and all their submodules."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if fullname.split(".")[0] not in _ABSENT_PACKAGES:
