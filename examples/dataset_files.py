@@ -1,4 +1,5 @@
-"""What the dataset builders share: problems from files or the hub in, `train.parquet` and `validation.parquet` out.
+"""Common functions of the dataset builders: problems from files or the hub in, `train.parquet` and `validation.parquet`
+out.
 
 A builder is a function from a problem to a row (`Row`: the columns `prompt` and `env_class`, and what the environment
 reads). The rest, options included, is the same for all of them:
@@ -28,20 +29,21 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
+from skyrl_gym.datasets.hub import load_hub
+from skyrl_gym.datasets.problems import MakeRow, Problem, Row, first, texts
+from skyrl_gym.error import Error, TaskError
 from skyrl_train.errors import DataError
 
-Problem = dict[str, Any]
-Row = dict[str, Any]
+__all__ = ["MakeRow", "Problem", "Row", "build", "first", "hold_out", "make_parser", "read_file", "texts", "write"]
+
 Problems = dict[str, Sequence[Problem]]
-"""By split: `train` and `test`. Those of the hub are read while one goes through them."""
-MakeRow = Callable[[Problem, str, int], Row | None]
-"""(problem, split, index) -> row, or None to leave the problem out."""
+"""Problems by split: `train` and `test`. Those of the hub are read lazily."""
 Clean = Callable[[list[Row]], list[Row]]
 """Choose among all rows of a split, where a row's fate depends on others."""
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
 SPLIT_NAMES = {"train": "train", "test": "test", "dev": "test", "valid": "test"}
-"""What a file's name may hold, and which split that is."""
+"""Words in a file's name -> the split that they stand for."""
 
 
 def make_parser(
@@ -95,7 +97,10 @@ def _make_rows(problems: Sequence[Problem], split: str, make_row: MakeRow, colum
             if all(problem.get(name) is None for name in column.split("|")):
                 names = " or ".join(repr(name) for name in column.split("|"))
                 raise DataError(f"{split} problem {index} has no column {names}; its columns are {', '.join(problem)}")
-        row = make_row(problem, split, index)
+        try:
+            row = make_row(problem, split, index)
+        except TaskError as failure:
+            raise DataError(f"{split} problem {index}: {failure}") from failure
         if row is not None:
             rows.append(row)
     return rows
@@ -132,7 +137,7 @@ def checksum(rows: Iterable[Row]) -> str:
 
 
 def hold_out(problems: Problems, share: float | None) -> Problems:
-    """Deals the one set there is out to both splits, the same way every time. Two sets stay as they are."""
+    """Divide the only non-empty set into both splits, deterministically. Two non-empty sets stay as they are."""
     full = [split for split in ("train", "test") if len(problems[split])]
     if share is None or len(full) != 1:
         return problems
@@ -172,15 +177,10 @@ def read_hub(train: str | None, test: str | None) -> Problems:
 
 
 def _read_hub(name: str | None) -> Sequence[Problem]:
-    import datasets  # heavy, and not needed for local files
-
-    if name is None:
-        return []
-    name, _, revision = name.partition("#")
-    dataset, _, split = name.partition("@")
-    path, _, config = dataset.partition(":")
-    found = datasets.load_dataset(path, config or None, split=split or "train", revision=revision or None)
-    return found  # pyright: ignore[reportReturnType]
+    try:
+        return [] if name is None else load_hub(name)
+    except Error as failure:
+        raise DataError(f"{failure} (--input)") from failure
 
 
 def split_of(path: Path) -> str | None:
@@ -198,25 +198,17 @@ def read_file(path: Path) -> list[Problem]:
     content = path.read_bytes()
     text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8")
     try:
-        is_one_value = ".json" in path.suffixes
-        rows = json.loads(text) if is_one_value else [json.loads(line) for line in text.split("\n") if line.strip()]
-    except ValueError as failure:
-        raise DataError(f"{path} is not JSON: {failure}") from failure
+        rows = json.loads(text)  # one value; files named .json may also hold a value a line
+    except ValueError:
+        try:
+            rows = [json.loads(line) for line in text.split("\n") if line.strip()]
+        except ValueError as failure:
+            raise DataError(f"{path} is not JSON: {failure}") from failure
     if isinstance(rows, dict):
         rows = [rows]
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise DataError(f"{path} must hold a list of JSON objects, or one JSON object a line")
     return rows
-
-
-def first(problem: Problem, columns: str) -> Any:
-    """The first of the columns "a|b|c" that holds something."""
-    return next(problem[name] for name in columns.split("|") if problem.get(name) is not None)
-
-
-def texts(value: Any) -> list[str]:
-    """One text or several, as a list."""
-    return [value] if isinstance(value, str) else [str(item) for item in value]
 
 
 def _files(path: Path) -> list[Path]:

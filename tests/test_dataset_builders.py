@@ -481,6 +481,27 @@ def test_textworld_rows_are_won_by_the_walkthrough(tmp_path, test_data):
         assert play(row, turns).outcome_reward == 1.0
 
 
+def test_tool_call_rows_are_solved(tmp_path):
+    """In the published form: one JSON object a line in .json files, the accepted calls in a folder beside them."""
+    question = [[{"role": "user", "content": "Area of a triangle of base 10 and height 5?"}]]
+    function = [{"name": "area", "parameters": {"type": "dict", "properties": {"base": {"type": "float"}}}}]
+    names = ("simple_0", "simple_1", "irrelevance_0")
+    problems = [{"id": name, "question": question, "function": function} for name in names]
+    answers = [{"id": name, "ground_truth": [{"area": {"base": [10]}}]} for name in names[:2]]
+    (tmp_path / "possible_answer").mkdir()
+    write_json_lines(tmp_path / "possible_answer" / "BFCL_v3_simple.json", answers)
+    files = [
+        write_json_lines(tmp_path / "BFCL_v3_simple.json", problems[:2]),
+        write_json_lines(tmp_path / "BFCL_v3_irrelevance.json", problems[2:]),
+    ]
+    rows = build("tool_call/tool_call_dataset.py", tmp_path, "--input", *files, "--validation_share", 0.4)
+    (simple, other), (irrelevant,) = rows["train"], rows["validation"]
+    call = '<tool_call>{"name": "area", "arguments": {"base": 10}}</tool_call>'
+    for row, right, wrong in ((simple, call, "25"), (other, call, "25"), (irrelevant, "25", call)):
+        assert play(row, [right]).total_reward == 1.0
+        assert play(row, [wrong]).total_reward == 0.0
+
+
 def test_rlm_rows_are_solved(tmp_path, test_data):
     folder = test_data / "search_qa"
     corpus = ("--corpus", folder / "corpus.jsonl.gz", "--num_passages", 100)

@@ -15,25 +15,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from dataset_files import Problem, Row, build, first, make_parser
+from dataset_files import Row, build, make_parser
 
-from skyrl_gym.envs.aime.env import INSTRUCTION
-
-
-class NewRows:
-    """Makes rows of problems that are not exact duplicates: in data source, prompt, ability and reward model."""
-
-    def __init__(self) -> None:
-        self._seen: set[str] = set()
-
-    def __call__(self, problem: Problem, split: str, index: int) -> Row | None:
-        row = training_row(problem, split, index)
-        key = [split, row["data_source"], row["prompt"], problem.get("ability"), problem.get("reward_model")]
-        text = json.dumps([*key, row["reward_model"]["ground_truth"]], sort_keys=True)
-        if text in self._seen:
-            return None
-        self._seen.add(text)
-        return row
+from skyrl_gym.datasets.mathematics import NewAimeRows
 
 
 def without_disputed_answers(rows: list[Row]) -> list[Row]:
@@ -48,26 +32,11 @@ def _prompt_of(row: Row) -> str:
     return json.dumps(row["prompt"], sort_keys=True)
 
 
-def training_row(problem: Problem, split: str, index: int) -> Row:
-    prompt, answer = problem.get("prompt"), problem.get("answer")
-    if not isinstance(prompt, list):
-        prompt = [{"role": "user", "content": f"{first(problem, 'problem|question|prompt')}\n\n{INSTRUCTION}"}]
-    if answer is None:
-        answer = problem["reward_model"]["ground_truth"]
-    return {
-        "data_source": str(problem.get("data_source") or "aime"),
-        "prompt": prompt,
-        "env_class": "aime",
-        "reward_model": {"style": "rule", "ground_truth": str(answer)},
-        "extra_info": {"split": split, "index": index},
-    }
-
-
 def main(argv: list[str] | None = None) -> None:
     hub = ("BytedTsinghua-SIA/DAPO-Math-17k@train", "BytedTsinghua-SIA/AIME-2024@train")
     parser = make_parser(__doc__, "~/data/aime", hub)
     columns = ("problem|question|prompt", "answer|reward_model")
-    build(parser.parse_args(argv), NewRows(), columns, without_disputed_answers)
+    build(parser.parse_args(argv), NewAimeRows(), columns, without_disputed_answers)
 
 
 if __name__ == "__main__":

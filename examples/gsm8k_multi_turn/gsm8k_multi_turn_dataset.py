@@ -14,7 +14,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from dataset_files import Problem, Row, build, make_parser
 from gsm8k.gsm8k_dataset import COLUMNS, HUB
-from gsm8k.gsm8k_dataset import training_row as gsm8k_row
+
+from skyrl_gym.datasets.mathematics import gsm8k_row
 
 INSTRUCTION = (
     'Reason step by step, and write the number after "#### " on the last line of each answer. You will be told if it '

@@ -11,8 +11,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from dataset_files import Problem, Row, build, make_parser
-from gsm8k.gsm8k_dataset import COLUMNS, HUB, final_number
-from gsm8k.gsm8k_dataset import training_row as gsm8k_row
+from gsm8k.gsm8k_dataset import COLUMNS, HUB
+
+from skyrl_gym.datasets.mathematics import final_number, gsm8k_row
 
 INSTRUCTION = "Reason step by step, and end with the answer."
 

@@ -22,70 +22,18 @@ whatever finds nothing would be right.
 """
 
 import functools
-import sqlite3
 import sys
-from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from string import Template
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from dataset_files import Problem, Row, build, first, make_parser, read_file
+from dataset_files import build, make_parser, read_file
 
+from skyrl_gym.datasets.databases import SQL, DatabaseRowSettings, text2sql_row
 from skyrl_gym.envs.sql.env import DATABASE_FOLDERS
-from skyrl_gym.envs.sql.examples import INSTRUCTIONS
-from skyrl_gym.sandbox.sqlite import QueryError, QueryLimits, read_rows
 from skyrl_train.errors import DataError
-
-SQL = "query|SQL|sql"
-KNOWLEDGE = ("evidence", "external_knowledge")
-GOLD_SECONDS = 10.0
-"""A gold query that takes longer is left out."""
-
-
-OURS = Template(f"{INSTRUCTIONS}\n\nDatabase:\n$schema\n\n${{knowledge}}Question: $question")
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Choices of the command line.
-
-    Attributes:
-        data: the databases' family, a key of `DATABASE_FOLDERS`.
-        data_source: name of the set in tables.
-        question: columns "a|b" with the question.
-        keep_empty: keep questions whose query gives no rows.
-        template: prompt with places for `schema`, `knowledge` and `question`.
-    """
-
-    data: str
-    data_source: str
-    db_path: Path
-    question: str = "question"
-    keep_empty: bool = False
-    template: Template = OURS
-
-
-def training_row(problem: Problem, split: str, index: int, settings: Settings) -> Row | None:
-    if isinstance(problem.get("prompt"), list):
-        return dict(problem) | {"env_class": "text2sql"}
-    db_id, question, gold = problem["db_id"], first(problem, settings.question), first(problem, SQL)
-    database = settings.db_path / DATABASE_FOLDERS[settings.data] / db_id / f"{db_id}.sqlite"
-    if not gives_rows(gold, database) and not settings.keep_empty:
-        return None
-    hints = "".join(f"Note: {problem[name]}\n\n" for name in KNOWLEDGE if problem.get(name))
-    content = settings.template.substitute(schema=schema(database), knowledge=hints, question=question)
-    return {
-        "data_source": settings.data_source,
-        "prompt": [{"role": "user", "content": content}],
-        "env_class": "text2sql",
-        "db_id": db_id,
-        "data": settings.data,
-        "reward_spec": {"method": "rule", "ground_truth": gold},
-        "extra_info": {"split": split, "index": index, "question": question},
-    }
-
 
 PLACES = (
     ("schema", "Database Schema:\n", "\nThis schema describes"),
@@ -115,25 +63,6 @@ def template_of(prompt: str, source: str) -> Template:
     return Template("".join(parts) + rest.replace("$", "$$"))
 
 
-@functools.cache
-def schema(database: Path) -> str:
-    """The statements that made the tables. Raises DataError if there is no such database."""
-    if not database.exists():
-        raise DataError(f"there is no database at {database}; --db_path must be the folder above, --data say which set")
-    with closing(sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True)) as connection:
-        found = connection.execute("SELECT sql FROM sqlite_master WHERE type IN ('table', 'view') AND sql IS NOT NULL")
-        return "\n".join(f"{sql};" for (sql,) in found)
-
-
-def gives_rows(query: str, database: Path) -> bool:
-    schema(database)  # is there one?
-    with closing(read_rows(str(database), query, QueryLimits(wall_seconds=GOLD_SECONDS))) as rows:
-        try:
-            return next(rows, None) is not None
-        except QueryError:
-            return False
-
-
 def main(argv: list[str] | None = None) -> None:
     source = "NovaSky-AI/SkyRL-SQL-653-data-newfmt"
     parser = make_parser(__doc__, "~/data/sql", (f"{source}@train", f"{source}@validation"))
@@ -144,7 +73,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--keep_empty", action="store_true", help="keep questions whose query gives no rows")
     parser.add_argument("--prompt_like", type=Path, help="file of rows that are ready, whose words the prompts get")
     options = parser.parse_args(argv)
-    settings = Settings(
+    settings = DatabaseRowSettings(
         data=options.data,
         data_source=options.data_source or options.data,
         db_path=options.db_path.expanduser(),
@@ -154,7 +83,7 @@ def main(argv: list[str] | None = None) -> None:
     if options.prompt_like is not None:
         ready = read_file(options.prompt_like.expanduser())[0]["prompt"][-1]["content"]
         settings = replace(settings, template=template_of(ready, str(options.prompt_like)))
-    build(options, functools.partial(training_row, settings=settings), ("db_id", f"prompt|{SQL}"))
+    build(options, functools.partial(text2sql_row, settings=settings), ("db_id", f"prompt|{SQL}"))
 
 
 if __name__ == "__main__":

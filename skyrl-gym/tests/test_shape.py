@@ -12,7 +12,7 @@ from skyrl_gym.envs.registration import env_class_of
 PACKAGE = Path(skyrl_gym.__file__).parent
 
 LAYERS = [
-    {"error", "core", "deadline", "tags", "suggestions"},
+    {"error", "core", "deadline", "tags", "suggestions", "whole_folders"},
     {"services"},
     {"chat_model"},
     {"envs.registration"},
@@ -25,7 +25,7 @@ LAYERS = [
     {"tools"},
     {"rubrics"},
     {"envs"},
-    {"episode"},
+    {"episode", "datasets"},
     {"wrappers", "check", "gymnasium_envs"},
     {"audit", "eval"},
 ]

@@ -1,0 +1,31 @@
+"""Writes requests for `tool_call`, answered by function calls: problems of the Berkeley Function-Calling Leaderboard.
+
+    python examples/tool_call/tool_call_dataset.py --output_dir ~/data/tool_call --validation_share 0.1 \\
+        --input BFCL_v3_simple.json BFCL_v3_parallel.json BFCL_v3_irrelevance.json
+
+Columns: `id`, `question` (one turn of messages), `function` (schemas), and `ground_truth`, the accepted calls. A file
+without the last, as they are published, has them in the file of the same name in the folder `possible_answer` beside
+it; problems whose id names `irrelevance` expect no call.
+"""
+
+import functools
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from dataset_files import build, make_parser
+
+from skyrl_gym.datasets.function_calls import answers_beside, bfcl_row
+
+
+def main(argv: list[str] | None = None) -> None:
+    options = make_parser(__doc__, "~/data/tool_call", (None, None)).parse_args(argv)
+    folders_and_files = [path.expanduser() for path in options.input or []]
+    files = [file for path in folders_and_files for file in (path.iterdir() if path.is_dir() else [path])]
+    answers = {name: calls for file in files for name, calls in answers_beside(file).items()}
+    build(options, functools.partial(bfcl_row, answers=answers), ("id", "question", "function"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""Problems of the Hugging Face hub, read by the optional package `datasets`."""
+
+from collections.abc import Sequence
+
+import httpx
+
+from skyrl_gym.datasets.problems import Problem
+from skyrl_gym.error import Error
+
+
+def load_hub(name: str) -> Sequence[Problem]:
+    """Load a set of the hub, named `NAME[:CONFIG]@SPLIT[#REVISION]`. Rows are read while one goes through them.
+
+    Raises:
+        Error: the package is not installed, the hub cannot be reached, or has no such set.
+    """
+    try:
+        import datasets  # heavy, and not needed for local files
+        from datasets.exceptions import DatasetsError
+    except ImportError as missing:
+        raise Error(
+            f"{name} on the hub is read by the package `datasets`, which is not installed: `pip install datasets`, or "
+            f"give a local file"
+        ) from missing
+    dataset, _, revision = name.partition("#")
+    dataset, _, split = dataset.partition("@")
+    path, _, config = dataset.partition(":")
+    try:
+        return datasets.load_dataset(path, config or None, split=split or "train", revision=revision or None)  # pyright: ignore[reportReturnType]
+    except (OSError, ValueError, httpx.HTTPError, DatasetsError) as failure:
+        raise Error(
+            f"the hub does not give {name} ({type(failure).__name__}: {failure}): give a local file, or check name and "
+            f"network"
+        ) from failure
