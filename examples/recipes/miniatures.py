@@ -167,6 +167,11 @@ def values_of(rows: Metrics, metric: str) -> dict[int, float]:
     return {row["step"]: row[metric] for row in rows if row.get(metric) is not None}
 
 
+def first_value(rows: Metrics, metric: str) -> float:
+    values = values_of(rows, metric)
+    return values[min(values)]
+
+
 def last_value(rows: Metrics, metric: str) -> float:
     values = values_of(rows, metric)
     return values[max(values)]
