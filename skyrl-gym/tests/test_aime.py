@@ -38,7 +38,7 @@ def test_the_last_line_with_an_answer_earns_one_or_costs_one(action, ground_trut
     assert output["metadata"]["acc"] is (reward == 1.0)
 
 
-def test_what_was_found_is_in_the_metadata():
+def test_extracted_answer_is_in_the_metadata():
     assert step("42", "Answer: $41$ apples")["metadata"] == {"acc": False, "pred": "41"}
     assert step("42", "no idea")["metadata"] == {"acc": False, "pred": "[INVALID]"}
     assert step("[INVALID]", "no idea")["reward"] == -1.0

@@ -299,7 +299,7 @@ def test_the_command_line_prints_the_gap_and_fails_for_a_gameable_environment(tm
     assert main(["my_envs:SoundEnv", "--max-turns", "1"]) == 1  # one turn is too few for this solution
 
 
-def test_what_cannot_be_audited_is_told(capsys):
+def test_unauditable_environments_are_reported(capsys):
     assert main(["gsm8x"]) == 2
     assert "gsm8x: could not be audited: Error: No registered env with id: gsm8x; did you mean gsm8k" in (
         capsys.readouterr().err

@@ -51,7 +51,7 @@ def test_an_endless_answer_earns_nothing():
     assert env.get_metrics()["timed_out"] is True
 
 
-def test_without_a_block_of_code_there_is_nothing_to_judge():
+def test_answer_without_a_code_block_is_invalid():
     env = make(ABSOLUTE)
     assert env.step("def absolute(x): return abs(x)") == {
         "observations": [],

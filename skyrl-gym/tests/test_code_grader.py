@@ -218,7 +218,7 @@ def test_values_nested_too_deeply_do_not_cross():
     ],
     ids=repr,
 )  # fmt: skip
-def test_what_is_not_a_value_is_refused(forged):
+def test_non_values_are_refused(forged):
     with pytest.raises(NotPlain):
         decode(forged, References())
 
@@ -296,7 +296,7 @@ os.environ["LEFT"] = "over"
 
 
 @sandboxed
-def test_what_went_wrong_is_told():
+def test_failure_details_name_the_cause():
     wrong = grade_code("a, b = map(int, input().split())\nprint(a * b)", SUM)
     assert wrong == Score(
         0.0, details={"passed": 0, "total": 2, "case": 0, "input": "2 3\n", "expected": "5", "got": "6\n"}
@@ -412,7 +412,7 @@ def test_a_right_function_passes_however_it_is_written(code):
         ("def join(xs, x): os._exit(0)", "exit code 0"),
     ],
 )
-def test_what_went_wrong_with_a_function_is_told(code, says):
+def test_failure_details_of_a_function_name_the_cause(code, says):
     grade = grade_code(code, JOIN)
     assert isinstance(grade, Score) and grade.value == 0.0 and says in grade.details["error"]
 

@@ -46,7 +46,7 @@ def test_an_episode_goes_from_prompt_to_done():
     assert PROMPT == [{"role": "user", "content": "count to three"}]
 
 
-def test_what_an_environment_reports_as_outcome_is_the_outcome():
+def test_reported_outcome_is_the_outcome():
     class Shaped(Counting):
         def get_metrics(self):
             return {"outcome_reward": 3}
@@ -116,13 +116,13 @@ GOOD = {"observations": [], "reward": 1.0, "done": True}
         (GOOD | {"observations": [{"content": "hello"}]}, "each with a role"),
     ],
 )
-def test_what_a_step_must_not_give_is_named(output, text):
+def test_invalid_step_outputs_are_named(output, text):
     assert check_step_output(GOOD) is GOOD
     with pytest.raises(ContractError, match=text):
         check_step_output(output)
 
 
-def test_what_init_must_not_give_is_named():
+def test_invalid_init_outputs_are_named():
     class Forgetful(Counting):
         def init(self, prompt):
             return prompt

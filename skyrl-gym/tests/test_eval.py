@@ -190,7 +190,7 @@ def test_busy_and_broken_servers_are_asked_again(settings):
     assert set(seen.values()) == {3}
 
 
-def test_what_fails_is_counted_by_kind_and_never_as_zero(settings):
+def test_failures_are_counted_by_kind_and_never_as_zero(settings):
     problems = [json.loads(line)["prompt"][0]["content"] for line in settings.data.read_text().splitlines()]
 
     def partly(messages):

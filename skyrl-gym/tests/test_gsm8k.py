@@ -139,7 +139,7 @@ def test_the_right_answer_ends_the_episode_early_and_the_last_turn_ends_it_anywa
     assert env.step("#### 41") == {"observations": [], "reward": 0.2, "done": True, "truncated": True, "metadata": {}}
 
 
-def test_where_the_number_of_turns_comes_from():
+def test_number_of_turns_comes_from_the_row_then_extra_info_then_default():
     assert multi_turn().max_turns == 5
     assert multi_turn(extra_info={"max_turns": 3}).max_turns == 3
     assert multi_turn(extra_info={"max_turns": 3}, max_turns=2).max_turns == 2

@@ -206,7 +206,7 @@ def test_a_setting_that_there_is_not_is_refused_with_the_nearest():
         make(config={"frame_skp": 2})
 
 
-def test_without_the_package_the_error_says_what_to_install(monkeypatch):
+def test_missing_package_error_names_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "gymnasium", None)
     for attempt in (make, GymnasiumEnv.examples):
         with pytest.raises(Error, match=r"pip install 'skyrl-gym\[gymnasium\]'"):
@@ -403,6 +403,6 @@ def test_observations_of_other_spaces_are_written_by_gymnasium_and_actions_refus
         (spaces.Dict(x=spaces.Discrete(2)), {"y": 0}, "is not an object with exactly the keys x"),
     ],
 )
-def test_what_is_not_in_a_space_is_refused_by_its_rule(space, value, rule):
+def test_values_outside_a_space_are_refused_by_its_rule(space, value, rule):
     with pytest.raises(IllegalAction, match=re.escape(rule)):
         read(space, value)

@@ -221,7 +221,7 @@ def test_the_last_box_counts_so_that_listing_guesses_does_not_help(pool):
         ("(x-1)(x+1)", "x^2-1", "Factor $x^2 - 1$ over the integers."),
     ],
 )
-def test_what_the_library_lets_pass_and_is_no_answer(pool, gold, answer, question):
+def test_non_answers_that_the_library_accepts_are_rejected(pool, gold, answer, question):
     """The question in a box, above all."""
     assert isinstance(grade_equivalence(answer, gold, question=question, pool=pool), Invalid)
     assert is_right(pool.compare(answer, gold)) or gold == "-7<x<7"

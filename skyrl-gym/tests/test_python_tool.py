@@ -82,7 +82,7 @@ def test_a_sandbox_that_is_given_stays_its_owners():
 
 
 @sandboxed
-def test_there_is_no_network(python):
+def test_network_is_unavailable(python):
     assert "OSError" in python.python("import socket\nsocket.create_connection(('192.0.2.1', 80), timeout=2)")
 
 

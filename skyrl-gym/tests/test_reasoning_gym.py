@@ -164,7 +164,7 @@ def test_a_wrong_row_is_refused_with_the_field_and_the_rule(extras, text):
         make(**extras)
 
 
-def test_without_the_package_the_error_says_what_to_install(monkeypatch):
+def test_missing_package_error_names_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
     for attempt in (lambda: make(entry=CHAIN_SUM), ReasoningGymEnv.examples):
         with pytest.raises(Error, match=r"pip install 'skyrl-gym\[reasoning-gym\]'"):

@@ -111,7 +111,7 @@ def test_a_factory_function_is_as_good_as_a_class():
         skyrl_gym.deregister("made")
 
 
-def test_what_the_constructor_raises_reaches_the_caller(echo):
+def test_constructor_errors_reach_the_caller(echo):
     with pytest.raises(AssertionError, match="likes must be a word"):
         make(echo, likes="")
     with pytest.raises(TypeError, match=r"colour.*while making env 'echo'"):

@@ -150,7 +150,7 @@ def test_a_faiss_file_that_was_made_elsewhere_is_served_as_it_is(settings, retri
         open_retriever(replace(settings, index_path=other, corpus=shorter))
 
 
-def test_it_serves_the_same_protocol(retriever):
+def test_dense_server_serves_the_same_protocol(retriever):
     with RetrievalServer(retriever) as server:
         answer, error = call_search_api(server.url, make_texts()[7], topk=2)
     assert error is None and answer is not None

@@ -140,7 +140,7 @@ def test_an_index_that_was_not_finished_is_not_used(settings):
     assert not unfinished.exists()
 
 
-def test_of_several_at_once_one_makes_the_index(settings):
+def test_concurrent_servers_build_the_index_once(settings):
     with ThreadPoolExecutor(6) as threads:
         retrievers = list(threads.map(open_retriever, [settings] * 6))
     assert [ids(retriever, "dog") for retriever in retrievers] == [["dog"]] * 6
@@ -164,7 +164,7 @@ def test_a_corpus_that_cannot_be_read_is_named(tmp_path, name, content):
         open_retriever(RetrievalSettings(corpus=tmp_path / name))
 
 
-def test_without_index_and_corpus_there_is_nothing_to_serve(tmp_path):
+def test_missing_index_and_corpus_are_an_error(tmp_path):
     with pytest.raises(IndexMismatchError, match="holds no index, and there is no corpus"):
         open_retriever(RetrievalSettings(index_path=tmp_path / "nothing"))
     with pytest.raises(ValueError, match="a corpus is needed"):

@@ -78,7 +78,7 @@ def test_one_query_gives_one_group_of_documents(server):
     assert hit["document"]["contents"] == f'"{hit["document"]["title"]}"\n{hit["document"]["text"]}'
 
 
-def test_without_scores_documents_come_bare(server):
+def test_documents_come_bare_without_scores(server):
     answer = httpx.post(server.url, json={"query": "thornfish colour", "topk": 1}).json()
     assert answer["result"][0][0]["id"] == "thornfish"
 
@@ -265,7 +265,7 @@ def test_sigterm_lets_a_request_finish_and_ends_all_workers(tmp_path):
         (["--corpus", "corpus.jsonl", "--language", "klingon"], "language must be none or one of"),
     ],
 )
-def test_what_is_wrong_at_the_start_is_one_line(tmp_path, arguments, text):
+def test_start_errors_are_one_line(tmp_path, arguments, text):
     write_corpus(tmp_path / "corpus.jsonl")
     command = [sys.executable, "-m", "skyrl_gym.tools.retrieval", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)

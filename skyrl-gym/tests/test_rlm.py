@@ -108,7 +108,7 @@ def test_an_exception_is_a_traceback_of_the_code_alone(make_repl):
     assert result.stderr.count("File ") == 1
 
 
-def test_what_a_child_process_prints_is_output_too(make_repl):
+def test_child_process_prints_are_output_too(make_repl):
     result = make_repl().execute("import os\nprint('first')\nos.system('echo second; echo third >&2')\nprint('fourth')")
     assert (result.stdout, result.stderr) == ("first\nsecond\nfourth\n", "third\n")
 
@@ -193,7 +193,7 @@ def test_queries_are_answered_by_the_callbacks(make_repl, child, code, expected)
     assert {"llm_query", "llm_query_batched", "rlm_query", "rlm_query_batched"} <= set(repl.globals)
 
 
-def test_without_a_callback_there_are_no_queries(make_repl):
+def test_queries_need_a_callback(make_repl):
     repl = make_repl()
     assert "NameError" in repl.execute("llm_query('a')").stderr
     assert "llm_query" not in repl.globals
@@ -478,7 +478,7 @@ def test_the_observation_shows_what_the_model_asked_answered(make_env):
     assert "REPL variables: answer" in text_of(output)
 
 
-def test_without_a_callback_the_observation_is_a_name_error(make_env):
+def test_query_without_a_callback_is_a_name_error_in_the_observation(make_env):
     env, _ = make_env()
     assert "NameError" in text_of(env.step(block("llm_query('plum')")))
 
@@ -497,7 +497,7 @@ def test_the_answer_may_come_without_any_code(make_env):
     assert env.repl._process is None
 
 
-def test_what_the_code_gives_goes_before_what_the_text_says(make_env):
+def test_code_answer_takes_precedence_over_text(make_env):
     env, _ = make_env()
     assert env.step(block("x = 'plum'\nFINAL_VAR('x')") + "\nFINAL(pear)")["reward"] == 1.0
     env, _ = make_env()
@@ -557,7 +557,7 @@ def test_a_json_object_is_a_dict_and_other_text_is_text(make_env):
     assert "<class 'str'>" in text_of(env.step(block("print(type(context))")))
 
 
-def test_without_a_context_the_prompt_is_it(make_env):
+def test_prompt_is_the_default_context(make_env):
     env, _ = make_env(extra_info=None)
     assert QUESTION[0]["content"] in text_of(env.step(block("print(context)")))
 

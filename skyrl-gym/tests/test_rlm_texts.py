@@ -75,7 +75,7 @@ def test_plain_values_cross_as_they_are(value):
     assert type(crossed) is type(value)
 
 
-def test_what_is_not_plain_does_not_cross():
+def test_non_plain_values_do_not_cross():
     loop: list = []
     loop.append(loop)
     for value in (object(), print, [lambda: 1], loop):
@@ -89,7 +89,7 @@ def test_what_is_not_plain_does_not_cross():
 @pytest.mark.parametrize(
     "frame", [{}, {"a": 1, "b": 2}, {"pickle": "x"}, {"bytes": "é"}, {"dict": [1]}, {"dict": [[[], 1]]}, {"set": [[1]]}]
 )
-def test_what_is_not_an_encoded_value_is_refused(frame):
+def test_invalid_encodings_are_refused(frame):
     with pytest.raises(ValueError):
         decode(frame)
 

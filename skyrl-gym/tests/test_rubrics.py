@@ -26,11 +26,11 @@ def test_the_total_is_the_sum_of_weight_times_value():
     assert (wrong.total, wrong.outcome) == (0.25, 0.0)
 
 
-def test_without_an_extracted_answer_the_completion_is_the_answer():
+def test_completion_is_the_default_answer():
     assert Rubric({"correct": is_correct}).score(completion="42", ground_truth="42").total == 1.0
 
 
-def test_without_an_outcome_none_is_reported():
+def test_missing_outcome_is_not_reported():
     assert Rubric([Part("format", has_answer_tag, 2.0)]).score(completion="<answer>").metrics() == {
         "reward/format": 1.0
     }
@@ -82,7 +82,7 @@ def test_async_parts_wait_at_the_same_time():
     assert rubric.score(completion="x").total == 7.0
 
 
-def test_on_an_event_loop_async_parts_are_awaited():
+def test_async_parts_are_awaited_on_an_event_loop():
     async def judge(completion):
         await asyncio.sleep(0)
         return 0.5

@@ -54,7 +54,7 @@ def test_a_search_is_answered_inside_information_tags(server):
     assert env.get_metrics() == {"turns": 2, "searches": 1}
 
 
-def test_without_a_query_the_information_is_empty_and_no_server_is_asked():
+def test_missing_query_gives_empty_information_without_a_request():
     env = make()
     (message,) = env.step("hm")["observations"]
     assert message["content"] == "\n<information></information>\n"

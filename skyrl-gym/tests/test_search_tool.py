@@ -46,7 +46,7 @@ def test_a_query_is_sent_as_documented_and_documents_come_back_numbered():
         ([], "Error processing search results: "),
     ],
 )
-def test_what_the_model_reads_of_each_answer(answer, expected):
+def test_model_reads_documents_or_error_of_each_answer(answer, expected):
     with serving((200, answer)) as server:
         text = json.loads(SearchToolGroup(search_url=server.url).search("q"))["result"]
     assert text == expected or (expected.startswith("Error") and text.startswith(expected))

@@ -19,7 +19,7 @@ HURRIED = Retries(attempts=10, first_wait=0.01, longest_wait=0.05)
 
 
 @pytest.mark.parametrize("fault", [(408, b""), (409, b""), (429, b""), (500, b""), (503, b"busy"), (599, b""), "drop"])
-def test_what_passes_is_tried_again(fault):
+def test_passing_failures_are_retried(fault):
     with serving(fault, fault, fault, GOOD) as server:
         response = Service(server.url, retries=HURRIED).request({"question": "\ud800"})
         assert (response.status, response.text, len(server.requests)) == (200, '{"ok": true}', 4)
@@ -34,7 +34,7 @@ def test_other_answers_are_whoever_asked_to_judge(status):
         assert (response.status, response.body, len(server.requests)) == (status, b"no", 1)
 
 
-def test_what_stays_is_an_infra_error_with_address_attempts_time_and_cause():
+def test_lasting_failure_is_an_infra_error_with_address_attempts_time_and_cause():
     with serving((503, {"detail": "no index"})) as server:
         with pytest.raises(InfraError, match=f"^{server.url} failed 10 times in .* s; last: status 503: .*no index"):
             Service(server.url, retries=HURRIED).request({})
@@ -142,6 +142,6 @@ def test_services_at_one_host_share_connections_that_go_with_the_last():
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000/v1", "", "ftp://host/", "http://"])
-def test_what_is_no_address_is_refused_at_once(url):
+def test_invalid_address_is_refused_at_once(url):
     with pytest.raises(ValueError, match="base_url must be an address such as"):
         Service(url)

@@ -157,7 +157,7 @@ def test_a_gold_query_that_does_not_run_is_the_task_s_mistake(db_file):
         grade_sql(GOLD, "DELETE FROM animal", db_file)
 
 
-def test_what_is_not_the_model_s_fault_has_no_score(db_file, tmp_path):
+def test_infrastructure_failures_have_no_score(db_file, tmp_path):
     assert isinstance(grade_sql(GOLD, ENDLESS, db_file, timeout=0.2), InfraError)
     missing = grade_sql(GOLD, GOLD, str(tmp_path / "no.sqlite"))
     assert isinstance(missing, InfraError)
@@ -344,7 +344,7 @@ def test_an_episode_of_a_trial_and_a_solution(db_path):
         (["", "", ""], -1.0, True),
     ],
 )
-def test_what_an_episode_earns(db_path, turns, reward, truncated):
+def test_episode_rewards(db_path, turns, reward, truncated):
     env = make(db_path, max_turns=3)
     outputs = [env.step(turn) for turn in turns]
     assert [output["reward"] for output in outputs] == [0.0] * (len(turns) - 1) + [reward]

@@ -109,7 +109,7 @@ def test_even_without_the_authorizer_the_file_is_read_only(db, monkeypatch):
     assert Path(db).read_bytes() == before and not Path("x.db").exists()
 
 
-def test_what_is_forbidden_is_said(db):
+def test_forbidden_statements_are_named(db):
     with pytest.raises(QueryError, match="only SELECT may be run here"):
         rows(db, "PRAGMA table_info(animal)")
 
@@ -195,7 +195,7 @@ def test_a_database_in_wal_mode_is_read_without_side_files(tmp_path):
     assert os.listdir(tmp_path) == ["wal.sqlite"]
 
 
-def test_what_a_writer_has_not_checkpointed_is_read_too(tmp_path):
+def test_uncheckpointed_writes_are_read_too(tmp_path):
     file = tmp_path / "wal.sqlite"
     with closing(sqlite3.connect(file)) as writer:
         writer.executescript("PRAGMA journal_mode = WAL; CREATE TABLE t (x); INSERT INTO t VALUES (1)")

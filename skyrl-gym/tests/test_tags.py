@@ -20,7 +20,7 @@ from skyrl_gym.tags import first_tagged, last_tagged
         ("", None, None),
     ],
 )
-def test_what_stands_between_tags(text, first, last):
+def test_text_between_tags(text, first, last):
     assert (first_tagged(text, "a"), last_tagged(text, "a")) == (first, last)
 
 

@@ -107,7 +107,7 @@ def test_the_house_is_described():
     )
 
 
-def test_what_the_player_does_is_seen():
+def test_player_actions_are_observed():
     env = make()
     assert seen(env, "take lamp") == "You take lamp.\n49 turns left."
     assert seen(env, "inventory") == "You are carrying: a lamp.\n48 turns left."
@@ -165,7 +165,7 @@ def test_possible_commands_can_be_listed():
         ("look", None),
     ],
 )
-def test_how_a_command_is_read(text, command):
+def test_command_parsing(text, command):
     assert last_command(text) == command
 
 

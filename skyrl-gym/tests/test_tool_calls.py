@@ -194,7 +194,7 @@ JSON = st.recursive(
 
 @settings(deadline=None)
 @given(st.lists(st.dictionaries(st.text(min_size=1, max_size=5), JSON, max_size=3), min_size=1, max_size=3))
-def test_what_is_written_in_a_json_format_is_read_back(arguments):
+def test_json_format_round_trip(arguments):
     calls = [ToolCall(f"f{index}", values) for index, values in enumerate(arguments)]
     written = [json.dumps({"name": call.name, "arguments": call.arguments}) for call in calls]
     # the words that end a thought do not stand in a call of a model that thinks; "<|" is escaped by none of them
@@ -287,14 +287,14 @@ def conversation(*calls):
 
 
 @pytest.mark.parametrize("template", ["Qwen-Qwen3-0.6B", "Qwen-Qwen2.5-7B-Instruct", "Qwen-QwQ-32B"])
-def test_what_a_qwen_template_renders_is_read_back(test_data, template):
+def test_qwen_template_round_trip(test_data, template):
     wanted = [ToolCall("order", {"item": "</tool_call> näil\n", "count": 2}), ToolCall("order", {"item": "x"})]
     text = render(test_data, template, conversation(*((call.name, call.arguments) for call in wanted)))
     assert '"name": "order"' in text.partition("<|im_start|>user")[0], "the template shows the schemas"
     assert parse_tool_calls(text.rpartition("<|im_start|>assistant")[2], "hermes") == wanted
 
 
-def test_what_the_qwen_coder_template_renders_is_read_back(test_data):
+def test_qwen_coder_template_round_trip(test_data):
     messages = conversation(("order", {"item": "a <b>\n\n", "count": 2}), ("order", {"item": "x"}))
     text = render(test_data, "Qwen-Qwen3-Coder-30B-A3B-Instruct", messages)
     assert parse_tool_calls(text.rpartition("<|im_start|>assistant")[2], "hermes") == [
@@ -303,7 +303,7 @@ def test_what_the_qwen_coder_template_renders_is_read_back(test_data):
     ]
 
 
-def test_what_the_gpt_oss_template_renders_is_read_back(test_data):
+def test_gpt_oss_template_round_trip(test_data):
     wanted = ToolCall("order", {"item": "näil", "count": 2})
     messages = conversation((wanted.name, wanted.arguments))
     messages[1]["thinking"] = "I order to=functions.nothing."

@@ -374,7 +374,7 @@ def test_values_that_do_not_fit_are_refused_with_a_short_text(hint, value):
     assert len(str(refused.value)) < 300
 
 
-def test_what_is_not_for_the_model_to_mend_is_raised():
+def test_errors_that_the_model_cannot_fix_are_raised():
     with pytest.raises(InfraError, match="no matches"):
         Warehouse().call("burn", {"kind": "infra"})
 

@@ -48,7 +48,7 @@ def call(name: str, parameter: str, value: str) -> str:
     return f"<function={name}>\n<parameter={parameter}>{value}</parameter>\n</function>"
 
 
-async def test_through_the_sections_to_the_answer():
+async def test_memory_agent_reads_all_sections_before_it_answers():
     """One trajectory, a training row for each section and one for the beginning."""
     pytest.importorskip("transformers")
     from skyrl_agent.config.task_file import read_task

@@ -36,7 +36,7 @@ def test_a_name_that_is_none_is_refused(name, monkeypatch):
         make_sandbox()
 
 
-def test_without_walls_there_is_no_sandbox_but_an_error_that_says_what_to_do(tmp_path):
+def test_missing_isolation_is_an_error_that_names_the_remedy(tmp_path):
     """Another process is used, which finds neither bubblewrap nor Docker: what works is determined once per process."""
     program = (
         "import sys; from skyrl_gym.sandbox import rlimits, make_sandbox\n"

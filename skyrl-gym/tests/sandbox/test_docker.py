@@ -75,7 +75,7 @@ def test_every_container_is_removed(docker):
     assert asked[-1] == ["rm", "--force", "--volumes", name]
 
 
-def test_what_a_command_leaves_is_killed_before_its_result_is_given(docker):
+def test_leftover_processes_are_killed_before_the_result_is_returned(docker):
     with DockerSandbox(LIMITS) as sandbox:
         sandbox.exec(["true"])
         assert "kill -9 -1" in docker()[-1][-1]
@@ -96,7 +96,7 @@ def test_a_container_nobody_closed_is_removed_with_its_sandbox(docker):
     assert docker()[-1][0] == "rm"
 
 
-def test_without_a_daemon_there_is_an_error_with_dockers_words(tmp_path, monkeypatch):
+def test_missing_daemon_is_an_error_with_dockers_words(tmp_path, monkeypatch):
     program = tmp_path / "docker"
     program.write_text("#!/bin/sh\necho cannot connect >&2; exit 1\n")
     program.chmod(0o755)

@@ -588,7 +588,7 @@ def test_a_daemon_does_not_outlive_its_command(walled):
         "python3 -c 'import socket; socket.socket(socket.AF_UNIX).bind(\"it\")' || mkfifo it",
     ],
 )
-def test_what_is_no_plain_file_is_not_read(walled, make):
+def test_special_files_are_not_read(walled, make):
     assert walled.exec(["sh", "-c", make]).ok
     with pytest.raises(ValueError, match="plain file"):
         walled.read("it")

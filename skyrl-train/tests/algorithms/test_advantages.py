@@ -34,7 +34,7 @@ def test_grpo_compares_a_sample_with_its_group():
     assert torch.equal(advantages[:, 0], advantages[:, 1])
 
 
-def test_without_std_it_is_the_plain_difference():
+def test_grpo_without_std_is_the_plain_difference():
     advantages, _ = grpo_advantages(rewards_at_the_end(1, 0, 3, 5), ONES, ["a", "a", "b", "b"], grpo_norm_by_std=False)
     torch.testing.assert_close(advantages[:, 0], torch.tensor([0.5, -0.5, -1.0, 1.0]))
 
@@ -187,7 +187,7 @@ def test_a_turn_that_no_other_sample_has_is_compared_with_nothing():
     assert advantages.tolist() == [[-0.5, 0.0], [0.5, 0.0]]
 
 
-def test_with_one_turn_a_sample_turn_grpo_is_grpo():
+def test_turn_grpo_with_one_turn_is_grpo():
     rewards, turns = rewards_at_the_end(1, 0, 3, 5), torch.zeros(4, 2, dtype=torch.int64)
     by_turn, _ = turn_grpo_advantages(rewards, ONES, turns, list("aabb"))
     torch.testing.assert_close(by_turn, grpo_advantages(rewards, ONES, list("aabb"))[0])

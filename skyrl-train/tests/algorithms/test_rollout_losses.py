@@ -173,7 +173,7 @@ def test_decoupled_ppo_clips_around_the_start_of_the_step(now, old, written, adv
     assert metrics["ratio"] == pytest.approx(now / old, rel=1e-5)
 
 
-def test_without_a_cap_every_token_trains():
+def test_every_token_trains_without_a_cap():
     loss, _, metrics = one_token("decoupled_ppo", 0.5, 0.5, 0.005, 1.0)
     assert loss == pytest.approx(-100.0, rel=1e-5)
     assert metrics["behavior_capped"] == 0.0
@@ -189,6 +189,6 @@ def test_decoupled_ppo_equals_ppo_without_mismatch():
 
 
 @pytest.mark.parametrize("name", ["decoupled_ppo", "dppo", "rollout_is"])
-def test_without_the_engines_log_probs_it_is_refused_by_name(name):
+def test_missing_rollout_log_probs_are_refused_by_name(name):
     with pytest.raises(ValueError, match=f"'{name}' compares with the log-probs of the rollout engine"):
         PolicyLossRegistry.get(name)(torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1), AlgorithmConfig())

@@ -39,7 +39,7 @@ def test_a_padding_id_that_is_also_a_token_is_attended_to_where_it_is_one():
     assert attention_mask.tolist() == [[1, 1, 1, 1]]
 
 
-def test_without_log_probs_there_are_none():
+def test_missing_log_probs_stay_missing():
     *_, logprobs = convert_prompts_responses_to_batch_tensors(Padding(), [[1]], [[2]], [[0.0]], [[1]])  # pyright: ignore
     assert logprobs is None
 

@@ -38,7 +38,7 @@ def test_an_epoch_has_every_row_once(drop_last, lengths):
     assert len(set(rows)) == len(rows)
 
 
-def test_without_shuffling_the_order_is_that_of_the_rows():
+def test_unshuffled_order_is_that_of_the_rows():
     assert list(loader(shuffle=False, drop_last=False)) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
 
 

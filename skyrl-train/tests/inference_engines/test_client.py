@@ -274,7 +274,7 @@ async def test_an_engine_that_ends_during_a_control_call_fails_the_call_by_name(
     assert await client.weight_version() == 0
 
 
-async def test_without_restarts_left_everyone_hears_why(make_client: MakeClient):
+async def test_exhausted_restarts_fail_all_requests_with_the_reason(make_client: MakeClient):
     client = make_client(max_engine_restarts=0)
     running = asyncio.create_task(client.generate(batch(params=LONG)))
     await under_way(client, len(PROMPTS))

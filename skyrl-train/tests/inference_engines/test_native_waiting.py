@@ -42,7 +42,7 @@ def test_groups_take_turns_and_leave_rows_free(arrivals, num_rows, order):
     assert len(waiting) == len(arrivals) - len(order)
 
 
-def test_within_a_group_the_first_comes_first_and_rows_given_back_count():
+def test_order_within_a_group_is_that_of_arrival_and_returned_rows_count():
     waiting = Waiting()
     requests = [request("a", seed=index) for index in range(5)]
     for one in requests:

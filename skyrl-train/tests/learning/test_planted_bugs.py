@@ -229,7 +229,7 @@ def test_a_planted_fault_is_caught(fault: Fault, check: Check, monkeypatch: pyte
         check()
 
 
-def test_there_are_ten():
+def test_number_of_planted_bugs_is_ten():
     assert len(FAULTS) == 10
 
 
@@ -248,7 +248,7 @@ def test_every_term_of_the_loss_has_a_gradient_of_its_own(terms: dict[str, Any],
     assert gradient_norm(apprentice, advantage=advantage) > 0.01
 
 
-def test_without_any_term_there_is_no_gradient():
+def test_loss_without_terms_has_no_gradient():
     apprentice = Apprentice(Bandit(), {"use_entropy_loss": True, "entropy_loss_coef": 0.0})
     apprentice.step()
     assert gradient_norm(apprentice, advantage=0.0) == 0.0

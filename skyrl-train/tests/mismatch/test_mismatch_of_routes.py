@@ -74,7 +74,7 @@ def test_replay_makes_the_gap_of_a_mixture_at_least_five_times_smaller(mixture: 
     assert cells[1]["gap_with_routing_replay"]["mean"] == after.mean
 
 
-def test_without_routes_nothing_is_said_of_replay(mixture: str):
+def test_report_without_routes_does_not_mention_replay(mixture: str):
     report = report_on(mixture, "float32", bf16=False, replay="off")
     assert [finding.kind for finding in report.findings] == ["agreement"]
     assert "Routing replay" not in as_markdown(report, str, 0)

@@ -60,13 +60,13 @@ def test_a_window_over_rows_of_several_blocks(window):
 @pytest.mark.parametrize(
     "argument", [{"softcap": 50.0}, {"s_aux": torch.ones(4)}, {"position_bias": torch.ones(1)}, {"dropout": 0.1}]
 )
-def test_what_it_does_not_know_it_refuses(argument):
+def test_unknown_arguments_are_refused(argument):
     inputs = make_inputs(3, 4)
     with pytest.raises(ValueError, match=f"Identity needs attention with {next(iter(argument))}"):
         packed_attention(nn.Identity(), *inputs, None, packed_rows=rows_of((3,)), scaling=0.3, **argument)
 
 
-def test_without_rows_it_refuses_rather_than_let_padding_be_seen():
+def test_missing_rows_are_refused_so_that_padding_is_never_attended():
     with pytest.raises(ValueError, match="packed_rows"):
         packed_attention(nn.Identity(), *make_inputs(3, 4), None, scaling=0.3, position_ids=torch.arange(3))
 

@@ -25,7 +25,7 @@ def test_a_field_the_config_does_not_have_is_refused(tiny_model: str):
         load_causal_lm(tiny_model, device=CPU, config_overrides={"rope_thetaa": 1.0})
 
 
-def test_without_flash_attention_the_model_computes_its_own(tiny_model: str):
+def test_model_uses_its_own_attention_without_flash_attn(tiny_model: str):
     assert load_causal_lm(tiny_model, device=CPU, flash_attn=False).config._attn_implementation == "eager"
     assert attention_implementation(True, CPU) == "sdpa"
 

@@ -105,7 +105,7 @@ def _inner_name(model: nn.Module, name: str) -> str:
     return f"{layer}.base_layer.{kind}" if any(a.layer == layer for a in adapters_of(model)) else name
 
 
-def test_without_adapters_the_parameters_are_exported_as_they_are(tiny_model):
+def test_parameters_without_adapters_are_exported_unchanged(tiny_model):
     model = load(tiny_model)
     exported = dict(exported_parameters(model))
     assert list(exported) == [name for name, _ in model.named_parameters()]

@@ -26,7 +26,7 @@ def tokens(rows: Sequence[int], lengths: Sequence[int]) -> int:
     return sum(lengths[row] for row in rows)
 
 
-def test_without_a_token_budget_shards_take_consecutive_parts():
+def test_data_parallel_ranks_take_consecutive_parts_without_a_token_budget():
     schedule = Schedule.of([5] * 8, [[0, 1, 2, 3], [4, 5, 6, 7]], 2, micro_batch_size=2)
     assert [own.tolist() for own in schedule.rows] == [[0, 1, 4, 5], [2, 3, 6, 7]]
     first, second = (MicroBatch((0, 1)),), (MicroBatch((2, 3)),)

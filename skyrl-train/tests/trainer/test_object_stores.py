@@ -107,7 +107,7 @@ def test_failed_write_leaves_nothing(memory: str, error: BaseException):
     assert names_in(location(memory)) == ["global_step_1", "latest_ckpt_global_step.txt"]
 
 
-def test_what_a_killed_run_left_is_not_listed_and_is_deleted_at_the_next_write(memory: str):
+def test_leftovers_of_a_killed_run_are_not_listed_and_are_deleted_at_the_next_write(memory: str):
     store = CheckpointStore(memory)
     write(store, 1)
     for name in ("global_step_2", "global_step_7", "superseded_global_step_9", "notes_of_the_user"):

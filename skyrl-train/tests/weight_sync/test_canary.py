@@ -23,7 +23,7 @@ def test_the_tokens_are_always_the_same_and_of_the_vocabulary():
 
 
 @pytest.mark.parametrize(("max_length", "length"), [(9, 8), (3, 2), (1, 2)])  # two tokens: one that has a log-prob
-def test_they_fit_a_short_context_with_room_for_an_answer(max_length: int, length: int):
+def test_canaries_fit_a_short_context_with_room_for_a_response(max_length: int, length: int):
     assert {len(prompt) for prompt in canary_prompts(vocab_size=50, max_length=max_length)} == {length}
 
 

@@ -346,7 +346,7 @@ def test_a_wrong_bit_in_a_large_tensor_is_caught_within_the_rotation_by_sampled_
         sender.send([[("large", large)]], 1)
 
 
-def test_with_verification_off_only_the_order_of_buckets_is_checked(connect):
+def test_order_of_buckets_is_checked_even_with_verification_off(connect):
     weights = parameters()
     stale = Stale((name, torch.zeros_like(tensor)) for name, tensor in weights)
     sender = connect(("shared_memory", "full"), stale, verification="off")

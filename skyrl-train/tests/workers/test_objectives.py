@@ -65,7 +65,7 @@ def test_kl_term_is_the_estimate_times_its_coefficient():
     assert without.item() == pytest.approx(-0.5)
 
 
-def test_without_old_log_probs_the_ratio_is_1_and_the_gradient_that_of_the_policy():
+def test_missing_old_log_probs_give_ratio_1_and_the_gradient_of_the_policy():
     """d loss / d log-prob = -weight x advantage: -0.5 x 2 and -0.25 x -1."""
     log_probs = LOG_PROBS.clone().requires_grad_()
     loss, sums = policy_objective()(Scores(log_probs, ENTROPY), micro_batch(action_log_probs=None))

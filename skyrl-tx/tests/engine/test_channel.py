@@ -66,7 +66,7 @@ async def test_results_of_several_threads_arrive_each_in_its_order(tmp_path: Pat
     api.close()
 
 
-async def test_what_was_sent_before_the_engine_closed_is_still_read(tmp_path: Path):
+async def test_messages_sent_before_the_engine_closed_are_still_read(tmp_path: Path):
     api = ApiChannel.bind(tmp_path)
     engine = EngineChannel(api.address)
     last = [Failed(request_id="r", error="no", category="user"), Snapshotted(model_id="m", seq=3, folder="/s")]

@@ -162,7 +162,7 @@ def story(bench: Any, **values: Any) -> None:
         bench.optimize("a1", **values)
 
 
-def test_what_came_after_the_creation_is_done_again_in_silence(make_bench: Any):
+def test_commands_after_the_creation_are_replayed_silently(make_bench: Any):
     bench = make_bench()
     bench.restore("a1", None, -1, weight=1)
     bench.create("a1", weight=1, replay=True)

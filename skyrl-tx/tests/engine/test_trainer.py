@@ -97,7 +97,7 @@ def test_a_poisoned_request_fails_alone(bench: Any, poison: int, told: tuple[str
     assert [bench.result(step)["metrics"]["grad_norm:mean"] for step in steps] == [1.0, 2.0, 3.0]
 
 
-def test_what_fails_unexpectedly_fails_one_order_and_says_no_more_than_its_kind(bench: Any):
+def test_unexpected_error_fails_one_command_and_reveals_only_its_kind(bench: Any):
     bench.create("a1", weight=7)
     failed = bench.optimize("a1", learning_rate=-1.0)
     after = bench.save("a1", "after")

@@ -95,7 +95,7 @@ def test_a_missing_file_of_keys_is_an_error_and_no_open_door(tmp_path):
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org", "127.0.0.1.example.org", ""])
-def test_without_keys_the_server_stays_on_loopback(host):
+def test_server_without_keys_stays_on_loopback(host):
     with pytest.raises(ConfigError, match="--api-keys-file"):
         read_api_keys(config(host=host), {})
     assert read_api_keys(config(host=host), {"TX_API_KEYS": "anna=tml-anna-key"})

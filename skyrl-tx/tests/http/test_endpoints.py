@@ -57,7 +57,7 @@ async def test_a_session_lives_while_it_is_not_finished(client):
     assert (await client.post("/api/v1/session_heartbeat", json=beat)).status_code == 410
 
 
-async def test_what_is_not_there_is_404(client):
+async def test_missing_objects_are_404(client):
     assert (await client.post("/api/v1/session_heartbeat", json={"session_id": "nobody"})).status_code == 404
     assert (await client.post("/api/v1/retrieve_future", json={"request_id": "nothing"})).status_code == 404
     assert (await client.post("/api/v1/get_info", json={"model_id": "none"})).status_code == 404
@@ -177,7 +177,7 @@ async def test_a_body_of_unknown_length_is_read_up_to_the_limit(client):
     assert answer.status_code == 413
 
 
-async def test_with_keys_every_address_needs_one(served):
+async def test_every_address_needs_a_key_if_there_are_keys(served):
     nobody = await served("nobody")
     for method, path in (("POST", "/api/v1/create_session"), ("GET", "/api/v1/nowhere"), ("GET", "/openapi.json")):
         answer = await nobody.request(method, path)
@@ -218,7 +218,7 @@ async def test_metrics_and_limits_are_of_the_web_servers_own_connections(config,
         assert "tx_connections_limit 4.0" in (await client.get("/metrics")).text
 
 
-async def test_what_belongs_to_another_key_does_not_exist(served):
+async def test_objects_of_another_tenant_do_not_exist(served):
     anna, bela = await served("anna"), await served("bela")
     session = await session_of(anna)
     assert (await anna.post("/api/v1/session_heartbeat", json={"session_id": session})).status_code == 200
@@ -227,7 +227,7 @@ async def test_what_belongs_to_another_key_does_not_exist(served):
     assert session not in (await bela.get("/api/v1/sessions")).json()["sessions"]
 
 
-async def test_what_nobody_foresaw_has_an_id_and_lets_no_client_hammer(client, service, caplog):
+async def test_unexpected_error_has_an_id_and_delays_retries(client, service, caplog):
     session = await session_of(client)
     await service.close()  # its database is gone from under it
     with caplog.at_level(logging.CRITICAL):

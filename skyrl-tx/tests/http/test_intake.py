@@ -97,7 +97,7 @@ async def test_a_refused_body_is_looked_through_beside_the_event_loop(client, mo
     assert threads and threading.get_ident() not in threads
 
 
-async def test_of_a_tenant_one_large_body_is_parsed_at_a_time():
+async def test_large_bodies_of_a_tenant_are_parsed_one_at_a_time():
     intake = Intake(max_bytes=1, max_requests=100)
     begun, may_end = threading.Semaphore(0), threading.Event()
 
@@ -150,7 +150,7 @@ def test_requests_of_one_tenant_leave_room_for_those_of_others():
     intake.begin("anna", "/api/v1/session_heartbeat")
 
 
-def test_what_ended_is_counted_no_more():
+def test_ended_bodies_are_not_counted():
     intake = Intake(max_bytes=100, max_requests=4)
     for _ in range(10):
         share = intake.begin("anna", "/x")

@@ -36,7 +36,7 @@ def test_a_template_may_be_in_the_tokenizers_settings_and_refuse_messages(tmp_pa
         Texts(tmp_path).encode_chat(MESSAGES[1:])
 
 
-def test_without_tokenizer_or_template_the_error_says_what_to_send_instead(tmp_path):
+def test_error_without_tokenizer_or_template_says_what_to_send_instead(tmp_path):
     with pytest.raises(RequestError, match="prompt must be token ids"):
         Texts(tmp_path).encode("x")
     with pytest.raises(RequestError, match="use completions"):

@@ -54,7 +54,7 @@ def test_wrong_settings_end_it_at_once_with_a_plain_text():
         ({"database_url": "mysql://x/y"}, "(?i)database"),
     ],
 )
-async def test_what_cannot_be_is_found_before_anything_starts(tmp_path, tiny_model, monkeypatch, settings, says):
+async def test_impossible_settings_are_found_before_anything_starts(tmp_path, tiny_model, monkeypatch, settings, says):
     monkeypatch.chdir(tmp_path)
     Path("keys").write_text("anna tml-anna-key")
     base = {
@@ -77,7 +77,7 @@ def test_a_port_that_is_taken_is_said_before_anything_starts(tmp_path, tiny_mode
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_it_ends_in_order_and_soon_while_clients_wait(tmp_path, tiny_model):
+def test_server_ends_in_order_and_soon_while_clients_wait(tmp_path, tiny_model):
     with server_in(tmp_path, tiny_model) as server:
         stop_while_a_client_polls(server)  # its engine is starting
         server.start()

@@ -24,7 +24,7 @@ def lines_of(text: str) -> dict[str, list[str]]:
     return found
 
 
-def test_where_all_is_well_the_doctor_has_nothing_to_say(tiny_model, options, capsys):
+def test_doctor_has_nothing_to_say_if_all_is_well(tiny_model, options, capsys):
     assert doctor.main(["--base-model", str(tiny_model), *options]) == 0
     found = lines_of(capsys.readouterr().out)
     assert "wrong" not in found
@@ -46,7 +46,7 @@ def test_every_trouble_is_found_at_once_with_its_way_out(tmp_path, options, caps
     assert any("choose another --port" in text for text in wrong)
 
 
-def test_without_a_model_the_rest_is_looked_at(options, capsys):
+def test_doctor_without_a_model_checks_the_rest(options, capsys):
     assert doctor.main(options) == 0
     assert any("give --base-model" in text for text in lines_of(capsys.readouterr().out)["note"])
 

@@ -56,6 +56,6 @@ def test_a_checkpoint_is_gone_on_from():
         ({"max_steps": 0}, "--max-steps must be at least 1"),
     ],
 )
-def test_what_the_trainer_cannot_honour_is_refused(change, says):
+def test_options_that_the_trainer_cannot_honour_are_refused(change, says):
     with pytest.raises(ConfigError, match=says):
         trainer_settings(dataclasses.replace(OPTIONS, **change))

@@ -112,7 +112,7 @@ async def test_an_adapter_that_is_always_asked_for_does_not_keep_its_slot_from_o
         await user.leaves()
 
 
-async def test_if_nobody_waits_any_more_nobody_has_to_go(engine, slots, adapter):
+async def test_adapter_stays_if_the_waiting_request_gives_up(engine, slots, adapter):
     users = [await User(slots, adapter(index)).starts() for index in (1, 2)]
     third = await User(slots, adapter(3)).waits()
     late = await User(slots, adapter(1)).waits()

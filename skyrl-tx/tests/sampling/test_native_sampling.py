@@ -99,7 +99,7 @@ async def test_stops_keep_what_completes_them(sampling, tiny_model, kind):
     assert stopped.tokens == plain.tokens[: len(stopped.tokens)] and len(stopped.tokens) <= place[kind] + 1
 
 
-async def test_without_a_budget_the_context_ends_an_answer(sampling_of):
+async def test_context_ends_a_response_without_max_tokens(sampling_of):
     async with sampling_of(max_context=40) as sampling:
         [sequence] = (await sampling.sample(spec(max_tokens=None), None)).sequences
         assert len(sequence.tokens) == 40 - len(PROMPT) and sequence.stop_reason == "length"

@@ -49,7 +49,7 @@ async def test_a_caller_who_goes_away_frees_rows_and_adapter(sampling_of, adapte
         assert core_of(sampling).num_running == core_of(sampling).num_waiting == 0
 
 
-async def test_when_the_engine_stops_everyone_hears_of_it(sampling_of, adapter):
+async def test_stopped_engine_fails_all_requests(sampling_of, adapter):
     async with sampling_of(max_num_seqs=2, max_loaded_adapters=1) as sampling:
         calls = [spec(), spec(3), spec()]
         tasks = [asyncio.create_task(sampling.sample(call, None)) for call in calls]

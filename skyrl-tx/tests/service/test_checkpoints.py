@@ -129,7 +129,7 @@ async def test_a_checkpoint_goes_when_its_time_is_over(
     await alice.result(await alice.save(model, 2, "brief"))
 
 
-async def test_what_is_no_checkpoint_is_refused_with_its_field(service: TinkerService, alice: Client):
+async def test_invalid_checkpoint_path_is_refused_with_its_field(service: TinkerService, alice: Client):
     for path in ("nonsense", "tinker://a/weights", "tinker://a/b/c", "tinker://x/weights/../../etc"):
         with pytest.raises(RequestError, match="path must be"):
             await alice.model_from(path, 0)

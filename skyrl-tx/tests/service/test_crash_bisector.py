@@ -47,7 +47,7 @@ def test_all_work_is_done_but_the_deadly(deadly, seed, restarts):
     assert (set(culprit_request), set(done)) == (deadly, set(work) - deadly)
 
 
-def test_of_1024_suspects_one_is_found_in_a_dozen_deaths():
+def test_crash_bisector_finds_one_of_1024_requests_in_a_dozen_crashes():
     work = [f"w{i}" for i in range(1024)]
     assert run(work, {"w777"})[2] <= DEATHS_TO_BE_SUSPECTED + 11
 

@@ -226,7 +226,7 @@ async def test_one_that_is_not_standing_by_yet_is_not_waited_for(tmp_path: Path)
             os.kill(slow, 0)
 
 
-async def test_without_the_setting_nobody_stands_by(service: TinkerService):
+async def test_standby_process_needs_the_setting(service: TinkerService):
     await until(lambda: service._link.ready)
     assert service._link._standby is None
 

@@ -45,7 +45,7 @@ def test_samples_of_all_share_a_number_of_tokens(under_way, tenant, tokens, admi
             limits.admit_sample(tenant, tokens)
 
 
-def test_what_has_left_is_forgotten():
+def test_finished_requests_are_forgotten():
     limits = Limits(max_pending=1, max_sample_tokens=10)
     limits.enter("a", 10)
     limits.leave("a", 10)

@@ -74,7 +74,7 @@ async def test_samples_without_a_sampler(alice: Client, model: str):
             await alice.sample(None, **wrong)
 
 
-async def test_what_is_published_others_may_use(service: TinkerService, alice: Client, bob: Client):
+async def test_published_checkpoints_are_usable_by_others(service: TinkerService, alice: Client, bob: Client):
     model = await alice.model(rank=4)
     path = (await alice.result(await alice.save(model, 1, "shared")))["path"]
     await service.checkpoints.publish("alice", model, "weights", "shared", True)

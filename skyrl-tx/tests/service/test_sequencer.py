@@ -30,7 +30,7 @@ def test_a_refused_request_only_uses_up_its_seq(offers, due):
     assert [sequencer.offer(seq, item, now=0.0) for seq, item in offers] == due
 
 
-def test_what_is_known_is_known_waiting_or_not():
+def test_known_requests_are_known_waiting_or_not():
     sequencer = Sequencer[str](next_seq=5)
     sequencer.offer(7, "later", now=0.0)
     assert [seq for seq in range(10) if sequencer.knows(seq)] == [0, 1, 2, 3, 4, 7]
@@ -57,13 +57,13 @@ def test_a_gap_is_given_up_with_those_directly_behind_it():
     assert sequencer.offer(5, "r5", now=40.0) == ["r5", "r6"]
 
 
-def test_without_a_gap_there_is_nothing_to_give_up():
+def test_sequence_without_a_gap_gives_up_nothing():
     sequencer = Sequencer[str]()
     sequencer.offer(0, "r0", now=0.0)
     assert sequencer.give_up(waiting_since_before=1e9) is None
 
 
-def test_what_waits_can_be_abandoned():
+def test_waiting_requests_can_be_abandoned():
     sequencer = Sequencer[str]()
     for seq in (5, 2, 3):
         sequencer.offer(seq, None if seq == 3 else f"r{seq}", now=0.0)

@@ -57,7 +57,7 @@ async def test_whatever_is_asked_keeps_a_session_alive(service: TinkerService):
             await asyncio.sleep(0.05)
 
 
-async def test_after_a_restart_everybody_has_the_whole_time_again(tmp_path: Path):
+async def test_sessions_have_the_whole_timeout_again_after_a_restart(tmp_path: Path):
     async with running(tmp_path) as service:
         alice = await Client(service).begin()
         model = await alice.model()
@@ -80,7 +80,7 @@ async def test_after_a_restart_everybody_has_the_whole_time_again(tmp_path: Path
         assert rows[0].last_heartbeat_at > long_ago
 
 
-async def test_what_was_accepted_before_a_restart_is_done_after_it(tmp_path: Path):
+async def test_requests_accepted_before_a_restart_are_done_after_it(tmp_path: Path):
     async with running(tmp_path) as service:
         alice = await Client(service).begin()
         model = await alice.model()

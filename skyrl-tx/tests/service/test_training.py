@@ -24,7 +24,7 @@ async def test_a_pass_a_step_and_their_results(alice: Client, model: str):
     assert (await alice.result(second))["state"] == Chain(model).train(1).step(2).state
 
 
-async def test_what_arrives_early_is_done_in_order(alice: Client, model: str):
+async def test_early_requests_are_done_in_order(alice: Client, model: str):
     answers = {seq: await alice.train(model, seq) for seq in (3, 2, 4, 1)}
     chain = Chain(model)
     for seq in (1, 2, 3, 4):

@@ -60,7 +60,7 @@ async def test_a_stop_may_be_the_text_of_a_special_token(engines_of, tiny_model:
     assert ended.tokens == plain.tokens[: place + 1] and ended.stop_reason == "stop"
 
 
-async def test_what_engines_cannot_do_is_refused_by_name(engines_of, adapter):
+async def test_requests_that_engines_cannot_do_are_refused_by_name(engines_of, adapter):
     async with engines_of(takes_head=False) as engines:
         with pytest.raises(ModelError, match=r"topk_prompt_logprobs must be 0.*prompt_logprobs") as refused:
             await engines.sampling.sample(spec(top=3), None)
@@ -115,7 +115,7 @@ async def test_an_adapter_is_loaded_though_the_engine_dies_at_that_moment(engine
         assert await engines.sampling.sample(spec(), adapter(1)) == before
 
 
-async def test_when_the_restarts_are_used_up_the_backend_is_lost(engines_of, adapter):
+async def test_backend_is_lost_once_the_restarts_are_used_up(engines_of, adapter):
     async with engines_of(max_restarts=0) as engines, asyncio.timeout(60):
         running = asyncio.create_task(engines.sampling.sample(spec(max_tokens=None), adapter(1)))
         while not engines.sampling.num_running():

@@ -106,7 +106,7 @@ async def test_vllm_serves_the_adapters(tmp_path: Path):
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-async def test_when_engines_die_too_often_the_engine_process_starts_anew(tmp_path: Path, tiny_model: Path):
+async def test_engine_process_restarts_if_engines_die_too_often(tmp_path: Path, tiny_model: Path):
     settings = {"generator.backend": "native", "generator.max_engine_restarts": 1}
     with server_of(tmp_path, tiny_model, **settings) as server:
         client = Client(server.url)

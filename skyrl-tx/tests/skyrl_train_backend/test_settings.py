@@ -54,7 +54,7 @@ def test_engines_are_told_what_adapters_may_come():
     assert config.trainer.placement.policy_world_size == 2 and not config.trainer.placement.colocate_all
 
 
-def test_what_the_user_says_of_engines_counts_before_what_follows_from_other_settings():
+def test_engine_settings_of_the_user_take_precedence_over_derived_ones():
     kwargs = {"max_model_len": 1024}
     config = engine_config(**NATIVE, **{"generator.engine_init_kwargs": kwargs, "generator.model_dtype": "bfloat16"})
     assert config.generator.engine_init_kwargs == {"max_model_len": 1024, "max_loras": 8}

@@ -68,7 +68,7 @@ async def test_a_request_of_more_rows_than_there_are_gets_its_turn():
     assert line.inside == ["b0"]
 
 
-async def test_who_goes_away_while_waiting_is_nobody_s_hindrance():
+async def test_cancelled_waiters_do_not_block_others():
     line = Line(1)
     await line.come("a0")
     await line.come("b0")

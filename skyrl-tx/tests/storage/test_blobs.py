@@ -17,7 +17,7 @@ def blobs(tmp_path: Path) -> Blobs:
 
 
 @pytest.mark.parametrize("data", [b"", b"\0", bytes(3_000_000)])
-def test_what_was_put_is_got(blobs: Blobs, data: bytes):
+def test_stored_blob_is_read_back(blobs: Blobs, data: bytes):
     assert blobs.get(blobs.put(data)) == data
 
 
@@ -45,7 +45,7 @@ def test_only_blobs_of_an_age_are_listed(blobs: Blobs, tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["", "..", "../../etc/passwd", "a" * 31, "A" * 32, "owner", "a" * 32 + "\n"])
-def test_what_is_no_id_reaches_no_file(blobs: Blobs, name: str):
+def test_invalid_ids_reach_no_file(blobs: Blobs, name: str):
     for method in (blobs.get, blobs.drop):
         with pytest.raises(ValueError, match="not the id of a blob"):
             method(name)

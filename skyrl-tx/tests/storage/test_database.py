@@ -40,7 +40,7 @@ def names(session: Session) -> list[str]:
         ("sqlite:///:memory:", "forgets all"),
     ],
 )
-def test_what_is_no_database_is_refused_with_the_way_out(url: str, says: str):
+def test_unusable_databases_are_refused_with_the_remedy(url: str, says: str):
     with pytest.raises(ConfigError, match=says):
         Store(url)
 

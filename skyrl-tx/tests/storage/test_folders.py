@@ -39,7 +39,7 @@ def texts(path: Path) -> list[str]:
     return [(path / "adapter.txt").read_text(), (path / "deep" / "state.txt").read_text()]
 
 
-def test_what_was_written_is_read(folders: Folders, base: str):
+def test_written_folder_is_read_back(folders: Folders, base: str):
     folder = folders.place(RUN, "weights", "step-1.5")
     assert folder == f"{base}/{RUN}/weights/step-1.5"
     write(folders, folder, "abc")
@@ -149,9 +149,7 @@ def test_a_reader_always_finds_a_whole_folder(tmp_path: Path):
     assert list((tmp_path / "base" / ".partial").iterdir()) == []
 
 
-def test_where_names_cannot_be_swapped_folders_are_replaced_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_folders_are_replaced_even_if_names_cannot_be_swapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(files, "_RENAME_SWAP", 1 << 20)  # a flag that no kernel knows: EINVAL
     folders = Folders(str(tmp_path / "base"), tmp_path / "cache")
     for text in ("a", "b"):
@@ -159,7 +157,7 @@ def test_where_names_cannot_be_swapped_folders_are_replaced_all_the_same(
     assert texts(folders.local(folders.place("x"))) == ["b", "bb"]
 
 
-def test_what_a_dead_writer_left_goes_and_what_a_living_one_holds_stays(tmp_path: Path):
+def test_leftovers_of_dead_writers_are_removed_and_files_of_living_ones_stay(tmp_path: Path):
     folders = Folders(str(tmp_path / "base"), tmp_path / "cache")
     partials = tmp_path / "base" / ".partial"
     (partials / "dead").mkdir()
@@ -196,7 +194,7 @@ class TestRemote:
     def base(self) -> str:
         return f"memory://{secrets.token_hex(4)}/checkpoints"
 
-    def test_without_its_manifest_a_folder_is_not_there(self, folders: Folders):
+    def test_folder_without_its_manifest_does_not_exist(self, folders: Folders):
         folder = folders.place(RUN, "weights", "a")
         write(folders, folder, "a")
         fsspec.filesystem("memory").rm_file(f"{folder}/{remote.MANIFEST}")

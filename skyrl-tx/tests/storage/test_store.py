@@ -72,7 +72,7 @@ async def write_as_one_group(store: Store, *units: Callable[[Session], Any]) -> 
     return await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_what_was_written_is_read(store: Store):
+async def test_written_rows_are_read_back(store: Store):
     await store.write(add("a"))
     assert await store.read(names) == ["a"]
 

@@ -188,7 +188,7 @@ def test_a_bad_request_fails_alone_and_says_why(
 
 
 @pytest.mark.parametrize("when", ["forward", "backward"])
-def test_what_breaks_a_pass_is_found_out_and_fails_alone(when: str, model_folder: Callable[[str], Path]) -> None:
+def test_request_that_breaks_a_pass_is_found_and_fails_alone(when: str, model_folder: Callable[[str], Path]) -> None:
     backend = TorchTraining(model_folder("llama"))
 
     def no_memory(_module: object, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor | None:

@@ -173,7 +173,7 @@ def test_settings_of_the_new_map_outrank_those_of_the_old():
 
 
 @pytest.mark.parametrize("kind", ["image", "dmel"])
-def test_what_is_no_text_is_refused_by_name(kind):
+def test_chunks_other_than_text_are_refused_by_name(kind):
     message = pb.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy")
     getattr(message.data.add().model_input.add(), kind).SetInParent()
     with pytest.raises(RequestError, match=rf"data\[0\].model_input.chunks\[0\] must be encoded_text.*got {kind}"):

@@ -59,7 +59,7 @@ def training(version: str, name: str):
             )
 
 
-def test_what_the_sdk_writes_for_training_is_what_we_read(version, facts):
+def test_training_requests_of_the_sdk_are_read_exactly(version, facts):
     requests = list(training(version, "cross_entropy"))
     assert len(requests) == {"0.16.1": 2, "0.24.1": 3, "0.38.0": 1}[version]
     for request, forward in requests:
@@ -100,7 +100,7 @@ def test_every_other_body_is_read_whole(version):
         assert not lost, (name, lost)
 
 
-def test_what_the_sdk_asks_of_a_sample_is_what_we_draw(version):
+def test_sampling_requests_of_the_sdk_are_read_exactly(version):
     full, _, bare, _ = [
         schemas.AsampleRequest.model_validate(b) for n, b in written(version)["bodies"] if n == "AsampleRequest"
     ]
@@ -112,7 +112,7 @@ def test_what_the_sdk_asks_of_a_sample_is_what_we_draw(version):
     assert bare.to_spec(lambda: 9).params.stop_at_eos
 
 
-def test_what_we_write_is_what_the_sdk_reads(version):
+def test_results_are_read_exactly_by_the_sdk(version):
     passed = encode_pass_output(
         PassOutput(
             [np.array([-0.5, -1], np.float32), np.array([-2], np.float32), np.array([[-1, -2]], np.float32)],

@@ -118,7 +118,7 @@ async def test_a_stop_text_ends_the_answer_and_is_not_in_it(chat_client):
     assert (kept.text, kept.token_ids) == (plain.text[:13], choice.token_ids)
 
 
-async def test_without_max_tokens_the_answer_may_fill_the_context(chat_client):
+async def test_response_without_max_tokens_may_fill_the_context(chat_client):
     answer = await chat_client.completions.create(
         model="tiny", prompt="abc", temperature=0, extra_body={"ignore_eos": True}
     )
