@@ -30,6 +30,7 @@ LAYERS = [
         "checkpoints",
         "checkpoint_saver",
         "provenance",
+        "curve_bands",
         "batch_preparation",
         "mismatch",
         "step_plan",

@@ -20,6 +20,7 @@ import pyarrow.parquet
 import pytest
 from composed_scripts import checked_config, commands_of
 
+from skyrl_train.curve_bands import read_bands
 from skyrl_train.step_plan import step_plan
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -380,6 +381,20 @@ def test_every_published_setting_of_a_row_is_that_of_its_script(row: str, tmp_pa
     if row.startswith("dapo"):
         assert updates == 16  # so 160 warm-up updates are 10 steps
         assert "overlong penalty" in str(plan)
+
+
+@pytest.mark.parametrize("script", [row for row in PUBLISHED if row.startswith(("dapo", "search")) and " " not in row])
+def test_published_figure_of_a_row_is_in_its_band(script: str, table: Any, tmp_path: Path):
+    recipe, name = script.removesuffix(".sh").split("/run_")
+    expected = read_bands(composed(script, tmp_path).trainer.curve_bands)
+    assert expected.name == f"{name}.yaml"
+    row = {"search_r1": name.removeprefix("qwen2.5_3b_").replace("qwen3_30b_a3b_megatron", "30b_a3b")}.get(recipe, name)
+    published = table.RECIPES[recipe].published[row]
+    metrics = {"eval/all/avg_score": "score"} | {f"eval/{source}/avg_score": source for source in table.SEVEN}
+    for band in expected.bands:
+        _, low, high = band.points[-1]
+        assert low < published[metrics[band.metric]] < high
+    assert len(expected.bands) == (1 if recipe == "dapo" else 7)
 
 
 @pytest.mark.parametrize("row", AGENTS)

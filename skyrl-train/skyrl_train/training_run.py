@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from skyrl_train.checkpoint_saver import CheckpointSaver
 from skyrl_train.checkpoints import Checkpoint, CheckpointStore, extract_step_from_path
 from skyrl_train.config import SkyRLConfig, TrainerConfig
+from skyrl_train.curve_bands import CurveWatch, read_bands
 from skyrl_train.dataset.dataloader import Dataset
 from skyrl_train.orchestration.actor_group import ActorGroup
 from skyrl_train.provenance import Change, Provenance, changes_between, check_changes, lines_of
@@ -44,6 +45,8 @@ class TrainingRun(ABC):
         self.saver = CheckpointSaver(
             self.checkpoints, in_background=cfg.trainer.ckpt_async, timeout_seconds=cfg.trainer.worker_timeout_seconds
         )
+        bands = cfg.trainer.curve_bands
+        self.curve_watch = None if bands is None else CurveWatch(read_bands(bands))
         self.global_step = 0
         self.total_training_steps = 0
         self.all_metrics: dict[str, float | None] = {}
@@ -105,7 +108,9 @@ class TrainingRun(ABC):
         return Timer(name, self.all_timings)
 
     def log(self) -> None:
-        """Pass this step's metrics to the tracker and clear them."""
+        """Pass this step's metrics to the tracker, with the bands expected of them, and clear them."""
+        if self.curve_watch is not None:
+            self.all_metrics |= self.curve_watch.observe(self.global_step, self.all_metrics)
         timings = {f"timing/{name}": seconds for name, seconds in self.all_timings.items()}
         self.tracker.log(self.all_metrics | timings, step=self.global_step, commit=True)
         self.all_metrics, self.all_timings = {}, {}
@@ -160,6 +165,8 @@ class TrainingRun(ABC):
         self.load_state(state)
         self.global_step = extract_step_from_path(folder)
         self.run_folder.truncate_after(self.global_step)
+        if self.curve_watch is not None:
+            self.curve_watch.replay(self.run_folder.read_metrics())
         logger.info(f"resumed after step {self.global_step} from {folder}")
         if changes:
             logger.warning(f"settings differ from those of that checkpoint:{lines_of(changes)}")
@@ -218,13 +225,15 @@ def check_resumption(trainer: TrainerConfig, checkpoints: CheckpointStore, prove
 
 
 def check_before_start(cfg: SkyRLConfig, dataset: Dataset | None) -> None:
-    """Raise ConfigError, before anything starts, if an object store cannot be used or the checkpoint to resume belongs
-    to another experiment.
+    """Raise ConfigError, before anything starts, if an object store or the file of bands cannot be used or the
+    checkpoint to resume belongs to another experiment.
 
     Args:
         dataset: training data; None: the run only evaluates, and has no checkpoints.
     """
     check_access("trainer.export_path", cfg.trainer.export_path)
+    if cfg.trainer.curve_bands is not None:
+        read_bands(cfg.trainer.curve_bands)
     if dataset is None:
         return
     check_access("trainer.ckpt_path", cfg.trainer.ckpt_path)

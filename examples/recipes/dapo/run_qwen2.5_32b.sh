@@ -11,5 +11,6 @@ bash "$(dirname "${BASH_SOURCE[0]}")/train.sh" \
   trainer.micro_forward_batch_size_per_gpu=2 \
   trainer.micro_train_batch_size_per_gpu=2 \
   generator.sampling_params.max_generate_length=20480 \
+  trainer.curve_bands="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/bands/qwen2.5_32b.yaml" \
   trainer.run_name=dapo_qwen2.5_32b \
   "$@"

@@ -15,5 +15,6 @@ bash "$(dirname "${BASH_SOURCE[0]}")/train.sh" \
   trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high=2.0 \
   trainer.micro_forward_batch_size_per_gpu=4 \
   trainer.micro_train_batch_size_per_gpu=2 \
+  trainer.curve_bands="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/bands/qwen3_30b_a3b_base_megatron.yaml" \
   trainer.run_name=dapo_qwen3_30b_a3b_base_megatron \
   "$@"

@@ -6,5 +6,6 @@ set -euo pipefail
 
 export MODEL="${MODEL:-Qwen/Qwen3-4B-Base}"
 bash "$(dirname "${BASH_SOURCE[0]}")/run_qwen3_1.7b_base.sh" \
+  trainer.curve_bands="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/bands/qwen3_4b_base.yaml" \
   trainer.run_name=dapo_qwen3_4b_base \
   "$@"

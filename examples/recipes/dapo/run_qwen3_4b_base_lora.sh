@@ -9,5 +9,6 @@ bash "$(dirname "${BASH_SOURCE[0]}")/train.sh" \
   trainer.policy.model.lora.rank=128 \
   trainer.policy.model.lora.alpha=128 \
   trainer.policy.optimizer_config.lr=1e-5 \
+  trainer.curve_bands="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/bands/qwen3_4b_base_lora.yaml" \
   trainer.run_name=dapo_qwen3_4b_base_lora \
   "$@"

@@ -19,5 +19,6 @@ bash "$(dirname "${BASH_SOURCE[0]}")/train.sh" "${layout[@]}" \
   trainer.strategy=megatron \
   trainer.micro_forward_batch_size_per_gpu=2 \
   trainer.micro_train_batch_size_per_gpu=1 \
+  trainer.curve_bands="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/bands/qwen3_30b_a3b_megatron_4_turns.yaml" \
   trainer.run_name=search_r1_30b_a3b_4_turns \
   "$@"

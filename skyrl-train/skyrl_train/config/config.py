@@ -276,6 +276,12 @@ class TrainerConfig(BaseConfig):
     the call."""
 
     @property
+    def num_reference_models(self) -> int:
+        """Number of models that are held by workers as the reference model is: it, and teachers without engines."""
+        teachers = [each for each in self.distillation.teachers.values() if not (each.engines or each.urls)]
+        return int(self.algorithm.uses_reference_model) + len(teachers)
+
+    @property
     def loggers(self) -> list[str]:
         """Names of `logger`, as a list."""
         return [self.logger] if isinstance(self.logger, str) else list(self.logger)

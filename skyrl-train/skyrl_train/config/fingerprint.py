@@ -24,6 +24,7 @@ DEFINING = (
     "trainer.train_batch_size", "trainer.policy_mini_batch_size", "trainer.critic_mini_batch_size",
     "trainer.max_prompt_length", "generator.n_samples_per_prompt",
     "trainer.algorithm.advantage_estimator", "trainer.algorithm.policy_loss_type",
+    "trainer.distillation.teachers", "trainer.distillation.tokens", "trainer.distillation.kl",
 )
 """Settings that a checkpoint and the run that resumes it must have in common, as must the content of the training data
 (its names may differ). A name that ends in a dot stands for the whole section."""
@@ -34,10 +35,11 @@ OPERATIONAL = (
     "trainer.ckpt_path", "trainer.ckpt_interval", "trainer.ckpt_async", "trainer.max_ckpts_to_keep",
     "trainer.resume_mode", "trainer.resume_path", "trainer.resume_allow_changes",
     "trainer.export_path", "trainer.hf_save_interval", "trainer.print_example_interval",
+    "trainer.curve_bands",
     "trainer.dump_data_batch", "trainer.dump_eval_results", "trainer.dump_trajectories",
     "trainer.eval_batch_size", "trainer.eval_before_train", "trainer.eval_interval",
     "trainer.placement.", "trainer.strategy", "trainer.worker_timeout_seconds",
-    "trainer.max_consecutive_skipped_updates",
+    "trainer.max_consecutive_skipped_updates", "trainer.distillation.memory_gb",
     "trainer.micro_train_batch_size_per_gpu", "trainer.micro_forward_batch_size_per_gpu",
     "trainer.max_tokens_per_microbatch", "trainer.logprobs_chunk_size",
     "trainer.gradient_checkpointing", "trainer.gradient_checkpointing_use_reentrant",

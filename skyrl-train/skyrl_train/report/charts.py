@@ -68,7 +68,9 @@ def overview(names: Iterable[str]) -> list[dict]:
     for chart in OVERVIEW:
         metrics = [name for pattern in chart.patterns for name in available if fnmatchcase(name, pattern)]
         if metrics:
-            band = list(chart.band) if chart.band and all(name in available for name in chart.band) else None
+            expected = (f"expected/{metrics[0]}/low", f"expected/{metrics[0]}/high")  # of a recipe (`curve_bands`)
+            bands = [names for names in (expected, chart.band) if names and all(name in available for name in names)]
+            band = list(bands[0]) if bands else None
             labels = {name: chart.labels.get(name, _label(name)) for name in metrics}
             charts.append({"title": chart.title, "note": chart.note, "metrics": labels, "band": band})
     return charts

@@ -59,7 +59,7 @@ def micro_batches(method: str) -> Any:
 
 
 def quiet(see: See) -> See:
-    """Without the warning that a setting is unwise."""
+    """Suppress the warning that a setting is unwise."""
 
     def seen(bench: Bench, settings: Settings) -> Any:
         with warnings.catch_warnings():
@@ -144,7 +144,7 @@ schedule = of_run(_limits)
 
 
 class Diverged(PolicyWorker):
-    """Its gradients are not finite."""
+    """Policy worker whose gradients are not finite."""
 
     def optim_step(self) -> dict[str, float]:
         for weight in self.backend.model.parameters():
@@ -263,6 +263,7 @@ ROWS: list[Row | OneChoice] = [
         of_run(lambda run: sum("response" in line for line in run.log)),
         THREE_STEPS | {"trainer.print_example_interval": 1},
     ),
+    Row("trainer.curve_bands", "{folder}/no_bands.yaml", start_error),
     Row("trainer.ckpt_path", "{run}/../elsewhere", files, CHECKPOINTS),
     Row("trainer.ckpt_interval", 2, files, CHECKPOINTS),
     Row("trainer.ckpt_async", True, checkpoint_calls, CHECKPOINTS),
