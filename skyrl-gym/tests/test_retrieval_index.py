@@ -117,7 +117,7 @@ def test_a_changed_corpus_is_an_error_until_a_new_index_is_asked_for(settings):
     new = open_retriever(replace(settings, rebuild=True))
     assert ids(new, "owl") == ["owl"] and ids(new, "cat") == []
     assert ids(old, "cat") == ["cat", "dog"]  # whoever serves the old one goes on
-    assert [path.name for path in settings.folder().parent.iterdir() if "unfinished" in path.name] == []
+    assert [path.name for path in settings.folder().parent.iterdir() if "partial" in path.name] == []
 
 
 def test_other_settings_are_an_error_that_names_them(settings):
@@ -132,7 +132,7 @@ def test_an_index_that_was_not_finished_is_not_used(settings):
     with pytest.raises(CorpusError, match=r"corpus\.jsonl, row 4"):
         open_retriever(settings)
     assert not settings.folder().exists()
-    unfinished = settings.folder().with_name(".index.unfinished")  # as a process leaves it that was killed
+    unfinished = settings.folder().with_name("index.partial")  # as a process leaves it that was killed
     unfinished.mkdir()
     (unfinished / "documents.jsonl").write_text("{")
     settings.corpus.write_text(good)

@@ -1,9 +1,9 @@
 """Store of checkpoints, each complete or absent. Knows files, not their contents.
 
 A manifest with the files' hashes makes a folder a checkpoint. On a file system it is written into a folder beside its
-final path; every file is flushed to the disk, and one rename puts the folder there (`utils.io.replacing`). In an object
-store the manifest is written last, and what a killed run left without one is deleted before the next checkpoint is
-written. Whatever kills the run, `global_step_N` is complete or absent.
+final path; every file is flushed to the disk, and one rename puts the folder there (`whole_folders.replacing`). In an
+object store the manifest is written last, and what a killed run left without one is deleted before the next checkpoint
+is written. Whatever kills the run, `global_step_N` is complete or absent.
 """
 
 import json

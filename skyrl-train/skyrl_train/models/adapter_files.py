@@ -17,11 +17,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import nn
 
+from skyrl_gym.whole_folders import replacing
 from skyrl_train.distributed.sharded_tensor import copy_into, gather_full_tensor
 from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.models.lora import ADAPTER, adapters_of, transformers_model
 from skyrl_train.types import JsonObject
-from skyrl_train.utils.io import replacing, write_atomically
+from skyrl_train.utils.io import write_atomically
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"

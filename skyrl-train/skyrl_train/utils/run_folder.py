@@ -28,9 +28,10 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 
 from loguru import logger
 
+from skyrl_gym.whole_folders import fsync_folder
 from skyrl_train.errors import DataError
 from skyrl_train.types import JsonObject
-from skyrl_train.utils.io import expand_path, fsync_folder, remove_leftovers, write_atomically
+from skyrl_train.utils.io import expand_path, remove_leftovers, write_atomically
 
 Phase = Literal["train", "eval"]
 _TRAJECTORIES_NAME = re.compile(r"(train|eval)_step_(\d+)\.jsonl")

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, Union
 
+from skyrl_gym.whole_folders import replacing
 from skyrl_train.errors import ConfigError
-from skyrl_train.utils.io import expand_path, is_cloud_path, replacing, write_atomically
+from skyrl_train.utils.io import expand_path, is_cloud_path, write_atomically
 
 if TYPE_CHECKING:
     from upath import UPath
@@ -198,9 +199,9 @@ class DraftFolder:
 def publishing(place: Place, seal: str) -> Iterator[DraftFolder]:
     """Yield a folder to write into, which replaces `place` when the block ends well.
 
-    On a file system nobody sees it before (`io.replacing`). In an object store files of other processes are there as
-    they write them; when the block ends, those of this one follow, `seal` as the last. A folder that is to be replaced
-    is deleted at the start.
+    On a file system nobody sees it before (`skyrl_gym.whole_folders`). In an object store files of other processes are
+    there as they write them; when the block ends, those of this one follow, `seal` as the last. A folder that is to be
+    replaced is deleted at the start.
 
     Args:
         seal: name of the file without which readers take the folder for absent; the block writes it.

@@ -15,8 +15,9 @@ from typing import BinaryIO
 
 import torch
 
+from skyrl_gym.whole_folders import put_in_place
 from skyrl_train.errors import WeightSyncError
-from skyrl_train.utils.io import put_in_place, write_atomically
+from skyrl_train.utils.io import write_atomically
 from skyrl_train.weight_sync.base import Place, WeightUpdateRequest
 from skyrl_train.weight_sync.payload import Payload, num_bytes_of
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_gym import whole_folders
 from skyrl_train import checkpoints
 from skyrl_train.checkpoints import (
     CheckpointStore,
@@ -17,7 +18,6 @@ from skyrl_train.checkpoints import (
 from skyrl_train.config import TrainerConfig
 from skyrl_train.errors import CheckpointError, ConfigError, WorkerError
 from skyrl_train.training_backends.checkpoint import WrittenFiles
-from skyrl_train.utils import io
 from skyrl_train.utils.io import FileRecord, sha256_of
 from skyrl_train.utils.storage import Place
 
@@ -97,7 +97,7 @@ def test_failure_at_any_stage_leaves_earlier_checkpoints_intact(
         elif stage == "content":
             patch.setattr(Path, "write_text", fail)
         else:
-            patch.setattr(checkpoints if stage == "sha256_of" else io, stage, fail)
+            patch.setattr(checkpoints if stage == "sha256_of" else whole_folders, stage, fail)
         expected = CheckpointError if isinstance(error, OSError) else KeyboardInterrupt
         with pytest.raises(expected) as raised:
             write(store, 2, content)

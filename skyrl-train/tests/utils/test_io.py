@@ -1,8 +1,6 @@
 import errno
 import os
 import resource
-import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.utils.io import expand_path, is_cloud_path, remove_leftovers, replacing, sha256_of, write_atomically
+from skyrl_train.utils.io import expand_path, is_cloud_path, remove_leftovers, sha256_of, write_atomically
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path: Path):
@@ -92,40 +90,3 @@ def test_a_cloud_path_where_a_folder_is_needed_is_an_error():
 def test_sha256_is_that_of_the_content(tmp_path: Path):
     (tmp_path / "empty").touch()
     assert sha256_of(tmp_path / "empty") == "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
-
-
-def replace_folder(place: Path, text: str) -> None:
-    with replacing(place) as folder:
-        (folder / "model").write_text(text)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a folder is replaced in two renames")
-def test_readers_always_find_a_folder_that_is_being_replaced(tmp_path: Path):
-    place = tmp_path / "export"
-    replace_folder(place, "0")
-    missing, is_over = [], threading.Event()
-
-    def read() -> None:
-        while not is_over.is_set():
-            try:
-                assert (place / "model").read_text().isdecimal()
-            except FileNotFoundError as error:
-                missing.append(error)
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    for number in range(200):
-        replace_folder(place, str(number))
-    is_over.set()
-    reader.join()
-    assert not missing
-    assert (place / "model").read_text() == "199"
-    assert os.listdir(tmp_path) == ["export"]
-
-
-def test_folder_is_replaced_where_the_system_exchanges_no_names(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(sys, "platform", "darwin")
-    replace_folder(tmp_path / "export", "old")
-    replace_folder(tmp_path / "export", "new")
-    assert (tmp_path / "export" / "model").read_text() == "new"
-    assert os.listdir(tmp_path) == ["export"]

@@ -11,13 +11,14 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from skyrl_gym.whole_folders import replacing
 from skyrl_train.algorithms.losses import PolicyLossRegistry
 from skyrl_train.orchestration.actor_group import ActorGroup
 from skyrl_train.training_backends.base import RankInfo
 from skyrl_train.training_backends.checkpoint import FileRecord
 from skyrl_train.training_backends.optimizer import move_optimizer_state
 from skyrl_train.training_batch import MicroBatch, TrainingInputBatch
-from skyrl_train.utils.io import replacing, sha256_of
+from skyrl_train.utils.io import sha256_of
 from skyrl_train.workers.policy_worker import PolicyWorker
 from skyrl_train.workers.worker import CriticWorker, RefWorker, Worker
 from skyrl_train_testing.rank_processes import ForkedRanks

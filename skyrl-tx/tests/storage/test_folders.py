@@ -11,8 +11,9 @@ from pathlib import Path
 import fsspec
 import pytest
 
+from skyrl_gym import whole_folders
 from tx.errors import ConfigError
-from tx.tinker.storage import files, remote
+from tx.tinker.storage import remote
 from tx.tinker.storage.folders import Folders
 
 RUN = "session_00aa:train:0"
@@ -150,7 +151,7 @@ def test_a_reader_always_finds_a_whole_folder(tmp_path: Path):
 
 
 def test_folders_are_replaced_even_if_names_cannot_be_swapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(files, "_RENAME_SWAP", 1 << 20)  # a flag that no kernel knows: EINVAL
+    monkeypatch.setattr(whole_folders, "_RENAME_SWAP", 1 << 20)  # a flag that no kernel knows: EINVAL
     folders = Folders(str(tmp_path / "base"), tmp_path / "cache")
     for text in ("a", "b"):
         write(folders, folders.place("x"), text)

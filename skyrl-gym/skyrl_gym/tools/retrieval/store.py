@@ -4,8 +4,7 @@ import contextlib
 import fcntl
 import gzip
 import json
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from skyrl_gym.tools.retrieval.corpus import CorpusError, Document, as_documents
 from skyrl_gym.tools.retrieval.documents import DocumentFile, Documents
 from skyrl_gym.tools.retrieval.ranking import Index
 from skyrl_gym.tools.retrieval.settings import BM25Settings, RetrievalSettings
+from skyrl_gym.whole_folders import replacing
 
 MANIFEST = "manifest.json"
 _FORMAT = 1
@@ -78,8 +78,9 @@ def build_index(settings: RetrievalSettings) -> Path:
         elif settings.corpus is None:
             raise IndexMismatchError(f"{folder} cannot be made anew without a corpus")
         else:
-            corpus = settings.corpus
-            _write_whole(folder, lambda place: _build(place, corpus, made_of, settings))
+            # Other processes that have the old index open keep reading it: its files live until they are closed.
+            with replacing(folder) as place:
+                _build(place, settings.corpus, made_of, settings)
     return folder
 
 
@@ -192,28 +193,6 @@ def _read_manifest(folder: Path) -> dict[str, Any] | None:
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise IndexMismatchError(f"{folder} is no index and not empty: name another index_path")
     return None
-
-
-def _write_whole(folder: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a temporary folder, and rename it into place when it is complete.
-
-    Who has the old one open keeps reading it: its files live until they are closed.
-    """
-    # Beside the folder, on the same file system: a rename there is atomic.
-    unfinished, old = folder.with_name(f".{folder.name}.unfinished"), folder.with_name(f".{folder.name}.old")
-    # Of a process that was killed here; the caller holds the lock, so nobody writes to them.
-    for leftover in (unfinished, old):
-        shutil.rmtree(leftover, ignore_errors=True)
-    unfinished.mkdir()
-    try:
-        write(unfinished)
-        # One rename cannot replace a folder that is not empty, so the old one is moved away first.
-        if folder.exists():
-            folder.rename(old)
-        unfinished.rename(folder)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
 
 
 @contextlib.contextmanager

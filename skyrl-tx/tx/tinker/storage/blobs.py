@@ -14,8 +14,9 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from skyrl_gym.whole_folders import fsync_folder
 from tx.errors import ConfigError
-from tx.tinker.storage.files import PARTIAL, sync_folder
+from tx.tinker.storage.files import PARTIAL
 
 _ID = re.compile(r"[0-9a-f]{32}")
 _OWNER = "owner"
@@ -41,7 +42,7 @@ class Blobs:
             self._partials.mkdir(parents=True, exist_ok=True)
             for shard in range(256):
                 (self._folder / f"{shard:02x}").mkdir(exist_ok=True)
-            sync_folder(self._folder)
+            fsync_folder(self._folder)
         except OSError as error:
             raise ConfigError(f"state_dir: payloads cannot be written to {self._folder}: {error}") from error
 
@@ -84,7 +85,7 @@ class Blobs:
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
-        sync_folder(self._path(blob).parent)
+        fsync_folder(self._path(blob).parent)
         return blob
 
     def get(self, blob: str) -> bytes:

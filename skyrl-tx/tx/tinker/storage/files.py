@@ -1,68 +1,15 @@
 """Files and folders that survive what kills the process or the machine. Knows paths, not what is in them."""
 
-import ctypes
-import errno
 import fcntl
 import os
 import secrets
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PARTIAL = ".partial"
 """Folder of what is being written or removed. What a dead process left in it is removed by `sweep`."""
-
-_CANNOT_SYNC_FOLDERS = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)
-_CANNOT_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
-_RENAME_SWAP = 2  # RENAME_EXCHANGE of Linux, RENAME_SWAP of macOS
-_AT_FDCWD = -100
-
-
-def sync_file(path: Path) -> None:
-    """Flush a file's bytes to disk, as protection against a power failure."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-
-
-def sync_folder(path: Path) -> None:
-    """Flush a folder's entries to disk, where the file system supports it."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in _CANNOT_SYNC_FOLDERS:
-            raise
-    finally:
-        os.close(descriptor)
-
-
-def sync_tree(folder: Path) -> None:
-    """Flush a folder and all its contents to disk."""
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            sync_file(Path(parent) / name)
-        sync_folder(Path(parent))
-
-
-def exchange(one: Path, other: Path) -> bool:
-    """Swap the names of two folders atomically.
-
-    Returns:
-        False where the system or the file system (NFS, say) cannot do that.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    first, second = os.fsencode(one), os.fsencode(other)
-    if sys.platform == "darwin":
-        failed = libc.renamex_np(first, second, _RENAME_SWAP)
-    elif hasattr(libc, "renameat2"):
-        failed = libc.renameat2(_AT_FDCWD, first, _AT_FDCWD, second, _RENAME_SWAP)
-    else:
-        return False
-    if failed and (number := ctypes.get_errno()) not in _CANNOT_EXCHANGE:
-        raise OSError(number, os.strerror(number), str(one), None, str(other))
-    return not failed
 
 
 @contextmanager

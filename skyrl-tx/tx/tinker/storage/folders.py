@@ -1,8 +1,8 @@
 """Atomic checkpoint folders: local, or fsspec URLs (`s3://`, `gs://`).
 
 Local: a folder is filled under `BASE/.partial`, put on the disk, and renamed to its place. Where one stands already the
-two swap names in one step of the file system (`files.exchange`), so at every moment a whole one is there; on file
-systems that cannot swap (NFS) the old one goes a moment before the new one comes.
+two swap names in one step of the file system (`whole_folders.exchange`), so at every moment a whole one is there; on
+file systems that cannot swap (NFS) the old one goes a moment before the new one comes.
 
 Remote: files first, then the manifest, which names them with sizes and hashes; without a manifest nothing is there.
 Files that replace others have keys of their own, so that the old manifest stays true until the new one takes its place.
@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from skyrl_gym.whole_folders import exchange, fsync_folder, sync_tree
 from tx.errors import ConfigError
-from tx.tinker.storage.files import PARTIAL, exchange, remove_tree, scratch_folder, sweep, sync_folder, sync_tree
+from tx.tinker.storage.files import PARTIAL, remove_tree, scratch_folder, sweep
 from tx.tinker.storage.remote import RemoteFolders
 
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:@-]{0,254}")
@@ -137,7 +138,7 @@ class Folders:
             remove_tree(place, self._partials)
             scratch.rename(place)
         for parent in place.parents:  # of which some may be new
-            sync_folder(parent)
+            fsync_folder(parent)
             if str(parent) == self.base:
                 break
 
