@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 MARKERS = {"process", "slow", "full", "gpu", "network"}
 STARTERS = {"ServerProcess", "EngineProcess", "ProcessRanks", "RayRanks", "initialize_ray", "RayWorkerGroup"}
-STARTERS |= {"ray_cpu", "ask_in_a_process"}
+STARTERS |= {"ray_cpu", "ask_in_a_process", "vllm_server"}
 """Names that start processes which import torch: a test that reaches one of them needs a marker."""
 TEST_FILES = sorted(
     file

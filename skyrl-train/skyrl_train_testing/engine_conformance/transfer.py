@@ -1,7 +1,6 @@
 """Weights into an engine by the trainer's own sender, and transfers that go wrong on purpose."""
 
 import asyncio
-import socket
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 
+from skyrl_train.distributed.process_group import free_port
 from skyrl_train.inference_engines.base import InferenceEngineInterface
 from skyrl_train.weight_sync.base import Encoding, Transport, WeightReport, WeightUpdateRequest
 from skyrl_train.weight_sync.payload import in_buckets
@@ -99,7 +99,7 @@ class WeightPath:
                 [await self._engine.describe()],
                 backend="gloo",
                 master_address="127.0.0.1",
-                master_port=_free_port(),
+                master_port=free_port(),
                 directory=str(self._directory),
                 verification="sampled",
             )
@@ -137,9 +137,3 @@ class WeightPath:
             return sender.send(buckets, version)
         sender.stage(buckets, version)
         return sender.send(None, version)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

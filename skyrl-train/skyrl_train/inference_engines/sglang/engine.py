@@ -2,6 +2,7 @@
 
 import contextlib
 import platform
+import sys
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -12,8 +13,8 @@ from transformers import AutoTokenizer
 from skyrl_train.errors import ConfigError
 from skyrl_train.inference_engines.engine_settings import EngineSettings
 from skyrl_train.inference_engines.remote.server import RemoteInferenceEngine
+from skyrl_train.inference_engines.server_child import ServerChild
 from skyrl_train.inference_engines.sglang.arguments import command_line, server_arguments
-from skyrl_train.inference_engines.sglang.child import ServerChild
 from skyrl_train.inference_engines.sglang.orders import LocalSGLangProtocol
 
 
@@ -51,14 +52,13 @@ class SGLangInferenceEngine(RemoteInferenceEngine):
         with contextlib.ExitStack() as undo:  # of what was begun, if something fails
             undo.callback(self._folder.cleanup)
             self._child = ServerChild(
-                command_line(arguments),
+                "the SGLang server",
+                [sys.executable, "-m", "sglang.launch_server", *command_line(arguments), "--host", "127.0.0.1"],
                 folder / "server.log",
-                environment={"SGLANG_USE_CPU_ENGINE": "1"} if start.device == "cpu" else {},
-                ready_path="/ready",
-                timeout_seconds=start_timeout_seconds,
-                timeout_setting="generator.engine_start_timeout_seconds",
+                {"SGLANG_USE_CPU_ENGINE": "1"} if start.device == "cpu" else {},
             )
             undo.callback(self._child.end)
+            self._child.wait_until_ready("/ready", start_timeout_seconds, "generator.engine_start_timeout_seconds")
             super().__init__(
                 self._child.url,
                 model_path,

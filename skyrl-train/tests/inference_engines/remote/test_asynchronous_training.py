@@ -56,7 +56,7 @@ def settings(model: str, folder: Path, generator: dict[str, Any], launcher: str)
 
 
 class DifferentCharacters(BaseTextEnv):
-    """Rewards the share of different characters in an answer."""
+    """Environment whose reward is the share of different characters in a response."""
 
     def __init__(self, env_config: Any = None, extras: Any = None):
         super().__init__()
@@ -113,14 +113,10 @@ def test_a_vllm_engine_of_the_run_is_trained_asynchronously(model: str, tmp_path
 @pytest.mark.full  # a server and a run beside another file's server: minutes on two cores
 def test_a_vllm_server_is_trained_asynchronously(model: str, tmp_path: Path):
     (tmp_path / "key").write_text(f"{KEY}\n")
-    server = vllm_server(model, tmp_path / "server.log", tmp_path / "key")
-    try:
-        server.wait()
+    with vllm_server(model, tmp_path / "server.log", tmp_path / "key") as server:
         remote = {
             "run_engines_locally": False,
             "remote_inference_engine_urls": [f"127.0.0.1:{server.port}"],
             "remote_inference_engine_api_key_file": str(tmp_path / "key"),
         }
         expect_a_sound_run(settings(model, tmp_path, remote, "inline"))
-    finally:
-        server.end()

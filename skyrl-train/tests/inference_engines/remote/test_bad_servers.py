@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from fastapi.responses import JSONResponse
 from pretenders import forever, like_vllm, serving, something_else, spelled
-from server_process import free_port
 from transformers import AutoTokenizer
 
+from skyrl_train.distributed.process_group import free_port
 from skyrl_train.errors import ConfigError, UnsupportedByEngine, WorkerError
 from skyrl_train.inference_engines.base import InferenceEngineInput
 from skyrl_train.inference_engines.remote.check import check_server

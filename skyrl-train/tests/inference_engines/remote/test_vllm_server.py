@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 import torch
 from pydantic import SecretStr
-from server_process import KEY, ServerProcess
+from server_process import KEY
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skyrl_train.errors import ConfigError, UnsupportedByEngine
@@ -19,6 +19,7 @@ from skyrl_train.inference_engines.base import InferenceEngineInput
 from skyrl_train.inference_engines.remote.check import check_server
 from skyrl_train.inference_engines.remote.handles import RemoteEngines
 from skyrl_train.inference_engines.remote.server import RemoteInferenceEngine
+from skyrl_train.inference_engines.server_child import ServerChild
 from skyrl_train.weight_sync.payload import in_buckets
 from skyrl_train.weight_sync.plan import Route, init_infos_for
 from skyrl_train.weight_sync.sender import WeightSender
@@ -31,7 +32,7 @@ WAYS = (("shared_memory", "full"), ("broadcast", "full"), ("checkpoint", "full")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine(vllm: ServerProcess, served_model: str) -> AsyncIterator[RemoteInferenceEngine]:
+async def engine(vllm: ServerChild, served_model: str) -> AsyncIterator[RemoteInferenceEngine]:
     tokenizer = AutoTokenizer.from_pretrained(served_model)
     engine = RemoteInferenceEngine(
         f"127.0.0.1:{vllm.port}",
@@ -60,7 +61,7 @@ async def test_the_server_describes_itself(engine: RemoteInferenceEngine, served
         await engine.sleep()
 
 
-async def test_the_server_is_closed_to_whoever_lacks_the_key(vllm: ServerProcess, served_model: str) -> None:
+async def test_the_server_is_closed_to_whoever_lacks_the_key(vllm: ServerChild, served_model: str) -> None:
     """Runs first of all that load the server; the other tests show that the key opens it."""
     calls = [("/collective_rpc", {"method": "list_loras"}), ("/sleep", {}), ("/pause", {}), ("/v1/completions", {})]
     async with httpx.AsyncClient(base_url=vllm.url) as stranger:
@@ -70,10 +71,11 @@ async def test_the_server_is_closed_to_whoever_lacks_the_key(vllm: ServerProcess
         assert (await stranger.get("/health")).status_code == 200
     with pytest.raises(ConfigError, match=r"asks for a key.* generator.remote_inference_engine_api_key_file"):
         RemoteInferenceEngine(vllm.url, served_model)
-    [listening] = {c.laddr.ip for c in psutil.Process(vllm.process.pid).net_connections() if c.laddr.port == vllm.port}
+    [served] = psutil.Process(vllm.pid).children()  # of the guard
+    [listening] = {c.laddr.ip for c in served.net_connections() if c.laddr.port == vllm.port}
     assert listening == "127.0.0.1"
     assert KEY not in vllm.log_file.read_text()
-    assert not any(KEY in word for word in psutil.Process(vllm.process.pid).cmdline())
+    assert not any(KEY in word for word in served.cmdline())
 
 
 async def test_the_server_is_the_one_for_its_model_and_not_for_another(
