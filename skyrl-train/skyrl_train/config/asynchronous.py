@@ -27,10 +27,11 @@ class FullyAsyncConfig(BaseConfig):
     """Groups of a step: the M that finished first, the M finished ones that come first in the data, or the next M of
     the data, for which the trainer waits. Only `exact` takes the prompts of synchronous training in each step."""
 
-    on_stale: Literal["drop", "regenerate", "mask"] = "mask"
-    """Treatment of a group that became older than S, with an `order` that admits such. `drop` generates it anew at the
-    end of its epoch, `regenerate` at once; the second time, the trainer waits for it, so that every prompt is trained
-    equally often. `mask` trains it without its tokens that are older."""
+    on_stale: Literal["drop", "regenerate", "mask"] = "regenerate"
+    """Treatment of a group that became older than S, with an `order` that admits such. `regenerate` generates it anew
+    at once, `drop` at the end of its epoch; the second time, the trainer waits for it, so that every prompt is trained
+    equally often. `mask` trains it without its tokens that are older: of groups with long answers mostly none, which
+    is a bias towards short answers."""
 
     sample_full_batch: bool = False
     """Leave out groups whose samples have the same reward and fill the step with others. Needs

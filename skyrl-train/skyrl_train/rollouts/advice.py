@@ -18,6 +18,9 @@ _SAMPLE_SIZE = "policy/rollout_train_ess"
 _MIN_SAMPLE_SIZE = 0.9
 """Effective sample size below which runs with a correction learned less (docs/asynchronous.md)."""
 
+_MAX_STALE = 0.05
+"""Share of generated tokens that are masked as too old, mostly those of long answers, above which a warning is due."""
+
 
 class Adviser:
     """Throughput statistics of recent steps, and advice on settings that would make them faster.
@@ -30,14 +33,19 @@ class Adviser:
         self._limits = limits
         self._groups: deque[float] = deque(maxlen=INTERVAL * limits.groups_per_step)
         self._steps: deque[tuple[float, float]] = deque(maxlen=INTERVAL)
+        self._stale: deque[float] = deque(maxlen=INTERVAL)
 
-    def measured(self, groups: list[FinishedGroup], step_seconds: float, sync_seconds: float) -> None:
+    def measured(
+        self, groups: list[FinishedGroup], step_seconds: float, sync_seconds: float, stale_token_share: float
+    ) -> None:
         """Note a training step.
 
         Args:
             groups: that it trained.
             step_seconds: of the step without waiting for groups and without the weight sync.
+            stale_token_share: of the tokens of these groups, those that are not trained as they are too old.
         """
+        self._stale.append(stale_token_share)
         self._groups.extend(group.seconds for group in groups)
         self._steps.append((step_seconds, sync_seconds))
 
@@ -62,14 +70,23 @@ class Adviser:
         Args:
             metrics: of the step (`pool_metrics`, of the mismatch with the engines), with those of `predicted`.
         """
+        return "; before that: ".join([self._of_throughput(metrics), *self._warnings(metrics)])
+
+    def _warnings(self, metrics: Mapping[str, float | None]) -> list[str]:
+        warnings = []
+        stale = sum(self._stale) / len(self._stale)
+        if stale > _MAX_STALE:
+            warnings.append(
+                f"{stale:.0%} of the generated tokens are too old and not trained (trainer.fully_async.on_stale=mask), "
+                "mostly those of long answers: set on_stale=regenerate or order=exact, or raise max_staleness_steps"
+            )
         sample_size = metrics.get(_SAMPLE_SIZE)
-        if self._limits.max_staleness_steps == 0 or sample_size is None or sample_size >= _MIN_SAMPLE_SIZE:
-            return self._of_throughput(metrics)
-        return self._of_throughput(metrics) + (
-            f"; before that: {_SAMPLE_SIZE}={sample_size:.2f} says that the policy has left the one that generated, "
-            "which can cost reward: lower trainer.fully_async.max_staleness_steps, the learning rate or the updates of "
-            "a step"
-        )
+        if self._limits.max_staleness_steps and sample_size is not None and sample_size < _MIN_SAMPLE_SIZE:
+            warnings.append(
+                f"{_SAMPLE_SIZE}={sample_size:.2f} says that the policy has left the one that generated, which can "
+                "cost reward: lower trainer.fully_async.max_staleness_steps, the learning rate or the updates of a step"
+            )
+        return warnings
 
     def _of_throughput(self, metrics: Mapping[str, float | None]) -> str:
         names = ("trainer_utilisation", "slot_utilisation", "predicted_trainer_utilisation")

@@ -10,7 +10,7 @@ from skyrl_train.rollouts.schedule import ScheduleLimits
 from skyrl_train.rollouts.types import TrajectoryGroup
 
 
-def adviser(max_running: int, group_seconds: float, step_seconds: float) -> Adviser:
+def adviser(max_running: int, group_seconds: float, step_seconds: float, stale: float = 0.0) -> Adviser:
     limits = ScheduleLimits(
         groups_per_step=2, max_staleness_steps=2, max_running=max_running, groups_per_epoch=200, total_steps=100
     )
@@ -19,7 +19,7 @@ def adviser(max_running: int, group_seconds: float, step_seconds: float) -> Advi
         FinishedGroup(ticket=i, group=TrajectoryGroup("a", []), metrics={}, version=0, seconds=group_seconds)
         for i in range(2)
     ]
-    adviser.measured(groups, step_seconds, sync_seconds=0.0)
+    adviser.measured(groups, step_seconds, sync_seconds=0.0, stale_token_share=stale)
     return adviser
 
 
@@ -60,3 +60,14 @@ def test_advice_warns_of_a_policy_that_has_left_the_one_that_generated(sample_si
     metrics["policy/rollout_train_ess"] = sample_size
     advice = adviser(6, 1.0, 1.0).advice(metrics)
     assert ("lower trainer.fully_async.max_staleness_steps, the learning rate" in advice) == is_warned
+
+
+@pytest.mark.parametrize(("shares", "warning"), [([0.0, 0.08], None), ([0.04, 0.08], "6% of the generated tokens")])
+def test_advice_warns_of_tokens_that_are_too_old_to_be_trained(shares: list[float], warning: str | None):
+    """The mean over the last steps decides, not the last step alone."""
+    one = adviser(6, 1.0, 1.0, stale=shares[0])
+    one.measured([], 1.0, 0.0, stale_token_share=shares[1])
+    metrics = {f"async/{name}": 1.0 for name in ("trainer_utilisation", "slot_utilisation")}
+    advice = one.advice(metrics | {"async/predicted_trainer_utilisation": 1.0})
+    assert ("set on_stale=regenerate or order=exact" in advice) == (warning is not None)
+    assert warning is None or warning in advice

@@ -78,6 +78,18 @@ def trained_samples(cfg: SkyRLConfig) -> Counter[tuple[str, int]]:
     )
 
 
+def trained_tokens(cfg: SkyRLConfig) -> Counter[tuple[str, int]]:
+    """Number of steps that trained at least one token of each sample of each prompt: masked rows do not count."""
+    folder = RunFolder(cfg.trainer.run_dir)
+    return Counter(
+        (row["uid"].partition("#")[0], row["sample"])
+        for file in folder.trajectory_files()
+        if file.phase == "train"
+        for row in folder.read_trajectories(file.step, file.phase)
+        if any(row["tokens"]["loss_mask"])
+    )
+
+
 def trained_ages(cfg: SkyRLConfig) -> set[int]:
     """Ages in steps of all tokens that the run trained on."""
     folder, ages = RunFolder(cfg.trainer.run_dir), set[int]()
@@ -89,7 +101,7 @@ def trained_ages(cfg: SkyRLConfig) -> set[int]:
 
 
 class Uneven(BaseTextEnv):
-    """Takes its time, ten times as long for some prompts; its grader raises for another one."""
+    """Slow environment, ten times as slow for some prompts, whose grader raises for another one."""
 
     def __init__(self, env_config: Any = None, extras: Any = None):
         super().__init__()
