@@ -188,3 +188,44 @@ def test_export_holds_the_float32_weights(bf16: bool, chat_model: str, tmp_path:
     for name, weight in exported.named_parameters():
         assert torch.equal(weight, outcome.weights[name]), name
     assert not torch.equal(exported.model.norm.weight, exported.model.norm.weight.bfloat16())
+
+
+def copying_moves(patch: pytest.MonkeyPatch) -> None:
+    """Make moves to the CPU copy, as those from a GPU do: on a CPU they hand back the same memory."""
+    patch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)
+    patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    patch.setattr(torch.Tensor, "to", lambda tensor, _device: tensor.clone())
+
+
+@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.parametrize("bf16", [False, True])
+def test_state_that_leaves_its_device_comes_back_with_the_same_bits(
+    bf16: bool, tiny_model: str, monkeypatch: pytest.MonkeyPatch
+):
+    cfg = settings_of(tiny_model, {"strategy": "megatron", "bf16": bf16})
+    backend = TrainingBackendRegistry.get("megatron")(cfg, "policy", NUM_STEPS)
+    backend.join(RankInfo())
+    outcomes = []
+    for leaves in (False, True):
+        backend.load_model()
+        take_step(backend, backend_batch())
+        if leaves:
+            optimizer = backend.optimizer
+            parts = optimizer.shards.optimizer.chained_optimizers
+            moments = [state["exp_avg"] for part in parts for state in part.optimizer.state.values()]
+            assert moments
+            with monkeypatch.context() as patch:
+                copying_moves(patch)
+                optimizer.offload(with_state=True)
+                buffers = optimizer.model.buffers
+                assert [data.untyped_storage().size() for b in buffers for data in (b.param_data, b.grad_data)] == [
+                    0,
+                    0,
+                ]
+                optimizer.onload(backend.device)
+            for moment in moments:
+                moment.fill_(torch.nan)  # what is left behind is not read again
+        outcomes.append(take_step(backend, backend_batch()))
+    stayed, moved = outcomes
+    assert moved.step == stayed.step
+    assert all(torch.equal(moved.weights[name], weight) for name, weight in stayed.weights.items())
