@@ -318,13 +318,12 @@ def field_docstrings(module: Module) -> Iterator[tuple[ast.AnnAssign | ast.Assig
                 yield statement, text.strip()
 
 
-def is_for_models(node: ast.AST, around: tuple[Definition, ...]) -> bool:
+def is_for_models(node: ast.AST) -> bool:
     """Return True if the docstring describes a tool to a model: that is a prompt."""
     if not isinstance(node, FUNCTION):
         return False
-    bases = around[-1].bases if around and isinstance(around[-1], ast.ClassDef) else []
     is_tool = any("tool" in ast.unparse(decorator) for decorator in node.decorator_list)
-    return is_tool or (node.name == "run" and any("Tool" in ast.unparse(base) for base in bases))
+    return is_tool or (node.name == "run" and "ToolContext" in ast.unparse(node.args))
 
 
 def count_texts(modules: list[Module], figures: Figures) -> None:
@@ -332,13 +331,14 @@ def count_texts(modules: list[Module], figures: Figures) -> None:
     for module in modules:
         for statement, docstring in field_docstrings(module):
             figures.field_docstrings += 1
-            is_bool = isinstance(statement, ast.AnnAssign) and ast.unparse(statement.annotation) == "bool"
+            annotation = ast.unparse(statement.annotation) if isinstance(statement, ast.AnnAssign) else ""
+            is_bool = annotation in ("bool", "ClassVar[bool]")
             place = f"{module.place(statement)} {docstring.splitlines()[0]}"
             if opens_with_function_word(docstring, is_bool):
                 figures.field_openings.append(place)
             if THIRD_PERSON.match(docstring):
                 figures.third_person.append(place)
-        for node, around in [(module.tree, ()), *module.definitions]:
+        for node in (module.tree, *(node for node, _ in module.definitions)):
             if isinstance(node, FUNCTION) and node.name.startswith("test_"):
                 figures.test_names += 1
                 if node.name.split("_")[1] in FUNCTION_WORDS:
@@ -348,13 +348,13 @@ def count_texts(modules: list[Module], figures: Figures) -> None:
                 place = f"{module.place(node)} {docstring.splitlines()[0]}"
                 if opens_with_function_word(docstring, is_bool_property(node)):
                     figures.openings.append(place)
-                if THIRD_PERSON.match(docstring) and not is_for_models(node, around):
+                if THIRD_PERSON.match(docstring) and not is_for_models(node):
                     figures.third_person.append(place)
 
 
 def opens_with_function_word(docstring: str, is_bool: bool) -> bool:
     """Check the first word of a docstring. `whether` may open that of a bool."""
-    opening = (re.match(r"[A-Za-z]+", docstring) or [""])[0].lower()
+    opening = (re.match(r"[A-Za-z]+(?![A-Za-z-])", docstring) or [""])[0].lower()  # "On-policy …" is a noun
     return opening in FUNCTION_WORDS and not (opening == "whether" and is_bool)
 
 

@@ -1,4 +1,4 @@
-"""Goals for the language and shape of the source, measured by `dev/metrics.py`; ceilings are in `language.toml`."""
+"""Goals for language and shape of source, tests and examples, measured by `dev/metrics.py`; ceilings: `language.toml`."""
 
 import importlib.util
 import subprocess
@@ -34,6 +34,20 @@ def test_package_meets_goal_or_keeps_ceiling(measured, package, name):
     assert count <= ceiling, f"{package}: {limit.row}: {count} places, at most {ceiling}; see metrics.py --list {name}"
 
 
+@pytest.fixture(scope="module")
+def measured_texts():
+    return {name: metrics.measure_texts(name) for name in metrics.TEXT_TREES}
+
+
+@pytest.mark.parametrize("name", metrics.TEXT_LIMITS)
+@pytest.mark.parametrize("tree", metrics.TEXT_TREES)
+def test_texts_of_tests_examples_and_kits_meet_goals(measured_texts, tree, name):
+    limit, figures = metrics.TEXT_LIMITS[name], measured_texts[tree]
+    places = metrics.LISTS[name](figures)
+    few = len(places) <= 2  # of a tree with few docstrings these are more than the goal
+    assert few or limit.is_met(figures), f"{tree}: {limit.row}: at most {limit.goal}\n" + "\n".join(places)
+
+
 def test_table_and_json_are_printed_without_imports_of_packages():
     command = [sys.executable, "-S", str(PATH), "--json"]  # -S: packages cannot be imported
     output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
@@ -52,6 +66,10 @@ def test_table_and_json_are_printed_without_imports_of_packages():
         ("def f(): ...\n", "documented"),
         ("import p.a\n", "modules"),
         ("def f(a) -> int: ...\n", "typed"),
+        ('class A:\n    x: int = 0\n    """Of an answer."""\n', "fields"),
+        ('LIMIT = 1\n"""What is longer is cut."""\n', "fields"),
+        ('def f() -> None:\n    """Puts the rows in order."""\n', "third"),
+        ("def test_what_is_late_is_dropped(): ...\n", "names"),
     ],
 )
 def test_place_is_found(tmp_path, monkeypatch, source, name):
@@ -70,6 +88,12 @@ def test_place_is_found(tmp_path, monkeypatch, source, name):
         ("def _f(): ...\n", "documented"),
         ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import p.a\n", "modules"),
         ("def f(a: int) -> int: ...\n", "typed"),
+        ('class A:\n    x: int = 0\n    """Number of answers."""\n', "fields"),
+        ('class A:\n    x: bool = False\n    """Whether it is late."""\n', "fields"),
+        ('def f() -> None:\n    """Settings of the model."""\n', "third"),
+        ('def f() -> None:\n    """Process the rows."""\n', "third"),
+        ('class A:\n    def run(self, context: ToolContext) -> str:\n        """Runs a program."""\n', "third"),
+        ("def test_late_groups_are_dropped(): ...\n", "names"),
     ],
 )
 def test_place_is_not_counted(tmp_path, monkeypatch, source, name):

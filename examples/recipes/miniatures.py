@@ -30,7 +30,7 @@ IMAGES = REPOSITORY / "docs" / "images"
 
 Messages = list[dict[str, str]]
 Metrics = list[dict[str, Any]]
-"""Of each step, in order: what `metrics.jsonl` of a run holds."""
+"""Metrics of each step, in order: the content of a run's `metrics.jsonl`."""
 
 SIZES = [
     "trainer.placement.launcher=inline",

@@ -250,7 +250,7 @@ def test_integrals_are_judged_in_bounded_time_whatever_their_form():
 
 @pytest.mark.full
 def test_a_generator_that_gives_up_is_asked_for_another_entry():
-    """About every second board of knight_swap at this level has no puzzle that is short enough."""
+    """Every second board of knight_swap at this level (about) has no puzzle that is short enough."""
     requests = [EntryRequest("knight_swap", 3, index, config_at("knight_swap", 1)) for index in range(2)]
     assert all(entry["answer"] for entry in generate(requests))
 

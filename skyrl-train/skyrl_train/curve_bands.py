@@ -79,7 +79,7 @@ class CurveWatch:
         self._bands = expected.bands
         self._origin = f"{expected.name}: {expected.source}"
         self._outside: dict[str, list[tuple[int, str]]] = {band.metric: [] for band in expected.bands}
-        """By metric: step and side ("below", "above") of the latest consecutive values outside of the band."""
+        """Latest consecutive values outside of the band by metric: step and side ("below", "above") of each."""
 
     def replay(self, rows: Iterable[JsonObject]) -> None:
         """Restore the state from the metrics of earlier steps: a resumed run warns as an uninterrupted one."""

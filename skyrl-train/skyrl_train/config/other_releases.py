@@ -14,10 +14,10 @@ from skyrl_train.errors import ConfigError
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a setting is refused."""
+    """Refusal of a setting known from other releases."""
 
     reason: str
-    """What is done instead, or not built, and what to use."""
+    """Reason for the refusal: what is done instead, or is not implemented, and what to use."""
 
     accepted: tuple[object, ...] | None = ()
     """Values that ask for what is done anyway. None: every value does."""

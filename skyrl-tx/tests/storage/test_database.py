@@ -88,7 +88,7 @@ async def test_another_schema_is_refused(tmp_path: Path, found: int, says: str):
 
 
 def test_a_change_of_the_tables_has_a_new_version():
-    """On failure: raise SCHEMA_VERSION if the last one has users, and write the new fingerprint here."""
+    """If this fails: raise SCHEMA_VERSION if the last version has users, and write the new fingerprint here."""
     from hashlib import sha256
 
     from sqlalchemy.dialects import sqlite

@@ -22,7 +22,7 @@ class LoraSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     rank: int = 32
     seed: int = 0
-    """Of A; B begins at zero, so a new adapter changes nothing."""
+    """Random seed of A; B starts at zero, so a new adapter changes nothing."""
     train_attn: bool = True
     train_mlp: bool = True
     train_unembed: bool = True

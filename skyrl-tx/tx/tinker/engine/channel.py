@@ -56,7 +56,7 @@ class ApiChannel:
         return cls(socket, f"ipc://{path}", temporary)
 
     async def send(self, message: FromApi) -> None:
-        """Hands it over; never waits for the engine, which may not have started yet."""
+        """Queue a message for the engine, which may not have started yet. Does not wait for it."""
         self._socket.send_multipart(_frames(message), copy=False)  # its future would wait for the other side
 
     def __aiter__(self) -> AsyncIterator[FromEngine]:
