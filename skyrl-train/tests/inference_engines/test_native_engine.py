@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 from native_runs import PROMPT, batch, engine_of
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from skyrl_train.config import SkyRLConfig
 from skyrl_train.errors import ConfigError, WeightSyncError, WorkerError
+from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train.inference_engines.native.requests import EngineSamplingParams, Request
 from skyrl_train.weight_sync.base import WeightUpdateRequest
@@ -140,6 +142,46 @@ async def test_no_token_is_generated_by_half_updated_weights(tiny_models, tmp_pa
         answer = await running
         assert answer["response_ids"][0][:old] == before["response_ids"][0][:old]
         assert (await late)["weight_versions"] == [[3, 3, 3]]
+
+
+def reference_log_probs(path: str, weights: dict[str, torch.Tensor], response: list[int]) -> torch.Tensor:
+    """Compute log-probs [len(response)] of a response to PROMPT by transformers; `weights` replace its own."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model.load_state_dict(weights, strict=False)
+    with torch.no_grad():
+        logits = model(torch.tensor([PROMPT + response])).logits[0, len(PROMPT) - 1 : -1]
+    return torch.log_softmax(logits, -1).gather(-1, torch.tensor(response)[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("kv_after_sync", ["keep", "clear", "recompute"])
+async def test_log_probs_after_a_sync_are_of_their_version_only_with_recomputed_keys_and_values(
+    tiny_models, tmp_path, kv_after_sync: str
+):
+    """One answer over a sync of weights that differ, by the steps of a weight publisher with this setting."""
+    model, weights = tiny_models("qwen3"), other_weights(tiny_models("qwen3"))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    async with engine_of(model) as engine, way_to(engine, tmp_path) as path:
+        client = InferenceEngineClient([engine], tokenizer, SkyRLConfig())
+        running = asyncio.create_task(client.generate(batch(PROMPT, seed=3, logprobs=0, **LONG)))
+        await until_running(engine)
+        await client.pause_generation("abort" if kv_after_sync == "recompute" else "keep")
+        await path.send(weights, 1)
+        if kv_after_sync != "keep":
+            await client.reset_prefix_cache()
+        await client.resume_generation()
+        answer = await running
+    [response], [versions], log_probs = answer["response_ids"], answer["weight_versions"], answer["response_logprobs"]
+    assert log_probs is not None and len(response) == 200 and versions == sorted(versions)
+    num_old = versions.count(0)
+    assert 3 <= num_old < 200
+    reported = torch.tensor(log_probs[0])
+    old, new = reference_log_probs(model, {}, response), reference_log_probs(model, weights, response)
+    assert float((reported - old)[:num_old].abs().max()) < 1e-4
+    gap = float((reported - new)[num_old:].abs().max())
+    if kv_after_sync == "recompute":
+        assert gap < 1e-4
+    else:  # behind keys and values of the weights before, neither of the one version nor of the other
+        assert gap > 0.01 and float((reported - old)[num_old:].abs().max()) > 0.01
 
 
 async def test_weights_without_a_connection_are_refused(tiny_models):
