@@ -1,4 +1,4 @@
-"""Goals for language and shape of source, tests and examples, measured by `dev/metrics.py`; ceilings: `language.toml`."""
+"""Goals for language and shape of source, tests and examples (`dev/metrics.py`); ceilings are in `language.toml`."""
 
 import importlib.util
 import subprocess
