@@ -50,9 +50,9 @@ class Mix:
         return sum(self.means) / self.means[1]
 
     def draw(self, seed: int, count: int) -> list[list[float]]:
-        dice = random.Random(seed)
+        generator = random.Random(seed)
         pairs = list(zip(self.medians, self.sigmas, strict=True))
-        return [[dice.lognormvariate(math.log(median), sigma) for median, sigma in pairs] for _ in range(count)]
+        return [[generator.lognormvariate(math.log(median), sigma) for median, sigma in pairs] for _ in range(count)]
 
 
 def of_means(name: str, means: tuple[float, float, float], sigmas: tuple[float, float, float]) -> Mix:

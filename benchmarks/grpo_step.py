@@ -101,9 +101,9 @@ def make_model(folder: Path) -> None:
 
 def make_prompts(count: int) -> list[dict[str, Any]]:
     """Rows of a dataset whose prompts are exactly `PROMPT_TOKENS` long under the chat template."""
-    dice = random.Random(0)
+    random_generator = random.Random(0)
     length = PROMPT_TOKENS - NUM_TEMPLATE_TOKENS
-    texts = [" ".join(f"w{dice.randrange(400)}" for _ in range(length)) for _ in range(count)]
+    texts = [" ".join(f"w{random_generator.randrange(400)}" for _ in range(length)) for _ in range(count)]
     return [{"prompt": [{"role": "user", "content": text}]} for text in texts]
 
 

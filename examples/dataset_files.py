@@ -39,7 +39,7 @@ __all__ = ["MakeRow", "Problem", "Row", "build", "first", "hold_out", "make_pars
 Problems = dict[str, Sequence[Problem]]
 """Problems by split: `train` and `test`. Those of the hub are read lazily."""
 Clean = Callable[[list[Row]], list[Row]]
-"""Choose among all rows of a split, where a row's fate depends on others."""
+"""Function that filters all rows of a split together, for conditions that depend on other rows."""
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
 SPLIT_NAMES = {"train": "train", "test": "test", "dev": "test", "valid": "test"}

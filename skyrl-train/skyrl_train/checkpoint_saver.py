@@ -139,7 +139,7 @@ async def _in_thread(context: AbstractContextManager[T]) -> AsyncIterator[T]:
     value = await asyncio.to_thread(context.__enter__)
     try:
         yield value
-    except BaseException as error:  # the context decides what becomes of it
+    except BaseException as error:  # handled where the context ends
         # Not in a thread: a task that is cancelled must not wait again.
         if not context.__exit__(type(error), error, error.__traceback__):
             raise

@@ -242,7 +242,7 @@ class Checkpoint:
 
     @contextmanager
     def naming_remedy(self) -> Iterator[None]:
-        """Add the way out to the error of a file that was downloaded and found damaged."""
+        """Add the remedy to the error of a downloaded file that is damaged."""
         try:
             yield
         except (CheckpointError, OSError) as error:

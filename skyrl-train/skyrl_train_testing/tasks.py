@@ -99,7 +99,7 @@ class Sort(Copy):
 @dataclass(frozen=True)
 class ToolUse:
     """Two turns: ask the right one of two tools, then repeat what it showed. The tool's words stand in the middle of
-    the response, and are nobody's to learn: one of them depends on the tool asked, so that guessing does not help."""
+    the response, and are not trained on: one of them depends on the tool asked, so that guessing does not help."""
 
     name: ClassVar[str] = "tool use"
     num_words: int = 9

@@ -154,7 +154,7 @@ def _loaded_anew(wire: Wire, path: str) -> httpx.Response:
 
 @check
 def stalled_uploads(server: ServerUnderTest) -> None:
-    """uploads of another tenant that stall are in nobody's way: heartbeats and passes are answered meanwhile"""
+    """stalled uploads of one tenant do not block others: heartbeats and passes are answered meanwhile"""
     other, wire = stranger(server), server.wire
     session, model = wire.session(), server.model()
     begun, may_end = threading.Semaphore(0), threading.Event()

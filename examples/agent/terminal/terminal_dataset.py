@@ -24,10 +24,12 @@ from skyrl_agent.tasks.terminal_rows import nl2bash_row
 
 def made_rows(count: int = 32) -> list[Problem]:
     """Questions about a small tree of log files, and changes to it; the same every time."""
-    dice = random.Random(0)
+    generator = random.Random(0)
     rows = []
     for number in range(count):
-        days = {f"logs/day{day}.log": [dice.choice(["ok", "error", "slow"]) for _ in range(20)] for day in range(5)}
+        days = {
+            f"logs/day{day}.log": [generator.choice(["ok", "error", "slow"]) for _ in range(20)] for day in range(5)
+        }
         files = {path: "".join(f"{n} {word}\n" for n, word in enumerate(words)) for path, words in days.items()}
         errors = {path: words.count("error") for path, words in days.items()}
         worst, least = max(errors.values()), min(errors.values())

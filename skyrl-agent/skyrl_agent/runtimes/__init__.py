@@ -58,7 +58,7 @@ async def probe_runtime(spec: RuntimeSpec) -> None:
 
 
 def spec_with(section: RuntimeSection, spec: RuntimeSpec) -> RuntimeSpec:
-    """A task's wishes with the task file's `runtime` laid over them.
+    """Merge a task's runtime specification with the task file's `runtime`, which takes precedence.
 
     Raises:
         ConfigError: `token_env` names a variable that is not set; a url that the kind does not read.

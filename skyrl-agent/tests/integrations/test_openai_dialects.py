@@ -1,4 +1,4 @@
-"""Servers that understand less than ours are asked for less; what they say wrongly is told apart."""
+"""Requests are reduced to the features of a server; its wrong responses are classified."""
 
 import json
 import threading

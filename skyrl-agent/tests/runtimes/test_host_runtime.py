@@ -1,4 +1,4 @@
-"""Runtimes on this machine: many at a time, what becomes of threads and disks, and which kind is chosen."""
+"""Runtimes on this machine: many at a time, cleanup of threads and disks, and the choice of their kind."""
 
 import asyncio
 import os

@@ -58,7 +58,7 @@ class Oracle:
 
     def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
         self.answers = {row["test_cmd"]: answers_of(row) for row in rows}
-        assert len(self.answers) == len(rows), "rows are told apart by their test command"
+        assert len(self.answers) == len(rows), "rows are distinguished by their test command"
 
     def __call__(self, prompt: str, turn: int) -> str:
         if IDLE in prompt:

@@ -49,7 +49,7 @@ class ChatTemplate:
         return template if isinstance(template, str) else None
 
     def text(self, messages: Sequence[Message], add_generation_prompt: bool = False, **options: object) -> str:
-        """Render a conversation. `options` are laid over `kwargs`.
+        """Render a conversation. `options` override `kwargs`.
 
         Raises:
             ChatTemplateError: the template cannot render these messages.

@@ -1,4 +1,4 @@
-"""A few long-lived processes that compare mathematical answers, and what becomes of one that does not come back.
+"""A few long-lived processes that compare mathematical answers, and are replaced when one does not respond.
 
 Algebra can hang in a single operation that no thread can interrupt, and signals belong to the main thread; so it runs
 in processes (`math_worker`), which are killed and started anew.

@@ -241,7 +241,7 @@ class ContainerCommand:
 
     def kill(self, process: "subprocess.Popen[bytes]") -> None:
         process.kill()  # first, so that output that nobody reads any more holds nothing up
-        # All of the user's processes but process 1: what a command started cannot be told apart from it.
+        # All of the user's processes but process 1: a command's children cannot be distinguished from others.
         self._container.end()
 
     def interrupt(self, process: "subprocess.Popen[bytes]") -> None:

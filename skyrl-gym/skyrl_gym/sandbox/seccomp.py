@@ -2,7 +2,7 @@
 
 A second wall. Namespaces and limits contain a command only while it cannot make namespaces of its own, reach what is in
 no namespace (the kernel's keyring, AF_VSOCK to the host of a virtual machine, the kernel log), or hold memory that is
-in nobody's resident set (memfd, System V IPC). What needs a capability is not listed: a command has none.
+in no resident set (memfd, System V IPC). Calls that need a capability are not listed: a command has none.
 """
 
 import errno

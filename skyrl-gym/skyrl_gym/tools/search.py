@@ -1,8 +1,7 @@
-"""The search tool: asks a retrieval server over HTTP, and stays calm while that server is away for a moment.
+"""Search tool: queries a retrieval server over HTTP, with retries while that server is unavailable.
 
-Faults are told apart by who can mend them. What is wrong with the request (a query that is too long, say) is told to
-the model. What is wrong with the server is tried again for a while, and is then an `InfraError`: it says nothing about
-what the model did. `skyrl_gym.tools.retrieval` is a server that answers.
+Errors are divided by who can fix them. Errors of the request (a query that is too long, say) are reported to the model.
+Errors of the server are retried for a while and then raised as `InfraError`: they say nothing about the model. `skyrl_gym.tools.retrieval` is a server that answers.
 """
 
 import json

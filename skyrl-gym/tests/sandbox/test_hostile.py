@@ -75,7 +75,7 @@ CPU = Limits(wall_seconds=15, cpu_seconds=1, memory_bytes=256 * MEBIBYTE, proces
 
 @dataclass(frozen=True)
 class Hostile:
-    """A program, and what becomes of it."""
+    """A hostile program, and its expected outcome."""
 
     name: str
     source: str

@@ -1,4 +1,4 @@
-"""Many commands, and what becomes of them when their host process is gone."""
+"""Many concurrent commands, and their end when the host process is gone."""
 
 import os
 import signal

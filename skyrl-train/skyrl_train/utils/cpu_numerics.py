@@ -1,4 +1,4 @@
-"""Arithmetic of this process on a CPU: one thread, and matrix products that give a row the same bits in any company."""
+"""Arithmetic of this process on a CPU: one thread, and matrix products whose rows do not depend on the other rows."""
 
 import os
 

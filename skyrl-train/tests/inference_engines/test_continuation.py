@@ -158,7 +158,7 @@ def engine(chat_model: str):
 async def test_an_interrupted_answer_is_bit_equal_to_an_uninterrupted_one(engine, chat_model, params):
     """Wherever it is cut. `WORD` stands for the text that the answer has in its middle, so that it is found there."""
     tokenizer = AutoTokenizer.from_pretrained(chat_model)
-    dice = random.Random(5)
+    generator = random.Random(5)
 
     async def ask(prompt: list[int], sampling_params: dict[str, Any]) -> Completion:
         output = await engine.generate(InferenceEngineInput(prompt_token_ids=[prompt], sampling_params=sampling_params))
@@ -177,7 +177,7 @@ async def test_an_interrupted_answer_is_bit_equal_to_an_uninterrupted_one(engine
 
     for seed in range(3):
         given = {"temperature": 1.0, "seed": [[seed, 4]]} | params
-        prompt = [dice.randrange(4, 99) for _ in range(dice.randrange(1, 40))]
+        prompt = [generator.randrange(4, 99) for _ in range(generator.randrange(1, 40))]
         if "stop" in given:
             free = await ask(prompt, given | {"stop": None})
             middle = decode(free.token_ids[16:19])
@@ -188,7 +188,7 @@ async def test_an_interrupted_answer_is_bit_equal_to_an_uninterrupted_one(engine
         for _ in range(2):
             parts: list[Completion] = []
             while isinstance(now := next_call(prompt, given, parts, decode, 256), EngineCall):
-                length = dice.randrange(0, 13)  # the engine is interrupted after so many tokens
+                length = generator.randrange(0, 13)  # the engine is interrupted after so many tokens
                 budget = now.sampling_params["max_tokens"]
                 if length == 0:
                     parts.append(Completion([], "abort", [], []))

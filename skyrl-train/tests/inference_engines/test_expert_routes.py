@@ -1,4 +1,4 @@
-"""Routes of the native engine: those of every token of prompt and answer, in any company and over interruptions."""
+"""Routes of the native engine: those of all prompt and response tokens, whatever other requests run, over interruptions."""
 
 import asyncio
 from typing import Any

@@ -1,4 +1,4 @@
-"""The core against transformers, and its promise: what a request gets does not depend on its company, bit for bit."""
+"""The core compared with transformers, and its promise: results do not depend on co-batched requests, bit for bit."""
 
 import math
 
@@ -60,7 +60,7 @@ def packed(request, monkeypatch) -> bool:
     ("name", "packed"), [*((name, False) for name in ARCHITECTURES), ("qwen3", True)], indirect=["packed"]
 )
 def test_a_request_gets_the_same_bits_alone_and_in_a_crowd(tiny_models, name, packed):
-    """Lengths from 1 to past the attention's chunks; half the crowd joins later, and they leave at different times."""
+    """Lengths from 1 to past the attention's chunks; half of the requests join later; they end at different times."""
     lengths = [1, 2, 5, 31, 32, 33, 40, 64, 65, 120, 127, 129, 200, 250, 310, 12, 17]
     prompts = random_prompts(lengths)
     budgets = np.random.default_rng(1).integers(3, 60, len(prompts)).tolist()

@@ -474,19 +474,19 @@ async def test_wrong_weights_are_named(tiny, monkeypatch, plant, check, says):
 
 class WithoutSeeds(NativeInferenceEngine):
     async def describe(self) -> EngineInfo:
-        return replace(await super().describe(), unsupported={"seed": "it has no dice"})
+        return replace(await super().describe(), unsupported={"seed": "it has no random generator"})
 
 
 async def test_an_engine_that_lacks_a_feature_must_refuse_it(tiny):
     class Refusing(WithoutSeeds):
         async def generate(self, input_batch):
             if "seed" in (input_batch.get("sampling_params") or {}):
-                raise engine.UnsupportedByEngine("it has no dice")
+                raise engine.UnsupportedByEngine("it has no random generator")
             return await super().generate(input_batch)
 
     name = "a_seed_fixes_answers_whatever_runs_beside_them"
     outcome = await outcome_of(tiny, name, Refusing)
-    assert (outcome.result, outcome.words) == ("lacks", "seed: it has no dice")
+    assert (outcome.result, outcome.words) == ("lacks", "seed: it has no random generator")
     with pytest.raises(ConformanceError, match="asking for seed must raise UnsupportedByEngine; got an answer"):
         await outcome_of(tiny, name, WithoutSeeds)
     other = await outcome_of(tiny, "samples_of_one_prompt_differ", Refusing)  # asks for no seed then

@@ -197,15 +197,15 @@ def test_a_killed_run_of_ppo_goes_on_bit_for_bit(gsm8k, test_data, tmp_path):
     assert_same(run, whole.results())
 
 
-def some_seconds_in(dice: random.Random) -> Callable[[], bool]:
+def some_seconds_in(random_generator: random.Random) -> Callable[[], bool]:
     """A moment of starting, or of the first steps."""
-    moment = time.monotonic() + dice.uniform(5, 30)
+    moment = time.monotonic() + random_generator.uniform(5, 30)
     return lambda: time.monotonic() > moment
 
 
-def while_a_checkpoint_is_written(run: Run, dice: random.Random) -> Callable[[], bool]:
+def while_a_checkpoint_is_written(run: Run, random_generator: random.Random) -> Callable[[], bool]:
     """A moment between the first file of a checkpoint and the steps after it."""
-    delay, seen = dice.uniform(0, 0.4), []
+    delay, seen = random_generator.uniform(0, 0.4), []
 
     def is_time() -> bool:
         if not seen and list((run.folder / "ckpts").glob("*.partial")):
@@ -218,14 +218,18 @@ def while_a_checkpoint_is_written(run: Run, dice: random.Random) -> Callable[[],
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 def test_kills_at_ten_random_points_change_nothing(uninterrupted, gsm8k, test_data, tmp_path):
-    dice = random.Random(0)
+    random_generator = random.Random(0)
     num_kills = 0
     for attempt in range(10):
         run = Run(tmp_path / f"run{attempt}", gsm8k, test_data / "tiny_lm" / "stories260K")
         while num_kills < 10:
             run.start()
-            in_a_checkpoint = dice.random() < 0.6
-            is_time = while_a_checkpoint_is_written(run, dice) if in_a_checkpoint else some_seconds_in(dice)
+            in_a_checkpoint = random_generator.random() < 0.6
+            is_time = (
+                while_a_checkpoint_is_written(run, random_generator)
+                if in_a_checkpoint
+                else some_seconds_in(random_generator)
+            )
             if not run.kill_when(is_time):
                 break  # it came to its end before
             num_kills += 1

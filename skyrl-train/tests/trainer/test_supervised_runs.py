@@ -1,4 +1,4 @@
-"""Supervised training: demonstrations are learnt, pairs told apart, a run goes on exactly."""
+"""Supervised training: demonstrations are learned, preferences are learned, a run resumes exactly."""
 
 import json
 import math

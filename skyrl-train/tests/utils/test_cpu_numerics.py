@@ -1,4 +1,4 @@
-"""Rows of a product on a CPU have the same bits in any company, or a warning says that they may not."""
+"""Rows of a product on a CPU do not depend on the other rows, to the bit, or a warning says that they may."""
 
 import os
 import subprocess

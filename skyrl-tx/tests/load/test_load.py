@@ -1,4 +1,4 @@
-"""A small crowd of real clients for a short while; the whole of it is `benchmarks/tinker_load.py`."""
+"""Short load test with a few real clients; the full one is `benchmarks/tinker_load.py`."""
 
 import subprocess
 import sys

@@ -14,7 +14,7 @@ def run(work: list[str], deadly: set[str], seed: int = 0, restarts: bool = False
         restarts: after each death only the numbers of deaths are remembered
 
     Returns:
-        what was done, what was found guilty, and how often the engine died
+        completed items, items identified as culprits, number of engine crashes
     """
     suspects, draw = CrashBisector[str](), random.Random(seed)
     done, culprit_request, deaths = [], [], 0

@@ -55,7 +55,7 @@ COLLECTION = "collection of "
 
 
 class SWEBenchTask(BaseTask):
-    """Rows of SWE-bench, SWE-Gym, SWE-smith and R2E-Gym, told apart by `data_source`. Reward 1 if the issue's tests
+    """Rows of SWE-bench, SWE-Gym, SWE-smith and R2E-Gym, distinguished by `data_source`. Reward 1 if the issue's tests
     pass in a fresh runtime with the agent's patch, else 0.
 
     Who judges: R2E-Gym's own script and `expected_output_json`; the packages `swebench` or `swegym`, where installed;

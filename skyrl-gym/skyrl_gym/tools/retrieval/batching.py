@@ -1,6 +1,6 @@
 """Queries that arrive while others are searched are searched together next: a model reads many at the price of few.
 
-Nothing waits for company: a query that meets an idle index is searched at once.
+No query waits for others: one that meets an idle index is searched at once.
 """
 
 import asyncio

@@ -10,7 +10,7 @@ of one length; in prefill a row is a group. Of experts, which see few rows each,
 (`experts.py`). Without adapters the model is as it was, and a pass whose rows use none pays
 one comparison a layer.
 
-The result of a row is the same bits in every company (float32 on a CPU), as for the layers themselves: groups have at
+The bits of a row do not depend on the other rows (float32 on a CPU), as for the layers themselves: groups have at
 least `MIN_ROWS` rows, and ranks are padded to at least `RANK_BLOCK`, from where on a wider product computes its columns
 alike.
 

@@ -26,7 +26,7 @@ class ModelRunner:
     """A model with its cache and adapters.
 
     A prompt's last token gets the same logits by `prefill` as by `decode`, to the bit where these do not depend on
-    company (`attention.py`): the output layer sees last tokens alone, as rows of their own.
+    co-batched rows (`attention.py`): the output layer sees last tokens alone, as rows of their own.
 
     Args:
         model: loaded with the native attention, on its device, in eval mode
