@@ -59,7 +59,7 @@ class DeepSpeedBackend(TransformersBackend):
             self._make_engine(settings)
         if is_first:
             logger.info(
-                "DeepSpeed stage %d holds the %s on %d ranks; on each: %s",
+                "DeepSpeed stage %d holds the %s on %d ranks; on each:\n%s",
                 self.stage,
                 self.name,
                 self.parallel.world_size,

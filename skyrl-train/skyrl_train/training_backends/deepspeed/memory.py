@@ -31,13 +31,13 @@ _OF_ENGINE = {
 
 
 def memory_report(engine: Engine, model: nn.Module, stage: int) -> str:
-    """Describe the bytes of this rank by kind and device. Gradients and moments count before there are any."""
+    """Return a table of the bytes of this rank by kind and device. Gradients and moments count before there are any."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad] if learns(engine) else []
     world_size = 1 if engine is None else engine.world_size
-    sizes: dict[str, int] = {}
+    sizes: dict[tuple[str, str], int] = {}
 
     def add(kind: str, device: torch.device, num_bytes: int) -> None:
-        place = f"{kind} on {device.type}"
+        place = kind, device.type
         sizes[place] = sizes.get(place, 0) + num_bytes
 
     for parameter in model.parameters():
@@ -49,7 +49,8 @@ def memory_report(engine: Engine, model: nn.Module, stage: int) -> str:
         add("moments", flat.device, 2 * flat.nbytes)
         num_gradients = flat.numel() * (world_size if stage == 1 else 1)
         add("gradients", flat.device, num_gradients * flat.element_size())
-    return ", ".join(f"{kind} {num_bytes / 1e6:,.1f} MB" for kind, num_bytes in sizes.items())
+    rows = [*((*place, num_bytes) for place, num_bytes in sizes.items()), ("all", "", sum(sizes.values()))]
+    return "\n".join(f"  {kind:<16}{device:<6}{num_bytes / 1e6:>12,.1f} MB" for kind, device, num_bytes in rows)
 
 
 def offload_model(engine: Engine, model: nn.Module, *, with_optimizer: bool) -> None:
