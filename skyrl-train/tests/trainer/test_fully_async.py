@@ -47,13 +47,30 @@ def test_staleness_0_equals_synchronous_training_to_the_bit(settings: Any, merge
     assert_equal_runs(other, synchronous)
 
 
+def module_of(path: Path) -> Any:
+    """Import an example, which belongs to no package."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_example_trains_asynchronously_without_the_switch(settings: Any, tmp_path: Path):
+    experiment = module_of(EXAMPLES / "fully_async" / "main_fully_async.py").FullyAsyncPPOExp
+    changes = asynchronous()
+    changes["fully_async"].update(enabled=False)
+    cfg = experiment.validate(settings(tmp_path, {"trainer": changes}))
+    assert cfg.trainer.fully_async.enabled
+    experiment(cfg).run()
+    rows = RunFolder(cfg.trainer.run_dir).read_metrics()
+    assert [row["async/staleness_violation_count"] for row in rows] == [0, 0]
+
+
 def test_one_step_off_trains_exactly_one_version_behind_and_is_repeatable(
     settings: Any, merged: Any, run: Any, tmp_path: Path
 ):
-    spec = importlib.util.spec_from_file_location("main_async", EXAMPLES / "async" / "main_async.py")
-    assert spec is not None and spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+    example = module_of(EXAMPLES / "async" / "main_async.py")
     changes = merged({"max_training_steps": 4, "hf_save_interval": 4}, asynchronous())
     runs = [settings(tmp_path / name, {"trainer": changes}) for name in ("one", "other")]
     for cfg in runs:
