@@ -9,7 +9,6 @@ number is shown. Also written: `table.json` beside the answers.
 
 import argparse
 import json
-import math
 import statistics
 import sys
 from collections import defaultdict
@@ -17,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from skyrl_gym.eval.statistics import Estimate, estimate, pass_at_k
+from skyrl_gym.eval.statistics import Estimate, estimate, mean_of_sets, pass_at_k
 
 Answers = dict[str, dict[str, list[float]]]
 """Data source -> task -> scores of the task's answers."""
@@ -69,19 +68,10 @@ def accuracy_by_source(sources: Sequence[str]) -> Callable[[Answers], dict[str, 
             for source in [*sources, *unknown]
         }
         found: dict[str, Estimate | None] = {source: estimate(values) for source, values in shares.items()}
-        found["mean"] = _mean_of_sources([shares[source] for source in sources if shares[source]])
+        found["mean"] = mean_of_sets([shares[source] for source in sources])
         return found
 
     return figures
-
-
-def _mean_of_sources(shares: Sequence[Sequence[float]]) -> Estimate | None:
-    if not shares:
-        return None
-    mean = statistics.fmean(map(statistics.fmean, shares))
-    variance = math.fsum(statistics.pvariance(values) / len(values) for values in shares) / len(shares) ** 2
-    margin = statistics.NormalDist().inv_cdf(0.975) * math.sqrt(variance)
-    return Estimate(mean, mean - margin, mean + margin, "normal", sum(map(len, shares)))
 
 
 # ---- published figures: where they are from is in docs/recipes.md

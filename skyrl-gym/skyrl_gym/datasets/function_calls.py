@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from skyrl_gym.datasets.problems import Problem, Row, first
-from skyrl_gym.envs.tool_call.env import system_message
+from skyrl_gym.envs.tool_call.prompt import system_message
 from skyrl_gym.error import TaskError
 from skyrl_gym.tools.signature import Schema
 

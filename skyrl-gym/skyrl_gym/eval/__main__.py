@@ -6,10 +6,13 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from skyrl_gym.error import Error
 from skyrl_gym.eval.runner import Stopped, evaluate
-from skyrl_gym.eval.settings import EvalSettings
+from skyrl_gym.eval.settings import EvalSettings, SettingsError
+from skyrl_gym.eval.suite_runs import SuiteValues, lines_of, plan_suites, suites_table, write_lines
+from skyrl_gym.eval.suites import ELSEWHERE, GROUPS, SUITES
 from skyrl_gym.eval.summary import table
 
 EPILOG = """Run the same command again to go on after an interruption, and to retry the episodes that failed. Exit code:
@@ -17,12 +20,14 @@ EPILOG = """Run the same command again to go on after an interruption, and to re
 stopped it: unfinished episodes are then written as far as they came (`cancelled`), and never scored."""
 
 
+DATA_HELP = """rows of --env: .parquet or .jsonl with a column prompt (default: its own examples). With --suite: a file,
+or a folder of files, named like suites; NAME=FILE; or NAME=hub:SET@SPLIT. May be repeated (default: the hub)"""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit code."""
     options = vars(_parser().parse_args(arguments))
-    is_quiet = options.pop("quiet")
-    if options["output"] is None:
-        options["output"] = Path("eval") / f"{options['env']}-{options['model']}".replace("/", "_").replace(":", ".")
+    run = _evaluate_suites if "suite" in options else _evaluate_environment
     terminated: list[int] = []
 
     def terminate(number: int, _: object) -> None:
@@ -32,8 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     handler = signal.signal(signal.SIGTERM, terminate)
     try:
-        settings = EvalSettings(**options)
-        summary = evaluate(settings, progress=not is_quiet)
+        is_complete = run(options, not options.pop("quiet"))
     except (Error, OSError) as failure:
         print(f"{type(failure).__name__}: {failure}", file=sys.stderr)
         return 2
@@ -44,33 +48,76 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + (signal.SIGTERM if terminated else signal.SIGINT)
     finally:
         signal.signal(signal.SIGTERM, handler)
+    return 0 if is_complete else 1
+
+
+def _evaluate_environment(options: dict[str, Any], progress: bool) -> bool:
+    """Evaluate on one environment. Returns: whether every episode is scored."""
+    data = options.pop("data", [])
+    if len(data) > 1:
+        raise SettingsError(f"--data may be given once with --env; got {', '.join(data)}")
+    output = options.pop("output") or Path("eval") / _folder_name(f"{options['env']}-{options['model']}")
+    settings = EvalSettings(**options, output=output, data=Path(data[0]) if data else None)
+    summary = evaluate(settings, progress=progress)
     print(table(summary))
-    print(f"written to {settings.output}")
-    return 0 if summary.is_complete else 1
+    print(f"written to {output}")
+    return summary.is_complete
+
+
+def _evaluate_suites(options: dict[str, Any], progress: bool) -> bool:
+    """Evaluate on benchmark suites, one after the other. Returns: whether every episode is scored."""
+    names, data = options.pop("suite"), options.pop("data", [])
+    output = options.pop("output") or Path("eval") / _folder_name(f"suites-{options['model']}")
+    plans = plan_suites(names, data, output, options)
+    finished: list[SuiteValues] = []
+    is_complete = True
+    try:
+        for plan in plans:
+            left_out = f", {plan.num_left_out} problems left out" if plan.num_left_out else ""
+            print(f"{plan.name}: {plan.num_tasks} tasks of {plan.source}{left_out}", flush=True)
+            summary = plan.run(progress=progress)
+            is_complete = is_complete and summary.is_complete
+            finished.append(SuiteValues.read(plan))
+            print(table(summary) + "\n", flush=True)
+    finally:
+        if finished:  # also where a later suite fails or is stopped
+            lines = lines_of(finished)
+            write_lines(output, lines)
+            print(suites_table(lines))
+            print(f"written to {output}")
+    return is_complete
+
+
+def _folder_name(text: str) -> str:
+    return text.replace("/", "_").replace(":", ".")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m skyrl_gym.eval",
-        description="Evaluates the model behind an OpenAI-compatible endpoint on an environment.",
+        description="Evaluates the model behind an OpenAI-compatible endpoint on an environment or on benchmarks.",
         epilog=EPILOG,
         argument_default=argparse.SUPPRESS,  # defaults have one home: EvalSettings
     )
     add = parser.add_argument
-    add("--env", required=True, help="a registered id, or package.module:Class")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--env", help="a registered id, or package.module:Class")
+    what.add_argument(
+        "--suite", type=_names, metavar="NAME,NAME", help=f"benchmark suites or groups: {_known_suites()}"
+    )
     add("--base-url", required=True, metavar="URL", help="of the server, with /v1")
     add("--model", required=True, metavar="NAME", help="as the server calls it")
-    add("--data", type=Path, metavar="FILE", help=".parquet or .jsonl with a column prompt (default: own examples)")
+    add("--data", action="append", metavar="FILE", help=DATA_HELP)
     add("--output", type=Path, default=None, metavar="DIR", help="where to write (default: eval/ENV-MODEL)")
-    add("--num-samples", type=int, metavar="N", help="episodes of each task (default: 1)")
-    add("--pass-k", type=_numbers, metavar="K,K", help="which pass@k to report (default: 1)")
+    add("--num-samples", type=int, metavar="N", help="episodes of each task (default: 1, or the suite's)")
+    add("--pass-k", type=_numbers, metavar="K,K", help="which pass@k to report (default: 1, or the suite's)")
     add("--limit", type=int, metavar="N", help="only the first N tasks")
     add("--max-turns", type=int, metavar="N", help="turn limit in place of the rows' own")
     add("--env-config", type=_json_object, metavar="JSON", help="settings of the environment")
     add("--success-at", type=float, metavar="R", help="outcome reward that counts as success (default: 1)")
-    add("--temperature", type=float, help="default: the server's")
-    add("--top-p", type=float, help="default: the server's")
-    add("--max-tokens", type=int, metavar="N", help="of one turn (default: the server's)")
+    add("--temperature", type=float, help="default: the server's, or the suite's")
+    add("--top-p", type=float, help="default: the server's, or the suite's")
+    add("--max-tokens", type=int, metavar="N", help="of one turn (default: the server's, or the suite's)")
     add("--stop", type=str, action="append", metavar="TEXT", help="ends a turn, and stays in it; may be repeated")
     add("--seed", type=int, help="for environments with randomness")
     add("--extra-body", type=_json_object, metavar="JSON", help="further fields of each request")
@@ -82,6 +129,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--episode-timeout", dest="episode_seconds", type=float, metavar="S", help="of an episode (default: 3600)")
     add("--quiet", action="store_true", default=False, help="no progress bar")
     return parser
+
+
+def _known_suites() -> str:
+    return ", ".join([*SUITES, *GROUPS, *ELSEWHERE])
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal, Self
@@ -71,18 +72,9 @@ class EpisodeFile:
             raise
 
     def _read(self) -> dict[tuple[int, int], EpisodeRecord]:
-        """Read records; an episode's last line counts. A line that a killed process left unfinished is cut off."""
-        records = {}
-        whole = 0
-        content = self.path.read_bytes()
-        for line in content.splitlines(keepends=True):
-            # A process was killed while it wrote this line: the episode is played again.
-            if not line.endswith(b"\n"):
-                break
-            record = EpisodeRecord(**json.loads(line))
-            records[record.key] = record
-            whole += len(line)
-        if whole < len(content):
+        """Read records. A line that a killed process left unfinished is cut off."""
+        records, whole = read_records(self.path)
+        if whole < self.path.stat().st_size:
             # Else the next record would be appended to half a line.
             os.truncate(self.path, whole)
         return records
@@ -105,6 +97,34 @@ class EpisodeFile:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def read_records(path: Path) -> tuple[dict[tuple[int, int], EpisodeRecord], int]:
+    """Read a file of episodes; an episode's last line counts.
+
+    Returns: records by task and sample, and the number of bytes up to a line that a killed process left unfinished.
+    """
+    # No lock: records are only appended, so a reader beside the writer sees whole lines and at most a part of the last.
+    records = {}
+    whole = 0
+    for line in path.read_bytes().splitlines(keepends=True):
+        # A process was killed while it wrote this line: the episode is played again.
+        if not line.endswith(b"\n"):
+            break
+        record = EpisodeRecord(**json.loads(line))
+        records[record.key] = record
+        whole += len(line)
+    return records, whole
+
+
+def successes_by_task(records: Iterable[EpisodeRecord]) -> dict[int, list[bool]]:
+    """Group the outcomes of scored episodes by task."""
+    found: dict[int, list[bool]] = {}
+    for record in records:
+        # A failure is not a wrong answer: it counts in no share.
+        if record.failure is None:
+            found.setdefault(record.task, []).append(bool(record.success))
+    return found
 
 
 def _check_identity(path: Path, identity: dict[str, object]) -> None:

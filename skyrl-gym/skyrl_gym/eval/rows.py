@@ -29,7 +29,7 @@ def read_tasks(env: str, data: Path | None, limit: int | None = None) -> tuple[l
     if not data.is_file():
         raise FileNotFoundError(f"--data: there is no file {data}")
     tasks = []
-    for number, row in enumerate(_rows(data)):
+    for number, row in enumerate(read_rows(data)):
         if limit is not None and number >= limit:
             break
         tasks.append(_task(row, f"{data}, row {number}"))
@@ -38,18 +38,25 @@ def read_tasks(env: str, data: Path | None, limit: int | None = None) -> tuple[l
     return tasks, hashlib.sha256(data.read_bytes()).hexdigest()
 
 
-def _rows(path: Path) -> Iterator[object]:
+def read_rows(path: Path) -> Iterator[object]:
+    """Yield the rows of a .parquet, .jsonl or .json file; .json holds a list, or a row a line.
+
+    Raises:
+        TaskError: the content is not JSON.
+        Error: the file's kind is unknown, or its reader is not installed.
+    """
     name = path.name.removesuffix(".gz")
     if name.endswith(".parquet"):
         yield from _parquet_rows(path)
-    elif name.endswith(".jsonl"):
+    elif name.endswith((".jsonl", ".json")):
         with _opened(path) as lines:
+            if name.endswith(".json") and (text := lines.read()).lstrip().startswith("["):
+                yield from _parsed(text, str(path))
+                return
+            lines.seek(0)
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     yield _parsed(line, f"{path}, line {number}")
-    elif name.endswith(".json"):
-        with _opened(path) as text:
-            yield from _parsed(text.read(), str(path))
     else:
         raise Error(f"--data must be .parquet, .jsonl or .json (or .gz of the last two); got {path}")
 
@@ -78,7 +85,7 @@ def _parquet_rows(path: Path) -> Iterator[object]:
 
 
 def _without_none(value: object) -> object:
-    """Parquet gives all messages the fields of any: those that a message does not have are None."""
+    """Drop fields that are None, at all depths: Parquet gives all messages the fields of any."""
     if isinstance(value, dict):
         return {name: _without_none(each) for name, each in value.items() if each is not None}
     return [_without_none(each) for each in value] if isinstance(value, list) else value

@@ -2,12 +2,14 @@
 
 import math
 import random
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 RESAMPLES = 2000
 EXACT = "Clopper-Pearson"
 BOOTSTRAP = "bootstrap"
+NORMAL = "normal"
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,7 @@ class Estimate:
     high: float
     method: str
     """Method of the confidence interval: `Clopper-Pearson` (exact) if each task gives 0 or 1, else `bootstrap` over the
-    tasks."""
+    tasks; `normal` for the mean of several sets."""
     num_tasks: int
     level: float = 0.95
 
@@ -92,3 +94,25 @@ def bootstrap(values: Sequence[float], level: float = 0.95, resamples: int = RES
     means = sorted(math.fsum(draw.choices(values, k=len(values))) / len(values) for _ in range(resamples))
     tail = (1 - level) / 2
     return means[math.floor(tail * resamples)], means[math.ceil((1 - tail) * resamples) - 1]
+
+
+def mean_of_sets(sets: Sequence[Sequence[float]], level: float = 0.95) -> Estimate | None:
+    """Return the mean that counts every set of tasks once, given one value for each task. None without tasks.
+
+    The interval takes the sets as independent (normal approximation). Sets without tasks count in nothing.
+    """
+    sets = [values for values in sets if values]
+    if not sets:
+        return None
+    mean = statistics.fmean(map(statistics.fmean, sets))
+    variance = math.fsum(statistics.pvariance(values) / len(values) for values in sets) / len(sets) ** 2
+    margin = statistics.NormalDist().inv_cdf((1 + level) / 2) * math.sqrt(variance)
+    return Estimate(mean, mean - margin, mean + margin, NORMAL, sum(map(len, sets)), level)
+
+
+def sign_test(num_won: int, num_lost: int) -> float:
+    """Compute the exact two-sided p value of the sign test: the probability of a split as uneven as this or more, if
+    tasks that are no tie were won and lost with equal probability. 1 if all are ties."""
+    n = num_won + num_lost
+    tail = sum(math.comb(n, count) for count in range(min(num_won, num_lost) + 1))
+    return min(1.0, 2 * tail / 2**n)

@@ -1,21 +1,20 @@
 """Function calls in one turn: 1 if the answer calls the expected functions with accepted arguments, else 0."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from skyrl_gym.chat.tool_calls import Invalid, parse_tool_calls
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, Example, ground_truth_of
 from skyrl_gym.error import TaskError
 from skyrl_gym.graders.function_calls import ExpectedCall, grade_calls
 from skyrl_gym.graders.results import reward_of
-from skyrl_gym.tools.signature import Schema
 
 
 class ToolCallEnv(BaseTextEnv):
     """`extras["reward_spec"]["ground_truth"]` is a list of expected calls `{name: {argument: [accepted values]}}`, or
     its JSON text (`skyrl_gym.graders.function_calls` has the rules); an empty list expects an answer without a call.
 
-    The system message lists the functions (`system_message`). Calls are read in the form of Hermes and Qwen
+    The system message lists the functions (`prompt.system_message`). Calls are read in the form of Hermes and Qwen
     (`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`), outside of thoughts; a malformed one makes the answer
     wrong. Silence solves every row that expects no call: train on them only beside rows that expect some.
     """
@@ -60,21 +59,6 @@ class ToolCallEnv(BaseTextEnv):
         from skyrl_gym.envs.tool_call.examples import CHEATS
 
         return list(CHEATS)
-
-
-def system_message(functions: Sequence[Schema]) -> dict[str, str]:
-    """Return the system message that lists functions (JSON schemas with `name`) and shows the form of a call."""
-    listed = "\n".join(json.dumps(function, ensure_ascii=False) for function in functions)
-    return {
-        "role": "system",
-        "content": (
-            f"You can call these functions, each described by a JSON schema:\n<tools>\n{listed}\n</tools>\n\n"
-            "Write each call as a JSON object between tags:\n"
-            '<tool_call>\n{"name": "NAME", "arguments": {"ARGUMENT": "VALUE"}}\n</tool_call>\n'
-            "An answer may have several calls. If no function fits, or a required value is not known, say so without "
-            "a call."
-        ),
-    }
 
 
 def _expected_calls(ground_truth: object) -> list[ExpectedCall]:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 
 from skyrl_gym.envs.base_text_env import ConversationType, Example
-from skyrl_gym.envs.tool_call.env import system_message
+from skyrl_gym.envs.tool_call.prompt import system_message
 from skyrl_gym.tools.signature import Schema
 
 
