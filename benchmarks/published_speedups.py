@@ -1,6 +1,6 @@
 """Comparison of the simulator of asynchronous training with published speed-ups.
 
-    python benchmarks/published_speedups.py          # some minutes
+    python benchmarks/published_speedups.py          # about half a minute
 
 The published rows are of verl's fully asynchronous trainer (verl.readthedocs.io, advance/fully_async: Qwen2.5-Math-7B,
 DAPO-Math-17k, 512 prompts x 16 answers of at most 28k tokens, H20): seconds of a synchronous step and of its generation
@@ -59,6 +59,7 @@ def limits(groups_per_step: int, staleness: int) -> ScheduleLimits:
         groups_per_epoch=PROMPTS,
         total_steps=400,
         order="finished" if staleness else "exact",
+        on_stale="mask",  # their trainer takes every finished group
     )
 
 
