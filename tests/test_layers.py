@@ -36,7 +36,7 @@ LAYERS = [
         "step_plan",
         "supervised",
     }
-    | {"trainer", "training_run", "fully_async_trainer"},
+    | {"trainer", "training_run", "fully_async_trainer", "distillation_trainer", "teachers"},
     {"entrypoints", "report"},
 ]
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}

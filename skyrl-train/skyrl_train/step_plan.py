@@ -261,6 +261,7 @@ def needs_old_log_probs(cfg: SkyRLConfig) -> bool:
     algorithm = trainer.algorithm
     are_read = (
         algorithm.use_kl_in_reward
+        or trainer.distillation.rewards_tokens
         or algorithm.off_policy_correction.is_on
         or algorithm.use_tis
         or algorithm.policy_loss_type in TokenSelectorRegistry

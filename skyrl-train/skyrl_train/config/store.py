@@ -4,6 +4,7 @@ With them in the store there is no YAML file. `@hydra.main(config_path=config_di
 them, and so does a user's YAML with `defaults: [ppo_base_config, _self_]`.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,11 +33,22 @@ they are not part of its defaults; without the `+` they are set as well. Their d
 either way."""
 
 
-def register_config_store(config_type: type[BaseConfig] = SkyRLConfig, name: str = "ppo_base_config") -> None:
-    """Register the defaults of `config_type` with Hydra as `name`. A second call replaces the first."""
+def register_config_store(
+    config_type: type[BaseConfig] = SkyRLConfig,
+    name: str = "ppo_base_config",
+    changes: Mapping[str, object] | None = None,
+) -> None:
+    """Register the defaults of `config_type` with Hydra as `name`. A second call replaces the first.
+
+    Args:
+        changes: setting -> default of this name, where it is another one.
+    """
     from hydra.core.config_store import ConfigStore
+    from omegaconf import OmegaConf
 
     node = get_default_config(config_type)
+    for setting, value in (changes or {}).items():
+        OmegaConf.update(node, setting, value)
     for name_of_section in _APPENDED:
         *path, last = name_of_section.split(".")
         parent = node

@@ -14,6 +14,7 @@ from skyrl_train.config.rules.algorithm import check_algorithm, replace_old_form
 from skyrl_train.config.rules.asynchronous import check_asynchronous, replace_old_forms_of_asynchronous
 from skyrl_train.config.rules.batches import check_packing, validate_batch_sizes
 from skyrl_train.config.rules.checks import check_positive, require
+from skyrl_train.config.rules.distillation import check_distillation
 from skyrl_train.config.rules.engines import check_backend, check_engines
 from skyrl_train.config.rules.environments import validate_environments
 from skyrl_train.config.rules.generation import check_generation
@@ -44,7 +45,7 @@ def validate_cfg(cfg: "SkyRLConfig | Mapping[str, Any] | DictConfig") -> SkyRLCo
     Call it on the driver, before Ray starts. Custom losses and advantage estimators must be registered by then.
 
     Raises:
-        ConfigError: a setting is unknown, not supported yet, of the wrong type, impossible or contradictory.
+        ConfigError: a setting is unknown, refused, of the wrong type, impossible or contradictory.
     """
     config = validate_generator_cfg(cfg)
     check_positive(config, ("trainer.epochs", "trainer.max_training_steps", "trainer.update_epochs_per_batch"))
@@ -67,6 +68,7 @@ def validate_cfg(cfg: "SkyRLConfig | Mapping[str, Any] | DictConfig") -> SkyRLCo
     check_routing_replay(config)
     validate_batch_sizes(config)
     check_algorithm(config)
+    check_distillation(config)
     check_ranks(config)
     check_asynchronous(config)
     return config

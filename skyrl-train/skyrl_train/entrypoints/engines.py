@@ -36,7 +36,7 @@ def start_engines(
         weights_follow: engines start with random weights, since a first sync brings all of them (and is so proven to).
     """
     if not cfg.generator.run_engines_locally:
-        return InferenceEngineClient(_remote_engines(cfg, tokenizer), tokenizer, cfg)
+        return InferenceEngineClient(remote_engines(cfg, tokenizer), tokenizer, cfg)
     starter = EngineStarter(cfg, colocate_pg, weights_follow=weights_follow)
     engines = [starter.start(index) for index in range(cfg.generator.num_inference_engines)]
 
@@ -133,7 +133,7 @@ def remote_api_key(generator: GeneratorConfig) -> SecretStr | None:
     return None if key is None else SecretStr(key)
 
 
-def _remote_engines(cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase) -> list[InferenceEngineInterface]:
+def remote_engines(cfg: SkyRLConfig, tokenizer: PreTrainedTokenizerBase) -> list[InferenceEngineInterface]:
     """The servers of `generator.remote_inference_engine_urls`, checked. Raises ConfigError where one does not fit."""
     engines: list[InferenceEngineInterface] = []
     for url in cfg.generator.remote_inference_engine_urls:

@@ -68,8 +68,16 @@ class BasePPOExp:
     sampling_sections: ClassVar[Sequence[str]] = SAMPLING
     """Sections of `generator` by which it samples."""
 
+    has_teachers: ClassVar[bool] = False
+    """Whether it reads `trainer.distillation`."""
+
     def __init__(self, cfg: SkyRLConfig | DictConfig):
         self.cfg = self.validate(cfg)
+        if self.cfg.trainer.distillation.is_on and not self.has_teachers:
+            raise ConfigError(
+                "trainer.distillation.teachers is not read here; distil with "
+                "python -m skyrl_train.entrypoints.main_distill, which takes the same settings, or leave it out"
+            )
         validate_environments(self.cfg)
         check_models(self.cfg, self.sampling_sections)
         check_engines(self.cfg)

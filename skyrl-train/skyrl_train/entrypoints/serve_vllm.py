@@ -46,7 +46,15 @@ def server_command(arguments: Sequence[str], environment: Mapping[str, str]) -> 
             "trainer the same one by generator.remote_inference_engine_api_key_file=FILE"
         )
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", ours.host]
-    command += ["--enable-scale-out", "--worker-extension-cls", EXTENSION, "--middleware", GUARD]
+    command += [
+        "--enable-scale-out",
+        "--worker-extension-cls",
+        EXTENSION,
+        "--middleware",
+        GUARD,
+        "--max-logprobs",
+        "-1",
+    ]
     return command + others, given
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from skyrl_train.expert_routes import ExpertRoutes
-from skyrl_train.inference_engines.base import InferenceEngineOutput
+from skyrl_train.inference_engines.base import InferenceEngineOutput, TopLogProbs, top_log_probs_of
 
 if TYPE_CHECKING:
     from skyrl_train.inference_engines.native.requests import EngineSamplingParams
@@ -23,6 +23,8 @@ class Completion:
     text: str = ""
     prompt_log_probs: list[float] | None = None
     """Log-prob of every prompt token but the first; None if not asked for."""
+    prompt_top: TopLogProbs | None = None
+    """Likeliest words in the place of each of them; None if not asked for."""
     routes: ExpertRoutes | None = None
     """Experts of prompt and generated tokens, but for the last, which no pass computed; None if the engine returns
     none."""
@@ -31,7 +33,7 @@ class Completion:
 def to_completions(output: InferenceEngineOutput) -> list[Completion]:
     """Return the completions of an engine's output, in the order of the requests."""
     log_probs, prompt_log_probs = output["response_logprobs"], output.get("prompt_logprobs")
-    routes = output.get("expert_routes")
+    routes, prompt_top = output.get("expert_routes"), output.get("prompt_top_logprobs")
     return [
         Completion(
             token_ids=list(token_ids),
@@ -40,6 +42,7 @@ def to_completions(output: InferenceEngineOutput) -> list[Completion]:
             log_probs=None if log_probs is None else list(log_probs[row]),
             text=output["responses"][row],
             prompt_log_probs=None if prompt_log_probs is None else prompt_log_probs[row],
+            prompt_top=None if prompt_top is None else prompt_top[row],
             routes=None if routes is None else routes[row],
         )
         for row, token_ids in enumerate(output["response_ids"])
@@ -59,6 +62,9 @@ def to_engine_output(completions: Sequence[Completion]) -> InferenceEngineOutput
     )
     if prompt_log_probs and len(prompt_log_probs) == len(completions):
         output["prompt_logprobs"] = prompt_log_probs
+    prompt_top = [each.prompt_top for each in completions if each.prompt_top is not None]
+    if prompt_top and len(prompt_top) == len(completions):
+        output["prompt_top_logprobs"] = prompt_top
     if any(each.routes is not None for each in completions):
         output["expert_routes"] = [each.routes for each in completions]
     return output
@@ -72,6 +78,7 @@ def requested_output(
     Args:
         decode: (token ids, skip special tokens) -> text.
     """
+    num_top = params.prompt_logprobs or 0
     return to_engine_output(
         [
             replace(
@@ -79,6 +86,8 @@ def requested_output(
                 text=decode(each.token_ids, params.skip_special_tokens),
                 log_probs=None if params.logprobs is None else each.log_probs,
                 prompt_log_probs=None if params.prompt_logprobs is None else each.prompt_log_probs or [],
+                # A prompt of one token has no place that was scored.
+                prompt_top=(each.prompt_top or top_log_probs_of([], num_top)) if num_top else None,
             )
             for each in completions
         ]

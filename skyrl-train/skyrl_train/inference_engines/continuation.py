@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from skyrl_train.expert_routes import ExpertRoutes, join_routes
-from skyrl_train.inference_engines.base import SamplingKeywords
+from skyrl_train.inference_engines.base import SamplingKeywords, TopLogProbs
 from skyrl_train.inference_engines.completion import Completion
 from skyrl_train.inference_engines.native.stop_strings import StopStringFinder
 
@@ -80,6 +80,7 @@ def join(
         log_probs=[value for part in parts for value in part.log_probs or []][:num_tokens] if with_log_probs else None,
         text=decode(token_ids),
         prompt_log_probs=_prompt_log_probs(prompt, parts),
+        prompt_top=_prompt_top(prompt, parts),
         routes=_routes(prompt, parts, len(token_ids)),
     )
 
@@ -90,6 +91,15 @@ def _prompt_log_probs(prompt: list[int], parts: Sequence[Completion]) -> list[fl
     given = (part.prompt_log_probs for part in parts)
     return next(
         (values[: len(prompt) - 1] for values in given if values is not None and len(values) >= len(prompt) - 1), None
+    )
+
+
+def _prompt_top(prompt: list[int], parts: Sequence[Completion]) -> TopLogProbs | None:
+    """Return the likeliest words in the places of the prompt alone, from the same part as its log-probs."""
+    count = len(prompt) - 1
+    given = (part.prompt_top for part in parts)
+    return next(
+        (TopLogProbs(top.ids[:count], top.log_probs[:count]) for top in given if top and len(top.ids) >= count), None
     )
 
 

@@ -90,7 +90,7 @@ class Colocation:
             self._protocol = POLICY_AND_REF_SHARE
         self._events = events_of(self._protocol)
         self._state = ENGINES_ONLY if engines_share_device and engines is not None else EMPTY
-        self._groups: dict[str, OffloadableGroup] = {}
+        self._groups: dict[str, list[OffloadableGroup]] = {}
         self._inconsistent_since: Event | None = None
         self._num_starting = 0
         self._start_timeout = start_timeout_seconds
@@ -105,7 +105,8 @@ class Colocation:
     async def start(self, groups: Sequence[OffloadableGroup]) -> None:
         """Load the models of all groups: one after the other where they share a device, with the engines asleep. The
         policy stays on it."""
-        self._groups = {group.name: group for group in groups}
+        for group in groups:
+            self._groups.setdefault(group.name, []).append(group)
         sharing = [group for group in groups if f"onload {group.name}" in self._events]
         async with self._lock:
             if self._state == ENGINES_ONLY:
@@ -235,9 +236,9 @@ class Colocation:
     # ---- under the lock: the way back from a failed move
 
     async def _offload_all(self) -> None:
-        for worker, group in self._groups.items():
+        for worker in self._groups:
             if f"onload {worker}" in self._events:
-                await group.call_all("offload_to_cpu")
+                await self._call(worker, "offload_to_cpu")
         self._state = EMPTY
         self._lock.notify_all()
 
@@ -260,16 +261,25 @@ class Colocation:
 
     async def _load_one_by_one(self, groups: Sequence[OffloadableGroup]) -> None:
         # The policy last: it is the one that stays on the device.
-        for group in sorted(groups, key=lambda group: group.name == "policy"):
-            await self._move(f"onload {group.name}", group.init_model)
-            if group.name != "policy":
-                await self._offload(group.name)
+        for name in sorted(dict.fromkeys(group.name for group in groups), key=lambda name: name == "policy"):
+            await self._move(f"onload {name}", lambda name=name: self._init_models(name))
+            if name != "policy":
+                await self._offload(name)
+
+    async def _init_models(self, worker: str) -> None:
+        for group in self._groups[worker]:
+            await group.init_model()
+
+    async def _call(self, worker: str, method: str) -> None:
+        """Call a method of all groups of one name (the reference model, and teachers): they move together."""
+        for group in self._groups[worker]:
+            await group.call_all(method)
 
     async def _onload(self, worker: str) -> None:
-        await self._move(f"onload {worker}", lambda: self._groups[worker].call_all("backload_to_gpu"))
+        await self._move(f"onload {worker}", lambda: self._call(worker, "backload_to_gpu"))
 
     async def _offload(self, worker: str) -> None:
-        await self._move(f"offload {worker}", lambda: self._groups[worker].call_all("offload_to_cpu"))
+        await self._move(f"offload {worker}", lambda: self._call(worker, "offload_to_cpu"))
 
     async def _sleep(self) -> None:
         """Free the engines' memory. They must have nothing to compute."""

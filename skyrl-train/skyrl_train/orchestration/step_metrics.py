@@ -7,7 +7,7 @@ from loguru import logger
 
 from skyrl_train.training_backends.base import MetricSums, merge_metric_sums
 
-_OWN_NAMES = frozenset({"policy_entropy", "policy_kl", "values_clipfrac", "router_auxiliary_loss"})
+_OWN_NAMES = frozenset({"policy_entropy", "policy_kl", "teacher_kl", "values_clipfrac", "router_auxiliary_loss"})
 _RENAMED = {"values": "values_mean"}
 
 

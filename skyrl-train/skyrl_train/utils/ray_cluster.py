@@ -53,7 +53,7 @@ def num_processes(cfg: SkyRLConfig) -> int:
     """Ray processes of a run: the trainer, the ranks of policy, critic and reference, the engines."""
     placement = cfg.trainer.placement
     critic = placement.critic_world_size if cfg.trainer.critic.model.path else 0
-    ref = placement.ref_world_size if cfg.trainer.algorithm.uses_reference_model else 0
+    ref = placement.ref_world_size * cfg.trainer.num_reference_models
     return 1 + placement.policy_world_size + critic + ref + cfg.generator.num_inference_engines
 
 

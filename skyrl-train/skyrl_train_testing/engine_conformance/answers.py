@@ -224,6 +224,27 @@ async def samples_of_one_prompt_differ(subject: EngineUnderTest) -> None:
         expect_reference_log_probs(subject, prompt, output, row, 1.2, f"sample {row}")
 
 
+@check("prompt_top_log_probs")
+async def likeliest_words_of_prompts_are_the_models(subject: EngineUnderTest) -> None:
+    """The three likeliest words in each place of a prompt come with prompt_logprobs=3, at the temperature."""
+    prompts, temperature = [subject.prompt(length, seed=length) for length in _LENGTHS], 0.6
+    output = await subject.generate(prompts, temperature=temperature, max_tokens=1, prompt_logprobs=3)
+    rows = output.get("prompt_top_logprobs")
+    expect(rows is not None and len(rows) == len(prompts), f"prompt_top_logprobs must have {len(prompts)} rows: {rows}")
+    for prompt, top, own in zip(prompts, rows or [], output.get("prompt_logprobs") or [], strict=True):
+        what = f"the prompt of {len(prompt)} tokens"
+        expect(
+            top.ids.shape == top.log_probs.shape == (len(prompt) - 1, 3), f"{what}: {top.ids.shape}, 3 words a place"
+        )
+        expect(len(own) == len(prompt) - 1, f"{what}: its own tokens have {len(own)} log-probs beside")
+        whole = (subject.reference.logits(prompt)[:-1] / temperature).log_softmax(dim=-1)
+        # Of the words that were named, and of the likeliest: which of two equally likely ones comes may differ.
+        named = whole.gather(1, torch.from_numpy(top.ids))
+        expect_close(f"{what}: the words named", top.log_probs.flatten().tolist(), named.flatten(), subject.tolerance)
+        likeliest = whole.topk(3).values.flatten()
+        expect_close(f"{what}: the likeliest words", top.log_probs.flatten().tolist(), likeliest, subject.tolerance)
+
+
 @check("prompt_log_probs")
 async def prompt_log_probs_are_the_models(subject: EngineUnderTest) -> None:
     """Every token of a prompt but the first has its log-prob at the temperature, with prompt_logprobs=0."""

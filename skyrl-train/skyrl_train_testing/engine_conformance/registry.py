@@ -142,6 +142,7 @@ async def expect_refusal(subject: "EngineUnderTest", feature: Feature) -> None:
         "seed": lambda: generate(seed=1),
         "stop_strings": lambda: generate(stop=["a"]),
         "prompt_log_probs": lambda: generate(prompt_logprobs=0),
+        "prompt_top_log_probs": lambda: generate(prompt_logprobs=3),
         "weight_update": lambda: engine.init_weight_update_communicator(WeightSyncInitInfo(transport="shared_memory")),
         "broadcast": lambda: engine.init_weight_update_communicator(WeightSyncInitInfo(transport="broadcast")),
         "lora": lambda: engine.load_lora(LoraLoadRequest(name="none", path=str(subject.directory))),

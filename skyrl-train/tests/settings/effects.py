@@ -19,6 +19,7 @@ from skyrl_gym.error import InfraError
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.distributed.sharded_tensor import gather_full_tensor
 from skyrl_train.entrypoints.main_base import BasePPOExp
+from skyrl_train.entrypoints.main_distill import DistillationExp
 from skyrl_train.errors import SkyRLError
 from skyrl_train.generators.base import GeneratorInput, GeneratorOutput
 from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
@@ -139,6 +140,10 @@ class Experiment(BasePPOExp):
         self.trainer = super().get_trainer(*args, **kwargs)
         vars(self.trainer)["build_models"] = partial(self.trainer.build_models, policy_worker=self.policy_worker)
         return self.trainer
+
+
+class Distillation(Experiment, DistillationExp):
+    """The same, with teachers."""
 
 
 @dataclass
@@ -274,6 +279,8 @@ class Bench:
             for name, place in places.items():
                 value = value.replace("{" + name + "}", place)
             return value
+        if isinstance(value, dict):
+            return {key: self._filled(item, run_dir) for key, item in value.items()}
         if isinstance(value, list):
             return [self._filled(item, run_dir) for item in value]
         return value
@@ -302,7 +309,8 @@ class Bench:
         with recording() as record:
             record.num_to_die = int(dies)
             try:
-                experiment = Experiment(self.config(settings, folder / "run"))
+                kind = Distillation if "trainer.distillation.teachers" in settings else Experiment
+                experiment = kind(self.config(settings, folder / "run"))
                 experiment.policy_worker = policy_worker
                 if steps:
                     experiment.run()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import rows_algorithm
 import rows_deepspeed
+import rows_distillation
 import rows_generator
 import rows_megatron
 import rows_trainer
@@ -21,6 +22,7 @@ ROWS = [
     *rows_generator.ROWS,
     *rows_megatron.ROWS,
     *rows_deepspeed.ROWS,
+    *rows_distillation.ROWS,
 ]
 
 

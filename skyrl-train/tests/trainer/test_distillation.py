@@ -1,183 +1,241 @@
-"""On-policy distillation by settings alone: the reference model as teacher, its k1 divergence as the only reward,
-advantages of single tokens."""
+"""Runs of `main_distill`: every variant brings the student nearer to its teachers, wherever these compute, and mistakes
+are refused before anything starts."""
 
-import copy
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 
-from skyrl_train.algorithms.advantages import AdvantageEstimatorRegistry
-from skyrl_train.algorithms.kl import compute_approx_kl
-from skyrl_train.algorithms.losses import PolicyLossRegistry
-from skyrl_train.algorithms.reduction import token_weights
-from skyrl_train.batch_preparation import prepare_training_batch
-from skyrl_train.config import SkyRLConfig
-from skyrl_train.models.scoring import ScoringModel
-from skyrl_train.training_backends.base import RankInfo
-from skyrl_train.training_batch import MicroBatch, TrainingInputBatch
-from skyrl_train.workers.worker import RefWorker
+from skyrl_train.config import SkyRLConfig, get_config_as_dict
+from skyrl_train.distillation_trainer import DistillationTrainer
+from skyrl_train.entrypoints.main_base import BasePPOExp
+from skyrl_train.entrypoints.main_distill import DEFAULTS, DistillationExp
+from skyrl_train.errors import ConfigError
+from skyrl_train.teachers import TeacherScores, score_rows
+from skyrl_train.training_batch import TrainingInputBatch
+from skyrl_train.utils.run_folder import RunFolder
+from skyrl_train_testing.tiny_models import character_tokenizer, tiny_qwen3
 
-NUM_WORDS, NUM_PROMPT, NUM_RESPONSE = 11, 2, 4
-NUM_ROWS = 64
-TEMPERATURE = 0.7
+Distil = Callable[..., SkyRLConfig]
+ENGINE = {"teachers": {"main": {"engines": 1}}}
 
 
-def distillation_config() -> SkyRLConfig:
-    """Return the settings of `examples/on_policy_distillation/run_distillation.sh`."""
-    cfg = SkyRLConfig()
-    algorithm = cfg.trainer.algorithm
-    algorithm.advantage_estimator = "token_reward"
-    algorithm.policy_loss_type = "importance_sampling"
-    algorithm.use_kl_loss, algorithm.use_kl_in_reward = False, True
-    algorithm.kl_estimator_type, algorithm.kl_loss_coef = "k1", 1.0
-    cfg.generator.sampling_params.temperature = TEMPERATURE
-    return cfg
-
-
-def model_of(seed: int) -> ScoringModel:
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=NUM_WORDS,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        max_position_embeddings=16,
-    )
-    causal_lm = Qwen3ForCausalLM(config)
-    causal_lm.lm_head.weight.data.mul_(20.0)  # far from uniform: student and teacher disagree
-    return ScoringModel(causal_lm, packing=False)  # so that the transformer itself can be asked, too
-
-
-@torch.no_grad()
-def next_words(model: ScoringModel, ids: torch.Tensor) -> torch.Tensor:
-    """Log-probs [B, T, V] of the next word after each."""
-    return (model.causal_lm(ids).logits / TEMPERATURE).log_softmax(dim=-1)
-
-
-def answers(student: ScoringModel, dice: torch.Generator) -> torch.Tensor:
-    """Prompts of random words with the student's continuations. [B, T]"""
-    ids = torch.randint(NUM_WORDS, (NUM_ROWS, NUM_PROMPT), generator=dice)
-    for _ in range(NUM_RESPONSE):
-        drawn = torch.multinomial(next_words(student, ids)[:, -1].exp(), 1, generator=dice)
-        ids = torch.cat([ids, drawn], dim=1)
-    return ids
-
-
-def reverse_kl(student: ScoringModel, teacher: ScoringModel, ids: torch.Tensor) -> float:
-    """KL(student || teacher) of the next word, over the whole vocabulary, where the student went."""
-    own, wanted = (next_words(model, ids)[:, NUM_PROMPT - 1 : -1] for model in (student, teacher))
-    return (own.exp() * (own - wanted)).sum(dim=-1).mean().item()
-
-
-def batch_of(
-    ids: torch.Tensor, student: ScoringModel, teacher: ScoringModel, teacher_temperature: float = TEMPERATURE
-) -> TrainingInputBatch:
-    """Make the trainer's batch before its preparation. No environment gives a reward."""
-    ones = torch.ones(NUM_ROWS, NUM_RESPONSE)
-    seen = torch.ones_like(ids)
+@pytest.fixture(scope="session")
+def teacher(chat_model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The student's model, three times as sure of its choices."""
+    folder = tmp_path_factory.mktemp("models") / "teacher"
+    model = AutoModelForCausalLM.from_pretrained(chat_model, dtype=torch.float32)
     with torch.no_grad():
-        old = student(ids, seen, NUM_RESPONSE, TEMPERATURE).log_probs
-        base = teacher(ids, seen, NUM_RESPONSE, teacher_temperature).log_probs
-    return TrainingInputBatch(
-        sequences=ids,
-        attention_mask=seen,
-        response_mask=ones.long(),
-        loss_mask=ones,
-        rewards=torch.zeros_like(ones),
-        rollout_logprobs=None,
-        action_log_probs=old,
-        base_action_log_probs=base,
-        metadata={
-            "uids": [str(row) for row in range(NUM_ROWS)],
-            "valid": [True] * NUM_ROWS,
-            "response_length": NUM_RESPONSE,
+        model.lm_head.weight.mul_(3.0)
+    model.save_pretrained(folder)
+    character_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def distil(settings: Any, merged: Any, teacher: str, tmp_path: Path) -> Distil:
+    """`distil({setting: value}, name="run")`: settings of a run under the entry point's defaults."""
+
+    def make(distillation: dict[str, Any], changes: dict[str, Any] | None = None, name: str = "run") -> SkyRLConfig:
+        own: dict[str, Any] = {"teachers": {"main": {"model": teacher}}}
+        base = settings(tmp_path / name, {"trainer": {"distillation": merged(own, distillation)}})
+        for setting, value in DEFAULTS.items():
+            *path, last = setting.split(".")
+            section = base
+            for part in path:
+                section = getattr(section, part)
+            setattr(section, last, value)
+        base.generator.n_samples_per_prompt = 4
+        base.trainer.policy_mini_batch_size = 4
+        return SkyRLConfig.from_dict(merged(get_config_as_dict(base), changes or {}))
+
+    return make
+
+
+def metrics_of(cfg: SkyRLConfig) -> list[dict[str, float]]:
+    DistillationExp(cfg).run()
+    return RunFolder(cfg.trainer.run_dir).read_metrics()
+
+
+VARIANTS = [
+    ({"tokens": "sampled"}, "distillation/sampled_kl"),
+    ({"tokens": "top_k", "top_k": 8}, "policy/teacher_kl"),
+    ({"tokens": "top_k", "top_k": 8, "kl": "forward"}, "policy/teacher_kl"),
+    ({"tokens": "full"}, "policy/teacher_kl"),
+    ({"tokens": "full", "kl": "forward"}, "policy/teacher_kl"),
+]
+
+
+@pytest.mark.parametrize(
+    ("variant", "metric"),
+    [
+        pytest.param(*each, id="-".join(map(str, each[0].values())), marks=[] if number < 2 else [pytest.mark.slow])
+        for number, each in enumerate(VARIANTS)
+    ],
+)
+def test_run_brings_the_student_nearer_to_its_teacher(variant: dict[str, Any], metric: str, distil: Distil):
+    longer = {"trainer": {"max_training_steps": 16, "epochs": 4, "policy": {"optimizer_config": {"lr": 1e-2}}}}
+    steps = metrics_of(distil(variant, longer))
+    divergences = [step[metric] for step in steps]
+    assert sum(divergences[-3:]) < 0.8 * sum(divergences[:3]), divergences
+    assert all(step["loss/share_of_rows_trained"] == 1.0 for step in steps)
+
+
+@pytest.mark.parametrize(
+    "variant", [{"tokens": "sampled"}, {"tokens": "top_k", "top_k": 5}, {"tokens": "full"}], ids=str
+)
+def test_teacher_in_an_engine_trains_as_one_in_workers(variant: dict[str, Any], distil: Distil, merged: Any):
+    in_workers = metrics_of(distil(variant, name="workers"))
+    in_engine = metrics_of(distil(merged(variant, ENGINE), name="engine"))
+    names = ["distillation/sampled_kl"] if variant["tokens"] == "sampled" else ["policy/teacher_kl"]
+    for name in [*names, "policy/final_loss", "policy/grad_norm"]:
+        expected = [step[name] for step in in_workers]
+        assert [step[name] for step in in_engine] == pytest.approx(expected, rel=1e-3, abs=1e-4), name
+
+
+def test_rewards_are_mixed_in_by_their_coefficient(distil: Distil):
+    """With a teacher that is the student itself, only the rewards are left."""
+
+    def run(reward_coef: float) -> list[dict[str, float]]:
+        cfg = distil(
+            {"reward_coef": reward_coef}, {"trainer": {"algorithm": {"advantage_estimator": "grpo"}}}, str(reward_coef)
+        )
+        cfg.trainer.distillation.teachers["main"].model = cfg.trainer.policy.model.path
+        return metrics_of(cfg)
+
+    alone, mixed = run(0.0), run(1.0)
+    assert alone[0]["policy/grad_norm"] < 1e-3 < 0.1 * mixed[0]["policy/grad_norm"]
+    assert alone[0]["reward/avg_raw_reward"] == mixed[0]["reward/avg_raw_reward"] > 0
+
+
+def test_asynchronous_run_distils_with_its_rows_teachers(distil: Distil):
+    changes = {
+        "trainer": {
+            "placement": {"colocate_all": False},
+            "fully_async": {"enabled": True, "max_staleness_steps": 1},
+            "algorithm": {"off_policy_correction": {"tis_ratio_type": "token"}},
         },
+    }
+    steps = metrics_of(distil({"tokens": "top_k", "top_k": 8}, changes))
+    assert len(steps) == 2 and all(step["policy/teacher_kl"] > 0 for step in steps)
+
+
+@pytest.mark.parametrize("engine", [{}, ENGINE], ids=["workers", "engine"])
+def test_resumed_run_repeats_the_run_without_interruption(engine: dict[str, Any], distil: Distil, merged: Any):
+    def changes(steps: int) -> dict[str, Any]:
+        return {"trainer": {"max_training_steps": steps, "ckpt_interval": 1, "hf_save_interval": -1}}
+
+    variant = merged({"tokens": "top_k", "top_k": 8}, engine)
+    whole = metrics_of(distil(variant, changes(3), "whole"))
+    metrics_of(distil(variant, changes(1), "parts"))
+    parts = metrics_of(distil(variant, changes(3), "parts"))
+    for name in ("policy/final_loss", "policy/teacher_kl", "policy/grad_norm", "reward/avg_raw_reward"):
+        assert [step[name] for step in parts] == [step[name] for step in whole], name
+
+
+class Constant:
+    """A teacher that gives every token the same log-prob, and prefers one word."""
+
+    def __init__(self, log_prob: float, word: int):
+        self.log_prob, self.word = log_prob, word
+
+    async def score(self, batch: TrainingInputBatch, num_top: int) -> TeacherScores:
+        shape = (len(batch), batch.metadata["response_length"], *([num_top] if num_top else []))
+        words = torch.full(shape, self.word, dtype=torch.int32) if num_top else None
+        return TeacherScores(torch.full(shape, self.log_prob), words)
+
+
+@pytest.mark.parametrize("num_top", [0, 2])
+async def test_each_row_is_scored_by_its_own_teacher(num_top: int):
+    ids = torch.zeros(3, 4, dtype=torch.long)
+    batch = TrainingInputBatch(
+        sequences=ids, attention_mask=ids + 1, metadata={"uids": ["0", "1", "2"], "response_length": 2}
     )
+    teachers = {"a": Constant(-1.0, 3), "b": Constant(-2.0, 9), "idle": Constant(-3.0, 1)}
+    scores = await score_rows(teachers, batch, ["b", "a", "b"], num_top, vocab_size=9)
+    own = scores.log_probs.flatten(1)[:, 0].tolist()
+    if not num_top:
+        assert own == [-2.0, -1.0, -2.0]
+    else:  # word 9 is none of the student's
+        assert own == [-torch.inf, -1.0, -torch.inf]
+        assert scores.ids is not None and scores.ids[:, 0, 0].tolist() == [0, 3, 0]
 
 
-def distil(seed: int, num_steps: int = 40) -> list[float]:
-    """The student's divergence from its teacher, before every step and after the last."""
-    cfg = distillation_config()
-    student, teacher = model_of(seed), model_of(seed + 100)
-    loss_fn = PolicyLossRegistry.get(cfg.trainer.algorithm.policy_loss_type)
-    optimizer = torch.optim.Adam(student.parameters(), lr=0.01)
-    dice = torch.Generator().manual_seed(seed)
-    divergences = []
-    for _ in range(num_steps):
-        ids = answers(student, dice)
-        divergences.append(reverse_kl(student, teacher, ids))
-        batch = batch_of(ids, student, teacher)
-        prepared, _ = prepare_training_batch(batch, cfg, kl_coefficient=cfg.trainer.algorithm.kl_loss_coef)
-        mask = prepared.tensor("loss_mask")
-        log_probs = student(ids, batch.tensor("attention_mask"), NUM_RESPONSE, TEMPERATURE).log_probs
-        token_losses, _ = loss_fn(
-            log_probs,
-            prepared.tensor("action_log_probs"),
-            prepared.tensor("advantages"),
-            cfg.trainer.algorithm,
-            mask,
-            None,
-        )
-        optimizer.zero_grad()
-        (token_losses * token_weights(mask, "token_mean")).sum().backward()
-        optimizer.step()
-    return [*divergences, reverse_kl(student, teacher, answers(student, dice))]
+def test_data_source_decides_the_teacher(distil: Distil, teacher: str, tmp_path: Path):
+    data = tmp_path / "two.jsonl"
+    rows = [{"prompt": [{"role": "user", "content": f"{i}"}], "data_source": "ab"[i % 2]} for i in range(8)]
+    data.write_text("\n".join(map(json.dumps, rows)))
+    cfg = distil({"teachers": {"main": {"data_sources": ["a"]}, "other": {"model": teacher, "engines": 1}}})
+    cfg.data.train_data = [str(data)]
+    experiment = DistillationExp(cfg)
+    trainer = DistillationTrainer.__new__(DistillationTrainer)
+    trainer.cfg, trainer.train_dataset = experiment.cfg, experiment.train_dataset
+    assert [trainer._teacher_of(uid) for uid in ("0", "1", "2#2", "3#2")] == ["main", "other", "main", "other"]
+    assert len(metrics_of(cfg)) == 2
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_a_student_comes_to_write_as_its_teacher_does(seed):
-    divergences = distil(seed)
-    assert divergences[0] > 2.0
-    assert divergences[-1] < 0.2 * divergences[0]
+# ---- mistakes
 
 
-def test_a_student_that_is_its_teacher_has_nothing_to_learn_under_one_temperature():
-    student = model_of(0)
-    ids = answers(student, torch.Generator().manual_seed(0))
-    for temperature, learns in [(TEMPERATURE, False), (1.0, True)]:
-        batch = batch_of(ids, student, copy.deepcopy(student), temperature)
-        prepared, metrics = prepare_training_batch(batch, distillation_config(), kl_coefficient=1.0)
-        assert bool(prepared.tensor("advantages").any()) is learns
-        assert (metrics["loss/avg_kl"] != 0.0) is learns
+def free_url() -> str:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
-def test_the_reference_worker_scores_under_the_policys_temperature(tiny_model):
-    cfg = distillation_config()
-    cfg.trainer.ref.model.path, cfg.trainer.bf16 = tiny_model, False
-    ids = torch.arange(2, 2 + 2 * (NUM_PROMPT + NUM_RESPONSE)).view(2, -1)
-    worker = RefWorker(cfg)
-    try:
-        worker.init_model(RankInfo())
-        batch = TrainingInputBatch(
-            sequences=ids, attention_mask=torch.ones_like(ids), metadata={"response_length": NUM_RESPONSE}
-        )
-        found = worker.forward(batch, [MicroBatch(rows=(0, 1))]).tensor("output")
-    finally:
-        worker.teardown()
-    with torch.no_grad():
-        logits = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)(ids).logits
-    log_probs = (logits / TEMPERATURE).log_softmax(dim=-1)[:, NUM_PROMPT - 1 : -1]
-    expected = log_probs.gather(2, ids[:, NUM_PROMPT:, None]).squeeze(2)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "no teacher": ({"teachers": {"main": {"model": ""}}}, r"teachers\.main\.model is empty"),
+    "wrong path": ({"teachers": {"main": {"model": "/no/such"}}}, r"teachers\.main\.model=/no/such: there is no such"),
+    "server not listening": (
+        {"teachers": {"main": {"urls": ["{url}"]}}},
+        r"teachers\.main\.urls: .*cannot be reached|teachers\.main\.urls: .*refused",
+    ),
+    "other tokenizer": (
+        {"teachers": {"main": {"model": "{other_tokenizer}"}}},
+        "has another vocabulary than the student",
+    ),
+    "no teacher for a row": (
+        {"teachers": {"main": {"data_sources": ["math"]}}},
+        "data_source='toy', which no teacher names",
+    ),
+    "too many words": ({"tokens": "top_k", "top_k": 100_000}, r"top_k=100000 must be below the \d+ words"),
+    "too much memory": ({"tokens": "full", "memory_gb": 1e-6}, r"may take .* GB .*more than .*memory_gb=1e-06"),
+    "forward KL of sampled tokens": ({"kl": "forward"}, "use tokens=top_k or full, or kl=reverse"),
+    "top_k that nothing reads": ({"top_k": 5}, "read only with trainer.distillation.tokens=top_k"),
+    "two teachers of one source": (
+        {"teachers": {"main": {"data_sources": ["toy"]}, "b": {"model": "x", "data_sources": ["toy"]}}},
+        "both name 'toy'",
+    ),
+    "engines and servers": ({"teachers": {"main": {"engines": 1, "urls": ["http://h"]}}}, "two places for one teacher"),
+}
 
 
-def test_the_expected_gradient_is_that_of_the_reverse_kl():
-    """The expectation is over all tokens of one next-token distribution, each weighted by its probability."""
-    torch.manual_seed(0)
-    student = torch.randn(NUM_WORDS, dtype=torch.float64, requires_grad=True)
-    teacher = torch.randn(NUM_WORDS, dtype=torch.float64).log_softmax(dim=-1)
-    log_probs = student.log_softmax(dim=-1)
-    (expected,) = torch.autograd.grad((log_probs.exp() * (log_probs - teacher)).sum(), student)
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistake_is_refused_by_name_before_anything_starts(mistake: str, distil: Distil, tmp_path: Path, teacher: str):
+    values, message = MISTAKES[mistake]
+    other = tmp_path / "other_tokenizer"
+    tokenizer = character_tokenizer()
+    tokenizer.add_tokens(["<more>"])
+    tiny_qwen3(hidden_size=32, vocab_size=len(tokenizer)).save_pretrained(other)
+    tokenizer.save_pretrained(other)
+    text = json.dumps(values).replace("{url}", free_url()).replace("{other_tokenizer}", str(other))
+    with pytest.raises(ConfigError, match=message):
+        DistillationExp(distil(json.loads(text)))
 
-    every_word = student.log_softmax(dim=-1)[:, None]  # as a batch: one row a word, one token a row
-    old, mask = every_word.detach(), torch.ones(NUM_WORDS, 1, dtype=torch.float64)
-    rewards = -compute_approx_kl(old, teacher[:, None], mask, "k1")
-    advantages, _ = AdvantageEstimatorRegistry.get("token_reward")(token_level_rewards=rewards, response_mask=mask)
-    cfg = distillation_config().trainer.algorithm
-    losses, _ = PolicyLossRegistry.get("importance_sampling")(every_word, old, advantages, cfg, mask, None)
-    (found,) = torch.autograd.grad((old.exp() * losses).sum(), student)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+def test_megatron_refuses_words_that_were_not_sampled(distil: Distil):
+    cfg = distil({"tokens": "full"}, {"trainer": {"strategy": "megatron"}})
+    with pytest.raises(
+        ConfigError, match=r"tokens=full needs log-probs of words .* trainer.strategy=fsdp2 or deepspeed"
+    ):
+        DistillationExp(cfg)
+
+
+def test_main_base_names_the_entry_point_that_reads_teachers(distil: Distil):
+    with pytest.raises(ConfigError, match="main_distill"):
+        BasePPOExp(distil({}))

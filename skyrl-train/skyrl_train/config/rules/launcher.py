@@ -50,7 +50,7 @@ def check_ranks(config: SkyRLConfig) -> None:
         return
     models = ["policy"]
     models += ["critic"] if config.trainer.critic.model.path is not None else []
-    models += ["ref"] if config.trainer.algorithm.uses_reference_model else []
+    models += ["ref"] if config.trainer.num_reference_models else []
     for model in models:
         for count in ("num_nodes", "num_gpus_per_node"):
             name = f"trainer.placement.{model}_{count}"

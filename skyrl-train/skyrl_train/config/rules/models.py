@@ -31,7 +31,7 @@ def check_models(config: SkyRLConfig) -> None:
             name.isidentifier() and name != "backbone",
             f"trainer.algorithm.value_head_prefix={name!r} must be a name as Python has them, such as value_head",
         )
-    if trainer.algorithm.uses_reference_model:
+    if trainer.num_reference_models:
         check_division(trainer.ref, "ref", placement.ref_world_size)
     require(
         trainer.algorithm.uses_reference_model or not trainer.update_ref_every_epoch,
@@ -108,7 +108,7 @@ def _check_shared_devices(config: SkyRLConfig) -> None:
         f"{generator.engine_world_size} of each); make them equal",
     )
     shares = {"ref": placement.colocate_all or placement.colocate_policy_ref, "critic": placement.colocate_all}
-    has = {"ref": trainer.algorithm.uses_reference_model, "critic": trainer.critic.model.path is not None}
+    has = {"ref": trainer.num_reference_models > 0, "critic": trainer.critic.model.path is not None}
     policy = (placement.policy_num_nodes, placement.policy_num_gpus_per_node)
     for name, title in (("ref", "reference model"), ("critic", "critic")):
         own = (getattr(placement, f"{name}_num_nodes"), getattr(placement, f"{name}_num_gpus_per_node"))

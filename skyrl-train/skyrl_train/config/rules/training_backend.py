@@ -40,7 +40,7 @@ def check_training_backend(config: SkyRLConfig) -> None:
             f"{strategy} trains no adapters: trainer.{name}.model.lora.rank={rank} must be 0, or use another strategy",
         )
     num_ranks = {name: getattr(placement, f"{name}_world_size") for name in trained}
-    if trainer.algorithm.uses_reference_model:
+    if trainer.num_reference_models:
         num_ranks["ref"] = placement.ref_world_size
     for name, count in num_ranks.items():
         require(

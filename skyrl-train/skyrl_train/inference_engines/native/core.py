@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from skyrl_train.expert_routes import ExpertRoutes
-from skyrl_train.inference_engines.base import StopReason
+from skyrl_train.inference_engines.base import StopReason, TopLogProbs
 from skyrl_train.inference_engines.completion import Completion
 from skyrl_train.inference_engines.native.attention import KEY_BLOCK, round_up
 from skyrl_train.inference_engines.native.prompt_scores import score_prompts
@@ -360,13 +360,15 @@ def _completion(
     reason: StopReason,
     routes: ExpertRoutes | None = None,
 ) -> Completion:
-    scores = [] if request.prompt_scores is None else request.prompt_scores.log_probs.tolist()
+    found, num_top = request.prompt_scores, request.params.prompt_logprobs
+    scores = [] if found is None else found.log_probs.tolist()
     return Completion(
         token_ids=token_ids,
         stop_reason=reason,
         weight_versions=versions,
         log_probs=log_probs,
         prompt_log_probs=None if request.scoring is None else scores,
+        prompt_top=TopLogProbs(found.top_ids, found.top_log_probs) if found is not None and num_top else None,
         routes=routes,
     )
 

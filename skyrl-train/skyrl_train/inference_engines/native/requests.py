@@ -42,7 +42,8 @@ class EngineSamplingParams:
     logprobs: int | None = 0
     """0: the chosen token's log-prob. None: none."""
     prompt_logprobs: int | None = None
-    """0: the log-prob of every token of the prompt but the first. None: none."""
+    """0: the log-prob of every token of the prompt but the first. K: besides, the K likeliest in its place. None:
+    none."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the response text; ids always hold them."""
 
@@ -55,8 +56,9 @@ class EngineSamplingParams:
         self._require("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a positive number; 1 is off")
         self._require("min_tokens", self.min_tokens >= 0, "at least 0")
         self._require("stop", all(self.stop), "without empty strings")
-        for name in ("logprobs", "prompt_logprobs"):
-            self._require(name, getattr(self, name) in (None, 0), "0 (the token's own) or None")
+        self._require("logprobs", self.logprobs in (None, 0), "0 (the token's own) or None")
+        top = self.prompt_logprobs
+        self._require("prompt_logprobs", top is None or top >= 0, "0, a number of likeliest words, or None")
         if self.max_tokens is not None:
             self._require("min_tokens", self.min_tokens <= self.max_tokens, f"at most max_tokens={self.max_tokens}")
 
@@ -213,7 +215,8 @@ class Request:
         self.key = random_key(*self.seed)
         self.prefix = self.prompt[:-1].tobytes()
         if self.scoring is None and self.params.prompt_logprobs is not None:
-            self.scoring = PromptScoring(temperature=1.0 if self.params.is_greedy else self.params.temperature)
+            temperature = 1.0 if self.params.is_greedy else self.params.temperature
+            self.scoring = PromptScoring(temperature=temperature, num_top=self.params.prompt_logprobs)
 
     @property
     def lora_serial(self) -> int:

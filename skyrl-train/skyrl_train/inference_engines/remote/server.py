@@ -226,7 +226,7 @@ class RemoteInferenceEngine(InferenceEngineInterface):
         if any(seed is not None for seed in seeds):
             self._require("seed")
         if params.prompt_logprobs is not None:
-            self._require("prompt_log_probs")
+            self._require("prompt_top_log_probs" if params.prompt_logprobs else "prompt_log_probs")
         if params.stop:
             self._require("stop_strings")
         if self._asleep:

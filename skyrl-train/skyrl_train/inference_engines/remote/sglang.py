@@ -66,6 +66,7 @@ class SGLangProtocol(ServerProtocol):
             unsupported["lora"] = f"the server at {self.server.url} was started without --enable-lora"
         if not said.get("enable_memory_saver"):
             unsupported["sleep"] = f"the server at {self.server.url} was started without --enable-memory-saver"
+        unsupported["prompt_top_log_probs"] = "this client asks SGLang for the log-probs of a prompt's own tokens alone"
         unsupported["broadcast"] = f"the server at {self.server.url} has no weight loader of ours; it takes checkpoints"
         self._vocab_size = vocabulary_of(model["model_path"], self.server.url)
         info = EngineInfo(

@@ -17,7 +17,14 @@ from typing import Any
 import httpx
 
 from skyrl_train.errors import ConfigError, UnsupportedByEngine, WeightSyncError
-from skyrl_train.inference_engines.base import EngineInfo, Feature, PauseMode, StopReason
+from skyrl_train.inference_engines.base import (
+    EngineInfo,
+    Feature,
+    PauseMode,
+    StopReason,
+    TopLogProbs,
+    top_log_probs_of,
+)
 from skyrl_train.inference_engines.completion import Completion
 from skyrl_train.inference_engines.native.requests import EngineSamplingParams, SeedPair
 from skyrl_train.inference_engines.remote.connection import ServerError, ServerRefused
@@ -99,6 +106,8 @@ class VLLMProtocol(ServerProtocol):
                 "(vllm/lora/layers/logits_processor.py); start it with --lora-target-modules q_proj k_proj v_proj "
                 "o_proj gate_proj up_proj down_proj"
             )
+        if "prompt_log_probs" in unsupported:
+            unsupported["prompt_top_log_probs"] = unsupported["prompt_log_probs"]
         if not model["enable_sleep_mode"]:
             unsupported["sleep"] = f"the server at {url} was started without --enable-sleep-mode"
         info = EngineInfo(
@@ -166,6 +175,7 @@ class VLLMProtocol(ServerProtocol):
             token_ids=ids,
             log_probs=[entry["logprob"] for entry in log_probs],
             prompt_log_probs=_prompt_log_probs(said.get("prompt_logprobs"), prompt),
+            prompt_top=_prompt_top(said.get("prompt_logprobs"), params.prompt_logprobs),
             stop_reason=_STOP_REASONS.get(choice["finish_reason"], "abort"),
             weight_versions=versions_of(choice["weight_versions"], len(ids), self.server.url),
         )
@@ -288,6 +298,13 @@ def _prompt_log_probs(given: list[JsonObject | None] | None, prompt: list[int]) 
         if given is None
         else [entry[str(token)]["logprob"] for entry, token in zip(given, prompt, strict=True) if entry]
     )
+
+
+def _prompt_top(given: list[JsonObject | None] | None, num_top: int | None) -> TopLogProbs | None:
+    if given is None or not num_top:
+        return None
+    places = [[(int(token), said["logprob"]) for token, said in entry.items()] for entry in given if entry]
+    return top_log_probs_of(places, num_top)
 
 
 def _same_everywhere(reports: list[dict[str, int]], url: str) -> dict[str, int]:

@@ -55,6 +55,7 @@ def engine_arguments(settings: EngineSettings) -> "AsyncEngineArgs":
         "worker_extension_cls": EXTENSION,
         "enable_sleep_mode": settings.sleep_mode and settings.device.startswith("cuda"),
         "disable_log_stats": True,
+        "max_logprobs": -1,  # teachers of distillation are asked for any number of likeliest words
     }
     if settings.tensor_parallel_size * settings.pipeline_parallel_size * settings.data_parallel_size > 1:
         # Else vLLM takes Ray's inside of an actor with a placement group; its workers then wait for GPUs of their own.

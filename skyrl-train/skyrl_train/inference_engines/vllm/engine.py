@@ -51,10 +51,10 @@ _NO_LORA = "adapters need max_lora_rank > 0 (trainer.policy.model.lora.rank) whe
 
 
 class VLLMInferenceEngine(InferenceEngineInterface):
-    """Generates with vLLM. Ready when the constructor returns.
+    """Rollout engine that generates with vLLM. Ready when the constructor returns.
 
     Without a `seed` requests draw from vLLM's own random numbers. With one, the same request alone draws the same
-    tokens; in a batch, rounding may differ with its company.
+    tokens; in a batch, rounding may depend on the other requests.
 
     On a CPU there is no sleep mode in vLLM (`vllm/v1/worker/cpu_worker.py`): here `sleep` gives the memory of the
     key-value cache back to the machine, the weights stay where they are, and level 2 declares them worthless.
@@ -231,7 +231,9 @@ class VLLMInferenceEngine(InferenceEngineInterface):
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         adapter = None if lora_name is None else self._adapters.named(lora_name)
-        answer = RequestState(str(next(self._ids)), None if adapter is None else adapter.version)
+        answer = RequestState(
+            str(next(self._ids)), None if adapter is None else adapter.version, num_top=params.prompt_logprobs or 0
+        )
         self._running[answer.request_id] = answer
         self._idle.clear()
         if adapter is not None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from skyrl_train.inference_engines.base import StopReason
+from skyrl_train.inference_engines.base import StopReason, TopLogProbs, top_log_probs_of
 from skyrl_train.inference_engines.completion import Completion
 
 if TYPE_CHECKING:
@@ -20,13 +20,16 @@ class RequestState:
     Args:
         request_id: vLLM's name for the request; empty for one that never reached vLLM.
         lora_version: of the adapter that answers, if one does; its tokens have this version.
+        num_top: likeliest words that are asked for in the place of each prompt token.
     """
 
     request_id: str = ""
     lora_version: int | None = None
+    num_top: int = 0
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     prompt_log_probs: list[float] = field(default_factory=list)
+    prompt_top: TopLogProbs | None = None
     weight_versions: list[int] = field(default_factory=list)
     stop_reason: StopReason | None = None
     withdrawn: bool = False
@@ -43,6 +46,7 @@ class RequestState:
             weight_versions=self.weight_versions,
             log_probs=self.log_probs,
             prompt_log_probs=self.prompt_log_probs,
+            prompt_top=self.prompt_top,
         )
 
     def take(self, output: "RequestOutput") -> None:
@@ -63,6 +67,13 @@ class RequestState:
                 for position, token in zip(output.prompt_logprobs, tokens, strict=True)
                 if position  # the first token has none
             ]
+            if self.num_top:
+                places = [
+                    [(token, entry.logprob) for token, entry in position.items()]
+                    for position in output.prompt_logprobs
+                    if position
+                ]
+                self.prompt_top = top_log_probs_of(places, self.num_top)
         if output.finished:
             self._end(completion.finish_reason)
             self._label(completion.weight_versions or [])
