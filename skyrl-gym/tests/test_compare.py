@@ -128,7 +128,9 @@ def test_folders_of_suites_are_compared_suite_by_suite(tmp_path, capsys):
     assert "aime24: 8 tasks in both" in aime24 and "B wins 0, loses 0, ties 8; sign test p = 1" in aime24
     assert "B - A     +1.0000  95% [+1.0000, +1.0000] (bootstrap)" in rest
     assert "B wins 8, loses 0, ties 0; sign test p = 0.00781" in rest
-    assert "mean of 2 suites, each counted once\n  B - A     +0.5000" in rest
+    mean = rest.partition("mean of 2 suites, each counted once\n")[2]
+    assert "  B - A     +0.5000" in mean and "B wins 8, loses 0; sign test p = 0.00781" in mean
+    assert "verdict   B is better than A: distinguishable from noise" in mean
     assert "not compared, only in one folder: gsm8k" in rest
 
 

@@ -136,8 +136,19 @@ def test_group_s_mean_counts_each_set_once(tmp_path):
     assert (found["nq"]["mean"]["mean"], found["popqa"]["mean"]["mean"]) == (0.5, 1.0)
     mean = found["mean of search_r1 (2 of 7 sets)"]
     assert (mean["mean"]["mean"], mean["num_tasks"]) == (0.75, 3)
-    # Variances 0.25 / 2 and 0.
-    assert mean["mean"]["high"] - 0.75 == pytest.approx(1.959964 * (0.125 / 4) ** 0.5)
+    # Variance 0.25 / 2 of the one; the other's exact interval is [0.025, 1].
+    above, below = 1.959964 * 0.125**0.5, 0.975
+    assert mean["mean"]["high"] - 0.75 == pytest.approx(above / 2)
+    assert 0.75 - mean["mean"]["low"] == pytest.approx((above**2 + below**2) ** 0.5 / 2)
+
+
+def test_mean_of_sets_that_are_all_wrong_has_the_width_of_their_exact_intervals():
+    """Of 5 wrong answers the exact interval reaches up to 0.5218 (1 - 0.025 ** 0.2); two sets: its root 2 by 2."""
+    found = mean_of_sets([[0.0] * 5, [0.0] * 5])
+    assert found is not None and (found.mean, found.low) == (0.0, 0.0)
+    assert found.high == pytest.approx((1 - 0.025**0.2) / 2**0.5)
+    differences = mean_of_sets([[0.0] * 5, [0.0] * 5], are_shares=False)
+    assert differences is not None and differences.high == 0.0  # 0 is no edge of what may be negative
 
 
 def test_mean_of_sets_without_tasks_counts_the_others():

@@ -70,20 +70,20 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """The result in words. Both tests must agree: of few tasks, a bootstrap interval alone is too narrow."""
-        better = "B is better than A" if self.difference.mean > 0 else "A is better than B"
-        excludes_zero = _excludes_zero(self.difference)
-        if excludes_zero and self.sign_p < SIGNIFICANT:
-            return f"{better}: distinguishable from noise"
-        if excludes_zero:
-            return f"not settled: the interval excludes 0, the sign test does not confirm it (p = {self.sign_p:.3g})"
-        if self.sign_p < SIGNIFICANT:
-            return f"not settled: the sign test finds a difference (p = {self.sign_p:.3g}), the interval includes 0"
-        return "not distinguishable from noise"
+        return verdict(self.difference, self.sign_p)
 
 
-def _excludes_zero(difference: Estimate) -> bool:
-    return difference.low > 0 or difference.high < 0
+def verdict(difference: Estimate, sign_p: float) -> str:
+    """Return the result in words. Both tests must agree: of few tasks, the interval alone is too narrow."""
+    better = "B is better than A" if difference.mean > 0 else "A is better than B"
+    excludes_zero = difference.low > 0 or difference.high < 0
+    if excludes_zero and sign_p < SIGNIFICANT:
+        return f"{better}: distinguishable from noise"
+    if excludes_zero:
+        return f"not settled: the interval excludes 0, the sign test does not confirm it (p = {sign_p:.3g})"
+    if sign_p < SIGNIFICANT:
+        return f"not settled: the sign test finds a difference (p = {sign_p:.3g}), the interval includes 0"
+    return "not distinguishable from noise"
 
 
 def compare(a: Evaluated, b: Evaluated, name: str = "") -> Comparison:
@@ -148,12 +148,13 @@ def report(comparisons: Sequence[Comparison], only_in_one: Sequence[str] = ()) -
     """Yield the lines of a report for people."""
     for each in comparisons:
         yield from _lines(each)
-    if len(comparisons) > 1:
-        mean = mean_of_sets([each.differences for each in comparisons])
-        if mean is not None:
-            noise = "distinguishable" if _excludes_zero(mean) else "not distinguishable"
-            yield f"mean of {len(comparisons)} suites, each counted once"
-            yield f"  B - A     {_signed(mean)}: {noise} from noise"
+    mean = mean_of_sets([each.differences for each in comparisons], are_shares=False)
+    if mean is not None and len(comparisons) > 1:
+        won, lost = sum(each.num_won for each in comparisons), sum(each.num_lost for each in comparisons)
+        yield f"mean of {len(comparisons)} suites, each counted once"
+        yield f"  B - A     {_signed(mean)}"
+        yield f"  tasks     B wins {won}, loses {lost}; sign test p = {sign_test(won, lost):.3g}"
+        yield f"  verdict   {verdict(mean, sign_test(won, lost))}"
     if only_in_one:
         yield f"not compared, only in one folder: {', '.join(only_in_one)}"
 

@@ -96,18 +96,30 @@ def bootstrap(values: Sequence[float], level: float = 0.95, resamples: int = RES
     return means[math.floor(tail * resamples)], means[math.ceil((1 - tail) * resamples) - 1]
 
 
-def mean_of_sets(sets: Sequence[Sequence[float]], level: float = 0.95) -> Estimate | None:
+def mean_of_sets(sets: Sequence[Sequence[float]], level: float = 0.95, are_shares: bool = True) -> Estimate | None:
     """Return the mean that counts every set of tasks once, given one value for each task. None without tasks.
 
-    The interval takes the sets as independent (normal approximation). Sets without tasks count in nothing.
+    The interval takes the sets as independent: half of its width is the root of the sum of squares of theirs, by the
+    number of sets (Zou, Donner 2008, https://doi.org/10.1002/sim.3095). Theirs are normal approximations; a set of
+    shares that are all 0 or all 1, which has no variance, has its exact interval. Sets without tasks do not count.
     """
     sets = [values for values in sets if values]
     if not sets:
         return None
     mean = statistics.fmean(map(statistics.fmean, sets))
-    variance = math.fsum(statistics.pvariance(values) / len(values) for values in sets) / len(sets) ** 2
-    margin = statistics.NormalDist().inv_cdf((1 + level) / 2) * math.sqrt(variance)
-    return Estimate(mean, mean - margin, mean + margin, NORMAL, sum(map(len, sets)), level)
+    widths = [_half_widths(values, level, are_shares) for values in sets]
+    below, above = (math.sqrt(math.fsum(width**2 for width in side)) / len(sets) for side in zip(*widths, strict=True))
+    return Estimate(mean, mean - below, mean + above, NORMAL, sum(map(len, sets)), level)
+
+
+def _half_widths(values: Sequence[float], level: float, are_shares: bool) -> tuple[float, float]:
+    """Return how far the interval of a set's mean reaches below and above it."""
+    mean = statistics.fmean(values)
+    if are_shares and mean in (0.0, 1.0):
+        low, high = clopper_pearson(round(mean * len(values)), len(values), level)
+        return mean - low, high - mean
+    width = statistics.NormalDist().inv_cdf((1 + level) / 2) * math.sqrt(statistics.pvariance(values) / len(values))
+    return width, width
 
 
 def sign_test(num_won: int, num_lost: int) -> float:
