@@ -1,7 +1,8 @@
 """Search tool: queries a retrieval server over HTTP, with retries while that server is unavailable.
 
 Errors are divided by who can fix them. Errors of the request (a query that is too long, say) are reported to the model.
-Errors of the server are retried for a while and then raised as `InfraError`: they say nothing about the model. `skyrl_gym.tools.retrieval` is a server that answers.
+Errors of the server are retried for a while and then raised as `InfraError`: they say nothing about the model.
+`skyrl_gym.tools.retrieval` is a suitable server.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Routes of the native engine: those of all prompt and response tokens, whatever other requests run, over interruptions."""
+"""Routes of the native engine: all prompt and response tokens have them, whatever else runs, over interruptions."""
 
 import asyncio
 from typing import Any

@@ -27,7 +27,7 @@ def ruled(product: torch.Tensor, rule: LogitRule) -> torch.Tensor:
 def score_prompts(requests: Sequence[Request], hidden: Sequence[torch.Tensor], head: Head) -> Iterator[PromptScores]:
     """log softmax(logits / temperature) at the tokens of several prompts and at the likeliest, computed together.
 
-    A token's logits are made as if it were decoded: where decoding is independent of co-batched rows, so are they, and a
+    A token's logits are made as if it were decoded: where decoding is independent of other rows, so are they, and a
     prompt's log-probs are the bits that were reported when its tokens were drawn at this temperature.
 
     Args:
