@@ -2,8 +2,10 @@
 and the same command trains every sample that is left, once."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Generator
+import itertools
+from collections.abc import Awaitable, Callable, Generator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -36,6 +38,9 @@ def cancel_at_await() -> None:
 
 Fault = Callable[[], Exception | None]
 FAULTS: list[Fault] = [raise_at_await, cancel_at_await]
+
+IN_ORDER = MappingProxyType({"order": "exact", "pause": "wait"})
+AS_FINISHED = MappingProxyType({"order": "finished", "pause": "keep"})
 
 
 class Disturbed(Awaitable[Any]):
@@ -109,12 +114,12 @@ def uneven() -> Any:
 
 @pytest.fixture
 def make_settings(settings: Any, merged: Any, prompts: str, tmp_path: Path, uneven: None) -> Any:
-    """Settings of a run that evaluates, exports and saves a checkpoint after each step, with a sync that waits."""
+    """Settings of a run that evaluates, exports and saves a checkpoint after each step."""
 
-    def make(name: str, num_steps: int) -> SkyRLConfig:
+    def make(name: str, num_steps: int, schedule: Mapping[str, str] = IN_ORDER) -> SkyRLConfig:
         changes = {"max_training_steps": num_steps, "epochs": -(-num_steps // 4)}
         changes |= {"ckpt_interval": 1, "hf_save_interval": 1, "eval_interval": 1, "max_ckpts_to_keep": 1}
-        changes = merged(changes, asynchronous(max_staleness_steps=1, order="exact", pause="wait"))
+        changes = merged(changes, asynchronous(max_staleness_steps=1, **schedule))
         data = {"data": {"val_data": [prompts]}, "environment": {"env_class": "uneven"}}
         return settings(tmp_path / name, {"trainer": changes, **data})
 
@@ -124,15 +129,16 @@ def make_settings(settings: Any, merged: Any, prompts: str, tmp_path: Path, unev
 NUM_STEPS = 4
 
 
-async def disturb_each_place(make_settings: Any, fault: Fault, every: int) -> None:
-    """Train one run, which is disturbed at each place in turn (or every so many) and started again each time."""
-    cfg = make_settings("undisturbed", 2)
+async def disturb_each_place(make_settings: Any, schedule: Mapping[str, str], faults: list[Fault], every: int) -> None:
+    """Train one run, which is disturbed at each place in turn (or every so many) by one of the faults in turn, and
+    started again each time."""
+    cfg = make_settings("undisturbed", 2, schedule)
     disturbed, error = await train(cfg)
     assert error is None
     places = list(dict.fromkeys(disturbed.places))[::every]
-    cfg = make_settings("disturbed", NUM_STEPS)
+    cfg = make_settings("disturbed", NUM_STEPS, schedule)
     num_faults = 0
-    for place in places:
+    for place, fault in zip(places, itertools.cycle(faults), strict=False):
         disturbed, error = await train(cfg, is_due=place.__eq__, fault=fault)
         num_faults += disturbed.has_happened
         if not disturbed.has_happened:  # an await that was over at once, this time
@@ -149,10 +155,17 @@ async def disturb_each_place(make_settings: Any, fault: Fault, every: int) -> No
     assert len(trained) == 16 * 4 and set(trained.values()) == {1}
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    ("schedule", "faults"),
+    [(IN_ORDER, FAULTS), (AS_FINISHED, FAULTS[::-1])],
+    ids=["a sync waits for groups", "groups go on over a sync"],
+)
 @pytest.mark.parametrize("every", [12, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(400)])])
-async def test_a_fault_at_an_await_ends_the_run_and_loses_nothing(make_settings: Any, fault: Fault, every: int):
-    await disturb_each_place(make_settings, fault, every)
+async def test_a_fault_at_an_await_ends_the_run_and_loses_nothing(
+    make_settings: Any, schedule: Mapping[str, str], faults: list[Fault], every: int
+):
+    """The faults alternate from place to place, in the other order with the other schedule."""
+    await disturb_each_place(make_settings, schedule, faults, every)
 
 
 async def test_a_fault_at_an_await_of_a_group_replaces_the_group(make_settings: Any, monkeypatch: pytest.MonkeyPatch):
