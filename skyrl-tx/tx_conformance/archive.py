@@ -50,7 +50,7 @@ def fetch(wire: Wire, path: str) -> PeftAdapter:
 
 
 def safetensors(data: bytes) -> dict[str, np.ndarray]:
-    """Reads float tensors: 8 bytes of header length, the header as JSON, the numbers."""
+    """Parse float tensors: 8 bytes of header length, the header as JSON, the numbers."""
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
     header.pop("__metadata__", None)

@@ -1,4 +1,4 @@
-"""Runs checks one after another, each with a deadline; the table."""
+"""Sequential execution of checks, each with a deadline, and the table of results."""
 
 import json
 import threading

@@ -241,7 +241,7 @@ class _Command:
                 command.close()
 
     def cancel(self) -> None:
-        """Returns when it has ended, with all that it started. May be called at any time."""
+        """End the command with all its children, and return when they have ended. May be called at any time."""
         with self._lock:
             self._cancelled = True
             if self._command is not None and not self._command.ended:

@@ -235,7 +235,7 @@ class LocalSWETask(BaseTask):
 
 
 async def put(runtime: Runtime, files: Mapping[str, str | None], executable: Sequence[str] = ()) -> None:
-    """Writes and deletes files of the working directory, and makes some of them executable."""
+    """Write and delete files of the working directory, and make some of them executable."""
     if deleted := [path for path, text in files.items() if text is None]:
         await runtime.exec(["rm", "-f", "--", *deleted])
     for path, text in files.items():

@@ -81,7 +81,7 @@ class AsyncService:
     async def request(
         self, body: object = None, *, path: str = "", method: str = "POST", params: Mapping[str, str] | None = None
     ) -> Response:
-        """Sends `body` as JSON, as often as it takes.
+        """Send `body` as JSON, with retries.
 
         Raises:
             InfraError: the last attempt failed, or one failed in a way that lasts.

@@ -90,7 +90,7 @@ class BaseTool:
                     raise InfraError(f"tools: {self.name}: {error}") from error
 
     async def close(self) -> None:
-        """Gives resources back. May be called more than once; never raises."""
+        """Release resources. May be called more than once; never raises."""
 
     def get_system_prompt_prefix(self) -> str:
         """Text that the agent puts before its system message."""

@@ -1,4 +1,4 @@
-"""Looks at and acts on the page of a browser that the trajectory was lent."""
+"""Browser tools: view and act on the page of the browser that the trajectory uses."""
 
 from typing import Any, Literal, cast
 

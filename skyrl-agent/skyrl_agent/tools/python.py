@@ -1,4 +1,4 @@
-"""Runs Python that a model wrote: in the trajectory's runtime, else in one of its own."""
+"""Python tools: run the model's code in the trajectory's runtime, else in a runtime of their own."""
 
 from importlib.resources import files
 

@@ -1,4 +1,4 @@
-"""Reads web pages for a goal: address -> page -> text -> what of it the goal needs."""
+"""Web reading tool: address -> page -> text -> the part that the goal needs."""
 
 import asyncio
 import os

@@ -36,7 +36,7 @@ MAX_PROCESSES = 4
 
 
 class EquivalencePool:
-    """Compares answers in at most `num_processes` processes at a time, started when they are first needed.
+    """Pool of at most `num_processes` processes that compare answers, started on first use.
 
     For any number of threads: who finds all processes busy waits. Closed at the interpreter's exit if not before; the
     processes also end by themselves when this one is gone.

@@ -14,7 +14,9 @@ CANCEL_SECONDS = 5.0
 
 
 class BackgroundLoop:
-    """Runs coroutines for any number of threads. The thread is a daemon: it keeps no process alive."""
+    """Event loop in a thread that runs coroutines for any number of threads. The thread is a daemon: it keeps no
+    process alive.
+    """
 
     def __init__(self, name: str):
         self._loop = asyncio.new_event_loop()

@@ -153,7 +153,7 @@ def _block_text(block: Any) -> str:
 
 
 class _ServerHandle:
-    """Starts and restarts connections; holds at most one. Belongs to the process that made it."""
+    """Owner of at most one connection, which it starts and restarts. Belongs to the process that made it."""
 
     def __init__(
         self,

@@ -130,7 +130,7 @@ class SupervisedDataset:
 
 
 class Encoder:
-    """Turns conversations into examples, under the tokenizer's chat template.
+    """Encoder of conversations into training examples, with the tokenizer's chat template.
 
     Raises:
         ConfigError: a tokenizer that does not tell where its tokens stand in the text.

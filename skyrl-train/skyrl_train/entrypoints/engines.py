@@ -67,7 +67,7 @@ def check_engines(cfg: SkyRLConfig) -> None:
 
 
 class EngineStarter:
-    """Starts engines of the settings; the same again in place of one that died."""
+    """Starter of the configured engines, and of replacements for those that died."""
 
     def __init__(self, cfg: SkyRLConfig, colocate_pg: "PlacementGroup | None", *, weights_follow: bool):
         self._launcher = make_launcher(cfg, colocate_pg)

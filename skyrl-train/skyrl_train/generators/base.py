@@ -60,7 +60,7 @@ class GeneratorInput(TypedDict):
 
 
 class GeneratorInterface(ABC):
-    """Turns prompts into trajectories. A failed rollout is data: it never ends the batch.
+    """Interface of generators: prompts to trajectories. A failed rollout is data: it never ends the batch.
 
     A generator of one's own implements `generate`. One that also implements `generate_groups` spares the way over
     columns. The trainer asks by `request_rollouts`.

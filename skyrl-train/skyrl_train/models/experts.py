@@ -79,7 +79,7 @@ class _Collected:
 
 
 class Routers:
-    """Listens to the routers of a model. A model without any has none, and costs nothing.
+    """Statistics of a model's routers. A model without routers has none, at no cost.
 
     Args:
         model: a transformers model. Its routers are the modules that transformers itself would record.

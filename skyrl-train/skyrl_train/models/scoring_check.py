@@ -180,7 +180,7 @@ def _expected(
 
 
 class _FusedAttention(TorchFunctionMode):
-    """Counts calls of fused attention kernels: torch's own, or operators of an extension."""
+    """Counter of calls of fused attention kernels: torch's own, or operators of an extension."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Runs checks and says what came of them."""
+"""Execution of checks, and the report of their results."""
 
 import time
 from collections.abc import Sequence

@@ -22,7 +22,7 @@ def harness_of(kind: str) -> str | None:
 
 
 def make_test_spec(package: str, row: Row) -> Any:
-    """Has `eval_script`, a shell script that runs the row's tests."""
+    """Make the specification of a row's tests, whose `eval_script` is a shell script that runs them."""
     try:
         module = import_module(f"{package}.harness.test_spec.test_spec")
     except ModuleNotFoundError:  # before version 3

@@ -17,7 +17,8 @@ LAST_TURN = "This is your last turn. Give only the final number, as `#### ANSWER
 
 
 class GSM8kMultiTurnEnv(BaseTextEnv):
-    """Ends at the right answer or after `max_turns` (from the extras, else from their `extra_info`, else 5).
+    """GSM8K over several turns: the episode ends at the right answer or after `max_turns` (from the extras, else from
+    their `extra_info`, else 5).
 
     What the right answer earns is also reported as `outcome_reward`, without the turns' format rewards.
     """

@@ -12,7 +12,8 @@ _QUOTED_CHARACTERS = 100
 
 
 class MultiplyEnv(BaseTextEnv):
-    r"""Ends at the right answer or after `max_turns`. The first `\boxed{}` without braces inside counts.
+    r"""Multiplication over several turns: the episode ends at the right answer or after `max_turns`. The first
+    `\boxed{}` without braces inside counts.
 
     Right: 1. A wrong boxed answer: 0.5 in the last turn, 0 before. `outcome_reward` is 1 or 0.
     """

@@ -46,7 +46,7 @@ _PROGRAM = Path(repl_process.__file__)
 
 @dataclass(frozen=True)
 class Opaque:
-    """Stands for a variable that did not cross: it is no plain value, or too large a one."""
+    """Placeholder of a variable that was not transferred: it is no plain value, or too large."""
 
     type_name: str
 
@@ -69,7 +69,7 @@ class _Gone(Exception):
 
 
 class PersistentREPL:
-    """Runs code, execution after execution, in one namespace. The process starts with the first one.
+    """Python session that executes code repeatedly in one namespace. The process starts with the first execution.
 
     `globals` are the functions that the code is offered, as they are on the host; `locals` are copies of its variables
     as they were after the last execution. To change either changes nothing inside. The functions, tools and contexts

@@ -12,7 +12,7 @@ Hit = tuple[int, float]
 
 
 class Index(Protocol):
-    """Finds documents. Used by one thread at a time."""
+    """Interface of an index of documents. Used by one thread at a time."""
 
     batch_size: int
     """Queries worth searching together."""

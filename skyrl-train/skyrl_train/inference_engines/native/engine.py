@@ -81,8 +81,9 @@ class _PendingBatch:
 
 
 class NativeInferenceEngine(InferenceEngineInterface):
-    """Generates with a transformers causal language model in this process, on a CPU or one CUDA device. Before it is
-    ready it generates a few tokens, and refuses a model that it cannot run (ConfigError, with the backend that can).
+    """Rollout engine that runs a transformers causal language model in this process, on a CPU or one CUDA device.
+    Before it is ready it generates a few tokens, and refuses a model that it cannot run (ConfigError, with the backend
+    that can).
 
     Differences from the interface, all of them additions: `seed` may be a list with one `[seed, index]` pair a request
     (so that a client can split a batch, or send an aborted request again, without changing what it draws);

@@ -1,4 +1,4 @@
-"""Looks for stop strings in text that arrives one token at a time, across token borders."""
+"""Search for stop strings in text that arrives one token at a time, across token borders."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ _CONTEXT = 8
 
 
 class StopStringFinder:
-    """Says after which token a stop string is complete. Decodes a few tokens at a time, not the whole text.
+    """Finder of the token that completes a stop string. Decodes a few tokens at a time, not the whole text.
 
     A token that leaves a character unfinished (byte-level tokens) is looked at again with the next one.
     """

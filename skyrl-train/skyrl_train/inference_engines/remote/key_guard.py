@@ -26,7 +26,9 @@ _WRONG_KEY = "the key is not the server's; send it as `Authorization: Bearer KEY
 
 
 class KeyGuard:
-    """Lets through who has the key of the environment variable; without one, who is on this machine."""
+    """Middleware that requires the key of the environment variable; without one, only clients on this machine are
+    admitted.
+    """
 
     def __init__(self, app: "ASGIApp"):
         self.app = app

@@ -19,8 +19,8 @@ from skyrl_train.inference_engines.sglang.orders import LocalSGLangProtocol
 
 
 class SGLangInferenceEngine(RemoteInferenceEngine):
-    """Starts `sglang.launch_server` on loopback and drives it; the server and all that it starts end with the engine,
-    and with this process.
+    """Rollout engine that starts and controls `sglang.launch_server` on loopback; the server and all its children end
+    with the engine, and with this process.
 
     Args:
         start_timeout_seconds: the longest that the start may take

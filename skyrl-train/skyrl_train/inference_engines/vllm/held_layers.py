@@ -59,8 +59,9 @@ class Region:
 
 
 class LayerReader:
-    """Reads regions as they are now. Regions of one layer should be read one after the other: what they have in common
-    is kept for the next."""
+    """Reader of the current values of regions. Regions of one layer should be read in sequence: common parts are cached
+    for the next.
+    """
 
     def __init__(self, sampling: VerificationSample):
         self._sampling = sampling

@@ -22,7 +22,7 @@ class LoadedAdapter:
 
 
 class LoadedAdapters:
-    """Belongs to the engine's loop.
+    """Adapters loaded in the engine. Belongs to the engine's event loop.
 
     Args:
         most: how many may be loaded, those that are replaced and still answer among them; None: vLLM's own bound.

@@ -44,7 +44,7 @@ class Scored:
 
 
 class Pipeline:
-    """Runs micro-batches through the stages of one replica.
+    """Execution of micro-batches over the pipeline stages of one replica.
 
     Args:
         model: this rank's stage, wrapped for the reduction of gradients if it is trained.

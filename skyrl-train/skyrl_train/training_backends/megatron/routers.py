@@ -22,7 +22,7 @@ from skyrl_train.training_backends.megatron.groups import slice_of_rank, stage_g
 
 
 class StageRouters:
-    """Listens to the routers of a stage, and makes them choose what a `RoutingPass` says.
+    """Routers of a stage: records their choices, or replaces them by those of a `RoutingPass`.
 
     Args:
         stage: the layers; those without experts have no router.

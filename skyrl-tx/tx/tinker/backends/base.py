@@ -106,7 +106,7 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def load(self, model_id: str, folder: Path, *, optimizer: bool) -> None:
-        """Takes on an adapter in place, and its optimizer if asked; otherwise the optimizer is fresh. Accumulated
+        """Load an adapter in place, with its optimizer if requested; otherwise the optimizer is reset. The accumulated
         gradient is cleared.
 
         Raises:
@@ -144,8 +144,8 @@ class SamplingBackend(ABC):
         """Return the number of requests under way."""
 
     async def end_of_step(self) -> None:
-        """Returns once the present step is over, so that somebody notices one that never is. At once in a backend that
-        notices by itself.
+        """Return when the current step is over, so that a hung step is noticed. A backend that detects hangs itself
+        returns at once.
 
         Raises:
             BackendLost: nobody's request will be answered any more.

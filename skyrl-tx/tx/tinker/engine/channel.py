@@ -63,7 +63,7 @@ class ApiChannel:
         return _messages(self._socket, self._decoder)
 
     def close(self) -> None:
-        """Ends `async for`, and the socket file."""
+        """End `async for`, and remove the socket file."""
         self._socket.close(linger=0)
         Path(self.address.removeprefix("ipc://")).unlink(missing_ok=True)
         if self._temporary is not None:

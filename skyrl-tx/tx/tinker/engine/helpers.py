@@ -17,9 +17,9 @@ class Helpers:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="helper")
 
     def start(self, job: Job, then: Callable[[Future[object]], None]) -> None:
-        """Runs `job` in a helper's thread, then `then` with its outcome in the training thread."""
+        """Run `job` in a helper thread, then `then` with its outcome in the training thread."""
         self._pool.submit(job).add_done_callback(lambda outcome: self._give_back(lambda: then(outcome)))
 
     def close(self) -> None:
-        """Waits for nothing; jobs not yet begun are dropped."""
+        """Drop jobs that have not started, without waiting for running ones."""
         self._pool.shutdown(wait=False, cancel_futures=True)

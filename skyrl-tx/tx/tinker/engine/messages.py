@@ -27,8 +27,9 @@ class Restore(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Cancels samples; those not finished yet report nothing. Training cannot be cancelled, since later commands build
-    on it."""
+    """Cancellation of samples; unfinished ones report nothing. Training cannot be cancelled, since later commands build
+    on it.
+    """
 
     request_ids: list[str]
 

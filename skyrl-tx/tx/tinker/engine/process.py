@@ -57,7 +57,9 @@ def at_low_priority(work: Callable[[], None]) -> None:
 
 
 def when_gone(parent: int, then: Callable[[], None]) -> None:
-    """Calls `then` in a thread when the process that started this one has ended, even by kill -9; at once if it has."""
+    """Call `then` in a thread when the process that started this one has ended, even by kill -9; at once if it already
+    has.
+    """
 
     def watch() -> None:
         _wait_until_gone(parent)

@@ -46,7 +46,7 @@ class Sampling:
                 task.cancel()
 
     async def watch(self) -> None:
-        """Keeps `step_seconds` true; ends with the backend, by BackendLost."""
+        """Keep `step_seconds` up to date; ends with the backend, by BackendLost."""
         while True:
             self._step_began = time.monotonic()
             await self._backend.end_of_step()

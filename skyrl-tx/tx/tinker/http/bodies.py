@@ -49,8 +49,8 @@ class BodyTooLarge(RequestError):
 
 
 class Intake:
-    """Counts, by tenant, of what is being taken in: requests from their headers to their answer, and the bytes of their
-    bodies that have arrived.
+    """Counts of requests being received, by tenant: requests from their headers to their response, and the bytes of
+    their bodies that have arrived.
 
     Args:
         max_bytes: of all bodies. A tenant may hold as many as are still free, so one alone takes half, and there is

@@ -47,7 +47,8 @@ class Blobs:
             raise ConfigError(f"state_dir: payloads cannot be written to {self._folder}: {error}") from error
 
     def claim(self, database_id: str) -> None:
-        """Says whose blobs these are (the first caller's, for good), and removes what killed processes half wrote.
+        """Record the owner of these blobs (the first caller, permanently), and remove partial files of killed
+        processes.
 
         Raises:
             ConfigError: they are another database's, which would lose them to our search for leftovers.
@@ -69,7 +70,7 @@ class Blobs:
                     os.unlink(entry)
 
     def put(self, data: bytes) -> str:
-        """Writes and returns its id. Durable when it returns.
+        """Write a blob and return its id. Durable when it returns.
 
         Raises:
             OSError: the disk is full or refuses; nothing is left.

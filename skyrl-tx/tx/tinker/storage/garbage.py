@@ -69,8 +69,9 @@ def unreferenced_blobs(session: Session, blobs: Blobs, min_age_seconds: float = 
 
 
 def deliverable_results(session: Session, now: float, ttl: float) -> Forgotten:
-    """Forgets requests whose result was fetched more than `ttl` seconds ago, or by nobody for a day, unless the replay
-    after a crash would need them."""
+    """Forget requests whose result was fetched more than `ttl` seconds ago, or not fetched for a day, unless a replay
+    after a crash would need them.
+    """
     fetched = _requests.c.delivered_at < now - ttl
     unwanted = and_(_requests.c.delivered_at.is_(None), _requests.c.completed_at < now - max(ttl, ABANDONED_SECONDS))
     rows = session.execute(
@@ -95,7 +96,7 @@ def spent_payloads(session: Session) -> Forgotten:
 
 
 def expired_checkpoints(session: Session, now: float) -> list[str]:
-    """Forgets checkpoints whose time is over.
+    """Forget checkpoints whose TTL has expired.
 
     Returns:
         folders scheduled for deletion; one that a sampler uses stays until that is gone
@@ -110,7 +111,7 @@ def expired_checkpoints(session: Session, now: float) -> list[str]:
 
 
 def ended_samplers(session: Session, now: float, ttl: float) -> list[str]:
-    """Forgets samplers whose session ended more than `ttl` seconds ago and that have nothing under way.
+    """Forget samplers whose session ended more than `ttl` seconds ago and that have no pending requests.
 
     Returns:
         unused folders, scheduled for deletion

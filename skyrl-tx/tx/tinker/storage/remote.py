@@ -111,7 +111,7 @@ class RemoteFolders:
             return None
 
     def _drop(self, folder: str, keys: list[str] | None) -> None:
-        """Removes some files of a folder, or all there are; those that are gone are no error."""
+        """Remove some files of a folder, or all; missing ones are no error."""
         paths = self._fs.find(folder) if keys is None else [f"{folder}/{key}" for key in keys]
         for path in paths:
             try:

@@ -164,8 +164,8 @@ class Store:
             self._deliver(group)
 
     def _write_group(self, group: list["_Unit"]) -> None:
-        """Runs units until none waits or time is up, and commits them. A connection that was lost before is made anew,
-        and all of them run again.
+        """Run units until none waits or time is up, and commit them. After a lost connection, reconnect and run all of
+        them again.
 
         Args:
             group: the first, to which the others are added

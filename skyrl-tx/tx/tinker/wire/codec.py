@@ -45,7 +45,7 @@ class TrainingRequest:
 
 
 def decode_training(payload: bytes) -> TrainingRequest:
-    """Reads `ForwardBackwardRequest`.
+    """Decode a `ForwardBackwardRequest`.
 
     Raises:
         RequestError: it is none, or holds what cannot be read.
@@ -66,7 +66,7 @@ def decode_training(payload: bytes) -> TrainingRequest:
 
 
 def encode_training(request: TrainingRequest) -> bytes:
-    """Writes `ForwardBackwardRequest`; tokens must fit 32 bits."""
+    """Encode a `ForwardBackwardRequest`; tokens must fit 32 bits."""
     message = pb.ForwardBackwardRequest(
         model_id=request.model_id, seq_id=request.seq_id, loss_fn=request.loss_fn, forward_only=request.forward_only
     )
@@ -155,7 +155,7 @@ def join_chunks(chunks: list[np.ndarray]) -> np.ndarray:
 
 
 def encode_pass_output(output: PassOutput) -> bytes:
-    """Writes `ForwardBackwardOutput`: one record of the data, or one of each run of data with the same K."""
+    """Encode a `ForwardBackwardOutput`: one record of the data, or one of each run of data with the same K."""
     assert all(":" in name for name in output.metrics), "clients crash on a metric that is not `name:how`"
     message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=output.metrics)
     for trailing, run in groupby(output.logprobs, key=lambda array: array.shape[1:]):
@@ -199,7 +199,7 @@ def pass_output_json(data: bytes) -> dict[str, object]:
 
 
 def encode_sample_output(output: SampleOutput) -> bytes:
-    """Writes `SampleResponse`."""
+    """Encode a `SampleResponse`."""
     message = pb.SampleResponse()
     for sequence in output.sequences:
         message.sequences.add(

@@ -58,7 +58,7 @@ class Remote:
 
 
 class Link:
-    """Sends requests to the answer; knows its objects by number."""
+    """Connection to the answer's process, which knows its objects by number."""
 
     def __init__(self, control: Control, expects_stop_iteration: bool):
         """

@@ -11,7 +11,7 @@ from skyrl_train.weight_sync.base import LoraLoadRequest
 
 
 class SteadyAdapters:
-    """Loads into every engine, and unloads; one that is being started again is waited for.
+    """Loading and unloading of adapters in every engine; waits for engines that are restarting.
 
     Args:
         client: nobody else loads adapters into its engines

@@ -39,7 +39,7 @@ class EngineSampling(SamplingBackend):
         self._num_running = 0
 
     async def start(self) -> None:
-        """Waits for the engines.
+        """Wait until the engines have started.
 
         Raises:
             ConfigError: they take no adapters.

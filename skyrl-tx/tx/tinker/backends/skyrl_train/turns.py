@@ -26,8 +26,9 @@ class Turns:
 
     @asynccontextmanager
     async def take(self, tenant: str, num_rows: int) -> AsyncIterator[None]:
-        """Waits for rows, and holds them until the end of the block. Who wants more than are free gets them all the
-        same, and the next ones wait for longer."""
+        """Wait for rows and hold them until the end of the block. A request for more rows than are free gets them all
+        the same, and later ones wait longer.
+        """
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queues.setdefault(tenant, deque()).append((num_rows, turn))
         self._serve()

@@ -95,7 +95,7 @@ class AdapterSlots:
         self._serve()
 
     def _serve(self) -> None:
-        """Gives slots to those who wait, while there are any to give; then sees to it that there will be."""
+        """Assign free slots to waiting requests, then make further slots free if needed."""
         while self._waiting:
             folder = next(iter(self._waiting))
             slot = self._slots.get(folder)

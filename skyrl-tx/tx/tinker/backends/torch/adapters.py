@@ -253,7 +253,7 @@ def adapted_product(
 
 
 def _add_adapters(y: torch.Tensor, x: torch.Tensor, parts: Sequence[Part]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Adds scaling B A x to each part's rows of y, in place. Returns y, and scaling A x of each part."""
+    """Add scaling B A x to each part's rows of y, in place. Returns y, and scaling A x of each part."""
     inner = []
     for part in parts:
         low = torch.mm(x[part.start : part.end], part.matrices.a.t()).mul_(part.scaling)

@@ -53,7 +53,7 @@ def write_state(adapter: Adapter, folder: Path) -> None:
 
 
 def read_into(adapter: Adapter, folder: Path, *, optimizer: bool, gradient: bool = False) -> None:
-    """Takes on weights; the optimizer if asked, else a fresh one; the accumulated gradient if asked, else none.
+    """Load weights; the optimizer if requested, else a new one; the accumulated gradient if requested, else none.
 
     Raises:
         ModelError: what is in the folder does not fit, or is damaged; the adapter is as it was.

@@ -49,8 +49,9 @@ _GONE = {"model": responses.Problem, "description": "The result is no longer kep
     ),
 )
 async def retrieve_future(request: Request) -> Response:
-    """Waits for the result up to half a minute. With `Accept: application/x-protobuf`, results of passes and samples
-    are protobuf."""
+    """Wait for the result up to half a minute. With `Accept: application/x-protobuf`, results of passes and samples are
+    protobuf.
+    """
     asked = await read_json(request, schemas.RetrieveFutureRequest)
     waiting = service_of(request).futures.retrieve(tenant_of(request), asked.request_id, POLL_SECONDS)
     result = await request.app.state.polls.wait_for(waiting)
