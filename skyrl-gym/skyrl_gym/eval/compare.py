@@ -21,7 +21,7 @@ SAME = ("--env", "--data", "--success-at")
 SIGNIFICANT = 0.05
 
 Shares = dict[int, float]
-"""By task: the share of its samples that are right."""
+"""Share of a task's samples that are right, by task."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Evaluated:
 
     folder: Path
     settings: dict[str, object]
-    """By flag."""
+    """Settings by flag."""
     shares: Shares
 
     @classmethod
@@ -70,6 +70,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
+        """The result in words."""
         return verdict(self.difference, self.sign_p)
 
 

@@ -1,5 +1,6 @@
 """Tasks of benchmark suites: finds the published file of each, locally or on the hub, and makes its rows."""
 
+import functools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -151,7 +152,7 @@ def tasks_of(name: str, suite: Suite, source: str, env_config: Mapping[str, obje
 
 def _problems(source: str) -> list[Problem]:
     if source.startswith(HUB):
-        return [dict(row) for row in load_hub(source.removeprefix(HUB))]
+        return _hub_problems(source.removeprefix(HUB))
     path = Path(source).expanduser()
     if not path.is_file():
         raise FileNotFoundError(f"--data: there is no file {path}")
@@ -162,6 +163,11 @@ def _problems(source: str) -> list[Problem]:
             raise TaskError(f"{path}, row {number}: must be a JSON object; got {row!r:.200}")
         problems.append(({"ground_truth": answers[row["id"]]} if row.get("id") in answers else {}) | row)
     return problems
+
+
+@functools.lru_cache(maxsize=1)  # seven suites of one group are one set of the hub
+def _hub_problems(name: str) -> list[Problem]:
+    return [dict(row) for row in load_hub(name)]
 
 
 def _of_this_set(name: str, suite: Suite, problems: list[Problem]) -> list[Problem]:

@@ -34,7 +34,7 @@ class PlannedSuite:
     name: str
     settings: EvalSettings
     source: str
-    """Where its tasks are from."""
+    """Path or hub name of its tasks."""
     num_tasks: int
     num_left_out: int
     """Problems that cannot be played."""
@@ -181,6 +181,7 @@ class SuiteValues:
 
     @property
     def k(self) -> int:
+        """The k of pass@k."""
         return max(self.plan.settings.pass_k)
 
     @classmethod
@@ -192,6 +193,7 @@ class SuiteValues:
         wanted = [each for each in records.values() if each.task < num_tasks and each.sample < settings.num_samples]
         tasks = list(successes_by_task(wanted).values())
         k = max(settings.pass_k)
+        # A task with failed episodes may have fewer than k samples: pass@k is not defined for it.
         return cls(
             plan,
             [statistics.fmean(task) for task in tasks],
@@ -200,6 +202,7 @@ class SuiteValues:
         )
 
     def line(self) -> SuiteLine:
+        """Return the suite's line of the table."""
         return SuiteLine(
             self.plan.name,
             len(self.shares),

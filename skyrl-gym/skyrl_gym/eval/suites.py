@@ -26,7 +26,7 @@ class Suite:
     env: str
     """Registered id of the environment."""
     make_rows: Callable[[Mapping[str, object]], MakeRow]
-    """From the environment's settings to a row function, which may remember earlier rows: one for each evaluation."""
+    """Function of the environment's settings that makes a row function, which may remember earlier rows."""
     hub: str | None = None
     """`NAME[:CONFIG]@SPLIT` on the Hugging Face hub; None: the set is not there in a form that can be read."""
     file_names: tuple[str, ...] = ()

@@ -11,7 +11,7 @@ from skyrl_gym.graders.results import Score
 
 AcceptedArguments = Mapping[str, Sequence[object]]
 ExpectedCall = Mapping[str, AcceptedArguments]
-"""Of one function."""
+"""Call of one function."""
 
 Call = tuple[str, Mapping[str, object]]
 """Name and arguments."""

@@ -56,6 +56,7 @@ class ToolCallEnv(BaseTextEnv):
 
     @classmethod
     def cheats(cls) -> list[object]:
+        """Return policies that call without reading, or write the right calls in a wrong way."""
         from skyrl_gym.envs.tool_call.examples import CHEATS
 
         return list(CHEATS)
