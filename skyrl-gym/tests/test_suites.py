@@ -92,6 +92,16 @@ def test_flags_win_over_the_suite_s_settings(tmp_path):
     assert (line["mean"]["mean"], line["passed"]["mean"]) == (0.5, 1.0)
 
 
+def test_finished_suites_are_summed_up_where_a_later_one_cannot_run(tmp_path, capsys):
+    data = [write(tmp_path / "math500.jsonl", MATH), write(tmp_path / "gsm8k.jsonl", GSM8K)]
+    adder = Adder()
+    with ChatServer(lambda messages: (401, {}) if "sheep" in messages[0]["content"] else adder(messages)) as server:
+        assert run(server, tmp_path / "out", "math500,gsm8k", "--data", data[0], "--data", data[1]) == 2
+    printed = capsys.readouterr()
+    assert re.search(r"^math500 +2 +mean@4 0\.7500", printed.out, re.M) and "check --api-key-env" in printed.err
+    assert list(lines(tmp_path / "out")) == ["math500"]
+
+
 def test_failed_episodes_are_counted_and_in_no_figure(tmp_path, capsys):
     data = write(tmp_path / "gsm8k.jsonl", GSM8K)
 
