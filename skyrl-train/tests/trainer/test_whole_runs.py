@@ -1,4 +1,5 @@
-"""The whole loop in its variants: placements (with real processes), KL terms, precisions, resumed on other ranks."""
+"""The whole loop in its variants: placements (with real processes), training backends, KL terms, precisions,
+resumed on other ranks."""
 
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,11 @@ from skyrl_train.utils.run_folder import RunFolder
 
 RAY = {"launcher": "ray"}
 TWO_RANKS = {"trainer": {"placement": RAY | {"policy_num_gpus_per_node": 2}}}
+TWO_VERIFIED_ENGINES = {
+    "num_inference_engines": 2,
+    "weight_sync_verification": "full",
+    "weight_transfer_threshold_cuda_ipc_GB": 1e-5,
+}
 VARIANTS = {
     "weights broadcast to two engines, reference model in the loss, recomputed activations": {
         "trainer": {
@@ -47,10 +53,33 @@ VARIANTS = {
             "dump_data_batch": True,
         }
     },
+    "DeepSpeed on two ranks, which hand weights to two engines that are verified whole": {
+        "trainer": {
+            **TWO_RANKS["trainer"],
+            "strategy": "deepspeed",
+            # A low threshold: parameters of a tiny model are divided too.
+            "policy": {"deepspeed_config": {"zero_optimization": {"stage3_param_persistence_threshold": 10}}},
+        },
+        "generator": TWO_VERIFIED_ENGINES,
+    },
+    "Megatron on two ranks of each layer, which hand weights to two engines that are verified whole": {
+        "trainer": {
+            **TWO_RANKS["trainer"],
+            "strategy": "megatron",
+            "policy": {"megatron_config": {"tensor_model_parallel_size": 2}},
+        },
+        "generator": TWO_VERIFIED_ENGINES,
+    },
 }
 
 
-MARKS = {"weights broadcast": pytest.mark.slow, "replicas of": pytest.mark.full, "bfloat16": ()}
+MARKS = {
+    "weights broadcast": pytest.mark.slow,
+    "replicas of": pytest.mark.full,
+    "bfloat16": (),
+    "DeepSpeed": pytest.mark.slow,
+    "Megatron": pytest.mark.slow,
+}
 
 
 @pytest.mark.parametrize(
