@@ -60,6 +60,7 @@ def check_training_backend(
     *,
     settings: Mapping[str, Any] | None = None,
     exempt: Mapping[str, str] | None = None,
+    device: str = "cpu",
 ) -> None:
     """Take optimizer steps on one rank in this process, divided in many ways, and compare them.
 
@@ -68,15 +69,16 @@ def check_training_backend(
         model_path: a small model's folder.
         settings: of `trainer`, in addition to those of the check, section by section.
         exempt: invariances that are not meant to hold for this backend, each with the reason.
+        device: what it computes on.
 
     Raises:
         InvarianceError: lists all that is violated, with the numbers.
     """
     findings = Findings(f"the training backend {getattr(make, '__name__', make)!s}", exempt)
-    cfg = settings_of(model_path, settings or {})
+    cfg = settings_of(model_path, settings or {}, device=device)
     backend = make(cfg, "policy", NUM_STEPS)
     was_in_group = dist.is_initialized()
-    backend.join(RankInfo())
+    backend.join(RankInfo(device=device))
     try:
         backend.load_model()
         _check_all(findings, backend, model_path)
@@ -94,7 +96,9 @@ def _check_all(findings: Findings, backend: TrainingBackend, model_path: str) ->
         _check_files(findings, backend, Path(folder))
 
 
-def settings_of(model_path: str, settings: Mapping[str, Any], name: ModelName = "policy") -> SkyRLConfig:
+def settings_of(
+    model_path: str, settings: Mapping[str, Any], name: ModelName = "policy", device: str = "cpu"
+) -> SkyRLConfig:
     """Return settings of a model in float32 whose gradients are clipped at about a third of their norm, with those
     given in their sections."""
     optimizer = {"lr": 1e-2, "weight_decay": 0.1, "max_grad_norm": 0.05, "scheduler": "linear"}
@@ -102,7 +106,7 @@ def settings_of(model_path: str, settings: Mapping[str, Any], name: ModelName = 
     trainer = {
         "policy": model,
         name: model if name == "ref" else {**model, "optimizer_config": optimizer},
-        "placement": {"device": "cpu"},
+        "placement": {"device": device},
         "bf16": False,
         "gradient_checkpointing": False,
         "algorithm": {"use_kl_loss": False},

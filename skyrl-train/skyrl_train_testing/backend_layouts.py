@@ -50,6 +50,7 @@ class Layout:
         make_backend: of a backend that is not registered.
         model: the reference is scored alone.
         num_dummies: micro-batches without weight after those of the data-parallel rank that has most.
+        device: of every rank; nccl takes one rank on a GPU.
     """
 
     num_ranks: int = 1
@@ -58,6 +59,7 @@ class Layout:
     model: ModelName = "policy"
     micro_batch_size: int = 2
     num_dummies: int = 1
+    device: str = "cpu"
 
     def __str__(self) -> str:
         return f"the {self.model} on {self.num_ranks} ranks with {dict(self.trainer)}"
@@ -65,7 +67,7 @@ class Layout:
     def cfg(self, model_path: str) -> SkyRLConfig:
         """Return the settings of a run whose model lies in a folder."""
         # A small learning rate: Adam divides by the size of gradients, and where they are tiny rounding decides.
-        cfg = settings_of(model_path, self.trainer, self.model)
+        cfg = settings_of(model_path, self.trainer, self.model, self.device)
         if self.model != "ref":
             optimizer = getattr(cfg.trainer, self.model).optimizer_config
             optimizer.lr, optimizer.max_grad_norm = 1e-4, 0.5
@@ -202,7 +204,8 @@ class _Rank:
         cfg, name = self.layout.cfg(model_path), self.layout.model
         make: MakeBackend = self.layout.make_backend or TrainingBackendRegistry.get(cfg.trainer.strategy)
         backend = make(cfg, name, None if name == "ref" else NUM_STEPS)
-        backend.join(RankInfo(rank=rank, world_size=self.layout.num_ranks, master_port=port))
+        info = RankInfo(rank=rank, world_size=self.layout.num_ranks, master_port=port, device=self.layout.device)
+        backend.join(info)
         backend.load_model()
         return job(backend, *args)
 
@@ -221,7 +224,7 @@ def observe(backend: TrainingBackend, layout: Layout, folder: Path, reference: P
     prompt_log_probs = torch.empty(0)
     if backend.name != "critic":
         with torch.no_grad():
-            prompt_log_probs = backend.prompt_log_probs(batch.tensor("sequences")[:2])
+            prompt_log_probs = backend.prompt_log_probs(batch.tensor("sequences")[:2]).cpu()
     loaded, for_engines = _weights(backend), _weights(backend, torch.bfloat16)
     training = _train(backend, layout, folder, reference) if backend.is_trained else None
     return RankOutcome(backend.parallel, rows, scores, prompt_log_probs, loaded, for_engines, training)

@@ -28,6 +28,13 @@ def test_backend_keeps_the_invariances_with_adapters(tiny_model: str):
     check_training_backend(FSDP2Backend, tiny_model, settings={"policy": policy}, exempt=reason)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_backend_keeps_the_invariances_on_a_gpu(tiny_model: str):
+    reason = {"agreement": "kernels of a GPU add in another order than those of the model on the CPU"}
+    check_training_backend(FSDP2Backend, tiny_model, exempt=reason, device="cuda")
+
+
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 

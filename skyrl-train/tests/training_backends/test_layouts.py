@@ -3,20 +3,31 @@
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
 
 import pytest
 import torch
 from ray import cloudpickle
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from skyrl_train.algorithms.losses import PolicyLossRegistry
 from skyrl_train.expert_routes import no_route
 from skyrl_train.training_backends.base import RankInfo, Step, TrainingBackend
 from skyrl_train.training_backends.checkpoint import StateFiles
 from skyrl_train.training_backends.fsdp2 import backend
 from skyrl_train.training_backends.fsdp2.backend import FSDP2Backend
-from skyrl_train_testing.backend_checks import backend_batch, take_step
-from skyrl_train_testing.backend_layouts import BFLOAT16, BackendRanks, Layout, check_layout, check_resuming
+from skyrl_train.workers.policy_worker import PolicyWorker
+from skyrl_train_testing.backend_checks import NUM_STEPS, backend_batch, take_step
+from skyrl_train_testing.backend_layouts import (
+    BFLOAT16,
+    BackendRanks,
+    Layout,
+    Tolerance,
+    check_layout,
+    check_resuming,
+)
 from skyrl_train_testing.findings import InvarianceError
 from skyrl_train_testing.tiny_models import tiny_qwen3
 
@@ -55,9 +66,11 @@ def test_fsdp2_layout_equals_one_rank(ranks: BackendRanks, tiny_model: str, name
 # ---- another backend
 
 
+# A low threshold: parameters of a tiny model are divided too.
+DIVIDED = {"deepspeed_config": {"zero_optimization": {"stage3_param_persistence_threshold": 10}}}
 BACKENDS = {
     "fsdp2": Layout(2),
-    "deepspeed": Layout(2, {"strategy": "deepspeed"}),
+    "deepspeed": Layout(2, {"strategy": "deepspeed", "policy": DIVIDED}),
     "megatron": Layout(2, {"strategy": "megatron", "policy": {"megatron_config": {"tensor_model_parallel_size": 2}}}),
 }
 
@@ -80,6 +93,45 @@ def test_training_goes_on_under_every_other_backend(ranks: BackendRanks, larger_
 def test_bfloat16_stays_within_its_tolerance(ranks: BackendRanks, larger_model: str, name: str):
     layout = BACKENDS[name]
     check_layout(ranks, larger_model, replace(layout, trainer={**layout.trainer, "bf16": True}), tolerance=BFLOAT16)
+
+
+def export(backend: TrainingBackend, folder: Path) -> dict[str, torch.Tensor]:
+    """Take a step and export the model. A job. Returns: the parameters."""
+    policy_loss = PolicyLossRegistry.get("regular")
+    worker = PolicyWorker(backend.cfg, policy_loss, NUM_STEPS, make_backend=lambda *_: backend)
+    outcome = take_step(backend, backend_batch())
+    worker.save_hf_model(str(folder), AutoTokenizer.from_pretrained(backend.cfg.trainer.policy.model.path or ""))
+    return outcome.weights
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BACKENDS)
+def test_export_of_two_ranks_is_what_transformers_loads(
+    ranks: BackendRanks, chat_model: str, name: str, tmp_path: Path
+):
+    weights, _ = ranks.run(BACKENDS[name], chat_model, export, tmp_path / "export")
+    before = AutoModelForCausalLM.from_pretrained(chat_model, dtype=torch.float32).state_dict()
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
+    for parameter, weight in exported.named_parameters():
+        assert torch.equal(weight, weights[parameter]), parameter
+        assert not torch.equal(weight, before[parameter]), parameter
+
+
+# ---- mixtures of experts
+
+
+@pytest.fixture(scope="module")
+def mixture(save_mixture: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("models") / "mixture"
+    return save_mixture(folder, scale=2.0, num_attention_heads=4, num_key_value_heads=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "division", [Layout(2), Layout(4, {"policy": {"fsdp_config": {"fsdp_size": 2}}})], ids=["2 ranks", "2 x 2 ranks"]
+)
+def test_mixture_of_experts(ranks: BackendRanks, mixture: str, division: Layout):
+    check_layout(ranks, mixture, division)
 
 
 # ---- routing replay
@@ -139,10 +191,16 @@ def test_routes_are_replayed_as_under_fsdp2(ranks: BackendRanks, mixture: str, n
     assert sum(outcome.num_differing for outcome in outcomes) == expected.num_differing > 0
 
 
-@pytest.fixture(scope="module")
-def mixture(save_mixture: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("models") / "mixture"
-    return save_mixture(folder, scale=3.0, num_attention_heads=4, num_key_value_heads=2)
+# ---- a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["fsdp2", "deepspeed"])
+def test_one_rank_on_a_gpu_equals_one_on_a_cpu(ranks: BackendRanks, tiny_model: str, name: str):
+    """Kernels add in another order: float32 to 1e-4, the other tolerances of the check as they are."""
+    layout = replace(BACKENDS[name], num_ranks=1, device="cuda")
+    check_layout(ranks, tiny_model, layout, tolerance=Tolerance(scores=1e-4, weights=5e-5))
 
 
 # ---- planted faults
@@ -180,6 +238,22 @@ class HalfOfTheRows(FSDP2Backend):
     def join(self, info: RankInfo) -> None:
         super().join(info)
         self.parallel = replace(self.parallel, rank=0)
+
+
+class TransposedExpert(FSDP2Backend):
+    """Gives the columns of an expert's square matrix for its rows."""
+
+    def gather_parameters(self, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in super().gather_parameters(dtype):
+            if name == "model.layers.0.mlp.experts.gate_up_proj":
+                tensor = torch.cat([tensor[:1].transpose(1, 2), tensor[1:]])
+            yield name, tensor
+
+
+@pytest.mark.slow
+def test_check_names_a_transposed_expert(ranks: BackendRanks, mixture: str):
+    with pytest.raises(InvarianceError, match=r"model\.layers\.0\.mlp\.experts\.gate_up_proj"):
+        check_layout(ranks, mixture, Layout(2, make_backend=TransposedExpert))
 
 
 @pytest.mark.parametrize(
