@@ -83,19 +83,20 @@ class Choice:
 
 
 def simulate(workload: Workload, limits: ScheduleLimits, costs: Costs, seed: int = 0) -> Choice:
-    return Choice(limits, costs.num_engines, Simulation(limits, workload.groups, costs, seed).simulate())
+    """Simulate the first 60 steps of a longer run (towards its end engines would idle), or fewer large ones, but at least
+    thrice those until a group that was started first is too old."""
+    num_samples = workload.groups_per_step * len(workload.groups[0])
+    num_steps = max(3 * (limits.max_staleness_steps + 2), min(60, 12_000 // num_samples))
+    return Choice(limits, costs.num_engines, Simulation(limits, workload.groups, costs, seed).simulate(num_steps))
 
 
 def limits_of(
     workload: Workload, max_staleness_steps: int, max_running: int, order: Order, on_stale: OnStale
 ) -> ScheduleLimits:
-    """Return the limits of a simulated run: of 60 steps, or fewer large ones, but at least thrice those until a group
-    that was started at once is too old."""
     num = workload.groups_per_step
-    num_steps = max(3 * (max_staleness_steps + 2), min(60, 12_000 // (num * len(workload.groups[0]))))
     return ScheduleLimits(
         groups_per_step=num, max_staleness_steps=max_staleness_steps, max_running=max_running,
-        groups_per_epoch=num * num_steps, total_steps=num_steps, order=order, on_stale=on_stale,
+        groups_per_epoch=num * 60, total_steps=1000, order=order, on_stale=on_stale,
     )  # fmt: skip
 
 
