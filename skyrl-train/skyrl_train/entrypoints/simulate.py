@@ -83,7 +83,7 @@ class Choice:
 
 
 def simulate(workload: Workload, limits: ScheduleLimits, costs: Costs, seed: int = 0) -> Choice:
-    """Simulate the first 60 steps of a longer run (towards its end engines would idle), or fewer large ones, but at least
+    """Simulate the first 60 steps of a longer run (at its end engines would idle), or fewer large ones, but at least
     thrice those until a group that was started first is too old."""
     num_samples = workload.groups_per_step * len(workload.groups[0])
     num_steps = max(3 * (limits.max_staleness_steps + 2), min(60, 12_000 // num_samples))
