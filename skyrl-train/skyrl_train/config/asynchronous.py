@@ -24,8 +24,9 @@ class FullyAsyncConfig(BaseConfig):
     fewer."""
 
     order: Literal["finished", "oldest", "exact"] = "finished"
-    """Groups of a step: the M that finished first, the M finished ones that come first in the data, or the next M of
-    the data, for which the trainer waits. Only `exact` takes the prompts of synchronous training in each step."""
+    """Selection of the groups of a step. `finished`: the M that finished first. `oldest`: the M finished ones that come
+    first in the data. `exact`: the next M of the data, for which the trainer waits; only then are the prompts of each
+    step those of synchronous training."""
 
     on_stale: Literal["drop", "regenerate", "mask"] = "regenerate"
     """Treatment of a group that became older than S, with an `order` that admits such. `regenerate` generates it anew
@@ -34,23 +35,23 @@ class FullyAsyncConfig(BaseConfig):
     is a bias towards short answers."""
 
     sample_full_batch: bool = False
-    """Leave out groups whose samples have the same reward and fill the step with others. Needs
+    """Skip groups whose samples all have the same reward and fill the step with others. Needs
     `algorithm.zero_variance_filter`; `algorithm.dynamic_sampling.max_sample_batches` times M such groups in a row end
     the run with an error."""
 
     sync_every_steps: int = 1
-    """Training steps between weight syncs, at most S + 1. Evaluations and checkpoints are preceded by one as well."""
+    """Training steps between weight syncs, at most S + 1. Evaluations and checkpoints are preceded by a sync, too."""
 
     pause: Literal["keep", "abort", "wait"] | None = None
-    """Treatment of running requests at a weight sync. `keep`: they stand still and go on. `abort`: they end and are
-    continued from their tokens. `wait`: the sync waits until no group is being generated, so that each is of one weight
+    """Treatment of running requests at a weight sync. `keep`: they pause and continue. `abort`: they are cancelled and
+    continued from their tokens. `wait`: the sync waits until no group is being generated, so that each has one weight
     version. null: `generator.weight_sync_pause`."""
 
     kv_after_sync: Literal["keep", "clear", "recompute"] = "keep"
-    """Treatment of cached keys and values, which are of the weights before a sync. `keep`: running requests go on with
-    them; no new request uses them. `clear`: the cache of prefixes is emptied as well. `recompute`: running requests are
-    computed anew up to their last token, so that every log-prob is that of one weight version (needs `pause` `keep` or
-    `abort`, and costs a prefill)."""
+    """Treatment of cached keys and values, which were computed with the weights before a sync. `keep`: running requests
+    continue with them; new requests do not use them. `clear`: the prefix cache is emptied as well. `recompute`: running
+    requests are recomputed up to their last token, so that every log-prob belongs to one weight version (needs `pause`
+    `keep` or `abort`, and costs a prefill)."""
 
     clear_kv_cache_on_weight_sync: bool = False
     """Old form of `kv_after_sync=clear`."""
