@@ -141,7 +141,7 @@ class _Trajectory:
             reason = CONTEXT_WINDOW_EXCEEDED
         return cls(
             result=result,
-            rows=[_cut(row, max_response_length) for row in rows],
+            rows=[_truncate(row, max_response_length) for row in rows],
             finish_reason=reason,
             reward=float(result.reward or 0.0) if failure is None else 0.0,
             in_baseline=ending_of(reason).in_baseline,
@@ -166,7 +166,7 @@ def _rows_of(result: TrajectoryResult) -> tuple[list[TrainingDatum], Failure | N
     return rows or [TrainingDatum([PLACEHOLDER], [PLACEHOLDER], None, [0])], failure
 
 
-def _cut(row: TrainingDatum, length: int) -> TrainingDatum:
+def _truncate(row: TrainingDatum, length: int) -> TrainingDatum:
     return TrainingDatum(
         input_tokens=row.input_tokens or [PLACEHOLDER],
         response_tokens=row.response_tokens[:length],

@@ -195,7 +195,7 @@ class ObservationCut(Wrapper):
     def _cut_message(self, message: dict[str, object]) -> dict[str, object]:
         content = message.get("content")
         if isinstance(content, str):
-            return message | {"content": self._cut(content)}
+            return message | {"content": self._truncate(content)}
         if isinstance(content, list):
             return message | {"content": [self._cut_piece(piece) for piece in content]}
         return message
@@ -203,10 +203,10 @@ class ObservationCut(Wrapper):
     def _cut_piece(self, piece: object) -> object:
         """Typed parts: text is cut, pictures are not."""
         if isinstance(piece, dict) and isinstance(piece.get("text"), str):
-            return piece | {"text": self._cut(piece["text"])}
+            return piece | {"text": self._truncate(piece["text"])}
         return piece
 
-    def _cut(self, text: str) -> str:
+    def _truncate(self, text: str) -> str:
         missing = len(text) - self.max_characters
         if missing <= 0:
             return text
@@ -216,8 +216,9 @@ class ObservationCut(Wrapper):
 
 
 class RewardTransform(Wrapper):
-    """Gives `function(reward)` in place of every step's reward. The reward before stays in `metadata` as
-    `original_reward`, and `outcome_reward` stays what it was without the transform."""
+    """Wrapper that replaces every step's reward by `function(reward)`. The original reward is in `metadata` as
+    `original_reward`, and `outcome_reward` is unchanged.
+    """
 
     def __init__(self, env: Env, function: Callable[[float], float]) -> None:
         super().__init__(env)

@@ -52,7 +52,7 @@ def check_advantage_estimator(
     kept = batch.tensor("response_mask") != 0
     with findings.attempt("form", _ALWAYS):
         expected = _outputs(estimator, batch, names, config)
-    if findings.found("form"):
+    if findings.has("form"):
         findings.finish()
 
     def compare(invariance: str, words: str, outputs: Callable[[], Outputs], kept: torch.Tensor = kept) -> None:

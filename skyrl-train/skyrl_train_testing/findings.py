@@ -182,7 +182,7 @@ class Findings:
         if invariance not in self._exempt:
             self._found.setdefault(invariance, []).append(text)
 
-    def found(self, invariance: str) -> bool:
+    def has(self, invariance: str) -> bool:
         return invariance in self._found
 
     def check_finite(self, words: str, what: str, value: torch.Tensor, kept: torch.Tensor) -> None:

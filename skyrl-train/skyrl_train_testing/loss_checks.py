@@ -177,7 +177,7 @@ def _check(
     config_before = deepcopy(config)
     with findings.attempt("form", "on an ordinary mini-batch"):
         expected = _outputs(per_token, select(batch), variable)
-    if findings.found("form"):
+    if findings.has("form"):
         findings.finish()
 
     def compare(invariance: str, words: str, outputs: Callable[[], Outputs]) -> None:

@@ -49,7 +49,7 @@ def check_reduction(
 
     with findings.attempt("form", "on an ordinary mini-batch"):
         expected = weights(batch, names)
-    if findings.found("form"):
+    if findings.has("form"):
         findings.finish()
     findings.check_finite("on an ordinary mini-batch", "the weight", expected, torch.ones_like(kept))
     nothing = torch.zeros_like(expected)

@@ -1,4 +1,4 @@
-"""Looks at files and changes them, with an undo for each change."""
+"""Editor tool: views and edits files, with an undo for each change."""
 
 from typing import Literal, TypeVar
 
@@ -75,16 +75,16 @@ class StrReplaceEditor(RuntimeTool):
             return await self._view(runtime, path, view_range, concise, python_only)
         history: list[Change] = context.memory.setdefault(self.name, {}).setdefault(path, [])
         if command == "create":
-            return await self._create(runtime, path, _given(command, "file_text", file_text), history)
+            return await self._create(runtime, path, _required(command, "file_text", file_text), history)
         if command == "undo_edit":
             return await self._undo(runtime, path, history)
         before = _text_of(path, await read_path(runtime, path, MAX_FILE_BYTES))
         if command == "str_replace":
-            old = _given(command, "old_str", old_str)
+            old = _required(command, "old_str", old_str)
             after, first = editing.replace_once(before, old, new_str or "")
             count = (new_str or "").count("\n") + 1
         else:
-            line, new = _given(command, "insert_line", insert_line), _given(command, "new_str", new_str)
+            line, new = _required(command, "insert_line", insert_line), _required(command, "new_str", new_str)
             after, first = editing.insert_after(before, line, new), line + 1
             count = new.removesuffix("\n").count("\n") + 1
         await self._change(runtime, path, before.encode(), after.encode(), history)
@@ -158,7 +158,7 @@ class StrReplaceEditor(RuntimeTool):
         return "\n".join([*([title] if title else []), *shown, *note])
 
 
-def _given(command: str, name: str, value: T | None) -> T:
+def _required(command: str, name: str, value: T | None) -> T:
     if value is None:
         raise ValueError(f"{command} needs {name}")
     return value

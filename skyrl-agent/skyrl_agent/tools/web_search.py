@@ -69,9 +69,9 @@ class SearchEngine(BaseTool):
         """
         queries = as_queries(query)
         found = await together(*(self.client.search(text + self.suffix, self.num) for text in queries))
-        return "\n=======\n".join(map(self._shown, queries, found))
+        return "\n=======\n".join(map(self._format_hits, queries, found))
 
-    def _shown(self, query: str, hits: list[Hit]) -> str:
+    def _format_hits(self, query: str, hits: list[Hit]) -> str:
         hits = [hit for hit in hits if not self.blocked.blocks(hit.url, f"{hit.title} {hit.text}")]
         if not hits:
             return f"No results for '{query}'. Try other or fewer words."

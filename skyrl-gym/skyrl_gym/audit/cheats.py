@@ -69,9 +69,9 @@ def _copied_form(examples: Sequence[Example]) -> Iterable[Cheat]:
         return lambda example: [disguise.change_marked(turn, change) or change(turn) for turn in example.oracle]
 
     def longest(example: Example) -> Turns:
-        filler = "I am thinking about it with great care. "
+        phrase = "I am thinking about it with great care. "
         last = _changed(example.oracle[-1], example, disguise.garbled)
-        return [filler * (LONGEST // len(filler)) + last]
+        return [phrase * (LONGEST // len(phrase)) + last]
 
     yield Cheat("another task's solution", another_task)
     yield Cheat("solution without the answer", changed(lambda text: ""))

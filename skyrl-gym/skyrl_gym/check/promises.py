@@ -31,7 +31,7 @@ def run_promise(name: str, check: Promise, subject: Subject) -> list[Finding]:
     findings: list[Finding] = []
     error = error_of(lambda: findings.extend(check(subject)))
     if error is not None:
-        findings.append(an_error(_said(error)))
+        findings.append(an_error(_describe(error)))
     return [replace(found, check=name) for found in findings]
 
 
@@ -41,7 +41,7 @@ def error_of(function: Callable[..., object], *args: object) -> Exception | None
     return outcome if isinstance(outcome, Exception) else None
 
 
-def _said(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     """Render an exception: a broken contract says it all by itself, anything else needs its class and place."""
     return str(error) if isinstance(error, ContractError | DeadlineExceeded) else f"raised {describe(error)}"
 
@@ -285,4 +285,4 @@ def _hostile_actions(subject: Subject) -> Iterator[Finding]:
         error = error_of(lambda findings=findings, name=name, action=action: findings.extend(play(name, action)))
         yield from findings
         if error is not None:
-            yield an_error(f"{name}: {_said(error)}")
+            yield an_error(f"{name}: {_describe(error)}")

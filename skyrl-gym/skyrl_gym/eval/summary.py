@@ -109,7 +109,7 @@ def table(summary: Summary) -> str:
     ]
     named = {f"pass@{k}": value for k, value in summary.pass_at.items()}
     named |= {"reward": summary.reward, "outcome reward": summary.outcome_reward}
-    lines += [f"  {name:<20}{_shown(value)}" for name, value in named.items()]
+    lines += [f"  {name:<20}{_format_estimate(value)}" for name, value in named.items()]
     means = summary.means | {
         name: value for name, value in summary.environment.items() if isinstance(value, float | int)
     }
@@ -120,7 +120,7 @@ def table(summary: Summary) -> str:
     return "\n".join(lines)
 
 
-def _shown(value: Estimate | None) -> str:
+def _format_estimate(value: Estimate | None) -> str:
     if value is None:
         return "no task has enough episodes"
     interval = f"{value.level:.0%} [{value.low:.4f}, {value.high:.4f}]"

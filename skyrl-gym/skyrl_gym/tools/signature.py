@@ -90,7 +90,7 @@ class Signature:
         unknown = [name for name in arguments if name not in known]
         if unknown:
             takes = f"it takes {', '.join(known)}" if known else "it takes none"
-            raise ArgumentError(f"there is no argument {_shown(unknown[0])}; {takes}")
+            raise ArgumentError(f"there is no argument {_format_value(unknown[0])}; {takes}")
         hints, bound = self._hints, {}
         for name, parameter in known.items():
             has_default = parameter.default is not _NO_DEFAULT
@@ -205,7 +205,7 @@ def _read(hint: Hint, value: Any, where: str) -> Any:
     origin, arguments = get_origin(hint) or hint, get_args(hint)
     if hint is Any or hint is object:
         return value
-    wrong = ArgumentError(f"argument {where!r} must be {describe(hint)}; got {_shown(value)}")
+    wrong = ArgumentError(f"argument {where!r} must be {describe(hint)}; got {_format_value(value)}")
     if hint in _JSON_TYPES:
         return _read_plain(hint, value, wrong)
     if origin is Literal:
@@ -280,7 +280,7 @@ def _read_record(hint: Hint, value: Mapping[str, object], where: str) -> object:
     fields = _record_fields(hint)
     for name in value:
         if name not in fields:
-            raise ArgumentError(f"argument {where!r} has no field {_shown(name)}; it has {', '.join(fields)}")
+            raise ArgumentError(f"argument {where!r} has no field {_format_value(name)}; it has {', '.join(fields)}")
     for name, (field, required) in fields.items():
         if required and name not in value:
             raise ArgumentError(f"argument {where!r} must have the field {name!r} ({describe(field)})")
@@ -353,7 +353,7 @@ def describe(hint: Hint) -> str:
     return kind
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     try:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):

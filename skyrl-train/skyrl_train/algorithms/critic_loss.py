@@ -5,7 +5,7 @@ Shapes: B sequences, T response tokens.
 
 import torch
 
-from skyrl_train.algorithms.masking import kept
+from skyrl_train.algorithms.masking import apply_mask
 from skyrl_train.config import AlgorithmConfig
 
 
@@ -30,7 +30,7 @@ def critic_loss(
     Returns:
         loss of every token [B, T]; metric `values_clipfrac` (1 where the clipped branch decides).
     """
-    values, old_values, returns = kept(loss_mask, values, old_values, returns)
+    values, old_values, returns = apply_mask(loss_mask, values, old_values, returns)
     # The bounds are per token. clamp has no gradient outside of them, which is what the clip is for.
     near = values.clamp(old_values - config.value_clip, old_values + config.value_clip)
     plain, clipped = (values - returns).square(), (near - returns).square()

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from skyrl_train.algorithms.masking import kept
+from skyrl_train.algorithms.masking import apply_mask
 
 KLEstimator = Literal["k1", "k2", "k3", "k3+", "abs"]
 
@@ -32,7 +32,7 @@ def compute_approx_kl(
         log_probs, log_probs_base: [B, T]
         loss_mask: [B, T]; where it is 0 the result is 0, whatever stands there.
     """
-    log_probs, log_probs_base = kept(loss_mask, log_probs, log_probs_base)
+    log_probs, log_probs_base = apply_mask(loss_mask, log_probs, log_probs_base)
     d = log_probs - log_probs_base
     if kl_estimator_type == "k1":
         return d

@@ -8,7 +8,7 @@ def at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
 
 
-def kept(mask: torch.Tensor | None, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def apply_mask(mask: torch.Tensor | None, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The tensors with 0 wherever `mask` is 0 (None: nowhere), in float32 or float64.
 
     Meant to come before any arithmetic: what stands in masked positions may be NaN or infinite, and NaN * 0 is NaN

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from skyrl_train.algorithms.losses.contract import LOG_RATIO_BOUND
-from skyrl_train.algorithms.masking import kept
+from skyrl_train.algorithms.masking import apply_mask
 from skyrl_train.config import OffPolicyCorrectionConfig
 
 METRIC_PREFIX = "policy/loss_metrics/"
@@ -126,7 +126,7 @@ class _Rules:
 def _log_ratio(old_log_probs: torch.Tensor, rollout_logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     # Outside the mask there may be NaN or infinity, which would survive a product with 0: it is replaced before the
     # difference.
-    old_log_probs, rollout_logprobs = kept(mask, old_log_probs, rollout_logprobs)
+    old_log_probs, rollout_logprobs = apply_mask(mask, old_log_probs, rollout_logprobs)
     return (old_log_probs - rollout_logprobs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 

@@ -46,7 +46,7 @@ class ResponseTokens:
         self.logprobs += [0.0] * len(ids)
         self.weight_versions += [NO_VERSION] * len(ids)
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """Keep the first `length` tokens."""
         for tokens in (self.ids, self.loss_mask, self.logprobs, self.weight_versions):
             del tokens[length:]
@@ -132,18 +132,18 @@ class TokenDialogue(Dialogue):
         self._routes = join_routes([self._routes, completion.routes])
 
     def finish(self, stop_reason: str) -> list[TrainingSample]:
-        self._cut(self._turn_end)
+        self._truncate(self._turn_end)
         if not self.response.ids:
             self.response.append_context([self.chat.eos_token_id])
         return [self.response.as_sample(self.prompt_ids, self.turn_rewards, self._routes)]
 
     def _partial_response(self) -> ResponseTokens:
-        self._cut(self._turn_end)
+        self._truncate(self._turn_end)
         return self.response
 
-    def _cut(self, length: int) -> None:
+    def _truncate(self, length: int) -> None:
         """Keep the first `length` tokens of the response, and their routes."""
-        self.response.cut(length)
+        self.response.truncate(length)
         if self._routes is not None:
             self._routes = self._routes.first(len(self.prompt_ids) + length)
 
@@ -156,7 +156,7 @@ class TokenDialogue(Dialogue):
         if text == completion.text:
             return
         kept = self._tokens_of_beginning(completion, text)
-        self._cut(self._turn_start + (kept or 0))
+        self._truncate(self._turn_start + (kept or 0))
         if kept is None:
             _warn_of_encoded_action()
             self.response.append_context(self.chat.encode(text))
@@ -223,7 +223,7 @@ class SingleMessageDialogue(TokenDialogue):
 
     def finish(self, stop_reason: str) -> list[TrainingSample]:
         """Close the message if it came to its end; tokens of ours get loss mask 0."""
-        self.response.cut(self._turn_end)
+        self.response.truncate(self._turn_end)
         if stop_reason != "length" and self.response.ids[-1:] != [self.chat.eos_token_id]:
             self.response.append_context([self.chat.eos_token_id])
             self._turn_end = len(self.response)
@@ -232,7 +232,7 @@ class SingleMessageDialogue(TokenDialogue):
     def _drop_eos(self) -> None:
         """Remove the end-of-sequence token: the message continues."""
         if self._turn_end > self._turn_start and self.response.ids[-1] == self.chat.eos_token_id:
-            self._cut(self._turn_end - 1)
+            self._truncate(self._turn_end - 1)
             self._turn_end -= 1
 
 

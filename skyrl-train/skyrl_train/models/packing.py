@@ -79,7 +79,7 @@ class Layout:
     """B and R."""
 
     cells: torch.Tensor
-    """[b n]: of each token its place in the batch [B T]; -1 for filler."""
+    """[b n]: of each token its place in the batch [B T]; -1 for padding."""
 
     @cached_property
     def own(self) -> torch.Tensor | None:
@@ -99,7 +99,7 @@ class Layout:
         """Return values [B, T, ...] of the batch in the order of this layout's tokens, [b n, ...].
 
         Args:
-            fill: value of filler.
+            fill: value of padding.
         """
         taken = values.flatten(0, 1).index_select(0, self.cells.clamp(min=0))
         taken[self.cells < 0] = fill
@@ -160,7 +160,7 @@ def packed(
     multiple_of: int = 1,
 ) -> Layout:
     """Real tokens end to end, the longest row first (rows of a length lie together, which `PackedRows.groups` uses).
-    A batch without any, or a number that the ranks do not divide, gets a row of filler.
+    A batch without any, or a number that the ranks do not divide, gets a row of padding.
 
     Args:
         sequences, attention_mask: [B, T]; the last `num_response` columns are the response.
@@ -187,13 +187,13 @@ def packed(
     num_tokens, ranks = len(input_ids), sequence_parallel
     unit = multiple_of if ranks is None else ranks.size
     # Also a batch without tokens gets a row: its rank must meet the others in every forward and backward.
-    filler = -num_tokens % unit if num_tokens else unit
-    if filler:
+    padding = -num_tokens % unit if num_tokens else unit
+    if padding:
         # A row of its own: attention of real tokens does not see it.
-        lengths.append(filler)
-        input_ids = torch.cat([input_ids, input_ids.new_zeros(filler)])
-        position_ids = torch.cat([position_ids, torch.arange(filler, device=mask.device)])
-        cells = torch.cat([cells, cells.new_full((filler,), -1)])
+        lengths.append(padding)
+        input_ids = torch.cat([input_ids, input_ids.new_zeros(padding)])
+        position_ids = torch.cat([position_ids, torch.arange(padding, device=mask.device)])
+        cells = torch.cat([cells, cells.new_full((padding,), -1)])
     real = torch.arange(len(input_ids), device=mask.device) < num_tokens
     if ranks is not None:
         input_ids, position_ids, real, cells = (ranks.shard(x, 0) for x in (input_ids, position_ids, real, cells))

@@ -109,11 +109,11 @@ class WeightPublisher:
         """Recover from engines that died. Returns: True if one had, and runs again."""
         any_died = False
 
-        async def settle() -> None:
+        async def wait_until_healthy() -> None:
             nonlocal any_died
             any_died = await self._client.wait_until_healthy()
 
-        await self._colocation.recover(settle)
+        await self._colocation.recover(wait_until_healthy)
         return any_died
 
     async def _send(self) -> dict[str, float]:
@@ -141,7 +141,7 @@ class WeightPublisher:
         of_engines = await asyncio.gather(*(self._log_probs_of_engine(engine) for engine in self._client.engines))
         tolerance = self._tolerance.now(self._expected)
         gap = check_canaries(self._expected, of_engines, tolerance, self._version)
-        self._tolerance.learn(gap, self._expected)
+        self._tolerance.update(gap, self._expected)
         return {"canary_gap": gap, "canary_tolerance": tolerance}
 
     # ---- connections

@@ -127,22 +127,22 @@ def _sample(file: TrajectoryFile, row: JsonObject) -> JsonObject:
     left_out = max(0, num_tokens - MAX_TOKENS_OF_A_SAMPLE)
     head = MAX_TOKENS_OF_A_SAMPLE * 3 // 4 if left_out else num_tokens
 
-    def kept(values: list[T] | None) -> list[T] | None:
+    def shorten(values: list[T] | None) -> list[T] | None:
         return None if values is None else values[:head] + values[head + left_out :]
 
-    log_probs = kept(tokens["log_probs"])
+    log_probs = shorten(tokens["log_probs"])
     return {
         "step": file.step,
         "phase": file.phase,
         **{name: row[name] for name in ("uid", "sample", "prompt", "reward", "stop_reason", "failure")},
         "num_tokens": num_tokens,
         "gap": {"at": head, "tokens": left_out} if left_out else None,
-        "text": kept(tokens["text"]),
-        "ids": kept(tokens["ids"]),
-        "mask": kept(tokens["loss_mask"]),
+        "text": shorten(tokens["text"]),
+        "ids": shorten(tokens["ids"]),
+        "mask": shorten(tokens["loss_mask"]),
         "log_probs": log_probs and [None if value is None else round(value, 4) for value in log_probs],
-        "rewards": kept(tokens["rewards"]),
-        "versions": kept(tokens["weight_versions"]),
+        "rewards": shorten(tokens["rewards"]),
+        "versions": shorten(tokens["weight_versions"]),
     }
 
 

@@ -98,7 +98,7 @@ def _checked(trajectory: Trajectory, limits: LengthLimits | None) -> Trajectory:
         return trajectory
     kind, rule = fault
     failure = trajectory.failure or Failure(kind, f"trajectory {trajectory.id.to_string()} {rule}")
-    failed = map_samples(trajectory, lambda sample: to_failed_sample(_cut(sample, limits)))
+    failed = map_samples(trajectory, lambda sample: to_failed_sample(_truncate(sample, limits)))
     return replace(failed, failure=failure, stop_reason="error")
 
 
@@ -127,7 +127,7 @@ def _first_odd(values: Sequence[float], mask: Sequence[int] | None = None) -> st
     return None
 
 
-def _cut(sample: TrainingSample, limits: LengthLimits | None) -> TrainingSample:
+def _truncate(sample: TrainingSample, limits: LengthLimits | None) -> TrainingSample:
     """Return tokens of a faulty sample that fit into a batch: at least one (id 0) of each part, at most the limits."""
     prompt, response = sample.prompt_ids or [0], sample.response_ids or [0]
     if limits is not None:

@@ -70,7 +70,7 @@ class CanaryTolerance:
         measured = _MARGIN * median(self._measured) * _size(expected)
         return min(self._most, max(self._least, measured))
 
-    def learn(self, gap: float, expected: LogProbs) -> None:
+    def update(self, gap: float, expected: LogProbs) -> None:
         """Adjust the tolerance after a sync that passed."""
         # Measured only at the beginning: a tolerance that followed the gap would learn to accept a growing one.
         if len(self._measured) < _NUM_MEASURED:

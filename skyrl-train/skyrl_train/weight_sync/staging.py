@@ -70,7 +70,7 @@ class DeltaStage:
         """Yield changes if they lead away from `held`, else whole tensors."""
         if held is None or held != self._base_version:
             for payload in self._buckets:
-                yield replace(payload, parts=[self._kept(payload)])
+                yield replace(payload, parts=[self._read_last(payload)])
             return
         self._changes.seek(0)
         for payload, size in zip(self._buckets, self._sizes, strict=True):
@@ -97,7 +97,7 @@ class DeltaStage:
             self._last.write(name, dtype, shape, new)
         self._sizes.append(size + self._changes.write(hashed.digest()))
 
-    def _kept(self, payload: Payload) -> torch.Tensor:
+    def _read_last(self, payload: Payload) -> torch.Tensor:
         """The bytes of a bucket's tensors as they were taken last."""
         flat = self._buffer.first(payload.num_bytes)
         start = 0

@@ -59,7 +59,7 @@ def test_tolerance_is_ten_times_the_gap_of_the_first_syncs():
     tolerance = CanaryTolerance(["bfloat16", "float32"])
     assert tolerance.now(LOG_PROBS) == 0.3  # nothing is measured: what bfloat16 explains
     for gap in (0.003, 0.004, 0.0035):
-        tolerance.learn(gap, LOG_PROBS)
+        tolerance.update(gap, LOG_PROBS)
     assert tolerance.now(LOG_PROBS) == pytest.approx(0.035)
     assert tolerance.now([[-8.0, -4.0], [-2.0, -10.0]]) == pytest.approx(0.07)  # rounding grows with the numbers
 
@@ -67,7 +67,7 @@ def test_tolerance_is_ten_times_the_gap_of_the_first_syncs():
 def test_tolerance_counts_log_probs_near_zero_as_one_nat():
     """A model that is sure of every token: rounding does not shrink with its log-probs."""
     tolerance = CanaryTolerance(["bfloat16"])
-    tolerance.learn(0.003, [[-0.1, -0.3]])
+    tolerance.update(0.003, [[-0.1, -0.3]])
     assert tolerance.now([[-0.1, -0.3]]) == tolerance.now([[0.0]]) == pytest.approx(0.03)
     assert tolerance.now([[-1.5, -1.5]]) == pytest.approx(0.045)
 
@@ -75,7 +75,7 @@ def test_tolerance_counts_log_probs_near_zero_as_one_nat():
 def test_tolerance_does_not_follow_a_gap_that_grows_slowly():
     tolerance = CanaryTolerance(["bfloat16"])
     for sync in range(100):
-        tolerance.learn(0.003 * 1.05**sync, LOG_PROBS)
+        tolerance.update(0.003 * 1.05**sync, LOG_PROBS)
     assert tolerance.now(LOG_PROBS) == pytest.approx(10 * 0.003 * 1.05**2)
 
 
@@ -84,11 +84,11 @@ def test_tolerance_does_not_follow_a_gap_that_grows_slowly():
 )
 def test_tolerance_stays_within_bounds_of_the_number_format(formats, gap, expected):
     tolerance = CanaryTolerance(formats)
-    tolerance.learn(gap, LOG_PROBS)
+    tolerance.update(gap, LOG_PROBS)
     assert tolerance.now(LOG_PROBS) == pytest.approx(expected)
 
 
 def test_a_tolerance_that_is_set_holds_from_the_first_sync():
     tolerance = CanaryTolerance(["bfloat16"], fixed=0.5)
-    tolerance.learn(0.003, LOG_PROBS)
+    tolerance.update(0.003, LOG_PROBS)
     assert tolerance.now(LOG_PROBS) == 0.5

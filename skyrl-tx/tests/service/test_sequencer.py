@@ -67,5 +67,5 @@ def test_waiting_requests_can_be_abandoned():
     sequencer = Sequencer[str]()
     for seq in (5, 2, 3):
         sequencer.offer(seq, None if seq == 3 else f"r{seq}", now=0.0)
-    assert sequencer.abandon() == ["r2", "r5"]
+    assert sequencer.drain() == ["r2", "r5"]
     assert sequencer.num_waiting == 0

@@ -61,21 +61,21 @@ def examine(config: EngineConfig) -> Iterator[Finding]:
     """Every finding, in the order in which a server would stumble over them."""
     yield _python()
     yield _torch()
-    yield _found(
+    yield _probe(
         "API keys", lambda: f"{'keys are set' if read_api_keys(config) else 'none needed'} for --host {config.host}"
     )
-    yield _found("backend", lambda: _backend(config))
+    yield _probe("backend", lambda: _backend(config))
     yield _base_model(config)
-    yield _found("port", lambda: _port(config))
-    yield _found("state folder", lambda: _writable(config.state_folder))
-    yield _found("checkpoints", lambda: _checkpoints(config))
-    yield _found("database", lambda: _database(config))
+    yield _probe("port", lambda: _port(config))
+    yield _probe("state folder", lambda: _writable(config.state_folder))
+    yield _probe("checkpoints", lambda: _checkpoints(config))
+    yield _probe("database", lambda: _database(config))
     yield _disk(config)
     yield _open_files()
     yield _sdk()
 
 
-def _found(subject: str, look: Callable[[], str]) -> Finding:
+def _probe(subject: str, look: Callable[[], str]) -> Finding:
     try:
         return Finding(subject, "ok", look())
     except (ConfigError, OSError) as error:

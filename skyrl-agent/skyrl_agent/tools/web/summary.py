@@ -94,7 +94,7 @@ async def summarize_page(summarizer: Summarizer, text: str, goal: str, user: str
     async def of_chunk(chunk: str) -> list[str]:
         try:
             async with turns:
-                return [_shown(await summarizer.summarize(chunk, goal, user))]
+                return [_format_reply(await summarizer.summarize(chunk, goal, user))]
         except RefusedRequest as failure:
             if len(chunk) < 2 * MIN_CHUNK_CHARS:
                 raise InfraError(
@@ -110,7 +110,7 @@ async def summarize_page(summarizer: Summarizer, text: str, goal: str, user: str
     return "\n\n".join(part for parts in found for part in parts if part) or "The page holds nothing for this goal."
 
 
-def _shown(reply: str) -> str:
+def _format_reply(reply: str) -> str:
     """Evidence and summary of the JSON object in a reply, "" if there is no evidence; a reply without one as it is."""
     try:
         said = json.loads(reply[reply.index("{") : reply.rindex("}") + 1])

@@ -23,12 +23,12 @@ def docstring_sections(env: gymnasium.Env) -> dict[str, str]:
 def documentation(env: gymnasium.Env, max_chars: int) -> str:
     """Return the sections that say what the task is, each cut to `max_chars` characters with a note."""
     texts = [
-        f"{title}:\n{cut(body, max_chars)}" for title, body in docstring_sections(env).items() if title in SECTIONS
+        f"{title}:\n{truncate(body, max_chars)}" for title, body in docstring_sections(env).items() if title in SECTIONS
     ]
     return "\n\n".join(texts)
 
 
-def cut(text: str, max_chars: int) -> str:
+def truncate(text: str, max_chars: int) -> str:
     """Return the text, or its beginning with a note of how much is left out."""
     if len(text) <= max_chars:
         return text

@@ -21,12 +21,13 @@ MAX_REQUEST_BYTES = 1 << 22
 _FENCED = re.compile(r"<student-([0-9a-f]{16})>\n(.*)\n</student-\1>", re.DOTALL)
 _REFERENCE = "The reference answer:\n"
 
-Answer = tuple[int, dict[str, str], bytes]
+HttpReply = tuple[int, dict[str, str], bytes]
 """Status, headers and body of a reply."""
 
 
 class LocalJudge:
-    """Serves `POST {base_url}/chat/completions` on a free port of 127.0.0.1 between `start` and `close`.
+    """Judge server for tests: serves `POST {base_url}/chat/completions` on a free port of 127.0.0.1 between `start` and
+    `close`.
 
     Scores 1 if the last number of the student's text equals the last number of the reference. It reads the default
     prompt. A subclass may say something else in `verdict`, or send anything at all in `answer`.
@@ -63,7 +64,7 @@ class LocalJudge:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def answer(self, request: dict[str, Any]) -> Answer:
+    def answer(self, request: dict[str, Any]) -> HttpReply:
         """Return the whole reply to a chat completion request. Called from many threads."""
         with self._lock:
             self.num_requests += 1

@@ -140,10 +140,10 @@ class Playing:
         found: dict[str, Action] = {}
         for action in self.game.logic.actions(self.facts, self._types):
             if action.rule.name in self.game.logic.commands:
-                found.setdefault(self.said(action), action)
+                found.setdefault(self.command(action), action)
         return dict(sorted(found.items()))
 
-    def said(self, action: Action) -> str:
+    def command(self, action: Action) -> str:
         """Return the command of an action."""
         template = self.game.logic.commands[action.rule.name]
         for variable, thing in action.binding.items():

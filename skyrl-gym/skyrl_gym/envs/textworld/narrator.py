@@ -28,7 +28,7 @@ class Narrator:
             return self.inventory()
         if rule == "examine":
             return self.thing(self._object_of(action))
-        done = f"You {self.playing.said(action)}."
+        done = f"You {self.playing.command(action)}."
         opened = [fact.bound(action.binding) for fact in action.rule.added if fact.name == "open"]
         contents = [self.contents("in", fact.arguments[0]) for fact in opened if self._is_container(fact.arguments[0])]
         return " ".join([done, *contents])

@@ -21,7 +21,7 @@ from skyrl_gym.graders.code.cases import (
     parse_tests,
 )
 from skyrl_gym.graders.code.channel import Late
-from skyrl_gym.graders.code.processes import Answer, CaseResult, DoesNotCompile, DoesNotLoad, NewSandbox
+from skyrl_gym.graders.code.processes import CaseResult, DoesNotCompile, DoesNotLoad, NewSandbox, SolutionProcess
 from skyrl_gym.graders.results import Grade, Invalid, Score, Timeout
 from skyrl_gym.sandbox import Limits, make_sandbox
 
@@ -113,7 +113,7 @@ def _results(code: str, tests: CodeTests, settings: CodeSettings, new_sandbox: N
     )
     number, total = 0, _count(tests)
     while number < total:
-        with Answer(tests, new_sandbox, limits) as answer:
+        with SolutionProcess(tests, new_sandbox, limits) as answer:
             answer.load(code, number, min(time.monotonic() + settings.case_seconds, end))
             alive = True
             while alive and number < total:
@@ -138,11 +138,11 @@ def _grade(results: list[CaseResult], tests: CodeTests, settings: CodeSettings) 
         return Timeout(settings.case_seconds, f"case {number} of {_count(tests)}")
     return Score(
         passed / _count(tests) if settings.partial_credit else 0.0,
-        details=details | {"case": number} | _shown(result, tests, number),
+        details=details | {"case": number} | _feedback(result, tests, number),
     )
 
 
-def _shown(result: CaseResult, tests: CodeTests, number: int) -> dict[str, str]:
+def _feedback(result: CaseResult, tests: CodeTests, number: int) -> dict[str, str]:
     if isinstance(tests, AssertTests):
         about = {"expected": tests.tests[number]}
     else:

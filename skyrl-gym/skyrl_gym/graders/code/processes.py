@@ -78,7 +78,7 @@ def _source(name: str) -> str:
     return files(INSIDE).joinpath(f"{name}.py").read_text()
 
 
-class Answer:
+class SolutionProcess:
     """An answer's process, and that of the tests if they are code. A context manager: both end with it.
 
     Raises InfraError where a sandbox fails; what the answer does is a `CaseResult`, `DoesNotCompile`, `DoesNotLoad` or

@@ -62,10 +62,10 @@ def create_app(retriever: Retriever, settings: RetrievalSettings | None = None) 
         except Overloaded as failure:
             raise HTTPException(503, f"{failure}; try again", headers={"Retry-After": "1"}) from failure
 
-        def shown(document: Document, score: float) -> Document:
+        def to_hit(document: Document, score: float) -> Document:
             return {"document": document, "score": score} if request.return_scores else document
 
-        result = [[shown(*found) for found in group] for group in groups]
+        result = [[to_hit(*found) for found in group] for group in groups]
         # ASCII, because a document may hold what UTF-8 cannot express.
         return Response(json.dumps({"result": result}), media_type="application/json")
 

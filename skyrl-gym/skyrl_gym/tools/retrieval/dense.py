@@ -77,7 +77,7 @@ class DenseIndex:
         vectors = faiss.index_factory(first_vectors.shape[1], settings.factory, faiss.METRIC_INNER_PRODUCT)
         if not vectors.is_trained:
             more = list(itertools.islice(texts, _TRAINING_DOCUMENTS - len(first)))
-            first_vectors = _joined(first_vectors, encoder.passages(more)) if more else first_vectors
+            first_vectors = _concatenate(first_vectors, encoder.passages(more)) if more else first_vectors
             vectors.train(first_vectors)
         vectors.add(first_vectors)
         while chunk := list(itertools.islice(texts, _CHUNK)):
@@ -107,7 +107,7 @@ class DenseIndex:
         ]
 
 
-def _joined(*parts: "np.ndarray") -> "np.ndarray":
+def _concatenate(*parts: "np.ndarray") -> "np.ndarray":
     import numpy as np
 
     return np.concatenate(parts)

@@ -115,7 +115,7 @@ def _settings_of_index(settings: RetrievalSettings) -> dict[str, object]:
 
 def _build(folder: Path, corpus: Path, made_of: Mapping[str, object], settings: RetrievalSettings) -> None:
     try:
-        documents = DocumentFile.write(folder, _shown(read_corpus(corpus), "reading documents"))
+        documents = DocumentFile.write(folder, _with_progress(read_corpus(corpus), "reading documents"))
     except CorpusError:
         raise
     except (ValueError, EOFError, gzip.BadGzipFile) as failure:
@@ -123,11 +123,11 @@ def _build(folder: Path, corpus: Path, made_of: Mapping[str, object], settings: 
     if made_of["kind"] == "bm25":
         from skyrl_gym.tools.retrieval.bm25 import BM25Index
 
-        BM25Index.build(_shown(documents, "indexing", len(documents)), settings.bm25).save(folder)
+        BM25Index.build(_with_progress(documents, "indexing", len(documents)), settings.bm25).save(folder)
     elif made_of["kind"] == "dense":
         from skyrl_gym.tools.retrieval.dense import DenseIndex
 
-        DenseIndex.build(_shown(documents, "encoding", len(documents)), settings.dense).save(folder)
+        DenseIndex.build(_with_progress(documents, "encoding", len(documents)), settings.dense).save(folder)
     manifest = {
         "format": _FORMAT,
         "made_of": made_of,
@@ -138,7 +138,7 @@ def _build(folder: Path, corpus: Path, made_of: Mapping[str, object], settings: 
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
 
 
-def _shown(documents: Iterable[Document], what: str, total: int | None = None) -> Iterator[Document]:
+def _with_progress(documents: Iterable[Document], what: str, total: int | None = None) -> Iterator[Document]:
     """Iterate with a progress bar, on a terminal only."""
     return tqdm(documents, desc=what, total=total, unit=" documents", disable=None)  # pyright: ignore[reportReturnType]
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from skyrl_train.algorithms.masking import kept
+from skyrl_train.algorithms.masking import apply_mask
 from skyrl_train.config.requirements import (
     LossRequirements,
     PolicyLossRegistry,
@@ -51,7 +51,7 @@ and has no gradient."""
 
 def importance_ratio(log_probs: torch.Tensor, old_log_probs: torch.Tensor) -> torch.Tensor:
     """pi / pi_old per token [B, T], in float32 (float64 if that is what came in), between e^-20 and e^20."""
-    log_probs, old_log_probs = kept(None, log_probs, old_log_probs)
+    log_probs, old_log_probs = apply_mask(None, log_probs, old_log_probs)
     return (log_probs - old_log_probs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 
 

@@ -16,31 +16,31 @@ import torch
 
 from skyrl_train.algorithms.losses.contract import importance_ratio, register_policy_loss, register_token_selector
 from skyrl_train.algorithms.losses.surrogates import clipped_surrogate
-from skyrl_train.algorithms.masking import kept
+from skyrl_train.algorithms.masking import apply_mask
 from skyrl_train.config import AlgorithmConfig, BaseConfig
 from skyrl_train.config.bounds import AtLeast, Between, NotAbove
 
 
 @dataclass(kw_only=True)
 class ClipCovConfig(BaseConfig):
-    """The `clip_cov` loss: a few tokens of high covariance between log-prob and advantage lose their gradient."""
+    """The `clip_cov` loss: a few tokens of high covariance between log-prob and advantage have no gradient."""
 
     clip_ratio: Annotated[float, Between(0, 1)] = 0.0002
-    """Share of a mini-batch's tokens that are cut; at least one."""
+    """Fraction of a mini-batch's tokens that are clipped; at least one."""
 
     clip_cov_lb: Annotated[float, NotAbove("clip_cov_ub")] = 1.0
-    """Tokens are cut from those whose covariance is above this ..."""
+    """Lower bound of the covariance of tokens that may be clipped."""
 
     clip_cov_ub: float = 5.0
-    """... and below this."""
+    """Upper bound of the covariance of tokens that may be clipped."""
 
 
 @dataclass(kw_only=True)
 class KLCovConfig(BaseConfig):
-    """The `kl_cov` loss: the tokens of highest covariance between log-prob and advantage are held back by a penalty."""
+    """The `kl_cov` loss: a KL penalty on the tokens of highest covariance between log-prob and advantage."""
 
     kl_cov_frac: Annotated[float, Between(0, 1)] = 0.2
-    """Share of a mini-batch's tokens that are held back; at least one."""
+    """Fraction of a mini-batch's tokens that are penalized; at least one."""
 
     ppo_kl_coef: Annotated[float, AtLeast(0)] = 1.0
     """Weight of the penalty |log_prob - old_log_prob|."""
@@ -48,10 +48,12 @@ class KLCovConfig(BaseConfig):
 
 def token_covariance(log_probs: torch.Tensor, advantages: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
     """cov [B, T] as above, in float64 (a mini-batch has millions of tokens); 0 outside the mask."""
-    log_probs, advantages = kept(loss_mask, log_probs.double(), advantages.double())
+    log_probs, advantages = apply_mask(loss_mask, log_probs.double(), advantages.double())
     # Means over tokens: the padding was set to 0 and must not count in the denominator either.
     num_tokens = (loss_mask != 0).sum().clamp(min=1)
-    deviations = kept(loss_mask, log_probs - log_probs.sum() / num_tokens, advantages - advantages.sum() / num_tokens)
+    deviations = apply_mask(
+        loss_mask, log_probs - log_probs.sum() / num_tokens, advantages - advantages.sum() / num_tokens
+    )
     return deviations[0] * deviations[1]
 
 
@@ -67,7 +69,7 @@ def clip_cov_tokens(
 ) -> torch.Tensor:
     """max(1, int(clip_ratio * N)) tokens [B, T] drawn at random among those with clip_cov_lb < cov < clip_cov_ub that
     PPO's clip has not silenced anyway; all of them if there are fewer, none if there is none."""
-    log_probs, old_log_probs, advantages = kept(loss_mask, log_probs, old_log_probs, advantages)
+    log_probs, old_log_probs, advantages = apply_mask(loss_mask, log_probs, old_log_probs, advantages)
     _, metrics = clipped_surrogate(importance_ratio(log_probs, old_log_probs), advantages, config)
     cov = token_covariance(log_probs, advantages, loss_mask)
     own = config.section(ClipCovConfig)
@@ -127,7 +129,7 @@ def clip_cov_policy_loss(
     Those tokens stay in the mean. Metrics: `clip_ratio` (1 where PPO's clip or the choice took the gradient away),
     `selected_ratio` (1 where the choice did) and `ratio`.
     """
-    log_probs, old_log_probs, advantages = kept(loss_mask, log_probs, old_log_probs, advantages)
+    log_probs, old_log_probs, advantages = apply_mask(loss_mask, log_probs, old_log_probs, advantages)
     loss, metrics = clipped_surrogate(importance_ratio(log_probs, old_log_probs), advantages, config)
     selected = selected_tokens.float()
     # The clip and the choice are disjoint among candidates; the maximum also holds where a user chooses otherwise.
@@ -154,7 +156,7 @@ def kl_cov_policy_loss(
 
     The penalty has no gradient at ratio 1. Metrics: `ratio` and `selected_ratio` (1 at selected tokens).
     """
-    log_probs, old_log_probs, advantages = kept(loss_mask, log_probs, old_log_probs, advantages)
+    log_probs, old_log_probs, advantages = apply_mask(loss_mask, log_probs, old_log_probs, advantages)
     ratio = importance_ratio(log_probs, old_log_probs)
     penalty = config.section(KLCovConfig).ppo_kl_coef * (log_probs - old_log_probs).abs()
     loss = -ratio * advantages + torch.where(selected_tokens, penalty, 0.0)

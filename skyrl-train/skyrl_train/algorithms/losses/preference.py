@@ -9,7 +9,7 @@ from typing import Annotated
 import torch
 
 from skyrl_train.algorithms.losses.contract import LossRequirements, register_policy_loss
-from skyrl_train.algorithms.masking import kept
+from skyrl_train.algorithms.masking import apply_mask
 from skyrl_train.config import AlgorithmConfig, BaseConfig
 from skyrl_train.config.bounds import Above
 
@@ -19,7 +19,7 @@ class DPOConfig(BaseConfig):
     """The `dpo` loss (preference pairs)."""
 
     beta: Annotated[float, Above(0)] = 0.1
-    """Strength of the pull to the reference model."""
+    """Weight of the regularization towards the reference model."""
 
 
 @register_policy_loss(
@@ -55,7 +55,7 @@ def dpo_loss(
     if len(log_probs) % 2:
         raise ValueError(f"dpo takes pairs of rows, chosen and rejected; got {len(log_probs)} rows")
     mask = torch.ones_like(log_probs) if loss_mask is None else loss_mask
-    log_probs, old_log_probs = kept(mask, log_probs, old_log_probs)
+    log_probs, old_log_probs = apply_mask(mask, log_probs, old_log_probs)
     # Rows 2k and 2k + 1 become columns. Masked positions are 0 in both terms and add nothing to the sums.
     chosen_P, rejected_P = (log_probs - old_log_probs).sum(-1).view(-1, 2).unbind(-1)
     complete_P = (mask != 0).any(-1).view(-1, 2).all(-1)

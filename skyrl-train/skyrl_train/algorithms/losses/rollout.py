@@ -16,7 +16,7 @@ from skyrl_train.algorithms.losses.contract import (
     required_rollout_logprobs,
 )
 from skyrl_train.algorithms.losses.surrogates import clipped_surrogate
-from skyrl_train.algorithms.masking import kept
+from skyrl_train.algorithms.masking import apply_mask
 from skyrl_train.config import AlgorithmConfig, BaseConfig
 from skyrl_train.config.bounds import Above, AtLeast
 
@@ -43,7 +43,7 @@ def rollout_is_policy_loss(
         loss of every token [B, T]; metrics `clip_ratio` (1 where the token was left out) and `ratio`.
     """
     rollout_logprobs = required_rollout_logprobs(rollout_logprobs, "rollout_is")
-    log_probs, advantages, rollout_logprobs = kept(loss_mask, log_probs, advantages, rollout_logprobs)
+    log_probs, advantages, rollout_logprobs = apply_mask(loss_mask, log_probs, advantages, rollout_logprobs)
     ratio = importance_ratio(log_probs, rollout_logprobs).detach()
     inside = (ratio > 1 - config.eps_clip_low) & (ratio < 1 + config.eps_clip_high)
     # Left out by 0 and not by weight: the weights are fixed before the mini-batch is split.
@@ -53,22 +53,22 @@ def rollout_is_policy_loss(
 
 @dataclass(kw_only=True)
 class DPPOConfig(BaseConfig):
-    """The trust region of the `dppo` loss, measured between the policy and the one that wrote the tokens."""
+    """Trust region of the `dppo` loss, measured between the policy and the rollout policy."""
 
     divergence: Literal["binary_tv", "binary_kl"] = "binary_tv"
-    """Distance of the two distributions over {this token, any other}: total variation, or KL divergence."""
+    """Divergence of the two distributions over {this token, any other}: total variation, or KL divergence."""
 
     mask: Literal["one_sided", "two_sided"] = "one_sided"
-    """`one_sided`: a token stops training where its advantage would push it further out of the region. `two_sided`:
-    wherever it has left it, whatever its advantage."""
+    """`one_sided`: a token is masked if its advantage would push it further out of the region. `two_sided`: a token is
+    masked wherever it has left the region, whatever its advantage."""
 
     delta_low: Annotated[float, AtLeast(0)] = 0.2
-    """A token with negative advantage (`two_sided`: with any) stops training when its probability has fallen by more
-    than this distance."""
+    """Largest divergence at which a token whose probability has fallen is trained, if its advantage is negative
+    (`two_sided`: whatever its advantage)."""
 
     delta_high: Annotated[float, AtLeast(0)] = 0.2
-    """A token with positive advantage (`two_sided`: with any) stops training when its probability has risen by more
-    than this distance."""
+    """Largest divergence at which a token whose probability has risen is trained, if its advantage is positive
+    (`two_sided`: whatever its advantage)."""
 
 
 @register_policy_loss("dppo", settings=DPPOConfig, requires=_ROLLOUT_LOG_PROBS)
@@ -96,7 +96,7 @@ def dppo_policy_loss(
         loss of every token [B, T]; metrics `clip_ratio` (1 where the token was stopped) and `ratio` (p / mu).
     """
     rollout_logprobs = required_rollout_logprobs(rollout_logprobs, "dppo")
-    log_probs, advantages, rollout_logprobs = kept(loss_mask, log_probs, advantages, rollout_logprobs)
+    log_probs, advantages, rollout_logprobs = apply_mask(loss_mask, log_probs, advantages, rollout_logprobs)
     ratio = importance_ratio(log_probs, rollout_logprobs)
     own = config.section(DPPOConfig)
     # Where the region ends is a decision: no gradient flows through the comparison.
@@ -125,10 +125,12 @@ def _binary_divergence(log_probs: torch.Tensor, rollout_logprobs: torch.Tensor, 
 
 @dataclass(kw_only=True)
 class DecoupledPPOConfig(BaseConfig):
-    """The `decoupled_ppo` loss: clips around the policy at the start of the step, corrects for the one that wrote."""
+    """The `decoupled_ppo` loss: clipping around the policy at the start of the step, importance weight relative to the
+    rollout policy.
+    """
 
     behavior_weight_cap: Annotated[float | None, Above(0)] = None
-    """A token whose weight pi_start / pi_rollout is above this does not train. null: no cap."""
+    """Largest importance weight pi_start / pi_rollout at which a token is trained. null: no cap."""
 
 
 @register_policy_loss("decoupled_ppo", settings=DecoupledPPOConfig, requires=_ROLLOUT_LOG_PROBS)
@@ -153,7 +155,7 @@ def decoupled_ppo_policy_loss(
         `behavior_weight` and `behavior_capped` (1 where the token is beyond the cap).
     """
     rollout_logprobs = required_rollout_logprobs(rollout_logprobs, "decoupled_ppo")
-    log_probs, old_log_probs, advantages, rollout_logprobs = kept(
+    log_probs, old_log_probs, advantages, rollout_logprobs = apply_mask(
         loss_mask, log_probs, old_log_probs, advantages, rollout_logprobs
     )
     weight = importance_ratio(old_log_probs, rollout_logprobs).detach()

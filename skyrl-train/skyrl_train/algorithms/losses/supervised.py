@@ -6,7 +6,7 @@ Shapes: B sequences, T response tokens.
 import torch
 
 from skyrl_train.algorithms.losses.contract import LossRequirements, register_policy_loss
-from skyrl_train.algorithms.masking import kept
+from skyrl_train.algorithms.masking import apply_mask
 from skyrl_train.config import AlgorithmConfig
 
 
@@ -20,5 +20,5 @@ def cross_entropy_loss(
     rollout_logprobs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The negative log-likelihood of each token: loss = -log pi [B, T], 0 outside `loss_mask`. Reads nothing else."""
-    (log_probs,) = kept(loss_mask, log_probs)
+    (log_probs,) = apply_mask(loss_mask, log_probs)
     return -log_probs, {}

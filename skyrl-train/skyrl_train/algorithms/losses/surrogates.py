@@ -16,7 +16,7 @@ from skyrl_train.algorithms.losses.contract import (
     register_policy_loss,
     required_rollout_logprobs,
 )
-from skyrl_train.algorithms.masking import kept
+from skyrl_train.algorithms.masking import apply_mask
 from skyrl_train.config import AlgorithmConfig, BaseConfig
 from skyrl_train.config.bounds import Above, AtLeast
 
@@ -43,7 +43,7 @@ def ppo_policy_loss(
     Returns:
         loss of every token [B, T]; metrics `clip_ratio` (1 where the clipped branch decides) and `ratio`.
     """
-    log_probs, old_log_probs, advantages = kept(loss_mask, log_probs, old_log_probs, advantages)
+    log_probs, old_log_probs, advantages = apply_mask(loss_mask, log_probs, old_log_probs, advantages)
     return clipped_surrogate(importance_ratio(log_probs, old_log_probs), advantages, config)
 
 
@@ -76,7 +76,7 @@ def dual_clip_policy_loss(
 
     Shapes and metrics as of `regular`.
     """
-    log_probs, old_log_probs, advantages = kept(loss_mask, log_probs, old_log_probs, advantages)
+    log_probs, old_log_probs, advantages = apply_mask(loss_mask, log_probs, old_log_probs, advantages)
     loss, metrics = clipped_surrogate(importance_ratio(log_probs, old_log_probs), advantages, config)
     # -c * A is a constant in the policy: where it decides, the token has no gradient.
     bounded = torch.minimum(loss, -config.clip_ratio_c * advantages)
@@ -103,11 +103,11 @@ def gspo_policy_loss(
     Args:
         loss_mask: [B, T]; the tokens of a sequence are those where it is not 0 (all of them if it is None).
     """
-    log_probs, old_log_probs, advantages = kept(loss_mask, log_probs, old_log_probs, advantages)
+    log_probs, old_log_probs, advantages = apply_mask(loss_mask, log_probs, old_log_probs, advantages)
     log_ratio = (log_probs - old_log_probs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     # Whatever weights a mask carries, a token counts once towards the length of its sequence.
     tokens = torch.ones_like(log_ratio) if loss_mask is None else (loss_mask != 0).to(log_ratio.dtype)
-    # `kept` has made masked positions 0 in both log-probs, so the plain sum is over the tokens alone.
+    # `apply_mask` has made masked positions 0 in both log-probs, so the plain sum is over the tokens alone.
     mean_B1 = log_ratio.sum(-1, keepdim=True) / tokens.sum(-1, keepdim=True).clamp(min=1)
     # The last two terms cancel in value and not in gradient: d ratio / d log_prob_t = s_b for every token t.
     ratio = (mean_B1.detach() + log_probs - log_probs.detach()).exp()
@@ -119,14 +119,14 @@ class CISPOConfig(BaseConfig):
     """Importance weight of the `cispo` loss: its denominator and its bounds."""
 
     cispo_anchor: Literal["old", "rollout"] = "old"
-    """Denominator of the weight: the policy at the start of the step, or the one that wrote the tokens (the engine's
-    log-probs), which needs no further correction of stale or less precise rollouts."""
+    """Denominator of the importance weight. `old`: the policy at the start of the step. `rollout`: the rollout policy
+    (the engine's log-probs), which needs no further correction for stale or less precise rollouts."""
 
     cispo_eps_clip_low: Annotated[float, AtLeast(0)] = 1.0
-    """The weight is at least 1 - this. 1: no lower bound, as in the paper."""
+    """Lower bound of the importance weight is 1 - this. 1: no lower bound, as in the paper."""
 
     cispo_eps_clip_high: Annotated[float, Above(0)] = 4.0
-    """The weight is at most 1 + this."""
+    """Upper bound of the importance weight is 1 + this."""
 
 
 @register_policy_loss(
@@ -154,7 +154,7 @@ def cispo_policy_loss(
     own = config.section(CISPOConfig)
     if own.cispo_anchor == "rollout":
         old_log_probs = required_rollout_logprobs(rollout_logprobs, "cispo with cispo_anchor=rollout")
-    log_probs, old_log_probs, advantages = kept(loss_mask, log_probs, old_log_probs, advantages)
+    log_probs, old_log_probs, advantages = apply_mask(loss_mask, log_probs, old_log_probs, advantages)
     # Detached before the clip: the gradient flows through log_probs alone, as in REINFORCE.
     ratio = importance_ratio(log_probs, old_log_probs).detach()
     weight = ratio.clamp(1 - own.cispo_eps_clip_low, 1 + own.cispo_eps_clip_high)
@@ -163,13 +163,14 @@ def cispo_policy_loss(
 
 @dataclass(kw_only=True)
 class SAPOConfig(BaseConfig):
-    """Rate at which the soft gate of the `sapo` loss closes."""
+    """Temperatures of the soft gate of the `sapo` loss."""
 
     tau_pos: Annotated[float, Above(0)] = 1.0
     """Temperature of tokens with a positive advantage."""
 
     tau_neg: Annotated[float, Above(0)] = 1.05
-    """Temperature of the others. Larger than `tau_pos`: what pushes tokens down is trusted less far."""
+    """Temperature of all other tokens. If larger than `tau_pos`, the gate closes faster for tokens whose probability is
+    reduced."""
 
 
 @register_policy_loss("sapo", settings=SAPOConfig)
@@ -188,7 +189,7 @@ def sapo_policy_loss(
 
     Its slope at ratio 1 is 1, as of the plain surrogate, and falls off smoothly on both sides. Metric: `ratio`.
     """
-    log_probs, old_log_probs, advantages = kept(loss_mask, log_probs, old_log_probs, advantages)
+    log_probs, old_log_probs, advantages = apply_mask(loss_mask, log_probs, old_log_probs, advantages)
     ratio = importance_ratio(log_probs, old_log_probs)
     own = config.section(SAPOConfig)
     tau = torch.full_like(advantages, own.tau_neg).masked_fill(advantages > 0, own.tau_pos)
@@ -211,6 +212,6 @@ def importance_sampling_policy_loss(
 
     Nothing holds it near the old policy. Metric: `ratio`.
     """
-    log_probs, old_log_probs, advantages = kept(loss_mask, log_probs, old_log_probs, advantages)
+    log_probs, old_log_probs, advantages = apply_mask(loss_mask, log_probs, old_log_probs, advantages)
     ratio = importance_ratio(log_probs, old_log_probs)
     return -ratio * advantages, {"ratio": ratio.detach()}

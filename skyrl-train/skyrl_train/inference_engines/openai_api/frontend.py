@@ -223,7 +223,7 @@ class OpenAIFrontend:
             answers = await self._all_answers(reply.prompts)
         if scores_only:
             for answer in answers:
-                answer.cut(0)
+                answer.truncate(0)
                 answer.stop_reason = "length"
         self._sessions.keep(asked, reply, answers)
         return reply.whole(answers)

@@ -66,7 +66,7 @@ class GeneratedChoice:
         if self.prompt_log_probs is None and of_prompt is not None:
             self.prompt_log_probs = of_prompt[row]
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """Keep the first `length` tokens."""
         del self.token_ids[length:], self.weight_versions[length:]
         if self.log_probs is not None:
@@ -113,7 +113,7 @@ class Asker:
             written = len(answer.token_ids)
             stopped = output["stop_reasons"][0]
             if (length := _length_at_stop(answer.token_ids, prompt.stop, max(done, fewest), decode)) is not None:
-                answer.cut(length)
+                answer.truncate(length)
                 answer.stop_reason = "stop"
             elif stopped != "length" or written >= most or written < done + size:  # less: the context is full
                 answer.stop_reason = stopped

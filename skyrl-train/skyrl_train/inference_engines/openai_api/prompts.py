@@ -151,7 +151,7 @@ class ConversationMemory:
             for exchange in self._sessions.get(session, [])
         )
 
-    def recall(
+    def find_prompt(
         self, session: str | int, messages: ConversationType, text: str, options: ChatOptions
     ) -> list[int] | None:
         """Return the ids of a conversation, with earlier completions as they were drawn; None if that is not possible.

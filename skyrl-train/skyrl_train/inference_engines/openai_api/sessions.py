@@ -46,7 +46,7 @@ class Sessions:
     def prompt_ids(self, session: str | None, messages: ConversationType, text: str, options: ChatOptions) -> list[int]:
         """The ids of a conversation, with our own earlier answers as they were drawn where that is possible."""
         if session is not None and self._memory.may_know(session, messages):
-            ids = self._memory.recall(session, messages, text, options)
+            ids = self._memory.find_prompt(session, messages, text, options)
             self.counts[RENDERED if ids is None else EXACT] += 1
             if ids is not None:
                 return ids

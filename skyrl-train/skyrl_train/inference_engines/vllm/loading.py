@@ -20,7 +20,7 @@ from skyrl_train.weight_sync.fingerprint import Verification
 
 
 class ModelUpdate:
-    """One update of a model: `load` any number of times, then `finish` or `abandon`.
+    """One update of a model: `load` any number of times, then `finish` or `discard`.
 
     Args:
         model: vLLM's.
@@ -84,7 +84,7 @@ class ModelUpdate:
             self._tie_again()
             return self._comparison.report()
 
-    def abandon(self) -> None:
+    def discard(self) -> None:
         """Make the model whole again, of old and new layers: a later full update can come, generation must not."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 

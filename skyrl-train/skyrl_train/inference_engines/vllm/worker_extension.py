@@ -82,7 +82,7 @@ class WeightExtension:
             raise WeightSyncError("weights came before skyrl_connect told where from")
         parsed = WeightUpdateRequest.from_json_dict(request)
         if parsed.index == 0 and self._skyrl_update is not None:
-            self._skyrl_update.abandon()  # a failed update is sent again as a whole
+            self._skyrl_update.discard()  # a failed update is sent again as a whole
             self._skyrl_update, self._skyrl_weights_valid = None, False
         tensors = self._skyrl_receiver.receive(parsed)
         if self._skyrl_update is None:

@@ -73,7 +73,7 @@ class Entry:
 
     @property
     def is_router(self) -> bool:
-        """Chooses among experts."""
+        """Whether the weight is that of a router, which chooses among experts."""
         return self.tensors[0].endswith(".mlp.router.weight")
 
 
@@ -239,11 +239,11 @@ class _Experts:
         return torch.cat([gate.chunk(inner, dim=1)[place], up.chunk(inner, dim=1)[place]], dim=1)
 
     def merge_gate_up(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        def gather_parts(parts: Sequence[torch.Tensor]) -> torch.Tensor:
             gates, ups = zip(*(part.chunk(2, dim=1) for part in parts), strict=True)
             return torch.cat([*gates, *ups], dim=1)
 
-        return [torch.cat([joined(parts) for parts in self._by_expert_rank(shards)])]
+        return [torch.cat([gather_parts(parts) for parts in self._by_expert_rank(shards)])]
 
     def split_down(self, whole: Sequence[torch.Tensor], rank: int, size: int) -> torch.Tensor:
         """[E, H, I] -> [E / expert ranks, H, I / tensor ranks]."""

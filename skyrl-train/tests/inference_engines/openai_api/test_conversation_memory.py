@@ -40,7 +40,7 @@ def memory(template):
 def test_a_conversation_goes_on_from_the_tokens_that_were_drawn(template, memory):
     messages = history({"a": 2, "b": 3})
     text = template.render(messages, OPTIONS)
-    ids = memory.recall("s", messages, text, OPTIONS)
+    ids = memory.find_prompt("s", messages, text, OPTIONS)
     prompt = template.render(ASKED, OPTIONS)
     expected = (
         f"{prompt}{WRITTEN}\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
@@ -53,12 +53,12 @@ def test_a_conversation_goes_on_from_the_tokens_that_were_drawn(template, memory
 @pytest.mark.parametrize("session, arguments", [("s", {"a": 2, "b": 4}), ("another", {"a": 2, "b": 3})])
 def test_a_conversation_is_rendered_where_the_answer_is_another(template, memory, session, arguments):
     messages = history(arguments)
-    assert memory.recall(session, messages, template.render(messages, OPTIONS), OPTIONS) is None
+    assert memory.find_prompt(session, messages, template.render(messages, OPTIONS), OPTIONS) is None
 
 
 def test_a_conversation_is_rendered_where_earlier_messages_changed(template, memory):
     messages = [{"role": "user", "content": "2+4?"}, *history({"a": 2, "b": 3})[1:]]
-    assert memory.recall("s", messages, template.render(messages, OPTIONS), OPTIONS) is None
+    assert memory.find_prompt("s", messages, template.render(messages, OPTIONS), OPTIONS) is None
 
 
 def test_sessions_that_were_silent_longest_are_forgotten(template):
@@ -78,5 +78,5 @@ def test_a_template_that_drops_thoughts_decides_what_the_model_reads(template, n
     answer = {"role": "assistant", "content": written.removesuffix("<|im_end|>")}
     memory.remember("s", 1, prompt, thinking.encode(prompt), [(Said.of(answer), thinking.encode(written))])
     messages = [*ASKED, answer, ASKED[0], {"role": "assistant", "content": "Five again."}, ASKED[0]]
-    ids = memory.recall("s", messages, thinking.text(messages, options), options)
+    ids = memory.find_prompt("s", messages, thinking.text(messages, options), options)
     assert (ids is not None) == keeps_thoughts

@@ -77,11 +77,11 @@ class Scheduler:
         self._shares.begin(waiting)
         joined = set()
         while waiting:
-            tenant = min(waiting, key=lambda name: (self._shares.given(name), not waiting[name]))
+            tenant = min(waiting, key=lambda name: (self._shares.received(name), not waiting[name]))
             if waiting[tenant]:
-                before = self._shares.given(tenant)
+                before = self._shares.received(tenant)
                 yield waiting[tenant].popleft()
-                if self._shares.given(tenant) > before:
+                if self._shares.received(tenant) > before:
                     joined.add(tenant)
             elif tenant in joined:
                 return

@@ -25,7 +25,7 @@ class Shares:
                 self._given[tenant] = max(self._given.get(tenant, 0.0), floor)
         self._active = set(tenants)
 
-    def given(self, tenant: str) -> float:
+    def received(self, tenant: str) -> float:
         return self._given.get(tenant, 0.0)
 
     def charge(self, tenant: str, amount: float) -> None:

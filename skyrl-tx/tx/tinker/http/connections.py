@@ -57,7 +57,7 @@ class Connections:
         self._open.add(connection)
         self._idle[connection] = None
         if len(self._open) > self.limit:
-            next(iter(self._idle)).cut()  # at least the new one is there
+            next(iter(self._idle)).abort()  # at least the new one is there
 
     def serving(self, connection: "_Timed") -> None:
         self._idle.pop(connection, None)
@@ -86,7 +86,7 @@ class _Timed(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._late = self.loop.call_later(self.registry.head_seconds, self.cut)
+        self._late = self.loop.call_later(self.registry.head_seconds, self.abort)
         self.registry.opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -103,11 +103,11 @@ class _Timed(asyncio.Protocol):
             return
         is_rest = self.cycle is not None and self.cycle.more_body
         if self._late is None:
-            self._late = self.loop.call_later(REST_SECONDS if is_rest else self.registry.head_seconds, self.cut)
+            self._late = self.loop.call_later(REST_SECONDS if is_rest else self.registry.head_seconds, self.abort)
         if not is_rest:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
-                self.cut()
+                self.abort()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()  # pyright: ignore[reportAttributeAccessIssue]
@@ -116,13 +116,13 @@ class _Timed(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._unread = self.loop.call_later(self.registry.unread_seconds, self.cut)
+        self._unread = self.loop.call_later(self.registry.unread_seconds, self.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
         self._unread = _stopped(self._unread)
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         """End the connection at once."""
         self._stop_clocks()
         self.registry.closed(self)

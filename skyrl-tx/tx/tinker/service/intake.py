@@ -190,7 +190,7 @@ class RequestIntake:
     async def _unload(self, run: Run) -> None:
         if run.deciding:
             await asyncio.wait(list(run.deciding.values()))
-        if stranded := run.sequence.abandon():
+        if stranded := run.sequence.drain():
             error = "not done: the model was unloaded before its earlier requests arrived"
             await self._dispatch.fail(stranded, error, "user")
         request_id = request_id_of(run.model_id, "unload")

@@ -68,7 +68,7 @@ class ResultRecorder:
         never_made = [
             pending.run for pending in pending_requests if pending.kind == "create" and pending.run is not None
         ]
-        behind = [other for run in never_made for other in (*run.queue.values(), *run.sequence.abandon())]
+        behind = [other for run in never_made for other in (*run.queue.values(), *run.sequence.drain())]
         behind = [other for other in dict.fromkeys(behind) if other not in pending_requests]
         for pending in behind:
             pending.recording_result = True

@@ -68,7 +68,7 @@ class Sequencer(Generic[T]):
         self.next_seq = end
         return GivenUp(missing, self._taken(range(start, end)))
 
-    def abandon(self) -> list[T]:
+    def drain(self) -> list[T]:
         """Remove and return all waiting requests."""
         return self._taken(sorted(self._early))
 

@@ -28,12 +28,12 @@ class _Rows(NamedTuple):
     end: int
 
 
-class _Slots(NamedTuple):
+class _ExpertSlots(NamedTuple):
     rows: list[_Rows]
     """Rows by expert, then by model; used experts only."""
     pair_of_slot: torch.Tensor
-    """[S]; some pair at filler"""
-    filler: torch.Tensor
+    """[S]; some pair at padding"""
+    padding: torch.Tensor
     slot_of_pair: torch.Tensor
     """[N k]"""
 
@@ -79,7 +79,7 @@ class AdaptedExperts:
         gate.check(hidden_states)
         slots = _slots(top_k_index, gate.parts, BLOCK)
         num_chosen = top_k_index.shape[1]
-        nothing = slots.filler[:0]
+        nothing = slots.padding[:0]
         pairs = hidden_states[:, None].expand(-1, num_chosen, -1).flatten(0, 1)
         x: Any = Exchange.apply(pairs, slots.pair_of_slot, slots.slot_of_pair, nothing)
         _, inner, _ = shape_of(self._module, "gate_proj")
@@ -93,8 +93,8 @@ class AdaptedExperts:
         gated = self._module._apply_gate(adapted_product(x, product, of_gate_and_up, gate.root))
         product = _ExpertsProduct(lambda: self._module.down_proj, slots.rows)
         y: Any = adapted_product(gated, product, list(_parts(slots.rows, down.parts)), down.root)
-        # In the backward, filler slots get the gradient 0 here: their copies add nothing to the adapters' gradients.
-        of_pairs: Any = Exchange.apply(y, slots.slot_of_pair, slots.pair_of_slot, slots.filler)
+        # In the backward, padding slots get the gradient 0 here: their copies add nothing to the adapters' gradients.
+        of_pairs: Any = Exchange.apply(y, slots.slot_of_pair, slots.pair_of_slot, slots.padding)
         # Some routers give float32 weights: then the sum over experts is float32, and only the result is rounded.
         weighted = of_pairs.unflatten(0, (-1, num_chosen)) * top_k_weights[:, :, None]
         return weighted.sum(dim=1).to(hidden_states.dtype)
@@ -127,7 +127,7 @@ def has_experts_in_lists(model: nn.Module) -> bool:
     return any("experts" in name.split(".") for name in in_lists)
 
 
-def _slots(top_k_index: torch.Tensor, parts: Sequence[Part], block: int) -> _Slots:
+def _slots(top_k_index: torch.Tensor, parts: Sequence[Part], block: int) -> _ExpertSlots:
     # On the host: the numbers of rows are the shapes of the products, so a GPU has to be waited for in any case.
     chosen = top_k_index.cpu().numpy()
     part_of_token = np.full(len(chosen), -1)
@@ -138,7 +138,7 @@ def _slots(top_k_index: torch.Tensor, parts: Sequence[Part], block: int) -> _Slo
     # Stable: gradients sum over these rows in the order of the model's tokens, whatever other models were routed here.
     order = np.argsort(keys, kind="stable")
     counts = np.bincount(keys)
-    rows, pair_of_slot, filler, slot_of_pair = [], [], [], np.empty(len(order), np.int64)
+    rows, pair_of_slot, padding, slot_of_pair = [], [], [], np.empty(len(order), np.int64)
     at = taken = 0
     for key in np.flatnonzero(counts).tolist():
         count = int(counts[key])
@@ -147,12 +147,12 @@ def _slots(top_k_index: torch.Tensor, parts: Sequence[Part], block: int) -> _Slo
         slot_of_pair[pairs] = np.arange(at, at + count)
         # Filler copies a row of the same model: a number that is not finite must not reach another model.
         pair_of_slot += [pairs, np.full(end - at - count, pairs[0])]
-        filler.append(np.arange(at + count, end))
+        padding.append(np.arange(at + count, end))
         expert, part = divmod(key, len(parts) + 1)
         rows.append(_Rows(expert, part - 1, at, end))
         at, taken = end, taken + count
-    arrays = np.concatenate(pair_of_slot), np.concatenate(filler), slot_of_pair
-    return _Slots(rows, *(torch.from_numpy(array).to(top_k_index.device) for array in arrays))
+    arrays = np.concatenate(pair_of_slot), np.concatenate(padding), slot_of_pair
+    return _ExpertSlots(rows, *(torch.from_numpy(array).to(top_k_index.device) for array in arrays))
 
 
 def _parts(rows: Sequence[_Rows], parts: Sequence[Part], columns: slice = slice(None)) -> Iterator[Part]:

@@ -10,7 +10,7 @@ offsets, which are always multiples of `BLOCK`:
 Filler stands behind what belongs to the same model and is a copy of it, so that numbers that are not finite stay with
 the model they came from.
 
-Shapes: N tokens of a pass with filler, S slots of attention.
+Shapes: N tokens of a pass with block padding, S slots of attention.
 """
 
 from collections.abc import Sequence
@@ -38,9 +38,9 @@ class Segment(NamedTuple):
 
     start: int
     end: int
-    """End of the rows, filler included."""
+    """End of the rows, block padding included."""
     num_tokens: int
-    """Number of tokens without filler."""
+    """Number of tokens without block padding."""
 
 
 class Group(NamedTuple):
@@ -61,16 +61,16 @@ class Rows(PackedRows):
     padding: torch.Tensor | None = None
     """Slots that hold no token of their own."""
     slot_of_token: torch.Tensor | None = None
-    """[N]; filler reads a slot of its own model."""
-    filler: torch.Tensor | None = None
-    """Tokens that are filler."""
+    """[N]; block padding reads a slot of its own model."""
+    block_padding: torch.Tensor | None = None
+    """Tokens that are block padding."""
 
     def to_slots(self, x: torch.Tensor) -> torch.Tensor:
         """[N, heads, D] -> [S, heads, D]"""
         if self.token_of_slot is None:
             # With the strides that index_select gives below: which kernel attention takes may depend on them.
             return x.contiguous()
-        return Exchange.apply(x, self.token_of_slot, self.slot_of_token, self.filler)  # type: ignore[return-value]
+        return Exchange.apply(x, self.token_of_slot, self.slot_of_token, self.block_padding)  # type: ignore[return-value]
 
     def to_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """[S, heads, D] -> [N, heads, D]"""
@@ -100,7 +100,7 @@ def padded_length(length: int) -> int:
     return -(-length // unit) * unit
 
 
-def cut(data: Sequence[Datum], num_tokens: int) -> list[list[Datum]]:
+def split_by_tokens(data: Sequence[Datum], num_tokens: int) -> list[list[Datum]]:
     """Consecutive data in parts of at most so many tokens; a longer datum is a part of its own."""
     parts: list[list[Datum]] = []
     room = 0
@@ -115,7 +115,7 @@ def cut(data: Sequence[Datum], num_tokens: int) -> list[list[Datum]]:
 
 def micro_batches(data: Sequence[Datum], num_tokens: int, num_ranks: int = 1) -> list[list[Datum]]:
     """Split a request into micro-batches, by length alone, of at most `num_tokens` on each of the ranks."""
-    parts = cut(data, num_tokens)
+    parts = split_by_tokens(data, num_tokens)
     return [list(chain(*parts[i : i + num_ranks])) for i in range(0, len(parts), num_ranks)]
 
 
@@ -130,14 +130,15 @@ def lay_out(data_of_models: Sequence[Sequence[Datum]], device: torch.device) -> 
             lengths.append(len(datum.tokens))
             ids.append(datum.tokens)
             at += len(datum.tokens)
-        filler = -(at - start) % BLOCK
-        segments.append(Segment(start, at + filler, at - start))
-        # A datum of its own, with positions from 0: attention on a GPU takes filler as a row that no other row sees.
-        if filler:
-            lengths.append(filler)
+        block_padding = -(at - start) % BLOCK
+        segments.append(Segment(start, at + block_padding, at - start))
+        # A datum of its own, with positions from 0: attention on a GPU takes block padding as a row that no other row
+        # sees.
+        if block_padding:
+            lengths.append(block_padding)
             starts.append(at)
-            ids.append(np.full(filler, data[0].tokens[0]))
-            at += filler
+            ids.append(np.full(block_padding, data[0].tokens[0]))
+            at += block_padding
     positions = [np.arange(length) for length in lengths]
     return PassLayout(
         torch.from_numpy(np.concatenate(ids).astype(np.int64))[None].to(device),
@@ -151,11 +152,14 @@ def _rows(starts: list[int], lengths: list[int], segments: list[Segment], total:
     boundaries = torch.tensor([*starts, total], dtype=torch.int32, device=device)
     if device.type != "cpu":
         return Rows(tuple(lengths), boundaries)
-    # On a CPU filler takes no part in attention: it reads the answer at its model's first token, and its gradient is 0.
-    filler_of = {segment.start + segment.num_tokens: segment for segment in segments if segment.num_tokens % BLOCK}
+    # On a CPU block padding takes no part in attention: it reads the answer at its model's first token, and its
+    # gradient is 0.
+    block_padding_of = {
+        segment.start + segment.num_tokens: segment for segment in segments if segment.num_tokens % BLOCK
+    }
     by_length: dict[int, list[tuple[int, int]]] = {}
     for start, length in zip(starts, lengths, strict=True):
-        if start not in filler_of:
+        if start not in block_padding_of:
             # Across models: attention gives a datum the same bits in any batch, if its padded length is the same.
             by_length.setdefault(padded_length(length), []).append((start, length))
     groups, tokens, padding = [], [], []
@@ -172,14 +176,19 @@ def _rows(starts: list[int], lengths: list[int], segments: list[Segment], total:
             padding.append(np.arange(at + length, at + padded))
             at += padded
     token_of_slot = np.concatenate(tokens)
-    # Nothing to move, as in a pass of one datum without filler: each layer saves the copies to slots and back.
-    if not filler_of and np.array_equal(token_of_slot, np.arange(total)):
+    # Nothing to move, as in a pass of one datum without block padding: each layer saves the copies to slots and back.
+    if not block_padding_of and np.array_equal(token_of_slot, np.arange(total)):
         return Rows(tuple(lengths), boundaries, groups_of_slots=groups)
-    filler = []
-    for start, segment in filler_of.items():
+    block_padding = []
+    for start, segment in block_padding_of.items():
         slot_of_token[start : segment.end] = slot_of_token[segment.start]
-        filler.append(np.arange(start, segment.end))
-    arrays = (token_of_slot, np.concatenate(padding), slot_of_token, np.concatenate([*filler, np.zeros(0, np.int64)]))
+        block_padding.append(np.arange(start, segment.end))
+    arrays = (
+        token_of_slot,
+        np.concatenate(padding),
+        slot_of_token,
+        np.concatenate([*block_padding, np.zeros(0, np.int64)]),
+    )
     return Rows(tuple(lengths), boundaries, None, [], groups, *map(torch.from_numpy, arrays))
 
 

@@ -114,11 +114,11 @@ def loss_inputs(name: str, data: list[Datum], config: Mapping[str, float], devic
     """Collect the inputs of a loss from data that `wire.checks` has passed."""
     config = with_default_config(name, config)
     keys = sorted({key for datum in data for key in datum.inputs} - {TARGETS})
-    tensors = {key: _joined(key, data, config.get(key, 1.0)).to(device) for key in keys}
+    tensors = {key: _concatenate(key, data, config.get(key, 1.0)).to(device) for key in keys}
     return LossInputs(tensors, config, tuple(datum.inputs[TARGETS].size for datum in data))
 
 
-def _joined(key: str, data: list[Datum], default: float) -> torch.Tensor:
+def _concatenate(key: str, data: list[Datum], default: float) -> torch.Tensor:
     """[M]. A datum without an input that others have takes the setting of that name, or 1 (a weight)."""
     parts = []
     for datum in data:

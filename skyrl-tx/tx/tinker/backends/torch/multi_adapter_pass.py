@@ -136,13 +136,13 @@ def _put_together(
         return [outcomes[i] for i in range(len(passes))]
     of_ranks = rank_group.exchange({i: _portable(outcome) for i, outcome in outcomes.items()})
     return [
-        _joined(each, owners[i], {rank: of_rank[i] for rank, of_rank in enumerate(of_ranks) if i in of_rank})
+        _merge_outcomes(each, owners[i], {rank: of_rank[i] for rank, of_rank in enumerate(of_ranks) if i in of_rank})
         for i, each in enumerate(passes)
     ]
 
 
 @_failing_alone
-def _joined(each: TrainingPass, owners: list[int], shares: dict[int, Outcome]) -> Outcome:
+def _merge_outcomes(each: TrainingPass, owners: list[int], shares: dict[int, Outcome]) -> Outcome:
     """
     Args:
         shares: by rank.

@@ -19,7 +19,7 @@ from skyrl_train.config import FSDPConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.weight_files import WeightFiles, transformer_blocks
 from skyrl_train.training_backends.fsdp2.sharding import load_from_files, load_whole_state, values_beside_files
-from tx.tinker.backends.torch.layout import cut
+from tx.tinker.backends.torch.layout import split_by_tokens
 from tx.tinker.types import Datum
 
 T = TypeVar("T")
@@ -43,10 +43,10 @@ class RankGroup:
             return [0] * len(data)
         lengths = [len(datum.tokens) for datum in data]
         room = bisect_left(
-            range(sum(lengths)), True, lo=max(lengths), key=lambda most: len(cut(data, most)) <= self.size
+            range(sum(lengths)), True, lo=max(lengths), key=lambda most: len(split_by_tokens(data, most)) <= self.size
         )
         first = sum(int(datum.tokens.sum()) for datum in data)
-        return [(first + i) % self.size for i, part in enumerate(cut(data, room)) for _ in part]
+        return [(first + i) % self.size for i, part in enumerate(split_by_tokens(data, room)) for _ in part]
 
     def exchange(self, mine: T) -> list[T]:
         """Gather a value from every rank, in rank order. A collective."""

@@ -1,6 +1,6 @@
 """Training of many adapters of one frozen model, in this process. Knows no HTTP, no order of requests.
 
-With whom a model shares a pass (`joint_pass`) changes no bit of what it gets (float32 on a CPU with one thread);
+With whom a model shares a `multi_adapter_pass` changes no bit of what it gets (float32 on a CPU with one thread);
 `layout` and `adapters` say why.
 """
 
