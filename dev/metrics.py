@@ -6,9 +6,8 @@
     python dev/metrics.py --list openings     each place behind a figure (--help has the names)
     python dev/metrics.py --texts             docstrings and test names of tests, examples, kits
     python dev/metrics.py --root DIRECTORY    another checkout
-    python dev/metrics.py --tighten tx        lower the ceilings of a package in tests/language.toml to today's figures
 
-Nothing is imported: files are parsed with `ast` and `tokenize`. `tests/test_language.py` holds the goals and ceilings.
+Nothing is imported: files are parsed with `ast` and `tokenize`. `tests/test_language.py` holds the goals.
 """
 
 import argparse
@@ -19,7 +18,6 @@ import json
 import re
 import statistics
 import tokenize
-import tomllib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -61,6 +59,17 @@ SUBTLE = re.compile(
 )
 # Modules below the part that they are in by name: others of that part import what imports them.
 OWN_PARTS = ("skyrl_gym.envs.registration", "skyrl_gym.envs.base_text_env", "skyrl_agent.integrations.base")
+LAST_ADDED = {  # kind of addition, as the first table of docs/extending.md calls it: (package, name of an entry)
+    "a policy loss": ("skyrl_train", "sapo"),
+    "… with settings": ("skyrl_train", "decoupled_ppo"),
+    "an advantage estimator": ("skyrl_train", "maxrl"),
+    "a filter of trajectories or groups": ("skyrl_train", "overlong_filtering_by"),
+    "a tracking service": ("skyrl_train", "swanlab"),
+    "a training backend": ("skyrl_train", "megatron"),
+    "a rollout engine": ("skyrl_train", "sglang"),
+    "an environment": ("skyrl_gym", "textworld"),
+    "a read-only endpoint (GET) of the Tinker server": ("tx", "training_runs"),
+}
 NUMERICS = ("skyrl_train/algorithms/", "skyrl_train/models/", "skyrl_train/weight_sync/", "tx/tinker/backends/torch/")
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -222,7 +231,7 @@ LISTS: dict[str, Callable[[Figures], list[str]]] = {
 
 @dataclass(frozen=True)
 class Limit:
-    """Limit of a package: the goal, or until it meets the goal no more places than its ceiling."""
+    """Goal of a package or a tree of texts."""
 
     row: str
     """Row of the table that the goal is about."""
@@ -253,29 +262,6 @@ LIMITS = {
     "documented": Limit("public names documented, %", 80, at_least=True),
     "uncommented": Limit("comments per 100 code lines, numerics, collectives, locks", 5, at_least=True),
 }
-
-
-def places_over_goal(figures: Figures) -> dict[str, int]:
-    """Count the places of each list; of missing comments, the number that the goal would ask for."""
-    missing = round(figures.subtle_code_lines * LIMITS["uncommented"].goal / 100) - figures.subtle_comments
-    return {name: len(LISTS[name](figures)) for name in LIMITS if name in LISTS} | {"uncommented": max(missing, 0)}
-
-
-def tighten(packages: list[str], path: Path) -> None:
-    """Rewrite the ceilings of packages in tests/language.toml: those of met goals go, others sink."""
-    text = path.read_text()
-    for package in packages:
-        figures, _ = measure(package)
-        old = tomllib.loads(text)["ceilings"][package]
-        counts = places_over_goal(figures)
-        new = {
-            name: min(counts[name], old.get(name, counts[name]))
-            for name, limit in LIMITS.items()
-            if not limit.is_met(figures)
-        }
-        section = "".join(f"{name} = {count}\n" for name, count in new.items())
-        text = re.sub(rf"(?m)(?<=^\[ceilings\.{package}\]\n)([a-z]+ = .*\n)*", section, text)
-    path.write_text(text)
 
 
 def read_modules(root: Path, source: str) -> list[Module]:
@@ -518,14 +504,21 @@ def measure_all(root: Path = ROOT) -> list[Figures]:
     return [*packages, add_up(packages)]
 
 
-def places_per_change(root: Path = ROOT) -> dict[str, int]:
-    """Read how many files an addition touches from the first table of docs/extending.md: `(2)` or `(≤ 2)`."""
-    places = {}
-    for line in (root / "docs" / "extending.md").read_text().splitlines():
-        cells = [cell.strip() for cell in line.split(" | ")]
-        counts = re.findall(r"\((?:≤ )?(\d)\)", line)
-        if line.startswith("| ") and counts:
-            places[cells[0].strip("| ")] = int(counts[0])
+def places_per_change(root: Path = ROOT) -> dict[str, list[str]]:
+    """Return the places of the last added entry of each kind: the runtime files whose code names it, and the folder or
+    file that has its name, as one."""
+    return {kind: sorted(places_of(entry, package, root)) for kind, (package, entry) in LAST_ADDED.items()}
+
+
+def places_of(entry: str, package: str, root: Path) -> set[str]:
+    source = PACKAGES[package][0]
+    places = set()
+    for module in read_modules(root, source):
+        parts = module.path.relative_to(source).with_suffix("").parts
+        if entry in parts:
+            places.add("/".join(parts[: parts.index(entry) + 1]))
+        elif any(re.search(rf"\b{entry}\b", line.split(" # ")[0]) for line in module.code_lines.values()):
+            places.add("/".join(parts))
     return places
 
 
@@ -539,11 +532,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--list", choices=LISTS, help="print each place behind a figure")
     parser.add_argument("--texts", action="store_true", help="measure the texts of tests, examples and kits instead")
-    parser.add_argument("--tighten", nargs="+", choices=PACKAGES, help="lower ceilings in tests/language.toml")
     options = parser.parse_args()
-    if options.tighten:
-        tighten(options.tighten, ROOT / "tests" / "language.toml")
-        return
     rows, packages = ROWS, measure_all(options.root)
     if options.texts:
         packages = [measure_texts(name, options.root) for name in TEXT_TREES]
