@@ -517,8 +517,10 @@ def places_of(entry: str, package: str, root: Path) -> set[str]:
         parts = module.path.relative_to(source).with_suffix("").parts
         if entry in parts:
             places.add("/".join(parts[: parts.index(entry) + 1]))
-        elif any(re.search(rf"\b{entry}\b", line.split(" # ")[0]) for line in module.code_lines.values()):
-            places.add("/".join(parts))
+        elif entry in module.text:  # perhaps in a comment or a docstring alone
+            code = "\n".join(line.split(" # ")[0] for line in module.code_lines.values())
+            if re.search(rf"\b{entry}\b", code):
+                places.add("/".join(parts))
     return places
 
 
@@ -549,9 +551,9 @@ def main() -> None:
     for row, values in table.items():
         print(f"| {row} |", " | ".join(map(format_figure, values.values())), "|")
     if not options.texts:
-        print("\n| places per change | files |\n|---|---:|")
-        for kind, count in places_per_change(options.root).items():
-            print(f"| {kind} | {count} |")
+        print("\n| places per change | files | of the last added one |\n|---|---:|---|")
+        for kind, places in places_per_change(options.root).items():
+            print(f"| {kind} | {len(places)} | {LAST_ADDED[kind][1]}: {', '.join(places)} |")
 
 
 if __name__ == "__main__":
