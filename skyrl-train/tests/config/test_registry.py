@@ -13,6 +13,7 @@ from skyrl_train.config import AlgorithmConfig, SkyRLConfig
 from skyrl_train.config.engine_kinds import EngineRegistry
 from skyrl_train.config.registry import Registry
 from skyrl_train.config.requirements import AdvantageEstimatorRegistry, PolicyLossRegistry, register_policy_loss
+from skyrl_train.config.training_backends import TrainingBackendRegistry
 from skyrl_train.errors import ConfigError
 
 
@@ -100,10 +101,10 @@ def compared_texts(path: Path) -> Iterator[str]:
                         yield part.value
 
 
-def test_nothing_is_compared_with_the_name_of_a_loss_an_estimator_or_an_engine():
-    registries = (PolicyLossRegistry, AdvantageEstimatorRegistry, EngineRegistry)
+def test_nothing_is_compared_with_the_name_of_a_loss_an_estimator_an_engine_or_a_training_backend():
+    registries = (PolicyLossRegistry, AdvantageEstimatorRegistry, EngineRegistry, TrainingBackendRegistry)
     names = {name for registry in registries for name in registry.registrations()}
-    assert {"dpo", "maxrl", "native"} < names
+    assert {"dpo", "maxrl", "native", "megatron"} < names
     files = sorted(Path(str(skyrl_train.__file__)).parent.rglob("*.py"))
     found = [f"{path}: {text!r}" for path in files for text in compared_texts(path) if text in names]
     assert not found, "registrations carry requirements and traits: read those"

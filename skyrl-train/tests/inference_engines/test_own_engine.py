@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,13 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.inference_engines.base import InferenceEngineInput
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
+from skyrl_train_testing.engine_conformance import (
+    CHECKS,
+    ConformanceReport,
+    EngineUnderTest,
+    check_engine,
+    make_tiny_model,
+)
 
 
 class ShortEngine(NativeInferenceEngine):
@@ -81,6 +89,30 @@ def test_own_engine_generates_for_the_client_by_its_registration_alone(tiny_mode
     output = asyncio.run(answers())
     assert [len(ids) for ids in output["response_ids"]] == [2, 2]
     assert all(len(values) == 2 for values in output["response_logprobs"])
+
+
+def test_own_engine_passes_conformance_checks(tmp_path: Path):
+    """A few that concern what it overrides; the tests of the kit have the rest."""
+    names = {
+        "max_tokens_ends_an_answer",
+        "an_end_of_sequence_token_ends_an_answer_unless_ignored",
+        "samples_of_one_prompt_differ",
+        "a_seed_fixes_answers_whatever_runs_beside_them",
+    }
+
+    model = make_tiny_model(tmp_path / "tiny", tied=True)
+
+    async def report() -> ConformanceReport:
+        engine = ShortEngine(longest=64, model_path=model, dtype="float32")
+        try:
+            return await check_engine(
+                EngineUnderTest(engine, model), [check for check in CHECKS if check.name in names]
+            )
+        finally:
+            await engine.teardown()
+
+    outcome = asyncio.run(report())
+    assert {each.check.name for each in outcome.outcomes if each.result == "passed"} == names, str(outcome)
 
 
 @pytest.mark.usefixtures("short_engine")

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import torch
 
+from skyrl_train.algorithms.masking import apply_mask
 from skyrl_train.config import AlgorithmConfig
 from skyrl_train.config.bounds import AtLeast
 from skyrl_train.utils.ppo_utils import (
@@ -43,6 +44,8 @@ def pull_loss(
     """REINFORCE with a pull to the policy that wrote the tokens."""
     assert rollout_logprobs is not None
     own = config.section(PullSettings)
+    # Masked positions may hold anything, NaN included: they become 0 before anything is computed with them.
+    log_probs, advantages, rollout_logprobs = apply_mask(loss_mask, log_probs, advantages, rollout_logprobs)
     distance = (log_probs - rollout_logprobs) ** own.power
     loss = -advantages * log_probs + own.strength * distance
     return loss, {"strength": torch.full_like(log_probs, own.strength)}
@@ -53,7 +56,7 @@ def best_of_group(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Sequence[Hashable], **_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """1 on the best answers of a prompt, 0 on the others."""
-    scores = token_level_rewards.sum(-1).tolist()
+    scores = torch.where(response_mask != 0, token_level_rewards, 0.0).sum(-1).tolist()
     best = {name: max(s for s, other in zip(scores, index, strict=True) if other == name) for name in index}
     rows = torch.tensor([float(score == best[name]) for score, name in zip(scores, index, strict=True)])
     advantages = torch.where(response_mask != 0, rows[:, None], 0.0)

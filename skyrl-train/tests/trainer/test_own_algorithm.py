@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_dir
 
-from skyrl_train.config import SkyRLConfig, config_dir, register_config_store, validate_cfg
+from skyrl_train.config import AlgorithmConfig, SkyRLConfig, config_dir, register_config_store, validate_cfg
 from skyrl_train.config.fingerprint import flat_settings, settings_fingerprint
 from skyrl_train.errors import ConfigError
 from skyrl_train.utils.ppo_utils import AdvantageEstimatorRegistry, PolicyLossRegistry
+from skyrl_train_testing.invariances import check_advantage_estimator, check_policy_loss
 
 CHOSEN = {"policy_loss_type": "pull", "advantage_estimator": "best_of_group"}
 
@@ -74,6 +75,14 @@ def test_command_line_sets_own_loss_and_what_is_registered_but_unused_changes_no
     assert algorithm.pull.strength == 0.25
     assert flat_settings(config)["trainer.algorithm.pull.strength"] == 0.25
     assert settings_fingerprint(config) != before == settings_fingerprint(SkyRLConfig())
+
+
+@pytest.mark.usefixtures("own_algorithm")
+def test_own_loss_and_estimator_pass_the_checks_of_ours():
+    own = sys.modules["own_algorithm"]
+    config = AlgorithmConfig.from_dict({"pull": {"strength": 0.5}})
+    check_policy_loss(own.pull_loss, config)
+    check_advantage_estimator(own.best_of_group, config)
 
 
 @pytest.mark.slow
