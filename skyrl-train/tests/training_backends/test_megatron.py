@@ -1,6 +1,7 @@
 """Models divided by megatron-core train as one rank of FSDP2 does, whatever the layout."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from skyrl_train.training_batch import MicroBatch
 from skyrl_train.workers.objectives.policy import PolicyObjective
 from skyrl_train.workers.policy_worker import PolicyWorker
 from skyrl_train_testing.backend_checks import NUM_STEPS, backend_batch, check_training_backend, settings_of, take_step
-from skyrl_train_testing.backend_layouts import BackendRanks, Layout, check_layout
+from skyrl_train_testing.backend_layouts import FLOAT32, BackendRanks, Layout, check_layout
 from skyrl_train_testing.tiny_models import tiny_qwen3
 
 
@@ -144,7 +145,9 @@ def test_two_ranks_of_each_layer_equal_one_of_fsdp2(models: dict[str, str], rank
     ids=str,
 )
 def test_layout_equals_one_rank_of_fsdp2(model: str, division: Layout, models: dict[str, str], ranks: BackendRanks):
-    check_layout(ranks, models[model], division)
+    # Values are no log-probs: terms of their sum cancel, and at the third step the rounding of the first shows in it.
+    tolerance = replace(FLOAT32, scores=3e-5) if division.model == "critic" else FLOAT32
+    check_layout(ranks, models[model], division, tolerance=tolerance)
 
 
 @pytest.mark.usefixtures("group_of_one")
