@@ -51,7 +51,6 @@ class Syncs:
     def __init__(self, model: str, layout: str, dtype: str):
         from skyrl_train.inference_engines.vllm.engine import VLLMInferenceEngine
         from skyrl_train_testing.engine_conformance.reference import Reference
-        from skyrl_train_testing.engine_conformance.transfer import WeightPath
         from skyrl_train_testing.planted_weight_faults import EXTENSION
 
         settings, self.process = LAYOUTS[layout]
@@ -60,6 +59,11 @@ class Syncs:
         self.weights = dict(self.reference.original)
         self.version = 0
         self.engine = VLLMInferenceEngine(model, dtype=dtype, worker_extension_cls=EXTENSION, **(SETTINGS | settings))
+        self.connect(max_bucket_bytes=1 << 30)  # one bucket
+
+    def connect(self, max_bucket_bytes: int) -> None:
+        from skyrl_train_testing.engine_conformance.transfer import WeightPath
+
         self.path = WeightPath(
             self.engine,
             "shared_memory",
@@ -67,7 +71,7 @@ class Syncs:
             dtype=self.dtype,
             directory=Path(),  # shared memory needs none
             timeout_seconds=300.0,
-            max_bucket_bytes=1,  # each tensor alone: parts of a layer that vLLM fuses (q, k and v) come one by one
+            max_bucket_bytes=max_bucket_bytes,
         )
 
     async def step(self) -> WeightReport:
@@ -105,7 +109,10 @@ async def _expect_all_named(model: str, layout: str, dtype: str, faults: list[st
     unnamed = {}
     async with Syncs(model, layout, dtype) as syncs:
         await syncs.plant(None)
-        for _ in range(2):
+        # First each tensor in a bucket of its own: the parts of what vLLM fuses (q, k and v; experts) come one by one.
+        for max_bucket_bytes in (1, 1 << 30):
+            await syncs.path.close()
+            syncs.connect(max_bucket_bytes)
             report = await syncs.step()
             assert report.wrong == {} and report.received_only == []
             assert report.read_bytes == report.held_bytes > 0
