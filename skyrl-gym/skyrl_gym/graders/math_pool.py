@@ -61,6 +61,7 @@ class EquivalencePool:
         """Score 1 or 0; Timeout if the CPU seconds are used up; Invalid if the comparison ends the process twice, by
         want of memory or of stack; InfraError if no process can be had or one is killed from outside."""
         crash = None
+        # A crash counts as the answer's fault only if a fresh process crashes too: the first may have been worn out.
         for _ in range(2):
             try:
                 return self._compare(answer, gold)
@@ -118,6 +119,7 @@ class EquivalencePool:
         """End the processes. May be called more than once."""
         with self._lock:
             self._closed = True
+            # Killed, not closed: other threads may be reading their output, and see its end.
             for process in self._alive:
                 process.kill()
         idle = [self._turns.get_nowait() for _ in range(self._turns.qsize())]
@@ -185,7 +187,7 @@ class _Process:
                 raise InfraError(
                     f"a process that compares answers got too little CPU time to say anything in {seconds} s"
                 )
-            chunk = os.read(descriptor, 4096)
+            chunk = os.read(descriptor, 4096)  # unbuffered: `poll` does not see what a buffer holds
             if not chunk:
                 raise self._ended()
             line += chunk

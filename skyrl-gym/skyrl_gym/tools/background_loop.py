@@ -34,7 +34,7 @@ class BackgroundLoop:
     def run(self, work: Coroutine[object, object, T], timeout: float) -> T:
         """Return the result of a coroutine. After `timeout` seconds it is cancelled. Raises TimeoutError."""
         if threading.current_thread() is self._thread:
-            work.close()
+            work.close()  # else Python warns that it was never awaited, and hides the error below
             raise RuntimeError("called from its own event loop, which would wait for itself: use await there")
         future = self.start(asyncio.wait_for(work, timeout))
         try:
@@ -60,6 +60,7 @@ _shared_lock = threading.Lock()
 def shared_loop() -> BackgroundLoop:
     """One loop for all asynchronous tools of this process. A forked child has no threads, and so makes another."""
     with _shared_lock:
+        # By process id: a forked child inherits the entry of its parent, whose thread it does not have.
         if os.getpid() not in _shared:
             _shared[os.getpid()] = BackgroundLoop("tools")
         return _shared[os.getpid()]

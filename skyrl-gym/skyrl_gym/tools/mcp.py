@@ -78,7 +78,7 @@ class MCPToolGroup(ToolGroup):
         self._server = _ServerHandle(command, url, env, headers, start_timeout, max_restarts)
         try:
             self._tools = self._named(self._server.tools(), prefix)
-        except BaseException:
+        except BaseException:  # a KeyboardInterrupt too: the server is a process that nobody else would end
             self._server.close()
             raise
         self._tool_registry = {tool: functools.partial(self._run, tool) for tool in self._tools}

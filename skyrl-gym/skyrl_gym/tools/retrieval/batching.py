@@ -45,6 +45,7 @@ class Batcher(Generic[T]):
         """Return at most `topk` answers to each query, the best first. Raises Overloaded and errors of the search."""
         if self._num_waiting + len(queries) > self._max_waiting:
             raise Overloaded(f"{self._num_waiting} queries are waiting")
+        # No lock: queue and count change between two awaits, in the event loop alone; the thread only searches.
         answer = asyncio.get_running_loop().create_future()
         self._waiting.append(_Waiting(queries, topk, answer))
         self._num_waiting += len(queries)
@@ -56,6 +57,7 @@ class Batcher(Generic[T]):
         with ThreadPoolExecutor(1, thread_name_prefix="retrieval") as thread:
             while True:
                 await self._arrived.wait()
+                # Cleared before the queue is read, not after: a query that arrives during a search sets it again.
                 self._arrived.clear()
                 while batch := self._next_batch():
                     await self._answer(batch, thread)

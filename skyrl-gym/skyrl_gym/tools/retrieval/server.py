@@ -91,6 +91,7 @@ class RetrievalServer:
             return
         self._server.should_exit = True
         self._thread.join(STOP_SECONDS)
+        # A search in native code cannot be interrupted: the thread, a daemon, is then left to the end of the process.
         if self._thread.is_alive():
             raise TimeoutError(f"the retrieval server did not stop within {STOP_SECONDS} s")
         self._thread = None
