@@ -40,7 +40,7 @@ class Analyzer:
     def words(self, text: str) -> list[str]:
         words = [word for word in _WORD.findall(text.lower()) if word not in self._stop_words]
         if self._stemmer is not None:
-            # The cache is not safe for threads; documents and queries are stemmed by the same analyzer.
+            # For the whole list: the cache is shared by all threads that ask.
             with self._lock:
                 words = self._stemmer.stemWords(words)
         return [word if word.isascii() else _without_accents(word) for word in words]
