@@ -8,12 +8,18 @@ Wrapped methods may be `async def`; the wrapper's then give an awaitable too.
 
 import inspect
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from skyrl_gym.core import Env
 from skyrl_gym.envs.base_text_env import BaseTextEnvStepOutput, ConversationType
 from skyrl_gym.episode import accepts_seed
+
+if TYPE_CHECKING:
+    from skyrl_gym.envs.registration import EnvSpec
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 class Wrapper(Env[ConversationType, str]):
@@ -31,7 +37,7 @@ class Wrapper(Env[ConversationType, str]):
         return self.env.unwrapped if isinstance(self.env, Wrapper) else self.env
 
     @property
-    def spec(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def spec(self) -> "EnvSpec | None":  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.env.spec
 
     @spec.setter
@@ -47,7 +53,7 @@ class Wrapper(Env[ConversationType, str]):
     def step(self, action: str) -> Any:
         return _then(self.env.step(action), self._checked_step)
 
-    def _checked_step(self, output: Any) -> object:
+    def _checked_step(self, output: BaseTextEnvStepOutput) -> BaseTextEnvStepOutput:
         return self.on_step(dict(output))  # pyright: ignore[reportArgumentType]
 
     def get_metrics(self) -> Any:
@@ -85,12 +91,12 @@ class Wrapper(Env[ConversationType, str]):
         return f"{type(self).__name__}({self.env})"
 
 
-def _then(value: Any, function: Callable[[Any], Any]) -> Any:
+def _then(value: T | Awaitable[T], function: Callable[[T], R]) -> R | Awaitable[R]:
     """`function` of a value, or an awaitable of it if the value is one."""
     if not inspect.isawaitable(value):
         return function(value)
 
-    async def wait() -> Any:
+    async def wait() -> R:
         return function(await value)
 
     return wait()

@@ -5,7 +5,7 @@ Knows nothing of what the tensors mean, of Ray or of devices beyond `to`.
 
 import builtins
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -65,7 +65,7 @@ class TensorBatch(dict[str, torch.Tensor | None]):
     def device(self) -> torch.device | None:
         return next((value.device for value in self.values() if value is not None), None)
 
-    def _map(self, function: Any) -> Self:
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Self:
         mapped = {key: None if value is None else function(value) for key, value in self.items()}
         return type(self)(mapped, metadata=dict(self.metadata))
 

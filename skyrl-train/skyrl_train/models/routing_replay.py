@@ -7,8 +7,8 @@ that only choose), and gradients flow to the router through them.
 Shapes: n tokens of a forward, L layers with a router, E experts, k chosen of them for each token.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 from torch import nn
@@ -19,8 +19,20 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.expert_routes import no_route, route_dtype
 from skyrl_train.models.experts import routers_of
 
+P = ParamSpec("P")
+T = TypeVar("T")
+Args = TypeVar("Args")
+TorchFunction = Callable[..., object]
+
 KEYWORD = "expert_routing"
 """Argument of a transformers model that carries a `RoutingPass` to its layers."""
+
+
+class TopK(Protocol):
+    """Part of `torch.return_types.topk` that is used here."""
+
+    @property
+    def indices(self) -> torch.Tensor: ...
 
 
 class RoutingShape(NamedTuple):
@@ -103,16 +115,16 @@ class RoutingReplay:
         for number, router in enumerate(routers):
             router.forward = self._routed(number, router.forward)
 
-    def _enter_layer(self, _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def _enter_layer(self, _module: nn.Module, args: Args, kwargs: dict[str, Any]) -> tuple[Args, dict[str, Any]]:
         # Taken out of the arguments: attention functions need not know it.
         self._active = kwargs.get(KEYWORD)
         return args, {name: value for name, value in kwargs.items() if name != KEYWORD}
 
-    def _leave_layer(self, *_: Any) -> None:
+    def _leave_layer(self, *_: object) -> None:
         self._active = None
 
-    def _routed(self, layer: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def routed(*args: Any, **kwargs: Any) -> Any:
+    def _routed(self, layer: int, forward: Callable[P, T]) -> Callable[P, T]:
+        def routed(*args: P.args, **kwargs: P.kwargs) -> T:
             routing = self._active
             if routing is None:
                 return forward(*args, **kwargs)
@@ -134,13 +146,17 @@ class RouterChoice(TorchFunctionMode):
         self._routing, self._layer, self._shape = routing, layer, shape
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: TorchFunction,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
         result = func(*args, **(kwargs or {}))
-        scores = _scores_of_choice(func, args, kwargs or {}, result)
-        if scores is None or _size_of(scores, result) != self._shape[1:]:
+        scores = _scores_of_choice(func, args, kwargs or {})
+        if scores is None or _size_of(scores, cast(TopK, result)) != self._shape[1:]:
             return result
-        routing, chosen = self._routing, result.indices
+        routing, chosen = self._routing, cast(TopK, result).indices
         is_first = self._layer not in routing.taken  # not so where a backward computes the layer again
         if routing.replayed is not None:
             replayed = routing.replayed[:, self._layer]
@@ -165,16 +181,20 @@ class _ChoiceFinder(TorchFunctionMode):
         self.found: list[tuple[int, int]] = []
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: TorchFunction,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
         result = func(*args, **(kwargs or {}))
-        scores = _scores_of_choice(func, args, kwargs or {}, result)
+        scores = _scores_of_choice(func, args, kwargs or {})
         if scores is not None:
-            self.found.append(_size_of(scores, result))
+            self.found.append(_size_of(scores, cast(TopK, result)))
         return result
 
 
-def _scores_of_choice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> torch.Tensor | None:
+def _scores_of_choice(func: TorchFunction, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
     """Return the scores [n, E] of a call of `topk` over the last of two dimensions; None for any other call."""
     if func not in (torch.topk, torch.Tensor.topk):
         return None
@@ -183,7 +203,7 @@ def _scores_of_choice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], 
     return scores if scores.dim() == 2 and dim in (-1, 1) else None
 
 
-def _size_of(scores: torch.Tensor, result: Any) -> tuple[int, int]:
+def _size_of(scores: torch.Tensor, result: TopK) -> tuple[int, int]:
     return result.indices.shape[-1], scores.shape[-1]
 
 

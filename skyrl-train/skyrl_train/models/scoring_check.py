@@ -9,7 +9,7 @@ functions of its own, instead of those registered with transformers, has no defi
 must give the same numbers.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -186,7 +186,13 @@ class _FusedAttention(TorchFunctionMode):
         super().__init__()
         self.calls = 0
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         name = str(getattr(func, "__name__", func))
         self.calls += "attention" in name or "attn" in name
         return func(*args, **(kwargs or {}))
