@@ -139,7 +139,9 @@ def test_a_run_that_does_not_depend_on_the_clock_goes_on_bit_for_bit(
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("num_kills", [3, pytest.param(10, marks=pytest.mark.full)])
-@pytest.mark.parametrize("on_stale", ["mask", pytest.param("drop", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "on_stale", ["regenerate", *(pytest.param(name, marks=pytest.mark.full) for name in ("drop", "mask"))]
+)
 def test_a_run_that_depends_on_the_clock_trains_every_sample_once_an_epoch(
     killed_run: Any, on_stale: str, num_kills: int
 ):
@@ -150,14 +152,13 @@ def test_a_run_that_depends_on_the_clock_trains_every_sample_once_an_epoch(
     assert [row["step"] for row in RunFolder(run.cfg.trainer.run_dir).read_metrics()] == list(range(1, 9))
 
 
+@pytest.mark.full
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("role", ["driver", "WorkerProcess", "EngineProcess"])
-@pytest.mark.parametrize("num_kills", [3, 10])
-@pytest.mark.full
-def test_kills_under_ray_train_every_sample_once_an_epoch(killed_run: Any, role: str, num_kills: int):
-    """Thirty in all: ten of the driver, ten of a worker, ten of an engine."""
+def test_thirty_kills_under_ray_train_every_sample_once_an_epoch(killed_run: Any, role: str):
+    """Ten of the driver, ten of a worker, ten of an engine."""
     run = killed_run("killed", order="finished", launcher="ray")
-    run.run_with_kills(num_kills, role)
-    assert run.num_kills == num_kills
+    run.run_with_kills(10, role)
+    assert run.num_kills == 10
     trained = trained_samples(run.cfg)
     assert len(trained) == 16 * 4 and set(trained.values()) == {4}
