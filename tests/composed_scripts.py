@@ -24,6 +24,7 @@ from skyrl_train.config import (
 )
 from skyrl_train.config.supervised import PreferenceConfig, SupervisedConfig
 from skyrl_train.config.validation import validate_supervised_cfg
+from skyrl_train.entrypoints.main_distill import DEFAULTS
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -31,6 +32,7 @@ SUPERVISED: dict[str, type[SupervisedConfig]] = {
     "skyrl_train.entrypoints.main_sft": SupervisedConfig,
     "skyrl_train.entrypoints.main_dpo": PreferenceConfig,
 }
+DISTILLATION = "skyrl_train.entrypoints.main_distill"
 TINKER, VERL = "skyrl_agent.integrations.tinker.tinker_train", "verl.trainer.main_ppo"
 AGENT_EVALUATION = "skyrl_agent.evaluate"
 EXAMPLE_ENTRY_POINTS = {path.stem: path for path in REPOSITORY.glob("examples/**/main_*.py")}
@@ -103,7 +105,8 @@ def checked_config(command: Command) -> Any:
     if own_entry_point is not None:
         _import_once(own_entry_point)  # it may register losses or estimators
     supervised = SUPERVISED.get(command.module)
-    register_config_store(supervised or SkyRLConfig, "base_config")
+    changes = DEFAULTS if command.module == DISTILLATION else None
+    register_config_store(supervised or SkyRLConfig, "base_config", changes)
     with initialize_config_dir(config_dir, version_base=None):
         composed = compose("base_config", overrides=command.overrides)
     if supervised is not None:

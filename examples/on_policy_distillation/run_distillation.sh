@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# On-policy distillation: Qwen3-1.7B-Base learns from Qwen3-4B what to write where it goes itself. See README.md.
+# On-policy distillation: Qwen3-1.7B-Base learns from Qwen3-4B what to write where it goes itself. See docs/distillation.md.
 #
 #   python examples/gsm8k/gsm8k_dataset.py --output_dir ~/data/gsm8k
 #   bash examples/on_policy_distillation/run_distillation.sh [key=value ...]
@@ -13,19 +13,13 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 : "${LOGGER:=console}"
 : "${INFERENCE_BACKEND:=native}"
 
-export PYTHONPATH="$root/examples/on_policy_distillation${PYTHONPATH:+:$PYTHONPATH}"
-"${PYTHON:-$root/.venv/bin/python}" -m main_distillation \
+"${PYTHON:-$root/.venv/bin/python}" -m skyrl_train.entrypoints.main_distill \
   data.train_data="['$DATA_DIR/train.parquet']" \
   data.val_data="['$DATA_DIR/validation.parquet']" \
   environment.env_class=gsm8k \
   trainer.policy.model.path="$STUDENT" \
-  trainer.ref.model.path="$TEACHER" \
-  trainer.algorithm.advantage_estimator=token_reward \
-  trainer.algorithm.policy_loss_type=importance_sampling \
-  trainer.algorithm.use_kl_loss=false \
-  trainer.algorithm.use_kl_in_reward=true \
-  trainer.algorithm.kl_estimator_type=k1 \
-  trainer.algorithm.kl_loss_coef=1.0 \
+  trainer.distillation.teachers.main.model="$TEACHER" \
+  trainer.distillation.tokens=sampled \
   trainer.placement.device=cuda \
   trainer.placement.colocate_all=true \
   trainer.placement.policy_num_gpus_per_node="$NUM_GPUS" \
@@ -42,7 +36,6 @@ export PYTHONPATH="$root/examples/on_policy_distillation${PYTHONPATH:+:$PYTHONPA
   trainer.eval_batch_size=1024 \
   trainer.eval_interval=5 \
   trainer.ckpt_interval=10 \
-  generator.n_samples_per_prompt=1 \
   generator.sampling_params.max_generate_length=2048 \
   trainer.resume_mode=null \
   trainer.logger="$LOGGER" \
