@@ -23,6 +23,9 @@ from skyrl_gym.error import Error
 NAMESPACE = "skyrl_gym"
 MAX_SAMPLE_LENGTH = 100
 
+Info = dict[str, Any]
+"""Gymnasium's `info` and `options`: whatever an environment adds."""
+
 
 class AnyText(gymnasium.spaces.Text):
     """Space of all strings. Samples are short and alphanumeric."""
@@ -65,7 +68,7 @@ class GymnasiumView(gymnasium.Env[str, str]):
         self._episode: Episode | None = None
         self._messages: ConversationType = []
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: Info | None = None) -> tuple[str, Info]:
         """Start an episode. `options["row"]` is the index of the row to play, which is else drawn at random."""
         super().reset(seed=seed)
         self.close()
@@ -80,7 +83,7 @@ class GymnasiumView(gymnasium.Env[str, str]):
         self._messages = []
         return self._add(self._episode.init(list(prompt), seed), {"row": index})
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+    def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
         """Take one turn. Raises Error before the first `reset`."""
         if self._episode is None:
             raise Error("step before reset")
@@ -103,7 +106,7 @@ class GymnasiumView(gymnasium.Env[str, str]):
             self._episode.close()
             self._episode = None
 
-    def _add(self, messages: ConversationType, info: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    def _add(self, messages: ConversationType, info: Info) -> tuple[str, Info]:
         """Return the text of new messages, and `info` with the messages themselves."""
         self._messages += messages
         return "\n".join(text_of(message) for message in messages), info | {"messages": list(messages)}

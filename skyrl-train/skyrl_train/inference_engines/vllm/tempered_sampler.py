@@ -6,9 +6,15 @@ worker processes, by one that divides by each request's temperature. What is dra
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
+
+if TYPE_CHECKING:
+    from vllm.v1.sample.metadata import SamplingMetadata
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _GREEDY_BELOW = 1e-5
 
@@ -60,8 +66,10 @@ class _Temperatures:
         self.present: torch.Tensor | float | None = None
 
 
-def _forward_with_temperatures(forward: Callable[..., Any], state: _Temperatures) -> Callable[..., Any]:
-    def tempered(logits: torch.Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+def _forward_with_temperatures(
+    forward: Callable[Concatenate[torch.Tensor, "SamplingMetadata", P], T], state: _Temperatures
+) -> Callable[Concatenate[torch.Tensor, "SamplingMetadata", P], T]:
+    def tempered(logits: torch.Tensor, sampling_metadata: "SamplingMetadata", *args: P.args, **kwargs: P.kwargs) -> T:
         state.present = None if sampling_metadata.all_greedy else sampling_metadata.temperature
         try:
             return forward(logits, sampling_metadata, *args, **kwargs)
@@ -71,20 +79,20 @@ def _forward_with_temperatures(forward: Callable[..., Any], state: _Temperatures
     return tempered
 
 
-def _prompt_log_probs_by_temperature(runner: Any, state: _Temperatures) -> Callable[..., dict[str, Any]]:
+def _prompt_log_probs_by_temperature(runner: Any, state: _Temperatures) -> Callable[..., dict[str, object]]:
     """vLLM computes them request by request, without the request's temperature: let it, one temperature at a time."""
     original = runner._get_prompt_logprobs_dict
 
-    def tempered(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        everything: dict[str, Any] = runner.num_prompt_logprobs
+    def tempered(*args: object, **kwargs: object) -> dict[str, object]:
+        everything: dict[str, int] = runner.num_prompt_logprobs
         if not everything:
             return {}
-        groups: dict[float, dict[str, Any]] = {}
+        groups: dict[float, dict[str, int]] = {}
         for request_id, wanted in everything.items():
             request = runner.requests.get(request_id)
             temperature = request.sampling_params.temperature if request is not None else 1.0
             groups.setdefault(temperature, {})[request_id] = wanted
-        result: dict[str, Any] = {}
+        result: dict[str, object] = {}
         try:
             for temperature, group in groups.items():
                 state.present = temperature
