@@ -239,3 +239,15 @@ def test_megatron_refuses_words_that_were_not_sampled(distil: Distil):
 def test_main_base_names_the_entry_point_that_reads_teachers(distil: Distil):
     with pytest.raises(ConfigError, match="main_distill"):
         BasePPOExp(distil({}))
+
+
+@pytest.mark.slow
+def test_inline_run_equals_the_run_under_ray(distil: Distil, ray_cpu: None):
+    def metrics(launcher: str) -> list[dict[str, float]]:
+        return metrics_of(
+            distil({"tokens": "top_k", "top_k": 8}, {"trainer": {"placement": {"launcher": launcher}}}, launcher)
+        )
+
+    for inline, under_ray in zip(metrics("inline"), metrics("ray"), strict=True):
+        for name in ("policy/final_loss", "policy/teacher_kl", "policy/grad_norm", "reward/avg_raw_reward"):
+            assert under_ray[name] == inline[name], name
