@@ -44,8 +44,8 @@ SIZES = [
     "trainer.curve_bands=null",
     "generator.model_dtype=float32",
 ]
-"""Settings of every miniature: one process, float32, no checkpoints, `trainer.max_training_steps` instead of epochs, and
-no comparison with the published run's curves."""
+"""Settings of every miniature: one process, float32, no checkpoints, `trainer.max_training_steps` instead of epochs,
+and no comparison with the published run's curves."""
 
 VARIABLES = {"DEVICE": "cpu", "INFERENCE_BACKEND": "native", "NUM_GPUS": "1", "NUM_NODES": "1", "TENSOR_PARALLEL": "1"}
 """Environment of the recipe's script: no GPU, one worker, one engine."""
