@@ -1,7 +1,7 @@
 """Miniature of Search-R1: with two turns (one search and the answer) a tiny model learns questions of one hop only; the
 third turn brings those of two.
 
-    python examples/recipes/search_r1/miniature.py [--seeds 0 1 2] [--steps 24] [--jobs 2] [--output FOLDER]
+    python examples/recipes/search_r1/miniature.py [--seeds 0 1 2] [--steps 20] [--jobs 2] [--output FOLDER]
 
 A generated corpus of works, people, towns and rivers is served by the project's retrieval server (BM25) on the
 loopback; the environment is `search`. A model of 0.14 million parameters is warmed up on demonstrations that mostly
@@ -45,7 +45,7 @@ SETTINGS = [
     "trainer.policy.optimizer_config.num_warmup_steps=6",
     "trainer.ref.fsdp_config.cpu_offload=false",
     "trainer.eval_before_train=true",
-    "trainer.eval_interval=6",
+    "trainer.eval_interval=5",
     "trainer.max_prompt_length=64",
     "generator.max_input_length=400",
     "generator.sampling_params.max_generate_length=24",
@@ -191,7 +191,7 @@ def say(thought: str, tag: str, text: str) -> tuple[str, bool]:
 class Demonstrations:
     """Ways to answer a question, most of them wrong.
 
-    First turn: give up (4 of 10), search for the subject (5), or for somebody else (1). After a search: give up (1),
+    First turn: give up (11 of 20), search for the subject (8), or for somebody else (1). After a search: give up (1),
     answer with what the first document says (6 of 10 for one hop, 3 for two), or search for that (3, 6) and answer with
     what the second search found (8) or the first (2).
     """
@@ -217,9 +217,9 @@ class Demonstrations:
     def _pieces(self, question: Question, draw: random.Random) -> list[tuple[str, bool]]:
         guess = say(GUESS, "answer", NOBODY_KNOWS)
         way = draw.random()
-        if way < 0.4:
+        if way < 0.55:
             return [guess]
-        query = question.subject if way < 0.9 else draw.choice(world().names["person"])
+        query = question.subject if way < 0.95 else draw.choice(world().names["person"])
         pieces = [say(SEARCH, "search", query), self.observation(query)]
         found = world().object_of[query]
         way = draw.random()
@@ -304,8 +304,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--turns", nargs="+", type=int, default=[2, 3], help="arms")
-    parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--warm_up_steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--warm_up_steps", type=int, default=400)
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "runs" / "miniature-search_r1")
     parser.add_argument("--picture", type=Path, default=IMAGES / "miniature_search_r1.png")
