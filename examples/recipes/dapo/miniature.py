@@ -1,6 +1,6 @@
 """DAPO in miniature: clip-higher, token mean and overlong shaping against plain GRPO, on sums under a length limit.
 
-    python examples/recipes/dapo/miniature.py [--seeds 0 1 2] [--steps 16] [--output runs/miniature-dapo]
+    python examples/recipes/dapo/miniature.py [--seeds 0 1 2] [--steps 12] [--output runs/miniature-dapo]
 
 A Qwen3-architecture model of 0.1 million parameters adds three to six named numbers. Its warm-up shows three ways: an
 answer without steps (wrong), every addition written in full (right, but for six numbers longer than the limit), and
@@ -151,7 +151,7 @@ def warmed_up(
 
 def prepare(folder: Path, skills: Path, seed: int, warm_up_steps: int) -> None:
     """Make the model and the data of a seed, unless the folder has them. `skills`: the model of the first phase."""
-    warmed_up(folder / "model", skills, HABITS, warm_up_steps // 8, 1e-3, seed)
+    warmed_up(folder / "model", skills, HABITS, max(warm_up_steps // 8, 1), 1e-3, seed)
     if not (folder / "data" / "validation.parquet").exists():
         draw = random.Random(seed + 1000)
         files = {"train": (2048, False), "test": (64, True)}
@@ -195,7 +195,7 @@ def report(found: dict[str, list[Metrics]]) -> list[str]:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--warm_up_steps", type=int, default=600)
     parser.add_argument("--output", type=Path, default=REPOSITORY / "runs" / "miniature-dapo")
     parser.add_argument("--picture", type=Path, default=IMAGES / "miniature_dapo.png")

@@ -234,7 +234,7 @@ def warmed_up(
 
 def prepare(folder: Path, skills: Path, seed: int, warm_up_steps: int) -> None:
     """Make the model and the data of a seed, unless the folder has them. `skills`: the model of the first phase."""
-    warmed_up(folder / "model", skills, HABITS, warm_up_steps // 7, 2e-3, seed)
+    warmed_up(folder / "model", skills, HABITS, max(warm_up_steps // 7, 1), 2e-3, seed)
     if not (folder / "data" / "validation.parquet").exists():
         draw = random.Random(seed + 1000)
         files = {"train": (512, False), "test": (64, True)}

@@ -1,0 +1,320 @@
+"""Miniatures of recipes under examples/recipes: settings that differ from the recipe's are named here and no others do;
+problems, demonstrations and comparisons are checked by hand; the smallest run of each goes from end to end.
+"""
+
+import dataclasses
+import importlib.util
+import json
+import math
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from composed_scripts import checked_config, commands_of
+
+from skyrl_gym.envs.aime.env import AIMEEnv
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+RECIPES = REPOSITORY / "examples" / "recipes"
+
+
+def load(recipe: str) -> Any:
+    """Import a recipe's miniature, or `miniatures` itself."""
+    path = RECIPES / recipe / "miniature.py" if recipe else RECIPES / "miniatures.py"
+    name = f"{recipe}_miniature" if recipe else "miniatures"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+MACHINE_AND_FILES = {
+    "trainer.placement.device",
+    "trainer.placement.launcher",
+    "trainer.placement.policy_num_gpus_per_node",
+    "trainer.placement.policy_num_nodes",
+    "trainer.placement.ref_num_gpus_per_node",
+    "trainer.placement.ref_num_nodes",
+    "trainer.bf16",
+    "trainer.gradient_checkpointing",
+    "trainer.ckpt_interval",
+    "trainer.ckpt_path",
+    "trainer.curve_bands",
+    "trainer.dump_data_batch",
+    "trainer.export_path",
+    "trainer.run_dir",
+    "trainer.hf_save_interval",
+    "trainer.resume_mode",
+    "trainer.epochs",
+    "trainer.max_training_steps",
+    "trainer.seed",
+    "generator.backend",
+    "generator.enforce_eager",
+    "generator.gpu_memory_utilization",
+    "generator.max_num_batched_tokens",
+    "generator.inference_engine_tensor_parallel_size",
+    "generator.model_dtype",
+    "generator.num_inference_engines",
+    "generator.weight_sync_backend",
+}
+"""What a run on a CPU, in one process and without checkpoints, has otherwise."""
+
+SIZES_OF_A_RUN = {
+    "trainer.train_batch_size",
+    "trainer.policy_mini_batch_size",
+    "trainer.micro_forward_batch_size_per_gpu",
+    "trainer.micro_train_batch_size_per_gpu",
+    "trainer.max_prompt_length",
+    "trainer.policy.optimizer_config.lr",
+    "generator.max_input_length",
+    "generator.sampling_params.max_generate_length",
+    "generator.eval_sampling_params.max_generate_length",
+}
+
+MAY_DIFFER = {
+    "dapo": MACHINE_AND_FILES
+    | SIZES_OF_A_RUN
+    | {
+        "trainer.algorithm.max_seq_len",
+        "trainer.algorithm.overlong_buffer.len",
+        "trainer.eval_batch_size",
+        "trainer.policy.fsdp_config.fsdp_size",
+        "trainer.policy.optimizer_config.num_warmup_steps",
+        "generator.eval_n_samples_per_prompt",
+    },
+    "swe": MACHINE_AND_FILES
+    | SIZES_OF_A_RUN
+    | {
+        "trainer.algorithm.max_seq_len",
+        "trainer.eval_before_train",
+        "trainer.eval_interval",
+        "trainer.policy.sequence_parallel_size",
+        "trainer.ref.sequence_parallel_size",
+        "generator.task",
+    },
+    "search_r1": MACHINE_AND_FILES
+    | SIZES_OF_A_RUN
+    | {
+        "trainer.eval_before_train",
+        "trainer.eval_interval",
+        "trainer.policy.optimizer_config.num_warmup_steps",
+        "trainer.ref.fsdp_config.cpu_offload",
+        "trainer.algorithm.max_seq_len",
+    },
+    "skyrl_sql": MACHINE_AND_FILES
+    | SIZES_OF_A_RUN
+    | {"trainer.policy.optimizer_config.num_warmup_steps", "trainer.algorithm.max_seq_len"},
+}
+"""Settings that a miniature may have otherwise than its recipe; all others are the recipe's."""
+
+PLAIN_GRPO = {
+    "trainer.algorithm.eps_clip_high": 0.2,
+    "trainer.algorithm.loss_reduction": "sequence_mean",
+    "trainer.algorithm.overlong_buffer.len": None,
+    "generator.apply_overlong_filtering": False,
+}
+"""What the arm that DAPO is compared with has otherwise."""
+
+
+def flat(value: Any, name: str = "") -> dict[str, Any]:
+    """Return settings by their full names."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if not isinstance(value, dict):
+        return {name: value}
+    return {
+        full: one for key, each in value.items() for full, one in flat(each, f"{name}.{key}" if name else key).items()
+    }
+
+
+def composed(script: Path, scratch: Path, *settings: str, **variables: str) -> dict[str, Any]:
+    scratch.mkdir()
+    (command,) = commands_of(script, scratch, *settings, MODEL="tiny-model", **variables)
+    return flat(checked_config(command))
+
+
+def different(ours: dict[str, Any], theirs: dict[str, Any]) -> set[str]:
+    return {name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)}
+
+
+@pytest.mark.parametrize("recipe", MAY_DIFFER)
+def test_settings_of_a_miniature_are_its_recipes_but_for_sizes(recipe: str, tmp_path: Path):
+    miniature, shared = load(recipe), load("")
+    variables = {"FIGURES": "later"} if recipe == "dapo" else {}
+    published = composed(miniature.SCRIPT, tmp_path / "published", NUM_GPUS="8", **variables)
+    settings = [*shared.SIZES, *miniature.SETTINGS]
+    small = composed(miniature.SCRIPT, tmp_path / "small", *settings, **shared.VARIABLES, **variables)
+    assert different(small, published) <= MAY_DIFFER[recipe]
+    updates = "trainer.train_batch_size", "trainer.policy_mini_batch_size"
+    assert small[updates[0]] // small[updates[1]] == published[updates[0]] // published[updates[1]]
+
+
+def test_plain_grpo_differs_from_dapo_by_four_settings(tmp_path: Path):
+    miniature, shared = load("dapo"), load("")
+    arms = {
+        name: composed(
+            miniature.SCRIPT,
+            tmp_path / name,
+            *(*shared.SIZES, *miniature.SETTINGS, *settings),
+            **(shared.VARIABLES | {"FIGURES": "later"}),
+        )
+        for name, settings in miniature.ARMS.items()
+    }
+    names = different(arms["DAPO"], arms["plain GRPO"])
+    assert {name: arms["plain GRPO"][name] for name in names} == PLAIN_GRPO
+    assert arms["DAPO"]["trainer.algorithm.overlong_buffer.len"] == miniature.LIMIT // 2
+
+
+def test_task_file_of_swe_keeps_agent_and_tools_of_the_recipe():
+    from skyrl_agent.config.task_file import load_task_file
+
+    ours, recipe = (
+        flat(load_task_file(RECIPES / "swe" / f"{name}.yaml").model_dump()) for name in ("miniature", "qwen3_32b")
+    )
+    assert different(ours, recipe) <= {
+        "task",
+        "data.instance_key",
+        "data.instance_id_key",
+        "generator.max_iterations",
+        "generator.sampling_params.max_tokens",
+        "generator.val_config.sampling_params.temperature",
+        "generator.val_config.sampling_params.top_p",
+        *(
+            f"dispatcher.{section}{name}"
+            for section in ("", "val_config.")
+            for name in ("max_parallel_agents", "max_eval_parallel_agents")
+        ),
+        "runtime.kind",
+    }
+
+
+# ---- problems and demonstrations
+
+
+def test_ways_of_the_sums_have_the_lengths_and_rewards_that_the_claim_rests_on():
+    """Running totals are right and fit; additions in full are right, and too long for six numbers."""
+    dapo = load("dapo")
+    tokenizer, draw = dapo.make_tokenizer(), random.Random(0)
+    for terms in ([3, 5, 2], [1, 2, 3, 4], [5, 4, 3, 2, 1], [1, 1, 2, 2, 3, 3]):
+        env = AIMEEnv(extras={"reward_model": {"ground_truth": str(sum(terms))}})
+        texts = {way: dapo.solution_of(terms, way, draw) for way in dapo.SKILLS}
+        lengths = {way: len(tokenizer.encode(text, add_special_tokens=False)) + 1 for way, text in texts.items()}
+        assert env.step(texts["totals"])["reward"] == env.step(texts["full"])["reward"] == 1.0
+        assert lengths["totals"] <= dapo.LIMIT
+        assert (lengths["full"] > dapo.LIMIT) == (len(terms) == 6)
+    assert dapo.text_of([3, 5, 2]) == "a3b5c2"
+    held_out = {dapo.text_of(dapo.problem_of(draw, held_out=True)) for _ in range(50)}
+    assert not held_out & {dapo.text_of(dapo.problem_of(draw)) for _ in range(500)}
+
+
+def test_mistakes_in_functions_fail_their_tests_and_repairs_pass(tmp_path: Path):
+    swe = load("swe")
+    draw = random.Random(0)
+    assert not set(swe.expressions(held_out=True)) & set(swe.expressions(held_out=False))
+    for right in draw.sample(swe.expressions(held_out=False), 40):
+        wrong, old, new = swe.mistake_in(right, draw)
+        row = swe.row_of("a", right, wrong)
+        # The agent's command replaces the first of these characters in the line.
+        assert wrong.count(old) == 1 and wrong.replace(old, new) == right
+        for expression, passes in ((wrong, False), (right, True)):
+            function = eval(f"lambda w, x, y, z: {expression}")
+            cases = [
+                line.removeprefix("assert ") for line in row["files"]["test_f.py"].splitlines() if "assert" in line
+            ]
+            assert all(eval(case, {"f": function}) for case in cases) == passes
+
+
+def test_two_hops_of_the_search_miniature_need_two_searches():
+    """What a search for the question's subject shows holds the answer to one hop, and never that to two hops; a search
+    for what it says holds that."""
+    search = load("search_r1")
+    training, evaluation = search.questions()
+    assert not {question.subject for question in training} & {question.subject for question in evaluation}
+    documents = search.world().documents()
+    assert len(documents) == len({document["title"] for document in documents}) > 2000
+    with search.RetrievalServer(documents) as server:
+        shown = search.Demonstrations(server.url, {}).observation
+        for question in evaluation[:60]:
+            first, _ = shown(question.subject)
+            assert question.chain[0] in first.partition("Doc 2")[0]
+            if question.hops == 2:
+                second, _ = shown(question.chain[0])
+                assert question.chain[1] not in first and question.chain[1] in second.partition("Doc 2")[0]
+
+
+def test_queries_of_other_dialects_are_errors_and_gold_queries_are_not(tmp_path: Path):
+    sql = load("skyrl_sql")
+    database = sql.databases()[0]
+    assert len({each.db_id for each in sql.databases()}) == sql.NUM_DATABASES
+    database.write(tmp_path)
+    for kind in sql.KINDS:
+        column = database.columns[kind.role]
+        wrong = [database.query(function, kind.arguments, column) for function in kind.foreign]
+        wrong += [database.query(kind.function, arguments, column) for arguments in sql.FOREIGN_ARGUMENTS]
+        wrong.append(database.query(kind.function, kind.arguments, kind.role))
+        for query in (database.gold(kind), *wrong):
+            shown = sql._observation(tmp_path, database.db_id, query, 3)
+            assert ("Error executing SQL" in shown) == (query in wrong), query
+
+
+def test_demonstrations_in_one_message_have_the_tokens_of_a_rollout():
+    """A prompt is encoded as its chat template is; text is decoded to what it was; observations are not learned."""
+    growing_message = sys.modules[load("skyrl_sql").phrase_tokenizer.__module__]
+    tokenizer = growing_message.phrase_tokenizer(["<sql>", "</sql>", "of a", "ab", "Error: …"])
+    prompt = [{"role": "system", "content": "Be of a kind."}, {"role": "user", "content": "ab?"}]
+    pieces = [("<sql>ab</sql>", True), ("rows of a\n", False), ("<sql>b</sql>", True)]
+    ids, labels = growing_message.encode_growing_message(tokenizer, growing_message.Demonstration(prompt, pieces))
+    encoded = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+    assert ids[: len(encoded)] == encoded
+    assert tokenizer.decode(ids[len(encoded) :]) == "<sql>ab</sql>rows of a\n<sql>b</sql>"
+    assert tokenizer.decode([label for label in labels if label != load("").IGNORED]) == "<sql>ab</sql><sql>b</sql>"
+    assert len(tokenizer.encode("Error: 1\n")) == 2  # the line, whatever it says, and its end
+
+
+# ---- comparisons
+
+
+def test_interval_of_a_paired_difference_by_hand():
+    """1, 2, 3: mean 2, standard error 1 / sqrt(3), and 4.303 of it for three seeds."""
+    difference = load("").Difference((1.0, 2.0, 3.0))
+    assert difference.mean == 2.0
+    assert difference.margin == pytest.approx(4.303 / math.sqrt(3))
+    assert not difference.shows(1)  # 2 - 2.48 is below 0
+    assert load("").Difference((2.0, 2.1, 2.2)).shows(1)
+    assert not load("").Difference((2.0, 2.1, 2.2)).shows(-1)
+    assert not load("").Difference((2.0,)).shows(1)  # no interval
+
+
+# ---- the smallest run of each
+
+FEWER_QUESTIONS = {"search_r1": ["NUM_EVALUATION"], "skyrl_sql": ["NUM_HELD_OUT"]}
+"""Numbers of evaluation questions that are 1 in the smallest run."""
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.parametrize("recipe", MAY_DIFFER)
+def test_smallest_miniature_runs_from_end_to_end(
+    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    for name in FEWER_QUESTIONS.get(recipe, ()):
+        monkeypatch.setattr(load(recipe), name, 1)
+    arguments = ["--seeds", "0", "--steps", "1", "--warm_up_steps", "4", "--output", str(tmp_path / "runs")]
+    load(recipe).main([*arguments, "--picture", str(tmp_path / "curves.png")])
+    printed = capsys.readouterr().out
+    assert "one seed: no interval" in printed and "nan" not in printed
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    files = list((tmp_path / "runs" / "0").glob("*/metrics.jsonl"))
+    assert len(files) == {"dapo": 2, "swe": 1, "search_r1": 2, "skyrl_sql": 2}[recipe]
+    for file in files:
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        assert math.isfinite(rows[-1]["reward/avg_raw_reward"])
+        assert math.isfinite(rows[-1]["policy/final_loss"])
+    before = [file.stat().st_mtime_ns for file in files]
+    load(recipe).main([*arguments, "--picture", str(tmp_path / "curves.png")])  # complete: not repeated
+    assert [file.stat().st_mtime_ns for file in files] == before
