@@ -1,6 +1,6 @@
 """Trainers of on-policy distillation: a step is that of reinforcement learning, with teachers that score its tokens.
 
-Sampled tokens get advantages of the teacher; likeliest words become two columns of the batch, `teacher_ids` and
+Sampled tokens get advantages of the teacher; most likely tokens become two columns of the batch, `teacher_ids` and
 `teacher_log_probs` [B, R, K], which the policy's objective compares with the student's distribution.
 """
 
@@ -36,10 +36,10 @@ class DistillationTrainer(RayPPOTrainer):
     """Engines of the teachers that have some, by name; set before `build_models`."""
 
     vocab_size = 0
-    """Words of the student's output layer; set before `build_models`."""
+    """Size of the student's output layer; set before `build_models`."""
 
     num_top = 0
-    """Words that are compared at each token: `top_k`, the vocabulary, or 0 for the sampled one; set before."""
+    """Tokens that are compared at each token: `top_k`, the vocabulary, or 0 for the sampled one; set before."""
 
     @cached_property
     def _teacher_groups(self) -> dict[str, ActorGroup]:
@@ -111,7 +111,7 @@ class DistillationTrainer(RayPPOTrainer):
 
     async def fwd_logprobs_values_reward(self, batch: TrainingInputBatch) -> TrainingInputBatch:
         """Compute the scores of the run's models, and the teachers' as `teacher_log_probs` ([B, R] of sampled tokens,
-        or [B, R, K] of the words `teacher_ids`)."""
+        or [B, R, K] of the tokens `teacher_ids`)."""
         batch = await super().fwd_logprobs_values_reward(batch)
         with self.timed("teachers"):
             async with self.colocation.swapped_in("ref") if self._teacher_groups else nullcontext():

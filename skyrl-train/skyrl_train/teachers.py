@@ -1,6 +1,6 @@
 """Teachers of on-policy distillation: models that score the student's tokens, in training workers or in engines.
 
-A teacher is given rows of a training batch and returns its log-probs of the response tokens, or its likeliest words
+A teacher is given rows of a training batch and returns its log-probs of the response tokens, or its most likely tokens
 there. All score under the temperature of sampling, as the student does.
 """
 
@@ -25,7 +25,7 @@ class TeacherScores(NamedTuple):
     """[n, R] of the sampled tokens, or [n, R, K] of `ids`."""
 
     ids: torch.Tensor | None = None
-    """[n, R, K] int32: the teacher's likeliest words; None where sampled tokens were asked for."""
+    """[n, R, K] int32: the teacher's most likely tokens; None where sampled tokens were asked for."""
 
 
 class Teacher(Protocol):
@@ -120,7 +120,7 @@ async def score_rows(
     Args:
         names: the teacher of each row.
         num_top: K; 0: the sampled tokens.
-        vocab_size: of the student. Further words of a teacher, which pad its output layer, get a log-prob of -inf.
+        vocab_size: of the student. Further tokens of a teacher, which pad its output layer, get a log-prob of -inf.
     """
     shape = (len(batch), batch.metadata["response_length"], *([num_top] if num_top else []))
     log_probs, ids = torch.zeros(shape), torch.zeros(shape, dtype=torch.int32) if num_top else None

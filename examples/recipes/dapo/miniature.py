@@ -75,9 +75,11 @@ METRICS = {
 """Curves of the picture, by title."""
 
 FIGURES: dict[str, tuple[Callable[[Metrics], float], int]] = {
+    "evaluation reward, mean of the run": (lambda rows: mean_value(rows, "eval/all/avg_score"), 1),
     "evaluation reward, last": (lambda rows: last_value(rows, "eval/all/avg_score"), 1),
     "training reward, last 5 steps": (lambda rows: mean_value(rows, "reward/avg_raw_reward", 5), 1),
     "entropy, mean of the run": (lambda rows: mean_value(rows, "policy/policy_entropy"), 1),
+    "share cut off, mean of the run": (lambda rows: mean_value(rows, "generate/stop_reason/length"), -1),
     "share cut off, last 5 steps": (lambda rows: mean_value(rows, "generate/stop_reason/length", 5), -1),
 }
 """Figure of a run -> how it is read, and the sign of the difference that the recipe claims."""

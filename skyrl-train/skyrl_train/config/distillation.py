@@ -37,7 +37,7 @@ class DistillationConfig(BaseConfig):
     student's vocabulary."""
 
     tokens: Literal["sampled", "top_k", "full"] = "sampled"
-    """Words that are compared at each token. `sampled`: the one that was generated; its log-ratio is its advantage.
+    """Tokens that are compared at each token. `sampled`: the one that was generated; its log-ratio is its advantage.
     `top_k`: the teacher's `top_k` likeliest, and all others as one outcome; `full`: the vocabulary. The last two add
     the KL divergence to the loss."""
 
@@ -64,7 +64,7 @@ class DistillationConfig(BaseConfig):
 
     @property
     def compares_words(self) -> bool:
-        """Whether the loss contains a divergence over several words."""
+        """Whether the loss contains a divergence over several tokens."""
         return self.is_on and self.tokens != "sampled"
 
     @property

@@ -73,7 +73,7 @@ class DistillationExp(BasePPOExp):
                 teacher_of_source(settings, row.get("data_source"))
 
     def _check_teacher(self, setting: str, name: str, teacher: TeacherConfig) -> int:
-        """Check a teacher's model, vocabulary and servers. Returns: its words."""
+        """Check a teacher's model, vocabulary and servers. Returns: the size of its vocabulary."""
         if teacher.urls:
             self._named(setting, lambda: remote_engines(self._engine_settings(name), self.tokenizer))
         try:
@@ -92,7 +92,7 @@ class DistillationExp(BasePPOExp):
         return config.get_text_config().vocab_size
 
     def _num_top(self) -> int:
-        """Return the number of words compared at each token. Raises ConfigError if there are not so many, or if their
+        """Return the number of tokens compared at each token. Raises ConfigError if there are not so many, or if their
         log-probs may need more memory than allowed."""
         settings, generator = self.cfg.trainer.distillation, self.cfg.generator
         if settings.tokens == "sampled":
@@ -100,7 +100,7 @@ class DistillationExp(BasePPOExp):
         most = min(self.vocab_sizes)
         if settings.tokens == "top_k" and settings.top_k >= most:
             raise ConfigError(
-                f"{NAME}.top_k={settings.top_k} must be below the {most} words of the smallest vocabulary (teachers "
+                f"{NAME}.top_k={settings.top_k} must be below the {most} tokens of the smallest vocabulary (teachers "
                 f"and student); use fewer, or {NAME}.tokens=full"
             )
         num_top = settings.top_k if settings.tokens == "top_k" else most
@@ -110,7 +110,7 @@ class DistillationExp(BasePPOExp):
         if needed > settings.memory_gb:
             raise ConfigError(
                 f"{NAME}.tokens={settings.tokens}: the teachers' log-probs of a batch may take {needed:.1f} GB ({rows} "
-                f"responses of up to {min(length, generator.longest_context)} tokens, {num_top} words of "
+                f"responses of up to {min(length, generator.longest_context)} tokens, {num_top} tokens of "
                 f"{_BYTES_A_WORD} bytes each), more than {NAME}.memory_gb={settings.memory_gb:g}; use tokens=top_k or "
                 "a smaller top_k, a smaller trainer.train_batch_size, or raise memory_gb"
             )

@@ -96,11 +96,11 @@ SamplingKeywords = dict[str, Any]
 Request i of a batch with `seed` s uses (s, i); `seed` may also be a list of such pairs, one for each request, so that a
 batch can be split or sent again. `max_tokens` is at least 1; text that matches `stop` stays in the response, as does a
 stop token. `prompt_logprobs`: None, 0 (the log-prob of every prompt token but the first), or K (besides, those of the K
-likeliest words in its place)."""
+most likely tokens in its place)."""
 
 
 class TopLogProbs(NamedTuple):
-    """Likeliest words in the place of every prompt token but the first. P tokens of the prompt."""
+    """Most likely tokens in the place of every prompt token but the first. P tokens of the prompt."""
 
     ids: np.ndarray
     """[P - 1, K] int, likeliest first."""
@@ -109,9 +109,9 @@ class TopLogProbs(NamedTuple):
 
 
 def top_log_probs_of(places: Sequence[Sequence[tuple[int, float]]], num_top: int) -> TopLogProbs:
-    """Arrange words and log-probs of each place, in any order and with the place's own word among them."""
-    best = [sorted(place, key=lambda word: -word[1])[:num_top] for place in places]
-    ids = np.array([[word for word, _ in place] for place in best], np.int64).reshape(len(best), num_top)
+    """Arrange tokens and log-probs of each position, in any order and with the position's own token among them."""
+    best = [sorted(place, key=lambda entry: -entry[1])[:num_top] for place in places]
+    ids = np.array([[token for token, _ in place] for place in best], np.int64).reshape(len(best), num_top)
     values = np.array([[value for _, value in place] for place in best], np.float32).reshape(len(best), num_top)
     return TopLogProbs(ids, values)
 
@@ -144,7 +144,7 @@ class InferenceEngineOutput(TypedDict):
     """Log-prob of each prompt token but the first, if asked for; of the same distribution (log softmax(logits /
     temperature))."""
     prompt_top_logprobs: NotRequired[list[TopLogProbs] | None]
-    """The K likeliest words in the place of each of them, of the same distribution, if asked for."""
+    """The K most likely tokens in the place of each of them, of the same distribution, if asked for."""
     expert_routes: NotRequired[list[ExpertRoutes | None] | None]
     """Experts of a mixture that each token of prompt and response went to, but for the last token of the response,
     which no pass computed. From engines that were started to return them (`EngineTraits.expert_routes`)."""

@@ -1,6 +1,6 @@
 """A causal language model as training uses it: it takes sequences and gives log-probs, never logits.
 
-Shapes: B sequences, T tokens of prompt and response, R of the response, H hidden size, V words.
+Shapes: B sequences, T tokens of prompt and response, R of the response, H hidden size, V vocabulary size.
 """
 
 from typing import Any, NamedTuple
@@ -34,10 +34,10 @@ class TokenScores(NamedTuple):
     """[B, T, L, k] the experts that each token went to, "no route" at padding; None if not asked for."""
 
     candidates: torch.Tensor | None = None
-    """[B, R, K] log-probs of the words that were asked about, of the same distribution."""
+    """[B, R, K] log-probs of the tokens that were asked about, of the same distribution."""
 
     top: tuple[torch.Tensor, torch.Tensor] | None = None
-    """Ids and log-probs [B, R, K] of the likeliest words, likeliest first; None if not asked for."""
+    """Ids and log-probs [B, R, K] of the most likely tokens, likeliest first; None if not asked for."""
 
 
 class ScoringModel(nn.Module):
@@ -107,7 +107,7 @@ class ScoringModel(nn.Module):
             routes: [B, T, L, k] experts to replay (`expert_routes.py`); None: the routers choose.
             record_routes: return the experts that each token went to.
             candidates: [B, R, K] ids whose log-probs in place of each response token are returned as well.
-            num_top: number of likeliest words to return for each response token.
+            num_top: number of most likely tokens to return for each response token.
         """
         layout = lay_out(sequences, attention_mask, num_response, self.packing, self.sequence_parallel)
         routing = self._routing_pass(layout, routes, record_routes)

@@ -4,7 +4,7 @@ Logits are made for `chunk_size` tokens at a time and thrown away; the backward 
 chunk of logits in float32 (two where entropy is asked for) and the gradient of the output layer, whatever the number of
 tokens. Knows no model: only hidden states and the weight that turns them into logits.
 
-Shapes: N tokens, C tokens of a chunk, H hidden size, V words of the vocabulary, K candidates of a token.
+Shapes: N tokens, C tokens of a chunk, H hidden size, V vocabulary size, K candidates of a token.
 """
 
 from collections.abc import Callable, Iterator
@@ -103,10 +103,10 @@ def candidate_log_probs(
     with_entropy: bool = False,
     compile: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Compute what `token_log_probs` does, and in the same pass the log-probs of further words in place of each label.
+    """Compute what `token_log_probs` does, and in the same pass the log-probs of further ids in place of each label.
 
     Args:
-        candidates: [N, K] ids, of any integer dtype; None: no further words.
+        candidates: [N, K] ids, of any integer dtype; None: no further ids.
 
     Returns:
         log_probs [N], entropy [N] or None, log-probs of the candidates [N, K] or None; all differentiable.
@@ -130,8 +130,8 @@ def top_log_probs(
     rule: LogitRule = LogitRule(),
     chunk_size: int = 1024,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ids [N, K] int64 and log-probs [N, K] of the K = `num_top` likeliest words at each token, likeliest first,
-    under the distribution of `token_log_probs`. Without gradients."""
+    """Return ids [N, K] int64 and log-probs [N, K] of the K = `num_top` most likely tokens at each position, likeliest
+    first, under the distribution of `token_log_probs`. Without gradients."""
     settings = _Settings(rule, temperature, chunk_size, with_entropy=False, compile=False)
     dtype = torch.promote_types(weight.dtype, torch.float32)
     ids = torch.zeros(len(hidden), num_top, dtype=torch.long, device=hidden.device)

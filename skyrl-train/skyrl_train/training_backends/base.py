@@ -86,7 +86,7 @@ class Scores(NamedTuple):
     """[b, T, L, k] experts of every token (`expert_routes.py`); None where they were not asked for."""
 
     candidates: torch.Tensor | None = None
-    """[b, R, K] float32: log-probs of the words `teacher_ids` of the micro-batch; None where it has none."""
+    """[b, R, K] float32: log-probs of the tokens `teacher_ids` of the micro-batch; None where it has none."""
 
 
 class Objective(Protocol):
@@ -180,7 +180,7 @@ class TrainingBackend(ABC):
     def score(self, micro_batch: TrainingInputBatch, *, with_entropy: bool = False) -> Scores:
         """Run the model on `sequences` and `attention_mask` [b, T], over `expert_routes` [b, T, L, k] if there are any;
         gradients flow where they are enabled. With `teacher_ids` [b, R, K] (backends whose traits have `candidates`)
-        the scores of these words are computed, too."""
+        the scores of these tokens are computed, too."""
 
     @abstractmethod
     def prompt_log_probs(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -270,9 +270,9 @@ class TrainingBackend(ABC):
         raise NotImplementedError(f"{type(self).__name__} records no routes")
 
     def score_top(self, micro_batch: TrainingInputBatch, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ids and log-probs [b, R, K] of the likeliest words at each response token, likeliest first. For
+        """Return ids and log-probs [b, R, K] of the most likely tokens at each response token, likeliest first. For
         backends whose traits have `candidates`."""
-        raise NotImplementedError(f"{type(self).__name__} returns no words but those of the response")
+        raise NotImplementedError(f"{type(self).__name__} returns no tokens but those of the response")
 
     @torch.no_grad()
     def forward_top(

@@ -47,17 +47,17 @@ def model_of(seed: int) -> ScoringModel:
 
 
 def dense_log_probs(model: ScoringModel, ids: torch.Tensor) -> torch.Tensor:
-    """Log-probs [B, R, V] of the word at each response token, from whole logits of the transformers model."""
+    """Log-probs [B, R, V] of the token at each response token, from whole logits of the transformers model."""
     logits = model.causal_lm(ids).logits[:, NUM_PROMPT - 1 : -1]
     return (logits / TEMPERATURE).log_softmax(dim=-1)
 
 
 def dense_kl(student: torch.Tensor, teacher: torch.Tensor, kl: str, groups: torch.Tensor) -> torch.Tensor:
-    """KL divergence [B, R] of two whole distributions, after adding up the words of each group.
+    """KL divergence [B, R] of two whole distributions, after adding up the tokens of each group.
 
     Args:
         student, teacher: [B, R, V] log-probs.
-        groups: [B, R, G, V], 1 where a word belongs to a group.
+        groups: [B, R, G, V], 1 where a token belongs to a group.
     """
     s, t = ((groups * each.exp()[:, :, None]).sum(dim=-1) for each in (student, teacher))
     p, q = (s, t) if kl == "reverse" else (t, s)
@@ -65,7 +65,7 @@ def dense_kl(student: torch.Tensor, teacher: torch.Tensor, kl: str, groups: torc
 
 
 def groups_of(teacher: torch.Tensor, tokens: str, top_k: int) -> torch.Tensor:
-    """The outcomes that a variant tells apart: each word, or the teacher's likeliest and one of all others."""
+    """The outcomes that a variant tells apart: each token, or the teacher's likeliest and one of all others."""
     single = torch.eye(NUM_WORDS, dtype=torch.float64)
     if tokens == "full":
         return single.expand(*teacher.shape[:2], -1, -1)
@@ -112,7 +112,7 @@ def test_expected_gradient_of_the_sampled_variant_is_that_of_the_reverse_diverge
     log_probs = student.log_softmax(dim=-1)
     (expected,) = torch.autograd.grad((log_probs.exp() * (log_probs - teacher)).sum(), student)
 
-    every_word = student.log_softmax(dim=-1)[:, None]  # as a batch: one row a word, one token a row
+    every_word = student.log_softmax(dim=-1)[:, None]  # as a batch: one row a token, one token a row
     old, mask = every_word.detach(), torch.ones(NUM_WORDS, 1, dtype=torch.float64)
     advantages = teacher_advantages(old, teacher[:, None])
     losses, _ = PolicyLossRegistry.get("importance_sampling")(
@@ -126,7 +126,7 @@ def test_expected_gradient_of_the_sampled_variant_is_that_of_the_reverse_diverge
 @pytest.mark.parametrize(
     ("kl", "expected"),
     [
-        # student 1/2 1/4 1/4, teacher 1/4 1/4 1/2; the first word, and the others together: 1/2 1/2 and 1/4 3/4
+        # student 1/2 1/4 1/4, teacher 1/4 1/4 1/2; the first token, and the others together: 1/2 1/2 and 1/4 3/4
         ("reverse", 0.5 * math.log(2) + 0.5 * math.log(2 / 3)),
         ("forward", 0.25 * math.log(1 / 2) + 0.75 * math.log(3 / 2)),
     ],
@@ -138,7 +138,7 @@ def test_divergence_of_one_word_and_the_rest_by_hand(kl, expected):
 
 @pytest.mark.parametrize("kl", ["reverse", "forward"])
 def test_a_top_k_sum_without_the_rest_can_reward_leaving_the_teachers_words(kl):
-    """The rest is why a student that puts nothing on the teacher's words pays for it."""
+    """The rest is why a student that puts nothing on the teacher's tokens pays for it."""
     teacher = torch.tensor([[0.6, 0.3]]).log()
     student = torch.tensor([[1e-3, 1e-3]]).log()
     assert candidate_kl(student, teacher, kl, with_tail=True).item() > 1.5

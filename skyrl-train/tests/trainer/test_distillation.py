@@ -139,15 +139,15 @@ def test_resumed_run_repeats_the_run_without_interruption(engine: dict[str, Any]
 
 
 class Constant:
-    """A teacher that gives every token the same log-prob, and prefers one word."""
+    """A teacher that gives every token the same log-prob, and prefers one token."""
 
-    def __init__(self, log_prob: float, word: int):
-        self.log_prob, self.word = log_prob, word
+    def __init__(self, log_prob: float, token: int):
+        self.log_prob, self.token = log_prob, token
 
     async def score(self, batch: TrainingInputBatch, num_top: int) -> TeacherScores:
         shape = (len(batch), batch.metadata["response_length"], *([num_top] if num_top else []))
-        words = torch.full(shape, self.word, dtype=torch.int32) if num_top else None
-        return TeacherScores(torch.full(shape, self.log_prob), words)
+        tokens = torch.full(shape, self.token, dtype=torch.int32) if num_top else None
+        return TeacherScores(torch.full(shape, self.log_prob), tokens)
 
 
 @pytest.mark.parametrize("num_top", [0, 2])
@@ -161,7 +161,7 @@ async def test_each_row_is_scored_by_its_own_teacher(num_top: int):
     own = scores.log_probs.flatten(1)[:, 0].tolist()
     if not num_top:
         assert own == [-2.0, -1.0, -2.0]
-    else:  # word 9 is none of the student's
+    else:  # token 9 is none of the student's
         assert own == [-torch.inf, -1.0, -torch.inf]
         assert scores.ids is not None and scores.ids[:, 0, 0].tolist() == [0, 3, 0]
 
@@ -203,7 +203,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"teachers": {"main": {"data_sources": ["math"]}}},
         "data_source='toy', which no teacher names",
     ),
-    "too many words": ({"tokens": "top_k", "top_k": 100_000}, r"top_k=100000 must be below the \d+ words"),
+    "too many tokens": ({"tokens": "top_k", "top_k": 100_000}, r"top_k=100000 must be below the \d+ tokens"),
     "too much memory": ({"tokens": "full", "memory_gb": 1e-6}, r"may take .* GB .*more than .*memory_gb=1e-06"),
     "forward KL of sampled tokens": ({"kl": "forward"}, "use tokens=top_k or full, or kl=reverse"),
     "top_k that nothing reads": ({"top_k": 5}, "read only with trainer.distillation.tokens=top_k"),
@@ -231,7 +231,7 @@ def test_mistake_is_refused_by_name_before_anything_starts(mistake: str, distil:
 def test_megatron_refuses_words_that_were_not_sampled(distil: Distil):
     cfg = distil({"tokens": "full"}, {"trainer": {"strategy": "megatron"}})
     with pytest.raises(
-        ConfigError, match=r"tokens=full needs log-probs of words .* trainer.strategy=fsdp2 or deepspeed"
+        ConfigError, match=r"tokens=full needs log-probs of tokens .* trainer.strategy=fsdp2 or deepspeed"
     ):
         DistillationExp(cfg)
 

@@ -1,4 +1,4 @@
-"""Rules of on-policy distillation: which teacher teaches which rows, where it runs, which words are compared."""
+"""Rules of on-policy distillation: which teacher teaches which rows, where it runs, which tokens are compared."""
 
 from dataclasses import fields
 
@@ -41,7 +41,7 @@ def _check_words(config: SkyRLConfig) -> None:
     settings, strategy = config.trainer.distillation, config.trainer.strategy
     require(
         settings.tokens != "sampled" or settings.kl == "reverse",
-        f"{NAME}.kl=forward is an expectation over the teacher's words, and {NAME}.tokens=sampled compares those that "
+        f"{NAME}.kl=forward is an expectation over the teacher's tokens, and {NAME}.tokens=sampled compares those that "
         "the student generated; use tokens=top_k or full, or kl=reverse",
     )
     require(
@@ -52,7 +52,7 @@ def _check_words(config: SkyRLConfig) -> None:
     able = [name for name, each in registrations.items() if each.requires.candidates and not each.requires.alias_of]
     require(
         settings.tokens == "sampled" or strategy in able,
-        f"{NAME}.tokens={settings.tokens} needs log-probs of words that were not sampled, which trainer.strategy="
+        f"{NAME}.tokens={settings.tokens} needs log-probs of tokens that were not sampled, which trainer.strategy="
         f"{strategy} does not compute (its vocabulary is divided over ranks, or its backend declares no `candidates`); "
         f"use trainer.strategy={' or '.join(able)}, or tokens=sampled",
     )

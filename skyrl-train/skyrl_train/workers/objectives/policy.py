@@ -22,7 +22,7 @@ class PolicyObjective:
         algorithm: `trainer.algorithm`.
         loss_fn: the loss of every token.
         distillation: `trainer.distillation`, whose divergence is added where the batch has a teacher's log-probs of
-            several words; None: it never has.
+            several tokens; None: it never has.
     """
 
     needs_entropy = True
