@@ -3,7 +3,7 @@ help where there are more.
 
     python examples/recipes/skyrl_sql/miniature.py [--seeds 0 1 2] [--steps 20] [--jobs 2] [--output FOLDER]
 
-Questions to generated SQLite databases; the environment is `text2sql`. A model of 0.2 million parameters is warmed up
+Questions to generated SQLite databases; the environment is `text2sql`. A model of 0.14 million parameters is warmed up
 on
 queries that mostly use functions of other SQL dialects or columns that are not there (SQLite refuses both), and that
 mostly pay no heed to what a query gave. It is then trained by the scripts `run_qwen2.5_coder_7b_single_turn.sh` and
@@ -297,7 +297,7 @@ def prepare(folder: Path, seed: int, steps: int) -> None:
         phrase_tokenizer(tokenizer_phrases()),
         Demonstrations([row for file in files for row in pyarrow.parquet.read_table(file).to_pylist()], db_path),
         hidden_size=64,
-        num_layers=3,
+        num_layers=2,
         seed=seed,
         steps=steps,
         batch_size=32,
