@@ -29,6 +29,7 @@ from miniatures import (
     Messages,
     Metrics,
     draw_curves,
+    first_value,
     last_value,
     markdown_table,
     mean_value,
@@ -78,7 +79,10 @@ FIGURES: dict[str, tuple[Callable[[Metrics], float], int]] = {
     "evaluation reward, mean of the run": (lambda rows: mean_value(rows, "eval/all/avg_score"), 1),
     "evaluation reward, last": (lambda rows: last_value(rows, "eval/all/avg_score"), 1),
     "training reward, last 5 steps": (lambda rows: mean_value(rows, "reward/avg_raw_reward", 5), 1),
-    "entropy, mean of the run": (lambda rows: mean_value(rows, "policy/policy_entropy"), 1),
+    "entropy, last step minus first": (  # levels differ: each arm averages over other tokens, with its loss's weights
+        lambda rows: last_value(rows, "policy/policy_entropy") - first_value(rows, "policy/policy_entropy"),
+        1,
+    ),
     "share cut off, mean of the run": (lambda rows: mean_value(rows, "generate/stop_reason/length"), -1),
     "share cut off, last 5 steps": (lambda rows: mean_value(rows, "generate/stop_reason/length", 5), -1),
 }
