@@ -7,6 +7,7 @@ from typing import Any
 
 from skyrl_gym.datasets.problems import Problem, Row, first
 from skyrl_gym.error import TaskError
+from skyrl_gym.syntax_trees import parse_source
 
 CODE_FORMAT = "Put the code in a ```python block."
 
@@ -61,7 +62,7 @@ def function_asked_for(tests: list[str], reference: str) -> str | None:
     if not tests or not reference:
         return None
     with warnings.catch_warnings(action="ignore"):  # of escapes in texts that are not ours
-        test, module = ast.parse(tests[0]), ast.parse(reference)
+        test, module = parse_source(tests[0]), parse_source(reference)
     used = [node.id for node in ast.walk(test) if isinstance(node, ast.Name)]
     defined = {node.name for node in module.body if isinstance(node, ast.FunctionDef)}
     return next((name for name in used if name in defined), None)

@@ -5,6 +5,7 @@ import operator
 import re
 from collections.abc import Callable
 
+from skyrl_gym.syntax_trees import parse_source
 from skyrl_gym.tools.core import ToolGroup, tool
 
 MAX_EXPRESSION_LENGTH = 200
@@ -59,7 +60,7 @@ def evaluate_expression(expression: str) -> Number:
     if not _ALLOWED.fullmatch(text):
         raise CalculatorError("only numbers, + - * / // % ** and parentheses are allowed")
     try:
-        return _evaluate(ast.parse(text, mode="eval").body)
+        return _evaluate(parse_source(text, mode="eval").body)
     except (SyntaxError, RecursionError, MemoryError) as failure:
         raise CalculatorError("not an arithmetic expression") from failure
     except ZeroDivisionError as failure:

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_gym.sandbox import Limits, Sandbox, make_sandbox
+from skyrl_gym.sandbox import Limits, Sandbox, deletion, make_sandbox
 from skyrl_gym.sandbox.docker import KEEPER, Container, DockerSandbox
 
 from ..sandboxed import processes_with
@@ -555,6 +555,7 @@ def test_a_hostile_program_is_contained(walled, host, program):
     host.check()
     assert walled.exec(["echo", "well"]).stdout == "well\n" or result.outcome == "workspace"
     walled.close()
+    deletion.left_folders.wait()  # thousands of folders may take longer than `close` waits
     assert traces() == []
 
 

@@ -141,7 +141,7 @@ def test_the_help_names_every_setting_with_its_meaning():
     text = help_text()
     for name in vars(MismatchConfig()):
         assert f"mismatch.{name}=" in text
-    assert "The command ends with exit code 1" in text
+    assert "the command ends with exit code 1" in text
 
 
 def test_a_path_without_a_model_is_refused_in_one_line():

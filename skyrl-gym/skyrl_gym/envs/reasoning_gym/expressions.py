@@ -6,6 +6,8 @@ A whitelist of syntax, and bounds on what evaluating it can cost.
 import ast
 from collections.abc import Set
 
+from skyrl_gym.syntax_trees import parse_source
+
 _TRIGONOMETRIC = ("sin", "cos", "tan", "cot", "sec", "csc")
 FUNCTIONS = frozenset(
     {*_TRIGONOMETRIC, *(f"a{name}" for name in _TRIGONOMETRIC), "sinh", "cosh", "tanh", "asinh", "acosh", "atanh"}
@@ -36,7 +38,7 @@ def is_literal(text: str) -> bool:
 def names_in(text: str) -> frozenset[str]:
     """Return the names that an expression uses; none if it is not an expression."""
     try:
-        tree = ast.parse(text.strip(), mode="eval")
+        tree = parse_source(text.strip(), mode="eval")
     except _PARSE_ERRORS:
         return frozenset()
     return frozenset(node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
@@ -52,7 +54,7 @@ def why_not_expression(text: str, names: Set[str], max_nodes: int, max_power: fl
         max_power: bound on exponents, multiplied along nested powers
     """
     try:
-        tree = ast.parse(text.strip(), mode="eval")
+        tree = parse_source(text.strip(), mode="eval")
         nodes = list(ast.walk(tree))
         if len(nodes) > max_nodes:
             return f"the expression is longer than {max_nodes} parts"

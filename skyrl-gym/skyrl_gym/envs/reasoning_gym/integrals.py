@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from skyrl_gym.envs.reasoning_gym.expressions import CONSTANTS
+from skyrl_gym.syntax_trees import parse_source
 
 Mp = Any
 """Numbers and contexts of mpmath, which has no types."""
@@ -71,7 +72,7 @@ def _try(function: Callable[[Mp], Mp], point: float, context: Mp) -> Mp:
 
 
 def _function(formula: str, variable: str, context: Mp) -> Callable[[Mp], Mp]:
-    tree = ast.parse(formula.strip(), mode="eval").body
+    tree = parse_source(formula.strip(), mode="eval").body
     constants = {"pi": context.pi, "E": context.e, "C": context.mpf("0.61803")}
     assert set(constants) == CONSTANTS
     return lambda x: _value(tree, {**constants, variable: x}, context)

@@ -23,6 +23,7 @@ from functools import lru_cache
 
 from skyrl_gym.error import TaskError
 from skyrl_gym.graders.code.inside.names import ALIASES, BUILTINS, MODULES, global_names, usual_names
+from skyrl_gym.syntax_trees import parse_source
 
 # fmt: off
 HELPERS = frozenset({
@@ -139,7 +140,7 @@ def _kind(name: str) -> int:
 
 def _parse(source: str) -> ast.Module:
     try:
-        return ast.parse(source)
+        return parse_source(source)
     except (SyntaxError, ValueError, RecursionError) as failure:
         raise _not_python(source, failure) from failure
 

@@ -1,6 +1,5 @@
 """Test cases of an answer, and their forms in dataset rows."""
 
-import ast
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from typing import Any
 
 from skyrl_gym.error import TaskError
 from skyrl_gym.graders.code.answer_names import answer_names, needed_modules
+from skyrl_gym.syntax_trees import parse_source
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def _assert_tests(row: Mapping[str, Any], tests: Sequence[Any]) -> AssertTests:
         if not isinstance(text, str):
             raise TaskError(f"{name} must be Python code, as text; got {text!r:.200}")
         try:
-            ast.parse(text)
+            parse_source(text)
         except (SyntaxError, ValueError) as failure:
             raise TaskError(f"{name} must be Python code: {failure}; got {text!r:.200}") from failure
     parsed = AssertTests(tuple(tests), texts["entry_point"] or None, texts["prompt"], texts["setup"])
