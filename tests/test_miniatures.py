@@ -230,8 +230,8 @@ def test_mistakes_in_functions_fail_their_tests_and_repairs_pass(tmp_path: Path)
 
 
 def test_two_hops_of_the_search_miniature_need_two_searches():
-    """What a search for the question's subject shows holds the answer to one hop, and never that to two hops; a search
-    for what it says holds that."""
+    """A search for the question's subject finds the answer to one hop, and never that to two hops; a search for the
+    intermediate entity finds that."""
     search = load("search_r1")
     training, evaluation = search.questions()
     assert not {question.subject for question in training} & {question.subject for question in evaluation}
