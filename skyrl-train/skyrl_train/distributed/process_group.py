@@ -1,6 +1,5 @@
 """Joining the ranks of one actor group, on any device. Knows no model."""
 
-import os
 import socket
 from contextlib import closing
 from datetime import timedelta
@@ -41,12 +40,15 @@ def init_process_group(
                 f"rank {rank} of {world_size} cannot join a group: its process is in one of {dist.get_world_size()}"
             )
         return
-    # The default way to meet, `env://`, reads the address and the port from the environment.
-    os.environ.update(
-        MASTER_ADDR=master_address, MASTER_PORT=str(master_port), RANK=str(rank), WORLD_SIZE=str(world_size)
-    )
+    # Not `env://`: a child process that inherits RANK and MASTER_PORT (a tool, an experiment tracker) would take itself
+    # for a rank of this group when it imports a library that joins a group by its environment.
+    host = f"[{master_address}]" if ":" in master_address else master_address
     dist.init_process_group(
-        backend_of(device), rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_seconds)
+        backend_of(device),
+        init_method=f"tcp://{host}:{master_port}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_seconds),
     )
 
 

@@ -182,8 +182,10 @@ class _ServiceBackend:
             ) from error
         from accelerate import PartialState  # both import torch, which a run without a service may do later
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+        from accelerate.utils import clear_environment
 
-        PartialState(cpu=True)  # accelerate's loggers require it
+        with clear_environment():  # LOCAL_RANK, which DeepSpeed sets, would make it wait for other ranks
+            PartialState(cpu=True)  # accelerate's loggers require it
         self._name = name
         self._config = config
         self._has_warned = False
