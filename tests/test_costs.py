@@ -8,6 +8,8 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 MARKERS = {"process", "slow", "full", "gpu", "network"}
 STARTERS = {"ServerProcess", "EngineProcess", "ProcessRanks", "RayRanks", "initialize_ray", "RayWorkerGroup"}
@@ -33,6 +35,7 @@ def test_takes_processor_time():
 """
 
 
+@pytest.mark.slow
 def test_run_fails_when_tests_of_make_test_exceed_the_budget_of_their_file(tmp_path: Path):
     (tmp_path / "tests").mkdir()
     (tmp_path / "conftest.py").write_text((ROOT / "conftest.py").read_text())
@@ -65,6 +68,7 @@ def test_budgets_name_files_that_exist():
     assert all(seconds > budgets["default"] for seconds in budgets["files"].values())
 
 
+@pytest.mark.slow
 def test_tests_that_start_servers_or_ray_are_marked():
     unmarked = [f"{file.relative_to(ROOT)}::{name}" for file in TEST_FILES for name in unmarked_tests(file)]
     assert unmarked == [], "mark them process, slow or full"

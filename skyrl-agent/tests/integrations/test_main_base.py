@@ -17,6 +17,7 @@ from skyrl_agent.records import read_records
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
+pytestmark = pytest.mark.slow  # what all look at is a run of half a minute
 STEPS = 16
 TASK = {
     "agent_cls": "skyrl_agent.agents.react.ReActAgent",
@@ -144,7 +145,6 @@ async def test_the_same_file_runs_on_a_server(trained: Run):
     assert output["rollout_logprobs"] is not None
 
 
-@pytest.mark.slow
 def test_an_agent_trains_asynchronously(trained: Run, tmp_path: Path):
     """Every trajectory once an epoch, on tokens of the last two weight versions."""
     run = Run(tmp_path)

@@ -57,6 +57,7 @@ def nothing_is_left(sandboxed, tmp_path, monkeypatch):
 
 
 @EVERY_PLAN
+@pytest.mark.slow
 async def test_every_fault_in_every_stage(plan):
     runner = faulty_runner(plan)
     batch = [row(), *(row(stage, fault) for stage, fault, _ in CASES)]

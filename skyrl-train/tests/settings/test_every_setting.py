@@ -29,6 +29,7 @@ ROWS = [
 # The critic's backend, optimizer and adapters are the policy's with other settings: one of each section is tried daily.
 REPEATED = re.compile(
     r"trainer\.critic\.(fsdp_config|model\.lora|optimizer_config|megatron_config)\.(?!cpu_offload|rank|lr|context)"
+    r"|trainer\.(critic|ref)\.sequence_parallel_size"
 )
 
 

@@ -281,6 +281,7 @@ class CountingWorker(PolicyWorker):
 
 
 @pytest.mark.process
+@pytest.mark.slow
 async def test_ranks_upload_their_files_and_download_each_once(
     s3: ObjectStore, bucket: str, settings: Any, tmp_path: Path
 ):
@@ -376,6 +377,7 @@ def finish(cfg: SkyRLConfig, store: ObjectStore) -> None:
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_run_killed_during_an_upload_goes_on_from_the_checkpoint_before(
     s3: ObjectStore, bucket: str, settings: Any, tmp_path: Path
 ):

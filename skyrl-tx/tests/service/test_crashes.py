@@ -18,6 +18,7 @@ NUM_SEQS = 90
 
 @pytest.mark.process
 @pytest.mark.parametrize("seed", [0])
+@pytest.mark.slow
 def test_kill_9_at_random_moments_changes_no_result(tmp_path: Path, seed: int):
     _kill_again_and_again(tmp_path, seed, kills=6)
 

@@ -74,7 +74,7 @@ async def crash(service: TinkerService) -> None:
     await service._store.close()
 
 
-@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("together", [True, pytest.param(False, marks=pytest.mark.slow)])
 async def test_a_request_that_takes_the_server_along_is_found_after_its_restarts(tmp_path: Path, together: bool):
     for life in range(DEATHS_TO_BE_SUSPECTED + 1):
         service = make_service(tmp_path)
@@ -130,7 +130,7 @@ async def test_an_engine_that_hangs_is_replaced(alice: Client):
 
 
 @pytest.mark.usefixtures("suspected_at_once")
-@pytest.mark.parametrize("what", ["training pass", "step of sampling"])
+@pytest.mark.parametrize("what", ["training pass", pytest.param("step of sampling", marks=pytest.mark.slow)])
 async def test_an_engine_that_is_at_one_pass_for_ever_is_replaced(tmp_path: Path, what: str):
     async with running(tmp_path, timeouts=replace(TIMEOUTS, turn=0.5)) as service:
         alice = await Client(service).begin()
