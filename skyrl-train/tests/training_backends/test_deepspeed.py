@@ -25,6 +25,14 @@ from skyrl_train_testing.tiny_models import tiny_qwen3
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="the extra `deepspeed` is not installed")
 STAGES = (0, 1, 2, 3)
+
+
+def stages(*slow: int, among: tuple[int, ...] = STAGES) -> pytest.MarkDecorator:
+    """Parametrize by stages: those given are slow, the others of `among` are full."""
+    marks = {stage: pytest.mark.slow if stage in slow else pytest.mark.full for stage in among}
+    return pytest.mark.parametrize("stage", [pytest.param(stage, marks=mark) for stage, mark in marks.items()])
+
+
 ADAPTERS = {"model": {"lora": {"rank": 4}}}
 OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
 
@@ -86,9 +94,23 @@ DIVISIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("division", DIVISIONS)
-@pytest.mark.parametrize("stage", STAGES)
+# One division of each stage; `full` has the product.
+CHOSEN = {
+    (0, "critic with adapters"),
+    (1, "critic, recomputed, padded rows"),
+    (2, "one rank"),
+    (3, "adapters, shared sequences"),
+}
+
+
+@pytest.mark.parametrize(
+    ("stage", "division"),
+    [
+        pytest.param(stage, division, marks=pytest.mark.slow if (stage, division) in CHOSEN else pytest.mark.full)
+        for stage in STAGES
+        for division in DIVISIONS
+    ],
+)
 def test_layout_equals_one_rank_of_fsdp2(ranks: BackendRanks, model: str, stage: int, division: str):
     check_layout(ranks, model, layout(stage, **DIVISIONS[division]))
 
@@ -98,33 +120,34 @@ def mixture(save_mixture: Callable[..., str], tmp_path_factory: pytest.TempPathF
     return save_mixture(tmp_path_factory.mktemp("models") / "mixture", scale=2.0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("stage", "num_ranks"), [*((stage, 2) for stage in STAGES), (1, 1), (3, 1)])
+@pytest.mark.parametrize(
+    ("stage", "num_ranks"),
+    [
+        pytest.param(stage, ranks, marks=pytest.mark.slow if (stage, ranks) in {(1, 2), (3, 2)} else pytest.mark.full)
+        for stage, ranks in [*((stage, 2) for stage in STAGES), (1, 1), (3, 1)]
+    ],
+)
 def test_mixture_of_experts(ranks: BackendRanks, mixture: str, stage: int, num_ranks: int):
     check_layout(ranks, mixture, layout(stage, num_ranks))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 3])
+@stages(3, among=(0, 3))
 def test_reference_scores_as_fsdp2(ranks: BackendRanks, model: str, stage: int):
     check_layout(ranks, model, layout(stage, model="ref"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@stages(3, among=(1, 2, 3))
 def test_offload_to_host_memory_trains_the_same(ranks: BackendRanks, model: str, stage: int):
     zero = OFFLOAD | ({"offload_param": {"device": "cpu"}} if stage == 3 else {})
     check_layout(ranks, model, layout(stage, zero=zero, micro_batch_size=1))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", STAGES)
+@stages(2)
 def test_bfloat16_stays_within_its_tolerance(ranks: BackendRanks, model: str, stage: int):
     check_layout(ranks, model, layout(stage, bf16=True), tolerance=BFLOAT16)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@stages(1, among=(1, 2, 3))
 def test_bfloat16_parameters_stay_within_its_tolerance(ranks: BackendRanks, model: str, stage: int):
     """The float32 weights of the optimizer begin as the rounded ones."""
     own = {"deepspeed_config": {"torch_autocast": {"enabled": False}}}
@@ -132,8 +155,13 @@ def test_bfloat16_parameters_stay_within_its_tolerance(ranks: BackendRanks, mode
     check_layout(ranks, model, layout(stage, own=own, bf16=True), tolerance=rounded)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("own", [{}, ADAPTERS], ids=["all weights", "adapters"])
+@pytest.mark.parametrize(
+    "own",
+    [
+        pytest.param({}, id="all weights", marks=pytest.mark.slow),
+        pytest.param(ADAPTERS, id="adapters", marks=pytest.mark.full),
+    ],
+)
 def test_run_goes_on_under_another_stage_strategy_and_number_of_ranks(
     ranks: BackendRanks, model: str, own: dict[str, Any]
 ):
@@ -162,8 +190,7 @@ def weights_with_and_without_moving(backend: Any, layout: Layout) -> list[dict[s
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", STAGES)
+@stages(1, 3)
 def test_state_in_host_memory_comes_back(ranks: BackendRanks, model: str, stage: int):
     division = layout(stage)
     for stayed, moved in ranks.run(division, model, weights_with_and_without_moving, division):
@@ -183,8 +210,13 @@ def taken_over_and_loaded(backend: Any, layout: Layout, other: str) -> list[dict
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "stage"), [("ref", 0), ("ref", 3), ("policy", 0), ("policy", 1), ("policy", 3)])
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [
+        pytest.param(name, stage, marks=pytest.mark.slow if (name, stage) == ("policy", 3) else pytest.mark.full)
+        for name, stage in [("ref", 0), ("ref", 3), ("policy", 0), ("policy", 1), ("policy", 3)]
+    ],
+)
 def test_weights_of_another_model_are_taken_over(
     ranks: BackendRanks, model: str, tiny_model: str, name: str, stage: int
 ):
@@ -282,16 +314,22 @@ def moments_forgotten(*args: Any) -> Any:
     return backend
 
 
-@pytest.mark.slow
+FAULTS = [  # the first four are slow, the others full
+    (boundary_at_every_backward, 2, "agreement"),
+    (last_rank_dropped, 3, "agreement"),
+    (steps_on_broken_gradients, 2, "skipped_update"),
+    (moments_forgotten, 1, "deterministic"),
+    (boundary_at_every_backward, 1, "agreement"),
+    (doubled_scaling, 3, "agreement"),
+    *((last_rank_dropped, stage, "agreement") for stage in (0, 1, 2)),
+]
+
+
 @pytest.mark.parametrize(
     ("fault", "stage", "invariance"),
     [
-        (boundary_at_every_backward, 1, "agreement"),
-        (boundary_at_every_backward, 2, "agreement"),
-        (doubled_scaling, 3, "agreement"),
-        (steps_on_broken_gradients, 2, "skipped_update"),
-        (moments_forgotten, 1, "deterministic"),
-        *((last_rank_dropped, stage, "agreement") for stage in STAGES),
+        pytest.param(*fault, marks=pytest.mark.slow if number < 4 else pytest.mark.full)
+        for number, fault in enumerate(FAULTS)
     ],
 )
 def test_check_names_a_planted_fault(

@@ -57,8 +57,13 @@ def test_two_fsdp2_ranks_equal_one(ranks: BackendRanks, tiny_model: str):
     check_layout(ranks, tiny_model, Layout(2))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FSDP2)
+# Parts of these are a member of their own.
+FULL_LAYOUTS = {"two ranks, sequence parallel", "two replicas of two ranks", "padded rows", "a reference"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full if name in FULL_LAYOUTS else pytest.mark.slow) for name in FSDP2]
+)
 def test_fsdp2_layout_equals_one_rank(ranks: BackendRanks, tiny_model: str, name: str):
     check_layout(ranks, tiny_model, FSDP2[name])
 
@@ -88,7 +93,7 @@ def test_training_goes_on_under_every_other_backend(ranks: BackendRanks, larger_
     check_resuming(ranks, larger_model, BACKENDS)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", BACKENDS)
 def test_bfloat16_stays_within_its_tolerance(ranks: BackendRanks, larger_model: str, name: str):
     layout = BACKENDS[name]
@@ -177,8 +182,13 @@ REPLAYING = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", REPLAYING)
+FULL_REPLAYS = {"deepspeed, stage 0", "megatron, two stages", "megatron, experts dealt"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.full if name in FULL_REPLAYS else pytest.mark.slow) for name in REPLAYING],
+)
 def test_routes_are_replayed_as_under_fsdp2(ranks: BackendRanks, mixture: str, name: str):
     whole = Layout(1, {"policy": {"routing_replay": "R2"}})
     [expected] = ranks.run(whole, mixture, replay_other_routes, whole)
@@ -261,9 +271,9 @@ def test_check_names_a_transposed_expert(ranks: BackendRanks, mixture: str):
     [
         (GradientOfOneRank, "agreement"),
         pytest.param(LastMicroBatchOnly, "agreement", marks=pytest.mark.slow),
-        pytest.param(StepsWithNan, "skipped_update", marks=pytest.mark.slow),
+        pytest.param(StepsWithNan, "skipped_update", marks=pytest.mark.full),
         pytest.param(ForgottenMoments, "deterministic", marks=pytest.mark.slow),
-        pytest.param(HalfOfTheRows, "agreement", marks=pytest.mark.slow),
+        pytest.param(HalfOfTheRows, "agreement", marks=pytest.mark.full),
     ],
 )
 def test_check_names_a_planted_fault(ranks: BackendRanks, tiny_model: str, fault: type[FSDP2Backend], invariance: str):

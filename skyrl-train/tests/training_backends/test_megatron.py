@@ -101,48 +101,54 @@ def test_two_ranks_of_each_layer_equal_one_of_fsdp2(models: dict[str, str], rank
     check_layout(ranks, models["dense"], layout(2, **TENSOR))
 
 
-@pytest.mark.slow
+LAYOUTS = [  # slow: each kind of division once; what the model's family or a combination adds is full
+    ("dense", layout(2)),
+    ("dense", layout(4, **TENSOR, **STAGES)),
+    ("mixture", layout(2, **TENSOR, **EXPERTS)),
+    ("untied", layout(2, model="critic", recompute=True)),
+    ("half mixture", layout(2, **STAGES)),
+]
+OTHER_LAYOUTS = [
+    ("dense", layout(2, **STAGES)),
+    ("dense", layout(2, **TENSOR, recompute=True)),
+    (
+        "dense",
+        layout(
+            2,
+            **STAGES,
+            recompute=True,
+            transformer_config_kwargs={
+                "recompute_granularity": "selective",
+                "recompute_method": None,
+                "recompute_num_layers": None,
+            },
+        ),
+    ),
+    (
+        "three layers",
+        layout(2, **STAGES, transformer_config_kwargs={"num_layers_in_first_pipeline_stage": 1}),
+    ),
+    ("untied", layout(2, **STAGES)),
+    ("llama", layout(2, **STAGES)),
+    ("qwen2", layout(2, **TENSOR)),
+    ("untied", layout(4, **TENSOR)),
+    ("mixture", layout(2)),
+    ("mixture", layout(2, **TENSOR)),
+    ("mixture", layout(2, **EXPERTS)),
+    ("mixture", layout(4, **STAGES, **EXPERTS)),
+    ("mixture", layout(4, **TENSOR, **EXPERTS)),
+    ("dense", layout(4, **TENSOR, **STAGES, model="critic")),
+    ("mixture", layout(2, **TENSOR, **EXPERTS, model="critic")),
+    ("dense", layout(4, **TENSOR, **STAGES, model="ref")),
+]
+
+
 @pytest.mark.parametrize(
     ("model", "division"),
     [
-        ("dense", layout(2)),
-        ("dense", layout(2, **STAGES)),
-        ("dense", layout(4, **TENSOR, **STAGES)),
-        ("dense", layout(2, **TENSOR, recompute=True)),
-        (
-            "dense",
-            layout(
-                2,
-                **STAGES,
-                recompute=True,
-                transformer_config_kwargs={
-                    "recompute_granularity": "selective",
-                    "recompute_method": None,
-                    "recompute_num_layers": None,
-                },
-            ),
-        ),
-        (
-            "three layers",
-            layout(2, **STAGES, transformer_config_kwargs={"num_layers_in_first_pipeline_stage": 1}),
-        ),
-        ("untied", layout(2, **STAGES)),
-        ("llama", layout(2, **STAGES)),
-        ("qwen2", layout(2, **TENSOR)),
-        ("untied", layout(4, **TENSOR)),
-        ("mixture", layout(2)),
-        ("mixture", layout(2, **TENSOR)),
-        ("mixture", layout(2, **EXPERTS)),
-        ("mixture", layout(2, **TENSOR, **EXPERTS)),
-        ("mixture", layout(4, **STAGES, **EXPERTS)),
-        ("mixture", layout(4, **TENSOR, **EXPERTS)),
-        ("half mixture", layout(2, **STAGES)),
-        ("dense", layout(4, **TENSOR, **STAGES, model="critic")),
-        ("untied", layout(2, model="critic", recompute=True)),
-        ("mixture", layout(2, **TENSOR, **EXPERTS, model="critic")),
-        ("dense", layout(4, **TENSOR, **STAGES, model="ref")),
+        *(pytest.param(*each, id=str(each), marks=pytest.mark.slow) for each in LAYOUTS),
+        *(pytest.param(*each, id=str(each), marks=pytest.mark.full) for each in OTHER_LAYOUTS),
     ],
-    ids=str,
 )
 def test_layout_equals_one_rank_of_fsdp2(model: str, division: Layout, models: dict[str, str], ranks: BackendRanks):
     # Values are no log-probs: terms of their sum cancel, and at the third step the rounding of the first shows in it.
