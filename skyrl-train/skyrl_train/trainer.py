@@ -48,6 +48,7 @@ from skyrl_train.rollouts.metrics import scores_of_groups, version_lag_metrics
 from skyrl_train.rollouts.trajectory_rows import trajectory_rows
 from skyrl_train.rollouts.types import RolloutBatch
 from skyrl_train.step_plan import ModelShape, model_shape, needs_old_log_probs, step_plan
+from skyrl_train.run_record import WeightRecord, batch_fingerprints
 from skyrl_train.training_batch import TrainingInputBatch
 from skyrl_train.training_run import TrainingRun, num_training_steps
 from skyrl_train.types import PromptRow
@@ -101,6 +102,7 @@ class RayPPOTrainer(TrainingRun):
         """Version of the engines' weights: the number of training steps before them."""
         self._epochs_before = 0
         self._warned_of_negative_groups = False
+        self._weight_record = WeightRecord()
         self.reward_kl_controller = _reward_kl_controller(cfg)
         self._skipped = {name: skipped_updates(name, cfg) for name in ("policy", "critic")}
         self._build_dataloaders()
@@ -152,6 +154,7 @@ class RayPPOTrainer(TrainingRun):
         with self.timed("sync_weights"):
             await self.sync_weights()
         if self.global_step == 0 and self.cfg.trainer.eval_before_train and self.eval_dataloader is not None:
+        self.write_fingerprints()
             await self.evaluate()
             self.log()
         self.all_metrics, self.all_timings = {}, {}
@@ -217,6 +220,8 @@ class RayPPOTrainer(TrainingRun):
         metrics = await self.publisher.publish(self.weight_version)
         self.all_metrics |= {f"weight_sync/{name}": value for name, value in metrics.items()}
 
+        if self.cfg.trainer.dump_trajectories and self.publisher.fingerprints:
+            self.fingerprints["weights"] = self._weight_record.record(self.publisher.fingerprints)
     async def update_ref_with_policy(self) -> None:
         """Replace the reference model by the current policy (`update_ref_every_epoch`)."""
         with self.timed("update_ref_with_policy"):
@@ -437,6 +442,8 @@ class RayPPOTrainer(TrainingRun):
         return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
     # ---- evaluation, state in checkpoints
+        if trainer.dump_trajectories:
+            self.fingerprints["batch"] = batch_fingerprints(batch)
 
     async def evaluate(self) -> None:
         """Evaluate the current policy on the evaluation set, if there is one."""

@@ -18,6 +18,8 @@ from skyrl_train.curve_bands import CurveWatch, read_bands
 from skyrl_train.dataset.dataloader import Dataset
 from skyrl_train.orchestration.actor_group import ActorGroup
 from skyrl_train.provenance import Change, Provenance, changes_between, check_changes, lines_of
+from skyrl_train.run_record import describe_start
+from skyrl_train.types import JsonObject
 from skyrl_train.utils.io import write_atomically
 from skyrl_train.utils.run_folder import RunFolder
 from skyrl_train.utils.storage import Place, check_access, location
@@ -51,6 +53,8 @@ class TrainingRun(ABC):
         self.total_training_steps = 0
         self.all_metrics: dict[str, float | None] = {}
         self.all_timings: dict[str, float] = {}
+        self.fingerprints: JsonObject = {}
+        """Hashes of the step's batch and weights, for comparisons with other runs."""
 
     # ---- a subclass defines these
 
@@ -112,8 +116,15 @@ class TrainingRun(ABC):
         if self.curve_watch is not None:
             self.all_metrics |= self.curve_watch.observe(self.global_step, self.all_metrics)
         timings = {f"timing/{name}": seconds for name, seconds in self.all_timings.items()}
+        self.write_fingerprints()
         self.tracker.log(self.all_metrics | timings, step=self.global_step, commit=True)
         self.all_metrics, self.all_timings = {}, {}
+
+    def write_fingerprints(self) -> None:
+        """Write the hashes that were noted since the last time, if any."""
+        if self.fingerprints:
+            self.run_folder.append_fingerprints(self.global_step, self.fingerprints)
+        self.fingerprints = {}
 
     # ---- checkpoints, exports
 
@@ -151,6 +162,7 @@ class TrainingRun(ABC):
             self.checkpoints.rename_later(than=None)
             await self.load_more(None)
             self.run_folder.truncate_after(-1)
+            self._record_start()
             return
         folder = found.folder
         with (
@@ -165,6 +177,7 @@ class TrainingRun(ABC):
         self.load_state(state)
         self.global_step = extract_step_from_path(folder)
         self.run_folder.truncate_after(self.global_step)
+        self._record_start()
         if self.curve_watch is not None:
             self.curve_watch.replay(self.run_folder.read_metrics())
         logger.info(f"resumed after step {self.global_step} from {folder}")
@@ -172,6 +185,11 @@ class TrainingRun(ABC):
             logger.warning(f"settings differ from those of that checkpoint:{lines_of(changes)}")
         if self.global_step >= self.total_training_steps:
             logger.info(finished_message(folder, self.total_training_steps))
+
+    def _record_start(self) -> None:
+        """Record what this start is made of."""
+        start = describe_start(self.cfg, self.train_dataset, self.tokenizer)
+        self.run_folder.append_start(self.global_step, start)
 
     async def save_hf_model(self) -> None:
         """Export the trained models as `transformers` loads them, to `<export_path>/global_step_N/policy` (and

@@ -7,7 +7,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 
 from loguru import logger
@@ -69,6 +69,8 @@ class WeightPublisher:
         self._num_published = 0
         self._infos: list[EngineInfo] = []
         self._expected: LogProbs | None = None
+        self.fingerprints: Mapping[str, int] = {}
+        """Fingerprints of the tensors of the last sync; none without verification."""
         formats = (cfg.generator.model_dtype, "bfloat16" if cfg.trainer.bf16 else "float32")
         self._tolerance = CanaryTolerance(formats, cfg.generator.weight_sync_canary_tolerance)
         self._lock = asyncio.Lock()
@@ -124,9 +126,9 @@ class WeightPublisher:
         paused = time.monotonic()
         await self._client.pause_generation(self._pause)
         if self._adapters_alone:
-            metrics = await self._load_adapters(staged)
+            metrics, self.fingerprints = await self._load_adapters(staged), staged
         else:
-            metrics, *_ = await self._policy.call_all("send_weights", self._version)
+            (metrics, self.fingerprints), *_ = await self._policy.call_all("send_weights", self._version)
         if self._kv_after_sync != "keep":
             await self._client.reset_prefix_cache()
         await self._client.resume_generation()

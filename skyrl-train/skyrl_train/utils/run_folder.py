@@ -2,7 +2,9 @@
 
     config.yaml                          the resolved configuration of the newest start
     config_1.yaml …                      those of earlier starts that differ, the oldest first
+    starts.jsonl                         what each start was made of: versions, machine, data, tokenizer, environments
     metrics.jsonl                        one JSON object a line: step, time (Unix seconds), and the metrics
+    fingerprints.jsonl                   hashes of each step's batch and of the weights after it
     trajectories/train_step_000012.jsonl one readable JSON object a trajectory
     trajectories/eval_step_000010.jsonl
     rollouts/journal.jsonl               finished groups that are not trained yet (asynchronous training)
@@ -14,6 +16,7 @@
 Knows neither trainer nor generator: rows are dictionaries.
 """
 
+import hashlib
 import itertools
 import json
 import math
@@ -67,6 +70,16 @@ class RunFolder:
     @property
     def metrics_path(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def starts_path(self) -> Path:
+        """File of what each start was made of."""
+        return self.path / "starts.jsonl"
+
+    @property
+    def fingerprints_path(self) -> Path:
+        """File of the hashes of each step's batch and weights."""
+        return self.path / "fingerprints.jsonl"
 
     @property
     def trajectories_folder(self) -> Path:
@@ -125,6 +138,15 @@ class RunFolder:
         values = {name: self._finite(name, _plain_value(name, value)) for name, value in metrics.items()}
         _append_line(self.metrics_path, _json_line({"step": int(step), "time": round(time.time(), 3)} | values))
 
+    def append_start(self, step: int, record: JsonObject) -> None:
+        """Append what a start is made of, with a hash of its configuration. Args: `step`, after which it goes on."""
+        config = {"config": config_hash(self.config_path.read_bytes())} if self.config_path.exists() else {}
+        _append_line(self.starts_path, _json_line({"step": step, "time": round(time.time(), 3)} | config | record))
+
+    def append_fingerprints(self, step: int, record: JsonObject) -> None:
+        """Append hashes of a step."""
+        _append_line(self.fingerprints_path, _json_line({"step": step} | record))
+
     def append_timeline(self, step: int, record: JsonObject) -> None:
         """Append what ran when in a step of asynchronous training, on disk when this returns."""
         _append_line(self.timeline_path, _json_line({"step": step} | record))
@@ -180,7 +202,7 @@ class RunFolder:
 
         Killed in the middle of this, calling it again finishes the work.
         """
-        for path in (self.metrics_path, self.timeline_path):
+        for path in (self.metrics_path, self.timeline_path, self.starts_path, self.fingerprints_path):
             if path.exists():
                 kept = (line for line, row in read_json_lines(path) if row["step"] <= step)
                 write_atomically(path, b"".join(kept))
@@ -199,6 +221,11 @@ class RunFolder:
             self._warned.add(name)
             logger.warning(f"{name} is not a finite number; it is written as null (said once)")
         return found
+
+
+def config_hash(text: bytes) -> str:
+    """Return the hash by which a start names its configuration."""
+    return hashlib.sha256(text).hexdigest()[:12]
 
 
 def _append_line(path: Path, line: bytes) -> None:

@@ -49,7 +49,7 @@ class RankPart:
         if buckets is not None:
             payloads = payloads_of(buckets, self._most_bytes)
             in_lockstep(self._ranks, payloads, lambda payload, index: self._writer.write(payload, version, index))
-        return SyncResult(metrics={}, reports=[])
+        return SyncResult(metrics={}, reports=[], fingerprints={})
 
     def close(self) -> None:
         self._writer.close()

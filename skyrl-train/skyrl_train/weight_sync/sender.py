@@ -46,6 +46,8 @@ class SyncResult:
     """`bytes` of the tensors, `payload_bytes` that travelled to each engine, `buckets`, and `<phase>_seconds`."""
     reports: list[WeightReport]
     """Report of each engine about its weights."""
+    fingerprints: dict[str, int]
+    """Fingerprint of each tensor that was sent; none without verification."""
 
 
 def needs_staging(init_info: WeightSyncInitInfo) -> bool:
@@ -160,7 +162,8 @@ class WeightSender:
             self._writer.finish(version)
         seconds = {f"{phase}_seconds": value for phase, value in self._seconds.items()}
         shares = {} if self._verification == "off" else self._shares_read(reports)
-        return SyncResult(metrics=sums | seconds | shares | {"send_seconds": perf_counter() - began}, reports=reports)
+        metrics = sums | seconds | shares | {"send_seconds": perf_counter() - began}
+        return SyncResult(metrics=metrics, reports=reports, fingerprints=expected)
 
     def close(self) -> None:
         if self._writer is not None:

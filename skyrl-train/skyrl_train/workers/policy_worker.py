@@ -148,13 +148,14 @@ class PolicyWorker(Worker):
         if self._stages:
             self._connected.stage(self._buckets(), version)
 
-    def send_weights(self, version: int) -> dict[str, float]:
+    def send_weights(self, version: int) -> tuple[dict[str, float], dict[str, int]]:
         """Send the weights to every engine and compare fingerprints. A collective.
 
         Returns:
-            on rank 0, the metrics of doing so.
+            on rank 0, the metrics of doing so, and the fingerprint of each tensor.
         """
-        return self._connected.send(None if self._stages else self._buckets(), version).metrics
+        result = self._connected.send(None if self._stages else self._buckets(), version)
+        return result.metrics, result.fingerprints
 
     def write_adapters(self, version: int) -> dict[str, int]:
         """Write the adapters alone, for engines to load, and delete older ones. A collective.
