@@ -15,7 +15,7 @@ PACKAGE = REPOSITORY / "skyrl-train" / "skyrl_train"
 
 LAYERS = [
     {"errors", "types", "env_vars", "config"},
-    {"training_batch", "expert_routes", "utils"},
+    {"training_batch", "expert_routes", "kept_tokens", "utils"},
     {"algorithms"},
     {"models", "distributed"},
     {"weight_sync"},
@@ -30,6 +30,7 @@ LAYERS = [
         "checkpoints",
         "checkpoint_saver",
         "provenance",
+        "run_record",
         "curve_bands",
         "batch_preparation",
         "mismatch",
@@ -37,7 +38,7 @@ LAYERS = [
         "supervised",
     }
     | {"trainer", "training_run", "fully_async_trainer", "distillation_trainer", "teachers"},
-    {"entrypoints", "report"},
+    {"entrypoints", "report", "dashboard", "diff"},
 ]
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}
 

@@ -91,6 +91,8 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
         experiment = self.provenance.defining()
         if self.cfg.trainer.policy.routing_replay == "R3":
             experiment["expert_routes"] = True  # groups of a run without them cannot be trained in one with them
+        if self.cfg.trainer.policy.sampling_mask_replay:
+            experiment["kept_tokens"] = True
         journal = RolloutJournal(self.run_folder.journal_path, experiment)
         if self.cfg.trainer.resume_mode == "none":
             journal.discard()

@@ -32,6 +32,7 @@ from skyrl_train.evaluate import evaluate
 from skyrl_train.generators.base import GeneratorInput, GeneratorInterface, request_rollouts
 from skyrl_train.generators.inputs import prepare_generator_input
 from skyrl_train.generators.sampling import get_sampling_params
+from skyrl_train.inference_engines.base import SamplingKeywords
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
 from skyrl_train.orchestration.actor_group import ActorGroup
 from skyrl_train.orchestration.batch_calls import forward, forward_recording_routes, train_on_batch
@@ -41,14 +42,14 @@ from skyrl_train.orchestration.schedule import Schedule
 from skyrl_train.orchestration.skipped_updates import skipped_updates
 from skyrl_train.orchestration.step_metrics import first_ratio_metrics, step_metrics
 from skyrl_train.orchestration.weight_publisher import WeightPublisher
-from skyrl_train.rollouts.collate import collate
+from skyrl_train.rollouts.collate import collate, kept_token_metrics
 from skyrl_train.rollouts.dynamic_sampling import sample_batch, with_unique_uids
 from skyrl_train.rollouts.faults import LengthLimits, record_faults
 from skyrl_train.rollouts.metrics import scores_of_groups, version_lag_metrics
 from skyrl_train.rollouts.trajectory_rows import trajectory_rows
 from skyrl_train.rollouts.types import RolloutBatch
-from skyrl_train.step_plan import ModelShape, model_shape, needs_old_log_probs, step_plan
 from skyrl_train.run_record import WeightRecord, batch_fingerprints
+from skyrl_train.step_plan import ModelShape, model_shape, needs_old_log_probs, step_plan
 from skyrl_train.training_batch import TrainingInputBatch
 from skyrl_train.training_run import TrainingRun, num_training_steps
 from skyrl_train.types import PromptRow
@@ -101,8 +102,8 @@ class RayPPOTrainer(TrainingRun):
         self.weight_version = 0
         """Version of the engines' weights: the number of training steps before them."""
         self._epochs_before = 0
-        self._warned_of_negative_groups = False
         self._weight_record = WeightRecord()
+        self._warned_of_negative_groups = False
         self.reward_kl_controller = _reward_kl_controller(cfg)
         self._skipped = {name: skipped_updates(name, cfg) for name in ("policy", "critic")}
         self._build_dataloaders()
@@ -153,8 +154,8 @@ class RayPPOTrainer(TrainingRun):
         await self.load_checkpoint()
         with self.timed("sync_weights"):
             await self.sync_weights()
-        if self.global_step == 0 and self.cfg.trainer.eval_before_train and self.eval_dataloader is not None:
         self.write_fingerprints()
+        if self.global_step == 0 and self.cfg.trainer.eval_before_train and self.eval_dataloader is not None:
             await self.evaluate()
             self.log()
         self.all_metrics, self.all_timings = {}, {}
@@ -219,9 +220,9 @@ class RayPPOTrainer(TrainingRun):
         self.weight_version = self.global_step
         metrics = await self.publisher.publish(self.weight_version)
         self.all_metrics |= {f"weight_sync/{name}": value for name, value in metrics.items()}
-
         if self.cfg.trainer.dump_trajectories and self.publisher.fingerprints:
             self.fingerprints["weights"] = self._weight_record.record(self.publisher.fingerprints)
+
     async def update_ref_with_policy(self) -> None:
         """Replace the reference model by the current policy (`update_ref_every_epoch`)."""
         with self.timed("update_ref_with_policy"):
@@ -290,7 +291,7 @@ class RayPPOTrainer(TrainingRun):
         generator_input, _ = prepare_generator_input(
             prompts,
             generator.n_samples_per_prompt,
-            get_sampling_params(generator.sampling_params),
+            self._sampling_keywords(),
             self.cfg.environment.env_class,
             "train",
             step,
@@ -298,6 +299,11 @@ class RayPPOTrainer(TrainingRun):
             weight_version=self.weight_version,
         )
         return generator_input
+
+    def _sampling_keywords(self) -> SamplingKeywords:
+        """Return the engines' keywords for rollouts that train."""
+        params = get_sampling_params(self.cfg.generator.sampling_params)
+        return params | {"return_kept_tokens": True} if self.cfg.trainer.policy.sampling_mask_replay else params
 
     def _record(self, rollouts: RolloutBatch) -> None:
         """Record metrics of the rollouts, write trajectories to disk, log an example every `print_example_interval`
@@ -324,8 +330,16 @@ class RayPPOTrainer(TrainingRun):
 
     def convert_to_training_input(self, rollouts: RolloutBatch) -> TrainingInputBatch:
         """Collate trajectories into padded tensors (see `collate`)."""
-        with_routes = self.cfg.trainer.policy.routing_replay == "R3"
-        return collate(rollouts, self.tokenizer, self.global_step, with_routes=with_routes)
+        policy = self.cfg.trainer.policy
+        batch = collate(
+            rollouts,
+            self.tokenizer,
+            self.global_step,
+            with_routes=policy.routing_replay == "R3",
+            with_kept_tokens=policy.sampling_mask_replay,
+        )
+        self.all_metrics |= kept_token_metrics(batch)
+        return batch
 
     async def fwd_logprobs_values_reward(self, batch: TrainingInputBatch) -> TrainingInputBatch:
         """Compute `base_action_log_probs` (reference model), `values` (critic) and `action_log_probs` (policy before
@@ -428,6 +442,8 @@ class RayPPOTrainer(TrainingRun):
         if update.old_log_probs is not None:
             batch["action_log_probs"] = update.old_log_probs
             self.all_metrics |= rollout_mismatch_metrics(batch)
+        if trainer.dump_trajectories:
+            self.fingerprints["batch"] = batch_fingerprints(batch)
         self.all_metrics |= step_metrics("policy", update.losses, update.steps)
         self.all_metrics |= self._skipped["policy"].count(update, batch, is_last_step=self.is_last_step())
         tolerance = algorithm.first_ratio_tolerance or (0.2 if trainer.bf16 else 1e-4)
@@ -442,8 +458,6 @@ class RayPPOTrainer(TrainingRun):
         return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
     # ---- evaluation, state in checkpoints
-        if trainer.dump_trajectories:
-            self.fingerprints["batch"] = batch_fingerprints(batch)
 
     async def evaluate(self) -> None:
         """Evaluate the current policy on the evaluation set, if there is one."""

@@ -201,7 +201,8 @@ class TrainingInputBatch(TensorBatch):
     wrote. `rewards` [B, R]; `rollout_logprobs` [B, R] or None; `weight_versions` [B, R] int32, the version
     of the weights that generated each token, -1 on others; later `action_log_probs`, `base_action_log_probs`,
     `advantages`, `returns`, `loss_weights` [B, R]. With routing replay `expert_routes` [B, T, L, k], the experts of
-    each token in the L layers that have a router (`expert_routes.py`).
+    each token in the L layers that have a router (`expert_routes.py`). With replay of sampling masks `kept_counts`
+    [B, R] and `kept_ids` [B, M], int32, the tokens that each response token was drawn from (`kept_tokens.py`).
     """
 
 

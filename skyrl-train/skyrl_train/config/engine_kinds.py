@@ -58,6 +58,10 @@ class EngineTraits:
     """The builder takes a keyword `return_expert_routes`: completions of a mixture come with the experts of their
     tokens."""
 
+    kept_tokens: bool = False
+    """The engine takes the sampling keyword `return_kept_tokens`: completions come with the tokens that truncation
+    kept."""
+
     adapter_slots: tuple[str, int] = ("max_loras", 0)
     """(keyword for the number of adapters loaded at a time, slots needed beyond those in use)."""
 

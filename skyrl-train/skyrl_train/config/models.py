@@ -128,6 +128,13 @@ class PolicyConfig(BaseConfig):
     rows). `R3`: experts chosen by the rollout engine when it computed the token, which differ now and then because of
     its numerics. `off`: the router chooses in every forward. The reference model and the critic never replay."""
 
+    sampling_mask_replay: bool = False
+    """Replay of sampling masks where `top_p`, `top_k` or `min_p` of `generator.sampling_params` truncate
+    (https://arxiv.org/abs/2512.02556, "keep sampling mask"): the engine returns with each token those that truncation
+    kept, and log-probs of engine, policy and reference, ratios and entropy are over these alone. Needs
+    `generator.sampling_params.top_k`, which bounds their number (4 bytes each). False: log-probs are over the whole
+    vocabulary, and the gradient is not that of the distribution that was drawn from."""
+
     use_torch_compile: bool = False
     """Compile the computation of log-probs and entropy from hidden states. Slower start, faster steps."""
 

@@ -124,8 +124,8 @@ _OF_PREFERENCES = (
     "placement.ref_num_gpus_per_node",
     "placement.colocate_policy_ref",
 )
-_OF_ROLLOUTS = ("trainer.policy.routing_replay",)
-"""Settings of shared sections that supervised training refuses: they replay an earlier forward of the same rows."""
+_OF_ROLLOUTS = ("trainer.policy.routing_replay", "trainer.policy.sampling_mask_replay")
+"""Settings of shared sections that supervised training refuses: they replay a forward or the sampling of the rows."""
 
 
 def check_read(config: SupervisedConfig) -> None:

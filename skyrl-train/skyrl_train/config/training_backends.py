@@ -49,6 +49,9 @@ class TrainingBackendTraits:
     routing_replay: bool = False
     """Replays and records the routes of a mixture of experts (`trainer.policy.routing_replay`)."""
 
+    sampling_masks: bool = False
+    """Renormalizes log-probs over recorded tokens (`trainer.policy.sampling_mask_replay`)."""
+
     candidates: bool = False
     """Scores words that were not sampled (`trainer.distillation.tokens=top_k` and `full`)."""
 

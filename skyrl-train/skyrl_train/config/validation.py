@@ -22,6 +22,7 @@ from skyrl_train.config.rules.launcher import check_cluster, check_inline_engine
 from skyrl_train.config.rules.models import check_adapters, check_division, check_models, check_optimizer
 from skyrl_train.config.rules.routing_replay import check_routing_replay
 from skyrl_train.config.rules.run import check_checkpoints, check_loggers, check_paths
+from skyrl_train.config.rules.sampling_mask_replay import check_sampling_mask_replay
 from skyrl_train.config.rules.training_backend import check_training_backend
 from skyrl_train.config.supervised import PreferenceConfig, SupervisedConfig, check_read
 
@@ -66,6 +67,7 @@ def validate_cfg(cfg: "SkyRLConfig | Mapping[str, Any] | DictConfig") -> SkyRLCo
     check_models(config)
     check_training_backend(config)
     check_routing_replay(config)
+    check_sampling_mask_replay(config)
     validate_batch_sizes(config)
     check_algorithm(config)
     check_distillation(config)

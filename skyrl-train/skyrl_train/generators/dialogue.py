@@ -16,28 +16,37 @@ from skyrl_train.generators.environment import StepResult
 from skyrl_train.generators.rewards import TurnReward, token_rewards
 from skyrl_train.generators.tokenization import ChatFormat
 from skyrl_train.inference_engines.completion import Completion
+from skyrl_train.kept_tokens import KeptTokens, join_kept_tokens
 from skyrl_train.rollouts.types import NO_VERSION, TrainingSample
 from skyrl_train.types import ConversationType
 
 
 @dataclass
 class ResponseTokens:
-    """Tokens after the prompt; four lists of one length."""
+    """Tokens after the prompt; lists of one length."""
 
     ids: list[int] = field(default_factory=list)
     loss_mask: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     weight_versions: list[int] = field(default_factory=list)
+    kept: KeptTokens = field(default_factory=lambda: KeptTokens.whole_vocabulary(0))
 
     def __len__(self) -> int:
         return len(self.ids)
 
-    def append_generated(self, ids: list[int], logprobs: list[float] | None, weight_versions: list[int]) -> None:
+    def append_generated(
+        self,
+        ids: list[int],
+        logprobs: list[float] | None,
+        weight_versions: list[int],
+        kept: KeptTokens | None = None,
+    ) -> None:
         """Append tokens of the model."""
         self.ids += ids
         self.loss_mask += [1] * len(ids)
         self.logprobs += [0.0] * len(ids) if logprobs is None else logprobs
         self.weight_versions += weight_versions
+        self._append_kept(kept or KeptTokens.whole_vocabulary(len(ids)))
 
     def append_context(self, ids: list[int]) -> None:
         """Append tokens of the environment, of the template, or of ours."""
@@ -45,11 +54,16 @@ class ResponseTokens:
         self.loss_mask += [0] * len(ids)
         self.logprobs += [0.0] * len(ids)
         self.weight_versions += [NO_VERSION] * len(ids)
+        self._append_kept(KeptTokens.whole_vocabulary(len(ids)))
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens."""
         for tokens in (self.ids, self.loss_mask, self.logprobs, self.weight_versions):
             del tokens[length:]
+        self.kept = self.kept.first(length)
+
+    def _append_kept(self, kept: KeptTokens) -> None:
+        self.kept = join_kept_tokens([self.kept, kept])
 
     def as_sample(
         self, prompt_ids: list[int], turn_rewards: list[TurnReward], routes: ExpertRoutes | None = None
@@ -63,6 +77,7 @@ class ResponseTokens:
             log_probs=self.logprobs,
             weight_versions=self.weight_versions,
             routes=routes,
+            kept_tokens=self.kept if len(self.kept.ids) else None,
         )
 
 
@@ -125,7 +140,9 @@ class TokenDialogue(Dialogue):
 
     def add_completion(self, completion: Completion) -> None:
         self._turn_start = len(self.response)
-        self.response.append_generated(completion.token_ids, completion.log_probs, completion.weight_versions)
+        self.response.append_generated(
+            completion.token_ids, completion.log_probs, completion.weight_versions, completion.kept_tokens
+        )
         self._turn_end = len(self.response)
         # The turn's prompt holds all that came before: its routes are those of observations and of the last token of
         # the turn before, which had none yet.

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, NotRequired, TypedDict, get_args
 import numpy as np
 
 from skyrl_train.expert_routes import ExpertRoutes
+from skyrl_train.kept_tokens import KeptTokens
 from skyrl_train.types import ConversationType
 from skyrl_train.weight_sync.base import LoraLoadRequest, WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 
@@ -91,7 +92,7 @@ class EngineInfo:
 SamplingKeywords = dict[str, Any]
 """Sampling settings, the same keywords for every engine: `max_tokens`, `temperature`, `top_p`, `top_k`, `min_p`,
 `repetition_penalty`, `stop`, `stop_token_ids`, `ignore_eos`, `min_tokens`, `seed`, `logprobs`, `prompt_logprobs`,
-`skip_special_tokens`. An unknown one raises ValueError.
+`skip_special_tokens`, `return_kept_tokens` (`EngineTraits.kept_tokens`). An unknown one raises ValueError.
 
 Request i of a batch with `seed` s uses (s, i); `seed` may also be a list of such pairs, one for each request, so that a
 batch can be split or sent again. `max_tokens` is at least 1; text that matches `stop` stays in the response, as does a
@@ -137,7 +138,8 @@ class InferenceEngineOutput(TypedDict):
     stop_reasons: list[str]
     response_logprobs: list[list[float]] | None
     """log softmax(logits / temperature) at each generated token (temperature 1 if sampling is greedy), before penalties
-    and truncation (top-p, top-k, min-p): the distribution the trainer computes."""
+    and truncation (top-p, top-k, min-p): the distribution the trainer computes. With `return_kept_tokens` renormalized
+    over the kept tokens."""
     weight_versions: list[list[int]]
     """Version of the weights that generated each token."""
     prompt_logprobs: NotRequired[list[list[float]] | None]
@@ -148,6 +150,8 @@ class InferenceEngineOutput(TypedDict):
     expert_routes: NotRequired[list[ExpertRoutes | None] | None]
     """Experts of a mixture that each token of prompt and response went to, but for the last token of the response,
     which no pass computed. From engines that were started to return them (`EngineTraits.expert_routes`)."""
+    kept_tokens: NotRequired[list[KeptTokens | None] | None]
+    """Tokens that truncation kept when each token of the response was drawn, if asked for (`return_kept_tokens`)."""
 
 
 class InferenceEngineInterface(ABC):

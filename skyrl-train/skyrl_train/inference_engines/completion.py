@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from skyrl_train.expert_routes import ExpertRoutes
 from skyrl_train.inference_engines.base import InferenceEngineOutput, TopLogProbs, top_log_probs_of
+from skyrl_train.kept_tokens import KeptTokens
 
 if TYPE_CHECKING:
     from skyrl_train.inference_engines.native.requests import EngineSamplingParams
@@ -28,12 +29,15 @@ class Completion:
     routes: ExpertRoutes | None = None
     """Experts of prompt and generated tokens, but for the last, which no pass computed; None if the engine returns
     none."""
+    kept_tokens: KeptTokens | None = None
+    """Tokens that truncation kept when each was drawn, which `log_probs` are over; None if not asked for."""
 
 
 def to_completions(output: InferenceEngineOutput) -> list[Completion]:
     """Return the completions of an engine's output, in the order of the requests."""
     log_probs, prompt_log_probs = output["response_logprobs"], output.get("prompt_logprobs")
     routes, prompt_top = output.get("expert_routes"), output.get("prompt_top_logprobs")
+    kept = output.get("kept_tokens")
     return [
         Completion(
             token_ids=list(token_ids),
@@ -44,6 +48,7 @@ def to_completions(output: InferenceEngineOutput) -> list[Completion]:
             prompt_log_probs=None if prompt_log_probs is None else prompt_log_probs[row],
             prompt_top=None if prompt_top is None else prompt_top[row],
             routes=None if routes is None else routes[row],
+            kept_tokens=None if kept is None else kept[row],
         )
         for row, token_ids in enumerate(output["response_ids"])
     ]
@@ -67,6 +72,8 @@ def to_engine_output(completions: Sequence[Completion]) -> InferenceEngineOutput
         output["prompt_top_logprobs"] = prompt_top
     if any(each.routes is not None for each in completions):
         output["expert_routes"] = [each.routes for each in completions]
+    if any(each.kept_tokens is not None for each in completions):
+        output["kept_tokens"] = [each.kept_tokens for each in completions]
     return output
 
 

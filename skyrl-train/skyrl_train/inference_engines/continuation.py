@@ -12,6 +12,7 @@ from skyrl_train.expert_routes import ExpertRoutes, join_routes
 from skyrl_train.inference_engines.base import SamplingKeywords, TopLogProbs
 from skyrl_train.inference_engines.completion import Completion
 from skyrl_train.inference_engines.native.stop_strings import StopStringFinder
+from skyrl_train.kept_tokens import KeptTokens, join_kept_tokens
 
 Decode = Callable[[list[int]], str]
 
@@ -82,6 +83,7 @@ def join(
         prompt_log_probs=_prompt_log_probs(prompt, parts),
         prompt_top=_prompt_top(prompt, parts),
         routes=_routes(prompt, parts, len(token_ids)),
+        kept_tokens=_kept_tokens(parts, len(token_ids)),
     )
 
 
@@ -108,6 +110,13 @@ def _routes(prompt: list[int], parts: Sequence[Completion], num_tokens: int) -> 
     maybe with other weights: tokens keep the routes that gave their log-probs."""
     routes = join_routes([part.routes for part in parts])
     return None if routes is None else routes.first(len(prompt) + num_tokens)
+
+
+def _kept_tokens(parts: Sequence[Completion], num_tokens: int) -> KeptTokens | None:
+    """Return the kept tokens of a whole completion, if each part that has tokens has them."""
+    kept = [part.kept_tokens for part in parts if part.token_ids]
+    known = [each for each in kept if each is not None]
+    return join_kept_tokens(known).first(num_tokens) if known and len(known) == len(kept) else None
 
 
 def _end_by_straddling_stop(parts: Sequence[Completion], params: SamplingKeywords, decode: Decode) -> int | None:

@@ -15,7 +15,7 @@ from skyrl_train.models.attention import PACKED_ATTENTION
 from skyrl_train.models.experts import Routers, RouterStatistics
 from skyrl_train.models.packing import Layout, packed, padded
 from skyrl_train.models.routing_replay import KEYWORD, RoutingPass, RoutingReplay
-from skyrl_train.models.token_log_probs import LogitRule, candidate_log_probs, top_log_probs
+from skyrl_train.models.token_log_probs import KeptIds, LogitRule, candidate_log_probs, top_log_probs
 
 
 class TokenScores(NamedTuple):
@@ -98,6 +98,7 @@ class ScoringModel(nn.Module):
         record_routes: bool = False,
         candidates: torch.Tensor | None = None,
         num_top: int = 0,
+        kept: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> TokenScores:
         """Log-probs of the response tokens under softmax(logits / temperature), and the entropy of it.
 
@@ -108,6 +109,8 @@ class ScoringModel(nn.Module):
             record_routes: return the experts that each token went to.
             candidates: [B, R, K] ids whose log-probs in place of each response token are returned as well.
             num_top: number of most likely tokens to return for each response token.
+            kept: counts [B, R] and ids [B, M] of the tokens that each response token was drawn from
+                (`kept_tokens.py`): log-probs and entropy are over these alone. None: over the vocabulary.
         """
         layout = lay_out(sequences, attention_mask, num_response, self.packing, self.sequence_parallel)
         routing = self._routing_pass(layout, routes, record_routes)
@@ -127,6 +130,7 @@ class ScoringModel(nn.Module):
             None if candidates is None else layout.scored_columns(candidates),
             with_entropy=with_entropy,
             compile=self.compile_scores,
+            kept=None if kept is None else _kept_ids(layout, *kept),
             **distribution,
         )
         top = top_log_probs(hidden, head.weight, num_top, **distribution) if num_top else None
@@ -153,6 +157,14 @@ class ScoringModel(nn.Module):
         kind = route_dtype(num_experts)
         # int64 until they are together: process groups do not send int16.
         return layout.put(routing.routes(), num_columns, no_route(kind)).to(kind)
+
+
+def _kept_ids(layout: Layout, counts: torch.Tensor, ids: torch.Tensor) -> KeptIds:
+    """Return the kept tokens, counts [B, R] and ids [B, M], of the scored tokens of this rank."""
+    counts = counts.long()
+    rows = torch.arange(len(ids), device=ids.device)[:, None]
+    starts = rows * ids.shape[1] + counts.cumsum(1) - counts
+    return KeptIds(ids.flatten(), layout.scored_columns(starts), layout.scored_columns(counts))
 
 
 def lay_out(

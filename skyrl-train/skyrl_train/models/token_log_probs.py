@@ -10,7 +10,7 @@ Shapes: N tokens, C tokens of a chunk, H hidden size, V vocabulary size, K candi
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,6 +33,35 @@ class LogitRule:
         if self.multiplier != 1.0:
             product.mul_(self.multiplier)
         return product if self.softcap is None else product.div_(self.softcap).tanh_().mul_(self.softcap)
+
+
+class KeptIds(NamedTuple):
+    """Tokens over which the distribution of each of N tokens is normalized, in place of the vocabulary."""
+
+    ids: torch.Tensor
+    """[M], of any integer dtype."""
+
+    starts: torch.Tensor
+    """[N] int64: where those of each token begin in `ids`."""
+
+    counts: torch.Tensor
+    """[N] int64: how many they are; 0: the whole vocabulary."""
+
+    def outside(self, chunk: slice, num_words: int) -> torch.Tensor:
+        """Return for the tokens of a chunk which of the vocabulary is not kept, [C, V] bool."""
+        starts, counts = self.starts[chunk], self.counts[chunk]
+        rows = torch.repeat_interleave(counts)
+        # The i-th kept token of the chunk is the (i - those of rows before) -th of its own row.
+        shifts = starts - (counts.cumsum(0) - counts)
+        ids = self.ids[torch.arange(len(rows), device=rows.device) + shifts[rows]].long()
+        outside = (counts > 0)[:, None].repeat(1, num_words)
+        outside[rows, ids] = False
+        return outside
+
+
+_EXCLUDED = -1e30
+"""Logit of a token that is not kept: its probability is exactly 0, and so is its product with it, which of -inf would
+be NaN."""
 
 
 @dataclass(frozen=True)
@@ -102,11 +131,18 @@ def candidate_log_probs(
     chunk_size: int = 1024,
     with_entropy: bool = False,
     compile: bool = False,
+    kept: KeptIds | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Compute what `token_log_probs` does, and in the same pass the log-probs of further ids in place of each label.
 
     Args:
         candidates: [N, K] ids, of any integer dtype; None: no further ids.
+        kept: tokens S_n that the n-th distribution is restricted to (https://arxiv.org/abs/2512.02556): log-prob and
+            entropy are those of z / temperature over them alone,
+
+                log p(label) = z_label - logsumexp_{v in S_n}(z_v)
+
+            and no other token gets a gradient. A label outside has log-prob -1e30. None: the vocabulary.
 
     Returns:
         log_probs [N], entropy [N] or None, log-probs of the candidates [N, K] or None; all differentiable.
@@ -116,7 +152,7 @@ def candidate_log_probs(
         # Autocast ends with the forward: the backward, which makes the logits again, must make the same ones.
         weight = weight.to(torch.get_autocast_dtype(device_type))
     settings = _Settings(rule, temperature, chunk_size, with_entropy, compile)
-    return _TokenLogProbs.apply(hidden, weight, bias, labels, candidates, settings)  # type: ignore[misc]
+    return _TokenLogProbs.apply(hidden, weight, bias, labels, candidates, kept, settings)  # type: ignore[misc]
 
 
 @torch.no_grad()
@@ -155,6 +191,7 @@ class _TokenLogProbs(torch.autograd.Function):
         bias: torch.Tensor | None,
         labels: torch.Tensor,
         candidates: torch.Tensor | None,
+        kept: KeptIds | None,
         settings: _Settings,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         dtype = torch.promote_types(weight.dtype, torch.float32)
@@ -165,13 +202,14 @@ class _TokenLogProbs(torch.autograd.Function):
         for chunk in _chunks(len(hidden), settings.chunk_size):
             # No name for the product: it would live on beside the next chunk's.
             ids = None if candidates is None else candidates[chunk].long()
+            outside = None if kept is None else kept.outside(chunk, len(weight))
             log_probs[chunk], log_norm[chunk], entropy[chunk], own = scores(
-                times_transposed(hidden[chunk].to(weight.dtype), weight), bias, labels[chunk], ids, settings
+                times_transposed(hidden[chunk].to(weight.dtype), weight), bias, labels[chunk], ids, outside, settings
             )
             if of_candidates is not None and own is not None:
                 of_candidates[chunk] = own
         ctx.settings = settings
-        ctx.save_for_backward(hidden, weight, bias, labels, candidates, log_norm, entropy)
+        ctx.save_for_backward(hidden, weight, bias, labels, candidates, log_norm, entropy, *(kept or ()))
         # A gradient that nobody asked for stays None, and the entropy's part of the backward is skipped.
         ctx.set_materialize_grads(False)
         return log_probs, entropy if settings.with_entropy else None, of_candidates
@@ -183,7 +221,8 @@ class _TokenLogProbs(torch.autograd.Function):
         grad_entropy: torch.Tensor | None,
         grad_candidates: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, labels, candidates, log_norm, entropy = ctx.saved_tensors
+        hidden, weight, bias, labels, candidates, log_norm, entropy, *of_kept = ctx.saved_tensors
+        kept = KeptIds(*of_kept) if of_kept else None
         settings: _Settings = ctx.settings
         of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
         if grad_log_probs is None:
@@ -204,6 +243,7 @@ class _TokenLogProbs(torch.autograd.Function):
                 grad_log_probs[chunk],
                 None if grad_entropy is None else grad_entropy[chunk],
                 None if grad_candidates is None else (candidates[chunk].long(), grad_candidates[chunk]),
+                None if kept is None else kept.outside(chunk, len(weight)),
                 settings,
             )
             if sum_bias is not None:
@@ -214,7 +254,8 @@ class _TokenLogProbs(torch.autograd.Function):
             if sum_weight is not None:
                 sum_weight.add(times_transposed(grad_product.t(), states.t()))
             del grad_product  # before the next chunk's is made
-        return grad_hidden, sum_weight and sum_weight.result(), sum_bias and sum_bias.result(), None, None, None
+        of_parameters = sum_weight and sum_weight.result(), sum_bias and sum_bias.result()
+        return grad_hidden, *of_parameters, None, None, None, None
 
 
 class _Sum:
@@ -254,11 +295,14 @@ def _scores_of_chunk(
     bias: torch.Tensor | None,
     labels: torch.Tensor,
     candidates: torch.Tensor | None,
+    outside: torch.Tensor | None,
     settings: _Settings,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """log_probs, logsumexp(z) and entropy of a chunk, each [C] (entropy is 0 if not asked for), and the log-probs of
-    its candidates [C, K], if there are any."""
+    its candidates [C, K], if there are any; all without the tokens of `outside` [C, V]."""
     logits = _scaled_logits(product, bias, settings)
+    if outside is not None:
+        logits.masked_fill_(outside, _EXCLUDED)
     largest = logits.amax(dim=-1)
     # exp of the differences cannot overflow; `largest` is added back to the logarithm of their sum.
     logits -= largest[:, None]
@@ -286,6 +330,7 @@ def _grad_of_chunk(
     grad_log_probs: torch.Tensor,
     grad_entropy: torch.Tensor | None,
     grad_candidates: tuple[torch.Tensor, torch.Tensor] | None,
+    outside: torch.Tensor | None,
     settings: _Settings,
 ) -> torch.Tensor:
     """The gradient [C, V] of the product hidden W^T + b, from those of the log-probs (g) and the entropy (e), [C], and
@@ -298,6 +343,8 @@ def _grad_of_chunk(
     slope = rule.multiplier / temperature
     # d/dx cap tanh(x / cap) = 1 - tanh^2; `log_p` still holds the capped logits, divided by the temperature.
     slope_of_cap = None if rule.softcap is None else 1 - (log_p * (temperature / rule.softcap)).square_()
+    if outside is not None:
+        log_p.masked_fill_(outside, _EXCLUDED)  # p is exactly 0 there, and so is the gradient
     log_p -= log_norm[:, None]
     # Every log-prob subtracts the same normalizer: their gradients meet in one factor of -p.
     of_norm = grad_log_probs if grad_candidates is None else grad_log_probs + grad_candidates[1].sum(dim=-1)

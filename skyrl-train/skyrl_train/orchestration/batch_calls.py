@@ -23,6 +23,8 @@ INPUTS = {
         "off_policy_weights",
         "token_noise",
         "expert_routes",
+        "kept_counts",
+        "kept_ids",
         "teacher_ids",
         "teacher_log_probs",
     ),
@@ -47,7 +49,7 @@ class UpdateResult:
 
 async def forward(group: ActorGroup, schedule: Schedule, batch: TrainingInputBatch) -> torch.Tensor:
     """Compute log-probs (or a critic's values) of the response tokens, [B, R], without gradients. The policy replays
-    `expert_routes`, if the batch has them."""
+    `expert_routes`, policy and reference renormalize over `kept_ids`, if the batch has them."""
     args = _forward_args(group, schedule, batch)
     return schedule.gather(await group.call_data_parallel("forward", args), "output")
 
@@ -73,6 +75,8 @@ def _forward_args(group: ActorGroup, schedule: Schedule, batch: TrainingInputBat
     names = ["sequences", "attention_mask"]
     if group.name == "policy" and batch.get("expert_routes") is not None:
         names.append("expert_routes")
+    if group.name in ("policy", "ref") and batch.get("kept_ids") is not None:
+        names += ["kept_counts", "kept_ids"]
     inputs = batch.select(names, ["response_length"])
     return list(zip(schedule.split(inputs), schedule.whole(), strict=True))
 

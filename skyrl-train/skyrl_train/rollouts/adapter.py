@@ -5,6 +5,7 @@ from itertools import pairwise
 from typing import NotRequired, TypedDict
 
 from skyrl_train.expert_routes import ExpertRoutes
+from skyrl_train.kept_tokens import KeptTokens
 from skyrl_train.rollouts.metrics import MetricsOutput, concatenate, scores_of_groups
 from skyrl_train.rollouts.types import (
     Failure,
@@ -39,6 +40,8 @@ class GeneratorOutput(TypedDict):
     """Version of the weights that wrote each response token; -1 on tokens the model did not write."""
     expert_routes: NotRequired[list[ExpertRoutes | None] | None]
     """Experts of a mixture that the tokens of prompt and response went to in the engine."""
+    kept_tokens: NotRequired[list[KeptTokens | None] | None]
+    """Tokens that truncation kept when each response token was drawn."""
     failures: NotRequired[list[Failure | None] | None]
     """None for a trajectory that ended as it should. A failed one has loss mask 0 and enters no baseline."""
 
@@ -95,13 +98,15 @@ def to_generator_output(batch: RolloutBatch) -> GeneratorOutput:
     )
     if any(sample.routes is not None for sample in samples):
         output["expert_routes"] = [sample.routes for sample in samples]
+    if any(sample.kept_tokens is not None for sample in samples):
+        output["kept_tokens"] = [sample.kept_tokens for sample in samples]
     return output
 
 
 def _sample(output: GeneratorOutput, row: int) -> TrainingSample:
     response, reward = output["response_ids"][row], output["rewards"][row]
     log_probs, versions = output["rollout_logprobs"], output.get("weight_versions")
-    routes = output.get("expert_routes")
+    routes, kept = output.get("expert_routes"), output.get("kept_tokens")
     # A single reward stands on the last token. It may be no number at all: `record_faults` finds that.
     one_a_token = reward if isinstance(reward, list) else ([0.0] * (len(response) - 1) + [reward])[: len(response)]
     return TrainingSample(
@@ -112,6 +117,7 @@ def _sample(output: GeneratorOutput, row: int) -> TrainingSample:
         log_probs=None if log_probs is None else log_probs[row],
         weight_versions=None if versions is None else versions[row],
         routes=None if routes is None else routes[row],
+        kept_tokens=None if kept is None else kept[row],
     )
 
 

@@ -2,9 +2,11 @@
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from skyrl_train.expert_routes import pad_routes
+from skyrl_train.kept_tokens import KeptTokens, pad_kept_tokens
 from skyrl_train.rollouts.metrics import check_not_all_failed
 from skyrl_train.rollouts.padding import convert_prompts_responses_to_batch_tensors, pad_versions
 from skyrl_train.rollouts.types import RolloutBatch, TrainingSample
@@ -15,13 +17,19 @@ if TYPE_CHECKING:
 
 
 def collate(
-    batch: RolloutBatch, tokenizer: "PreTrainedTokenizerBase", step: int, *, with_routes: bool = False
+    batch: RolloutBatch,
+    tokenizer: "PreTrainedTokenizerBase",
+    step: int,
+    *,
+    with_routes: bool = False,
+    with_kept_tokens: bool = False,
 ) -> TrainingInputBatch:
     """Return trajectories (or their turns) as padded tensors.
 
     Args:
         step: of the run, for errors.
         with_routes: add the engines' routes of the tokens as `expert_routes` [B, T, L, k].
+        with_kept_tokens: add the tokens that truncation kept as `kept_counts` [B, R] and `kept_ids` [B, M].
 
     Returns:
         `sequences`, masks, `rewards`, `rollout_logprobs` and `weight_versions` ([B, R] int32, -1 on tokens that the
@@ -31,7 +39,8 @@ def collate(
     Raises:
         AllRolloutsFailedError: every rollout failed.
         ValueError: some samples have log-probs and some have none, some trajectories are step-wise and some not, or a
-            token that trains has no route although `with_routes`.
+            token that trains has no route although `with_routes`, or is not among its kept tokens although
+            `with_kept_tokens`.
     """
     check_not_all_failed(batch.trajectories, f"step {step} failed, so there is nothing to learn from")
     rows = list(batch.rows())
@@ -70,10 +79,25 @@ def collate(
         for group, _, sample in rows:
             _check_routes(sample, group.uid)
         collated["expert_routes"] = pad_routes([sample.routes for sample in samples], attention_mask)
+    if with_kept_tokens:
+        for group, _, sample in rows:
+            _check_kept_tokens(sample, group.uid)
+        kept = [sample.kept_tokens for sample in samples]
+        collated["kept_counts"], collated["kept_ids"] = pad_kept_tokens(kept, response_mask.shape[1])
     if True in step_wise:
         collated["is_last_step"] = torch.tensor([sample is each.samples[-1] for _, each, sample in rows])
         collated.metadata["trajectory_ids"] = [trajectory.id.to_string() for _, trajectory, _ in rows]
     return collated
+
+
+def kept_token_metrics(batch: TrainingInputBatch) -> dict[str, float]:
+    """Compute mean and maximum of the number of kept tokens, over the tokens that train; {} without replay."""
+    if batch.get("kept_counts") is None:
+        return {}
+    counts = batch.tensor("kept_counts")[batch.tensor("loss_mask") != 0].double()
+    if not len(counts):
+        return {}
+    return {"generate/kept_tokens_mean": counts.mean().item(), "generate/kept_tokens_max": counts.max().item()}
 
 
 def _check_routes(sample: TrainingSample, uid: str) -> None:
@@ -87,4 +111,31 @@ def _check_routes(sample: TrainingSample, uid: str) -> None:
             f"trainer.policy.routing_replay=R3: a sample of prompt {uid!r} has expert routes of {known} positions, and "
             f"its last token that trains needs {needed}. Does the generator pass on the engine's `expert_routes`? "
             "Otherwise use R2"
+        )
+
+
+def _check_kept_tokens(sample: TrainingSample, uid: str) -> None:
+    """Raise ValueError unless every token that trains was drawn from its own kept tokens: sets of other places, or of
+    another request, seldom have all of them."""
+    setting = f"trainer.policy.sampling_mask_replay=true: a sample of prompt {uid!r}"
+    trains = np.asarray(sample.loss_mask) != 0
+    if not trains.any():
+        return
+    kept = sample.kept_tokens or KeptTokens.whole_vocabulary(0)
+    if len(kept) != len(trains):
+        raise ValueError(
+            f"{setting} has kept tokens of {len(kept)} of its {len(trains)} response tokens. Does the generator pass "
+            "on the engine's `kept_tokens`?"
+        )
+    unknown = np.flatnonzero(trains & (kept.counts == 0))
+    if len(unknown):
+        raise ValueError(
+            f"{setting} trains token {unknown[0]} of its response, whose kept tokens are not known. Does the generator "
+            "give loss mask 0 to tokens that the engine did not draw?"
+        )
+    outside = kept.first_without(sample.response_ids)
+    if outside is not None:
+        raise ValueError(
+            f"{setting} has token {sample.response_ids[outside]} in place {outside} of its response, which is not "
+            "among the tokens that it was drawn from: its kept tokens are those of another place or response"
         )

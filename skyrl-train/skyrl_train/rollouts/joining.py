@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from skyrl_train.expert_routes import ExpertRoutes, join_routes
+from skyrl_train.kept_tokens import KeptTokens, join_kept_tokens
 from skyrl_train.rollouts.types import NO_VERSION, TrainingSample, Trajectory
 
 
@@ -40,6 +41,7 @@ def join_samples(samples: Sequence[TrainingSample]) -> TrainingSample:
     ids, mask, rewards = list(first.response_ids), list(first.loss_mask), list(first.rewards)
     log_probs: list[float] = list(first.log_probs or [])
     versions: list[int] = list(first.weight_versions or [])
+    kept = [_kept_tokens(first)]
     for before, sample in pairwise(samples):
         between = _tokens_between(before, sample) or []
         ids += between + sample.response_ids
@@ -47,6 +49,7 @@ def join_samples(samples: Sequence[TrainingSample]) -> TrainingSample:
         rewards += [0.0] * len(between) + sample.rewards
         log_probs += [0.0] * len(between) + (sample.log_probs or [])
         versions += [NO_VERSION] * len(between) + (sample.weight_versions or [])
+        kept += [KeptTokens.whole_vocabulary(len(between)), _kept_tokens(sample)]
     return TrainingSample(
         prompt_ids=first.prompt_ids,
         response_ids=ids,
@@ -55,7 +58,12 @@ def join_samples(samples: Sequence[TrainingSample]) -> TrainingSample:
         log_probs=None if any(sample.log_probs is None for sample in samples) else log_probs,
         weight_versions=None if any(sample.weight_versions is None for sample in samples) else versions,
         routes=_joined_routes(samples),
+        kept_tokens=None if any(sample.kept_tokens is None for sample in samples) else join_kept_tokens(kept),
     )
+
+
+def _kept_tokens(sample: TrainingSample) -> KeptTokens:
+    return sample.kept_tokens or KeptTokens.whole_vocabulary(len(sample.response_ids))
 
 
 def _joined_routes(samples: Sequence[TrainingSample]) -> ExpertRoutes | None:

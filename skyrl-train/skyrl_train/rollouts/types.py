@@ -15,6 +15,7 @@ from typing import Any
 
 from skyrl_train.errors import FailureKind
 from skyrl_train.expert_routes import ExpertRoutes
+from skyrl_train.kept_tokens import KeptTokens
 
 NO_VERSION = -1
 """Weight version of a token that the model did not generate."""
@@ -64,6 +65,10 @@ class TrainingSample:
     routes: ExpertRoutes | None = None
     """Experts of a mixture that the engine sent the tokens of prompt and response to, from the first on; None if it
     returned none. Those behind the last token that the engine computed have none."""
+
+    kept_tokens: KeptTokens | None = None
+    """Tokens that truncation kept when each response token was drawn, which `log_probs` are over; None if the engine
+    returned none."""
 
     @property
     def reward(self) -> float:

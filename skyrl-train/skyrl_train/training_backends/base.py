@@ -180,7 +180,8 @@ class TrainingBackend(ABC):
     def score(self, micro_batch: TrainingInputBatch, *, with_entropy: bool = False) -> Scores:
         """Run the model on `sequences` and `attention_mask` [b, T], over `expert_routes` [b, T, L, k] if there are any;
         gradients flow where they are enabled. With `teacher_ids` [b, R, K] (backends whose traits have `candidates`)
-        the scores of these tokens are computed, too."""
+        the scores of these tokens are computed, too. With `kept_ids` [b, M] and `kept_counts` [b, R] (backends whose
+        traits have `sampling_masks`) the log-probs are over these tokens alone."""
 
     @abstractmethod
     def prompt_log_probs(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -88,8 +88,15 @@ class TransformersBackend(TrainingBackend):
             routes = routes.to(self.device)
         words = micro_batch.get("teacher_ids")
         candidates = None if words is None else words.to(self.device)
+        counts, ids = micro_batch.get("kept_counts"), micro_batch.get("kept_ids")
         scores = self.compute(
-            *inputs, self._temperature, with_entropy=with_entropy, routes=routes, candidates=candidates
+            *inputs,
+            self._temperature,
+            with_entropy=with_entropy,
+            routes=routes,
+            candidates=candidates,
+            # A tuple, into which FSDP looks for tensors; integers are not cast by its mixed precision.
+            kept=None if counts is None or ids is None else (counts.to(self.device), ids.to(self.device)),
         )
         return Scores(scores.log_probs, scores.entropy, scores.router, candidates=scores.candidates)
 

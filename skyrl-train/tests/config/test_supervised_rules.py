@@ -40,6 +40,7 @@ def test_the_defaults_are_valid():
         (SupervisedConfig, {"max_tokens_per_microbatch": 9, "use_sample_packing": False}, "use_sample_packing"),
         (PreferenceConfig, {"policy": {"model": {"lora": {"rank": 4, "dropout": 0.1}}}}, "dropout"),
         (SupervisedConfig, {"policy": {"routing_replay": "R2"}}, "routing_replay='R2' is not read by supervised"),
+        (SupervisedConfig, {"policy": {"sampling_mask_replay": True}}, "sampling_mask_replay=True is not read by"),
     ],
 )
 def test_a_setting_that_cannot_be_meant_is_refused(config_type, trainer, message):

@@ -296,6 +296,12 @@ ROWS: list[Row | OneChoice] = [
         {"trainer.policy.model.path": "{mixture}", "trainer.update_epochs_per_batch": 4}
         | {"trainer.policy.optimizer_config.lr": 3e-2, "generator.sampling_params.max_generate_length": 24},
     ),
+    Row(
+        "trainer.policy.sampling_mask_replay",
+        True,
+        of_run(lambda run: [row["policy/policy_entropy"] for row in run.metrics]),
+        {"generator.sampling_params.top_k": 5},
+    ),
     Row("trainer.policy.use_torch_compile", True, built("policy", lambda module: module.compile_scores)),
 ]
 ROWS += [

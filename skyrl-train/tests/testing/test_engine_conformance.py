@@ -13,7 +13,7 @@ from skyrl_train.inference_engines.base import EngineInfo, InferenceEngineInput,
 from skyrl_train.inference_engines.native import core, engine, packed_linear, weights
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train.inference_engines.native.rows import RowTable
-from skyrl_train.inference_engines.native.sampling import SamplingBatch, apply_repetition_penalty, truncate
+from skyrl_train.inference_engines.native.sampling import Draw, SamplingBatch, apply_repetition_penalty, truncate
 from skyrl_train.inference_engines.native.weights import EngineWeights
 from skyrl_train.weight_sync.base import WeightReport
 from skyrl_train_testing.engine_conformance import (
@@ -57,29 +57,29 @@ sample = core.sample
 
 
 def truncated(logits: torch.Tensor, batch: SamplingBatch, uniform: Any, **more: Any):
-    tokens, _ = sample(logits, batch, uniform, **more)
+    tokens, *_ = sample(logits, batch, uniform, **more)
     kept = truncate((logits / batch.temperature.clamp(min=0.01)[:, None]).softmax(-1), batch)
-    return tokens, (kept / kept.sum(-1, keepdim=True)).gather(1, tokens[:, None])[:, 0].log()
+    return Draw(tokens, (kept / kept.sum(-1, keepdim=True)).gather(1, tokens[:, None])[:, 0].log(), None)
 
 
 def at_temperature_one(logits: torch.Tensor, batch: SamplingBatch, uniform: Any, **more: Any):
-    tokens, _ = sample(logits, batch, uniform, **more)
-    return tokens, logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    tokens, *_ = sample(logits, batch, uniform, **more)
+    return Draw(tokens, logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0], None)
 
 
 def drawn_at_temperature_one(logits: torch.Tensor, batch: SamplingBatch, uniform: Any, **more: Any):
-    tokens, _ = sample(logits, replace(batch, temperature=torch.ones_like(batch.temperature)), uniform, **more)
+    tokens, *_ = sample(logits, replace(batch, temperature=torch.ones_like(batch.temperature)), uniform, **more)
     scaled = (logits / batch.temperature[:, None]).log_softmax(-1)
-    return tokens, scaled.gather(1, tokens[:, None])[:, 0]
+    return Draw(tokens, scaled.gather(1, tokens[:, None])[:, 0], None)
 
 
 def penalized(logits: torch.Tensor, batch: SamplingBatch, uniform: Any, *, tokens: torch.Tensor | None, **more: Any):
-    chosen, log_probs = sample(logits, batch, uniform, tokens=tokens, **more)
+    chosen, log_probs, _ = sample(logits, batch, uniform, tokens=tokens, **more)
     if batch.repetition_penalty is not None:
         assert tokens is not None
         adjusted = apply_repetition_penalty(logits, tokens, batch.repetition_penalty)
         log_probs = adjusted.log_softmax(-1).gather(1, chosen[:, None])[:, 0]
-    return chosen, log_probs
+    return Draw(chosen, log_probs, None)
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,10 @@ from skyrl_train.inference_engines.native.requests import Request
 from skyrl_train.inference_engines.native.route_table import route_table
 from skyrl_train.inference_engines.native.rows import RowTable
 from skyrl_train.inference_engines.native.runner import ModelRunner
-from skyrl_train.inference_engines.native.sampling import sample, uniforms
+from skyrl_train.inference_engines.native.sampling import Draw, sample, uniforms
 from skyrl_train.inference_engines.native.stop_strings import Decode
 from skyrl_train.inference_engines.native.waiting import Waiting
+from skyrl_train.kept_tokens import KeptTokens
 from skyrl_train.models.routing_replay import RoutingReplay
 
 MAX_PREFILL_TOKENS = 4096
@@ -163,9 +164,12 @@ class NativeEngineCore:
         self._copy_prompts(copies, known)
         if not self._rows:
             return {}
-        tokens, log_probs = self._sample(self._logits(known))
+        draw = self._sample(self._logits(known))
+        tokens, log_probs = draw.tokens.cpu().numpy(), draw.log_probs.cpu().numpy()
         slots = self._rows.lora_slot[: len(tokens)]
         self._rows.append(tokens, log_probs, self.loras.versions(slots, self.weight_version))
+        if draw.kept is not None:
+            self._rows.append_kept(draw.kept)
         return self._finish_done(tokens, log_probs)
 
     def release_cache(self) -> None:
@@ -302,21 +306,20 @@ class NativeEngineCore:
             self._routes.put_tokens(last, self._runner.routes)
         return logits
 
-    def _sample(self, logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    def _sample(self, logits: torch.Tensor) -> Draw:
         rows, count = self._rows, len(self._rows)
         batch = rows.sampling(self._device)
         uniform = None
         if not batch.all_greedy:
             uniform = torch.from_numpy(uniforms(rows.key[:count], rows.length[:count])).to(self._device)
         penalized = batch.repetition_penalty is not None
-        tokens, log_probs = sample(
+        return sample(
             logits,
             batch,
             uniform,
             tokens=rows.penalized_tokens(self._device) if penalized else None,
             forbidden=rows.forbidden(self._device),
         )
-        return tokens.cpu().numpy(), log_probs.cpu().numpy()
 
     def _finish_done(self, tokens: np.ndarray, log_probs: np.ndarray) -> Outcomes:
         rows, count = self._rows, len(self._rows)
@@ -339,7 +342,9 @@ class NativeEngineCore:
             versions = rows.versions[row, generated].tolist()
             # The last token was drawn and not yet computed.
             routes = None if self._routes is None else self._routes.of_row(row, int(rows.length[row]) - 1)
-            outcomes[request] = _completion(request, tokens, log_probs, versions, reason(row), routes)
+            sets = rows.kept[row]
+            kept = None if sets is None else KeptTokens.of(sets)
+            outcomes[request] = _completion(request, tokens, log_probs, versions, reason(row), routes, kept)
         for row in reversed(ended):
             last = len(rows) - 1
             self._waiting.give_back(rows.requests[row])
@@ -359,6 +364,7 @@ def _completion(
     versions: list[int],
     reason: StopReason,
     routes: ExpertRoutes | None = None,
+    kept: KeptTokens | None = None,
 ) -> Completion:
     found, num_top = request.prompt_scores, request.params.prompt_logprobs
     scores = [] if found is None else found.log_probs.tolist()
@@ -370,6 +376,7 @@ def _completion(
         prompt_log_probs=None if request.scoring is None else scores,
         prompt_top=TopLogProbs(found.top_ids, found.top_log_probs) if found is not None and num_top else None,
         routes=routes,
+        kept_tokens=kept,
     )
 
 

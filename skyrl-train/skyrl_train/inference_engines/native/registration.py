@@ -43,6 +43,7 @@ def _check_model(generator: GeneratorConfig) -> None:
         is_in_process=True,
         output_layer_adapters=True,
         expert_routes=True,
+        kept_tokens=True,
         check_model=_check_model,
     ),
 )

@@ -46,6 +46,8 @@ class EngineSamplingParams:
     none."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the response text; ids always hold them."""
+    return_kept_tokens: bool = False
+    """Return with each token those that truncation kept, and the log-prob over these. `top_k` bounds their number."""
 
     def __post_init__(self) -> None:
         self._require("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1, or None")
@@ -59,6 +61,11 @@ class EngineSamplingParams:
         self._require("logprobs", self.logprobs in (None, 0), "0 (the token's own) or None")
         top = self.prompt_logprobs
         self._require("prompt_logprobs", top is None or top >= 0, "0, a number of likeliest words, or None")
+        if self.return_kept_tokens:
+            self._require("top_k", self.top_k >= 1, "at least 1 with return_kept_tokens, whose sets it bounds")
+            self._require("temperature", not self.is_greedy, "above 0 with return_kept_tokens: nothing is drawn at 0")
+            penalty = self.repetition_penalty
+            self._require("repetition_penalty", penalty == 1, "1 with return_kept_tokens: it changes kept logits")
         if self.max_tokens is not None:
             self._require("min_tokens", self.min_tokens <= self.max_tokens, f"at most max_tokens={self.max_tokens}")
 
@@ -122,6 +129,7 @@ _KINDS = {
     "logprobs": (_integer, "an integer"),
     "prompt_logprobs": (_integer, "an integer"),
     "skip_special_tokens": (_boolean, "true or false"),
+    "return_kept_tokens": (_boolean, "true or false"),
 }
 _NONE_IS_DEFAULT = {"stop": (), "stop_token_ids": ()}
 

@@ -23,6 +23,8 @@ class RowTable:
         self.vocabulary = vocabulary
         self.requests: list[Request] = []
         self.finders: list[StopStringFinder | None] = []
+        self.kept: list[list[np.ndarray] | None] = []
+        """Kept tokens of each generated token, ids in int32; None for a row that does not record them."""
         self.length = np.zeros(0, np.int64)
         """Tokens so far, prompt included."""
         self.prompt_length = np.zeros(0, np.int64)
@@ -50,6 +52,7 @@ class RowTable:
         self._reserve(row + 1, max_length, len(stop_ids))
         self.requests.append(request)
         self.finders.append(StopStringFinder(params.stop, request.decode or decode) if params.stop else None)
+        self.kept.append([] if params.return_kept_tokens else None)
         self.length[row] = self.prompt_length[row] = len(request.prompt)
         self.prompt_version[row] = version
         self.prompt_lora[row] = request.lora_serial
@@ -72,6 +75,19 @@ class RowTable:
         self.versions[rows, positions] = version
         self.length[:count] += 1
 
+    def append_kept(self, kept: torch.Tensor) -> None:
+        """Keep the sets of the token just appended.
+
+        Args:
+            kept: [rows that record, V] bool.
+        """
+        # One transfer for all rows, of no more than their sets; `nonzero` sorts by row.
+        ids = kept.nonzero()[:, 1].int().cpu().numpy()
+        ends = kept.sum(-1).cumsum(-1).tolist()
+        sets = np.split(ids, ends[:-1])
+        for own, new in zip((own for own in self.kept if own is not None), sets, strict=True):
+            own.append(new.copy())  # a view would hold the ids of all rows
+
     def stopped(self, tokens: np.ndarray) -> np.ndarray:
         """[rows] True where the token just appended ends the response by itself or completes a stop string."""
         count = len(self)
@@ -83,13 +99,14 @@ class RowTable:
 
     def remove_last(self) -> None:
         """Drop the last row."""
-        self.requests.pop()
-        self.finders.pop()
+        for column in (self.requests, self.finders, self.kept):
+            column.pop()
         self._sampling = None
 
     def move(self, source: int, target: int) -> None:
         """Overwrite row `target` by row `source`."""
         self.requests[target], self.finders[target] = self.requests[source], self.finders[source]
+        self.kept[target] = self.kept[source]
         for column in self._columns():
             column[target] = column[source]
 
@@ -128,6 +145,7 @@ class RowTable:
         temperatures = [0.0 if p.is_greedy else p.temperature for p in params]
         rows = [row for row, p in enumerate(params) if (p.top_p, max(p.top_k, 0), p.min_p) != (1.0, 0, 0.0)]
         truncated = [params[row] for row in rows]
+        recorded = [row for row, p in enumerate(params) if p.return_kept_tokens]
         top_k = [min(p.top_k, self.vocabulary) if p.top_k > 0 else self.vocabulary for p in truncated]
         return SamplingBatch(
             temperature=torch.tensor(temperatures, dtype=torch.float32, device=device),
@@ -138,6 +156,7 @@ class RowTable:
             min_p=column([p.min_p for p in truncated], 0.0),
             truncated=torch.tensor(rows, device=device) if 0 < len(rows) < len(params) else None,
             repetition_penalty=column([p.repetition_penalty for p in params], 1.0),
+            recorded=torch.tensor(recorded, device=device) if recorded else None,
         )
 
     def _columns(self) -> tuple[np.ndarray, ...]:

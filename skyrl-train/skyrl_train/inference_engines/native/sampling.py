@@ -9,6 +9,7 @@ aborted after k tokens goes on where it stopped when it is sent again with those
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -53,6 +54,19 @@ class SamplingBatch:
     truncated: torch.Tensor | None = None
     """Rows that `top_p`, `top_k` and `min_p` belong to, so that the others pay nothing; None: all B."""
     repetition_penalty: torch.Tensor | None = None
+    recorded: torch.Tensor | None = None
+    """Rows whose kept tokens are returned, and whose log-probs are over these; None: no row."""
+
+
+class Draw(NamedTuple):
+    """Tokens of B rows, drawn at one step."""
+
+    tokens: torch.Tensor
+    """[B]"""
+    log_probs: torch.Tensor
+    """[B]"""
+    kept: torch.Tensor | None
+    """[recorded rows, V] bool, the tokens that could have been drawn; None: no row is recorded."""
 
 
 def apply_repetition_penalty(logits: torch.Tensor, tokens: torch.Tensor, penalty: torch.Tensor) -> torch.Tensor:
@@ -126,7 +140,7 @@ def sample(
     *,
     tokens: torch.Tensor | None = None,
     forbidden: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Draw:
     """One token a row, and its log-prob.
 
     Args:
@@ -136,7 +150,8 @@ def sample(
         forbidden: [B, V], True on tokens that may not be chosen now
     Returns:
         tokens [B], and log softmax(logits / temperature) at them (temperature 1 where greedy), taken before penalties,
-        truncation and `forbidden`.
+        truncation and `forbidden`. Of recorded rows (none of them greedy): the distribution that was drawn from, over
+        the kept tokens alone.
     """
     divisor = torch.where(batch.temperature > 0, batch.temperature, 1.0) if batch.any_greedy else batch.temperature
     log_probs = (logits / divisor[:, None]).log_softmax(-1)
@@ -147,6 +162,7 @@ def sample(
     if forbidden is not None:
         adjusted = adjusted.masked_fill(forbidden, -math.inf)
     chosen = adjusted.argmax(-1) if batch.any_greedy else None
+    kept = None
     if not batch.all_greedy:
         assert uniform is not None
         probabilities = log_probs.exp() if adjusted is logits else (adjusted / divisor[:, None]).softmax(-1)
@@ -154,7 +170,14 @@ def sample(
             probabilities = truncate(probabilities, batch)
         else:
             probabilities[batch.truncated] = truncate(probabilities[batch.truncated], batch)
+        kept = None if batch.recorded is None else probabilities[batch.recorded] > 0
         drawn = inverse_cdf(probabilities, uniform)
         chosen = drawn if chosen is None else torch.where(batch.temperature > 0, drawn, chosen)
     assert chosen is not None
-    return chosen, log_probs.gather(1, chosen[:, None])[:, 0]
+    of_chosen = log_probs.gather(1, chosen[:, None])[:, 0]
+    if kept is not None:
+        rows = batch.recorded
+        # Normalized as the trainer does it, by kept logits: a quotient of probabilities would round otherwise.
+        own = (adjusted[rows] / divisor[rows, None]).masked_fill_(~kept, -math.inf).log_softmax(-1)
+        of_chosen[rows] = own.gather(1, chosen[rows, None])[:, 0]
+    return Draw(chosen, of_chosen, kept)

@@ -5,6 +5,7 @@ The meaning of every keyword is the native engine's (`native/requests.py` checks
 
 from typing import TYPE_CHECKING
 
+from skyrl_train.errors import UnsupportedByEngine
 from skyrl_train.inference_engines.base import SamplingKeywords
 from skyrl_train.inference_engines.native.requests import EngineSamplingParams, SeedPair, split_seeds
 from skyrl_train.inference_engines.native.sampling import random_key
@@ -17,8 +18,11 @@ SMALLEST_TEMPERATURE = 0.01
 
 
 def vllm_split_seeds(given: SamplingKeywords | None, num: int) -> tuple[EngineSamplingParams, list[SeedPair | None]]:
-    """Check sampling settings as `split_seeds` does, and that vLLM takes the temperature for what it is."""
+    """Check sampling settings as `split_seeds` does, and that vLLM takes the temperature for what it is. Used for
+    remote servers of every kind."""
     params, seeds = split_seeds(given, num)
+    if params.return_kept_tokens:
+        raise UnsupportedByEngine("return_kept_tokens: the native engine alone returns the tokens that truncation kept")
     if not params.is_greedy and params.temperature < SMALLEST_TEMPERATURE:
         raise ValueError(
             f"sampling parameter temperature must be 0 (greedy) or at least {SMALLEST_TEMPERATURE}, which vLLM takes "

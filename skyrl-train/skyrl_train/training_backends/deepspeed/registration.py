@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         section="deepspeed_config",
         routing_replay=True,
         candidates=True,
+        sampling_masks=True,
         check_settings=check_deepspeed,
     ),
 )

@@ -9,10 +9,11 @@ if TYPE_CHECKING:
 
 
 @register_training_backend(
-    "fsdp", requires=TrainingBackendTraits(alias_of="fsdp2", routing_replay=True, candidates=True)
+    "fsdp", requires=TrainingBackendTraits(alias_of="fsdp2", routing_replay=True, candidates=True, sampling_masks=True)
 )
 @register_training_backend(
-    "fsdp2", requires=TrainingBackendTraits(section="fsdp_config", routing_replay=True, candidates=True)
+    "fsdp2",
+    requires=TrainingBackendTraits(section="fsdp_config", routing_replay=True, candidates=True, sampling_masks=True),
 )
 def fsdp2(*args: Any) -> "FSDP2Backend":
     """Make this rank's backend. Arguments: those of `TrainingBackend`."""

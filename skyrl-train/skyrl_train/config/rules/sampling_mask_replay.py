@@ -1,0 +1,82 @@
+"""Rules of sampling-mask replay: engines return the tokens that truncation kept, training renormalizes over them."""
+
+from skyrl_train.config.config import SkyRLConfig
+from skyrl_train.config.engine_kinds import EngineRegistry
+from skyrl_train.config.rules.checks import require
+from skyrl_train.config.training_backends import TrainingBackendRegistry
+
+_SETTING = "trainer.policy.sampling_mask_replay=true"
+
+
+def check_sampling_mask_replay(config: SkyRLConfig) -> None:
+    """`trainer.policy.sampling_mask_replay` fits sampling, training backend, engines and dialogues. After `auto` is
+    answered."""
+    if not config.trainer.policy.sampling_mask_replay:
+        return
+    _check_sampling(config)
+    _check_engines(config)
+    strategies = TrainingBackendRegistry.registrations()
+    names = [name for name, each in strategies.items() if each.requires.sampling_masks and not each.requires.alias_of]
+    require(
+        config.trainer.strategy in names,
+        f"trainer.strategy={config.trainer.strategy} computes no log-probs over recorded tokens (its vocabulary is "
+        f"divided over ranks, or its backend declares no `sampling_masks`): {_SETTING} needs "
+        f"{_choices('trainer.strategy', names)}",
+    )
+    teachers = config.trainer.distillation.teachers
+    require(
+        not teachers,
+        f"{_SETTING} cannot go with trainer.distillation.teachers ({', '.join(teachers)}), whose log-probs are over "
+        "the whole vocabulary. Turn the replay off, and sample with generator.sampling_params.top_p=1 and top_k=-1",
+    )
+
+
+def _check_sampling(config: SkyRLConfig) -> None:
+    params = config.generator.sampling_params
+    require(
+        params.top_k > 0,
+        f"generator.sampling_params.top_k={params.top_k} (off) must be above 0 with {_SETTING}: it bounds the tokens "
+        "that are recorded with each token, also where top_p or min_p truncate. Set top_k, to 512 for example, which "
+        "seldom binds beside top_p=0.95; or turn the replay off",
+    )
+    require(
+        params.repetition_penalty == 1,
+        f"generator.sampling_params.repetition_penalty={params.repetition_penalty} must be 1 (off) with {_SETTING}: "
+        "the penalty changes the logits of kept tokens, which training does not",
+    )
+
+
+def _check_engines(config: SkyRLConfig) -> None:
+    generator = config.generator
+    names = [name for name, entry in EngineRegistry.registrations().items() if entry.requires.kept_tokens]
+    fix = f"Use {_choices('generator.backend', names)}, or turn the replay off"
+    require(
+        generator.run_engines_locally,
+        f"{_SETTING} needs engines that return the tokens that truncation kept; servers started elsewhere "
+        f"(generator.run_engines_locally=false) do not. {fix}",
+    )
+    require(
+        generator.backend in names,
+        f"{_SETTING} needs an engine that returns the tokens that truncation kept, and generator.backend="
+        f"{generator.backend} does not. {fix}",
+    )
+    require(
+        generator.task is None,
+        f"{_SETTING} cannot go with generator.task={generator.task}: agents do not pass on the tokens that truncation "
+        "kept. Leave one of them out",
+    )
+    is_rendered_anew = (
+        generator.chat_template.name_or_path is not None
+        and generator.use_conversation_multi_turn
+        and not generator.step_wise_trajectories
+    )
+    require(
+        not is_rendered_anew,
+        f"{_SETTING} cannot go with generator.chat_template.name_or_path={generator.chat_template.name_or_path!r}: the "
+        "conversation is tokenized anew each turn, so its tokens are not those that were drawn. Set "
+        "generator.step_wise_trajectories=true, or turn the replay off",
+    )
+
+
+def _choices(setting: str, names: list[str]) -> str:
+    return " or ".join(f"{setting}={name}" for name in names)

@@ -1,0 +1,97 @@
+"""Kept tokens on their way from completions to the columns of a batch."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from skyrl_train.generators.dialogue import ResponseTokens
+from skyrl_train.kept_tokens import KeptTokens
+from skyrl_train.rollouts.adapter import to_generator_output, to_rollout_batch
+from skyrl_train.rollouts.collate import collate, kept_token_metrics
+from skyrl_train.rollouts.groups import FinishedGroup
+from skyrl_train.rollouts.joining import join_samples
+from skyrl_train.rollouts.journal import RolloutJournal
+from skyrl_train.rollouts.schedule import ScheduleState
+from skyrl_train.rollouts.types import RolloutBatch, TrainingSample, Trajectory, TrajectoryGroup, TrajectoryID
+from skyrl_train_testing.tiny_models import character_tokenizer
+
+
+def kept(*sets: list[int]) -> KeptTokens:
+    return KeptTokens.of([np.array(each, np.int32) for each in sets])
+
+
+def sample(prompt: list[int], response: list[int], mask: list[int], kept: KeptTokens | None) -> TrainingSample:
+    return TrainingSample(prompt, response, mask, [0.0] * len(response), kept_tokens=kept)
+
+
+def batch_of(*samples: TrainingSample) -> RolloutBatch:
+    trajectories = [Trajectory(TrajectoryID("a", n), [each], "stop") for n, each in enumerate(samples)]
+    return RolloutBatch([TrajectoryGroup("a", trajectories)])
+
+
+def test_kept_tokens_stand_in_the_rows_of_their_responses():
+    batch = batch_of(
+        sample([5, 6, 7], [8, 9, 3], [1, 0, 1], kept([8, 4], [], [3, 9, 30])),
+        sample([5], [6, 7], [1, 1], kept([6], [7])),
+        sample([5], [6], [0], None),  # failed: nothing of it trains
+    )
+    columns = collate(batch, character_tokenizer(), 1, with_kept_tokens=True)
+    assert columns.tensor("kept_counts").tolist() == [[2, 0, 3], [1, 1, 0], [0, 0, 0]]
+    assert columns.tensor("kept_ids").tolist() == [[8, 4, 3, 9, 30], [6, 7, 0, 0, 0], [0] * 5]
+    assert kept_token_metrics(columns) == {"generate/kept_tokens_mean": 7 / 4, "generate/kept_tokens_max": 3}
+    without = collate(batch, character_tokenizer(), 1)
+    assert "kept_ids" not in without and kept_token_metrics(without) == {}
+
+
+@pytest.mark.parametrize(
+    "own, message",
+    [
+        (None, "has kept tokens of 0 of its 3 response tokens"),
+        (kept([8], [9]), "has kept tokens of 2 of its 3 response tokens"),
+        (kept([8], [9, 10], []), "trains token 2 of its response, whose kept tokens are not known"),
+        (kept([9, 10], [3], [8]), "has token 8 in place 0 of its response, which is not among the tokens"),  # shifted
+        (kept([8, 4], [3, 9], [5, 6]), "has token 3 in place 2 of its response, which is not among the tokens"),
+    ],
+)
+def test_a_token_that_was_not_drawn_from_its_kept_tokens_is_an_error(own: KeptTokens | None, message: str):
+    batch = batch_of(sample([5, 6, 7], [8, 9, 3], [1, 1, 1], own))
+    with pytest.raises(ValueError, match=f"sampling_mask_replay=true: a sample of prompt 'a' {message}"):
+        collate(batch, character_tokenizer(), 1, with_kept_tokens=True)
+
+
+def test_responses_grow_and_are_cut_with_their_kept_tokens():
+    response = ResponseTokens()
+    response.append_generated([8, 9], [0.0, 0.0], [1, 1], kept([8, 4], [9]))
+    response.append_context([5, 5])
+    response.append_generated([3], None, [1], kept([3, 2, 1]))
+    assert response.kept == kept([8, 4], [9], [], [], [3, 2, 1])
+    response.truncate(3)
+    assert response.as_sample([1], []).kept_tokens == kept([8, 4], [9], [])
+    response.truncate(0)
+    assert response.as_sample([1], []).kept_tokens is None
+
+
+def test_joined_turns_have_no_kept_tokens_between_them():
+    first = sample([1, 2], [3, 4], [1, 1], kept([3], [4, 5]))
+    second = sample([1, 2, 3, 4, 5], [6], [1], kept([6, 7]))
+    assert join_samples([first, second]).kept_tokens == kept([3], [4, 5], [], [6, 7])
+    assert join_samples([first, sample([1, 2, 3, 4, 5], [6], [1], None)]).kept_tokens is None
+
+
+def test_columns_of_generators_and_the_journal_keep_them(tmp_path: Path):
+    batch = batch_of(sample([5], [6, 7], [1, 1], kept([6, 300_000], [7])), sample([5], [6], [0], None))
+    output = to_generator_output(batch)
+    assert output.get("kept_tokens") == [kept([6, 300_000], [7]), None]
+    again = to_rollout_batch(output, [each.id for each in batch.trajectories])
+    assert [each.kept_tokens for *_, each in again.rows()] == [kept([6, 300_000], [7]), None]
+    [group] = batch.groups
+    journal = RolloutJournal(tmp_path / "journal.jsonl", {"seed": 1})
+    journal.finished(FinishedGroup(ticket=0, group=group, metrics={}, version=3, seconds=1.0))
+    journal.close()
+    state: Any = ScheduleState()
+    recovered = RolloutJournal(tmp_path / "journal.jsonl", {"seed": 1}).recover(state)
+    assert recovered.groups[0].group == group
+    with pytest.raises(ValueError, match="must be an object of counts and ids"):
+        KeptTokens.from_json([1, 2])
