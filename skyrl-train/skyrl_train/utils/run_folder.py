@@ -37,7 +37,7 @@ from skyrl_train.types import JsonObject
 from skyrl_train.utils.io import expand_path, remove_leftovers, write_atomically
 
 Phase = Literal["train", "eval"]
-_TRAJECTORIES_NAME = re.compile(r"(train|eval)_step_(\d+)\.jsonl")
+TRAJECTORIES_NAME = re.compile(r"(train|eval)_step_(\d+)\.jsonl")
 
 
 class TrajectoryFile(NamedTuple):
@@ -190,7 +190,7 @@ class RunFolder:
 
     def trajectory_files(self) -> list[TrajectoryFile]:
         """Return all trajectory files, by step."""
-        names = ((path, _TRAJECTORIES_NAME.fullmatch(path.name)) for path in self.trajectories_folder.glob("*.jsonl"))
+        names = ((path, TRAJECTORIES_NAME.fullmatch(path.name)) for path in self.trajectories_folder.glob("*.jsonl"))
         return sorted(
             TrajectoryFile(int(name[2]), "train" if name[1] == "train" else "eval", path)
             for path, name in names
@@ -216,7 +216,7 @@ class RunFolder:
 
     def _finite(self, name: str, value: object) -> Any:
         """The value with null for every number that JSON does not have, saying so once a name."""
-        found = _without_non_finite(value)
+        found = without_non_finite(value)
         if found is not value and name not in self._warned:
             self._warned.add(name)
             logger.warning(f"{name} is not a finite number; it is written as null (said once)")
@@ -254,15 +254,15 @@ def _plain_value(name: str, value: object) -> object:
     raise TypeError(f"metric {name} must be a number, a string, a boolean or None; got {type(value).__name__}")
 
 
-def _without_non_finite(value: object) -> object:
+def without_non_finite(value: object) -> object:
     """The same object if every number in it is finite, else a copy with null in the place of the others."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        items = {key: _without_non_finite(item) for key, item in value.items()}
+        items = {key: without_non_finite(item) for key, item in value.items()}
         return items if any(items[key] is not value[key] for key in items) else value
     if isinstance(value, list | tuple):
-        items = [_without_non_finite(item) for item in value]
+        items = [without_non_finite(item) for item in value]
         return items if any(new is not old for new, old in zip(items, value, strict=True)) else value
     return value
 

@@ -1,0 +1,340 @@
+import json
+import os
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dashboard_runs import HOSTILE, make_old, trajectory, write_run
+from starlette.testclient import TestClient
+
+from skyrl_train.dashboard.__main__ import main, read_token
+from skyrl_train.dashboard.catalog import log_facts
+from skyrl_train.dashboard.defaults import Defaults
+from skyrl_train.dashboard.json_lines import sampled_rows
+from skyrl_train.dashboard.live import change_events
+from skyrl_train.dashboard.runs_folder import NotBelowError, RunsFolder
+from skyrl_train.dashboard.server import make_app
+from skyrl_train.errors import ConfigError, DataError
+from skyrl_train.rollouts.timeline import Timeline
+from skyrl_train.utils.run_folder import RunFolder
+
+DEFAULTS = Defaults({"trainer.seed": 42, "trainer.algorithm.use_kl_loss": True, "trainer.policy.model.path": "tiny"})
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    folder = tmp_path / "runs"
+    write_run(folder / "adding")
+    return folder
+
+
+@pytest.fixture
+def client(runs: Path) -> Iterator[TestClient]:
+    with TestClient(make_app(RunsFolder(runs), DEFAULTS), base_url="http://localhost") as client:
+        yield client
+
+
+def ask(client: TestClient, question: str, **query: Any) -> Any:
+    answer = client.get(f"/api/{question}", params=query)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+# ---- the list of runs
+
+
+def test_list_names_state_progress_curve_and_changed_settings(client: TestClient):
+    [run] = ask(client, "runs")["runs"]
+    assert (run["run"], run["name"], run["state"], run["step"], run["total"]) == ("adding", "adding", "finished", 3, 3)
+    assert (run["metric"], run["curve"]) == ("reward/avg_raw_reward", [[1, 2, 3], [0.1, 0.2, 0.3]])
+    assert run["changed"] == {"environment.env_class": "gsm8k", "trainer.run_name": "adding", "trainer.seed": 7}
+
+
+@pytest.mark.parametrize(
+    "num_steps, age, last_record, state, message",
+    [
+        (2, 0, "", "running", None),
+        (2, 3600, "", "silent", None),  # killed with -9: it said nothing
+        (3, 3600, "", "finished", None),
+        (2, 0, "ERROR   ConfigError: no such model", "failed", "ConfigError: no such model"),
+        (
+            2,
+            3600,
+            "WARNING told to stop; the same command goes on",
+            "stopped",
+            "told to stop; the same command goes on",
+        ),
+        (2, 0, "WARNING the checkpoint was late", "running", None),
+        (0, 0, "INFO    this run is finished: ckpts/global_step_3", "finished", None),
+    ],
+)
+def test_state_of_a_run_follows_from_its_files(tmp_path: Path, num_steps, age, last_record, state, message):
+    make_old(write_run(tmp_path / "run", num_steps, last_record=last_record), age)
+    client = TestClient(make_app(RunsFolder(tmp_path), DEFAULTS), base_url="http://localhost")
+    run = ask(client, "run", run="run")
+    assert (run["state"], run["message"]) == (state, message)
+
+
+def test_run_that_failed_and_was_started_again_is_not_failed():
+    log = (
+        "2026-01-01 00:00:00 ERROR   OSError: full\n2026-01-01 00:01:00 INFO    step plan\nthe run: 9 training steps\n"
+    )
+    assert log_facts(log) == {"step": None, "total": 9, "outcome": None, "message": None}
+
+
+def test_folder_may_be_a_run_itself_and_runs_may_lie_deeper(tmp_path: Path):
+    write_run(tmp_path / "a" / "b" / "deep")
+    app = make_app(RunsFolder(tmp_path), DEFAULTS)
+    assert [run["run"] for run in ask(TestClient(app, base_url="http://localhost"), "runs")["runs"]] == ["a/b/deep"]
+    app = make_app(RunsFolder(tmp_path / "a" / "b" / "deep"), DEFAULTS)
+    assert [run["run"] for run in ask(TestClient(app, base_url="http://localhost"), "runs")["runs"]] == ["."]
+
+
+def test_sparkline_of_a_long_file_costs_few_lines():
+    lines = [json.dumps({"step": step, "filler": "x" * 500}).encode() + b"\n" for step in range(5000)]
+    steps = [row["step"] for row in sampled_rows(BytesIO(b"".join(lines)), len(b"".join(lines)), 60)]
+    assert (steps[0], steps[-1], len(steps)) == (0, 4999, 61)
+    assert steps == sorted(steps)
+    few = b"".join(lines[:3])
+    assert [row["step"] for row in sampled_rows(BytesIO(few + b'{"st'), len(few) + 4, 60)] == [0, 1, 2]
+
+
+# ---- files that grow, are replaced, or are damaged
+
+
+def test_curves_follow_a_file_that_is_appended_to_and_one_that_is_replaced(client: TestClient, runs: Path):
+    query = {"run": "adding", "name": ["policy/x", "absent"]}
+    assert ask(client, "curves", **query)["curves"] == {"policy/x": [[1, 2, 3], [1.0, 2.0, 3.0]], "absent": [[], []]}
+    run = RunFolder(runs / "adding")
+    with open(run.metrics_path, "ab") as file:
+        file.write(b'{"step": 4, "time": 1.0, "policy/x": 4')  # being written now
+    assert ask(client, "curves", **query)["curves"]["policy/x"][0] == [1, 2, 3]
+    with open(run.metrics_path, "ab") as file:
+        file.write(b'.5}\n{"step": 5, "time": 2.0, "policy/x": null}\nnot JSON\n{"step": "x"}\n\xff\n')
+    assert ask(client, "curves", **query)["curves"]["policy/x"] == [[1, 2, 3, 4, 5], [1.0, 2.0, 3.0, 4.5, None]]
+    run.metrics_path.write_text('{"step": 1, "time": 1.0, "policy/x": 9.0}\n')
+    assert ask(client, "curves", **query)["curves"]["policy/x"] == [[1], [9.0]]
+
+
+def test_run_that_resumes_shows_the_steps_before_its_checkpoint(client: TestClient, runs: Path):
+    assert ask(client, "curves", run="adding", name="policy/x")["curves"]["policy/x"][0] == [1, 2, 3]
+    RunFolder(runs / "adding").truncate_after(1)
+    assert ask(client, "curves", run="adding", name="policy/x")["curves"]["policy/x"][0] == [1]
+    assert ask(client, "run", run="adding")["steps"] == {"train": [1], "eval": []}
+
+
+def test_metrics_come_in_groups_and_as_charts(client: TestClient):
+    found = ask(client, "metrics", run="adding")
+    assert found["names"] == ["policy/x", "reward/avg_raw_reward", "timing/step"]
+    assert found["overview"][0]["title"] == "Reward"
+    assert list(found["groups"]) == ["policy", "reward", "timing"]
+
+
+def test_step_summarizes_its_trajectories(client: TestClient):
+    rows = ask(client, "step", run="adding", phase="train", step=2)["rows"]
+    assert [(row["uid"], row["sample"], row["reward"], row["tokens"]) for row in rows] == [
+        ("0", 0, 1.0, 2),
+        ("0", 1, 1.0, 2),
+        ("1", 0, 0.0, 2),
+        ("1", 1, 1.0, 2),
+    ]
+    assert [row["failure"] and row["failure"]["kind"] for row in rows] == [None, None, None, "tool"]
+    assert (rows[0]["log_prob"], rows[0]["versions"], rows[0]["prompt_tokens"]) == (-1.0, [0, 1], 3)
+
+
+def test_sample_is_the_line_as_it_stands(client: TestClient):
+    assert ask(client, "sample", run="adding", phase="train", step=2, line=3) == trajectory("1", 1, failed=True)
+
+
+def test_torn_broken_and_foreign_lines_of_a_step_are_counted_and_not_fatal(client: TestClient, runs: Path):
+    path = RunFolder(runs / "adding").trajectories_path(2, "train")
+    good = path.read_bytes().splitlines(keepends=True)[0]
+    strange = b'{"uid": ["a"], "reward": "b", "tokens": {"ids": 3, "log_probs": [null, "c"]}, "failure": 1}\n'
+    path.write_bytes(
+        good + b"\xff\xfe not JSON\n" + strange + b'{"uid": "\xff\xfe"}\n' + b"[" * 200_000 + b"\n" + good[:50]
+    )
+    found = ask(client, "step", run="adding", phase="train", step=2)
+    assert [row.get("is_broken", False) for row in found["rows"]] == [False, True, False, False, True]
+    assert (found["num_rows"], found["torn_bytes"]) == (5, 50)
+    assert client.get("/api/sample?run=adding&step=2&line=1").content == b"\xff\xfe not JSON"
+    assert client.get("/api/sample?run=adding&step=2&line=5").status_code == 404  # the torn one
+
+
+def test_sample_of_ten_megabytes_is_sent_and_summarized(client: TestClient, runs: Path):
+    RunFolder(runs / "adding").write_trajectories(9, "train", [trajectory(tokens=["x" * 10_000_000, HOSTILE])])
+    [row] = ask(client, "step", run="adding", step=9)["rows"]
+    assert (len(row["preview"]), row["bytes"] > 10_000_000) == (160, True)
+    assert len(ask(client, "sample", run="adding", step=9, line=0)["tokens"]["text"][0]) == 10_000_000
+
+
+def test_settings_show_what_is_not_at_its_default(client: TestClient, runs: Path):
+    found = ask(client, "settings", run="adding")
+    assert ["trainer.seed", 7, 42] in found["changes"]
+    assert found["values"]["trainer.policy.model.path"] == "tiny"
+    (runs / "adding" / "config.yaml").write_text("a: [&x 1, *y\n")
+    assert ask(client, "settings", run="adding") == {"text": "a: [&x 1, *y\n", "values": {}, "changes": []}
+
+
+def test_log_shows_its_end_a_place_in_it_and_lines_that_hold_a_text(client: TestClient, runs: Path):
+    path = runs / "adding" / "logs" / "engine.log"
+    path.write_bytes(b"".join(b"line %06d \x1b[31m\xff\n" % number for number in range(20_000)))
+    assert [name for name, _ in ask(client, "logs", run="adding")["logs"]] == ["engine.log", "trainer.log"]
+    end = ask(client, "log", run="adding", name="engine.log")
+    assert (end["start"] > 0, end["text"].splitlines()[-1][:11]) == (True, "line 019999")
+    [[offset, text]] = ask(client, "log", run="adding", name="engine.log", query="LINE 000777")["hits"]
+    assert (offset, text[:11]) == (777 * 19, "line 000777")
+    around = ask(client, "log", run="adding", name="engine.log", offset=offset)
+    assert "line 000777" in around["text"]
+
+
+def test_lanes_and_trace_show_groups_phases_and_waits(client: TestClient, runs: Path):
+    assert ask(client, "lanes", run="adding") == {"steps": [], "lanes": None}
+    now = 100.0
+    timeline = Timeline(lambda: now)
+    timeline.group_started(7, 0)
+    with timeline.waiting("waits for group 7"), timeline.phase("wait_for_generation_buffer"):
+        now = 102.0
+        timeline.group_ended(7, "finished")
+    RunFolder(runs / "adding").append_timeline(1, timeline.take([7]))
+    found = ask(client, "lanes", run="adding", step=1)
+    assert (found["steps"], found["lanes"]["phases"]) == ([1], [["waits for groups", 0.0, 2.0]])
+    assert found["lanes"]["groups"][0]["trained"] == 1
+    trace = ask(client, "perfetto", run="adding")["traceEvents"]
+    names = {event["tid"]: event["args"]["name"] for event in trace if event["ph"] == "M"}
+    spans = {(names[event["tid"]], event["name"]): event["dur"] for event in trace if event["ph"] == "X"}
+    assert spans[("slot 000", "group 7")] == spans[("trainer", "wait_for_generation_buffer")] == 2_000_000
+    assert spans[("steps", "step 1")] == 2_000_000
+
+
+# ---- what the server refuses
+
+
+@pytest.mark.parametrize(
+    "run", ["../outside", "..", "/etc", "adding/../../outside", "linked", "a\0b", "adding/logs", ""]
+)
+def test_paths_outside_of_the_folder_are_refused(client: TestClient, runs: Path, run: str):
+    write_run(runs.parent / "outside")
+    (runs / "linked").symlink_to(runs.parent / "outside")
+    for name in ("run", "step?step=1", "sample?step=1&line=0", "log?name=trainer.log"):
+        path, _, rest = name.partition("?")
+        answer = client.get(
+            f"/api/{path}?{rest}", params={"run": run} | dict(part.split("=") for part in rest.split("&") if part)
+        )
+        assert answer.status_code == 404, (name, answer.text)
+    assert [found["run"] for found in ask(client, "runs")["runs"]] == ["adding"]
+    assert ask(client, "logs", run=run) == {"logs": []} if run != "adding/logs" else True
+
+
+def test_links_and_pipes_within_a_run_are_refused(client: TestClient, runs: Path):
+    secret = runs.parent / "secret.txt"
+    secret.write_text("secret")
+    logs = runs / "adding" / "logs"
+    (logs / "linked.log").symlink_to(secret)
+    os.mkfifo(logs / "pipe.log")
+    assert [name for name, _ in ask(client, "logs", run="adding")["logs"]] == ["trainer.log"]
+    for name in ("linked.log", "pipe.log", "../config.yaml", "../../../secret.txt"):
+        assert client.get("/api/log", params={"run": "adding", "name": name}).status_code == 404
+    (runs / "adding" / "config.yaml").unlink()
+    (runs / "adding" / "config.yaml").symlink_to(secret)
+    assert ask(client, "settings", run="adding")["text"] == ""
+
+
+def test_folder_that_becomes_a_link_is_not_followed(runs: Path):
+    folder = RunsFolder(runs)
+    (runs.parent / "elsewhere").mkdir()
+    (runs.parent / "elsewhere" / "config.yaml").write_text("a: 1")
+    (runs / "adding").rename(runs / "moved")
+    (runs / "adding").symlink_to(runs.parent / "elsewhere")
+    with pytest.raises(NotBelowError), folder.open("adding/config.yaml"):
+        pass
+
+
+@pytest.mark.parametrize(
+    "query", ["step?run=adding&step=-1", "step?run=adding&step=x", "step?step=1", "sample?run=adding&step=1"]
+)
+def test_queries_without_sense_are_refused(client: TestClient, query: str):
+    assert client.get(f"/api/{query}").status_code == 400
+
+
+def test_server_only_reads(client: TestClient, runs: Path):
+    before = {path: path.stat().st_mtime_ns for path in sorted(runs.rglob("*"))}
+    for name in ("runs", "run?run=adding", "metrics?run=adding", "step?run=adding&step=1", "settings?run=adding"):
+        assert client.get(f"/api/{name}").status_code == 200
+        for method in ("POST", "PUT", "DELETE", "PATCH"):
+            assert client.request(method, f"/api/{name}").status_code == 405
+    assert {path: path.stat().st_mtime_ns for path in sorted(runs.rglob("*"))} == before
+
+
+def test_every_answer_has_a_strict_policy_and_pages_need_no_other_server(client: TestClient):
+    page = client.get("/")
+    for answer in (page, client.get("/api/runs"), client.get("/assets/app.js"), client.get("/assets/../server.py")):
+        policy = answer.headers["content-security-policy"]
+        assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self';")
+        assert "unsafe" not in policy
+        assert answer.headers["x-content-type-options"] == "nosniff"
+    assert "<script>" not in page.text
+    assert 'style="' not in page.text
+    assert client.get("/assets/../server.py").status_code == 404
+    for name in (
+        "app.js",
+        "runs.js",
+        "curves.js",
+        "step.js",
+        "sample.js",
+        "dom.js",
+        "style.css",
+        "vendor/uPlot.iife.min.js",
+    ):
+        answer = client.get(f"/assets/{name}")
+        assert answer.status_code == 200
+        assert "http://" not in answer.text.replace("http://www.w3.org/", "")
+        assert ".innerHTML" not in answer.text
+
+
+def test_name_of_another_host_is_refused(runs: Path):
+    app = make_app(RunsFolder(runs), DEFAULTS)
+    assert TestClient(app, base_url="http://elsewhere.example").get("/api/runs").status_code == 400
+
+
+def test_token_is_asked_for_and_kept_in_a_cookie(runs: Path):
+    app = make_app(RunsFolder(runs), DEFAULTS, token="a-long-enough-secret", hosts=["*"])
+    client = TestClient(app, base_url="http://machine.example", follow_redirects=False)
+    for path in ("/", "/api/runs", "/api/live", "/assets/app.js", "/?token=wrong", "/?token=%C3%A9"):
+        assert client.get(path).status_code == 401
+    assert client.get("/api/runs", headers={"Authorization": "Bearer a-long-enough-secret"}).status_code == 200
+    entrance = client.get("/?token=a-long-enough-secret")
+    assert (entrance.status_code, entrance.headers["location"]) == (303, "/")
+    assert "HttpOnly" in entrance.headers["set-cookie"] and "SameSite=strict" in entrance.headers["set-cookie"]
+    assert client.get("/api/runs").status_code == 200
+
+
+def test_address_of_other_machines_needs_a_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert [read_token(host, None) for host in ("127.0.0.1", "::1", "localhost", "127.0.0.2")] == [None] * 4
+    for host in ("0.0.0.0", "::", "192.168.1.2", "machine"):
+        with pytest.raises(ConfigError, match=r"needs --token-file PATH"):
+            read_token(host, None)
+    (tmp_path / "token").write_text("short\n")
+    with pytest.raises(ConfigError, match="holds 5 characters; give at least 16"):
+        read_token("0.0.0.0", tmp_path / "token")
+    assert main([str(tmp_path), "--host", "0.0.0.0"]) == 1
+    assert "--token-file" in capsys.readouterr().err
+    assert main([str(tmp_path / "absent")]) == 1
+    with pytest.raises(DataError, match="is no folder"):
+        RunsFolder(tmp_path / "absent")
+
+
+async def test_events_tell_of_changes_alone():
+    values = iter(["a", "a", "b", "b", NotBelowError("gone"), "b"])
+
+    def look() -> str:
+        value = next(values)
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+    events = change_events(look, poll_seconds=0.001)
+    kinds = [(await anext(events)).partition("\n")[0] for _ in range(4)]
+    assert kinds == ["event: change"] * 4  # a, b, gone, b
+    assert next(values, None) is None
