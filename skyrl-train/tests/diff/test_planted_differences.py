@@ -1,0 +1,277 @@
+"""Twelve differences between two runs, each planted alone: the comparison names the right cause first."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+import skyrl_gym
+from skyrl_train.diff import compare_runs
+from skyrl_train.entrypoints.main_base import BasePPOExp
+from skyrl_train.trainer import RayPPOTrainer
+from skyrl_train.workers.policy_worker import PolicyWorker
+
+NOT_THE_CAUSE = {
+    "trainer": {
+        "run_name": "another",
+        "project_name": "other",
+        "export_path": "/tmp/elsewhere",
+        "max_ckpts_to_keep": 3,
+    },
+    "generator": {"http_endpoint_port": 9999, "engine_start_timeout_seconds": 777},
+}
+
+
+def steps(count: int, **trainer: Any) -> dict[str, Any]:
+    return {"trainer": {"max_training_steps": count, **trainer}}
+
+
+class Planted(NamedTuple):
+    """Difference by settings alone.
+
+    Args:
+        changes: of the settings.
+        cause: name of the right cause.
+        first: beginning of the first difference.
+    """
+
+    changes: dict[str, Any]
+    cause: str
+    first: str
+
+
+SETTINGS = {
+    "seed": Planted(steps(1, seed=7), "trainer.seed", "prompt of sample 0 of step 1"),
+    "temperature": Planted(
+        steps(1) | {"generator": {"sampling_params": {"temperature": 0.9}}},
+        "generator.sampling_params.temperature",
+        "",
+    ),
+    "loss": Planted(
+        steps(1, algorithm={"policy_loss_type": "sapo"}), "trainer.algorithm.policy_loss_type", "policy/policy_loss"
+    ),
+    "engine": Planted(
+        steps(1) | {"generator": {"backend": "coarse"}}, "generator.backend", "rollout log-prob of token 0 of sample 0"
+    ),
+    "micro-batch": Planted(steps(2, micro_train_batch_size_per_gpu=2), "trainer.micro_train_batch_size_per_gpu", ""),
+    "dtype": Planted(
+        steps(1) | {"generator": {"model_dtype": "bfloat16"}},
+        "generator.model_dtype",
+        "weights model.embed_tokens.weight before step 1",
+    ),
+    "environment": Planted(
+        steps(1) | {"environment": {"env_class": "early_characters"}}, "environment.env_class", "reward of token"
+    ),
+}
+
+
+def merge(changes: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    return {key: {**changes.get(key, {}), **more.get(key, {})} for key in changes.keys() | more.keys()}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_planted_setting_is_the_first_cause(name: str, train: Callable[..., Path], base_run: Path, tmp_path: Path):
+    planted = SETTINGS[name]
+    found = compare_runs(base_run, train(tmp_path / "b", merge(planted.changes, NOT_THE_CAUSE)))
+    assert found.causes[0].name == planted.cause, found.causes
+    assert str(found.parting[0]).startswith(planted.first), found.verdict
+    for cause in found.causes:
+        for name in ("run_name", "project_name", "path", "port", "timeout", "run_dir"):
+            assert name not in cause.name
+    assert found.equal_up_to in (None, 0, 1)
+
+
+def test_planted_row_of_data_is_the_first_cause(
+    train: Callable[..., Path], base_run: Path, rows: Any, write_rows: Any, tmp_path: Path
+):
+    data = rows()
+    data[5]["prompt"][0]["content"] = "write V"
+    path = write_rows(tmp_path / "data.jsonl", data)
+    found = compare_runs(base_run, train(tmp_path / "b", {"data": {"train_data": [path]}}))
+    assert found.causes[0].name == "training data"
+    assert "first in row 5, 1 of 16 rows differ" in found.causes[0].change
+    first = found.parting[0]
+    assert (first.uid, first.quantity[:6]) == ("5", "prompt")
+    assert "write 5" in first.a and "write V" in first.b
+    assert found.equal_up_to == first.step - 1, "until the row comes, the runs are the same"
+
+
+def test_planted_answer_in_a_row_is_the_first_cause(
+    train: Callable[..., Path], base_run: Path, rows: Any, write_rows: Any, tmp_path: Path
+):
+    data = rows()
+    data[5]["worth"] = 0.5
+    path = write_rows(tmp_path / "data.jsonl", data)
+    found = compare_runs(base_run, train(tmp_path / "b", {"data": {"train_data": [path]}}))
+    assert found.causes[0].name == "training data"
+    assert found.parting[0].quantity == "reward"
+    assert found.parting[0].uid == "5"
+
+
+def test_planted_order_of_data_is_the_first_cause(
+    train: Callable[..., Path], base_run: Path, rows: Any, write_rows: Any, tmp_path: Path
+):
+    path = write_rows(tmp_path / "data.jsonl", list(reversed(rows())))
+    found = compare_runs(base_run, train(tmp_path / "b", {"data": {"train_data": [path]}, **steps(1)}))
+    assert found.causes[0].name == "training data"
+    assert "the same rows in another order" in found.causes[0].change
+
+
+def test_planted_learning_rate_at_step_7_is_the_first_cause(train: Callable[..., Path], base_run: Path, tmp_path: Path):
+    train(tmp_path / "b", steps(6, ckpt_interval=6))
+    slower = {"policy": {"optimizer_config": {"lr": 5e-4}}}
+    found = compare_runs(base_run, train(tmp_path / "b", steps(7, **slower)))
+    assert found.causes[0].name == "trainer.policy.optimizer_config.lr"
+    assert "(from step 7 on)" in found.causes[0].change
+    assert found.equal_up_to == 6
+    assert found.verdict.startswith(
+        "equal up to step 6; first difference: policy/policy_lr of step 7: 0.001 against 0.0005"
+    )
+
+
+class FlippingPolicy(PolicyWorker):
+    """A policy that sends one weight with its sign flipped, in the sync after step 2."""
+
+    def _buckets(self) -> Any:
+        version = self._version
+        for bucket in super()._buckets():
+            for name, tensor in bucket:
+                if version == 2 and name == "model.layers.1.mlp.up_proj.weight":
+                    changed = tensor.clone()
+                    changed.view(-1)[3] *= -1
+                    yield [(name, changed)]
+                else:
+                    yield [(name, tensor)]
+
+    def send_weights(self, version: int) -> Any:
+        self._version = version
+        return super().send_weights(version)
+
+    def stage_weights(self, version: int) -> None:
+        self._version = version
+        super().stage_weights(version)
+
+
+class FlippingTrainer(RayPPOTrainer):
+    async def build_models(self, *_: Any) -> None:
+        await super().build_models(FlippingPolicy)
+
+
+class FlippingExperiment(BasePPOExp):
+    def get_trainer(self, **parts: Any) -> RayPPOTrainer:  # type: ignore[override]
+        return FlippingTrainer(**parts)
+
+
+def test_planted_flipped_weight_is_the_first_cause(train: Callable[..., Path], base_run: Path, tmp_path: Path):
+    changes = {**steps(3), "generator": {"weight_sync_canary_interval": 0}}
+    found = compare_runs(base_run, train(tmp_path / "b", changes, FlippingExperiment))
+    assert found.equal_up_to == 1
+    assert str(found.parting[0]) == ("weights model.layers.1.mlp.up_proj.weight of step 2 (1 of 24 tensors differ)")
+    assert found.causes[0].name == "weights model.layers.1.mlp.up_proj.weight at the sync after step 2"
+
+
+def test_planted_library_version_is_the_first_cause(copy: Path, base_run: Path, edit_lines: Any):
+    """What another version of torch does: rounding from step 3 on."""
+    edit_lines(copy / "starts.jsonl", lambda row: row["libraries"].update(torch="2.2.0", rich="1.0.0", ray="2.0"))
+
+    def round_off(row: dict[str, Any]) -> None:
+        row["tokens"]["log_probs"] = [value + 3e-7 for value in row["tokens"]["log_probs"]]
+
+    for step in range(3, 9):
+        edit_lines(copy / f"trajectories/train_step_{step:06d}.jsonl", round_off)
+    edit_lines(copy / "metrics.jsonl", lambda row: row.update({"policy/final_loss": row["policy/final_loss"] + 1e-8}))
+    found = compare_runs(base_run, copy)
+    assert found.causes[0].name == "library torch"
+
+
+def test_library_of_another_step_is_not_the_first_cause(copy: Path, base_run: Path, edit_lines: Any):
+    edit_lines(copy / "starts.jsonl", lambda row: row["libraries"].update(torch="2.2.0", sympy="1.0.0"))
+    edit_lines(
+        copy / "trajectories/train_step_000004.jsonl", lambda row: row["tokens"]["rewards"].__setitem__(-1, 0.25)
+    )
+    found = compare_runs(base_run, copy)
+    assert found.causes[0].name == "library sympy"
+
+
+def test_planted_code_of_an_environment_is_the_first_cause(train: Callable[..., Path], base_run: Path, tmp_path: Path):
+    """The id stays, the class behind it does not."""
+    before, other = skyrl_gym.spec("different_characters"), skyrl_gym.spec("early_characters")
+    skyrl_gym.deregister("different_characters")
+    skyrl_gym.register(id="different_characters", entry_point=other.entry_point)
+    try:
+        found = compare_runs(base_run, train(tmp_path / "b", steps(1)))
+    finally:
+        skyrl_gym.deregister("different_characters")
+        skyrl_gym.register(id="different_characters", entry_point=before.entry_point)
+    assert found.causes[0].name == "environment different_characters"
+    assert found.parting[0].quantity == "reward"
+
+
+@pytest.mark.parametrize("part", ["ids", "template"])
+def test_planted_tokenizer_is_the_first_cause(
+    part: str, train: Callable[..., Path], base_run: Path, chat_model: str, tmp_path: Path
+):
+    """The same weights beside another tokenizer."""
+    model = Path(shutil.copytree(chat_model, tmp_path / "model"))
+    if part == "ids":
+        path = model / "tokenizer.json"
+        tokenizer = json.loads(path.read_text())
+        vocabulary = tokenizer["model"]["vocab"]
+        vocabulary["w"], vocabulary["q"] = vocabulary["q"], vocabulary["w"]
+        path.write_text(json.dumps(tokenizer))
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(chat_model)
+        tokenizer.chat_template = tokenizer.chat_template.replace("role'] }}:", "role'] }}>")
+        tokenizer.save_pretrained(model)
+    changes = steps(1, policy={"model": {"path": str(model)}})
+    found = compare_runs(base_run, train(tmp_path / "b", changes))
+    assert found.causes[0].name == "tokenizer"
+    assert found.parting[0].quantity.startswith("id of prompt token" if part == "ids" else "prompt from character")
+
+
+def test_other_weights_at_the_same_tokenizer_are_the_model(
+    train: Callable[..., Path], base_run: Path, chat_model: str, tmp_path: Path
+):
+    from skyrl_train_testing.tiny_models import tiny_qwen3
+
+    model = Path(shutil.copytree(chat_model, tmp_path / "model"))
+    with torch.random.fork_rng(devices=[]):
+        tiny_qwen3(hidden_size=32, vocab_size=99, max_position_embeddings=256, scale=1.5).save_pretrained(model)
+    found = compare_runs(base_run, train(tmp_path / "b", steps(1, policy={"model": {"path": str(model)}})))
+    assert found.causes[0].name == "trainer.policy.model.path"
+
+
+@pytest.mark.parametrize(
+    "changes, cause",
+    [
+        # Settings that take effect later, or only round, beside the one that parts the runs.
+        (
+            {
+                "generator": {"sampling_params": {"temperature": 0.9}},
+                "trainer": {"policy": {"optimizer_config": {"lr": 2e-3}}, "micro_train_batch_size_per_gpu": 2},
+            },
+            "generator.sampling_params.temperature",
+        ),
+        (
+            {"trainer": {"seed": 7, "algorithm": {"policy_loss_type": "sapo"}}, "generator": {"backend": "coarse"}},
+            "trainer.seed",
+        ),
+        (
+            {
+                "environment": {"env_class": "early_characters"},
+                "trainer": {"policy": {"optimizer_config": {"lr": 2e-3}}, "algorithm": {"eps_clip_low": 0.1}},
+            },
+            "environment.env_class",
+        ),
+    ],
+)
+def test_cause_is_first_among_settings_that_differ_too(
+    changes: dict[str, Any], cause: str, train: Callable[..., Path], base_run: Path, tmp_path: Path
+):
+    found = compare_runs(base_run, train(tmp_path / "b", merge(steps(1), changes)))
+    assert found.causes[0].name == cause
