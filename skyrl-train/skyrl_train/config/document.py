@@ -24,17 +24,17 @@ Every setting of a run. This page is made from `skyrl_train/config` and the regi
 - On the command line: `python -m skyrl_train.entrypoints.main_base trainer.seed=1 generator.max_turns=3`. Hydra reads
   it, so lists are `'data.train_data=[a.parquet,b.parquet]'`. `--cfg job` prints the settings and ends.
 - New entries of a dict setting: `+generator.engine_init_kwargs.name=value`.
-- In a YAML file on top of the defaults (`--config-dir FOLDER --config-name NAME`):
-
-  ```yaml
-  defaults: [ppo_base_config, _self_]
-  trainer:
-    seed: 1
-  ```
 - In Python: `SkyRLConfig(trainer=TrainerConfig(seed=1))`, or `SkyRLConfig.from_dict({"trainer": {"seed": 1}})`.
 - A default such as `${trainer.seed}` is the value of that setting.
 - `~` at the start of a path is the home folder; on the command line Hydra wants quotes: `"trainer.run_dir='~/run'"`.
 - A name that does not exist, a value of the wrong type or a contradiction is an error before anything starts.
+- In a YAML file on top of the defaults (`--config-dir FOLDER --config-name NAME`):
+
+    ```yaml
+    defaults: [ppo_base_config, _self_]
+    trainer:
+      seed: 1
+    ```
 """
 
 
