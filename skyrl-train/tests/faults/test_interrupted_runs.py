@@ -33,7 +33,7 @@ def processes_of(mark: str) -> dict[int, str]:
     "number, launcher",
     [
         (signal.SIGTERM, "ray"),
-        (signal.SIGINT, "inline"),
+        pytest.param(signal.SIGINT, "inline", marks=pytest.mark.full),
         pytest.param(signal.SIGINT, "ray", marks=pytest.mark.full),
         pytest.param(signal.SIGTERM, "inline", marks=pytest.mark.full),
     ],

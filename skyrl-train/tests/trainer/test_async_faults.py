@@ -157,8 +157,10 @@ async def disturb_each_place(make_settings: Any, schedule: Mapping[str, str], fa
 
 @pytest.mark.parametrize(
     ("schedule", "faults"),
-    [(IN_ORDER, FAULTS), (AS_FINISHED, FAULTS[::-1])],
-    ids=["a sync waits for groups", "groups go on over a sync"],
+    [
+        pytest.param(IN_ORDER, FAULTS, id="a sync waits for groups"),
+        pytest.param(AS_FINISHED, FAULTS[::-1], id="groups go on over a sync", marks=pytest.mark.full),
+    ],
 )
 @pytest.mark.parametrize("every", [40, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(400)])])
 async def test_a_fault_at_an_await_ends_the_run_and_loses_nothing(

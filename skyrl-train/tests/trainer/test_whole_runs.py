@@ -78,7 +78,7 @@ MARKS = {
     "replicas of": pytest.mark.full,
     "bfloat16": (),
     "DeepSpeed": pytest.mark.slow,
-    "Megatron": pytest.mark.slow,
+    "Megatron": pytest.mark.full,
 }
 
 

@@ -197,7 +197,7 @@ def test_two_ranks_hold_the_bits_of_a_whole_model(groups: Callable[[int], Group]
     assert groups(2).call(differences_of_loading, plans) == [[], []]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_each_role_and_layout_holds_the_bits_of_a_whole_model(groups: Callable[[int], Group], models: dict[str, str]):
     plans = [Plan(model, trainer={"bf16": bf16}) for model in models.values() for bf16 in (False, True)]
     for own in (
