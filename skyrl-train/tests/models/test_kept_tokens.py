@@ -125,6 +125,29 @@ def test_gradients_over_kept_tokens_are_those_of_finite_differences():
     assert torch.autograd.gradcheck(scores, (hidden, weight, bias))
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_compiled_chunks_give_the_same_over_kept_tokens():
+    hidden, weight, bias, labels, sets = inputs(torch.float32)
+    results = []
+    for compile in (False, True):
+        log_probs, entropy, _ = candidate_log_probs(
+            hidden,
+            weight,
+            labels,
+            None,
+            bias=bias,
+            chunk_size=4,
+            with_entropy=True,
+            compile=compile,
+            kept=kept_ids(sets),
+        )
+        assert entropy is not None
+        results.append([log_probs, *torch.autograd.grad((log_probs + 0.1 * entropy).sum(), (hidden, weight, bias))])
+    for expected, actual in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, atol=3e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize("packing", [True, False])
 def test_kept_tokens_of_a_batch_belong_to_their_response_tokens(packing: bool, ragged):
     """Rows of different lengths, with sets of different sizes: each token's log-prob is that of its own set, computed

@@ -9,12 +9,10 @@ import pytest
 from async_runs import asynchronous
 
 from skyrl_train.config.validation import validate_cfg
-from skyrl_train.entrypoints.main_base import BasePPOExp
 from skyrl_train.errors import ConfigError
 from skyrl_train.kept_tokens import KeptTokens
 from skyrl_train.rollouts import collate as collate_module
 from skyrl_train.training_batch import TrainingInputBatch
-from skyrl_train.utils.run_folder import RunFolder
 
 SAMPLING = {"sampling_params": {"top_p": 0.7, "top_k": 40, "temperature": 0.9}}
 REPLAY = {"trainer": {"policy": {"sampling_mask_replay": True}}, "generator": SAMPLING}
@@ -34,32 +32,33 @@ KINDS = {
     "turns joined": JOINED,
     "one growing message": ONE_MESSAGE,
     "padded": {"trainer": {"use_sample_packing": False}},
-    "deepspeed": {"trainer": {"strategy": "deepspeed"}},
     "asynchronous": ASYNCHRONOUS,
     "stop tokens held back": {"generator": {"sampling_params": {"additional_kwargs": {"min_tokens": 5}}}},
 }
 
 
+TWO_RANKS = {"launcher": "ray", "policy_num_gpus_per_node": 2}
+SLOW_KINDS = {"deepspeed on two ranks": {"trainer": {"strategy": "deepspeed", "placement": TWO_RANKS}}}
+
+
 @pytest.fixture
-def train(settings: Any, merged: Any, tmp_path: Path) -> Callable[..., list[dict[str, float]]]:
+def train(settings: Any, merged: Any, run: Any, tmp_path: Path) -> Callable[..., list[dict[str, float]]]:
     """`train(*changes)`: the metrics of each step of a run with top_p=0.7 and replay."""
 
-    def run(*changes: dict[str, Any]) -> list[dict[str, float]]:
+    def train(*changes: dict[str, Any]) -> list[dict[str, float]]:
         together = REPLAY
         for each in changes:
             together = merged(together, each)
-        cfg = settings(tmp_path / "run", together)
-        BasePPOExp(cfg).run()
-        return RunFolder(cfg.trainer.run_dir).read_metrics()
+        return run(settings(tmp_path / "run", together))
 
-    return run
+    return train
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW_KINDS)])
 def test_trainer_has_the_log_probs_that_tokens_were_drawn_with(train: Any, kind: str):
     """Within the rounding of float32. (In asynchronous training weights are a step older, by a tiny step.)"""
     mean, largest = (1e-4, 1e-3) if kind == "asynchronous" else (2e-6, 2e-5)
-    for step in train(SLOWLY, KINDS[kind]):
+    for step in train(SLOWLY, (KINDS | SLOW_KINDS)[kind]):
         assert step["policy/rollout_train_logprobs_abs_diff_mean"] < mean
         assert step["policy/rollout_train_logprobs_abs_diff_max"] < largest
         assert step["policy/first_ratio_max_deviation"] == 0
