@@ -1,13 +1,14 @@
 """Record of what a run is made of and of the numbers of each step, to compare it with another (`skyrl_train.diff`).
 
 At a start: versions of libraries, a digest of our code, the machine, digests of data, tokenizer and environments. At a
-step: fingerprints of the batch, row by row, and of the weights that went to the engines. Costs a few hundred
-milliseconds at a start and about one a step; knows no models.
+step: fingerprints of the batch, row by row, and of the weights that went to the engines. A start costs less
+than a second, a step some 30 ms of processor time for a million tokens. Knows no models.
 """
 
 import hashlib
 import inspect
 import json
+import math
 import os
 import platform
 import re
@@ -162,20 +163,27 @@ def _digest(text: str) -> str:
 # ---- at a step
 
 
-def batch_fingerprints(batch: TrainingInputBatch, mask: str = "response_mask") -> dict[str, str]:
-    """Return a fingerprint of each row of what the trainer computed of a batch: 8 hex digits a row, in one text.
+def describe_batch(batch: TrainingInputBatch, mask: str = "response_mask") -> JsonObject:
+    """Return what the trainer computed of a batch, in few bytes: for each column a fingerprint of each row (`hashes`, 8
+    hex digits a row in one text), and the mean of each row (`means`), which tells how large a difference is.
 
     Args:
         mask: the column [B, R] that is 0 where numbers mean nothing; they do not count.
     """
-    where = batch.tensor(mask) != 0
-    found = {}
+    where = batch.tensor(mask).cpu() != 0
+    hashes: dict[str, str] = {}
+    means: dict[str, list[float | None]] = {}
     for name in COMPUTED:
-        tensor = batch.get(name)
-        if tensor is not None and tensor.shape[:2] == where.shape:
-            inside = where.reshape(*where.shape, *[1] * (tensor.dim() - 2))
-            found[name] = row_fingerprints(torch.where(inside, tensor.cpu(), torch.zeros_like(tensor)))
-    return found
+        column = batch.get(name)
+        if column is None or column.shape[:2] != where.shape:
+            continue
+        inside = where.reshape(*where.shape, *[1] * (column.dim() - 2))
+        column = torch.where(inside, column.cpu(), torch.zeros((), dtype=column.dtype))
+        hashes[name] = row_fingerprints(column)
+        # In float64, so that it tells a difference of one rounding in one token.
+        sums = column.flatten(1).double().sum(dim=1) / where.sum(dim=1).clamp(min=1)
+        means[name] = [float(f"{value:.12g}") if math.isfinite(value) else None for value in sums.tolist()]
+    return {"hashes": hashes, "means": means}
 
 
 def row_fingerprints(tensor: torch.Tensor) -> str:

@@ -25,7 +25,7 @@ from skyrl_train.orchestration.schedule import Schedule
 from skyrl_train.orchestration.skipped_updates import skipped_updates
 from skyrl_train.orchestration.step_metrics import step_metrics
 from skyrl_train.rollouts.padding import convert_prompts_responses_to_batch_tensors
-from skyrl_train.run_record import batch_fingerprints, row_fingerprints
+from skyrl_train.run_record import describe_batch, row_fingerprints
 from skyrl_train.training_batch import TrainingInputBatch
 from skyrl_train.training_run import TrainingRun, num_training_steps
 from skyrl_train.utils.tracking import Tracking
@@ -182,8 +182,8 @@ class SupervisedTrainer(TrainingRun):
         self.all_metrics |= {_NAMES.get(name, name): value for name, value in metrics.items()}
         self.all_metrics |= self._skipped.count(update, batch, is_last_step=self.is_last_step())
         if self.cfg.trainer.dump_trajectories:
-            rows = {"sequences": row_fingerprints(batch.tensor("sequences"))}
-            self.fingerprints["batch"] = rows | batch_fingerprints(batch, mask="loss_mask")
+            self.fingerprints["batch"] = described = describe_batch(batch, mask="loss_mask")
+            described["hashes"]["sequences"] = row_fingerprints(batch.tensor("sequences"))
         self.all_metrics["train/tokens"] = float(batch.tensor("attention_mask").sum())
         self.all_metrics["train/learnt_tokens"] = float(batch.tensor("loss_mask").sum())
 

@@ -48,7 +48,7 @@ from skyrl_train.rollouts.faults import LengthLimits, record_faults
 from skyrl_train.rollouts.metrics import scores_of_groups, version_lag_metrics
 from skyrl_train.rollouts.trajectory_rows import trajectory_rows
 from skyrl_train.rollouts.types import RolloutBatch
-from skyrl_train.run_record import WeightRecord, batch_fingerprints
+from skyrl_train.run_record import WeightRecord, describe_batch
 from skyrl_train.step_plan import ModelShape, model_shape, needs_old_log_probs, step_plan
 from skyrl_train.training_batch import TrainingInputBatch
 from skyrl_train.training_run import TrainingRun, num_training_steps
@@ -443,7 +443,7 @@ class RayPPOTrainer(TrainingRun):
             batch["action_log_probs"] = update.old_log_probs
             self.all_metrics |= rollout_mismatch_metrics(batch)
         if trainer.dump_trajectories:
-            self.fingerprints["batch"] = batch_fingerprints(batch)
+            self.fingerprints["batch"] = describe_batch(batch)
         self.all_metrics |= step_metrics("policy", update.losses, update.steps)
         self.all_metrics |= self._skipped["policy"].count(update, batch, is_last_step=self.is_last_step())
         tolerance = algorithm.first_ratio_tolerance or (0.2 if trainer.bf16 else 1e-4)

@@ -263,7 +263,7 @@ class TrainerConfig(BaseConfig):
 
     dump_trajectories: bool = True
     """Write every training trajectory to the run folder in readable form: tokens, log-probs, masks, rewards,
-    versions.
+    versions; and fingerprints of each step's batch and weights, by which `python -m skyrl_train.diff` compares runs.
     """
 
     max_consecutive_skipped_updates: int | None = 10

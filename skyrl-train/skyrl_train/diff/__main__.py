@@ -15,8 +15,8 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m skyrl_train.diff",
         description="Says what two runs do differently: settings, versions, data, the first number that is not the "
         "same, and its likely causes.",
-        epilog="Exit status: 0 if every number that both record is equal, 1 if not, 2 if no step is recorded by both or "
-        "a folder cannot be read.",
+        epilog="Exit status: 0 if every number that both record is equal, 1 if not, 2 if no step is recorded by both "
+        "or a folder cannot be read.",
     )
     parser.add_argument("a", type=Path, help="a run folder; the run may still be going on")
     parser.add_argument("b", type=Path, help="another one")

@@ -29,6 +29,7 @@ class Change:
         name: full name of a setting, name of a library, and so on.
         a, b: what each run has; None: nothing, or it is not recorded.
         since: the first step for which it differs.
+        until: the last one, where a later start made it the same; None: it differs to the end.
     """
 
     group: str
@@ -36,6 +37,7 @@ class Change:
     a: object
     b: object
     since: int = 1
+    until: int | None = None
 
     @property
     def title(self) -> str:
@@ -43,8 +45,10 @@ class Change:
         return f"library {self.name}" if self.group == "library" else self.name
 
     def __str__(self) -> str:
-        since = f" (from step {self.since} on)" if self.since > 1 else ""
-        return f"{self.title}: {_short(self.a)} against {_short(self.b)}{since}"
+        steps = f" (from step {self.since} on)" if self.since > 1 else ""
+        if self.until is not None:
+            steps = f" (in steps {self.since} to {self.until})"
+        return f"{self.title}: {_short(self.a)} against {_short(self.b)}{steps}"
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,11 @@ class Cause:
     change: str
     why: str
     score: int
+
+    @property
+    def text(self) -> str:
+        """The change with its name."""
+        return self.change if self.change.startswith(self.name) else f"{self.name}: {self.change}"
 
     @property
     def likelihood(self) -> str:
@@ -84,6 +93,7 @@ class Evidence:
         same_rows: True: both data have the same rows, in another order.
         engine_gaps: largest difference of rollout and trainer log-probs in this step, of either run, where recorded.
         asynchronous: both runs are asynchronous and train groups in the order in which they finish.
+        constant_rate: neither learning rate falls towards the last step.
         unrecorded: of `data`, `tokenizer`, `environment`: what one of the runs does not record.
     """
 
@@ -92,6 +102,7 @@ class Evidence:
     same_rows: bool = False
     engine_gaps: tuple[float, float] | None = None
     asynchronous: bool = False
+    constant_rate: bool = False
     unrecorded: frozenset[str] = frozenset()
 
 
@@ -106,6 +117,8 @@ def ranked_causes(difference: Difference, changes: Sequence[Change], evidence: E
 def _cause_of(change: Change, difference: Difference, evidence: Evidence) -> Cause | None:
     if change.since > max(1, difference.step):
         return None  # takes effect later
+    if change.until is not None and change.until < difference.step:
+        return None  # it took effect in steps that are equal
     judge = {
         "setting": _setting,
         "library": _library,
@@ -147,7 +160,7 @@ def _setting(change: Change, difference: Difference, evidence: Evidence) -> tupl
         score, why = 30, f"it takes part in an earlier part of a step and may show in {_COMPUTES[stage]}"
     else:
         return 0, ""
-    special = _special_score(change.name, difference)
+    special = _special_score(change.name, difference, evidence)
     if special is not None:
         return special
     if effect.rounding and _is_coarse(difference):
@@ -159,7 +172,7 @@ def _setting(change: Change, difference: Difference, evidence: Evidence) -> tupl
     return score, why
 
 
-def _special_score(name: str, difference: Difference) -> tuple[int, str] | None:
+def _special_score(name: str, difference: Difference, evidence: Evidence) -> tuple[int, str] | None:
     """Return score and reason where the kind of the difference tells a setting from others of its stage."""
     last = name.rpartition(".")[2]
     match difference.kind:
@@ -170,7 +183,7 @@ def _special_score(name: str, difference: Difference) -> tuple[int, str] | None:
         case "lr" if last in ("lr", "scheduler", "num_warmup_steps"):
             score = 140 - 5 * ("lr", "scheduler", "num_warmup_steps").index(last)
             return score, "the learning rate itself is the first number that differs"
-        case "lr" if last in ("max_training_steps", "epochs"):
+        case "lr" if last in ("max_training_steps", "epochs") and not evidence.constant_rate:
             return 110, "the learning rate falls towards the last step, and it differs"
         case _ if last in ("max_training_steps", "epochs"):
             return 0, ""  # the schedule of learning rates is all that knows of it, and the rates are equal

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from skyrl_train.diff.causes import Cause, Change, Evidence, ranked_causes
@@ -12,6 +12,7 @@ from skyrl_train.diff.recorded_run import RecordedRun, Start
 from skyrl_train.provenance import DataDigest
 from skyrl_train.types import JsonObject
 
+_SCHEDULER = "trainer.policy.optimizer_config.scheduler"
 _ENGINE_GAP = "policy/rollout_train_logprobs_abs_diff_max"
 
 
@@ -57,8 +58,10 @@ class Comparison:
             shorter = min(self.last_steps) != max(self.last_steps)
             end = f", the last that both have (A has {self.last_steps[0]}, B {self.last_steps[1]})" if shorter else ""
             return f"bit-equal up to step {last}{end}"
-        equal = "not equal from the beginning" if not self.equal_up_to else f"equal up to step {self.equal_up_to}"
-        return f"{equal}; first difference: {self.parting[0]}"
+        equal = f"equal up to step {self.equal_up_to}" if self.equal_up_to else "no step is equal"
+        cause = self.causes[0]
+        words = f"; likely cause: {cause.text}" if cause.likelihood == "likely" else ""
+        return f"{equal}; first difference: {self.parting[0]}{words}"
 
     def to_json(self) -> JsonObject:
         """Return it as JSON values."""
@@ -115,13 +118,19 @@ def compare_runs(a: str | Path, b: str | Path) -> Comparison:
 
 def _changes(a: RecordedRun, b: RecordedRun) -> Iterator[Change]:
     """Yield everything that is not the same, with the first step of the first start for which it is not."""
-    seen: set[tuple[str, str]] = set()
+    found: dict[tuple[str, str], Change] = {}
     for step in sorted({start.first_step for run in (a, b) for start in run.starts} | {1}):
-        of_a, of_b = a.start_of(step), b.start_of(step)
-        for change in _changes_between(of_a, of_b, step):
-            if (change.group, change.name) not in seen:
-                seen.add((change.group, change.name))
-                yield change
+        now = {
+            (change.group, change.name): change for change in _changes_between(a.start_of(step), b.start_of(step), step)
+        }
+        for key, change in found.items():
+            if key not in now and change.until is None:
+                found[key] = replace(change, until=step - 1)
+        for key, change in now.items():
+            earlier = found.get(key)
+            if earlier is None or earlier.until is not None or (earlier.a, earlier.b) != (change.a, change.b):
+                found[key] = change
+    yield from found.values()
     text_a, text_b = a.data_text, b.data_text
     both_tell = text_a is not None and text_b is not None
     if both_tell and text_a != text_b and not (a.has_starts and b.has_starts):
@@ -214,6 +223,7 @@ def _evidence(a: RecordedRun, b: RecordedRun, difference: Difference) -> Evidenc
         same_rows=same_rows,
         engine_gaps=(known_gaps[0], known_gaps[1]) if len(known_gaps) == 2 else None,
         asynchronous=asynchronous,
+        constant_rate=all(str(start.settings.get(_SCHEDULER)).startswith("constant") for start in starts),
         unrecorded=frozenset(
             group for group, key in keys.items() if not all(start.record.get(key) for start in starts)
         ),

@@ -99,7 +99,7 @@ def _value(value: object) -> str:
 def differences_of_step(a: RecordedRun, b: RecordedRun, step: int) -> list[Difference]:
     """Return the first difference of each stage of a step, in the order of computation."""
     found = [] if step == 0 else list(_of_trajectories(a, b, step, "train"))
-    hashes = a.hashes.get(step, StepHashes({}, {})), b.hashes.get(step, StepHashes({}, {}))
+    hashes = a.hashes.get(step, StepHashes()), b.hashes.get(step, StepHashes())
     found += _of_batch(step, *hashes, a)
     found += _of_metrics(step, a.metrics.get(step, {}), b.metrics.get(step, {}))
     found += _of_weights(step, *hashes)
@@ -252,15 +252,11 @@ def _of_batch(step: int, a: StepHashes, b: StepHashes, run: RecordedRun) -> Iter
         differing = sum(one != other for one, other in zip(of_a, of_b, strict=False))
         stage = _STAGE_OF_COLUMN.get(name, Stage.SCORES)
         note = f"{differing} of {min(len(of_a), len(of_b))} samples differ in it"
-        yield Difference(
-            step,
-            stage,
-            name,
-            sample=row,
-            uid=_uid_of_row(run, step, row),
-            kind="prompt text" if stage is Stage.PROMPTS else name,
-            note=note,
-        )
+        means = [values[row] if row < len(values := each.means.get(name, [])) else None for each in (a, b)]
+        values, title = (means, f"mean of {name}") if means[0] != means[1] else ([None, None], name)
+        kind = "prompt text" if stage is Stage.PROMPTS else "log-prob" if name.endswith("log_probs") else name
+        uid = _uid_of_row(run, step, row)
+        yield Difference(step, stage, title, *values, sample=row, uid=uid, kind=kind, note=note)
 
 
 def _uid_of_row(run: RecordedRun, step: int, index: int) -> str | None:

@@ -42,10 +42,11 @@ class Start:
 
 @dataclass(frozen=True)
 class StepHashes:
-    """Fingerprints of a step: of each row by column, and of each weight by name."""
+    """Fingerprints of a step: of each row by column, and of each weight by name. `means` are of each row by column."""
 
-    batch: Mapping[str, list[str]]
-    weights: Mapping[str, str]
+    batch: Mapping[str, list[str]] = field(default_factory=dict)
+    weights: Mapping[str, str] = field(default_factory=dict)
+    means: Mapping[str, list[float | None]] = field(default_factory=dict)
 
 
 class RecordedRun:
@@ -148,9 +149,12 @@ class RecordedRun:
                 weights = row.get("weights", {})
                 names = weights.get("names", names)
                 own = dict(zip(names, split_fingerprints(weights.get("values", "")), strict=False))
-                batch = {name: split_fingerprints(text) for name, text in row.get("batch", {}).items()}
-                earlier = found.get(int(row["step"]), StepHashes({}, {}))  # a resumed run notes its first sync again
-                found[int(row["step"])] = StepHashes({**earlier.batch, **batch}, own or earlier.weights)
+                described = row.get("batch", {})
+                batch = {name: split_fingerprints(text) for name, text in described.get("hashes", {}).items()}
+                earlier = found.get(int(row["step"]), StepHashes())  # a resumed run notes its first sync again
+                found[int(row["step"])] = StepHashes(
+                    {**earlier.batch, **batch}, own or earlier.weights, {**earlier.means, **described.get("means", {})}
+                )
         return found
 
     @cached_property

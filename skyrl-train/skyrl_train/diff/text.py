@@ -43,8 +43,7 @@ def _shown(causes: Sequence[Cause]) -> Sequence[Cause]:
 
 
 def _cause_line(number: int, cause: Cause) -> str:
-    change = cause.change if cause.change.startswith(cause.name) else f"{cause.name}: {cause.change}"
-    return f"{number}. {change} ({cause.likelihood}: {cause.why})"
+    return f"{number}. {cause.text} ({cause.likelihood}: {cause.why})"
 
 
 def _change_lines(changes: Sequence[Change]) -> list[str]:

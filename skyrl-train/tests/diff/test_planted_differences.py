@@ -79,6 +79,7 @@ def test_planted_setting_is_the_first_cause(name: str, train: Callable[..., Path
     planted = SETTINGS[name]
     found = compare_runs(base_run, train(tmp_path / "b", merge(planted.changes, NOT_THE_CAUSE)))
     assert found.causes[0].name == planted.cause, found.causes
+    assert found.verdict.count("likely cause: ") == 1
     assert str(found.parting[0]).startswith(planted.first), found.verdict
     for cause in found.causes:
         for name in ("run_name", "project_name", "path", "port", "timeout", "run_dir"):
@@ -101,6 +102,7 @@ def test_planted_row_of_data_is_the_first_cause(
     assert found.equal_up_to == first.step - 1, "until the row comes, the runs are the same"
 
 
+@pytest.mark.slow
 def test_planted_answer_in_a_row_is_the_first_cause(
     train: Callable[..., Path], base_run: Path, rows: Any, write_rows: Any, tmp_path: Path
 ):
@@ -113,6 +115,7 @@ def test_planted_answer_in_a_row_is_the_first_cause(
     assert found.parting[0].uid == "5"
 
 
+@pytest.mark.slow
 def test_planted_order_of_data_is_the_first_cause(
     train: Callable[..., Path], base_run: Path, rows: Any, write_rows: Any, tmp_path: Path
 ):
@@ -129,9 +132,11 @@ def test_planted_learning_rate_at_step_7_is_the_first_cause(train: Callable[...,
     assert found.causes[0].name == "trainer.policy.optimizer_config.lr"
     assert "(from step 7 on)" in found.causes[0].change
     assert found.equal_up_to == 6
-    assert found.verdict.startswith(
-        "equal up to step 6; first difference: policy/policy_lr of step 7: 0.001 against 0.0005"
+    assert found.verdict == (
+        "equal up to step 6; first difference: policy/policy_lr of step 7: 0.001 against 0.0005, "
+        "a difference of 0.0005; likely cause: trainer.policy.optimizer_config.lr: 0.001 against 0.0005 (from step 7 on)"
     )
+    assert [cause.name for cause in found.causes if cause.likelihood == "likely"] == [found.causes[0].name]
 
 
 class FlippingPolicy(PolicyWorker):
@@ -198,6 +203,7 @@ def test_library_of_another_step_is_not_the_first_cause(copy: Path, base_run: Pa
     assert found.causes[0].name == "library sympy"
 
 
+@pytest.mark.slow
 def test_planted_code_of_an_environment_is_the_first_cause(train: Callable[..., Path], base_run: Path, tmp_path: Path):
     """The id stays, the class behind it does not."""
     before, other = skyrl_gym.spec("different_characters"), skyrl_gym.spec("early_characters")
@@ -212,7 +218,7 @@ def test_planted_code_of_an_environment_is_the_first_cause(train: Callable[..., 
     assert found.parting[0].quantity == "reward"
 
 
-@pytest.mark.parametrize("part", ["ids", "template"])
+@pytest.mark.parametrize("part", ["ids", pytest.param("template", marks=pytest.mark.slow)])
 def test_planted_tokenizer_is_the_first_cause(
     part: str, train: Callable[..., Path], base_run: Path, chat_model: str, tmp_path: Path
 ):
@@ -234,6 +240,7 @@ def test_planted_tokenizer_is_the_first_cause(
     assert found.parting[0].quantity.startswith("id of prompt token" if part == "ids" else "prompt from character")
 
 
+@pytest.mark.slow
 def test_other_weights_at_the_same_tokenizer_are_the_model(
     train: Callable[..., Path], base_run: Path, chat_model: str, tmp_path: Path
 ):
@@ -246,6 +253,7 @@ def test_other_weights_at_the_same_tokenizer_are_the_model(
     assert found.causes[0].name == "trainer.policy.model.path"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes, cause",
     [
