@@ -35,7 +35,8 @@ def tokens(selected: torch.Tensor) -> list[list[int]]:
             [[0, 1]],
         ),  # covariances 4 and 1 qualify; one token, at least, and the noise draws the second
         (0.5, 0.5, 5.0, [[0, 0], [0, 1]]),  # two of four tokens
-        (0.0002, 1.0, 5.0, [[0, 0]]),  # bounds are exclusive
+        (0.0002, 1.0, 5.0, [[0, 0]]),  # the lower bound is exclusive
+        (1.0, 0.5, 4.0, [[0, 1]]),  # the upper bound too
         (1.0, 3.0, 20.0, [[0, 0], [1, 2]]),  # fewer qualify than are asked for
         (1.0, 10.0, 20.0, []),  # none qualifies
     ],

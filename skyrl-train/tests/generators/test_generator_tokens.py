@@ -101,6 +101,13 @@ async def test_an_answer_cut_short_is_closed_before_the_next_message_opens(game,
     assert written(characters, played.output) == "abc<|im_end|>"
 
 
+async def test_stop_strings_close_no_answer_that_ended_otherwise(game, say, characters):
+    answers = [[say("a"), say("bc", stop_reason="length")]]
+    played = await game(characters, answers, [{"steps": [{"says": "x"}, {}]}], sampling={"stop": ["!"]}).play()
+    response = characters.decode(played.output["response_ids"][0])
+    assert response == "a<|im_end|>\n<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\nbc"
+
+
 async def test_an_environment_with_nothing_to_say_gets_another_answer(game, say, characters):
     played = await game(characters, [[say("a"), say("b")]], [{"steps": [{"says": ""}, {}]}]).play()
     assert written(characters, played.output) == "a<|im_end|>b<|im_end|>"
