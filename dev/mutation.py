@@ -1,13 +1,15 @@
-#!/usr/bin/env -S uv run --no-sync --with mutmut==3.8.1 python
+#!/usr/bin/env python3
 """Compute mutation scores: the share of small faults, planted into the source one at a time, that fast tests detect.
 
-    uv run --no-sync --with mutmut==3.8.1 python dev/mutation.py algorithms weight_sync --count 40
+    uv pip install --target /tmp/mutmut --no-deps mutmut==3.8.1 libcst coverage
+    PYTHONPATH=/tmp/mutmut .venv/bin/python dev/mutation.py algorithms weight_sync --count 40
 
 Mutants are drawn from mutmut's operators and the two below. mutmut's own runner imports the code under test from a
 folder of its own, which the editable installs of a workspace prevent. Here a mutant is written into a copy of the
 package that comes first on the path, and is tested in a process forked from one that has imported all third-party
-modules, by the test files that execute its line. Which mutants are drawn depends on the text of functions, not on
-their files: code that is moved keeps its mutants, so that scores before and after are comparable.
+modules, by the test files that execute its line, be it in a process that they start. Which mutants are drawn depends
+on the text of functions, not on their files: code that is moved keeps its mutants, so that scores before and after are
+comparable.
 """
 
 import argparse
@@ -16,6 +18,7 @@ import contextlib
 import hashlib
 import importlib
 import json
+import math
 import os
 import re
 import shutil
@@ -23,14 +26,15 @@ import signal
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from compileall import compile_dir
 from pathlib import Path
 from py_compile import PycInvalidationMode
-from typing import Any
+from typing import Any, NamedTuple
 
 import coverage
+import executed_lines
 import libcst as cst
 import libcst.matchers as m
 import pytest
@@ -39,18 +43,44 @@ from mutmut.mutation import mutators
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "skyrl-train" / "skyrl_train"
 TESTS = "skyrl-train/tests"
-AREAS = {  # area: (paths below SOURCES, paths below TESTS)
-    "algorithms": ("algorithms", "algorithms testing/test_invariances.py trainer/test_batch_preparation.py learning"),
-    "rollouts": ("rollouts generators", "generators trainer faults/test_bad_batches.py"),
-    "training_backends": (
-        "training_backends workers distributed",
-        "training_backends workers distributed trainer learning",
+
+
+class Area(NamedTuple):
+    sources: str  # paths below SOURCES
+    tests: str  # paths below TESTS
+    markers: str = "not process and not slow and not full and not gpu and not network"
+
+
+DAILY = "not slow and not full and not gpu and not network"
+AREAS = {
+    "algorithms": Area(
+        "algorithms", "algorithms testing/test_invariances.py trainer/test_batch_preparation.py learning"
     ),
-    "orchestration": ("orchestration", "orchestration trainer learning"),
-    "weight_sync": ("weight_sync", "weight_sync inference_engines/test_native_lora.py"),
+    "rollouts": Area(
+        "rollouts generators",
+        "rollouts generators trainer faults/test_bad_batches.py dataset/test_batch_tensors.py"
+        " inference_engines/openai_api/test_agent_loop.py",
+    ),
+    "training_backends": Area(
+        "training_backends/base.py training_backends/checkpoint.py training_backends/optimizer.py"
+        " training_backends/transformers_backend.py training_backends/fsdp2 workers distributed",
+        "training_backends/test_backends.py training_backends/test_checkpoint_files.py"
+        " training_backends/test_layouts.py workers distributed trainer learning",
+    ),
+    "deepspeed": Area(
+        "training_backends/deepspeed",
+        "training_backends/test_deepspeed.py training_backends/test_loading.py",
+        DAILY,
+    ),
+    "megatron": Area(
+        "training_backends/megatron",
+        "training_backends/test_megatron.py training_backends/test_megatron_faults.py"
+        " training_backends/test_weight_map.py",
+        DAILY,
+    ),
+    "orchestration": Area("orchestration", "orchestration trainer learning"),
+    "weight_sync": Area("weight_sync", "weight_sync inference_engines/test_native_lora.py"),
 }
-# Tests that compute in other processes, where executed lines are not recorded: they test every mutant of their areas.
-WITH_RANKS = ["skyrl-train/tests/distributed/test_optimizer.py"]
 
 
 def negate_condition(node: cst.If | cst.While) -> Iterator[cst.CSTNode]:
@@ -131,7 +161,7 @@ def sample(paths: str, count: int, seed: int) -> tuple[list[tuple[Path, str, set
     return drawn, len(found)
 
 
-def run_tests(files: list[str], folder: Path, timeout: float, record: bool = False) -> tuple[str, str]:
+def run_tests(files: list[str], markers: str, folder: Path, timeout: float, record: bool = False) -> tuple[str, str]:
     """Run test files in a forked process; `record`: write the lines that each executes, and the modules imported.
 
     Returns: passed, failed or timeout; the text that pytest printed.
@@ -141,29 +171,31 @@ def run_tests(files: list[str], folder: Path, timeout: float, record: bool = Fal
     )
     if record:  # coverage may be too late for a thread that ends with its test
         options += " -W ignore::pytest.PytestUnraisableExceptionWarning"
-    fast = "not process and not slow and not full and not gpu and not network"
     if (child := os.fork()) == 0:
         os.setsid()
         os.dup2(os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
         os.dup2(1, 2)
         recorder = coverage.Coverage(data_file=None, config_file=False, include=[f"{folder}/sources/*"])
         if record:
+            os.environ["EXECUTED_LINES"] = str(folder)  # in ranks, by `executed_lines.py`
             recorder.start()
         status, seconds = pytest.ExitCode.OK, {}
         for file in files:  # in turn: a mutant that the first detects does not wait for the rest to be collected
+            (folder / "context").write_text(file)
             if record:
                 recorder.switch_context(file)
             start = time.monotonic()
             if status in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
-                status = pytest.main([*options.split(), "-m", fast, f"--basetemp={folder}/tests", file])
+                status = pytest.main([*options.split(), "-m", markers, f"--basetemp={folder}/tests", file])
             seconds[file] = time.monotonic() - start
         if record:
             recorder.stop()
             data = recorder.get_data()
-            lines = {file: data.contexts_by_lineno(file) for file in data.measured_files()}
-            (folder / "record").write_text(
-                json.dumps({"modules": list(sys.modules), "lines": lines, "seconds": seconds})
-            )
+            with open(folder / "lines", "a") as lines:
+                for file in data.measured_files():
+                    for number, tests in data.contexts_by_lineno(file).items():
+                        lines.writelines(f"{test}\t{file}\t{number}\n" for test in tests)
+            (folder / "record").write_text(json.dumps({"modules": list(sys.modules), "seconds": seconds}))
         os._exit(0 if status == pytest.ExitCode.NO_TESTS_COLLECTED else status)
     end, outcome = time.monotonic() + timeout, "timeout"
     try:
@@ -180,37 +212,59 @@ def run_tests(files: list[str], folder: Path, timeout: float, record: bool = Fal
     return outcome, (folder / "log").read_text()
 
 
-def score(area: str, folder: Path, count: int, seed: int) -> tuple[str, list[str]]:
+def interval(detected: int, drawn: int) -> str:
+    """Return the 95 % interval of a share (Wilson's score interval) as text."""
+    z, share = 1.96, detected / drawn
+    middle = share + z * z / (2 * drawn)
+    width = z * math.sqrt(share * (1 - share) / drawn + (z / (2 * drawn)) ** 2)
+    low, high = ((middle + side * width) / (1 + z * z / drawn) for side in (-1, 1))
+    return f"{low:.2f}-{high:.2f}"
+
+
+def tests_of_lines(folder: Path) -> dict[tuple[str, int], set[str]]:
+    """Return the test files that execute each line of the copy."""
+    tests = defaultdict(set)
+    for test, file, line in (row.split("\t") for row in (folder / "lines").read_text().splitlines()):
+        tests[file, int(line)].add(test)
+    (folder / "lines").unlink()
+    return tests
+
+
+def score(name: str, folder: Path, count: int, seed: int, only: str, without: str) -> tuple[str, list[str]]:
     """Test the mutants of an area. Returns: its row of the table; those that no test detected."""
-    copy = folder / "sources" / SOURCES.name
-    paths = [Path(TESTS, path) for path in AREAS[area][1].split()]
+    area, copy = AREAS[name], folder / "sources" / SOURCES.name
+    paths = [Path(TESTS, path) for path in area.tests.split()]
     files = list(dict.fromkeys(str(file) for path in paths for file in sorted(path.rglob("test_*.py")) or [path]))
-    outcome, output = run_tests(files, folder, timeout=1200, record=True)
+    files = [file for file in files if not (without and re.search(without, file))]
+    outcome, output = run_tests(files, area.markers, folder, timeout=2400, record=True)
     if outcome != "passed":
-        sys.exit(f"mutation: tests of {area} without a mutant: {outcome}\n{output}")
-    recorded = json.loads((folder / "record").read_text())
-    for name in recorded["modules"]:
-        if not re.match(r"_?pytest|skyrl|tx\b|test|conftest", name):
+        sys.exit(f"mutation: tests of {name} without a mutant: {outcome}\n{output}")
+    executed, recorded = tests_of_lines(folder), json.loads((folder / "record").read_text())
+    for module in recorded["modules"]:
+        if not re.match(r"_?pytest|skyrl|tx\b|test|conftest", module):
             with contextlib.suppress(Exception):  # names that only look like modules
-                importlib.import_module(name)
-    mutants, total = sample(AREAS[area][0], count, seed)
+                importlib.import_module(module)
+    mutants, total = sample(area.sources, count, seed)
     outcomes, survivors = Counter(), []
     for file, source, lines, change in mutants:
+        if not re.search(only, change):
+            continue
         (copy / file).write_text(source)
-        executed = recorded["lines"].get(str(copy / file), {})
-        tests = {*WITH_RANKS, *(test for line in lines for test in executed.get(str(line), []))}
-        chosen = sorted(tests & {*files}, key=lambda test: recorded["seconds"][test])
+        tests = {test for line in lines for test in executed.get((str(copy / file), line), ())}
+        chosen = sorted(tests, key=lambda test: recorded["seconds"][test])
         start, timeout = time.monotonic(), 30 + 3 * sum(recorded["seconds"][test] for test in chosen)
-        outcome, output = run_tests(chosen, folder, timeout) if chosen else ("passed", "")
+        outcome, output = run_tests(chosen, area.markers, folder, timeout) if chosen else ("passed", "")
         shutil.copy(SOURCES / file, copy / file)
         outcomes[outcome] += 1
         test = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
         by = test[1] if test else f"{len(chosen)} test files"
         print(f"{outcome:8}{time.monotonic() - start:6.1f} s  {change}  {by}", flush=True)
         if outcome == "passed":
-            survivors.append(f"- {area}: {change}")
-    share = 1 - outcomes["passed"] / len(mutants)
-    row = (area, total, len(mutants), outcomes["failed"], outcomes["timeout"], outcomes["passed"], f"{share:.2f}")
+            survivors.append(f"- {name}: {change}")
+    drawn = outcomes.total()
+    detected = drawn - outcomes["passed"]
+    share = [f"{detected / drawn:.2f}", interval(detected, drawn)] if drawn else ["", ""]
+    row = (name, total, drawn, outcomes["failed"], outcomes["timeout"], outcomes["passed"], *share)
     return f"| {' | '.join(map(str, row))} |", survivors
 
 
@@ -219,16 +273,21 @@ def main() -> None:
     parser.add_argument("areas", nargs="+", choices=AREAS)
     parser.add_argument("--count", type=int, default=40, help="mutants drawn of an area")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="regular expression: test those of the drawn whose line has it")
+    parser.add_argument("--without", default="", help="regular expression: leave out the test files that have it")
     arguments = parser.parse_args()
     os.chdir(ROOT)
     with tempfile.TemporaryDirectory(prefix="mutation-") as name:
         copy = Path(name, "sources", SOURCES.name)
         shutil.copytree(SOURCES, copy, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(executed_lines.__file__, copy.parent / "sitecustomize.py")
         compile_dir(copy, quiet=1, invalidation_mode=PycInvalidationMode.CHECKED_HASH)  # mutants share sizes and times
         os.environ["PYTHONPATH"] = os.pathsep.join([str(copy.parent), os.environ.get("PYTHONPATH", "")])
         sys.path.insert(0, str(copy.parent))
-        results = [score(area, Path(name), arguments.count, arguments.seed) for area in arguments.areas]
-    print("\n| area | all mutants | drawn | killed | timed out | survived | score |\n|---|---|---|---|---|---|---|")
+        options = arguments.count, arguments.seed, arguments.only, arguments.without
+        results = [score(area, Path(name), *options) for area in arguments.areas]
+    print("\n| area | all mutants | drawn | killed | timed out | survived | score | 95 % interval |")
+    print("|---|---|---|---|---|---|---|---|")
     print(*(row for row, _ in results), "\nSurvivors:", *(one for _, some in results for one in some), sep="\n")
 
 
