@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE =
 PYTEST = .venv/bin/python -m pytest
 DAILY = not slow and not full and not gpu and not network
 
-.PHONY: quickstart test test-fast test-slow test-all setup setup-tests
+.PHONY: quickstart test test-fast test-slow test-all docs setup setup-tests
 
 quickstart:
 	scripts/setup.sh --inexact
@@ -30,8 +30,13 @@ test-slow:
 test-all: test test-slow
 	$(PYTEST) -m "full and not gpu and not network"
 
+# The documentation as a site, with its links checked: build/docs/html. Once the group `docs` is installed, without network
+docs:
+	.venv/bin/python -c "import zensical, mkdocstrings" 2>/dev/null || scripts/setup.sh --inexact --group docs
+	PYTHONPATH=dev .venv/bin/python -m docs_site
+
 setup:
 	scripts/setup.sh --inexact
 
 setup-tests:
-	scripts/setup.sh --extra tracking --extra gym --extra tx --extra agent --extra deepspeed --extra mcore --extra cloud --extra $(VLLM)
+	scripts/setup.sh --extra tracking --extra gym --extra tx --extra agent --extra deepspeed --extra mcore --extra cloud --extra $(VLLM) --group docs

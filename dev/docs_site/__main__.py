@@ -16,7 +16,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def stage(folder: Path, root: Path = ROOT) -> dict[str, Any]:
-    """Write all pages, copied and generated, to `folder`/source and the configuration beside it, and return the latter."""
+    """Write all pages, copied and generated, to `folder`/source, the configuration beside it; return the latter."""
     source = folder / "source"
     names = settings.meanings(root)
     copied = pages.pages(root)
@@ -25,10 +25,7 @@ def stage(folder: Path, root: Path = ROOT) -> dict[str, Any]:
     existing = {*map(str, copied), *generated}
     for page in copied:
         text = pages.resolve_links((root / page).read_text(), page, root, existing)
-        if page in settings.REFERENCES:
-            text = settings.with_anchors(text)
-        else:
-            text = settings.with_links(text, page, names)
+        text = settings.with_anchors(text) if page in settings.REFERENCES else settings.with_links(text, page, names)
         if page in settings.PAGES_WITH_FILTER:
             text = text.replace("\n\n", '\n\n<div data-filter="a setting, or words of its meaning"></div>\n\n', 1)
         _write(source / page, text)

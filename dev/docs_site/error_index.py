@@ -23,11 +23,11 @@ REMEDIES = {
     "DataError": "correct the file or row that the message names ([environments](../environments.md) has the columns)",
     "CheckpointError": "free the disk, or continue from an earlier checkpoint ([checkpoints](../checkpoints.md))",
     "WorkerError": "read the end of the process's log in the message, or its file in the run folder's `logs`",
-    "WeightSyncError": "read which engine and tensor differ ([engines](../engines.md#weights)), then start the run again: it resumes",
+    "WeightSyncError": "see which tensor differs ([engines](../engines.md#weights)); start the run again, it resumes",
     "UnsupportedByEngine": "use an engine that has it ([engines](../engines.md))",
     "AllRolloutsFailedError": "correct the commonest cause, which the message quotes: environment, tool or engine",
-    "NonFiniteUpdateError": "correct what the message says was not finite ([numerical checks](../algorithms.md#numerical-checks))",
-    "RolloutError": "one trajectory failed and the batch continues; look at the failures of the step in the run's report",
+    "NonFiniteUpdateError": "correct what was not finite ([numerical checks](../algorithms.md#numerical-checks))",
+    "RolloutError": "one trajectory failed, the batch continues; the run's report has the failures of each step",
     "Error": "correct the argument that the message names",
     "RegistrationError": "choose an id that exists, or register it before use ([environments](../environments.md))",
     "TaskError": "correct the row of the dataset ([environments](../environments.md))",
@@ -36,16 +36,16 @@ REMEDIES = {
     "BackendError": "look at the server of the model; the trajectory fails and others continue",
     "UnavailableError": "wait or restore the server: the call is retried until its deadline",
     "BatchFailedError": "correct the commonest cause, which the message quotes",
-    "StageTimeout": "raise the deadline of the stage in the task file ([task files](../agent-settings.md)), or find what is slow",
+    "StageTimeout": "raise the deadline of the stage in the [task file](../agent-settings.md), or find what is slow",
     "RequestError": "correct the field of the request that the message names ([server](../tinker.md))",
     "Busy": "send the request again after the time that the answer names; raise the limit if the machine can take more",
     "ModelError": "correct the request, or restore the model from its last checkpoint ([server](../tinker.md))",
 }
 """Class -> what to do about an error whose message states a rule alone."""
 _REMEDY = re.compile(
-    r"(?:[;:,.]|, or) (?=(?:or )?(?:use|set|leave|remove|install|switch|make|start|lower|raise|give|check|name|choose|take|put|"
-    r"add|write|run|wait|move|delete|try|list|turn|build|pass|call|register|replace|increase|reduce|declare|keep|go|begin|"
-    r"load|train|resume|point|mark|open|upgrade|allow|ask|did you mean)\b)",
+    r"(?:[;:,.]|, or) (?=(?:or )?(?:use|set|leave|remove|install|switch|make|start|lower|raise|give|check|name|choose|"
+    r"take|put|add|write|run|wait|move|delete|try|list|turn|build|pass|call|register|replace|increase|reduce|declare|keep|go|"
+    r"begin|load|train|resume|point|mark|open|upgrade|allow|ask|did you mean)\b)",
     re.IGNORECASE,
 )
 _NAME = re.compile(rf"(?:[a-z_]+|{GAP})(?:\.(?:\w+|{GAP}))+")
@@ -74,12 +74,12 @@ class ErrorText:
         return parts[1] if len(parts) > 1 else ""
 
     def settings(self, names: dict[str, str]) -> list[str]:
-        """Return the settings that the message names, in order; a gap matches any part of a name."""
+        """Return the settings that the message names, in order; a gap before its last part matches any."""
         found: dict[str, None] = {}
         for name in _NAME.findall(self.text):
             if name in names:
                 found[name] = None
-            elif GAP in name:
+            elif GAP in name and not name.endswith(GAP):
                 pattern = re.compile(re.escape(name).replace(GAP, r"[\w.]+"))
                 matches = [each for each in names if pattern.fullmatch(each)]
                 found |= dict.fromkeys(matches if len(matches) <= 4 else [])
@@ -131,8 +131,8 @@ def page(root: Path, names: dict[str, str]) -> str:
         "",
         '<div data-filter="a part of the message, or a setting"></div>',
         "",
-        f"{len(errors)} messages, made from the source at each build; `{GAP}` stands for a value. The second column is what the",
-        "message itself recommends or, where it states a rule alone, the meaning of the setting.",
+        f"{len(errors)} messages, made from the source at each build; `{GAP}` stands for a value. The second column",
+        "is what the message itself recommends or, where it states a rule alone, the meaning of the setting.",
         "",
     ]
     for section in sorted(by_section):

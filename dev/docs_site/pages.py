@@ -41,8 +41,8 @@ def paths_of(contents: object) -> Iterator[str]:
 def expand(contents: Contents, existing: list[str]) -> Contents:
     """Replace each pattern (`docs/*.md`) by the matching pages that stand nowhere in the table of contents.
 
-    A page that is added to `docs` needs no line of its own. The first pattern that matches a page takes it; `*` stays within
-    a folder.
+    A page that is added to `docs` needs no line of its own. The first pattern that matches a page takes it; `*` stays
+    within a folder.
     """
     rest = [path for path in existing if path not in set(paths_of(contents))]
 

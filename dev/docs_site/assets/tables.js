@@ -1,3 +1,9 @@
+// Long names in tables break after dots and underscores only.
+document.addEventListener("DOMContentLoaded", () => {
+  for (const code of document.querySelectorAll("td code"))
+    if (!code.children.length) code.innerHTML = code.innerHTML.replace(/[._](?=\w)/g, "$&<wbr>");
+});
+
 // A field above the tables of a page: only rows that contain all its words are shown, and only sections that have such rows.
 document.addEventListener("DOMContentLoaded", () => {
   const place = document.querySelector("[data-filter]");
