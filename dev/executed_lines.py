@@ -1,9 +1,9 @@
 """Record of the lines of a package that forked processes execute, killed ones too, such as ranks of tests.
 
 A copy of this file as `sitecustomize.py` on PYTHONPATH, with EXECUTED_LINES=FOLDER, starts it in each process that a
-new interpreter forks: each line of a file below FOLDER/sources is appended to FOLDER/lines at its first execution in the
-process, with the text of FOLDER/context at that moment. Lines of a process that is not killed are recorded by coverage,
-which is faster.
+new interpreter forks: each line of a file below FOLDER/sources is appended to FOLDER/lines at its first execution in
+the process, with the text of FOLDER/context at that moment. Lines of a process that is not killed are recorded by
+coverage, which is faster.
 """
 
 import os
