@@ -42,6 +42,10 @@ docs:
     .venv/bin/python -m tx.run.document > docs/tinker-settings.md
     .venv/bin/python -m skyrl_agent.config.document > docs/agent-settings.md
 
+# All runs of a folder in the browser.
+dashboard runs="runs":
+    .venv/bin/python -m skyrl_train.dashboard {{ runs }}
+
 # The curves and samples of a run as one page.
 report run:
     .venv/bin/python -m skyrl_train.report {{ run }}

@@ -43,9 +43,12 @@ class CurveFile:
         if not isinstance(step, int) or isinstance(step, bool) or abs(step) >= 1 << 62:
             return
         for name, value in row.items():
-            if name != "step" and (value is None or isinstance(value, int | float)):
-                steps, values = self._columns.setdefault(name, (array("q"), array("d")))
-                number = math.nan if value is None else _as_float(value)
+            kind = type(value)
+            if kind is float or kind is int or kind is bool or value is None:
+                if name not in self._columns:
+                    self._columns[name] = array("q"), array("d")
+                steps, values = self._columns[name]
+                number = value if kind is float else _as_float(value)
                 if not steps or step > steps[-1]:
                     steps.append(step)
                     values.append(number)
@@ -65,7 +68,9 @@ class CurveFile:
         return list(steps), [float(f"{value:.7g}") if math.isfinite(value) else None for value in values]
 
 
-def _as_float(value: int | float) -> float:
+def _as_float(value: int | None) -> float:
+    if value is None:
+        return math.nan
     try:
         return float(value)
     except OverflowError:  # an integer of hundreds of digits

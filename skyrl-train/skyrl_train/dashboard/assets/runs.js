@@ -54,6 +54,8 @@ export async function runsPage(place, main) {
     body.replaceChildren(...rows.map((run) => row(run, picked, pick)));
     if (focused >= 0) body.children[focused]?.focus();
     count.textContent = `${rows.length} of ${data.runs.length} in ${data.folder}`;
+    table.hidden = !data.runs.length;
+    none.hidden = !table.hidden;
     drawCompare();
   }
   function pick(name, isPicked) {
@@ -65,10 +67,11 @@ export async function runsPage(place, main) {
     compare.textContent = picked.size < 2 ? "Compare: pick two or more" : `Compare ${picked.size} runs`;
   }
   const head = el("tr", {}, ["", "Run", "State", "Progress", "Reward", "Last", "Settings that differ from the defaults"].map((title) => el("th", {}, title)));
+  const table = el("div", { class: "card" }, el("table", { class: "stack" }, el("thead", {}, head), body));
+  const none = el("p", { class: "quiet" }, "There is no run folder here yet: none with config.yaml, metrics.jsonl or trajectories.");
   data = await api("runs");
   draw();
-  const table = data.runs.length ? el("div", { class: "card" }, el("table", { class: "stack" }, el("thead", {}, head), body)) : el("p", { class: "quiet" }, "There is no run folder here yet: none with config.yaml, metrics.jsonl or trajectories.");
-  main.replaceChildren(el("section", {}, el("div", { class: "row spread", style: { marginBottom: "10px" } }, el("div", { class: "row" }, search, state, compare), count), table));
+  main.replaceChildren(el("section", {}, el("div", { class: "row spread", style: { marginBottom: "10px" } }, el("div", { class: "row" }, search, state, compare), count), table, none));
   return async () => {
     data = await api("runs");
     draw();
