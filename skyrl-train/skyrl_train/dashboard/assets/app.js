@@ -58,7 +58,8 @@ async function show() {
     const update = await (place.run === null ? runsPage : PAGES[place.page])({ ...place, head }, main, ending.signal);
     if (ending.signal.aborted) return;
     events = new EventSource(address("live", place.run === null ? {} : { run: place.run }));
-    let isFirst = true; // the first event says what the page was just made from
+    // The first event tells of what the page was just made from; the list may have been made before the defaults were known.
+    let isFirst = place.run !== null;
     events.addEventListener("change", async () => {
       if (isFirst) return void (isFirst = false);
       try {
