@@ -14,6 +14,10 @@ CLASSES: dict[str, tuple[str, ...]] = {
         "skyrl_gym.tools.core.tool",
     ),
     "Losses and estimators": (
+        "skyrl_train.algorithms.losses.contract.PolicyLoss",
+        "skyrl_train.algorithms.losses.contract.TokenSelector",
+        "skyrl_train.config.requirements.register_policy_loss",
+        "skyrl_train.config.requirements.register_advantage_estimator",
         "skyrl_train.config.registry.Registry",
         "skyrl_train.config.registry.Registration",
         "skyrl_train.config.requirements.LossRequirements",

@@ -19,6 +19,8 @@ RAISING = {"require": "ConfigError"}
 GAP = "…"
 """Stands for a value that is known at run time alone."""
 REMEDIES = {
+    "SkyRLError": "correct the generator or trainer of your own that the message speaks of; otherwise report it",
+    "AgentError": "correct the agent or tool of your own that the message speaks of; otherwise report it",
     "ConfigError": "correct the setting or option that the message names",
     "DataError": "correct the file or row that the message names ([environments](../environments.md) has the columns)",
     "CheckpointError": "free the disk, or continue from an earlier checkpoint ([checkpoints](../checkpoints.md))",
@@ -109,7 +111,7 @@ def descriptions(root: Path) -> dict[str, str]:
     """Return the name and the docstring of each class of error."""
     return {
         node.name: " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
-        for path in ERROR_FILES
+        for path in reversed(ERROR_FILES)  # of a name in several packages, the first one's
         for node in _tree(root / path).body
         if isinstance(node, ast.ClassDef)
     }
