@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from skyrl_train.diff.effects import effect_of, has_no_effect, stages_of_library
-from skyrl_train.diff.parting import Difference, Stage
+from skyrl_train.diff.parting import Difference, StepPart
 
 _ROUNDING = 1e-4
 """Gap below which numbers differ by rounding, relative or in a log-prob."""
@@ -21,7 +21,7 @@ _SLIGHT = 40
 
 
 @dataclass(frozen=True)
-class Change:
+class ChangedItem:
     """Something that is not the same in both runs.
 
     Args:
@@ -106,7 +106,7 @@ class Evidence:
     unrecorded: frozenset[str] = frozenset()
 
 
-def ranked_causes(difference: Difference, changes: Sequence[Change], evidence: Evidence) -> list[Cause]:
+def ranked_causes(difference: Difference, changes: Sequence[ChangedItem], evidence: Evidence) -> list[Cause]:
     """Return possible causes of a difference, the likeliest first; at least one."""
     found = [cause for change in changes if (cause := _cause_of(change, difference, evidence)) is not None]
     found += _causes_without_change(difference, changes, evidence)
@@ -114,7 +114,7 @@ def ranked_causes(difference: Difference, changes: Sequence[Change], evidence: E
     return sorted(found, key=lambda cause: -cause.score)  # stable: settings stay in their order
 
 
-def _cause_of(change: Change, difference: Difference, evidence: Evidence) -> Cause | None:
+def _cause_of(change: ChangedItem, difference: Difference, evidence: Evidence) -> Cause | None:
     if change.since > max(1, difference.step):
         return None  # takes effect later
     if change.until is not None and change.until < difference.step:
@@ -135,19 +135,19 @@ def _cause_of(change: Change, difference: Difference, evidence: Evidence) -> Cau
 
 
 _COMPUTES = {
-    Stage.START: "the weights before step 1",
-    Stage.PROMPTS: "the prompts of a step",
-    Stage.GENERATION: "what engines sample",
-    Stage.ENVIRONMENT: "what environments answer",
-    Stage.SCORES: "the trainer's log-probs",
-    Stage.ADVANTAGES: "advantages and weights of tokens",
-    Stage.UPDATE: "the update",
-    Stage.WEIGHTS: "the weights after the update",
-    Stage.EVALUATION: "evaluations",
+    StepPart.START: "the weights before step 1",
+    StepPart.PROMPTS: "the prompts of a step",
+    StepPart.GENERATION: "what engines sample",
+    StepPart.ENVIRONMENT: "what environments answer",
+    StepPart.SCORES: "the trainer's log-probs",
+    StepPart.ADVANTAGES: "advantages and weights of tokens",
+    StepPart.UPDATE: "the update",
+    StepPart.WEIGHTS: "the weights after the update",
+    StepPart.EVALUATION: "evaluations",
 }
 
 
-def _setting(change: Change, difference: Difference, evidence: Evidence) -> tuple[int, str]:
+def _setting(change: ChangedItem, difference: Difference, evidence: Evidence) -> tuple[int, str]:
     if has_no_effect(change.name):
         return 0, ""
     stage, effect = difference.stage, effect_of(change.name)
@@ -187,7 +187,7 @@ def _special_score(name: str, difference: Difference, evidence: Evidence) -> tup
             return 110, "the learning rate falls towards the last step, and it differs"
         case _ if last in ("max_training_steps", "epochs"):
             return 0, ""  # the schedule of learning rates is all that knows of it, and the rates are equal
-        case "weights" if name == "generator.model_dtype" and difference.stage is Stage.START:
+        case "weights" if name == "generator.model_dtype" and difference.stage is StepPart.START:
             return 130, "engines get their weights in this type, so that all tensors differ"
         case "few weights" if name.startswith("trainer."):
             return 30, "it changes all tensors, and few differ"
@@ -205,7 +205,7 @@ def _is_coarse(difference: Difference) -> bool:
     return difference.kind == "log-prob" and difference.gap is not None and difference.gap > _COARSE
 
 
-def _library(change: Change, difference: Difference, evidence: Evidence) -> tuple[int, str]:
+def _library(change: ChangedItem, difference: Difference, evidence: Evidence) -> tuple[int, str]:
     stages = stages_of_library(change.name)
     if difference.stage not in stages:
         return (15 if stages else 5), f"it does not take part in {_COMPUTES[difference.stage]} by itself"
@@ -213,11 +213,11 @@ def _library(change: Change, difference: Difference, evidence: Evidence) -> tupl
     return score, f"it computes {_COMPUTES[difference.stage]}, where the runs part"
 
 
-def _data(change: Change, difference: Difference, evidence: Evidence) -> tuple[int, str]:
-    prompts = difference.stage is Stage.PROMPTS
+def _data(change: ChangedItem, difference: Difference, evidence: Evidence) -> tuple[int, str]:
+    prompts = difference.stage is StepPart.PROMPTS
     if evidence.same_rows:
         return (125 if prompts else 20), "both have the same rows, in another order"
-    if evidence.data_row_differs and difference.stage in (Stage.PROMPTS, Stage.ENVIRONMENT):
+    if evidence.data_row_differs and difference.stage in (StepPart.PROMPTS, StepPart.ENVIRONMENT):
         if difference.kind == "prompt id":
             return 90, "the row of this sample's prompt differs, though its text is the same"
         return 150, "the row of this sample's prompt differs"
@@ -225,38 +225,40 @@ def _data(change: Change, difference: Difference, evidence: Evidence) -> tuple[i
         return (60 if difference.kind in ("order", "number") else 15), "rows differ, and not that of this prompt"
     if prompts:
         return 120, "the rows of the data differ"
-    return (70 if difference.stage is Stage.ENVIRONMENT else 15), "the rows of the data differ"
+    return (70 if difference.stage is StepPart.ENVIRONMENT else 15), "the rows of the data differ"
 
 
-def _tokenizer(change: Change, difference: Difference, evidence: Evidence) -> tuple[int, str]:
+def _tokenizer(change: ChangedItem, difference: Difference, evidence: Evidence) -> tuple[int, str]:
     if difference.kind == "prompt id":
         return 150, "the same text has other tokens"
     if difference.kind == "text":
         return 145, "the same tokens have another text"
     if difference.kind == "prompt text":
         return 115, "the prompt is rendered to another text, by the chat template or the special tokens"
-    scores = {Stage.PROMPTS: 80, Stage.GENERATION: 45, Stage.ENVIRONMENT: 85, Stage.EVALUATION: 60}
+    scores = {StepPart.PROMPTS: 80, StepPart.GENERATION: 45, StepPart.ENVIRONMENT: 85, StepPart.EVALUATION: 60}
     return scores.get(difference.stage, 0), "environments and engines see texts through it"
 
 
-def _environment(change: Change, difference: Difference, evidence: Evidence) -> tuple[int, str]:
-    scores = {Stage.ENVIRONMENT: 120, Stage.EVALUATION: 70, Stage.PROMPTS: 60}
+def _environment(change: ChangedItem, difference: Difference, evidence: Evidence) -> tuple[int, str]:
+    scores = {StepPart.ENVIRONMENT: 120, StepPart.EVALUATION: 70, StepPart.PROMPTS: 60}
     if difference.kind == "prompt text":
         return 85, "an environment may write the first messages"
-    return scores.get(difference.stage, 0), f"its code makes {_COMPUTES[Stage.ENVIRONMENT]}"
+    return scores.get(difference.stage, 0), f"its code makes {_COMPUTES[StepPart.ENVIRONMENT]}"
 
 
-def _code(change: Change, difference: Difference, evidence: Evidence) -> tuple[int, str]:
+def _code(change: ChangedItem, difference: Difference, evidence: Evidence) -> tuple[int, str]:
     return 55, "our own code differs, which may change anything"
 
 
-def _machine(change: Change, difference: Difference, evidence: Evidence) -> tuple[int, str]:
-    if difference.stage in (Stage.PROMPTS, Stage.ENVIRONMENT, Stage.ADVANTAGES):
+def _machine(change: ChangedItem, difference: Difference, evidence: Evidence) -> tuple[int, str]:
+    if difference.stage in (StepPart.PROMPTS, StepPart.ENVIRONMENT, StepPart.ADVANTAGES):
         return 5, "it changes no more than rounding"
     return (78 if _is_rounding(difference) else 50), "it changes the rounding of sums"
 
 
-def _causes_without_change(difference: Difference, changes: Sequence[Change], evidence: Evidence) -> Iterator[Cause]:
+def _causes_without_change(
+    difference: Difference, changes: Sequence[ChangedItem], evidence: Evidence
+) -> Iterator[Cause]:
     """Yield causes that no recorded setting or version tells: faults, order of asynchronous training, what a run does
     not record."""
     if difference.kind == "few weights":
@@ -267,9 +269,11 @@ def _causes_without_change(difference: Difference, changes: Sequence[Change], ev
         yield Cause(
             f"{difference.quantity} at the sync {when}", difference.note, f"{why}or memory, or a fault of a sync", 140
         )
-    if difference.stage is Stage.GENERATION and difference.kind != "version id":
+    if difference.stage is StepPart.GENERATION and difference.kind != "version id":
         yield from _engine_cause(difference, evidence)
-    if evidence.asynchronous and (difference.kind in ("order", "version id") or difference.stage is Stage.GENERATION):
+    if evidence.asynchronous and (
+        difference.kind in ("order", "version id") or difference.stage is StepPart.GENERATION
+    ):
         yield Cause(
             "order of asynchronous training",
             "groups are trained in the order in which they finish",
@@ -283,7 +287,7 @@ def _causes_without_change(difference: Difference, changes: Sequence[Change], ev
     for group, (name, scores) in suspects.items():
         if group in evidence.unrecorded and difference.kind in scores:
             yield Cause(name, "not recorded by both runs", "it would explain this", scores[difference.kind])
-    if "environment" in evidence.unrecorded and difference.stage is Stage.ENVIRONMENT:
+    if "environment" in evidence.unrecorded and difference.stage is StepPart.ENVIRONMENT:
         yield Cause("environment", "its code is not recorded by both runs", "it would explain this", 70)
 
 

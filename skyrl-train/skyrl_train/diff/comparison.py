@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from skyrl_train.diff.causes import Cause, Change, Evidence, ranked_causes
+from skyrl_train.diff.causes import Cause, ChangedItem, Evidence, ranked_causes
 from skyrl_train.diff.effects import has_no_effect
-from skyrl_train.diff.parting import Difference, Stage, compared_steps, first_parting
+from skyrl_train.diff.parting import Difference, StepPart, compared_steps, first_parting
 from skyrl_train.diff.recorded_run import RecordedRun, Start
 from skyrl_train.provenance import DataDigest
 from skyrl_train.types import JsonObject
@@ -17,7 +17,7 @@ _ENGINE_GAP = "policy/rollout_train_logprobs_abs_diff_max"
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunComparison:
     """Result of comparing the runs A and B.
 
     Args:
@@ -33,7 +33,7 @@ class Comparison:
 
     names: tuple[str, str]
     last_steps: tuple[int, int]
-    changes: Sequence[Change]
+    changes: Sequence[ChangedItem]
     parting: Sequence[Difference]
     equal_up_to: int | None
     causes: Sequence[Cause]
@@ -82,12 +82,12 @@ class Comparison:
         }
 
 
-def matters(change: Change) -> bool:
+def matters(change: ChangedItem) -> bool:
     """Return False for names, places and the like, which change no number."""
     return change.group != "setting" or not has_no_effect(change.name)
 
 
-def compare_runs(a: str | Path, b: str | Path) -> Comparison:
+def compare_runs(a: str | Path, b: str | Path) -> RunComparison:
     """Compare two runs from their folders alone; they may be running, finished, crashed or copied.
 
     Raises:
@@ -101,7 +101,7 @@ def compare_runs(a: str | Path, b: str | Path) -> Comparison:
     causes: list[Cause] = []
     if parting:
         causes = ranked_causes(parting[0], changes, _evidence(*runs, parting[0]))
-    return Comparison(
+    return RunComparison(
         names=(str(runs[0].folder.path), str(runs[1].folder.path)),
         last_steps=(runs[0].last_step, runs[1].last_step),
         changes=changes,
@@ -116,9 +116,9 @@ def compare_runs(a: str | Path, b: str | Path) -> Comparison:
 # ---- what differs
 
 
-def _changes(a: RecordedRun, b: RecordedRun) -> Iterator[Change]:
+def _changes(a: RecordedRun, b: RecordedRun) -> Iterator[ChangedItem]:
     """Yield everything that is not the same, with the first step of the first start for which it is not."""
-    found: dict[tuple[str, str], Change] = {}
+    found: dict[tuple[str, str], ChangedItem] = {}
     for step in sorted({start.first_step for run in (a, b) for start in run.starts} | {1}):
         now = {
             (change.group, change.name): change for change in _changes_between(a.start_of(step), b.start_of(step), step)
@@ -134,45 +134,45 @@ def _changes(a: RecordedRun, b: RecordedRun) -> Iterator[Change]:
     text_a, text_b = a.data_text, b.data_text
     both_tell = text_a is not None and text_b is not None
     if both_tell and text_a != text_b and not (a.has_starts and b.has_starts):
-        yield Change("data", "training data", text_a, text_b)
+        yield ChangedItem("data", "training data", text_a, text_b)
 
 
-def _changes_between(a: Start, b: Start, step: int) -> Iterator[Change]:
+def _changes_between(a: Start, b: Start, step: int) -> Iterator[ChangedItem]:
     """Yield what differs between two starts. What one of them does not record is not compared."""
     if a.settings and b.settings:
         names = [*a.settings, *(name for name in b.settings if name not in a.settings)]
         for name in names:
             if a.settings.get(name) != b.settings.get(name):
-                yield Change("setting", name, a.settings.get(name), b.settings.get(name), step)
+                yield ChangedItem("setting", name, a.settings.get(name), b.settings.get(name), step)
     for group, key in (("library", "libraries"), ("machine", "machine"), ("code", "code")):
         yield from _changes_of_entries(group, a.record.get(key), b.record.get(key), step)
     if a.data is not None and b.data is not None and a.data.in_order != b.data.in_order:
-        yield Change("data", "training data", str(a.data), f"{b.data}; {_data_words(a.data, b.data)}", step)
+        yield ChangedItem("data", "training data", str(a.data), f"{b.data}; {_data_words(a.data, b.data)}", step)
     one, other = a.record.get("tokenizer"), b.record.get("tokenizer")
     if one and other and one != other:
         parts = [name for name in ("tokens", "digest", "chat_template") if one.get(name) != other.get(name)]
         values = [", ".join(f"{name} {each.get(name)}" for name in parts) for each in (one, other)]
-        yield Change("tokenizer", "tokenizer", values[0], values[1], step)
+        yield ChangedItem("tokenizer", "tokenizer", values[0], values[1], step)
     yield from _changes_of_environments(a.record.get("environments"), b.record.get("environments"), step)
 
 
 def _changes_of_entries(
     group: str, a: Mapping[str, str] | None, b: Mapping[str, str] | None, step: int
-) -> Iterator[Change]:
+) -> Iterator[ChangedItem]:
     if a and b:
         for name in sorted(a.keys() | b.keys()):
             if a.get(name) != b.get(name):
                 title = {"code": f"code of {name}"}.get(group, name)
-                yield Change(group, title, a.get(name), b.get(name), step)
+                yield ChangedItem(group, title, a.get(name), b.get(name), step)
 
 
-def _changes_of_environments(a: JsonObject | None, b: JsonObject | None, step: int) -> Iterator[Change]:
+def _changes_of_environments(a: JsonObject | None, b: JsonObject | None, step: int) -> Iterator[ChangedItem]:
     """Yield environments of one id whose code differs. (Other ids are settings, or columns of the data.)"""
     if a and b:
         for name in sorted(a.keys() & b.keys()):
             if a[name] != b[name]:
                 texts = [" ".join(str(value) for value in each[name].values()) for each in (a, b)]
-                yield Change("environment", f"environment {name}", texts[0], texts[1], step)
+                yield ChangedItem("environment", f"environment {name}", texts[0], texts[1], step)
 
 
 def _data_words(a: DataDigest, b: DataDigest) -> str:
@@ -256,21 +256,21 @@ def _unrecorded(a: RecordedRun, b: RecordedRun, steps: Sequence[int]) -> Iterato
         yield "some steps between are recorded by one run alone: what parted there shows at the next"
 
 
-def stage_words(stage: Stage) -> str:
+def stage_words(stage: StepPart) -> str:
     """Return the name of a stage for people."""
     return {
-        Stage.START: "initial weights",
-        Stage.PROMPTS: "prompts",
-        Stage.GENERATION: "generation",
-        Stage.ENVIRONMENT: "environment",
-        Stage.SCORES: "trainer's log-probs and values",
-        Stage.ADVANTAGES: "advantages",
-        Stage.UPDATE: "update",
-        Stage.WEIGHTS: "weights after the update",
-        Stage.EVALUATION: "evaluation",
+        StepPart.START: "initial weights",
+        StepPart.PROMPTS: "prompts",
+        StepPart.GENERATION: "generation",
+        StepPart.ENVIRONMENT: "environment",
+        StepPart.SCORES: "trainer's log-probs and values",
+        StepPart.ADVANTAGES: "advantages",
+        StepPart.UPDATE: "update",
+        StepPart.WEIGHTS: "weights after the update",
+        StepPart.EVALUATION: "evaluation",
     }[stage]
 
 
-def json_text(comparison: Comparison) -> str:
+def json_text(comparison: RunComparison) -> str:
     """Return the comparison as indented JSON."""
     return json.dumps(comparison.to_json(), indent=1, default=str)

@@ -1,13 +1,16 @@
 """Which part of a step a setting or a library changes first. Knows names of settings, no runs."""
 
 from dataclasses import dataclass
+from functools import cache
 
+from skyrl_train.config.engine_kinds import EngineRegistry
+from skyrl_train.config.training_backends import TrainingBackendRegistry
 from skyrl_train.config.typed import is_among
-from skyrl_train.diff.parting import Stage
+from skyrl_train.diff.parting import StepPart
 
-START, PROMPTS, GENERATION, ENVIRONMENT = Stage.START, Stage.PROMPTS, Stage.GENERATION, Stage.ENVIRONMENT
-SCORES, ADVANTAGES, UPDATE, WEIGHTS = Stage.SCORES, Stage.ADVANTAGES, Stage.UPDATE, Stage.WEIGHTS
-EVALUATION = Stage.EVALUATION
+START, PROMPTS, GENERATION, ENVIRONMENT = StepPart.START, StepPart.PROMPTS, StepPart.GENERATION, StepPart.ENVIRONMENT
+SCORES, ADVANTAGES, UPDATE, WEIGHTS = StepPart.SCORES, StepPart.ADVANTAGES, StepPart.UPDATE, StepPart.WEIGHTS
+EVALUATION = StepPart.EVALUATION
 
 # fmt: off
 WITHOUT_EFFECT = (
@@ -42,11 +45,11 @@ class Effect:
         rounding: True if it changes the order or precision of a computation and not what is computed.
     """
 
-    stages: tuple[Stage, ...]
+    stages: tuple[StepPart, ...]
     rounding: bool = False
 
 
-def _effect(names: str, *stages: Stage, rounding: bool = False) -> tuple[tuple[str, ...], Effect]:
+def _effect(names: str, *stages: StepPart, rounding: bool = False) -> tuple[tuple[str, ...], Effect]:
     return tuple(names.split()), Effect(stages, rounding)
 
 
@@ -74,7 +77,7 @@ _EFFECTS = (
         """environment. generator.max_turns generator.use_conversation_multi_turn generator.max_rollout_retries
         generator.append_eos_token_after_stop_str_in_multi_turn generator.step_wise_trajectories
         generator.merge_stepwise_output generator.zero_reward_on_non_stop generator.request_timeout_seconds
-        generator.apply_overlong_filtering generator.overlong_filtering_by""",
+        generator.apply_overlong_filtering generator.overlong_""",
         ENVIRONMENT,
         PROMPTS,
     ),
@@ -83,12 +86,7 @@ _EFFECTS = (
         """trainer.micro_forward_batch_size_per_gpu trainer.micro_train_batch_size_per_gpu
         trainer.max_tokens_per_microbatch trainer.use_sample_packing trainer.logprobs_chunk_size trainer.flash_attn
         trainer.strategy trainer.sequence_parallel_backend trainer.gradient_checkpointing
-        trainer.gradient_checkpointing_use_reentrant trainer.placement. deepspeed_config.
-        trainer.policy.fsdp_config. trainer.policy.megatron_config. trainer.policy.deepspeed_config.
-        trainer.critic.fsdp_config. trainer.critic.megatron_config. trainer.critic.deepspeed_config.
-        trainer.ref.fsdp_config. trainer.ref.megatron_config. trainer.ref.deepspeed_config.
-        trainer.policy.sequence_parallel_size trainer.critic.sequence_parallel_size trainer.ref.sequence_parallel_size
-        trainer.policy.use_torch_compile""",
+        trainer.gradient_checkpointing_use_reentrant trainer.placement. deepspeed_config.""",
         SCORES,
         UPDATE,
         WEIGHTS,
@@ -97,6 +95,8 @@ _EFFECTS = (
     _effect("trainer.bf16", SCORES, START, UPDATE, WEIGHTS, rounding=True),
     _effect("trainer.policy.routing_replay trainer.policy.sampling_mask_replay", SCORES, UPDATE, GENERATION),
     _effect("trainer.policy.optimizer_config. trainer.critic.optimizer_config.", UPDATE, WEIGHTS),
+    # Sections of training backends, shards, compilation.
+    _effect("trainer.policy. trainer.critic. trainer.ref.", SCORES, UPDATE, WEIGHTS, rounding=True),
     _effect("trainer.max_training_steps trainer.epochs", UPDATE, WEIGHTS),  # by the schedule of learning rates
     _effect("trainer.update_ref_every_epoch", SCORES, UPDATE),
     _effect(
@@ -107,21 +107,22 @@ _EFFECTS = (
         SCORES,
     ),
     _effect(
-        """trainer.algorithm.policy_loss_type trainer.algorithm.eps_clip_low trainer.algorithm.eps_clip_high
-        trainer.algorithm.clip_ratio_c trainer.algorithm.value_clip trainer.algorithm.use_entropy_loss
-        trainer.algorithm.entropy_loss_coef trainer.algorithm.use_kl_loss trainer.algorithm.cispo.
-        trainer.algorithm.sapo. trainer.algorithm.clip_cov. trainer.algorithm.kl_cov. trainer.algorithm.dppo.
-        trainer.algorithm.decoupled_ppo. trainer.algorithm.dpo.""",
+        """trainer.algorithm.advantage_estimator trainer.algorithm.grpo_norm_by_std
+        trainer.algorithm.advantage_batch_normalize trainer.algorithm.gamma trainer.algorithm.lambd
+        trainer.algorithm.zero_variance_filter trainer.algorithm.overlong_buffer. trainer.algorithm.loss_reduction
+        trainer.algorithm.max_seq_len trainer.algorithm.off_policy_correction. trainer.algorithm.use_tis
+        trainer.algorithm.tis_imp_ratio_cap trainer.algorithm.use_kl_in_reward trainer.algorithm.kl_loss_coef
+        trainer.algorithm.kl_estimator_type trainer.algorithm.kl_ctrl. trainer.distillation.""",
+        ADVANTAGES,
         UPDATE,
         WEIGHTS,
-        ADVANTAGES,
         SCORES,
     ),
-    _effect("trainer.algorithm. trainer.distillation.", ADVANTAGES, UPDATE, WEIGHTS, SCORES),
+    _effect("trainer.algorithm.", UPDATE, WEIGHTS, ADVANTAGES, SCORES),  # the loss, and the section of each loss
 )
 """The first entry that fits a setting counts."""
 
-_ANYTHING = Effect(tuple(Stage))
+_ANYTHING = Effect(tuple(StepPart))
 
 
 def effect_of(setting: str) -> Effect:
@@ -145,18 +146,31 @@ def _is_below(setting: str, names: tuple[str, ...]) -> bool:
 
 # fmt: off
 _NUMERIC = (START, GENERATION, SCORES, UPDATE, WEIGHTS)
-_LIBRARIES: tuple[tuple[tuple[str, ...], tuple[Stage, ...]], ...] = (
+_LIBRARIES: tuple[tuple[tuple[str, ...], tuple[StepPart, ...]], ...] = (
     (("tokenizers", "sentencepiece", "jinja2", "tiktoken", "datasets", "pyarrow"), (PROMPTS, ENVIRONMENT)),
     (("transformers", "peft", "safetensors", "accelerate"), (*_NUMERIC, PROMPTS)),
-    (("vllm", "sglang", "sgl-kernel", "flashinfer", "xgrammar"), (GENERATION,)),
+    (("flashinfer", "xgrammar", "sgl-kernel"), (GENERATION,)),
     (("torch", "triton", "numpy", "flash-attn", "nvidia", "cuda", "mkl", "intel"), _NUMERIC),
-    (("deepspeed", "megatron", "transformer-engine"), (SCORES, UPDATE, WEIGHTS)),
+    (("transformer-engine",), (SCORES, UPDATE, WEIGHTS)),
     (("skyrl-gym", "skyrl-agent", "sympy", "math-verify", "latex2sympy"), (ENVIRONMENT, PROMPTS)),
-    (("skyrl-train",), tuple(Stage)),
+    (("skyrl-train",), tuple(StepPart)),
 )
 # fmt: on
 
 
-def stages_of_library(name: str) -> tuple[Stage, ...]:
+def stages_of_library(name: str) -> tuple[StepPart, ...]:
     """Return the parts of a step that a library computes; none for those that a run does not compute with."""
-    return next((stages for prefixes, stages in _LIBRARIES if name.startswith(prefixes)), ())
+    known = next((stages for prefixes, stages in _LIBRARIES if name.startswith(prefixes)), ())
+    return known or next((stages for library, stages in _backend_libraries() if name.startswith(library)), ())
+
+
+@cache
+def _backend_libraries() -> tuple[tuple[str, tuple[StepPart, ...]], ...]:
+    """Return the libraries that engines and training backends declare, and what they compute."""
+    kinds = ((EngineRegistry, (GENERATION,)), (TrainingBackendRegistry, (SCORES, UPDATE, WEIGHTS)))
+    return tuple(
+        (library.partition(".")[0], stages)
+        for registry, stages in kinds
+        for registration in registry.registrations().values()
+        if (library := registration.requires.library) is not None
+    )

@@ -16,7 +16,7 @@ from skyrl_train.types import JsonObject
 from skyrl_train.utils.run_folder import Phase
 
 
-class Stage(IntEnum):
+class StepPart(IntEnum):
     """Part of a step, in the order of computation."""
 
     START = 0
@@ -49,7 +49,7 @@ class Difference:
     """
 
     step: int
-    stage: Stage
+    stage: StepPart
     quantity: str
     a: Any = None
     b: Any = None
@@ -104,7 +104,7 @@ def differences_of_step(a: RecordedRun, b: RecordedRun, step: int) -> list[Diffe
     found += _of_metrics(step, a.metrics.get(step, {}), b.metrics.get(step, {}))
     found += _of_weights(step, *hashes)
     found += [_as_evaluation(difference) for difference in _of_trajectories(a, b, step, "eval")]
-    first: dict[Stage, Difference] = {}
+    first: dict[StepPart, Difference] = {}
     for difference in sorted(found, key=lambda difference: difference.stage):  # stable: the order within a stage stays
         first.setdefault(difference.stage, difference)
     return list(first.values())
@@ -118,7 +118,7 @@ def _of_trajectories(a: RecordedRun, b: RecordedRun, step: int, phase: Phase) ->
     of_a, of_b = a.trajectory_paths.get((step, phase)), b.trajectory_paths.get((step, phase))
     if of_a is None or of_b is None or filecmp.cmp(of_a, of_b, shallow=False):
         return
-    first: dict[Stage, Difference] = {}
+    first: dict[StepPart, Difference] = {}
     pairs = zip_longest(a.trajectories(step, phase), b.trajectories(step, phase))
     for index, (row_a, row_b) in enumerate(pairs):
         if row_a is None or row_b is None:
@@ -127,16 +127,16 @@ def _of_trajectories(a: RecordedRun, b: RecordedRun, step: int, phase: Phase) ->
             assert row is not None
             note = f"{alone} has more samples than {other} in this step"
             difference = Difference(
-                step, Stage.PROMPTS, "number of samples", sample=index, uid=row.get("uid"), kind="number", note=note
+                step, StepPart.PROMPTS, "number of samples", sample=index, uid=row.get("uid"), kind="number", note=note
             )
-            first.setdefault(Stage.PROMPTS, difference)
+            first.setdefault(StepPart.PROMPTS, difference)
             break
         if _key(row_a) != _key(row_b):
             names = (_name(row_a), _name(row_b))
             difference = Difference(
-                step, Stage.PROMPTS, "prompt", *names, sample=index, kind="order", note="another prompt comes here"
+                step, StepPart.PROMPTS, "prompt", *names, sample=index, kind="order", note="another prompt comes here"
             )
-            first.setdefault(Stage.PROMPTS, difference)
+            first.setdefault(StepPart.PROMPTS, difference)
             break  # the samples behind this one are not those of the same prompts
         difference = difference_of_rows(step, index, row_a, row_b)
         if difference is not None:
@@ -156,11 +156,13 @@ def difference_of_rows(step: int, index: int, a: JsonObject, b: JsonObject) -> D
     """Return the first difference of two rows of the same prompt and sample, None if there is none. What one of them
     does not have (an earlier release wrote it) is not compared."""
 
-    def at(stage: Stage, quantity: str, one: Any, other: Any, token: int | None = None, kind: str = "") -> Difference:
+    def at(
+        stage: StepPart, quantity: str, one: Any, other: Any, token: int | None = None, kind: str = ""
+    ) -> Difference:
         return Difference(step, stage, quantity, one, other, sample=index, uid=a.get("uid"), token=token, kind=kind)
 
     # The prompt of a later turn is what the environment has answered so far.
-    prompts = Stage.ENVIRONMENT if a.get("step") else Stage.PROMPTS
+    prompts = StepPart.ENVIRONMENT if a.get("step") else StepPart.PROMPTS
     if texts := _differing(a, b, "prompt"):
         place = _first_difference(*texts)
         parts = [text[max(0, place - 20) : place + 30] for text in texts]
@@ -175,23 +177,23 @@ def difference_of_rows(step: int, index: int, a: JsonObject, b: JsonObject) -> D
             stage, quantity, one, other, place, kind = found
             return at(stage, quantity, one, other, place, kind)
     if texts := _differing(a, b, "response"):
-        return at(Stage.GENERATION, "text of the same response tokens", *texts, kind="text")
+        return at(StepPart.GENERATION, "text of the same response tokens", *texts, kind="text")
     for name in ("stop_reason", "failure", "reward"):
         if name in a and name in b and a[name] != b[name]:
-            return at(Stage.ENVIRONMENT, name.replace("_", " "), a[name], b[name])
+            return at(StepPart.ENVIRONMENT, name.replace("_", " "), a[name], b[name])
     return None
 
 
 _COLUMNS = (
-    ("weight_versions", "weight version", Stage.GENERATION),
-    ("ids", "id", Stage.GENERATION),
-    ("log_probs", "rollout log-prob", Stage.GENERATION),
-    ("loss_mask", "loss mask", Stage.ENVIRONMENT),
-    ("rewards", "reward", Stage.ENVIRONMENT),
+    ("weight_versions", "weight version", StepPart.GENERATION),
+    ("ids", "id", StepPart.GENERATION),
+    ("log_probs", "rollout log-prob", StepPart.GENERATION),
+    ("loss_mask", "loss mask", StepPart.ENVIRONMENT),
+    ("rewards", "reward", StepPart.ENVIRONMENT),
 )
 
 
-def _difference_of_tokens(a: JsonObject, b: JsonObject) -> tuple[Stage, str, Any, Any, int, str] | None:
+def _difference_of_tokens(a: JsonObject, b: JsonObject) -> tuple[StepPart, str, Any, Any, int, str] | None:
     """Return stage, quantity, values, place and kind of the first token of two responses that differs."""
     places = {
         name: _first_difference(*values) for name, _, _ in _COLUMNS if (values := _differing(a, b, name)) is not None
@@ -202,7 +204,7 @@ def _difference_of_tokens(a: JsonObject, b: JsonObject) -> tuple[Stage, str, Any
     name, quantity, stage = next(column for column in _COLUMNS if places.get(column[0]) == place)
     one, other = _values_at(a[name], b[name], place)
     if name == "ids" and not (_is_generated(a, place) or _is_generated(b, place)):
-        return Stage.ENVIRONMENT, "id of observation token", one, other, place, "observation id"
+        return StepPart.ENVIRONMENT, "id of observation token", one, other, place, "observation id"
     kind = {"ids": "token id", "weight_versions": "version id", "log_probs": "log-prob"}.get(name, "")
     return stage, quantity, one, other, place, kind
 
@@ -235,10 +237,10 @@ def _values_at(a: Sequence[Any], b: Sequence[Any], place: int) -> tuple[Any, Any
 
 
 _STAGE_OF_COLUMN = {
-    "sequences": Stage.PROMPTS,
-    "advantages": Stage.ADVANTAGES,
-    "returns": Stage.ADVANTAGES,
-    "loss_weights": Stage.ADVANTAGES,
+    "sequences": StepPart.PROMPTS,
+    "advantages": StepPart.ADVANTAGES,
+    "returns": StepPart.ADVANTAGES,
+    "loss_weights": StepPart.ADVANTAGES,
 }
 
 
@@ -250,11 +252,11 @@ def _of_batch(step: int, a: StepHashes, b: StepHashes, run: RecordedRun) -> Iter
             continue
         row = _first_difference(of_a, of_b)
         differing = sum(one != other for one, other in zip(of_a, of_b, strict=False))
-        stage = _STAGE_OF_COLUMN.get(name, Stage.SCORES)
+        stage = _STAGE_OF_COLUMN.get(name, StepPart.SCORES)
         note = f"{differing} of {min(len(of_a), len(of_b))} samples differ in it"
         means = [values[row] if row < len(values := each.means.get(name, [])) else None for each in (a, b)]
         values, title = (means, f"mean of {name}") if means[0] != means[1] else ([None, None], name)
-        kind = "prompt text" if stage is Stage.PROMPTS else "log-prob" if name.endswith("log_probs") else name
+        kind = "prompt text" if stage is StepPart.PROMPTS else "log-prob" if name.endswith("log_probs") else name
         uid = _uid_of_row(run, step, row)
         yield Difference(step, stage, title, *values, sample=row, uid=uid, kind=kind, note=note)
 
@@ -274,7 +276,7 @@ def _of_weights(step: int, a: StepHashes, b: StepHashes) -> Iterator[Difference]
     alone = a.weights.keys() ^ b.weights.keys() if a.weights and b.weights else set()
     if not differing and not alone:
         return
-    stage = Stage.START if step == 0 else Stage.WEIGHTS
+    stage = StepPart.START if step == 0 else StepPart.WEIGHTS
     name = (differing or sorted(alone))[0]
     note = f"{len(differing)} of {len(names)} tensors differ" if differing else "one of the models has no such tensor"
     kind = "few weights" if differing and not alone and len(differing) <= max(1, len(names) // 20) else "weights"
@@ -289,20 +291,20 @@ _IGNORED_PARTS = ("seconds", "memory", "per_second", "throughput")
 _FIRST_METRICS = ("_lr", "/lr", "rollout_train", "policy_loss", "final_loss", "critic_loss", "train/loss")
 
 
-def stage_of_metric(name: str) -> Stage | None:
+def stage_of_metric(name: str) -> StepPart | None:
     """Return the stage of a metric; None for times, sizes of memory and states of queues, which are never the same."""
     if name in ("step", "time") or name.startswith(_IGNORED_METRICS) or any(part in name for part in _IGNORED_PARTS):
         return None
     stages = {
-        "generate/": Stage.GENERATION,
-        "policy/rollout_train": Stage.SCORES,
-        "loss/": Stage.ADVANTAGES,
-        "policy/": Stage.UPDATE,
-        "critic/": Stage.UPDATE,
-        "train/": Stage.UPDATE,
-        "eval/": Stage.EVALUATION,
+        "generate/": StepPart.GENERATION,
+        "policy/rollout_train": StepPart.SCORES,
+        "loss/": StepPart.ADVANTAGES,
+        "policy/": StepPart.UPDATE,
+        "critic/": StepPart.UPDATE,
+        "train/": StepPart.UPDATE,
+        "eval/": StepPart.EVALUATION,
     }
-    return next((stage for prefix, stage in stages.items() if name.startswith(prefix)), Stage.ENVIRONMENT)
+    return next((stage for prefix, stage in stages.items() if name.startswith(prefix)), StepPart.ENVIRONMENT)
 
 
 def _of_metrics(step: int, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
@@ -319,7 +321,7 @@ def _of_metrics(step: int, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterat
 
 
 def _as_evaluation(difference: Difference) -> Difference:
-    values = {**vars(difference), "stage": Stage.EVALUATION}
+    values = {**vars(difference), "stage": StepPart.EVALUATION}
     return Difference(**{**values, "quantity": f"{difference.quantity} in the evaluation"})
 
 

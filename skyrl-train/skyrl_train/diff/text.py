@@ -3,8 +3,8 @@
 import html
 from collections.abc import Iterator, Sequence
 
-from skyrl_train.diff.causes import Cause, Change
-from skyrl_train.diff.comparison import Comparison, matters, stage_words
+from skyrl_train.diff.causes import Cause, ChangedItem
+from skyrl_train.diff.comparison import RunComparison, matters, stage_words
 from skyrl_train.utils.sample_card import readable
 
 _MOST_CAUSES = 5
@@ -20,10 +20,13 @@ _TITLES = {
 }
 
 
-def sections(comparison: Comparison) -> Iterator[tuple[str, list[str]]]:
+def sections(comparison: RunComparison) -> Iterator[tuple[str, list[str]]]:
     """Yield the titles and lines below the verdict, the same for text and page."""
     if comparison.parting:
-        yield "likely causes", [_cause_line(n, cause) for n, cause in enumerate(_shown(comparison.causes), start=1)]
+        yield (
+            "likely causes",
+            [_cause_line(n, cause) for n, cause in enumerate(_worth_listing(comparison.causes), start=1)],
+        )
     if len(comparison.parting) > 1:
         title = f"what else differs in step {comparison.parting[0].step}"
         yield title, [f"{stage_words(each.stage)}: {each}" for each in comparison.parting[1:]]
@@ -37,7 +40,7 @@ def sections(comparison: Comparison) -> Iterator[tuple[str, list[str]]]:
         yield "not compared", list(comparison.unrecorded)
 
 
-def _shown(causes: Sequence[Cause]) -> Sequence[Cause]:
+def _worth_listing(causes: Sequence[Cause]) -> Sequence[Cause]:
     """Return the causes worth showing: the first, and what is at least possible."""
     return [cause for n, cause in enumerate(causes) if n == 0 or cause.likelihood != "unlikely"][:_MOST_CAUSES]
 
@@ -46,14 +49,14 @@ def _cause_line(number: int, cause: Cause) -> str:
     return f"{number}. {cause.text} ({cause.likelihood}: {cause.why})"
 
 
-def _change_lines(changes: Sequence[Change]) -> list[str]:
+def _change_lines(changes: Sequence[ChangedItem]) -> list[str]:
     more = len(changes) - _MOST_CHANGES
     return [str(change) for change in changes[:_MOST_CHANGES]] + (
         [f"and {more} more (--json has all)"] if more > 0 else []
     )
 
 
-def as_text(comparison: Comparison) -> str:
+def as_text(comparison: RunComparison) -> str:
     """Return the comparison for a terminal, control characters escaped."""
     lines = [f"{letter}  {name}" for letter, name in zip("AB", comparison.names, strict=True)] + [comparison.verdict]
     for title, entries in sections(comparison):
@@ -71,7 +74,7 @@ ul { list-style: none; margin: 0; padding: 0; } li { padding: 4px 0; border-bott
 """
 
 
-def as_page(comparison: Comparison) -> str:
+def as_page(comparison: RunComparison) -> str:
     """Return the comparison as one HTML page without scripts. It fetches nothing."""
     names = "".join(f"<li>{letter} {_safe(name)}</li>" for letter, name in zip("AB", comparison.names, strict=True))
     parts = [f"<h1>Comparison of two runs</h1><ul>{names}</ul><p class=verdict>{_safe(comparison.verdict)}</p>"]

@@ -136,7 +136,7 @@ def copy(base_run: Path, tmp_path: Path) -> Path:
 
 
 def edit_lines(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
-    """Change every object of a file of JSON lines."""
+    """ChangedItem every object of a file of JSON lines."""
     found = [json.loads(line) for line in path.read_text().splitlines()]
     for row in found:
         edit(row)

@@ -134,7 +134,8 @@ def test_planted_learning_rate_at_step_7_is_the_first_cause(train: Callable[...,
     assert found.equal_up_to == 6
     assert found.verdict == (
         "equal up to step 6; first difference: policy/policy_lr of step 7: 0.001 against 0.0005, "
-        "a difference of 0.0005; likely cause: trainer.policy.optimizer_config.lr: 0.001 against 0.0005 (from step 7 on)"
+        "a difference of 0.0005; "
+        "likely cause: trainer.policy.optimizer_config.lr: 0.001 against 0.0005 (from step 7 on)"
     )
     assert [cause.name for cause in found.causes if cause.likelihood == "likely"] == [found.causes[0].name]
 

@@ -15,8 +15,8 @@ from skyrl_train.config.fingerprint import flat_settings
 from skyrl_train.config.typed import setting_names
 from skyrl_train.diff import compare_runs
 from skyrl_train.diff.__main__ import main
-from skyrl_train.diff.effects import WITHOUT_EFFECT, effect_of
-from skyrl_train.diff.parting import Stage, stage_of_metric
+from skyrl_train.diff.effects import WITHOUT_EFFECT, effect_of, stages_of_library
+from skyrl_train.diff.parting import StepPart, stage_of_metric
 from skyrl_train.diff.text import as_page, as_text
 from skyrl_train.errors import DataError
 
@@ -187,7 +187,7 @@ def test_every_setting_has_an_effect_or_none():
     unknown = [
         name
         for name in flat_settings(SkyRLConfig())
-        if name not in WITHOUT_EFFECT and len(effect_of(name).stages) == len(Stage)
+        if name not in WITHOUT_EFFECT and len(effect_of(name).stages) == len(StepPart)
     ]
     assert unknown == []
 
@@ -197,14 +197,23 @@ def test_every_setting_has_an_effect_or_none():
     [
         ("timing/step", None),
         ("weight_sync/send_seconds", None),
-        ("policy/policy_lr", Stage.UPDATE),
-        ("policy/rollout_train_kl_k3", Stage.SCORES),
-        ("eval/all/avg_score", Stage.EVALUATION),
-        ("reward/avg_raw_reward", Stage.ENVIRONMENT),
+        ("policy/policy_lr", StepPart.UPDATE),
+        ("policy/rollout_train_kl_k3", StepPart.SCORES),
+        ("eval/all/avg_score", StepPart.EVALUATION),
+        ("reward/avg_raw_reward", StepPart.ENVIRONMENT),
     ],
 )
-def test_stage_of_metric(name: str, stage: Stage | None):
+def test_stage_of_metric(name: str, stage: StepPart | None):
     assert stage_of_metric(name) == stage
+
+
+@pytest.mark.parametrize(
+    "library, stage",
+    [("torch", StepPart.SCORES), ("vllm", StepPart.GENERATION), ("megatron-core", StepPart.UPDATE), ("rich", None)],
+)
+def test_libraries_are_known_by_what_they_compute(library: str, stage: StepPart | None):
+    stages = stages_of_library(library)
+    assert stage in stages if stage is not None else stages == ()
 
 
 def test_restarted_run_is_bit_equal_to_one_that_was_not(train: Callable[..., Path], base_run: Path, tmp_path: Path):
