@@ -58,11 +58,13 @@ class Say:
     text: str
     stop_reason: str = "stop"
     eos: bool = True
+    last_version: int = 7
+    """Weight version of the last token."""
 
 
 class ScriptedEngine(InferenceEngineInterface):
     """Answers request k of a session with entry k of its script; an exception in a script is raised. Token j of an
-    answer has log-prob -(j + 1); the version of the weights is 7."""
+    answer has log-prob -(j + 1); the version of the weights is 7, that of its last token the script's."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, scripts: dict[str, list[Say | Exception]]) -> None:
         self.tokenizer = tokenizer
@@ -84,7 +86,7 @@ class ScriptedEngine(InferenceEngineInterface):
             response_ids=[ids],
             stop_reasons=[say.stop_reason],
             response_logprobs=[[-(j + 1.0) for j in range(len(ids))]] if asked else None,
-            weight_versions=[[7] * len(ids)],
+            weight_versions=[[7] * (len(ids) - 1) + [say.last_version]] if ids else [[]],
         )
 
     async def weight_version(self) -> int:

@@ -15,7 +15,7 @@ from skyrl_train.generators.utils import (
     validate_generator_output,
 )
 from skyrl_train.rollouts.collate import collate
-from skyrl_train.rollouts.metrics import check_not_all_failed, version_lag_metrics
+from skyrl_train.rollouts.metrics import check_not_all_failed, rollout_metrics, version_lag_metrics
 from skyrl_train.rollouts.types import RolloutBatch, TrainingSample, Trajectory, TrajectoryGroup
 
 FAILED = Failure("tool", "no search server")
@@ -90,6 +90,12 @@ def test_rollout_metrics_of_three_trajectories():
         "generate/num_failed/infrastructure": 0.0,
         "environment/turns": 2.0,
     }
+
+
+def test_trajectory_that_reports_no_retries_had_none():
+    sample = TrainingSample([1], [5], [1], [1.0])
+    trajectory = Trajectory(TrajectoryID("a", 0), [sample], env_class="gsm8k")
+    assert rollout_metrics([trajectory])["generate/num_retries"] == 0.0
 
 
 def test_no_metric_is_ever_nan():

@@ -158,6 +158,14 @@ class TestRetokenized:
         assert {v for v, m in zip(output["weight_versions"][0], output["loss_masks"][0], strict=True) if m} == {7}
         assert output["rollout_logprobs"] is None
 
+    async def test_tokens_of_an_answer_have_the_version_of_its_last(self, game, say, characters):
+        answers = [[say("ab", last_version=8)]]
+        played = await game(
+            characters, answers, [{"steps": [{}]}], settings=self.settings(), sampling=self.sampling
+        ).play()
+        [versions], [mask] = played.output["weight_versions"], played.output["loss_masks"]
+        assert [version for version, is_written in zip(versions, mask, strict=True) if is_written] == [8, 8, 8]
+
     async def test_all_thoughts_stay_with_the_other_template(self, game, say, characters):
         answers = [[say("<think>hm</think>a"), say("b")]]
         game_of = game(

@@ -133,6 +133,8 @@ async def test_a_stale_group_starts_again_with_the_weights_of_the_sync_that_foll
             run.version = step
             pool.synced(step)
         assert 0 in pool.scheduler.running and pool.scheduler.age(0) == 0
+    recovered = RolloutJournal(tmp_path / "journal.jsonl", EXPERIMENT).recover(ScheduleState())
+    assert recovered.state.restarted == {0}, "a resumed run would not know that it was started again"
 
 
 async def test_a_late_group_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 from skyrl_train.generators.base import TrajectoryID
 from skyrl_train.generators.recorded import recorded_groups
 from skyrl_train.inference_engines.native.loading import load_tokenizer
-from skyrl_train.inference_engines.openai_api.recorder import RequestRecorder
+from skyrl_train.inference_engines.openai_api.recorder import RecordedTurn, RequestRecorder
 from skyrl_train.rollouts.adapter import to_generator_output
 
 from .conftest import ANSWER, CALL, FAREWELL, client_of, run_agent, serving
@@ -81,6 +81,24 @@ async def test_turns_of_another_temperature_do_not_train(chat_engine, chat_model
     output = to_generator_output(recorded_groups([recorder.take(5)], [1.0], [TrajectoryID("p", 0)], temperature=1.0))
     assert output["loss_masks"] == [[1, 1, 1], [0, 0, 0]]
     assert output["rollout_metrics"]["recorded/turns_of_other_temperature"] == 1
+
+
+def test_a_session_of_one_turn_earns_the_reward_on_its_last_token():
+    turn = RecordedTurn(
+        prompt_ids=[1],
+        response_ids=[2, 3],
+        log_probs=[-0.1, -0.2],
+        weight_versions=[0, 0],
+        stop_reason="stop",
+        temperature=1.0,
+        messages=None,
+        answer=None,
+        request="",
+        started=0.0,
+        finished=1.0,
+    )
+    output = to_generator_output(recorded_groups([[turn]], [1.0], [TrajectoryID("p", 0)]))
+    assert output["rewards"] == [[0.0, 1.0]]
 
 
 def test_an_agent_that_asked_nothing_is_a_failure_and_trains_nothing():
