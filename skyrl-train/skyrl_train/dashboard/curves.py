@@ -44,7 +44,7 @@ class CurveFile:
             return
         for name, value in row.items():
             kind = type(value)
-            if kind is float or kind is int or kind is bool or value is None:
+            if name != "step" and (kind is float or kind is int or kind is bool or value is None):
                 if name not in self._columns:
                     self._columns[name] = array("q"), array("d")
                 steps, values = self._columns[name]
