@@ -43,12 +43,11 @@ class CurveFile:
         if not isinstance(step, int) or isinstance(step, bool) or abs(step) >= 1 << 62:
             return
         for name, value in row.items():
-            kind = type(value)
-            if name != "step" and (kind is float or kind is int or kind is bool or value is None):
+            if name != "step" and (value is None or isinstance(value, int | float)):
                 if name not in self._columns:
                     self._columns[name] = array("q"), array("d")
                 steps, values = self._columns[name]
-                number = value if kind is float else _as_float(value)
+                number = _as_float(value)
                 if not steps or step > steps[-1]:
                     steps.append(step)
                     values.append(number)
@@ -68,7 +67,7 @@ class CurveFile:
         return list(steps), [float(f"{value:.7g}") if math.isfinite(value) else None for value in values]
 
 
-def _as_float(value: int | None) -> float:
+def _as_float(value: float | None) -> float:
     if value is None:
         return math.nan
     try:

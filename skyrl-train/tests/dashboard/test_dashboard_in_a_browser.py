@@ -1,0 +1,202 @@
+"""The pages in Chromium, served by the command as users start it."""
+
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import psutil
+import pytest
+from dashboard_runs import HOSTILE, make_old, tiny_settings, train, trajectory, write_run
+
+from skyrl_train.utils.run_folder import RunFolder
+
+pytestmark = [pytest.mark.slow, pytest.mark.process]
+
+PATIENCE = 60_000
+"""Milliseconds that a page may take: other tests may have the processors."""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    sync_api = pytest.importorskip("playwright.sync_api", reason="needs skyrl-agent[browser]")
+    program = shutil.which("chromium") or shutil.which("google-chrome")
+    with sync_api.sync_playwright() as playwright:
+        if not program and not Path(playwright.chromium.executable_path).exists():
+            pytest.skip("no Chromium: playwright install chromium, or apt-get install chromium")
+        chromium = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"], timeout=PATIENCE)
+        yield chromium
+        chromium.close()
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[tuple[str, psutil.Process]]:
+    """Start the command on a free port. Yields: address and process."""
+    command = [sys.executable, "-m", "skyrl_train.dashboard", str(folder), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield process.stdout.readline().split()[-1].rstrip("/"), psutil.Process(process.pid)
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+@contextmanager
+def open_page(browser: Any, width: int = 1400, scheme: str = "light") -> Iterator[Any]:
+    """A page that must neither fail, nor be refused by its policy, nor ask another server."""
+    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    page = context.new_page()
+    page.set_default_timeout(PATIENCE)
+    said: list[str] = []
+    page.on("pageerror", lambda error: said.append(f"error: {error}"))
+    page.on("console", lambda message: message.type == "error" and said.append(f"console: {message.text}"))
+    page.on("dialog", lambda dialog: said.append(f"dialog: {dialog.message}"))
+    page.on("request", lambda request: "127.0.0.1" in request.url or said.append(f"request: {request.url}"))
+    yield page
+    assert [text for text in said if "404 (Not Found)" not in text] == []  # a torn line has no page
+    context.close()
+
+
+def place(run: str, page: str, **query: Any) -> str:
+    return f"/#/run/{run}/{page}" + (f"?{urlencode(query)}" if query else "")
+
+
+def test_hostile_text_stays_text_on_every_page(browser: Any, tmp_path: Path):
+    run = write_run(tmp_path / "runs" / "hostile", last_record=f"ERROR   {HOSTILE}")
+    run.write_config(f"trainer: {{run_name: {json.dumps(HOSTILE)}, algorithm: {{a: 1}}}}\n")
+    run.append_metrics(4, {f"mine/{HOSTILE}": 1.0})
+    huge = trajectory(HOSTILE, 0, tokens=["x" * 10_000_000, HOSTILE, "\n", "end"], failed=True)
+    run.write_trajectories(4, "train", [huge, trajectory(HOSTILE, 1)])
+    with open(run.trajectories_path(4, "train"), "ab") as file:
+        file.write(
+            b'{"uid": "\xff\xfe", "prompt": "<img src=x>\\u001b[31m", "tokens": {"text": [3, null]}}\n\xff{\n{"torn": '
+        )
+    with open(run.metrics_path, "ab") as file:
+        file.write(b'{"step": 5, "rew')
+    pages = [place("hostile", name) for name in ("curves", "step", "time", "settings", "logs")]
+    pages += [place("hostile", "sample", phase="train", step=4, line=line) for line in range(5)]
+    with serving(tmp_path / "runs") as (address, _):
+        for width, scheme in ((1400, "light"), (400, "dark")):
+            with open_page(browser, width, scheme) as page:
+                for path in ["/#/", *pages]:
+                    page.goto(address + path)
+                    page.wait_for_selector("main section")
+                    body = page.evaluate("document.body.innerText.length")
+                    assert body < 300_000, (path, "not all of a text of 10 MB is drawn")
+                    assert "taken" not in page.title().split("<")[0]
+                    assert page.evaluate("document.querySelectorAll('img, body script, iframe, [onerror]').length") == 0
+                    assert page.evaluate("document.documentElement.scrollWidth") <= width, (path, "fits the window")
+                page.goto(address + pages[5])
+                assert "onerror" in page.inner_text(".failure")
+                page.goto(address + pages[8])
+                page.wait_for_selector("text=This line is not JSON")
+                page.goto(address + pages[1])
+                page.wait_for_selector("text=The last line is incomplete")
+                notices = page.locator(".notice").all_inner_texts()
+                assert notices[1:] == ["1 lines cannot be read: line 4 is the first."], notices
+
+
+def test_two_thousand_steps_of_512_samples_are_quick(browser: Any, tmp_path: Path):
+    """Times are the server's processor time, which other processes do not change."""
+    rng = random.Random(0)
+    run = write_run(tmp_path / "long", 1, total=2000)
+    names = [f"group{index % 12}/metric_{index}" for index in range(150)]
+    with open(run.metrics_path, "w") as file:
+        for step in range(1, 2001):
+            values = {
+                "reward/avg_raw_reward": step / 2000,
+                "timing/step": 9.5,
+                **{name: rng.random() for name in names},
+            }
+            file.write(json.dumps({"step": step, "time": 1e9 + 10 * step, **values}) + "\n")
+    words = [" the", " answer", " is", " 4", "\n", " because", " step", " we"]
+    rows = [
+        trajectory(str(i // 8), i % 8, reward=float(i % 3 == 0), tokens=rng.choices(words, k=rng.randint(200, 1000)))
+        for i in range(512)
+    ]
+    run.write_trajectories(1, "train", rows)
+    for step in range(2, 2000):
+        os.link(run.trajectories_path(1, "train"), run.trajectories_path(step, "train"))
+    run.write_trajectories(2000, "train", [trajectory("0", 0, tokens=rng.choices(words, k=100_000)), *rows[1:]])
+    run.log_path("trainer").write_text("2026-01-01 00:00:00 INFO    step 2000/2000  reward 1\n")
+    with serving(tmp_path) as (address, server), open_page(browser) as page:
+
+        def seconds(path: str, selector: str) -> float:
+            before = server.cpu_times()
+            page.goto(address + path)
+            page.wait_for_selector(selector)
+            after = server.cpu_times()
+            return after.user + after.system - before.user - before.system
+
+        assert seconds("/#/", "text=2000 / 2000") < 1.0
+        assert seconds(place("long", "curves"), ".chart canvas") < 1.0
+        assert seconds(place("long", "step", step=777), "text=Groups") < 1.5  # 10 MB of JSON
+        assert seconds(place("long", "sample", phase="train", step=1500, line=300), ".token") < 0.5
+        assert seconds(place("long", "sample", phase="train", step=2000, line=0), ".token") < 0.5
+        assert server.memory_info().rss < 500e6
+        # 100,000 tokens: few have nodes, wherever one is, and the last are reached.
+        for share in (0.3, 0.9, 0.1, 1.0):
+            page.evaluate(
+                "share => { const v = document.querySelector('.viewer'); v.scrollTop = share * v.scrollHeight }", share
+            )
+            page.wait_for_function(
+                """() => { const box = document.querySelector('.viewer').getBoundingClientRect();
+                const there = document.elementsFromPoint(box.x + 60, box.y + 200);
+                return there.some((node) => node.closest(".token") || node.querySelector(":scope > .token")); }"""
+            )
+            assert page.evaluate("document.querySelectorAll('.token').length") < 12_000
+        page.keyboard.press("u")
+        page.wait_for_selector("text=Groups")
+        page.keyboard.press("1")
+        page.wait_for_selector(".chart canvas")
+
+
+def test_live_killed_and_finished_run_is_followed(browser: Any, chat_model: str, tmp_path: Path):
+    """A real run is watched while it trains, after kill -9, and when it was started again and ended."""
+    path = tmp_path / "runs" / "live"
+    path.parent.mkdir()
+    context = multiprocessing.get_context("spawn")
+    os.environ["OMP_NUM_THREADS"] = "1"
+
+    def start(num_steps: int) -> Any:
+        process = context.Process(target=train, args=(tiny_settings(path, chat_model, num_steps),), daemon=True)
+        process.start()
+        return process
+
+    with serving(path.parent) as (address, _), open_page(browser) as page:
+        page.goto(f"{address}/#/")
+        page.wait_for_selector("text=There is no run folder here yet")
+        process = start(500)
+        page.wait_for_selector("text=/^\\d+ \\/ 500$/")  # by an event: the page is not loaded again
+        page.goto(address + place("live", "curves"))
+        page.wait_for_selector(".chart canvas")
+        first = int(page.inner_text("header .quiet >> text=/step \\d+ of/").split()[1])
+        page.wait_for_function(
+            "first => Number(/step (\\d+) of/.exec(document.querySelector('header').innerText)[1]) > first", arg=first
+        )
+        process.kill()
+        process.join(30)
+        make_old(RunFolder(path), 3600)
+        page.wait_for_selector("header >> text=silent since")
+        last = max(file.step for file in RunFolder(path).trajectory_files())
+        page.goto(address + place("live", "step", step=last))
+        page.wait_for_selector("text=Groups")
+        process = start(4)
+        process.join(180)
+        assert process.exitcode == 0
+        page.wait_for_selector("header >> text=step 4 of 4")
+        page.wait_for_selector("header >> text=finished")
+        page.goto(address + place("live", "time"))
+        page.wait_for_selector(".lanes rect")
+        page.goto(address + place("live", "sample", phase="train", step=4, line=0))
+        page.wait_for_selector(".token")
+        assert page.evaluate("document.querySelectorAll('.token').length") >= 1
