@@ -53,6 +53,14 @@ def test_a_reader_gets_the_bytes_of_a_file(tmp_path):
     assert all(torch.equal(got, sent) for (_, got), (_, sent) in zip(received, WEIGHTS[:2], strict=True))
 
 
+def test_a_directory_that_does_not_exist_yet_is_made(tmp_path):
+    payload = Payload.of(WEIGHTS[:1])
+    place = CheckpointWriter(str(tmp_path / "run" / "weights")).write(payload, 1, 0)
+    request = payload.request(version=1, index=0, **place)
+    [(_, received)] = split_bytes(request, CheckpointReader().read(request))
+    assert torch.equal(received, WEIGHTS[0][1])
+
+
 def test_a_file_that_is_not_there_or_too_short_is_named(tmp_path):
     files = write(tmp_path, 1)
     payload = Payload.of(WEIGHTS[:2])
