@@ -144,13 +144,13 @@ async def test_a_late_group_is_replaced(tmp_path: Path, monkeypatch: pytest.Monk
     async def generate(ticket: int) -> RolloutBatch:
         for _ in range(2):
             try:
-                await asyncio.sleep(3 if ticket in (1, 3) else 0)
+                await asyncio.sleep(30 if ticket in (1, 3) else 0)
             except asyncio.CancelledError:
                 if ticket == 3:
                     raise
         return group_of(ticket)
 
-    run = Run(tmp_path, limits(), generate, timeout=2)
+    run = Run(tmp_path, limits(), generate, timeout=5)
     await run.train()
     assert run.trained == Counter({*range(14)} - {1, 3})
 
