@@ -5,9 +5,10 @@ help where there are more.
 
 Questions to generated SQLite databases; the environment is `text2sql`. A model of 0.14 million parameters is warmed up
 on queries that mostly use functions of other SQL dialects or columns that are not there (SQLite refuses both), and
-that mostly pay no heed to what a query gave. It is then trained by the scripts `run_qwen2.5_coder_7b_single_turn.sh` and
-`run_qwen2.5_coder_7b.sh` (six turns), and evaluated with one turn and with five on other databases. A run that is
-complete in `--output` is not repeated.
+that mostly pay no heed to what a query gave. It is then trained by the scripts
+`run_qwen2.5_coder_7b_single_turn.sh` and `run_qwen2.5_coder_7b.sh` (six turns), and evaluated with one turn and with
+five on other databases. A run that is complete in `--output` is not repeated. The claim is not shown so far
+(docs/recipes.md).
 """
 
 import argparse
