@@ -71,7 +71,7 @@ async def test_programs_of_one_trajectory(name):
 
 
 async def test_a_program_that_does_not_end_is_ended():
-    tool = make_tool("code_interpreter", {"timeout": 0.5})
+    tool = make_tool("code_interpreter", {"timeout": 3.0})
     output = await tool.call(context_of(), {"code": "print('begun', flush=True)\nwhile True: pass"})
     await tool.close()
     assert output.failed and output.text.startswith("begun\nError: the program was ended: it ")

@@ -51,7 +51,7 @@ class CoarseEngine(NativeInferenceEngine):
         return output
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def registered() -> Iterator[None]:
     skyrl_gym.register(id="different_characters", entry_point=DifferentCharacters)
     skyrl_gym.register(id="early_characters", entry_point=EarlyCharacters)
@@ -79,7 +79,7 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> Changes:
     return result
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def settings(chat_model: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., SkyRLConfig]:
     """`settings(run_dir, changes)`: steps of four prompts with four answers each and two optimizer steps."""
     base: Changes = {
@@ -113,7 +113,7 @@ def settings(chat_model: str, tmp_path_factory: pytest.TempPathFactory) -> Calla
     return make
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def train(settings: Callable[..., SkyRLConfig]) -> Callable[..., Path]:
     """`train(run_dir, changes, experiment)`: trains to the end; the run folder."""
 
@@ -124,7 +124,7 @@ def train(settings: Callable[..., SkyRLConfig]) -> Callable[..., Path]:
     return run
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def base_run(train: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(tmp_path_factory.mktemp("base") / "run")
 
@@ -143,16 +143,16 @@ def edit_lines(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in found))
 
 
-@pytest.fixture(scope="session", name="edit_lines")
+@pytest.fixture(scope="module", name="edit_lines")
 def make_edit_lines() -> Any:
     return edit_lines
 
 
-@pytest.fixture(scope="session", name="write_rows")
+@pytest.fixture(scope="module", name="write_rows")
 def make_write_rows() -> Any:
     return write_rows
 
 
-@pytest.fixture(scope="session", name="rows")
+@pytest.fixture(scope="module", name="rows")
 def make_rows() -> Any:
     return rows
