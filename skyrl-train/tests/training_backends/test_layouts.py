@@ -271,9 +271,9 @@ def test_check_names_a_transposed_expert(ranks: BackendRanks, mixture: str):
     [
         (GradientOfOneRank, "agreement"),
         pytest.param(LastMicroBatchOnly, "agreement", marks=pytest.mark.slow),
-        pytest.param(StepsWithNan, "skipped_update", marks=pytest.mark.full),
+        pytest.param(StepsWithNan, "skipped_update", marks=pytest.mark.slow),
         pytest.param(ForgottenMoments, "deterministic", marks=pytest.mark.slow),
-        pytest.param(HalfOfTheRows, "agreement", marks=pytest.mark.full),
+        pytest.param(HalfOfTheRows, "agreement", marks=pytest.mark.slow),
     ],
 )
 def test_check_names_a_planted_fault(ranks: BackendRanks, tiny_model: str, fault: type[FSDP2Backend], invariance: str):
