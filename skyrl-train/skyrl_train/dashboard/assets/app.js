@@ -50,12 +50,14 @@ async function show() {
     events?.close();
     document.getElementById("tip").hidden = true;
   };
-  main.replaceChildren(el("p", { class: "quiet" }, "Reading …"));
+  // Each page has an element of its own: one that was left while it read cannot draw over the next.
+  const own = el("div", { class: "page" }, el("p", { class: "quiet" }, "Reading …"));
+  main.replaceChildren(own);
   try {
     const head = place.run === null ? null : await api("run", { run: place.run });
     if (ending.signal.aborted) return;
     drawHeader(place, head);
-    const update = await (place.run === null ? runsPage : PAGES[place.page])({ ...place, head }, main, ending.signal);
+    const update = await (place.run === null ? runsPage : PAGES[place.page])({ ...place, head }, own, ending.signal);
     if (ending.signal.aborted) return;
     events = new EventSource(address("live", place.run === null ? {} : { run: place.run }));
     // The first event tells of what the page was just made from; the list may have been made before the defaults were known.
@@ -74,7 +76,7 @@ async function show() {
   } catch (error) {
     if (!ending.signal.aborted) {
       drawHeader(place, null);
-      main.replaceChildren(el("section", {}, el("p", { class: "failure" }, `This cannot be shown: ${error.message}`), el("a", { href: "#/" }, "All runs")));
+      own.replaceChildren(el("section", {}, el("p", { class: "failure" }, `This cannot be shown: ${error.message}`), el("a", { href: "#/" }, "All runs")));
     }
   }
 }
