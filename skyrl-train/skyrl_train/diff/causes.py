@@ -85,7 +85,7 @@ def _short(value: object) -> str:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known besides the differences.
+    """Evidence besides the differences.
 
     Args:
         weights_before: True: the engines got equal weights before the step; None: that is not recorded.

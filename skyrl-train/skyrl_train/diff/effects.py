@@ -1,4 +1,4 @@
-"""Which part of a step a setting or a library changes first. Knows names of settings, no runs."""
+"""Table of the part of a step that a setting or a library changes first. Knows names of settings, no runs."""
 
 from dataclasses import dataclass
 from functools import cache

@@ -1,4 +1,4 @@
-"""What a run folder records, as a comparison reads it. Knows files of today's and earlier forms, not what they mean."""
+"""Records of a run folder, as a comparison reads them. Knows files of today's and earlier forms, not what they mean."""
 
 import json
 from collections.abc import Iterator, Mapping

@@ -182,7 +182,7 @@ def test_planted_flipped_weight_is_the_first_cause(train: Callable[..., Path], b
 
 
 def test_planted_library_version_is_the_first_cause(copy: Path, base_run: Path, edit_lines: Any):
-    """What another version of torch does: rounding from step 3 on."""
+    """Another version of torch rounds otherwise: from step 3 on."""
     edit_lines(copy / "starts.jsonl", lambda row: row["libraries"].update(torch="2.2.0", rich="1.0.0", ray="2.0"))
 
     def round_off(row: dict[str, Any]) -> None:

@@ -45,7 +45,7 @@ def test_log_prob_and_entropy_over_kept_tokens_of_four(kept: list[int], token: i
 
 
 def test_policy_gradient_of_a_truncated_policy_needs_its_own_log_probs():
-    """Of logits ln FOUR the policy draws tokens 0 and 1 with 2/3 and 1/3; the reward is 1 for token 0. By hand:
+    """Policy with logits ln FOUR draws tokens 0 and 1 with 2/3 and 1/3; the reward is 1 for token 0. By hand:
 
     d E[r] / dz = p0 (r0 - E[r]), p1 (r1 - E[r]) = 2/9, -2/9, 0, 0                over kept tokens
     sum_v mu_v r_v d log p_v / dz = 2/3 ([v = 0] - FOUR_v) = 1/3, -1/6, -1/10, -1/15    over the vocabulary

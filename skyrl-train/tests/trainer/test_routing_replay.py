@@ -138,7 +138,7 @@ def test_r3_with_routes_of_the_next_token_is_seen(run_mixture: Any, merged: Any,
         ),
         (
             {"generator": {"chat_template": {"name_or_path": "qwen3_with_thinking"}}},
-            "tokenized anew each turn, so the routes would belong to other tokens",
+            "tokenized anew each turn, so its tokens are not those that were drawn",
         ),
     ],
 )

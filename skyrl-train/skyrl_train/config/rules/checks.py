@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from skyrl_train.config.config import SkyRLConfig
+from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.errors import ConfigError
 
 
@@ -48,4 +49,28 @@ def check_order(config: SkyRLConfig, low: str, high: str) -> None:
     require(
         lower is None or upper is None or lower <= upper,
         f"{low}={lower} must not be above {high}={upper}: nothing would lie between them",
+    )
+
+
+def choices(setting: str, names: list[str]) -> str:
+    """Return `setting=a or setting=b`, for the fix in an error."""
+    return " or ".join(f"{setting}={name}" for name in names)
+
+
+def require_drawn_tokens(generator: GeneratorConfig, setting: str, fix: str) -> None:
+    """Require that conversations keep the tokens that were drawn, to which `setting` records something.
+
+    Raises:
+        ConfigError: a chat template renders them anew each turn.
+    """
+    is_rendered_anew = (
+        generator.chat_template.name_or_path is not None
+        and generator.use_conversation_multi_turn
+        and not generator.step_wise_trajectories
+    )
+    require(
+        not is_rendered_anew,
+        f"{setting} cannot go with generator.chat_template.name_or_path={generator.chat_template.name_or_path!r}: the "
+        "conversation is tokenized anew each turn, so its tokens are not those that were drawn. Set "
+        f"generator.step_wise_trajectories=true, or {fix}",
     )

@@ -2,7 +2,7 @@
 
 from skyrl_train.config.config import SkyRLConfig
 from skyrl_train.config.engine_kinds import EngineRegistry
-from skyrl_train.config.rules.checks import require
+from skyrl_train.config.rules.checks import choices, require, require_drawn_tokens
 from skyrl_train.config.training_backends import TrainingBackendRegistry
 
 
@@ -18,7 +18,7 @@ def check_routing_replay(config: SkyRLConfig) -> None:
     require(
         config.trainer.strategy in names,
         f"trainer.strategy={config.trainer.strategy} replays no routes: {setting} must be off, or use "
-        f"{_choices('trainer.strategy', names)}",
+        f"{choices('trainer.strategy', names)}",
     )
     if replay == "R3":
         _check_engines(config, setting)
@@ -32,25 +32,11 @@ def _check_engines(config: SkyRLConfig, setting: str) -> None:
         generator.run_engines_locally,
         f"{setting} needs engines that return the experts they chose; servers started elsewhere "
         "(generator.run_engines_locally=false) do not. Use engines of this run "
-        f"({_choices('generator.backend', names)}), or R2",
+        f"({choices('generator.backend', names)}), or R2",
     )
     require(
         generator.backend in names,
         f"{setting} needs an engine that returns the experts it chose, and generator.backend={generator.backend} does "
-        f"not; use {_choices('generator.backend', names)}, or R2",
+        f"not; use {choices('generator.backend', names)}, or R2",
     )
-    is_rendered_anew = (
-        generator.chat_template.name_or_path is not None
-        and generator.use_conversation_multi_turn
-        and not generator.step_wise_trajectories
-    )
-    require(
-        not is_rendered_anew,
-        f"{setting} cannot go with generator.chat_template.name_or_path={generator.chat_template.name_or_path!r}: the "
-        "conversation is tokenized anew each turn, so the routes would belong to other tokens. Set "
-        "generator.step_wise_trajectories=true, or use R2",
-    )
-
-
-def _choices(setting: str, names: list[str]) -> str:
-    return " or ".join(f"{setting}={name}" for name in names)
+    require_drawn_tokens(generator, setting, "use R2")

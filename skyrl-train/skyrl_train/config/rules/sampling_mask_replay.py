@@ -2,7 +2,7 @@
 
 from skyrl_train.config.config import SkyRLConfig
 from skyrl_train.config.engine_kinds import EngineRegistry
-from skyrl_train.config.rules.checks import require
+from skyrl_train.config.rules.checks import choices, require, require_drawn_tokens
 from skyrl_train.config.training_backends import TrainingBackendRegistry
 
 _SETTING = "trainer.policy.sampling_mask_replay=true"
@@ -21,7 +21,7 @@ def check_sampling_mask_replay(config: SkyRLConfig) -> None:
         config.trainer.strategy in names,
         f"trainer.strategy={config.trainer.strategy} computes no log-probs over recorded tokens (its vocabulary is "
         f"divided over ranks, or its backend declares no `sampling_masks`): {_SETTING} needs "
-        f"{_choices('trainer.strategy', names)}",
+        f"{choices('trainer.strategy', names)}",
     )
     teachers = config.trainer.distillation.teachers
     require(
@@ -49,7 +49,7 @@ def _check_sampling(config: SkyRLConfig) -> None:
 def _check_engines(config: SkyRLConfig) -> None:
     generator = config.generator
     names = [name for name, entry in EngineRegistry.registrations().items() if entry.requires.kept_tokens]
-    fix = f"Use {_choices('generator.backend', names)}, or turn the replay off"
+    fix = f"Use {choices('generator.backend', names)}, or turn the replay off"
     require(
         generator.run_engines_locally,
         f"{_SETTING} needs engines that return the tokens that truncation kept; servers started elsewhere "
@@ -65,18 +65,4 @@ def _check_engines(config: SkyRLConfig) -> None:
         f"{_SETTING} cannot go with generator.task={generator.task}: agents do not pass on the tokens that truncation "
         "kept. Leave one of them out",
     )
-    is_rendered_anew = (
-        generator.chat_template.name_or_path is not None
-        and generator.use_conversation_multi_turn
-        and not generator.step_wise_trajectories
-    )
-    require(
-        not is_rendered_anew,
-        f"{_SETTING} cannot go with generator.chat_template.name_or_path={generator.chat_template.name_or_path!r}: the "
-        "conversation is tokenized anew each turn, so its tokens are not those that were drawn. Set "
-        "generator.step_wise_trajectories=true, or turn the replay off",
-    )
-
-
-def _choices(setting: str, names: list[str]) -> str:
-    return " or ".join(f"{setting}={name}" for name in names)
+    require_drawn_tokens(generator, _SETTING, "turn the replay off")
