@@ -145,6 +145,7 @@ async def test_the_same_file_runs_on_a_server(trained: Run):
     assert output["rollout_logprobs"] is not None
 
 
+@pytest.mark.full
 def test_an_agent_trains_asynchronously(trained: Run, tmp_path: Path):
     """Every trajectory once an epoch, on tokens of the last two weight versions."""
     run = Run(tmp_path)

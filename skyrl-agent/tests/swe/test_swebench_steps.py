@@ -100,11 +100,11 @@ async def test_a_fix_is_worth_one(play):
         ("echo '# hm' >> double.py", 0.0, {"fail_to_pass": 0.0, "pass_to_pass": 1.0}),
         pytest.param(
             *("echo 'def double(n): return n - 2' > double.py", 0.0, {"fail_to_pass": 0.0, "pass_to_pass": 0.0}),
-            marks=pytest.mark.slow,
+            marks=pytest.mark.full,
         ),
         ("echo 'def test_two(): pass' > test_double.py", 0.0, {"fail_to_pass": 0.0, "pass_to_pass": 1.0}),
         pytest.param(
-            *(f"{FIX}; rm test_double.py", 1.0, {"fail_to_pass": 1.0, "pass_to_pass": 1.0}), marks=pytest.mark.slow
+            *(f"{FIX}; rm test_double.py", 1.0, {"fail_to_pass": 1.0, "pass_to_pass": 1.0}), marks=pytest.mark.full
         ),
         pytest.param(
             *(f"{FIX}; mkdir sub; cd sub; git init -q; touch x", 1.0, {"fail_to_pass": 1.0, "pass_to_pass": 1.0}),
@@ -132,7 +132,7 @@ async def test_r2e_rows_are_judged_by_their_script(play):
     assert judgement.reward == 0.0
 
 
-@pytest.mark.slow
+@pytest.mark.full
 async def test_smith_rows_have_their_tests_in_the_history(play):
     row = {key: value for key, value in ROW.items() if key != "test_patch"}
     row |= {"data_source": "swe-smith", "image_name": "it"}
@@ -150,7 +150,7 @@ async def test_named_test_that_exists_nowhere_gives_no_verdict(play):
     assert (await play(HereTask(), row, "echo '# hm' >> double.py"))[1].reward == 0.0, "a test was run and failed"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 async def test_r2e_script_without_an_outcome_gives_no_verdict(play):
     class WithoutTests(HereR2E):
         files: ClassVar = HereR2E.files | {"run_tests.sh": "no-such-tool"}

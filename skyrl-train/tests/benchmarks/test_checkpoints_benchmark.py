@@ -11,7 +11,7 @@ import pytest
 REPOSITORY = Path(__file__).parents[3]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_every_place_and_way_is_measured(tmp_path: Path):
     finished = subprocess.run(
         [sys.executable, "benchmarks/checkpoints.py", "--megabytes", "100", "--directory", str(tmp_path)],

@@ -60,6 +60,7 @@ async def test_a_policy_rank_killed_in_the_middle_of_a_step(start_run_with_ray, 
         assert f"end of {tmp_path / 'logs' / 'policy_1.log'}:\n=== process {victim} started" in str(error.value)
 
 
+@pytest.mark.full  # faults/test_waiting_for_processes.py has the deadline; the stopped rank costs a minute
 async def test_a_policy_rank_that_hangs(start_run_with_ray, prompt, tmp_path: Path):
     changes = TWO_RANKS | LEARNS_FOR_MINUTES | {"worker_timeout_seconds": 12}
     async with start_run_with_ray(tmp_path, [[prompt("works")] * 2], trainer=changes) as trainer:

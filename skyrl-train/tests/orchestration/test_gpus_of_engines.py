@@ -53,6 +53,7 @@ print("well")
 """
 
 
+@pytest.mark.full
 def test_engines_of_two_gpus_divide_the_four_that_they_share(tmp_path):
     script = textwrap.dedent(SCRIPT).replace("RUN_DIR", repr(str(tmp_path)))
     finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240)

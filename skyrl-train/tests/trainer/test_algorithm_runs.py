@@ -30,7 +30,7 @@ def assert_learns(steps: list[dict[str, float]], num_steps: int = 2) -> None:
         assert row["policy/rollout_train_ess"] > 0.999
 
 
-@pytest.mark.slow
+@pytest.mark.full  # test_exact_resume.py trains PPO with a critic
 def test_ppo_with_a_critic_on_two_ranks_each_packed_by_tokens(chat_model, settings, run, tmp_path: Path):
     """Three prompts of five samples: 15 rows, which divide by nothing here."""
     changes: dict[str, Any] = {

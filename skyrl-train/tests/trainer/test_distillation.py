@@ -241,7 +241,7 @@ def test_main_base_names_the_entry_point_that_reads_teachers(distil: Distil):
         BasePPOExp(distil({}))
 
 
-@pytest.mark.slow
+@pytest.mark.full  # test_inline_runs.py compares the launchers
 def test_inline_run_equals_the_run_under_ray(distil: Distil, ray_cpu: None):
     def metrics(launcher: str) -> list[dict[str, float]]:
         return metrics_of(

@@ -27,7 +27,7 @@ def sgd(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     TrainingBackendRegistry.unregister("sgd")
 
 
-@pytest.mark.parametrize("launcher", ["inline", pytest.param("ray", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("launcher", ["inline", pytest.param("ray", marks=pytest.mark.full)])
 def test_own_backend_trains_a_run(sgd: None, settings: Any, run: Any, tmp_path: Path, launcher: str):
     """AdamW's first step on this model is the learning rate in every weight; SGD's is the learning rate x gradient."""
     cfg = settings(tmp_path, {"trainer": {"strategy": "sgd", "placement": {"launcher": launcher}}})

@@ -17,7 +17,7 @@ TENANTS = ("anna", "bela", "cleo")
 VICTIMS = ("api", "engine", "both")
 
 
-@pytest.mark.slow
+@pytest.mark.full  # minutes; test_kills_in_the_middle.py kills at each kind of moment
 @pytest.mark.timeout(600)
 async def test_kill_9_at_random_moments_is_seen_by_no_user(tmp_path: Path, tiny_model: Path):
     await undisturbed_and_disturbed(tmp_path, tiny_model, rounds=8, kills=6, seed=0)

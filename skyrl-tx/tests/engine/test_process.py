@@ -253,7 +253,7 @@ async def test_an_engine_trains_samples_fails_what_is_poisoned_and_stops_when_to
         assert running.snapshots.keys() == {"a1", "b1"}  # so that the next one has nothing to do again
 
 
-@pytest.mark.slow
+@pytest.mark.full
 async def test_one_that_stands_by_costs_no_time_and_is_an_engine_once_it_has_an_address(
     tiny_model: Path, tmp_path: Path
 ):

@@ -44,6 +44,7 @@ def curve(printed: str, name: str) -> list[float]:
     return [float(number) for number in re.findall(rf"^step .*{name}\s+(-?[\d.]+)", printed, re.MULTILINE)]
 
 
+@pytest.mark.full  # two minutes; the other examples run the same client
 def test_supervised_training_goes_on_from_what_it_saved(run):
     printed = run("sft.py", "--steps", "16")
     loss = curve(printed, "loss")

@@ -234,7 +234,7 @@ def ray_cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_processes_of_ray_do_the_same(
     ray_cluster: None, model_folder: Callable[[str], Path], supervised: Data, tmp_path: Path
 ) -> None:

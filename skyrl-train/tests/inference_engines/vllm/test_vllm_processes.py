@@ -59,6 +59,7 @@ async def test_two_processes_that_share_every_layer_take_weights_as_one_does(unt
     await _expect_whole_syncs(untied_model, tensor_parallel_size=2)
 
 
+@pytest.mark.full  # remote/test_asynchronous_training.py has vLLM in an actor of Ray
 async def test_an_engine_in_a_ray_actor_answers_and_leaves_no_process_when_it_is_killed(
     untied_model: str, ray_cpu: None, tmp_path: Path
 ):
