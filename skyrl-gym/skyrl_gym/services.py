@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from skyrl_gym.error import InfraError
+from skyrl_gym.waits import waiting
 
 if TYPE_CHECKING:  # httpx loads it when a connection is made
     import ssl
@@ -134,7 +135,8 @@ class Service:
             if label:
                 logger.info("%s, attempt %d", label, attempt)
             try:
-                return self._attempt(connections, method, url, content)
+                with waiting(f"the reply to {method}", on=url, deadline=self.timeout):
+                    return self._attempt(connections, method, url, content)
             except PassingFailure as fault:
                 at_once = fault.dropped and attempt == 1
                 wait = 0.0 if at_once else self.retries.wait_before(attempt + 1, fault.asked)

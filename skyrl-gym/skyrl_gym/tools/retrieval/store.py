@@ -15,6 +15,7 @@ from skyrl_gym.tools.retrieval.corpus import CorpusError, Document, as_documents
 from skyrl_gym.tools.retrieval.documents import DocumentFile, Documents
 from skyrl_gym.tools.retrieval.ranking import Index
 from skyrl_gym.tools.retrieval.settings import BM25Settings, RetrievalSettings
+from skyrl_gym.waits import waiting
 from skyrl_gym.whole_folders import replacing
 
 MANIFEST = "manifest.json"
@@ -207,5 +208,6 @@ def _locked(folder: Path) -> Iterator[None]:
         yield  # a finished index on a read-only disk
         return
     with file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        with waiting("a lock", on=f"lock {file.name}"):
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield

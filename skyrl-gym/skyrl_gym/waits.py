@@ -1,0 +1,291 @@
+"""Present and recent waits of a process, in a small file that other processes read. Knows nothing of runs.
+
+A process that hangs cannot tell what it waits for, so it writes that down before it waits, into memory that is mapped
+from a file: stopped or killed, it leaves its last words there. Stacks of all threads follow on request: `SIGNAL` makes
+`faulthandler` append them to a second file, without the interpreter's help.
+
+    with waiting("all_gather #12 of layers.3", on=PEERS): ...       a wait for somebody
+    with waiting("forward_backward"): ...                           work, which contains waits
+
+Waits that are begun inside of another one name it as their parent, also in other threads and tasks of its context.
+Nothing is written where `SKYRL_WAITS` names no folder.
+"""
+
+import atexit
+import contextlib
+import faulthandler
+import itertools
+import json
+import mmap
+import os
+import re
+import signal
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+FOLDER = "SKYRL_WAITS"
+"""Environment variable that names the folder of a run's records."""
+
+PEERS = "its peers"
+"""Target of a collective: the other processes whose role begins as that of this one."""
+
+NEXT_CALL = "the next call"
+"""Wait of a process that has nothing to do."""
+
+SIGNAL = signal.SIGRTMIN + 5 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
+"""Signal for stacks. Of the real-time ones, as schedulers of clusters and libraries use SIGUSR1 and SIGUSR2."""
+
+NUM_SLOTS = 1024
+_HEADER_BYTES, _SLOT_BYTES = 2048, 256
+_SLOT = struct.Struct("<QQdddQHH")  # id, parent, begin, end, deadline, thread, given up, bytes of the text
+_TEXT_BYTES = _SLOT_BYTES - _SLOT.size
+_BYTES = _HEADER_BYTES + NUM_SLOTS * _SLOT_BYTES
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Record of one wait. Times are Unix seconds."""
+
+    id: int
+    parent: int
+    """Wait that contains it; 0 for none."""
+    who: str
+    what: str
+    on: str
+    """Those who are waited for, separated by commas, or an address or file; empty for work."""
+    began: float
+    ended: float = 0.0
+    """0: it lasts."""
+    deadline: float = 0.0
+    """Seconds that it may last; 0 if it has no deadline of its own."""
+    thread: int = 0
+    was_given_up: bool = False
+    """Whether it ended by an exception."""
+
+
+@dataclass(frozen=True)
+class ProcessRecord:
+    """Record of a process: `facts` about it, and its present and recent waits, the oldest first."""
+
+    path: Path
+    facts: dict[str, Any]
+    waits: list[Wait]
+
+    @property
+    def role(self) -> str:
+        return str(self.facts["role"])
+
+    @property
+    def stacks_path(self) -> Path:
+        return self.path.with_suffix(".stacks")
+
+
+class Recorder:
+    """Writer of the record of this process.
+
+    Slots are taken in a ring, so that a wait stays readable for a while after its end. Threads need no lock: taking a
+    slot from the ring and giving it back are atomic.
+
+    Args:
+        role: name of this process in the run, as others name it that wait for it.
+        facts: further JSON values of the header.
+    """
+
+    def __init__(self, folder: Path, role: str, facts: dict[str, object]):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.role, self.pid = role, os.getpid()
+        self._path = folder / f"{re.sub(r'[^A-Za-z0-9]+', '_', role)}-{self.pid}.waits"
+        with open(self._path, "w+b") as file:
+            file.truncate(_BYTES)
+            self._map = mmap.mmap(file.fileno(), _BYTES)
+        self._facts: dict[str, object] = {
+            "role": role,
+            "pid": self.pid,
+            "host": socket.gethostname(),
+            "start": start_ticks(self.pid),
+            "began": time.time(),
+            "folder": str(folder.resolve()),
+            "signal": int(SIGNAL),
+        }
+        self._free = deque(range(_HEADER_BYTES, _BYTES, _SLOT_BYTES))
+        self._ids = itertools.count(1)
+        # A descriptor that stays open: a handler of signals writes into it.
+        self._stacks = os.open(self._path.with_suffix(".stacks"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        faulthandler.register(SIGNAL, file=self._stacks, all_threads=True, chain=False)
+        self.note(facts)
+
+    def note(self, facts: dict[str, object]) -> None:
+        """Add facts to the header."""
+        self._facts |= facts
+        header = json.dumps(self._facts).encode()
+        if len(header) <= _HEADER_BYTES:
+            self._map[:_HEADER_BYTES] = header.ljust(_HEADER_BYTES)
+
+    def begin(self, parent: int, who: str, what: str, on: str, deadline: float) -> tuple[int, int]:
+        """Write a wait. Returns: its slot (0 if all are taken) and its id."""
+        try:
+            slot = self._free.popleft()
+        except IndexError:  # more waits at a time than slots: the oldest are written, and they matter most
+            return 0, 0
+        number = next(self._ids)
+        text = f"{who}\0{what}\0{on}".encode("utf-8", "replace")[:_TEXT_BYTES]
+        start = slot + _SLOT.size
+        self._map[start : start + len(text)] = text
+        _SLOT.pack_into(
+            self._map, slot, number, parent, time.time(), 0.0, deadline, threading.get_ident(), 0, len(text)
+        )
+        return slot, number
+
+    def end(self, slot: int, *, given_up: bool) -> None:
+        """Write the end of a wait and give its slot back."""
+        struct.pack_into("<d", self._map, slot + 24, time.time())
+        if given_up:
+            struct.pack_into("<H", self._map, slot + 48, 1)
+        self._free.append(slot)
+
+    def remove(self) -> None:
+        """Delete the files of this process."""
+        if os.getpid() == self.pid:
+            faulthandler.unregister(SIGNAL)
+            os.close(self._stacks)
+            for path in (self._path, self._path.with_suffix(".stacks")):
+                path.unlink(missing_ok=True)
+
+
+_recorder: Recorder | None = None
+
+
+class _Waiting:
+    """Context manager that records a wait, around plain code or around code that awaits."""
+
+    __slots__ = ("_deadline", "_on", "_outer", "_recorder", "_slot", "_what", "id", "who")
+
+    def __init__(self, what: str, on: str, who: str, deadline: float):
+        self._what, self._on, self.who, self._deadline = what, on, who, deadline
+        self._slot = self.id = 0
+        self._outer: _Waiting | None = None
+        self._recorder: Recorder | None = None
+
+    def __enter__(self) -> None:
+        recorder = self._recorder = _recorder
+        if recorder is None:
+            return
+        outer = self._outer = _innermost.get()
+        if not self.who:
+            self.who = recorder.role if outer is None else outer.who
+        parent = 0 if outer is None else outer.id
+        self._slot, self.id = recorder.begin(parent, self.who, self._what, self._on, self._deadline)
+        _innermost.set(self)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._recorder is None:
+            return
+        if self._slot and self._recorder is _recorder:  # else it has ended, or is that of the process before a fork
+            _recorder.end(self._slot, given_up=kind is not None)
+        # Not by a token: an asynchronous generator may be closed in another context.
+        _innermost.set(self._outer)
+
+
+_innermost: ContextVar[_Waiting | None] = ContextVar("innermost_wait", default=None)
+
+
+def waiting(what: str, on: str = "", *, who: str = "", deadline: float = 0.0) -> _Waiting:
+    """Return a context manager that records a wait for its duration.
+
+    Args:
+        what: what is awaited, or done.
+        on: names of those who are waited for, separated by commas, or an address or file; empty for work.
+        who: the one that waits; else that of the wait around it, else the role of this process.
+        deadline: seconds that it may last.
+    """
+    return _Waiting(what, on, who, deadline)
+
+
+def report_as(role: str, **facts: object) -> None:
+    """Record the waits of this process from here on, under this name; with `FOLDER` unset, nothing.
+
+    Args:
+        facts: further JSON values, such as the path of the log.
+    """
+    global _recorder
+    folder = os.environ.get(FOLDER)
+    if not folder:
+        return
+    if _recorder is not None and _recorder.pid == os.getpid():
+        _recorder.remove()
+    _recorder = None
+    with contextlib.suppress(OSError, ValueError):  # a full disk, or one that maps no files, must not end a run
+        _recorder = Recorder(Path(folder), role, facts)
+        atexit.register(_recorder.remove)
+
+
+def note(**facts: object) -> None:
+    """Add facts to the record of this process, if it has one."""
+    if _recorder is not None:
+        _recorder.note(facts)
+
+
+def stop_reporting() -> None:
+    """End the record of this process and delete it."""
+    global _recorder
+    recorder, _recorder = _recorder, None
+    if recorder is not None:
+        atexit.unregister(recorder.remove)
+        recorder.remove()
+
+
+def _forget() -> None:
+    global _recorder
+    _recorder = None  # the file is that of the parent
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+# ---- reading
+
+
+def read_records(folder: Path) -> list[ProcessRecord]:
+    """Read the records of all processes, by role. Files that are none, or of another release, are left out."""
+    records = []
+    for path in sorted(folder.glob("*.waits")):
+        with contextlib.suppress(OSError, ValueError, KeyError, struct.error):
+            records.append(_read(path))
+    return sorted(records, key=lambda record: (record.role, record.facts["pid"]))
+
+
+def _read(path: Path) -> ProcessRecord:
+    data = path.read_bytes()
+    if len(data) != _BYTES:
+        raise ValueError(f"{path} has {len(data)} bytes")
+    facts = json.loads(data[:_HEADER_BYTES])
+    if not isinstance(facts, dict) or not isinstance(facts["role"], str) or not isinstance(facts["pid"], int):
+        raise ValueError(f"{path} has another header")
+    waits = []
+    for slot in range(_HEADER_BYTES, _BYTES, _SLOT_BYTES):
+        number, parent, began, ended, deadline, thread, given_up, length = _SLOT.unpack_from(data, slot)
+        if not number:
+            continue
+        start = slot + _SLOT.size
+        text = data[start : start + min(length, _TEXT_BYTES)].decode("utf-8", "replace").split("\0")
+        who, what, on = [*text, "", ""][:3]
+        waits.append(Wait(number, parent, who, what, on, began, ended, deadline, thread, bool(given_up)))
+    return ProcessRecord(path, facts, sorted(waits, key=lambda wait: wait.id))
+
+
+def start_ticks(pid: int) -> int:
+    """Return when a process started, in clock ticks since the boot: with it a pid names one process. 0: unknown."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, IndexError, ValueError):
+        return 0
