@@ -188,10 +188,11 @@ class _Waiting:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._recorder is None:
+        recorder = self._recorder
+        if recorder is None:
             return
-        if self._slot and self._recorder is _recorder:  # else it has ended, or is that of the process before a fork
-            _recorder.end(self._slot, given_up=kind is not None)
+        if self._slot and recorder is _recorder:  # else it has ended, or is that of the process before a fork
+            recorder.end(self._slot, given_up=kind is not None)
         # Not by a token: an asynchronous generator may be closed in another context.
         _innermost.set(self._outer)
 
@@ -221,9 +222,7 @@ def report_as(role: str, **facts: object) -> None:
     folder = os.environ.get(FOLDER)
     if not folder:
         return
-    if _recorder is not None and _recorder.pid == os.getpid():
-        _recorder.remove()
-    _recorder = None
+    stop_reporting()
     with contextlib.suppress(OSError, ValueError):  # a full disk, or one that maps no files, must not end a run
         _recorder = Recorder(Path(folder), role, facts)
         atexit.register(_recorder.remove)
