@@ -34,7 +34,7 @@ LAYERS = [
         "curve_bands",
         "batch_preparation",
         "mismatch",
-        "step_plan",
+        "plan",
         "supervised",
     }
     | {"trainer", "training_run", "fully_async_trainer", "distillation_trainer", "teachers"},

@@ -21,7 +21,7 @@ import pytest
 from composed_scripts import checked_config, commands_of
 
 from skyrl_train.curve_bands import read_bands
-from skyrl_train.step_plan import step_plan
+from skyrl_train.plan.steps import step_plan
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RECIPES = REPOSITORY / "examples" / "recipes"

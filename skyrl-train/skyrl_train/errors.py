@@ -33,6 +33,10 @@ class WorkerError(SkyRLError):
     """A process of ours died, raised, or did not answer before its deadline. The text carries the end of its log."""
 
 
+class WorkerMemoryError(WorkerError):
+    """A process of ours ran out of memory, or was killed as the kernel kills when memory is short."""
+
+
 class NonFiniteUpdateError(SkyRLError):
     """Optimizer steps were skipped one after the other because their gradients were not finite. The text says what was
     not."""

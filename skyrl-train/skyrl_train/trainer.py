@@ -9,7 +9,7 @@ import hashlib
 import shutil
 from collections.abc import Awaitable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from loguru import logger
@@ -42,6 +42,8 @@ from skyrl_train.orchestration.schedule import Schedule
 from skyrl_train.orchestration.skipped_updates import skipped_updates
 from skyrl_train.orchestration.step_metrics import first_ratio_metrics, step_metrics
 from skyrl_train.orchestration.weight_publisher import WeightPublisher
+from skyrl_train.plan.run_memory import RunMemory
+from skyrl_train.plan.steps import needs_old_log_probs, step_plan
 from skyrl_train.rollouts.collate import collate, kept_token_metrics
 from skyrl_train.rollouts.dynamic_sampling import sample_batch, with_unique_uids
 from skyrl_train.rollouts.faults import LengthLimits, record_faults
@@ -49,7 +51,6 @@ from skyrl_train.rollouts.metrics import scores_of_groups, version_lag_metrics
 from skyrl_train.rollouts.trajectory_rows import trajectory_rows
 from skyrl_train.rollouts.types import RolloutBatch
 from skyrl_train.run_record import WeightRecord, describe_batch
-from skyrl_train.step_plan import ModelShape, model_shape, needs_old_log_probs, step_plan
 from skyrl_train.training_batch import TrainingInputBatch
 from skyrl_train.training_run import TrainingRun, num_training_steps
 from skyrl_train.types import PromptRow
@@ -97,6 +98,7 @@ class RayPPOTrainer(TrainingRun):
         )
         self.policy_model: ActorGroup
         self.publisher: WeightPublisher
+        self.memory = RunMemory(cfg)
         self.critic_model: ActorGroup | None = None
         self.ref_model: ActorGroup | None = None
         self.weight_version = 0
@@ -149,8 +151,8 @@ class RayPPOTrainer(TrainingRun):
         """Log the step plan, resume from a checkpoint if there is one, sync the engines, evaluate before training."""
         self.tracker.total_steps = self.total_training_steps
         num_prompts = None if self.train_dataset is None else len(self.train_dataset)
-        policy, critic = _model_shape(self.cfg, "policy"), _model_shape(self.cfg, "critic")
-        logger.info("step plan\n{}", step_plan(self.cfg, num_prompts=num_prompts, policy=policy, critic=critic))
+        plan = step_plan(self.cfg, num_prompts=num_prompts)
+        logger.info("step plan\n{}\n{}", plan, await asyncio.to_thread(self.memory.estimate))
         await self.load_checkpoint()
         with self.timed("sync_weights"):
             await self.sync_weights()
@@ -165,6 +167,12 @@ class RayPPOTrainer(TrainingRun):
         for _ in range(self.global_step, self.total_training_steps):
             self._epochs_before = self.train_dataloader.num_epochs_dealt
             yield self.train_dataloader.next_batch()
+
+    async def after_step(self) -> None:
+        """Do what is due after a step. The first step of a process tells how much memory was needed."""
+        if not self.memory.is_measured:
+            self.all_metrics |= await self.memory.measure(self._groups)
+        await super().after_step()
 
     def is_end_of_epoch(self) -> bool:
         """Return True if the reference model is due for an update: this step took the last prompts of an epoch, and is
@@ -501,21 +509,6 @@ class RayPPOTrainer(TrainingRun):
         if folder is not None and (folder / "ref").exists() and self.ref_model is not None:
             shutil.copytree(folder / "ref", self._reference_folder)
             await self._load_reference()
-
-
-def _model_shape(cfg: SkyRLConfig, name: Literal["policy", "critic"]) -> ModelShape | None:
-    """Return the shape of a trained model, None if there is none or its config does not tell."""
-    settings = cfg.trainer.policy if name == "policy" else cfg.trainer.critic
-    model = settings.model
-    if model.path is None:
-        return None
-    try:
-        return model_shape(
-            model.path, lora=model.lora, overrides=settings.model_config_kwargs, is_critic=name == "critic"
-        )
-    except Exception as error:  # the plan only informs: a model whose shape it cannot read may well train
-        logger.warning("no memory estimate for the {}: {!r}", name, error)
-        return None
 
 
 def _reward_kl_controller(cfg: SkyRLConfig) -> FixedKLController | AdaptiveKLController:

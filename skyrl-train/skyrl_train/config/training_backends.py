@@ -58,8 +58,9 @@ class TrainingBackendTraits:
     ranks_per_replica: Callable[[Any], int] = _sequence_parallel_size
     """Section of a model -> ranks that share the rows of a data-parallel rank."""
 
-    memory_estimates: bool = True
-    """The estimates of memory in the step plan, which are those of FSDP2, hold for it."""
+    memory_like: str | None = None
+    """Name of the estimate of memory that holds for it (`skyrl_train/plan/backends.py`); None: memory is not
+    estimated."""
 
     check_settings: Callable[["SkyRLConfig"], None] = _accept
     """Rules of its own between settings. Raises ConfigError."""

@@ -213,7 +213,8 @@ class BasePPOExp:
         trainer = await self._setup_trainer()
         try:
             async with self.get_endpoint(trainer.inference_engine_client):
-                await trainer.train()
+                with trainer.memory.explaining():
+                    await trainer.train()
         finally:
             await trainer.shutdown()
 
@@ -231,7 +232,8 @@ class BasePPOExp:
             generator=self.get_generator(self.cfg, self.tokenizer, client),
             colocate_pg=self.colocate_pg,
         )
-        await trainer.build_models()
+        with trainer.memory.explaining():
+            await trainer.build_models()
         return trainer
 
 

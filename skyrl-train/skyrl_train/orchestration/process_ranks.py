@@ -20,8 +20,8 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Protocol
 
 from skyrl_gym.deadline import outcome_of
-from skyrl_train.errors import WorkerError
-from skyrl_train.utils.call_errors import end_of_log, failure_of, timed_out
+from skyrl_train.errors import WorkerError, WorkerMemoryError
+from skyrl_train.utils.call_errors import KILLED_HINT, end_of_log, failure_of, timed_out
 from skyrl_train.utils.cpu_numerics import prepare_cpu
 from skyrl_train.utils.process_log import configure_logging
 from skyrl_train.utils.tracebacks import described, keep_where_raised, log_traceback
@@ -143,11 +143,12 @@ class ProcessRanks:
             (end, rank) for rank, process in enumerate(self._processes) if (end := process.poll()) is not None
         )
         told = [
-            f"{self._worker(rank)} died: ended {f'by signal {-end}' if end < 0 else f'with status {end}'}\n"
-            f"{end_of_log(self._log_files[rank])}"
+            f"{self._worker(rank)} died: ended {f'by signal {-end}' if end < 0 else f'with status {end}'}"
+            f"{f'; {KILLED_HINT}' if end == -signal.SIGKILL else ''}\n{end_of_log(self._log_files[rank])}"
             for end, rank in ends
         ]
-        return WorkerError("\n".join(told) or f"the connection to a worker of {self.name} was closed")
+        kind = WorkerMemoryError if any(end == -signal.SIGKILL for end, _ in ends) else WorkerError
+        return kind("\n".join(told) or f"the connection to a worker of {self.name} was closed")
 
     async def shutdown(self) -> None:
         """Close the ranks' connections, upon which they exit, and kill those that have not in time."""

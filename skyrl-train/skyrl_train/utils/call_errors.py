@@ -1,6 +1,6 @@
 """Errors of a call to a worker or an engine, as its caller raises them: they name the one that was called."""
 
-from skyrl_train.errors import SkyRLError, WeightSyncError, WorkerError
+from skyrl_train.errors import SkyRLError, WeightSyncError, WorkerError, WorkerMemoryError
 from skyrl_train.utils.process_log import log_tail
 from skyrl_train.utils.tracebacks import where_raised
 
@@ -20,10 +20,21 @@ def failure_of(cause: BaseException, process: str, log_file: str, remark: str = 
     if isinstance(cause, (SkyRLError, ValueError)):
         cause.add_note(f"raised in {process}; whole traceback: {log_file}")
         return cause
+    kind = WorkerMemoryError if is_out_of_memory(cause) else WorkerError
     raised = f"{process} raised {type(cause).__name__}: {cause}\n{remark}"
     if where := where_raised(cause):
-        return WorkerError(f"{raised}{where}\nwhole traceback: {log_file}")
-    return WorkerError(raised + end_of_log(log_file))
+        return kind(f"{raised}{where}\nwhole traceback: {log_file}")
+    return kind(raised + end_of_log(log_file))
+
+
+KILLED_HINT = "the kernel kills processes so when memory is short (dmesg tells)"
+
+
+def is_out_of_memory(cause: BaseException) -> bool:
+    """Return whether an exception says that memory ran out: Python's, torch's and Ray's own, and torch's on a CPU."""
+    # By name: torch need not be imported, and Ray's means that its monitor killed the process.
+    is_named = isinstance(cause, MemoryError) or type(cause).__name__ == "OutOfMemoryError"
+    return is_named or (isinstance(cause, RuntimeError) and "DefaultCPUAllocator" in str(cause))
 
 
 def timed_out(processes: list[tuple[str, str]], timeout_seconds: float, setting: str) -> WorkerError:

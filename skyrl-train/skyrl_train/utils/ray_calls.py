@@ -12,8 +12,8 @@ import ray
 import ray.cloudpickle as cloudpickle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from skyrl_train.errors import SkyRLError, WorkerError
-from skyrl_train.utils.call_errors import end_of_log, failure_of, timed_out
+from skyrl_train.errors import SkyRLError, WorkerError, WorkerMemoryError
+from skyrl_train.utils.call_errors import KILLED_HINT, end_of_log, failure_of, is_out_of_memory, timed_out
 from skyrl_train.utils.tracebacks import described, keep_where_raised, log_traceback, where_raised
 
 EXIT_SECONDS = 10.0
@@ -43,8 +43,11 @@ class Call:
             return failure_of(error.cause, self.process, self.log_file, remark)
         if isinstance(error, RayActorError):
             how = f"could not start: {_last_line(error)}" if error.actor_init_failed else f"died: {_first_line(error)}"
+            if "SIGKILL" in str(error):  # Ray names it among the causes of a death that it did not see
+                return WorkerMemoryError(f"{self.process} {how}; {KILLED_HINT}\n{self.log()}")
             return WorkerError(f"{self.process} {how}\n{self.log()}")
-        return WorkerError(f"{self.process} did not answer: {type(error).__name__}: {_first_line(error)}\n{self.log()}")
+        kind = WorkerMemoryError if is_out_of_memory(error) else WorkerError
+        return kind(f"{self.process} did not answer: {type(error).__name__}: {_first_line(error)}\n{self.log()}")
 
     def timed_out(self, timeout_seconds: float, what_to_set: str) -> WorkerError:
         """The error for a call that was not answered before its deadline."""

@@ -60,7 +60,8 @@ class PolicyWorker(Worker):
     ) -> TrainingOutputBatch:
         """Compute log-probs as `forward` does. Returns: `output` [b, R], and `expert_routes` [b, T, L, k], the experts
         that gave them."""
-        output, routes = self.backend.forward_recording_routes(batch, micro_batches)
+        with self.memory_peaks.measuring("forward"):
+            output, routes = self.backend.forward_recording_routes(batch, micro_batches)
         return TrainingOutputBatch(output=output, expert_routes=routes)
 
     def load_batch(self, batch: TrainingInputBatch) -> None:

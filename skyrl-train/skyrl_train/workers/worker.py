@@ -28,6 +28,7 @@ from skyrl_train.training_backends.base import (
 from skyrl_train.training_backends.checkpoint import BackgroundWrite, WrittenFiles
 from skyrl_train.training_batch import MicroBatch, TrainingInputBatch, TrainingOutputBatch
 from skyrl_train.utils.io import FileRecord
+from skyrl_train.utils.memory_peaks import MemoryPeaks
 from skyrl_train.utils.nodes import node_address
 from skyrl_train.utils.shared_download import SharedDownload
 from skyrl_train.utils.storage import location, publishing
@@ -50,6 +51,7 @@ class Worker:
         self.backend = backend
         self.objective = objective
         self.batch = TrainingInputBatch()
+        self.memory_peaks = MemoryPeaks(torch.device("cpu"))
         self._download: SharedDownload | None = None
         self._background_write: BackgroundWrite | None = None
 
@@ -70,8 +72,15 @@ class Worker:
     def init_model(self, info: RankInfo) -> ParallelInfo:
         """Join the group and load the model. A collective: every rank must call it."""
         self.backend.join(info)
-        self.backend.load_model()
+        self.memory_peaks = MemoryPeaks(self.backend.device)
+        with self.memory_peaks.measuring("load"):
+            self.backend.load_model()
         return self.parallel
+
+    def take_memory_peaks(self) -> dict[str, int]:
+        """Return the largest memory [bytes] of this rank since the last call in `load`, `forward` and `train`, above
+        what it held before its model."""
+        return self.memory_peaks.take()
 
     def teardown(self) -> None:
         """Free what does not end with the worker's last reference."""
@@ -88,7 +97,8 @@ class Worker:
         Returns:
             `output` [b, R]; rows of dummy micro-batches stay 0.
         """
-        return TrainingOutputBatch(output=self.backend.forward(batch, micro_batches))
+        with self.memory_peaks.measuring("forward"):
+            return TrainingOutputBatch(output=self.backend.forward(batch, micro_batches))
 
     def load_batch(self, batch: TrainingInputBatch) -> None:
         """Keep this data-parallel rank's rows of the training batch, which `forward_backward` refers to."""
@@ -101,7 +111,8 @@ class Worker:
     def add_gradient(self, micro_batches: Sequence[MicroBatch]) -> Gradient:
         """Add the gradient of this rank's part of one mini-batch. Returns: metrics, scores, router statistics."""
         assert self.objective is not None, f"the {self.name} is not trained"
-        return self.backend.forward_backward(self.batch, micro_batches, self.objective)
+        with self.memory_peaks.measuring("train"):
+            return self.backend.forward_backward(self.batch, micro_batches, self.objective)
 
     def optim_step(self) -> dict[str, float]:
         """Take one optimizer step on the gradient added so far. One that is not finite is dropped and counted.
@@ -109,7 +120,8 @@ class Worker:
         Returns:
             `grad_norm` before clipping, `<name>_lr` of this step, `skipped_updates` (1 if the gradient was not finite).
         """
-        step = self.backend.optimizer_step()
+        with self.memory_peaks.measuring("train"):
+            step = self.backend.optimizer_step()
         return {
             "grad_norm": step.grad_norm,
             f"{self.name}_lr": step.learning_rate,

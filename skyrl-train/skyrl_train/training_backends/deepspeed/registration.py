@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         routing_replay=True,
         candidates=True,
         sampling_masks=True,
+        memory_like="deepspeed",
         check_settings=check_deepspeed,
     ),
 )

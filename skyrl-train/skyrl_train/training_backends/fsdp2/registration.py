@@ -9,11 +9,16 @@ if TYPE_CHECKING:
 
 
 @register_training_backend(
-    "fsdp", requires=TrainingBackendTraits(alias_of="fsdp2", routing_replay=True, candidates=True, sampling_masks=True)
+    "fsdp",
+    requires=TrainingBackendTraits(
+        alias_of="fsdp2", routing_replay=True, candidates=True, sampling_masks=True, memory_like="fsdp2"
+    ),
 )
 @register_training_backend(
     "fsdp2",
-    requires=TrainingBackendTraits(section="fsdp_config", routing_replay=True, candidates=True, sampling_masks=True),
+    requires=TrainingBackendTraits(
+        section="fsdp_config", routing_replay=True, candidates=True, sampling_masks=True, memory_like="fsdp2"
+    ),
 )
 def fsdp2(*args: Any) -> "FSDP2Backend":
     """Make this rank's backend. Arguments: those of `TrainingBackend`."""

@@ -17,7 +17,7 @@ _TRAITS = TrainingBackendTraits(
     adapters=False,
     routing_replay=True,
     ranks_per_replica=lambda settings: settings.megatron_config.ranks_per_replica,
-    memory_estimates=False,
+    memory_like="megatron",
     check_settings=check_settings,
     check_model_config=check_model_config,
 )

@@ -1,0 +1,108 @@
+"""Memory of a run that goes on: estimates at its start, measured peaks beside them, and advice when memory ran out."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from loguru import logger
+
+from skyrl_train.config import SkyRLConfig
+from skyrl_train.config.validation import validate_cfg
+from skyrl_train.errors import WorkerMemoryError
+from skyrl_train.orchestration.actor_group import ActorGroup
+from skyrl_train.plan.backends import Role
+from skyrl_train.plan.changes import Overrides, as_text, smallest_change, with_overrides
+from skyrl_train.plan.devices import Device, present_gpu, this_processor
+from skyrl_train.plan.memory import MemoryPlan, memory_plan
+from skyrl_train.plan.model_shape import ModelShape
+from skyrl_train.plan.report import comparison_lines, memory_lines
+from skyrl_train.plan.shapes import shapes_of
+
+
+class RunMemory:
+    """Estimates of a run's memory and what was measured of it.
+
+    Args:
+        cfg: validated settings.
+    """
+
+    def __init__(self, cfg: SkyRLConfig):
+        self._cfg = cfg
+        self._shapes: dict[Role, ModelShape] = {}
+        self.plan: MemoryPlan | None = None
+        """None: not estimated yet, or the shape of a model is not known."""
+        self.measured: dict[str, dict[str, int]] = {}
+        """Model -> phase -> bytes, of the rank that needed most."""
+
+    def estimate(self) -> str:
+        """Return the estimates as text; empty where there are none."""
+        try:
+            self._shapes = shapes_of(self._cfg, offline=False)
+            is_gpu = self._cfg.trainer.placement.device == "cuda"
+            self.plan = memory_plan(self._cfg, self._shapes, present_gpu() if is_gpu else this_processor())
+        except Exception as error:  # the plan only informs: a model whose shape it cannot read may well train
+            logger.warning("no memory estimate: {!r}", error)
+            return ""
+        return "\n".join(memory_lines(self.plan))
+
+    @property
+    def is_measured(self) -> bool:
+        return bool(self.measured)
+
+    async def measure(self, groups: Sequence[ActorGroup]) -> dict[str, float]:
+        """Take the peaks of the steps so far and log them beside the estimates. Returns: metrics in GB."""
+        for group in groups:
+            ranks: list[dict[str, int]] = await group.call_all("take_memory_peaks")
+            phases = {phase for peaks in ranks for phase in peaks}
+            self.measured[group.name] = {phase: max(peaks.get(phase, 0) for peaks in ranks) for phase in phases}
+        if lines := self._comparison():
+            logger.info("peak memory of a rank above what it held before its model, GB:\n{}", "\n".join(lines))
+        return {
+            f"memory/{name}_{phase}_peak_gb": size / 1e9
+            for name, phases in self.measured.items()
+            for phase, size in phases.items()
+        }
+
+    def _comparison(self) -> list[str]:
+        # Inline, all models share the process: its peaks are not those of one model.
+        if self.plan is None or self._cfg.trainer.placement.launcher == "inline":
+            return []
+        return comparison_lines(self.plan, self.measured)
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Add estimates, measured peaks and the smallest change to an error of exhausted memory."""
+        try:
+            yield
+        except WorkerMemoryError as error:
+            error.add_note(self.advice())
+            raise
+
+    def advice(self) -> str:
+        """Return what was estimated and measured, and settings with which the run needs less."""
+        if self.plan is None:
+            self.estimate()
+        if self.plan is None:
+            return "lower trainer.micro_train_batch_size_per_gpu or trainer.logprobs_chunk_size"
+        lines = [*memory_lines(self.plan), *self._comparison()]
+        lines += ["nothing was measured before"] if not self.is_measured else []
+        change = self._change(self.plan)
+        if change is not None:
+            lines.append(f"the smallest change that is estimated to help:\n  {as_text(change)}")
+        return "\n".join(lines)
+
+    def _change(self, plan: MemoryPlan) -> Overrides | None:
+        """Return settings with which the run fits. If the estimates say that it does, memory of the device is less than
+        they assume: settings for one that has a quarter less than the largest phase."""
+        device = plan.device
+        if not plan.shortages:
+            needed = plan.machine or max(phase.total for phase in plan.phases if phase.name != "generate")
+            device = Device(
+                device.name, device.kind, 0.75 * needed * device.memory / device.usable,
+                device.flops, device.bandwidth, device.link,
+            )  # fmt: skip
+
+        def check(overrides: Overrides) -> None:
+            validate_cfg(with_overrides(self._cfg, overrides))
+
+        found = smallest_change(self._cfg, self._shapes, device, check)
+        return None if found is None else found[0]

@@ -1,0 +1,121 @@
+"""Measured peaks of processes, and what a run says when memory runs out: with real processes."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from skyrl_train.errors import WorkerError, WorkerMemoryError
+from skyrl_train.orchestration.process_ranks import ProcessRanks
+from skyrl_train.plan.devices import this_processor
+from skyrl_train.plan.report import comparison_lines
+from skyrl_train.plan.run_memory import RunMemory
+from skyrl_train.utils.call_errors import failure_of
+from skyrl_train.utils.memory_peaks import MemoryPeaks
+
+
+def test_peak_of_a_phase_is_what_it_held_at_once():
+    peaks = MemoryPeaks(torch.device("cpu"))
+    with peaks.measuring("large"):
+        held = torch.ones(20_000_000)  # 80 MB
+        del held
+    with peaks.measuring("small"):
+        torch.ones(1000)
+    taken = peaks.take()
+    assert 75e6 < taken["large"] < 90e6
+    assert taken["small"] < 20e6  # the peak before does not count
+    assert peaks.take() == {}
+
+
+def test_peak_of_a_phase_that_ran_out_of_memory_counts():
+    peaks = MemoryPeaks(torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="allocate"), peaks.measuring("train"):
+        held = torch.ones(20_000_000)
+        torch.empty(1 << 60, dtype=torch.uint8)
+    del held
+    assert peaks.take()["train"] > 75e6
+
+
+def _torch_error() -> BaseException:
+    try:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    except RuntimeError as error:
+        return error
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    "cause",
+    [MemoryError("no"), torch.OutOfMemoryError("CUDA out of memory"), _torch_error()],
+    ids=["python", "cuda", "cpu"],
+)
+def test_exhausted_memory_is_an_error_of_its_own_kind(cause: BaseException):
+    assert isinstance(failure_of(cause, "policy worker 0", "no.log"), WorkerMemoryError)
+    assert type(failure_of(RuntimeError("no"), "policy worker 0", "no.log")) is WorkerError
+
+
+@pytest.mark.process
+def test_killed_rank_is_suspected_of_memory(tmp_path: Path):
+    async def run() -> None:
+        ranks = ProcessRanks("policy", dict, (), num_ranks=1, log_folder=tmp_path)
+        os.kill(ranks.pids()[0], signal.SIGKILL)
+        try:
+            await ranks.call([[("keys", ())]], 30.0, "a deadline")
+        finally:
+            ranks.kill()
+
+    with pytest.raises(WorkerMemoryError, match="policy worker 0 died: ended by signal 9; the kernel kills"):
+        asyncio.run(run())
+
+
+@pytest.fixture
+def memory(tiny_model: str) -> RunMemory:
+    from skyrl_train.config import SkyRLConfig
+    from skyrl_train.config.validation import validate_cfg
+
+    cfg = SkyRLConfig.from_dict({
+        "trainer": {
+            "policy": {"model": {"path": tiny_model}}, "placement": {"device": "cpu"},
+            "micro_train_batch_size_per_gpu": 8, "algorithm": {"use_kl_loss": False},
+        },
+        "generator": {"sampling_params": {"max_generate_length": 64}, "max_input_length": 32},
+    })  # fmt: skip
+    return RunMemory(validate_cfg(cfg))
+
+
+def test_start_of_a_run_estimates_every_phase(memory: RunMemory):
+    text = memory.estimate()
+    assert "train policy" in text and "generate" in text and "all processes of the machine" in text
+    assert memory.plan is not None and memory.plan.device == this_processor()
+
+
+def test_model_without_a_shape_is_no_error(memory: RunMemory):
+    memory._cfg.trainer.policy.model.path = "/no/such"
+    assert memory.estimate() == "" and memory.plan is None
+
+
+def test_measured_peaks_stand_beside_estimates(memory: RunMemory):
+    memory.estimate()
+    assert memory.plan is not None
+    [*_, train] = memory.plan.workers["policy"]
+    lines = comparison_lines(memory.plan, {"policy": {"train": int(train.total * 2)}})
+    assert len(lines) == 1 and "train policy" in lines[0] and "(2.00 of it)" in lines[0]
+
+
+def test_error_of_exhausted_memory_has_estimates_peaks_and_a_change(memory: RunMemory):
+    memory.estimate()
+    memory.measured = {"policy": {"train": 300_000_000}}
+    with pytest.raises(WorkerMemoryError) as raised, memory.explaining():
+        raise WorkerMemoryError("policy worker 0 raised MemoryError")
+    [note] = raised.value.__notes__
+    assert "ESTIMATES" in note and "measured    0.300" in note
+    assert note.splitlines()[-2].startswith("the smallest change") and "=" in note.splitlines()[-1]
+
+
+def test_other_errors_are_left_alone(memory: RunMemory):
+    with pytest.raises(WorkerError) as raised, memory.explaining():
+        raise WorkerError("did not answer")
+    assert not hasattr(raised.value, "__notes__")
