@@ -118,7 +118,7 @@ def _plan(options: argparse.Namespace, overrides: list[str]) -> int:
     if found is None:
         print("no change of up to four settings was found with which it fits; use more or larger devices")
     else:
-        print(f"the smallest change with which it fits:\n  {as_text(found[0])}")
+        print(f"the smallest change with which it fits:\n  {as_text(found)}")
     return 1
 
 

@@ -10,7 +10,7 @@ from skyrl_train.config import SkyRLConfig
 from skyrl_train.errors import SkyRLError
 from skyrl_train.plan.backends import Role
 from skyrl_train.plan.devices import Device
-from skyrl_train.plan.memory import memory_plan, roles_of
+from skyrl_train.plan.memory import MemoryPlan, memory_plan, roles_of
 from skyrl_train.plan.model_shape import ModelShape
 
 Overrides = Mapping[str, object]
@@ -23,17 +23,19 @@ def smallest_change(
     shapes: Mapping[Role, ModelShape],
     device: Device,
     check: Callable[[Overrides], object],
-) -> tuple[Overrides, SkyRLConfig] | None:
+    missing: Callable[[MemoryPlan], float] = operator.attrgetter("excess"),
+) -> Overrides | None:
     """Return the fewest overrides with which a run fits, the cheapest first among as many; None if none were found.
 
     Args:
         check: raises SkyRLError for overrides that a run would refuse.
-
-    Returns:
-        the overrides, and the settings with them.
+        missing: bytes that a plan needs too much.
     """
     moves = list(_moves(cfg, shapes["policy"]))
-    excess = memory_plan(cfg, shapes, device).excess
+
+    def missing_with(overrides: Overrides) -> float:
+        return missing(memory_plan(with_overrides(cfg, overrides), shapes, device))
+
     for number in range(1, _MOST_TOGETHER + 1):
         for together in itertools.islice(itertools.combinations(moves, number), _MOST_PLANS):
             overrides: dict[str, object] = {}
@@ -41,12 +43,11 @@ def smallest_change(
                 overrides |= move
             if len(overrides) < sum(map(len, together)):  # two values of one setting
                 continue
-            changed = with_overrides(cfg, overrides)
-            if memory_plan(changed, shapes, device).shortages or not _is_accepted(overrides, check):
-                continue
-            return overrides, changed
+            if missing_with(overrides) == 0 and _is_accepted(overrides, check):
+                return overrides
         if number == 1:  # several together: those that help alone
-            moves = [move for move in moves if memory_plan(with_overrides(cfg, move), shapes, device).excess < excess]
+            now = missing_with({})
+            moves = [move for move in moves if missing_with(move) < now]
     return None
 
 

@@ -11,7 +11,7 @@ from skyrl_train.errors import WorkerMemoryError
 from skyrl_train.orchestration.actor_group import ActorGroup
 from skyrl_train.plan.backends import Role
 from skyrl_train.plan.changes import Overrides, as_text, smallest_change, with_overrides
-from skyrl_train.plan.devices import Device, present_gpu, this_processor
+from skyrl_train.plan.devices import present_gpu, this_processor
 from skyrl_train.plan.memory import MemoryPlan, memory_plan
 from skyrl_train.plan.model_shape import ModelShape
 from skyrl_train.plan.report import comparison_lines, memory_lines
@@ -91,18 +91,18 @@ class RunMemory:
         return "\n".join(lines)
 
     def _change(self, plan: MemoryPlan) -> Overrides | None:
-        """Return settings with which the run fits. If the estimates say that it does, memory of the device is less than
-        they assume: settings for one that has a quarter less than the largest phase."""
-        device = plan.device
-        if not plan.shortages:
-            needed = plan.machine or max(phase.total for phase in plan.phases if phase.name != "generate")
-            device = Device(
-                device.name, device.kind, 0.75 * needed * device.memory / device.usable,
-                device.flops, device.bandwidth, device.link,
-            )  # fmt: skip
+        """Return settings with which the run fits. If the estimates say that it does, there is less memory than they
+        assume: settings with which the largest phase of a worker needs a quarter less."""
+        most = 0.75 * _largest_phase(plan)
+
+        def missing(changed: MemoryPlan) -> float:
+            return changed.excess if plan.shortages else changed.excess + max(0.0, _largest_phase(changed) - most)
 
         def check(overrides: Overrides) -> None:
             validate_cfg(with_overrides(self._cfg, overrides))
 
-        found = smallest_change(self._cfg, self._shapes, device, check)
-        return None if found is None else found[0]
+        return smallest_change(self._cfg, self._shapes, plan.device, check, missing)
+
+
+def _largest_phase(plan: MemoryPlan) -> float:
+    return max((phase.total for phases in plan.workers.values() for phase in phases), default=0.0)

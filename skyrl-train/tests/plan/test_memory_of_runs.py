@@ -79,9 +79,9 @@ def memory(tiny_model: str) -> RunMemory:
     cfg = SkyRLConfig.from_dict({
         "trainer": {
             "policy": {"model": {"path": tiny_model}}, "placement": {"device": "cpu"},
-            "micro_train_batch_size_per_gpu": 8, "algorithm": {"use_kl_loss": False},
+            "micro_train_batch_size_per_gpu": 8, "max_prompt_length": 32, "algorithm": {"use_kl_loss": False},
         },
-        "generator": {"sampling_params": {"max_generate_length": 64}, "max_input_length": 32},
+        "generator": {"sampling_params": {"max_generate_length": 64}},
     })  # fmt: skip
     return RunMemory(validate_cfg(cfg))
 

@@ -38,7 +38,7 @@ def accept(_: object) -> None:
 def test_smaller_micro_batch_is_the_first_remedy():
     cfg = run(**{"trainer.micro_train_batch_size_per_gpu": 16})
     found = smallest_change(cfg, {"policy": shape(**LARGE)}, device(80), accept)
-    assert found is not None and as_text(found[0]) == "trainer.micro_train_batch_size_per_gpu=8"
+    assert found is not None and as_text(found) == "trainer.micro_train_batch_size_per_gpu=8"
 
 
 def test_overrides_are_written_as_they_are_pasted():
@@ -54,7 +54,7 @@ def test_change_that_a_run_refuses_is_passed_over():
             raise ConfigError("not here")
 
     found = smallest_change(cfg, {"policy": shape(**LARGE)}, device(80), refuse)
-    assert found is not None and "micro_train" not in as_text(found[0])
+    assert found is not None and "micro_train" not in as_text(found)
 
 
 def test_settings_are_not_changed_by_the_search():
@@ -91,7 +91,7 @@ def test_what_is_found_fits_and_no_part_of_it_suffices(overrides: dict[str, Any]
     found = smallest_change(cfg, shapes, gpu, accept)  # type: ignore[arg-type]
     if found is None:
         return
-    changes, _ = found
+    changes = found
     assert not memory_plan(with_overrides(cfg, changes), shapes, gpu).shortages  # type: ignore[arg-type]
     # A tensor-parallel engine and the number of engines, or nodes, change together: one move.
     together = [name for name in changes if "engine" in name or "num_nodes" in name or "expert" in name]
@@ -107,4 +107,4 @@ def test_each_backend_has_remedies_of_its_own(strategy: str):
     wanted = {"fsdp2": "fsdp_size=-1", "deepspeed": "zero_optimization.stage=", "megatron": "model_parallel_size="}
     gigabytes = 50 if strategy == "megatron" else 80
     found = smallest_change(cfg, {"policy": shape(**LARGE)}, device(gigabytes), accept)
-    assert found is not None and wanted[strategy] in as_text(found[0])
+    assert found is not None and wanted[strategy] in as_text(found)
