@@ -14,6 +14,7 @@ from skyrl_train.rollouts.metrics import check_not_all_failed, concatenate, scor
 from skyrl_train.rollouts.trajectory_rows import trajectory_rows
 from skyrl_train.rollouts.types import Trajectory, TrajectoryGroup, grouped
 from skyrl_train.types import JsonObject, PromptRow
+from skyrl_train.utils.progress import ANSWERS, progress
 from skyrl_train.utils.run_folder import RunFolder
 from skyrl_train.utils.storage import Place, location, write_whole
 
@@ -51,17 +52,10 @@ async def evaluate(
     requests: list[GeneratorInput] = []
     batches = []
     for rows in eval_dataloader:
-        request, _ = prepare_generator_input(
-            rows,
-            cfg.generator.eval_n_samples_per_prompt,
-            get_sampling_params(cfg.generator.eval_sampling_params),
-            cfg.environment.env_class,
-            "eval",
-            global_step,
-            sampling_seed=global_step,
-        )
-        requests.append(request)
-        batches.append(record_faults(await request_rollouts(generator, request), limits))
+        requests.append(evaluation_input(rows, cfg, global_step))
+    with progress.phase("evaluate", sum(len(request["prompts"]) for request in requests), ANSWERS):
+        for request in requests:
+            batches.append(record_faults(await request_rollouts(generator, request), limits))
     rollouts = concatenate(batches)
     sources = [sanitize_data_source(extras.get("data_source")) for extras in _extras(requests)]
     metrics = calculate_per_dataset_metrics(rollouts.groups, sources, cfg.generator.eval_n_samples_per_prompt)
@@ -75,6 +69,20 @@ async def evaluate(
         RunFolder(cfg.trainer.run_dir).write_trajectories(global_step, "eval", rows)
     check_not_all_failed(rollouts.trajectories, "the evaluation failed, so there is no score")
     return metrics
+
+
+def evaluation_input(rows: list[PromptRow], cfg: "SkyRLConfig", global_step: int | None) -> GeneratorInput:
+    """Return prompts of the evaluation set as input of the generator (see `evaluate`)."""
+    request, _ = prepare_generator_input(
+        rows,
+        cfg.generator.eval_n_samples_per_prompt,
+        get_sampling_params(cfg.generator.eval_sampling_params),
+        cfg.environment.env_class,
+        "eval",
+        global_step,
+        sampling_seed=global_step,
+    )
+    return request
 
 
 def calculate_per_dataset_metrics(

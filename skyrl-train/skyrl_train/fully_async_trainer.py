@@ -4,9 +4,6 @@
 keeps finished ones over a kill. The rest of a step is that of the synchronous trainer.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cached_property
 from typing import Any
 
 from loguru import logger
@@ -21,7 +18,6 @@ from skyrl_train.rollouts.journal import RolloutJournal
 from skyrl_train.rollouts.metrics import concatenate
 from skyrl_train.rollouts.pool import RolloutPool
 from skyrl_train.rollouts.schedule import ScheduleLimits, ScheduleState
-from skyrl_train.rollouts.timeline import Timeline
 from skyrl_train.rollouts.types import RolloutBatch
 from skyrl_train.trainer import RayPPOTrainer
 from skyrl_train.training_batch import TrainingInputBatch
@@ -42,11 +38,6 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
 
     _schedule_state: ScheduleState | None = None
     """State of the schedule in the checkpoint that the run was resumed from."""
-
-    @cached_property
-    def timeline(self) -> Timeline:
-        """Recorder of what runs when, for the page of the run."""
-        return Timeline()
 
     # ---- the run
 
@@ -171,19 +162,16 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
 
     # ---- metrics, state in checkpoints
 
-    @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        """Return a context manager that records `timing/<name>`, and when it was."""
-        with super().timed(name), self.timeline.phase(name):
-            yield
-
     def log(self) -> None:
-        """Log the step's metrics, with those of the pool, and what ran when."""
+        """Log the step's metrics, with those of the pool."""
         if self.pool is not None:
             self._record_utilisation(self.pool)
-            trained = [group.ticket for group in self._step_groups]
-            self.run_folder.append_timeline(self.global_step, self.timeline.take(trained))
         super().log()
+
+    def write_timeline(self) -> None:
+        """Record which groups ran when in this step, and what the trainer did."""
+        trained = [group.ticket for group in self._step_groups]
+        self.run_folder.append_timeline(self.global_step, self.timeline.take(trained))
 
     def _record_utilisation(self, pool: RolloutPool) -> None:
         """Record how busy both sides were, and every `advice.INTERVAL` steps what a simulation predicts."""

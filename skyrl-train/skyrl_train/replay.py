@@ -1,4 +1,5 @@
-"""`python -m skyrl_train.replay RUN --sample UID_N`: draw a stored sample again, with the weights that drew it.
+"""`python -m skyrl_train.replay RUN --sample UID_N [--phase eval]`: draw a stored sample again, with the weights that
+drew it.
 
 The settings are those of the run, in one process without Ray. The weights come from the run's checkpoint of the version
 that its tokens name. The native engine draws the same tokens with the same log-probs, to the bit; another engine may
@@ -22,21 +23,23 @@ from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.validation import validate_cfg
 from skyrl_train.entrypoints.main_base import BasePPOExp
 from skyrl_train.errors import ConfigError, DataError, SkyRLError
+from skyrl_train.evaluate import evaluation_input
 from skyrl_train.generators.base import GeneratorInput, request_rollouts
 from skyrl_train.rollouts.trajectory_rows import trajectory_rows
 from skyrl_train.types import JsonObject
 from skyrl_train.utils.process_log import configure_logging
-from skyrl_train.utils.run_folder import RunFolder
+from skyrl_train.utils.run_folder import Phase, RunFolder
 
 
 @dataclass(frozen=True)
 class StoredSample:
     """Row of a trajectories file (with step-wise trajectories the rows of its turns), and the step that it was drawn
-    for."""
+    for (of an evaluation: after which)."""
 
     name: str
     step: int
     rows: list[JsonObject]
+    phase: Phase = "train"
 
     @property
     def weight_versions(self) -> list[int]:
@@ -45,21 +48,22 @@ class StoredSample:
         return sorted(versions)
 
 
-def find_sample(folder: RunFolder, name: str, step: int | None) -> StoredSample:
-    """Return the sample `UID_N` of training step `step`; of the newest step that has it if None.
+def find_sample(folder: RunFolder, name: str, step: int | None, phase: Phase = "train") -> StoredSample:
+    """Return the sample `UID_N` of training (or evaluation) step `step`; of the newest step that has it if None.
 
     Raises:
         DataError: there is none; names what there is.
     """
-    files = [file for file in folder.trajectory_files() if file.phase == "train" and step in (None, file.step)]
+    files = [file for file in folder.trajectory_files() if file.phase == phase and step in (None, file.step)]
     if not files:
-        steps = [file.step for file in folder.trajectory_files() if file.phase == "train"]
+        steps = [file.step for file in folder.trajectory_files() if file.phase == phase]
         have = f"; it has those of steps {steps[0]} to {steps[-1]}" if steps else " (trainer.dump_trajectories=false?)"
-        raise DataError(f"{folder.path} holds no trajectories{'' if step is None else f' of step {step}'}{have}")
+        kind = "trajectories" if phase == "train" else "trajectories of evaluations"
+        raise DataError(f"{folder.path} holds no {kind}{'' if step is None else f' of step {step}'}{have}")
     for file in reversed(files):
-        rows = folder.read_trajectories(file.step, "train")
+        rows = folder.read_trajectories(file.step, phase)
         if found := [row for row in rows if f"{row['uid']}_{row['sample']}" == name]:
-            return StoredSample(name, file.step, found)
+            return StoredSample(name, file.step, found, phase)
     examples = ", ".join(f"{row['uid']}_{row['sample']}" for row in rows[:3])
     raise DataError(
         f"{folder.path} has no sample {name}{'' if step is None else f' in step {step}'}: a name is the uid of the "
@@ -76,8 +80,10 @@ def choose_checkpoint(ckpt_path: str, sample: StoredSample, version: int | None)
     Raises:
         ConfigError: there is none; names those there are.
     """
-    # A sample that does not tell was drawn, in synchronous training, by the weights after the step before.
-    step = version if version is not None else (sample.weight_versions or [sample.step - 1])[-1]
+    # A sample that does not tell was drawn, in synchronous training, by the weights after the step before; one of an
+    # evaluation by those after its step.
+    untold = sample.step - (sample.phase == "train")
+    step = version if version is not None else (sample.weight_versions or [untold])[-1]
     places = {extract_step_from_path(place): str(place) for place in list_checkpoint_dirs(ckpt_path)}
     if step == 0 or step in places:
         return places.get(step)
@@ -123,23 +129,29 @@ class ReplayExperiment(BasePPOExp):
         """Return the rows of the sample, drawn again.
 
         Raises:
-            DataError: the training data has no such prompt.
+            DataError: the data has no such prompt.
         """
         uid, _, number = sample.name.rpartition("_")
-        dataset = self.train_dataset
+        is_evaluation = sample.phase == "eval"
+        setting, files = "data.train_data", self.cfg.data.train_data
+        if is_evaluation:
+            setting, files = "data.val_data", self.cfg.data.val_data
+        dataset = self.read_prompts(files) if is_evaluation else self.train_dataset
         assert dataset is not None, "validate_cfg asks for training data"
         prompts = [row for row in dataset.collate_fn([dataset[i] for i in range(len(dataset))]) if row["uid"] == uid]
         if not prompts:
             raise DataError(
-                f"no prompt of data.train_data={list(self.cfg.data.train_data)} has the uid {uid}: give the data that "
-                "the run had, as data.train_data=[FILE]"
+                f"no prompt of {setting}={list(files)} has the uid {uid}: give the data that the run had, as "
+                f"{setting}=[FILE]"
             )
         trainer = await self._setup_trainer()
         try:
             await trainer.load_checkpoint()
             await trainer.sync_weights()
             trainer.global_step = sample.step
-            request = only(int(number), trainer.generator_input(prompts[:1]))
+            own = prompts[:1]
+            whole = evaluation_input(own, self.cfg, sample.step) if is_evaluation else trainer.generator_input(own)
+            request = only(int(number), whole)
             rollouts = await request_rollouts(trainer.generator, request)
         finally:
             await trainer.shutdown()
@@ -206,7 +218,13 @@ def _token(tokens: JsonObject, index: int) -> str:
 
 
 def replay(
-    run: str | Path, name: str, *, step: int | None = None, checkpoint: int | None = None, overrides: Sequence[str] = ()
+    run: str | Path,
+    name: str,
+    *,
+    step: int | None = None,
+    phase: Phase = "train",
+    checkpoint: int | None = None,
+    overrides: Sequence[str] = (),
 ) -> ReplayOutcome:
     """Draw a sample of a run again and compare.
 
@@ -217,7 +235,7 @@ def replay(
     folder = RunFolder(run)
     if not folder.config_path.exists():
         raise DataError(f"{folder.path} is not a run folder: it has no config.yaml; give the folder of trainer.run_dir")
-    sample = find_sample(folder, name, step)
+    sample = find_sample(folder, name, step, phase)
     ckpt_path = OmegaConf.select(OmegaConf.load(folder.config_path), "trainer.ckpt_path")
     place = choose_checkpoint(
         ckpt_path if Path(str(ckpt_path)).is_dir() else str(folder.path / "ckpts"), sample, checkpoint
@@ -242,8 +260,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("run", type=Path, help="the folder of a run (trainer.run_dir)")
     parser.add_argument("--sample", required=True, metavar="UID_N", help="uid of the prompt, _, number of the sample")
     parser.add_argument(
-        "--step", type=int, help="training step that it was drawn for (default: the newest that has it)"
+        "--step", type=int, help="step that it was drawn for, or evaluated after (default: the newest that has it)"
     )
+    parser.add_argument("--phase", choices=("train", "eval"), default="train", help="eval: a sample of an evaluation")
     parser.add_argument("--checkpoint", type=int, metavar="N", help="draw with the weights after step N (0: untrained)")
     parser.add_argument(
         "--import",
@@ -263,6 +282,7 @@ def main(arguments: list[str] | None = None) -> int:
             options.run,
             options.sample,
             step=options.step,
+            phase=options.phase,
             checkpoint=options.checkpoint,
             overrides=options.overrides,
         )

@@ -28,6 +28,7 @@ from skyrl_train.rollouts.padding import convert_prompts_responses_to_batch_tens
 from skyrl_train.run_record import describe_batch, row_fingerprints
 from skyrl_train.training_batch import TrainingInputBatch
 from skyrl_train.training_run import TrainingRun, num_training_steps
+from skyrl_train.utils.progress import progress
 from skyrl_train.utils.tracking import Tracking
 from skyrl_train.workers.policy_worker import PolicyWorker
 from skyrl_train.workers.worker import RefWorker
@@ -119,7 +120,8 @@ class SupervisedTrainer(TrainingRun):
             self.ref_model = self.placement.start_group("ref", RefWorker, (self.cfg, backend), self.run_folder)
             groups.append(self.ref_model)
         await self.placement.check_files(self._data_sources, self.run_folder)
-        await self.colocation.start(groups)
+        with progress.phase("load the models"):
+            await self.colocation.start(groups)
 
     async def shutdown(self) -> None:
         """Flush the trackers and end the processes of this run, also after a failure."""

@@ -8,6 +8,8 @@ import asyncio
 import hashlib
 import shutil
 from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +50,15 @@ from skyrl_train.rollouts.collate import collate, kept_token_metrics
 from skyrl_train.rollouts.dynamic_sampling import sample_batch, with_unique_uids
 from skyrl_train.rollouts.faults import LengthLimits, record_faults
 from skyrl_train.rollouts.metrics import scores_of_groups, version_lag_metrics
-from skyrl_train.rollouts.trajectory_rows import trajectory_rows
+from skyrl_train.rollouts.timeline import Outcome, Timeline
+from skyrl_train.rollouts.trajectory_rows import token_column_rows, trajectory_rows
 from skyrl_train.rollouts.types import RolloutBatch
 from skyrl_train.run_record import WeightRecord, describe_batch
 from skyrl_train.training_batch import TrainingInputBatch
 from skyrl_train.training_run import TrainingRun, num_training_steps
 from skyrl_train.types import PromptRow
 from skyrl_train.utils.logging_utils import log_example
+from skyrl_train.utils.progress import ANSWERS, ConsolePhase, progress
 from skyrl_train.utils.storage import location
 from skyrl_train.utils.tracking import Tracking
 from skyrl_train.workers.policy_worker import PolicyWorker
@@ -104,6 +108,7 @@ class RayPPOTrainer(TrainingRun):
         self.weight_version = 0
         """Version of the engines' weights: the number of training steps before them."""
         self._epochs_before = 0
+        self._sample_names: list[str] = []
         self._weight_record = WeightRecord()
         self._warned_of_negative_groups = False
         self.reward_kl_controller = _reward_kl_controller(cfg)
@@ -190,7 +195,26 @@ class RayPPOTrainer(TrainingRun):
                 "trainer/epoch": self.train_dataloader.epoch,
                 "trainer/global_step": self.global_step,
             }
+        if self.global_step:
+            self.write_timeline()
         super().log()
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Recorder of what runs when, for the dashboard."""
+        return Timeline()
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Return a context manager that records `timing/<name>`, and when it was."""
+        with super().timed(name), self.timeline.phase(name):
+            yield
+
+    def write_timeline(self) -> None:
+        """Record what ran when in this step."""
+        record = self.timeline.take(self._sample_names, "sample")
+        if self.cfg.trainer.dump_trajectories:
+            self.run_folder.append_timeline(self.global_step, record)
 
     # ---- models
 
@@ -213,7 +237,8 @@ class RayPPOTrainer(TrainingRun):
         if trainer.algorithm.uses_reference_model:
             self.ref_model = self.placement.start_group("ref", ref_worker, (self.cfg, backend), self.run_folder)
         await self.placement.check_files([*self.cfg.data.train_data, *self.cfg.data.val_data], self.run_folder)
-        await self.colocation.start(self._groups)
+        with progress.phase("load the models"):
+            await self.colocation.start(self._groups)
         self.publisher = WeightPublisher(
             self.cfg, self.policy_model, self.inference_engine_client, self.colocation, self.tokenizer
         )
@@ -257,20 +282,24 @@ class RayPPOTrainer(TrainingRun):
 
     async def generate(self, prompts: list[PromptRow]) -> RolloutBatch:
         """Return `n_samples_per_prompt` trajectories for each prompt (or for others instead, by dynamic sampling)."""
-        if self.cfg.trainer.algorithm.dynamic_sampling.type is None:
-            rollouts = self.check_rollouts(await self.request_rollouts(prompts))
-        else:
-            rollouts = await self._generate_informative(prompts)
+        with progress.phase("generate", 0, ANSWERS) as phase:
+            if self.cfg.trainer.algorithm.dynamic_sampling.type is None:
+                phase.extend(len(prompts) * self.cfg.generator.n_samples_per_prompt)
+                rollouts = self.check_rollouts(await self.request_rollouts(prompts))
+            else:
+                rollouts = await self._generate_informative(prompts, phase)
         await self.colocation.after_generating()
         self._record(rollouts)
+        self._sample_names = self.timeline.samples_ended(_spans(rollouts, self.global_step, self.weight_version))
         return rollouts
 
-    async def _generate_informative(self, prompts: list[PromptRow]) -> RolloutBatch:
+    async def _generate_informative(self, prompts: list[PromptRow], phase: ConsolePhase) -> RolloutBatch:
         """Return a full batch of dynamic sampling, which may take further prompts."""
         seen: set[str] = set()
 
         async def request(num_batches_before: int) -> RolloutBatch:
             rows = prompts if num_batches_before == 0 else self.train_dataloader.next_batch()
+            phase.extend(len(rows) * self.cfg.generator.n_samples_per_prompt)
             return self.check_rollouts(await self.request_rollouts(with_unique_uids(rows, seen)))
 
         settings = self.cfg.trainer.algorithm.dynamic_sampling
@@ -446,10 +475,14 @@ class RayPPOTrainer(TrainingRun):
             self.policy_model, batch, trainer.policy_mini_batch_size, trainer.micro_train_batch_size_per_gpu
         )
         with self.timed("policy_train"):
-            update = await train_on_batch(self.policy_model, schedule, batch, trainer.update_epochs_per_batch)
+            epochs, records_tokens = trainer.update_epochs_per_batch, trainer.records_token_columns
+            update = await train_on_batch(self.policy_model, schedule, batch, epochs, with_entropies=records_tokens)
         if update.old_log_probs is not None:
             batch["action_log_probs"] = update.old_log_probs
             self.all_metrics |= rollout_mismatch_metrics(batch)
+        if records_tokens:
+            batch["entropies"] = update.entropies
+            self.run_folder.write_token_columns(self.global_step, token_column_rows(batch))
         if trainer.dump_trajectories:
             self.fingerprints["batch"] = describe_batch(batch)
         self.all_metrics |= step_metrics("policy", update.losses, update.steps)
@@ -509,6 +542,15 @@ class RayPPOTrainer(TrainingRun):
         if folder is not None and (folder / "ref").exists() and self.ref_model is not None:
             shutil.copytree(folder / "ref", self._reference_folder)
             await self._load_reference()
+
+
+def _spans(rollouts: RolloutBatch, step: int, version: int) -> Iterator[tuple[str, float, float, int, Outcome]]:
+    """Yield name, beginning, end, weight version and outcome of the trajectories of a step whose times are known."""
+    for group in rollouts.groups:
+        for each in group.trajectories:
+            if each.span is not None:
+                outcome: Outcome = "finished" if each.failure is None else "failed"
+                yield f"{step}:{group.uid}_{each.id.repetition_id}", *each.span, version, outcome
 
 
 def _reward_kl_controller(cfg: SkyRLConfig) -> FixedKLController | AdaptiveKLController:

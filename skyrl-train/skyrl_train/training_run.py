@@ -3,7 +3,8 @@
 import asyncio
 import json
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,25 @@ from skyrl_train.provenance import Change, Provenance, changes_between, check_ch
 from skyrl_train.run_record import describe_start
 from skyrl_train.types import JsonObject
 from skyrl_train.utils.io import write_atomically
+from skyrl_train.utils.progress import progress
 from skyrl_train.utils.run_folder import RunFolder
 from skyrl_train.utils.storage import Place, check_access, location
 from skyrl_train.utils.timer import Timer
 from skyrl_train.utils.tracking import Tracking
+
+_SHOWN = {
+    "wait_for_generation_buffer": "wait for groups",
+    "fwd_logprobs_values_reward": "compute log-probs",
+    "reference": "compute log-probs of the reference",
+    "policy_train": "update the policy",
+    "critic_train": "update the critic",
+    "learn": "update the policy",
+    "sync_weights": "sync the weights",
+    "load_checkpoints": "load the checkpoint",
+    "save_checkpoints": "save the checkpoint",
+    "save_hf_model": "export the model",
+}
+"""Phases that the console shows, by the names of their timings. Generation and evaluation count their answers."""
 
 
 class TrainingRun(ABC):
@@ -107,9 +123,11 @@ class TrainingRun(ABC):
         """Return True in the last step of the run."""
         return self.global_step == self.total_training_steps
 
-    def timed(self, name: str) -> AbstractContextManager[object]:
-        """Return a context manager that records `timing/<name>`."""
-        return Timer(name, self.all_timings)
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Return a context manager that records `timing/<name>`, and shows the phase on the console."""
+        with Timer(name, self.all_timings), progress.phase(_SHOWN.get(name)):
+            yield
 
     def log(self) -> None:
         """Pass this step's metrics to the tracker, with the bands expected of them, and clear them."""
@@ -119,6 +137,7 @@ class TrainingRun(ABC):
         self.write_fingerprints()
         self.tracker.log(self.all_metrics | timings, step=self.global_step, commit=True)
         self.all_metrics, self.all_timings = {}, {}
+        progress.at_step(self.global_step, self.total_training_steps)
 
     def write_fingerprints(self) -> None:
         """Write the hashes that were noted since the last time, if any."""
@@ -190,6 +209,7 @@ class TrainingRun(ABC):
         """Record what this start is made of."""
         start = describe_start(self.cfg, self.train_dataset, self.tokenizer)
         self.run_folder.append_start(self.global_step, start)
+        progress.at_step(self.global_step, self.total_training_steps)
 
     async def save_hf_model(self) -> None:
         """Export the trained models as `transformers` loads them, to `<export_path>/global_step_N/policy` (and

@@ -157,6 +157,11 @@ class TrainerConfig(BaseConfig):
     use_sample_packing: bool = True
     """Concatenate the sequences of a micro-batch, so that no padding is computed."""
 
+    use_shared_prefixes: bool = True
+    """Compute the beginning of a prompt once for all sequences of a micro-batch that have it, such as the samples of a
+    prompt. Exact: gradients are those of separate sequences. Needs `use_sample_packing`; without effect in a mixture of
+    experts, with dropout in adapters, and under Megatron."""
+
     logprobs_chunk_size: int = 1024
     """Number of tokens whose logits are in memory at a time, when log-probs are computed."""
 
@@ -213,6 +218,10 @@ class TrainerConfig(BaseConfig):
     print_example_interval: int = 10
     """Training steps between trajectories printed on the console. <= 0: never."""
 
+    show_progress: bool = True
+    """Show on the console how far steps, generation, evaluation, loading and saving are: by bars on a terminal,
+    elsewhere by a line of the log now and then."""
+
     curve_bands: str | None = None
     """File of the curves that are expected of this run (YAML: metric, step, lowest and highest value; see
     docs/recipes.md). A metric that leaves its band is logged as a warning and as `expected/<metric>/outside`. null: no
@@ -266,6 +275,10 @@ class TrainerConfig(BaseConfig):
     versions; and fingerprints of each step's batch and weights, by which `python -m skyrl_train.diff` compares runs.
     """
 
+    dump_token_columns: bool = True
+    """With `dump_trajectories`, write what training knew of each token as well: the policy's log-prob before the step
+    and its entropy, the advantage, and whether the token trained. About 15 bytes a token."""
+
     max_consecutive_skipped_updates: int | None = 10
     """Number of consecutive optimizer steps skipped because of a non-finite gradient after which the run ends with an
     error that names the non-finite quantity. A run that ends without a single update is an error, too. null: no limit.
@@ -280,6 +293,11 @@ class TrainerConfig(BaseConfig):
         """Number of models that are held by workers as the reference model is: it, and teachers without engines."""
         teachers = [each for each in self.distillation.teachers.values() if not (each.engines or each.urls)]
         return int(self.algorithm.uses_reference_model) + len(teachers)
+
+    @property
+    def records_token_columns(self) -> bool:
+        """True if the run folder gets what training knew of each token."""
+        return self.dump_trajectories and self.dump_token_columns
 
     @property
     def loggers(self) -> list[str]:

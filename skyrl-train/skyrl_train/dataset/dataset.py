@@ -12,6 +12,7 @@ from loguru import logger
 from skyrl_gym.chat.template import ChatTemplate, ChatTemplateError
 from skyrl_train.errors import DataError
 from skyrl_train.types import ConversationType, MessageType, PromptRow
+from skyrl_train.utils.progress import progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -97,8 +98,14 @@ class PromptDataset:
 
     def _short_enough(self, rows: list[Row]) -> list[Row]:
         chunks = [rows[start : start + _CHUNK_ROWS] for start in range(0, len(rows), _CHUNK_ROWS)]
-        with ThreadPoolExecutor(self.num_workers) as threads:
-            lengths = [length for chunk in threads.map(self._prompt_lengths, chunks) for length in chunk]
+        lengths: list[int] = []
+        with (
+            ThreadPoolExecutor(self.num_workers) as threads,
+            progress.phase("measure the prompts", len(rows), "prompts") as phase,
+        ):
+            for own in threads.map(self._prompt_lengths, chunks):
+                lengths += own
+                phase.advance(len(own))
         kept = [row for row, length in zip(rows, lengths, strict=True) if length <= self.max_prompt_length]
         logger.info(
             "{}: {} prompts, {} dropped for being over {} tokens (the longest has {})",

@@ -19,7 +19,8 @@ WITHOUT_EFFECT = (
     "trainer.ckpt_path", "trainer.ckpt_interval", "trainer.ckpt_async", "trainer.max_ckpts_to_keep",
     "trainer.resume_mode", "trainer.resume_path", "trainer.resume_allow_changes",
     "trainer.export_path", "trainer.hf_save_interval", "trainer.print_example_interval", "trainer.curve_bands",
-    "trainer.dump_data_batch", "trainer.dump_eval_results", "trainer.dump_trajectories",
+    "trainer.show_progress",
+    "trainer.dump_data_batch", "trainer.dump_eval_results", "trainer.dump_trajectories", "trainer.dump_token_columns",
     "trainer.worker_timeout_seconds", "trainer.max_consecutive_skipped_updates", "trainer.distillation.memory_gb",
     "trainer.algorithm.first_ratio_tolerance",
     "trainer.policy.optimizer_config.offload_after_step", "trainer.critic.optimizer_config.offload_after_step",
@@ -84,7 +85,7 @@ _EFFECTS = (
     _effect("generator.", GENERATION, START, rounding=True),  # engines, their memory and weight sync
     _effect(
         """trainer.micro_forward_batch_size_per_gpu trainer.micro_train_batch_size_per_gpu
-        trainer.max_tokens_per_microbatch trainer.use_sample_packing trainer.logprobs_chunk_size trainer.flash_attn
+        trainer.max_tokens_per_microbatch trainer.use_sample_packing trainer.use_shared_prefixes trainer.logprobs_chunk_size trainer.flash_attn
         trainer.strategy trainer.sequence_parallel_backend trainer.gradient_checkpointing
         trainer.gradient_checkpointing_use_reentrant trainer.placement. deepspeed_config.""",
         SCORES,

@@ -100,7 +100,7 @@ def differences_of_step(a: RecordedRun, b: RecordedRun, step: int) -> list[Diffe
     """Return the first difference of each stage of a step, in the order of computation."""
     found = [] if step == 0 else list(_of_trajectories(a, b, step, "train"))
     hashes = a.hashes.get(step, StepHashes()), b.hashes.get(step, StepHashes())
-    found += _of_batch(step, *hashes, a)
+    found += _of_batch(step, *hashes, a, b)
     found += _of_metrics(step, a.metrics.get(step, {}), b.metrics.get(step, {}))
     found += _of_weights(step, *hashes)
     found += [_as_evaluation(difference) for difference in _of_trajectories(a, b, step, "eval")]
@@ -244,7 +244,13 @@ _STAGE_OF_COLUMN = {
 }
 
 
-def _of_batch(step: int, a: StepHashes, b: StepHashes, run: RecordedRun) -> Iterator[Difference]:
+_TOKEN_COLUMNS = {"action_log_probs": "trainer_log_probs", "advantages": "advantages"}
+"""Columns of the batch whose tokens a run may have recorded, and their names there."""
+
+
+def _of_batch(
+    step: int, a: StepHashes, b: StepHashes, run: RecordedRun, other_run: RecordedRun
+) -> Iterator[Difference]:
     """Yield the first sample of each column of the batch whose numbers differ."""
     for name in ("sequences", *COMPUTED):
         of_a, of_b = a.batch.get(name), b.batch.get(name)
@@ -254,11 +260,22 @@ def _of_batch(step: int, a: StepHashes, b: StepHashes, run: RecordedRun) -> Iter
         differing = sum(one != other for one, other in zip(of_a, of_b, strict=False))
         stage = _STAGE_OF_COLUMN.get(name, StepPart.SCORES)
         note = f"{differing} of {min(len(of_a), len(of_b))} samples differ in it"
+        note += _first_token([each.token_column(step, row, _TOKEN_COLUMNS.get(name, "")) for each in (run, other_run)])
         means = [values[row] if row < len(values := each.means.get(name, [])) else None for each in (a, b)]
         values, title = (means, f"mean of {name}") if means[0] != means[1] else ([None, None], name)
         kind = "prompt text" if stage is StepPart.PROMPTS else "log-prob" if name.endswith("log_probs") else name
         uid = _uid_of_row(run, step, row)
         yield Difference(step, stage, title, *values, sample=row, uid=uid, kind=kind, note=note)
+
+
+def _first_token(columns: Sequence[Sequence[float | None] | None]) -> str:
+    """Describe the first token in which a recorded column of two runs differs; empty if none does."""
+    one, other = columns
+    if one is None or other is None or one == other:
+        return ""
+    place = _first_difference(one, other)
+    values = _values_at(one, other, place)
+    return "; first in token {}: {} against {}".format(place, *map(_value, values))
 
 
 def _uid_of_row(run: RecordedRun, step: int, index: int) -> str | None:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from skyrl_train.provenance import PROVENANCE_FILE, DataDigest
 from skyrl_train.run_record import split_fingerprints
 from skyrl_train.types import JsonObject
 from skyrl_train.utils.run_folder import Phase, RunFolder, config_hash, read_json_lines
+from skyrl_train.utils.token_columns import decode_columns
 
 _FIX = "; remove the line or restore the file from a copy, and compare again"
 
@@ -165,6 +167,15 @@ class RecordedRun:
     def trajectories(self, step: int, phase: Phase) -> Iterator[JsonObject]:
         """Yield the rows of a step, less a torn last one."""
         return (row for _, row in self._lines(self.trajectory_paths[step, phase], needs_step=False))
+
+    def token_column(self, step: int, row: int, name: str) -> list[float | None] | None:
+        """Return what training knew of the tokens of a row of a step (`utils/token_columns.py`); None if it was not
+        recorded."""
+        path = self.folder.token_columns_path(step)
+        if not path.exists():
+            return None
+        lines = self._lines(path, needs_step=False)
+        return decode_columns(next(islice((own for _, own in lines), row, None), {})).get(name)
 
     @cached_property
     def steps(self) -> set[int]:

@@ -4,16 +4,17 @@ failed, records other failures, and returns trajectory groups."""
 import asyncio
 import contextlib
 import copy
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from loguru import logger
-from tqdm import tqdm
 
 import skyrl_gym
+from skyrl_gym.waits import waiting
 from skyrl_train.errors import ConfigError, RolloutError, WorkerError
 from skyrl_train.generators.agent_loop import EngineSession, LengthBudget, run_agent_loop
 from skyrl_train.generators.base import (
@@ -43,6 +44,7 @@ from skyrl_train.rollouts.metrics import rollout_metrics
 from skyrl_train.rollouts.types import RolloutBatch, TrainingSample, Trajectory, grouped
 from skyrl_train.types import ConversationType
 from skyrl_train.utils.chat_templates import get_custom_chat_template
+from skyrl_train.utils.progress import ANSWERS, progress
 from skyrl_train.utils.tracebacks import last_place, log_traceback
 
 if TYPE_CHECKING:
@@ -110,7 +112,11 @@ class SkyRLGymGenerator(GeneratorInterface):
             )
 
     async def generate(self, input_batch: GeneratorInput, disable_tqdm: bool = False) -> GeneratorOutput:
-        """Return the groups of `generate_groups` as columns; with `step_wise_trajectories` a turn is a row."""
+        """Return the groups of `generate_groups` as columns; with `step_wise_trajectories` a turn is a row.
+
+        Args:
+            disable_tqdm: of other releases of SkyRL; the run shows the progress (`trainer.show_progress`).
+        """
         return to_generator_output(await self.generate_groups(input_batch, disable_tqdm))
 
     async def generate_groups(self, input_batch: GeneratorInput, disable_tqdm: bool = False) -> RolloutBatch:
@@ -124,25 +130,18 @@ class SkyRLGymGenerator(GeneratorInterface):
             WorkerError: an engine's process died.
         """
         requests = self._requests(input_batch)
-        with tqdm(
-            total=len(requests),
-            desc="Generating trajectories",
-            disable=disable_tqdm or None,  # None: shown on a terminal only
-            leave=False,
-            mininterval=1.0,
-        ) as progress:
-            try:
-                async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(self._trajectory(request, progress)) for request in requests]
-            except BaseExceptionGroup as errors:
-                raise errors.exceptions[0] from None
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._trajectory(request)) for request in requests]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
         return self._batch([task.result() for task in tasks])
 
     # -- one trajectory
 
-    async def _trajectory(self, request: RolloutRequest, progress: "tqdm[NoReturn]") -> Trajectory:
+    async def _trajectory(self, request: RolloutRequest) -> Trajectory:
         """Return a trajectory, begun again from its prompt with a fresh environment when the infrastructure failed."""
-        num_retries = 0
+        num_retries, began = 0, time.time()
         while True:
             env, dialogue, session = (
                 self._environment(request),
@@ -152,7 +151,8 @@ class SkyRLGymGenerator(GeneratorInterface):
             stop_reason, samples, env_metrics = "error", [], {}
             async with _recorded_failures(env) as failures:
                 prompt = copy.deepcopy(request.prompt)
-                stop_reason = await run_agent_loop(env, prompt, dialogue, session, self._length_budget(request))
+                with waiting("an episode", who=f"sample {request.trajectory_id.to_string()}"):
+                    stop_reason = await run_agent_loop(env, prompt, dialogue, session, self._length_budget(request))
                 samples = dialogue.finish(stop_reason)
                 env_metrics = await env.metrics()
             if (
@@ -165,7 +165,7 @@ class SkyRLGymGenerator(GeneratorInterface):
             num_retries += 1
         if failures:
             samples, stop_reason, env_metrics = dialogue.to_failed_samples(), "error", {}
-        progress.update()
+        progress.advance(ANSWERS)
         return Trajectory(
             id=request.trajectory_id,
             samples=[self._bounded(request, sample) for sample in samples],
@@ -176,6 +176,7 @@ class SkyRLGymGenerator(GeneratorInterface):
             env_metrics=env_metrics,
             turn_lengths=session.turn_lengths,
             num_retries=num_retries,
+            span=(began, time.time()),
         )
 
     def _environment(self, request: RolloutRequest) -> EnvironmentSession:

@@ -46,6 +46,9 @@ class UpdateResult:
     old_log_probs: torch.Tensor | None
     """[B, R] log-probs of the training forward, where the batch came without `action_log_probs`."""
 
+    entropies: torch.Tensor | None = None
+    """[B, R] entropies of each row's first forward in training, where they were asked for."""
+
 
 async def forward(group: ActorGroup, schedule: Schedule, batch: TrainingInputBatch) -> torch.Tensor:
     """Compute log-probs (or a critic's values) of the response tokens, [B, R], without gradients. The policy replays
@@ -81,11 +84,16 @@ def _forward_args(group: ActorGroup, schedule: Schedule, batch: TrainingInputBat
     return list(zip(schedule.split(inputs), schedule.whole(), strict=True))
 
 
-async def train_on_batch(group: ActorGroup, schedule: Schedule, batch: TrainingInputBatch, epochs: int) -> UpdateResult:
+async def train_on_batch(
+    group: ActorGroup, schedule: Schedule, batch: TrainingInputBatch, epochs: int, *, with_entropies: bool = False
+) -> UpdateResult:
     """Take one optimizer step for each mini-batch of the schedule, `epochs` times over.
 
     The ranks receive all steps at once and do not wait for the driver. Policy workers without `action_log_probs` in the
     batch use those of their own forward, returned as `old_log_probs`.
+
+    Args:
+        with_entropies: return the policy's entropies, too.
     """
     own_log_probs = group.name == "policy" and batch.get("action_log_probs") is None
     inputs = batch.select([name for name in INPUTS[group.name] if batch.get(name) is not None], ["response_length"])
@@ -97,9 +105,10 @@ async def train_on_batch(group: ActorGroup, schedule: Schedule, batch: TrainingI
         for call in (("forward_backward", [(own,) for own in micro_batches]), ("optim_step", no_args))
     ]
     calls = one_epoch * epochs
-    if not own_log_probs:
-        answers, old = await group.call_sequence(calls), None
+    if not (own_log_probs or with_entropies):
+        answers, old, entropies = await group.call_sequence(calls), None, None
     else:
-        *answers, outputs = await group.call_sequence([*calls, ("old_log_probs", no_args)])
-        old = schedule.gather(outputs, "output")
-    return UpdateResult(answers[0::2], [steps[0] for steps in answers[1::2]], old)
+        *answers, outputs = await group.call_sequence([*calls, ("first_scores", no_args)])
+        old = schedule.gather(outputs, "output") if own_log_probs else None
+        entropies = schedule.gather(outputs, "entropies") if with_entropies else None
+    return UpdateResult(answers[0::2], [steps[0] for steps in answers[1::2]], old, entropies)

@@ -1,12 +1,13 @@
-"""Timeline of asynchronous training: which slot generated which group when, and what the trainer did meanwhile.
+"""Timeline of training: which slot generated which group (or, in synchronous training, sample) when, and what the
+trainer did meanwhile.
 
-One record a training step, in `rollouts/timeline.jsonl` of the run folder; the page of the run draws it. Times are Unix
+One record a training step, in `rollouts/timeline.jsonl` of the run folder; the dashboard draws it. Times are Unix
 seconds.
 """
 
 import heapq
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
@@ -46,6 +47,27 @@ class Timeline:
         heapq.heappush(self._free, slot)
         self._groups.append([ticket, slot, start, self._now(), version, outcome])
 
+    def samples_ended(self, spans: Iterable[tuple[str, float, float, int, Outcome]]) -> list[str]:
+        """Record the samples of a synchronous step, each in the lowest slot that was free when it began.
+
+        Args:
+            spans: name, start, end, weight version and outcome of each.
+
+        Returns:
+            their names, for `take`.
+        """
+        busy: list[tuple[float, int]] = []  # end, slot
+        free: list[int] = []
+        names = []
+        for name, start, end, version, outcome in sorted(spans, key=lambda span: span[1]):
+            while busy and busy[0][0] <= start:
+                heapq.heappush(free, heapq.heappop(busy)[1])
+            slot = heapq.heappop(free) if free else len(busy)
+            heapq.heappush(busy, (end, slot))
+            self._groups.append([name, slot, round(start, 4), round(end, 4), version, outcome])
+            names.append(name)
+        return names
+
     @contextmanager
     def waiting(self, reason: str) -> Iterator[None]:
         """Record that the trainer waits for groups in this block."""
@@ -64,21 +86,23 @@ class Timeline:
         finally:
             self._phases.append([name, start, self._now()])
 
-    def take(self, trained: Sequence[int]) -> JsonObject:
+    def take(self, trained: Sequence[int | str], unit: Literal["group", "sample"] = "group") -> JsonObject:
         """Return what was recorded since the last call: that of a training step.
 
         Args:
-            trained: tickets of the groups that the step trained.
+            trained: tickets of the groups, or names of the samples, that the step trained.
+            unit: thing that has a slot.
 
         Returns:
-            `began`, `ended`; `trained`; `groups`, those that ended: [ticket, slot, start, end, weight version at the
-            start, outcome]; `running`, those that go on: [ticket, slot, start, weight version]; `waits`: [start, end,
-            reason]; `phases`: [name, start, end].
+            `began`, `ended`; `unit`; `trained`; `groups`, those that ended: [ticket, slot, start, end, weight version
+            at the start, outcome]; `running`, those that go on: [ticket, slot, start, weight version]; `waits`:
+            [start, end, reason]; `phases`: [name, start, end].
         """
         now = self._now()
         record: JsonObject = {
             "began": self._began,
             "ended": now,
+            "unit": unit,
             "trained": list(trained),
             "groups": self._groups,
             "running": [[ticket, slot, start, version] for ticket, (slot, version, start) in self._running.items()],

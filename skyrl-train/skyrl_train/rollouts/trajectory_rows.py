@@ -1,9 +1,14 @@
-"""Trajectories as rows a person can read: what `RunFolder.write_trajectories` keeps and the report shows."""
+"""Trajectories as rows a person can read, for `RunFolder.write_trajectories`, and what training knew of their tokens,
+for `RunFolder.write_token_columns`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
 from skyrl_train.rollouts.types import Failure, TrainingSample, Trajectory, TrajectoryGroup
+from skyrl_train.training_batch import TrainingInputBatch
+from skyrl_train.utils.token_columns import encode_columns
 
 _REPLACEMENT = "\ufffd"
 _MAX_TOKENS_OF_A_CHARACTER = 4
@@ -25,6 +30,7 @@ def trajectory_rows(groups: Sequence[TrajectoryGroup], tokenizer: Detokenizer) -
     prompt, response    text as the model saw and wrote it, special tokens included
     reward              the sum over the row
     stop_reason, failure ({kind, message} or null)
+    env_class           id of the environment; empty if it is not known
     prompt_ids
     tokens              of the response, one entry each: text, ids, loss_mask, log_probs (or null), rewards,
                         weight_versions (or null)
@@ -56,6 +62,7 @@ def _row(
         "reward": sample.reward,
         "stop_reason": trajectory.stop_reason,
         "failure": _failure_row(trajectory.failure),
+        "env_class": trajectory.env_class,
         "prompt_ids": list(sample.prompt_ids),
         "tokens": {
             "text": pieces.of(sample.response_ids),
@@ -69,6 +76,29 @@ def _row(
     if trajectory.is_step_wise:
         row |= {"step": step, "is_last_step": sample is trajectory.samples[-1]}
     return row
+
+
+def token_column_rows(batch: TrainingInputBatch) -> Iterator[dict[str, str]]:
+    """Yield for each row of a batch that was trained `uid` and what training knew of each response token
+    (`utils/token_columns.py`), in the order of `trajectory_rows`:
+
+    trainer_log_probs   of the policy before the step
+    entropies           of the policy in the row's first forward of training
+    advantages
+    trained             1 on tokens that the loss counts: those of the row's loss mask that no filter took out
+    """
+    lengths = batch.tensor("response_mask").sum(dim=1).tolist()
+    trained = batch.tensor("loss_mask").cpu().numpy() != 0
+    columns = {"trained": trained}
+    for name, source in {"trainer_log_probs": "action_log_probs", "entropies": "entropies"}.items():
+        if (column := batch.get(source)) is not None:
+            values = column.detach().cpu().float().numpy()
+            # The training forward leaves 0 outside the loss mask; other forwards tell all tokens.
+            columns[name] = np.where(trained | (values != 0), values, np.nan)
+    if (advantages := batch.get("advantages")) is not None:
+        columns["advantages"] = np.where(trained, advantages.detach().cpu().float().numpy(), np.nan)
+    for index, (uid, length) in enumerate(zip(batch.metadata["uids"], lengths, strict=True)):
+        yield {"uid": str(uid)} | encode_columns({name: column[index, :length] for name, column in columns.items()})
 
 
 class _TokenTexts:

@@ -107,6 +107,9 @@ class Trajectory:
     num_retries: int = 0
     """Attempts before this one, which the infrastructure failed."""
 
+    span: tuple[float, float] | None = field(default=None, compare=False)
+    """Beginning and end of its generation, with all attempts, in Unix seconds; None if they are not known."""
+
     @property
     def reward(self) -> float:
         """Sum of the rewards of all samples."""

@@ -115,6 +115,10 @@ class Gradient:
     router: RouterStatistics | None
     """Use of the experts by this rank's tokens; None in a model without experts, on every rank alike."""
 
+    entropies: torch.Tensor | None = None
+    """[B, R] on the CPU: `Scores.entropy` of the rows that were computed, 0 in others; None for an objective without
+    entropy."""
+
 
 @dataclass(frozen=True)
 class Step:
@@ -339,6 +343,7 @@ class TrainingBackend(ABC):
         """
         sums: list[MetricSums] = []
         outputs = torch.zeros(len(batch), batch.metadata["response_length"])
+        entropies = torch.zeros_like(outputs) if objective.needs_entropy else None
         router: RouterStatistics | None = None
         for micro_batch in micro_batches:
             rows = torch.tensor(micro_batch.rows)
@@ -351,10 +356,13 @@ class TrainingBackend(ABC):
             sums.append(own)
             if not micro_batch.is_dummy:
                 outputs[rows] = scores.output.detach().cpu()
+                # On the CPU at once: the device keeps no [B, R] of its own beside the activations.
+                if entropies is not None and scores.entropy is not None:
+                    entropies[rows] = scores.entropy.detach().cpu()
             if scores.router is not None:
                 counted = scores.router.zeros() if micro_batch.is_dummy else scores.router
                 router = counted if router is None else router + counted
-        return Gradient(merge_metric_sums(sums), outputs, router)
+        return Gradient(merge_metric_sums(sums), outputs, router, entropies)
 
 
 MakeBackend = Callable[[SkyRLConfig, ModelName, int | None], TrainingBackend]

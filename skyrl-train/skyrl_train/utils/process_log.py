@@ -6,9 +6,10 @@ import sys
 import time
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from loguru import logger
+from tqdm import tqdm
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.utils.tracebacks import LOG_FILE_ONLY
@@ -82,13 +83,21 @@ def configure_logging(log_path: str | Path | None = None) -> None:
     is_shown = None if log_path is None else _is_for_the_console  # without a file everything is
     logger.remove()
     # Without `diagnose`: it would write the values of variables, secrets among them.
-    logger.add(sys.stderr, level=level, format=_FORMAT, filter=is_shown, backtrace=False, diagnose=False)
+    is_terminal = sys.stderr is not None and sys.stderr.isatty()
+    sink: Any = _above_bars if is_terminal else sys.stderr  # loguru's overloads are of one kind of sink each
+    colorize = True if is_terminal else None  # None: loguru looks at the stream
+    logger.add(sink, level=level, format=_FORMAT, filter=is_shown, backtrace=False, diagnose=False, colorize=colorize)
     if log_path is not None:
         form = "{time:YYYY-MM-DD HH:mm:ss} {level: <7} {message}"
         logger.add(log_path, level=level, format=form, encoding="utf-8", backtrace=False, diagnose=False)
     logging.basicConfig(handlers=[_ToLoguru()], level=logger.level(level).no, force=True)
     for name in _CHATTY_LIBRARIES:
         logging.getLogger(name).setLevel(logging.WARNING if level == "INFO" else logging.NOTSET)
+
+
+def _above_bars(text: str) -> None:
+    """Write to the terminal, above the progress bars that it shows."""
+    tqdm.write(text, file=sys.stderr, end="")
 
 
 def own_log() -> str:

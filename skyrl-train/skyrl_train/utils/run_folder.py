@@ -6,12 +6,14 @@
     metrics.jsonl                        one JSON object a line: step, time (Unix seconds), and the metrics
     fingerprints.jsonl                   hashes of each step's batch and of the weights after it
     trajectories/train_step_000012.jsonl one readable JSON object a trajectory
+    trajectories/train_step_000012_tokens.jsonl
+                                         what training knew of their tokens, line by line (`token_columns`)
     trajectories/eval_step_000010.jsonl
     rollouts/journal.jsonl               finished groups that are not trained yet (asynchronous training)
-    rollouts/timeline.jsonl              when each group was generated, one JSON object a step (asynchronous training)
+    rollouts/timeline.jsonl              when each sample (asynchronous training: group) was generated and what the
+                                         trainer did meanwhile, one JSON object a step
     logs/<process>.log                   everything a process printed
     ckpts/  exports/                     written by others
-    report.html                          made by `python -m skyrl_train.report`
 
 Knows neither trainer nor generator: rows are dictionaries.
 """
@@ -38,6 +40,11 @@ from skyrl_train.utils.io import expand_path, remove_leftovers, write_atomically
 
 Phase = Literal["train", "eval"]
 TRAJECTORIES_NAME = re.compile(r"(train|eval)_step_(\d+)\.jsonl")
+
+
+def token_columns_name(step: int) -> str:
+    """Return the name of the file of what training knew of the tokens of a step."""
+    return f"train_step_{step:06d}_tokens.jsonl"
 
 
 class TrajectoryFile(NamedTuple):
@@ -101,12 +108,8 @@ class RunFolder:
 
     @property
     def timeline_path(self) -> Path:
-        """File of what ran when, in asynchronous training."""
+        """File of what ran when."""
         return self.path / "rollouts" / "timeline.jsonl"
-
-    @property
-    def report_path(self) -> Path:
-        return self.path / "report.html"
 
     def log_path(self, process: str) -> Path:
         """The log of a process such as `policy_rank_0`."""
@@ -114,6 +117,10 @@ class RunFolder:
 
     def trajectories_path(self, step: int, phase: Phase) -> Path:
         return self.trajectories_folder / f"{phase}_step_{step:06d}.jsonl"
+
+    def token_columns_path(self, step: int) -> Path:
+        """File of what training knew of the tokens of a step."""
+        return self.trajectories_folder / token_columns_name(step)
 
     def write_config(self, text: str) -> None:
         """Write the resolved configuration, as YAML text. An earlier one that differs is kept as `config_N.yaml`."""
@@ -148,7 +155,7 @@ class RunFolder:
         _append_line(self.fingerprints_path, _json_line({"step": step} | record))
 
     def append_timeline(self, step: int, record: JsonObject) -> None:
-        """Append what ran when in a step of asynchronous training, on disk when this returns."""
+        """Append what ran when in a step, on disk when this returns."""
         _append_line(self.timeline_path, _json_line({"step": step} | record))
 
     def read_timeline(self) -> Iterator[JsonObject]:
@@ -172,6 +179,11 @@ class RunFolder:
         lines = b"".join(self._trajectory_line(row) for row in rows)
         self.trajectories_folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self.trajectories_path(step, phase), lines)
+
+    def write_token_columns(self, step: int, rows: Iterable[Mapping[str, object]]) -> None:
+        """Write what training knew of the tokens of a step, a line for each line of its trajectories; all or none."""
+        self.trajectories_folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.token_columns_path(step), b"".join(map(_json_line, rows)))
 
     def _trajectory_line(self, row: Mapping[str, object]) -> bytes:
         try:
@@ -210,6 +222,7 @@ class RunFolder:
         if self.trajectories_folder.exists():
             for file in self.trajectory_files():
                 if file.step > step:
+                    self.token_columns_path(file.step).unlink(missing_ok=True)
                     file.path.unlink()
             remove_leftovers(self.trajectories_folder)
             fsync_folder(self.trajectories_folder)

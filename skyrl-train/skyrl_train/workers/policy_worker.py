@@ -11,7 +11,7 @@ from skyrl_train.algorithms.losses import PolicyLoss, TokenSelector
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.models.adapter_files import write_adapter_version
 from skyrl_train.models.experts import RouterStatistics, auxiliary_loss
-from skyrl_train.training_backends.base import MakeBackend, MetricSums, ParallelInfo
+from skyrl_train.training_backends.base import Gradient, MakeBackend, MetricSums, ParallelInfo
 from skyrl_train.training_batch import MicroBatch, TrainingInputBatch, TrainingOutputBatch
 from skyrl_train.utils.io import expand_path
 from skyrl_train.weight_sync.base import WeightSyncInitInfo
@@ -49,7 +49,8 @@ class PolicyWorker(Worker):
         objective = PolicyObjective(cfg.trainer.algorithm, loss_fn, cfg.trainer.distillation)
         super().__init__(create_backend(cfg, self.name, num_training_steps, make_backend), objective)
         self._token_selector = token_selector
-        self._old_log_probs = torch.empty(0)
+        self._first_log_probs = self._first_entropies = torch.empty(0)
+        self._scored: set[int] = set()
         self._sender: WeightSender | RankPart | None = None
         self._stages = False
 
@@ -68,7 +69,9 @@ class PolicyWorker(Worker):
         """Keep this data-parallel rank's rows of the training batch. Without `action_log_probs` in it, each row's own
         forward stands for them: right if one optimizer step takes all rows."""
         super().load_batch(batch)
-        self._old_log_probs = torch.zeros(len(batch), batch.metadata["response_length"])
+        self._first_log_probs = torch.zeros(len(batch), batch.metadata["response_length"])
+        self._first_entropies = torch.zeros_like(self._first_log_probs)
+        self._scored = set()
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> MetricSums:
         """Add the gradient of this rank's part of one mini-batch, given as rows of the loaded batch."""
@@ -76,16 +79,25 @@ class PolicyWorker(Worker):
         if self._token_selector is not None:
             self.batch["selected_tokens"] = self._selected_tokens(self._token_selector, micro_batches)
         gradient = self.add_gradient(micro_batches)
-        if self.batch.get("action_log_probs") is None:
-            rows = [row for micro_batch in micro_batches if not micro_batch.is_dummy for row in micro_batch.rows]
-            # torch.where instead of a product: log-probs outside the mask may be -inf, and -inf * 0 is NaN.
-            own = torch.where(self.batch.tensor("loss_mask") != 0, gradient.outputs, 0.0)
-            self._old_log_probs[rows] = own[rows]
+        self._keep_first_scores(micro_batches, gradient)
         return gradient.sums | self._router_metrics(gradient.router)
 
-    def old_log_probs(self) -> TrainingOutputBatch:
-        """Return the log-probs that stood for `action_log_probs`, as `output` [b, R]; 0 outside the loss mask."""
-        return TrainingOutputBatch(output=self._old_log_probs)
+    def _keep_first_scores(self, micro_batches: Sequence[MicroBatch], gradient: Gradient) -> None:
+        """Keep log-probs and entropies of the rows that were computed for the first time since `load_batch`."""
+        computed = {row for micro_batch in micro_batches if not micro_batch.is_dummy for row in micro_batch.rows}
+        # Later epochs score the rows again, by other weights: the first scores are those before the step.
+        rows = sorted(computed - self._scored)
+        self._scored |= computed
+        mask = self.batch.tensor("loss_mask")[rows] != 0
+        # torch.where instead of a product: log-probs outside the mask may be -inf, and -inf * 0 is NaN.
+        self._first_log_probs[rows] = torch.where(mask, gradient.outputs[rows], 0.0)
+        if gradient.entropies is not None:
+            self._first_entropies[rows] = torch.where(mask, gradient.entropies[rows], 0.0)
+
+    def first_scores(self) -> TrainingOutputBatch:
+        """Return log-probs (which stood for `action_log_probs` where the batch has none) and entropies of each row's
+        first forward in training, as `output` and `entropies` [b, R]; 0 outside the loss mask."""
+        return TrainingOutputBatch(output=self._first_log_probs, entropies=self._first_entropies)
 
     @torch.no_grad()
     def _selected_tokens(self, selector: TokenSelector, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:

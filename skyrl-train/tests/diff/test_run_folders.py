@@ -1,5 +1,6 @@
 """Comparison of folders as they are found: copied, cut off, empty, of earlier releases."""
 
+import base64
 import json
 import re
 import shutil
@@ -7,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from skyrl_train.checkpoints import CheckpointStore
@@ -19,6 +21,8 @@ from skyrl_train.diff.effects import WITHOUT_EFFECT, effect_of, stages_of_librar
 from skyrl_train.diff.parting import StepPart, stage_of_metric
 from skyrl_train.diff.text import as_page, as_text
 from skyrl_train.errors import DataError
+from skyrl_train.utils.run_folder import RunFolder
+from skyrl_train.utils.token_columns import encode_columns
 
 HOSTILE = "</li><script>alert(1)</script>\x1b[2J"
 
@@ -117,6 +121,25 @@ def test_cause_that_is_not_recorded_is_named_as_such(copy: Path, base_run: Path,
     found = compare_runs(base_run, copy)
     assert [cause.name for cause in found.causes[:2]] == ["training data", "tokenizer"]
     assert all("not recorded by both" in cause.change for cause in found.causes[:2])
+
+
+def test_first_token_of_a_column_that_differs_is_named(copy: Path, base_run: Path, edit_lines: Any):
+    path = RunFolder(copy).token_columns_path(3)
+    lines = path.read_bytes().splitlines()
+    row = json.loads(lines[5])
+    log_probs = np.frombuffer(base64.b64decode(row["trainer_log_probs"]), dtype="<f4").copy()
+    log_probs[2] -= 0.5
+    lines[5] = json.dumps(row | encode_columns({"trainer_log_probs": log_probs})).encode()
+    path.write_bytes(b"\n".join(lines) + b"\n")
+
+    def other_hash(row: dict[str, Any]) -> None:
+        if row["step"] == 3:
+            hashes = row["batch"]["hashes"]
+            hashes["action_log_probs"] = hashes["action_log_probs"][:40] + "0" * 8 + hashes["action_log_probs"][48:]
+
+    edit_lines(copy / "fingerprints.jsonl", other_hash)
+    said = re.search(r"of sample 5 .*first in token 2: (\S+) against (\S+)\)", as_text(compare_runs(base_run, copy)))
+    assert said and float(said[1]) - float(said[2]) == pytest.approx(0.5, abs=1e-6)
 
 
 def test_runs_without_trajectories_are_compared_by_metrics(copy: Path, base_run: Path, edit_lines: Any):

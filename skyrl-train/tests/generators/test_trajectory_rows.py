@@ -45,6 +45,7 @@ def test_a_row_says_what_was_asked_answered_and_earned(symbols):
         "reward": 1.0,
         "stop_reason": "stop",
         "failure": None,
+        "env_class": "",
         "prompt_ids": [1, 10, 2, 11],
         "tokens": {
             "text": ["3", "<eos>"],

@@ -31,9 +31,11 @@ from effects import (
 from torch import nn
 
 from skyrl_train.algorithms.losses import PolicyLossRegistry
+from skyrl_train.entrypoints import main_base
 from skyrl_train.fully_async_trainer import FullyAsyncRayPPOTrainer
 from skyrl_train.orchestration.actor_group import ActorGroup
 from skyrl_train.training_backends.fsdp2 import backend as fsdp2_backend
+from skyrl_train.utils.progress import progress
 from skyrl_train.workers.policy_worker import PolicyWorker
 from skyrl_train.workers.worker import CriticWorker, RefWorker
 from skyrl_train_testing.rank_processes import ForkedRanks
@@ -182,6 +184,27 @@ def resumed(bench: Bench, settings: Settings) -> Any:
     return [row["step"] for row in run.metrics], run.error[:30]
 
 
+def shows_progress(bench: Bench, settings: Settings) -> Any:
+    """Whether progress is shown while an experiment is made."""
+    found: list[bool] = []
+
+    class FinishedExperiment:
+        def __init__(self, cfg: Any):
+            found.append(progress.is_on)
+
+        def is_finished(self) -> bool:
+            return True
+
+        def run(self) -> None:
+            raise AssertionError("it is finished")
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("configure_logging", "shutdown_ray"):  # the log and Ray are those of the other tests, too
+            patch.setattr(main_base, name, lambda *_: None)
+        main_base.run_experiment(bench.config(settings, bench.folder / "shown"), FinishedExperiment)
+    return found
+
+
 def prompts(run: Run) -> Any:
     return [row["prompt"] for row in run.trajectories]
 
@@ -228,6 +251,7 @@ ROWS: list[Row | OneChoice] = [
     Row("trainer.micro_forward_batch_size_per_gpu", 1, micro_batches("forward"), KL),
     Row("trainer.max_tokens_per_microbatch", 128, micro_batches("forward_backward")),
     Row("trainer.use_sample_packing", False, model(attention)),
+    Row("trainer.use_shared_prefixes", False, model(lambda worker: worker.backend.model.share_prefixes)),
     Row("trainer.logprobs_chunk_size", 8, model(lambda worker: worker.backend.model.chunk_size)),
     Row(
         "trainer.update_ref_every_epoch",
@@ -263,6 +287,7 @@ ROWS: list[Row | OneChoice] = [
         of_run(lambda run: sum("response" in line for line in run.log)),
         THREE_STEPS | {"trainer.print_example_interval": 1},
     ),
+    Row("trainer.show_progress", False, shows_progress),
     Row("trainer.curve_bands", "{folder}/no_bands.yaml", start_error),
     Row("trainer.ckpt_path", "{run}/../elsewhere", files, CHECKPOINTS),
     Row("trainer.ckpt_interval", 2, files, CHECKPOINTS),
@@ -273,6 +298,7 @@ ROWS: list[Row | OneChoice] = [
     Row("trainer.dump_data_batch", True, files),
     Row("trainer.dump_eval_results", False, files, EVALUATION),
     Row("trainer.dump_trajectories", False, files),
+    Row("trainer.dump_token_columns", False, files),
     Row("trainer.worker_timeout_seconds", 1e-4, error),
     Row("trainer.placement.launcher", "ray", of_run(lambda run: run.record.launchers)),
     Row("trainer.placement.device", "cuda", num_processes, {"trainer.placement.colocate_all": False}),

@@ -9,24 +9,36 @@ import pytest
 import skyrl_gym
 from skyrl_train import replay
 from skyrl_train.entrypoints.main_base import BasePPOExp
-from skyrl_train.utils.run_folder import RunFolder
+from skyrl_train.utils.run_folder import Phase, RunFolder
 
 
 @pytest.fixture(scope="module")
-def finished(settings: Any, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    """A run of three steps with several turns and a checkpoint a step."""
+def finished(settings: Any, prompts: str, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """A run of three steps with several turns and a checkpoint a step, evaluated after the second and the third."""
     changes = {
-        "trainer": {"max_training_steps": 3, "ckpt_interval": 1, "policy": {"optimizer_config": {"lr": 1e-2}}},
+        "data": {"val_data": [prompts]},
+        "trainer": {
+            "max_training_steps": 3,
+            "ckpt_interval": 1,
+            "eval_interval": 2,
+            "eval_before_train": False,
+            "policy": {"optimizer_config": {"lr": 1e-2}},
+        },
         "environment": {"env_class": "up_to_three_turns"},
-        "generator": {"max_turns": 3, "num_inference_engines": 2},
+        "generator": {
+            "max_turns": 3,
+            "num_inference_engines": 2,
+            "eval_n_samples_per_prompt": 2,
+            "eval_sampling_params": {"temperature": 1.0, "logprobs": 0, "max_generate_length": 12},
+        },
     }
     cfg = settings(tmp_path_factory.mktemp("replay") / "run", changes)
     BasePPOExp(cfg).run()
     return RunFolder(cfg.trainer.run_dir)
 
 
-def name_in(folder: RunFolder, step: int, position: int) -> str:
-    row = folder.read_trajectories(step, "train")[position]
+def name_in(folder: RunFolder, step: int, position: int, phase: Phase = "train") -> str:
+    row = folder.read_trajectories(step, phase)[position]
     return f"{row['uid']}_{row['sample']}"
 
 
@@ -46,6 +58,19 @@ def test_sample_of_each_step_is_drawn_again_to_the_bit(finished: RunFolder, caps
         assert f"{num_tokens} of {num_tokens} tokens equal" in printed
         assert "largest difference of their log-probs: 0" in printed
     assert content(finished) == before, "nothing is written to the run's folder"
+
+
+@pytest.mark.parametrize("step, position", [(2, 5), (3, 0)])
+def test_sample_of_an_evaluation_is_drawn_again_to_the_bit(finished: RunFolder, capsys: Any, step: int, position: int):
+    name = name_in(finished, step, position, "eval")
+    status = replay.main([str(finished.path), "--sample", name, "--step", str(step), "--phase", "eval"])
+    printed = capsys.readouterr().out
+    assert status == 0, printed
+    num_tokens = len(finished.read_trajectories(step, "eval")[position]["tokens"]["ids"])
+    assert f"{num_tokens} of {num_tokens} tokens equal" in printed
+    assert "largest difference of their log-probs: 0" in printed
+    assert replay.main([str(finished.path), "--sample", name, "--step", "1", "--phase", "eval"]) == 2
+    assert "no trajectories of evaluations of step 1; it has those of steps 2 to 3" in capsys.readouterr().err
 
 
 def test_file_that_registers_an_environment_is_run_first(finished: RunFolder, tmp_path: Path, capsys: Any):

@@ -114,7 +114,7 @@ class Learners:
         sums = merge_metric_sums(await group.call_data_parallel("forward_backward", [(own,) for own in micro_batches]))
         if not stage_old:
             before = schedule.gather(
-                await group.call_data_parallel("old_log_probs", [()] * group.data_parallel_size), "output"
+                await group.call_data_parallel("first_scores", [()] * group.data_parallel_size), "output"
             )
         selected = None
         if kind == "policy" and cfg.trainer.algorithm.policy_loss_type in TokenSelectorRegistry:

@@ -218,15 +218,19 @@ class MegatronBackend(TrainingBackend):
             micro = batch.rows(torch.tensor(each.rows))
             parts.append((without_weight(micro), False) if each.is_dummy else (micro, True))
         found = self.pipeline.forward_backward(parts, self._temperature, objective, self.parallel.data_parallel_size)
-        sums, outputs = from_last_stage(
-            (merge_metric_sums(each.sums for each in found), [each.scores.output.cpu() for each in found])
-        )
-        arranged = torch.zeros(len(batch), batch.metadata["response_length"])
-        for micro_batch, output in zip(micro_batches, outputs, strict=True):
+        # Only the last stage has scores; the others get them from it, since any rank of a replica may be asked.
+        scores = [(each.scores.output.cpu(), each.scores.entropy) for each in found]
+        sums, scored = from_last_stage((merge_metric_sums(each.sums for each in found), scores))
+        outputs = torch.zeros(len(batch), batch.metadata["response_length"])
+        entropies = torch.zeros_like(outputs) if objective.needs_entropy else None
+        for micro_batch, (output, entropy) in zip(micro_batches, scored, strict=True):
             if not micro_batch.is_dummy:
-                arranged[torch.tensor(micro_batch.rows)] = output
+                rows = torch.tensor(micro_batch.rows)
+                outputs[rows] = output
+                if entropies is not None and entropy is not None:
+                    entropies[rows] = entropy
         router = None if self.pipeline.routers is None else self.pipeline.routers.take()
-        return Gradient(sums, arranged, router)
+        return Gradient(sums, outputs, router, entropies)
 
     def prompt_log_probs(self, tokens: torch.Tensor) -> torch.Tensor:
         micro = TrainingInputBatch(

@@ -195,7 +195,8 @@ class Pipeline:
         if objective is None or non_loss_data:
             return Scored(scores, {})
         loss, sums = objective(scores, micro.to(self.device))
-        return loss * factor, Scored(Scores(scores.output.detach()), sums)
+        entropy = None if scores.entropy is None else scores.entropy.detach().cpu()
+        return loss * factor, Scored(Scores(scores.output.detach(), entropy), sums)
 
     def score(self, micro: TrainingInputBatch, temperature: float, *, with_entropy: bool) -> Scores:
         """Score a micro-batch where there is one stage; gradients flow where they are enabled."""

@@ -1,0 +1,216 @@
+"""Progress of a run's phases on its console: bars on a terminal, elsewhere a line of the log now and then.
+
+Off in every process but the one that calls `progress.showing`, a run's driver. Whoever does work opens a phase or
+advances one; neither costs anything where progress is off. Log lines pass above the bars (`process_log`).
+"""
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TextIO
+
+from loguru import logger
+from tqdm import tqdm
+
+LINE_SECONDS = 10.0
+"""Time between two lines of a phase, where there is no terminal; none come of a phase that is shorter."""
+
+LINE_SHARE = 0.1
+"""Part of a phase between two lines, unless `SLOW_LINE_SECONDS` have gone by."""
+
+SLOW_LINE_SECONDS = 60.0
+ANSWERS = "answers"
+"""Unit of generation and evaluation, which generators advance by."""
+
+_TICK_SECONDS = 1.0
+_BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt} of {total_fmt} {unit} [{elapsed}, {remaining} left]"
+_BAR_WITHOUT_TOTAL = "{desc} [{elapsed}]"
+
+
+_counting: ContextVar["ConsolePhase | None"] = ContextVar("counting", default=None)
+
+
+class ConsolePhase:
+    """A part of a run that takes a while.
+
+    Args:
+        name: a verb and its object, such as `load the models`.
+        total: units of work; None if they cannot be counted.
+        done: units that were done before it began.
+        unit: name of a unit, in the plural.
+        bar: its bar; None without a terminal.
+    """
+
+    def __init__(self, name: str, total: int | None, done: int, unit: str, now: float, bar: "tqdm[Any] | None" = None):
+        self.name, self.total, self.done, self.unit = name, total, done, unit
+        self._begun = self._last_line = now
+        self._before = self._done_at_line = done
+        self._bar = bar
+
+    def advance(self, count: int = 1) -> None:
+        """Count units that were done."""
+        self.done += count
+        if self._bar is not None:
+            self._bar.update(count)
+
+    def extend(self, count: int) -> None:
+        """Add units to the total."""
+        self.total = (self.total or 0) + count
+        if self._bar is not None:
+            self._bar.total = self.total
+
+    def line(self, now: float) -> str:
+        """Return the state as text: what is done, how long it took, how long the rest will take."""
+        seconds = now - self._begun
+        own = self.done - self._before  # the speed is that of this process
+        if self.total is None or own <= 0:  # nothing is done yet, or is not counted (a generator of a user's own)
+            return f"{self.name}: {duration(seconds)} so far"
+        text = f"{self.name}: {self.done} of {self.total} {self.unit} ({self.done / self.total:.0%})"
+        return f"{text}, {duration(seconds)}, about {duration(seconds / own * (self.total - self.done))} left"
+
+    def is_line_due(self, now: float) -> bool:
+        """Return True if a line is due, and count it as said."""
+        waited, is_done = now - self._last_line, self.total is not None and self.done >= self.total
+        far = self.total is not None and self.done - self._done_at_line >= LINE_SHARE * self.total
+        if waited < LINE_SECONDS or is_done or not (far or waited >= SLOW_LINE_SECONDS or self.total is None):
+            return False
+        self._last_line, self._done_at_line = now, self.done
+        return True
+
+    def refresh(self) -> None:
+        """Draw the bar with the present time."""
+        if self._bar is not None:
+            self._bar.refresh()
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+class ConsoleProgress:
+    """The phases of a process.
+
+    Args:
+        clock: gives the present time in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._stream: TextIO | None = None
+        self._phases: list[ConsolePhase] = []
+        self._steps: ConsolePhase | None = None
+        self._lock = threading.RLock()
+
+    @property
+    def is_on(self) -> bool:
+        return self._stream is not None
+
+    @contextmanager
+    def showing(self, is_on: bool, stream: TextIO | None = None) -> Iterator[None]:
+        """Show the phases of the block. Args: `stream`, where a terminal may be; None: standard error."""
+        if not is_on or self.is_on:
+            yield
+            return
+        self._stream = sys.stderr if stream is None else stream
+        ended = threading.Event()
+
+        def tick() -> None:
+            while not ended.wait(_TICK_SECONDS):
+                self.tick()
+
+        threading.Thread(target=tick, name="progress", daemon=True).start()
+        try:
+            yield
+        finally:
+            ended.set()
+            with self._lock:
+                self._stream = None
+                for phase in self._phases:
+                    phase.close()
+                self._phases, self._steps = [], None
+
+    @contextmanager
+    def phase(
+        self, name: str | None, total: int | None = None, unit: str = "", done: int = 0
+    ) -> Iterator[ConsolePhase]:
+        """Show a phase for as long as the block runs; None is one that is not shown."""
+        phase = ConsolePhase(name or "", total, done, unit, self._clock())
+        if name is not None and self.is_on:
+            phase = self._open(name, total, unit, done)
+        # Of this task and those that it starts: trajectories of training may run beside an evaluation.
+        token = _counting.set(phase if unit else _counting.get())
+        try:
+            yield phase
+        finally:
+            _counting.reset(token)
+            with self._lock:
+                if phase in self._phases:
+                    self._phases.remove(phase)
+                    phase.close()
+
+    def advance(self, unit: str) -> None:
+        """Count a unit of work of the phase that this task belongs to, if it counts these."""
+        phase = _counting.get()
+        if phase is not None and phase.unit == unit:
+            phase.advance()
+
+    def at_step(self, step: int, total: int) -> None:
+        """Set the number of training steps that are done. Shown from the first call on, until the last step."""
+        with self._lock:
+            if not self.is_on:
+                return
+            if self._steps is None:
+                self._steps = self._open("train", total, "steps", step)
+            self._steps.advance(step - self._steps.done)
+            if step >= total:
+                self._phases.remove(self._steps)
+                self._steps.close()
+                self._steps = None
+
+    def tick(self) -> None:
+        """Draw the bars, or log the lines that are due."""
+        with self._lock:
+            if self._stream is None:
+                return
+            if self._stream.isatty():
+                for phase in self._phases:
+                    phase.refresh()
+                return
+            now = self._clock()
+            lines = [phase.line(now) for phase in self._phases if phase.is_line_due(now)]
+        for line in lines:
+            logger.info("{}", line)
+
+    def _open(self, name: str, total: int | None, unit: str, done: int) -> ConsolePhase:
+        with self._lock:
+            stream = self._stream
+            bar = None
+            if stream is not None and stream.isatty():
+                form = _BAR_WITHOUT_TOTAL if total is None else _BAR
+                bar = tqdm(
+                    total=total, desc=name, unit=unit, initial=done, file=stream, leave=False,
+                    dynamic_ncols=True, mininterval=0.2, bar_format=form,
+                )  # fmt: skip
+            phase = ConsolePhase(name, total, done, unit, self._clock(), bar)
+            self._phases.append(phase)
+            return phase
+
+
+def duration(seconds: float) -> str:
+    """Return a time in the two largest units that matter."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h"
+
+
+progress = ConsoleProgress()
+"""Progress of this process."""
