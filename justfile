@@ -45,7 +45,3 @@ docs:
 # All runs of a folder in the browser.
 dashboard runs="runs":
     .venv/bin/python -m skyrl_train.dashboard {{ runs }}
-
-# The curves and samples of a run as one page.
-report run:
-    .venv/bin/python -m skyrl_train.report {{ run }}

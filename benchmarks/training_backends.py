@@ -27,9 +27,10 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import torch
 from ray import cloudpickle
 
-from skyrl_train.report.collect import curves, existing_run
 from skyrl_train.training_backends.base import TrainingBackend
 from skyrl_train.training_batch import MicroBatch, TrainingInputBatch
+from skyrl_train.utils.learning_curve import curves
+from skyrl_train.utils.run_folder import RunFolder
 from skyrl_train_testing.backend_checks import take_step
 from skyrl_train_testing.backend_layouts import BackendRanks, Layout
 from skyrl_train_testing.tiny_models import tiny_qwen3
@@ -142,7 +143,7 @@ def draw_curves(options: argparse.Namespace) -> None:
         command = [sys.executable, "examples/quickstart/run.py", "--output", str(folder)]
         overrides = [f"trainer.strategy={strategy}", f"trainer.max_training_steps={options.steps}"]
         subprocess.run([*command, *overrides], check=True, cwd=repository)
-        number, reward = curves(existing_run(folder / "run").read_metrics())["eval/all/avg_score"]
+        number, reward = curves(RunFolder(folder / "run").read_metrics())["eval/all/avg_score"]
         axes.plot(number, reward, linewidth=9 / (index + 1), label=strategy)  # equal curves: each shows behind the next
         shown = {step: round(value, 3) for step, value in zip(number, reward, strict=True)}
         print(f"| {strategy} | {shown[min(shown)]} | {max(shown.values())} | {shown[max(shown)]} |", flush=True)

@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-from skyrl_train.report.learning_curve import save_learning_curve_png
+from skyrl_train.utils.learning_curve import save_learning_curve_png
 from skyrl_train.utils.run_folder import RunFolder
 
 HERE = Path(__file__).resolve().parent
@@ -69,9 +69,8 @@ def train(folder: Path, task: str, seed: int, overrides: list[str]) -> None:
 
 
 def show(run: Path, seconds: float) -> None:
-    """The curve, the page, and some problems before and after."""
+    """Show the curve, and some problems before and after."""
     curve = save_learning_curve_png(run, run / "learning_curve.png")
-    subprocess.run([sys.executable, "-m", "skyrl_train.report", str(run)], check=True)
     scores = {
         row["step"]: row["eval/all/avg_score"]
         for row in RunFolder(run).read_metrics()
@@ -82,6 +81,7 @@ def show(run: Path, seconds: float) -> None:
         say(f"{problem}\n    before: {before}\n    after:  {after}")
     say(f"mean evaluation reward {scores[first]:.3f} -> {scores[last]:.3f}, in {seconds:.0f} s")
     say(f"curve: {curve}")
+    say(f"all of it: python -m skyrl_train.dashboard {run}")
 
 
 def changed_answers(run: Path, first: int, last: int, at_most: int = 3) -> list[tuple[str, str, str]]:

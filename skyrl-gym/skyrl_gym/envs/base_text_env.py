@@ -68,6 +68,16 @@ class BaseTextEnv(Env[ConversationType, str]):
     config_class: ClassVar[type | None] = None
     """The dataclass of this environment's settings (`environment.skyrl_gym.<id>.*`), if it has any."""
 
+    @staticmethod
+    def render_html(row: Mapping[str, Any]) -> str | None:
+        """Return a trajectory as an HTML fragment, which the dashboard shows in a frame that runs no script and loads
+        nothing; None, as here: there is none. Escape what the model wrote (`html.escape`).
+
+        Args:
+            row: of a run's trajectories file: prompt, response, reward, tokens …
+        """
+        return None
+
     def __init__(self) -> None:
         super().__init__()
         self.turns = 0

@@ -1,7 +1,9 @@
-"""`python -m skyrl_train.dashboard RUNS_DIR [--host 127.0.0.1] [--port 8265] [--token-file PATH] [--open]`"""
+"""`python -m skyrl_train.dashboard RUNS_DIR [--host 127.0.0.1] [--port 8265] [--token-file PATH] [--open]`, or
+`--terminal RUN`"""
 
 import argparse
 import ipaddress
+import runpy
 import sys
 import webbrowser
 from pathlib import Path
@@ -11,6 +13,7 @@ import uvicorn
 from skyrl_train.dashboard.defaults import Defaults
 from skyrl_train.dashboard.runs_folder import RunsFolder
 from skyrl_train.dashboard.server import make_app
+from skyrl_train.dashboard.terminal import show
 from skyrl_train.errors import ConfigError, SkyRLError
 
 MIN_TOKEN = 16
@@ -19,6 +22,11 @@ MIN_TOKEN = 16
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
+        for file in options.files:
+            runpy.run_path(str(file))
+        if options.terminal:
+            show(options.runs_dir)
+            return 0
         folder = RunsFolder(options.runs_dir)
         token = read_token(options.host, options.token_file)
     except (SkyRLError, OSError) as error:
@@ -59,6 +67,11 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         help="file with a secret that a browser gives once, as /?token=SECRET; needed unless --host is loopback",
     )
+    parser.add_argument("--terminal", action="store_true", help="show the run RUNS_DIR in this terminal, and no pages")
+    parser.add_argument(
+        "--import", dest="files", action="append", default=[], type=Path, metavar="FILE",
+        help="Python file to run first, which registers environments that show their trajectories; may be given again",
+    )  # fmt: skip
     parser.add_argument("--open", action="store_true", help="show the list of runs in the browser")
     return parser
 

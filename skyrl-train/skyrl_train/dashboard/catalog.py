@@ -12,6 +12,7 @@ from typing import Literal, cast
 
 import yaml
 
+from skyrl_train.dashboard import agent_files
 from skyrl_train.dashboard.defaults import Defaults
 from skyrl_train.dashboard.json_lines import Cache, read_lines, sampled_rows
 from skyrl_train.dashboard.runs_folder import FileState, FolderEntry, NotBelowError, RunsFolder, join
@@ -71,7 +72,8 @@ def find_runs(folder: RunsFolder) -> list[str]:
 def is_run(entries: list[FolderEntry]) -> bool:
     """Return whether a folder with these entries is one of a run."""
     kinds = {entry.name: entry.is_folder for entry in entries}
-    return kinds.get("config.yaml") is False or kinds.get("metrics.jsonl") is False or bool(kinds.get("trajectories"))
+    files = ("config.yaml", "metrics.jsonl", agent_files.NAME)
+    return any(kinds.get(name) is False for name in files) or bool(kinds.get("trajectories"))
 
 
 class Catalog:
@@ -141,7 +143,7 @@ class Catalog:
 
     def states(self, run: str) -> dict[str, FileState | None]:
         """Return the states of the files that tell whether a run goes on."""
-        paths = ("config.yaml", "metrics.jsonl", "logs/trainer.log", "rollouts/timeline.jsonl")
+        paths = ("config.yaml", "metrics.jsonl", "logs/trainer.log", "rollouts/timeline.jsonl", agent_files.NAME)
         return {path: self._folder.state(join(run, path)) for path in paths}
 
     def _text(self, path: str) -> str:
@@ -167,6 +169,7 @@ class Catalog:
             "started": times[0] - (rows[0].get("timing/step") or 0.0) if times else None,
             "updated": max((state.modified for state in states.values() if state), default=0.0),
             "step_seconds": statistics.median(durations) if durations else None,
+            "is_agent_file": states["config.yaml"] is None and states[agent_files.NAME] is not None,
             "outcome": log["outcome"],
             "message": log["message"],
             "metric": metric,
@@ -229,6 +232,8 @@ def run_state(facts: Mapping[str, object], now: float) -> tuple[State, float]:
         return cast(State, facts["outcome"]), updated
     if step is not None and total and step >= total:
         return "finished", updated
+    if facts["is_agent_file"]:  # it does not tell how many trajectories there will be
+        return ("running" if now - updated < SILENT_AFTER else "finished"), updated
     patience = max(SILENT_AFTER, 5 * cast(float, facts["step_seconds"] or 0.0))
     return ("running" if now - updated < patience else "silent"), updated
 
@@ -285,7 +290,9 @@ def search_log(folder: RunsFolder, path: str, query: str, max_hits: int = 200) -
 def trajectory_steps(folder: RunsFolder, run: str) -> dict[str, list[int]]:
     """Return the steps whose trajectories are kept, by phase, in order."""
     found: dict[str, list[int]] = {"train": [], "eval": []}
+    if folder.state(join(run, agent_files.NAME)) is not None:
+        found[agent_files.PHASE].append(agent_files.STEP)
     for entry in folder.entries(join(run, "trajectories")):
         if not entry.is_folder and (name := TRAJECTORIES_NAME.fullmatch(entry.name)):
             found[name[1]].append(int(name[2]))
-    return {phase: sorted(steps) for phase, steps in found.items()}
+    return {phase: sorted(set(steps)) for phase, steps in found.items()}

@@ -23,14 +23,15 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from skyrl_train.dashboard.catalog import Catalog, search_log, trajectory_steps
+from skyrl_train.dashboard.charts import groups, overview, timing_stages
 from skyrl_train.dashboard.curves import TIME, Curves
 from skyrl_train.dashboard.defaults import Defaults
-from skyrl_train.dashboard.json_lines import parse, read_lines
+from skyrl_train.dashboard.json_lines import parse
 from skyrl_train.dashboard.live import change_events
+from skyrl_train.dashboard.renderers import FRAME_POLICY, render
 from skyrl_train.dashboard.runs_folder import NotBelowError, RunsFolder, join
 from skyrl_train.dashboard.steps import StepTrajectories
-from skyrl_train.dashboard.time_line import lanes_of_step, trace_events
-from skyrl_train.report.charts import groups, overview, timing_stages
+from skyrl_train.dashboard.time_line import Timelines, trace_events
 from skyrl_train.utils.run_folder import without_non_finite
 
 COOKIE = "skyrl_dashboard"
@@ -45,7 +46,7 @@ MAX_STREAMS = 64
 POLICY = "; ".join(
     [
         "default-src 'none'",
-        *(f"{kind}-src 'self'" for kind in ("script", "style", "connect")),
+        *(f"{kind}-src 'self'" for kind in ("script", "style", "connect", "frame")),
         "img-src 'self' data:",
         *(f"{kind} 'none'" for kind in ("base-uri", "form-action", "frame-ancestors")),
         "require-trusted-types-for 'script'",
@@ -86,6 +87,8 @@ def make_app(
         "curves": queries.curves,
         "step": queries.step,
         "sample": queries.sample,
+        "columns": queries.columns,
+        "rendered": queries.rendered,
         "settings": queries.settings,
         "logs": queries.logs,
         "log": queries.log,
@@ -132,7 +135,9 @@ class GuardMiddleware:
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(HEADERS)
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers.setdefault(name, value)
             await send(message)
 
         request = Request(scope)
@@ -189,6 +194,7 @@ class RunQueries:
         self._catalog = Catalog(folder, defaults)
         self._curves = Curves(folder)
         self._steps = StepTrajectories(folder)
+        self._timelines = Timelines(folder)
         self._num_streams = 0
 
     def runs(self, _: Request) -> Response:
@@ -223,6 +229,26 @@ class RunQueries:
         line = self._steps.row(_run(request), *_step(request), _number(request, "line"))
         return Response(line, media_type="application/json")
 
+    def columns(self, request: Request) -> Response:
+        """Return what training knew of the tokens of a trajectory; {} for one of an evaluation or an earlier
+        release."""
+        phase, step = _step(request)
+        number = _number(request, "line")
+        return _json(self._steps.columns(_run(request), step, number) if phase == "train" else {})
+
+    def rendered(self, request: Request) -> Response:
+        """Return a trajectory as its environment shows it; no content if the environment has no renderer."""
+        run = _run(request)
+        row = parse(self._steps.row(run, *_step(request), _number(request, "line")))
+        if row is None:
+            return Response(status_code=204)
+        environment = row.get("env_class") or self._catalog.settings(run).values.get("environment.env_class")
+        page = render(environment, row)
+        if page is None:
+            return Response(status_code=204)
+        headers = {"content-security-policy": FRAME_POLICY}
+        return Response(page.encode("utf-8", "replace"), media_type="text/html", headers=headers)
+
     def settings(self, request: Request) -> Response:
         """Return the settings of a run, and those that are not at their defaults."""
         run = _run(request)
@@ -251,25 +277,18 @@ class RunQueries:
         return _json({"start": start, "size": state.size, "text": text.decode("utf-8", "replace")})
 
     def lanes(self, request: Request) -> Response:
-        """Return who did what when in a step of asynchronous training, and the steps that have it."""
-        records = self._timeline(_run(request))
+        """Return who did what when in a step, and the steps that have it."""
         step = _number(request, "step") if "step" in request.query_params else None
-        return _json(lanes_of_step(records, step))
+        return _json(self._timelines.lanes(_run(request), step))
 
     def perfetto(self, request: Request) -> Response:
-        """Return the time line of a run in the format of Chrome traces, which Perfetto opens."""
+        """Return the time line of the last steps in the format of Chrome traces, which Perfetto opens."""
         run = _run(request)
         curves = self._curves.of(run)
-        events = trace_events(self._timeline(run), curves.curve(TIME), curves.curve("timing/step"))
+        records = self._timelines.last_records(run)
+        events = trace_events(records, curves.curve(TIME), curves.curve("timing/step"))
         headers = {"content-disposition": 'attachment; filename="trace.json"'}
         return JSONResponse({"traceEvents": events, "displayTimeUnit": "ms"}, headers=headers)
-
-    def _timeline(self, run: str) -> list[dict]:
-        path = join(run, "rollouts", "timeline.jsonl")
-        if self._folder.state(path) is None:
-            return []
-        with self._folder.open(path) as file:
-            return [row for line in read_lines(file) if (row := parse(line)) is not None]
 
     async def live(self, request: Request) -> Response:
         """Stream an event whenever the files of a run change, or those of any run without `run`."""

@@ -1,11 +1,15 @@
 """Trajectories of a step: a summary of each, and single rows as they stand in the file."""
 
+import json
 from collections.abc import Sequence
 from threading import Lock
 
+from skyrl_train.dashboard import agent_files
 from skyrl_train.dashboard.json_lines import MAX_LINE, Cache, LineOffsets, parse
 from skyrl_train.dashboard.runs_folder import FileState, NotBelowError, RunsFolder, join
 from skyrl_train.types import JsonObject
+from skyrl_train.utils.run_folder import token_columns_name
+from skyrl_train.utils.token_columns import decode_columns
 
 MAX_STEPS = 6
 """StepTrajectories whose summaries are kept in memory."""
@@ -41,6 +45,24 @@ class StepTrajectories:
             NotBelowError: there is no such line, or it is longer than `MAX_LINE`.
         """
         path, state = self._file(run, phase, step)
+        line = self._line(path, state, number)
+        record = parse(line) if path == join(run, agent_files.NAME) else None
+        return line if record is None else json.dumps(agent_files.to_row(record)).encode()
+
+    def columns(self, run: str, step: int, number: int) -> JsonObject:
+        """Return what training knew of the tokens of a trajectory: `uid` and columns by name; empty if it was not
+        recorded (yet)."""
+        path = join(run, "trajectories", token_columns_name(step))
+        state = self._folder.state(path)
+        if state is None:
+            return {}
+        try:
+            row = parse(self._line(path, state, number))
+        except NotBelowError:  # torn
+            return {}
+        return {} if row is None else {"uid": str(row.get("uid")), "columns": decode_columns(row)}
+
+    def _line(self, path: str, state: FileState, number: int) -> bytes:
         with self._lock:
             offsets = self._scan(path, state)
             if not 0 <= number < len(offsets):
@@ -58,6 +80,8 @@ class StepTrajectories:
         if phase not in ("train", "eval"):
             raise NotBelowError(f"phase must be train or eval; got {phase!r}")
         path = join(run, "trajectories", f"{phase}_step_{step:06d}.jsonl")
+        if (phase, step) == (agent_files.PHASE, agent_files.STEP) and self._folder.state(path) is None:
+            path = join(run, agent_files.NAME)
         state = self._folder.state(path)
         if state is None:
             raise NotBelowError(f"there is no {path}")
@@ -78,6 +102,8 @@ class StepTrajectories:
             for number, (offset, size) in enumerate(spans):
                 file.seek(offset)
                 row = parse(file.read(size)) if size <= MAX_LINE else None
+                if row is not None and "instance_id" in row:
+                    row = agent_files.to_row(row)
                 rows.append({"line": number, "bytes": size, **(summarize(row) if row else {"is_broken": True})})
         return {"rows": rows, "num_rows": len(offsets), "torn_bytes": max(0, state.size - offsets.end)}
 
@@ -96,7 +122,7 @@ def summarize(row: JsonObject) -> JsonObject:
         "turn": row.get("step") if isinstance(row.get("step"), int) else None,
         "is_last": row.get("is_last_step", True) is True,
         "reward": row.get("reward") if isinstance(row.get("reward"), int | float) else None,
-        "tokens": len(_list(tokens.get("ids"))),
+        "tokens": row["num_tokens"] if isinstance(row.get("num_tokens"), int) else len(_list(tokens.get("ids"))),
         "trained": sum(_numbers(tokens.get("loss_mask"))),
         "prompt_tokens": len(_list(row.get("prompt_ids"))),
         "stop": _text(row.get("stop_reason")) if row.get("stop_reason") is not None else None,

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
+import numpy as np
 import psutil
 import pytest
 from dashboard_runs import HOSTILE, make_old, tiny_settings, train, trajectory, write_run
 
 from skyrl_train.utils.run_folder import RunFolder
+from skyrl_train.utils.token_columns import encode_columns
 
 pytestmark = [pytest.mark.slow, pytest.mark.process]
 
@@ -38,9 +40,9 @@ def browser() -> Iterator[Any]:
 
 
 @contextmanager
-def serving(folder: Path) -> Iterator[tuple[str, psutil.Process]]:
+def serving(folder: Path, *options: str) -> Iterator[tuple[str, psutil.Process]]:
     """Start the command on a free port. Yields: address and process."""
-    command = [sys.executable, "-m", "skyrl_train.dashboard", str(folder), "--port", "0"]
+    command = [sys.executable, "-m", "skyrl_train.dashboard", str(folder), "--port", "0", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
@@ -105,6 +107,52 @@ def test_hostile_text_stays_text_on_every_page(browser: Any, tmp_path: Path):
                 assert notices[1:] == ["1 lines cannot be read: line 4 is the first."], notices
 
 
+RENDERER = """
+import html
+import skyrl_gym
+from skyrl_gym.envs.base_text_env import BaseTextEnv
+
+class Shown(BaseTextEnv):
+    @staticmethod
+    def render_html(row):
+        said = html.escape(row["response"])
+        return f"<b id=board>{said}</b><script>parent.document.title='taken'</script><img src=x onerror='1'>"
+
+skyrl_gym.register(id="shown", entry_point=Shown)
+"""
+
+
+def test_tokens_are_coloured_by_what_training_knew_and_environments_show_theirs(browser: Any, tmp_path: Path):
+    run = write_run(tmp_path / "runs" / "adding")
+    rows = [trajectory("0", 0, tokens=[f" word{i}" for i in range(3000)])]
+    rows[0]["env_class"] = "shown"
+    run.write_trajectories(3, "train", rows)
+    engine = np.array(rows[0]["tokens"]["log_probs"])
+    gaps = np.zeros(3000)
+    gaps[[2500, 40]] = [-0.5, 0.25]
+    columns = {"trainer_log_probs": engine + gaps, "entropies": np.full(3000, 1.5), "advantages": np.full(3000, -2.0)}
+    run.write_token_columns(3, [{"uid": "0", **encode_columns({**columns, "trained": np.ones(3000)})}])
+    (tmp_path / "mine.py").write_text(RENDERER)
+    with serving(tmp_path / "runs", "--import", str(tmp_path / "mine.py")) as (address, _):
+        context = browser.new_context(viewport={"width": 1400, "height": 900})
+        page = context.new_page()  # a refused script of the frame is told on the console
+        page.set_default_timeout(PATIENCE)
+        page.goto(address + place("adding", "sample", phase="train", step=3, line=0))
+        page.wait_for_selector(".token")
+        options = page.locator("select[aria-label='Colour by'] option").all_inner_texts()
+        assert {"trainer log-prob", "entropy", "advantage", "difference (trainer - engine)"} <= set(options)
+        for index in (2500, 40, 2500):  # after the last comes the first
+            page.click("text=Largest gap")
+            page.wait_for_function("at => document.querySelector('.picked')?.dataset.index === String(at)", arg=index)
+        assert page.input_value("select[aria-label='Colour by']") == "difference"
+        assert page.locator(".picked").evaluate("node => node.style.background") != ""
+        frame = page.frame_locator("iframe.rendered")
+        assert "word2999" in frame.locator("#board").inner_text()
+        assert page.title() == "adding · sample"
+        assert page.evaluate("document.querySelector('iframe').getAttribute('sandbox')") == ""
+        context.close()
+
+
 def test_two_thousand_steps_of_512_samples_are_quick(browser: Any, tmp_path: Path):
     """Times are the server's processor time, which other processes do not change."""
     rng = random.Random(0)
@@ -127,6 +175,17 @@ def test_two_thousand_steps_of_512_samples_are_quick(browser: Any, tmp_path: Pat
     for step in range(2, 2000):
         os.link(run.trajectories_path(1, "train"), run.trajectories_path(step, "train"))
     run.write_trajectories(2000, "train", [trajectory("0", 0, tokens=rng.choices(words, k=100_000)), *rows[1:]])
+    many = np.full(100_000, -0.5)
+    columns = encode_columns({"trainer_log_probs": many, "entropies": many, "advantages": many, "trained": many != 0})
+    run.write_token_columns(2000, [{"uid": "0", **columns}])
+    run.timeline_path.parent.mkdir()
+    with open(run.timeline_path, "w") as file:
+        for step in range(1, 2001):
+            spans = [[f"{step}:{i // 8}_{i % 8}", i, step + i / 1000, step + 0.9, step, "finished"] for i in range(512)]
+            times = {"step": step, "began": step, "ended": step + 1, "unit": "sample", "running": [], "waits": []}
+            phases = [["generate", step, step + 0.9], ["policy_train", step + 0.9, step + 1]]
+            record = times | {"trained": [span[0] for span in spans], "groups": spans, "phases": phases}
+            file.write(json.dumps(record) + "\n")
     run.log_path("trainer").write_text("2026-01-01 00:00:00 INFO    step 2000/2000  reward 1\n")
     with serving(tmp_path) as (address, server), open_page(browser) as page:
 
@@ -142,6 +201,11 @@ def test_two_thousand_steps_of_512_samples_are_quick(browser: Any, tmp_path: Pat
         assert seconds(place("long", "step", step=777), "text=Groups") < 1.5  # 10 MB of JSON
         assert seconds(place("long", "sample", phase="train", step=1500, line=300), ".token") < 0.5
         assert seconds(place("long", "sample", phase="train", step=2000, line=0), ".token") < 0.5
+        assert "difference" in page.inner_text("select[aria-label='Colour by']")
+        assert seconds(place("long", "time", step=1000), ".lanes") < 4.0  # 60 MB of JSON, once
+        assert seconds(place("long", "time", step=7), "text=Step 7, from") < 0.5
+        page.goto(address + place("long", "sample", phase="train", step=2000, line=0))
+        page.wait_for_selector(".token")
         assert server.memory_info().rss < 500e6
         # 100,000 tokens: few have nodes, wherever one is, and the last are reached.
         for share in (0.3, 0.9, 0.1, 1.0):

@@ -1,3 +1,4 @@
+import html
 import json
 import os
 from collections.abc import Iterator
@@ -5,20 +6,25 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from dashboard_runs import HOSTILE, make_old, trajectory, write_run
 from starlette.testclient import TestClient
 
+import skyrl_gym
+from skyrl_gym.envs.base_text_env import BaseTextEnv
 from skyrl_train.dashboard.__main__ import main, read_token
 from skyrl_train.dashboard.catalog import log_facts
 from skyrl_train.dashboard.defaults import Defaults
 from skyrl_train.dashboard.json_lines import sampled_rows
 from skyrl_train.dashboard.live import change_events
+from skyrl_train.dashboard.renderers import FRAME_POLICY
 from skyrl_train.dashboard.runs_folder import NotBelowError, RunsFolder
 from skyrl_train.dashboard.server import make_app
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.rollouts.timeline import Timeline
 from skyrl_train.utils.run_folder import RunFolder
+from skyrl_train.utils.token_columns import encode_columns
 
 DEFAULTS = Defaults({"trainer.seed": 42, "trainer.algorithm.use_kl_loss": True, "trainer.policy.model.path": "tiny"})
 
@@ -132,6 +138,21 @@ def test_metrics_come_in_groups_and_as_charts(client: TestClient):
     assert list(found["groups"]) == ["policy", "reward", "timing"]
 
 
+def test_sample_has_what_training_knew_of_its_tokens(client: TestClient, runs: Path):
+    assert ask(client, "columns", run="adding", step=2, line=0) == {}  # an earlier release, or a step under way
+    columns = encode_columns({"trainer_log_probs": np.array([-0.5, np.nan]), "trained": np.array([1, 0])})
+    run = RunFolder(runs / "adding")
+    run.write_token_columns(2, [{"uid": "0", **columns}, {"uid": "0", "advantages": "no base64!"}])
+    found = ask(client, "columns", run="adding", step=2, line=0)
+    assert found == {"uid": "0", "columns": {"trainer_log_probs": [-0.5, None], "trained": [1, 0]}}
+    assert ask(client, "columns", run="adding", step=2, line=1) == {"uid": "0", "columns": {}}
+    assert ask(client, "columns", run="adding", step=2, line=2) == {}
+    assert ask(client, "columns", run="adding", phase="eval", step=2, line=0) == {}
+    assert ask(client, "run", run="adding")["steps"]["train"] == [1, 2, 3]
+    run.truncate_after(1)
+    assert not run.token_columns_path(2).exists()
+
+
 def test_step_summarizes_its_trajectories(client: TestClient):
     rows = ask(client, "step", run="adding", phase="train", step=2)["rows"]
     assert [(row["uid"], row["sample"], row["reward"], row["tokens"]) for row in rows] == [
@@ -206,6 +227,68 @@ def test_lanes_and_trace_show_groups_phases_and_waits(client: TestClient, runs: 
     spans = {(names[event["tid"]], event["name"]): event["dur"] for event in trace if event["ph"] == "X"}
     assert spans[("slot 000", "group 7")] == spans[("trainer", "wait_for_generation_buffer")] == 2_000_000
     assert spans[("steps", "step 1")] == 2_000_000
+
+
+def test_trajectories_of_skyrl_agent_are_a_run_of_one_evaluation(client: TestClient, runs: Path):
+    record = {
+        "instance_id": "bug-7", "trajectory_id": 1, "reward": 1.0, "finish_reason": "FINISH_TOOL", "failure": None,
+        "tool_calls": [{"step": 1, "name": "bash", "arguments": {"command": "ls"}, "ok": True, "seconds": 0.2}],
+        "rows": [{"prompt_ids": [1, 2], "response_ids": [3, 4, 5], "mask": [1, 1, 0], "log_probs": None,
+                  "prompt": "fix it", "spans": [[True, "ls"], [False, "a.py"]]}],
+    }  # fmt: skip
+    (runs / "agents").mkdir()
+    (runs / "agents" / "trajectories.jsonl").write_text(json.dumps(record) + "\n" + '{"instance_id": 3}\n{"torn')
+    run = next(run for run in ask(client, "runs")["runs"] if run["run"] == "agents")
+    assert run["state"] == "running"
+    assert ask(client, "run", run="agents")["steps"] == {"train": [], "eval": [0]}
+    rows = ask(client, "step", run="agents", phase="eval", step=0)["rows"]
+    assert [(row["uid"], row["sample"], row["tokens"], row["stop"]) for row in rows] == [
+        ("bug-7", 1, 3, "FINISH_TOOL"),
+        ("3", None, 0, None),
+    ]
+    row = ask(client, "sample", run="agents", phase="eval", step=0, line=0)
+    assert row["tokens"] == {"text": ["ls", "a.py"], "loss_mask": [1, 0]}
+    assert row["tool_calls"][0]["name"] == "bash"
+
+
+# ---- what environments show
+
+
+class Shown(BaseTextEnv):
+    """Environment that shows its trajectories."""
+
+    @staticmethod
+    def render_html(row: Any) -> str | None:
+        if row["uid"] == "1":
+            raise KeyError(f"no board of {HOSTILE}")
+        return f"<b>board of {html.escape(row['uid'])}</b><script>document.title='taken'</script>"
+
+
+@pytest.fixture
+def shown_environment() -> Iterator[None]:
+    skyrl_gym.register(id="shown", entry_point=Shown)
+    yield
+    skyrl_gym.deregister("shown")
+
+
+def test_environment_shows_its_trajectories_in_a_page_without_scripts(
+    client: TestClient, runs: Path, shown_environment: None
+):
+    rows = [trajectory("0"), trajectory("1"), trajectory("0")]
+    for row, name in zip(rows, ("shown", "shown", "os:getcwd"), strict=True):
+        row["env_class"] = name
+    RunFolder(runs / "adding").write_trajectories(2, "train", rows)
+    query = {"run": "adding", "step": 2}
+    shown = client.get("/api/rendered", params={**query, "line": 0})
+    assert "<b>board of 0</b>" in shown.text
+    assert shown.headers["content-security-policy"] == FRAME_POLICY
+    assert "script-src" not in FRAME_POLICY and FRAME_POLICY.endswith("sandbox")
+    failed = client.get("/api/rendered", params={**query, "line": 1})
+    assert "render_html of environment shown raised KeyError" in failed.text
+    assert "<script>" not in failed.text and "<img" not in failed.text
+    # A module is not imported because a file names it; gsm8k, of the settings, shows nothing of its own.
+    assert client.get("/api/rendered", params={**query, "line": 2}).status_code == 204
+    assert client.get("/api/rendered", params={"run": "adding", "step": 1, "line": 0}).status_code == 204
 
 
 # ---- what the server refuses

@@ -9,8 +9,8 @@ from loguru import logger
 
 from skyrl_train.config import validate_cfg
 from skyrl_train.curve_bands import CurveBand, CurveWatch, ExpectedCurves, bands_of_runs, main, read_bands
+from skyrl_train.dashboard.charts import overview
 from skyrl_train.errors import ConfigError, DataError
-from skyrl_train.report.charts import overview
 from skyrl_train.utils.run_folder import RunFolder
 
 REWARD = "reward/avg_raw_reward"

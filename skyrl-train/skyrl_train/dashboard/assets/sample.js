@@ -1,7 +1,7 @@
 // A trajectory: the conversation, and its tokens coloured by any quantity that the run records of each.
-import { address, badge, choice, colour, el, facts, hoverTip, isDark, number, palette, section, textNodes, tipTable, visible } from "./dom.js";
+import { address, api, badge, choice, colour, duration, el, facts, hoverTip, isDark, number, palette, section, textNodes, tipTable, visible } from "./dom.js";
 
-const NAMES = { log_probs: "engine log-prob", trainer_log_probs: "trainer log-prob", entropies: "entropy", advantages: "advantage", rewards: "reward", loss_mask: "loss mask", weight_versions: "weight version" };
+const NAMES = { log_probs: "engine log-prob", trainer_log_probs: "trainer log-prob", entropies: "entropy", advantages: "advantage", difference: "difference (trainer - engine)", rewards: "reward", loss_mask: "loss mask", trained: "trained on (after filters)", weight_versions: "weight version" };
 const BLOCK = 400; // tokens that are drawn together
 const TOKEN_TEXT = 4000; // characters of one token that are shown
 
@@ -20,10 +20,12 @@ function toolCalls(text) {
   return found.slice(0, 20).map((match) => match[2] ?? match[3] ?? (/"name"\s*:\s*"([^"]{1,80})"/.exec(match[1])?.[1] || "tool call"));
 }
 
-/** Turns of a response: tokens that the engine generated (a weight version, or else the loss mask, says so), or others. */
+/** A function that says of a token whether the engine generated it: a weight version, or else the loss mask, tells. */
+const generatedBy = (tokens) => (index) => (tokens.weight_versions ? tokens.weight_versions[index] >= 0 : tokens.loss_mask?.[index] !== 0);
+
+/** Turns of a response: tokens that the engine generated, or others. */
 function turns(tokens) {
-  const versions = tokens.weight_versions;
-  const isGenerated = (index) => (versions ? versions[index] >= 0 : tokens.loss_mask?.[index] !== 0);
+  const isGenerated = generatedBy(tokens);
   const found = [];
   tokens.text.forEach((_, index) => {
     if (!found.length || isGenerated(index) !== isGenerated(index - 1)) found.push({ start: index, end: index, isPolicy: isGenerated(index) });
@@ -49,7 +51,10 @@ function conversation(row, tokens) {
 function columnsOf(tokens) {
   const columns = {};
   for (const [name, values] of Object.entries(tokens)) if (!["text", "ids"].includes(name) && Array.isArray(values) && values.length === tokens.text.length) columns[name] = values;
-  if (columns.log_probs && columns.trainer_log_probs) columns.difference = columns.trainer_log_probs.map((value, index) => (value === null || columns.log_probs[index] === null ? null : value - columns.log_probs[index]));
+  if (columns.log_probs && columns.trainer_log_probs) {
+    const isGenerated = generatedBy(tokens);
+    columns.difference = columns.trainer_log_probs.map((value, index) => (value === null || columns.log_probs[index] === null || !isGenerated(index) ? null : value - columns.log_probs[index]));
+  }
   return columns;
 }
 
@@ -68,7 +73,7 @@ function scaleOf(name, values) {
     low = Math.max(-5, low);
     return { of: (value) => (value === null ? null : `rgba(${warm},${(0.75 * Math.min(1, Math.max(0, value / Math.min(low, -1e-9)))).toFixed(3)})`), ends: [number(low, 3), "0"], gradient: [`rgba(${warm},0.75)`, `rgba(${warm},0)`] };
   }
-  if (low < 0 || name === "rewards" || name === "advantages") {
+  if (low < 0 || ["rewards", "advantages", "difference"].includes(name)) {
     const most = Math.max(Math.abs(low), Math.abs(high)) || 1;
     return { of: (value) => (value ? `rgba(${value > 0 ? cool : bad},${((0.65 * Math.abs(value)) / most).toFixed(3)})` : null), ends: [number(-most, 3), number(most, 3)], gradient: [`rgba(${bad},0.65)`, "transparent", `rgba(${cool},0.65)`] };
   }
@@ -157,9 +162,9 @@ function viewer(tokens, columns, signal) {
   };
 }
 
-export async function samplePage({ run, query }, main, signal) {
+export async function samplePage({ run, query, head }, main, signal) {
   const { phase = "train", step, line } = query;
-  const answer = await fetch(address("sample", { run, phase, step, line }));
+  const [answer, training] = await Promise.all([fetch(address("sample", { run, phase, step, line })), api("columns", { run, phase, step, line }).catch(() => ({}))]);
   const text = await answer.text();
   const back = el("a", { href: `#/run/${encodeURIComponent(run)}/step?${new URLSearchParams({ phase, step })}` }, `‹ step ${step}`);
   const neighbour = (distance, sign, title) => (Number(line) + distance < 0 ? null : el("a", { title, "aria-label": title, href: `#/run/${encodeURIComponent(run)}/sample?${new URLSearchParams({ phase, step, line: Number(line) + distance })}` }, sign));
@@ -171,6 +176,7 @@ export async function samplePage({ run, query }, main, signal) {
     return null;
   }
   const tokens = row.tokens && Array.isArray(row.tokens.text) ? row.tokens : { text: [String(row.response ?? "")] };
+  if (training.columns && training.uid === String(row.uid)) Object.assign(tokens, training.columns);
   row.prompt = String(row.prompt ?? "");
   const columns = columnsOf(tokens);
   const summary = facts([["Prompt", String(row.uid)], ["Sample", row.sample], ["Row", row.step], ["Reward", number(row.reward)], ["Tokens", number(tokens.text.length)], ["Prompt tokens", row.prompt_ids && number(row.prompt_ids.length)], ["Stop reason", row.stop_reason]]);
@@ -188,6 +194,9 @@ export async function samplePage({ run, query }, main, signal) {
     if (scale.gradient) strip.style.background = `linear-gradient(90deg, ${scale.gradient.join(",")})`;
     legend.replaceChildren(...(scale.classes ? scale.classes.map(([label, shade]) => el("span", {}, el("span", { class: "dot", style: { background: shade } }), label)) : scale.ends ? [scale.ends[0], strip, scale.ends[1]] : name ? ["nothing recorded"] : []));
   }
+  const gaps = (columns.difference ?? []).map((value, index) => [Math.abs(value ?? 0), index]).filter(([gap]) => gap > 0).sort((a, b) => b[0] - a[0]);
+  let gap = -1;
+  const gapButton = gaps.length ? el("button", { type: "button", title: "Token whose log-probs of trainer and engine differ most; again for the next", onclick: () => { gap = (gap + 1) % gaps.length; colouring.querySelector("select").value = "difference"; recolour("difference"); view.goTo(gaps[gap][1]); } }, "Largest gap") : null;
   const extremes = columns.difference ? [["largest gap between trainer and engine", columns.difference, (value) => -Math.abs(value)]] : [];
   if (columns.log_probs) extremes.push(["least likely tokens", columns.log_probs, (value) => value]);
   if (columns.entropies) extremes.push(["highest entropy", columns.entropies, (value) => -value]);
@@ -211,10 +220,15 @@ export async function samplePage({ run, query }, main, signal) {
       }
     }
   }
+  const rendered = el("div");
+  const frame = address("rendered", { run, phase, step, line });
+  fetch(frame, { signal }).then(({ status }) => status === 200 && rendered.append(section("As the environment shows it", null, el("iframe", { class: "rendered", sandbox: "", src: frame, title: "The trajectory as its environment shows it" })))).catch(() => {});
+  const again = typeof row.sample === "number" ? el("p", { class: "quiet small mono" }, `python -m skyrl_train.replay ${run === "." ? head.name : run} --sample ${String(row.uid).slice(0, 200)}_${row.sample} --step ${step}${phase === "eval" ? " --phase eval" : ""}`) : null;
   const colouring = choice("Colour by", [...colours, ["", "nothing"]], current, recolour);
+  const called = Array.isArray(row.tool_calls) && row.tool_calls.length ? section("Tool calls", null, el("div", { class: "card scroll", style: { maxHeight: "360px" } }, el("table", {}, el("tbody", {}, row.tool_calls.slice(0, 500).map((call) => el("tr", {}, el("td", { class: "number" }, String(call?.step ?? "")), el("td", {}, badge(String(call?.name), call?.ok === false ? "bad" : "")), el("td", { class: "number" }, duration(call?.seconds)), el("td", { class: "mono" }, visible(JSON.stringify(call?.arguments ?? null).slice(0, 2000))))))))) : "";
   main.replaceChildren(
-    el("section", {}, bar), el("div", { class: "card" }, summary, failure),
-    section("Tokens", el("div", { class: "row" }, legend, colouring, find), el("div", { class: extremes.length ? "split" : "" }, view.node, extremes.length ? side : "")),
+    el("section", {}, bar), el("div", { class: "card" }, summary, failure, again), rendered, called,
+    section("Tokens", el("div", { class: "row" }, legend, colouring, gapButton, find), el("div", { class: extremes.length ? "split" : "" }, view.node, extremes.length ? side : "")),
     section("Conversation", null, el("div", { class: "card" }, conversation(row, tokens))),
   );
   recolour(current);

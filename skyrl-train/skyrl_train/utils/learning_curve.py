@@ -1,13 +1,26 @@
-"""A learning curve as a picture for a README."""
+"""A run's metrics as curves, and a learning curve as a picture for a README."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from skyrl_train.errors import DataError
-from skyrl_train.report.collect import curves, existing_run
+from skyrl_train.types import JsonObject
+from skyrl_train.utils.run_folder import RunFolder
 
 TRAINING_REWARD = "reward/avg_raw_reward"
 EVALUATION_REWARD = "eval/all/avg_score"
+
+
+def curves(rows: Iterable[JsonObject]) -> dict[str, tuple[list[int], list[float | None]]]:
+    """Return every metric as steps and values, by step. Of several lines of a step the last that has the metric
+    counts."""
+    found: dict[str, dict[int, float | None]] = {}
+    for row in rows:
+        for name, value in row.items():
+            if name not in ("step", "time") and (value is None or isinstance(value, int | float)):
+                found.setdefault(name, {})[row["step"]] = None if value is None else float(f"{value:.6g}")
+    return {name: (sorted(points), [points[step] for step in sorted(points)]) for name, points in found.items()}
 
 
 def save_learning_curve_png(
@@ -29,9 +42,12 @@ def save_learning_curve_png(
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import, and only needed here
     from matplotlib.figure import Figure
 
-    found = curves(existing_run(run_path).read_metrics())
+    found = curves(RunFolder(run_path).read_metrics())
     if not (found.keys() & {training_metric, evaluation_metric}):
-        raise DataError(f"{run_path} has neither {training_metric} nor {evaluation_metric} in its metrics.jsonl yet")
+        raise DataError(
+            f"{run_path} has neither {training_metric} nor {evaluation_metric} in its metrics.jsonl yet; give the "
+            "folder of trainer.run_dir, and wait for the end of a step"
+        )
     figure = Figure(figsize=(8, 4), dpi=160, layout="constrained")
     axes: Any = figure.subplots()
     if training_metric in found:
