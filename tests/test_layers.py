@@ -38,7 +38,7 @@ LAYERS = [
         "supervised",
     }
     | {"trainer", "training_run", "fully_async_trainer", "distillation_trainer", "teachers"},
-    {"entrypoints", "report", "dashboard", "diff", "replay"},
+    {"entrypoints", "report", "dashboard", "diff", "explain", "replay"},
 ]
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}
 

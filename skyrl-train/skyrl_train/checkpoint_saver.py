@@ -9,10 +9,12 @@ from typing import TypeVar
 
 from loguru import logger
 
+from skyrl_gym.waits import waiting
 from skyrl_train.checkpoints import CheckpointStore
 from skyrl_train.errors import CheckpointError
 from skyrl_train.orchestration.actor_group import ActorGroup
 from skyrl_train.training_backends.checkpoint import WrittenFiles
+from skyrl_train.utils.explanations import explain_expiry
 
 T = TypeVar("T")
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0  # seconds between two looks at what ranks have written
@@ -94,15 +96,18 @@ class CheckpointSaver:
             return
         deadline = asyncio.timeout(self._timeout_seconds)
         try:
-            async with deadline:
-                await task
+            with waiting(f"the checkpoint of step {self._step}", deadline=self._timeout_seconds):
+                async with deadline:
+                    await task
         except TimeoutError:
             if not deadline.expired():
                 raise
-            raise CheckpointError(
+            late = (
                 f"the checkpoint of step {self._step}, written in the background (trainer.ckpt_async), is not complete "
-                f"after {self._timeout_seconds:g} s (trainer.worker_timeout_seconds): a slow or full disk or store?"
-            ) from None
+                f"after {self._timeout_seconds:g} s (trainer.worker_timeout_seconds)"
+            )
+            why = await asyncio.to_thread(explain_expiry, late) or ": a slow or full disk or store?"
+            raise CheckpointError(late + why) from None
 
     async def close(self) -> None:
         """End the saving at the end of a run, also after a failure: a checkpoint that is nearly complete becomes so,

@@ -8,12 +8,14 @@ have an interpreter each and meet in a process group, without Ray.
 
 import functools
 import multiprocessing
+import os
 from multiprocessing.connection import Connection
 from typing import Any
 
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401  the tiny models of tests; a server imports it once
 from ray import cloudpickle
 
+from skyrl_gym.waits import FOLDER
 from skyrl_train.orchestration.process_ranks import ProcessRanks, RankProcess, serve
 from skyrl_train.training_backends.fsdp2 import backend  # noqa: F401  for the server, too
 from skyrl_train.utils.process_log import capture_output
@@ -34,10 +36,12 @@ class ForkedRanks(ProcessRanks):
 
     dumps = staticmethod(cloudpickle.dumps)  # pyright: ignore[reportPrivateImportUsage]
 
-    def _start(self, log_file: str, environment: dict[str, str]) -> tuple[RankProcess, Connection]:
+    def _start(self, name: str, log_file: str, environment: dict[str, str]) -> tuple[RankProcess, Connection]:
         ours, theirs = _server().Pipe()
         with theirs:
-            process = _server().Process(target=_serve, args=(theirs, log_file), daemon=True)
+            process = _server().Process(
+                target=_serve, args=(theirs, name, log_file, os.environ.get(FOLDER)), daemon=True
+            )
             process.start()
         return _Forked(process), ours
 
@@ -56,6 +60,8 @@ class _Forked:
         return self._process.exitcode
 
 
-def _serve(pipe: Connection, log_file: str) -> None:
+def _serve(pipe: Connection, name: str, log_file: str, waits_folder: str | None) -> None:
     capture_output(log_file)
-    serve(pipe, ForkedRanks.dumps)
+    if waits_folder is not None:  # the server keeps the environment of its start
+        os.environ[FOLDER] = waits_folder
+    serve(pipe, name, log_file, ForkedRanks.dumps)

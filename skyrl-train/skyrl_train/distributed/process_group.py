@@ -8,6 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from skyrl_gym.waits import PEERS, waiting
+from skyrl_train.distributed.collectives import record_collectives
+
 
 def backend_of(device: torch.device) -> str:
     """The process-group backend of a device: nccl on CUDA (and gloo for what is offloaded to the CPU), gloo
@@ -43,13 +46,15 @@ def init_process_group(
     # Not `env://`: a child process that inherits RANK and MASTER_PORT (a tool, an experiment tracker) would take itself
     # for a rank of this group when it imports a library that joins a group by its environment.
     host = f"[{master_address}]" if ":" in master_address else master_address
-    dist.init_process_group(
-        backend_of(device),
-        init_method=f"tcp://{host}:{master_port}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout_seconds),
-    )
+    record_collectives()
+    with waiting("the process group to meet", on=PEERS, deadline=timeout_seconds):
+        dist.init_process_group(
+            backend_of(device),
+            init_method=f"tcp://{host}:{master_port}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_seconds),
+        )
 
 
 def make_mesh(device: torch.device, fsdp_size: int = -1) -> DeviceMesh:

@@ -20,6 +20,7 @@ from skyrl_train.inference_engines.base import (
 )
 from skyrl_train.inference_engines.completion import Completion, to_completions
 from skyrl_train.types import ConversationType
+from skyrl_train.utils.explanations import explain_expiry
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ class EngineSession:
         except Exception as error:  # the far side may be a Ray actor, an HTTP server or a library: any error of theirs
             if isinstance(error, TimeoutError) and timeout.expired():
                 what = f"did not answer within generator.request_timeout_seconds={self.timeout_seconds:g}"
+                what += await asyncio.to_thread(explain_expiry, f"an engine {what}")
             else:
                 what = f"raised {type(error).__name__}: {error}"
             raise RolloutError("infrastructure", f"the engine {what}") from error

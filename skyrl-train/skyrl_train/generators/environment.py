@@ -5,13 +5,14 @@ never returns costs its trajectory a deadline, and does not keep the process fro
 """
 
 import asyncio
+import contextlib
 import contextvars
 import copy
 import inspect
 import math
 import threading
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
@@ -22,11 +23,16 @@ from loguru import logger
 import skyrl_gym
 from skyrl_gym.episode import accepts_seed
 from skyrl_gym.error import InfraError
+from skyrl_gym.waits import waiting
 from skyrl_train.errors import FailureKind, RolloutError
 from skyrl_train.types import ConversationType
+from skyrl_train.utils.explanations import explain_expiry
 from skyrl_train.utils.tracebacks import last_place
 
 T = TypeVar("T")
+
+THREADS = "the threads of environments (environment.skyrl_gym.max_env_workers)"
+"""Name under which waits for a thread, and calls that have one, are recorded."""
 
 DEADLINE_SETTING = "environment.skyrl_gym.env_timeout_seconds"
 
@@ -64,15 +70,22 @@ class DaemonThreads:
         if self.max_workers == 0:
             result = function(*args)
         else:
-            async with self._slots_of_this_loop():
+            async with self._slot():
                 result = await self._before_deadline(_in_daemon_thread(partial(function, *args), discard))
         # A plain method may still hand back a coroutine (a decorator, a functools.partial).
         if inspect.isawaitable(result):
             return await self._before_deadline(result)
         return result  # pyright: ignore[reportReturnType]
 
-    def _slots_of_this_loop(self) -> asyncio.Semaphore:
-        return self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.max_workers))
+    @contextlib.asynccontextmanager
+    async def _slot(self) -> AsyncIterator[None]:
+        slots = self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.max_workers))
+        with waiting("a free one", on=THREADS) if slots.locked() else contextlib.nullcontext():
+            await slots.acquire()
+        try:
+            yield
+        finally:
+            slots.release()
 
     async def _before_deadline(self, awaitable: Awaitable[T]) -> T:
         deadline = asyncio.timeout(self.timeout_seconds)
@@ -101,10 +114,14 @@ def _in_daemon_thread(function: Callable[[], T], discard: Callable[[T], None] | 
         else:  # a future cannot carry these: they would end the event loop, or the generator that awaits it
             outcome.set_exception(RuntimeError(f"raised {type(error).__name__}: {error}"))
 
+    def run() -> T:
+        with waiting("a call of an environment", who=THREADS):
+            return function()
+
     def work() -> None:
         result, error = None, None
         try:
-            result = context.run(function)
+            result = context.run(run)
         except BaseException as raised:  # carried to the caller, whatever it is
             error = raised
         try:
@@ -205,12 +222,16 @@ class EnvironmentSession:
             await self._call("close", self._env.close)
 
     async def _call(self, method: str, function: Callable[..., T], *args: object, **kwargs: Any) -> T:
+        name = f"environment {self.env_class!r}"
         try:
-            return await self.threads.call(function, *args, **kwargs)
+            with waiting(f"{method} of {name}", deadline=self.threads.timeout_seconds):
+                return await self.threads.call(function, *args, **kwargs)
         except RolloutError:
             raise
         except DeadlineExceeded as error:
-            raise self._fault("environment", method, f"{error} ({DEADLINE_SETTING})") from error
+            late = f"{error} ({DEADLINE_SETTING})"
+            why = await asyncio.to_thread(explain_expiry, f"{method} of {name} {late}")
+            raise self._fault("environment", method, late + why) from error
         except InfraError as error:
             raise self._fault("infrastructure", method, f"needs what does not work: {error}") from error
         except Exception as error:  # environments are users' code: whatever they raise ends this trajectory only

@@ -6,10 +6,12 @@ Subclasses decide where the engine lives: a Ray process (`ray_wrapped_inference_
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
 
+from skyrl_gym.waits import waiting
 from skyrl_train.errors import WorkerError
 from skyrl_train.inference_engines.base import (
     EngineInfo,
@@ -20,6 +22,7 @@ from skyrl_train.inference_engines.base import (
 )
 from skyrl_train.inference_engines.loop_thread import LoopThread
 from skyrl_train.utils.call_errors import end_of_log
+from skyrl_train.utils.explanations import explain_expiry
 from skyrl_train.weight_sync.base import LoraLoadRequest, WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 
 CONTROL = "generator.engine_control_timeout_seconds"
@@ -34,15 +37,19 @@ _ANSWER_SECONDS = 1.0
 
 MakeEngine = Callable[[], InferenceEngineInterface]
 
+T = TypeVar("T")
+
 
 class EngineHost:
     """Engine with an event loop of its own, whichever loops its callers have.
 
     Args:
         make_engine: creates the engine, here.
+        name: of the engine, for records of its waits.
     """
 
-    def __init__(self, make_engine: MakeEngine):
+    def __init__(self, make_engine: MakeEngine, name: str = "an engine"):
+        self._name = name
         self._engine = make_engine()
         self._loop = LoopThread("engine")
         self._check: asyncio.Future[None] | None = None
@@ -50,15 +57,19 @@ class EngineHost:
         self._silent_since = 0.0
 
     def generate(self, input_batch: InferenceEngineInput) -> Awaitable[InferenceEngineOutput]:
-        return self._loop.call(self._engine.generate(input_batch))
+        return self._loop.call(self._recorded("generate", self._engine.generate(input_batch)))
 
     def control(self, method: str, *args: object) -> Awaitable[object]:
         """Call any other method of the engine."""
-        return self._loop.call(getattr(self._engine, method)(*args))
+        return self._loop.call(self._recorded(method, getattr(self._engine, method)(*args)))
 
     def submit(self, method: str, *args: object) -> "Future[object]":
         """Call any method of the engine, from any thread."""
-        return self._loop.submit(getattr(self._engine, method)(*args))
+        return self._loop.submit(self._recorded(method, getattr(self._engine, method)(*args)))
+
+    async def _recorded(self, method: str, call: Coroutine[None, None, T]) -> T:
+        with waiting(method, who=self._name):
+            return await call
 
     async def check_health(self, patience_seconds: float) -> None:
         """Return if the engine is well, or busy: not answering yet, for less than `patience_seconds` since it was last
@@ -79,9 +90,10 @@ class EngineHost:
             self._check = None
             return check.result()
         if now - self._silent_since > patience_seconds:
-            raise WorkerError(
+            hangs = (
                 f"the engine hangs: it neither answered nor computed anything for {patience_seconds:g} s ({CONTROL})"
             )
+            raise WorkerError(hangs + await asyncio.to_thread(explain_expiry, f"{self._name}: {hangs}"))
 
     def stop(self) -> None:
         """End the event loop; what still runs in it is cancelled."""
@@ -114,6 +126,10 @@ class EngineHandle(InferenceEngineInterface):
         self._start_timeout_seconds = start_timeout_seconds or self.control_timeout_seconds
         self._num_answers = 0
 
+    @property
+    def name(self) -> str:
+        return self._name
+
     # ---- where the engine lives
 
     @abstractmethod
@@ -140,7 +156,12 @@ class EngineHandle(InferenceEngineInterface):
 
     async def _control(self, method: str, *args: object) -> Any:
         await self._started()
-        return await self._answer(self.start(method, *args), self.control_timeout_seconds, CONTROL)
+        with self._awaited(method, self.control_timeout_seconds):
+            return await self._answer(self.start(method, *args), self.control_timeout_seconds, CONTROL)
+
+    def _awaited(self, what: str, timeout_seconds: float) -> AbstractContextManager[None]:
+        """Record a wait for this engine."""
+        return waiting(what, on=self._name, deadline=timeout_seconds)
 
     async def describe(self) -> EngineInfo:
         return await self._control("describe")
@@ -153,7 +174,8 @@ class EngineHandle(InferenceEngineInterface):
             return await self._control("pause_generation", mode)
         await self._started()  # the requests that it waits for have their own deadline
         timeout = max(self._request_timeout_seconds, self.control_timeout_seconds)
-        await self._answer(self.start("pause_generation", mode), timeout, REQUEST)
+        with self._awaited("pause_generation", timeout):
+            await self._answer(self.start("pause_generation", mode), timeout, REQUEST)
 
     async def resume_generation(self) -> None:
         await self._control("resume_generation")
@@ -211,4 +233,6 @@ class LocalEngines:
 
     def wait(self, calls: list[Any]) -> list[Any]:
         timeout = max(engine.control_timeout_seconds for engine in self._engines)
-        return self._engines[0].wait_for_all(calls, timeout)
+        names = ", ".join(engine.name for engine in self._engines)
+        with waiting("the weights to arrive", on=names, deadline=timeout):
+            return self._engines[0].wait_for_all(calls, timeout)

@@ -28,6 +28,7 @@ from skyrl_train.inference_engines.request_runner import ClientRequest, RequestR
 from skyrl_train.inference_engines.routing import Router, Session, SlotRequest
 from skyrl_train.inference_engines.supervision import EngineFailure, Restart, Supervisor
 from skyrl_train.utils.chat_templates import configured_chat_template
+from skyrl_train.utils.explanations import explain_expiry
 from skyrl_train.weight_sync.base import LoraLoadRequest, WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 from skyrl_train.weight_sync.fingerprint import differences
 
@@ -111,7 +112,8 @@ class InferenceEngineClient(InferenceEngineInterface):
         except TimeoutError:
             if not deadline.expired():
                 raise
-            raise TimeoutError(self._runner.timeout_message(requests, self._request_timeout)) from None
+            late = self._runner.timeout_message(requests, self._request_timeout)
+            raise TimeoutError(late + await asyncio.to_thread(explain_expiry, late)) from None
         self._num_continued += sum(request.was_interrupted for request in requests)
         return to_engine_output([request.completion for request in requests if request.completion is not None])
 

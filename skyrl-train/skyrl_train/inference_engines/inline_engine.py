@@ -91,8 +91,10 @@ class InlineEngine(EngineHandle):
 
     async def _started(self) -> None:
         if not self._host.done():
-            async with self._deadline(self._start_timeout_seconds, START):
-                await asyncio.shield(asyncio.wrap_future(self._host))
+            seconds = self._start_timeout_seconds
+            with self._awaited("its start", seconds):
+                async with self._deadline(seconds, START):
+                    await asyncio.shield(asyncio.wrap_future(self._host))
 
     async def check_health(self) -> None:
         await self._started()
@@ -101,8 +103,9 @@ class InlineEngine(EngineHandle):
 
     async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
         await self._started()
-        async with self._deadline(self._request_timeout_seconds, REQUEST):
-            output = await self._host.result().generate(input_batch)
+        with self._awaited("generate", self._request_timeout_seconds):
+            async with self._deadline(self._request_timeout_seconds, REQUEST):
+                output = await self._host.result().generate(input_batch)
         self._num_answers += 1
         return output
 

@@ -65,14 +65,15 @@ class EngineProcess(EngineHost):
     Args:
         make_engine: creates the engine, there.
         log_file: log of the process.
+        name: of the engine, for records of its waits.
     """
 
-    def __init__(self, make_engine: MakeEngine, log_file: str):
-        prepare_process(log_file)
+    def __init__(self, make_engine: MakeEngine, log_file: str, name: str = "an engine"):
+        prepare_process(log_file, name)
         with contextlib.suppress(PermissionError):  # it leads a group already
             os.setpgid(0, 0)  # what it starts can be found when it is dead itself
         with errors_for_caller():
-            super().__init__(make_engine)
+            super().__init__(make_engine, name)
 
     async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
         with errors_for_caller():
@@ -121,7 +122,8 @@ class RayWrappedInferenceEngine(EngineHandle):
     async def _started(self) -> None:
         if self._place is None:
             call = self._named(self._actor.place.remote())
-            self._place = await answer_of(call, self._start_timeout_seconds, START)
+            with self._awaited("its start", self._start_timeout_seconds):
+                self._place = await answer_of(call, self._start_timeout_seconds, START)
 
     async def check_health(self) -> None:
         await self._started()
@@ -132,7 +134,8 @@ class RayWrappedInferenceEngine(EngineHandle):
         await self._started()
         call = self._named(self._actor.generate.remote(input_batch))
         try:
-            output = await answer_of(call, self._request_timeout_seconds, REQUEST)
+            with self._awaited("generate", self._request_timeout_seconds):
+                output = await answer_of(call, self._request_timeout_seconds, REQUEST)
         except (asyncio.CancelledError, WorkerError):
             ray.cancel(call.reference)  # nobody waits: the engine need not go on
             raise

@@ -7,16 +7,21 @@ engines in `supervision`.
 
 import asyncio
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
+from skyrl_gym.waits import waiting
 from skyrl_train.inference_engines.base import InferenceEngineInput, InferenceEngineOutput, SamplingKeywords
 from skyrl_train.inference_engines.completion import Completion, to_completions
 from skyrl_train.inference_engines.continuation import EngineCall, join, next_call
 from skyrl_train.inference_engines.health import Health
 from skyrl_train.inference_engines.routing import Interrupted, QueueEntry, Router, SlotRequest
 from skyrl_train.inference_engines.supervision import EngineFailure, Supervisor
+
+SLOTS = "the queue of requests"
+"""Name under which waits for a slot, and requests that hold one, are recorded."""
 
 _RETRY_DELAY_SECONDS = 0.1
 """Delay of a request of which an engine generated nothing, though nobody here told it to abort."""
@@ -84,7 +89,8 @@ class RequestRunner:
             while queued or calls or delays:
                 futures = [*(entry.granted for entry in queued), *calls, *delays]
                 if not any(future.done() for future in futures):
-                    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+                    with waiting("a slot on an engine", on=SLOTS) if queued else nullcontext():
+                        await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
                 for entry in [entry for entry in queued if entry.granted.done()]:
                     members = queued.pop(entry)
                     try:
@@ -140,7 +146,11 @@ class RequestRunner:
             session_ids=sessions if len(sessions) == len(requests) else None,
             lora_name=first.lora_name,
         )
-        return asyncio.create_task(self._supervisor.run(engine, lambda present: present.generate(batch)))
+        return asyncio.create_task(self._generate(engine, batch))
+
+    async def _generate(self, engine: int, batch: InferenceEngineInput) -> InferenceEngineOutput:
+        with waiting("a request with a slot", who=SLOTS):
+            return await self._supervisor.run(engine, lambda present: present.generate(batch))
 
     def _finish(
         self, call: "asyncio.Task[InferenceEngineOutput]", requests: list[ClientRequest]

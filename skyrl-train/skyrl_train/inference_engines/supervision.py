@@ -13,6 +13,7 @@ from skyrl_train.config import GeneratorConfig
 from skyrl_train.errors import WorkerError
 from skyrl_train.inference_engines.base import EngineInfo, InferenceEngineInterface
 from skyrl_train.inference_engines.health import ROUTED, UP, Health, HealthEvent, after
+from skyrl_train.utils.explanations import explain_expiry
 
 T = TypeVar("T")
 
@@ -223,6 +224,8 @@ class Supervisor:
         try:
             state.info = await asyncio.wait_for(self.engines[state.index].describe(), timeout)
         except Exception as error:  # whatever it is, those who wait must hear of it
+            if isinstance(error, TimeoutError):
+                await asyncio.to_thread(explain_expiry, f"engine {state.index} did not start within {timeout:g} s")
             state.health = after(state.health, HealthEvent.START_FAILED)
             self._lose(self._start_error(state, error))
         else:
@@ -275,7 +278,10 @@ class Supervisor:
                     else "generator.engine_control_timeout_seconds"
                 )
                 log = f"\n{engine.log()}" if isinstance(engine, Process) else ""
-                self._record_failure(state, HealthEvent.SILENT_TOO_LONG, WorkerError(f"{text} ({setting}){log}"))
+                why = await asyncio.to_thread(explain_expiry, f"{text} ({setting})")  # before it is killed
+                if ended.done():
+                    return
+                self._record_failure(state, HealthEvent.SILENT_TOO_LONG, WorkerError(f"{text} ({setting}){why}{log}"))
                 return
             error = check.exception()
             if error is None:

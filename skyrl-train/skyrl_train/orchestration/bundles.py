@@ -15,8 +15,10 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
+from skyrl_gym.waits import waiting
 from skyrl_train.env_vars import scheduling_timeout_seconds
 from skyrl_train.errors import WorkerError
+from skyrl_train.utils.explanations import SCHEDULER, explain_expiry
 
 
 def reserve_bundles(
@@ -35,15 +37,18 @@ def reserve_bundles(
     timeout = scheduling_timeout_seconds() if timeout_seconds is None else timeout_seconds
     bundle = {"CPU": 1.0} if device == "cpu" else {"CPU": 1.0, "GPU": float(num_devices)}
     group = placement_group([bundle] * count, strategy="PACK", name=f"{_name_prefix()}{uuid.uuid4().hex}")
-    if not group.wait(timeout):
-        remove_placement_group(group)
-        kind = "CPU" if device == "cpu" else "GPU"
-        asked = f"{count} CPUs" if device == "cpu" else f"{count * num_devices} GPUs"
-        raise WorkerError(
-            f"{asked} for {purpose} did not become free within {timeout:g} s (SKYRL_RAY_PG_TIMEOUT_IN_S); the "
-            f"cluster has {ray.cluster_resources().get(kind, 0):g}, of which "
-            f"{ray.available_resources().get(kind, 0):g} are free"
-        )
+    kind = "CPU" if device == "cpu" else "GPU"
+    asked = f"{count} CPUs" if device == "cpu" else f"{count * num_devices} GPUs"
+    with waiting(f"{asked} for {purpose}", on=SCHEDULER, deadline=timeout):
+        if not group.wait(timeout):
+            late = (
+                f"{asked} for {purpose} did not become free within {timeout:g} s (SKYRL_RAY_PG_TIMEOUT_IN_S); the "
+                f"cluster has {ray.cluster_resources().get(kind, 0):g}, of which "
+                f"{ray.available_resources().get(kind, 0):g} are free"
+            )
+            why = explain_expiry(late)
+            remove_placement_group(group)
+            raise WorkerError(late + why)
     return group
 
 

@@ -17,11 +17,12 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from loguru import logger
 
+from skyrl_gym.waits import waiting
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.inference_engines.engine_handle import EngineHost, MakeEngine
 from skyrl_train.inference_engines.inline_engine import InlineEngine
 from skyrl_train.orchestration.launcher import Calls, MakeWorker
-from skyrl_train.utils.call_errors import failure_of, timed_out
+from skyrl_train.utils.call_errors import failure_of, timed_out, waiting_for_ranks
 from skyrl_train.utils.cpu_numerics import prepare_cpu
 from skyrl_train.utils.process_log import own_log
 from skyrl_train.utils.random_state import RandomState
@@ -107,7 +108,7 @@ class InlineRank:
     num_ranks = 1
 
     def __init__(self, name: str, make_worker: MakeWorker, args: tuple[Any, ...], device: str):
-        self._name = f"{name} worker 0"
+        self._group, self._name = name, f"{name} worker 0"
         self._random = RandomState(device)
         self._has_ended = False
         self._worker: Any = None
@@ -126,19 +127,24 @@ class InlineRank:
     async def call(self, calls: Sequence[Calls], timeout_seconds: float, timeout_setting: str) -> list[list[Any]]:
         [own] = calls
         deadline = asyncio.timeout(timeout_seconds)
-        try:
-            async with deadline:
-                await asyncio.shield(asyncio.wrap_future(self._start))
-                return [await asyncio.wrap_future(model_thread().submit(lambda: self._call_sequence(own)))]
-        except Exception as error:  # a user's code may raise anything: reported as a failure of this rank
-            if deadline.expired():
-                raise timed_out([(self._name, own_log())], timeout_seconds, timeout_setting) from None
-            log_traceback(error)
-            raise failure_of(error, self._name, own_log()) from error
+        with waiting_for_ranks(self._group, calls, timeout_seconds):
+            try:
+                async with deadline:
+                    await asyncio.shield(asyncio.wrap_future(self._start))
+                    return [await asyncio.wrap_future(model_thread().submit(lambda: self._call_sequence(own)))]
+            except Exception as error:  # a user's code may raise anything: reported as a failure of this rank
+                if deadline.expired():
+                    raise timed_out([(self._name, own_log())], timeout_seconds, timeout_setting) from None
+                log_traceback(error)
+                raise failure_of(error, self._name, own_log()) from error
 
     def _call_sequence(self, calls: Calls) -> list[Any]:
         with self._random.swapped_in():
-            return [getattr(self._worker, method)(*args) for method, args in calls]
+            return [self._call(method, args) for method, args in calls]
+
+    def _call(self, method: str, args: tuple[Any, ...]) -> Any:
+        with waiting(method, who=self._name):
+            return getattr(self._worker, method)(*args)
 
     async def shutdown(self) -> None:
         """Release the worker and its model after its current computation, which is waited for briefly."""
@@ -189,7 +195,7 @@ class InlineLauncher:
     def start_engine(self, index: int, make_engine: MakeEngine) -> InlineEngine:
         def make() -> EngineHost:
             with RandomState(self._device).swapped_in():
-                return EngineHost(make_engine)
+                return EngineHost(make_engine, f"engine {index}")
 
         generator = self._cfg.generator
         return InlineEngine(

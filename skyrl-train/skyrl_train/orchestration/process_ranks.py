@@ -1,6 +1,7 @@
 """Ranks as processes of this machine, without Ray: `Ranks` of an actor group.
 
-`python -m skyrl_train.orchestration.process_ranks DESCRIPTOR` is one rank, which serves the connection of this number.
+`python -m skyrl_train.orchestration.process_ranks DESCRIPTOR NAME LOG` is one rank, which serves the connection of this
+number.
 """
 
 import asyncio
@@ -20,9 +21,11 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Protocol
 
 from skyrl_gym.deadline import outcome_of
+from skyrl_gym.waits import NEXT_CALL, report_as, waiting
 from skyrl_train.errors import WorkerError, WorkerMemoryError
-from skyrl_train.utils.call_errors import KILLED_HINT, end_of_log, failure_of, timed_out
+from skyrl_train.utils.call_errors import KILLED_HINT, end_of_log, failure_of, timed_out, waiting_for_ranks
 from skyrl_train.utils.cpu_numerics import prepare_cpu
+from skyrl_train.utils.explanations import TRAINER
 from skyrl_train.utils.process_log import configure_logging
 from skyrl_train.utils.tracebacks import described, keep_where_raised, log_traceback
 
@@ -81,15 +84,16 @@ class ProcessRanks:
         # The ranks see one GPU each, as under Ray: every one of them computes on its `cuda:0`.
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_ranks)))
         gpus = visible.split(",") if device == "cuda" else [None] * num_ranks
-        for gpu, log_file in zip(gpus, self._log_files, strict=False):
-            process, pipe = self._start(log_file, {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
+        for rank, (gpu, log_file) in enumerate(zip(gpus, self._log_files, strict=False)):
+            environment = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
+            process, pipe = self._start(self._worker(rank), log_file, environment)
             self._processes.append(process)
             self._pipes.append(pipe)
             pipe.send_bytes(self.dumps((make_worker, args)))
 
-    def _start(self, log_file: str, environment: dict[str, str]) -> tuple[RankProcess, Connection]:
+    def _start(self, name: str, log_file: str, environment: dict[str, str]) -> tuple[RankProcess, Connection]:
         ours, theirs = Pipe()
-        command = [sys.executable, "-m", __name__, str(theirs.fileno())]
+        command = [sys.executable, "-m", __name__, str(theirs.fileno()), name, log_file]
         with theirs, open(log_file, "ab") as output:  # our copy of their end goes, or its end would never be seen
             process = subprocess.Popen(
                 command,
@@ -106,12 +110,13 @@ class ProcessRanks:
 
     async def call(self, calls: "Sequence[Calls]", timeout_seconds: float, timeout_setting: str) -> list[list[object]]:
         async with self._one_at_a_time:  # answers come in the order of the calls
-            for pipe, own in zip(self._pipes, calls, strict=True):
-                try:
-                    pipe.send_bytes(self.dumps(own))
-                except OSError:
-                    raise self._death() from None
-            return await asyncio.to_thread(self._answers, timeout_seconds, timeout_setting)
+            with waiting_for_ranks(self.name, calls, timeout_seconds):
+                for pipe, own in zip(self._pipes, calls, strict=True):
+                    try:
+                        pipe.send_bytes(self.dumps(own))
+                    except OSError:
+                        raise self._death() from None
+                return await asyncio.to_thread(self._answers, timeout_seconds, timeout_setting)
 
     def _answers(self, timeout_seconds: float, timeout_setting: str) -> list[list[object]]:
         deadline = time.monotonic() + timeout_seconds
@@ -169,9 +174,15 @@ class ProcessRanks:
             pipe.close()
 
 
-def serve(pipe: Connection, dumps: Dumps = pickle.dumps) -> None:
+def serve(pipe: Connection, name: str, log_file: str, dumps: Dumps = pickle.dumps) -> None:
     """Make a worker and answer its calls. The process ends with the connection, even in the middle of a call; signals
-    to the whole process group are left to the driver."""
+    to the whole process group are left to the driver.
+
+    Args:
+        name: of this rank, for records of its waits.
+        log_file: where this process logs.
+    """
+    report_as(name, log=log_file)
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
     messages = SimpleQueue[bytes]()
@@ -185,10 +196,16 @@ def serve(pipe: Connection, dumps: Dumps = pickle.dumps) -> None:
         if not workers:  # made at the first call, whose answer tells of its errors
             make_worker, args = pickle.loads(made)
             workers.append(make_worker(*args))
-        return dumps((None, [getattr(workers[0], method)(*args) for method, args in pickle.loads(calls)]))
+        answers = []
+        for method, args in pickle.loads(calls):
+            with waiting(method):
+                answers.append(getattr(workers[0], method)(*args))
+        return dumps((None, answers))
 
     while True:
-        answered = outcome_of(answer, messages.get())
+        with waiting(NEXT_CALL, on=TRAINER):
+            message = messages.get()
+        answered = outcome_of(answer, message)
         pipe.send_bytes(answered if isinstance(answered, bytes) else _refusal(answered, dumps))
 
 
@@ -210,7 +227,7 @@ def _read(pipe: Connection, messages: "SimpleQueue[bytes]") -> None:
 
 if __name__ == "__main__":
     try:
-        serve(Connection(int(sys.argv[1])))
+        serve(Connection(int(sys.argv[1])), sys.argv[2], sys.argv[3])
     finally:
         traceback.print_exc()
         os._exit(1)  # at once, whatever threads of collectives are still at work

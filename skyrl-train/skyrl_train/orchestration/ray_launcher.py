@@ -12,6 +12,7 @@ from loguru import logger
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from skyrl_gym.waits import waiting
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.env_vars import scheduling_timeout_seconds
 from skyrl_train.errors import WorkerError
@@ -20,6 +21,7 @@ from skyrl_train.inference_engines.ray_wrapped_inference_engine import RayWrappe
 from skyrl_train.orchestration.bundles import groups_across_nodes, nodes_of_bundles, order_by_node, reserve_bundles
 from skyrl_train.orchestration.launcher import Calls, MakeWorker
 from skyrl_train.orchestration.node_check import check_nodes
+from skyrl_train.utils.call_errors import waiting_for_ranks
 from skyrl_train.utils.ray_calls import Call, answers_of, end_actors, errors_for_caller
 from skyrl_train.utils.ray_process import prepare_process
 from skyrl_train.utils.run_folder import RunFolder
@@ -28,10 +30,14 @@ SHARE_OF_SHARED_GPU = 0.2  # four kinds of process (policy, critic, ref, engine)
 
 
 class WorkerProcess:
-    """Ray process of one worker, with a log file and one CPU thread."""
+    """Ray process of one worker, with a log file and one CPU thread.
 
-    def __init__(self, make_worker: MakeWorker, args: tuple[Any, ...], log_file: str):
-        prepare_process(log_file)
+    Args:
+        name: of the rank, for records of its waits.
+    """
+
+    def __init__(self, make_worker: MakeWorker, args: tuple[Any, ...], log_file: str, name: str = "a worker"):
+        prepare_process(log_file, name)
         with errors_for_caller():
             self._worker = make_worker(*args)
 
@@ -42,7 +48,11 @@ class WorkerProcess:
     def call_sequence(self, calls: Calls) -> list[object]:
         """Run several calls in sequence; the first that fails ends it."""
         with errors_for_caller():
-            return [getattr(self._worker, method)(*args) for method, args in calls]
+            return [self._call(method, args) for method, args in calls]
+
+    def _call(self, method: str, args: tuple[Any, ...]) -> object:
+        with waiting(method):
+            return getattr(self._worker, method)(*args)
 
 
 class RayRanks:
@@ -85,19 +95,21 @@ class RayRanks:
         bundles = order_by_node(nodes)[:num_ranks]
         self.nodes = [nodes[bundle] for bundle in bundles]
         self._actors = []
-        for bundle, log_file in zip(bundles, self._log_files, strict=True):
+        for rank, (bundle, log_file) in enumerate(zip(bundles, self._log_files, strict=True)):
             options = actor_options(device, gpu_share, placement_group, bundle)
-            self._actors.append(ray.remote(WorkerProcess).options(**options).remote(make_worker, args, log_file))
+            worker = ray.remote(WorkerProcess).options(**options)
+            self._actors.append(worker.remote(make_worker, args, log_file, f"{name} worker {rank}"))
 
     async def call(self, calls: Sequence[Calls], timeout_seconds: float, timeout_setting: str) -> list[list[Any]]:
-        return await answers_of(
-            [
-                Call(actor.call_sequence.remote(own), f"{self.name} worker {rank}", self._log_files[rank])
-                for rank, (actor, own) in enumerate(zip(self._actors, calls, strict=True))
-            ],
-            timeout_seconds,
-            timeout_setting,
-        )
+        with waiting_for_ranks(self.name, calls, timeout_seconds):
+            return await answers_of(
+                [
+                    Call(actor.call_sequence.remote(own), f"{self.name} worker {rank}", self._log_files[rank])
+                    for rank, (actor, own) in enumerate(zip(self._actors, calls, strict=True))
+                ],
+                timeout_seconds,
+                timeout_setting,
+            )
 
     def pids(self) -> list[int]:
         """Return the process ids of the ranks, each on its machine."""
@@ -167,7 +179,7 @@ class RayLauncher:
         again = f"_start_{number}" if number >= generator.num_inference_engines else ""
         log_file = str(RunFolder(self._cfg.trainer.run_dir).logs_folder / f"engine_{index}{again}.log")
         return RayWrappedInferenceEngine(
-            engine_actor(**self._engines.options(index)).remote(make_engine, log_file),
+            engine_actor(**self._engines.options(index)).remote(make_engine, log_file, f"engine {index}"),
             f"engine {index}",
             log_file,
             generator.request_timeout_seconds,

@@ -17,16 +17,21 @@ from types import TracebackType
 
 from loguru import logger
 
+from skyrl_gym.waits import waiting
 from skyrl_train.errors import AllRolloutsFailedError, RolloutError, SkyRLError
 from skyrl_train.rollouts.groups import FinishedGroup
 from skyrl_train.rollouts.journal import RecoveredRollouts, RolloutJournal
 from skyrl_train.rollouts.schedule import GroupScheduler, ScheduleLimits, ScheduleState
 from skyrl_train.rollouts.timeline import Timeline
 from skyrl_train.rollouts.types import RolloutBatch, TrajectoryGroup
+from skyrl_train.utils.explanations import explain_expiry
 from skyrl_train.utils.tracebacks import last_place
 
 _GRACE_SECONDS = 30.0
 """Time that a cancelled group has to clean up."""
+
+GROUPS = "the pool of groups"
+"""Name under which groups, and waits for them, are recorded."""
 
 _REPORT_SECONDS = 60.0
 """Time between log lines that say whom the trainer waits for."""
@@ -199,7 +204,7 @@ class RolloutPool:
         """Wait until a group has ended: every group has a deadline, so this has one."""
         # No await between the caller's look at the state and this: an end in between would be missed.
         self._changed.clear()
-        with self._timeline.waiting(reason):
+        with self._timeline.waiting(reason), waiting(f"groups, {reason}", on=GROUPS):
             while True:
                 try:
                     async with asyncio.timeout(_REPORT_SECONDS):
@@ -219,7 +224,8 @@ class RolloutPool:
 
     async def _run(self, ticket: int) -> None:
         try:
-            await self._generate_group(ticket)
+            with waiting(f"group {ticket}", who=GROUPS, deadline=self._timeout):
+                await self._generate_group(ticket)
         except Exception:  # ends the run: no other group may start while it is shut down
             self._is_open = False
             raise
@@ -228,19 +234,22 @@ class RolloutPool:
 
     async def _generate_group(self, ticket: int) -> None:
         """Generate a group until it is finished, has failed, or is late."""
-        version, began = self.scheduler.version, time.monotonic()
+        version, began, why = self.scheduler.version, time.monotonic(), ""
         # A task of its own, waited for: `asyncio.timeout` would wait for one that ignores its cancellation.
         generation = asyncio.ensure_future(self._generate(ticket))
         try:
             await asyncio.wait([generation], timeout=self._timeout)
             is_late = not generation.done()
+            if is_late:
+                late = f"group {ticket} was not finished after {self._timeout:g} s (group_timeout_seconds)"
+                why = await asyncio.to_thread(explain_expiry, late)
         finally:
             await self._end(ticket, generation)
         # From here to the end there is no await: journal, queue and scheduler change together.
         self._count_time()
         del self._tasks[ticket]
         if is_late:
-            self._fail(ticket, TimeoutError(f"not finished after {self._timeout:g} s (group_timeout_seconds)"))
+            self._fail(ticket, TimeoutError(f"not finished after {self._timeout:g} s (group_timeout_seconds){why}"))
         elif generation.cancelled():
             self._fail(ticket, RuntimeError("the generator cancelled it"))
         elif (error := generation.exception()) is None:

@@ -1,6 +1,11 @@
 """Errors of a call to a worker or an engine, as its caller raises them: they name the one that was called."""
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+from skyrl_gym.waits import waiting
 from skyrl_train.errors import SkyRLError, WeightSyncError, WorkerError, WorkerMemoryError
+from skyrl_train.utils.explanations import explain_expiry
 from skyrl_train.utils.process_log import log_tail
 from skyrl_train.utils.tracebacks import where_raised
 
@@ -38,7 +43,7 @@ def is_out_of_memory(cause: BaseException) -> bool:
 
 
 def timed_out(processes: list[tuple[str, str]], timeout_seconds: float, setting: str) -> WorkerError:
-    """Return the error for calls that were not answered in time.
+    """Return the error for calls that were not answered in time, and explain who waits for whom, in a file.
 
     Args:
         processes: names and log files of those that did not answer.
@@ -46,10 +51,22 @@ def timed_out(processes: list[tuple[str, str]], timeout_seconds: float, setting:
     """
     silent = dict(processes)
     logs = "\n".join(end_of_log(log_file) for log_file in list(silent.values())[:_MOST_LOGS_SHOWN])
-    return WorkerError(
-        f"{', '.join(silent)} did not answer within {timeout_seconds:g} s ({setting}); "
-        f"stuck, or waiting for a peer that is?\n{logs}"
-    )
+    late = f"{', '.join(silent)} did not answer within {timeout_seconds:g} s ({setting})"
+    why = explain_expiry(late) or "; stuck, or waiting for a peer that is?"
+    return WorkerError(f"{late}{why}\n{logs}")
+
+
+def waiting_for_ranks(
+    name: str, calls: Sequence[Sequence[tuple[str, object]]], timeout_seconds: float
+) -> AbstractContextManager[None]:
+    """Record the wait for the ranks of a group.
+
+    Args:
+        calls: methods, with their arguments, of each rank.
+    """
+    methods = ", ".join(dict.fromkeys(method for method, _ in calls[0]))
+    ranks = ", ".join(f"{name} worker {rank}" for rank in range(len(calls)))
+    return waiting(methods, on=ranks, deadline=timeout_seconds)
 
 
 def end_of_log(log_file: str) -> str:

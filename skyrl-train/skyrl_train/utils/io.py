@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from skyrl_gym.waits import waiting
 from skyrl_gym.whole_folders import TEMPORARY_SUFFIX, fsync_folder
 from skyrl_train.errors import ConfigError
 
@@ -42,7 +43,7 @@ def write_atomically(path: str | Path, content: bytes | str) -> None:
     data = content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
     try:
-        with open(temporary, "xb") as file:
+        with waiting("a write", on=f"file {path}"), open(temporary, "xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -5,6 +5,7 @@ import sys
 
 import ray
 
+from skyrl_gym.waits import note
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.env_vars import forwarded_environment
 from skyrl_train.errors import ConfigError
@@ -33,6 +34,7 @@ def start_ray(cfg: SkyRLConfig) -> None:
     if address := os.environ.get("RAY_ADDRESS"):
         ray.init(runtime_env=runtime_env)
         set_node_address(ray.util.get_node_ip_address())
+        note(ray=ray.get_runtime_context().gcs_address)
         if wants_gpus and not ray.cluster_resources().get("GPU"):
             raise ConfigError(f"{NO_GPUS} the Ray cluster at RAY_ADDRESS={address} has none: {GPU_REMEDY}")
         return
@@ -47,6 +49,7 @@ def start_ray(cfg: SkyRLConfig) -> None:
         runtime_env=runtime_env,
         _node_ip_address="127.0.0.1",
     )
+    note(ray=ray.get_runtime_context().gcs_address)
 
 
 def num_processes(cfg: SkyRLConfig) -> int:

@@ -8,8 +8,10 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
+from skyrl_gym.waits import waiting
 from skyrl_train.errors import CheckpointError
 from skyrl_train.utils.io import FileRecord, sha256_of
 from skyrl_train.utils.storage import Place, download
@@ -101,7 +103,8 @@ def _locked(folder: Path, kind: int) -> int | None:
         except FileNotFoundError:  # another process has just deleted the folder
             continue
         try:
-            fcntl.flock(lock, kind)
+            with nullcontext() if kind & fcntl.LOCK_NB else waiting("a lock", on=f"lock {folder / _LOCK}"):
+                fcntl.flock(lock, kind)
         except BlockingIOError:
             os.close(lock)
             return None

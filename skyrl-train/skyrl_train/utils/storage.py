@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, Union
 
+from skyrl_gym.waits import waiting
 from skyrl_gym.whole_folders import replacing
 from skyrl_train.errors import ConfigError
 from skyrl_train.utils.io import expand_path, is_cloud_path, write_atomically
@@ -92,14 +93,15 @@ def write_whole(file: Place, content: bytes | str) -> None:
 def write_durably(file: Place, content: bytes) -> None:
     """Write a file of a folder that nobody reads yet; it is on the disk, or in the store, when this returns. Raises
     OSError."""
-    if not isinstance(file, Path):
-        write_whole(file, content)
-        return
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with open(file, "wb") as opened:
-        opened.write(content)
-        opened.flush()
-        os.fsync(opened.fileno())
+    with waiting("a write", on=f"file {file}"):
+        if not isinstance(file, Path):
+            write_whole(file, content)
+            return
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with open(file, "wb") as opened:
+            opened.write(content)
+            opened.flush()
+            os.fsync(opened.fileno())
 
 
 @contextmanager

@@ -15,7 +15,9 @@ from weakref import WeakKeyDictionary
 import httpx
 from pydantic import SecretStr
 
+from skyrl_gym.waits import waiting
 from skyrl_train.errors import ConfigError, WorkerError
+from skyrl_train.utils.explanations import explain_expiry
 
 T = TypeVar("T")
 
@@ -124,13 +126,15 @@ class ServerConnection:
     ) -> object:
         seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
         try:
-            async with asyncio.timeout(seconds):
-                response = await self._begin(method, path, body, params)
+            with waiting(f"the reply to {method} {path}", on=self.url, deadline=seconds):
+                async with asyncio.timeout(seconds):
+                    response = await self._begin(method, path, body, params)
         except TimeoutError:
-            raise WorkerError(
+            late = (
                 f"the server at {self.url} did not answer {method} {path} within {seconds:g} s "
                 f"({timeout_setting or self._timeout_setting})"
-            ) from None
+            )
+            raise WorkerError(late + await asyncio.to_thread(explain_expiry, late)) from None
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise WorkerError(
                 f"the server at {self.url} cannot be reached ({error or type(error).__name__}): "

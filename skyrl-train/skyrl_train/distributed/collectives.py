@@ -1,0 +1,73 @@
+"""Records of collectives: which one this rank is in, and how many it has begun. Knows no model.
+
+Libraries call the functions of `torch.distributed` by name, so those are replaced by ones that write down the call. On
+CUDA a collective only enqueues: its number still shows the rank that is behind.
+"""
+
+import functools
+import itertools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from skyrl_gym.waits import PEERS, waiting
+
+_COLLECTIVES = (
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_gather_single",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+    "scatter",
+    "send",
+)
+_FSDP_FILE = "_fsdp_param_group.py"
+_MOST_FRAMES = 8
+"""Callers that are looked at for the layer that FSDP2 gathers: four in torch 2.13."""
+
+_numbers = itertools.count(1)
+
+
+def record_collectives() -> None:
+    """Record every collective of this process from here on."""
+    for name in _COLLECTIVES:
+        function = getattr(dist, name, None)
+        if function is not None and not hasattr(function, "__wrapped_collective__"):
+            setattr(dist, name, _recorded(name, function))
+
+
+def _recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        with waiting(f"{name} #{next(_numbers)}{_layer()}", on=PEERS):
+            return function(*args, **kwargs)
+
+    collective.__dict__["__wrapped_collective__"] = function
+    return collective
+
+
+def _layer() -> str:
+    """Return the layer for which FSDP2 calls, in words; empty for other callers."""
+    frame = sys._getframe(2)
+    for _ in range(_MOST_FRAMES):
+        if frame.f_code.co_filename.endswith(_FSDP_FILE):
+            name = getattr(frame.f_locals.get("self"), "_module_fqn", None)
+            return f" of {name}" if isinstance(name, str) and name else ""
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return ""
