@@ -42,6 +42,7 @@ from skyrl_train.trainer import RayPPOTrainer
 from skyrl_train.training_run import check_before_start, says_finished
 from skyrl_train.utils import initialize_ray, shutdown_ray
 from skyrl_train.utils.chat_templates import configured_chat_template
+from skyrl_train.utils.explanations import end_record, record_waits
 from skyrl_train.utils.process_log import configure_logging
 from skyrl_train.utils.run_folder import RunFolder
 from skyrl_train.utils.tracebacks import described, log_traceback
@@ -280,6 +281,7 @@ def run_experiment(
         typed = cfg if isinstance(cfg, SkyRLConfig) else validate(cfg)
         log_path = RunFolder(typed.trainer.run_dir).log_path("trainer")
         _begin_log(log_path)
+        record_waits(log_path.parents[1])
         prepared = experiment(typed)  # what is wrong with settings or data is seen before Ray starts
         if prepared.is_finished():
             return
@@ -301,6 +303,7 @@ def run_experiment(
         sys.exit(1)
     finally:
         shutdown_ray()
+        end_record()
 
 
 @hydra.main(config_path=config_dir, config_name="ppo_base_config", version_base=None)
