@@ -34,7 +34,7 @@ from skyrl_train.workers.objectives.critic import CriticObjective
 from skyrl_train.workers.objectives.policy import PolicyObjective
 from skyrl_train_testing.findings import Findings
 
-NUM_ROWS, NUM_PROMPT, NUM_RESPONSE = 7, 5, 6
+NUM_ROWS, NUM_PROMPT, NUM_RESPONSE = 7, 20, 6
 NUM_STEPS = 8
 
 
@@ -125,10 +125,11 @@ def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, An
 
 
 def backend_batch(num_words: int = 64) -> TrainingInputBatch:
-    """Make rows of 1 to 5 prompt tokens and 1 to 6 response tokens, some of them observations of an environment. Token
-    0, which pads rows and has a `padding_idx` in many models, is among those of a prompt and of a response as well."""
+    """Make rows of 1 to 20 prompt tokens and 1 to 6 response tokens, some of them observations of an environment. Two
+    pairs of rows have a long prompt in common, which is computed once where both are in a micro-batch. Token 0, which
+    pads rows and has a `padding_idx` in many models, is among those of a prompt and of a response as well."""
     draw = torch.Generator().manual_seed(0)
-    num_prompt = torch.tensor([5, 1, 3, 4, 2, 5, 1])
+    num_prompt = torch.tensor([20, 20, 3, 18, 18, 5, 1])
     num_response = torch.tensor([6, 4, 1, 6, 3, 2, 5])
     columns = torch.arange(-NUM_PROMPT, NUM_RESPONSE)
     mask = (columns >= -num_prompt[:, None]) & (columns < num_response[:, None])
@@ -137,6 +138,8 @@ def backend_batch(num_words: int = 64) -> TrainingInputBatch:
     weights = token_weights(loss_mask, "token_mean")
     sequences = torch.where(mask, torch.randint(2, num_words, mask.shape, generator=draw), 0)
     sequences[0, 1] = sequences[3, NUM_PROMPT + 2] = 0
+    for row in (0, 3):
+        sequences[row + 1, :NUM_PROMPT] = sequences[row, :NUM_PROMPT]
     batch = TrainingInputBatch(
         sequences=sequences,
         attention_mask=mask.long(),

@@ -7,7 +7,7 @@ Shapes: N tokens, heads, D the size of a head, G rows of a group of L tokens.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface
 
-from skyrl_train.models.packing import PackedRows, RowGroup
+from skyrl_train.models.packing import PackedRows
 
 PACKED_ATTENTION = "skyrl_packed"
 """Name under which the attention function is registered with transformers. No mask function is registered for it, so
@@ -68,6 +68,8 @@ def packed_attention(
     ranks = packed_rows.sequence_parallel
     if ranks is not None:
         query, key, value = (ranks.to_heads(x) for x in (query, key, value))
+    if packed_rows.keys is not None:  # each row attends to the tokens of its prefix, which another row holds
+        key, value = (x.index_select(2, packed_rows.keys) for x in (key, value))
     varlen = _varlen_attention(query.device.type, query.dtype)
     if varlen is None:
         answer = _group_by_group(query, key, value, packed_rows, scaling, sliding_window)
@@ -123,10 +125,13 @@ def _varlen_attention(device: str, dtype: torch.dtype) -> Callable[..., torch.Te
     def flash(
         q: object, k: object, v: object, rows: PackedRows, scaling: float | None, window: int | None
     ) -> torch.Tensor:
-        longest, edges = max(rows.lengths), rows.boundaries
         left = -1 if window is None else window - 1
+        # Causal from the end: the last query of a row sees its last key.
         return flash_attn_varlen_func(
-            q, k, v, edges, edges, longest, longest, softmax_scale=scaling, causal=True, window_size=(left, 0)
+            *(q, k, v, rows.boundaries, rows.key_boundaries, max(rows.lengths), max(rows.num_keys)),
+            softmax_scale=scaling,
+            causal=True,
+            window_size=(left, 0),
         )
 
     return flash
@@ -141,10 +146,12 @@ def _torch_varlen() -> Callable[..., torch.Tensor] | None:
         return None
 
     def attend(q: Any, k: Any, v: Any, rows: PackedRows, scaling: float | None, window: int | None) -> torch.Tensor:
-        longest, edges = max(rows.lengths), rows.boundaries
         left = -1 if window is None else window - 1
         answer = varlen_attn(
-            q, k, v, edges, edges, longest, longest, scale=scaling, window_size=(left, 0), enable_gqa=True
+            *(q, k, v, rows.boundaries, rows.key_boundaries, max(rows.lengths), max(rows.num_keys)),
+            scale=scaling,
+            window_size=(left, 0),
+            enable_gqa=True,
         )
         assert isinstance(answer, torch.Tensor)
         return answer
@@ -170,62 +177,66 @@ def _group_by_group(
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
     answers = []
     for group in rows.groups:
-        size = sum(group.lengths)
-        q, k, v = (_to_batch(x[0].narrow(1, group.start, size), group) for x in (query, key, value))
-        answers.append(_from_batch(causal_attention(q, k, v, scaling, window), group))
+        num_keys = tuple(group.prefix + length for length in group.lengths)
+        q = _to_batch(query[0].narrow(1, group.start, sum(group.lengths)), group.lengths)
+        k, v = (_to_batch(x[0].narrow(1, group.keys_start, sum(num_keys)), num_keys) for x in (key, value))
+        answers.append(_from_batch(causal_attention(q, k, v, scaling, window), group.lengths))
     return torch.cat(answers, dim=1)[None]
 
 
-def _to_batch(x: torch.Tensor, group: RowGroup) -> torch.Tensor:
+def _to_batch(x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
     """[heads, tokens, D] -> [G, heads, L, D], 0 at padding."""
-    num_rows, longest = len(group.lengths), max(group.lengths)
+    num_rows, longest = len(lengths), max(lengths)
     by_token = x.transpose(0, 1)
-    if sum(group.lengths) < num_rows * longest:
+    if sum(lengths) < num_rows * longest:
         room = by_token.new_zeros(num_rows * longest, *by_token.shape[1:])
-        by_token = room.index_copy(0, _slots(group, x.device), by_token)
+        by_token = room.index_copy(0, _slots(lengths, x.device), by_token)
     return by_token.unflatten(0, (num_rows, longest)).transpose(1, 2)
 
 
-def _from_batch(x: torch.Tensor, group: RowGroup) -> torch.Tensor:
+def _from_batch(x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
     """[G, heads, L, D] -> [heads, tokens, D]."""
     by_token = x.transpose(1, 2).flatten(0, 1)
-    if sum(group.lengths) < len(by_token):
-        by_token = by_token.index_select(0, _slots(group, x.device))
+    if sum(lengths) < len(by_token):
+        by_token = by_token.index_select(0, _slots(lengths, x.device))
     return by_token.transpose(0, 1)
 
 
-def _slots(group: RowGroup, device: torch.device) -> torch.Tensor:
-    """Return the position of each token of the group in [G L]."""
-    lengths = torch.tensor(group.lengths)
-    places = torch.arange(max(group.lengths))
-    return (places < lengths[:, None]).flatten().nonzero()[:, 0].to(device)
+def _slots(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Return the position of each token of rows of these lengths in [G L]."""
+    places = torch.arange(max(lengths))
+    return (places < torch.tensor(lengths)[:, None]).flatten().nonzero()[:, 0].to(device)
 
 
 def causal_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None, window: int | None
 ) -> torch.Tensor:
-    """Among the tokens of each row [rows, heads, L, D], all of one length; see `packed_attention`."""
-    if window is not None and window < q.shape[2]:
-        return _causal_in_window(q, k, v, scaling, window)
+    """Attend from the last L' tokens of each row [rows, heads, L', D] to all L of it, rows of one length; see
+    `packed_attention`."""
+    if q.shape[2] < k.shape[2] or (window is not None and window < q.shape[2]):
+        return _with_mask(q, k, v, scaling, window)
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
 
 
-def _causal_in_window(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None, window: int, block: int = 512
+def _with_mask(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None, window: int | None, block: int = 512
 ) -> torch.Tensor:
-    """Attend from each token to itself and the `window` - 1 before it. Queries in blocks, with only the keys in their
-    reach: the mask is [block, window + block]."""
-    grouped = q.shape[1] != k.shape[1]
+    """Attend from each token to itself and those before it, the last `window` of them. Queries in blocks, with only the
+    keys in their reach: with a window the mask is [block, window + block]."""
+    grouped, num_before = q.shape[1] != k.shape[1], k.shape[2] - q.shape[2]
+    window = k.shape[2] if window is None else window
     answers = []
     for start in range(0, q.shape[2], block):
-        end, first = min(start + block, q.shape[2]), max(0, start - window + 1)
-        behind = torch.arange(start, end, device=q.device)[:, None] - torch.arange(first, end, device=q.device)
+        end = min(start + block, q.shape[2])
+        first, last = max(0, num_before + start - window + 1), num_before + end
+        places = torch.arange(num_before + start, last, device=q.device)
+        behind = places[:, None] - torch.arange(first, last, device=q.device)
         answers.append(
             F.scaled_dot_product_attention(
                 q[:, :, start:end],
-                k[:, :, first:end],
-                v[:, :, first:end],
+                k[:, :, first:last],
+                v[:, :, first:last],
                 attn_mask=(behind >= 0) & (behind < window),
                 scale=scaling,
                 enable_gqa=grouped,

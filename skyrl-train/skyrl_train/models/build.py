@@ -50,8 +50,12 @@ def build_model(
             use_reentrant=trainer.gradient_checkpointing_use_reentrant,
         )
     # Attention written out (`flash_attn=false`) knows padded rows only.
+    dropout = 0.0 if isinstance(settings, RefConfig) else settings.model.lora.dropout
     layout: dict[str, Any] = dict(
-        packing=trainer.use_sample_packing and trainer.flash_attn, sequence_parallel=sequence_parallel
+        packing=trainer.use_sample_packing and trainer.flash_attn,
+        sequence_parallel=sequence_parallel,
+        # With dropout, rows that share tokens would share what is dropped.
+        share_prefixes=trainer.use_shared_prefixes and not (is_trained and dropout),
     )
     if isinstance(settings, CriticConfig):
         head_name, seed = trainer.algorithm.value_head_prefix, trainer.seed

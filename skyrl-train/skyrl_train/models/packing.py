@@ -6,25 +6,45 @@ response tokens that are scored.
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from skyrl_train.distributed.ulysses import SequenceParallel
 
+_SHORTEST_PREFIX = 16
+"""Tokens from which on a prefix is shared: the first tokens of a chat template are not worth an attention call."""
+
 
 class RowGroup(NamedTuple):
-    """Consecutive rows of nearly the same length."""
+    """Consecutive rows of nearly the same length whose prefixes have the same length."""
 
     start: int
+    """Place of the first row's first own token."""
+
     lengths: tuple[int, ...]
+    """Own tokens of each row."""
+
+    prefix: int = 0
+    """Tokens of each row's prefix, which another row holds."""
+
+    keys_start: int = 0
+    """Place in `PackedRows.keys` of the first row's first key."""
 
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Lengths and positions of rows that lie end to end, for attention."""
+    """Lengths and positions of rows that lie end to end, for attention.
+
+    Rows that begin with the same tokens form a tree: the first holds them, the others hold only what follows and attend
+    to them there.
+    """
 
     lengths: tuple[int, ...]
+    """Own tokens of each row: all of them, or those behind its shared prefix."""
+
     boundaries: torch.Tensor
     """[rows + 1] int32: where each row begins, and where the last one ends."""
 
@@ -32,17 +52,58 @@ class PackedRows:
     windows: list[int | None] = field(default_factory=list)
     """The sliding window of each attention layer that saw these rows, in order: `check_scoring` reads it."""
 
+    prefixes: tuple[int, ...] = ()
+    """Tokens of each row's shared prefix. Empty: no row shares."""
+
+    keys: torch.Tensor | None = None
+    """Row after row the places of the tokens that it attends to: its prefix and its own. None: its own alone."""
+
+    @cached_property
+    def num_keys(self) -> tuple[int, ...]:
+        """Number of tokens that the last token of each row attends to."""
+        if not self.prefixes:
+            return self.lengths
+        return tuple(prefix + length for prefix, length in zip(self.prefixes, self.lengths, strict=True))
+
+    @cached_property
+    def key_boundaries(self) -> torch.Tensor:
+        """[rows + 1] int32: where each row's keys begin, and where the last one's end."""
+        if not self.prefixes:
+            return self.boundaries
+        return torch.tensor([0, *self.num_keys]).cumsum(0).to(self.boundaries.device, torch.int32)
+
     @cached_property
     def groups(self) -> list[RowGroup]:
         """The rows in groups that waste at most a fifth of a row on padding. Few, as rows come longest first."""
+        prefixes = self.prefixes or (0,) * len(self.lengths)
         groups: list[RowGroup] = []
-        start, members = 0, [self.lengths[0]]
-        for length in self.lengths[1:]:
-            if 0.8 * max(*members, length) > min(*members, length):
-                groups.append(RowGroup(start, tuple(members)))
-                start, members = start + sum(members), []
+        start, keys_start, members, prefix = 0, 0, [self.lengths[0]], prefixes[0]
+        for length, own_prefix in zip(self.lengths[1:], prefixes[1:], strict=True):
+            if 0.8 * max(*members, length) > min(*members, length) or own_prefix != prefix:
+                groups.append(RowGroup(start, tuple(members), prefix, keys_start))
+                start, keys_start = start + sum(members), keys_start + sum(members) + prefix * len(members)
+                members, prefix = [], own_prefix
             members.append(length)
-        return [*groups, RowGroup(start, tuple(members))]
+        return [*groups, RowGroup(start, tuple(members), prefix, keys_start)]
+
+
+class _SharedPrefixes(NamedTuple):
+    """Beginnings of prompts that several rows of a batch have. The first such row holds them."""
+
+    lengths: torch.Tensor
+    """[B]: tokens of each row that an earlier one holds."""
+
+    last: torch.Tensor
+    """[B]: place of the last of these tokens; -1 without any."""
+
+    order: torch.Tensor
+    """[B]: rows in the order of their own tokens: by length of the prefix, then the longest first."""
+
+    of_rows: tuple[int, ...]
+    """`lengths` of the rows that have tokens of their own, in order."""
+
+    keys: torch.Tensor
+    """Places of all tokens of these rows."""
 
 
 @dataclass(frozen=True)
@@ -139,13 +200,18 @@ class Layout:
         parallelism."""
         if self.own is not None:
             assert self.rows is not None and self.rows.sequence_parallel is not None
-            # Ranks own different numbers of scored tokens, and a gather wants equal shapes: values go back to their
-            # places first.
-            slots = values.new_zeros(self.input_ids.numel(), *values.shape[1:])
-            slots = slots.index_copy(0, self.predictors[self.own] % len(slots), values)
+            # Ranks own different numbers of scored tokens, and a gather wants equal shapes: each rank's values are
+            # filled up to the largest number.
+            ranks = self.rows.sequence_parallel
+            owners = self.predictors // self.input_ids.numel()
+            counts = owners.bincount(minlength=ranks.size)
+            width = max(1, int(counts.max()))
+            filled = torch.cat([values, values.new_zeros(width - len(values), *values.shape[1:])])
             # Every rank gets all values and computes the same loss; the gather's backward hands each its own
             # gradients.
-            values = self.rows.sequence_parallel.gather(slots, 0).index_select(0, self.predictors)
+            is_value = torch.arange(width, device=owners.device) < counts[:, None]
+            by_owner = ranks.gather(filled, 0)[is_value.flatten()]
+            values = by_owner.index_select(0, owners.argsort(stable=True).argsort())
         # No view of a flat tensor: FSDP hooks into what a model returns, and warns of views.
         # index_put out of place: its backward reaches `values`, and what nobody writes stays an exact 0.
         rows, columns = self.destinations // self.shape[1], self.destinations % self.shape[1]
@@ -158,6 +224,7 @@ def packed(
     num_response: int,
     sequence_parallel: SequenceParallel | None = None,
     multiple_of: int = 1,
+    share_prefixes: bool = False,
 ) -> Layout:
     """Real tokens end to end, the longest row first (rows of a length lie together, which `PackedRows.groups` uses).
     A batch without any, or a number that the ranks do not divide, gets a row of padding.
@@ -165,14 +232,18 @@ def packed(
     Args:
         sequences, attention_mask: [B, T]; the last `num_response` columns are the response.
         multiple_of: fill up to a multiple of this number of tokens.
+        share_prefixes: tokens of a prompt that another row begins with, too, are laid out once.
     """
     mask = attention_mask.bool()
+    shared = _shared_prefixes(sequences, mask, num_response) if share_prefixes else None
     # Stable, so that rows of one length keep their order and the same batch has the same numbers on every run.
-    order = mask.sum(dim=1).argsort(descending=True, stable=True)
+    order = mask.sum(dim=1).argsort(descending=True, stable=True) if shared is None else shared.order
     sequences, mask = sequences[order], mask[order]
+    positions = mask.cumsum(dim=1) - 1
+    if shared is not None:
+        mask = mask & (positions >= shared.lengths[order, None])
     # Empty rows vanish here: attention kernels refuse a length of 0.
     lengths = [length for length in mask.sum(dim=1).tolist() if length]
-    positions = mask.cumsum(dim=1) - 1
     # The column of each token within the response: negative in the prompt.
     columns = torch.arange(-mask.shape[1], 0, device=mask.device) + num_response
     input_ids, position_ids = sequences[mask], positions[mask]
@@ -183,6 +254,13 @@ def packed(
     # `order` maps sorted rows back to those of the batch.
     destinations = (order[:, None] * num_response + columns)[mask][scored]
     labels = input_ids[scored]
+    predictors, prefixes, keys = scored - 1, (), None
+    if shared is not None:
+        prefixes, keys = shared.of_rows, shared.keys
+        # The first of a row's own tokens is predicted by the last of its prefix.
+        is_first = (positions == shared.lengths[order, None])[mask][scored]
+        last = shared.last[order, None].expand_as(mask)[mask][scored]
+        predictors = torch.where(is_first, last, predictors)
 
     num_tokens, ranks = len(input_ids), sequence_parallel
     unit = multiple_of if ranks is None else ranks.size
@@ -191,6 +269,9 @@ def packed(
     if padding:
         # A row of its own: attention of real tokens does not see it.
         lengths.append(padding)
+        if keys is not None:
+            prefixes = (*prefixes, 0)
+            keys = torch.cat([keys, torch.arange(num_tokens, num_tokens + padding, device=mask.device)])
         input_ids = torch.cat([input_ids, input_ids.new_zeros(padding)])
         position_ids = torch.cat([position_ids, torch.arange(padding, device=mask.device)])
         cells = torch.cat([cells, cells.new_full((padding,), -1)])
@@ -204,12 +285,44 @@ def packed(
         position_ids=position_ids[None],
         real=real,
         attention_mask=None,
-        rows=PackedRows(tuple(lengths), boundaries, ranks),
-        predictors=scored - 1,
+        rows=PackedRows(tuple(lengths), boundaries, ranks, prefixes=prefixes, keys=keys),
+        predictors=predictors,
         labels=labels,
         destinations=destinations,
         shape=(mask.shape[0], num_response),
         cells=cells,
+    )
+
+
+def _shared_prefixes(sequences: torch.Tensor, mask: torch.Tensor, num_response: int) -> _SharedPrefixes | None:
+    """Find the tokens of each row's prompt with which another row begins, too; None if there are none."""
+    num_prompt = mask[:, : mask.shape[1] - num_response].sum(dim=1).tolist()
+    rows = [row[is_token].cpu().numpy() for row, is_token in zip(sequences, mask, strict=True)]
+    # Sorted by their tokens, rows lie beside those that they share most with.
+    by_tokens = sorted(range(len(rows)), key=lambda row: rows[row].tobytes())
+    lengths = [0] * len(rows)
+    for before, row in pairwise(by_tokens):
+        num_compared = min(len(rows[before]), num_prompt[row])
+        differs = rows[before][:num_compared] != rows[row][:num_compared]
+        num_shared = int(differs.argmax()) if differs.any() else num_compared
+        lengths[row] = num_shared if num_shared >= _SHORTEST_PREFIX else 0
+    if not any(lengths):
+        return None
+    order = sorted(range(len(rows)), key=lambda row: (lengths[row], -len(rows[row])))
+    num_own = [len(tokens) - length for tokens, length in zip(rows, lengths, strict=True)]
+    starts = dict(zip(order, accumulate((num_own[row] for row in order), initial=0), strict=False))
+    places: dict[int, np.ndarray[Any, Any]] = {}
+    path = np.zeros(0, np.int64)
+    for row in by_tokens:
+        path = np.concatenate([path[: lengths[row]], starts[row] + np.arange(num_own[row])])
+        places[row] = path
+    holders = [row for row in order if num_own[row]]
+    return _SharedPrefixes(
+        lengths=torch.tensor(lengths, device=mask.device),
+        last=torch.tensor([int(places[row][n - 1]) if n else -1 for row, n in enumerate(lengths)], device=mask.device),
+        order=torch.tensor(order, device=mask.device),
+        of_rows=tuple(lengths[row] for row in holders),
+        keys=torch.from_numpy(np.concatenate([places[row] for row in holders])).to(mask.device),
     )
 
 

@@ -50,6 +50,8 @@ class ScoringModel(nn.Module):
         compile: compile what turns hidden states into log-probs.
         sequence_parallel: ranks that share each micro-batch. Needs `packing`.
         replay_setting: setting that asks for routes to be replayed or recorded; None: they cannot be.
+        share_prefixes: rows of a micro-batch whose prompts begin alike compute that beginning once. Not in a mixture
+            of experts, whose load counts every token.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class ScoringModel(nn.Module):
         compile: bool = False,
         sequence_parallel: SequenceParallel | None = None,
         replay_setting: str | None = None,
+        share_prefixes: bool = False,
     ):
         super().__init__()
         use_attention(causal_lm, packing, sequence_parallel)
@@ -71,6 +74,7 @@ class ScoringModel(nn.Module):
         self.sequence_parallel = sequence_parallel
         self.rule = logit_rule(self.causal_lm.config)
         self.routers = Routers(causal_lm)
+        self.share_prefixes = share_prefixes and not self.routers
         self.routing_replay = None if replay_setting is None else RoutingReplay(causal_lm, replay_setting)
         # FSDP and the planner of devices ask the root for it; the root is this module now.
         self._no_split_modules = getattr(causal_lm, "_no_split_modules", None)
@@ -112,7 +116,9 @@ class ScoringModel(nn.Module):
             kept: counts [B, R] and ids [B, M] of the tokens that each response token was drawn from
                 (`kept_tokens.py`): log-probs and entropy are over these alone. None: over the vocabulary.
         """
-        layout = lay_out(sequences, attention_mask, num_response, self.packing, self.sequence_parallel)
+        layout = lay_out(
+            sequences, attention_mask, num_response, self.packing, self.sequence_parallel, self.share_prefixes
+        )
         routing = self._routing_pass(layout, routes, record_routes)
         # Padding is routed as well: without the mask its tokens would count as load.
         with self.routers.listen(layout.real, routing) as heard:
@@ -173,10 +179,11 @@ def lay_out(
     num_response: int,
     packing: bool,
     sequence_parallel: SequenceParallel | None,
+    share_prefixes: bool = False,
 ) -> Layout:
     """The micro-batch as the model is to see it."""
     if packing:
-        return packed(sequences, attention_mask, num_response, sequence_parallel)
+        return packed(sequences, attention_mask, num_response, sequence_parallel, share_prefixes=share_prefixes)
     return padded(sequences, attention_mask, num_response)
 
 

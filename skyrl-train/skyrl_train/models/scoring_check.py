@@ -20,8 +20,9 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.models.scoring import ScoringModel, hidden_states, lay_out
 from skyrl_train.models.value_model import ValueModel
 
-_LENGTHS = ((4, 6), (1, 3), (5, 1))
-"""Prompt and response tokens of the rows that are tried: ragged, so that a row that sees its neighbour shows."""
+_LENGTHS = ((4, 6), (1, 3), (5, 1), (17, 2), (17, 4))
+"""Prompt and response tokens of the rows that are tried: ragged, so that a row that sees its neighbour shows. The last
+two have one prompt, which is computed once where prefixes are shared."""
 
 _TEMPERATURE = 1.3
 
@@ -220,6 +221,7 @@ def _trial(model: ScoringModel | ValueModel) -> tuple[torch.Tensor, torch.Tensor
     generator = torch.Generator().manual_seed(0)
     shape = (len(_LENGTHS), num_prompt + num_response)
     sequences = torch.randint(table.shape[0], shape, generator=generator)
+    sequences[-1, :num_prompt] = sequences[-2, :num_prompt]
     columns = torch.arange(shape[1])
     lengths = torch.tensor(_LENGTHS)
     mask = (columns >= num_prompt - lengths[:, :1]) & (columns < num_prompt + lengths[:, 1:])

@@ -24,7 +24,7 @@ class ValueModel(nn.Module):
         backbone: a transformers model without an output layer. Its parameters keep their names, under "backbone.".
         head_name: name of the linear layer (no bias) that gives values, as an attribute and in checkpoints.
         seed: of its first weights, drawn from normal(0, 1 / sqrt(H + 1)) on the CPU: the same on every rank.
-        packing, sequence_parallel: as in `ScoringModel`.
+        packing, sequence_parallel, share_prefixes: as in `ScoringModel`.
     """
 
     def __init__(
@@ -35,6 +35,7 @@ class ValueModel(nn.Module):
         seed: int = 0,
         packing: bool = True,
         sequence_parallel: SequenceParallel | None = None,
+        share_prefixes: bool = False,
     ):
         super().__init__()
         use_attention(backbone, packing, sequence_parallel)
@@ -44,6 +45,7 @@ class ValueModel(nn.Module):
         self.head_name = head_name
         self.packing = packing
         self.sequence_parallel = sequence_parallel
+        self.share_prefixes = share_prefixes
         self._no_split_modules = getattr(backbone, "_no_split_modules", None)
         like = next(backbone.parameters())
         hidden_size = self.backbone.config.get_text_config().hidden_size
@@ -76,7 +78,9 @@ class ValueModel(nn.Module):
         Returns:
             values [B, R] float32, 0 at padding and at a token without one before it.
         """
-        layout = lay_out(sequences, attention_mask, num_response, self.packing, self.sequence_parallel)
+        layout = lay_out(
+            sequences, attention_mask, num_response, self.packing, self.sequence_parallel, self.share_prefixes
+        )
         hidden, _ = layout.scored(hidden_states(self.backbone, layout))
         values = hidden.float() @ self.head.weight[0].float()
         return layout.place(values)
@@ -90,6 +94,7 @@ def load_value_model(
     seed: int = 0,
     packing: bool = True,
     sequence_parallel: SequenceParallel | None = None,
+    share_prefixes: bool = False,
     **loading: object,
 ) -> ValueModel:
     """A critic that begins as the model in a folder or of a hub name; its head too, if the folder has one.
@@ -98,7 +103,8 @@ def load_value_model(
         loading: as for `load_causal_lm`.
     """
     backbone = load_backbone(path, device=device, **loading)
-    model = ValueModel(backbone, head_name=head_name, seed=seed, packing=packing, sequence_parallel=sequence_parallel)
+    layout: dict[str, Any] = dict(packing=packing, sequence_parallel=sequence_parallel, share_prefixes=share_prefixes)
+    model = ValueModel(backbone, head_name=head_name, seed=seed, **layout)
     name = f"{head_name}.weight"
     for file in sorted(Path(path).glob("*.safetensors")):
         with safe_open(str(file), framework="pt") as tensors:

@@ -1,0 +1,183 @@
+"""Rows whose prompts begin alike compute that beginning once, and score and learn as separate rows do."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from skyrl_train.models import packing
+from skyrl_train.models.attention import packed_attention
+from skyrl_train.models.packing import PackedRows, packed
+from skyrl_train.models.scoring import ScoringModel
+from skyrl_train.models.value_model import ValueModel
+from skyrl_train_testing.tiny_models import tiny_mixture, tiny_qwen3
+
+NUM_PROMPT, NUM_RESPONSE = 24, 7
+A, B, C = ([first, *range(2, 2 + length)] for first, length in ((30, 19), (31, 16), (32, 10)))
+
+
+def batch(*rows: tuple[list[int], list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sequences and mask of pairs of a prompt and a response."""
+    sequences = torch.full((len(rows), NUM_PROMPT + NUM_RESPONSE), 60)
+    mask = torch.zeros_like(sequences)
+    for row, (prompt, response) in enumerate(rows):
+        cells = slice(NUM_PROMPT - len(prompt), NUM_PROMPT + len(response))
+        sequences[row, cells], mask[row, cells] = torch.tensor([*prompt, *response]), 1
+    return sequences, mask
+
+
+BATCHES: dict[str, list[tuple[list[int], list[int]]]] = {
+    "samples of two prompts": [(A, [40, 41]), (B, [42]), (A, [40, 43, 44]), (B, [45] * 7), (A, [46]), (A, [40, 41])],
+    "turns of a conversation": [(A[:17], [18]), ([*A[:17], 18, 50], [51, 52]), ([*A[:17], 18, 50, 51], [53]), (B, [9])],
+    "branches": [(A, [40]), ([*A[:18], 50, 51, 52], [53]), ([*A[:18], 50, 51, 54], [55, 56]), ([*A, 57], [58])],
+    "responses of no token": [(A, []), (A, [40]), (A, []), (C, []), (C, [41])],
+    "a row that is another's prompt": [(A, [40, 41]), (A[:18], []), ([], []), ([*A, 40], [41])],
+}
+
+
+def model(kind: str = "policy", share: bool = True, **settings: Any) -> Any:
+    own: dict[str, Any] = {"hidden_size": 16, "vocab_size": 64, "max_position_embeddings": 64, "scale": 1.0} | settings
+    causal_lm = tiny_qwen3(**own)
+    if kind == "critic":
+        return ValueModel(causal_lm.model, share_prefixes=share)
+    return ScoringModel(causal_lm, chunk_size=3, share_prefixes=share)
+
+
+def learn(scorer: Any, rows: list[tuple[list[int], list[int]]]) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Return the scores of rows, and the gradients of a loss that weighs every token differently."""
+    weights = torch.arange(1.0, 1 + len(rows) * NUM_RESPONSE).view(len(rows), NUM_RESPONSE)
+    if isinstance(scorer, ValueModel):
+        scores = [scorer(*batch(*rows), NUM_RESPONSE)]
+    else:
+        found = scorer(*batch(*rows), NUM_RESPONSE, 0.7, with_entropy=True)
+        scores = [found.log_probs, found.entropy]
+    torch.stack([(weights * score).sum() for score in scores]).sum().backward()
+    return [score.detach() for score in scores], {n: p.grad for n, p in scorer.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("kind", ["policy", "critic"])
+@pytest.mark.parametrize("rows", BATCHES.values(), ids=list(BATCHES))
+def test_scores_and_gradients_are_those_of_separate_rows(rows: Any, kind: str):
+    scores, gradients = learn(model(kind), rows)
+    expected_scores, expected_gradients = learn(model(kind, share=False), rows)
+    for score, expected in zip(scores, expected_scores, strict=True):
+        torch.testing.assert_close(score, expected, atol=1e-6, rtol=1e-6)
+        assert torch.equal(score == 0, expected == 0)
+    assert gradients.keys() == expected_gradients.keys()
+    for name, gradient in gradients.items():
+        size = expected_gradients[name].abs().max()
+        torch.testing.assert_close(gradient / size, expected_gradients[name] / size, atol=1e-6, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("window", [5, 18])
+def test_a_sliding_window_reaches_into_the_prefix(window: int):
+    sliding = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0}
+    rows = BATCHES["branches"]
+    (shared, _), _ = learn(model(**sliding), rows)
+    (separate, _), _ = learn(model(share=False, **sliding), rows)
+    (unlimited, _), _ = learn(model(), rows)
+    torch.testing.assert_close(shared, separate, atol=1e-6, rtol=1e-6)
+    assert (shared - unlimited).abs().max() > 1e-3
+
+
+def test_a_prefix_is_laid_out_once():
+    layout = packed(*batch(*BATCHES["samples of two prompts"]), NUM_RESPONSE, share_prefixes=True)
+    assert layout.rows is not None and layout.rows.keys is not None
+    assert layout.input_ids.shape[1] == len(A) + len(B) + 16
+    assert layout.rows.prefixes == (0, 0, 17, 20, 20, 20)
+    assert sum(layout.rows.num_keys) == 4 * len(A) + 2 * len(B) + 16
+    seen = layout.input_ids[0, layout.rows.keys].split(list(layout.rows.num_keys))
+    rows = [[*prompt, *response] for prompt, response in BATCHES["samples of two prompts"]]
+    assert sorted(row.tolist() for row in seen) == sorted(rows)
+
+
+def test_the_first_token_of_a_response_is_predicted_by_the_shared_prompt():
+    layout = packed(*batch((A, [40]), (A, [41])), NUM_RESPONSE, share_prefixes=True)
+    assert layout.labels.sort().values.tolist() == [40, 41]
+    assert layout.input_ids[0, layout.predictors].tolist() == [A[-1], A[-1]]
+
+
+def test_short_beginnings_and_responses_are_not_shared():
+    header, answer = [30, 2, 3], list(range(5, 12))
+    for rows in ([([*header, 5], [6]), ([*header, 7], [8])], [(C, answer), (C, answer)], [(A, []), (B, [])]):
+        sequences, mask = batch(*rows)
+        ours, plain = (packed(sequences, mask, NUM_RESPONSE, share_prefixes=share) for share in (True, False))
+        assert ours.rows is not None and ours.rows.keys is None
+        assert torch.equal(ours.input_ids, plain.input_ids)
+
+
+def test_a_response_is_computed_for_each_row_that_has_it():
+    """Only prompts are shared: samples of one prompt then attend to keys of one length, in one call."""
+    layout = packed(*batch((A, [40, 41]), (A, [40, 42])), NUM_RESPONSE, share_prefixes=True)
+    assert layout.input_ids.shape[1] == len(A) + 4
+
+
+def test_experts_of_a_mixture_see_every_token():
+    mixture = ScoringModel(tiny_mixture(vocab_size=64), share_prefixes=True)
+    assert not mixture.share_prefixes
+
+
+class ManyRanks:
+    """Part of `SequenceParallel` that a layout uses, for one of several ranks in one process."""
+
+    def __init__(self, size: int, rank: int):
+        self.size, self.rank, self.slices = size, rank, []
+
+    def shard(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        return x.chunk(self.size, dim)[self.rank]
+
+    def gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        return torch.cat(self.slices, dim)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_that_share_sequences_put_scores_in_their_places(size: int):
+    """A shared token predicts several: each of them has its own value."""
+    rows = BATCHES["samples of two prompts"]
+    ranks = [ManyRanks(size, rank) for rank in range(size)]
+    layouts = [packed(*batch(*rows), NUM_RESPONSE, each, share_prefixes=True) for each in ranks]  # type: ignore[arg-type]
+    widest = max(len(layout.own) for layout in layouts if layout.own is not None)
+    values = []
+    for layout in layouts:
+        _, labels = layout.scored(torch.zeros(1, layout.input_ids.numel(), 1))
+        values.append(labels.float())
+    slices = [torch.cat([each, each.new_zeros(widest - len(each))]) for each in values]
+    for each in ranks:
+        each.slices = slices
+    sequences, mask = batch(*rows)
+    expected = (sequences * mask)[:, NUM_PROMPT:].float()
+    for layout, own in zip(layouts, values, strict=True):
+        assert torch.equal(layout.place(own), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_kernels_for_rows_of_different_lengths_attend_to_prefixes():
+    layout = packed(*batch(*BATCHES["branches"]), NUM_RESPONSE, share_prefixes=True)
+    rows = layout.rows
+    assert rows is not None and rows.keys is not None
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, layout.input_ids.numel(), 64, generator=generator) for heads in (4, 2, 2))
+    on_gpu = PackedRows(rows.lengths, rows.boundaries.cuda(), prefixes=rows.prefixes, keys=rows.keys.cuda())
+    in_half = (x.cuda().bfloat16() for x in (q, k, v))
+    ours, _ = packed_attention(nn.Identity(), *in_half, None, packed_rows=on_gpu)  # pyright: ignore[reportCallIssue]
+    expected, _ = packed_attention(nn.Identity(), q, k, v, None, packed_rows=rows)
+    torch.testing.assert_close(ours.float().cpu(), expected, atol=3e-2, rtol=3e-2)
+
+
+def test_prefixes_are_found_whatever_the_order_of_rows(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(packing, "_SHORTEST_PREFIX", 1)
+    generator = torch.Generator().manual_seed(3)
+    texts = torch.randint(2, 4, (12, NUM_PROMPT), generator=generator).tolist()
+    rows = [(text[: 1 + 2 * number], text[-(number % 5) - 1 :]) for number, text in enumerate(texts)]
+    for _ in range(5):
+        order = torch.randperm(len(rows), generator=generator).tolist()
+        mixed = [rows[row] for row in order]
+        (shared, _), _ = learn(model(), mixed)
+        (separate, _), _ = learn(model(share=False), mixed)
+        torch.testing.assert_close(shared, separate, atol=1e-6, rtol=1e-6)
+        beginnings = {tuple(p[:n]) for p, _ in mixed for n in range(1, len(p) + 1)}
+        num_responses = sum(len(response) for _, response in mixed)
+        computed = packed(*batch(*mixed), NUM_RESPONSE, share_prefixes=True).input_ids.numel()
+        assert computed <= len(beginnings) + num_responses, "each beginning of a prompt once"
