@@ -4,17 +4,19 @@
 
 Each setting trains (or scores with) a random Qwen3 of about 80 MB of float32 weights in fresh processes: a batch of two
 micro-batches, two steps. Measured is the peak resident set of the rank that needs most, above what it held when it had
-joined its group and computed with a model of 0.1 MB. Estimated is `skyrl_train.plan.memory.worker_phases`.
+joined its group and computed with a model of 0.1 MB in the same backend. Estimated is
+`skyrl_train.plan.memory.worker_phases`.
 """
 
 import argparse
 import asyncio
 import ctypes
+import gc
 import os
 import platform
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +26,11 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import torch
 from transformers import AutoConfig
 
-from skyrl_train.config import SkyRLConfig
-from skyrl_train.config.training_backends import TrainingBackendRegistry
+from skyrl_train.config import SkyRLConfig, training_backends
 from skyrl_train.distributed.process_group import free_port
 from skyrl_train.plan.memory import Phase, worker_phases
 from skyrl_train.plan.model_shape import model_shape
-from skyrl_train.training_backends.base import ModelName, RankInfo
+from skyrl_train.training_backends.base import ModelName, RankInfo, TrainingBackend
 from skyrl_train.training_batch import MicroBatch, TrainingInputBatch
 from skyrl_train.utils.memory_peaks import MemoryPeaks
 from skyrl_train_testing.backend_checks import settings_of, take_step
@@ -136,39 +137,49 @@ class _Rank:
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, 64 << 10)
         libc.mallopt(_M_TRIM_THRESHOLD, 128 << 10)
-        cfg = setting.cfg(path)
-        make = TrainingBackendRegistry.get(cfg.trainer.strategy)
-        backend = make(cfg, setting.role, None if setting.role == "ref" else NUM_STEPS)
-        backend.join(RankInfo(rank=rank, world_size=setting.num_ranks, master_port=port))
-        _touch_libraries(small)
+        warm = self._joined(setting, small, RankInfo(rank=rank, world_size=setting.num_ranks, master_port=port))
+        backend = self._backend(setting, path)
+        for name in ("device", "parallel", "sequence_parallel"):  # the group is joined once
+            setattr(backend, name, getattr(warm, name))
+        if setting.trainer.get("strategy") == "deepspeed":
+            warm.engine.destroy()
+        del warm
+        gc.collect()
         peaks = MemoryPeaks(backend.device)
         with peaks.measuring("load"):
             backend.load_model()
-        batch, micro_batches = make_batch(setting)
-        for _ in range(NUM_STEPS):
-            if setting.role == "ref":
-                with peaks.measuring("forward"):
-                    backend.forward(batch, micro_batches)
-            else:
-                with peaks.measuring("train"):
-                    take_step(backend, batch, micro_batches, gather=False)
+        _compute(backend, setting, MODELS[setting.model]["vocab_size"], peaks)
         return peaks.take()
 
+    def _joined(self, setting: Setting, small: str, info: RankInfo) -> Any:
+        """Join the group and compute with a model of 0.1 MB, so that code and buffers of libraries are in memory before
+        anything is measured."""
+        backend = self._backend(setting, small)
+        backend.join(info)
+        backend.load_model()
+        _compute(backend, replace(setting, shape=(8, 8, 2)), 64, MemoryPeaks(backend.device))
+        return backend
 
-def _touch_libraries(small: str) -> None:
-    """Compute with a model of 0.1 MB, so that code and buffers of libraries are in memory before anything is
-    measured."""
-    from transformers import AutoModelForCausalLM
-
-    for dtype in (torch.float32, torch.bfloat16):
-        model = AutoModelForCausalLM.from_pretrained(small, dtype=dtype)
-        optimizer = torch.optim.AdamW(model.parameters())
-        model(torch.ones(2, 8, dtype=torch.long)).logits.float().logsumexp(-1).sum().backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+    def _backend(self, setting: Setting, path: str) -> Any:
+        cfg = setting.cfg(path)
+        # By its module: the registry itself would come to the rank by value, empty.
+        make = training_backends.TrainingBackendRegistry.get(cfg.trainer.strategy)
+        return make(cfg, setting.role, None if setting.role == "ref" else NUM_STEPS)
 
 
-def make_batch(setting: Setting) -> tuple[TrainingInputBatch, list[MicroBatch]]:
+def _compute(backend: TrainingBackend, setting: Setting, num_words: int, peaks: MemoryPeaks) -> None:
+    """Take steps, or score twice, and measure each."""
+    batch, micro_batches = make_batch(setting, num_words)
+    for _ in range(NUM_STEPS):
+        if setting.role == "ref":
+            with peaks.measuring("forward"):
+                backend.forward(batch, micro_batches)
+        else:
+            with peaks.measuring("train"):
+                take_step(backend, batch, micro_batches, gather=False)
+
+
+def make_batch(setting: Setting, num_words: int) -> tuple[TrainingInputBatch, list[MicroBatch]]:
     """Make rows of full length, in two micro-batches as the settings divide them."""
     prompt, response, rows = setting.shape
     budget = setting.trainer.get("max_tokens_per_microbatch")
@@ -179,7 +190,7 @@ def make_batch(setting: Setting) -> tuple[TrainingInputBatch, list[MicroBatch]]:
     shape = num_rows, prompt + response
     ones = torch.ones(num_rows, response)
     batch = TrainingInputBatch(
-        sequences=torch.randint(2, MODELS[setting.model]["vocab_size"], shape, generator=draw),
+        sequences=torch.randint(2, num_words, shape, generator=draw),
         attention_mask=torch.ones(shape, dtype=torch.long),
         loss_mask=ones,
         loss_weights=ones / ones.sum(),

@@ -49,6 +49,12 @@ class Division:
     layer_reduction: int = 0
     """Buffers of that reduction."""
 
+    layer_buffer: int = 0
+    """What the reduction of the layer before still holds while a layer is computed backward."""
+
+    copies_reduced: int = 0
+    """Reduced gradients that are held beside those they are added to, until the backward ends."""
+
     head_gradient: int = 0
     """Gradient of the output layer, from its computation to the end of the backward."""
 
@@ -119,6 +125,9 @@ def fsdp2(cfg: SkyRLConfig, role: Role, shape: ModelShape, kind: Kind) -> Divisi
         host=offloaded,
         layer_gradients=number * of_layer,
         layer_reduction=4 * of_layer + 4 * of_layer // shards,
+        layer_buffer=4 * of_layer,
+        # Each layer keeps what it summed over copies of the model (`_all_reduce_state`).
+        copies_reduced=4 * (shape.trained - of_outside) // shards if shards < world else 0,
         head_gradient=number * head,
         final_reduction=(number + 4) * of_outside + 4 * of_outside // shards,
         step=_adam_step(shape, trained, shards, kind, offloaded=bool(offloaded)),
@@ -168,18 +177,30 @@ def deepspeed(cfg: SkyRLConfig, role: Role, shape: ModelShape, kind: Kind) -> Di
     bucket = _DEEPSPEED_BUCKET if size == "auto" else int(size)
     bucket = held * (bucket if kind == "cuda" and stage else min(bucket, shape.trained))
     masters = 4 * part if stage or held == 2 else 0
+    gradients = held * (shape.trained if stage < 2 else part)
+    if offloads and stage < 3:
+        # In host memory also the float32 gradients, sums of micro-batches, and the rounded weights on their way back;
+        # and a gradient of the largest parameter on either side (`temp_grad_buffer_for_*_offload`).
+        gradients += 4 * part
+        masters += held * part + 8 * shape.words * shape.hidden
+    # Several ranks reduce a flat copy of the bucket.
+    copy = bucket if ranks > 1 and stage else 0
+    # Stage 1 keeps whole gradients in its bucket, and as it steps those of its part alone.
+    in_bucket = gradients if stage == 1 else 0
     # Without a fused kernel AdamW needs two tensors of the size of the one that holds all weights of the rank.
     fused = kind == "cuda" or offloads
     working = 0 if fused else 8 * part if stage else _adam_step(shape, part, 1, kind, offloaded=False)
     return Division(
-        gradients=held * (shape.trained if stage < 2 else part),
+        gradients=gradients,
         optimizer=8 * part + masters,
         host=frozenset(on_host),
         layer_gradients=held * int(shape.layer * shape.trained / shape.parameters),
-        layer_reduction=bucket if stage else 0,
+        layer_reduction=max(0, bucket - in_bucket) + copy if stage else 0,
         head_gradient=held * (0 if shape.has_adapters else shape.words * shape.hidden),
-        final_reduction=bucket,
-        step=working + (4 * part if stage and "optimizer" not in on_host else 0),
+        final_reduction=max(0, bucket - in_bucket) + copy,
+        step=working
+        + (4 * part if stage and not offloads else 0)
+        - (held * (shape.trained - part) if in_bucket else 0),
         **common,
     )
 

@@ -161,14 +161,17 @@ def _training(name: str, division: Division, computation: _Computation) -> Phase
         "backward of a layer": {
             "gathered weights": division.gathered,
             "activations": stored + computation.layer,
-            "gradients on their way": head + division.layer_gradients,
+            "gradients on their way": head + division.layer_gradients + division.layer_buffer + division.copies_reduced,
         },
         "reduction of a layer": {
             "gathered weights": division.gathered_head,
             "activations": stored,
-            "gradients on their way": head + division.layer_gradients + division.layer_reduction,
+            "gradients on their way": head
+            + division.layer_gradients
+            + division.layer_reduction
+            + division.copies_reduced,
         },
-        "end of backward": {"gradients on their way": division.final_reduction},
+        "end of backward": {"gradients on their way": division.final_reduction + division.copies_reduced},
         "optimizer step": {"working memory": division.step},
     }
     return _largest(name, at_rest, moments, division, computation.tokens)

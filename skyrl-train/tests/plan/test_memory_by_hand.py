@@ -16,13 +16,16 @@ def test_fsdp2_divides_weights_gradients_and_moments_and_gathers_two_layers():
     assert (division.weights, division.gradients, division.optimizer) == (2000, 2000, 4000)
     assert division.gathered == 2 * 200 + 2 * 2 * 400  # bfloat16: outside of layers, a layer and the next one's buffer
     assert division.layer_reduction == 4 * 400 + 4 * 400 // 2  # float32: the whole gradient, and the rank's half
+    assert division.layer_buffer == 4 * 400 and division.copies_reduced == 0
     assert division.final_reduction == (2 + 4) * 200 + 4 * 200 // 2
     assert division.resting == 8000
 
 
 def test_fsdp_size_sets_the_ranks_that_divide_a_copy():
     world = {"trainer.placement.policy_num_gpus_per_node": 8, "trainer.policy.fsdp_config.fsdp_size": 2}
-    assert fsdp2(settings(**world), "policy", shape(), "cuda").weights == 2000
+    division = fsdp2(settings(**world), "policy", shape(), "cuda")
+    assert division.weights == 2000
+    assert division.copies_reduced == 4 * 800 // 2  # of all layers, summed over the copies
 
 
 def test_reshard_after_forward_false_keeps_the_whole_model():
@@ -72,7 +75,8 @@ def test_offloaded_optimizer_of_deepspeed_leaves_the_gpu():
     })  # fmt: skip
     [*_, train] = worker_phases(cfg, "policy", shape(), "cuda")
     assert "optimizer" not in train.parts and "gradients" not in train.parts
-    assert train.host == (8 + 4 + 4) * 1000
+    # Moments, float32 weights, a buffer of updated ones; gradients, and their sum; two gradients of the embedding.
+    assert train.host == (8 + 4 + 4) * 1000 + (4 + 4) * 1000 + 2 * 4 * 20 * 10
 
 
 def test_megatron_divides_layers_experts_and_optimizer_state():
