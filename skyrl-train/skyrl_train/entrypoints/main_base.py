@@ -44,6 +44,7 @@ from skyrl_train.utils import initialize_ray, shutdown_ray
 from skyrl_train.utils.chat_templates import configured_chat_template
 from skyrl_train.utils.explanations import end_record, record_waits
 from skyrl_train.utils.process_log import configure_logging
+from skyrl_train.utils.progress import progress
 from skyrl_train.utils.run_folder import RunFolder
 from skyrl_train.utils.tracebacks import described, log_traceback
 from skyrl_train.utils.tracking import Tracking
@@ -222,7 +223,8 @@ class BasePPOExp:
     async def _setup_trainer(self) -> RayPPOTrainer:
         self.run_folder.write_config(self.get_cfg_as_str(self.cfg))
         tracker = self.get_tracker()
-        client = self.get_inference_client()
+        with progress.phase("start the engines"):
+            client = self.get_inference_client()
         trainer = self.get_trainer(
             cfg=self.cfg,
             tracker=tracker,
@@ -282,12 +284,13 @@ def run_experiment(
         log_path = RunFolder(typed.trainer.run_dir).log_path("trainer")
         _begin_log(log_path)
         record_waits(log_path.parents[1])
-        prepared = experiment(typed)  # what is wrong with settings or data is seen before Ray starts
-        if prepared.is_finished():
-            return
-        initialize_ray(typed)
-        signal.signal(signal.SIGTERM, _interrupt)  # Ray's own handler aborts
-        prepared.run()
+        with progress.showing(typed.trainer.show_progress):
+            prepared = experiment(typed)  # what is wrong with settings or data is seen before Ray starts
+            if prepared.is_finished():
+                return
+            initialize_ray(typed)
+            signal.signal(signal.SIGTERM, _interrupt)  # Ray's own handler aborts
+            prepared.run()
     except SkyRLError as error:
         if log_path is not None and log_path.exists():
             log_traceback(error)
