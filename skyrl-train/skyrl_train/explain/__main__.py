@@ -11,7 +11,7 @@ from pathlib import Path
 
 from skyrl_train.explain.diagnosis import diagnose
 from skyrl_train.explain.evidence import observe
-from skyrl_train.explain.text import as_json, as_text, headline
+from skyrl_train.explain.text import as_json, as_text, details, headline
 from skyrl_train.utils.explanations import explanations_folder, waits_folder
 from skyrl_train.utils.io import write_atomically
 from skyrl_train.utils.process_log import log_tail
@@ -23,7 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m skyrl_train.explain",
         description="Says what each process of a run waits for, since when, and which process or resource is the "
-        "cause. Writes the same to RUN/explanations.",
+        "cause. Writes that with stacks, ends of logs and memory to RUN/explanations.",
     )
     parser.add_argument("run", type=Path, help="the folder of a run that goes on, or was killed")
     parser.add_argument("--because", default="", metavar="TEXT", help="why it is asked, for the head of the text")
@@ -41,12 +41,13 @@ def main(arguments: list[str] | None = None) -> int:
     findings = diagnose(situation)
     text = as_text(run_dir, situation, findings, options.because)
     record = as_json(run_dir, situation, findings, options.because)
-    path = _write(run_dir, text, record)
+    path = _write(run_dir, text + details(situation), record)
     if options.brief:
         print(json.dumps({"cause": headline(findings), "path": str(path or "not written")}))
     else:
         print(record if options.json else text, end="")
-        print(f"written to {path}" if path else "not written: the folder of the run refuses", file=sys.stderr)
+        where = f"stacks, ends of logs and memory: {path}" if path else "the folder of the run cannot be written"
+        print(where, file=sys.stderr)
     return 0
 
 

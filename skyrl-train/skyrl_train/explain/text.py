@@ -16,8 +16,13 @@ _STATES = {"T": "stopped", "t": "stopped by a debugger", "D": "waits for a disk"
 
 
 def as_text(run_dir: Path, situation: Situation, findings: list[Finding], reason: str) -> str:
-    """Return the explanation for a person, the cause first."""
-    return "\n".join(_lines(run_dir, situation, findings, reason)) + "\n"
+    """Return causes and waits, for a person, the likeliest cause first."""
+    return "\n".join(_causes_and_waits(run_dir, situation, findings, reason)) + "\n"
+
+
+def details(situation: Situation) -> str:
+    """Return stacks, ends of logs, memory and the state of Ray, as text."""
+    return "\n".join(_details(situation)) + "\n"
 
 
 def headline(findings: list[Finding]) -> str:
@@ -32,7 +37,7 @@ def as_json(run_dir: Path, situation: Situation, findings: list[Finding], reason
     return json.dumps(record | asdict(situation), indent=1, default=str)
 
 
-def _lines(run_dir: Path, situation: Situation, findings: list[Finding], reason: str) -> Iterator[str]:
+def _causes_and_waits(run_dir: Path, situation: Situation, findings: list[Finding], reason: str) -> Iterator[str]:
     moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(situation.now))
     yield f"Who waits for whom in {run_dir}, {moment}"
     if reason:
@@ -59,6 +64,9 @@ def _lines(run_dir: Path, situation: Situation, findings: list[Finding], reason:
     yield from ("", "== Processes", "")
     for process in situation.processes:
         yield from _process(process, situation.now)
+
+
+def _details(situation: Situation) -> Iterator[str]:
     if situation.ray is not None:
         yield from ("== Ray", "", *(f"{name}: {value}" for name, value in situation.ray.items()), "")
     yield from ("== Memory", "", *situation.memory, "")
