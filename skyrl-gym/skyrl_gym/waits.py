@@ -163,7 +163,7 @@ class Recorder:
 _recorder: Recorder | None = None
 
 
-class _Waiting:
+class RecordedWait:
     """Context manager that records a wait, around plain code or around code that awaits."""
 
     __slots__ = ("_deadline", "_on", "_outer", "_recorder", "_slot", "_what", "id", "who")
@@ -171,7 +171,7 @@ class _Waiting:
     def __init__(self, what: str, on: str, who: str, deadline: float):
         self._what, self._on, self.who, self._deadline = what, on, who, deadline
         self._slot = self.id = 0
-        self._outer: _Waiting | None = None
+        self._outer: RecordedWait | None = None
         self._recorder: Recorder | None = None
 
     def __enter__(self) -> None:
@@ -197,10 +197,10 @@ class _Waiting:
         _innermost.set(self._outer)
 
 
-_innermost: ContextVar[_Waiting | None] = ContextVar("innermost_wait", default=None)
+_innermost: ContextVar[RecordedWait | None] = ContextVar("innermost_wait", default=None)
 
 
-def waiting(what: str, on: str = "", *, who: str = "", deadline: float = 0.0) -> _Waiting:
+def waiting(what: str, on: str = "", *, who: str = "", deadline: float = 0.0) -> RecordedWait:
     """Return a context manager that records a wait for its duration.
 
     Args:
@@ -209,7 +209,7 @@ def waiting(what: str, on: str = "", *, who: str = "", deadline: float = 0.0) ->
         who: the one that waits; else that of the wait around it, else the role of this process.
         deadline: seconds that it may last.
     """
-    return _Waiting(what, on, who, deadline)
+    return RecordedWait(what, on, who, deadline)
 
 
 def report_as(role: str, **facts: object) -> None:

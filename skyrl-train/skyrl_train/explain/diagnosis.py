@@ -38,7 +38,7 @@ class Kind(IntEnum):
 
 
 @dataclass(frozen=True)
-class Finding:
+class HangCause:
     """A cause, and whom it stops."""
 
     kind: Kind
@@ -58,10 +58,10 @@ class Finding:
         return self.kind is not Kind.NOT_RUNNING, not self.is_expired, int(self.kind), -self.seconds
 
 
-def diagnose(situation: Situation) -> list[Finding]:
+def diagnose(situation: Situation) -> list[HangCause]:
     """Return the causes, the likeliest first."""
     graph = _Graph(situation)
-    found: dict[str, Finding] = {}
+    found: dict[str, HangCause] = {}
     for finding in graph.causes():
         before = found.get(finding.cause)
         if before is None:
@@ -95,7 +95,7 @@ class _Graph:
         }
         self._visited: set[tuple[str, int]] = set()
 
-    def causes(self) -> Iterator[Finding]:
+    def causes(self) -> Iterator[HangCause]:
         trainer = self._processes.get(TRAINER)
         roots = [TRAINER] if trainer is not None else []
         for role in [*roots, *(role for role in self._processes if role != TRAINER)]:
@@ -136,7 +136,7 @@ class _Graph:
 
     # ---- following a wait
 
-    def _follow(self, link: _Link, chain: tuple[_Link, ...]) -> Iterator[Finding]:
+    def _follow(self, link: _Link, chain: tuple[_Link, ...]) -> Iterator[HangCause]:
         """Yield the causes that a wait ends at. Args: `chain`, the waits before it, the nearest first."""
         if link in chain:
             yield self._cycle(link, chain)
@@ -162,7 +162,7 @@ class _Graph:
             for name in [link.wait.on] if is_path else link.wait.on.split(", "):
                 yield from self._target(name, here)
 
-    def _target(self, name: str, chain: tuple[_Link, ...]) -> Iterator[Finding]:
+    def _target(self, name: str, chain: tuple[_Link, ...]) -> Iterator[HangCause]:
         links = self._waits_of(name)
         process = self._processes.get(name)
         bad = [] if process is None else list(self._not_running(process, chain))
@@ -177,11 +177,11 @@ class _Graph:
         else:
             yield self._outside(name, chain)
 
-    def _peers(self, link: _Link, chain: tuple[_Link, ...]) -> Iterator[Finding]:
+    def _peers(self, link: _Link, chain: tuple[_Link, ...]) -> Iterator[HangCause]:
         """Yield why a collective does not end: peers that do not run, or are not in it."""
         own = link.process.role
         group = own.rpartition(" ")[0]
-        found: list[Finding] = []
+        found: list[HangCause] = []
         others: list[_Link] = []
         for role, process in self._processes.items():
             if role == own or role.rpartition(" ")[0] != group:
@@ -220,7 +220,7 @@ class _Graph:
 
     # ---- causes
 
-    def _not_running(self, process: ProcessEvidence, chain: tuple[_Link, ...]) -> Iterator[Finding]:
+    def _not_running(self, process: ProcessEvidence, chain: tuple[_Link, ...]) -> Iterator[HangCause]:
         name = f"{process.role} (pid {process.pid})"
         if process.state in ("T", "t"):
             remedy = f"kill -CONT {process.pid} continues it"
@@ -251,7 +251,7 @@ class _Graph:
                     process,
                 )
 
-    def _outside(self, name: str, chain: tuple[_Link, ...]) -> Finding:
+    def _outside(self, name: str, chain: tuple[_Link, ...]) -> HangCause:
         kind, _, path = name.partition(" ")
         if kind == "lock" and path:
             holders = ", ".join(self._situation.lock_holders.get(path, [])) or "a process that this machine cannot see"
@@ -279,7 +279,7 @@ class _Graph:
         waiting = ", ".join(map(str, state.get("waiting", []))) or "nothing"
         return f" (in Ray waits for a place: {waiting}; free: {state['free']} of {state['total']})"
 
-    def _busy(self, link: _Link, chain: tuple[_Link, ...]) -> Finding:
+    def _busy(self, link: _Link, chain: tuple[_Link, ...]) -> HangCause:
         # Work that somebody else does for a wait is named by that one: a thread for a step of an environment.
         present = self._open[link.process.role]
         named = next((wait for wait in present if wait.id == link.wait.parent and not wait.on), link.wait)
@@ -298,12 +298,12 @@ class _Graph:
             return ""
         return f" (collectives begun: {', '.join(f'{name}: {number}' for name, number in begun.items())})"
 
-    def _idle(self, name: str, chain: tuple[_Link, ...]) -> Finding:
+    def _idle(self, name: str, chain: tuple[_Link, ...]) -> HangCause:
         process = self._processes.get(name)
         who = name if process is None else f"{name} (pid {process.pid})"
         return self._finding(Kind.IDLE, f"{who} has nothing to do: it waits for calls", chain)
 
-    def _left_out(self, peer: ProcessEvidence, link: _Link, chain: tuple[_Link, ...]) -> Finding:
+    def _left_out(self, peer: ProcessEvidence, link: _Link, chain: tuple[_Link, ...]) -> HangCause:
         last = _num_collectives(peer)
         return self._finding(
             Kind.LEFT_OUT,
@@ -314,7 +314,7 @@ class _Graph:
             peer,
         )
 
-    def _cycle(self, link: _Link, chain: tuple[_Link, ...]) -> Finding:
+    def _cycle(self, link: _Link, chain: tuple[_Link, ...]) -> HangCause:
         members = [*reversed(chain[: chain.index(link) + 1])]
         where = ", which is in the way of: ".join(f"{each.wait.who} in {_words(each.wait)}" for each in members)
         return self._finding(Kind.CYCLE, f"deadlock: {where}", chain)
@@ -333,11 +333,11 @@ class _Graph:
         chain: Sequence[_Link],
         remedy: str = "",
         process: ProcessEvidence | None = None,
-    ) -> Finding:
+    ) -> HangCause:
         waits = [link.wait for link in chain]
         if process is not None:
             waits += self._open.get(process.role, []) if process.role in self._processes else []
-        return Finding(
+        return HangCause(
             kind,
             cause,
             remedy,

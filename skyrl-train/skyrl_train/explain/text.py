@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from skyrl_gym.waits import Wait
-from skyrl_train.explain.diagnosis import Finding, Kind
+from skyrl_train.explain.diagnosis import HangCause, Kind
 from skyrl_train.explain.evidence import ELSEWHERE, GONE, ProcessEvidence, Situation
 
 _MOST_FINDINGS = 5
@@ -15,7 +15,7 @@ _MOST_WAITS = 12
 _STATES = {"T": "stopped", "t": "stopped by a debugger", "D": "waits for a disk", "Z": "ended", GONE: "dead"}
 
 
-def as_text(run_dir: Path, situation: Situation, findings: list[Finding], reason: str) -> str:
+def as_text(run_dir: Path, situation: Situation, findings: list[HangCause], reason: str) -> str:
     """Return causes and waits, for a person, the likeliest cause first."""
     return "\n".join(_causes_and_waits(run_dir, situation, findings, reason)) + "\n"
 
@@ -25,19 +25,19 @@ def details(situation: Situation) -> str:
     return "\n".join(_details(situation)) + "\n"
 
 
-def headline(findings: list[Finding]) -> str:
+def headline(findings: list[HangCause]) -> str:
     """Return the likeliest cause in a sentence."""
     return findings[0].cause if findings else "no process of the run waits for anything"
 
 
-def as_json(run_dir: Path, situation: Situation, findings: list[Finding], reason: str) -> str:
+def as_json(run_dir: Path, situation: Situation, findings: list[HangCause], reason: str) -> str:
     """Return everything that is known, for programs."""
     rows = [asdict(finding) | {"kind": finding.kind.name.lower()} for finding in findings]
     record = {"run": str(run_dir), "reason": reason, "cause": headline(findings), "findings": rows}
     return json.dumps(record | asdict(situation), indent=1, default=str)
 
 
-def _causes_and_waits(run_dir: Path, situation: Situation, findings: list[Finding], reason: str) -> Iterator[str]:
+def _causes_and_waits(run_dir: Path, situation: Situation, findings: list[HangCause], reason: str) -> Iterator[str]:
     moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(situation.now))
     yield f"Who waits for whom in {run_dir}, {moment}"
     if reason:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from skyrl_gym.waits import NEXT_CALL, PEERS, Wait
-from skyrl_train.explain.diagnosis import Finding, Kind, diagnose, innermost_own_frame
+from skyrl_train.explain.diagnosis import HangCause, Kind, diagnose, innermost_own_frame
 from skyrl_train.explain.evidence import ELSEWHERE, GONE, Child, ProcessEvidence, Situation, parse_stacks
 from skyrl_train.utils.explanations import SCHEDULER, TRAINER
 
@@ -27,7 +27,7 @@ def trainer(*waits: Wait, **more: Any) -> ProcessEvidence:
     return process(TRAINER, 1, *waits, **more)
 
 
-def diagnosed(*processes: ProcessEvidence, **more: Any) -> list[Finding]:
+def diagnosed(*processes: ProcessEvidence, **more: Any) -> list[HangCause]:
     return diagnose(Situation(NOW, list(processes), **more))
 
 
