@@ -35,6 +35,9 @@ from skyrl_train.dashboard.time_line import Timelines, trace_events
 from skyrl_train.utils.run_folder import without_non_finite
 
 COOKIE = "skyrl_dashboard"
+EXPLANATIONS = "explanations/"
+"""Beginning of the names under which texts of `skyrl_train.explain` are shown among the logs."""
+
 LOG_WINDOW = 128 << 10
 """Bytes of a log that are sent at once."""
 
@@ -256,13 +259,17 @@ class RunQueries:
         return _json({"text": found.text, "values": found.values, "changes": changes})
 
     def logs(self, request: Request) -> Response:
-        """Return names and sizes of a run's logs."""
-        entries = self._folder.entries(join(_run(request), "logs"))
-        return _json({"logs": [[entry.name, entry.state.size] for entry in entries if not entry.is_folder]})
+        """Return names and sizes of a run's logs, and of its explanations of hangs."""
+        run = _run(request)
+        found = [(entry.name, entry) for entry in self._folder.entries(join(run, "logs"))]
+        hangs = self._folder.entries(join(run, "explanations"))
+        found += [(EXPLANATIONS + entry.name, entry) for entry in hangs if entry.name.endswith(".txt")]
+        return _json({"logs": [[name, entry.state.size] for name, entry in found if not entry.is_folder]})
 
     def log(self, request: Request) -> Response:
         """Return a part of a log around an offset, its end without one, or the lines that hold `query`."""
-        path = join(_run(request), "logs", request.query_params.get("name", ""))
+        name = request.query_params.get("name", "")
+        path = join(_run(request), "" if name.startswith(EXPLANATIONS) else "logs", name)
         if query := request.query_params.get("query"):
             return _json({"hits": search_log(self._folder, path, query)})
         state = self._folder.state(path)

@@ -202,6 +202,14 @@ def test_log_shows_its_end_a_place_in_it_and_lines_that_hold_a_text(client: Test
     path = runs / "adding" / "logs" / "engine.log"
     path.write_bytes(b"".join(b"line %06d \x1b[31m\xff\n" % number for number in range(20_000)))
     assert [name for name, _ in ask(client, "logs", run="adding")["logs"]] == ["engine.log", "trainer.log"]
+    hangs = runs / "adding" / "explanations"
+    hangs.mkdir()
+    for name in ("2026-11-24_22-16-15.txt", "2026-11-24_22-16-15.json"):
+        (hangs / name).write_text("1. engine 0 is stopped")
+    shown = "explanations/2026-11-24_22-16-15.txt"
+    assert [name for name, _ in ask(client, "logs", run="adding")["logs"]] == ["engine.log", "trainer.log", shown]
+    assert ask(client, "log", run="adding", name=shown)["text"] == "1. engine 0 is stopped"
+    assert client.get("/api/log", params={"run": "adding", "name": "explanations/../metrics.jsonl"}).status_code == 404
     end = ask(client, "log", run="adding", name="engine.log")
     assert (end["start"] > 0, end["text"].splitlines()[-1][:11]) == (True, "line 019999")
     [[offset, text]] = ask(client, "log", run="adding", name="engine.log", query="LINE 000777")["hits"]
