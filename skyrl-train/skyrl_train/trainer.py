@@ -282,9 +282,8 @@ class RayPPOTrainer(TrainingRun):
 
     async def generate(self, prompts: list[PromptRow]) -> RolloutBatch:
         """Return `n_samples_per_prompt` trajectories for each prompt (or for others instead, by dynamic sampling)."""
-        with progress.phase("generate", 0, ANSWERS) as phase:
+        with progress.phase("generate", len(prompts) * self.cfg.generator.n_samples_per_prompt, ANSWERS) as phase:
             if self.cfg.trainer.algorithm.dynamic_sampling.type is None:
-                phase.extend(len(prompts) * self.cfg.generator.n_samples_per_prompt)
                 rollouts = self.check_rollouts(await self.request_rollouts(prompts))
             else:
                 rollouts = await self._generate_informative(prompts, phase)
@@ -299,7 +298,8 @@ class RayPPOTrainer(TrainingRun):
 
         async def request(num_batches_before: int) -> RolloutBatch:
             rows = prompts if num_batches_before == 0 else self.train_dataloader.next_batch()
-            phase.extend(len(rows) * self.cfg.generator.n_samples_per_prompt)
+            if num_batches_before > 0:
+                phase.extend(len(rows) * self.cfg.generator.n_samples_per_prompt)
             return self.check_rollouts(await self.request_rollouts(with_unique_uids(rows, seen)))
 
         settings = self.cfg.trainer.algorithm.dynamic_sampling
