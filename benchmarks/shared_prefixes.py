@@ -40,7 +40,7 @@ def seconds(model: ScoringModel, sequences: torch.Tensor, mask: torch.Tensor, nu
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--prompts", type=int, nargs="+", default=[32, 128, 512])
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--response", type=int, default=64)
