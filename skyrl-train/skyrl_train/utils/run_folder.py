@@ -13,6 +13,7 @@
     rollouts/timeline.jsonl              when each sample (asynchronous training: group) was generated and what the
                                          trainer did meanwhile, one JSON object a step
     logs/<process>.log                   everything a process printed
+    waits/  explanations/                what each process waits for, and explanations of hangs (`explanations`)
     ckpts/  exports/                     written by others
 
 Knows neither trainer nor generator: rows are dictionaries.

@@ -18,11 +18,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from ray import cloudpickle
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import skyrl_gym
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_gym.services import Retries, Service
-from skyrl_gym.waits import note, waiting
+from skyrl_gym.waits import FOLDER, PEERS, note, read_records, waiting
 from skyrl_train.distributed.process_group import free_port, init_process_group
 from skyrl_train.errors import RolloutError, WorkerError
 from skyrl_train.explain.__main__ import main
@@ -65,6 +67,16 @@ class Rank:
     def reduce_unless_rank_1(self) -> None:
         if self._rank != 1:
             dist.all_reduce(torch.ones(2))
+
+    def names_of_collectives(self) -> list[str]:
+        """Train a model of two layers for a step. Returns: the collectives of this rank, in order."""
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for module in (*model, model):
+            fully_shard(module, mesh=mesh)
+        model(torch.ones(1, 4)).sum().backward()
+        [record] = [each for each in read_records(Path(os.environ[FOLDER])) if each.facts["pid"] == os.getpid()]
+        return [wait.what for wait in record.waits if wait.on == PEERS and "#" in wait.what]
 
     def save(self, folder: str) -> None:
         write_state(Path(folder), [("weight", torch.ones(4))], num_steps=1, rank=0, num_ranks=1)
@@ -145,6 +157,19 @@ def test_rank_that_leaves_out_a_collective(start_ranks: Callable[[int], ForkedRa
     ranks = start_ranks(2)
     error, _ = explained(lambda: call(ranks, "reduce_unless_rank_1"), run_dir)
     assert f"policy worker 1 (pid {ranks.pids()[1]}) left out all_reduce #1" in error
+
+
+@pytest.mark.slow
+def test_collectives_of_a_sharded_model_are_numbered_and_name_the_layer(
+    start_ranks: Callable[[int], ForkedRanks],
+):
+    ranks = start_ranks(2)
+    calls = [[("names_of_collectives", ())]] * 2
+    [[first], [second]] = asyncio.run(ranks.call(calls, 60, "trainer.worker_timeout_seconds"))
+    assert first == second
+    assert [name.split("#")[1].split(" ")[0] for name in first] == [str(n + 1) for n in range(len(first))]
+    kinds = {(name.split("_single")[0].split(" ")[0], name.rpartition(" of ")[2]) for name in first if " of " in name}
+    assert kinds >= {("all_gather", "0"), ("all_gather", "1"), ("reduce_scatter", "0"), ("reduce_scatter", "1")}
 
 
 @pytest.mark.slow
