@@ -23,7 +23,7 @@ from skyrl_train.utils.process_log import log_tail
 GONE, ELSEWHERE = "gone", "elsewhere"
 """States of a process that has ended, and of one that this machine cannot see."""
 
-_STACK_SECONDS = 2.0
+_STACK_SECONDS = 5.0
 """Wait for the stacks of all processes."""
 
 _STILL_SECONDS = 0.1

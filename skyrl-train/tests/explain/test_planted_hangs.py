@@ -39,7 +39,7 @@ from skyrl_train_testing.rank_processes import ForkedRanks
 
 pytestmark = pytest.mark.timeout(120)
 
-DEADLINE = 1.5
+DEADLINE = 2.0
 EXPLAINED_SECONDS = 30.0
 """Longest time from a deadline to its explanation."""
 
@@ -301,9 +301,14 @@ def test_queue_that_is_full(environments: None, run_dir: Path, capsys: pytest.Ca
 
     async def look() -> str:
         generating = asyncio.create_task(
-            in_phase("generate", step(threads, "blocked"), asyncio.sleep(0.2), step(threads, "blocked", "b_0"))
+            in_phase("generate", step(threads, "blocked"), step(threads, "blocked", "b_0"))
         )
-        await asyncio.sleep(0.5)
+        full = {("sample a_0", "step of environment 'blocked'"), ("sample b_0", "a free one")}
+        async with asyncio.timeout(20):
+            while not full <= {
+                (wait.who, wait.what) for wait in read_records(run_dir / "waits")[0].waits if not wait.ended
+            }:
+                await asyncio.sleep(0.02)
         assert await asyncio.to_thread(main, [str(run_dir)]) == 0
         Blocked.released.set()
         await generating
@@ -347,9 +352,10 @@ async def test_stopped_engine(ray_cpu: None, chat_model: str, run_dir: Path):
     environment = {"env_vars": {"SKYRL_WAITS": os.environ["SKYRL_WAITS"]}}
     make_actor = engine_actor(num_cpus=0, runtime_env=environment)
     actor = make_actor.remote(lambda: NativeInferenceEngine(chat_model), log, "engine 0")
-    engine = RayWrappedInferenceEngine(actor, "engine 0", log, 60, DEADLINE, 60)
+    engine = RayWrappedInferenceEngine(actor, "engine 0", log, 60, 60, 60)
     try:
         await engine.weight_version()
+        engine.control_timeout_seconds = DEADLINE
         os.kill(engine.pid(), signal.SIGSTOP)
         error, text = await asyncio.to_thread(
             explained, lambda: asyncio.run(engine.weight_version()), run_dir, WorkerError
