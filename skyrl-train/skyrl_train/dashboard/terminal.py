@@ -191,12 +191,12 @@ def _sample(sample: JsonObject) -> RenderableType:
 def printable(text: str) -> str:
     """Return text in which characters that control a terminal, or the direction of writing, are replaced by signs."""
 
-    def shown(sign: str) -> str:
+    def visible(sign: str) -> str:
         if sign.isprintable() or sign == "\n":
             return sign
         return chr(0x2400 + ord(sign)) if ord(sign) < 32 else "\ufffd"
 
-    return "".join(map(shown, text))
+    return "".join(map(visible, text))
 
 
 def show(path: str | Path, console: Console | None = None) -> None:
