@@ -41,6 +41,9 @@ class EngineTraits:
     unread_settings: tuple[str, ...] = ()
     """Settings of `generator.*` that this kind of engine does not read: they may not be changed."""
 
+    reserves_memory: bool = True
+    """Takes `generator.gpu_memory_utilization` of a GPU when it starts. False: its cache grows with its requests."""
+
     is_in_process: bool = False
     """Runs in the process that builds it, and starts none: it fits `trainer.placement.launcher=inline`."""
 

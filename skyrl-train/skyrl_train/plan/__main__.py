@@ -16,6 +16,7 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from skyrl_train.config import SkyRLConfig, config_dir, register_config_store, validate_cfg
+from skyrl_train.config.engine_kinds import EngineRegistry
 from skyrl_train.errors import ConfigError, SkyRLError
 from skyrl_train.plan.changes import Overrides, as_text, smallest_change
 from skyrl_train.plan.devices import DEVICES, Device, find_device, present_gpu
@@ -142,7 +143,7 @@ def _assume_engine(cfg: SkyRLConfig) -> list[str]:
     """Plan with vLLM where the settings leave the engine of GPUs open and this machine has none."""
     if (
         cfg.trainer.placement.device == "cuda"
-        and cfg.generator.backend == "native"
+        and not EngineRegistry.requirements(cfg.generator.backend).reserves_memory
         and cfg.generator.run_engines_locally
     ):
         cfg.generator.backend = "vllm"

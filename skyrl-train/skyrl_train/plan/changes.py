@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from skyrl_train.config import SkyRLConfig
+from skyrl_train.config.engine_kinds import EngineRegistry
 from skyrl_train.errors import SkyRLError
 from skyrl_train.plan.backends import Role
 from skyrl_train.plan.devices import Device
@@ -123,7 +124,7 @@ def _no_moves(cfg: SkyRLConfig, role: Role, shape: ModelShape) -> Sequence[Overr
 
 def _engine_moves(cfg: SkyRLConfig, shape: ModelShape) -> Iterator[Overrides]:
     generator = cfg.generator
-    if not generator.run_engines_locally or generator.backend == "native":
+    if not generator.run_engines_locally or not EngineRegistry.requirements(generator.backend).reserves_memory:
         return
     if shape.words and generator.max_num_seqs > 256:
         yield {"generator.max_num_seqs": 256}

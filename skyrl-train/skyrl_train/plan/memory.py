@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from skyrl_train.config import RefConfig, SkyRLConfig
+from skyrl_train.config.engine_kinds import EngineRegistry
 from skyrl_train.config.training_backends import TrainingBackendRegistry, ranks_per_replica
 from skyrl_train.plan.backends import BACKENDS, Division, Kind, Role
 from skyrl_train.plan.devices import Device
@@ -241,7 +242,7 @@ def engine_plan(cfg: SkyRLConfig, shape: ModelShape, device: Device) -> EnginePl
     samples = cfg.trainer.train_batch_size * generator.n_samples_per_prompt
     wanted = -(-samples // (generator.num_inference_engines * replicas))
     full = min(wanted, generator.max_num_seqs)
-    if generator.backend == "native" or device.kind == "cpu":
+    if device.kind == "cpu" or not EngineRegistry.requirements(generator.backend).reserves_memory:
         # One layer's states of a prompt that is read, and the logits of all running requests.
         working = number * length * (4 * shape.hidden + 4 * shape.feed_forward) + 8 * full * shape.words
         return EnginePlan(weights, working, full * length * bytes_a_token, bytes_a_token, full, wanted)

@@ -107,7 +107,11 @@ class Run:
     def metrics(self) -> list[dict[str, float]]:
         rows = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
         return [
-            {k: v for k, v in row.items() if k != "time" and not k.startswith("timing/") and not k.endswith("seconds")}
+            {
+                k: v
+                for k, v in row.items()
+                if k != "time" and not k.startswith(("timing/", "memory/")) and not k.endswith("seconds")
+            }
             for row in rows
         ]
 

@@ -41,6 +41,7 @@ def _check_model(generator: GeneratorConfig) -> None:
             "fully_sharded_loras",
         ),
         is_in_process=True,
+        reserves_memory=False,
         output_layer_adapters=True,
         expert_routes=True,
         kept_tokens=True,
