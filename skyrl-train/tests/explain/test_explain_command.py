@@ -24,8 +24,7 @@ from skyrl_gym.waits import waiting
 from skyrl_train.utils.explanations import record_waits
 record_waits(Path(sys.argv[1]))
 with waiting("phase generate"), waiting("the reply", on="http://judge:1/v1"):
-    print("ready", flush=True)
-    time.sleep(60)
+    print("ready", flush=True); time.sleep(60)
 """
 
 
@@ -64,8 +63,9 @@ def test_live_run_is_explained_with_stacks_in_text_and_json(
     shown = json.loads(capsys.readouterr().out)
     assert shown["cause"] == "no reply from http://judge:1/v1"
     [process] = shown["processes"]
-    assert (process["role"], process["pid"], process["state"]) == ("trainer", hanging_run.pid, "S")
-    assert any('File "<string>", line 9 in <module>' in frames for frames in process["stacks"].values())
+    assert (process["role"], process["pid"]) == ("trainer", hanging_run.pid)
+    assert process["state"] in ("R", "S")
+    assert any('File "<string>", line 8 in <module>' in frames for frames in process["stacks"].values())
     assert hanging_run.poll() is None
     [text] = (tmp_path / "run" / "explanations").glob("*.txt")
     assert "1. no reply from http://judge:1/v1." in text.read_text()
