@@ -183,13 +183,15 @@ def _rows(starts: list[int], lengths: list[int], segments: list[Segment], total:
     for start, segment in block_padding_of.items():
         slot_of_token[start : segment.end] = slot_of_token[segment.start]
         block_padding.append(np.arange(start, segment.end))
-    arrays = (
-        token_of_slot,
-        np.concatenate(padding),
-        slot_of_token,
-        np.concatenate([*block_padding, np.zeros(0, np.int64)]),
+    return Rows(
+        tuple(lengths),
+        boundaries,
+        groups_of_slots=groups,
+        token_of_slot=torch.from_numpy(token_of_slot),
+        padding=torch.from_numpy(np.concatenate(padding)),
+        slot_of_token=torch.from_numpy(slot_of_token),
+        block_padding=torch.from_numpy(np.concatenate([*block_padding, np.zeros(0, np.int64)])),
     )
-    return Rows(tuple(lengths), boundaries, None, [], groups, *map(torch.from_numpy, arrays))
 
 
 class Exchange(torch.autograd.Function):
