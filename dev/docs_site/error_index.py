@@ -25,6 +25,8 @@ REMEDIES = {
     "DataError": "correct the file or row that the message names ([environments](../environments.md) has the columns)",
     "CheckpointError": "free the disk, or continue from an earlier checkpoint ([checkpoints](../checkpoints.md))",
     "WorkerError": "read the end of the process's log in the message, or its file in the run folder's `logs`",
+    "WorkerMemoryError": "the message has estimate, measured peak and the smallest change that fits; "
+    "`python -m skyrl_train.plan` tries others beforehand",
     "WeightSyncError": "see which tensor differs ([engines](../engines.md#weights)); start the run again, it resumes",
     "UnsupportedByEngine": "use an engine that has it ([engines](../engines.md))",
     "AllRolloutsFailedError": "correct the commonest cause, which the message quotes: environment, tool or engine",
