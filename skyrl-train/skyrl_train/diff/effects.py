@@ -85,7 +85,8 @@ _EFFECTS = (
     _effect("generator.", GENERATION, START, rounding=True),  # engines, their memory and weight sync
     _effect(
         """trainer.micro_forward_batch_size_per_gpu trainer.micro_train_batch_size_per_gpu
-        trainer.max_tokens_per_microbatch trainer.use_sample_packing trainer.use_shared_prefixes trainer.logprobs_chunk_size trainer.flash_attn
+        trainer.max_tokens_per_microbatch trainer.use_sample_packing trainer.use_shared_prefixes
+        trainer.logprobs_chunk_size trainer.flash_attn
         trainer.strategy trainer.sequence_parallel_backend trainer.gradient_checkpointing
         trainer.gradient_checkpointing_use_reentrant trainer.placement. deepspeed_config.""",
         SCORES,
