@@ -181,6 +181,7 @@ class Run:
         return [
             json.loads(line)
             for path in sorted((self.folder / "run" / "trajectories").rglob("*.jsonl"))
+            if not path.stem.endswith("_tokens")
             for line in path.read_text().splitlines()
         ]
 
