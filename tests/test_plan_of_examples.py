@@ -85,6 +85,7 @@ def test_shape_of_a_published_model_has_its_number_of_parameters(name: str):
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: str(script.relative_to(REPOSITORY / "examples")))
+@pytest.mark.slow
 def test_script_passes_the_planner(script: Path, tmp_path: Path):
     cfg = trained_config(script, tmp_path)
     if cfg is None:

@@ -149,7 +149,8 @@ def test_command_without_a_server_exits_with_two(command, capsys, tmp_path):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_keeps_finished_and_unfinished_trajectories(command, tmp_path, capsys, number):
     is_slow = True
 

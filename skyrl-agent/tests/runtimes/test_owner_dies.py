@@ -97,6 +97,7 @@ def test_kill_9_of_the_owner_leaves_nothing(tmp_path, kinds, env):
         assert eventually(lambda: not owning.watchers())
 
 
+@pytest.mark.slow
 def test_gc_removes_leftovers_of_a_dead_watcher(tmp_path):
     with owner(tmp_path) as owning:
         (watcher,) = owning.watchers()
@@ -119,6 +120,7 @@ def test_a_watcher_that_dies_is_replaced(tmp_path):
         assert eventually(lambda: owning.watchers() not in ([], [watcher]))
 
 
+@pytest.mark.slow
 def test_the_runtime_of_an_owner_that_is_stopped_ends_with_its_lease(tmp_path):
     with owner(tmp_path, lease_seconds=1.0) as owning:
         os.kill(owning.process.pid, signal.SIGSTOP)
@@ -168,6 +170,7 @@ async def test_a_server_that_is_killed_leaves_nothing_and_its_clients_hear_of_it
         assert eventually(lambda: not processes_with(sleep) and not os.listdir(folder)), os.listdir(folder)
 
 
+@pytest.mark.slow
 async def test_a_server_that_is_asked_to_end_closes_its_runtimes(tmp_path, impatient):
     folder = tmp_path / "of-server"
     with server(folder) as (process, url):

@@ -27,16 +27,18 @@ ROWS = [
 
 
 # The critic's backend, optimizer and adapters are the policy's with other settings: one of each section is tried daily.
-REPEATED = re.compile(
+# Settings of a single loss, estimator or correction have a whole run each and, besides, tests by hand of what they set.
+SLOW = re.compile(
     r"trainer\.critic\.(fsdp_config|model\.lora|optimizer_config|megatron_config)\.(?!cpu_offload|rank|lr|context)"
     r"|trainer\.(critic|ref)\.sequence_parallel_size"
+    r"|trainer\.(algorithm\.\w+|distillation|fully_async)\."
 )
 
 
 @pytest.mark.parametrize(
     "row",
     [
-        pytest.param(row, id=row.setting, marks=[pytest.mark.slow] if REPEATED.match(row.setting) else [])
+        pytest.param(row, id=row.setting, marks=[pytest.mark.slow] if SLOW.match(row.setting) else [])
         for row in ROWS
         if isinstance(row, Row)
     ],

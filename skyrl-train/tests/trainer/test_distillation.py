@@ -89,6 +89,7 @@ def test_run_brings_the_student_nearer_to_its_teacher(variant: dict[str, Any], m
 @pytest.mark.parametrize(
     "variant", [{"tokens": "sampled"}, {"tokens": "top_k", "top_k": 5}, {"tokens": "full"}], ids=str
 )
+@pytest.mark.slow
 def test_teacher_in_an_engine_trains_as_one_in_workers(variant: dict[str, Any], distil: Distil, merged: Any):
     in_workers = metrics_of(distil(variant, name="workers"))
     in_engine = metrics_of(distil(merged(variant, ENGINE), name="engine"))
@@ -98,6 +99,7 @@ def test_teacher_in_an_engine_trains_as_one_in_workers(variant: dict[str, Any], 
         assert [step[name] for step in in_engine] == pytest.approx(expected, rel=1e-3, abs=1e-4), name
 
 
+@pytest.mark.slow
 def test_rewards_are_mixed_in_by_their_coefficient(distil: Distil):
     """With a teacher that is the student itself, only the rewards are left."""
 
@@ -125,7 +127,7 @@ def test_asynchronous_run_distils_with_its_rows_teachers(distil: Distil):
     assert len(steps) == 2 and all(step["policy/teacher_kl"] > 0 for step in steps)
 
 
-@pytest.mark.parametrize("engine", [{}, ENGINE], ids=["workers", "engine"])
+@pytest.mark.parametrize("engine", [{}, pytest.param(ENGINE, marks=pytest.mark.slow)], ids=["workers", "engine"])
 def test_resumed_run_repeats_the_run_without_interruption(engine: dict[str, Any], distil: Distil, merged: Any):
     def changes(steps: int) -> dict[str, Any]:
         return {"trainer": {"max_training_steps": steps, "ckpt_interval": 1, "hf_save_interval": -1}}

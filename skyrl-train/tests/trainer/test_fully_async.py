@@ -204,6 +204,7 @@ def test_hooks_of_other_releases_change_rewards_and_the_batch(settings: Any, tmp
     ],
     ids=["adapters", "critic", "step-wise", "abort", "recompute", "clear", "decoupled PPO"],
 )
+@pytest.mark.slow
 def test_other_features_train_asynchronously(
     settings: Any, merged: Any, run: Any, tmp_path: Path, chat_model: str, changes: dict[str, Any]
 ):

@@ -104,6 +104,7 @@ def test_a_run_goes_on_exactly_where_it_stopped(chat_model, demonstrations, tmp_
     assert column(halves, "train/grad_norm") == column(whole, "train/grad_norm")
 
 
+@pytest.mark.slow
 def test_pairs_are_told_apart(chat_model, preferences, tmp_path):
     steps = run(PreferenceConfig, chat_model, preferences, tmp_path, lr=1e-3, max_training_steps=20)
     assert column(steps, "train/loss")[0] == pytest.approx(math.log(2), abs=1e-5)  # policy = reference: no preference
@@ -113,6 +114,7 @@ def test_pairs_are_told_apart(chat_model, preferences, tmp_path):
     assert column(steps, "eval/accuracy")[-1] == 1.0
 
 
+@pytest.mark.slow
 def test_adapters_alone_are_trained_and_exported_merged(chat_model, demonstrations, tmp_path):
     steps = run(
         SupervisedConfig, chat_model, demonstrations, tmp_path, max_training_steps=20, hf_save_interval=100,

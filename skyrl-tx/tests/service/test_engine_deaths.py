@@ -75,6 +75,7 @@ async def crash(service: TinkerService) -> None:
 
 
 @pytest.mark.parametrize("together", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
 async def test_a_request_that_takes_the_server_along_is_found_after_its_restarts(tmp_path: Path, together: bool):
     for life in range(DEATHS_TO_BE_SUSPECTED + 1):
         service = make_service(tmp_path)
@@ -120,6 +121,7 @@ def suspected_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("suspected_at_once")
+@pytest.mark.slow
 async def test_an_engine_that_hangs_is_replaced(alice: Client):
     base = await alice.sampler(0, base_model="tiny")
     hanging = await alice.sample(base, 0, params={"temperature": HANG})
@@ -131,6 +133,7 @@ async def test_an_engine_that_hangs_is_replaced(alice: Client):
 
 @pytest.mark.usefixtures("suspected_at_once")
 @pytest.mark.parametrize("what", ["training pass", pytest.param("step of sampling", marks=pytest.mark.slow)])
+@pytest.mark.slow
 async def test_an_engine_that_is_at_one_pass_for_ever_is_replaced(tmp_path: Path, what: str):
     async with running(tmp_path, timeouts=replace(TIMEOUTS, turn=0.5)) as service:
         alice = await Client(service).begin()
@@ -195,6 +198,7 @@ def pids_of(service: TinkerService) -> tuple[int, int]:
 
 
 @STANDBY
+@pytest.mark.slow
 async def test_the_one_that_stands_by_is_the_next_engine(service: TinkerService, alice: Client, model: str):
     first = await alice.train(model, 1)
     seen = []
