@@ -16,7 +16,7 @@ from .swe_faults import HANG, PLANS, STAGES, faulty_runner, processes_with, row
 
 FIRST_PLAN, *OTHER_PLANS = PLANS
 EVERY_PLAN = pytest.mark.parametrize(
-    "plan", [FIRST_PLAN, *(pytest.param(plan, marks=pytest.mark.slow) for plan in OTHER_PLANS)]
+    "plan", [FIRST_PLAN, *(pytest.param(plan, marks=pytest.mark.full) for plan in OTHER_PLANS)]
 )
 LATER = ERROR_RUNTIME, ERROR_RUNTIME, ERROR_EVALUATION
 FATES = {

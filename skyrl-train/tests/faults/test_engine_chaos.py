@@ -183,7 +183,8 @@ ASYNCHRONOUS = OWN_DEVICES | {
 
 
 @pytest.mark.parametrize(
-    ("max_restarts", "pause"), [(2, "keep"), pytest.param(2, "wait", marks=pytest.mark.full), (0, "keep")]
+    ("max_restarts", "pause"),
+    [*(pytest.param(2, pause, marks=pytest.mark.full) for pause in ("keep", "wait")), (0, "keep")],
 )
 async def test_an_engine_dies_during_a_sync_of_an_asynchronous_run(
     max_restarts, pause, start_run_with_ray, scripted_experiment, prompt, tmp_path: Path

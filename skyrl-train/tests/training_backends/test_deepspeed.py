@@ -158,7 +158,7 @@ def test_bfloat16_parameters_stay_within_its_tolerance(ranks: BackendRanks, mode
 @pytest.mark.parametrize(
     "own",
     [
-        pytest.param({}, id="all weights", marks=pytest.mark.slow),
+        pytest.param({}, id="all weights", marks=pytest.mark.full),
         pytest.param(ADAPTERS, id="adapters", marks=pytest.mark.full),
     ],
 )

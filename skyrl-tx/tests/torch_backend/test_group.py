@@ -250,10 +250,8 @@ def test_processes_of_ray_do_the_same(
     group.close()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("architecture", "dtype"), [pytest.param("qwen2", "float32", marks=pytest.mark.full), ("qwen3_moe", "bfloat16")]
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("architecture", "dtype"), [("qwen2", "float32"), ("qwen3_moe", "bfloat16")])
 def test_processes_that_read_their_parts_compute_the_bits_of_a_whole_model(
     model_folder: Callable[[str], Path], supervised: Data, tmp_path: Path, architecture: str, dtype: str
 ) -> None:
