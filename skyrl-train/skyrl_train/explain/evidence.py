@@ -47,7 +47,7 @@ class Child:
 
 @dataclass(frozen=True)
 class ProcessEvidence:
-    """What is known of a process of the run."""
+    """State, waits and stacks of a process of the run."""
 
     role: str
     pid: int

@@ -105,6 +105,16 @@ class _SharedPrefixes(NamedTuple):
     keys: torch.Tensor
     """Places of all tokens of these rows."""
 
+    def predictors(self, scored: torch.Tensor, row: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        """Return the places whose hidden states predict scored tokens [M]: each one's place before it or, for the first
+        of a row's own tokens, the last of its prefix.
+
+        Args:
+            scored: their places.
+            row, position: [M] row in the batch, and position there, of each.
+        """
+        return torch.where(position == self.lengths[row], self.last[row], scored - 1)
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -257,10 +267,8 @@ def packed(
     predictors, prefixes, keys = scored - 1, (), None
     if shared is not None:
         prefixes, keys = shared.of_rows, shared.keys
-        # The first of a row's own tokens is predicted by the last of its prefix.
-        is_first = (positions == shared.lengths[order, None])[mask][scored]
-        last = shared.last[order, None].expand_as(mask)[mask][scored]
-        predictors = torch.where(is_first, last, predictors)
+        rows = order[:, None].expand_as(mask)[mask]
+        predictors = shared.predictors(scored, rows[scored], position_ids[scored])
 
     num_tokens, ranks = len(input_ids), sequence_parallel
     unit = multiple_of if ranks is None else ranks.size

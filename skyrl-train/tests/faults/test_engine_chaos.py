@@ -113,7 +113,7 @@ def killer(trainer: Any, index: int, number: signal.Signals = signal.SIGKILL) ->
         # `inference_engines/test_chaos_client.py` kills one then, too
         pytest.param("while it generates", marks=pytest.mark.full),
         pytest.param("while it is paused", marks=pytest.mark.full),
-        # `test_a_sync_of_two_ranks_outlives_an_engine` and the asynchronous run below kill one then, too
+        # `test_a_sync_of_two_ranks_outlives_an_engine` kills one then, too
         pytest.param("during a sync", marks=pytest.mark.full),
         pytest.param("stopped, not killed", marks=pytest.mark.full),
     ],

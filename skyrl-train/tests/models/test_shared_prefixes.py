@@ -1,13 +1,16 @@
 """Rows whose prompts begin alike compute that beginning once, and score and learn as separate rows do."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from skyrl_train.config import SkyRLConfig
 from skyrl_train.models import packing
 from skyrl_train.models.attention import packed_attention
+from skyrl_train.models.build import build_model
 from skyrl_train.models.packing import PackedRows, packed
 from skyrl_train.models.scoring import ScoringModel
 from skyrl_train.models.value_model import ValueModel
@@ -68,6 +71,31 @@ def test_scores_and_gradients_are_those_of_separate_rows(rows: Any, kind: str):
     for name, gradient in gradients.items():
         size = expected_gradients[name].abs().max()
         torch.testing.assert_close(gradient / size, expected_gradients[name] / size, atol=1e-6, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("kind", ["policy", "critic"])
+def test_a_model_computes_a_shared_prompt_once(kind: str):
+    """Else equal scores would prove nothing."""
+    rows, computed = BATCHES["samples of two prompts"], []
+    for share in (True, False):
+        scorer = model(kind, share=share)
+        inner = scorer.backbone if kind == "critic" else scorer.causal_lm
+        inner.get_decoder().layers[0].register_forward_pre_hook(lambda _, args: computed.append(args[0].shape[1]))
+        learn(scorer, rows)
+    num_responses = sum(len(response) for _, response in rows)
+    assert computed == [len(A) + len(B) + num_responses, 4 * len(A) + 2 * len(B) + num_responses]
+
+
+@pytest.mark.parametrize(("settings", "shares"), [({}, True), ({"dropout": 0.1}, False)], ids=["adapters", "dropout"])
+@pytest.mark.parametrize("role", ["policy", "critic"])
+def test_rows_that_draw_their_own_dropout_share_nothing(role: Any, settings: Any, shares: bool, tmp_path: Path):
+    tiny_qwen3(hidden_size=16, vocab_size=64).save_pretrained(tmp_path)
+    section = {"model": {"path": str(tmp_path), "lora": {"rank": 2, **settings}}}
+    cfg = SkyRLConfig.from_dict({"trainer": {"policy": {"model": {"path": str(tmp_path)}}, role: section}})
+    built = build_model(cfg, role, str(tmp_path), device=torch.device("cpu"), is_trained=True)
+    assert built.share_prefixes == shares
+    cfg.trainer.use_shared_prefixes = False
+    assert not build_model(cfg, role, str(tmp_path), device=torch.device("cpu"), is_trained=True).share_prefixes
 
 
 @pytest.mark.parametrize("window", [5, 18])

@@ -138,7 +138,7 @@ def test_the_same_run_on_a_gpu(bf16, launcher, settings, run, tmp_path):
         assert row["policy/rollout_train_logprobs_abs_diff_max"] < (0.2 if bf16 else 1e-3)
 
 
-@pytest.mark.full  # training_backends/test_deepspeed.py and test_layouts.py resume under other ranks
+@pytest.mark.full  # training_backends/test_layouts.py resumes under other ranks
 def test_a_run_goes_on_with_another_number_of_ranks(settings, run, merged, tmp_path):
     every_step: dict[str, Any] = {"trainer": {"ckpt_interval": 1, "hf_save_interval": 3, "max_training_steps": 3}}
     expected = run(settings(tmp_path / "whole", every_step))  # on one rank, without Ray

@@ -155,13 +155,8 @@ def test_bfloat16_parameters_stay_within_its_tolerance(ranks: BackendRanks, mode
     check_layout(ranks, model, layout(stage, own=own, bf16=True), tolerance=rounded)
 
 
-@pytest.mark.parametrize(
-    "own",
-    [
-        pytest.param({}, id="all weights", marks=pytest.mark.full),
-        pytest.param(ADAPTERS, id="adapters", marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.full  # test_layouts.py goes on under every other backend
+@pytest.mark.parametrize("own", [{}, ADAPTERS], ids=["all weights", "adapters"])
 def test_run_goes_on_under_another_stage_strategy_and_number_of_ranks(
     ranks: BackendRanks, model: str, own: dict[str, Any]
 ):

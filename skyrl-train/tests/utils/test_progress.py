@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 from loguru import logger
 
-from skyrl_train.utils.progress import ConsoleProgress, duration
+from skyrl_train.utils.progress import ConsolePhase, ConsoleProgress, duration
 
 
 class Clock:
@@ -34,13 +34,18 @@ def lines() -> Iterator[list[str]]:
     logger.remove(number)
 
 
+def pass_seconds(number: int, clock: Clock, progress: ConsoleProgress, phase: ConsolePhase) -> None:
+    """Let one unit of a phase be done each second."""
+    for second in range(1, number + 1):
+        clock.now = float(second)
+        phase.advance()
+        progress.tick()
+
+
 def test_long_phase_without_a_terminal_is_a_line_each_ten_seconds_and_tenth(lines: list[str]):
     progress = ConsoleProgress(clock := Clock())
     with progress.showing(True, io.StringIO()), progress.phase("generate", 100, "answers") as phase:
-        for second in range(1, 101):
-            clock.now = float(second)
-            phase.advance()
-            progress.tick()
+        pass_seconds(100, clock, progress, phase)
     assert lines[0] == "generate: 10 of 100 answers (10%), 10 s, about 1 min 30 s left"
     assert [line.split()[1] for line in lines] == ["10", "20", "30", "40", "50", "60", "70", "80", "90"]
 
@@ -48,10 +53,7 @@ def test_long_phase_without_a_terminal_is_a_line_each_ten_seconds_and_tenth(line
 def test_slow_phase_is_a_line_each_minute_and_one_that_cannot_count_each_ten_seconds(lines: list[str]):
     progress = ConsoleProgress(clock := Clock())
     with progress.showing(True, io.StringIO()), progress.phase("generate", 100_000, "answers") as phase:
-        for second in range(1, 121):
-            clock.now = float(second)
-            phase.advance()
-            progress.tick()
+        pass_seconds(120, clock, progress, phase)
     assert len(lines) == 2
     clock.now = 0.0
     with progress.showing(True, io.StringIO()), progress.phase("load the models"):
