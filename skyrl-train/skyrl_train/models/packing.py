@@ -251,6 +251,7 @@ def packed(
     sequences, mask = sequences[order], mask[order]
     positions = mask.cumsum(dim=1) - 1
     if shared is not None:
+        # What another row holds is no token of this one; positions still count it.
         mask = mask & (positions >= shared.lengths[order, None])
     # Empty rows vanish here: attention kernels refuse a length of 0.
     lengths = [length for length in mask.sum(dim=1).tolist() if length]
@@ -316,12 +317,14 @@ def _shared_prefixes(sequences: torch.Tensor, mask: torch.Tensor, num_response: 
         lengths[row] = num_shared if num_shared >= _SHORTEST_PREFIX else 0
     if not any(lengths):
         return None
+    # Rows with prefixes of one length lie together: attention computes such rows in one call.
     order = sorted(range(len(rows)), key=lambda row: (lengths[row], -len(rows[row])))
     num_own = [len(tokens) - length for tokens, length in zip(rows, lengths, strict=True)]
     starts = dict(zip(order, accumulate((num_own[row] for row in order), initial=0), strict=False))
     places: dict[int, np.ndarray[Any, Any]] = {}
     path = np.zeros(0, np.int64)
     for row in by_tokens:
+        # The row before begins with this one's prefix, wherever its tokens lie.
         path = np.concatenate([path[: lengths[row]], starts[row] + np.arange(num_own[row])])
         places[row] = path
     holders = [row for row in order if num_own[row]]
