@@ -88,8 +88,9 @@ class Command:
         self._failure: InfraError | None = None
         self._pidfd = -1
         self._stderr_to_file = stderr_to_file
-        # Held while the process is signalled or reaped: its id may belong to another process afterwards.
-        self._lock = threading.Lock()
+        # Held while the process is signalled, checked or reaped: its id may belong to another process afterwards, and
+        # once it is reaped, the containment's files are read and closed by one thread alone.
+        self._lock = threading.RLock()
         self._result: ExecResult | None = None
         self._cpu_seconds = 0.0
         self._files: list[IO[bytes]] = []
@@ -206,13 +207,16 @@ class Command:
 
     def check(self) -> None:
         """End the command if it is over a limit. Called by the monitor."""
-        try:
-            over = self._limit_passed()
-            if over is not None:
-                self._kill(over)
-        except Exception as error:  # whatever it is: nothing unwatched may run on, and the monitor must
-            self._failure = InfraError(f"the limits of a sandboxed command could not be checked: {error!r}")
-            self._process.kill()
+        with self._lock:
+            if self.ended:
+                return
+            try:
+                over = self._limit_passed()
+                if over is not None:
+                    self._kill(over)
+            except Exception as error:  # whatever it is: nothing unwatched may run on, and the monitor must
+                self._failure = InfraError(f"the limits of a sandboxed command could not be checked: {error!r}")
+                self._process.kill()
 
     def _limit_passed(self) -> Outcome | None:
         if time.monotonic() >= self.deadline:

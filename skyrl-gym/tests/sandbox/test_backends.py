@@ -4,6 +4,8 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
@@ -71,6 +73,26 @@ def test_a_workspace_that_somebody_deleted_is_an_infrastructure_error(needs_loca
         shutil.rmtree(sandbox._workspace.root)  # pyright: ignore[reportAttributeAccessIssue]
         with pytest.raises(InfraError, match="is gone"):
             sandbox.exec(["true"])
+
+
+def test_a_check_of_limits_at_the_end_of_a_command_does_not_take_its_exit_code(needs_local, monkeypatch):
+    """The monitor reads bwrap's status lines when the command has just ended, and is slow to keep what it read."""
+    read, took = os.read, []
+
+    def slow_read(descriptor: int, size: int) -> bytes:
+        if threading.current_thread().name == "sandbox-monitor":
+            time.sleep(0.2)  # the command ends meanwhile
+        chunk = read(descriptor, size)
+        if threading.current_thread().name == "sandbox-monitor" and b"exit-code" in chunk:
+            took.append(chunk)
+            time.sleep(0.2)
+        return chunk
+
+    monkeypatch.setattr(os, "read", slow_read)
+    with LocalSandbox() as sandbox:
+        for _ in range(3):  # a check begins some milliseconds after the start
+            assert sandbox.exec(["/bin/sh", "-c", "sleep 0.1; echo well"]).stdout == "well\n"
+    assert took, "the monitor never read an exit code: this test shows nothing"
 
 
 @pytest.mark.parametrize("machine", MACHINES)
