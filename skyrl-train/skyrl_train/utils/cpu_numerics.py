@@ -14,7 +14,8 @@ def prepare_cpu() -> None:
     """Compute on one thread unless OMP_NUM_THREADS says otherwise, and with strict kernels. Call it in each thread that
     computes: OpenMP counts threads for each."""
     # Two threads of one process fight over two cores; two processes of one thread do not.
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    threads = os.environ.get("OMP_NUM_THREADS") or "1"  # "4,2": threads of nested regions follow
+    torch.set_num_threads(int(threads.partition(",")[0]))
     use_strict_kernels()
 
 
