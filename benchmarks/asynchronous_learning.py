@@ -27,9 +27,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
 
-from hydra import compose, initialize_config_dir
-
-from skyrl_train.config import SkyRLConfig, config_dir
+from skyrl_train.config import SkyRLConfig, compose_config
 from skyrl_train.config.validation import validate_cfg
 from skyrl_train.entrypoints.main_base import BasePPOExp
 from skyrl_train.utils.run_folder import RunFolder
@@ -81,8 +79,7 @@ def settings(folder: Path, run_dir: Path, task: str, overrides: list[str]) -> Sk
     command = ["bash", str(QUICKSTART / f"run_{task}.sh"), *overrides]
     environment = os.environ | variables | {"RUN_DIR": str(run_dir)}
     arguments = subprocess.run(command, check=True, env=environment, capture_output=True, text=True).stdout.split()
-    with initialize_config_dir(config_dir, version_base=None):
-        return validate_cfg(compose("ppo_base_config", overrides=arguments[2:]))
+    return validate_cfg(compose_config(arguments[2:]))
 
 
 def train(folder: Path, task: str, kind: str, seed: int, steps: int, staleness: int) -> list[dict[str, Any]]:

@@ -33,7 +33,7 @@ from skyrl_train.config.models import (
     RefConfig,
     TrainedModelConfig,
 )
-from skyrl_train.config.store import config_dir, get_default_config, register_config_store
+from skyrl_train.config.store import compose_config, config_dir, get_default_config, register_config_store
 from skyrl_train.config.validation import validate_cfg, validate_environments, validate_generator_cfg
 
 __all__ = [
@@ -61,6 +61,7 @@ __all__ = [
     "SkyRLGymConfig",
     "TrainedModelConfig",
     "TrainerConfig",
+    "compose_config",
     "config_dir",
     "get_config_as_dict",
     "get_config_as_yaml_str",

@@ -4,15 +4,19 @@ With them in the store there is no YAML file. `@hydra.main(config_path=config_di
 them, and so does a user's YAML with `defaults: [ppo_base_config, _self_]`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skyrl_train.config.base import BaseConfig
 from skyrl_train.config.config import SkyRLConfig, default_values
+from skyrl_train.errors import ConfigError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+
+_COMPOSED = "composed_base_config"
+"""Name of the defaults that `compose_config` registers, beside those of entry points."""
 
 config_dir = str(Path(__file__).resolve().parent)
 """Folder to give Hydra as `config_path`: this package."""
@@ -57,6 +61,33 @@ def register_config_store(
         parent.pop(last, None)
     node["hydra"] = _HYDRA_SETTINGS
     ConfigStore.instance().store(name=name, node=node)
+
+
+def compose_config(
+    overrides: Sequence[str],
+    config_type: type[BaseConfig] = SkyRLConfig,
+    changes: Mapping[str, object] | None = None,
+) -> "DictConfig":
+    """Compose the settings of a command line (`key=value`) as an entry point does, for a script or a notebook.
+
+    Names and values are checked by what takes the result: an experiment such as `BasePPOExp`, or `validate_cfg`.
+
+    Args:
+        changes: as in `register_config_store`.
+
+    Raises:
+        ConfigError: an override that Hydra cannot read.
+    """
+    from hydra import compose, initialize_config_dir
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    register_config_store(config_type, _COMPOSED, changes)
+    try:
+        with initialize_config_dir(config_dir, version_base=None):
+            return compose(_COMPOSED, overrides=list(overrides))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(f"the settings {' '.join(overrides)} cannot be composed: {error}") from error
 
 
 def get_default_config(config_type: type[BaseConfig] = SkyRLConfig) -> "DictConfig":

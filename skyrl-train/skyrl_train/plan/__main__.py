@@ -11,11 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
-
-from skyrl_train.config import SkyRLConfig, config_dir, register_config_store, validate_cfg
+from skyrl_train.config import SkyRLConfig, compose_config, validate_cfg
 from skyrl_train.config.engine_kinds import EngineRegistry
 from skyrl_train.errors import ConfigError, SkyRLError
 from skyrl_train.plan.changes import Overrides, as_text, smallest_change
@@ -27,8 +23,6 @@ from skyrl_train.plan.speed import measured_factors, step_time
 from skyrl_train.plan.steps import step_plan
 from skyrl_train.utils.run_folder import RunFolder
 
-_STORE = "plan_base_config"
-
 
 def main(arguments: list[str] | None = None) -> int:
     options, overrides = _parser().parse_known_args(arguments)
@@ -37,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
         if unknown:
             raise ConfigError(f"unknown option {unknown[0]}; see --help. Settings of the run are written key=value")
         return _plan(options, overrides)
-    except (SkyRLError, HydraException, OmegaConfBaseException) as error:
+    except SkyRLError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
 
@@ -129,10 +123,9 @@ def composed(overrides: Sequence[str]) -> SkyRLConfig:
     Raises:
         ConfigError: what a run would refuse.
     """
-    register_config_store(name=_STORE)
-    with initialize_config_dir(config_dir, version_base=None), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # the run gives them
-        return validate_cfg(compose(_STORE, overrides=list(overrides)))
+        return validate_cfg(compose_config(overrides))
 
 
 def _device(name: str | None) -> Device | None:

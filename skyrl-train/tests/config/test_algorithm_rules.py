@@ -4,10 +4,9 @@ import re
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
 
 from skyrl_train.algorithms.advantages import AdvantageEstimatorRegistry, register_advantage_estimator
-from skyrl_train.config import AlgorithmConfig, SkyRLConfig, config_dir, register_config_store, validate_cfg
+from skyrl_train.config import AlgorithmConfig, SkyRLConfig, compose_config, validate_cfg
 from skyrl_train.errors import ConfigError
 
 CRITIC = {"critic": {"model": {"path": "tiny"}}}
@@ -178,9 +177,7 @@ def test_the_old_form_of_token_tis_is_the_new_one_with_a_warning():
 @pytest.mark.parametrize("plus", ["", "+"])
 def test_the_overlong_buffer_is_set_with_and_without_a_plus(plus: str):
     """Scripts for other releases append it: there it is no part of the defaults."""
-    register_config_store()
     buffer = f"{plus}trainer.algorithm.overlong_buffer"
-    with initialize_config_dir(config_dir, version_base=None):
-        composed = compose("ppo_base_config", overrides=[f"{buffer}.len=512", f"{buffer}.penalty_factor=0.5"])
+    composed = compose_config([f"{buffer}.len=512", f"{buffer}.penalty_factor=0.5"])
     settings = SkyRLConfig.from_dict(composed).trainer.algorithm.overlong_buffer
     assert (settings.len, settings.penalty_factor) == (512, 0.5)

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
 
-from skyrl_train.config import AlgorithmConfig, SkyRLConfig, config_dir, register_config_store, validate_cfg
+from skyrl_train.config import AlgorithmConfig, SkyRLConfig, compose_config, validate_cfg
 from skyrl_train.config.fingerprint import flat_settings, settings_fingerprint
 from skyrl_train.errors import ConfigError
 from skyrl_train.utils.ppo_utils import AdvantageEstimatorRegistry, PolicyLossRegistry
@@ -66,11 +65,9 @@ def test_settings_of_a_loss_that_is_not_registered_are_unknown():
 def test_command_line_sets_own_loss_and_what_is_registered_but_unused_changes_no_fingerprint():
     before = settings_fingerprint(SkyRLConfig())
     assert "trainer.algorithm.pull.strength" not in flat_settings(SkyRLConfig())
-    register_config_store()
     own = ["trainer.algorithm.pull.strength=0.25", *(f"trainer.algorithm.{k}={v}" for k, v in CHOSEN.items())]
     device = ["trainer.placement.device=cpu", "trainer.algorithm.use_kl_loss=false"]
-    with initialize_config_dir(config_dir, version_base=None):
-        config = validate_cfg(compose("ppo_base_config", overrides=[*own, *device]))
+    config = validate_cfg(compose_config([*own, *device]))
     algorithm: Any = config.trainer.algorithm
     assert algorithm.pull.strength == 0.25
     assert flat_settings(config)["trainer.algorithm.pull.strength"] == 0.25
