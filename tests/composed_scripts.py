@@ -11,14 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
-
 from skyrl_agent.config.task_file import load_task_file
 from skyrl_agent.integrations.tinker.settings import read_config
 from skyrl_train.config import (
     SkyRLConfig,
-    config_dir,
-    register_config_store,
+    compose_config,
     validate_cfg,
     validate_generator_cfg,
 )
@@ -106,9 +103,7 @@ def checked_config(command: Command) -> Any:
         _import_once(own_entry_point)  # it may register losses or estimators
     supervised = SUPERVISED.get(command.module)
     changes = DEFAULTS if command.module == DISTILLATION else None
-    register_config_store(supervised or SkyRLConfig, "base_config", changes)
-    with initialize_config_dir(config_dir, version_base=None):
-        composed = compose("base_config", overrides=command.overrides)
+    composed = compose_config(command.overrides, supervised or SkyRLConfig, changes)
     if supervised is not None:
         return validate_supervised_cfg(composed, supervised)
     config = validate_generator_cfg(composed) if "main_generate" in command.module else validate_cfg(composed)

@@ -15,8 +15,8 @@ from skyrl_train.errors import ConfigError
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-_COMPOSED = "composed_base_config"
-"""Name of the defaults that `compose_config` registers, beside those of entry points."""
+_composed_names: dict[tuple[type[BaseConfig], str], str] = {}
+"""Type of settings and changes of their defaults -> name under which `compose_config` has registered them."""
 
 config_dir = str(Path(__file__).resolve().parent)
 """Folder to give Hydra as `config_path`: this package."""
@@ -82,10 +82,13 @@ def compose_config(
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    register_config_store(config_type, _COMPOSED, changes)
+    key = config_type, repr(sorted((changes or {}).items()))
+    if key not in _composed_names:
+        _composed_names[key] = f"composed_base_config_{len(_composed_names)}"
+        register_config_store(config_type, _composed_names[key], changes)
     try:
         with initialize_config_dir(config_dir, version_base=None):
-            return compose(_COMPOSED, overrides=list(overrides))
+            return compose(_composed_names[key], overrides=list(overrides))
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"the settings {' '.join(overrides)} cannot be composed: {error}") from error
 
