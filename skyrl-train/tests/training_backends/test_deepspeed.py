@@ -27,10 +27,10 @@ pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="the extr
 STAGES = (0, 1, 2, 3)
 
 
-def stages(*slow: int, among: tuple[int, ...] = STAGES) -> pytest.MarkDecorator:
-    """Parametrize by stages: those given are slow, the others of `among` are full."""
-    marks = {stage: pytest.mark.slow if stage in slow else pytest.mark.full for stage in among}
-    return pytest.mark.parametrize("stage", [pytest.param(stage, marks=mark) for stage, mark in marks.items()])
+def stages(*slow: int, daily: int | None = None, among: tuple[int, ...] = STAGES) -> pytest.MarkDecorator:
+    """Parametrize by stages: those given are slow, `daily` is neither, the others of `among` are full."""
+    marks = {stage: [pytest.mark.slow if stage in slow else pytest.mark.full] for stage in among if stage != daily}
+    return pytest.mark.parametrize("stage", [pytest.param(stage, marks=marks.get(stage, [])) for stage in among])
 
 
 ADAPTERS = {"model": {"lora": {"rank": 4}}}
@@ -77,9 +77,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize(
-    "stage", [pytest.param(stage, marks=[] if stage == 3 else pytest.mark.slow) for stage in STAGES]
-)
+@stages(1, daily=3)
 def test_two_ranks_equal_one_of_fsdp2(ranks: BackendRanks, model: str, stage: int):
     check_layout(ranks, model, layout(stage))
 
@@ -123,7 +121,7 @@ def mixture(save_mixture: Callable[..., str], tmp_path_factory: pytest.TempPathF
 @pytest.mark.parametrize(
     ("stage", "num_ranks"),
     [
-        pytest.param(stage, ranks, marks=pytest.mark.slow if (stage, ranks) in {(1, 2), (3, 2)} else pytest.mark.full)
+        pytest.param(stage, ranks, marks=pytest.mark.slow if (stage, ranks) == (3, 2) else pytest.mark.full)
         for stage, ranks in [*((stage, 2) for stage in STAGES), (1, 1), (3, 1)]
     ],
 )
@@ -185,7 +183,7 @@ def weights_with_and_without_moving(backend: Any, layout: Layout) -> list[dict[s
     return found
 
 
-@stages(1, 3)
+@stages(3)
 def test_state_in_host_memory_comes_back(ranks: BackendRanks, model: str, stage: int):
     division = layout(stage)
     for stayed, moved in ranks.run(division, model, weights_with_and_without_moving, division):
@@ -248,9 +246,7 @@ def keep_invariances(backend: TrainingBackend, model: str, settings: Mapping[str
     check_training_backend(type(backend), model, settings=settings)
 
 
-@pytest.mark.parametrize(
-    "stage", [pytest.param(stage, marks=[] if stage == 2 else pytest.mark.slow) for stage in STAGES]
-)
+@stages(3, daily=2)
 def test_backend_keeps_the_invariances(ranks: BackendRanks, tiny_model: str, stage: int):
     division = layout(stage, 1)
     ranks.run(division, tiny_model, keep_invariances, tiny_model, division.trainer)
