@@ -39,7 +39,9 @@ SILENT_AFTER = 120.0
 
 State = Literal["running", "finished", "failed", "stopped", "silent"]
 
-_NO_RUNS_IN = frozenset({"trajectories", "rollouts", "logs", "ckpts", "exports", "trackers"})
+_NO_RUNS_IN = frozenset(
+    {"trajectories", "rollouts", "logs", "ckpts", "exports", "trackers", "waits", "explanations", "blobs", "snapshots"}
+)
 _CURVES_OF_THE_LIST = ("reward/avg_raw_reward", "eval/all/avg_score", "loss", "train/loss", "eval/loss")
 """The first of these that a run has is drawn in the list."""
 

@@ -27,7 +27,7 @@ OVERVIEW: tuple[Chart, ...] = (
         labels={"reward/avg_raw_reward": "training", "eval/all/avg_score": "evaluation"},
     ),
     Chart("Pass rate", ("reward/avg_pass_at_*", "eval/all/pass_at_*"), note="prompts with a rewarded sample"),
-    Chart("Loss", ("policy/final_loss", "policy/policy_loss"), note="policy"),
+    Chart("Loss", ("policy/final_loss", "policy/policy_loss", "train/loss"), note="policy"),
     Chart("KL to the reference", ("policy/policy_kl", "loss/avg_kl"), note="nats a token"),
     Chart("Entropy", ("policy/policy_entropy",), note="nats a token"),
     Chart("Gradient norm", ("policy/raw_grad_norm", "policy/grad_norm"), note="before clipping"),

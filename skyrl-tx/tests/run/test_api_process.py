@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -13,8 +14,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+from starlette.testclient import TestClient
 from tx_server import ServerProcess
 
+from skyrl_train.dashboard.defaults import Defaults
+from skyrl_train.dashboard.runs_folder import RunsFolder
+from skyrl_train.dashboard.server import make_app
 from tx.errors import ConfigError
 from tx.tinker.api import serve
 from tx.tinker.config import EngineConfig
@@ -134,7 +139,7 @@ def result_of(client: httpx.Client, accepted: httpx.Response) -> dict:
 
 
 @pytest.mark.process
-def test_a_user_trains_samples_and_takes_the_adapter_home(server):
+def test_a_user_trains_samples_and_takes_the_adapter_home(server, tmp_path):
     with httpx.Client(base_url=server.url, timeout=60) as client:
 
         def post(endpoint: str, **body) -> httpx.Response:
@@ -190,3 +195,23 @@ def test_a_user_trains_samples_and_takes_the_adapter_home(server):
 
         numbers = client.get("/metrics").text
         assert 'tx_models{tenant="local"} 1.0' in numbers
+
+        # The same training, from a copy of the server's files alone.
+        shutil.copytree(server.state / "runs", tmp_path / "copy")
+        look_at_the_runs_in_the_dashboard(tmp_path / "copy", model, first["metrics"]["loss:sum"] / 3)
+
+
+def look_at_the_runs_in_the_dashboard(folder: Path, model: str, loss: float) -> None:
+    with TestClient(make_app(RunsFolder(folder), Defaults(), hosts=["testserver"])) as dashboard:
+        runs = {row["name"]: row for row in dashboard.get("/api/runs").json()["runs"]}
+        assert set(runs) == {"server", model}
+        run = runs[model]
+        assert (run["state"], run["step"], run["metric"]) == ("running", 1, "train/loss")
+        assert run["curve"] == [[1], [pytest.approx(loss, rel=1e-4)]]
+        asked = {"run": run["run"], "name": "trainer.log", "query": "checkpoint saved"}
+        [[_, line]] = dashboard.get("/api/log", params=asked).json()["hits"]
+        assert line.endswith(f"tinker://{model}/sampler_weights/mine")
+        asked = {"run": "server", "name": "server.log", "query": "engine 1 is ready"}
+        assert len(dashboard.get("/api/log", params=asked).json()["hits"]) == 1
+        curves = {"run": "server", "name": ["server/sessions"]}
+        assert dashboard.get("/api/curves", params=curves).json()["curves"]["server/sessions"][0] == [1]

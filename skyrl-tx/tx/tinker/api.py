@@ -20,6 +20,7 @@ from tx.tinker.file_limit import FEW, raise_file_limit
 from tx.tinker.http.api_keys import read_api_keys
 from tx.tinker.http.app import create_app
 from tx.tinker.http.connections import Connections, limit_of_connections
+from tx.tinker.service.run_files import log_to_file
 from tx.tinker.service.service import TinkerService
 from tx.tinker.storage.blobs import Blobs
 from tx.tinker.storage.folders import Folders
@@ -65,6 +66,7 @@ async def serve(config: EngineConfig) -> None:
         state.mkdir(parents=True, exist_ok=True)
         service = TinkerService(config, facts, Store(config.store_url), Blobs(state / "blobs"), folders)
         await service.start()
+        log_to_file(state / "runs")  # now that no other server has this folder
         try:
             server = Server(create_app(service, config, facts, folders, keys, connections), connections)
             gc.freeze()  # what is here now stays: later collections need not look at it

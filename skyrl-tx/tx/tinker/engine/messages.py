@@ -51,6 +51,8 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """`ForwardBackwardOutput` or `SampleResponse` of the wire; JSON for the others."""
     size_bytes: int = 0
     """Bytes written by a `Save`."""
+    metrics: dict[str, float] = {}
+    """Numbers of a pass or an optimizer step, as in `result`; `tokens` of a sample."""
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -2,12 +2,25 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tx.errors import ModelError
 from tx.tinker.commands import Train
 from tx.tinker.types import Datum, PassOutput, TrainingPass
 from tx.tinker.wire.codec import TrainingRequest, encode_pass_output
 from tx.tinker.wire.merging import merge_outputs
+
+
+class PassResult(NamedTuple):
+    """Result of a whole command."""
+
+    body: bytes = b""
+    """`ForwardBackwardOutput` of the wire."""
+    metrics: dict[str, float] = {}  # noqa: RUF012
+
+
+NOTHING = PassResult()
+"""Result that is not reported."""
 
 
 @dataclass(eq=False)
@@ -45,6 +58,7 @@ class RunningPass:
         data = self.parts[len(self.outputs)]
         return TrainingPass(self.command.model_id, data, request.loss_fn, request.loss_config, request.forward_only)
 
-    def result(self) -> bytes:
-        """`ForwardBackwardOutput` of the whole."""
-        return encode_pass_output(merge_outputs(self.outputs, [len(part) for part in self.parts]))
+    def result(self) -> PassResult:
+        """Merge the outputs of the parts."""
+        whole = merge_outputs(self.outputs, [len(part) for part in self.parts])
+        return PassResult(encode_pass_output(whole), whole.metrics)

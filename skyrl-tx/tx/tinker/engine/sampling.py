@@ -77,8 +77,9 @@ class Sampling:
         except Exception as error:  # reported as this request's failure
             self._send(Failed.of(command.request_id, error))
         else:
-            self.tokens[command.tenant] += sum(len(sequence.tokens) for sequence in output.sequences)
-            self._send(Done(request_id=command.request_id, result=result))
+            tokens = sum(len(sequence.tokens) for sequence in output.sequences)
+            self.tokens[command.tenant] += tokens
+            self._send(Done(request_id=command.request_id, result=result, metrics={"tokens": float(tokens)}))
 
     async def _local(self, adapter: str | None) -> Path | None:
         if adapter is None:

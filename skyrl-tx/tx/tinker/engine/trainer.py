@@ -22,7 +22,7 @@ from tx.tinker.commands import CreateModel, ExecutionContext, ModelCommand, Opti
 from tx.tinker.engine.helpers import Helpers
 from tx.tinker.engine.messages import Done, Failed, FromEngine, Restore
 from tx.tinker.engine.models import Model, Models, next_job
-from tx.tinker.engine.passes import RunningPass
+from tx.tinker.engine.passes import NOTHING, PassResult, RunningPass
 from tx.tinker.engine.scheduler import ModelQueue, Scheduler
 from tx.tinker.storage.folders import Folders
 from tx.tinker.types import LoraSpec, PassOutput, TrainingPass
@@ -173,13 +173,14 @@ class Trainer:
         return True
 
     def _execute(self, model: Model, command: ModelCommand) -> Steps:
-        """Carry a quick command out. Returns: its result as JSON, and the bytes written to storage."""
+        """Carry a quick command out. Returns: its result as JSON, its metrics, and the bytes written to storage."""
         started = self._now()
         result = yield from command.execute(self._context)
         self._models.done(model, command.seq, seconds=self._now() - started, changed=command.changes_model)
         if command.source_folder is not None:
             yield from self._models.write_snapshot(model)
-        return json.dumps({} if result.metrics is None else {"metrics": result.metrics}).encode(), result.size_bytes
+        body = json.dumps({} if result.metrics is None else {"metrics": result.metrics}).encode()
+        return body, result.metrics or {}, result.size_bytes
 
     def _beside(self, steps: Steps) -> None:
         """Run the steps of a snapshot that no command waits for. If it fails, a later one replaces it."""
@@ -268,7 +269,7 @@ class Trainer:
             return
         result = None
         with self._reporting_failure(queue, running):
-            result = b"" if running.command.replay else running.result()
+            result = NOTHING if running.command.replay else running.result()
         if result is not None:
             self._pass_done(queue, running.command, result, seconds=running.seconds, changed=running.adds_gradient)
 
@@ -282,19 +283,26 @@ class Trainer:
             self._models.damage(model, "a request failed after its gradient was added")
 
     def _pass_done(
-        self, queue: ModelQueue, command: Train, result: bytes = b"", *, seconds: float = 0.0, changed: bool
+        self,
+        queue: ModelQueue,
+        command: Train,
+        result: PassResult = NOTHING,
+        *,
+        seconds: float = 0.0,
+        changed: bool,
     ) -> None:
         if model := self._models.get(command.model_id):
             num_bytes = len(command.payload)
             self._models.done(model, command.seq, seconds=seconds, num_bytes=num_bytes, changed=changed)
-        self._done(queue, result)
+        self._done(queue, result.body, result.metrics)
 
     # ---- reports
 
-    def _done(self, queue: ModelQueue, result: bytes, size_bytes: int = 0) -> None:
+    def _done(self, queue: ModelQueue, result: bytes, metrics: dict[str, float], size_bytes: int = 0) -> None:
         command = self._leave(queue)
         if not command.replay:
-            self._send(Done(request_id=command.request_id, result=result, size_bytes=size_bytes))
+            done = Done(request_id=command.request_id, result=result, size_bytes=size_bytes, metrics=metrics)
+            self._send(done)
         if (model := self._models.get(command.model_id)) and self._models.is_due(model):
             self._beside(self._models.write_snapshot(model))
 

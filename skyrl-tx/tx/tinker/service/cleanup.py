@@ -56,12 +56,12 @@ class BackgroundCleanup:
 
     def start(self) -> None:
         """Start the periodic tasks."""
-        self._every(FLUSH_SECONDS, self.flush)
-        self._every(min(GAP_CHECK_SECONDS, self._config.seq_gap_timeout_sec / 4), self.give_up_gaps)
-        self._every(GARBAGE_SECONDS, self.collect_garbage)
-        self._every(LEFTOVERS_SECONDS, self.remove_leftovers)
+        self.every(FLUSH_SECONDS, self.flush)
+        self.every(min(GAP_CHECK_SECONDS, self._config.seq_gap_timeout_sec / 4), self.give_up_gaps)
+        self.every(GARBAGE_SECONDS, self.collect_garbage)
+        self.every(LEFTOVERS_SECONDS, self.remove_leftovers)
         if self._config.session_timeout_sec >= 0 and self._config.session_cleanup_interval_sec >= 0:
-            self._every(max(self._config.session_cleanup_interval_sec, 0.2), self.expire_sessions)
+            self.every(max(self._config.session_cleanup_interval_sec, 0.2), self.expire_sessions)
 
     async def close(self) -> None:
         """Cancel the tasks and write the pending times."""
@@ -139,7 +139,8 @@ class BackgroundCleanup:
         for blob in await self._store.read(find):
             await asyncio.to_thread(self._blobs.drop, blob)
 
-    def _every(self, seconds: float, work: Callable[[], Awaitable[None]]) -> None:
+    def every(self, seconds: float, work: Callable[[], Awaitable[None]]) -> None:
+        """Repeat work until the end, first after `seconds`."""
         self._tasks.append(asyncio.create_task(_again_and_again(seconds, work)))
 
 

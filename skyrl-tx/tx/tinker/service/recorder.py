@@ -19,6 +19,7 @@ from tx.tinker.service.futures import Futures
 from tx.tinker.service.limits import Limits
 from tx.tinker.service.results import StoredResult
 from tx.tinker.service.rows import fail_requests, finish_request, num_pending
+from tx.tinker.service.run_files import RunFiles
 from tx.tinker.service.state import PendingRequest, Sampler, ServerState
 from tx.tinker.storage.blobs import Blobs
 from tx.tinker.storage.db_models import ModelRow, RequestRow
@@ -29,8 +30,17 @@ from tx.tinker.storage.store import Store
 class ResultRecorder:
     """Writer of results to the database."""
 
-    def __init__(self, store: Store, blobs: Blobs, state: ServerState, limits: Limits, futures: Futures):
+    def __init__(
+        self,
+        store: Store,
+        blobs: Blobs,
+        state: ServerState,
+        limits: Limits,
+        futures: Futures,
+        run_files: RunFiles,
+    ):
         self._store, self._blobs, self._state, self._limits, self._futures = store, blobs, state, limits, futures
+        self._run_files = run_files
 
     async def done(self, pending: PendingRequest, message: Done) -> None:
         """Record success. The caller sets `pending.recording_result` when the message arrives."""
@@ -38,6 +48,8 @@ class ResultRecorder:
         blob = await asyncio.to_thread(self._blobs.put, body) if len(body) > INLINE_BYTES else None
         unit = partial(_record_done, pending=pending, body=body, blob=blob, size_bytes=message.size_bytes)
         post_commit = await self._store.write(unit)
+        sampler = self._state.samplers.get(pending.sampler_id or "")
+        self._run_files.done(pending, message.metrics, None if sampler is None else sampler.model_id)
         self._follow(pending, post_commit)
         self._release(pending, StoredResult(pending.request_id, pending.kind, body))
         await self._drop(post_commit.blobs)
@@ -90,6 +102,7 @@ class ResultRecorder:
             self._state.runs.pop(run.model_id, None)
         for pending in (*pending_requests, *behind):
             text = error if pending in pending_requests else f"the model could not be created: {error}"
+            self._run_files.failed(pending, text, category)
             self._release(pending, StoredResult(pending.request_id, pending.kind, None, text, category))
         if not do_again:
             await self._drop(

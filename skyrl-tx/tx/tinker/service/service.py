@@ -25,6 +25,7 @@ from tx.tinker.service.limits import Limits
 from tx.tinker.service.recorder import ResultRecorder
 from tx.tinker.service.recovery import restore
 from tx.tinker.service.reports import Metrics, metrics
+from tx.tinker.service.run_files import RunFiles
 from tx.tinker.service.runs import Runs
 from tx.tinker.service.sampling import Samplers
 from tx.tinker.service.sessions import Sessions
@@ -34,6 +35,9 @@ from tx.tinker.storage.folders import Folders
 from tx.tinker.storage.store import Store
 
 log = logging.getLogger(__name__)
+
+METRICS_SECONDS = 60.0
+"""Time between two lines of the server's own curves."""
 
 
 class TinkerService:
@@ -69,7 +73,9 @@ class TinkerService:
             timeouts or EngineTimeouts(turn=config.pass_timeout_seconds), standby=config.standby_engine,
         )  # fmt: skip
         self.futures = Futures(store, blobs, state, lambda: link.trouble)
-        self._dispatch = Dispatch(store, blobs, state, link, ResultRecorder(store, blobs, state, limits, self.futures))
+        self._run_files = RunFiles(config.state_folder / "runs")
+        recorder = ResultRecorder(store, blobs, state, limits, self.futures, self._run_files)
+        self._dispatch = Dispatch(store, blobs, state, link, recorder)
         self.checkpoints = Checkpoints(store, state)
         context = EncodeContext(facts, folders, self.checkpoints)
         self.intake = RequestIntake(store, blobs, state, limits, self._dispatch, context)
@@ -104,6 +110,9 @@ class TinkerService:
         # After the restore: the engine is sent what that has found as soon as it is ready.
         self._link.start(self._dispatch.on_ready, self._dispatch.on_message, self._after_death)
         self._cleanup.start()
+        self._run_files.begin(self._config)
+        await self._note_metrics()
+        self._cleanup.every(METRICS_SECONDS, self._note_metrics)
 
     async def close(self) -> None:
         """Stop the engine and all background tasks. Accepted, unfinished requests stay in the database."""
@@ -111,7 +120,11 @@ class TinkerService:
         await self._link.close()
         await self._dispatch.close()
         await self._cleanup.close()
+        await asyncio.to_thread(self._run_files.close)
         await self._store.close()
+
+    async def _note_metrics(self) -> None:
+        self._run_files.note(self.metrics())
 
     async def _after_death(self, why: str) -> None:
         await self._dispatch.on_death(why)

@@ -100,11 +100,13 @@ class Sampler:
     base_model: str
     model_path: str | None
     folder: str | None
+    model_id: str | None = None
+    """Model whose weights it has."""
     accepting: dict[int, asyncio.Task[None]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, row: SamplerRow) -> "Sampler":
-        return cls(row.sampler_id, row.tenant, row.session_id, row.base_model, row.model_path, row.folder)
+        return cls(row.sampler_id, row.tenant, row.session_id, row.base_model, row.model_path, row.folder, row.model_id)
 
 
 @dataclass

@@ -1,0 +1,87 @@
+"""Run folders of models, as the dashboard reads them."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from skyrl_train.dashboard.catalog import Catalog
+from skyrl_train.dashboard.defaults import Defaults
+from skyrl_train.dashboard.runs_folder import RunsFolder
+from tx.tinker.commands import Save, SaveEffect, StoredCommand
+from tx.tinker.service.run_files import RunFiles
+from tx.tinker.service.state import PendingRequest, Run
+from tx.tinker.types import LoraSpec
+
+RUN = Run("s:train:0", "alice", "s", "tiny", LoraSpec(rank=8, seed=3))
+SAVE = Save(request_id="r", tenant="alice", model_id=RUN.model_id, seq=1, folder="f", state=True)
+
+
+def pending(kind: str, run: Run | None = RUN) -> PendingRequest:
+    stored = StoredCommand(command=SAVE, save=SaveEffect(kind="weights", name="mine") if kind == "save" else None)
+    return PendingRequest("r", "alice", kind, stored, run=run)
+
+
+def passes(loss: float, targets: float, ratio: float) -> dict[str, float]:
+    return {"loss:sum": loss, "targets:sum": targets, "ratio:mean": ratio}
+
+
+def rows(folder: Path) -> list[dict]:
+    lines = (folder / "s_train_0" / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+async def test_curves_of_a_model_go_on_after_a_restart(tmp_path: Path):
+    files = RunFiles(tmp_path)
+    files.done(pending("create"), {})
+    files.done(pending("train"), passes(6.0, 3.0, 1.0))
+    files.done(pending("train"), passes(2.0, 1.0, 2.0))
+    files.done(pending("sample", None), {"tokens": 5.0}, RUN.model_id)
+    files.done(pending("optimize"), {"grad_norm:mean": 0.5})
+    files.failed(pending("train"), "bad\n2026-01-01 00:00:00 ERROR    of a user", "user")
+    files.close()
+    [first] = rows(tmp_path)
+    assert (first["step"], first["train/loss"], first["train/ratio:mean"]) == (1, 2.0, 1.25)
+    assert (first["optimizer/grad_norm:mean"], first["sampler/requests"], first["sampler/tokens"]) == (0.5, 1, 5)
+
+    with open(tmp_path / "s_train_0" / "metrics.jsonl", "a") as file:
+        file.write('{"step": 9, "ti')  # the server was killed
+    again = RunFiles(tmp_path)
+    again.done(pending("optimize"), {})
+    again.done(pending("save"), {})
+    catalog = Catalog(RunsFolder(tmp_path), Defaults())
+    again.close()
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2]
+    row = catalog.row("s_train_0")
+    assert (row["name"], row["model"], row["seed"], row["step"], row["state"]) == ("s:train:0", "tiny", 3, 2, "running")
+    assert row["curve"] == [[1], [2.0]]
+
+    last = RunFiles(tmp_path)
+    last.done(pending("unload"), {})
+    last.close()
+    assert catalog.row("s_train_0")["state"] == "finished"
+    log = (tmp_path / "s_train_0" / "logs" / "trainer.log").read_text()
+    assert "checkpoint saved: tinker://s:train:0/weights/mine" in log
+    assert len(log.splitlines()) == 6  # an error of many lines is one
+
+
+async def test_a_model_that_could_not_be_made_is_a_failed_run(tmp_path: Path):
+    files = RunFiles(tmp_path)
+    files.failed(pending("create"), "no memory", "server")
+    files.close()
+    row = Catalog(RunsFolder(tmp_path), Defaults())
+    assert row.runs() == [], "it never became a run"
+    log = (tmp_path / "s_train_0" / "logs" / "trainer.log").read_text()
+    assert "ERROR    create r failed (server): no memory" in log
+
+
+async def test_run_folders_that_cannot_be_written_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    (tmp_path / "runs").write_text("a file")
+    files = RunFiles(tmp_path / "runs")
+    with caplog.at_level(logging.WARNING):
+        files.done(pending("create"), {})
+        files.done(pending("optimize"), {})
+        files.close()
+    assert len(caplog.records) == 1
+    assert "cannot be written" in caplog.text

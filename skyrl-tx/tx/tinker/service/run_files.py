@@ -1,0 +1,237 @@
+"""Run folders of models and of the server, in the form that the trainer's runs have and the dashboard reads.
+
+The database forgets a result once it is delivered, so what training looked like is written here as it happens: a model
+has `config.yaml`, `metrics.jsonl` with a line an optimizer step, and `logs/trainer.log`; the folder `server` has a line
+a minute. Neither prompts nor answers are in them. Nothing depends on these files: a line that cannot be written, or is
+lost with the process, costs its place in a curve. Any of the folders may be deleted.
+"""
+
+import json
+import logging
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+
+import msgspec
+
+from tx.tinker.config import EngineConfig
+from tx.tinker.service.state import PendingRequest, Run
+from tx.tinker.types import PassOutput, TinkerPath
+from tx.tinker.wire.merging import merge_outputs
+
+log = logging.getLogger(__name__)
+
+SERVER = "server"
+"""Name of the server's own folder."""
+
+LOG_BYTES, NUM_OLD_LOGS = 16 << 20, 3
+"""Size of the server's log at which a new file begins, and the number of earlier ones that stay."""
+
+_TAIL_BYTES = 64 << 10
+_MAX_ERROR = 500
+
+
+@dataclass
+class _Progress:
+    """Numbers of a model since its last optimizer step."""
+
+    step: int
+    began: float
+    output: PassOutput | None = None
+    weight: float = 0.0
+    """Targets of `output`."""
+    samples: Counter[str] = field(default_factory=Counter)
+
+    def add(self, metrics: dict[str, float]) -> None:
+        """Merge the metrics of a forward-backward pass."""
+        new, weight = PassOutput(logprobs=[], metrics=metrics), max(metrics.get("targets:sum", 1.0), 1.0)
+        self.output = new if self.output is None else merge_outputs([self.output, new], [self.weight, weight])
+        self.weight += weight
+
+    def row(self, optimizer: dict[str, float]) -> dict[str, float]:
+        """Return the row of the optimizer step that ends here."""
+        metrics = {} if self.output is None else self.output.metrics
+        row = {"step": self.step + 1, "time": time.time(), "timing/step": time.monotonic() - self.began}
+        if "loss:sum" in metrics:  # clients sum over targets; a mean can be compared
+            row["train/loss"] = metrics["loss:sum"] / max(metrics.get("targets:sum", 1.0), 1.0)
+        row |= {f"train/{name}": value for name, value in metrics.items()}
+        row |= {f"optimizer/{name}": value for name, value in optimizer.items()}
+        row |= {f"sampler/{name}": float(value) for name, value in self.samples.items()}
+        return row
+
+
+class RunFiles:
+    """Writer of the run folders. A thread of its own writes, so that lines keep their order and a slow disk stops no
+    event loop.
+
+    Args:
+        folder: `runs` in the state folder.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="run-files")
+        self._progress: dict[str, _Progress] = {}  # of live models; only that thread uses it
+        self._done: Counter[str] = Counter()
+        self._is_failing = False
+
+    def begin(self, config: EngineConfig) -> None:
+        """Write that the server starts, with its settings: without the database's URL, which may hold a password."""
+        settings = config.model_dump(mode="json", exclude={"database_url"})
+        facts = {"trainer": {"run_name": SERVER, "policy": {"model": {"path": config.base_model}}}, "tinker": settings}
+        self._later(partial(self._begin, SERVER, facts, "step 0: the server starts"))
+
+    def done(self, pending: PendingRequest, metrics: dict[str, float], model_id: str | None = None) -> None:
+        """Write a request that succeeded.
+
+        Args:
+            metrics: numbers of the engine.
+            model_id: of a sample, the model whose weights were sampled from, if that is known.
+        """
+        self._done[pending.kind] += 1
+        run = pending.run
+        if run is not None and pending.kind == "create":
+            self._later(partial(self._create, run))
+        elif run is not None and pending.kind == "train":
+            self._later(lambda: self._of(run.model_id).add(metrics))
+        elif run is not None and pending.kind == "optimize":
+            self._later(partial(self._step, run.model_id, metrics))
+        elif run is not None and pending.kind == "unload":
+            self._later(partial(self._end, run.model_id))
+        elif run is not None and pending.kind in ("save", "load"):
+            self._later(partial(self._log, run.model_id, "INFO", _saved_or_loaded(pending, run)))
+        elif model_id is not None:  # a sample
+            counts = {"requests": 1, "tokens": int(metrics.get("tokens", 0))}
+            self._later(lambda: self._of(model_id).samples.update(counts))
+
+    def failed(self, pending: PendingRequest, error: str, category: str) -> None:
+        """Write a request that failed."""
+        self._done[f"{pending.kind}_failed"] += 1
+        if (run := pending.run) is not None:
+            level = "ERROR" if pending.kind == "create" else "WARNING"
+            text = f"{pending.kind} {pending.request_id} failed ({category}): {error}"
+            self._later(partial(self._log, run.model_id, level, text))
+
+    def note(self, numbers: Mapping[str, float | Mapping[str, float]]) -> None:
+        """Write the present numbers of the server, those of all tenants together."""
+        sums = {name: sum(value.values()) if isinstance(value, Mapping) else value for name, value in numbers.items()}
+        row = {f"server/{name}": float(value) for name, value in sums.items()}
+        row |= {f"requests/{kind}": float(count) for kind, count in self._done.items()}
+        self._later(partial(self._note, row))
+
+    def close(self) -> None:
+        """Write that the server stops, and wait until all is written."""
+        self._later(partial(self._log, SERVER, "INFO", "told to stop"))
+        self._thread.shutdown(wait=True)
+
+    # ---- in the thread
+
+    def _later(self, write: Callable[[], None]) -> None:
+        def guarded() -> None:
+            try:
+                write()
+                self._is_failing = False
+            except OSError as error:
+                if not self._is_failing:
+                    log.warning("run folders in %s cannot be written, so curves have gaps: %s", self._folder, error)
+                self._is_failing = True
+            except Exception:  # a curve is no reason to end anything
+                log.exception("run folders in %s", self._folder)
+
+        self._thread.submit(guarded)
+
+    def _path(self, name: str) -> Path:
+        return self._folder / re.sub(r"[^A-Za-z0-9._-]", "_", name)
+
+    def _begin(self, name: str, facts: dict, text: str) -> None:
+        path = self._path(name)
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "config.yaml").write_text(json.dumps(facts, indent=2) + "\n")  # JSON is YAML
+        self._log(name, "INFO", text)
+
+    def _create(self, run: Run) -> None:
+        model = {"path": run.base_model, "lora": {"rank": run.lora.rank}}
+        facts = {
+            "trainer": {"run_name": run.model_id, "seed": run.lora.seed, "policy": {"model": model}},
+            "tinker": {"tenant": run.tenant, "session_id": run.session_id, "lora": msgspec.structs.asdict(run.lora)},
+        }
+        self._begin(run.model_id, facts, f"step 0: created from {run.base_model} with LoRA of rank {run.lora.rank}")
+
+    def _step(self, model_id: str, metrics: dict[str, float]) -> None:
+        progress = self._of(model_id)
+        row = progress.row(metrics)
+        self._progress[model_id] = _Progress(progress.step + 1, time.monotonic())
+        self._append(model_id, "metrics.jsonl", json.dumps(row))
+        loss = f": loss {row['train/loss']:.5g}" if "train/loss" in row else ""
+        self._log(model_id, "INFO", f"step {int(row['step'])}{loss}")
+
+    def _end(self, model_id: str) -> None:
+        self._log(model_id, "INFO", "this run is finished: its model was unloaded")
+        self._progress.pop(model_id, None)
+
+    def _note(self, row: dict[str, float]) -> None:
+        progress = self._of(SERVER)
+        progress.step += 1
+        self._append(SERVER, "metrics.jsonl", json.dumps({"step": progress.step, "time": time.time(), **row}))
+
+    def _of(self, name: str) -> _Progress:
+        """Return the progress of a model; after a restart of the server, its last line tells how far it was."""
+        if name not in self._progress:
+            self._progress[name] = _Progress(_last_step(self._path(name) / "metrics.jsonl"), time.monotonic())
+        return self._progress[name]
+
+    def _log(self, name: str, level: str, text: str) -> None:
+        when = time.strftime("%Y-%m-%d %H:%M:%S")
+        self._append(name, "logs/trainer.log", f"{when} {level:<8} {' '.join(text.split())[:_MAX_ERROR]}")
+
+    def _append(self, name: str, file: str, line: str) -> None:
+        path = self._path(name) / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            size = os.fstat(descriptor).st_size
+            is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"  # a full disk, or a kill
+            os.write(descriptor, f"{chr(10) * is_torn}{line}\n".encode("utf-8", "replace"))
+        finally:
+            os.close(descriptor)
+
+
+def log_to_file(folder: Path) -> None:
+    """Write the log of this process to a file of the server's run folder, too."""
+    path = folder / SERVER / "logs" / "server.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = RotatingFileHandler(path, maxBytes=LOG_BYTES, backupCount=NUM_OLD_LOGS, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.getLogger().addHandler(handler)
+
+
+def _saved_or_loaded(pending: PendingRequest, run: Run) -> str:
+    save = pending.stored.save
+    if save is None:
+        return "weights loaded from a checkpoint"
+    if save.name is None:
+        return f"weights saved for sampler {save.sampling_session_seq_id}"
+    return f"checkpoint saved: {TinkerPath(run.model_id, save.kind, save.name)}"
+
+
+def _last_step(path: Path) -> int:
+    """Return the step of the last whole line of a file of metrics; 0 without one."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = file.read().splitlines()
+    except FileNotFoundError:
+        return 0
+    for line in reversed(lines):
+        try:
+            return int(json.loads(line)["step"])
+        except (ValueError, KeyError, TypeError):
+            continue
+    return 0
