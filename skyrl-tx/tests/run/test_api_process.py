@@ -9,10 +9,12 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import httpx
+import pyrage
 import pytest
 from starlette.testclient import TestClient
 from tx_server import ServerProcess
@@ -138,6 +140,35 @@ def result_of(client: httpx.Client, accepted: httpx.Response) -> dict:
     raise AssertionError("no result")
 
 
+def check_external_weights(client: httpx.Client, post: Callable[..., httpx.Response], model: str, adapter: bytes):
+    """Weights saved for download are those of the sampler, in plain or for whoever has the key; seq 6 to 8."""
+    identity, ssh = pyrage.x25519.Identity.generate(), "ssh-rsa AAAA"
+    save = partial(post, "save_weights_external", model_id=model)
+    refused = save(seq_id=6, path="private", age_encryption_recipients=[str(identity.to_public()), ssh])
+    assert refused.status_code == 400
+    assert "age_encryption_recipients[1] must be a public key" in refused.text
+    recipients = [str(identity.to_public())]
+    for seq, name, keys in ((7, "plain", None), (8, "private", recipients)):
+        saved = result_of(client, save(seq_id=seq, path=name, age_encryption_recipients=keys, ttl_seconds=3600))
+        assert saved == {"type": "save_weights_external", "path": f"tinker://{model}/external_weights/{name}"}
+    checkpoints = f"/api/v1/training_runs/{model}/checkpoints"
+    plain, private = (
+        client.get(f"{checkpoints}/external_weights/{name}/external_weights_urls").json()["urls"]
+        for name in ("plain", "private")
+    )
+    assert client.get(plain["adapter_model.safetensors"]).content == adapter
+    assert set(private) == {f"{name}.age" for name in plain}
+    assert pyrage.decrypt(client.get(private["adapter_model.safetensors.age"]).content, [identity]) == adapter
+    listed = {one["checkpoint_id"]: one for one in client.get(checkpoints).json()["checkpoints"]}
+    assert listed["external_weights/plain"]["checkpoint_type"] == "external"
+    assert listed["external_weights/plain"]["expires_at"] is not None
+    loaded = post("load_weights", session_id=model.split(":")[0], model_seq_id=1, path=saved["path"])
+    assert loaded.status_code == 400
+    assert "external weights are there to be downloaded" in loaded.text
+    assert client.delete(f"{checkpoints}/external_weights/private").is_success
+    assert client.get(f"{checkpoints}/external_weights/private/external_weights_urls").status_code == 404
+
+
 @pytest.mark.process
 def test_a_user_trains_samples_and_takes_the_adapter_home(server, tmp_path):
     with httpx.Client(base_url=server.url, timeout=60) as client:
@@ -176,6 +207,8 @@ def test_a_user_trains_samples_and_takes_the_adapter_home(server, tmp_path):
         ).json()
         assert json.loads(client.get(urls["urls"]["adapter_config.json"]).content)["r"] == 4
         assert client.get(archive.headers["location"] + "0").status_code == 403
+        adapter = client.get(urls["urls"]["adapter_model.safetensors"]).content
+        check_external_weights(client, post, model, adapter)
 
         prompt = {"chunks": [{"type": "encoded_text", "tokens": [5, 6]}]}
         params = {"max_tokens": 4, "temperature": 0.0}
@@ -208,9 +241,9 @@ def look_at_the_runs_in_the_dashboard(folder: Path, model: str, loss: float) -> 
         run = runs[model]
         assert (run["state"], run["step"], run["metric"]) == ("running", 1, "train/loss")
         assert run["curve"] == [[1], [pytest.approx(loss, rel=1e-4)]]
-        asked = {"run": run["run"], "name": "trainer.log", "query": "checkpoint saved"}
-        [[_, line]] = dashboard.get("/api/log", params=asked).json()["hits"]
-        assert line.endswith(f"tinker://{model}/sampler_weights/mine")
+        asked = {"run": run["run"], "name": "trainer.log", "query": "checkpoint saved: tinker"}
+        saved = [line.rpartition("/")[2] for _, line in dashboard.get("/api/log", params=asked).json()["hits"]]
+        assert saved == ["mine", "plain", "private"]
         asked = {"run": "server", "name": "server.log", "query": "engine 1 is ready"}
         assert len(dashboard.get("/api/log", params=asked).json()["hits"]) == 1
         curves = {"run": "server", "name": ["server/sessions"]}

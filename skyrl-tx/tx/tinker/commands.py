@@ -24,6 +24,7 @@ from tx.errors import ModelError, RequestError
 from tx.tinker.backends.base import TrainingBackend
 from tx.tinker.base_model import BaseModelFacts
 from tx.tinker.storage.db_models import CheckpointRow, ModelRow, SamplerRow, SessionRow
+from tx.tinker.storage.encryption import encrypt_folder, parse_recipients
 from tx.tinker.storage.folders import Folders
 from tx.tinker.storage.garbage import schedule_deletion
 from tx.tinker.storage.rows import forget_commands, touch_model
@@ -320,12 +321,14 @@ class Optimize(ModelCommand, frozen=True, kw_only=True):
 
 
 class Save(ModelCommand, frozen=True, kw_only=True):
-    """Save a checkpoint, a sampler's weights, or both."""
+    """Save a checkpoint, a sampler's weights, both, or weights to download."""
 
     folder: str
     """Destination, written atomically: a local folder or an fsspec URL."""
     state: bool
     """Save the optimizer too (a training checkpoint)."""
+    recipients: tuple[str, ...] = ()
+    """Public keys (https://age-encryption.org) that the files are encrypted to."""
 
     @property
     def used_folder(self) -> str | None:
@@ -334,16 +337,20 @@ class Save(ModelCommand, frozen=True, kw_only=True):
     @classmethod
     async def encode(
         cls,
-        request: schemas.SaveWeightsRequest | schemas.SaveWeightsForSamplerRequest,
+        request: schemas.SaveWeightsRequest | schemas.SaveWeightsForSamplerRequest | schemas.SaveWeightsExternalRequest,
         address: CommandAddress,
         model: ModelState,
         context: EncodeContext,
     ) -> EncodedCommand:
         """Choose a folder for this request alone, so that a replay after a crash overwrites nothing else."""
         name = checkpoint_name(request.path) if request.path is not None else None
-        number, overwrite, kind = None, False, "sampler_weights"
+        number, overwrite, recipients = None, False, ()
+        kind: CheckpointKind = "sampler_weights"
         if isinstance(request, schemas.SaveWeightsRequest):
             name, overwrite, kind = name or f"step-{request.seq_id}", request.overwrite, "weights"
+        elif isinstance(request, schemas.SaveWeightsExternalRequest):
+            kind, recipients = "external_weights", tuple(request.age_encryption_recipients or ())
+            parse_recipients(recipients)
         else:
             number = request.sampling_session_seq_id
         effect = SaveEffect(
@@ -365,7 +372,7 @@ class Save(ModelCommand, frozen=True, kw_only=True):
                 await context.checkpoints.check_name_is_free(path)
             folder = context.folders.place(model.model_id, kind, f"{name[:200]}@{address.seq}")
             answer["path"] = str(path)
-        command = cls(**address._asdict(), folder=folder, state=kind == "weights")
+        command = cls(**address._asdict(), folder=folder, state=kind == "weights", recipients=recipients)
         return EncodedCommand("save", StoredCommand(command=command, answer=orjson.dumps(answer), save=effect))
 
     def execute(self, context: ExecutionContext) -> Steps:
@@ -374,6 +381,8 @@ class Save(ModelCommand, frozen=True, kw_only=True):
         with ExitStack() as stack:
             local = stack.enter_context(context.folders.writing(self.folder))
             context.training.save(self.model_id, local, state=self.state)
+            if self.recipients:
+                yield partial(encrypt_folder, local, self.recipients)
             publish = stack.pop_all()
         yield publish.close
         return ExecutionResult(size_bytes=(yield partial(context.folders.size, self.folder)))

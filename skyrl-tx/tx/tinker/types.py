@@ -5,7 +5,7 @@ Knows no HTTP, no database, no torch. Shapes: N input tokens of a datum, K targe
 
 import re
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import msgspec
 import numpy as np
@@ -13,8 +13,9 @@ import numpy as np
 from tx.errors import RequestError
 
 LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
-CheckpointKind = Literal["weights", "sampler_weights"]
-"""`weights`: an adapter with its optimizer, to train on. `sampler_weights`: an adapter to sample from."""
+CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
+"""`weights`: an adapter with its optimizer, to train on. `sampler_weights`: an adapter to sample from.
+`external_weights`: an adapter to download, perhaps encrypted; the server itself does not load it."""
 
 
 class LoraSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,7 +154,7 @@ def checkpoint_name(name: str, setting: str = "path") -> str:
 
 
 class TinkerPath(NamedTuple):
-    """`tinker://RUN/KIND/NAME`, KIND is `weights` or `sampler_weights`; RUN is a model's id, which may contain ':'."""
+    """`tinker://RUN/KIND/NAME`, KIND is a `CheckpointKind`; RUN is a model's id, which may contain ':'."""
 
     run_id: str
     kind: CheckpointKind
@@ -169,9 +170,9 @@ class TinkerPath(NamedTuple):
         Raises:
             RequestError: it is none.
         """
-        parts = text.removeprefix("tinker://").split("/") if text.startswith("tinker://") else []
-        if len(parts) != 3 or parts[1] not in ("weights", "sampler_weights") or not re.fullmatch(r"[\w:.-]+", parts[0]):
-            raise RequestError(
-                f"{setting} must be tinker://RUN/weights/NAME or tinker://RUN/sampler_weights/NAME; got {text[:200]!r}"
-            )
-        return cls(parts[0], parts[1], checkpoint_name(parts[2], setting))
+        match text.split("/"):
+            case ["tinker:", "", run_id, ("weights" | "sampler_weights" | "external_weights") as kind, name]:
+                if re.fullmatch(r"[\w:.-]+", run_id):
+                    return cls(run_id, kind, checkpoint_name(name, setting))
+        kinds = "|".join(get_args(CheckpointKind))
+        raise RequestError(f"{setting} must be tinker://RUN/{kinds}/NAME; got {text[:200]!r}")

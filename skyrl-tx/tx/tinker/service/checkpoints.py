@@ -24,6 +24,8 @@ from tx.tinker.types import CheckpointKind, TinkerPath, checkpoint_name, sampler
 T = TypeVar("T")
 TTL_SECONDS = (3600, 10 * 365 * 86400)
 PAGE = 1000
+_TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+"""Kind of a checkpoint -> its name in listings."""
 
 
 class Checkpoints:
@@ -42,17 +44,24 @@ class Checkpoints:
         optimizer: bool = False,
         setting: str = "path",
         pending_model_id: str | None = None,
+        to_load: bool = True,
     ) -> CheckpointSource:
         """Find a checkpoint of the tenant, or a published one.
 
         Args:
             optimizer: require one
             pending_model_id: model whose saves under way count: they finish before its next request
+            to_load: False: only describe or download it, so it may be external
 
         Raises:
-            RequestError: unknown checkpoint (404), or one without an optimizer.
+            RequestError: unknown checkpoint (404), external weights to load, or one without an optimizer.
         """
         place = TinkerPath.parse(path, setting)
+        if to_load and place.kind == "external_weights":
+            raise RequestError(
+                f"{setting}: external weights are there to be downloaded, they cannot be loaded; give "
+                f"tinker://RUN/weights/NAME (save_weights) or tinker://RUN/sampler_weights/NAME; got {path!r}"
+            )
         if optimizer and place.kind != "weights":
             raise RequestError(f"{setting} must be tinker://RUN/weights/NAME to load an optimizer; got {path!r}")
         row, model = await self._store.read(lambda database: _find(database, place))
@@ -65,7 +74,7 @@ class Checkpoints:
 
     async def weights_info(self, tenant: str, path: str) -> dict[str, object]:
         """Describe the adapter of a checkpoint."""
-        source = await self.source(tenant, path, setting="tinker_path")
+        source = await self.source(tenant, path, setting="tinker_path", to_load=False)
         return {
             "base_model": source.base_model,
             "is_lora": True,
@@ -77,7 +86,8 @@ class Checkpoints:
 
     async def archive(self, tenant: str, run_id: str, kind: CheckpointKind, name: str) -> str:
         """Return the folder (path or URL) of a checkpoint."""
-        return (await self.source(tenant, f"tinker://{run_id}/{kind}/{name}", setting="checkpoint")).folder
+        path = f"tinker://{run_id}/{kind}/{name}"
+        return (await self.source(tenant, path, setting="checkpoint", to_load=False)).folder
 
     async def check_name_is_free(self, path: TinkerPath) -> None:
         """Raises RequestError if the checkpoint exists or is being saved."""
@@ -191,7 +201,7 @@ def describe(row: CheckpointRow) -> dict[str, object]:
     """A checkpoint as the protocol has it."""
     return {
         "checkpoint_id": f"{row.kind}/{row.name}",
-        "checkpoint_type": "training" if row.kind == "weights" else "sampler",
+        "checkpoint_type": _TYPES[row.kind],
         "time": _time(row.created_at),
         "tinker_path": f"tinker://{row.model_id}/{row.kind}/{row.name}",
         "size_bytes": row.size_bytes,

@@ -141,7 +141,7 @@ class CheckpointRow(Row, table=True):
     __tablename__ = "checkpoints"  # pyright: ignore[reportAssignmentType]
     model_id: str = Field(primary_key=True)
     kind: str = Field(primary_key=True)
-    """`weights`, `sampler_weights`"""
+    """`weights`, `sampler_weights`, `external_weights`"""
     name: str = Field(primary_key=True)
     tenant: str = Field(index=True)
     folder: str

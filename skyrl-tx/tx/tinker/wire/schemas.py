@@ -225,6 +225,19 @@ class SaveWeightsForSamplerRequest(Body):
         return self
 
 
+class SaveWeightsExternalRequest(Body):
+    model_id: Name
+    seq_id: Seq
+    path: Name
+    ttl_seconds: TtlSeconds | None = None
+    user_metadata: dict[str, str] | None = None
+    age_encryption_recipients: list[Name] | None = Field(default=None, max_length=10)
+    """Public keys that every file is encrypted to: `age1…`, or an SSH key."""
+    type: Literal["save_weights_external"] = "save_weights_external"
+
+    _storable = field_validator("user_metadata")(_storable)
+
+
 class LoadWeightsRequest(Body):
     """Load in place (`model_id`, `seq_id`), or as the first request of a new model (`session_id`, `model_seq_id`)."""
 

@@ -1,9 +1,7 @@
 """Endpoints that only the hosted service has, refused with the reason: a 404 would look like a wrong address."""
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 
-from tx.errors import RequestError
-from tx.tinker.http.bodies import read_body, use_up_place
 from tx.tinker.http.replies import problem
 
 router = APIRouter(include_in_schema=False)
@@ -15,7 +13,6 @@ _WHY = {
     ("POST", "/create_custom_loss"): "custom losses are computed by the client (forward_backward_custom)",
     ("POST", "/join_sampling_session"): "clients may count on their own",
     ("POST", "/copy_weights"): "load the checkpoint into a new model and save it",
-    ("POST", "/save_weights_external"): "save_weights_for_sampler and the archive of it give the adapter",
     ("POST", "/sessions/search"): "list sessions with GET /api/v1/sessions",
     ("PUT", "/sessions/{session_id}/project"): "there are no projects",
     ("GET", "/sessions/{session_id}/trace_export"): "traces are not recorded",
@@ -26,11 +23,8 @@ _WHY = {
 
 
 def _add(method: str, path: str, why: str) -> None:
-    async def not_here(request: Request) -> Response:
-        refused = RequestError(f"this server does not have {path.lstrip('/')}: {why}")
-        if path == "/save_weights_external":  # it has a place among its model's requests, and others wait behind it
-            await use_up_place(request, await read_body(request), refused)
-        return problem(400, str(refused))
+    async def not_here() -> Response:
+        return problem(400, f"this server does not have {path.lstrip('/')}: {why}")
 
     router.add_api_route(path, not_here, methods=[method])
 

@@ -27,6 +27,13 @@ async def save_weights_for_sampler(request: Request) -> Response:
     return as_json(await service_of(request).intake.submit(tenant_of(request), Save, asked))
 
 
+@router.post("/save_weights_external", **described(responses.Accepted, schemas.SaveWeightsExternalRequest))
+async def save_weights_external(request: Request) -> Response:
+    """Accept the save of weights to download, perhaps encrypted."""
+    asked = await read_json_in_order(request, schemas.SaveWeightsExternalRequest)
+    return as_json(await service_of(request).intake.submit(tenant_of(request), Save, asked))
+
+
 @router.post("/load_weights", **described(responses.Accepted, schemas.LoadWeightsRequest))
 async def load_weights(request: Request) -> Response:
     """Load into a model (`model_id`, `seq_id`), or as a new one (`session_id`, `model_seq_id`)."""
