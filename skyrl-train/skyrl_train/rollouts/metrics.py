@@ -46,7 +46,7 @@ def scores_of_groups(groups: Sequence[TrajectoryGroup]) -> MetricsOutput:
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Compute all metrics of trajectories whose generator knows their turns and their environments' metrics: those of
-    `get_rollout_metrics`, and `generate/num_retries`."""
+    `get_rollout_metrics`, `generate/num_retries`, and `generate/entropy` where the engine reported log-probs."""
     metrics = get_rollout_metrics(
         *_tokens_and_rewards(trajectories),
         [trajectory.env_metrics for trajectory in trajectories],
@@ -55,7 +55,25 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         failures=[trajectory.failure for trajectory in trajectories],
         turn_lengths=[trajectory.turn_lengths for trajectory in trajectories],
     )
-    return metrics | {"generate/num_retries": float(sum(trajectory.num_retries for trajectory in trajectories))}
+    metrics["generate/num_retries"] = float(sum(trajectory.num_retries for trajectory in trajectories))
+    entropy = sampled_entropy(trajectories)
+    return metrics if entropy is None else metrics | {"generate/entropy": entropy}
+
+
+def sampled_entropy(trajectories: Sequence[Trajectory]) -> float | None:
+    """Estimate the entropy of sampling, in nats a token: the mean of -log p over all tokens that the model generated.
+
+    Tokens that do not train count too (of answers that were cut off, say), and all have the same weight, so that runs
+    with other filters and losses can be compared; `policy/policy_entropy` is exact, over tokens that train. Failed
+    trajectories are left out. None if nothing was generated, or without log-probs.
+    """
+    kept = [trajectory for trajectory in trajectories if trajectory.failure is None]
+    log_probs = [sample.log_probs for trajectory in kept for sample in trajectory.samples]
+    num_generated = sum(sum(trajectory.turn_lengths) for trajectory in kept)
+    if not num_generated or any(own is None for own in log_probs):
+        return None
+    # Tokens of the environment and the chat template have log-prob 0.
+    return -math.fsum(value for own in log_probs for value in own or ()) / num_generated
 
 
 def token_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:

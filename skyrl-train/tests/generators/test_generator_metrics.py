@@ -15,7 +15,7 @@ from skyrl_train.generators.utils import (
     validate_generator_output,
 )
 from skyrl_train.rollouts.collate import collate
-from skyrl_train.rollouts.metrics import check_not_all_failed, rollout_metrics, version_lag_metrics
+from skyrl_train.rollouts.metrics import check_not_all_failed, rollout_metrics, sampled_entropy, version_lag_metrics
 from skyrl_train.rollouts.types import RolloutBatch, TrainingSample, Trajectory, TrajectoryGroup
 
 FAILED = Failure("tool", "no search server")
@@ -90,6 +90,20 @@ def test_rollout_metrics_of_three_trajectories():
         "generate/num_failed/infrastructure": 0.0,
         "environment/turns": 2.0,
     }
+
+
+def test_sampled_entropy_counts_every_generated_token_once():
+    """Three tokens of 1.5 nats and one of 0, none of which trains: 4.5 / 4. The context token is left out."""
+
+    def trajectory(log_probs, lengths, failure=None):
+        row = TrainingSample([1], [5] * 3, [0] * 3, [0.0] * 3, log_probs)
+        return Trajectory(TrajectoryID("a", 0), [row], failure=failure, env_class="gsm8k", turn_lengths=lengths)
+
+    two_turns, one_turn = trajectory([-1.5, 0.0, -1.5], [1, 1]), trajectory([0.0, -1.5], [2])
+    assert sampled_entropy([two_turns, one_turn, trajectory([-9.0] * 3, [3], FAILED)]) == 4.5 / 4
+    assert rollout_metrics([two_turns])["generate/entropy"] == 1.5
+    assert sampled_entropy([two_turns, trajectory(None, [3])]) is None
+    assert "generate/entropy" not in rollout_metrics([trajectory([], [])])
 
 
 def test_trajectory_that_reports_no_retries_had_none():
