@@ -37,6 +37,7 @@ OVERVIEW: tuple[Chart, ...] = (
         band=("generate/min_num_tokens", "generate/max_num_tokens"),
         note="tokens, with the range",
     ),
+    Chart("Groups of equal rewards", ("reward/share_of_equal_groups",), note="share: nothing to compare within"),
     Chart("Clipped", ("policy/loss_metrics/*clip_ratio*", "policy/loss_metrics/*clipfrac*"), note="share of tokens"),
     Chart(
         "Engine against trainer",
@@ -47,11 +48,13 @@ OVERVIEW: tuple[Chart, ...] = (
     Chart("Learning rate", ("policy/policy_lr", "critic/critic_lr")),
     Chart(
         "Staleness",
-        ("async/staleness_mean",),
+        ("async/staleness_mean", "generate/weight_version_lag_mean"),
         band=("async/staleness_min", "async/staleness_max"),
         note="weight versions",
+        labels={"async/staleness_mean": "groups, by their oldest token", "generate/weight_version_lag_mean": "tokens"},
     ),
-    Chart("Stop reasons", ("generate/stop_reason/*",)),
+    Chart("Effective sample size", ("policy/rollout_train_ess",), note="share: policy against the one that generated"),
+    Chart("Stop reasons", ("generate/stop_reason/*",), note="share of answers"),
     Chart("Failed and retried", ("generate/num_failed/*", "generate/num_failed", "generate/num_retries")),
 )
 

@@ -30,6 +30,7 @@ from skyrl_train.dashboard.json_lines import parse
 from skyrl_train.dashboard.live import change_events
 from skyrl_train.dashboard.renderers import FRAME_POLICY, render
 from skyrl_train.dashboard.runs_folder import NotBelowError, RunsFolder, join
+from skyrl_train.dashboard.signs import signs
 from skyrl_train.dashboard.steps import StepTrajectories
 from skyrl_train.dashboard.time_line import Timelines, trace_events
 from skyrl_train.utils.run_folder import without_non_finite
@@ -205,9 +206,12 @@ class RunQueries:
         return _json({"folder": self._folder.path.name, "now": time.time(), "runs": self._catalog.rows()})
 
     def run(self, request: Request) -> Response:
-        """Return one run, with the steps whose trajectories are kept."""
+        """Return one run, with the steps whose trajectories are kept, and signs that it has stopped learning."""
         run = _run(request)
-        return _json({"now": time.time(), **self._catalog.row(run), "steps": trajectory_steps(self._folder, run)})
+        row, curves = self._catalog.row(run), self._curves.of(run)
+        found = signs(lambda name: curves.curve(name)[1], curves.names)
+        steps = trajectory_steps(self._folder, run)
+        return _json({"now": time.time(), **row, "steps": steps, "signs": found})
 
     def metrics(self, request: Request) -> Response:
         """Return the names of a run's metrics, in groups and as the charts of its overview."""

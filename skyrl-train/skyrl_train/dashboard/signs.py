@@ -1,0 +1,90 @@
+"""Signs that a run has stopped learning: rules over its curves. A sign states what the curves say; the cause is for the
+reader to find (docs/why-it-stopped-learning.md).
+
+The beginning and the end of a curve are the means of its first and last quarter.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from fnmatch import filter as matching
+from statistics import fmean
+
+Read = Callable[[str], Sequence[float | None]]
+"""Name of a metric -> its values by step; empty if there is none."""
+
+MIN_STEPS = 12
+"""Logged steps before which nothing is said."""
+
+
+def signs(read: Read, names: Iterable[str]) -> list[str]:
+    """Return a sentence for each sign, with the numbers that it is made from.
+
+    Args:
+        names: of the run's metrics.
+    """
+    if len(_numbers(read("reward/avg_raw_reward"))) < MIN_STEPS:
+        return []
+    solved = [read(name) for name in matching(names, "reward/avg_pass_at_*")]
+    return [
+        *_evaluation_falls(read),
+        *(_entropy_collapses(read, solved[0]) if solved else ()),
+        *_answers_are_cut(read),
+        *_weights_are_stale(read),
+    ]
+
+
+def _evaluation_falls(read: Read) -> Iterator[str]:
+    """The training reward rose by a tenth or more, the evaluation lost a fifth or more of its best score."""
+    start, end = _ends(read("reward/avg_raw_reward"))
+    scores = _numbers(read("eval/all/avg_score"))
+    if len(scores) < 3 or end - start < 0.1 * max(abs(start), abs(end)):
+        return
+    last = fmean(scores[-2:])
+    if last < 0.8 * max(scores):
+        yield (
+            f"The training reward rose from {start:.3g} to {end:.3g}, but the evaluation fell from {max(scores):.3g} "
+            f"to {last:.3g}: training rewards something else."
+        )
+
+
+def _entropy_collapses(read: Read, solved: Sequence[float | None]) -> Iterator[str]:
+    """The entropy lost nine tenths, most groups have equal rewards, and a tenth or more of the prompts no reward."""
+    entropy, equal = read("policy/policy_entropy"), read("reward/share_of_equal_groups")
+    if not _numbers(entropy) or not _numbers(equal) or not _numbers(solved):
+        return
+    (start, end), share, pass_rate = _ends(entropy), _ends(equal)[1], _ends(solved)[1]
+    if end < 0.1 * start and share > 0.75 and pass_rate < 0.9:
+        yield (
+            f"The entropy fell from {start:.3g} to {end:.3g} nats a token. In {share:.0%} of the groups all rewards "
+            f"are equal, and {1 - pass_rate:.0%} of the prompts have no rewarded answer: little is left to compare."
+        )
+
+
+def _answers_are_cut(read: Read) -> Iterator[str]:
+    """A fifth or more of the answers end at the length limit."""
+    cut = read("generate/stop_reason/length")
+    if _numbers(cut) and (share := _ends(cut)[1]) >= 0.2:
+        yield f"{share:.0%} of the answers are cut off at the length limit."
+
+
+def _weights_are_stale(read: Read) -> Iterator[str]:
+    """Trained tokens are of older weights, and the policy has left these (`docs/asynchronous.md` has the bound)."""
+    lag, sample_size = read("generate/weight_version_lag_mean"), read("policy/rollout_train_ess")
+    if not _numbers(lag) or not _numbers(sample_size):
+        return
+    age, share = _ends(lag)[1], _ends(sample_size)[1]
+    if age > 0 and share < 0.9:
+        yield (
+            f"Trained tokens are {age:.3g} weight versions old, and the policy has left the one that wrote them "
+            f"(effective sample size {share:.2g}, below 0.9)."
+        )
+
+
+def _numbers(values: Sequence[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _ends(values: Sequence[float | None]) -> tuple[float, float]:
+    """Return the means of the first and of the last quarter of a curve that has values."""
+    numbers = _numbers(values)
+    size = max(1, len(numbers) // 4)
+    return fmean(numbers[:size]), fmean(numbers[-size:])

@@ -1,0 +1,88 @@
+"""Signs that a run has stopped learning: each needs all of its conditions."""
+
+from pathlib import Path
+
+import pytest
+from dashboard_runs import write_run
+from starlette.testclient import TestClient
+
+from skyrl_train.dashboard.defaults import Defaults
+from skyrl_train.dashboard.runs_folder import RunsFolder
+from skyrl_train.dashboard.server import make_app
+from skyrl_train.dashboard.signs import MIN_STEPS, signs
+
+Curves = dict[str, list[float | None]]
+LEARNING: Curves = {
+    "reward/avg_raw_reward": [0.2] * 4 + [0.5] * 8 + [0.8] * 4,
+    "reward/avg_pass_at_8": [0.6] * 16,
+    "reward/share_of_equal_groups": [0.1] * 8 + [0.9] * 8,
+    "eval/all/avg_score": [0.1, None, 0.5, 0.9, 0.8],
+    "policy/policy_entropy": [1.0] * 8 + [0.2] * 8,
+    "policy/rollout_train_ess": [1.0] * 8 + [0.95] * 8,
+    "generate/stop_reason/length": [0.9] * 8 + [0.1] * 8,
+    "generate/weight_version_lag_mean": [0.0] * 8 + [2.0] * 8,
+}
+CHANGES: dict[str, tuple[Curves, str]] = {
+    "evaluation falls": (
+        {"eval/all/avg_score": [0.1, 0.9, 0.2, 0.4]},
+        "The training reward rose from 0.2 to 0.8, but the evaluation fell from 0.9 to 0.3: training rewards something "
+        "else.",
+    ),
+    "entropy collapses": (
+        {"policy/policy_entropy": [1.0] * 8 + [0.02] * 8},
+        "The entropy fell from 1 to 0.02 nats a token. In 90% of the groups all rewards are equal, and 40% of the "
+        "prompts have no rewarded answer: little is left to compare.",
+    ),
+    "answers are cut": (
+        {"generate/stop_reason/length": [0.0] * 8 + [0.35] * 8},
+        "35% of the answers are cut off at the length limit.",
+    ),
+    "weights are stale": (
+        {"policy/rollout_train_ess": [1.0] * 8 + [0.5] * 8},
+        "Trained tokens are 2 weight versions old, and the policy has left the one that wrote them (effective sample "
+        "size 0.5, below 0.9).",
+    ),
+}
+
+
+def signs_of(curves: Curves) -> list[str]:
+    return signs(lambda name: curves.get(name, []), curves)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_sign_states_the_numbers_that_it_is_made_from(name: str):
+    changes, expected = CHANGES[name]
+    assert signs_of(LEARNING | changes) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("name", "spared_by"),
+    [
+        ("evaluation falls", {"reward/avg_raw_reward": [0.8] * 16}),  # both fall: it learns nothing else
+        ("entropy collapses", {"reward/avg_pass_at_8": [1.0] * 16}),  # all is solved
+        ("entropy collapses", {"reward/share_of_equal_groups": [0.5] * 16}),
+        ("weights are stale", {"generate/weight_version_lag_mean": [0.0] * 16}),  # another cause than old weights
+    ],
+)
+def test_one_condition_alone_is_no_sign(name: str, spared_by: Curves):
+    assert signs_of(LEARNING | CHANGES[name][0] | spared_by) == []
+
+
+def test_runs_that_learn_or_have_just_begun_or_lack_curves_have_no_signs():
+    assert signs_of(LEARNING) == []
+    everything: Curves = LEARNING
+    for changes, _ in CHANGES.values():
+        everything = everything | changes
+    assert len(signs_of(everything)) == len(CHANGES)
+    assert signs_of(everything | {"reward/avg_raw_reward": [0.5] * (MIN_STEPS - 1)}) == []
+    assert signs_of({"reward/avg_raw_reward": [0.5] * 16}) == []
+    assert signs_of({}) == []
+
+
+def test_page_of_a_run_gets_its_signs(tmp_path: Path):
+    run = write_run(tmp_path / "cut", 0)
+    for step in range(1, MIN_STEPS + 1):
+        run.append_metrics(step, {"reward/avg_raw_reward": 0.5, "generate/stop_reason/length": 0.5})
+    with TestClient(make_app(RunsFolder(tmp_path), Defaults()), base_url="http://localhost") as client:
+        found = client.get("/api/run", params={"run": "cut"}).json()["signs"]
+    assert found == ["50% of the answers are cut off at the length limit."]
