@@ -13,8 +13,8 @@ import json
 import signal
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -28,6 +28,7 @@ from skyrl_agent.records import last_records, result_of
 from skyrl_agent.runner import AgentRunner
 from skyrl_agent.training_rows import check_batch, training_rows
 from skyrl_agent.types import JsonObject, Row, TrajectoryResult
+from skyrl_gym.waits import begin_run, end_run
 
 FREE = (
     "dispatcher.",
@@ -182,6 +183,16 @@ def _flat(values: Row, prefix: str = "") -> list[tuple[str, object]]:
     return found
 
 
+@contextmanager
+def recorded_waits(output: Path) -> Iterator[None]:
+    """Record waits beside an output file, for `python -m skyrl_train.explain FOLDER`."""
+    begin_run(output.parent / "waits", f"evaluation {output.stem}")
+    try:
+        yield
+    finally:
+        end_run()
+
+
 async def run_until_stopped(evaluation: Evaluation) -> signal.Signals | None:
     """Run an evaluation. SIGINT or SIGTERM ends it in order, a second one at once.
 
@@ -222,7 +233,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cfg = cfg.model_copy(update={"output": cfg.output.model_copy(update={"trajectories": str(path)})})
         rows = read_rows(options.rows)[: options.limit]
         settings = settings_of(cfg, options.rows, str(name))
-        with Evaluation(_runner(cfg, name), rows, Path(path).expanduser(), settings) as evaluation:
+        file = Path(path).expanduser()
+        with Evaluation(_runner(cfg, name), rows, file, settings) as evaluation, recorded_waits(file):
             stopped_by = asyncio.run(run_until_stopped(evaluation))
             summary = evaluation.summary()
     except (AgentError, OSError) as error:

@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 
 from skyrl_agent.chat.transitions import TrainingDatum, transitions_to_training_data
-from skyrl_agent.types import Failure, JsonObject, Row, Tokenizer, ToolCallRecord, TrajectoryResult
+from skyrl_agent.types import Failure, JsonObject, Row, SandboxCommand, Tokenizer, ToolCallRecord, TrajectoryResult
 
 logger = logging.getLogger(__name__)
 
@@ -57,12 +57,13 @@ def last_records(path: str | Path) -> dict[tuple[int, int], JsonObject]:
 
 def result_of(record: Row) -> TrajectoryResult:
     """A row as a result again, without `transitions` and `state`."""
-    names = {field.name for field in fields(TrajectoryResult)} - {"failure", "tool_calls"}
+    names = {field.name for field in fields(TrajectoryResult)} - {"failure", "tool_calls", "sandbox"}
     failure = record["failure"]
     return TrajectoryResult(
         **{name: value for name, value in record.items() if name in names},
         failure=None if failure is None else Failure(**failure),
         tool_calls=[ToolCallRecord(**call) for call in record["tool_calls"]],
+        sandbox=[SandboxCommand(**command) for command in record.get("sandbox", [])],  # earlier releases had none
     )
 
 
@@ -77,7 +78,7 @@ def record_of(
     rows    [{prompt_ids, response_ids, mask, log_probs or null, prompt, spans}], what trains before any masking;
             spans are the response's text as [[written by the model, text], ...]
     """
-    skipped = ("transitions", "state", "failure", "tool_calls")
+    skipped = ("transitions", "state", "failure", "tool_calls", "sandbox")
     fields = {key: value for key, value in vars(result).items() if key not in skipped}
     return fields | {
         "time": time.time(),
@@ -85,6 +86,7 @@ def record_of(
         "position": position,
         "failure": None if result.failure is None else asdict(result.failure),
         "tool_calls": [asdict(call) for call in result.tool_calls],
+        "sandbox": [asdict(command) for command in result.sandbox],
         "rows": [_row(datum, tokenizer) for datum in _data_of(result)],
     }
 

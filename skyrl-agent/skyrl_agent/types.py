@@ -104,6 +104,20 @@ class ToolCallRecord:
 
 
 @dataclass
+class SandboxCommand:
+    """A command in a trajectory's runtime, for the trajectory's row on disk."""
+
+    stage: Stage
+    command: str
+    stdout: str
+    stderr: str
+    outcome: str
+    """As of `skyrl_gym.sandbox.ExecResult`, or `infrastructure`: the runtime failed."""
+    returncode: int
+    seconds: float
+
+
+@dataclass
 class TrajectoryResult:
     """Result of one trajectory. `transitions` is trained on; `messages` is for people."""
 
@@ -123,6 +137,8 @@ class TrajectoryResult:
     failure: Failure | None = None
     """The first one."""
     tool_calls: list[ToolCallRecord] = field(default_factory=list)
+    sandbox: list[SandboxCommand] = field(default_factory=list)
+    """Commands in its runtimes, by tools, task and evaluation, with the ends of their outputs."""
     num_steps: int = 0
     stage_seconds: dict[str, float] = field(default_factory=dict)
     """`initialize`, `generate`, `evaluate`, and `queue_<stage>` before each."""

@@ -11,6 +11,7 @@ Waits that are begun inside of another one name it as their parent, also in othe
 Nothing is written where `SKYRL_WAITS` names no folder.
 """
 
+import asyncio
 import atexit
 import contextlib
 import faulthandler
@@ -25,6 +26,7 @@ import struct
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -243,6 +245,46 @@ def stop_reporting() -> None:
         recorder.remove()
 
 
+_explainer: Callable[[str], str] | None = None
+
+
+def begin_run(folder: Path, role: str, *, explainer: Callable[[str], str] | None = None, **facts: object) -> None:
+    """Record the waits of a run in a folder: those of this process under `role`, and those of processes that it starts.
+
+    Args:
+        explainer: what `explanation` calls.
+        facts: further JSON values of the record of this process.
+    """
+    global _explainer
+    folder = folder.absolute()
+    _remove_records_of_the_dead(folder)
+    os.environ[FOLDER], _explainer = str(folder), explainer
+    report_as(role, **facts)
+
+
+def end_run() -> None:
+    """End what `begin_run` began, in a run that ends in order."""
+    global _explainer
+    stop_reporting()
+    _explainer = None
+    if folder := os.environ.pop(FOLDER, ""):
+        _remove_records_of_the_dead(Path(folder))
+        with contextlib.suppress(OSError):  # processes of other machines may still end
+            Path(folder).rmdir()
+
+
+async def explanation(reason: str) -> str:
+    """Explain who waits for whom, since a deadline has expired. Takes a second or two, in a thread.
+
+    Args:
+        reason: what did not happen in time, in a sentence.
+
+    Returns:
+        The end of an error's first line; empty in a process without an explainer.
+    """
+    return "" if _explainer is None else await asyncio.to_thread(_explainer, reason)
+
+
 def _forget() -> None:
     global _recorder
     _recorder = None  # the file is that of the parent
@@ -252,6 +294,15 @@ os.register_at_fork(after_in_child=_forget)
 
 
 # ---- reading
+
+
+def _remove_records_of_the_dead(folder: Path) -> None:
+    """Delete the records of processes that ended without doing so; those of a second run in the folder stay."""
+    for record in read_records(folder):
+        is_here = record.facts.get("host") == socket.gethostname()
+        if is_here and start_ticks(record.facts["pid"]) != record.facts.get("start"):
+            record.path.unlink(missing_ok=True)
+            record.stacks_path.unlink(missing_ok=True)
 
 
 def read_records(folder: Path) -> list[ProcessRecord]:

@@ -13,6 +13,7 @@ from skyrl_agent.config.task_file import TaskFile
 from skyrl_agent.errors import ConfigError
 from skyrl_agent.runtimes import check_runtime_section, make_runtime, probe_runtime, spec_with
 from skyrl_agent.runtimes.base import Runtime, RuntimeSpec
+from skyrl_agent.runtimes.recorded import RecordedRuntime
 from skyrl_agent.tasks.base import BaseTask, Instance, Judgement
 from skyrl_agent.tools.base import BaseTool, make_tools
 from skyrl_agent.tools.in_runtime import RuntimeTool
@@ -78,6 +79,8 @@ class AgentTrajectory(BaseTrajectory):
             await self.task.initialize_runtime(self.instance, self.runtime)
 
     async def generate_trajectory(self) -> None:
+        if isinstance(self.runtime, RecordedRuntime):
+            self.runtime.stage = "generate"
         agent = self.agent = self._make_agent()
         try:
             outcome = await agent.run(self.task.get_instruction(self.instance), self.instance)
@@ -111,18 +114,19 @@ class AgentTrajectory(BaseTrajectory):
         if runtime is not None and runtime is not self.environment:
             await runtime.close()
 
-    def _make_runtime(self, spec: RuntimeSpec) -> Runtime:
-        return make_runtime(spec_with(self.cfg.runtime, spec))
+    def _make_runtime(self, spec: RuntimeSpec) -> RecordedRuntime:
+        return RecordedRuntime(make_runtime(spec_with(self.cfg.runtime, spec)), self.result.sandbox)
 
     @asynccontextmanager
     async def _evaluation_runtime(self, spec: RuntimeSpec | None) -> AsyncIterator[Runtime | None]:
         if spec is None:
             yield None
             return
-        self.runtime = self._make_runtime(spec)
+        self.runtime = runtime = self._make_runtime(spec)
+        runtime.stage = "evaluate"
         try:
-            await self.runtime.start()
-            yield self.runtime
+            await runtime.start()
+            yield runtime
         finally:
             await self._close_runtime()
 

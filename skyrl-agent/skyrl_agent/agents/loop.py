@@ -29,6 +29,7 @@ from skyrl_agent.tasks.base import BaseTask, Instance
 from skyrl_agent.tools.base import ToolContext, ToolEntry, ToolOutput, make_tools
 from skyrl_agent.types import InferBackend, JsonObject, Message, Tokenizer, ToolCallRecord
 from skyrl_gym.chat.tool_calls import Invalid, ToolCall
+from skyrl_gym.waits import waiting
 
 
 class Outcome(NamedTuple):
@@ -162,7 +163,8 @@ class Agent:
             room = self._room(conversation, input_ids)
             if room <= 0:
                 return Outcome(CONTEXT_WINDOW_EXCEEDED)
-            text, meta = await self.model.answer(input_ids, room, self.agent_id)
+            with waiting(f"the model's answer {self.num_steps + 1}"):
+                text, meta = await self.model.answer(input_ids, room, self.agent_id)
             self.num_steps += 1
             is_whole = meta["finish_reason"] != "length"
             calls = self.prompt_builder.calls(text) if is_whole else []

@@ -8,11 +8,13 @@ from dataclasses import replace
 
 from skyrl_agent.agents.pending import Pending
 from skyrl_agent.errors import InfraError
+from skyrl_agent.runtimes.recorded import clip
 from skyrl_agent.tools.async_service import together
 from skyrl_agent.tools.base import BaseTool, ToolContext, ToolOutput
 from skyrl_agent.types import ToolCallRecord
 from skyrl_gym.chat.tool_calls import Invalid, ToolCall
 from skyrl_gym.tools.core import unknown_tool
+from skyrl_gym.waits import waiting
 
 logger = logging.getLogger(__name__)
 
@@ -20,15 +22,6 @@ CLOSE_SECONDS = 10.0
 TOO_MANY = "Not run: at most {} function call(s) in one turn."
 PREVIEW_CHARS = 400
 """Length limit of an output in logs."""
-
-
-def clip(text: str, limit: int) -> str:
-    """Shorten a text to `limit` characters and a note in the middle with the number of omitted ones."""
-    missing = len(text) - limit
-    if missing <= 0:
-        return text
-    head, tail = text[: (limit + 1) // 2], text[len(text) - limit // 2 :]
-    return f"{head}\n[... {missing} characters left out ...]\n{tail}"
 
 
 class Toolbox:
@@ -75,7 +68,8 @@ class Toolbox:
         try:
             for tool in self.tools.values():
                 try:
-                    await self.pending.before(self.timeout, tool.open(context))
+                    with waiting(f"tool {tool.name} to open", deadline=self.timeout):
+                        await self.pending.before(self.timeout, tool.open(context))
                 except TimeoutError as error:
                     raise InfraError(f"tool {tool.name}: open() {error}") from error
             yield
@@ -134,7 +128,8 @@ class Toolbox:
             return ToolOutput(unknown_tool(call.name, list(self.tools)), failed=True)
         seconds = tool.timeout_seconds or self.timeout
         try:
-            return await self.pending.before(seconds, tool.call(context, call.arguments))
+            with waiting(f"tool {call.name}", deadline=seconds):
+                return await self.pending.before(seconds, tool.call(context, call.arguments))
         except TimeoutError as error:
             return ToolOutput(f"Error: {call.name} {error} and was cancelled.", failed=True)
         except InterruptedError as error:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TypeVar
 
 from skyrl_agent.config.task_file import DispatcherSection
@@ -16,6 +17,7 @@ from skyrl_agent.dispatcher.trajectory_state import Trajectory, TrajectoryState
 from skyrl_agent.dispatcher.waits import DeadlineExceeded, before_deadline, finish_despite_cancellation
 from skyrl_agent.errors import ConfigError, InfraError, StageTimeout
 from skyrl_agent.types import Stage
+from skyrl_gym.waits import explanation, waiting
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +25,11 @@ T = TypeVar("T", bound=Trajectory)
 
 METHODS: dict[Stage, str] = {stage: f"{stage}_trajectory" for stage in STAGES}
 BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 1.0, 30.0
+
+
+def slots_of(stage: Stage) -> str:
+    """Return the name of a stage's slots, in records of waits."""
+    return f"slots of {stage}"
 
 
 class Dispatch:
@@ -161,10 +168,13 @@ class Dispatch:
     async def _run_stage(self, state: TrajectoryState, stage: Stage, attempt: int = 1) -> None:
         """Wait for a slot and run the stage in it. The slot is kept until the next stage, or the end, releases it."""
         limit, meter = self.stages[stage], self._meters[stage]
-        await limit.enter_queue(state.priority)
-        self._release_slot(state)
-        state.stage, state.attempts = stage, attempt
-        await limit.enter_stage(state.priority)
+        # Before the first stage all of a batch may wait, more than a process can record.
+        queued = nullcontext() if stage == "initialize" else waiting(f"a slot of {stage}", on=slots_of(stage))
+        with queued:
+            await limit.enter_queue(state.priority)
+            self._release_slot(state)
+            state.stage, state.attempts = stage, attempt
+            await limit.enter_stage(state.priority)
         state.limit, state.held_stage = limit, stage
         self._mark_open(state)
         began = self._now()
@@ -194,14 +204,17 @@ class Dispatch:
         method = getattr(state.trajectory, self._methods[stage])
         work = self._with_environment(state, method) if stage == "initialize" else method()
         seconds = self.plan.limits(stage).timeout_seconds
+        result = state.trajectory.result
+        name = f"trajectory {result.instance_id}_{state.trajectory.trajectory_id}"
         try:
-            await before_deadline(work, seconds, self.section.close_timeout_seconds)
+            with waiting(name, who=slots_of(stage)), waiting(stage, who=name, deadline=seconds or 0.0):
+                await before_deadline(work, seconds, self.section.close_timeout_seconds)
         except DeadlineExceeded as error:
             self._meters[stage].timeouts += 1
             self._abandoned += error.abandoned
-            raise StageTimeout(
-                f"{stage} did not end within {seconds:g} s; dispatcher.{stage}.timeout_seconds can allow more"
-            ) from None
+            late = f"{stage} did not end within {seconds:g} s"
+            why = await explanation(f"{name}: {late}")
+            raise StageTimeout(f"{late}; dispatcher.{stage}.timeout_seconds can allow more{why}") from None
 
     async def _with_environment(self, state: TrajectoryState, initialize: Callable) -> None:
         if self._pool and state.environment_index is not None:

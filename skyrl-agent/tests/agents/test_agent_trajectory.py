@@ -139,6 +139,8 @@ async def test_the_agents_runtime_and_the_judges_are_two_and_both_are_closed(run
     await trajectory.close()
     assert (trajectory.result.results, trajectory.result.reward) == (b"5", 1.0)
     assert len(runtimes) == 2 and await is_closed(runtimes[1])
+    [command] = trajectory.result.sandbox
+    assert (command.stage, command.command, command.outcome) == ("evaluate", "grep -qx 5 answer.txt", "exited")
 
 
 async def test_judging_may_find_another_ending(runtimes):

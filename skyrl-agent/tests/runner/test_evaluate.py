@@ -18,6 +18,7 @@ from skyrl_agent.evaluate import Evaluation, main, settings_of
 from skyrl_agent.records import read_records
 from skyrl_agent.testing import byte_tokenizer
 from skyrl_agent.view import main as view
+from skyrl_gym.waits import read_records as read_waits
 
 from ..tools_general.agent_web_server import unused_url, web_server
 
@@ -152,7 +153,7 @@ def test_command_without_a_server_exits_with_two(command, capsys, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_keeps_finished_and_unfinished_trajectories(command, tmp_path, capsys, number):
-    is_slow = True
+    is_slow, waits = True, set()
 
     def answer(asked: Any) -> Any:
         if asked.method == "GET":
@@ -162,6 +163,10 @@ def test_signal_keeps_finished_and_unfinished_trajectories(command, tmp_path, ca
             while not (tmp_path / "out.jsonl").exists():  # the quick one has ended
                 if server.stopping.wait(0.02):
                     return "drop"
+            [recorded] = read_waits(tmp_path / "waits")
+            waits.update(
+                {wait.who for wait in recorded.waits if wait.what == "the model's answer 1" and not wait.ended}
+            )
             os.kill(process.pid, number)
             return "hang"
         text = "<function=finish>\n<parameter=answer>a</parameter>\n</function>"
@@ -176,6 +181,7 @@ def test_signal_keeps_finished_and_unfinished_trajectories(command, tmp_path, ca
         assert process.returncode == 128 + number, err
         assert b"1 of 2 trajectories are scored, 1 cancelled, 0 not begun" in out
         assert b"rollout_metrics/raw_reward: 1.000" in out
+        assert waits == {"trajectory 1_0"}, "what `skyrl_train.explain` would have shown"
         cut_off = list(read_records(tmp_path / "out.jsonl"))[-1]
         assert (cut_off["finish_reason"], cut_off["reward"]) == ("cancelled", None)
         assert cut_off["failure"]["message"] == "the run was stopped before it ended"

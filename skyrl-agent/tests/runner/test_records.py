@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from skyrl_agent.chat.transitions import Observation, TokensWithLogprobs, Transition
-from skyrl_agent.records import TrajectoryFile, read_records
+from skyrl_agent.records import TrajectoryFile, read_records, result_of
 from skyrl_agent.testing import byte_tokenizer
-from skyrl_agent.types import Failure, ToolCallRecord, TrajectoryResult
+from skyrl_agent.types import Failure, SandboxCommand, ToolCallRecord, TrajectoryResult
 from skyrl_agent.view import main
 
 
@@ -29,6 +29,7 @@ def result(number: int = 0, reward: float | None = 1.0, reason: str = "FINISH_TO
         reward=reward,
         failure=None if reward is not None else Failure("initialize", "infrastructure", "no sandbox", attempts=3),
         tool_calls=[ToolCallRecord("search", {"query": "x"}, "found", 0.25, 1)],
+        sandbox=[SandboxCommand("evaluate", "make test", "2 passed", "", "exited", 0, 1.5)],
         num_steps=2,
         stage_seconds={"generate": 1.5},
     )
@@ -50,6 +51,9 @@ def test_a_row_holds_the_tokens_and_who_wrote_them(file: Path):
     assert row["spans"] == [[True, "call"], [False, "[tool]"], [True, "done"]]
     assert (len(row["response_ids"]), row["mask"]) == (14, [1] * 4 + [0] * 6 + [1] * 4)
     assert first["tool_calls"][0]["seconds"] == 0.25
+    assert result_of(first).sandbox == result().sandbox
+    del first["sandbox"]  # as earlier releases wrote it
+    assert result_of(first).sandbox == []
     assert failed["failure"] == {
         "stage": "initialize",
         "kind": "infrastructure",

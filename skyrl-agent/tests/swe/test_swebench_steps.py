@@ -94,6 +94,7 @@ async def test_a_fix_is_worth_one(play):
     assert "left over" not in result["git_patch"], "what was there before is not the agent's"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "script, reward, parts",
     [
@@ -106,10 +107,7 @@ async def test_a_fix_is_worth_one(play):
         pytest.param(
             *(f"{FIX}; rm test_double.py", 1.0, {"fail_to_pass": 1.0, "pass_to_pass": 1.0}), marks=pytest.mark.full
         ),
-        pytest.param(
-            *(f"{FIX}; mkdir sub; cd sub; git init -q; touch x", 1.0, {"fail_to_pass": 1.0, "pass_to_pass": 1.0}),
-            marks=pytest.mark.slow,
-        ),
+        (f"{FIX}; mkdir sub; cd sub; git init -q; touch x", 1.0, {"fail_to_pass": 1.0, "pass_to_pass": 1.0}),
     ],
 )
 async def test_rewards(play, script, reward, parts):
@@ -124,6 +122,7 @@ async def test_missing_patch_ends_as_no_git_patch(play, script):
     assert (result["git_patch"], judgement.reward, judgement.finish_reason) == ("", 0.0, "no_git_patch")
 
 
+@pytest.mark.slow
 async def test_r2e_rows_are_judged_by_their_script(play):
     seen = "[ -e r2e_tests ] || [ -e run_tests.sh ] && exit"  # the agent must not find them
     _, judgement = await play(HereR2E(), R2E_ROW, f"{seen}\n{FIX}")

@@ -111,6 +111,7 @@ ABSENT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line, statement", ABSENT.values(), ids=ABSENT)
 async def test_code_that_the_agent_was_to_write_is_its_matter(play, line, statement):
     row = ROW | with_files(test_calc__py=f"{line}\n{TESTS.partition(chr(10))[2]}") | {"problem_statement": statement}
@@ -120,6 +121,7 @@ async def test_code_that_the_agent_was_to_write_is_its_matter(play, line, statem
     assert judgement.reward == 1.0
 
 
+@pytest.mark.slow
 async def test_own_solution_of_a_row_decides_where_there_is_one(play):
     missing = with_files(test_calc__py=f"import new_module\n{TESTS}")
     works = ROW | missing | {"solution": {"calc.py": RIGHT, "new_module.py": ""}}
@@ -150,6 +152,7 @@ def test_named_tests_need_a_plain_pytest_command(name):
         LocalSWETask().check_row(Instance(row, "7"))
 
 
+@pytest.mark.slow
 async def test_check_of_a_terminal_task_that_never_runs_gives_no_verdict(play):
     row = {"query": "Say 2.", "check": "no-such-tool"}
     with pytest.raises(TaskRowError, match="no-such-tool: command not found"):

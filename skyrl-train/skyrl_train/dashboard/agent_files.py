@@ -29,6 +29,7 @@ def to_row(record: JsonObject) -> JsonObject:
         "num_tokens": sum(len(_list(part.get("response_ids"))) for part in parts),
         "tokens": {"text": texts, "loss_mask": [int(bool(is_written)) for is_written, _ in spans]},
         "tool_calls": _list(record.get("tool_calls")),
+        "sandbox": _list(record.get("sandbox")),
         "seconds": record.get("stage_seconds"),
     }
 

@@ -19,6 +19,7 @@ from loguru import logger
 from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerBase
 
+from skyrl_gym.waits import end_run
 from skyrl_train.config import SkyRLConfig, config_dir, get_config_as_yaml_str, register_config_store
 from skyrl_train.config.validation import validate_cfg, validate_environments
 from skyrl_train.dataset.dataset import PromptDataset
@@ -42,7 +43,7 @@ from skyrl_train.trainer import RayPPOTrainer
 from skyrl_train.training_run import check_before_start, says_finished
 from skyrl_train.utils import initialize_ray, shutdown_ray
 from skyrl_train.utils.chat_templates import configured_chat_template
-from skyrl_train.utils.explanations import end_record, record_waits
+from skyrl_train.utils.explanations import record_waits
 from skyrl_train.utils.process_log import configure_logging
 from skyrl_train.utils.progress import progress
 from skyrl_train.utils.run_folder import RunFolder
@@ -306,7 +307,7 @@ def run_experiment(
         sys.exit(1)
     finally:
         shutdown_ray()
-        end_record()
+        end_run()
 
 
 @hydra.main(config_path=config_dir, config_name="ppo_base_config", version_base=None)

@@ -4,10 +4,8 @@ They are made by a process of its own (`python -m skyrl_train.explain`), which r
 as well cannot harm the run, and is ended after `_SECONDS`.
 """
 
-import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -17,7 +15,7 @@ from pathlib import Path
 
 from loguru import logger
 
-from skyrl_gym.waits import FOLDER, read_records, report_as, start_ticks, stop_reporting
+from skyrl_gym.waits import FOLDER, begin_run
 
 TRAINER = "trainer"
 """Role of the driver's process, as records of waits name it."""
@@ -45,28 +43,8 @@ def explanations_folder(run_dir: Path) -> Path:
 
 def record_waits(run_dir: Path) -> None:
     """Record the waits of this process as those of the run's driver, and those of processes that it starts."""
-    folder = waits_folder(run_dir.absolute())
-    _remove_records_of_the_dead(folder)
-    os.environ[FOLDER] = str(folder)
-    report_as(TRAINER, log=str(run_dir / "logs" / "trainer.log"))
-
-
-def end_record() -> None:
-    """End what `record_waits` began, in a run that ends in order."""
-    stop_reporting()
-    if folder := os.environ.pop(FOLDER, ""):
-        _remove_records_of_the_dead(Path(folder))
-        with contextlib.suppress(OSError):  # processes of other machines may still end
-            Path(folder).rmdir()
-
-
-def _remove_records_of_the_dead(folder: Path) -> None:
-    """Delete the records of processes that ended without doing so; those of a second run in the folder stay."""
-    for record in read_records(folder):
-        is_here = record.facts.get("host") == socket.gethostname()
-        if is_here and start_ticks(record.facts["pid"]) != record.facts.get("start"):
-            record.path.unlink(missing_ok=True)
-            record.stacks_path.unlink(missing_ok=True)
+    log = str(run_dir / "logs" / "trainer.log")
+    begin_run(waits_folder(run_dir), TRAINER, explainer=explain_expiry, log=log)
 
 
 @dataclass

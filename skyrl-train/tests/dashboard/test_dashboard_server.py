@@ -241,6 +241,7 @@ def test_trajectories_of_skyrl_agent_are_a_run_of_one_evaluation(client: TestCli
     record = {
         "instance_id": "bug-7", "trajectory_id": 1, "reward": 1.0, "finish_reason": "FINISH_TOOL", "failure": None,
         "tool_calls": [{"step": 1, "name": "bash", "arguments": {"command": "ls"}, "ok": True, "seconds": 0.2}],
+        "sandbox": [{"stage": "evaluate", "command": "make test", "stdout": "2 passed", "returncode": 0}],
         "rows": [{"prompt_ids": [1, 2], "response_ids": [3, 4, 5], "mask": [1, 1, 0], "log_probs": None,
                   "prompt": "fix it", "spans": [[True, "ls"], [False, "a.py"]]}],
     }  # fmt: skip
@@ -257,6 +258,7 @@ def test_trajectories_of_skyrl_agent_are_a_run_of_one_evaluation(client: TestCli
     row = ask(client, "sample", run="agents", phase="eval", step=0, line=0)
     assert row["tokens"] == {"text": ["ls", "a.py"], "loss_mask": [1, 0]}
     assert row["tool_calls"][0]["name"] == "bash"
+    assert row["sandbox"][0]["stdout"] == "2 passed"
 
 
 # ---- what environments show

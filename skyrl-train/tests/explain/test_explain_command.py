@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from skyrl_gym import waits
-from skyrl_gym.waits import read_records, waiting
+from skyrl_gym.waits import end_run, read_records, waiting
 from skyrl_train.explain.__main__ import main
 from skyrl_train.explain.evidence import ELSEWHERE, GONE, observe
-from skyrl_train.utils.explanations import end_record, record_waits
+from skyrl_train.utils.explanations import record_waits
 
 HANGS = """
 import sys, time
@@ -87,7 +87,7 @@ def test_killed_run_shows_its_last_waits_and_the_next_start_deletes_them(
     assert f"1. trainer (pid {hanging_run.pid}) is dead; its last wait: the reply, waiting for http://judge" in shown
     record_waits(tmp_path / "run")
     assert [record.facts["pid"] for record in read_records(tmp_path / "run" / "waits")] == [os.getpid()]
-    end_record()
+    end_run()
     assert not (tmp_path / "run" / "waits").exists()
 
 
@@ -112,7 +112,7 @@ def test_process_of_another_machine_is_shown_with_its_name(
     with waiting("the next group"):
         assert main([str(tmp_path)]) == 0
     assert "on node-7, not seen from here" in capsys.readouterr().out
-    end_record()
+    end_run()
 
 
 def test_folder_that_cannot_be_written_is_explained_on_the_console(
@@ -133,4 +133,4 @@ def test_process_without_a_handler_is_not_signalled(tmp_path: Path, monkeypatch:
     [process] = observe(tmp_path).processes
     assert process.no_stacks == "it does not handle the signal that asks for them"
     assert process.state != GONE
-    end_record()
+    end_run()

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 import skyrl_gym
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_gym.services import Retries, Service
-from skyrl_gym.waits import FOLDER, PEERS, note, read_records, waiting
+from skyrl_gym.waits import FOLDER, PEERS, end_run, note, read_records, waiting
 from skyrl_train.distributed.process_group import free_port, init_process_group
 from skyrl_train.errors import RolloutError, WorkerError
 from skyrl_train.explain.__main__ import main
@@ -32,7 +32,7 @@ from skyrl_train.generators.environment import DaemonThreads, EnvironmentSession
 from skyrl_train.inference_engines.remote.connection import ServerConnection
 from skyrl_train.training_backends.checkpoint import write_state
 from skyrl_train.utils import explanations
-from skyrl_train.utils.explanations import end_record, record_waits
+from skyrl_train.utils.explanations import record_waits
 from skyrl_train.utils.io import FileRecord
 from skyrl_train.utils.shared_download import SharedDownload
 from skyrl_train_testing.rank_processes import ForkedRanks
@@ -50,7 +50,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(explanations, "_state", explanations._State())
     record_waits(tmp_path)
     yield tmp_path
-    end_record()
+    end_run()
 
 
 class Rank:

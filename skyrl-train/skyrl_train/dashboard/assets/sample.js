@@ -34,6 +34,20 @@ function turns(tokens) {
   return found;
 }
 
+/** A line that unfolds to an output, if there is one. */
+function unfolded(line, output) {
+  const text = String(output ?? "");
+  return text ? el("details", {}, el("summary", {}, line), el("div", { class: "text long" }, textNodes(text))) : line;
+}
+
+/** A command in the sandbox of an agent. */
+function sandboxRow(entry) {
+  const isBad = entry?.outcome !== "exited" || entry?.returncode !== 0;
+  const end = entry?.outcome === "exited" ? `exit ${entry.returncode}` : String(entry?.outcome);
+  const output = [entry?.stdout, entry?.stderr].filter(Boolean).join("\n");
+  return el("tr", {}, el("td", { class: "quiet" }, String(entry?.stage)), el("td", {}, badge(end, isBad ? "bad" : "")), el("td", { class: "number" }, duration(entry?.seconds)), el("td", { class: "mono" }, unfolded(visible(String(entry?.command).slice(0, 2000)), output)));
+}
+
 function conversation(row, tokens) {
   const parts = messages(row.prompt).map(([role, text]) => el("div", { class: "segment context" }, el("h3", {}, role ?? "prompt"), el("div", { class: "text long" }, textNodes(text))));
   const found = turns(tokens);
@@ -225,9 +239,10 @@ export async function samplePage({ run, query, head }, main, signal) {
   fetch(frame, { signal }).then(({ status }) => status === 200 && rendered.append(section("As the environment shows it", null, el("iframe", { class: "rendered", sandbox: "", src: frame, title: "The trajectory as its environment shows it" })))).catch(() => {});
   const again = typeof row.sample === "number" ? el("p", { class: "quiet small mono" }, `python -m skyrl_train.replay ${run === "." ? head.name : run} --sample ${String(row.uid).slice(0, 200)}_${row.sample} --step ${step}${phase === "eval" ? " --phase eval" : ""}`) : null;
   const colouring = choice("Colour by", [...colours, ["", "nothing"]], current, recolour);
-  const called = Array.isArray(row.tool_calls) && row.tool_calls.length ? section("Tool calls", null, el("div", { class: "card scroll", style: { maxHeight: "360px" } }, el("table", {}, el("tbody", {}, row.tool_calls.slice(0, 500).map((call) => el("tr", {}, el("td", { class: "number" }, String(call?.step ?? "")), el("td", {}, badge(String(call?.name), call?.ok === false ? "bad" : "")), el("td", { class: "number" }, duration(call?.seconds)), el("td", { class: "mono" }, visible(JSON.stringify(call?.arguments ?? null).slice(0, 2000))))))))) : "";
+  const called = Array.isArray(row.tool_calls) && row.tool_calls.length ? section("Tool calls", null, el("div", { class: "card scroll", style: { maxHeight: "360px" } }, el("table", {}, el("tbody", {}, row.tool_calls.slice(0, 500).map((call) => el("tr", {}, el("td", { class: "number" }, String(call?.step ?? "")), el("td", {}, badge(String(call?.name), call?.ok === false ? "bad" : "")), el("td", { class: "number" }, duration(call?.seconds)), el("td", { class: "mono" }, unfolded(visible(JSON.stringify(call?.arguments ?? null).slice(0, 2000)), call?.output))))))))) : "";
+  const commands = Array.isArray(row.sandbox) && row.sandbox.length ? section("Sandbox log", null, el("div", { class: "card scroll", style: { maxHeight: "360px" } }, el("table", {}, el("tbody", {}, row.sandbox.slice(0, 1000).map(sandboxRow))))) : "";
   main.replaceChildren(
-    el("section", {}, bar), el("div", { class: "card" }, summary, failure, again), rendered, called,
+    el("section", {}, bar), el("div", { class: "card" }, summary, failure, again), rendered, called, commands,
     section("Tokens", el("div", { class: "row" }, legend, colouring, gapButton, find), el("div", { class: extremes.length ? "split" : "" }, view.node, extremes.length ? side : "")),
     section("Conversation", null, el("div", { class: "card" }, conversation(row, tokens))),
   );
