@@ -147,6 +147,7 @@ def test_many_threads_share_one_server(shop):
         ]
 
 
+@pytest.mark.slow
 def test_a_prefix_keeps_two_servers_apart(command):
     groups = [MCPToolGroup(command, prefix=prefix) for prefix in ("left_", "right_")]
     try:
@@ -206,6 +207,7 @@ def test_close_ends_the_server(command):
         group.call("add", {"a": 1})
 
 
+@pytest.mark.slow
 def test_a_program_that_forgets_to_close_leaves_no_server(command):
     code = f"from skyrl_gym.tools import MCPToolGroup; g = MCPToolGroup({command!r}); print(g.call('setting', {{}}))"
     ran = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60)

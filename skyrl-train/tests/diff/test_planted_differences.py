@@ -87,6 +87,7 @@ def test_planted_setting_is_the_first_cause(name: str, train: Callable[..., Path
     assert found.equal_up_to in (None, 0, 1)
 
 
+@pytest.mark.slow
 def test_planted_row_of_data_is_the_first_cause(
     train: Callable[..., Path], base_run: Path, rows: Any, write_rows: Any, tmp_path: Path
 ):
@@ -125,6 +126,7 @@ def test_planted_order_of_data_is_the_first_cause(
     assert "the same rows in another order" in found.causes[0].change
 
 
+@pytest.mark.slow
 def test_planted_learning_rate_at_step_7_is_the_first_cause(train: Callable[..., Path], base_run: Path, tmp_path: Path):
     train(tmp_path / "b", steps(6, ckpt_interval=6))
     slower = {"policy": {"optimizer_config": {"lr": 5e-4}}}

@@ -27,11 +27,14 @@ ROWS = [
 
 
 # The critic's backend, optimizer and adapters are the policy's with other settings: one of each section is tried daily.
-# Settings of a single loss, estimator or correction have a whole run each and, besides, tests by hand of what they set.
+# Settings of a single loss, estimator or correction have a whole run each and, besides, tests by hand of what they set;
+# so have those of data, evaluation and weight sync.
 SLOW = re.compile(
     r"trainer\.critic\.(fsdp_config|model\.lora|optimizer_config|megatron_config)\.(?!cpu_offload|rank|lr|context)"
     r"|trainer\.(critic|ref)\.sequence_parallel_size"
     r"|trainer\.(algorithm\.\w+|distillation|fully_async)\."
+    r"|trainer\.(policy\.sequence_parallel_size|eval_|update_ref|resume_mode|print_example)"
+    r"|data\.|generator\.(eval_|weight_sync_)"
 )
 
 

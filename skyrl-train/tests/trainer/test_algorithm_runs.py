@@ -87,6 +87,7 @@ def test_dynamic_sampling_with_a_loss_that_chooses_tokens_and_kl_in_the_reward(s
     assert len(rows) == 8 and all(a != b for a, b in zip(rewards[0::2], rewards[1::2], strict=True))
 
 
+@pytest.mark.slow
 def test_a_policy_for_which_all_prompts_are_the_same_ends_the_run_with_advice(settings, run, tmp_path: Path):
     changes: dict[str, Any] = {
         "trainer": {"algorithm": {"dynamic_sampling": {"type": "filter", "max_sample_batches": 2}}},
@@ -96,6 +97,7 @@ def test_a_policy_for_which_all_prompts_are_the_same_ends_the_run_with_advice(se
         run(settings(tmp_path, changes))
 
 
+@pytest.mark.slow
 def test_adapters_with_a_correction_for_the_engine(settings, run, tmp_path: Path):
     changes: dict[str, Any] = {
         "trainer": {

@@ -52,6 +52,7 @@ def hashes_of(cfg: SkyRLConfig) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_checkpoint_has_the_bits_of_its_step_though_training_goes_on(
     settings: Any, run: Any, tmp_path: Path, slow_writes: list[str]
 ):

@@ -71,12 +71,10 @@ VARIANTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "metric"),
-    [
-        pytest.param(*each, id="-".join(map(str, each[0].values())), marks=[] if number == 0 else [pytest.mark.slow])
-        for number, each in enumerate(VARIANTS)
-    ],
+    [pytest.param(*each, id="-".join(map(str, each[0].values()))) for each in VARIANTS],
 )
 def test_run_brings_the_student_nearer_to_its_teacher(variant: dict[str, Any], metric: str, distil: Distil):
     longer = {"trainer": {"max_training_steps": 16, "epochs": 4, "policy": {"optimizer_config": {"lr": 1e-2}}}}
@@ -127,7 +125,8 @@ def test_asynchronous_run_distils_with_its_rows_teachers(distil: Distil):
     assert len(steps) == 2 and all(step["policy/teacher_kl"] > 0 for step in steps)
 
 
-@pytest.mark.parametrize("engine", [{}, pytest.param(ENGINE, marks=pytest.mark.slow)], ids=["workers", "engine"])
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", [{}, ENGINE], ids=["workers", "engine"])
 def test_resumed_run_repeats_the_run_without_interruption(engine: dict[str, Any], distil: Distil, merged: Any):
     def changes(steps: int) -> dict[str, Any]:
         return {"trainer": {"max_training_steps": steps, "ckpt_interval": 1, "hf_save_interval": -1}}

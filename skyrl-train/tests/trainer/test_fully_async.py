@@ -67,6 +67,7 @@ def test_example_trains_asynchronously_without_the_switch(settings: Any, tmp_pat
     assert [row["async/staleness_violation_count"] for row in rows] == [0, 0]
 
 
+@pytest.mark.slow
 def test_one_step_off_trains_exactly_one_version_behind_and_is_repeatable(
     settings: Any, merged: Any, run: Any, tmp_path: Path
 ):
@@ -82,10 +83,8 @@ def test_one_step_off_trains_exactly_one_version_behind_and_is_repeatable(
     assert_equal_runs(*runs)
 
 
-@pytest.mark.parametrize(
-    "on_stale",
-    ["regenerate", pytest.param("drop", marks=pytest.mark.slow), pytest.param("mask", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("on_stale", ["regenerate", "drop", "mask"])
 def test_every_prompt_is_trained_equally_often_unless_its_stale_tokens_are_masked(
     settings: Any, merged: Any, run: Any, tmp_path: Path, on_stale: str
 ):

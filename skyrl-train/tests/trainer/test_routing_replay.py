@@ -90,26 +90,28 @@ JOINED = {**STEP_WISE, "generator": {**STEP_WISE["generator"], "merge_stepwise_o
 ASYNCHRONOUS = {"trainer": asynchronous(max_staleness_steps=1)}
 KINDS = {
     "one turn": {},
-    "turns": CONVERSATION,
     "turns as rows": STEP_WISE,
+    "answers rewritten": {**CONVERSATION, "environment": {"env_class": "rewrites_answers"}},
+    "asynchronous": ASYNCHRONOUS,
+    "megatron": {"trainer": {"strategy": "megatron"}},
+}
+SLOW_KINDS = {
+    "turns": CONVERSATION,
     "turns joined": JOINED,
     "one growing message": {
         **CONVERSATION,
         "generator": {**CONVERSATION["generator"], "use_conversation_multi_turn": False},
     },
-    "answers rewritten": {**CONVERSATION, "environment": {"env_class": "rewrites_answers"}},
     "padded": {"trainer": {"use_sample_packing": False}},
-    "asynchronous": ASYNCHRONOUS,
-    "megatron": {"trainer": {"strategy": "megatron"}},
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW_KINDS)])
 def test_r3_replays_each_token_in_its_place(run_mixture: Any, merged: Any, kind: str):
     """Engine and trainer compute the same in float32: what is replayed is what the trainer would choose. Routes of
     other places are others: see the next test. (In asynchronous training weights are a step older, by a tiny step.)"""
     slowly = {"trainer": {"policy": {"optimizer_config": {"lr": 1e-6}}}}
-    for step in run_mixture(merged(merged(merged(R3, ONE_UPDATE), slowly), KINDS[kind])):
+    for step in run_mixture(merged(merged(merged(R3, ONE_UPDATE), slowly), (KINDS | SLOW_KINDS)[kind])):
         assert step["policy/replayed_routes_differing"] < 1e-3
         assert step["policy/grad_norm"] > 0
         assert step["policy/ratio_alarms"] == 0

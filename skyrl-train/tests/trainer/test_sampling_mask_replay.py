@@ -29,16 +29,16 @@ KINDS = {
     "one turn": {},
     "one update": {"trainer": {"policy_mini_batch_size": 4}},
     "turns": CONVERSATION,
-    "turns joined": JOINED,
-    "one growing message": ONE_MESSAGE,
-    "padded": {"trainer": {"use_sample_packing": False}},
     "asynchronous": ASYNCHRONOUS,
     "stop tokens held back": {"generator": {"sampling_params": {"additional_kwargs": {"min_tokens": 5}}}},
 }
-
-
 TWO_RANKS = {"launcher": "ray", "policy_num_gpus_per_node": 2}
-SLOW_KINDS = {"deepspeed on two ranks": {"trainer": {"strategy": "deepspeed", "placement": TWO_RANKS}}}
+SLOW_KINDS = {
+    "turns joined": JOINED,
+    "one growing message": ONE_MESSAGE,
+    "padded": {"trainer": {"use_sample_packing": False}},
+    "deepspeed on two ranks": {"trainer": {"strategy": "deepspeed", "placement": TWO_RANKS}},
+}
 
 
 @pytest.fixture

@@ -74,6 +74,7 @@ def column(steps: list[dict], name: str) -> list[float]:
     return [step[name] for step in steps if name in step]
 
 
+@pytest.mark.slow
 def test_demonstrations_are_learnt(chat_model, demonstrations, tmp_path):
     steps = run(
         SupervisedConfig, chat_model, demonstrations, tmp_path, max_training_steps=150, max_tokens_per_microbatch=256

@@ -96,6 +96,7 @@ def test_one_rank_keeps_the_invariances(tiny_model: str):
     check_training_backend(TrainingBackendRegistry.get("megatron"), tiny_model, settings={"strategy": "megatron"})
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_two_ranks_of_each_layer_equal_one_of_fsdp2(models: dict[str, str], ranks: BackendRanks):
     check_layout(ranks, models["dense"], layout(2, **TENSOR))

@@ -115,7 +115,7 @@ def test_bfloat16_training_keeps_adapters_in_float32(with_lora, start, ragged_ba
     assert {tensor.dtype for tensor in snapshot(worker, trained=True).values()} == {torch.float32}
 
 
-@pytest.mark.parametrize("kind", ["policy", "critic"])
+@pytest.mark.parametrize("kind", [pytest.param("policy", marks=pytest.mark.slow), "critic"])
 def test_no_division_over_ranks_changes_the_step(learners, with_lora, ragged_batch, kind):
     batch = ragged_batch()
     expected, step = (learners.step(kind, with_lora(), batch, num_ranks) for num_ranks in (1, 2))

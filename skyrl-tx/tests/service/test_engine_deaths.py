@@ -44,6 +44,7 @@ async def test_a_killed_engine_costs_nobody_anything(tmp_path: Path):
         assert service._link.deaths == 3
 
 
+@pytest.mark.slow
 @STANDBY
 async def test_the_order_that_kills_fails_and_the_others_go_on(service: TinkerService, alice: Client, bob: Client):
     mine, his = await alice.model(), await bob.model()

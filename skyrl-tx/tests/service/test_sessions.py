@@ -42,6 +42,7 @@ async def test_a_session_without_heartbeat_ends_and_takes_its_models_along(tmp_p
     assert (await service_rows(tmp_path, SessionRow))[silent.session_id].end_reason == "expired"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("service", [{"session_timeout_sec": 2, "session_cleanup_interval_sec": 0}], indirect=True)
 async def test_whatever_is_asked_keeps_a_session_alive(service: TinkerService):
     await service._link.known_info(30)
@@ -57,6 +58,7 @@ async def test_whatever_is_asked_keeps_a_session_alive(service: TinkerService):
             await asyncio.sleep(0.05)
 
 
+@pytest.mark.slow
 async def test_sessions_have_the_whole_timeout_again_after_a_restart(tmp_path: Path):
     async with running(tmp_path) as service:
         alice = await Client(service).begin()
@@ -113,6 +115,7 @@ async def test_an_unload_is_finished_after_a_restart_without_bringing_the_model_
         assert model not in service._state.runs
 
 
+@pytest.mark.slow
 async def test_a_session_that_ended_with_the_server_unloads_its_models_afterwards(tmp_path: Path):
     async with running(tmp_path) as service:
         alice = await Client(service).begin()

@@ -154,7 +154,7 @@ async def test_an_unloaded_model_does_first_what_was_accepted(
         await alice.train(model, 3)
     assert refused.value.status == 404
     assert await service.models.unload("alice", model) == gone
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while list((tmp_path / "state" / "snapshots").glob("*/*")):
             await asyncio.sleep(0.02)
 

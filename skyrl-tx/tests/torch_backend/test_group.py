@@ -91,6 +91,7 @@ def assert_trains_as_one_process_does(backend: TrainingBackend, one: TrainingBac
         backend.forget(model)
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_two_processes_train_as_one_does(
     group: GroupTraining, model_folder: Callable[[str], Path], supervised: Data
