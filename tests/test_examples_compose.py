@@ -27,6 +27,7 @@ SCRIPTS = [
     # `test_recipes.py` composes every row of a recipe's table.
     if script.parents[1].name != "recipes" or script.name == "run_evaluation.sh"
 ]
+FOLDERS = [script.parent for script in SCRIPTS]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,7 +43,19 @@ def what_examples_register_goes_with_them():
         sys.modules.pop(name, None)
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: str(script.relative_to(REPOSITORY / "examples")))
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(
+            script,
+            id=str(script.relative_to(REPOSITORY / "examples")),
+            marks=[]
+            if FOLDERS.index(script.parent) == number
+            else [pytest.mark.slow],  # the first of a folder is daily
+        )
+        for number, script in enumerate(SCRIPTS)
+    ],
+)
 def test_the_settings_of_an_example_are_valid(script, tmp_path):
     started = [
         command

@@ -43,6 +43,7 @@ def test_texts_of_tests_examples_and_kits_meet_goals(measured_texts, tree, name)
     assert few or limit.is_met(figures), f"{tree}: {limit.row}: at most {limit.goal}\n" + "\n".join(places)
 
 
+@pytest.mark.slow
 def test_table_and_json_are_printed_without_imports_of_packages():
     command = [sys.executable, "-S", str(PATH), "--json"]  # -S: packages cannot be imported
     output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout

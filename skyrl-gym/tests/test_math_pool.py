@@ -116,6 +116,7 @@ print(len(pids))
 """
 
 
+@pytest.mark.slow
 def test_process_is_kept_whatever_memory_its_parent_takes():
     done = subprocess.run([sys.executable, "-c", LARGE_PARENT], capture_output=True, text=True, timeout=120)
     assert (done.stdout, done.stderr) == ("1\n", "")
@@ -134,6 +135,7 @@ print(score + their_score + play(2)[0], set(ours) & set(theirs))
 """
 
 
+@pytest.mark.slow
 def test_a_forked_process_has_a_pool_of_its_own():
     done = subprocess.run([sys.executable, "-c", FORKING], capture_output=True, text=True, timeout=120)
     assert (done.stdout, done.stderr) == ("30.0 set()\n", "")

@@ -242,6 +242,7 @@ def test_64_environments_search_at_once_without_a_word_in_the_logs(tmp_path, cap
     assert caplog.records == []
 
 
+@pytest.mark.slow
 def test_sigterm_lets_a_request_finish_and_ends_all_workers(tmp_path):
     write_corpus(tmp_path / "corpus.jsonl")
     with process("--corpus", tmp_path / "corpus.jsonl", "--workers", 2) as (running, base_url):
@@ -273,6 +274,7 @@ def test_start_errors_are_one_line(tmp_path, arguments, text):
     assert done.stderr.startswith("error: ") and text in done.stderr and done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_build_only_leaves_an_index_that_needs_no_corpus(tmp_path):
     write_corpus(tmp_path / "corpus.jsonl")
     command = [sys.executable, "-m", "skyrl_gym.tools.retrieval", "--corpus_path", "corpus.jsonl", "--build_only"]
@@ -283,6 +285,7 @@ def test_build_only_leaves_an_index_that_needs_no_corpus(tmp_path):
         assert httpx.get(f"{base_url}/health").json()["documents"] == len(EXAMPLE_DOCUMENTS)
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_in_the_middle_of_an_episode_and_started_again_is_waited_for(tmp_path):
     write_corpus(tmp_path / "corpus.jsonl")
     extras = {"reward_spec": {"ground_truth": {"target": "Hask"}}, "max_turns": 4}

@@ -39,6 +39,7 @@ def validate(tmp_path, capsys, sandboxed):
     return run
 
 
+@pytest.mark.slow
 def test_validate_names_bad_rows_and_exits_with_one(validate):
     status, said = validate(ROWS)
     assert status == 1

@@ -76,6 +76,7 @@ def test_overrides_reach_the_settings_that_refer_to_them_and_nothing_is_written(
     assert files_in(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_a_users_yaml_builds_on_the_defaults(start):
     assert "seeds 9 9 model /models/tiny" in start("--config-dir", "settings", "--config-name", "mine")
 
@@ -88,6 +89,7 @@ def test_a_misspelt_override_is_refused_with_the_nearest_name(start):
     )
 
 
+@pytest.mark.slow
 def test_cfg_job_prints_the_settings_and_starts_nothing(start):
     printed = start("trainer.seed=5", "--cfg", "job")
     assert "  seed: 5" in printed and "model_name: ${trainer.policy.model.path}" in printed

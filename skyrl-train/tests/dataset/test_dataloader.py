@@ -69,6 +69,7 @@ def test_iterating_gives_the_rest_of_the_epoch_and_then_the_next():
     assert batches.state_dict() == {"epoch": 1, "batches_consumed": 3}
 
 
+@pytest.mark.slow
 def test_the_order_is_the_same_in_another_process():
     code = (
         "from skyrl_train.dataset.dataloader import PromptDataLoader\n"

@@ -154,6 +154,7 @@ def test_call_past_its_deadline_ends_the_run(settings: Any, merged: Any, tmp_pat
         BasePPOExp(settings(tmp_path, merged(INLINE, at_once))).run()
 
 
+@pytest.mark.slow
 def test_resumed_inline_run_equals_one_that_was_never_stopped(
     settings: Any, merged: Any, chat_model: str, tmp_path: Path
 ):

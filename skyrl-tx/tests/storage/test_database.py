@@ -162,6 +162,7 @@ class TestPostgres:
         assert "b" in await store.read(names)
         await store.close()
 
+    @pytest.mark.slow
     async def test_a_server_that_comes_back_is_waited_for(self, postgres: Any, postgres_url: str):
         store = Store(postgres_url)
         await store.start()
