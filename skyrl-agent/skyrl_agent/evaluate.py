@@ -13,8 +13,8 @@ import json
 import signal
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -28,7 +28,7 @@ from skyrl_agent.records import last_records, result_of
 from skyrl_agent.runner import AgentRunner
 from skyrl_agent.training_rows import check_batch, training_rows
 from skyrl_agent.types import JsonObject, Row, TrajectoryResult
-from skyrl_gym.waits import begin_run, end_run
+from skyrl_gym.waits import recorded_run
 
 FREE = (
     "dispatcher.",
@@ -183,16 +183,6 @@ def _flat(values: Row, prefix: str = "") -> list[tuple[str, object]]:
     return found
 
 
-@contextmanager
-def recorded_waits(output: Path) -> Iterator[None]:
-    """Record waits beside an output file, for `python -m skyrl_train.explain FOLDER`."""
-    begin_run(output.parent / "waits", f"evaluation {output.stem}")
-    try:
-        yield
-    finally:
-        end_run()
-
-
 async def run_until_stopped(evaluation: Evaluation) -> signal.Signals | None:
     """Run an evaluation. SIGINT or SIGTERM ends it in order, a second one at once.
 
@@ -234,7 +224,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = read_rows(options.rows)[: options.limit]
         settings = settings_of(cfg, options.rows, str(name))
         file = Path(path).expanduser()
-        with Evaluation(_runner(cfg, name), rows, file, settings) as evaluation, recorded_waits(file):
+        waits = recorded_run(file.parent / "waits", f"evaluation {file.stem}")  # for `skyrl_train.explain`
+        with Evaluation(_runner(cfg, name), rows, file, settings) as evaluation, waits:
             stopped_by = asyncio.run(run_until_stopped(evaluation))
             summary = evaluation.summary()
     except (AgentError, OSError) as error:

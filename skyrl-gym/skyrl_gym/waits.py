@@ -26,7 +26,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -271,6 +271,18 @@ def end_run() -> None:
         _remove_records_of_the_dead(Path(folder))
         with contextlib.suppress(OSError):  # processes of other machines may still end
             Path(folder).rmdir()
+
+
+@contextlib.contextmanager
+def recorded_run(
+    folder: Path, role: str, *, explainer: Callable[[str], str] | None = None, **facts: object
+) -> Iterator[None]:
+    """Record the waits of a run while the context lasts, as `begin_run` does."""
+    begin_run(folder, role, explainer=explainer, **facts)
+    try:
+        yield
+    finally:
+        end_run()
 
 
 async def explanation(reason: str) -> str:

@@ -17,11 +17,13 @@ import time
 from functools import partial
 from pathlib import Path
 
+from skyrl_gym.waits import report_as
 from tx.tinker.backends.base import BackendInfo
 from tx.tinker.commands import CreateModel, Load, ModelCommand, Optimize, Sample, Save, Train, Unload
 from tx.tinker.engine.channel import EngineChannel
 from tx.tinker.engine.messages import Cancel, Done, EngineStats, Failed, Ready, Restore, Snapshotted
 from tx.tinker.engine.process import FROM_STDIN, STANDING_BY, when_gone
+from tx.tinker.types import ENGINE
 from tx.tinker.wire.codec import TrainingRequest, decode_training
 
 DIE, HANG, FAIL, STICK = 6.66, 7.77, 8.88, 9.99
@@ -180,6 +182,7 @@ async def main(address: str, snapshots: str, parent: str, commands_per_snapshot:
         address = sys.stdin.readline().strip()
         if not address:
             return
+    report_as(ENGINE)
     channel = EngineChannel(address)
     await ScriptedEngine(channel, Path(snapshots), int(commands_per_snapshot), float(seconds)).serve()
     await channel.close()

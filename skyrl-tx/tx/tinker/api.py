@@ -11,8 +11,10 @@ from collections.abc import Sequence
 import uvicorn
 from fastapi import FastAPI
 
+from skyrl_gym.waits import recorded_run
 from tx.errors import ConfigError
 from tx.tinker.backends.build import check_backend
+from tx.tinker.backends.explanations import explain_expiry
 from tx.tinker.base_model import read_base_model
 from tx.tinker.command_line import read_config
 from tx.tinker.config import EngineConfig
@@ -20,11 +22,12 @@ from tx.tinker.file_limit import FEW, raise_file_limit
 from tx.tinker.http.api_keys import read_api_keys
 from tx.tinker.http.app import create_app
 from tx.tinker.http.connections import Connections, limit_of_connections
-from tx.tinker.service.run_files import log_to_file
+from tx.tinker.service.run_files import log_to_file, server_log
 from tx.tinker.service.service import TinkerService
 from tx.tinker.storage.blobs import Blobs
 from tx.tinker.storage.folders import Folders
 from tx.tinker.storage.store import Store
+from tx.tinker.types import SERVER
 
 logger = logging.getLogger(__name__)
 
@@ -62,11 +65,12 @@ async def serve(config: EngineConfig) -> None:
     state = config.state_folder
     folders = Folders(config.checkpoints_base, state / "cache")
     listening = listen(config.host, config.port)
-    with listening:
-        state.mkdir(parents=True, exist_ok=True)
+    state.mkdir(parents=True, exist_ok=True)
+    log_file = server_log(state / "runs")
+    with listening, recorded_run(state / "waits", SERVER, explainer=explain_expiry, log=str(log_file)):
         service = TinkerService(config, facts, Store(config.store_url), Blobs(state / "blobs"), folders)
         await service.start()
-        log_to_file(state / "runs")  # now that no other server has this folder
+        log_to_file(log_file)  # now that no other server has this folder
         try:
             server = Server(create_app(service, config, facts, folders, keys, connections), connections)
             gc.freeze()  # what is here now stays: later collections need not look at it

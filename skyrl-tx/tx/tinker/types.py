@@ -13,6 +13,9 @@ import numpy as np
 from tx.errors import RequestError
 
 LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
+SERVER, ENGINE = "server", "engine"
+"""Roles of the two processes: in records of waits, and the name of the server's own run folder."""
+
 CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
 """`weights`: an adapter with its optimizer, to train on. `sampler_weights`: an adapter to sample from.
 `external_weights`: an adapter to download, perhaps encrypted; the server itself does not load it."""

@@ -22,6 +22,7 @@ os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or "1"  # befo
 
 from loguru import logger
 
+from skyrl_gym.waits import report_as
 from tx.errors import ConfigError
 from tx.tinker.backends.base import Backend, BackendInfo, BackendLost
 from tx.tinker.backends.build import build_backend, import_backend
@@ -43,6 +44,7 @@ from tx.tinker.engine.process import (
 from tx.tinker.engine.sampling import Sampling
 from tx.tinker.engine.trainer import Trainer
 from tx.tinker.storage.folders import Folders
+from tx.tinker.types import ENGINE
 
 STATS_SECONDS = 1.0
 FINISH_SECONDS = 4.0
@@ -167,6 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if address == FROM_STDIN and not (address := _stand_by(config)):
         return ORPHANED
     name_process("tx-engine")
+    report_as(ENGINE)
     try:
         return asyncio.run(Engine(config, address).serve())
     except ConfigError as error:

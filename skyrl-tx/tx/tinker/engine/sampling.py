@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+from skyrl_gym.waits import waiting
 from tx.errors import ModelError
 from tx.tinker.backends.base import BackendLost, SamplingBackend
 from tx.tinker.commands import Sample
@@ -49,7 +50,8 @@ class Sampling:
         """Keep `step_seconds` up to date; ends with the backend, by BackendLost."""
         while True:
             self._step_began = time.monotonic()
-            await self._backend.end_of_step()
+            with waiting("a step of sampling"):
+                await self._backend.end_of_step()
             self._step_began = None
             await asyncio.sleep(WATCH_SECONDS)
 

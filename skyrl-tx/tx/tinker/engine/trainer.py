@@ -16,6 +16,7 @@ from typing import Any
 
 from loguru import logger
 
+from skyrl_gym.waits import NEXT_CALL, waiting
 from tx.errors import ModelError
 from tx.tinker.backends.base import Failure, TrainingBackend
 from tx.tinker.commands import CreateModel, ExecutionContext, ModelCommand, Optimize, Steps, Train, Unload
@@ -25,7 +26,7 @@ from tx.tinker.engine.models import Model, Models, next_job
 from tx.tinker.engine.passes import NOTHING, PassResult, RunningPass
 from tx.tinker.engine.scheduler import ModelQueue, Scheduler
 from tx.tinker.storage.folders import Folders
-from tx.tinker.types import LoraSpec, PassOutput, TrainingPass
+from tx.tinker.types import SERVER, LoraSpec, PassOutput, TrainingPass
 from tx.tinker.wire.codec import decode_training
 
 QUICK_SECONDS = 0.1
@@ -77,7 +78,8 @@ class Trainer:
         worked = self._turn()
         if not came and not worked:
             self._turn_began = None
-            came = self._read_inbox(wait_seconds)
+            with waiting(NEXT_CALL, on=SERVER):
+                came = self._read_inbox(wait_seconds)
         for snapshotted in self._models.completed_snapshots():  # after the results of what they contain
             self._send(snapshotted)
         return came or worked
@@ -168,8 +170,10 @@ class Trainer:
             return self._scheduler.num_commands < before
         queue.held = True
         self._held.add(queue.model_id)
-        steps = self._execute(model, queue.commands[0])
-        self._advance(steps, lambda result: self._done(queue, *result), partial(self._failed, queue))
+        command = queue.commands[0]
+        steps = self._execute(model, command)
+        with waiting(f"{type(command).__name__} {command.request_id}"):
+            self._advance(steps, lambda result: self._done(queue, *result), partial(self._failed, queue))
         return True
 
     def _execute(self, model: Model, command: ModelCommand) -> Steps:
@@ -242,7 +246,9 @@ class Trainer:
 
     def _run_together(self, joined: list[tuple[ModelQueue, RunningPass]], tokens: int) -> None:
         started = self._now()
-        outputs = self._run([running.next_part() for _, running in joined])
+        others = f" and {len(joined) - 1} others" if len(joined) > 1 else ""
+        with waiting(f"a pass of {joined[0][1].command.request_id}{others}"):
+            outputs = self._run([running.next_part() for _, running in joined])
         seconds = self._now() - started
         for (queue, running), output in zip(joined, outputs, strict=True):
             running.seconds += seconds * running.tokens / max(tokens, 1)

@@ -13,11 +13,13 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 
+from skyrl_gym.waits import explanation, waiting
 from tx.tinker.backends.base import BackendInfo
 from tx.tinker.engine.channel import ApiChannel
 from tx.tinker.engine.messages import EngineStats, FromApi, FromEngine, Ready
 from tx.tinker.engine.process import WRONG_SETTINGS
 from tx.tinker.service.standby import Standby, signal_session, start_process
+from tx.tinker.types import ENGINE
 
 log = logging.getLogger(__name__)
 engine_log = logging.getLogger("tx.engine")
@@ -204,10 +206,16 @@ class EngineLink:
         return f"it ended with {how}" + (f": {last[-300:]}" if last else "")
 
     async def _listen(self, channel: ApiChannel) -> str:
+        with contextlib.ExitStack() as starting:
+            starting.enter_context(waiting("the engine to be ready", on=ENGINE, deadline=self._timeouts.start))
+            return await self._take_messages(channel, starting.close)
+
+    async def _take_messages(self, channel: ApiChannel, when_ready: Callable[[], None]) -> str:
         async for message in channel:
             self._heard_at = time.monotonic()
             match message:
                 case Ready():
+                    when_ready()
                     self.info = message.info
                     self.ready, self.trouble = True, None
                     self._informed.set()
@@ -219,7 +227,7 @@ class EngineLink:
                 case EngineStats():
                     self.stats = message
                     if stuck := self._stuck(message):
-                        return stuck
+                        return stuck + await explanation(f"{stuck[0].upper()}{stuck[1:]}")
                 case _:
                     self._on_message(message)
         return "its channel was closed"
@@ -237,7 +245,8 @@ class EngineLink:
             # Sees an event loop that hangs. An engine whose training thread hangs still sends statistics: see `_stuck`.
             timeouts = self._timeouts.silence if self.ready else self._timeouts.start
             if time.monotonic() - self._heard_at > timeouts:
-                return f"it said nothing for {timeouts:g} s" + ("" if self.ready else " after its start")
+                silent = f"it said nothing for {timeouts:g} s" + ("" if self.ready else " after its start")
+                return silent + await explanation(f"the engine: {silent}")
 
     async def _read_log(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None

@@ -11,12 +11,14 @@ from functools import partial
 
 from sqlmodel import Session as Database
 
+from skyrl_gym.waits import waiting
 from tx.errors import RequestError
 from tx.tinker.service.results import StoredResult, TryAgain
 from tx.tinker.service.state import PendingRequest, ServerState
 from tx.tinker.storage.blobs import Blobs
 from tx.tinker.storage.db_models import ModelRow, RequestRow, SamplerRow
 from tx.tinker.storage.store import Store
+from tx.tinker.types import ENGINE
 
 CACHE_BYTES = 32 << 20
 """Maximum total size of cached results that have not been fetched. A fetched result is requested again only if its
@@ -72,7 +74,8 @@ class Futures:
         return await self._read(tenant, request_id)
 
     async def _wait(self, pending: PendingRequest, timeout: float) -> StoredResult | TryAgain:
-        await asyncio.wait((pending.finished,), timeout=timeout)
+        with waiting(f"the result of {pending.kind} {pending.request_id}", on=ENGINE):
+            await asyncio.wait((pending.finished,), timeout=timeout)
         if pending.finished.done():
             return pending.finished.result()
         reason = self._paused()

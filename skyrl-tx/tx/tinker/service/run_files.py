@@ -23,13 +23,10 @@ import msgspec
 
 from tx.tinker.config import EngineConfig
 from tx.tinker.service.state import PendingRequest, Run
-from tx.tinker.types import PassOutput, TinkerPath
+from tx.tinker.types import SERVER, PassOutput, TinkerPath
 from tx.tinker.wire.merging import merge_outputs
 
 log = logging.getLogger(__name__)
-
-SERVER = "server"
-"""Name of the server's own folder."""
 
 LOG_BYTES, NUM_OLD_LOGS = 16 << 20, 3
 """Size of the server's log at which a new file begins, and the number of earlier ones that stay."""
@@ -203,9 +200,13 @@ class RunFiles:
             os.close(descriptor)
 
 
-def log_to_file(folder: Path) -> None:
-    """Write the log of this process to a file of the server's run folder, too."""
-    path = folder / SERVER / "logs" / "server.log"
+def server_log(folder: Path) -> Path:
+    """Return the path of the server's log."""
+    return folder / SERVER / "logs" / "server.log"
+
+
+def log_to_file(path: Path) -> None:
+    """Write the log of this process to a file, too."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = RotatingFileHandler(path, maxBytes=LOG_BYTES, backupCount=NUM_OLD_LOGS, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

@@ -24,6 +24,7 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.orm import make_transient
 from sqlmodel import Session
 
+from skyrl_gym.waits import waiting
 from tx.tinker.storage.database import AlreadyServed, Database, reason_of
 
 T = TypeVar("T")
@@ -58,6 +59,7 @@ class Store:
         self, url: str, *, max_waiting: int = 4096, group_seconds: float = 0.005, reconnect_seconds: float = 30.0
     ):
         self._database = Database(url)
+        self._place = f"file {self._database.url.database}" if self._database.is_sqlite else str(self._database)
         self._group_seconds = group_seconds
         self._reconnect_seconds = reconnect_seconds
         self._units: queue.SimpleQueue[_Unit | None] = queue.SimpleQueue()
@@ -177,7 +179,7 @@ class Store:
         while True:
             step = "connecting"
             try:
-                with self._database.writing() as connection:
+                with waiting("a transaction", on=self._place), self._database.writing() as connection:
                     step = "running"
                     if not self._run_together(connection, group):
                         connection.rollback()
