@@ -46,6 +46,43 @@ async def test_samplers_of_a_name_outlive_the_name(service: TinkerService, alice
     assert not folders[0].exists(), "with its last user the folder goes"
 
 
+@pytest.mark.parametrize("service", [{"keep_samplers": 3, "sampler_idle_sec": 0}], indirect=True)
+async def test_samplers_without_a_name_give_way_to_newer_ones_of_their_model(
+    service: TinkerService, alice: Client, model: str, tmp_path: Path
+):
+    """As a loop of reinforcement learning saves them, each step one; another model's and a named one stay."""
+    other = await alice.model(1)
+    await alice.result(await alice.save_sampler(other, 1, sampling_session_seq_id=100))
+    await alice.result(await alice.save_sampler(model, 1, path="named"))
+    named = await alice.sampler(101, model_path=f"tinker://{model}/sampler_weights/named")
+    chain, expected = Chain(model), []
+    for step in range(12):
+        await alice.train(model, 2 * step + 2)
+        expected.append(chain.train(2 * step + 2).state)
+        await alice.result(await alice.save_sampler(model, 2 * step + 3, sampling_session_seq_id=step))
+        if step % 4 == 3:
+            await service._cleanup.collect_garbage()
+    assert len(list((tmp_path / "checkpoints").glob("*/samplers/*"))) == 3 + 1
+    states = [
+        (await alice.result(await alice.sample(f"{alice.session_id}:sample:{step}", 0)))["state"]
+        for step in (9, 10, 11)
+    ]
+    assert states == expected[-3:]
+    for kept in (f"{alice.session_id}:sample:100", named):
+        await alice.result(await alice.sample(kept, 0))
+    with pytest.raises(RequestError, match="newer ones of its model took its place") as gone:
+        await alice.sample(f"{alice.session_id}:sample:8", 0)
+    assert gone.value.status == 404
+
+
+@pytest.mark.parametrize("service", [{"keep_samplers": 1, "sampler_idle_sec": 3600}], indirect=True)
+async def test_a_sampler_in_use_stays_though_it_is_old(service: TinkerService, alice: Client, model: str):
+    for step in range(3):
+        await alice.result(await alice.save_sampler(model, step + 1, sampling_session_seq_id=step))
+    await service._cleanup.collect_garbage()
+    await alice.result(await alice.sample(f"{alice.session_id}:sample:0", 0))
+
+
 async def test_the_same_sample_again_is_the_same_sample(tmp_path: Path):
     async with running(tmp_path) as service:
         alice = await Client(service).begin()

@@ -50,6 +50,11 @@ class EngineConfig(BaseModel):
     max_sample_tokens_pending: int = Field(default=4_000_000, ge=1)
     """Maximum number of prompt and response tokens of pending sampling requests, of all tenants; beyond that, tenants
     above their share get status 429."""
+    keep_samplers: int = Field(default=16, ge=1)
+    """Number of samplers without a name (`save_weights_and_get_sampling_client`) that are kept per model, the newest.
+    Older ones are deleted with their weights once they are idle; named weights stay."""
+    sampler_idle_sec: int = Field(default=600, ge=0)
+    """Time without a request after which such an older sampler is deleted, in seconds."""
     seq_gap_timeout_sec: int = Field(default=300, ge=1)
     """Time after which a request fails whose predecessor has not arrived, in seconds."""
 

@@ -98,10 +98,16 @@ class BackgroundCleanup:
             await self._sessions.end(session, "expired")
 
     async def collect_garbage(self) -> None:
-        """Forget expired checkpoints, ended samplers, delivered results and spent payloads."""
+        """Forget expired checkpoints, ended and superseded samplers, delivered results and spent payloads."""
         now, ttl = time.time(), self._config.result_ttl_sec
         await self._store.write(partial(garbage.expired_checkpoints, now=now))
         await self._store.write(partial(garbage.ended_samplers, now=now, ttl=0))
+        superseded = self._state.superseded_samplers(self._config.keep_samplers, self._config.sampler_idle_sec)
+        for sampler in superseded:
+            del self._state.samplers[sampler.sampler_id]
+        if superseded:
+            ids = [sampler.sampler_id for sampler in superseded]
+            await self._store.write(partial(garbage.forget_samplers, sampler_ids=ids, now=now))
         for find in (partial(garbage.deliverable_results, now=now, ttl=ttl), garbage.spent_payloads):
             while (forgotten := await self._store.write(find)).num_requests:
                 await asyncio.to_thread(lambda blobs=forgotten.blobs: [self._blobs.drop(blob) for blob in blobs])

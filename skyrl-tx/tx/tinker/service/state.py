@@ -102,11 +102,18 @@ class Sampler:
     folder: str | None
     model_id: str | None = None
     """Model whose weights it has."""
+    ephemeral: bool = False
+    """Its weights have no name: they go with it."""
+    created_at: float = 0.0
+    last_used: float = field(default_factory=time.monotonic)
     accepting: dict[int, asyncio.Task[None]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, row: SamplerRow) -> "Sampler":
-        return cls(row.sampler_id, row.tenant, row.session_id, row.base_model, row.model_path, row.folder, row.model_id)
+        return cls(
+            **{name: getattr(row, name) for name in ("sampler_id", "tenant", "session_id", "base_model", "model_path")},
+            **{name: getattr(row, name) for name in ("folder", "model_id", "ephemeral", "created_at")},
+        )
 
 
 @dataclass
@@ -175,9 +182,30 @@ class ServerState:
         """Look up a live sampler of the tenant. Raises: RequestError 404."""
         sampler = self.samplers.get(sampler_id)
         if sampler is None or sampler.tenant != tenant:
-            raise RequestError(f"sampling session {sampler_id!r} is not there: its session ended, or never was", 404)
+            raise RequestError(
+                f"sampling session {sampler_id!r} is not there: its session ended, newer ones of its model took its "
+                "place (keep_samplers; weights that are saved with a name stay), or it never was",
+                404,
+            )
         self.touch(sampler.session_id)
+        sampler.last_used = time.monotonic()
         return sampler
+
+    def superseded_samplers(self, keep: int, idle_seconds: float) -> list[Sampler]:
+        """Return samplers without a name that are not among the `keep` newest of their model, have nothing to do and
+        were not used for `idle_seconds`."""
+        of_models: dict[str | None, list[Sampler]] = {}
+        for sampler in self.samplers.values():
+            if sampler.ephemeral:
+                of_models.setdefault(sampler.model_id, []).append(sampler)
+        working = {pending.sampler_id for pending in self.pending.values()}
+        unused_since = time.monotonic() - idle_seconds
+        return [
+            sampler
+            for samplers in of_models.values()
+            for sampler in sorted(samplers, key=lambda sampler: sampler.created_at, reverse=True)[keep:]
+            if sampler.last_used <= unused_since and not sampler.accepting and sampler.sampler_id not in working
+        ]
 
     def folders_in_use(self) -> set[str]:
         """Return the folders that pending work, or its replay, may read or write."""

@@ -117,14 +117,21 @@ def ended_samplers(session: Session, now: float, ttl: float) -> list[str]:
         unused folders, scheduled for deletion
     """
     working = exists().where(_requests.c.sampler_id == _samplers.c.sampler_id, _requests.c.status == "pending")
-    rows = session.execute(
-        select(_samplers.c.sampler_id, _samplers.c.folder)
+    ended = (
+        select(_samplers.c.sampler_id)
         .join(_sessions, _sessions.c.session_id == _samplers.c.session_id)
         .where(_sessions.c.ended_at < now - ttl, ~working)
         .limit(MOST_AT_ONCE)
-    ).all()
-    session.execute(delete(_samplers).where(_samplers.c.sampler_id.in_([row.sampler_id for row in rows])))
-    return schedule_deletion(session, (row.folder for row in rows if row.folder is not None), now)
+    )
+    return forget_samplers(session, list(session.scalars(ended)), now)
+
+
+def forget_samplers(session: Session, sampler_ids: list[str], now: float) -> list[str]:
+    """Forget samplers. Returns: unused folders, scheduled for deletion."""
+    these = _samplers.c.sampler_id.in_(sampler_ids)
+    folders = list(session.scalars(select(_samplers.c.folder).where(these, _samplers.c.folder.is_not(None))))
+    session.execute(delete(_samplers).where(these))
+    return schedule_deletion(session, folders, now)
 
 
 def schedule_deletion(session: Session, candidates: Iterable[str], now: float) -> list[str]:
