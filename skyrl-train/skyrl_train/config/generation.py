@@ -122,11 +122,13 @@ class GeneratorConfig(BaseConfig):
     """Run the model without compilation and CUDA graphs: slower generation, faster start (vllm, sglang)."""
 
     enable_prefix_caching: bool = True
-    """Cache keys and values of prompts for later requests with the same prefix, until the weights change (vllm,
-    sglang)."""
+    """Cache keys and values of prompts and responses for later requests with the same prefix, until the weights change.
+    Memory: vllm and sglang, what `generator.gpu_memory_utilization` leaves; native, 1 GiB
+    (`engine_init_kwargs.prefix_cache_gib`)."""
 
     enable_chunked_prefill: bool = True
-    """Process long prompts in chunks, between decoding steps of other requests (vllm)."""
+    """Process long prompts in chunks, between decoding steps of other requests (vllm, sglang; native, with
+    `generator.enable_prefix_caching`)."""
 
     fully_sharded_loras: bool = False
     """Shard adapters as the layers are sharded, instead of half of them (vllm with tensor parallelism)."""

@@ -128,6 +128,8 @@ class InferenceEngineInput(TypedDict):
     lora_name: NotRequired[str | None]
     """Loaded adapter that generates (its tokens carry the adapter's version); None: the base model. An unknown name
     raises ValueError."""
+    count_cached_tokens: NotRequired[bool]
+    """Ask for `num_cached_prompt_tokens`: unlike all else in an output, they depend on other requests."""
 
 
 class InferenceEngineOutput(TypedDict):
@@ -152,6 +154,9 @@ class InferenceEngineOutput(TypedDict):
     which no pass computed. From engines that were started to return them (`EngineTraits.expert_routes`)."""
     kept_tokens: NotRequired[list[KeptTokens | None] | None]
     """Tokens that truncation kept when each token of the response was drawn, if asked for (`return_kept_tokens`)."""
+    num_cached_prompt_tokens: NotRequired[list[int] | None]
+    """Number of tokens at the beginning of each prompt that were not computed for it: cached, or shared with another
+    request. If asked for, from engines that know it."""
 
 
 class InferenceEngineInterface(ABC):

@@ -31,13 +31,15 @@ class Completion:
     none."""
     kept_tokens: KeptTokens | None = None
     """Tokens that truncation kept when each was drawn, which `log_probs` are over; None if not asked for."""
+    num_cached_prompt_tokens: int | None = None
+    """Tokens at the beginning of the prompt that were not computed for this request; None: not known."""
 
 
 def to_completions(output: InferenceEngineOutput) -> list[Completion]:
     """Return the completions of an engine's output, in the order of the requests."""
     log_probs, prompt_log_probs = output["response_logprobs"], output.get("prompt_logprobs")
     routes, prompt_top = output.get("expert_routes"), output.get("prompt_top_logprobs")
-    kept = output.get("kept_tokens")
+    kept, cached = output.get("kept_tokens"), output.get("num_cached_prompt_tokens")
     return [
         Completion(
             token_ids=list(token_ids),
@@ -49,6 +51,7 @@ def to_completions(output: InferenceEngineOutput) -> list[Completion]:
             prompt_top=None if prompt_top is None else prompt_top[row],
             routes=None if routes is None else routes[row],
             kept_tokens=None if kept is None else kept[row],
+            num_cached_prompt_tokens=None if cached is None else cached[row],
         )
         for row, token_ids in enumerate(output["response_ids"])
     ]
@@ -74,11 +77,17 @@ def to_engine_output(completions: Sequence[Completion]) -> InferenceEngineOutput
         output["expert_routes"] = [each.routes for each in completions]
     if any(each.kept_tokens is not None for each in completions):
         output["kept_tokens"] = [each.kept_tokens for each in completions]
+    cached = [each.num_cached_prompt_tokens for each in completions if each.num_cached_prompt_tokens is not None]
+    if cached and len(cached) == len(completions):
+        output["num_cached_prompt_tokens"] = cached
     return output
 
 
 def requested_output(
-    completions: Sequence[Completion], params: "EngineSamplingParams", decode: Callable[[list[int], bool], str]
+    completions: Sequence[Completion],
+    params: "EngineSamplingParams",
+    decode: Callable[[list[int], bool], str],
+    count_cached_tokens: bool = False,
 ) -> InferenceEngineOutput:
     """Return completions as an engine's output, with their text and the log-probs that `params` ask for.
 
@@ -95,6 +104,7 @@ def requested_output(
                 prompt_log_probs=None if params.prompt_logprobs is None else each.prompt_log_probs or [],
                 # A prompt of one token has no place that was scored.
                 prompt_top=(each.prompt_top or top_log_probs_of([], num_top)) if num_top else None,
+                num_cached_prompt_tokens=each.num_cached_prompt_tokens if count_cached_tokens else None,
             )
             for each in completions
         ]

@@ -181,11 +181,17 @@ class InferenceEngineClient(InferenceEngineInterface):
         return await self._supervisor.wait_until_healthy()
 
     def take_metrics(self) -> dict[str, float]:
-        """Return counts of failures, restarts and continued requests since the last call."""
+        """Return counts since the last call: failures, restarts, continued requests, and of engines that count them
+        prompt tokens computed and the share of those cached."""
         counts = {"deaths": self._supervisor.num_deaths, "restarts": self._supervisor.num_restarts}
         metrics = {f"engines/{name}": float(count - self._reported[name]) for name, count in counts.items()}
         metrics["engines/continued_requests"] = float(self._num_continued)
         self._reported, self._num_continued = counts, 0
+        if num_tokens := self._runner.num_prompt_tokens:
+            num_cached = self._runner.num_cached_prompt_tokens
+            metrics["engines/prompt_tokens_computed"] = float(num_tokens - num_cached)
+            metrics["engines/prefix_cache_hit_rate"] = num_cached / num_tokens
+            self._runner.num_prompt_tokens = self._runner.num_cached_prompt_tokens = 0
         return metrics
 
     def _engines_changed(self) -> None:

@@ -8,7 +8,7 @@ engines in `supervision`.
 import asyncio
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from transformers import PreTrainedTokenizerBase
 
@@ -61,6 +61,8 @@ class RequestRunner:
         self._tokenizer = tokenizer
         self.num_aborts = 0
         """Number of calls of `abort`."""
+        self.num_prompt_tokens = self.num_cached_prompt_tokens = 0
+        """Prompt tokens of calls to engines that count cached ones, and those of them that were cached."""
 
     def abort(self) -> None:
         """End waiting requests now, and running ones as soon as their engines return them."""
@@ -145,6 +147,7 @@ class RequestRunner:
             sampling_params=params or None,
             session_ids=sessions if len(sessions) == len(requests) else None,
             lora_name=first.lora_name,
+            count_cached_tokens=True,
         )
         return asyncio.create_task(self._generate(engine, batch))
 
@@ -164,7 +167,18 @@ class RequestRunner:
             for request in requests:
                 request.was_interrupted = True
             return requests
-        return [request for request, part in zip(requests, parts, strict=True) if not self._is_complete(request, part)]
+        return [
+            request
+            for request, part in zip(requests, parts, strict=True)
+            if not self._is_complete(request, self._counted(request, part))
+        ]
+
+    def _counted(self, request: ClientRequest, part: Completion) -> Completion:
+        """Count the prompt tokens of a call; return its completion without them: it depends on its request alone."""
+        if part.num_cached_prompt_tokens is not None:
+            self.num_prompt_tokens += len(request.call.prompt_token_ids)
+            self.num_cached_prompt_tokens += part.num_cached_prompt_tokens
+        return replace(part, num_cached_prompt_tokens=None)
 
     def _is_complete(self, request: ClientRequest, part: Completion) -> bool:
         """Add a part to its request; True if the completion is whole with it."""

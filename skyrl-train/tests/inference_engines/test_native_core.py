@@ -119,7 +119,7 @@ def test_samples_of_one_prompt_compute_it_once_even_if_they_come_later(tiny_mode
         core.add_request(request)
     while core.num_running or core.num_waiting:
         done |= core.step()
-    assert core.num_prompt_tokens_computed == 40 + 30
+    assert core.num_prompt_tokens_computed == 40 + 30 + 3, "of those that come later, the last token"
     assert all(same_bits(done[request], expected) for request, expected in zip(requests, apart, strict=True))
 
 
@@ -157,7 +157,7 @@ def test_prompts_that_differ_in_the_last_token_share_all_but_it(tiny_models):
     expected = [run(make_core_cached(tiny_models("qwen3")), [request])[0] for request in requests]
     core = make_core(tiny_models("qwen3"))
     together = run(core, requests)
-    assert core.num_prompt_tokens_computed == 40
+    assert core.num_prompt_tokens_computed == 40 + 1
     assert all(same_bits(one, alone) for one, alone in zip(together, expected, strict=True))
 
 
@@ -166,7 +166,7 @@ def test_a_prompt_computed_by_older_weights_is_not_shared(tiny_models):
     [prompt] = random_prompts([40])
     core.add_request(Request(prompt, EngineSamplingParams(max_tokens=10), (0, 0)))
     core.step()
-    core.weight_version = 1
+    core.take_version(1)
     core.add_request(Request(prompt, EngineSamplingParams(max_tokens=10), (0, 1)))
     core.step()
     assert core.num_prompt_tokens_computed == 2 * 40

@@ -67,6 +67,11 @@ def vllm_and_sglang(bench: Bench, settings: Settings) -> Any:
     return All(vllm(bench, settings), sglang(bench, settings))
 
 
+def every_engine(bench: Bench, settings: Settings) -> Any:
+    """All must change."""
+    return All(*vllm_and_sglang(bench, settings).parts, native(bench, settings))
+
+
 def _engine_settings(config: SkyRLConfig) -> EngineSettings:
     given = dict(engine_factory(config, "cuda").keywords)
     for name in ("control_timeout_seconds", "start_timeout_seconds", "request_timeout_seconds"):
@@ -154,16 +159,12 @@ ROWS = [
         vllm_and_sglang,
         {"generator.inference_engine_tensor_parallel_size": 2},
     ),
-    Row(
-        "generator.max_num_seqs",
-        7,
-        lambda bench, given: All(*vllm_and_sglang(bench, given).parts, native(bench, given)),
-    ),
+    Row("generator.max_num_seqs", 7, every_engine),
     Row("generator.max_num_batched_tokens", 77, vllm_and_sglang),
     Row("generator.gpu_memory_utilization", 0.5, vllm_and_sglang),
     Row("generator.enforce_eager", False, vllm_and_sglang),
-    Row("generator.enable_prefix_caching", False, vllm_and_sglang),
-    Row("generator.enable_chunked_prefill", False, vllm_and_sglang),
+    Row("generator.enable_prefix_caching", False, every_engine),
+    Row("generator.enable_chunked_prefill", False, every_engine),
     Row("generator.fully_sharded_loras", True, vllm, ADAPTERS),
     Row("generator.engine_init_kwargs", {"max_model_len": 32}, trajectories),
     Row("generator.weight_sync_backend", "nccl", error, APART),

@@ -46,8 +46,8 @@ class AttentionStep:
     """Visible keys of the queries of one forward pass.
 
     Args:
-        positions: [B, T] position of every query in its row. With T > 1 (prefill) rows start at position 0 and the keys
-            are the row's own; with T = 1 (decode) keys come from the cache, padded to a common length.
+        positions: [B, T] position of every query in its row, ascending by 1; [1, T] if it is that of all rows. The keys
+            lie at positions 0, 1, 2, … of the row, padded to a common length. T > 1: prefill; T = 1: decode.
     """
 
     positions: torch.Tensor
@@ -131,18 +131,24 @@ def _decode_exact(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, m
     return grouped_attention(folded, key, value, mask, scale)[:, :, :groups].reshape(query.shape)
 
 
-def _prefill_exact(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None, scale: float):
+def _prefill_exact(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    positions: torch.Tensor,
+    window: int | None,
+    scale: float,
+):
     batch, heads, queries, width = query.shape
     groups = heads // key.shape[1]
     outputs = []
     for start in range(0, queries, QUERY_CHUNK):
         end = min(start + QUERY_CHUNK, queries)
-        # Only keys up to the last query of the chunk: later ones are masked anyway. Prompts are padded to whole
-        # blocks, so these keys exist.
-        num_keys = round_up(end, KEY_BLOCK)
+        # Only keys up to the last query of the chunk: later ones are masked anyway.
+        num_keys = min(round_up(int(positions[:, end - 1].max()) + 1, KEY_BLOCK), key.shape[2])
         # The G query heads of a key head lie one after the other in the folded rows, each with the same positions.
-        positions = torch.arange(start, end, device=query.device).repeat(groups)
-        mask = additive(visible(positions[:, None], num_keys, window), query.dtype)
+        chunk = positions[:, start:end].repeat(1, groups)
+        mask = additive(visible(chunk[:, None, :, None], num_keys, window), query.dtype)
         part = _fold(query[:, :, start:end], key.shape[1])
         output = grouped_attention(part, key[:, :, :num_keys], value[:, :, :num_keys], mask, scale)
         outputs.append(output.reshape(batch, heads, end - start, width))
@@ -156,12 +162,19 @@ def _decode_sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ma
     return F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scale).reshape(query.shape)
 
 
-def _prefill_sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None, scale: float):
+def _prefill_sdpa(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    positions: torch.Tensor,
+    window: int | None,
+    scale: float,
+):
     mask = None
-    # A window longer than the prompt hides nothing, and without a mask the fused causal kernel can be taken.
-    if window is not None and window < query.shape[2]:
-        positions = torch.arange(query.shape[2], device=query.device)
-        mask = visible(positions[:, None], query.shape[2], window)
+    # Where keys begin with the queries, and a window hides nothing, the fused causal kernel needs no mask.
+    begins_at_0 = query.shape[2] == key.shape[2] and len(positions) == 1
+    if not begins_at_0 or (window is not None and window < query.shape[2]):
+        mask = visible(positions[:, None, :, None], key.shape[2], window)
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
     )
@@ -203,7 +216,8 @@ def native_attention(
         mask = native_step.decode_mask(key.shape[2], sliding_window, query.dtype)
         output = (_decode_exact if exact else _decode_sdpa)(query, key, value, mask, scale)
     else:
-        output = (_prefill_exact if exact else _prefill_sdpa)(query, key, value, sliding_window, scale)
+        prefill = _prefill_exact if exact else _prefill_sdpa
+        output = prefill(query, key, value, native_step.positions, sliding_window, scale)
     return output.transpose(1, 2), None
 
 

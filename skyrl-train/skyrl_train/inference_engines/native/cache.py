@@ -29,7 +29,7 @@ class SlotCache(Cache):
         self.length = 0
         self._keys: list[torch.Tensor | None] = [None] * num_layers
         self._values: list[torch.Tensor | None] = [None] * num_layers
-        self._prefill: list[tuple[int, int]] | None = None
+        self._prefill: list[tuple[int, int, int]] | None = None
         self._rows = torch.empty(0, dtype=torch.long)
         self._positions = torch.empty(0, dtype=torch.long)
         self._num_keys = 0
@@ -61,9 +61,11 @@ class SlotCache(Cache):
         self._keys = [None] * len(self._keys)
         self._values = [None] * len(self._values)
 
-    def begin_prefill(self, rows: list[int], lengths: list[int]) -> None:
-        """The next pass computes prompt i from position 0; its first `lengths[i]` keys and values go to `rows[i]`."""
-        self._prefill = list(zip(rows, lengths, strict=True))
+    def begin_prefill(self, rows: list[int], starts: list[int], ends: list[int]) -> None:
+        """The next pass computes positions `starts[i]` to `ends[i]` of `rows[i]`, which holds those before."""
+        self._prefill = list(zip(rows, starts, ends, strict=True))
+        # Without tokens that were there before, a layer attends to what it has just computed: nothing is read back.
+        self._num_keys = round_up(max(ends), KEY_BLOCK) if any(starts) else 0
 
     def begin_decode(self, positions: torch.Tensor, num_keys: int) -> None:
         """The next pass computes one token a row: row b writes at `positions[b]` and attends over `num_keys` keys.
@@ -96,22 +98,28 @@ class SlotCache(Cache):
             values[self._rows, :, self._positions] = value_states[:, :, 0]
             batch = len(key_states)
             return keys[:batch, :, : self._num_keys], values[:batch, :, : self._num_keys]
-        for index, (row, length) in enumerate(self._prefill):
-            keys[row, :, :length] = key_states[index, :, :length]
-            values[row, :, :length] = value_states[index, :, :length]
-        return key_states, value_states
+        for index, (row, start, end) in enumerate(self._prefill):
+            keys[row, :, start:end] = key_states[index, :, : end - start]
+            values[row, :, start:end] = value_states[index, :, : end - start]
+        if not self._num_keys:
+            return key_states, value_states
+        rows = [row for row, _, _ in self._prefill]
+        return keys[rows, :, : self._num_keys], values[rows, :, : self._num_keys]
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of one row to another."""
-        for tensor in (*self._keys, *self._values):
-            if tensor is not None:
-                tensor[target, :, :length] = tensor[source, :, :length]
+        for tensor in self.tensors():
+            tensor[target, :, :length] = tensor[source, :, :length]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the keys of every layer, then the values, [rows, heads, length, width] each; empty before the first
+        pass."""
+        return [tensor for tensor in (*self._keys, *self._values) if tensor is not None]
 
     def clear_row(self, row: int) -> None:
         """Zero a row that holds values that are not finite."""
-        for tensor in (*self._keys, *self._values):
-            if tensor is not None:
-                tensor[row].zero_()
+        for tensor in self.tensors():
+            tensor[row].zero_()
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
         return like.new_zeros(self.num_rows, like.shape[1], self.length, like.shape[3])

@@ -1,7 +1,8 @@
 """Continuous batching: requests join and leave at every step. Synchronous; knows no thread, asyncio or Ray."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from skyrl_train.expert_routes import ExpertRoutes
 from skyrl_train.inference_engines.base import StopReason, TopLogProbs
 from skyrl_train.inference_engines.completion import Completion
 from skyrl_train.inference_engines.native.attention import KEY_BLOCK, round_up
+from skyrl_train.inference_engines.native.prefix_cache import PrefixCache
 from skyrl_train.inference_engines.native.prompt_scores import score_prompts
 from skyrl_train.inference_engines.native.requests import Request
 from skyrl_train.inference_engines.native.route_table import route_table
@@ -23,6 +25,7 @@ from skyrl_train.kept_tokens import KeptTokens
 from skyrl_train.models.routing_replay import RoutingReplay
 
 MAX_PREFILL_TOKENS = 4096
+MAX_PREFIX_TOKENS = 2**16
 
 Outcomes = dict[Request, Completion | FloatingPointError]
 """Requests that ended -> their completions (without text), or the error of a model whose output was not finite."""
@@ -32,11 +35,12 @@ class NativeEngineCore:
     """A model, its cache, and the requests that wait and run.
 
     A step computes the newcomers' prompts, which gives their first tokens, and one token for every other running
-    request. Samples of one prompt share all of its computation; a request that comes later with the prompt of one that
-    runs, or with all of it but the last token, gets copies of its keys and values.
+    request. Samples of one prompt that come together share all of its computation. Keys and values of prompts and
+    answers are kept (`prefix_cache.py`): a prompt that begins with known tokens is computed from there on, in later
+    turns, other samples, branches and retries.
 
-    How long a step may take is bounded: it lets in new prompts of `max_prefill_tokens` together, or one longer prompt,
-    however many wait.
+    How long a step may take is bounded: it computes `max_prefill_tokens` of new prompts together, however many wait; a
+    longer prompt over several steps.
 
     Args:
         model: loaded with the native attention, on its device, in eval mode
@@ -44,7 +48,10 @@ class NativeEngineCore:
         max_model_len: tokens of prompt and response together
         eos_ids: tokens that end a response unless a request ignores them
         decode: token ids to text, for stop strings
-        max_prefill_tokens: prompt tokens computed in one step (a longer prompt has its own)
+        max_prefill_tokens: prompt tokens computed in one step
+        chunked_prefill: whether a longer prompt is computed in parts (which needs a prefix cache that holds it), or at
+            once
+        max_prefix_tokens: tokens of which the prefix cache keeps keys and values; 0: none
         max_loras: adapters that may be loaded at the same time
         max_cache_tokens: places in the cache (rows x longest); requests wait for room to be written to their end. One
             that needs more runs alone. None: no limit
@@ -60,6 +67,8 @@ class NativeEngineCore:
         eos_ids: tuple[int, ...],
         decode: Decode,
         max_prefill_tokens: int = MAX_PREFILL_TOKENS,
+        chunked_prefill: bool = True,
+        max_prefix_tokens: int = MAX_PREFIX_TOKENS,
         max_loras: int = 8,
         max_cache_tokens: int | None = None,
         routing: RoutingReplay | None = None,
@@ -78,11 +87,14 @@ class NativeEngineCore:
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
         self.num_prompt_tokens_computed = 0
-        """Prompt tokens that went through the model, for measuring what sharing saves."""
+        """Prompt tokens that went through the model; the others were shared or cached."""
         self._eos_ids = eos_ids
         self._decode_text = decode
         self._max_prefill_tokens = max_prefill_tokens
         self._device, self._cache = self._runner.device, self._runner.cache
+        self._prefixes = PrefixCache(self._cache, max_prefix_tokens, self._routes)
+        self._chunked_prefill = chunked_prefill
+        self._chunk: tuple[Request | None, int] = None, 0
         self._rows = RowTable(model.config.get_text_config().vocab_size)
         self._waiting = Waiting()
 
@@ -131,6 +143,7 @@ class NativeEngineCore:
         """Append a request (its prompt checked by `check_prompt`) to its group's queue."""
         self._waiting.add(request)
 
+    @torch.inference_mode()
     def abort(self, requests: Iterable[Request] | None = None) -> Outcomes:
         """End these requests (None: all) where they are. Those that ended before are ignored."""
         chosen = None if requests is None else set(requests)
@@ -151,17 +164,19 @@ class NativeEngineCore:
         """
         new_prompts, copies = self._admit() if admit else ([], {})
         known: dict[int, torch.Tensor] = {}
-        for rows in self._prefill_batches(new_prompts):
-            requests = [self._rows.requests[row] for row in rows]
-            slots = self._rows.lora_slot[rows]
-            hidden, logits = self._runner.prefill(rows, [request.prompt for request in requests], slots)
-            self.num_prompt_tokens_computed += sum(len(request.prompt) for request in requests)
-            if self._routes is not None:
-                self._routes.put_prompts(rows, [len(request.prompt) for request in requests], self._runner.routes)
-            self._score_prompts(requests, slots, hidden)
-            known.update(zip(rows, logits, strict=True))
-            del hidden  # its memory is needed for decoding
+        for wave in self._prefill_waves(new_prompts):
+            for rows in self._prefill_batches(wave):
+                requests = [self._rows.requests[row] for row in rows]
+                prompts = [request.prompt for request in requests]
+                starts, slots = self._rows.num_cached[rows].tolist(), self._rows.lora_slot[rows]
+                hidden, logits = self._runner.prefill(rows, prompts, starts, slots)
+                self._keep_prompts(rows, requests, prompts, starts)
+                self._score_prompts(requests, slots, hidden)
+                known.update(zip(rows, logits, strict=True))
+                del hidden  # its memory is needed for decoding
         self._copy_prompts(copies, known)
+        added = [*new_prompts, *copies]
+        self.num_prompt_tokens_computed += int((self._rows.prompt_length - self._rows.num_cached)[added].sum())
         if not self._rows:
             return {}
         draw = self._sample(self._logits(known))
@@ -172,10 +187,24 @@ class NativeEngineCore:
             self._rows.append_kept(draw.kept)
         return self._finish_done(tokens, log_probs)
 
+    def take_version(self, version: int) -> None:
+        """Note that the weights have changed. Running requests continue behind the keys and values that they have; no
+        other gets those."""
+        self.weight_version = version
+        self._rows.is_current[:] = False
+        self.clear_prefixes()
+
+    def clear_prefixes(self) -> None:
+        """Forget cached prefixes."""
+        self._prefixes.clear()
+        self._chunk = None, 0
+
     def release_cache(self) -> None:
         """Free the memory of the cache. Only while nothing runs."""
         assert not self._rows, "the cache is in use"
         self._cache.release()
+        self.clear_prefixes()
+        self._prefixes.release()
         if self._routes is not None:
             self._routes.release()
 
@@ -186,13 +215,8 @@ class NativeEngineCore:
         """
         if not self._waiting or len(self._rows) == self.max_num_seqs:
             return [], {}
-        sources = {
-            (request.prefix, request.lora_serial): row
-            for row, request in enumerate(self._rows.requests)
-            if self._rows.prompt_version[row] == self.weight_version
-            and self._rows.prompt_lora[row] == request.lora_serial
-        }
         new_prompts: list[int] = []
+        sources: dict[tuple[bytes, int], int] = {}
         copies: dict[int, int] = {}
         room = self._max_prefill_tokens
         while (request := self._waiting.next(self.max_num_seqs - len(self._rows))) is not None:
@@ -201,8 +225,11 @@ class NativeEngineCore:
             key = request.prefix, request.lora_serial
             is_copy = key in sources and request.scoring is None  # a prompt that is scored is computed for itself
             if not is_copy:
-                room -= round_up(len(request.prompt), KEY_BLOCK)
+                start = 0 if request.scoring else self._prefixes.tree.match_length(request.prompt[:-1], key[1])
+                room -= round_up(len(request.prompt) - start, KEY_BLOCK)
                 if room < 0 and new_prompts:
+                    break
+                if room < 0 and self._prefill_chunk(request, start):
                     break
             self._waiting.take(request)
             row = self._add_row(request)
@@ -213,6 +240,64 @@ class NativeEngineCore:
                 new_prompts.append(row)
         return new_prompts, copies
 
+    def _prefill_chunk(self, request: Request, start: int) -> bool:
+        """Compute `max_prefill_tokens` of a waiting request's prompt behind the first `start`, which are cached, for
+        the prefix cache alone.
+
+        Returns: False if the prompt must be computed at once instead.
+        """
+        fits = self._chunked_prefill and len(request.prompt) <= self._prefixes.tree.max_tokens
+        # Less is cached than was computed last time: other tokens took its place, and would again.
+        is_lost = self._chunk[0] is request and start < self._chunk[1]
+        if not fits or is_lost or request.scoring is not None:
+            return False
+        # The row behind those in use: the prefix cache keeps what is computed, and nothing needs the row later.
+        row, end = len(self._rows), start + self._max_prefill_tokens
+        self._cache.reserve(row + 1, end)
+        if self._routes is not None:
+            self._routes.reserve(row + 1, end)
+        self._prefixes.load([row], [self._prefixes.tree.match(request.prompt[:start], request.lora_serial)])
+        self._runner.prefill([row], [request.prompt[:end]], [start], np.array([request.lora_slot]))
+        self._keep_prompts([row], [request], [request.prompt[:end]], [start])
+        self._chunk = request, end
+        request.num_chunked += end - start
+        self.num_prompt_tokens_computed += end - start
+        return True
+
+    def _prefill_waves(self, rows: list[int]) -> Iterator[list[int]]:
+        """Yield the rows in waves, with the known prefixes of their prompts in place. Rows that begin alike beyond what
+        is known come after the first of them. Rows of which all but the last token is known are left to decoding.
+        """
+        known_before: dict[int, int] = {}
+        while rows:
+            wave: dict[int, np.ndarray] = {}
+            beginnings: set[tuple[int, bytes]] = set()
+            for row in rows:
+                request = self._rows.requests[row]
+                # A prompt that is scored needs the states of all its tokens, and is computed whole.
+                prompt = request.prompt[: -1 if request.scoring is None else 0]
+                slots = self._prefixes.tree.match(prompt, request.lora_serial)
+                beginning = request.lora_serial, prompt[: len(slots) + KEY_BLOCK].tobytes()
+                # Where waiting brought nothing, what they share is too long for the cache.
+                may_wait = self._prefixes.is_enabled and len(prompt) > len(slots) > known_before.get(row, -1)
+                known_before[row] = len(slots)
+                if not may_wait or beginning not in beginnings:
+                    beginnings.add(beginning)
+                    wave[row] = slots
+            self._prefixes.load(list(wave), list(wave.values()))
+            self._rows.num_cached[list(wave)] = [len(slots) for slots in wave.values()]
+            rest = self._rows.prompt_length - self._rows.num_cached
+            yield [row for row in wave if rest[row] > 1 or self._rows.num_cached[row] == 0]
+            rows = [row for row in rows if row not in wave]
+
+    def _keep_prompts(
+        self, rows: list[int], requests: list[Request], prompts: list[np.ndarray], starts: list[int]
+    ) -> None:
+        """Keep what was computed of prompts from `starts[i]` on: routes, and keys and values for other requests."""
+        if self._routes is not None:
+            self._routes.put_prompts(rows, starts, [len(prompt) for prompt in prompts], self._runner.routes)
+        self._prefixes.store(rows, prompts, [request.lora_serial for request in requests])
+
     def _copy_prompts(self, copies: Mapping[int, int], known: dict[int, torch.Tensor]) -> None:
         """Copy keys and values of equal prompts, and add their logits to `known` where they are those of the source."""
         for row, source in copies.items():
@@ -220,8 +305,10 @@ class NativeEngineCore:
             self._cache.copy_row(source, row, len(prompt))
             if self._routes is not None:  # where the last tokens differ, decoding writes that of this one
                 self._routes.copy(source, row, len(prompt))
+            self._rows.num_cached[row] = len(prompt) - 1
             if source in known and self._rows.requests[source].prompt[-1] == prompt[-1]:
                 known[row] = known[source]
+                self._rows.num_cached[row] = len(prompt)
 
     def _fits(self, request: Request) -> bool:
         """Check that the cache can hold this request beside the running ones until all of them have ended."""
@@ -240,7 +327,6 @@ class NativeEngineCore:
     def _add_row(self, request: Request) -> int:
         row = self._rows.add(
             request,
-            version=self.weight_version,
             max_length=self._limit(request),
             eos_ids=self._eos_ids,
             decode=self._decode_text,
@@ -251,11 +337,12 @@ class NativeEngineCore:
         return row
 
     def _prefill_batches(self, rows: list[int]) -> Iterable[list[int]]:
-        """Yield rows in batches of similar length, each within `max_prefill_tokens` of padded prompt or of one row."""
-        rows = sorted(rows, key=lambda row: self._rows.prompt_length[row])
+        """Yield rows in batches with similarly many tokens to compute, each within `max_prefill_tokens` with padding,
+        or of one row."""
+        rest = self._rows.prompt_length - self._rows.num_cached
         batch: list[int] = []
-        for row in rows:
-            padded = round_up(int(self._rows.prompt_length[row]), KEY_BLOCK)
+        for row in sorted(rows, key=lambda row: rest[row]):
+            padded = round_up(int(rest[row]), KEY_BLOCK)
             if batch and padded * (len(batch) + 1) > self._max_prefill_tokens:
                 yield batch
                 batch = []
@@ -329,12 +416,16 @@ class NativeEngineCore:
         failed = [rows.requests[row] for row in np.flatnonzero(~finite).tolist()]
         for row in np.flatnonzero(~finite).tolist():
             self._cache.clear_row(row)
+        if failed:  # cached prefixes may hold what was not finite
+            self.clear_prefixes()
+            rows.is_current[np.flatnonzero(~finite)] = False
         outcomes = self._finish(ended.tolist(), lambda row: "stop" if stopped[row] else "length")
         return outcomes | {request: _not_finite(request) for request in failed}
 
     def _finish(self, ended: list[int], reason: Callable[[int], StopReason]) -> Outcomes:
         """Take rows (ascending) out; the last row moves into each hole, so that rows stay dense."""
         rows = self._rows
+        self._keep(ended)
         outcomes: Outcomes = {}
         for row in ended:
             request, generated = rows.requests[row], slice(int(rows.prompt_length[row]), int(rows.length[row]))
@@ -344,7 +435,9 @@ class NativeEngineCore:
             routes = None if self._routes is None else self._routes.of_row(row, int(rows.length[row]) - 1)
             sets = rows.kept[row]
             kept = None if sets is None else KeptTokens.of(sets)
-            outcomes[request] = _completion(request, tokens, log_probs, versions, reason(row), routes, kept)
+            completion = _completion(request, tokens, log_probs, versions, reason(row), routes, kept)
+            num_cached = max(0, int(rows.num_cached[row]) - request.num_chunked)
+            outcomes[request] = replace(completion, num_cached_prompt_tokens=num_cached)
         for row in reversed(ended):
             last = len(rows) - 1
             self._waiting.give_back(rows.requests[row])
@@ -355,6 +448,16 @@ class NativeEngineCore:
                 rows.move(last, row)
             rows.remove_last()
         return outcomes
+
+    def _keep(self, ended: list[int]) -> None:
+        """Keep keys and values of rows that end, of prompts and answers, unless other weights computed a part."""
+        rows = self._rows
+        kept = [
+            row for row in ended if rows.is_current[row] and rows.prompt_lora[row] == rows.requests[row].lora_serial
+        ]
+        # The last token was drawn and not yet computed.
+        tokens = [rows.tokens[row, : rows.length[row] - 1] for row in kept]
+        self._prefixes.store(kept, tokens, [rows.requests[row].lora_serial for row in kept])
 
 
 def _completion(

@@ -112,7 +112,12 @@ class NativeInferenceEngine(InferenceEngineInterface):
         dummy_weights: random weights in place of those on disk; the first update must then bring all of them
         max_loras: adapters that may be loaded at the same time
         max_lora_rank: the largest rank that one may have; 0: no adapters
-        max_prefill_tokens: prompt tokens computed between two tokens of the running answers (a longer prompt alone)
+        max_prefill_tokens: prompt tokens computed between two tokens of the running answers
+        enable_chunked_prefill: compute a longer prompt in parts, if the prefix cache holds it; else it is computed
+            alone, at once
+        enable_prefix_caching: keep keys and values of prompts and answers for later prompts that begin with the same
+            tokens, until the weights change
+        prefix_cache_gib: memory for them, taken as needed; the least recently used give way
         max_cache_gib: memory for keys and values; requests wait for room up to their ends. None: what they need
         shared_weights: parameters and buffers of the same model that is loaded in this process already, by their names
             in transformers. The engine uses their memory where device and dtype are its own (its packed copies of
@@ -137,12 +142,19 @@ class NativeInferenceEngine(InferenceEngineInterface):
         max_loras: int = 8,
         max_lora_rank: int = 256,
         max_prefill_tokens: int = MAX_PREFILL_TOKENS,
+        enable_chunked_prefill: bool = True,
+        enable_prefix_caching: bool = True,
+        prefix_cache_gib: float = 1.0,
         max_cache_gib: float | None = None,
         shared_weights: Mapping[str, torch.Tensor] | None = None,
         return_expert_routes: bool = False,
     ):
         if max_num_seqs < 1:
             raise ConfigError(f"max_num_seqs must be at least 1; got {max_num_seqs}")
+        if prefix_cache_gib < 0:
+            raise ConfigError(
+                f"prefix_cache_gib must not be negative; got {prefix_cache_gib} (enable_prefix_caching=False: no cache)"
+            )
         self._device = torch.device(device)
         if self._device.type == "cpu" and dtype == "float32":
             use_strict_kernels()
@@ -160,6 +172,7 @@ class NativeInferenceEngine(InferenceEngineInterface):
         gpu = gpu_uuid(self._device)
         self._gpus = [] if gpu is None else [gpu]
         self._tokenizer = load_tokenizer(model_path, trust_remote_code)
+        tokens_a_gib = 2**30 / cache_bytes_of_token(model)
         self._core = NativeEngineCore(
             model,
             max_num_seqs=max_num_seqs,
@@ -168,9 +181,9 @@ class NativeInferenceEngine(InferenceEngineInterface):
             decode=self._decode,
             max_prefill_tokens=max_prefill_tokens,
             max_loras=max_loras,
-            max_cache_tokens=None
-            if max_cache_gib is None
-            else int(max_cache_gib * 2**30 / cache_bytes_of_token(model)),
+            max_cache_tokens=None if max_cache_gib is None else int(max_cache_gib * tokens_a_gib),
+            chunked_prefill=enable_chunked_prefill,
+            max_prefix_tokens=int(prefix_cache_gib * tokens_a_gib) if enable_prefix_caching else 0,
             routing=RoutingReplay(model, "trainer.policy.routing_replay=R3") if return_expert_routes else None,
         )
         check_generation(self._core, model_path)
@@ -223,7 +236,7 @@ class NativeInferenceEngine(InferenceEngineInterface):
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
         completions = await self.complete(requests, input_batch.get("lora_name"))
-        return requested_output(completions, params, self._decode)
+        return requested_output(completions, params, self._decode, input_batch.get("count_cached_tokens", False))
 
     def check_prompt(self, prompt: list[int]) -> np.ndarray:
         """Return a prompt for a `Request`. Raises ValueError like `generate`."""
@@ -335,7 +348,7 @@ class NativeInferenceEngine(InferenceEngineInterface):
     async def finish_weight_update(self, version: int) -> WeightReport:
         def finish() -> WeightReport:
             report = self._weights.finish_update(version)
-            self._core.weight_version = version
+            self._core.take_version(version)
             return report
 
         return await self._command(finish)
@@ -359,8 +372,7 @@ class NativeInferenceEngine(InferenceEngineInterface):
         return await self._command(lambda: self._core.weight_version)
 
     async def reset_prefix_cache(self) -> None:
-        """Do nothing: only running requests of the present weights share their prompts."""
-        await self._command(lambda: None)
+        await self._command(self._core.clear_prefixes)
 
     async def teardown(self) -> None:
         """End the thread. Waiting and running requests fail with `WorkerError`, and so does every later call."""

@@ -9,6 +9,7 @@ from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.errors import ConfigError
 
 if TYPE_CHECKING:
+    from skyrl_train.config import SkyRLConfig
     from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 
 
@@ -27,6 +28,14 @@ def _check_model(generator: GeneratorConfig) -> None:
     check_architecture(AutoConfig.from_pretrained(generator.model_name, trust_remote_code=True), generator.model_name)
 
 
+def _keywords(cfg: "SkyRLConfig", _device: str) -> dict[str, Any]:
+    generator = cfg.generator
+    return dict(
+        enable_prefix_caching=generator.enable_prefix_caching,
+        enable_chunked_prefill=generator.enable_chunked_prefill,
+    )
+
+
 @register_engine(
     "native",
     requires=EngineTraits(
@@ -36,8 +45,6 @@ def _check_model(generator: GeneratorConfig) -> None:
             "max_num_batched_tokens",
             "gpu_memory_utilization",
             "enforce_eager",
-            "enable_prefix_caching",
-            "enable_chunked_prefill",
             "fully_sharded_loras",
         ),
         is_in_process=True,
@@ -45,6 +52,7 @@ def _check_model(generator: GeneratorConfig) -> None:
         output_layer_adapters=True,
         expert_routes=True,
         kept_tokens=True,
+        keywords=_keywords,
         check_model=_check_model,
     ),
 )

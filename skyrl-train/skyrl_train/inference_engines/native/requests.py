@@ -8,7 +8,7 @@ import numpy as np
 
 from skyrl_gym.suggestions import did_you_mean
 from skyrl_train.inference_engines.base import SamplingKeywords
-from skyrl_train.inference_engines.native.lora import Lora
+from skyrl_train.inference_engines.native.lora import NO_LORA, Lora
 from skyrl_train.inference_engines.native.sampling import random_key
 from skyrl_train.inference_engines.native.stop_strings import Decode
 
@@ -215,6 +215,8 @@ class Request:
     decode: Decode | None = None
     prompt_scores: PromptScores | None = field(default=None, init=False)
     """Result of `scoring`, once the prompt is computed."""
+    num_chunked: int = field(default=0, init=False)
+    """Tokens of the prompt that were computed while it waited, in parts."""
     key: np.uint64 = field(init=False)
     prefix: bytes = field(init=False, repr=False)
     """The prompt but for its last token: what is computed before the first decoding step, and may be shared."""
@@ -230,3 +232,8 @@ class Request:
     def lora_serial(self) -> int:
         """Serial of the adapter that computes its keys and values from now on; 0: none."""
         return 0 if self.lora is None else self.lora.serial
+
+    @property
+    def lora_slot(self) -> int:
+        """Slot of the adapter; `NO_LORA`: none."""
+        return NO_LORA if self.lora is None else self.lora.slot

@@ -37,16 +37,15 @@ class RouteTable:
         grown[:rows, :columns] = self._routes
         self._routes = grown
 
-    def put_prompts(self, rows: Sequence[int], lengths: Sequence[int], routes: np.ndarray) -> None:
-        """Store the routes of prompts.
+    def put_prompts(self, rows: Sequence[int], starts: Sequence[int], ends: Sequence[int], routes: np.ndarray) -> None:
+        """Store the routes of positions `starts[i]` to `ends[i]` of `rows[i]`.
 
         Args:
-            routes: [n T, L, k] of a pass over rows of equal length; of row i the first `lengths[i]` count, and there
-                may be rows behind that only fill up.
+            routes: [n T, L, k] of a pass over rows of equal length, which may be padded behind.
         """
         by_row = routes.reshape(len(rows), -1, *self._shape)
-        for row, length, own in zip(rows, lengths, by_row, strict=True):
-            self._routes[row, :length] = own[:length]
+        for row, start, end, own in zip(rows, starts, ends, by_row, strict=True):
+            self._routes[row, start:end] = own[: end - start]
 
     def put_tokens(self, positions: np.ndarray, routes: np.ndarray) -> None:
         """Store the routes of one token of each of the first rows.
@@ -61,6 +60,11 @@ class RouteTable:
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the routes of the first positions of a row to another row."""
         self._routes[target, :length] = self._routes[source, :length]
+
+    @property
+    def array(self) -> np.ndarray:
+        """[rows, length, L, k], as large as `reserve` made it."""
+        return self._routes
 
     def of_row(self, row: int, length: int) -> ExpertRoutes:
         """Return the routes of the first positions of a row."""

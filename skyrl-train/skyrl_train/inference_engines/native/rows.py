@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from skyrl_train.inference_engines.native.lora import NO_LORA
 from skyrl_train.inference_engines.native.requests import Request
 from skyrl_train.inference_engines.native.sampling import SamplingBatch
 from skyrl_train.inference_engines.native.stop_strings import Decode, StopStringFinder
@@ -28,10 +27,12 @@ class RowTable:
         self.length = np.zeros(0, np.int64)
         """Tokens so far, prompt included."""
         self.prompt_length = np.zeros(0, np.int64)
-        self.prompt_version = np.zeros(0, np.int64)
-        """Version of the weights that computed the prompt's keys and values."""
+        self.num_cached = np.zeros(0, np.int64)
+        """Tokens at the beginning of the prompt that were not computed for this request."""
+        self.is_current = np.zeros(0, np.bool_)
+        """True if all keys and values are of the present weights."""
         self.prompt_lora = np.zeros(0, np.int64)
-        """Serial of the adapter that took part in this; 0: none."""
+        """Serial of the adapter that computed the prompt; 0: none."""
         self.lora_slot = np.zeros(0, np.int64)
         self.min_length = np.zeros(0, np.int64)
         self.max_length = np.zeros(0, np.int64)
@@ -45,7 +46,7 @@ class RowTable:
     def __len__(self) -> int:
         return len(self.requests)
 
-    def add(self, request: Request, *, version: int, max_length: int, eos_ids: tuple[int, ...], decode: Decode) -> int:
+    def add(self, request: Request, *, max_length: int, eos_ids: tuple[int, ...], decode: Decode) -> int:
         """Append a request; return its row."""
         row, params = len(self), request.params
         stop_ids = tuple(dict.fromkeys(params.stop_token_ids + (() if params.ignore_eos else eos_ids)))
@@ -54,9 +55,10 @@ class RowTable:
         self.finders.append(StopStringFinder(params.stop, request.decode or decode) if params.stop else None)
         self.kept.append([] if params.return_kept_tokens else None)
         self.length[row] = self.prompt_length[row] = len(request.prompt)
-        self.prompt_version[row] = version
+        self.num_cached[row] = 0
+        self.is_current[row] = True
         self.prompt_lora[row] = request.lora_serial
-        self.lora_slot[row] = NO_LORA if request.lora is None else request.lora.slot
+        self.lora_slot[row] = request.lora_slot
         self.min_length[row] = len(request.prompt) + params.min_tokens
         self.max_length[row] = max_length
         self.key[row] = request.key
@@ -164,7 +166,7 @@ class RowTable:
 
     @staticmethod
     def _names() -> tuple[str, ...]:
-        flat = ("length", "prompt_length", "prompt_version", "prompt_lora", "lora_slot")
+        flat = ("length", "prompt_length", "num_cached", "is_current", "prompt_lora", "lora_slot")
         flat += ("min_length", "max_length", "key")
         return (*flat, "stop_ids", "tokens", "log_probs", "versions")
 

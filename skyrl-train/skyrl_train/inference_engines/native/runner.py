@@ -72,27 +72,31 @@ class ModelRunner:
         return round_up(max(num_rows, MIN_ROWS), self._row_multiple)
 
     def prefill(
-        self, rows: list[int], prompts: Sequence[np.ndarray], slots: np.ndarray
+        self, rows: list[int], prompts: Sequence[np.ndarray], starts: Sequence[int], slots: np.ndarray
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Fill rows of the cache with prompts. Shorter ones are padded behind.
+        """Fill rows of the cache with prompts, of which they hold the first `starts[i]` tokens. Shorter rests are
+        padded behind.
 
         Args:
             slots: [n], of the adapters that take part
         Returns:
-            states of all tokens before the output layer [n, T, D], and float32 logits after the last ones [n, V]
+            states of the computed tokens before the output layer [n, T, D], and float32 logits after the last ones
+            [n, V]
         """
-        lengths = [len(prompt) for prompt in prompts]
-        # The length is rounded up so that the softmax sums whole vectors; the padding is behind, where causality
-        # hides it.
-        ids = np.zeros((len(rows), round_up(max(lengths), KEY_BLOCK)), np.int64)
-        for index, prompt in enumerate(prompts):
-            ids[index, : len(prompt)] = prompt
-        positions = torch.arange(ids.shape[1], device=self.device).expand(len(rows), -1)
-        self.cache.begin_prefill(rows, lengths)
+        rests = [prompt[start:] for prompt, start in zip(prompts, starts, strict=True)]
+        # The length is rounded up so that products have enough rows and elementwise kernels see whole vectors; the
+        # padding is behind, where causality hides it.
+        ids = np.zeros((len(rows), round_up(max(map(len, rests)), KEY_BLOCK)), np.int64)
+        for index, rest in enumerate(rests):
+            ids[index, : len(rest)] = rest
+        own = starts if any(starts) else [0]  # rows that all begin at 0 share a mask
+        positions = torch.tensor(own, device=self.device)[:, None] + torch.arange(ids.shape[1], device=self.device)
+        self.cache.begin_prefill(rows, list(starts), [len(prompt) for prompt in prompts])
         if self.loras:
             # A prompt has many tokens, enough rows for a product of its own; no gathering of rows.
             self.loras.begin(slots, apart=True)
-        self._prompts_end, self._slots = torch.tensor(lengths, device=self.device) - 1, slots
+        self._prompts_end = torch.tensor([len(rest) - 1 for rest in rests], device=self.device)
+        self._slots = slots
         try:
             logits = self._forward(torch.from_numpy(ids), positions)
             return self._hidden, logits[: len(rows)]
@@ -133,7 +137,7 @@ class ModelRunner:
         inputs: dict[str, Any] = {} if self._routing is None else {KEYWORD: RoutingPass()}
         output = self.model(
             input_ids=ids.to(self.device),
-            position_ids=positions,
+            position_ids=positions.expand(len(ids), -1),
             past_key_values=self.cache,
             use_cache=True,
             native_step=AttentionStep(positions),

@@ -169,7 +169,8 @@ class VLLMInferenceEngine(InferenceEngineInterface):
         if lora_name is not None:
             self._adapters.named(lora_name)
         answers = await self._processes.run(self._answer_all(prompts, params, pairs, lora_name))
-        return requested_output([answer.completion() for answer in answers], params, self._decode)
+        completions = [answer.completion() for answer in answers]
+        return requested_output(completions, params, self._decode, input_batch.get("count_cached_tokens", False))
 
     def _check(self, prompts: list[list[int]], params: EngineSamplingParams) -> None:
         vocabulary, longest = self._llm.model_config.get_vocab_size(), self._llm.model_config.max_model_len

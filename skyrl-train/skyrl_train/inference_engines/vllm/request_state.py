@@ -31,6 +31,7 @@ class RequestState:
     prompt_log_probs: list[float] = field(default_factory=list)
     prompt_top: TopLogProbs | None = None
     weight_versions: list[int] = field(default_factory=list)
+    num_cached_prompt_tokens: int | None = None
     stop_reason: StopReason | None = None
     withdrawn: bool = False
     """Taken back before its first token, to be sent again: nobody sees this answer."""
@@ -47,11 +48,13 @@ class RequestState:
             log_probs=self.log_probs,
             prompt_log_probs=self.prompt_log_probs,
             prompt_top=self.prompt_top,
+            num_cached_prompt_tokens=self.num_cached_prompt_tokens,
         )
 
     def take(self, output: "RequestOutput") -> None:
         """Add what vLLM reports since the last time."""
         (completion,) = output.outputs
+        self.num_cached_prompt_tokens = output.num_cached_tokens
         self.token_ids += completion.token_ids
         if completion.logprobs:
             log_probs = completion.logprobs[-len(completion.token_ids) :] if completion.token_ids else []

@@ -16,6 +16,7 @@ SAMPLING_SETTINGS: dict[str, type] = {
     "max_loaded_adapters": int,
     "max_prefill_tokens": int,
     "max_cache_gib": float,
+    "prefix_cache_gib": float,
 }
 """Settings of `--backend-config` for sampling only (documented at `NativeSampling`). The others are `TrainingSettings`,
 whose device, dtype and maximum rank apply to sampling as well."""

@@ -46,6 +46,7 @@ class NativeSampling(SamplingBackend):
         max_lora_rank: an adapter of a larger rank is refused
         max_prefill_tokens: prompt tokens computed between two tokens of the running answers
         max_cache_gib: memory for keys and values; None: a quarter of what is free at the start (half on a GPU)
+        prefix_cache_gib: memory for keys and values of earlier prompts and answers, for prompts that begin alike
         share_with: the same base model, already loaded in this process as transformers made it (before anything wrapped
             its layers). Its parameters are used, not copied, where device and dtype are the same; nobody may change
             them. On a CPU in float32 the engine keeps a packed copy of the linear layers all the same
@@ -63,6 +64,7 @@ class NativeSampling(SamplingBackend):
         max_lora_rank: int = 128,
         max_prefill_tokens: int = MAX_PREFILL_TOKENS,
         max_cache_gib: float | None = None,
+        prefix_cache_gib: float = 1.0,
         share_with: torch.nn.Module | None = None,
     ):
         self._make_engine = functools.partial(
@@ -76,6 +78,7 @@ class NativeSampling(SamplingBackend):
             max_lora_rank=max_lora_rank,
             max_prefill_tokens=max_prefill_tokens,
             max_cache_gib=_share_of_free_memory(device) if max_cache_gib is None else max_cache_gib,
+            prefix_cache_gib=prefix_cache_gib,
             command_timeout_seconds=_STEP_SECONDS,
             shared_weights=None if share_with is None else _tensors_of(share_with),
         )
