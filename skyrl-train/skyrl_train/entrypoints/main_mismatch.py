@@ -20,6 +20,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, Literal, cast, get_type_hints
 
 import hydra
@@ -28,6 +29,7 @@ from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_gym.chat.template import ChatTemplate
+from skyrl_gym.waits import end_run
 from skyrl_train.config import SkyRLConfig, config_dir, register_config_store
 from skyrl_train.config.base import BaseConfig
 from skyrl_train.config.config import DataConfig, get_config_as_dict
@@ -48,6 +50,7 @@ from skyrl_train.mismatch.process import MakeEngine, ask_in_a_process
 from skyrl_train.mismatch.report import Report, make_report
 from skyrl_train.types import ConversationType
 from skyrl_train.utils.chat_templates import configured_chat_template
+from skyrl_train.utils.explanations import record_waits
 from skyrl_train.utils.io import expand_path, write_atomically
 from skyrl_train.utils.process_log import configure_logging
 from skyrl_train.utils.run_folder import RunFolder
@@ -317,9 +320,12 @@ def main(cfg: DictConfig) -> None:
     try:
         typed = validated(cfg)
         configure_logging(RunFolder(typed.trainer.run_dir).log_path("mismatch"))
+        record_waits(Path(typed.trainer.run_dir))
         report, tokenizer = measure(typed)
     except SkyRLError as error:
         sys.exit(f"{type(error).__name__}: {error}")
+    finally:
+        end_run()
     sys.exit(publish(report, typed, tokenizer))
 
 

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import httpx
 
+from skyrl_gym.waits import waiting
 from skyrl_train.distributed.process_group import free_port
 from skyrl_train.errors import WorkerError
+from skyrl_train.utils.explanations import explain_expiry
 from skyrl_train.utils.process_log import log_tail
 
 _POLL_SECONDS = 0.2
@@ -64,14 +66,14 @@ class ServerChild:
         """
         deadline = time.monotonic() + timeout_seconds
         try:
-            while not self._answers(path):
-                self.check()
-                if time.monotonic() > deadline:
-                    setting = f" ({timeout_setting})" if timeout_setting else ""
-                    raise WorkerError(
-                        f"{self._name} was not ready within {timeout_seconds:g} s{setting}\n{self._log()}"
-                    )
-                time.sleep(_POLL_SECONDS)
+            with waiting(f"{self._name} to be ready", on=self.url, deadline=timeout_seconds):
+                while not self._answers(path):
+                    self.check()
+                    if time.monotonic() > deadline:
+                        setting = f" ({timeout_setting})" if timeout_setting else ""
+                        late = f"{self._name} was not ready within {timeout_seconds:g} s{setting}"
+                        raise WorkerError(f"{late}{explain_expiry(late)}\n{self._log()}")
+                    time.sleep(_POLL_SECONDS)
         except BaseException:  # a KeyboardInterrupt ends it too
             self.end()
             raise

@@ -9,6 +9,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 from loguru import logger
 
+from skyrl_gym.waits import waiting
 from skyrl_train.config import GeneratorConfig
 from skyrl_train.errors import WorkerError
 from skyrl_train.inference_engines.base import EngineInfo, InferenceEngineInterface
@@ -222,7 +223,8 @@ class Supervisor:
     async def _await_start(self, state: EngineState) -> None:
         timeout = self._settings.engine_start_timeout_seconds
         try:
-            state.info = await asyncio.wait_for(self.engines[state.index].describe(), timeout)
+            with waiting("an engine to start", on=f"engine {state.index}", deadline=timeout):
+                state.info = await asyncio.wait_for(self.engines[state.index].describe(), timeout)
         except Exception as error:  # whatever it is, those who wait must hear of it
             if isinstance(error, TimeoutError):
                 await asyncio.to_thread(explain_expiry, f"engine {state.index} did not start within {timeout:g} s")
@@ -345,7 +347,8 @@ class Supervisor:
         timeout = self._settings.engine_start_timeout_seconds
         state.ended = asyncio.get_running_loop().create_future()
         # Twice: the device may have to become free first, which has the same deadline.
-        engine = await asyncio.wait_for(self.restart(state.index), 2 * timeout)
+        with waiting("an engine to start again", deadline=2 * timeout):
+            engine = await asyncio.wait_for(self.restart(state.index), 2 * timeout)
         self.engines[state.index] = engine
         state.info = await asyncio.wait_for(engine.describe(), timeout)
         self._apply(state, HealthEvent.STARTED)  # from now on it must answer in time

@@ -13,12 +13,17 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from skyrl_gym.waits import report_as, waiting
 from skyrl_train.errors import SkyRLError, WorkerError
 from skyrl_train.inference_engines.base import InferenceEngineInterface
 from skyrl_train.mismatch.answers import EngineAnswers, Questions, ask
+from skyrl_train.utils.explanations import explain_expiry
 from skyrl_train.utils.process_log import capture_output, log_tail
 
 MakeEngine = Callable[[], InferenceEngineInterface]
+
+ENGINE = "engine"
+"""Role of the process, in records of waits."""
 
 _END_SECONDS = 30.0
 """Time in which a process that has answered must end by itself, before it is killed."""
@@ -44,10 +49,11 @@ def ask_in_a_process(
     assert process.pid is not None
     theirs.close()
     try:
-        if not ours.poll(timeout_seconds):
-            raise WorkerError(
-                f"no answer within {timeout_seconds:g} seconds; the end of its log:\n{log_tail(log_path)}"
-            )
+        with waiting("an engine's answers", on=ENGINE, deadline=timeout_seconds):
+            is_late = not ours.poll(timeout_seconds)
+        if is_late:
+            late = f"no answer within {timeout_seconds:g} seconds"
+            raise WorkerError(f"{late}{explain_expiry(late)}; the end of its log:\n{log_tail(log_path)}")
         found: EngineAnswers | str = ours.recv()
         process.join(_END_SECONDS)
     except EOFError:
@@ -68,10 +74,13 @@ def ask_in_a_process(
 def _run(connection: Connection, make_engine: MakeEngine, questions: Questions, log_path: str) -> None:
     os.setsid()  # a group of its own, so that what the engine starts can be ended with it
     capture_output(log_path)
+    report_as(ENGINE, log=log_path)
     threading.Thread(target=_end_with_parent, args=(connection,), daemon=True).start()
     try:
-        engine = make_engine()
-        found: EngineAnswers | str = asyncio.run(_ask_and_end(engine, questions))
+        with waiting("the engine's start"):
+            engine = make_engine()
+        with waiting("the engine's answers"):
+            found: EngineAnswers | str = asyncio.run(_ask_and_end(engine, questions))
     except (SkyRLError, ValueError, ImportError, RuntimeError, OSError, NotImplementedError) as error:
         found = f"{type(error).__name__}: {error}"
     connection.send(found)

@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol, TypeVar
 
+from skyrl_gym.waits import waiting
 from skyrl_train.errors import WorkerError
 from skyrl_train.orchestration.colocation_protocol import (
     ALL_SHARE,
@@ -33,12 +34,15 @@ from skyrl_train.orchestration.colocation_protocol import (
     events_of,
     next_state,
 )
+from skyrl_train.utils.explanations import TRAINER, explain_expiry
 
 __all__ = ["Colocation", "ColocationError", "DeviceState", "Engines"]
 
 T = TypeVar("T")
 
 _RETURN_ATTEMPTS = 3
+STARTS = "the start of an engine"
+"""What a sync waits for, in errors and in records of waits."""
 
 
 class SleepableEngine(Protocol):
@@ -202,7 +206,8 @@ class Colocation:
             async with self._lock:
                 await self._wait(self._is_free_for_engines, "start engine", f"offload {self._state.worker}")
                 # Under the lock: until the engine has been put to sleep it takes memory that no worker may take.
-                engine = await start()
+                with waiting("start", who=STARTS):
+                    engine = await start()
                 # The state of the others decides, read after the start: it may have changed while this one waited.
                 if self._state.engines is not Engines.AWAKE:
                     await engine.sleep()
@@ -316,19 +321,21 @@ class Colocation:
         worker = self._state.worker
         if worker is not None:
             await self._offload(worker)
-        await self._wait(lambda: not self._num_starting, "wake weights", "the start of an engine")
+        await self._wait(lambda: not self._num_starting, "wake weights", STARTS)
         if worker is not None:
             await self._onload(worker)
 
     async def _wait(self, condition: Callable[[], bool], event: Event, missing: str) -> None:
         """Release the lock to other moves until `condition` holds."""
+        # A start waits for the trainer to leave the device, the trainer waits for starts.
+        who, on = ("", STARTS) if missing == STARTS else (STARTS, TRAINER)
         try:
             # Condition.wait_for releases the lock while it waits, and has it again when it returns or is cancelled.
-            await asyncio.wait_for(self._lock.wait_for(condition), self._start_timeout)
+            with waiting(f"to {event}, first: {missing}", on=on, who=who, deadline=self._start_timeout):
+                await asyncio.wait_for(self._lock.wait_for(condition), self._start_timeout)
         except TimeoutError:
-            raise ColocationError(
-                f"cannot {event} for {self._start_timeout:g} s, with {self._state}; first: {missing}"
-            ) from None
+            late = f"cannot {event} for {self._start_timeout:g} s, with {self._state}; first: {missing}"
+            raise ColocationError(late + await asyncio.to_thread(explain_expiry, late)) from None
 
     def _is_free_for_engines(self) -> bool:
         return self._state.worker is None and self._inconsistent_since in (None, "recover")

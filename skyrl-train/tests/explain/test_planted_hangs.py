@@ -30,6 +30,8 @@ from skyrl_train.errors import RolloutError, WorkerError
 from skyrl_train.explain.__main__ import main
 from skyrl_train.generators.environment import DaemonThreads, EnvironmentSession
 from skyrl_train.inference_engines.remote.connection import ServerConnection
+from skyrl_train.inference_engines.server_child import ServerChild
+from skyrl_train.orchestration.colocation import Colocation, ColocationError
 from skyrl_train.training_backends.checkpoint import write_state
 from skyrl_train.utils import explanations
 from skyrl_train.utils.explanations import record_waits
@@ -320,6 +322,55 @@ def test_queue_that_is_full(environments: None, run_dir: Path, capsys: pytest.Ca
     assert "does not finish step of environment 'blocked'" in first
     queue = "the threads of environments (environment.skyrl_gym.max_env_workers)"
     assert f"sample b_0: a free one, waiting for {queue}" in text
+
+
+# ---- engines
+
+
+class Movable:
+    """Engines, or a group of workers, whose moves end at once."""
+
+    name = "policy"
+
+    async def sleep(self, level: int = 1) -> None: ...
+
+    async def wake_up(self, tags: list[str] | None = None) -> None: ...
+
+    async def init_model(self) -> None: ...
+
+    async def call_all(self, method: str) -> None: ...
+
+
+def test_engine_that_waits_for_a_trainer_to_leave_the_device(run_dir: Path):
+    async def start() -> Movable:
+        return Movable()
+
+    async def train(url: str) -> None:
+        with waiting("phase policy_train"), waiting("a reply", on=url):
+            await asyncio.sleep(60)
+
+    async def restart_engine_meanwhile() -> None:
+        colocation = Colocation(Movable(), engines_share_device=True, start_timeout_seconds=DEADLINE)
+        await colocation.start([Movable()])  # the policy is on the device
+        training = asyncio.create_task(train("http://127.0.0.1:1"))
+        try:
+            await colocation.start_engine(start)
+        finally:
+            training.cancel()
+
+    error, text = explained(lambda: asyncio.run(restart_engine_meanwhile()), run_dir, ColocationError)
+    assert "cannot start engine for 2 s" in error
+    assert "no reply from http://127.0.0.1:1" in error
+    assert "the start of an engine (pid" in text
+
+
+@pytest.mark.slow
+def test_server_that_does_not_listen(run_dir: Path):
+    command = [sys.executable, "-c", "import time; time.sleep(99)"]
+    server = ServerChild("the server of engine 0", command, run_dir / "log", {})
+    error, text = explained(lambda: server.wait_until_ready("/", DEADLINE), run_dir)
+    assert f"no reply from {server.url}" in error
+    assert "the server of engine 0 to be ready" in text
 
 
 # ---- Ray

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from skyrl_gym.waits import recorded_run
 from skyrl_train.entrypoints.main_mismatch import (
     MismatchConfig,
     MismatchRunConfig,
@@ -85,7 +86,10 @@ def test_an_engine_that_dies_hangs_or_refuses_is_an_error_with_its_log(tmp_path:
     assert "exit code 3" in died
     assert "=== process" in died  # the log's first line
     began = time.monotonic()
-    assert "no answer within 15 seconds" in asked(partial(time.sleep, 600), 15)
+    with recorded_run(tmp_path / "waits", "trainer"):
+        late = asked(partial(time.sleep, 600), 15)
+    assert "no answer within 15 seconds: engine (pid " in late
+    assert "does not finish the engine's start" in late
     assert time.monotonic() - began < 100
     assert "dtype must be one of" in asked(partial(NativeInferenceEngine, "none", dtype="float8"), 120)
 

@@ -6,9 +6,11 @@ import re
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from skyrl_gym.waits import waiting
 from skyrl_train.errors import ConfigError, WeightSyncError, WorkerError
 from skyrl_train.inference_engines.loop_thread import LoopStopped, LoopThread
 from skyrl_train.inference_engines.vllm.processes import children_of_this_process, end_processes
+from skyrl_train.utils.explanations import explain_expiry
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -41,7 +43,8 @@ class LLMProcesses:
         self._loop = LoopThread("vllm-engine")
         before = children_of_this_process()
         try:
-            self.llm = self._loop.call_from_thread(_start(arguments))
+            with waiting("vLLM to start", deadline=timeout_seconds):
+                self.llm = self._loop.call_from_thread(_start(arguments))
             self._processes = [p for p in children_of_this_process() if p not in before]
         except BaseException:
             end_processes([p for p in children_of_this_process() if p not in before])
@@ -74,9 +77,11 @@ class LLMProcesses:
             raise
         limit = self._timeout if seconds is None else seconds
         try:
-            return await self.run(asyncio.wait_for(coroutine, limit))
+            with waiting(f"vLLM's reply to {what}", deadline=limit):
+                return await self.run(asyncio.wait_for(coroutine, limit))
         except TimeoutError as error:
-            raise WorkerError(f"the vllm engine did not answer {what} within {limit:g} seconds") from error
+            late = f"the vllm engine did not answer {what} within {limit:g} seconds"
+            raise WorkerError(late + await asyncio.to_thread(explain_expiry, late)) from error
         except EngineDeadError as error:
             raise self.dead(error) from error
 
@@ -151,4 +156,5 @@ async def _start(arguments: Any) -> "AsyncLLM":
         executor = Executor.get_class(config)
         return AsyncLLM(vllm_config=config, executor_class=executor, log_stats=False, log_requests=False)
     except (RuntimeError, TimeoutError, OSError) as error:
-        raise WorkerError(f"vLLM did not start: {error} Its log is the output of this process") from error
+        why = explain_expiry("vLLM did not start in time") if isinstance(error, TimeoutError) else ""
+        raise WorkerError(f"vLLM did not start{why}: {error} Its log is the output of this process") from error
