@@ -5,6 +5,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from loguru import logger
+
 from skyrl_train.generators.base import GeneratorInput, GeneratorInterface, request_rollouts
 from skyrl_train.generators.inputs import prepare_generator_input
 from skyrl_train.generators.sampling import get_sampling_params
@@ -64,11 +66,21 @@ async def evaluate(
         name = "eval_only" if global_step is None else f"global_step_{global_step}_evals"
         folder = location(cfg.trainer.export_path) / "dumped_evals" / name
         _write_results(folder, tokenizer, requests, rollouts.trajectories, sources, metrics)
-    if cfg.trainer.dump_trajectories and global_step is not None:
-        rows = trajectory_rows(rollouts.groups, tokenizer)
-        RunFolder(cfg.trainer.run_dir).write_trajectories(global_step, "eval", rows)
+    if cfg.trainer.dump_trajectories:
+        _write_trajectories(cfg.trainer.run_dir, global_step, trajectory_rows(rollouts.groups, tokenizer))
     check_not_all_failed(rollouts.trajectories, "the evaluation failed, so there is no score")
     return metrics
+
+
+def _write_trajectories(run_dir: str, global_step: int | None, rows: Iterable[JsonObject]) -> None:
+    """Write the trajectories of a step; those of an evaluation alone as of step 0, unless a training has the folder,
+    whose own they would replace."""
+    run_folder = RunFolder(run_dir)
+    if global_step is None and any(file.phase == "train" for file in run_folder.trajectory_files()):
+        logger.warning(f"{run_dir} has trajectories of a training, so those of this evaluation are not written: give "
+                       "another trainer.run_dir")  # fmt: skip
+        return
+    run_folder.write_trajectories(global_step or 0, "eval", rows)
 
 
 def evaluation_input(rows: list[PromptRow], cfg: "SkyRLConfig", global_step: int | None) -> GeneratorInput:

@@ -69,6 +69,9 @@ class EvalOnlyEntrypoint(BasePPOExp):
             if name.startswith("eval/") and not name.startswith("eval/all/generate"):
                 value = metrics[name]
                 logger.info(f"{name} {'none: every rollout failed' if value is None else format(value, '.4f')}")
+        logger.info(
+            f"this run is finished: it was one evaluation; python -m skyrl_train.dashboard {self.run_folder.path}"
+        )
         return metrics
 
 

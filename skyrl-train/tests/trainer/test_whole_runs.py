@@ -8,6 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from skyrl_train.dashboard.runs_folder import RunsFolder
+from skyrl_train.dashboard.steps import StepTrajectories
 from skyrl_train.entrypoints.main_generate import EvalOnlyEntrypoint
 from skyrl_train.training_batch import TensorBatch
 from skyrl_train.utils.run_folder import RunFolder
@@ -171,3 +173,10 @@ def test_evaluation_alone_gives_pass_at_k_and_files(settings, prompts, tmp_path)
     assert metrics["eval/all/pass_at_3"] >= metrics["eval/all/avg_score"]
     rows = (tmp_path / "exports" / "dumped_evals" / "eval_only" / "toy.jsonl").read_text().splitlines()
     assert len(rows) == 16 * 3
+    assert len(StepTrajectories(RunsFolder(tmp_path)).summary(".", "eval", 0)["rows"]) == 16 * 3
+
+    # In the folder of a training its own trajectories stay.
+    RunFolder(tmp_path).write_trajectories(1, "train", [])
+    RunFolder(tmp_path).write_trajectories(0, "eval", [])
+    EvalOnlyEntrypoint(cfg).run()
+    assert StepTrajectories(RunsFolder(tmp_path)).summary(".", "eval", 0)["rows"] == []
