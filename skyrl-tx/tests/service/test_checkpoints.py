@@ -72,6 +72,33 @@ async def test_a_name_is_taken_once_unless_it_is_to_be_replaced(
     assert [p.name for p in (tmp_path / "checkpoints").glob("*/weights/*")] == ["best@4"]
 
 
+@pytest.mark.parametrize(
+    "service", [{"max_checkpoints_gb_per_tenant": 10e-9, "max_models_per_tenant": 2}], indirect=True
+)
+async def test_a_tenant_at_its_quota_is_told_and_others_go_on(
+    service: TinkerService, alice: Client, bob: Client, model: str
+):
+    """A checkpoint has 7 bytes, and 10 are allowed."""
+    for seq, name in ((1, "first"), (2, "second")):
+        await alice.result(await alice.save(model, seq, name))
+    with pytest.raises(RequestError, match=r"take 1\.4e-08 GB and may take 1e-08 GB .*delete some") as refused:
+        await alice.save(model, 3, "third")
+    assert refused.value.status == 400
+    await alice.result(await alice.save_sampler(model, 4, sampling_session_seq_id=0))  # without a name: it will go
+    await service._cleanup.collect_garbage()
+    assert service.metrics()["checkpoint_bytes"] == {"alice": 14}
+    await service.checkpoints.delete("alice", model, "weights", "first")
+    await alice.result(await alice.save(model, 5, "third"))
+
+    second = await alice.model(1)
+    with pytest.raises(RequestError, match=r"2 models of this key are live and the most is 2 .*unload one"):
+        await alice.model(2)
+    assert await alice.model(1) == second, "a repetition is no new model"
+    await bob.result(await bob.save(await bob.model(0), 1, "first"))
+    await alice.result(await service.models.unload("alice", model))
+    await alice.model(3)
+
+
 async def test_a_name_is_no_path(alice: Client, model: str):
     for seq, name in enumerate(["../up", "a/b", ".hidden", "", "a" * 256, "-x", "a..b"], start=1):
         with pytest.raises((RequestError, ValidationError)):

@@ -98,6 +98,10 @@ class CheckpointLookup(Protocol):
         """Find a checkpoint that the tenant may read. Raises: RequestError."""
         ...
 
+    async def check_room(self, tenant: str) -> None:
+        """Check that the tenant may save more. Raises: RequestError."""
+        ...
+
     async def check_name_is_free(self, path: TinkerPath) -> None:
         """Check that no checkpoint has this path. Raises: RequestError."""
         ...
@@ -368,6 +372,7 @@ class Save(ModelCommand, frozen=True, kw_only=True):
             folder = context.folders.place(model.model_id, "samplers", f"{number}@{address.seq}")
         else:
             path = TinkerPath(model.model_id, kind, name)
+            await context.checkpoints.check_room(address.tenant)
             if not effect.overwrite:
                 await context.checkpoints.check_name_is_free(path)
             folder = context.folders.place(model.model_id, kind, f"{name[:200]}@{address.seq}")

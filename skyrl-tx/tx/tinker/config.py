@@ -50,6 +50,11 @@ class EngineConfig(BaseModel):
     max_sample_tokens_pending: int = Field(default=4_000_000, ge=1)
     """Maximum number of prompt and response tokens of pending sampling requests, of all tenants; beyond that, tenants
     above their share get status 429."""
+    max_models_per_tenant: int | None = Field(default=None, ge=1)
+    """Maximum number of live models per tenant; beyond that, creating one is refused. Default: no limit."""
+    max_checkpoints_gb_per_tenant: float | None = Field(default=None, gt=0)
+    """Maximum total size of a tenant's named checkpoints, in GB; once it is reached, saves with a name are refused.
+    Default: no limit."""
     keep_samplers: int = Field(default=16, ge=1)
     """Number of samplers without a name (`save_weights_and_get_sampling_client`) that are kept per model, the newest.
     Older ones are deleted with their weights once they are idle; named weights stay."""

@@ -29,10 +29,14 @@ _TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights
 
 
 class Checkpoints:
-    """Checkpoints and training runs in the database."""
+    """Checkpoints and training runs in the database.
 
-    def __init__(self, store: Store, state: ServerState):
-        self._store, self._state = store, state
+    Args:
+        max_gb: largest total size of a tenant's checkpoints; None: no limit
+    """
+
+    def __init__(self, store: Store, state: ServerState, max_gb: float | None = None):
+        self._store, self._state, self._max_gb = store, state, max_gb
 
     # ---- as a place to begin from
 
@@ -96,6 +100,17 @@ class Checkpoints:
         if row is not None or (run is not None and (path.kind, path.name) in run.saving):
             fix = "give another path, or overwrite=true" if path.kind == "weights" else "give another path"
             raise RequestError(f"path: the checkpoint {path!s} exists already; {fix}")
+
+    async def check_room(self, tenant: str) -> None:
+        """Raises RequestError if the tenant's checkpoints are as large as they may be."""
+        if self._max_gb is None:
+            return
+        num_bytes = (await self._store.read(bytes_of_tenants)).get(tenant, 0)
+        if num_bytes >= self._max_gb * 1e9:
+            raise RequestError(
+                f"path: the checkpoints of this key take {num_bytes / 1e9:.3g} GB and may take {self._max_gb:g} GB "
+                "(max_checkpoints_gb_per_tenant of the server): delete some, or save with ttl_seconds"
+            )
 
     async def free_sampler_id(self, session_id: str, number: int) -> str:
         """Raises RequestError if the sampler exists or is being saved."""
@@ -195,6 +210,13 @@ class Checkpoints:
             change(database, row)
 
         await self._store.write(unit)
+
+
+def bytes_of_tenants(database: Database) -> dict[str, int]:
+    """Return the total size of each tenant's checkpoints."""
+    size = func.sum(col(CheckpointRow.size_bytes))
+    rows = database.execute(select(col(CheckpointRow.tenant), size).group_by(col(CheckpointRow.tenant)))
+    return {tenant: int(num_bytes) for tenant, num_bytes in rows}
 
 
 def describe(row: CheckpointRow) -> dict[str, object]:

@@ -12,6 +12,7 @@ from sqlmodel import Session as Database
 from sqlmodel import col
 
 from tx.tinker.config import EngineConfig
+from tx.tinker.service.checkpoints import bytes_of_tenants
 from tx.tinker.service.futures import Futures
 from tx.tinker.service.intake import RequestIntake
 from tx.tinker.service.recorder import remove_snapshot
@@ -112,6 +113,7 @@ class BackgroundCleanup:
             while (forgotten := await self._store.write(find)).num_requests:
                 await asyncio.to_thread(lambda blobs=forgotten.blobs: [self._blobs.drop(blob) for blob in blobs])
         await self.delete_scheduled_folders()
+        self._state.checkpoint_bytes = await self._store.read(bytes_of_tenants)
 
     async def delete_scheduled_folders(self) -> None:
         """Delete folders scheduled for deletion, except those that pending work uses."""

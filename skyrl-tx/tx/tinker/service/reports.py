@@ -24,6 +24,7 @@ def metrics(state: ServerState, limits: Limits, link: EngineLink, dispatch: Disp
         "pending_training_requests": dict(limits.training),
         "pending_samples": dict(limits.samples),
         "pending_sample_tokens": dict(limits.sample_tokens),
+        "checkpoint_bytes": dict(state.checkpoint_bytes),
         "requests_waiting_for_a_predecessor": sum(run.sequence.num_waiting for run in state.runs.values()),
         "oldest_pending_seconds": now - min((pending.accepted_at for pending in state.pending.values()), default=now),
         "refused_for_load_total": dict(limits.refusals),

@@ -141,6 +141,7 @@ class Runs:
         run = self._state.runs.get(row.model_id)  # the same request may have come while this one was checked
         if run is None:
             self._state.session(row.tenant, row.session_id)  # it may have ended meanwhile
+            self._check_number_of_models(row.tenant)
             self._limits.admit_training(row.tenant)
             run = self._state.runs[row.model_id] = Run(row.model_id, row.tenant, row.session_id, row.base_model, lora)
             stored = CreateModel.encode(request, row.tenant, row.model_id, lora, folder)
@@ -148,6 +149,15 @@ class Runs:
         else:
             await self._intake.created(run)
         return _accepted(row.model_id)
+
+    def _check_number_of_models(self, tenant: str) -> None:
+        most = self._config.max_models_per_tenant
+        number = sum(run.tenant == tenant for run in self._state.runs.values())
+        if most is not None and number >= most:
+            raise RequestError(
+                f"{number} models of this key are live and the most is {most} (max_models_per_tenant of the server): "
+                "unload one, or end its session"
+            )
 
     async def _exists(self, tenant: str, model_id: str) -> bool:
         """Return True if this request was accepted before."""

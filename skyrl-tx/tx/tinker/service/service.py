@@ -76,7 +76,7 @@ class TinkerService:
         self._run_files = RunFiles(config.state_folder / "runs")
         recorder = ResultRecorder(store, blobs, state, limits, self.futures, self._run_files)
         self._dispatch = Dispatch(store, blobs, state, link, recorder)
-        self.checkpoints = Checkpoints(store, state)
+        self.checkpoints = Checkpoints(store, state, config.max_checkpoints_gb_per_tenant)
         context = EncodeContext(facts, folders, self.checkpoints)
         self.intake = RequestIntake(store, blobs, state, limits, self._dispatch, context)
         self.sessions = Sessions(store, state, self.intake, self._dispatch)

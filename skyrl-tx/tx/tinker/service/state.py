@@ -127,6 +127,8 @@ class ServerState:
     """All pending requests, by request id."""
     promised_samplers: set[str] = field(default_factory=set)
     """Ids of samplers that pending saves will create."""
+    checkpoint_bytes: dict[str, int] = field(default_factory=dict)
+    """Size of the named checkpoints by tenant, at the last collection of garbage."""
 
     def promise(self, pending: "PendingRequest") -> None:
         """Reserve the names that a `Save` will use."""
