@@ -168,6 +168,7 @@ def test_plain_grpo_differs_from_dapo_by_four_settings(tmp_path: Path):
     names = different(arms["DAPO"], arms["plain GRPO"])
     assert {name: arms["plain GRPO"][name] for name in names} == PLAIN_GRPO
     assert arms["DAPO"]["trainer.algorithm.overlong_buffer.len"] == miniature.LIMIT // 2
+    assert different(arms["DAPO"], arms["DAPO without clip-higher"]) == {"trainer.algorithm.eps_clip_high"}
 
 
 def test_task_file_of_swe_keeps_agent_and_tools_of_the_recipe():
@@ -247,19 +248,41 @@ def test_two_hops_of_the_search_miniature_need_two_searches():
                 assert question.chain[1] not in first and question.chain[1] in second.partition("Doc 2")[0]
 
 
-def test_queries_of_other_dialects_are_errors_and_gold_queries_are_not(tmp_path: Path):
+def test_every_part_of_another_dialect_is_an_error_that_names_it(tmp_path: Path):
     sql = load("skyrl_sql")
     database = sql.databases()[0]
     assert len({each.db_id for each in sql.databases()}) == sql.NUM_DATABASES
     database.write(tmp_path)
     for kind in sql.KINDS:
-        column = database.columns[kind.role]
-        wrong = [database.query(function, kind.arguments, column) for function in kind.foreign]
-        wrong += [database.query(kind.function, arguments, column) for arguments in sql.FOREIGN_ARGUMENTS]
-        wrong.append(database.query(kind.function, kind.arguments, kind.role))
-        for query in (database.gold(kind), *wrong):
-            shown = sql._observation(tmp_path, database.db_id, query, 3)
-            assert ("Error executing SQL" in shown) == (query in wrong), query
+        options = database.options(kind)
+        gold = {name: ways[0] for name, ways in options.items()}
+        assert "Error" not in sql._observation(tmp_path, database.db_id, database.gold(kind), 3)
+        for name, ways in options.items():
+            for wrong in ways[1:]:
+                query = database.query(kind, gold | {name: wrong})
+                assert sql.refused_part(sql._observation(tmp_path, database.db_id, query, 3)) == name, query
+
+
+def test_repairs_in_demonstrations_exchange_the_refused_part_for_one_not_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    sql = load("skyrl_sql")
+    for name, value in {"REPAIRS": 1.0, "BELIEVES": 1.0, "FORGETS": 0.0}.items():
+        monkeypatch.setattr(sql, name, value)
+    database = sql.databases()[0]
+    database.write(tmp_path)
+    row = {"db_id": database.db_id, "prompt": [], "extra_info": {"question": sql.asked(sql.KINDS[0], 6)}}
+    demonstrate, draw = sql.Demonstrations([row], tmp_path), random.Random(0)
+    ways = [way for own in database.options(sql.KINDS[0]).values() for way in own]
+    for _ in range(20):
+        *pieces, (solution, _) = demonstrate(draw).pieces
+        queries, shown = [text for text, _ in pieces[::2]], [text for text, _ in pieces[1::2]]
+        assert len(queries) <= 5 and len(set(queries)) == len(queries)
+        for before, after, observation in zip(queries, queries[1:], shown, strict=False):
+            exchanged = {way for way in ways if (way.strip("{}") in before) != (way.strip("{}") in after)}
+            assert exchanged <= set(database.options(sql.KINDS[0])[sql.refused_part(observation)])
+        assert len(queries) == 5 or sql.refused_part(shown[-1]) is None
+        assert solution.partition("<solution>")[2].partition("<")[0] in queries[-1]
 
 
 def test_demonstrations_in_one_message_have_the_tokens_of_a_rollout():
@@ -310,16 +333,16 @@ def test_smallest_miniature_runs_from_end_to_end(
     for name in FEWER_QUESTIONS.get(recipe, ()):
         monkeypatch.setattr(load(recipe), name, 1)
     arguments = ["--seeds", "0", "--steps", "1", "--warm_up_steps", "4", "--output", str(tmp_path / "runs")]
-    load(recipe).main([*arguments, "--picture", str(tmp_path / "curves.png")])
+    load(recipe).main(arguments)
     printed = capsys.readouterr().out
     assert "one seed: no interval" in printed and "nan" not in printed
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "runs" / "curves.png").read_bytes().startswith(b"\x89PNG")
     files = [file for file in (tmp_path / "runs" / "0").glob("*/metrics.jsonl") if file.parent.name != "evaluations"]
-    assert len(files) == {"dapo": 2, "swe": 1, "search_r1": 2, "skyrl_sql": 2}[recipe]
+    assert len(files) == {"dapo": 3, "swe": 1, "search_r1": 2, "skyrl_sql": 2}[recipe]
     for file in files:
         rows = [json.loads(line) for line in file.read_text().splitlines()]
         assert math.isfinite(rows[-1]["reward/avg_raw_reward"])
         assert math.isfinite(rows[-1]["policy/final_loss"])
     before = [file.stat().st_mtime_ns for file in files]
-    load(recipe).main([*arguments, "--picture", str(tmp_path / "curves.png")])  # complete: not repeated
+    load(recipe).main(arguments)  # complete: not repeated
     assert [file.stat().st_mtime_ns for file in files] == before

@@ -5,6 +5,7 @@ A miniature is `examples/recipes/NAME/miniature.py`: it makes a tiny model and d
 once for each seed by the script of a row of the recipe, with the settings of sizes in place of the published ones.
 """
 
+import argparse
 import json
 import math
 import os
@@ -26,7 +27,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from skyrl_train.utils.run_folder import RunFolder
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-IMAGES = REPOSITORY / "docs" / "images"
 
 Messages = list[dict[str, str]]
 Metrics = list[dict[str, Any]]
@@ -126,6 +126,17 @@ def warm_up(
 
 
 # ---- runs
+
+
+def argument_parser(documentation: str | None, recipe: str, steps: int, warm_up_steps: int) -> argparse.ArgumentParser:
+    """Make a parser of the arguments of every miniature."""
+    parser = argparse.ArgumentParser(description=documentation, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--warm_up_steps", type=int, default=warm_up_steps)
+    output = REPOSITORY / "runs" / f"miniature-{recipe}"
+    parser.add_argument("--output", type=Path, default=output, help="folder of the runs and of the picture curves.png")
+    return parser
 
 
 def train(script: Path, run_dir: Path, settings: Sequence[str], variables: Mapping[str, str], steps: int) -> Metrics:

@@ -4,12 +4,12 @@
 
 A Qwen3-architecture model of 0.1 million parameters adds three to six named numbers. Its warm-up shows three ways: an
 answer without steps (wrong), every addition written in full (right, but for six numbers longer than the limit), and
-running totals (right and short, one demonstration in seven). Both arms are `run_qwen3_1.7b_base.sh` with
-`FIGURES=later`; plain GRPO has the four settings of `PLAIN` in place of DAPO's. Prints a table of paired differences
-over seeds and draws docs/images/miniature_dapo.png. Runs that are complete in `--output` are not repeated.
+running totals (right and short, one demonstration in seven). All arms are `run_qwen3_1.7b_base.sh` with
+`FIGURES=later`; plain GRPO has the four settings of `PLAIN` in place of DAPO's, a third arm only the first of them.
+Prints tables of paired differences over seeds and draws the curves. Runs that are complete in `--output` are not
+repeated.
 """
 
-import argparse
 import json
 import random
 import subprocess
@@ -23,13 +23,11 @@ from statistics import fmean
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from miniatures import (
-    IMAGES,
-    REPOSITORY,
     Difference,
     Messages,
     Metrics,
+    argument_parser,
     draw_curves,
-    first_value,
     last_value,
     markdown_table,
     mean_value,
@@ -60,17 +58,21 @@ SETTINGS = [
 ]
 """Sizes: 16 updates a step, as in the recipe, so that clipping acts."""
 
+CLIP_AS_LOW = "trainer.algorithm.eps_clip_high=0.2"
 PLAIN = [
-    "trainer.algorithm.eps_clip_high=0.2",
+    CLIP_AS_LOW,
     "trainer.algorithm.loss_reduction=sequence_mean",
     "trainer.algorithm.overlong_buffer.len=null",
     "generator.apply_overlong_filtering=false",
 ]
-ARMS = {"DAPO": [], "plain GRPO": PLAIN}
+ARMS = {"DAPO": [], "plain GRPO": PLAIN, "DAPO without clip-higher": [CLIP_AS_LOW]}
+
+ENTROPY = "generate/entropy"
+"""Over every sampled token: `policy/policy_entropy` is over those that train, which differ between the arms."""
 
 METRICS = {
     "eval/all/avg_score": "evaluation reward",
-    "policy/policy_entropy": "entropy of the policy",
+    ENTROPY: "entropy of all sampled tokens",
     "generate/stop_reason/length": "share cut off by length",
 }
 """Curves of the picture, by title."""
@@ -79,10 +81,8 @@ FIGURES: dict[str, tuple[Callable[[Metrics], float], int]] = {
     "evaluation reward, mean of the run": (lambda rows: mean_value(rows, "eval/all/avg_score"), 1),
     "evaluation reward, last": (lambda rows: last_value(rows, "eval/all/avg_score"), 1),
     "training reward, last 5 steps": (lambda rows: mean_value(rows, "reward/avg_raw_reward", 5), 1),
-    "entropy, last step minus first": (  # levels differ: each arm averages over other tokens, with its loss's weights
-        lambda rows: last_value(rows, "policy/policy_entropy") - first_value(rows, "policy/policy_entropy"),
-        1,
-    ),
+    "entropy, mean of the run": (lambda rows: mean_value(rows, ENTROPY), 1),
+    "entropy, last 5 steps": (lambda rows: mean_value(rows, ENTROPY, 5), 1),
     "share cut off, mean of the run": (lambda rows: mean_value(rows, "generate/stop_reason/length"), -1),
     "share cut off, last 5 steps": (lambda rows: mean_value(rows, "generate/stop_reason/length", 5), -1),
 }
@@ -185,27 +185,22 @@ def run_arm(folder: Path, arm: str, seed: int, steps: int) -> Metrics:
     return train(SCRIPT, folder / arm.replace(" ", "_").lower(), settings, variables, steps)
 
 
-def report(found: dict[str, list[Metrics]]) -> list[str]:
-    """Return the lines of the table: each arm's mean over seeds, and the paired difference with its interval."""
-    dapo, plain = found["DAPO"], found["plain GRPO"]
-    lines = []
-    for name, (read, sign) in FIGURES.items():
-        ours, theirs = [read(rows) for rows in dapo], [read(rows) for rows in plain]
-        difference = Difference(tuple(a - b for a, b in zip(ours, theirs, strict=True)))
-        shown = difference.shows(sign)
-        lines.append([name, f"{fmean(ours):.3f}", f"{fmean(theirs):.3f}", str(difference), "yes" if shown else "no"])
-    heads = ["", "DAPO", "plain GRPO", "difference [95 % interval]", "shown"]
-    return markdown_table(heads, lines).splitlines()
+def report(found: dict[str, list[Metrics]]) -> str:
+    """Return a table for each arm that DAPO is compared with: means over seeds, paired differences with intervals."""
+    dapo, tables = found["DAPO"], []
+    for arm in list(found)[1:]:
+        lines = []
+        for name, (read, sign) in FIGURES.items():
+            ours, theirs = [read(rows) for rows in dapo], [read(rows) for rows in found[arm]]
+            difference = Difference(tuple(a - b for a, b in zip(ours, theirs, strict=True)))
+            shown = "yes" if difference.shows(sign) else "no"
+            lines.append([name, f"{fmean(ours):.3f}", f"{fmean(theirs):.3f}", str(difference), shown])
+        tables.append(markdown_table(["", "DAPO", arm, "difference [95 % interval]", "shown"], lines))
+    return "\n\n".join(tables)
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--warm_up_steps", type=int, default=600)
-    parser.add_argument("--output", type=Path, default=REPOSITORY / "runs" / "miniature-dapo")
-    parser.add_argument("--picture", type=Path, default=IMAGES / "miniature_dapo.png")
-    options = parser.parse_args(argv)
+    options = argument_parser(__doc__, "dapo", steps=12, warm_up_steps=600).parse_args(argv)
     found: dict[str, list[Metrics]] = {arm: [] for arm in ARMS}
     output = options.output.resolve()
     skills = warmed_up(output / "skills", None, SKILLS, options.warm_up_steps, 5e-3, 0)
@@ -214,8 +209,8 @@ def main(argv: list[str] | None = None) -> None:
         prepare(folder, skills, seed, options.warm_up_steps)
         for arm, runs in found.items():
             runs.append(run_arm(folder, arm, seed, options.steps))
-    print("\n".join(report(found)))
-    print(draw_curves(options.picture, METRICS, found))
+    print(report(found))
+    print(draw_curves(output / "curves.png", METRICS, found))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ give up or stop early, then trained by the scripts `run_qwen2.5_3b_2_turns.sh` a
 are of data and sampling. A run that is complete in `--output` is not repeated.
 """
 
-import argparse
 import json
 import random
 import subprocess
@@ -24,7 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from growing_message import Demonstration, phrase_tokenizer, prepare_model
-from miniatures import IMAGES, REPOSITORY, Difference, Metrics, draw_curves, last_value, markdown_table, train
+from miniatures import REPOSITORY, Difference, Metrics, argument_parser, draw_curves, last_value, markdown_table, train
 
 import skyrl_gym
 from skyrl_gym.tools.retrieval import RetrievalServer
@@ -301,14 +300,9 @@ def report(runs: dict[int, list[Metrics]], seeds: Sequence[int]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser = argument_parser(__doc__, "search_r1", steps=20, warm_up_steps=400)
     parser.add_argument("--turns", nargs="+", type=int, default=[2, 3], help="arms")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--warm_up_steps", type=int, default=400)
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
-    parser.add_argument("--output", type=Path, default=REPOSITORY / "runs" / "miniature-search_r1")
-    parser.add_argument("--picture", type=Path, default=IMAGES / "miniature_search_r1.png")
     options = parser.parse_args(argv)
     output = options.output.resolve()
     with RetrievalServer(world().documents()) as server, ThreadPoolExecutor(options.jobs) as pool:
@@ -331,8 +325,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         }
         runs = {turns: [futures[turns, seed].result() for seed in options.seeds] for turns in options.turns}
     panels = {f"eval/{source}/avg_score": name for source, name in ((ONE_HOP, "one hop"), (TWO_HOPS, "two hops"))}
-    draw_curves(options.picture, panels, {f"{turns} turns": own for turns, own in runs.items()})
-    print(f"\n{report(runs, options.seeds)}\n\npicture: {options.picture}")
+    picture = draw_curves(output / "curves.png", panels, {f"{turns} turns": own for turns, own in runs.items()})
+    print(f"\n{report(runs, options.seeds)}\n\npicture: {picture}")
 
 
 if __name__ == "__main__":

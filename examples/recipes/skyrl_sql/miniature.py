@@ -4,14 +4,13 @@ help where there are more.
     python examples/recipes/skyrl_sql/miniature.py [--seeds 0 1 2] [--steps 20] [--jobs 2] [--output FOLDER]
 
 Questions to generated SQLite databases; the environment is `text2sql`. A model of 0.14 million parameters is warmed up
-on queries that mostly use functions of other SQL dialects or columns that are not there (SQLite refuses both), and
-that mostly pay no heed to what a query gave. It is then trained by the scripts
-`run_qwen2.5_coder_7b_single_turn.sh` and `run_qwen2.5_coder_7b.sh` (six turns), and evaluated with one turn and with
-five on other databases. A run that is complete in `--output` is not repeated. The claim is not shown so far
-(docs/recipes.md).
+on queries of four parts, each mostly that of another SQL dialect, which SQLite refuses with an error that names it. The
+warm-up shows how such a part is exchanged for another, but more often that a refused query is the solution all the
+same. The model is then trained by the scripts `run_qwen2.5_coder_7b_single_turn.sh` and `run_qwen2.5_coder_7b.sh` (six
+turns), and evaluated with one turn and with five on other databases. A run that is complete in `--output` is not
+repeated.
 """
 
-import argparse
 import asyncio
 import json
 import os
@@ -19,7 +18,7 @@ import random
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -34,7 +33,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import pyarrow.parquet
 from growing_message import Demonstration, phrase_tokenizer, prepare_model
 from hydra import compose, initialize_config_dir
-from miniatures import IMAGES, REPOSITORY, SIZES, VARIABLES, Difference, Metrics, draw_curves, markdown_table, train
+from miniatures import (
+    REPOSITORY,
+    SIZES,
+    VARIABLES,
+    Difference,
+    Metrics,
+    argument_parser,
+    draw_curves,
+    markdown_table,
+    train,
+)
 
 import skyrl_gym
 from skyrl_gym.envs.sql.examples import INSTRUCTIONS
@@ -85,26 +94,40 @@ class Kind:
     function: str
     arguments: str
     foreign: tuple[str, str, str]
-    is_easy: bool = False
-    """Whether the warm-up shows SQLite's way often."""
 
 
 KINDS = (
-    Kind("Each name in capitals?", "name", "upper(", "{})", ("UCASE(", "TO_UPPER(", "UPPERCASE("), True),
-    Kind("The day number of each date?", "date", "julianday(", "{})", ("TO_DAYS(", "DAYS(", "DATE_SERIAL("), True),
-    Kind("Each number without its sign?", "number", "abs(", "{})", ("ABSOLUTE(", "MAGNITUDE(", "ABSVAL("), True),
-    Kind("Each name in small letters?", "name", "lower(", "{})", ("LCASE(", "TO_LOWER(", "LOWERCASE("), True),
+    Kind("Each name in capitals?", "name", "upper(", "{})", ("UCASE(", "TO_UPPER(", "UPPERCASE(")),
+    Kind("The day number of each date?", "date", "julianday(", "{})", ("TO_DAYS(", "DAYS(", "DATE_SERIAL(")),
+    Kind("Each number without its sign?", "number", "abs(", "{})", ("ABSOLUTE(", "MAGNITUDE(", "ABSVAL(")),
+    Kind("Each name in small letters?", "name", "lower(", "{})", ("LCASE(", "TO_LOWER(", "LOWERCASE(")),
     Kind("How long is each name?", "name", "length(", "{})", ("LEN(", "CHAR_LENGTH(", "DATALENGTH(")),
-    Kind("The first letter of each name?", "name", "substr(", "{}, 1, 1)", ("LEFT(", "MID(", "LEFTSTR(")),
+    Kind("The first letter of each name?", "name", "substr(", "{}, 1, 1)", ("LEFTMOST(", "MID(", "LEFTSTR(")),
     Kind("Where is an a in each name?", "name", "instr(", "{}, 'a')", ("STRPOS(", "CHARINDEX(", "LOCATE(")),
     Kind("The code of each name?", "name", "unicode(", "{})", ("ASCII(", "ORD(", "CODEPOINT(")),
-    Kind("The year of each date?", "date", "strftime('%Y', ", "{})", ("YEAR(", "EXTRACT(YEAR, ", "DATE_PART('y', ")),
-    Kind("The month of each date?", "date", "strftime('%m', ", "{})", ("MONTH(", "EXTRACT(MONTH, ", "DATE_PART('m', ")),
-    Kind("Each number, or 0?", "number", "ifnull(", "{}, 0)", ("NVL(", "ISNULL(", "NZ(")),
+    Kind("The year of each date?", "date", "strftime('%Y', ", "{})", ("YEAR(", "EXTRACT('year', ", "DATE_PART('y', ")),
+    Kind(
+        "The month of each date?", "date", "strftime('%m', ", "{})", ("MONTH(", "EXTRACT('month', ", "DATE_PART('m', ")
+    ),
+    Kind("Each number, or 0?", "number", "ifnull(", "{}, 0)", ("NVL(", "IFNONE(", "NZ(")),
     Kind("Each number, but at least 50?", "number", "max(", "{}, 50)", ("GREATEST(", "LARGER(", "MAXIMUM(")),
 )
-FOREIGN_ARGUMENTS = ("{} USING utf8)", "{} FOR 1)", "BYTES {})")
-"""Arguments in the ways of other dialects: SQLite's grammar has none of them."""
+SELECT, FOREIGN_VERBS = "SELECT ", ("FIND ", "GET ", "SHOW ")
+FOREIGN_ARGUMENTS = ("{} USING utf8)", "{} FOR 1)", "{} WITH ci)")
+LIMIT, FOREIGN_LIMITS = " LIMIT 2", (" FETCH 2", " TOP 2", " ROWNUM 2")
+"""Parts of a query that are the same for all questions, and those of other dialects, which SQLite's grammar lacks."""
+ERRORS = {
+    "no such function": "function",
+    'near "FIND"': "verb",
+    'near "GET"': "verb",
+    'near "SHOW"': "verb",
+    'near "2"': "limit",
+    'near "USING"': "arguments",
+    'near "FOR"': "arguments",
+    'near "WITH"': "arguments",
+}
+"""Beginning of SQLite's message -> the part of the query that it refuses."""
+ERROR = "Error executing SQL: "
 TABLES = ("ship", "singer", "bridge", "garden", "museum", "comet", "festival", "canal")
 COLUMNS = {
     "name": ("title", "label", "nick", "heading", "caption", "alias"),
@@ -127,11 +150,21 @@ class Database:
     def db_id(self) -> str:
         return "_".join([self.table, *self.columns.values()])
 
-    def query(self, function: str, arguments: str, column: str) -> str:
-        return f"SELECT {function}{arguments.format(column)} FROM {self.table}"
+    def options(self, kind: Kind) -> dict[str, tuple[str, ...]]:
+        """Return what each part of a query may be: SQLite's way first, then those that SQLite refuses."""
+        return {
+            "verb": (SELECT, *FOREIGN_VERBS),
+            "function": (kind.function, *kind.foreign),
+            "arguments": (kind.arguments, *FOREIGN_ARGUMENTS),
+            "limit": (LIMIT, *FOREIGN_LIMITS),
+        }
+
+    def query(self, kind: Kind, parts: Mapping[str, str]) -> str:
+        call = parts["function"] + parts["arguments"].format(self.columns[kind.role])
+        return f"{parts['verb']}{call} FROM {self.table}{parts['limit']}"
 
     def gold(self, kind: Kind) -> str:
-        return self.query(kind.function, kind.arguments, self.columns[kind.role])
+        return self.query(kind, {name: ways[0] for name, ways in self.options(kind).items()})
 
     def write(self, db_path: Path) -> None:
         folder = db_path / "spider" / "database" / self.db_id
@@ -164,16 +197,21 @@ def asked(kind: Kind, turns: int) -> str:
 # ---- demonstrations
 
 
-TRY, SURE, UNSURE, DIRECT = "I try a query.", "I take this query.", "I take another query.", "I answer at once."
+TRY, REPAIR, DIRECT = "I try a query.", "I repair the query.", "I answer at once."
+SURE, UNSURE = "I take this query.", "I take another query."
+
+RIGHT = 0.22
+"""Probability that a part of a query is SQLite's; each of three others has 0.26, so a greedy answer has none right."""
+REPAIRS, BELIEVES, FORGETS = 0.45, 0.45, 0.05
+"""Probability that a refused part is exchanged (else the refused query is the solution); that a query with rows is the
+solution (else another one is); that the thought before the solution is left out, which breaks the form."""
 
 
 @dataclass(frozen=True)
 class Demonstrations:
     """Queries of mixed dialects, and ways to deal with what a query gave, most of them wrong.
 
-    With one turn the solution comes at once. With more, a query comes first. If it gave rows, it is the solution (4 of
-    10 times), another query is (5), or the thought is left out, which breaks the form (1). If SQLite refused it,
-    another query is tried (4), it is the solution nevertheless (5), or the thought is left out (1).
+    With one turn the solution comes at once. With more, a query comes first: see `REPAIRS`, `BELIEVES` and `FORGETS`.
     """
 
     rows: Sequence[dict[str, Any]]
@@ -183,43 +221,47 @@ class Demonstrations:
         row = draw.choice(self.rows)
         database = _database_of(row["db_id"])
         turns, kind = _kind_of(row["extra_info"]["question"])
-        return Demonstration(row["prompt"], self._pieces(database, kind, turns, draw))
+        return Demonstration(row["prompt"], list(self._pieces(database, kind, turns, draw)))
 
-    def _pieces(self, database: Database, kind: Kind, turns: int, draw: random.Random) -> list[tuple[str, bool]]:
-        query = _any_query(database, kind, draw)
+    def _pieces(self, database: Database, kind: Kind, turns: int, draw: random.Random) -> Iterator[tuple[str, bool]]:
+        options = database.options(kind)
+        parts = _any_parts(options, draw)
         if turns == 1:
-            return [_say(DIRECT, "solution", query)]
-        pieces: list[tuple[str, bool]] = []
-        thought = TRY
-        for turns_left in range(turns - 1, -1, -1):
+            yield _say(DIRECT, "solution", database.query(kind, parts))
+            return
+        tried = {name: {part} for name, part in parts.items()}
+        for turns_left in range(turns - 1, 0, -1):
+            query = database.query(kind, parts)
             observation = _observation(self.db_path, database.db_id, query, turns_left)
-            pieces += [_say(thought, "sql", query), (observation, False)]
-            worked = "Error executing SQL" not in observation
-            way = draw.random()
-            if turns_left == 1 or (way < 0.4 and worked):
-                return [*pieces, _say(SURE, "solution", query)]
-            if way < 0.4:
-                query = _any_query(database, kind, draw)
-                continue
-            if way >= 0.9:
-                return [*pieces, (f"<solution>{query}</solution>", True)]
-            if worked:
-                return [*pieces, _say(UNSURE, "solution", _any_query(database, kind, draw))]
-            return [*pieces, _say(SURE, "solution", query)]
-        return pieces
+            yield _say(TRY if turns_left == turns - 1 else REPAIR, "sql", query)
+            yield observation, False
+            refused = refused_part(observation)
+            if draw.random() < FORGETS:
+                yield f"<solution>{query}</solution>", True
+                return
+            if turns_left == 1 or not refused or draw.random() >= REPAIRS:
+                break
+            others = [part for part in options[refused] if part not in tried[refused]]
+            parts[refused] = draw.choice(others or options[refused])
+            tried[refused].add(parts[refused])
+        if refused or draw.random() < BELIEVES:
+            yield _say(SURE, "solution", query)
+        else:
+            yield _say(UNSURE, "solution", database.query(kind, _any_parts(options, draw)))
+
+
+def refused_part(observation: str) -> str | None:
+    """Return the part of a query that SQLite's error names; None if there is no error."""
+    return next((part for text, part in ERRORS.items() if ERROR + text in observation), None)
 
 
 def _say(thought: str, tag: str, text: str) -> tuple[str, bool]:
     return f"<think>{thought}</think><{tag}>{text}</{tag}>", True
 
 
-def _any_query(database: Database, kind: Kind, draw: random.Random) -> str:
-    """Draw a query: function and arguments are SQLite's with a probability of 0.13 each (0.6 for the easy kinds), the
-    column is the table's every other time."""
-    share = 0.6 if kind.is_easy else 0.13
-    function = kind.function if draw.random() < share else draw.choice(kind.foreign)
-    arguments = kind.arguments if draw.random() < share else draw.choice(FOREIGN_ARGUMENTS)
-    return database.query(function, arguments, database.columns[kind.role] if draw.random() < 0.5 else kind.role)
+def _any_parts(options: Mapping[str, Sequence[str]], draw: random.Random) -> dict[str, str]:
+    """Draw each part of a query, SQLite's with a probability of `RIGHT`."""
+    return {name: own[0] if draw.random() < RIGHT else draw.choice(own[1:]) for name, own in options.items()}
 
 
 @cache
@@ -255,13 +297,13 @@ def tokenizer_phrases() -> list[str]:
         f"\n<reminder>You have {left} turns left to complete the task.</reminder></observation>\n\n"
         for left in range(6)
     ]
-    observation = ["\n\n<observation>", "Error executing SQL: …", *reminders]
+    observation = ["\n\n<observation>", *(ERROR + text for text in ERRORS), ": …", *reminders]
     tags = [f"<{slash}{tag}>" for tag in ("think", "sql", "solution") for slash in ("", "/")]
     functions = [function for kind in KINDS for function in (kind.function, *kind.foreign)]
     forms = [*(kind.arguments for kind in KINDS), *FOREIGN_ARGUMENTS]
     arguments = [part for form in forms for part in form.split("{}") if part]
     names = [*TABLES, *COLUMNS, *(column for own in COLUMNS.values() for column in own), *NAMES]
-    thoughts = [TRY, SURE, UNSURE, DIRECT]
+    thoughts = [TRY, REPAIR, SURE, UNSURE, DIRECT]
     questions = [kind.question for kind in KINDS]
     return [
         *frame,
@@ -269,10 +311,13 @@ def tokenizer_phrases() -> list[str]:
         *tags,
         *functions,
         *arguments,
+        LIMIT,
+        *FOREIGN_LIMITS,
         *names,
         *thoughts,
         *questions,
-        "SELECT ",
+        SELECT,
+        *FOREIGN_VERBS,
         " FROM ",
     ]
 
@@ -399,7 +444,7 @@ def report(found: Sequence[dict[tuple[str, int], float]], seeds: Sequence[int]) 
     rows = []
     for turns, name in product(EVALUATION_TURNS, ("warmed up", *ARMS)):
         values = [own[name, turns] for own in found]
-        rows.append([f"{turns} turns", name, *(f"{value:.3f}" for value in [*values, fmean(values)])])
+        rows.append([f"{turns} turn{'s'[: turns > 1]}", name, *(f"{value:.3f}" for value in [*values, fmean(values)])])
     one, five = EVALUATION_TURNS
     claims = {
         "1 turn: trained on 6 turns - trained on 1 turn": [own[SEVERAL, one] - own[SINGLE, one] for own in found],
@@ -414,13 +459,8 @@ def report(found: Sequence[dict[tuple[str, int], float]], seeds: Sequence[int]) 
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--warm_up_steps", type=int, default=250)
+    parser = argument_parser(__doc__, "skyrl_sql", steps=20, warm_up_steps=500)
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
-    parser.add_argument("--output", type=Path, default=REPOSITORY / "runs" / "miniature-skyrl_sql")
-    parser.add_argument("--picture", type=Path, default=IMAGES / "miniature_skyrl_sql.png")
     options = parser.parse_args(argv)
     output = options.output.resolve()
     with ThreadPoolExecutor(options.jobs) as pool:
@@ -433,8 +473,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         runs = {arm: [future.result() for future in own] for arm, own in futures.items()}
     found = [accuracies(output / str(seed), options.steps) for seed in options.seeds]
     panels = {"reward/avg_raw_reward": "reward in training", "eval/all/avg_score": "evaluation, own number of turns"}
-    draw_curves(options.picture, panels, runs)
-    print(f"\n{report(found, options.seeds)}\n\npicture: {options.picture}")
+    picture = draw_curves(output / "curves.png", panels, runs)
+    print(f"\n{report(found, options.seeds)}\n\npicture: {picture}")
 
 
 if __name__ == "__main__":

@@ -7,10 +7,9 @@ but for sizes (`SETTINGS`, `miniature.yaml`). A row says what a function gives (
 operator, name or constant. `cat` and `sed` run in a real sandbox, and the row's tests in a fresh one. After the warm-up
 the model repairs seldom: in three of four demonstrations the agent gives up at once, changes the file without a look at
 it, or puts a random character in place of the wrong one. Prints the resolve rate of held-out functions before and
-after, and draws docs/images/miniature_swe.png. Runs that are complete in `--output` are not repeated.
+after, and draws the curves. Runs that are complete in `--output` are not repeated.
 """
 
-import argparse
 import asyncio
 import json
 import random
@@ -27,11 +26,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from miniatures import (
-    IMAGES,
     REPOSITORY,
     Difference,
     Messages,
     Metrics,
+    argument_parser,
     draw_curves,
     encode_conversation,
     first_value,
@@ -274,13 +273,7 @@ def report(runs: Sequence[Metrics]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--warm_up_steps", type=int, default=700)
-    parser.add_argument("--output", type=Path, default=REPOSITORY / "runs" / "miniature-swe")
-    parser.add_argument("--picture", type=Path, default=IMAGES / "miniature_swe.png")
-    options = parser.parse_args(argv)
+    options = argument_parser(__doc__, "swe", steps=12, warm_up_steps=700).parse_args(argv)
     runs: list[Metrics] = []
     output = options.output.resolve()
     skills = warmed_up(output / "skills", None, SKILLS, options.warm_up_steps, 5e-3, 0)
@@ -290,7 +283,7 @@ def main(argv: list[str] | None = None) -> None:
         runs.append(run(folder, seed, options.steps))
     print(report(runs))
     panels = {TRAINING: "resolve rate in training", "policy/policy_entropy": "entropy of the policy"}
-    print(draw_curves(options.picture, panels, {"agent": runs}))
+    print(draw_curves(output / "curves.png", panels, {"agent": runs}))
 
 
 if __name__ == "__main__":
