@@ -77,7 +77,7 @@ class RunFiles:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="run-files")
         self._progress: dict[str, _Progress] = {}  # of live models; only that thread uses it
         self._done: Counter[str] = Counter()
-        self._is_failing = False
+        self._is_failing = self._is_closed = False
 
     def begin(self, config: EngineConfig) -> None:
         """Write that the server starts, with its settings: without the database's URL, which may hold a password."""
@@ -126,6 +126,7 @@ class RunFiles:
     def close(self) -> None:
         """Write that the server stops, and wait until all is written."""
         self._later(partial(self._log, SERVER, "INFO", "told to stop"))
+        self._is_closed = True
         self._thread.shutdown(wait=True)
 
     # ---- in the thread
@@ -142,7 +143,8 @@ class RunFiles:
             except Exception:  # a curve is no reason to end anything
                 log.exception("run folders in %s", self._folder)
 
-        self._thread.submit(guarded)
+        if not self._is_closed:  # a request may end after the server's stop
+            self._thread.submit(guarded)
 
     def _path(self, name: str) -> Path:
         return self._folder / re.sub(r"[^A-Za-z0-9._-]", "_", name)
