@@ -131,7 +131,7 @@ class InferenceEngineClient(InferenceEngineInterface):
                 prompt=prompt,
                 params=params,
                 seed=seed,
-                slot=SlotRequest(session, len(prompt)),
+                slot=SlotRequest(session, len(prompt), hash(tuple(prompt))),
                 lora_name=lora_name,
                 num_aborts_before=num_aborts,
                 call=EngineCall(prompt, params or {}),

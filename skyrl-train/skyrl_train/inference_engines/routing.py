@@ -1,23 +1,28 @@
 """Routing of requests to engines, and the queue of requests that wait: bookkeeping of one event loop, without engines.
 
-Requests of a session go to one engine, by a consistent hash: an engine's death moves only its sessions, and they are
-back when it is. Everything else goes to the engine with the fewest requests. With a limit on an engine's requests,
-further ones wait in the order of their arrival; one that is continued after an interruption keeps its place.
+A request goes where its keys and values are cached: to the engine of its session, or to the one that had the same
+prompt last, if that has not much more to do than the others (bounded loads, as Mirrokni et al. 2016, with remembered
+engines in place of hashes). Everything else goes to the engine with the fewest requests. With a limit on an engine's
+requests, further ones wait in the order of their arrival; one that is continued after an interruption keeps its place.
 """
 
 import asyncio
 import bisect
-from collections.abc import Collection, Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
-from hashlib import sha256
 
 Session = str | int
 
 
-def engine_of_session(session: Session, engines: Collection[int]) -> int:
-    """Return the engine among `engines` with the highest hash together with this session (rendezvous hashing): without
-    any other engine the choice is the same."""
-    return max(engines, key=lambda engine: sha256(f"{session}\n{engine}".encode()).digest())
+_SESSION_LOAD = 1.5
+"""A session stays on its engine up to this many times the mean number of requests, and one more: elsewhere the whole
+conversation must be computed again."""
+_PROMPT_LOAD = 1.2
+"""Samples of a prompt that come one by one stay together up to this many times the mean: elsewhere the prompt alone
+must be computed again."""
+_MAX_PLACES = 2**16
+"""Sessions and prompts whose engines are remembered: the last used."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,8 @@ class SlotRequest:
     session: Session | None = None
     num_tokens: int = 0
     """Number of prompt tokens: decides between engines with equally many requests."""
+    prompt: int | None = None
+    """Hash of the prompt."""
 
 
 @dataclass
@@ -72,6 +79,7 @@ class Router:
     def __init__(self, num_engines: int, max_requests_per_engine: int | None = None):
         self._loads = [_Load() for _ in range(num_engines)]
         self._limit = max_requests_per_engine
+        self._places: OrderedDict[Hashable, int] = OrderedDict()
         self._open: list[int] = []
         self._doubtful: set[int] = set()
         self._pause_reasons: set[str] = set()
@@ -173,12 +181,15 @@ class Router:
         """Grant the slots there are; return the entry that waits for the rest."""
         slots: dict[int, list[int]] = {}
         remaining: list[int] = []
+        # Requests that come together count together: of many prompts with many samples each engine gets whole groups.
+        mean = (sum(self._loads[engine].requests for engine in self._open) + len(entry.indices)) / len(self._open)
         for index in entry.indices:
             request = entry.requests[index]
-            engine = self._engine_for(request)
+            engine = self._engine_for(request, mean, _PROMPT_LOAD if len(entry.requests) == 1 else 1.0)
             if engine is None:
                 remaining.append(index)
                 continue
+            self._remember(request, engine)
             slots.setdefault(engine, []).append(index)
             self._loads[engine].requests += 1
             self._loads[engine].tokens += request.num_tokens
@@ -188,14 +199,34 @@ class Router:
         entry.granted.set_result(SlotGrant(slots, rest))
         return rest
 
-    def _engine_for(self, request: SlotRequest) -> int | None:
-        """Return the engine that a request goes to now; None where it must wait."""
-        if request.session is not None:
-            engine = engine_of_session(request.session, self._open)
-            return None if self._is_full(engine) else engine
+    def _engine_for(self, request: SlotRequest, mean: float, prompt_load: float) -> int | None:
+        """Return the engine that a request goes to now; None where it must wait.
+
+        Args:
+            mean: requests per engine, with those that are placed now.
+            prompt_load: times the mean that an engine may have to get a prompt again.
+        """
         sure = [engine for engine in self._open if engine not in self._doubtful]
+        engine = self._places.get(("session", request.session))
+        if engine in self._open and self._has_room(engine, _SESSION_LOAD * mean + 1.0):
+            return engine
+        engine = self._places.get(("prompt", request.prompt))
+        if engine in sure and self._has_room(engine, prompt_load * mean):
+            return engine
         free = [engine for engine in sure or self._open if not self._is_full(engine)]
         return min(free, key=lambda engine: (self._loads[engine].requests, self._loads[engine].tokens), default=None)
+
+    def _remember(self, request: SlotRequest, engine: int) -> None:
+        for key in (("session", request.session), ("prompt", request.prompt)):
+            if key[1] is not None:
+                self._places[key] = engine
+                self._places.move_to_end(key)
+        while len(self._places) > _MAX_PLACES:
+            self._places.popitem(last=False)
+
+    def _has_room(self, engine: int, num_requests: float) -> bool:
+        """Check that an engine has at most so many requests with one more."""
+        return self._loads[engine].requests + 1 <= num_requests and not self._is_full(engine)
 
     def _is_full(self, engine: int) -> bool:
         return self._limit is not None and self._loads[engine].requests >= self._limit

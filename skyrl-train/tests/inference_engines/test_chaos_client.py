@@ -212,11 +212,9 @@ async def test_a_slow_engine_gets_less_and_costs_only_what_is_late(start: Start)
         await asyncio.gather(*(ask(prompt) for prompt in PROMPTS * 4))
         taken = [now - then for now, then in zip(engines.requests, before, strict=True)]
         assert sum(taken) == 48 and taken[0] > 2 * taken[1], f"the slow one got {taken[1]} of 48"
-        late = [f"s{i}" for i in range(99)]
-        from skyrl_train.inference_engines.routing import engine_of_session
-
-        of_slow = next(session for session in late if engine_of_session(session, [0, 1]) == 1)
-        of_fast = next(session for session in late if engine_of_session(session, [0, 1]) == 0)
+        of_fast, of_slow = "fast", "slow"  # of two that come together each engine gets one
+        await client.generate(batch(PROMPTS[:2], QUICK, session_ids=[of_fast, of_slow]))
+        assert client._router._places["session", of_slow] == 1
         slow, fast = await asyncio.gather(
             client.generate(batch(PROMPTS[:1], session_ids=[of_slow])),
             client.generate(batch(PROMPTS[:1], session_ids=[of_fast])),

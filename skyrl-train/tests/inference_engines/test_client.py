@@ -118,6 +118,21 @@ async def test_a_session_stays_and_others_go_where_least_is_to_do(client, engine
     assert sorted(engine.num_requests for engine in engines) == [4, 7]
 
 
+async def test_turns_of_sessions_compute_only_what_is_new(client, engines):
+    """Six conversations over two engines, three turns at the same time: each goes where its last turn is cached."""
+    prompts = [[5 + index] * 40 for index in range(6)]
+    for _ in range(3):
+        ask = [client.generate(batch([p], session_ids=[f"s{i}"])) for i, p in enumerate(prompts)]
+        answers = [output["response_ids"][0] for output in await asyncio.gather(*ask)]
+        prompts = [[*prompt, *answer, 9, 8, 7] for prompt, answer in zip(prompts, answers, strict=True)]
+    assert sorted(engine.num_requests for engine in engines) == [9, 9]
+    metrics = client.take_metrics()
+    # A turn's new tokens: three, and the last one of the answer, which was drawn and not computed.
+    assert metrics["engines/prompt_tokens_computed"] == 6 * (40 + 4 + 4)
+    assert metrics["engines/prefix_cache_hit_rate"] == pytest.approx(1 - 48 / (40 + 49 + 58))
+    assert "engines/prefix_cache_hit_rate" not in client.take_metrics()
+
+
 async def test_an_engine_has_no_more_requests_than_it_may_have(make_client: MakeClient):
     client = make_client(max_requests_per_engine=3)
     limited = await asyncio.gather(client.generate(batch([[5, 6]] * 10)), client.generate(batch()))
