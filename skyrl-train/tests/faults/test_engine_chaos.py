@@ -253,8 +253,9 @@ def lying(make_engine: Callable[[], Any], lie: str) -> InferenceEngineInterface:
 @pytest.mark.parametrize(
     "lie, message",
     [
-        ("drops a bucket", r"engine 0.*(bucket 1|are missing: model\.)"),
-        ("swaps two tensors", r"engine 0.*(differ: .*model\.layers|shape)"),
+        # Conformance kits show without a run that engines notice these two.
+        pytest.param("drops a bucket", r"engine 0.*(bucket 1|are missing: model\.)", marks=pytest.mark.full),
+        pytest.param("swaps two tensors", r"engine 0.*(differ: .*model\.layers|shape)", marks=pytest.mark.full),
         ("keeps a stale adapter", r"adapters of version 1 in engine 0: .*differ: base_model\.model\..*lora_"),
         ("computes with others", r"engine 0 gives other log-probs than the trainer: they differ by .* on average"),
     ],

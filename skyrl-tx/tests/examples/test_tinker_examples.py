@@ -60,6 +60,7 @@ def test_reinforcement_raises_the_reward(run, loss):
     assert mean(rewards[-3:]) > mean(rewards[:3]) + 0.15
 
 
+@pytest.mark.full
 def test_the_model_learns_to_ask_the_tool(run):
     printed = run("multi_turn_tool_rl.py", "--steps", "8")
     rewards, asked = curve(printed, "reward"), curve(printed, "asked")
@@ -77,6 +78,7 @@ def test_a_loss_of_ones_own_falls(run):
     assert curve(printed, "preferred")[-1] == 1.0
 
 
+@pytest.mark.full
 def test_the_student_comes_nearer_to_the_teacher(run):
     divergence = curve(run("distillation.py", "--steps", "10"), "KL to the teacher")
     assert mean(divergence[-3:]) < 0.5 * mean(divergence[:3])
