@@ -44,6 +44,10 @@ class EngineTraits:
     reserves_memory: bool = True
     """Takes `generator.gpu_memory_utilization` of a GPU when it starts. False: its cache grows with its requests."""
 
+    prefix_cache_gib: float = 0.0
+    """Memory for cached prefixes beside that of running requests, unless the builder's keyword of this name says
+    otherwise. 0: they are in the same memory."""
+
     is_in_process: bool = False
     """Runs in the process that builds it, and starts none: it fits `trainer.placement.launcher=inline`."""
 

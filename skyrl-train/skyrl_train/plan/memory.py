@@ -227,7 +227,8 @@ def engine_plan(cfg: SkyRLConfig, shape: ModelShape, device: Device) -> EnginePl
     """Return the memory of one device of an engine.
 
     vLLM and SGLang take `gpu_memory_utilization` of the device for weights, working memory and, with all that is left,
-    the cache. The native engine makes the cache as requests come, up to `max_num_seqs` of them.
+    the cache. The native engine makes the cache as requests come, up to `max_num_seqs` of them, and keeps prefixes
+    beside it.
     """
     generator = cfg.generator
     number = BYTES[generator.model_dtype]
@@ -245,7 +246,11 @@ def engine_plan(cfg: SkyRLConfig, shape: ModelShape, device: Device) -> EnginePl
     if device.kind == "cpu" or not EngineRegistry.requirements(generator.backend).reserves_memory:
         # One layer's states of a prompt that is read, and the logits of all running requests.
         working = number * length * (4 * shape.hidden + 4 * shape.feed_forward) + 8 * full * shape.words
-        return EnginePlan(weights, working, full * length * bytes_a_token, bytes_a_token, full, wanted)
+        traits = EngineRegistry.requirements(generator.backend)
+        gib = generator.engine_init_kwargs.get("prefix_cache_gib", traits.prefix_cache_gib)
+        prefixes = min(gib * 2**30, wanted * length * bytes_a_token) if generator.enable_prefix_caching else 0.0
+        cache = full * length * bytes_a_token + prefixes
+        return EnginePlan(weights, working, cache, bytes_a_token, full, wanted)
     tokens = max(generator.max_num_batched_tokens, generator.max_num_seqs)
     states = 2 * number * shape.hidden + 3 * number * shape.feed_forward / tensor
     # Sampling has the logits of every request in float32, and a copy.

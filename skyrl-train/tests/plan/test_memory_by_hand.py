@@ -186,6 +186,20 @@ def test_all_processes_of_a_machine_share_its_memory():
     assert any("all processes" in each for each in memory_plan(cfg, {"policy": shape()}, small).shortages)
 
 
+def test_cached_prefixes_of_the_native_engine_are_beside_running_requests():
+    """At most all tokens of a step: as many as the running requests have when all run at the same time."""
+    device, native = Device("cpu", "cpu", 1e10, 1, 1, 1), {"generator.backend": "native"}
+    off, on, bounded = (
+        engine_plan(settings(**native, **more), shape(), device).cache
+        for more in (
+            {"generator.enable_prefix_caching": False},
+            {},
+            {"generator.engine_init_kwargs": {"prefix_cache_gib": 1e-7}},
+        )
+    )
+    assert on == 2 * off and bounded == off + 1e-7 * 2**30
+
+
 def test_backend_of_a_user_is_not_estimated():
     from skyrl_train.config.training_backends import TrainingBackendRegistry, TrainingBackendTraits
 

@@ -40,6 +40,7 @@ from skyrl_train.inference_engines.native.loading import (
 from skyrl_train.inference_engines.native.lora import Lora
 from skyrl_train.inference_engines.native.lora_loading import read_lora
 from skyrl_train.inference_engines.native.mailbox import Mailbox
+from skyrl_train.inference_engines.native.registration import PREFIX_CACHE_GIB
 from skyrl_train.inference_engines.native.requests import EngineSamplingParams, Request, SeedPair, split_seeds
 from skyrl_train.inference_engines.native.trial import check_generation
 from skyrl_train.inference_engines.native.weights import EngineWeights
@@ -144,7 +145,7 @@ class NativeInferenceEngine(InferenceEngineInterface):
         max_prefill_tokens: int = MAX_PREFILL_TOKENS,
         enable_chunked_prefill: bool = True,
         enable_prefix_caching: bool = True,
-        prefix_cache_gib: float = 1.0,
+        prefix_cache_gib: float = PREFIX_CACHE_GIB,
         max_cache_gib: float | None = None,
         shared_weights: Mapping[str, torch.Tensor] | None = None,
         return_expert_routes: bool = False,

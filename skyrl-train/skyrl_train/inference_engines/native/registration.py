@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 
 
+PREFIX_CACHE_GIB = 1.0
+"""Memory for cached prefixes, if nothing else is asked for."""
+
+
 def _check_model(generator: GeneratorConfig) -> None:
     """Raise ConfigError on an unknown keyword, or a model that this engine cannot compute."""
     from transformers import AutoConfig
@@ -49,6 +53,7 @@ def _keywords(cfg: "SkyRLConfig", _device: str) -> dict[str, Any]:
         ),
         is_in_process=True,
         reserves_memory=False,
+        prefix_cache_gib=PREFIX_CACHE_GIB,
         output_layer_adapters=True,
         expert_routes=True,
         kept_tokens=True,
