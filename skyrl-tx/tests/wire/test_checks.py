@@ -88,7 +88,6 @@ BOUNDS = {"clip_low_threshold": floats(0.5, 0.6, 0.7), "clip_high_threshold": fl
     [
         ("ppo", {"logprobs": RL["logprobs"]}, "must have 'advantages' for ppo; got ['logprobs', 'target_tokens']"),
         ("dro", {"advantages": RL["advantages"]}, "must have 'logprobs' for dro"),
-        ("gspo", RL, "must have 'sequence_ratio_mask' for gspo"),
         ("cispo", RL | {"weights": floats(1, 1, 1)}, "['weights'] is no input of cispo"),
         ("ppo", RL | {"advantages": floats(1, NAN, 1)}, "['advantages'] must be finite; got nan at 1"),
         ("ppo", RL | {"logprobs": floats(1, -INF, 1)}, "['logprobs'] must be finite; got -inf at 1"),

@@ -153,6 +153,19 @@ def test_cross_entropy_without_weights_has_weights_of_one():
     assert decode_training(encode_training(request)).data[0].inputs["weights"].tolist() == [[1.0, 1.0]]
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"), [(None, [0.0, 0.0, 1.0, 1.0]), ([0.0, 1.0, 1.0, 0.0], [0.0, 1.0, 1.0, 0.0])]
+)
+def test_gspo_without_a_mask_counts_the_sampled_targets(given: list[float] | None, expected: list[float]):
+    """The prompt is padded with zeros; the last token was certain when it was sampled."""
+    inputs = {"target_tokens": np.array([0, 0, 5, 6]), "logprobs": np.array([0, 0, -1, 0], np.float32)}
+    inputs["advantages"] = np.array([0, 0, 2, 2], np.float32)
+    if given is not None:
+        inputs["sequence_ratio_mask"] = np.array(given, np.float32)
+    request = TrainingRequest("m", 1, [Datum(np.arange(4), inputs)], "gspo")
+    assert decode_training(encode_training(request)).data[0].inputs["sequence_ratio_mask"].tolist() == expected
+
+
 def test_integer_weights_become_floats_and_float_targets_are_refused():
     weights = {"target_tokens": np.array([2]), "weights": np.array([3])}
     request = TrainingRequest("m", 1, [Datum(np.array([1]), weights)], "cross_entropy")

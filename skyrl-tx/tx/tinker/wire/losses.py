@@ -28,6 +28,7 @@ class LossRule:
         return self.required + self.optional
 
 
+MASK = "sequence_ratio_mask"
 _OF_A_RATIO = (TARGETS, "logprobs", "advantages")
 _THRESHOLDS = ("clip_low_threshold", "clip_high_threshold")
 """Absolute bounds of the ratio. As inputs they are bounds a token, and outrank the settings."""
@@ -44,8 +45,8 @@ LOSS_RULES: Mapping[str, LossRule] = MappingProxyType(
         ),
         "dro": LossRule(required=_OF_A_RATIO, config={"beta": 0.05}),
         "gspo": LossRule(
-            required=(*_OF_A_RATIO, "sequence_ratio_mask"),
-            optional=_THRESHOLDS,
+            required=_OF_A_RATIO,
+            optional=(MASK, *_THRESHOLDS),
             config=dict(zip(_THRESHOLDS, (0.8, 1.2), strict=True)),
         ),
     }
@@ -67,8 +68,13 @@ def with_default_config(loss_fn: str, config: Mapping[str, float]) -> dict[str, 
 
 
 def with_default_inputs(loss_fn: str, datum: Datum) -> Datum:
-    """Weights of one where cross-entropy was given none."""
-    if loss_fn != "cross_entropy" or "weights" in datum.inputs or TARGETS not in datum.inputs:
-        return datum
-    weights = np.ones(datum.inputs[TARGETS].shape, np.float32)
-    return Datum(tokens=datum.tokens, inputs={**datum.inputs, "weights": weights})
+    """Add weights of one where cross-entropy was given none, and where gspo was given no mask, one of the targets whose
+    sampling log-prob or advantage is not 0: clients pad both with zeros over the prompt."""
+    inputs = datum.inputs
+    if loss_fn == "cross_entropy" and "weights" not in inputs and TARGETS in inputs:
+        inputs = {**inputs, "weights": np.ones(inputs[TARGETS].shape, np.float32)}
+    if loss_fn == "gspo" and MASK not in inputs and {"logprobs", "advantages"} <= inputs.keys():
+        is_sampled = [inputs[name] != 0 for name in ("logprobs", "advantages")]
+        if is_sampled[0].shape == is_sampled[1].shape:  # else it is refused later
+            inputs = {**inputs, MASK: np.logical_or(*is_sampled).astype(np.float32)}
+    return Datum(tokens=datum.tokens, inputs=inputs)
