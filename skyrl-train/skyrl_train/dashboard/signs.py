@@ -1,7 +1,7 @@
 """Signs that a run has stopped learning: rules over its curves. A sign states what the curves say; the cause is for the
 reader to find (docs/why-it-stopped-learning.md).
 
-The beginning and the end of a curve are the means of its first and last quarter.
+The beginning of a curve is the mean of its first tenth (three values at least), the end that of its last quarter.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,24 +25,25 @@ def signs(read: Read, names: Iterable[str]) -> list[str]:
         return []
     solved = [read(name) for name in matching(names, "reward/avg_pass_at_*")]
     return [
-        *_evaluation_falls(read),
+        *_evaluation_stays_behind(read),
         *(_entropy_collapses(read, solved[0]) if solved else ()),
         *_answers_are_cut(read),
         *_weights_are_stale(read),
     ]
 
 
-def _evaluation_falls(read: Read) -> Iterator[str]:
-    """The training reward rose by a tenth or more, the evaluation lost a fifth or more of its best score."""
+def _evaluation_stays_behind(read: Read) -> Iterator[str]:
+    """The training reward rose by a quarter or more. The evaluation lost a fifth or more of its best score, or has gained
+    less than a tenth of its first and is below half of the training reward."""
     start, end = _ends(read("reward/avg_raw_reward"))
     scores = _numbers(read("eval/all/avg_score"))
-    if len(scores) < 3 or end - start < 0.1 * max(abs(start), abs(end)):
+    if len(scores) < 3 or end - start < 0.25 * max(abs(start), abs(end)):
         return
     last = fmean(scores[-2:])
-    if last < 0.8 * max(scores):
+    if last < 0.8 * max(scores) or (last < 1.1 * scores[0] and last < 0.5 * end):
         yield (
-            f"The training reward rose from {start:.3g} to {end:.3g}, but the evaluation fell from {max(scores):.3g} "
-            f"to {last:.3g}: training rewards something else."
+            f"The training reward rose from {start:.3g} to {end:.3g}, but the evaluation went from {scores[0]:.3g} "
+            f"(best: {max(scores):.3g}) to {last:.3g}: training rewards something else."
         )
 
 
@@ -84,7 +85,6 @@ def _numbers(values: Sequence[float | None]) -> list[float]:
 
 
 def _ends(values: Sequence[float | None]) -> tuple[float, float]:
-    """Return the means of the first and of the last quarter of a curve that has values."""
+    """Return the beginning and the end of a curve that has values."""
     numbers = _numbers(values)
-    size = max(1, len(numbers) // 4)
-    return fmean(numbers[:size]), fmean(numbers[-size:])
+    return fmean(numbers[: max(3, len(numbers) // 10)]), fmean(numbers[-max(1, len(numbers) // 4) :])
