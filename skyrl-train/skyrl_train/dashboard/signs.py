@@ -33,7 +33,7 @@ def signs(read: Read, names: Iterable[str]) -> list[str]:
 
 
 def _evaluation_stays_behind(read: Read) -> Iterator[str]:
-    """The training reward rose by a quarter or more. The evaluation lost a fifth or more of its best score, or has gained
+    """The training reward rose by a quarter or more; the evaluation lost a fifth or more of its best score, or gained
     less than a tenth of its first and is below half of the training reward."""
     start, end = _ends(read("reward/avg_raw_reward"))
     scores = _numbers(read("eval/all/avg_score"))
