@@ -72,6 +72,27 @@ def place(run: str, page: str, **query: Any) -> str:
     return f"/#/run/{run}/{page}" + (f"?{urlencode(query)}" if query else "")
 
 
+def test_sample_of_an_agent_shows_tool_outputs_and_sandbox_log_as_text(browser: Any, tmp_path: Path):
+    hostile = "<img src=x onerror=alert(1)>\x1b[31m"
+    command = {"stage": "evaluate", "command": f"make test {hostile}", "stdout": hostile, "stderr": "2 failed"}
+    record = {
+        "instance_id": "a", "trajectory_id": 0, "reward": 0.0, "finish_reason": "FINISH_TOOL",
+        "rows": [{"prompt": "Do it.", "spans": [[True, "call"], [False, "out"]], "response_ids": [1, 2]}],
+        "tool_calls": [{"step": 1, "name": "bash", "arguments": {"command": "ls"}, "output": hostile, "seconds": 0.2}],
+        "sandbox": [command | {"outcome": "exited", "returncode": 2, "seconds": 1.5}],
+    }  # fmt: skip
+    (tmp_path / "trajectories.jsonl").write_text(json.dumps(record) + "\n")
+    with serving(tmp_path) as (url, _), open_page(browser) as page:
+        page.goto(url + place(".", "sample", phase="eval", step=0, line=0))
+        log = page.locator("section", has_text="Sandbox log").last
+        log.wait_for()
+        assert "evaluate" in log.inner_text() and "exit 2" in log.inner_text()
+        log.locator("summary").click()
+        assert "2 failed" in log.inner_text() and "<img src=x" in log.inner_text()
+        page.locator("section", has_text="Tool calls").last.locator("summary").click()
+        assert page.locator("img").count() == 0
+
+
 def test_hostile_text_stays_text_on_every_page(browser: Any, tmp_path: Path):
     run = write_run(tmp_path / "runs" / "hostile", last_record=f"ERROR   {HOSTILE}")
     run.write_config(f"trainer: {{run_name: {json.dumps(HOSTILE)}, algorithm: {{a: 1}}}}\n")
