@@ -44,9 +44,10 @@ function groupsOf(rows) {
     const samples = [...group.samples.values()];
     const rewards = samples.filter(({ failure }) => !failure).map(({ reward }) => reward);
     const mean = rewards.reduce((sum, value) => sum + value, 0) / rewards.length;
+    const spread = Math.sqrt(rewards.reduce((sum, value) => sum + (value - mean) ** 2, 0) / rewards.length);
     Object.assign(group, {
       mean: rewards.length ? mean : null,
-      spread: rewards.length ? Math.sqrt(rewards.reduce((sum, value) => sum + (value - mean) ** 2, 0) / rewards.length) : null,
+      spread: rewards.length ? (spread < 1e-6 ? 0 : spread) : null, // the trainer's tolerance
       num: samples.length,
       failed: samples.filter(({ failure }) => failure).length,
       tokens: samples.reduce((sum, { tokens }) => sum + tokens, 0) / samples.length,
