@@ -7,6 +7,7 @@ raise `RequestError`, too many raise `Busy`. A method returns once its effect is
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 from pydantic import JsonValue
@@ -36,6 +37,8 @@ from tx.tinker.storage.store import Store
 
 log = logging.getLogger(__name__)
 
+LAST_LINES_SECONDS = 5.0
+"""Time for the last lines of curves when the server stops."""
 METRICS_SECONDS = 60.0
 """Time between two lines of the server's own curves."""
 
@@ -120,7 +123,8 @@ class TinkerService:
         await self._link.close()
         await self._dispatch.close()
         await self._cleanup.close()
-        await asyncio.to_thread(self._run_files.close)
+        with suppress(TimeoutError):  # a disk that is stalled: curves may have a gap
+            await asyncio.wait_for(asyncio.to_thread(self._run_files.close), LAST_LINES_SECONDS)
         await self._store.close()
 
     async def _note_metrics(self) -> None:
