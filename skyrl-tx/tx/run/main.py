@@ -89,5 +89,13 @@ def doctor(context: typer.Context) -> None:
     sys.exit(main(context.args))
 
 
+@app.command(context_settings=_PASS_ON, add_help_option=False)
+def recover(context: typer.Context) -> None:
+    """List the checkpoints on disk again after the database was lost; options as of `tx serve`, after the TENANT."""
+    from tx.run.recover import main
+
+    sys.exit(main(context.args))
+
+
 if __name__ == "__main__":
     app()

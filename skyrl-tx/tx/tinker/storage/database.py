@@ -25,6 +25,10 @@ _BUSY_SECONDS = 30
 _ADVISORY_LOCK = 0x74785F74696E6B65  # "tx_tinke"
 _LOCK_PATIENCE_SECONDS = 5.0
 """A server that was killed a moment ago may still hold the lock: PostgreSQL has to notice first."""
+_WAY_OUT = (
+    "Restore a copy, or move the file, its -wal and -shm and `blobs` of the state folder away and start anew; "
+    "then `tx recover` lists the checkpoints on disk again"
+)
 _SQLITE_PRAGMAS = {
     "journal_mode": "WAL",
     "busy_timeout": _BUSY_SECONDS * 1000,
@@ -103,11 +107,20 @@ class Database:
                 self._lock_file()
                 self._on_connect(self.writer, _set_up_sqlite)
                 self._on_connect(self.reader, _set_up_sqlite_reader)
+                self._check_file()
             else:
                 self._on_connect(self.writer, _take_advisory_lock)
             return self._check_schema()
         except (SQLAlchemyError, OSError) as error:
-            raise ConfigError(f"database_url: {self} cannot be used: {reason_of(error)}") from error
+            way_out = f". {_WAY_OUT}" if "not a database" in str(error) or "malformed" in str(error) else ""
+            raise ConfigError(f"database_url: {self} cannot be used: {reason_of(error)}{way_out}") from error
+
+    def _check_file(self) -> None:
+        """Raise ConfigError if the file is damaged: better at the start than in the middle of a run."""
+        with self.writer.connect() as connection:
+            found = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar()
+        if found != "ok":
+            raise ConfigError(f"database_url: {self} is damaged ({found}). {_WAY_OUT}")
 
     @contextmanager
     def writing(self) -> Iterator[Connection]:

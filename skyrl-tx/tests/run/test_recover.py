@@ -1,0 +1,98 @@
+"""`tx recover` after the database was lost."""
+
+import asyncio
+import json
+import shutil
+import sqlite3
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from tx.errors import ConfigError
+from tx.run import recover
+from tx.tinker.service.checkpoints import Checkpoints
+from tx.tinker.service.state import ServerState
+from tx.tinker.storage.store import Store
+
+RUN = "session_1:train:2"
+LAYER = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+
+
+def save(base: Path, kind: str, name: str, suffix: str = "") -> Path:
+    folder = base / RUN / kind / name
+    folder.mkdir(parents=True)
+    (folder / f"adapter_config.json{suffix}").write_text(json.dumps({"r": 4}))
+    save_file({LAYER: np.ones((4, 2), np.float32)}, folder / f"adapter_model.safetensors{suffix}")
+    if kind == "weights":
+        save_file({"mean.x": np.ones(2, np.float32)}, folder / "optimizer.safetensors")
+    return folder
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> list[str]:
+    folders = ["--state-dir", str(tmp_path / "state"), "--checkpoints-base", str(tmp_path / "checkpoints")]
+    return ["--base-model", "folder/of/tiny", "--served-model-name", "tiny", *folders]
+
+
+async def test_checkpoints_are_listed_again_and_can_be_loaded(tmp_path: Path, options: list[str], capsys):
+    base = tmp_path / "checkpoints"
+    save(base, "weights", "best@3")
+    newest = save(base, "weights", "best@11")
+    save(base, "sampler_weights", "step-1@4")
+    save(base, "external_weights", "private@12", suffix=".age")
+    save(base, "samplers", "0@5")  # without a name
+    (save(base, "weights", "torn@9") / "optimizer.safetensors").write_bytes(b"\0" * 9)
+    (tmp_path / "state").mkdir()
+    code = await run(recover.main, ["anna", *options])
+    printed = capsys.readouterr().out
+    assert code == 1, "one is damaged"
+    for line in (
+        f"added    tinker://{RUN}/weights/best\n",
+        f"added    tinker://{RUN}/sampler_weights/step-1\n",
+        f"added    tinker://{RUN}/external_weights/private\n",
+        f"damaged  {base / RUN / 'weights' / 'torn@9'}: ",
+        f"3 of 3 checkpoints are new to sqlite:///{tmp_path / 'state' / 'tx.db'} and belong to anna\n",
+    ):
+        assert line in printed
+
+    store = Store(f"sqlite:///{tmp_path / 'state' / 'tx.db'}")
+    await store.start()
+    checkpoints = Checkpoints(store, ServerState())
+    source = await checkpoints.source("anna", f"tinker://{RUN}/weights/best", optimizer=True)
+    assert (source.folder, source.base_model, source.lora.rank) == (str(newest), "tiny", 4)
+    assert (source.lora.train_attn, source.lora.train_mlp, source.lora.train_unembed) == (True, False, False)
+    assert len((await checkpoints.of_run("anna", RUN))["checkpoints"]) == 3
+    assert await run(recover.main, ["anna", *options]) == 2, "a server uses it"
+    assert "in use by another server" in capsys.readouterr().err
+    await store.close()
+
+    shutil.rmtree(base / RUN / "weights" / "torn@9")
+    assert await run(recover.main, ["anna", *options]) == 0
+    assert "0 of 3 checkpoints are new" in capsys.readouterr().out
+
+
+async def run(main, arguments: list[str]) -> int:
+    """Run a command, which has an event loop of its own."""
+    return await asyncio.to_thread(main, arguments)
+
+
+def test_there_is_nothing_to_recover_where_no_folder_is(options: list[str], capsys):
+    assert recover.main(options) == 2
+    assert "checkpoints_base: there is no folder" in capsys.readouterr().err
+
+
+async def test_a_damaged_database_is_named_at_the_start_with_the_way_out(tmp_path: Path):
+    path = tmp_path / "tx.db"
+    store = Store(f"sqlite:///{path}")
+    await store.start()
+    await store.close()
+    connection = sqlite3.connect(path)
+    connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    connection.close()
+    whole = path.read_bytes()
+    for damaged in (b"\xff" * 8192, whole[: 4096 * 3] + b"\xff" * 4096 * 5 + whole[4096 * 8 :]):
+        path.write_bytes(damaged)
+        with pytest.raises(ConfigError, match=r"tx\.db.*(\n.*)*`tx recover` lists the checkpoints on disk again"):
+            await Store(f"sqlite:///{path}").start()

@@ -1,0 +1,166 @@
+"""`tx recover`: checkpoints on disk that a new database does not know, listed again after the old one was lost."""
+
+import asyncio
+import json
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import get_args
+
+from safetensors import SafetensorError, safe_open
+from sqlmodel import Session as Database
+
+from tx.errors import ConfigError
+from tx.tinker.command_line import read_config
+from tx.tinker.config import EngineConfig
+from tx.tinker.storage.db_models import CheckpointRow, ModelRow, SessionRow
+from tx.tinker.storage.store import Store
+from tx.tinker.types import CheckpointKind, TinkerPath
+
+_RUN = re.compile(r"(?P<session>.+):train:(?P<number>\d+)")
+_FOLDER = re.compile(r"(?P<name>.+)@(?P<seq>\d+)")
+_WEIGHTS, _OPTIMIZER = "adapter_model.safetensors", "optimizer.safetensors"
+
+
+@dataclass(frozen=True)
+class FoundCheckpoint:
+    """A whole checkpoint on disk."""
+
+    path: TinkerPath
+    seq: int
+    """Seq of the request that saved it: of folders with the same name, the last counts."""
+    folder: Path
+    rank: int = 0
+    layers: frozenset[str] = field(default_factory=frozenset)
+    """Names of the tensors; none where they are encrypted."""
+
+    def has(self, part: str) -> bool:
+        """Return True if the adapter has a layer with this in its name."""
+        return any(part in layer for layer in self.layers)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print a line for each checkpoint. Returns 1 if one cannot be read, 2 for invalid options."""
+    try:
+        tenant, *options = argv if argv and not argv[0].startswith("-") else ("local", *argv)
+        config = read_config(options)
+        if "://" in config.checkpoints_base:
+            raise ConfigError(
+                f"checkpoints_base: {config.checkpoints_base} is no local folder; copy it to one, recover from that, "
+                "and copy the state folder back"
+            )
+        found, damaged = find_checkpoints(Path(config.checkpoints_base).expanduser().absolute())
+        states = asyncio.run(register(config, tenant, found))
+    except ConfigError as error:
+        print(f"ConfigError: {error}", file=sys.stderr)
+        return 2
+    lines = [
+        *zip(states, (checkpoint.path for checkpoint in found), strict=True),
+        *(("damaged", one) for one in damaged),
+    ]
+    for state, what in lines:
+        print(f"{state:8} {what}")
+    print(f"{states.count('added')} of {len(found)} checkpoints are new to {config.store_url} and belong to {tenant}")
+    return 1 if damaged else 0
+
+
+def find_checkpoints(base: Path) -> tuple[list[FoundCheckpoint], list[str]]:
+    """Find the newest folder of each checkpoint under `base`. Returns: the whole ones, and what is wrong with others.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    if not base.is_dir():
+        raise ConfigError(f"checkpoints_base: there is no folder {base}")
+    newest: dict[TinkerPath, FoundCheckpoint] = {}
+    damaged = []
+    for candidate in _candidates(base):
+        if candidate.path in newest and newest[candidate.path].seq > candidate.seq:
+            continue
+        try:
+            newest[candidate.path] = _read(candidate)
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            damaged.append(f"{candidate.folder}: {error}")
+    # Encrypted ones last: their runs are made for others.
+    return sorted(newest.values(), key=lambda checkpoint: (not checkpoint.layers, checkpoint.path)), damaged
+
+
+def _candidates(base: Path) -> Iterator[FoundCheckpoint]:
+    for kind in get_args(CheckpointKind):
+        for folder in sorted(base.glob(f"*/{kind}/*@*")):
+            run, name = folder.parents[1].name, _FOLDER.fullmatch(folder.name)
+            if _RUN.fullmatch(run) and name:
+                yield FoundCheckpoint(TinkerPath(run, kind, name["name"]), int(name["seq"]), folder)
+
+
+def _read(found: FoundCheckpoint) -> FoundCheckpoint:
+    folder = found.folder
+    if found.path.kind == "external_weights" and (folder / f"{_WEIGHTS}.age").exists():
+        return found
+    rank = json.loads((folder / "adapter_config.json").read_text())["r"]
+    with safe_open(folder / _WEIGHTS, "np") as file:
+        layers = frozenset(file.keys())
+    if found.path.kind == "weights":
+        with safe_open(folder / _OPTIMIZER, "np"):
+            pass
+    return FoundCheckpoint(found.path, found.seq, folder, rank, layers)
+
+
+async def register(config: EngineConfig, tenant: str, found: list[FoundCheckpoint]) -> list[str]:
+    """Insert checkpoints, their runs and sessions where they are missing.
+
+    Returns: for each checkpoint `added`, `known`, or `no run` for an encrypted one of whose run nothing else is there.
+
+    Raises:
+        ConfigError: the database cannot be used; a server is using it, perhaps.
+    """
+    store = Store(config.store_url)
+    await store.start()
+    try:
+        return await store.write(lambda database: [_insert(database, config, tenant, each) for each in found])
+    finally:
+        await store.close()
+
+
+def _insert(database: Database, config: EngineConfig, tenant: str, found: FoundCheckpoint) -> str:
+    run, kind, name = found.path
+    if database.get(CheckpointRow, (run, kind, name)) is not None:
+        return "known"
+    matched, now = _RUN.fullmatch(run), time.time()
+    assert matched is not None
+    if database.get(ModelRow, run) is None:
+        if not found.layers:
+            return "no run"
+        session_id = matched["session"]
+        if database.get(SessionRow, session_id) is None:
+            session = SessionRow(session_id=session_id, tenant=tenant, created_at=now, last_heartbeat_at=now)
+            session.ended_at, session.end_reason = now, "finished"
+            database.add(session)
+            database.flush()
+        model = ModelRow(
+            model_id=run,
+            tenant=tenant,
+            session_id=session_id,
+            model_seq_id=int(matched["number"]),
+            base_model=config.served_names[-1],
+            lora_rank=found.rank,
+            lora_seed=0,
+            train_attn=found.has("self_attn"),
+            train_mlp=found.has("mlp"),
+            train_unembed=found.has("lm_head"),
+            status="unloaded",
+            created_at=now,
+            last_request_at=now,
+        )
+        database.add(model)
+        database.flush()
+    size = sum(file.stat().st_size for file in found.folder.rglob("*") if file.is_file())
+    row = CheckpointRow(
+        model_id=run, kind=kind, name=name, tenant=tenant, folder=str(found.folder), created_at=now, size_bytes=size
+    )
+    database.add(row)
+    database.flush()
+    return "added"
