@@ -12,7 +12,7 @@ training problems, their order, and all sampling. Arms:
     full   `main_distill`, reverse KL divergence over the vocabulary
 
 Prints the share of right answers at equal tokens (sampled at temperature 1, held-out problems) with paired differences
-to `sft` over seeds, and draws docs/images/miniature_distillation.png. Arms that are complete in `--output` are not
+to `sft` over seeds, and draws the curves. Arms that are complete in `--output` are not
 repeated.
 """
 
@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes"))
 
 import torch
 from data import write_dataset
-from miniatures import IMAGES, REPOSITORY, Difference, markdown_table
+from miniatures import REPOSITORY, Difference, markdown_table
 from model import END, make_model, make_tokenizer
 from tasks import TASKS, Message, Row, demonstrate_addition, make_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -248,10 +248,11 @@ def main() -> None:
             curves[arm].append(curve_of(folder, arm, seed))
             print(f"seed {seed} {arm}: {[(round(x), round(y, 3)) for x, y in curves[arm][-1]]}", flush=True)
     report(curves, teachers)
+    print(f"\ncurve: {draw(curves, options.output / 'curves.png')}")
 
 
 def report(curves: Mapping[str, Sequence[Curve]], teachers: Sequence[float]) -> None:
-    """Print the table and draw the curves."""
+    """Print the table."""
     num_seeds = len(teachers)
     budgets = [min(curves[arm][number][-1][0] for arm in ARMS) for number in range(num_seeds)]
     rows = []
@@ -264,10 +265,9 @@ def report(curves: Mapping[str, Sequence[Curve]], teachers: Sequence[float]) -> 
     before = fmean(curve[0][1] for curve in curves["sft"])
     print(f"right answers before: {before:.3f}; teacher: {fmean(teachers):.3f}\n")
     print(markdown_table(["arm", "right answers", "difference to sft"], rows))
-    print(f"\ncurve: {draw(curves)}")
 
 
-def draw(curves: Mapping[str, Sequence[Curve]]) -> Path:
+def draw(curves: Mapping[str, Sequence[Curve]], path: Path) -> Path:
     """Draw right answers over tokens: a thin line for each seed, a thick one for their mean."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import, and only needed here
     from matplotlib.figure import Figure
@@ -283,8 +283,6 @@ def draw(curves: Mapping[str, Sequence[Curve]]) -> Path:
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-    path = IMAGES / "miniature_distillation.png"
-    path.parent.mkdir(parents=True, exist_ok=True)
     FigureCanvasAgg(figure).print_png(str(path))
     return path
 
