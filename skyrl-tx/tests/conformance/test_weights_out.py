@@ -3,12 +3,17 @@
 import json
 import os
 import subprocess
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
+
+from skyrl_train.inference_engines.base import InferenceEngineInput
+from skyrl_train.weight_sync.base import LoraLoadRequest
+from skyrl_train_testing.engine_conformance import make_tiny_model
 
 SCRIPT = Path(__file__).parent / "cookbook" / "weights_out.py"
 TOKENS = [5, 9, 13, 20, 7, 8, 30, 2]
@@ -21,10 +26,24 @@ def log_probs_of(model: torch.nn.Module) -> list[float]:
     return scores.gather(1, tokens[0, 1:, None])[:, 0].tolist()
 
 
+async def log_probs_of_vllm(model: Path, adapter: str) -> list[float]:
+    from skyrl_train.inference_engines.vllm.engine import VLLMInferenceEngine
+
+    engine = VLLMInferenceEngine(str(model), device="cpu", dtype="float32", max_lora_rank=8)
+    try:
+        await engine.load_lora(LoraLoadRequest(name="served", path=adapter, version=1))
+        asked = {"prompt_token_ids": [TOKENS], "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0}}
+        [found] = (await engine.generate(InferenceEngineInput(**asked, lora_name="served")))["prompt_logprobs"] or []
+        return found
+    finally:
+        await engine.teardown()
+
+
 @pytest.mark.full
 @pytest.mark.timeout(900)
-def test_weights_taken_out_are_those_of_the_sampler(sdk_python, start_server, tiny_model: Path, tmp_path: Path):
+async def test_weights_taken_out_are_those_of_the_sampler(sdk_python, start_server, tmp_path: Path):
     python = sdk_python("cookbook-0.6.1")
+    tiny_model = Path(make_tiny_model(tmp_path / "tiny", tied=False))
     server = start_server(tiny_model, served=["tiny"])
     variables = {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": server.keys[0], "TINKER_TELEMETRY": "0"}
     command = [python, SCRIPT, tiny_model, tmp_path, *map(str, TOKENS)]
@@ -42,4 +61,9 @@ def test_weights_taken_out_are_those_of_the_sampler(sdk_python, start_server, ti
     assert found == dict.fromkeys(found, expected)
     assert len(found) == 6
     # What the tools saved on the way is gone.
-    assert said["checkpoints"] == ["external_weights/external", "weights/state"]
+    assert said["checkpoints"] == ["external_weights/external", "external_weights/served", "weights/state"]
+
+    if find_spec("vllm") is not None:
+        served = said["for_engines"]
+        found = await log_probs_of_vllm(tiny_model, served["adapter"])
+        assert found == pytest.approx(served["log_probs"][1:], abs=1e-4)

@@ -17,18 +17,34 @@ from tinker_cookbook.weights import build_hf_model, build_lora_adapter
 STEPS = 3
 
 
-def main(base_model: str, folder: Path, tokens: list[int]) -> None:
-    service = tinker.ServiceClient()
-    training = service.create_lora_training_client(base_model="tiny", rank=4, seed=1)
+def trained(service: tinker.ServiceClient, tokens: list[int], **layers: bool) -> tinker.TrainingClient:
+    training = service.create_lora_training_client(base_model="tiny", rank=4, seed=1, **layers)
     inputs = {"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)}
     datum = tinker.Datum(model_input=tinker.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
     for _ in range(STEPS):
         training.forward_backward([datum], "cross_entropy").result()
         training.optim_step(tinker.AdamParams(learning_rate=0.02)).result()
+    return training
+
+
+def log_probs_of(training: tinker.TrainingClient, tokens: list[int]) -> list[float | None]:
+    sampler = training.save_weights_and_get_sampling_client()
+    return sampler.compute_logprobs(tinker.ModelInput.from_ints(tokens)).result()
+
+
+def main(base_model: str, folder: Path, tokens: list[int]) -> None:
+    service = tinker.ServiceClient()
+    training = trained(service, tokens)
     state = training.save_state("state").result().path
     external = training.save_weights_external("external").result().path
-    sampler = training.save_weights_and_get_sampling_client()
-    log_probs = sampler.compute_logprobs(tinker.ModelInput.from_ints(tokens)).result()
+    log_probs = log_probs_of(training, tokens)
+    # An engine that serves adapters has none on the output layer.
+    served = trained(service, tokens, train_unembed=False)
+    path = served.save_weights_external("served").result().path
+    for_engines = {
+        "adapter": weights.download(tinker_path=path, output_dir=str(folder / "served")),
+        "log_probs": log_probs_of(served, tokens),
+    }
 
     adapters = {
         "download of a training checkpoint": weights.download(tinker_path=state, output_dir=str(folder / "state")),
@@ -43,7 +59,8 @@ def main(base_model: str, folder: Path, tokens: list[int]) -> None:
     build_hf_model(base_model=base_model, adapter_path=adapters["download of external weights"], output_path=merged)
     adapters["build_lora_adapter"] = lora
     left = [one.checkpoint_id for one in service.create_rest_client().list_user_checkpoints().result().checkpoints]
-    print(json.dumps({"log_probs": log_probs, "adapters": adapters, "merged": merged, "checkpoints": sorted(left)}))
+    said = {"log_probs": log_probs, "adapters": adapters, "merged": merged, "for_engines": for_engines}
+    print(json.dumps(said | {"checkpoints": sorted(left)}))
 
 
 if __name__ == "__main__":
