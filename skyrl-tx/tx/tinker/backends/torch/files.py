@@ -89,7 +89,7 @@ def _read_weights(adapter: Adapter, folder: Path) -> torch.Tensor:
     try:
         file = read_adapter(folder)
     except ValueError as error:
-        raise ModelError(str(error)) from error
+        raise ModelError(str(error).replace(str(folder), "the checkpoint")) from error  # the client sees no path
     rank, alpha = file.config.get("r"), file.config.get("lora_alpha")
     if rank != adapter.lora.rank or alpha != LORA_ALPHA:
         raise ModelError(
