@@ -17,7 +17,6 @@ evaluation reward of every run at every tenth step and a summary, as markdown ta
 
 import argparse
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,12 +26,15 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "quickstart"))
+
+from run import prepare, script_settings
+
 from skyrl_train.config import SkyRLConfig, compose_config
 from skyrl_train.config.validation import validate_cfg
 from skyrl_train.entrypoints.main_base import BasePPOExp
 from skyrl_train.utils.run_folder import RunFolder
 
-QUICKSTART = Path(__file__).resolve().parents[1] / "examples" / "quickstart"
 _CORRECTION = "trainer.algorithm.off_policy_correction"
 _TRUNCATED = f"{_CORRECTION}.tis_ratio_type=token"
 KINDS = {
@@ -56,30 +58,6 @@ class Uncorrected(BasePPOExp):
     def __init__(self, cfg: SkyRLConfig):
         super().__init__(cfg)
         self.cfg.trainer.algorithm.off_policy_correction.tis_ratio_type = None
-
-
-def prepare(folder: Path, task: str, seed: int) -> None:
-    """Make the model and the data of a task, unless the folder has them."""
-    common = ["--task", task, "--seed", str(seed)]
-    if not (folder / "model" / "config.json").exists():
-        run_script("model.py", "--output", str(folder / "untrained"), *common)
-        run_script("warm_up.py", "--model", str(folder / "untrained"), "--output", str(folder / "model"), *common)
-    if not (folder / "data" / "validation.parquet").exists():
-        run_script("data.py", "--output", str(folder / "data"), *common)
-
-
-def run_script(name: str, *arguments: str) -> None:
-    subprocess.run([sys.executable, str(QUICKSTART / name), *arguments], check=True, stdout=subprocess.DEVNULL)
-
-
-def settings(folder: Path, run_dir: Path, task: str, overrides: list[str]) -> SkyRLConfig:
-    """Return the settings of the quickstart's script with some changes."""
-    # `echo` in the place of Python: the script's own settings, without a second copy of them here.
-    variables = {"PYTHON": "echo", "MODEL": str(folder / "model"), "DATA_DIR": str(folder / "data")}
-    command = ["bash", str(QUICKSTART / f"run_{task}.sh"), *overrides]
-    environment = os.environ | variables | {"RUN_DIR": str(run_dir)}
-    arguments = subprocess.run(command, check=True, env=environment, capture_output=True, text=True).stdout.split()
-    return validate_cfg(compose_config(arguments[2:]))
 
 
 def train(folder: Path, task: str, kind: str, seed: int, steps: int, staleness: int) -> list[dict[str, Any]]:
@@ -106,7 +84,8 @@ def train(folder: Path, task: str, kind: str, seed: int, steps: int, staleness: 
         overrides += ["trainer.fully_async.enabled=true", f"trainer.fully_async.max_staleness_steps={staleness}"]
     overrides += KINDS[kind]
     RunFolder(run_dir).metrics_path.unlink(missing_ok=True)
-    (Uncorrected if kind == "uncorrected" else BasePPOExp)(settings(folder, run_dir, task, overrides)).run()
+    cfg = validate_cfg(compose_config(script_settings(folder, task, [f"trainer.run_dir={run_dir}", *overrides])))
+    (Uncorrected if kind == "uncorrected" else BasePPOExp)(cfg).run()
     return RunFolder(run_dir).read_metrics()
 
 

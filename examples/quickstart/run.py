@@ -57,15 +57,25 @@ def prepare(folder: Path, task: str, seed: int) -> None:
 
 def train(folder: Path, task: str, seed: int, overrides: list[str]) -> None:
     """GRPO, in a process of its own or several. A run that was stopped goes on where it was."""
-    environment = {
-        "PYTHON": sys.executable,
-        "MODEL": str(folder / "model"),
-        "DATA_DIR": str(folder / "data"),
-        "RUN_DIR": str(folder / "run"),
-    }
-    script = str(HERE / f"run_{task}.sh")
-    say(f"{' '.join(f'{name}={value}' for name, value in environment.items())} bash {script}")
-    subprocess.run(["bash", script, f"trainer.seed={seed}", *overrides], check=True, env=os.environ | environment)
+    environment, command = script_command(folder, task, [f"trainer.seed={seed}", *overrides])
+    say(f"{' '.join(f'{name}={value}' for name, value in environment.items())} {' '.join(command[:2])}")
+    subprocess.run(command, check=True, env=os.environ | environment)
+
+
+def script_command(folder: Path, task: str, overrides: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Return the environment and the command line of the task's script."""
+    variables = {"MODEL": folder / "model", "DATA_DIR": folder / "data", "RUN_DIR": folder / "run"}
+    environment = {"PYTHON": sys.executable} | {name: str(path) for name, path in variables.items()}
+    return environment, ["bash", str(HERE / f"run_{task}.sh"), *overrides]
+
+
+def script_settings(folder: Path, task: str, overrides: list[str]) -> list[str]:
+    """Return the settings of the task's script (`key=value` each), for a run in this process."""
+    environment, command = script_command(folder, task, overrides)
+    # `echo` in the place of Python: the script's own settings, without a second copy of them.
+    echo = os.environ | environment | {"PYTHON": "echo"}
+    printed = subprocess.run(command, check=True, env=echo, capture_output=True, text=True).stdout
+    return printed.split()[2:]  # without `-m module`
 
 
 def show(run: Path, seconds: float) -> None:
