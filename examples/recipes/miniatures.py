@@ -164,6 +164,7 @@ def train(script: Path, run_dir: Path, settings: Sequence[str], variables: Mappi
     given.write_text(json.dumps(own))
     log = run_dir / "miniature.log"
     began = time.monotonic()
+    print(f"{run_dir}: training {steps} steps; log: {log}", flush=True)
     environment = os.environ | VARIABLES | {"PYTHON": sys.executable, **variables}
     with log.open("wb") as output:
         done = subprocess.run(
