@@ -50,11 +50,13 @@ def long_sleep() -> str:
     return f"sleep 1000.{uuid.uuid4().int % 10**12:012}"
 
 
-def processes_with(words: str) -> list[int]:
-    """Those that were started with these words, outside and inside of sandboxes."""
+def processes_with(words: str, *, alone: bool = False) -> list[int]:
+    """Return the processes that were started with these words, outside and inside of sandboxes; `alone`: with no others
+    beside them."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if words in (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"):
+            line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            if line == words or (words in line and not alone):
                 found.append(int(folder.name))
     return found
