@@ -130,11 +130,10 @@ def mask_uninformative_groups(
     if AdvantageEstimatorRegistry.requirements(algorithm.advantage_estimator).groups:
         masked_B |= _lone_rows(batch)
         metrics["loss/num_lone_samples"] = float(len(_prompts_of(uids, masked_B)))
+    zero_variance_B = zero_variance_rows(_of_first_rows(batch, scores), uids)
+    metrics["loss/zero_variance_share"] = len(_prompts_of(uids, zero_variance_B)) / len(set(uids))
     if algorithm.zero_variance_filter:
-        zero_variance_B = zero_variance_rows(_of_first_rows(batch, scores), uids)
         masked_B |= zero_variance_B
-        num_left_out = len(_prompts_of(uids, zero_variance_B))
-        metrics["loss/zero_variance_share"] = num_left_out / len(set(uids))
     return _with(batch, loss_mask=_masked_rows(batch.tensor("loss_mask"), masked_B)), metrics
 
 

@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -50,7 +49,6 @@ from skyrl_train.plan.steps import needs_old_log_probs, step_plan
 from skyrl_train.rollouts.collate import collate, kept_token_metrics
 from skyrl_train.rollouts.dynamic_sampling import sample_batch, with_unique_uids
 from skyrl_train.rollouts.faults import LengthLimits, record_faults
-from skyrl_train.rollouts.filters import is_informative
 from skyrl_train.rollouts.metrics import scores_of_groups, version_lag_metrics
 from skyrl_train.rollouts.timeline import Outcome, Timeline
 from skyrl_train.rollouts.trajectory_rows import token_column_rows, trajectory_rows
@@ -355,7 +353,6 @@ class RayPPOTrainer(TrainingRun):
             f"reward/avg_pass_at_{n}": rewards["pass_at_n"],
             "reward/avg_raw_reward": rewards["avg_score"],
             "reward/mean_positive_reward": rewards["mean_positive_reward"],
-            "reward/share_of_equal_groups": fmean(not is_informative(group) for group in rollouts.groups),
         }
         if self.cfg.trainer.dump_trajectories:
             rows = trajectory_rows(rollouts.groups, self.tokenizer)

@@ -37,7 +37,7 @@ OVERVIEW: tuple[Chart, ...] = (
         band=("generate/min_num_tokens", "generate/max_num_tokens"),
         note="tokens, with the range",
     ),
-    Chart("Groups of equal rewards", ("reward/share_of_equal_groups",), note="share: nothing to compare within"),
+    Chart("Groups of equal rewards", ("loss/zero_variance_share",), note="share: nothing to compare within"),
     Chart("Clipped", ("policy/loss_metrics/*clip_ratio*", "policy/loss_metrics/*clipfrac*"), note="share of tokens"),
     Chart(
         "Engine against trainer",

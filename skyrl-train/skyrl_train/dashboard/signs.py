@@ -49,7 +49,7 @@ def _evaluation_stays_behind(read: Read) -> Iterator[str]:
 
 def _entropy_collapses(read: Read, solved: Sequence[float | None]) -> Iterator[str]:
     """The entropy lost nine tenths, most groups have equal rewards, and a tenth or more of the prompts no reward."""
-    entropy, equal = read("policy/policy_entropy"), read("reward/share_of_equal_groups")
+    entropy, equal = read("policy/policy_entropy"), read("loss/zero_variance_share")
     if not _numbers(entropy) or not _numbers(equal) or not _numbers(solved):
         return
     (start, end), share, pass_rate = _ends(entropy), _ends(equal)[1], _ends(solved)[1]

@@ -16,7 +16,7 @@ Curves = dict[str, Any]
 LEARNING: Curves = {
     "reward/avg_raw_reward": [0.2] * 4 + [0.5] * 8 + [0.8] * 4,
     "reward/avg_pass_at_8": [0.6] * 16,
-    "reward/share_of_equal_groups": [0.1] * 8 + [0.9] * 8,
+    "loss/zero_variance_share": [0.1] * 8 + [0.9] * 8,
     "eval/all/avg_score": [0.1, None, 0.5, 0.9, 0.8],
     "policy/policy_entropy": [1.0] * 8 + [0.2] * 8,
     "policy/rollout_train_ess": [1.0] * 8 + [0.95] * 8,
@@ -67,7 +67,7 @@ def test_sign_states_the_numbers_that_it_is_made_from(name: str):
         ("evaluation falls", {"reward/avg_raw_reward": [0.8] * 16}),  # it learns nothing else
         ("evaluation does not follow", {"eval/all/avg_score": [0.9, 0.91, 0.9]}),  # it was good from the beginning
         ("entropy collapses", {"reward/avg_pass_at_8": [1.0] * 16}),  # all is solved
-        ("entropy collapses", {"reward/share_of_equal_groups": [0.5] * 16}),
+        ("entropy collapses", {"loss/zero_variance_share": [0.5] * 16}),
         ("weights are stale", {"generate/weight_version_lag_mean": [0.0] * 16}),  # another cause than old weights
     ],
 )
