@@ -411,12 +411,14 @@ class RayPPOTrainer(TrainingRun):
 
     def _schedule(self, group: ActorGroup, batch: TrainingInputBatch, prompts: int, micro_batch_size: int) -> Schedule:
         """Divide `batch` into mini-batches of `prompts` prompts, and these over the group's ranks."""
+        max_tokens = group.token_budget(self.cfg.trainer.max_tokens_per_microbatch)
         return Schedule.of(
             batch.tensor("attention_mask").sum(dim=-1).tolist(),
             mini_batches_of_prompts(batch.metadata["uids"], prompts),
             group.data_parallel_size,
             micro_batch_size=micro_batch_size,
-            max_tokens=group.token_budget(self.cfg.trainer.max_tokens_per_microbatch),
+            max_tokens=max_tokens,
+            prefixes=None if max_tokens is None else group.prefix_order(batch),
         )
 
     def _updates(self, mini_batch_size: int) -> int:

@@ -151,8 +151,8 @@ class TrainerConfig(BaseConfig):
 
     max_tokens_per_microbatch: int | None = None
     """Maximum number of tokens per forward of one worker, in place of the two counts of sequences above: sequences are
-    packed into micro-batches up to this size (a longer sequence gets a micro-batch of its own). Needs
-    `use_sample_packing`."""
+    packed into micro-batches up to this size (a longer sequence gets a micro-batch of its own). A prefix that is
+    computed once (`use_shared_prefixes`) counts once. Needs `use_sample_packing`."""
 
     use_sample_packing: bool = True
     """Concatenate the sequences of a micro-batch, so that no padding is computed."""

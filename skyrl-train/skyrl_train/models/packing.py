@@ -303,11 +303,28 @@ def packed(
     )
 
 
-def _shared_prefixes(sequences: torch.Tensor, mask: torch.Tensor, num_response: int) -> _SharedPrefixes | None:
-    """Find the tokens of each row's prompt with which another row begins, too; None if there are none."""
+class PrefixOrder(NamedTuple):
+    """Rows of a batch sorted by their tokens, so that each lies beside those that it shares most with."""
+
+    rows: list[int]
+    """Rows in this order."""
+
+    shared: list[int]
+    """Of each row (in the order of the batch) the tokens of its prompt that it shares with the row before it here."""
+
+
+def prefix_order(sequences: torch.Tensor, attention_mask: torch.Tensor, num_response: int) -> PrefixOrder:
+    """Sort rows [B, T] by their tokens; the last `num_response` columns are the response."""
+    mask = attention_mask.bool()
+    return _prefix_order(_tokens_of_rows(sequences, mask), mask, num_response)
+
+
+def _tokens_of_rows(sequences: torch.Tensor, mask: torch.Tensor) -> list[np.ndarray[Any, Any]]:
+    return [row[is_token].cpu().numpy() for row, is_token in zip(sequences, mask, strict=True)]
+
+
+def _prefix_order(rows: list[np.ndarray[Any, Any]], mask: torch.Tensor, num_response: int) -> PrefixOrder:
     num_prompt = mask[:, : mask.shape[1] - num_response].sum(dim=1).tolist()
-    rows = [row[is_token].cpu().numpy() for row, is_token in zip(sequences, mask, strict=True)]
-    # Sorted by their tokens, rows lie beside those that they share most with.
     by_tokens = sorted(range(len(rows)), key=lambda row: rows[row].tobytes())
     lengths = [0] * len(rows)
     for before, row in pairwise(by_tokens):
@@ -315,6 +332,13 @@ def _shared_prefixes(sequences: torch.Tensor, mask: torch.Tensor, num_response: 
         differs = rows[before][:num_compared] != rows[row][:num_compared]
         num_shared = int(differs.argmax()) if differs.any() else num_compared
         lengths[row] = num_shared if num_shared >= _SHORTEST_PREFIX else 0
+    return PrefixOrder(by_tokens, lengths)
+
+
+def _shared_prefixes(sequences: torch.Tensor, mask: torch.Tensor, num_response: int) -> _SharedPrefixes | None:
+    """Find the tokens of each row's prompt with which another row begins, too; None if there are none."""
+    rows = _tokens_of_rows(sequences, mask)
+    by_tokens, lengths = _prefix_order(rows, mask, num_response)
     if not any(lengths):
         return None
     # Rows with prefixes of one length lie together: attention computes such rows in one call.

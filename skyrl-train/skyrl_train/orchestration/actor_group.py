@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from skyrl_train.env_vars import scheduling_timeout_seconds
+from skyrl_train.models.packing import PrefixOrder, prefix_order
 from skyrl_train.orchestration.launcher import Calls, Ranks
 from skyrl_train.training_backends.base import ParallelInfo, RankInfo
+from skyrl_train.training_batch import TrainingInputBatch
 
 DataParallelArgs = Sequence[tuple[Any, ...]]
 """Arguments of a call for each data-parallel rank, in order."""
@@ -78,6 +80,13 @@ class ActorGroup:
             tokens_a_worker: limit of one worker; None: no limit.
         """
         return None if tokens_a_worker is None else tokens_a_worker * self.parallel[0].ranks_per_replica
+
+    def prefix_order(self, batch: TrainingInputBatch) -> PrefixOrder | None:
+        """Return the order of a batch's rows by their tokens; None where models compute each row for itself."""
+        if not all(info.shares_prefixes for info in self.parallel):
+            return None
+        columns = batch.tensor("sequences"), batch.tensor("attention_mask")
+        return prefix_order(*columns, batch.metadata["response_length"])
 
     async def call_all(self, method: str, *args: object) -> list[Any]:
         """Call a method on every rank. Returns: the answers in rank order."""

@@ -11,6 +11,7 @@ from itertools import pairwise
 
 import torch
 
+from skyrl_train.models.packing import PrefixOrder
 from skyrl_train.training_batch import MicroBatch, TensorBatch, TrainingInputBatch
 
 Unit = tuple[int, ...]
@@ -46,6 +47,7 @@ class Schedule:
         micro_batch_size: int,
         max_tokens: int | None = None,
         unit: int = 1,
+        prefixes: PrefixOrder | None = None,
     ) -> "Schedule":
         """Divide the rows of a batch.
 
@@ -56,6 +58,8 @@ class Schedule:
             max_tokens: instead of `micro_batch_size`, the most tokens of a micro-batch (a longer unit stands alone).
                 Ranks then take nearly equal numbers of tokens.
             unit: so many neighbouring rows of a mini-batch stay together (2 for preference pairs).
+            prefixes: of models that compute a prefix once for all rows of a micro-batch that begin with it. With
+                `max_tokens` such rows then go together, as far as that saves micro-batches, and it counts once.
 
         Raises:
             ValueError: the mini-batches are not every row once, or one is not made of whole units.
@@ -73,6 +77,9 @@ class Schedule:
             else:
                 units_by_rank = _split_by_tokens(units, lengths, data_parallel_size)
                 micro_batches = [_pack(own, lengths, max_tokens) for own in units_by_rank]
+                if prefixes is not None and any(prefixes.shared) and unit == 1:
+                    sharing = _pack_sharing(rows, lengths, prefixes, data_parallel_size, max_tokens)
+                    micro_batches = min(sharing, micro_batches, key=lambda by_rank: max(map(len, by_rank)))
             bins.append(_equalize_counts(micro_batches, lengths))
         return cls._from_bins(bins, lengths, data_parallel_size)
 
@@ -168,6 +175,39 @@ def _pack(units: list[Unit], lengths: Sequence[int], max_tokens: int) -> list[li
             bins[first].append(unit)
             free[first] -= tokens
     return bins
+
+
+def _pack_sharing(
+    rows: Sequence[int], lengths: Sequence[int], prefixes: PrefixOrder, data_parallel_size: int, max_tokens: int
+) -> list[list[list[Unit]]]:
+    """Pack rows in the order of their tokens, in which those that begin alike are consecutive: first for each rank
+    nearly equal numbers of tokens, then micro-batches of at most `max_tokens` (a longer row stands alone). What a row
+    shares with the one before it counts only where the two are apart.
+
+    Returns: [data-parallel rank][micro-batch] units of one row.
+    """
+    chosen, ordered, own, shared = set(rows), [], [], 0
+    for row in prefixes.rows:
+        # With the last chosen row it shares no more than each of those between them does with its neighbour.
+        shared = min(shared, prefixes.shared[row])
+        if row in chosen:
+            ordered.append(row)
+            own.append(lengths[row] - shared)
+            shared = lengths[row]
+    part = sum(own) / data_parallel_size
+    by_rank: list[list[list[Unit]]] = [[] for _ in range(data_parallel_size)]
+    before, room, last_rank = 0, 0, -1
+    for row, tokens in zip(ordered, own, strict=True):
+        # The middle of a row decides, so that the last rank gets no less than its part.
+        rank = min(data_parallel_size - 1, int((before + tokens / 2) / part)) if part else 0
+        if rank != last_rank or tokens > room:
+            by_rank[rank].append([])
+            room, tokens_here = max_tokens, lengths[row]
+        else:
+            tokens_here = tokens
+        by_rank[rank][-1].append((row,))
+        room, before, last_rank = room - tokens_here, before + tokens, rank
+    return by_rank
 
 
 def _equalize_counts(by_rank: list[list[list[Unit]]], lengths: Sequence[int]) -> list[list[list[Unit]]]:

@@ -61,6 +61,9 @@ class ParallelInfo:
     holds_outputs: bool = True
     """Scores and metric sums of this rank are those of its rows (false for all but the last pipeline stage)."""
 
+    shares_prefixes: bool = False
+    """Rows of a micro-batch that begin alike compute their prefix once."""
+
     @property
     def data_parallel_rank(self) -> int:
         return self.rank // self.ranks_per_replica
@@ -170,6 +173,11 @@ class TrainingBackend(ABC):
         return self.num_training_steps is not None
 
     # ---- a backend defines these
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether rows of a micro-batch that begin alike compute their prefix once. Known once the model is loaded."""
+        return False
 
     @abstractmethod
     def load_model(self) -> None:

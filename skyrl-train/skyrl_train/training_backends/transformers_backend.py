@@ -70,6 +70,10 @@ class TransformersBackend(TrainingBackend):
         return model, files
 
     @property
+    def shares_prefixes(self) -> bool:
+        return self.model.packing and self.model.share_prefixes
+
+    @property
     def transformer(self) -> PreTrainedModel:
         return transformer_of(self.model)
 

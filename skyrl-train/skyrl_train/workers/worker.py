@@ -5,6 +5,7 @@ Knows nothing of Ray; alone it is a plain object.
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -75,7 +76,7 @@ class Worker:
         self.memory_peaks = MemoryPeaks(self.backend.device)
         with self.memory_peaks.measuring("load"):
             self.backend.load_model()
-        return self.parallel
+        return replace(self.parallel, shares_prefixes=self.backend.shares_prefixes)
 
     def take_memory_peaks(self) -> dict[str, int]:
         """Return the largest memory [bytes] of this rank since the last call in `load`, `forward` and `train`, above

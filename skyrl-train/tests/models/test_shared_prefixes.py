@@ -11,9 +11,10 @@ from skyrl_train.config import SkyRLConfig
 from skyrl_train.models import packing
 from skyrl_train.models.attention import packed_attention
 from skyrl_train.models.build import build_model
-from skyrl_train.models.packing import PackedRows, packed
+from skyrl_train.models.packing import PackedRows, packed, prefix_order
 from skyrl_train.models.scoring import ScoringModel
 from skyrl_train.models.value_model import ValueModel
+from skyrl_train.orchestration.schedule import Schedule
 from skyrl_train_testing.tiny_models import tiny_mixture, tiny_qwen3
 
 NUM_PROMPT, NUM_RESPONSE = 24, 7
@@ -71,6 +72,26 @@ def test_scores_and_gradients_are_those_of_separate_rows(rows: Any, kind: str):
     for name, gradient in gradients.items():
         size = expected_gradients[name].abs().max()
         torch.testing.assert_close(gradient / size, expected_gradients[name] / size, atol=1e-6, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("rows", list(BATCHES.values())[:3], ids=list(BATCHES)[:3])
+def test_micro_batches_of_a_budget_that_counts_prefixes_once_learn_the_same(rows: Any):
+    sequences, mask = batch(*rows)
+    order = prefix_order(sequences, mask, NUM_RESPONSE)
+    lengths = mask.sum(1).tolist()
+    schedule = Schedule.of(lengths, [range(len(rows))], 1, micro_batch_size=1, max_tokens=26, prefixes=order)
+    weights = torch.arange(1.0, 1 + len(rows) * NUM_RESPONSE).view(len(rows), NUM_RESPONSE)
+    shared, separate = model(), model(share=False)
+    [micro_batches] = schedule.whole()
+    assert 1 < len(micro_batches) < len(rows)
+    for micro in micro_batches:
+        chosen = schedule.rows[0][list(micro.rows)]
+        scores = shared(sequences[chosen], mask[chosen], NUM_RESPONSE, 0.7)
+        (weights[chosen] * scores.log_probs).sum().backward()
+    (weights * separate(sequences, mask, NUM_RESPONSE, 0.7).log_probs).sum().backward()
+    for (name, ours), theirs in zip(shared.named_parameters(), separate.parameters(), strict=True):
+        size = theirs.grad.abs().max()
+        torch.testing.assert_close(ours.grad / size, theirs.grad / size, atol=1e-6, rtol=0, msg=name)
 
 
 @pytest.mark.parametrize("kind", ["policy", "critic"])

@@ -3,10 +3,12 @@
 import random
 from collections.abc import Sequence
 from itertools import chain
+from typing import Any
 
 import pytest
 import torch
 
+from skyrl_train.models.packing import packed, prefix_order
 from skyrl_train.orchestration.schedule import Schedule
 from skyrl_train.training_batch import MicroBatch, TensorBatch, TrainingInputBatch
 
@@ -99,6 +101,69 @@ def test_ragged_lengths_are_shared_out_evenly_and_bins_are_full():
     assert max(loads) < 1.01 * sum(loads) / len(loads)
     num_micros = sum(len(micros) for micros in schedule.mini_batches[0])
     assert num_micros <= 8 * -(-max(loads) // 16384)
+
+
+def samples_of_prompts(
+    groups: Sequence[tuple[int, int]], num_response: int, common: int = 0, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sequences and mask of groups, (tokens of the prompt, samples) each, whose prompts have `common` tokens in common;
+    shuffled."""
+    draw = random.Random(seed)
+    width = max(length for length, _ in groups)
+    rows = []
+    for group, (length, num_samples) in enumerate(groups):
+        prompt = [*range(common), *(1000 * (group + 1) + place for place in range(length - common))]
+        for _ in range(num_samples):
+            response = [draw.randrange(9) for _ in range(draw.randint(1, num_response))]
+            rows.append((prompt, response))
+    draw.shuffle(rows)
+    sequences = torch.zeros(len(rows), width + num_response, dtype=torch.long)
+    mask = torch.zeros_like(sequences)
+    for row, (prompt, response) in enumerate(rows):
+        cells = slice(width - len(prompt), width + len(response))
+        sequences[row, cells], mask[row, cells] = torch.tensor([*prompt, *response]), 1
+    return sequences, mask
+
+
+@pytest.mark.parametrize("common", [0, 20])
+@pytest.mark.parametrize("data_parallel_size", [1, 3])
+def test_a_shared_prompt_counts_once_in_a_token_budget(data_parallel_size: int, common: int):
+    """The tokens that a model lays out, not those that the schedule counts, are within the budget."""
+    sequences, mask = samples_of_prompts([(100, 8), (60, 8), (30, 8), (90, 1), (80, 5), (25, 2)], 20, common)
+    lengths, rows, max_tokens = mask.sum(1).tolist(), range(len(mask)), 250
+    mini_batches = [rows[:20], rows[20:]]
+    given: dict[str, Any] = dict(micro_batch_size=1, max_tokens=max_tokens)
+    order = prefix_order(sequences, mask, 20)
+    sharing = Schedule.of(lengths, mini_batches, data_parallel_size, prefixes=order, **given)
+    apart = Schedule.of(lengths, mini_batches, data_parallel_size, **given)
+    for own, of_ranks in zip(mini_batches, counted_rows(sharing), strict=True):
+        assert sorted(row for shard in of_ranks for micro in shard for row in micro) == list(own)
+    computed = []
+    for micros in (micro for of_ranks in counted_rows(sharing) for shard in of_ranks for micro in shard):
+        computed.append(packed(sequences[micros], mask[micros], 20, share_prefixes=True).input_ids.numel())
+        assert computed[-1] <= max_tokens
+    assert sum(computed) < 0.6 * sum(lengths)
+    assert len(sharing.whole()[0]) <= 0.7 * len(apart.whole()[0])
+
+
+def test_ranks_get_nearly_equal_tokens_of_shared_prompts():
+    sequences, mask = samples_of_prompts([(64, 8)] * 16, 32)
+    order = prefix_order(sequences, mask, 32)
+    schedule = Schedule.of(mask.sum(1).tolist(), [range(128)], 4, micro_batch_size=1, max_tokens=400, prefixes=order)
+    loads = [
+        sum(packed(sequences[m], mask[m], 32, share_prefixes=True).input_ids.numel() for m in micros)
+        for micros in counted_rows(schedule)[0]
+    ]
+    assert max(loads) < 1.2 * min(loads)  # two parts of a group that is divided compute its prompt each
+
+
+def test_prompts_that_share_nothing_are_packed_as_without_prefixes():
+    sequences, mask = samples_of_prompts([(10 + place, 1) for place in range(40)], 20)
+    lengths = mask.sum(1).tolist()
+    given: dict[str, Any] = dict(micro_batch_size=1, max_tokens=100)
+    sharing = Schedule.of(lengths, [range(40)], 2, prefixes=prefix_order(sequences, mask, 20), **given)
+    apart = Schedule.of(lengths, [range(40)], 2, **given)
+    assert counted_rows(sharing) == counted_rows(apart)
 
 
 @pytest.mark.parametrize("max_tokens", [None, 20])

@@ -249,7 +249,7 @@ ROWS: list[Row | OneChoice] = [
     Row("trainer.update_epochs_per_batch", 2, weights()),
     Row("trainer.micro_train_batch_size_per_gpu", 1, micro_batches("forward_backward")),
     Row("trainer.micro_forward_batch_size_per_gpu", 1, micro_batches("forward"), KL),
-    Row("trainer.max_tokens_per_microbatch", 128, micro_batches("forward_backward")),
+    Row("trainer.max_tokens_per_microbatch", 48, micro_batches("forward_backward")),
     Row("trainer.use_sample_packing", False, model(attention)),
     Row("trainer.use_shared_prefixes", False, model(lambda worker: worker.backend.model.share_prefixes)),
     Row("trainer.logprobs_chunk_size", 8, model(lambda worker: worker.backend.model.chunk_size)),

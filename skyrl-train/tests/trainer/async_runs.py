@@ -37,7 +37,9 @@ def steps_of(cfg: SkyRLConfig) -> list[dict[str, Any]]:
         {
             name: value
             for name, value in row.items()
-            if name != "time" and "seconds" not in name and not name.startswith(("timing/", "async/", "memory/"))
+            if name != "time"
+            and "seconds" not in name
+            and not name.startswith(("timing/", "async/", "memory/", "engines/"))
         }
         for row in RunFolder(cfg.trainer.run_dir).read_metrics()
     ]

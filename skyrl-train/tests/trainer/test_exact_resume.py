@@ -110,7 +110,7 @@ class Run:
             {
                 k: v
                 for k, v in row.items()
-                if k != "time" and not k.startswith(("timing/", "memory/")) and not k.endswith("seconds")
+                if k != "time" and not k.startswith(("timing/", "memory/", "engines/")) and not k.endswith("seconds")
             }
             for row in rows
         ]

@@ -44,7 +44,7 @@ def result_of(cfg: SkyRLConfig) -> tuple[list[dict[str, Any]], dict[str, torch.T
         {
             name: value
             for name, value in row.items()
-            if name != "time" and "seconds" not in name and not name.startswith(("timing/", "memory/"))
+            if name != "time" and "seconds" not in name and not name.startswith(("timing/", "memory/", "engines/"))
         }
         for row in folder.read_metrics()
     ]
