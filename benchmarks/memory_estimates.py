@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
 
 from skyrl_train.config import SkyRLConfig, training_backends
 from skyrl_train.distributed.process_group import free_port
@@ -35,7 +35,7 @@ from skyrl_train.training_batch import MicroBatch, TrainingInputBatch
 from skyrl_train.utils.memory_peaks import MemoryPeaks
 from skyrl_train_testing.backend_checks import settings_of, take_step
 from skyrl_train_testing.rank_processes import ForkedRanks
-from skyrl_train_testing.tiny_models import tiny_qwen3
+from skyrl_train_testing.tiny_models import tiny_mixture, tiny_qwen3
 
 NUM_STEPS, NUM_MICRO_BATCHES = 2, 2
 _SECONDS = 280.0
@@ -44,7 +44,11 @@ _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1
 MODELS: dict[str, dict[str, int]] = {
     "layers": dict(hidden_size=512, num_hidden_layers=6, intermediate_size=1536, vocab_size=4096),
     "words": dict(hidden_size=256, num_hidden_layers=2, intermediate_size=512, vocab_size=65536),
+    "experts": dict(hidden_size=512, num_hidden_layers=4, moe_intermediate_size=192, num_experts=16, vocab_size=4096),
 }
+MIXTURES: dict[str, Any] = dict(
+    num_experts_per_tok=4, num_attention_heads=4, num_key_value_heads=2, head_dim=128, max_position_embeddings=4096
+)
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,8 @@ SETTINGS = [
     Setting("FSDP2, token budget of 4,096", 2, {"max_tokens_per_microbatch": 4096}, shape=(256, 256, 8)),
     Setting("FSDP2, rows padded (no packing)", 2, {"use_sample_packing": False}, shape=(256, 256, 4)),
     Setting("FSDP2, adapters of rank 16", 2, {"policy": {"model": {"lora": {"rank": 16}}}}),
+    Setting("FSDP2, 16 experts, four a token", 2, model="experts"),
+    Setting("FSDP2, 16 experts, 2,048 tokens", 2, model="experts", shape=(512, 512, 2)),
     Setting("DeepSpeed, stage 0", 2, _deepspeed(0)),
     Setting("DeepSpeed, stage 1", 2, _deepspeed(1)),
     Setting("DeepSpeed, stage 2, optimizer offloaded", 2, _deepspeed(2, offload_optimizer={"device": "cpu"})),
@@ -203,6 +209,13 @@ def make_batch(setting: Setting, num_words: int) -> tuple[TrainingInputBatch, li
     return batch, [MicroBatch(tuple(range(first, first + rows))) for first in range(0, num_rows, rows)]
 
 
+def make_model(name: str) -> PreTrainedModel:
+    """Make a model of `MODELS` with random weights."""
+    if name == "experts":
+        return tiny_mixture(**(MIXTURES | MODELS[name]))
+    return tiny_qwen3(**(dict(max_position_embeddings=4096, tie_word_embeddings=True) | MODELS[name]))
+
+
 def compare(setting: Setting, folder: Path) -> Comparison:
     """Measure a setting and estimate it.
 
@@ -211,8 +224,7 @@ def compare(setting: Setting, folder: Path) -> Comparison:
     """
     path, small = str(folder / setting.model), str(folder / "small")
     if not Path(path).exists():
-        config = dict(max_position_embeddings=4096, tie_word_embeddings=True, **MODELS[setting.model])
-        tiny_qwen3(**config).save_pretrained(path)
+        make_model(setting.model).save_pretrained(path)
     if not Path(small).exists():
         tiny_qwen3(hidden_size=32, vocab_size=64).save_pretrained(small)
     ranks = ForkedRanks("memory", _Rank, (), num_ranks=setting.num_ranks, log_folder=folder / "logs")

@@ -55,9 +55,7 @@ class RunMemory:
             phases = {phase for peaks in ranks for phase in peaks}
             self.measured[group.name] = {phase: max(peaks.get(phase, 0) for peaks in ranks) for phase in phases}
         if lines := self._comparison():
-            # On a CPU the measured is the resident set, which does not shrink as tensors are freed.
-            kept = "" if self._cfg.trainer.placement.device == "cuda" else " (with what malloc keeps of freed memory)"
-            logger.info("peak memory of a rank above what it held before its model{}, GB:\n{}", kept, "\n".join(lines))
+            logger.info("peak memory of a rank above what it held before its model, GB:\n{}", "\n".join(lines))
         return {
             f"memory/{name}_{phase}_peak_gb": size / 1e9
             for name, phases in self.measured.items()

@@ -30,6 +30,19 @@ def test_peak_of_a_phase_is_what_it_held_at_once():
     assert peaks.take() == {}
 
 
+def test_peak_is_without_freed_memory_that_malloc_keeps_and_without_shared_memory():
+    peaks = MemoryPeaks(torch.device("cpu"))
+    blocks = [torch.ones(10_000) for _ in range(1500)]  # 60 MB in blocks that come from the heap
+    last = torch.ones(10_000)  # above them, so that free does not shrink it
+    del blocks
+    with peaks.measuring("train"):
+        shared = torch.ones(20_000_000, dtype=torch.uint8).share_memory_()
+        shared += 1
+        own = torch.ones(5_000_000)  # 20 MB
+    assert own.sum() + last.sum() > 0
+    assert 15e6 < peaks.take()["train"] < 45e6, "its own 20 MB, and those of `shared` before it was shared"
+
+
 def test_peak_of_a_phase_that_ran_out_of_memory_counts():
     peaks = MemoryPeaks(torch.device("cpu"))
     with pytest.raises(RuntimeError, match="allocate"), peaks.measuring("train"):
