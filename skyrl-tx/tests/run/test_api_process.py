@@ -22,6 +22,7 @@ from tx_server import ServerProcess
 from skyrl_train.dashboard.defaults import Defaults
 from skyrl_train.dashboard.runs_folder import RunsFolder
 from skyrl_train.dashboard.server import make_app
+from skyrl_train.explain.evidence import observe
 from tx.errors import ConfigError
 from tx.tinker.api import serve
 from tx.tinker.config import EngineConfig
@@ -228,6 +229,11 @@ def test_a_user_trains_samples_and_takes_the_adapter_home(server, tmp_path):
 
         numbers = client.get("/metrics").text
         assert 'tx_models{tenant="local"} 1.0' in numbers
+
+        processes = {process.role: process for process in observe(server.state / "runs" / "server").processes}
+        assert set(processes) == {"server", "engine"}
+        assert all(process.stacks for process in processes.values()), processes
+        assert "the next call" in {wait.what for wait in processes["engine"].waits if not wait.ended}
 
         # The same training, from a copy of the server's files alone.
         shutil.copytree(server.state / "runs", tmp_path / "copy")

@@ -66,8 +66,8 @@ async def serve(config: EngineConfig) -> None:
     folders = Folders(config.checkpoints_base, state / "cache")
     listening = listen(config.host, config.port)
     state.mkdir(parents=True, exist_ok=True)
-    log_file = server_log(state / "runs")
-    with listening, recorded_run(state / "waits", SERVER, explainer=explain_expiry, log=str(log_file)):
+    run, log_file = state / "runs" / SERVER, server_log(state / "runs")
+    with listening, recorded_run(run / "waits", SERVER, explainer=explain_expiry, log=str(log_file)):
         service = TinkerService(config, facts, Store(config.store_url), Blobs(state / "blobs"), folders)
         await service.start()
         log_to_file(log_file)  # now that no other server has this folder
