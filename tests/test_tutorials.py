@@ -149,8 +149,8 @@ class RunView:
         return answer.json()
 
     def end(self, name: str) -> float:
-        """Mean of a curve's last five values."""
-        return fmean(self.ask("curves", name=name)["curves"][name][1][-5:])
+        """Mean of the last three values of a curve."""
+        return fmean(self.ask("curves", name=name)["curves"][name][1][-3:])
 
     def rows(self, step: int | None = None) -> list[dict[str, Any]]:
         return self.ask("step", phase="train", step=step or self._last)["rows"]

@@ -1,6 +1,6 @@
 """Five runs of the quickstart's sums: a healthy one, and four that stop learning for a reason that the dashboard shows.
 
-    python examples/tutorials/why_it_stopped.py [--output runs/why] [--runs healthy a b c d] [--steps 30]
+    python examples/tutorials/why_it_stopped.py [--output runs/why] [--runs healthy a b c d] [--steps 20]
 
 docs/why-it-stopped-learning.md finds the reasons with the dashboard alone. The lines below give them away.
 """
@@ -24,7 +24,7 @@ from skyrl_train.config import SkyRLConfig, compose_config
 from skyrl_train.entrypoints.main_base import BasePPOExp, run_experiment
 from skyrl_train.trainer import RayPPOTrainer
 
-STEPS = 30
+STEPS = 20
 
 
 class RoundedSumsEnv(ArithmeticEnv):
