@@ -17,6 +17,7 @@ from skyrl_train.config import (
     SkyRLConfig,
     TrainedModelConfig,
     TrainerConfig,
+    compose_config,
     get_config_as_dict,
     get_config_as_yaml_str,
     get_default_config,
@@ -273,3 +274,9 @@ def test_importing_the_settings_needs_nothing_heavy():
     seconds, heavy = done.stdout.split(" ", 1)
     assert heavy.strip() == "[]"
     assert float(seconds) < 2  # 0.07 s on an idle machine
+
+
+@pytest.mark.parametrize("override", ["trainer.seed", "trainer.seed=[1", "+trainer.seed=1"])
+def test_override_that_cannot_be_read_is_an_error_with_its_text(override: str):
+    with pytest.raises(ConfigError, match=r"the settings trainer\.epochs=2 .*trainer\.seed.* cannot be composed"):
+        compose_config(["trainer.epochs=2", override])
