@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from skyrl_train.config.generation import GeneratorConfig
 
 
+PREFIX_CACHE_GIB = 1.0
+"""Memory of the native engine for cached prefixes, if nothing else is asked for."""
+
+
 def _accept(_: object) -> None:
     """Check nothing."""
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import transformers
 
+from skyrl_train.config.engine_kinds import PREFIX_CACHE_GIB
 from skyrl_train.errors import ConfigError, UnsupportedByEngine, WorkerError
 from skyrl_train.inference_engines.base import (
     EngineInfo,
@@ -40,7 +41,6 @@ from skyrl_train.inference_engines.native.loading import (
 from skyrl_train.inference_engines.native.lora import Lora
 from skyrl_train.inference_engines.native.lora_loading import read_lora
 from skyrl_train.inference_engines.native.mailbox import Mailbox
-from skyrl_train.inference_engines.native.registration import PREFIX_CACHE_GIB
 from skyrl_train.inference_engines.native.requests import EngineSamplingParams, Request, SeedPair, split_seeds
 from skyrl_train.inference_engines.native.trial import check_generation
 from skyrl_train.inference_engines.native.weights import EngineWeights

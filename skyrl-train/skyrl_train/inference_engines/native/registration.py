@@ -4,17 +4,13 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from skyrl_gym.suggestions import did_you_mean
-from skyrl_train.config.engine_kinds import EngineTraits, register_engine
+from skyrl_train.config.engine_kinds import PREFIX_CACHE_GIB, EngineTraits, register_engine
 from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.errors import ConfigError
 
 if TYPE_CHECKING:
     from skyrl_train.config import SkyRLConfig
     from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
-
-
-PREFIX_CACHE_GIB = 1.0
-"""Memory for cached prefixes, if nothing else is asked for."""
 
 
 def _check_model(generator: GeneratorConfig) -> None:
