@@ -5,8 +5,9 @@ Knows tokens, sampling keywords and deadlines; nothing of OpenAI, messages or HT
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+from uuid import uuid4
 
 from skyrl_train.inference_engines.base import (
     InferenceEngineInput,
@@ -21,7 +22,7 @@ Decode = Callable[[list[int]], str]
 FIRST_PIECE = 16
 LARGEST_PIECE = 256
 """Tokens of the pieces of a streamed answer: each twice as long as the one before, up to the largest. Each is a request
-of its own behind the prompt, so the prompt is read again for every piece (cheaply, where an engine caches prefixes)."""
+of its own behind prompt and pieces so far, which engines have in their prefix cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +98,8 @@ class Asker:
         With a seed, the tokens are those of `whole` in engines whose random numbers belong to places in the text
         (native); others draw anew for each piece, from the same distribution.
         """
+        # One session, so that each piece goes where the one before it is cached.
+        prompt = replace(prompt, session=f"stream {uuid4()}" if prompt.session is None else prompt.session)
         answer, seeds = GeneratedChoice(), prompt.seeds()
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + self.timeout_seconds

@@ -42,8 +42,15 @@ async def test_a_streamed_chat_is_the_whole_one_in_pieces(chat_client):
         )
 
 
-async def test_a_streamed_completion_is_the_whole_one_in_pieces(chat_engine, chat_model):
+async def test_a_streamed_completion_is_the_whole_one_in_pieces(chat_engine, chat_model, monkeypatch):
     settings = dict(model="tiny", prompt=["abc", "d"], seed=4, max_tokens=60, logprobs=0, echo=False)
+    generate, sessions = chat_engine.generate, []
+
+    async def recorded(batch):
+        sessions.extend(batch.get("session_ids") or [])
+        return await generate(batch)
+
+    monkeypatch.setattr(chat_engine, "generate", recorded)
     async with serving(chat_engine, chat_model) as server:
         whole = await in_thread(server, lambda client: client.completions.create(**settings))
         chunks = await in_thread(server, lambda client: list(client.completions.create(**settings, stream=True)))
@@ -52,6 +59,7 @@ async def test_a_streamed_completion_is_the_whole_one_in_pieces(chat_engine, cha
         assert "".join(part.text for part in own) == choice.text
         offsets = [offset for part in own for offset in part.logprobs.text_offset]
         assert offsets == choice.logprobs.text_offset
+    assert len(sessions) > len(set(sessions)) == 2, "the pieces of each answer go where the one before is cached"
 
 
 @pytest.mark.parametrize("place", [3, 14, 30])
