@@ -15,6 +15,7 @@ import pytest
 from composed_scripts import checked_config, commands_of
 
 from skyrl_gym.envs.aime.env import AIMEEnv
+from skyrl_train.curve_bands import read_bands
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RECIPES = REPOSITORY / "examples" / "recipes"
@@ -169,6 +170,16 @@ def test_plain_grpo_differs_from_dapo_by_four_settings(tmp_path: Path):
     assert {name: arms["plain GRPO"][name] for name in names} == PLAIN_GRPO
     assert arms["DAPO"]["trainer.algorithm.overlong_buffer.len"] == miniature.LIMIT // 2
     assert different(arms["DAPO"], arms["DAPO without clip-higher"]) == {"trainer.algorithm.eps_clip_high"}
+
+
+def test_runs_of_dapo_are_compared_with_the_band_and_the_other_arms_are_not(tmp_path: Path):
+    miniature, shared = load("dapo"), load("")
+    settings = [*shared.SIZES, *miniature.SETTINGS, *miniature.BANDS["DAPO"]]
+    own = composed(miniature.SCRIPT, tmp_path / "DAPO", *settings, **shared.VARIABLES, FIGURES="later")
+    expected = read_bands(own["trainer.curve_bands"])
+    assert {band.metric for band in expected.bands} == {*miniature.METRICS, "reward/avg_raw_reward"}
+    assert max(band.points[-1][0] for band in expected.bands) == 12
+    assert set(miniature.BANDS) == {"DAPO"}
 
 
 def test_task_file_of_swe_keeps_agent_and_tools_of_the_recipe():

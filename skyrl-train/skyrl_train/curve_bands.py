@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, stdev, variance
 from typing import cast
 
 import yaml
@@ -169,10 +169,14 @@ def _is_number(value: object) -> bool:
 
 
 def bands_of_runs(
-    runs: Sequence[Sequence[JsonObject]], metrics: Sequence[str], interval: int, width: float = 2.0
+    runs: Sequence[Sequence[JsonObject]], metrics: Sequence[str], interval: int, width: float = 2.0, pool: bool = False
 ) -> dict[str, dict[int, list[float]]]:
     """Compute bands from the metrics of reference runs: mean -+ `width` standard deviations over runs (sample standard
     deviation) of the means over `interval` steps, placed at the middle of each interval's steps.
+
+    Args:
+        pool: use one deviation for all intervals of a metric, their root mean square: of two or three runs, that of a
+            single interval says little.
 
     Raises:
         DataError: fewer than two runs, or a metric that one of them lacks.
@@ -186,9 +190,10 @@ def bands_of_runs(
         if not steps:
             raise DataError(f"not every run has {metric}; the metrics of the first: {', '.join(_names(runs[0]))}")
         bands[metric] = {}
-        for step in steps:
-            values = [of_run[step] for of_run in means]
-            centre, spread = fmean(values), width * stdev(values)
+        values_of = {step: [of_run[step] for of_run in means] for step in steps}
+        pooled = math.sqrt(fmean(variance(values) for values in values_of.values()))
+        for step, values in values_of.items():
+            centre, spread = fmean(values), width * (pooled if pool else stdev(values))
             bands[metric][step] = [round(centre - spread, 6), round(centre + spread, 6)]
     return bands
 
@@ -216,11 +221,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--metrics", nargs="+", default=["reward/avg_raw_reward"], metavar="NAME")
     parser.add_argument("--interval", type=int, default=5, help="steps that are averaged (default: 5)")
     parser.add_argument("--width", type=float, default=2.0, help="standard deviations on each side (default: 2)")
+    parser.add_argument("--pool", action="store_true", help="one deviation for all steps of a metric: for few runs")
     parser.add_argument("--source", help="origin of the numbers (default: the folders)")
     options = parser.parse_args(arguments)
     rows = [RunFolder(run).read_metrics() for run in options.runs]
     source = options.source or ", ".join(str(run) for run in options.runs)
-    bands = bands_of_runs(rows, options.metrics, options.interval, options.width)
+    bands = bands_of_runs(rows, options.metrics, options.interval, options.width, options.pool)
     print(yaml.safe_dump({"source": source, "bands": bands}, sort_keys=False, default_flow_style=None), end="")
 
 

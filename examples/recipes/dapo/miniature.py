@@ -70,6 +70,9 @@ ARMS = {"DAPO": [], "plain GRPO": PLAIN, "DAPO without clip-higher": [CLIP_AS_LO
 ENTROPY = "generate/entropy"
 """Over every sampled token: `policy/policy_entropy` is over those that train, which differ between the arms."""
 
+BANDS = {"DAPO": [f"trainer.curve_bands={HERE / 'bands' / 'miniature.yaml'}"]}
+"""Expected curves of an arm, which its runs are compared with."""
+
 METRICS = {
     "eval/all/avg_score": "evaluation reward",
     ENTROPY: "entropy of all sampled tokens",
@@ -181,7 +184,7 @@ def prepare(folder: Path, skills: Path, seed: int, warm_up_steps: int) -> None:
 
 def run_arm(folder: Path, arm: str, seed: int, steps: int) -> Metrics:
     variables = {"MODEL": str(folder / "model"), "DATA_DIR": str(folder / "data"), "FIGURES": "later"}
-    settings = [*SETTINGS, *ARMS[arm], f"trainer.seed={seed}"]
+    settings = [*SETTINGS, *ARMS[arm], *BANDS.get(arm, []), f"trainer.seed={seed}"]
     return train(SCRIPT, folder / arm.replace(" ", "_").lower(), settings, variables, steps)
 
 

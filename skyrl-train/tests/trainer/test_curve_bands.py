@@ -116,6 +116,9 @@ def test_bands_of_reference_runs_are_mean_and_deviation_over_runs():
     # Means over two steps: 1 and 3 (at step 2), then 4 and 6 (at step 3); deviation sqrt(2) each.
     bands = bands_of_runs(runs, [REWARD], interval=2, width=1.0)
     assert bands == {REWARD: {2: [pytest.approx(2 - 2**0.5), pytest.approx(2 + 2**0.5)], 3: [3.585786, 6.414214]}}
+    uneven = [[{"step": 1, REWARD: low}, {"step": 2, REWARD: high}] for low, high in ((0.0, 0.0), (0.0, 2.0))]
+    bands = bands_of_runs(uneven, [REWARD], interval=1, width=1.0, pool=True)  # variances 0 and 2: their mean is 1
+    assert bands == {REWARD: {1: [-1.0, 1.0], 2: [0.0, 2.0]}}
     with pytest.raises(DataError, match="at least two runs"):
         bands_of_runs(runs[:1], [REWARD], interval=2)
     with pytest.raises(DataError, match=rf"not every run has loss/x; the metrics of the first: {REWARD}"):
