@@ -260,12 +260,23 @@ def test_parts_of_a_prompt_survive_neither_an_abort_nor_new_weights_nor_a_small_
         assert isinstance(found, Completion) and same_bits(found, expected)
 
 
-def test_half_precision_answers_on_top_of_cached_keys_are_close(tiny_models):
-    [prompt] = random_prompts([40])
+def test_a_part_of_a_prompt_takes_no_room_of_those_who_write_in_a_limited_cache(tiny_models):
+    longest, *writing, long = random_prompts([300, *[100] * 4, 150])
+    expected = [run(make_core(tiny_models("qwen3")), [ask(p, i, 30)])[0] for i, p in enumerate([*writing, long])]
+    core = make_core(tiny_models("qwen3"), max_prefill_tokens=64, max_cache_tokens=4 * 512)
+    run(core, [ask(longest, 9, 1)])  # after it the cache has four rows of 512, for eight of 256 it is made anew
+    requests = [ask(prompt, index, 30) for index, prompt in enumerate([*writing, long])]
+    assert same(run(core, requests, late=requests[4:]), expected)
+
+
+@pytest.mark.parametrize("num_known", [5, 59])
+def test_half_precision_answers_on_top_of_cached_keys_are_close(tiny_models, num_known: int):
+    """Also where the known tokens and the others fit into the block that the others alone are padded to."""
+    [first, rest] = random_prompts([59, 20])
     core = make_core(tiny_models("qwen3"), dtype="bfloat16")
-    [first] = run(core, [ask(prompt, 0)])
-    turn = np.concatenate([prompt, first.token_ids, [3, 4, 5]])
+    run(core, [ask(first, 0)])
+    turn = np.concatenate([first[:num_known], rest])
     [found] = run(core, [ask(turn, 1, 1)])
     [expected] = run(make_core(tiny_models("qwen3"), dtype="bfloat16", max_prefix_tokens=0), [ask(turn, 1, 1)])
-    assert found.num_cached_prompt_tokens == 40 + 19
-    assert found.token_ids == expected.token_ids and found.log_probs == pytest.approx(expected.log_probs, abs=0.1)
+    assert found.num_cached_prompt_tokens == num_known
+    assert found.token_ids == expected.token_ids and found.log_probs == pytest.approx(expected.log_probs, abs=0.01)

@@ -48,9 +48,11 @@ class AttentionStep:
     Args:
         positions: [B, T] position of every query in its row, ascending by 1; [1, T] if it is that of all rows. The keys
             lie at positions 0, 1, 2, … of the row, padded to a common length. T > 1: prefill; T = 1: decode.
+        is_whole: the queries of every row begin at position 0, and the keys are theirs.
     """
 
     positions: torch.Tensor
+    is_whole: bool = False
     _masks: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -135,10 +137,11 @@ def _prefill_exact(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    positions: torch.Tensor,
+    step: AttentionStep,
     window: int | None,
     scale: float,
 ):
+    positions = step.positions
     batch, heads, queries, width = query.shape
     groups = heads // key.shape[1]
     outputs = []
@@ -166,15 +169,15 @@ def _prefill_sdpa(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    positions: torch.Tensor,
+    step: AttentionStep,
     window: int | None,
     scale: float,
 ):
     mask = None
-    # Where keys begin with the queries, and a window hides nothing, the fused causal kernel needs no mask.
-    begins_at_0 = query.shape[2] == key.shape[2] and len(positions) == 1
-    if not begins_at_0 or (window is not None and window < query.shape[2]):
-        mask = visible(positions[:, None, :, None], key.shape[2], window)
+    # Where keys begin with the queries, and a window hides nothing, the fused causal kernel needs no mask. Shapes do
+    # not tell: of a short prompt both are padded to the same block, whatever comes first.
+    if not step.is_whole or (window is not None and window < query.shape[2]):
+        mask = visible(step.positions[:, None, :, None], key.shape[2], window)
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
     )
@@ -217,7 +220,7 @@ def native_attention(
         output = (_decode_exact if exact else _decode_sdpa)(query, key, value, mask, scale)
     else:
         prefill = _prefill_exact if exact else _prefill_sdpa
-        output = prefill(query, key, value, native_step.positions, sliding_window, scale)
+        output = prefill(query, key, value, native_step, sliding_window, scale)
     return output.transpose(1, 2), None
 
 

@@ -253,7 +253,8 @@ class NativeEngineCore:
             return False
         # The row behind those in use: the prefix cache keeps what is computed, and nothing needs the row later.
         row, end = len(self._rows), start + self._max_prefill_tokens
-        self._cache.reserve(row + 1, end)
+        # Of a limited cache, what is longer than asked for may be cut off.
+        self._cache.reserve(row + 1, max(end, int(self._rows.length[:row].max(initial=0))))
         if self._routes is not None:
             self._routes.reserve(row + 1, end)
         self._prefixes.load([row], [self._prefixes.tree.match(request.prompt[:start], request.lora_serial)])

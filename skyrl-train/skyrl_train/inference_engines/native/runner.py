@@ -89,7 +89,8 @@ class ModelRunner:
         ids = np.zeros((len(rows), round_up(max(map(len, rests)), KEY_BLOCK)), np.int64)
         for index, rest in enumerate(rests):
             ids[index, : len(rest)] = rest
-        own = starts if any(starts) else [0]  # rows that all begin at 0 share a mask
+        is_whole = not any(starts)
+        own = [0] if is_whole else starts  # rows that all begin at 0 share a mask
         positions = torch.tensor(own, device=self.device)[:, None] + torch.arange(ids.shape[1], device=self.device)
         self.cache.begin_prefill(rows, list(starts), [len(prompt) for prompt in prompts])
         if self.loras:
@@ -98,7 +99,7 @@ class ModelRunner:
         self._prompts_end = torch.tensor([len(rest) - 1 for rest in rests], device=self.device)
         self._slots = slots
         try:
-            logits = self._forward(torch.from_numpy(ids), positions)
+            logits = self._forward(torch.from_numpy(ids), AttentionStep(positions, is_whole))
             return self._hidden, logits[: len(rows)]
         finally:
             self._prompts_end, self._hidden = None, torch.empty(0)
@@ -118,7 +119,7 @@ class ModelRunner:
         self.cache.begin_decode(where, round_up(int(positions.max()) + 1, KEY_BLOCK))
         if self.loras:
             self.loras.begin(filled_up(slots, len(where)), apart=False)
-        return self._forward(torch.from_numpy(np.pad(ids, filling))[:, None], where[:, None])[:count]
+        return self._forward(torch.from_numpy(np.pad(ids, filling))[:, None], AttentionStep(where[:, None]))[:count]
 
     def head(self, slots: np.ndarray) -> Head:
         """The output layer for tokens of rows with these adapters [n], every token as a row of its own: the bits of
@@ -132,15 +133,15 @@ class ModelRunner:
 
         return logits
 
-    def _forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def _forward(self, ids: torch.Tensor, step: AttentionStep) -> torch.Tensor:
         """[rows, V] float32 logits of each row's last token that reaches the output layer."""
         inputs: dict[str, Any] = {} if self._routing is None else {KEYWORD: RoutingPass()}
         output = self.model(
             input_ids=ids.to(self.device),
-            position_ids=positions.expand(len(ids), -1),
+            position_ids=step.positions.expand(len(ids), -1),
             past_key_values=self.cache,
             use_cache=True,
-            native_step=AttentionStep(positions),
+            native_step=step,
             **inputs,
         )
         self.num_forwards += 1
