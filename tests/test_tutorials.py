@@ -122,7 +122,7 @@ def test_run_with_an_adapter_goes_on_and_exports_it(play: Play):
 RUNS = ("healthy", "a", "b", "c", "d")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.process
 @pytest.mark.timeout(1800)
 def test_each_planted_cause_shows_in_the_dashboard_and_none_in_the_healthy_run(tutorials: Path):
