@@ -2,6 +2,8 @@
 
 import json
 import logging
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -85,3 +87,18 @@ async def test_run_folders_that_cannot_be_written_are_logged_once(tmp_path: Path
         files.close()
     assert len(caplog.records) == 1
     assert "cannot be written" in caplog.text
+
+
+async def test_a_stalled_disk_keeps_no_process_from_its_end(tmp_path: Path):
+    (tmp_path / "s_train_0").mkdir()
+    pipe = tmp_path / "s_train_0" / "config.yaml"
+    os.mkfifo(pipe)  # writing waits for a reader
+    files = RunFiles(tmp_path)
+    files.done(pending("create"), {})
+    files.done(pending("optimize"), {})
+    files.close(0.01)
+    [thread] = [thread for thread in threading.enumerate() if thread.name == "run-files"]
+    assert thread.daemon and not (tmp_path / "s_train_0" / "metrics.jsonl").exists()
+    pipe.read_text()
+    thread.join()
+    assert [row["step"] for row in rows(tmp_path)] == [1]

@@ -9,11 +9,12 @@ lost with the process, costs its place in a curve. Any of the folders may be del
 import json
 import logging
 import os
+import queue
 import re
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from logging.handlers import RotatingFileHandler
@@ -30,6 +31,9 @@ log = logging.getLogger(__name__)
 
 LOG_BYTES, NUM_OLD_LOGS = 16 << 20, 3
 """Size of the server's log at which a new file begins, and the number of earlier ones that stay."""
+
+MOST_WAITING = 100_000
+"""Lines that wait for a stalled disk; further ones are lost."""
 
 _TAIL_BYTES = 64 << 10
 _MAX_ERROR = 500
@@ -74,7 +78,9 @@ class RunFiles:
 
     def __init__(self, folder: Path):
         self._folder = folder
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="run-files")
+        # Not a pool, whose threads a process waits for at its end, however long the disk is stalled.
+        self._thread = threading.Thread(target=self._write_all, name="run-files", daemon=True)
+        self._writes: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._progress: dict[str, _Progress] = {}  # of live models; only that thread uses it
         self._done: Counter[str] = Counter()
         self._is_failing = self._is_closed = False
@@ -123,16 +129,25 @@ class RunFiles:
         row |= {f"requests/{kind}": float(count) for kind, count in self._done.items()}
         self._later(partial(self._note, row))
 
-    def close(self) -> None:
-        """Write that the server stops, and wait until all is written."""
+    def close(self, seconds: float | None = None) -> None:
+        """Write that the server stops, and wait until all is written, but not longer than `seconds`."""
         self._later(partial(self._log, SERVER, "INFO", "told to stop"))
         self._is_closed = True
-        self._thread.shutdown(wait=True)
+        self._writes.put(None)
+        self._thread.join(seconds)
+
+    def _later(self, write: Callable[[], None]) -> None:
+        if self._is_closed:  # a request may end after the server's stop
+            return
+        if self._thread.ident is None:
+            self._thread.start()
+        if self._writes.qsize() < MOST_WAITING:
+            self._writes.put(write)
 
     # ---- in the thread
 
-    def _later(self, write: Callable[[], None]) -> None:
-        def guarded() -> None:
+    def _write_all(self) -> None:
+        while (write := self._writes.get()) is not None:
             try:
                 write()
                 self._is_failing = False
@@ -142,9 +157,6 @@ class RunFiles:
                 self._is_failing = True
             except Exception:  # a curve is no reason to end anything
                 log.exception("run folders in %s", self._folder)
-
-        if not self._is_closed:  # a request may end after the server's stop
-            self._thread.submit(guarded)
 
     def _path(self, name: str) -> Path:
         return self._folder / re.sub(r"[^A-Za-z0-9._-]", "_", name)

@@ -7,7 +7,6 @@ raise `RequestError`, too many raise `Busy`. A method returns once its effect is
 import asyncio
 import logging
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 
 from pydantic import JsonValue
@@ -38,7 +37,7 @@ from tx.tinker.storage.store import Store
 log = logging.getLogger(__name__)
 
 LAST_LINES_SECONDS = 5.0
-"""Time for the last lines of curves when the server stops."""
+"""Time for the last lines of curves when the server stops: if the disk is stalled, curves have a gap."""
 METRICS_SECONDS = 60.0
 """Time between two lines of the server's own curves."""
 
@@ -123,8 +122,7 @@ class TinkerService:
         await self._link.close()
         await self._dispatch.close()
         await self._cleanup.close()
-        with suppress(TimeoutError):  # a disk that is stalled: curves may have a gap
-            await asyncio.wait_for(asyncio.to_thread(self._run_files.close), LAST_LINES_SECONDS)
+        await asyncio.to_thread(self._run_files.close, LAST_LINES_SECONDS)
         await self._store.close()
 
     async def _note_metrics(self) -> None:
