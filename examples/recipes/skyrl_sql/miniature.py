@@ -200,11 +200,11 @@ def asked(kind: Kind, turns: int) -> str:
 TRY, REPAIR, DIRECT = "I try a query.", "I repair the query.", "I answer at once."
 SURE, UNSURE = "I take this query.", "I take another query."
 
-RIGHT = 0.22
-"""Probability that a part of a query is SQLite's; each of three others has 0.26, so a greedy answer has none right."""
+RIGHT = 0.18
+"""Probability that a part of a query is SQLite's; each of three others has 0.27, so a greedy answer has none right."""
 REPAIRS, BELIEVES, FORGETS = 0.45, 0.45, 0.05
 """Probability that a refused part is exchanged (else the refused query is the solution); that a query with rows is the
-solution (else another one is); that the thought before the solution is left out, which breaks the form."""
+solution (else one with another part is); that the thought before the solution is left out, which breaks the form."""
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,9 @@ class Demonstrations:
         if refused or draw.random() < BELIEVES:
             yield _say(SURE, "solution", query)
         else:
-            yield _say(UNSURE, "solution", database.query(kind, _any_parts(options, draw)))
+            name = draw.choice(list(options))
+            other = draw.choice([part for part in options[name] if part != parts[name]])
+            yield _say(UNSURE, "solution", database.query(kind, parts | {name: other}))
 
 
 def refused_part(observation: str) -> str | None:
@@ -325,25 +327,25 @@ def tokenizer_phrases() -> list[str]:
 # ---- runs
 
 
-def prepare(folder: Path, seed: int, steps: int) -> None:
-    """Make databases, data and the model of a seed, unless the folder has them."""
-    db_path = folder.parent / "databases"
+def prepare(output: Path, steps: int) -> None:
+    """Make databases, data and the model, the same for all seeds, unless the folder has them."""
+    db_path = output / "databases"
     training, held_out = databases()[:-NUM_HELD_OUT], databases()[-NUM_HELD_OUT:]
     turns_of_data = sorted({*EVALUATION_TURNS, *(turns for _, turns in ARMS.values())})
-    if not (folder.parent / "data").exists():
+    if not (output / "data").exists():
         for database in databases():
             database.write(db_path)
         for turns in turns_of_data:
-            _write_data(folder.parent / "data_being_made" / str(turns), db_path, turns, training, held_out)
-        (folder.parent / "data_being_made").rename(folder.parent / "data")
-    files = [folder.parent / "data" / str(turns) / "train.parquet" for turns in turns_of_data]
+            _write_data(output / "data_being_made" / str(turns), db_path, turns, training, held_out)
+        (output / "data_being_made").rename(output / "data")
+    files = [output / "data" / str(turns) / "train.parquet" for turns in turns_of_data]
     prepare_model(
-        folder / "model",
+        output / "model",
         phrase_tokenizer(tokenizer_phrases()),
         Demonstrations([row for file in files for row in pyarrow.parquet.read_table(file).to_pylist()], db_path),
         hidden_size=64,
         num_layers=2,
-        seed=seed,
+        seed=0,
         steps=steps,
         batch_size=32,
         learning_rate=4e-3,
@@ -382,7 +384,7 @@ def train_arm(folder: Path, seed: int, arm: str, steps: int) -> Metrics:
         f"trainer.export_path={folder / arm.replace(' ', '_') / 'exports'}",
     ]
     variables = {
-        "MODEL": str(folder / "model"),
+        "MODEL": str(folder.parent / "model"),
         "DATA_DIR": str(folder.parent / "data" / str(turns)),
         "DB_PATH": str(folder.parent / "databases"),
     }
@@ -430,7 +432,7 @@ def evaluate(folder: Path, name: str, model: Path, turns: int) -> float:
 def accuracies(folder: Path, steps: int) -> dict[tuple[str, int], float]:
     """Return the accuracy of the warmed-up model and of each arm's, by name and turns of the evaluation."""
     exports = {arm: folder / arm.replace(" ", "_") / "exports" / f"global_step_{steps}" / "policy" for arm in ARMS}
-    models = {"warmed up": folder / "model", **exports}
+    models = {"warmed up": folder.parent / "model", **exports}
     return {
         (name, turns): evaluate(folder, name, model, turns)
         for name, model in models.items()
@@ -464,8 +466,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     output = options.output.resolve()
     with ThreadPoolExecutor(options.jobs) as pool:
-        for seed in options.seeds:
-            prepare(output / str(seed), seed, options.warm_up_steps)
+        prepare(output, options.warm_up_steps)
         futures = {
             arm: [pool.submit(train_arm, output / str(seed), seed, arm, options.steps) for seed in options.seeds]
             for arm in ARMS
