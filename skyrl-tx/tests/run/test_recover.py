@@ -5,6 +5,7 @@ import json
 import shutil
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ def save(base: Path, kind: str, name: str, suffix: str = "") -> Path:
 
 @pytest.fixture
 def options(tmp_path: Path) -> list[str]:
-    folders = ["--state-dir", str(tmp_path / "state"), "--checkpoints-base", str(tmp_path / "checkpoints")]
+    folders = ["--state-dir", str(tmp_path / "state"), "--checkpoints-base", f"file://{tmp_path / 'checkpoints'}"]
     return ["--base-model", "folder/of/tiny", "--served-model-name", "tiny", *folders]
 
 
@@ -44,7 +45,6 @@ async def test_checkpoints_are_listed_again_and_can_be_loaded(tmp_path: Path, op
     save(base, "external_weights", "private@12", suffix=".age")
     save(base, "samplers", "0@5")  # without a name
     (save(base, "weights", "torn@9") / "optimizer.safetensors").write_bytes(b"\0" * 9)
-    (tmp_path / "state").mkdir()
     code = await run(recover.main, ["anna", *options])
     printed = capsys.readouterr().out
     assert code == 1, "one is damaged"
@@ -63,7 +63,8 @@ async def test_checkpoints_are_listed_again_and_can_be_loaded(tmp_path: Path, op
     source = await checkpoints.source("anna", f"tinker://{RUN}/weights/best", optimizer=True)
     assert (source.folder, source.base_model, source.lora.rank) == (str(newest), "tiny", 4)
     assert (source.lora.train_attn, source.lora.train_mlp, source.lora.train_unembed) == (True, False, False)
-    assert len((await checkpoints.of_run("anna", RUN))["checkpoints"]) == 3
+    listed: Any = await checkpoints.of_run("anna", RUN)
+    assert len(listed["checkpoints"]) == 3
     assert await run(recover.main, ["anna", *options]) == 2, "a server uses it"
     assert "in use by another server" in capsys.readouterr().err
     await store.close()

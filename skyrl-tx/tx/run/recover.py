@@ -17,6 +17,7 @@ from tx.errors import ConfigError
 from tx.tinker.command_line import read_config
 from tx.tinker.config import EngineConfig
 from tx.tinker.storage.db_models import CheckpointRow, ModelRow, SessionRow
+from tx.tinker.storage.folders import without_local_scheme
 from tx.tinker.storage.store import Store
 from tx.tinker.types import CheckpointKind, TinkerPath
 
@@ -47,12 +48,13 @@ def main(argv: Sequence[str]) -> int:
     try:
         tenant, *options = argv if argv and not argv[0].startswith("-") else ("local", *argv)
         config = read_config(options)
-        if "://" in config.checkpoints_base:
+        base = without_local_scheme(config.checkpoints_base)
+        if "://" in base:
             raise ConfigError(
-                f"checkpoints_base: {config.checkpoints_base} is no local folder; copy it to one, recover from that, "
+                f"checkpoints_base: {base} is no local folder; copy it to one, recover from that, "
                 "and copy the state folder back"
             )
-        found, damaged = find_checkpoints(Path(config.checkpoints_base).expanduser().absolute())
+        found, damaged = find_checkpoints(Path(base).expanduser().absolute())
         states = asyncio.run(register(config, tenant, found))
     except ConfigError as error:
         print(f"ConfigError: {error}", file=sys.stderr)
@@ -117,6 +119,7 @@ async def register(config: EngineConfig, tenant: str, found: list[FoundCheckpoin
     Raises:
         ConfigError: the database cannot be used; a server is using it, perhaps.
     """
+    config.state_folder.mkdir(parents=True, exist_ok=True)  # it may be what was lost
     store = Store(config.store_url)
     await store.start()
     try:

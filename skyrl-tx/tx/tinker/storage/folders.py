@@ -23,6 +23,13 @@ _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:@-]{0,254}")
 _LOCAL_SCHEMES = ("file://", "local://")
 
 
+def without_local_scheme(base: str) -> str:
+    """Return a local folder of `--checkpoints-base` as a path; a URL of an object store as it is."""
+    for scheme in _LOCAL_SCHEMES:
+        base = base.removeprefix(scheme)
+    return base
+
+
 class Folders:
     """
     Args:
@@ -36,8 +43,7 @@ class Folders:
 
     def __init__(self, base: str, cache: Path, cache_bytes: int = 32 << 30):
         self._remote: RemoteFolders | None = None
-        for scheme in _LOCAL_SCHEMES:
-            base = base.removeprefix(scheme)
+        base = without_local_scheme(base)
         if "://" in base:
             self._remote = RemoteFolders(base, Path(cache).expanduser().absolute(), cache_bytes)
             self.base = base.rstrip("/")

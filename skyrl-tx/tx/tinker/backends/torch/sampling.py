@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from skyrl_train.config.engine_kinds import PREFIX_CACHE_GIB
 from skyrl_train.errors import WorkerError
 from skyrl_train.inference_engines.completion import Completion
 from skyrl_train.inference_engines.native.core import MAX_PREFILL_TOKENS
@@ -64,7 +65,7 @@ class NativeSampling(SamplingBackend):
         max_lora_rank: int = 128,
         max_prefill_tokens: int = MAX_PREFILL_TOKENS,
         max_cache_gib: float | None = None,
-        prefix_cache_gib: float = 1.0,
+        prefix_cache_gib: float = PREFIX_CACHE_GIB,
         share_with: torch.nn.Module | None = None,
     ):
         self._make_engine = functools.partial(
