@@ -34,16 +34,19 @@ def signs(read: Read, names: Iterable[str]) -> list[str]:
 
 def _evaluation_stays_behind(read: Read) -> Iterator[str]:
     """The training reward rose by a quarter or more; the evaluation lost a fifth or more of its best score, or gained
-    less than a tenth of its first and is below half of the training reward."""
+    less than a tenth of its first and is below half of the training reward: each of the last two, as a single one may
+    have been before the rise. Rewards below 0 count by their size."""
     start, end = _ends(read("reward/avg_raw_reward"))
     scores = _numbers(read("eval/all/avg_score"))
     if len(scores) < 3 or end - start < 0.25 * max(abs(start), abs(end)):
         return
-    last = fmean(scores[-2:])
-    if last < 0.8 * max(scores) or (last < 1.1 * scores[0] and last < 0.5 * end):
+    first, best, recent = scores[0], max(scores), max(scores[-2:])
+    has_fallen = best - recent > 0.2 * max(map(abs, scores))
+    stays_low = recent - first < 0.1 * abs(first) and end - recent > 0.5 * abs(end)
+    if has_fallen or stays_low:
         yield (
-            f"The training reward rose from {start:.3g} to {end:.3g}, but the evaluation went from {scores[0]:.3g} "
-            f"(best: {max(scores):.3g}) to {last:.3g}: training rewards something else."
+            f"The training reward rose from {start:.3g} to {end:.3g}, but the evaluation went from {first:.3g} "
+            f"(best: {best:.3g}) to {fmean(scores[-2:]):.3g}: training rewards something else."
         )
 
 

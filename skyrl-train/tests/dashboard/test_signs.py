@@ -34,6 +34,11 @@ CHANGES: dict[str, tuple[Curves, str]] = {
         "The training reward rose from 0.2 to 0.8, but the evaluation went from 0.14 (best: 0.15) to 0.15: training "
         "rewards something else.",
     ),
+    "evaluation below 0 falls": (
+        {"eval/all/avg_score": [-0.2, -0.1, -0.6, -0.8]},
+        "The training reward rose from 0.2 to 0.8, but the evaluation went from -0.2 (best: -0.1) to -0.7: training "
+        "rewards something else.",
+    ),
     "entropy collapses": (
         {"policy/policy_entropy": [1.0] * 8 + [0.02] * 8},
         "The entropy fell from 1 to 0.02 nats a token. In 90% of the groups all rewards are equal, and 40% of the "
@@ -65,6 +70,8 @@ def test_sign_states_the_numbers_that_it_is_made_from(name: str):
     ("name", "spared_by"),
     [
         ("evaluation falls", {"reward/avg_raw_reward": [0.8] * 16}),  # it learns nothing else
+        ("evaluation falls", {"eval/all/avg_score": [0.1, 0.2, 0.9]}),  # the last one has just risen
+        ("evaluation falls", {"eval/all/avg_score": [-0.9, -0.7, -0.5]}),  # below 0, and better each time
         ("evaluation does not follow", {"eval/all/avg_score": [0.9, 0.91, 0.9]}),  # it was good from the beginning
         ("entropy collapses", {"reward/avg_pass_at_8": [1.0] * 16}),  # all is solved
         ("entropy collapses", {"loss/zero_variance_share": [0.5] * 16}),
