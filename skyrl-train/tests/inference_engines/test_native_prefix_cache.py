@@ -214,6 +214,27 @@ def test_no_prefix_of_older_weights_is_used(tiny_models, fault: Callable[[Native
 # ---- long prompts
 
 
+def test_keys_of_prompts_that_are_computed_together_are_bounded(tiny_models, monkeypatch: pytest.MonkeyPatch):
+    """Few new tokens each, behind long cached prefixes: 8 x 64 keys hold one prompt of 310, and two of 110 are computed together."""
+    for length, together in ((300, 1), (100, 2)):
+        core = make_core(tiny_models("qwen3"), max_prefill_tokens=64)
+        prefixes = random_prompts([length] * 4)
+        prompts = [np.append(prefix, random_prompts([10])[0]) for prefix in prefixes]
+        expected = [run(make_core(tiny_models("qwen3")), [ask(p, i)])[0] for i, p in enumerate(prompts)]
+        for index, prefix in enumerate(prefixes):
+            run(core, [ask(prefix, index, 1)])
+        sizes, prefill = [], core._runner.prefill
+
+        def counted(rows: list[int], *rest: Any, sizes: list[int] = sizes, prefill: Any = prefill) -> Any:
+            sizes.append(len(rows))
+            return prefill(rows, *rest)
+
+        monkeypatch.setattr(core._runner, "prefill", counted)
+        assert same(run(core, [ask(prompt, index) for index, prompt in enumerate(prompts)]), expected)
+        assert max(sizes) == together, sizes
+        assert sum(sizes) == 4
+
+
 def test_a_long_prompt_comes_in_parts_while_others_write(tiny_models):
     [short, long] = random_prompts([20, 300])
     expected = [run(make_core(tiny_models("qwen3")), [ask(p, i, 40)])[0] for i, p in enumerate((short, long))]

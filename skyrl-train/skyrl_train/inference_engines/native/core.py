@@ -25,6 +25,9 @@ from skyrl_train.kept_tokens import KeptTokens
 from skyrl_train.models.routing_replay import RoutingReplay
 
 MAX_PREFILL_TOKENS = 4096
+KEYS_OF_A_PREFILL_TOKEN = 8
+"""Prompts are computed together while their keys, cached ones included, are at most so many for each token of
+`max_prefill_tokens`: attention gathers the keys of all of them."""
 MAX_PREFIX_TOKENS = 2**16
 
 Outcomes = dict[Request, Completion | FloatingPointError]
@@ -338,16 +341,21 @@ class NativeEngineCore:
         return row
 
     def _prefill_batches(self, rows: list[int]) -> Iterable[list[int]]:
-        """Yield rows in batches with similarly many tokens to compute, each within `max_prefill_tokens` with padding,
-        or of one row."""
+        """Yield rows in batches with similarly many tokens to compute, each within `max_prefill_tokens` with padding
+        and within a multiple of it in keys, or of one row."""
         rest = self._rows.prompt_length - self._rows.num_cached
+        most = self._max_prefill_tokens
         batch: list[int] = []
+        num_keys = 0  # of the longest prompt of the batch
         for row in sorted(rows, key=lambda row: rest[row]):
             padded = round_up(int(rest[row]), KEY_BLOCK)
-            if batch and padded * (len(batch) + 1) > self._max_prefill_tokens:
+            keys = max(num_keys, int(self._rows.prompt_length[row]))
+            size = len(batch) + 1
+            if batch and (padded * size > most or keys * size > KEYS_OF_A_PREFILL_TOKEN * most):
                 yield batch
-                batch = []
+                batch, keys = [], int(self._rows.prompt_length[row])
             batch.append(row)
+            num_keys = keys
         if batch:
             yield batch
 

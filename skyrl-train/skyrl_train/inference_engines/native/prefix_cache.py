@@ -113,10 +113,11 @@ class PrefixTree:
         """Cut a node after `length` tokens; return the upper part."""
         parent = node.parent
         assert parent is not None and 0 < length < len(node.tokens)
-        upper = _Node(node.key, parent, node.tokens[:length], node.slots[:length])
+        # Copies: a view of a few tokens would hold the arrays of all of them.
+        upper = _Node(node.key, parent, node.tokens[:length].copy(), node.slots[:length].copy())
         parent.children[node.key] = upper
         node.key, node.parent = (0, int(node.tokens[length])), upper
-        node.tokens, node.slots = node.tokens[length:], node.slots[length:]
+        node.tokens, node.slots = node.tokens[length:].copy(), node.slots[length:].copy()
         upper.children[node.key] = node
         return upper
 

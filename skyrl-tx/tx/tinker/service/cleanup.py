@@ -108,7 +108,11 @@ class BackgroundCleanup:
             del self._state.samplers[sampler.sampler_id]
         if superseded:
             ids = [sampler.sampler_id for sampler in superseded]
-            await self._store.write(partial(garbage.forget_samplers, sampler_ids=ids, now=now))
+            try:
+                await self._store.write(partial(garbage.forget_samplers, sampler_ids=ids, now=now))
+            except BaseException:  # they stand in the database, and go another time
+                self._state.samplers |= {sampler.sampler_id: sampler for sampler in superseded}
+                raise
         for find in (partial(garbage.deliverable_results, now=now, ttl=ttl), garbage.spent_payloads):
             while (forgotten := await self._store.write(find)).num_requests:
                 await asyncio.to_thread(lambda blobs=forgotten.blobs: [self._blobs.drop(blob) for blob in blobs])
