@@ -135,9 +135,9 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ModelShape]:
 
 def test_mixture_under_fsdp2_is_divided_by_all_ranks(mixture: tuple[Any, ModelShape]):
     """SkyRL publishes that FSDP2 did not complete a step of this recipe on 32 x 80 GB, and a script that trains a model
-    of these sizes with FSDP2 on 16. The arithmetic of the backend here agrees with the second: 16 bytes a parameter over
-    32 ranks are 15 GB, and whole layers, buffers and activations less than 15 more. See docs/planner.md; this test holds
-    what is estimated, so that a term which is found later shows here."""
+    of these sizes with FSDP2 on 16. The arithmetic of the backend here agrees with the second: 16 bytes a parameter
+    over 32 ranks are 15 GB, and whole layers, buffers and activations less than 15 more. See docs/planner.md; this test
+    holds what is estimated, so that a term which is found later shows here."""
     cfg, shape = mixture
     shapes: Any = dict.fromkeys(("policy", "ref"), shape)
     plan = memory_plan(with_overrides(cfg, {"trainer.strategy": "fsdp2"}), shapes, find_device("h100-80"))
