@@ -215,7 +215,7 @@ def test_no_prefix_of_older_weights_is_used(tiny_models, fault: Callable[[Native
 
 
 def test_keys_of_prompts_that_are_computed_together_are_bounded(tiny_models, monkeypatch: pytest.MonkeyPatch):
-    """Few new tokens each, behind long prefixes: 8 x 64 keys hold one prompt of 310; two of 110 are computed together."""
+    """Few new tokens each, behind long prefixes: 8 x 64 keys hold one prompt of 310, and two of 110."""
     for length, together in ((300, 1), (100, 2)):
         core = make_core(tiny_models("qwen3"), max_prefill_tokens=64)
         prefixes = random_prompts([length] * 4)
