@@ -314,6 +314,7 @@ def test_failure_details_name_the_cause():
     assert grade_answer("It is 5.", SUM) == Invalid("no fenced code block")
 
 
+@pytest.mark.slow
 @sandboxed
 def test_a_case_and_all_cases_have_their_time():
     settings = CodeSettings(case_seconds=1.0)
@@ -522,7 +523,9 @@ IMPATIENT = CodeSettings(case_seconds=2.0)
 
 
 @sandboxed
-@pytest.mark.parametrize("tests", [SECRET_CHECK, SECRET_JSON], ids=["asserts", "json"])
+@pytest.mark.parametrize(
+    "tests", [pytest.param(SECRET_CHECK, id="asserts"), pytest.param(SECRET_JSON, id="json", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("cheat", CHEATS)
 def test_no_function_passes_without_the_answer(cheat, tests):
     grade = grade_code(CHEATS[cheat], tests, IMPATIENT)

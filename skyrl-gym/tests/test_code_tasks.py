@@ -72,6 +72,7 @@ def test_some_humaneval_references_pass_and_their_mutants_fail(test_data):
     check_tasks(humaneval(test_data, step=16))
 
 
+@pytest.mark.slow
 @sandboxed
 def test_some_mbpp_references_pass_and_their_mutants_fail(test_data):
     check_tasks(mbpp(test_data, step=97))
@@ -131,6 +132,7 @@ def code_contests(test_data):
     }
 
 
+@pytest.mark.slow
 @sandboxed
 def test_solutions_of_codecontests_problems_pass_and_wrong_ones_fail(test_data):
     tests = code_contests(test_data)

@@ -124,6 +124,7 @@ async def test_named_tests_decide(play):
     assert (judgement.reward, judgement.parts["fail_to_pass"], judgement.parts["pass_to_pass"]) == (0.0, 0.0, 0.0)
 
 
+@pytest.mark.slow
 async def test_tests_that_do_not_end_are_a_failure_of_the_change(play):
     _, judgement = await play(LocalSWETask(), ROW | {"test_seconds": 5}, "printf 'while True: pass' > calc/double.py")
     assert (judgement.reward, judgement.parts["timed_out"]) == (0.0, 1.0)

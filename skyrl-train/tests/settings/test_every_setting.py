@@ -26,15 +26,15 @@ ROWS = [
 ]
 
 
-# The critic's backend, optimizer and adapters are the policy's with other settings: one of each section is tried daily.
-# Settings of a single loss, estimator or correction have a whole run each and, besides, tests by hand of what they set;
-# so have those of data, evaluation and weight sync.
+# Settings that are seen in a whole run, and most of which have tests of their own besides. The critic's backend,
+# optimizer and adapters are the policy's with other settings: one of each section is tried daily.
 SLOW = re.compile(
     r"trainer\.critic\.(fsdp_config|model\.lora|optimizer_config|megatron_config)\.(?!cpu_offload|rank|lr|context)"
     r"|trainer\.(critic|ref)\.sequence_parallel_size"
     r"|trainer\.(algorithm\.\w+|distillation|fully_async)\."
-    r"|trainer\.(policy\.sequence_parallel_size|eval_|update_ref|resume_mode|print_example)"
-    r"|data\.|generator\.(eval_|weight_sync_)"
+    r"|trainer\.(policy\.sequence_parallel_size|policy\.megatron_config|eval_|update_|resume_|print_example|ckpt_)"
+    r"|trainer\.(max_|dump_|export_path|epochs|critic_mini|critic\.model|micro_)"
+    r"|data\.|generator\.(?!sampling_params|max_turns|n_samples)"
 )
 
 

@@ -333,6 +333,7 @@ async def test_ranks_upload_their_files_and_download_each_once(
 IN_STORE = {"max_training_steps": 2, "ckpt_interval": 1, "hf_save_interval": 2, "dump_data_batch": True}
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_run_is_resumed_from_an_object_store_with_the_same_bits(
     s3: ObjectStore, bucket: str, settings: Any, run: Any, tmp_path: Path

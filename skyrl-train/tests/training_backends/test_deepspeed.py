@@ -77,7 +77,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-@stages(1, daily=3)
+@stages(1, 3)
 def test_two_ranks_equal_one_of_fsdp2(ranks: BackendRanks, model: str, stage: int):
     check_layout(ranks, model, layout(stage))
 

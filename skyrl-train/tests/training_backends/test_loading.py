@@ -185,6 +185,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 def test_two_ranks_hold_the_bits_of_a_whole_model(groups: Callable[[int], Group], models: dict[str, str]):
     plans = [
         Plan(models["tied"]),

@@ -99,6 +99,7 @@ def test_two_processes_train_as_one_does(
     assert_trains_as_one_process_does(group, TorchTraining(model_folder("qwen2")), supervised)
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_the_same_again_gives_the_same_bits_also_from_a_snapshot_and_on_every_process(
     started: tuple[GroupTraining, TrainingRanks], supervised: Data, tmp_path: Path
