@@ -49,7 +49,7 @@ def test_command_of_the_readme_is_valid_and_no_setting_of_it_is_superfluous():
             validate_cfg(SkyRLConfig.from_dict(settings_of([each for each in overrides if name not in each])))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_documented_quickstart_trains_asynchronously(tmp_path: Path):
     """Two steps of the laptop's command, of a model without its warm-up."""

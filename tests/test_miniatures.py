@@ -333,10 +333,7 @@ FEWER_QUESTIONS = {"search_r1": ["NUM_EVALUATION"], "skyrl_sql": ["NUM_HELD_OUT"
 @pytest.mark.process
 @pytest.mark.parametrize(
     "recipe",
-    [
-        pytest.param(recipe, marks=pytest.mark.slow if recipe in ("dapo", "skyrl_sql") else pytest.mark.full)
-        for recipe in MAY_DIFFER
-    ],
+    [pytest.param(recipe, marks=pytest.mark.slow if recipe == "dapo" else pytest.mark.full) for recipe in MAY_DIFFER],
 )
 def test_smallest_miniature_runs_from_end_to_end(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

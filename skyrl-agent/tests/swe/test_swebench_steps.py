@@ -141,7 +141,7 @@ async def test_smith_rows_have_their_tests_in_the_history(play):
     assert (judgement.reward, judgement.parts["pass_to_pass"]) == (0.0, 1.0)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 async def test_named_test_that_exists_nowhere_gives_no_verdict(play):
     row = ROW | {"FAIL_TO_PASS": ["test_double.py::test_two", "test_double.py::test_three"]}
     with pytest.raises(TaskRowError, match=r"tests were not run: test test_double.py::test_three"):

@@ -10,7 +10,7 @@ import pytest
 REPOSITORY = Path(__file__).parents[3]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_prompts_computed_once_take_less_time():
     command = [sys.executable, "benchmarks/shared_prefixes.py", "--prompts", "256", "--samples", "4", "--rounds", "1"]
     printed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=200).stdout

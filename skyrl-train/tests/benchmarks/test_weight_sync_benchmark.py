@@ -11,7 +11,7 @@ import pytest
 REPOSITORY = Path(__file__).parents[3]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_every_strategy_brings_the_bits_and_changes_take_a_twentieth_of_the_bytes(tmp_path):
     command = [sys.executable, "benchmarks/weight_sync.py", "--megabytes", "4", "--turns", "2"]
     finished = subprocess.run(

@@ -37,8 +37,8 @@ SLOW_KINDS = {
     "turns joined": JOINED,
     "one growing message": ONE_MESSAGE,
     "padded": {"trainer": {"use_sample_packing": False}},
-    "deepspeed on two ranks": {"trainer": {"strategy": "deepspeed", "placement": TWO_RANKS}},
 }
+FULL_KINDS = {"deepspeed on two ranks": {"trainer": {"strategy": "deepspeed", "placement": TWO_RANKS}}}
 
 
 @pytest.fixture
@@ -54,11 +54,18 @@ def train(settings: Any, merged: Any, run: Any, tmp_path: Path) -> Callable[...,
     return train
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW_KINDS)])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *KINDS,
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW_KINDS),
+        *(pytest.param(kind, marks=pytest.mark.full) for kind in FULL_KINDS),
+    ],
+)
 def test_trainer_has_the_log_probs_that_tokens_were_drawn_with(train: Any, kind: str):
     """Within the rounding of float32. (In asynchronous training weights are a step older, by a tiny step.)"""
     mean, largest = (1e-4, 1e-3) if kind == "asynchronous" else (2e-6, 2e-5)
-    for step in train(SLOWLY, (KINDS | SLOW_KINDS)[kind]):
+    for step in train(SLOWLY, (KINDS | SLOW_KINDS | FULL_KINDS)[kind]):
         assert step["policy/rollout_train_logprobs_abs_diff_mean"] < mean
         assert step["policy/rollout_train_logprobs_abs_diff_max"] < largest
         assert step["policy/first_ratio_max_deviation"] == 0

@@ -77,7 +77,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-@stages(1, 3)
+@stages(3)
 def test_two_ranks_equal_one_of_fsdp2(ranks: BackendRanks, model: str, stage: int):
     check_layout(ranks, model, layout(stage))
 
@@ -145,7 +145,8 @@ def test_bfloat16_stays_within_its_tolerance(ranks: BackendRanks, model: str, st
     check_layout(ranks, model, layout(stage, bf16=True), tolerance=BFLOAT16)
 
 
-@stages(1, among=(1, 2, 3))
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_bfloat16_parameters_stay_within_its_tolerance(ranks: BackendRanks, model: str, stage: int):
     """The float32 weights of the optimizer begin as the rounded ones."""
     own = {"deepspeed_config": {"torch_autocast": {"enabled": False}}}
@@ -305,7 +306,7 @@ def moments_forgotten(*args: Any) -> Any:
     return backend
 
 
-FAULTS = [  # the first five are slow, each kind once; the others are full
+FAULTS = [  # the first four are slow, each kind once; the others are full
     (boundary_at_every_backward, 2, "agreement"),
     (last_rank_dropped, 3, "agreement"),
     (steps_on_broken_gradients, 2, "skipped_update"),
@@ -319,7 +320,7 @@ FAULTS = [  # the first five are slow, each kind once; the others are full
 @pytest.mark.parametrize(
     ("fault", "stage", "invariance"),
     [
-        pytest.param(*fault, marks=pytest.mark.slow if number < 5 else pytest.mark.full)
+        pytest.param(*fault, marks=pytest.mark.slow if number < 4 else pytest.mark.full)
         for number, fault in enumerate(FAULTS)
     ],
 )

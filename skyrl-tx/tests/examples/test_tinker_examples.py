@@ -20,7 +20,8 @@ sys.path.append({sysconfig.get_paths()["purelib"]!r})  # last: torch comes from 
 runpy.run_path(sys.argv.pop(1), run_name="__main__")
 """
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+# The model that the examples begin with takes a minute to teach; the conformance suite runs the same client.
+pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture
@@ -44,7 +45,6 @@ def curve(printed: str, name: str) -> list[float]:
     return [float(number) for number in re.findall(rf"^step .*{name}\s+(-?[\d.]+)", printed, re.MULTILINE)]
 
 
-@pytest.mark.full  # two minutes; the other examples run the same client
 def test_supervised_training_goes_on_from_what_it_saved(run):
     printed = run("sft.py", "--steps", "16")
     loss = curve(printed, "loss")
@@ -54,13 +54,12 @@ def test_supervised_training_goes_on_from_what_it_saved(run):
     assert "weights: tinker://" in printed
 
 
-@pytest.mark.parametrize("loss", ["importance_sampling", pytest.param("ppo", marks=pytest.mark.full)])
+@pytest.mark.parametrize("loss", ["importance_sampling", "ppo"])
 def test_reinforcement_raises_the_reward(run, loss):
     rewards = curve(run("rl.py", "--steps", "12", "--loss", loss), "reward")
     assert mean(rewards[-3:]) > mean(rewards[:3]) + 0.15
 
 
-@pytest.mark.full
 def test_the_model_learns_to_ask_the_tool(run):
     printed = run("multi_turn_tool_rl.py", "--steps", "8")
     rewards, asked = curve(printed, "reward"), curve(printed, "asked")
@@ -78,7 +77,6 @@ def test_a_loss_of_ones_own_falls(run):
     assert curve(printed, "preferred")[-1] == 1.0
 
 
-@pytest.mark.full
 def test_the_student_comes_nearer_to_the_teacher(run):
     divergence = curve(run("distillation.py", "--steps", "10"), "KL to the teacher")
     assert mean(divergence[-3:]) < 0.5 * mean(divergence[:3])

@@ -195,7 +195,13 @@ PASSED_ON = (
 )
 
 
+WAITS = ("a_pause_that_keeps_stops_the_writing", "answers_under_way_go_on_with_the_new_weights")
+"""Checks of half a minute each: the other pauses and updates show that the calls pass the server."""
+
+
 def is_full(check: Check) -> bool:
+    if check.name in WAITS:
+        return True
     return check.run.__module__.rpartition(".")[2] in COMPUTED and check.name not in PASSED_ON
 
 
