@@ -51,7 +51,7 @@ def what_examples_register_goes_with_them():
             id=str(script.relative_to(REPOSITORY / "examples")),
             marks=[]
             if FOLDERS.index(script.parent) == number
-            else [pytest.mark.slow],  # the first of a folder is daily
+            else [pytest.mark.full],  # the first of a folder is daily
         )
         for number, script in enumerate(SCRIPTS)
     ],
