@@ -2,7 +2,9 @@
 
 import sys
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,3 +22,22 @@ def spider(test_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "spider").mkdir()
     (folder / "databases" / "spider").rename(folder / "spider" / "database")
     return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def what_examples_register_goes_with_them() -> Iterator[None]:
+    """Remove the losses and estimators of examples that a module has imported: other tests look at all there are, and
+    send them to ranks, which cannot import an example."""
+    from composed_scripts import EXAMPLE_ENTRY_POINTS
+
+    from skyrl_train.algorithms.advantages import AdvantageEstimatorRegistry
+    from skyrl_train.algorithms.losses.contract import PolicyLossRegistry, TokenSelectorRegistry
+
+    registries: list[Any] = [PolicyLossRegistry, TokenSelectorRegistry, AdvantageEstimatorRegistry]
+    before = [registry.list_available() for registry in registries]
+    yield
+    for registry, names in zip(registries, before, strict=True):
+        for name in set(registry.list_available()) - set(names):
+            registry.unregister(name)
+    for name in EXAMPLE_ENTRY_POINTS:
+        sys.modules.pop(name, None)

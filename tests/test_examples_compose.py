@@ -2,13 +2,9 @@
 is then composed by Hydra and checked as the entry point would. A misspelt or outdated setting in an example fails here.
 """
 
-import sys
-from typing import Any
-
 import pytest
 from composed_scripts import (
     AGENT_EVALUATION,
-    EXAMPLE_ENTRY_POINTS,
     REPOSITORY,
     TINKER,
     VERL,
@@ -17,8 +13,6 @@ from composed_scripts import (
 )
 
 from skyrl_agent.errors import ConfigError as TaskFileError
-from skyrl_train.algorithms.advantages import AdvantageEstimatorRegistry
-from skyrl_train.algorithms.losses.contract import PolicyLossRegistry, TokenSelectorRegistry
 from skyrl_train.errors import ConfigError
 
 SCRIPTS = [
@@ -28,19 +22,6 @@ SCRIPTS = [
     if script.parents[1].name != "recipes" or script.name == "run_evaluation.sh"
 ]
 FOLDERS = [script.parent for script in SCRIPTS]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def what_examples_register_goes_with_them():
-    """Other tests look at all losses and estimators there are."""
-    registries: list[Any] = [PolicyLossRegistry, TokenSelectorRegistry, AdvantageEstimatorRegistry]
-    before = [registry.list_available() for registry in registries]
-    yield
-    for registry, names in zip(registries, before, strict=True):
-        for name in set(registry.list_available()) - set(names):
-            registry.unregister(name)
-    for name in EXAMPLE_ENTRY_POINTS:
-        sys.modules.pop(name, None)
 
 
 @pytest.mark.parametrize(

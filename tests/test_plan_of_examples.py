@@ -41,9 +41,6 @@ TRAINS = ("main_base", "main_distill", *EXAMPLE_ENTRY_POINTS)
 SCRIPTS = sorted(REPOSITORY.glob("examples/**/run_*.sh"))
 
 
-from test_examples_compose import what_examples_register_goes_with_them  # noqa: E402, F401  (a fixture)
-
-
 def config_file(path: str) -> Path | None:
     """Return the file with the shape of a model of the hub; None if it is not known here."""
     name = SAME_SHAPE.get(path) or path.rpartition("/")[2].removesuffix("-Base").removesuffix("-Instruct")

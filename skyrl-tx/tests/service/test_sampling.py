@@ -50,7 +50,7 @@ async def test_samplers_of_a_name_outlive_the_name(service: TinkerService, alice
 async def test_samplers_without_a_name_give_way_to_newer_ones_of_their_model(
     service: TinkerService, alice: Client, model: str, tmp_path: Path
 ):
-    """As a loop of reinforcement learning saves them, each step one; another model's and a named one stay."""
+    """Each step of a loop of reinforcement learning saves one; another model's and a named one stay."""
     other = await alice.model(1)
     await alice.result(await alice.save_sampler(other, 1, sampling_session_seq_id=100))
     await alice.result(await alice.save_sampler(model, 1, path="named"))
