@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from stores import service_of
 
 from tx.tinker.base_model import read_base_model
 from tx.tinker.config import EngineConfig
@@ -15,9 +16,7 @@ from tx.tinker.http.api_keys import ApiKeys
 from tx.tinker.http.app import create_app
 from tx.tinker.service.engine_link import EngineTimeouts
 from tx.tinker.service.service import TinkerService
-from tx.tinker.storage.blobs import Blobs
 from tx.tinker.storage.folders import Folders
-from tx.tinker.storage.store import Store
 
 KEYS = {
     "anna": "tml-anna-key",
@@ -46,18 +45,8 @@ def an_engine_that_is_still_starting(address: str) -> list[str]:
 
 @pytest.fixture
 async def service(config: EngineConfig) -> AsyncIterator[TinkerService]:
-    state = config.state_folder
-    state.mkdir()
-    folders = Folders(config.checkpoints_base, state / "cache")
-    service = TinkerService(
-        config,
-        read_base_model(config.base_model),
-        Store(config.store_url),
-        Blobs(state / "blobs"),
-        folders,
-        command=an_engine_that_is_still_starting,
-        timeouts=EngineTimeouts(stop=0.01),
-    )
+    starting = {"command": an_engine_that_is_still_starting, "timeouts": EngineTimeouts(stop=0.01)}
+    service = service_of(config, read_base_model(config.base_model), **starting)
     await service.start()
     yield service
     await service.close()

@@ -4,12 +4,14 @@ import asyncio
 import json
 import shutil
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from stores import opened
 
 from tx.errors import ConfigError
 from tx.run import recover
@@ -57,17 +59,15 @@ async def test_checkpoints_are_listed_again_and_can_be_loaded(tmp_path: Path, op
     ):
         assert line in printed
 
-    store = Store(f"sqlite:///{tmp_path / 'state' / 'tx.db'}")
-    await store.start()
-    checkpoints = Checkpoints(store, ServerState())
-    source = await checkpoints.source("anna", f"tinker://{RUN}/weights/best", optimizer=True)
-    assert (source.folder, source.base_model, source.lora.rank) == (str(newest), "tiny", 4)
-    assert (source.lora.train_attn, source.lora.train_mlp, source.lora.train_unembed) == (True, False, False)
-    listed: Any = await checkpoints.of_run("anna", RUN)
-    assert len(listed["checkpoints"]) == 3
-    assert await run(recover.main, ["anna", *options]) == 2, "a server uses it"
-    assert "in use by another server" in capsys.readouterr().err
-    await store.close()
+    async with opened(f"sqlite:///{tmp_path / 'state' / 'tx.db'}") as store:
+        checkpoints = Checkpoints(store, ServerState())
+        source = await checkpoints.source("anna", f"tinker://{RUN}/weights/best", optimizer=True)
+        assert (source.folder, source.base_model, source.lora.rank) == (str(newest), "tiny", 4)
+        assert (source.lora.train_attn, source.lora.train_mlp, source.lora.train_unembed) == (True, False, False)
+        listed: Any = await checkpoints.of_run("anna", RUN)
+        assert len(listed["checkpoints"]) == 3
+        assert await run(recover.main, ["anna", *options]) == 2, "a server uses it"
+        assert "in use by another server" in capsys.readouterr().err
 
     shutil.rmtree(base / RUN / "weights" / "torn@9")
     assert await run(recover.main, ["anna", *options]) == 0
@@ -86,12 +86,10 @@ def test_there_is_nothing_to_recover_where_no_folder_is(options: list[str], caps
 
 async def test_a_damaged_database_is_named_at_the_start_with_the_way_out(tmp_path: Path):
     path = tmp_path / "tx.db"
-    store = Store(f"sqlite:///{path}")
-    await store.start()
-    await store.close()
-    connection = sqlite3.connect(path)
-    connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    connection.close()
+    async with opened(f"sqlite:///{path}"):
+        pass
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     whole = path.read_bytes()
     for damaged in (b"\xff" * 8192, whole[: 4096 * 3] + b"\xff" * 4096 * 5 + whole[4096 * 8 :]):
         path.write_bytes(damaged)

@@ -8,24 +8,13 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
+from random_data import PROMPT, spec
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tx.errors import ModelError
-from tx.tinker.types import SampleOutput, SampleParams, SampleSpec
+from tx.tinker.types import SampleOutput, SampleSpec
 
-PROMPT = [50, 7, 33, 90, 14, 14, 62]
 EOS = 1
-
-
-def spec(prompt: list[int] = PROMPT, *, num_samples: int = 1, scores: bool = False, top: int = 0, **params: Any):
-    params = {"seed": 3, "max_tokens": 24, "stop_at_eos": False, **params}
-    return SampleSpec(
-        prompt=prompt,
-        num_samples=num_samples,
-        params=SampleParams(**params),
-        prompt_logprobs=scores,
-        topk_prompt_logprobs=top,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +99,7 @@ async def test_context_ends_a_response_without_max_tokens(sampling_of):
 async def test_prompt_log_probs_are_at_temperature_one_whatever_the_answers(sampling, reference):
     output = await sampling.sample(spec(num_samples=4, scores=True, temperature=0.3), None)
     plain = await sampling.sample(spec(num_samples=4, temperature=0.3), None)
-    short = await sampling.sample(spec([5], scores=True, top=2), None)
+    short = await sampling.sample(spec(prompt=[5], scores=True, top=2), None)
     assert output.prompt_logprobs is not None and output.prompt_logprobs[0] is None
     close(output.prompt_logprobs[1:], of_tokens(reference, PROMPT))  # type: ignore[arg-type]
     assert output.sequences == plain.sequences and plain.prompt_logprobs is None
@@ -121,15 +110,15 @@ async def test_scoring_what_was_sampled_gives_the_same_bits(sampling, adapter):
     """Prefill and decoding agree, at temperature 1 and with an adapter on the output layer."""
     for folder in (None, adapter(1)):
         [written] = (await sampling.sample(spec(max_tokens=80), folder)).sequences
-        scored = await sampling.sample(spec(PROMPT + written.tokens, scores=True, max_tokens=1), folder)
+        scored = await sampling.sample(spec(prompt=PROMPT + written.tokens, scores=True, max_tokens=1), folder)
         assert scored.prompt_logprobs is not None
         assert scored.prompt_logprobs[len(PROMPT) :] == written.logprobs
 
 
 async def test_the_likeliest_tokens_of_every_place(sampling, reference):
     prompt = np.random.default_rng(0).integers(3, 99, 300).tolist()  # more than is scored at a time
-    output = await sampling.sample(spec(prompt, top=4, temperature=0.5, max_tokens=1), None)
-    more = await sampling.sample(spec(prompt, scores=True, top=500, max_tokens=1), None)
+    output = await sampling.sample(spec(prompt=prompt, top=4, temperature=0.5, max_tokens=1), None)
+    more = await sampling.sample(spec(prompt=prompt, scores=True, top=500, max_tokens=1), None)
     assert output.prompt_logprobs is None
     assert output.topk_prompt_logprobs is not None and len(output.topk_prompt_logprobs) == 300
     assert output.topk_prompt_logprobs[0] is None
@@ -141,7 +130,7 @@ async def test_the_likeliest_tokens_of_every_place(sampling, reference):
 
 
 async def test_a_prompt_is_computed_once_for_all_its_samples_and_scores(sampling):
-    await sampling.sample(spec(list(range(3, 53)), num_samples=16, scores=True, top=3), None)
+    await sampling.sample(spec(16, list(range(3, 53)), scores=True, top=3), None)
     assert sampling._engine._core.num_prompt_tokens_computed == 50
 
 
@@ -153,7 +142,7 @@ async def test_two_hundred_short_requests_are_prefilled_together(sampling):
     )
     prompts = [[*range(3 + index % 5, 12 + index % 40), index % 90 + 3] for index in range(200)]
     async with asyncio.timeout(60):
-        await asyncio.gather(*(sampling.sample(spec(prompt, max_tokens=1), None) for prompt in prompts))
+        await asyncio.gather(*(sampling.sample(spec(prompt=prompt, max_tokens=1), None) for prompt in prompts))
     assert len(passes) <= 24  # a few steps of at most two sizes of prompts and one of tokens
 
 
@@ -185,7 +174,7 @@ def crowd(adapter: Any) -> list[tuple[SampleSpec, Path | None]]:
             "top_p": [1.0, 0.9][index % 5 == 0],
         }
         prompt = generator.integers(3, 99, int(generator.integers(1, 200))).tolist()
-        request = spec(prompt, num_samples=1 + index % 4, scores=index % 4 == 1, top=[0, 3, 0][index % 3], **params)
+        request = spec(1 + index % 4, prompt, scores=index % 4 == 1, top=[0, 3, 0][index % 3], **params)
         requests.append((request, adapters[index % len(adapters)]))
     return requests
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import random_data
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -15,12 +16,11 @@ from transformers import AutoModelForCausalLM
 from tx.errors import ModelError
 from tx.tinker.backends.base import BackendLost
 from tx.tinker.backends.torch.sampling import NativeSampling
-from tx.tinker.types import SampleParams, SampleSpec
+from tx.tinker.types import SampleSpec
 
 
-def spec(num_samples: int = 1, max_tokens: int = 400, prompt: tuple[int, ...] = (50, 7, 33, 90), seed: int = 1):
-    params = SampleParams(seed=seed, max_tokens=max_tokens, stop_at_eos=False)
-    return SampleSpec(prompt=list(prompt), num_samples=num_samples, params=params)
+def spec(num_samples: int = 1, max_tokens: int = 400, seed: int = 1) -> SampleSpec:
+    return random_data.spec(num_samples, max_tokens=max_tokens, seed=seed)
 
 
 async def until(holds: Any, seconds: float = 20.0) -> None:

@@ -2,29 +2,15 @@
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import pytest
+from random_data import spec
 from transformers import AutoTokenizer
 
 from tx.errors import ModelError
 from tx.tinker.backends.base import BackendLost
 from tx.tinker.backends.torch.sampling import NativeSampling
 from tx.tinker.types import SampleParams, SampleSpec
-
-PROMPT = [50, 7, 33, 90, 14, 14, 62]
-
-
-def spec(num_samples: int = 1, *, scores: bool = False, top: int = 0, **params: Any) -> SampleSpec:
-    params = {"seed": 3, "max_tokens": 24, "stop_at_eos": False} | params
-    return SampleSpec(
-        prompt=PROMPT,
-        num_samples=num_samples,
-        params=SampleParams(**params),
-        prompt_logprobs=scores,
-        topk_prompt_logprobs=top,
-    )
-
 
 SPECS = {
     "several": spec(5),
@@ -60,22 +46,17 @@ async def test_a_stop_may_be_the_text_of_a_special_token(engines_of, tiny_model:
     assert ended.tokens == plain.tokens[: place + 1] and ended.stop_reason == "stop"
 
 
-async def test_requests_that_engines_cannot_do_are_refused_by_name(engines_of, adapter):
+async def test_requests_that_engines_cannot_do_are_refused_by_name_and_the_users_fault(engines_of, adapter):
     async with engines_of(takes_head=False) as engines:
         with pytest.raises(ModelError, match=r"topk_prompt_logprobs must be 0.*prompt_logprobs") as refused:
             await engines.sampling.sample(spec(top=3), None)
         with pytest.raises(ModelError, match=r"train_unembed=false, or serve with generator\.backend=native"):
             await engines.sampling.sample(spec(), adapter(3, train_unembed=True))
-        assert refused.value.category == "user"
+        with pytest.raises(ModelError, match="512") as too_long:
+            await engines.sampling.sample(spec(prompt=[5] * 600), None)
+        assert refused.value.category == too_long.value.category == "user"
         assert engines.sampling.num_running() == 0
         await engines.sampling.sample(spec(), adapter(1))
-
-
-async def test_a_prompt_that_cannot_be_is_the_fault_of_who_asked(engines_of):
-    async with engines_of() as engines:
-        with pytest.raises(ModelError, match="512") as refused:
-            await engines.sampling.sample(SampleSpec(prompt=[5] * 600, params=SampleParams(seed=1)), None)
-    assert refused.value.category == "user"
 
 
 async def test_more_adapters_than_there_is_room_for_take_turns(engines_of, adapter):

@@ -3,13 +3,16 @@
 import asyncio
 import sqlite3
 import time
+from collections.abc import AsyncIterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy import event
 from sqlalchemy.schema import CreateTable
-from sqlmodel import Session, select
+from sqlmodel import Session
+from stores import names, opened
 
 from tx.errors import ConfigError
 from tx.tinker.storage.database import parse_url
@@ -24,10 +27,6 @@ def add(name: str) -> Any:
     return lambda session: add_row(
         session, SessionRow, session_id=name, tenant="local", created_at=0.0, last_heartbeat_at=0.0
     )
-
-
-def names(session: Session) -> list[str]:
-    return sorted(session.exec(select(SessionRow.session_id)))
 
 
 @pytest.mark.parametrize(
@@ -57,33 +56,22 @@ async def refusal(url: str) -> str:
     return str(caught.value)
 
 
-async def test_a_file_that_is_no_database_is_refused(tmp_path: Path):
+async def test_files_that_are_no_database_of_ours_are_refused(tmp_path: Path):
     (tmp_path / "tx.db").write_text("not a database " * 1000)
+    with closing(sqlite3.connect(tmp_path / "tinker.db")) as connection:
+        connection.execute("CREATE TABLE sessions (session_id TEXT)")
     assert "file is not a database" in await refusal(f"sqlite:///{tmp_path / 'tx.db'}")
-
-
-async def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path):
-    (tmp_path / "file").touch()
-    assert "cannot be used" in await refusal(f"sqlite:///{tmp_path / 'file' / 'tx.db'}")
-
-
-async def test_tables_of_another_program_are_left_alone(tmp_path: Path):
-    connection = sqlite3.connect(tmp_path / "tinker.db")
-    connection.execute("CREATE TABLE sessions (session_id TEXT)")
-    connection.close()
+    assert "cannot be used" in await refusal(f"sqlite:///{tmp_path / 'tx.db' / 'tx.db'}")  # no folder can be made there
     assert "tables of another program (sessions)" in await refusal(f"sqlite:///{tmp_path / 'tinker.db'}")
 
 
 @pytest.mark.parametrize(("found", "says"), [(SCHEMA_VERSION + 1, "update skyrl-tx"), (0, "older release")])
 async def test_another_schema_is_refused(tmp_path: Path, found: int, says: str):
     url = f"sqlite:///{tmp_path / 'tx.db'}"
-    store = Store(url)
-    await store.start()
-    await store.close()
-    connection = sqlite3.connect(tmp_path / "tx.db")
-    connection.execute("UPDATE schema SET version = ?", (found,))
-    connection.commit()
-    connection.close()
+    async with opened(url):
+        pass
+    with closing(sqlite3.connect(tmp_path / "tx.db")) as connection, connection:
+        connection.execute("UPDATE schema SET version = ?", (found,))
     assert says in await refusal(url)
 
 
@@ -97,17 +85,13 @@ def test_a_change_of_the_tables_has_a_new_version():
     assert (SCHEMA_VERSION, sha256("".join(tables).encode()).hexdigest()[:8]) == (1, TABLES_OF_VERSION_1)
 
 
-async def test_a_second_server_is_refused_until_the_first_is_gone(tmp_path: Path):
-    url = f"sqlite:///{tmp_path / 'tx.db'}"
-    store = Store(url)
-    await store.start()
-    assert "in use by another server (process " in await refusal(url)
-    await store.write(add("a"))
-    await store.close()
-    store = Store(url)
-    await store.start()
-    assert await store.read(names) == ["a"]
-    await store.close()
+async def test_a_second_server_is_refused_until_the_first_is_gone(url: str):
+    async with opened(url) as store:
+        says = "in use by another server" + " (process " * url.startswith("sqlite")
+        assert says in await refusal(url)
+        await store.write(add("a"))
+    async with opened(url) as store:
+        assert await store.read(names) == ["a"]
 
 
 async def test_the_password_is_not_said(tmp_path: Path):
@@ -117,21 +101,17 @@ async def test_the_password_is_not_said(tmp_path: Path):
 
 @pytest.mark.process
 class TestPostgres:
-    async def test_a_second_server_is_refused_until_the_first_is_gone(self, postgres_url: str):
-        store = Store(postgres_url)
-        await store.start()
-        assert "in use by another server" in await refusal(postgres_url)
-        await store.close()
-        store = Store(postgres_url)
-        await store.start()
-        await store.close()
+    @pytest.fixture
+    async def store(self, postgres_url: str) -> AsyncIterator[Store]:
+        async with opened(postgres_url) as store:
+            yield store
 
     async def test_a_database_that_is_not_there_is_said(self, postgres: Any):
         assert '"nowhere" does not exist' in await refusal(postgres.url("nowhere"))
 
-    async def test_a_lost_connection_is_made_anew_and_units_run_once(self, postgres: Any, postgres_url: str):
-        store = Store(postgres_url)
-        await store.start()
+    async def test_a_lost_connection_is_made_anew_and_units_run_once(
+        self, postgres: Any, postgres_url: str, store: Store
+    ):
         runs = []
 
         def cut_off(session: Session) -> None:
@@ -145,12 +125,8 @@ class TestPostgres:
         assert len(runs) == 2
         assert await store.read(names) == ["a", "after", "b", "before"]
         assert "in use by another server" in await refusal(postgres_url)  # the new connection holds the lock
-        await store.close()
 
-    async def test_a_connection_lost_in_the_commit_leaves_it_open_what_stands(self, postgres: Any, postgres_url: str):
-        store = Store(postgres_url)
-        await store.start()
-
+    async def test_a_connection_lost_in_the_commit_leaves_it_open_what_stands(self, postgres: Any, store: Store):
         def cut_off(_: Any) -> None:
             postgres.run("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()")
 
@@ -160,12 +136,9 @@ class TestPostgres:
         assert caught.value.may_stand
         await store.write(add("b"))
         assert "b" in await store.read(names)
-        await store.close()
 
     @pytest.mark.slow
-    async def test_a_server_that_comes_back_is_waited_for(self, postgres: Any, postgres_url: str):
-        store = Store(postgres_url)
-        await store.start()
+    async def test_a_server_that_comes_back_is_waited_for(self, postgres: Any, store: Store):
         await store.write(add("a"))
         await store.read(names)
         await asyncio.to_thread(postgres.stop)
@@ -176,22 +149,19 @@ class TestPostgres:
         await write
         assert "a" in await read
         assert await store.read(names) == ["a", "b"]
-        await store.close()
 
     async def test_a_server_that_stays_away_is_an_error(self, postgres: Any, postgres_url: str):
-        store = Store(postgres_url, reconnect_seconds=0.5)
-        await store.start()
-        await store.write(add("a"))
-        await asyncio.to_thread(postgres.stop)
-        try:
-            started = time.monotonic()
-            with pytest.raises(StoreError, match="was not applied"):
-                await store.write(add("b"))
-            with pytest.raises(StoreError, match="cannot be reached"):
-                await store.read(names)
-            assert time.monotonic() - started < 30
-        finally:
-            await asyncio.to_thread(postgres.start)
-        await store.write(add("c"))
-        assert await store.read(names) == ["a", "c"]
-        await store.close()
+        async with opened(postgres_url, reconnect_seconds=0.5) as store:
+            await store.write(add("a"))
+            await asyncio.to_thread(postgres.stop)
+            try:
+                started = time.monotonic()
+                with pytest.raises(StoreError, match="was not applied"):
+                    await store.write(add("b"))
+                with pytest.raises(StoreError, match="cannot be reached"):
+                    await store.read(names)
+                assert time.monotonic() - started < 30
+            finally:
+                await asyncio.to_thread(postgres.start)
+            await store.write(add("c"))
+            assert await store.read(names) == ["a", "c"]

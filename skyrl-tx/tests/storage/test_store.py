@@ -3,34 +3,22 @@
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy import event, text
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
-from sqlmodel import Session, select
+from sqlmodel import Session
+from stores import names, opened
 
 from tx.tinker.storage.blobs import Blobs
 from tx.tinker.storage.db_models import ModelRow, RequestRow, SessionRow
 from tx.tinker.storage.rows import add_row
 from tx.tinker.storage.store import Store, StoreError
 
-
-@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.process)])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "postgres":
-        return request.getfixturevalue("postgres_url")
-    return f"sqlite:///{tmp_path / 'tx.db'}"
-
-
-@pytest.fixture
-async def store(url: str) -> AsyncIterator[Store]:
-    store = Store(url, group_seconds=10.0)
-    await store.start()
-    yield store
-    await store.close()
+SQLITE = pytest.mark.parametrize("url", ["sqlite"], indirect=True)
 
 
 def add(name: str) -> Callable[[Session], None]:
@@ -40,10 +28,6 @@ def add(name: str) -> Callable[[Session], None]:
         session.add(SessionRow(session_id=name, tenant="local", created_at=0.0, last_heartbeat_at=0.0))
 
     return unit
-
-
-def names(session: Session) -> list[str]:
-    return sorted(session.exec(select(SessionRow.session_id)))
 
 
 class Held:
@@ -72,19 +56,20 @@ async def write_as_one_group(store: Store, *units: Callable[[Session], Any]) -> 
     return await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_written_rows_are_read_back(store: Store):
-    await store.write(add("a"))
-    assert await store.read(names) == ["a"]
-
-
-async def test_returned_rows_keep_their_values(store: Store):
+async def test_rows_keep_their_values_have_defaults_without_the_mapper_and_integers_of_64_bits(store: Store):
     def unit(session: Session) -> SessionRow:
+        add_row(session, SessionRow, session_id="b", tenant="local", created_at=0.0, last_heartbeat_at=0.0)
+        add_row(session, RequestRow, request_id="r", tenant="t", kind="sample", status="done", created_at=0.0,
+                model_id="m", seq=2**63 - 1)  # fmt: skip
         add("a")(session)
         session.flush()
         return session.get_one(SessionRow, "a")
 
     assert (await store.write(unit)).tags == []
-    assert (await store.read(lambda session: session.get_one(SessionRow, "a"))).tenant == "local"
+    made, added = [await store.read(lambda session, name=name: session.get_one(SessionRow, name)) for name in "ab"]
+    assert made.tenant == added.tenant == "local"
+    assert (added.tags, added.sdk_version, added.user_metadata, added.ended_at) == ([], "", None, None)
+    assert (await store.read(lambda session: session.get_one(RequestRow, "r"))).seq == 2**63 - 1
 
 
 async def test_units_run_in_the_order_of_the_calls_and_see_those_before(store: Store):
@@ -175,10 +160,8 @@ async def test_a_unit_may_raise_anything(store: Store):
     await store.write(add("after"))
 
 
-async def test_a_failed_commit_fails_its_group_and_no_other(tmp_path: Path):
-    store = Store(f"sqlite:///{tmp_path / 'tx.db'}", group_seconds=10.0)
-    await store.start()
-
+@SQLITE
+async def test_a_failed_commit_fails_its_group_and_no_other(store: Store):
     def orphan(session: Session) -> None:  # its missing session is found at the commit
         session.execute(text("PRAGMA defer_foreign_keys=ON"))
         values = {"lora_rank": 8, "lora_seed": 0, "train_attn": True, "train_mlp": True, "train_unembed": True}
@@ -191,13 +174,10 @@ async def test_a_failed_commit_fails_its_group_and_no_other(tmp_path: Path):
     assert "was not applied" in str(results[0]) and "FOREIGN KEY" in str(results[0])
     await store.write(add("c"))
     assert await store.read(names) == ["c"]
-    await store.close()
 
 
-async def test_a_full_disk_is_said_and_passes(tmp_path: Path):
-    store = Store(f"sqlite:///{tmp_path / 'tx.db'}", group_seconds=10.0)
-    await store.start()
-
+@SQLITE
+async def test_a_full_disk_is_said_and_passes(store: Store):
     def pages(session: Session) -> int:
         return session.execute(text("PRAGMA page_count")).scalar_one()
 
@@ -215,7 +195,6 @@ async def test_a_full_disk_is_said_and_passes(tmp_path: Path):
         assert (result is None) == (name in await store.read(names))
     await store.write(limit(1_000_000))
     await store.write(large)
-    await store.close()
 
 
 async def test_a_cancelled_caller_leaves_a_whole_unit(store: Store):
@@ -238,19 +217,17 @@ async def test_a_cancelled_caller_leaves_a_whole_unit(store: Store):
 
 
 async def test_callers_wait_for_room(url: str):
-    store = Store(url, max_waiting=4)
-    await store.start()
-    held = Held()
-    first = await held.begin(store)
-    tasks = [asyncio.create_task(store.write(add(f"{i:02}"))) for i in range(20)]
-    await asyncio.sleep(0.05)
-    assert store._units.qsize() == 3  # and the one that is held
-    tasks[10].cancel()  # had no room yet: it never was
-    await asyncio.sleep(0)
-    held.go.set()
-    await asyncio.gather(first, *tasks, return_exceptions=True)
-    assert await store.read(names) == [f"{i:02}" for i in range(20) if i != 10]
-    await store.close()
+    async with opened(url, max_waiting=4) as store:
+        held = Held()
+        first = await held.begin(store)
+        tasks = [asyncio.create_task(store.write(add(f"{i:02}"))) for i in range(20)]
+        await asyncio.sleep(0.05)
+        assert store._units.qsize() == 3  # and the one that is held
+        tasks[10].cancel()  # had no room yet: it never was
+        await asyncio.sleep(0)
+        held.go.set()
+        await asyncio.gather(first, *tasks, return_exceptions=True)
+        assert await store.read(names) == [f"{i:02}" for i in range(20) if i != 10]
 
 
 async def test_reads_do_not_wait_for_the_writer(store: Store):
@@ -308,11 +285,9 @@ async def test_close_finishes_what_had_room_and_refuses_the_rest(url: str):
         await store.write(add("late"))
     with pytest.raises(StoreError, match="not open"):
         await store.read(names)
-    again = Store(url)
-    await again.start()
-    assert len(await again.read(names)) == 50
-    assert again.database_id == store.database_id
-    await again.close()
+    async with opened(url) as again:
+        assert len(await again.read(names)) == 50
+        assert again.database_id == store.database_id
 
 
 def test_a_loop_that_ends_without_close_hangs_nobody(url: str):
@@ -331,27 +306,10 @@ def test_a_loop_that_ends_without_close_hangs_nobody(url: str):
     asyncio.run(store.close())
 
 
-async def test_rows_without_the_mapper_have_their_defaults(store: Store):
-    values = {"session_id": "a", "tenant": "local", "created_at": 0.0, "last_heartbeat_at": 0.0}
-    await store.write(lambda session: add_row(session, SessionRow, **values))
-    row = await store.read(lambda session: session.get_one(SessionRow, "a"))
-    assert (row.tags, row.sdk_version, row.user_metadata, row.ended_at) == ([], "", None, None)
-
-
-async def test_integers_have_64_bits(store: Store):
-    def unit(session: Session) -> None:
-        add_row(session, RequestRow, request_id="r", tenant="t", kind="sample", status="done", created_at=0.0,
-                model_id="m", seq=2**63 - 1)  # fmt: skip
-
-    await store.write(unit)
-    assert (await store.read(lambda session: session.get_one(RequestRow, "r"))).seq == 2**63 - 1
-
-
 @pytest.mark.process
-async def test_a_thousand_callers_beside_megabytes(url: str, tmp_path: Path):
+async def test_a_thousand_callers_beside_megabytes(store: Store, tmp_path: Path):
     """Large data is stored beside the rows (`blobs.py`), so it does not delay them in the queue."""
-    store, blobs = Store(url), Blobs(tmp_path / "blobs")
-    await store.start()
+    blobs = Blobs(tmp_path / "blobs")
 
     async def request(name: str, blob: str | None = None) -> float:
         started = time.perf_counter()
@@ -373,4 +331,3 @@ async def test_a_thousand_callers_beside_megabytes(url: str, tmp_path: Path):
     await large_ones
     print(f"beside 64 of 3 MB: median {sorted(waits)[len(waits) // 2] * 1e3:.1f} ms, longest {max(waits) * 1e3:.1f} ms")
     assert sorted(waits)[len(waits) // 2] < 5.0
-    await store.close()

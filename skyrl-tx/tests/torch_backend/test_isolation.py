@@ -9,32 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from random_data import LOSSES, data_of
 
 from tx.errors import ModelError
 from tx.tinker.backends.base import Failure
 from tx.tinker.backends.torch.training import TorchTraining
 from tx.tinker.types import AdamParams, Datum, LoraSpec, PassOutput, TrainingPass
 
-LOSSES = ["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"]
+VOCAB = 67
 
 
-def data_for(loss: str, lengths: list[int], seed: int, vocab: int) -> list[Datum]:
-    draw = np.random.default_rng(seed)
-    data = []
-    for length in lengths:
-        tokens = draw.integers(vocab, size=length + 1)
-        if loss == "cross_entropy":
-            inputs = {"weights": draw.normal(size=length)}
-        else:
-            inputs = {"logprobs": draw.normal(size=length) - 4, "advantages": draw.normal(size=length)}
-        if loss == "gspo":
-            inputs["sequence_ratio_mask"] = draw.random(length) < 0.7
-        arrays = {name: array.astype(np.float32) for name, array in inputs.items()}
-        data.append(Datum(tokens[:-1], {"target_tokens": tokens[1:], **arrays}))
-    return data
-
-
-def tenants(count: int, draw: random.Random, vocab: int) -> dict[str, tuple[LoraSpec, TrainingPass]]:
+def tenants(count: int, draw: random.Random) -> dict[str, tuple[LoraSpec, TrainingPass]]:
     """Models of random ranks and layers, each with a request of its own kind; some of single tokens."""
     found = {}
     for i in range(count):
@@ -43,7 +28,7 @@ def tenants(count: int, draw: random.Random, vocab: int) -> dict[str, tuple[Lora
         lora = LoraSpec(rank=draw.choice([1, 2, 3, 5, 8, 16, 33]), seed=draw.randrange(100), **parts)
         loss = draw.choice(LOSSES)
         lengths = [draw.choice([1, 2, 3, draw.randint(1, 90)]) for _ in range(draw.randint(1, 4))]
-        data = data_for(loss, lengths, draw.randrange(10**6), vocab)
+        data = data_of(loss, lengths, draw.randrange(10**6), VOCAB)
         found[str(i)] = lora, TrainingPass(str(i), data, loss)
     return found
 
@@ -72,7 +57,7 @@ def test_a_pass_of_many_models_gives_each_the_bits_it_gets_alone(
     together = TorchTraining(model_folder(name), tokens_per_micro_batch=10**6)
     alone = TorchTraining(model_folder(name))
     for count in (2, 5, 16):
-        models = tenants(count, draw, 67)
+        models = tenants(count, draw)
         broken = str(draw.randrange(count))
         for model_id, (lora, _) in models.items():
             for backend in (together, alone):
@@ -98,14 +83,14 @@ def test_a_pass_of_many_models_gives_each_the_bits_it_gets_alone(
 def test_a_forward_gives_the_bits_of_a_forward_and_backward(name: str, model_folder: Callable[[str], Path]) -> None:
     backend = TorchTraining(model_folder(name))
     add(backend, "m", LoraSpec(rank=4))
-    data = data_for("ppo", [1, 40, 7], 0, 67)
+    data = data_of("ppo", [1, 40, 7], 0, VOCAB)
     forward, both = (backend.run([TrainingPass("m", data, "ppo", {}, only)])[0] for only in (True, False))
     assert isinstance(forward, PassOutput) and isinstance(both, PassOutput)
     assert all(map(same_bits, forward.logprobs, both.logprobs)) and forward.metrics == both.metrics
 
 
 def test_gradient_checkpointing_changes_no_bit(model_folder: Callable[[str], Path]) -> None:
-    data, gradients = data_for("cross_entropy", [30, 5], 0, 67), []
+    data, gradients = data_of("cross_entropy", [30, 5], 0, VOCAB), []
     for checkpointing in (False, True):
         backend = TorchTraining(model_folder("qwen3"), gradient_checkpointing=checkpointing)
         add(backend, "m", LoraSpec(rank=4))
@@ -122,7 +107,7 @@ def test_passes_are_shared_only_up_to_the_tokens_of_one(model_folder: Callable[[
     for i in range(4):
         add(backend, str(i), LoraSpec(rank=4))
     passes = [
-        TrainingPass(str(i), data_for("cross_entropy", [n], i, 67), "cross_entropy")
+        TrainingPass(str(i), data_of("cross_entropy", [n], i, VOCAB), "cross_entropy")
         for i, n in enumerate((32, 32, 100, 5))
     ]
     assert all(isinstance(result, PassOutput) for result in backend.run(passes))
@@ -136,7 +121,7 @@ def run_beside(backend: TorchTraining, bad: TrainingPass, model_folder: Path) ->
     """The error of one among two healthy models, which get what they get alone, and of which nothing is left."""
     for model_id in ("a", "b", bad.model_id):
         add(backend, model_id, LoraSpec(rank=4))
-    healthy = [TrainingPass(i, data_for("cross_entropy", [9, 4], n, 67), "cross_entropy") for n, i in enumerate("ab")]
+    healthy = [TrainingPass(i, data_of("cross_entropy", [9, 4], n, VOCAB), "cross_entropy") for n, i in enumerate("ab")]
     first, failure, last = backend.run([healthy[0], bad, healthy[1]])
     assert isinstance(failure, Failure) and backend._adapters[bad.model_id].gradient is None
     other = TorchTraining(model_folder)
