@@ -5,23 +5,23 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from scripted_engine import chained, digest
+from stores import service_of
 
+from tx.errors import RequestError
 from tx.tinker.base_model import BaseModelFacts
 from tx.tinker.commands import Load, Optimize, Save, Train
 from tx.tinker.config import EngineConfig
 from tx.tinker.service.engine_link import EngineTimeouts
 from tx.tinker.service.results import StoredResult
 from tx.tinker.service.service import TinkerService
-from tx.tinker.storage.blobs import Blobs
-from tx.tinker.storage.folders import Folders
-from tx.tinker.storage.store import Store
 from tx.tinker.types import Datum
 from tx.tinker.wire import schemas
 from tx.tinker.wire.codec import TrainingRequest, encode_training
@@ -53,13 +53,7 @@ def make_service(
         name="tiny", folder=folder, vocab_size=100, max_context=64, architecture="Tiny", tied_embeddings=False,
         eos_token_ids=(1,), tokenizer_id=None,
     )  # fmt: skip
-    state = config.state_folder
-    state.mkdir(parents=True, exist_ok=True)
-    folders = Folders(config.checkpoints_base, state / "cache")
-    store = Store(f"sqlite:///{state / 'tx.db'}")
-    return TinkerService(
-        config, facts, store, Blobs(state / "blobs"), folders, command=command or scripted(state), timeouts=timeouts
-    )
+    return service_of(config, facts, command=command or scripted(config.state_folder), timeouts=timeouts)
 
 
 class Client:
@@ -178,6 +172,12 @@ async def until(fact, seconds: float = 20.0) -> None:
     async with asyncio.timeout(seconds):
         while not fact():
             await asyncio.sleep(0.01)
+
+
+async def refused(status: int, asked: Awaitable[object], says: str | None = None) -> None:
+    with pytest.raises(RequestError, match=says) as error:
+        await asked
+    assert error.value.status == status, error.value
 
 
 async def without_engine(service: TinkerService) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
-from service_users import Chain, Client
+from service_users import Chain, Client, refused
 from sqlalchemy import update
 
 from tx.errors import RequestError
@@ -60,9 +60,8 @@ async def test_a_name_is_taken_once_unless_it_is_to_be_replaced(
     service: TinkerService, alice: Client, model: str, tmp_path: Path
 ):
     await alice.save(model, 1, "best")
-    with pytest.raises(RequestError, match="exists already; give another path, or overwrite=true") as refused:
-        await alice.save(model, 2, "best")  # the first may still be on its way
-    assert refused.value.status == 400
+    twin = alice.save(model, 2, "best")  # the first may still be on its way
+    await refused(400, twin, "exists already; give another path, or overwrite=true")
     await alice.train(model, 3)
     await alice.result(await alice.save(model, 4, "best", overwrite=True))
     await alice.load(model, 5, f"tinker://{model}/weights/best")
@@ -81,9 +80,7 @@ async def test_a_tenant_at_its_quota_is_told_and_others_go_on(
     """A checkpoint has 7 bytes, and 10 are allowed."""
     for seq, name in ((1, "first"), (2, "second")):
         await alice.result(await alice.save(model, seq, name))
-    with pytest.raises(RequestError, match=r"take 1\.4e-08 GB and may take 1e-08 GB .*delete some") as refused:
-        await alice.save(model, 3, "third")
-    assert refused.value.status == 400
+    await refused(400, alice.save(model, 3, "third"), r"take 1\.4e-08 GB and may take 1e-08 GB .*delete some")
     await alice.result(await alice.save_sampler(model, 4, sampling_session_seq_id=0))  # without a name: it will go
     await service._cleanup.collect_garbage()
     assert service.metrics()["checkpoint_bytes"] == {"alice": 14}
@@ -148,9 +145,7 @@ async def test_a_checkpoint_goes_when_its_time_is_over(
     await service._store.write(
         lambda database: database.execute(update(CheckpointRow).values(expires_at=time.time() - 1))
     )
-    with pytest.raises(RequestError) as gone:
-        await service.checkpoints.weights_info("alice", path)
-    assert gone.value.status == 404
+    await refused(404, service.checkpoints.weights_info("alice", path))
     await service._cleanup.collect_garbage()
     assert not list((tmp_path / "checkpoints").glob("*/weights/*"))
     await alice.result(await alice.save(model, 2, "brief"))

@@ -4,12 +4,11 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from service_users import Chain, Client, running, without_engine
+from service_users import Chain, Client, refused, running, without_engine
 
 from tx.errors import Busy, RequestError
 from tx.tinker.service.results import TryAgain
 from tx.tinker.service.service import TinkerService
-from tx.tinker.wire import schemas
 
 pytestmark = pytest.mark.process
 
@@ -70,9 +69,8 @@ async def test_samplers_without_a_name_give_way_to_newer_ones_of_their_model(
     assert states == expected[-3:]
     for kept in (f"{alice.session_id}:sample:100", named):
         await alice.result(await alice.sample(kept, 0))
-    with pytest.raises(RequestError, match="newer ones of its model took its place") as gone:
-        await alice.sample(f"{alice.session_id}:sample:8", 0)
-    assert gone.value.status == 404
+    gone = alice.sample(f"{alice.session_id}:sample:8", 0)
+    await refused(404, gone, "newer ones of its model took its place")
 
 
 @pytest.mark.parametrize("service", [{"keep_samplers": 1, "sampler_idle_sec": 3600}], indirect=True)
@@ -147,22 +145,12 @@ async def test_a_session_takes_its_samplers_along(service: TinkerService, alice:
     sampler = f"{alice.session_id}:sample:0"
     assert (await service.sessions.get("alice", alice.session_id))["sampler_ids"] == [sampler]
     await service.sessions.finish("alice", alice.session_id)
-    for attempt in (alice.sample(sampler, 1), service.sampling.create_sampler("alice", _sampler_of(alice))):
-        with pytest.raises(RequestError) as refused:
-            await attempt
-        assert refused.value.status == 404
+    for attempt in (alice.sample(sampler, 1), alice.sampler(1, base_model="tiny")):
+        await refused(404, attempt)
     await service._cleanup.collect_garbage()
     assert not list((tmp_path / "checkpoints").glob("*/samplers/*")), "nobody else can use them"
-    with pytest.raises(RequestError) as ended:
-        await service.sessions.heartbeat("alice", alice.session_id)
-    assert ended.value.status == 410
+    await refused(410, service.sessions.heartbeat("alice", alice.session_id))
     await service.sessions.finish("alice", alice.session_id)
-
-
-def _sampler_of(client: Client):
-    return schemas.CreateSamplingSessionRequest(
-        session_id=client.session_id, sampling_session_seq_id=1, base_model="tiny"
-    )
 
 
 async def test_a_number_makes_one_sampler(service: TinkerService, alice: Client, model: str):

@@ -5,12 +5,12 @@ import time
 from pathlib import Path
 
 import pytest
-from service_users import Chain, Client, running, without_engine
+from service_users import Chain, Client, refused, running, until, without_engine
 from sqlalchemy import select, update
 
 from tx.errors import RequestError
 from tx.tinker.service.service import TinkerService
-from tx.tinker.storage.db_models import ModelRow, RequestRow, SessionRow
+from tx.tinker.storage.db_models import ModelRow, SessionRow
 
 pytestmark = pytest.mark.process
 
@@ -27,19 +27,15 @@ async def test_a_session_without_heartbeat_ends_and_takes_its_models_along(tmp_p
 
         beating = asyncio.create_task(beat())
         model, other = await silent.model(), await alive.model()
-        async with asyncio.timeout(20):
-            while silent.session_id in service._state.sessions or model in service._state.runs:
-                await asyncio.sleep(0.05)
-        with pytest.raises(RequestError) as ended:
-            await service.sessions.heartbeat("alice", silent.session_id)
-        assert ended.value.status == 410
-        with pytest.raises(RequestError) as gone:
-            await silent.train(model, 1)
-        assert gone.value.status == 404
+        await until(lambda: silent.session_id not in service._state.sessions and model not in service._state.runs)
+        await refused(410, service.sessions.heartbeat("alice", silent.session_id))
+        await refused(404, silent.train(model, 1))
         assert (await alive.result(await alive.train(other, 1)))["state"] == Chain(other).train(1).state
         beating.cancel()
-    assert (await service_rows(tmp_path, ModelRow))[model].status == "unloaded"
-    assert (await service_rows(tmp_path, SessionRow))[silent.session_id].end_reason == "expired"
+    async with running(tmp_path) as service:
+        status = await service._store.read(lambda database: database.get_one(ModelRow, model).status)
+        reason = await service._store.read(lambda database: database.get_one(SessionRow, silent.session_id).end_reason)
+    assert (status, reason) == ("unloaded", "expired")
 
 
 @pytest.mark.slow
@@ -53,9 +49,7 @@ async def test_whatever_is_asked_keeps_a_session_alive(service: TinkerService):
         await asyncio.gather(trains.train(model, seq), samples.sample(base, seq))
         await service.futures.retrieve("carol", late["request_id"], 0.1)
     assert {trains.session_id, samples.session_id, polls.session_id} <= service._state.sessions.keys()
-    async with asyncio.timeout(20):
-        while service._state.sessions:
-            await asyncio.sleep(0.05)
+    await until(lambda: not service._state.sessions)
 
 
 @pytest.mark.slow
@@ -135,22 +129,10 @@ async def test_results_are_kept_for_a_while_after_they_were_fetched(service: Tin
         assert await alice.result(answer) == await alice.result(answer), "a lost answer is asked for again"
     await service._cleanup.flush()
     service.futures._cache.clear()
-    async with asyncio.timeout(10):
-        while service._state.runs[model].snapshot_seq < 5:
-            await asyncio.sleep(0.02)
+    await until(lambda: service._state.runs[model].snapshot_seq >= 5)
     await service._cleanup.collect_garbage()
     for answer in (sample, passes[0]):
-        with pytest.raises(RequestError) as gone:
-            await alice.stored(answer)
-        assert gone.value.status == 410, answer
+        await refused(410, alice.stored(answer))
     for unknown in (f"{model}:77", "nonsense", f"{model}x:1", f"{base}:one", ":", "a:1"):
-        with pytest.raises(RequestError) as nobody:
-            await alice.stored(unknown)
-        assert nobody.value.status == 404, unknown
+        await refused(404, alice.stored(unknown))
     assert (await alice.result(await alice.train(model, 7)))["state"]
-
-
-async def service_rows(folder: Path, kind: type) -> dict:
-    async with running(folder) as service:
-        rows = await service._store.read(lambda database: list(database.scalars(select(kind))))
-    return {getattr(row, "model_id" if kind in (ModelRow, RequestRow) else "session_id"): row for row in rows}

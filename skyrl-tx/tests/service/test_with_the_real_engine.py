@@ -6,13 +6,10 @@ from pathlib import Path
 
 import pytest
 from service_users import Client, pass_of, sample_of
+from stores import service_of
 
 from tx.tinker.base_model import read_base_model
 from tx.tinker.config import EngineConfig
-from tx.tinker.service.service import TinkerService
-from tx.tinker.storage.blobs import Blobs
-from tx.tinker.storage.folders import Folders
-from tx.tinker.storage.store import Store
 from tx.tinker.wire import schemas
 from tx.tinker.wire.codec import decode_pass_output, decode_sample_output
 
@@ -25,11 +22,7 @@ async def story(folder: Path, base_model: Path, *, kill: bool) -> list:
         base_model=str(base_model), served_model_name=["tiny"], state_dir=folder / "state",
         checkpoints_base=str(folder / "checkpoints"),
     )  # fmt: skip
-    folders = Folders(config.checkpoints_base, config.state_folder / "cache")
-    store = Store(f"sqlite:///{config.state_folder / 'tx.db'}")
-    service = TinkerService(
-        config, read_base_model(str(base_model)), store, Blobs(config.state_folder / "blobs"), folders
-    )
+    service = service_of(config, read_base_model(str(base_model)))
     await service.start()
     results = []
     try:
