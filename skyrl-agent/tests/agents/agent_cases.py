@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 from skyrl_agent.agents.react import ReActAgent
@@ -24,45 +25,39 @@ def finish(answer: str = "5") -> str:
     return call("finish", answer=answer)
 
 
-@register_tool("test_add")
-class Add(BaseTool):
-    name = "add"
-
-    async def run(self, context: ToolContext, a: int, b: int) -> str:
-        """Adds.
-
-        Args:
-            a: a number.
-            b: another.
-        """
-        return f"The sum is {a + b}."
+def tool(run: Any, **attributes: Any) -> Any:
+    """Register a tool `test_NAME` that is called NAME and does what the function of this name does."""
+    name = run.__name__
+    return register_tool(f"test_{name}")(type(name, (BaseTool,), {"name": name, "run": run, **attributes}))
 
 
-@register_tool("test_long")
-class Long(BaseTool):
-    name = "long"
+@tool
+async def add(self: BaseTool, context: ToolContext, a: int, b: int) -> str:
+    """Adds.
 
-    async def run(self, context: ToolContext, size: int) -> str:
-        """Gives a long text."""
-        return "begin" + "x" * size + "end"
-
-
-@register_tool("test_broken")
-class Broken(BaseTool):
-    name = "broken"
-
-    async def run(self, context: ToolContext) -> str:
-        """Breaks."""
-        raise RuntimeError("the gears of this tool are jammed\nsecond line: 4711")
+    Args:
+        a: a number.
+        b: another.
+    """
+    return f"The sum is {a + b}."
 
 
-@register_tool("test_outage")
-class Outage(BaseTool):
-    name = "outage"
+@tool
+async def long(self: BaseTool, context: ToolContext, size: int) -> str:
+    """Gives a long text."""
+    return "begin" + "x" * size + "end"
 
-    async def run(self, context: ToolContext) -> str:
-        """Stands on a server that is away."""
-        raise InfraError("the server of this tool is away")
+
+@tool
+async def broken(self: BaseTool, context: ToolContext) -> str:
+    """Breaks."""
+    raise RuntimeError("the gears of this tool are jammed\nsecond line: 4711")
+
+
+@tool
+async def outage(self: BaseTool, context: ToolContext) -> str:
+    """Stands on a server that is away."""
+    raise InfraError("the server of this tool is away")
 
 
 @register_tool("test_sleep")
@@ -99,37 +94,27 @@ class Sleep(BaseTool):
         cls.log, cls.now, cls.most = [], 0, 0
 
 
-@register_tool("test_nap")
-class Nap(BaseTool):
-    name = "nap"
-    timeout_seconds = 0.05
-
-    async def run(self, context: ToolContext) -> None:
-        """Sleeps for too long."""
-        await asyncio.sleep(60)
+@partial(tool, timeout_seconds=0.05)
+async def nap(self: BaseTool, context: ToolContext) -> None:
+    """Sleeps for too long."""
+    await asyncio.sleep(60)
 
 
-@register_tool("test_stubborn")
-class Stubborn(BaseTool):
-    name = "stubborn"
-
-    async def run(self, context: ToolContext) -> str:
-        """Does not heed a cancellation."""
-        for _ in range(3):
-            try:
-                await asyncio.sleep(0.2)
-            except asyncio.CancelledError:
-                continue
-        return "too late"
+@tool
+async def stubborn(self: BaseTool, context: ToolContext) -> str:
+    """Does not heed a cancellation."""
+    for _ in range(3):
+        try:
+            await asyncio.sleep(0.2)
+        except asyncio.CancelledError:
+            continue
+    return "too late"
 
 
-@register_tool("test_cancels_itself")
-class CancelsItself(BaseTool):
-    name = "cancels_itself"
-
-    async def run(self, context: ToolContext) -> str:
-        """Loses track of a cancellation."""
-        raise asyncio.CancelledError
+@tool
+async def cancels_itself(self: BaseTool, context: ToolContext) -> str:
+    """Loses track of a cancellation."""
+    raise asyncio.CancelledError
 
 
 @register_tool("test_turn_page")
@@ -145,14 +130,11 @@ class TurnPage(BaseTool):
         return ToolOutput("", new_context=[{"role": "user", "content": f"Memory: {memory}. Page {page}."}])
 
 
-@register_tool("test_ask")
-class Ask(BaseTool):
-    name = "ask"
-
-    async def run(self, context: ToolContext, question: str) -> str:
-        """Asks the model itself."""
-        assert context.ask is not None
-        return f"It said: {await context.ask([{'role': 'user', 'content': question}])}"
+@tool
+async def ask(self: BaseTool, context: ToolContext, question: str) -> str:
+    """Asks the model itself."""
+    assert context.ask is not None
+    return f"It said: {await context.ask([{'role': 'user', 'content': question}])}"
 
 
 def agent_of(script: Script, tools: Sequence[Any] = ("test_add", "finish"), **settings: Any) -> ReActAgent:

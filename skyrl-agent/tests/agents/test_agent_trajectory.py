@@ -13,20 +13,17 @@ from skyrl_agent.errors import ConfigError, InfraError
 from skyrl_agent.runtimes import RuntimeSpec, make_runtime
 from skyrl_agent.tasks.base import BaseTask, Instance, Judgement
 from skyrl_agent.testing import ScriptedModel, byte_tokenizer
-from skyrl_agent.tools.base import BaseTool, ToolContext, register_tool
+from skyrl_agent.tools.base import BaseTool, ToolContext
 
-from .agent_cases import QUESTION, Sleep, call, finish
+from .agent_cases import QUESTION, Sleep, call, finish, tool
 
 
-@register_tool("test_write")
-class Write(BaseTool):
-    name = "write"
-
-    async def run(self, context: ToolContext, path: str, text: str) -> str:
-        """Writes a file."""
-        assert context.runtime is not None
-        await context.runtime.write(path, text)
-        return f"Wrote {path}."
+@tool
+async def write(self: BaseTool, context: ToolContext, path: str, text: str) -> str:
+    """Writes a file."""
+    assert context.runtime is not None
+    await context.runtime.write(path, text)
+    return f"Wrote {path}."
 
 
 class Sum(BaseTask):
@@ -141,12 +138,9 @@ async def test_the_agents_runtime_and_the_judges_are_two_and_both_are_closed(run
     assert len(runtimes) == 2 and await is_closed(runtimes[1])
     [command] = trajectory.result.sandbox
     assert (command.stage, command.command, command.outcome) == ("evaluate", "grep -qx 5 answer.txt", "exited")
-
-
-async def test_judging_may_find_another_ending(runtimes):
-    trajectory = trajectory_of(File(), [finish("done")])
-    await play(trajectory, "initialize", "generate", "evaluate")
-    assert (trajectory.result.finish_reason, trajectory.result.reward) == ("no_git_patch", 0.0)
+    without = trajectory_of(File(), [finish("done")])  # judging may find another ending
+    await play(without, "initialize", "generate", "evaluate")
+    assert (without.result.finish_reason, without.result.reward) == ("no_git_patch", 0.0)
 
 
 @pytest.mark.parametrize("stage, number_made", [("initialize", 1), ("complete", 1), ("evaluate", 2)])
@@ -218,7 +212,7 @@ class Lending(File):
         return runtime
 
 
-async def test_a_lent_environment_is_the_runtime_and_stays_open(runtimes):
+async def test_a_lent_environment_is_the_runtime_and_stays_open_and_the_number_of_a_fixed_place_is_none(runtimes):
     task = Lending()
     lent = await task.make_environment()
     trajectory = trajectory_of(task, [call("write", path="answer.txt", text="5"), finish("done")])
@@ -228,9 +222,6 @@ async def test_a_lent_environment_is_the_runtime_and_stays_open(runtimes):
     assert await lent.read("answer.txt") == b"5"
     assert runtimes == []
     await lent.close()
-
-
-async def test_the_number_of_a_fixed_place_is_no_runtime(runtimes):
     trajectory = trajectory_of(File(), [finish("done")])
     trajectory.environment = 0
     await play(trajectory, "initialize", "generate")

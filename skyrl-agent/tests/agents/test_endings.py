@@ -10,18 +10,25 @@ from skyrl_agent.testing import ScriptedModel, byte_tokenizer
 
 from .agent_cases import QUESTION, agent_of, call, finish, prompts_of
 
+ADDS, TURNS = ("test_add", "finish"), ("test_turn_page", "finish")
+PAGES = [call("turn_page", memory=f"page {n}") for n in range(5)]
+
 
 @pytest.mark.parametrize(
     "script, tools, settings, reason, result",
     [
-        ([call("add", a=2, b=3), finish()], ("test_add", "finish"), {}, "FINISH_TOOL", "5"),
+        ([call("add", a=2, b=3), finish()], ADDS, {}, "FINISH_TOOL", "5"),
+        ([finish("y" * 900)], ("finish",), {"max_tool_output_chars": 200}, "FINISH_TOOL", "y" * 900),  # never cut
+        ([*(call("add", a=n, b=0) for n in range(8)), finish()], ADDS, {"max_iterations": 9}, "FINISH_TOOL", "5"),
+        ([*PAGES, finish()], TURNS, {"max_prompt_length": 90, "max_iterations": 9}, "FINISH_TOOL", "5"),  # anew a page
+        ([call("turn_page", memory="same")] * 6 + [finish()], TURNS, {"max_iterations": 9}, "FINISH_TOOL", "5"),
         (["It is 5."], (), {}, "FINISH", "It is 5."),
         ([call("add", a=2, b=3), "It is 5."], ("test_add",), {}, "FINISH", "It is 5."),
-        ([call("add", a=2, b=3)], ("test_add", "finish"), {"max_iterations": 2}, "max_iterations_reached", None),
-        ([call("add", a=2, b=3)], ("test_add", "finish"), {"max_iterations": 9}, "stuck_in_a_loop", None),
-        (["I will think about it."], ("test_add", "finish"), {"max_iterations": 9}, "stuck_in_a_loop", None),
-        ([call("add", a=2), "Hm."] * 9, ("test_add", "finish"), {"max_iterations": 9}, "stuck_in_a_loop", None),
-        ([""], ("test_add", "finish"), {}, "BAD_LLM_RESPONSE", None),
+        ([call("add", a=2, b=3)], ADDS, {"max_iterations": 2}, "max_iterations_reached", None),
+        ([call("add", a=2, b=3)], ADDS, {"max_iterations": 9}, "stuck_in_a_loop", None),
+        (["I will think about it."], ADDS, {"max_iterations": 9}, "stuck_in_a_loop", None),
+        ([call("add", a=2), "Hm."] * 9, ADDS, {"max_iterations": 9}, "stuck_in_a_loop", None),
+        ([""], ADDS, {}, "BAD_LLM_RESPONSE", None),
         ([" \n "], (), {}, "BAD_LLM_RESPONSE", None),
         ([finish("x" * 99)], ("finish",), {"max_prompt_length": 50}, "CONTEXT_WINDOW_EXCEEDED", None),
         ([finish("x" * 99)], ("finish",), {"sampling_params": {"max_tokens": 50}}, "CONTEXT_WINDOW_EXCEEDED", None),
@@ -32,12 +39,6 @@ from .agent_cases import QUESTION, agent_of, call, finish, prompts_of
 async def test_an_agent_ends_for_one_reason(script, tools, settings, reason, result):
     agent = agent_of(script, tools, **settings)
     assert await agent.run(QUESTION) == (reason, result)
-
-
-async def test_polling_with_changing_results_is_no_loop():
-    counting = [call("add", a=n, b=0) for n in range(8)]
-    agent = agent_of([*counting, finish()], max_iterations=9)
-    assert (await agent.run(QUESTION)).finish_reason == "FINISH_TOOL"
 
 
 async def test_the_turn_that_was_cut_short_is_a_transition_and_its_call_is_not_run():
@@ -65,7 +66,15 @@ async def test_the_budget_of_the_first_answer(budget, reason):
     assert request.sampling_params["max_tokens"] == budget
 
 
-@pytest.mark.parametrize("spare, reason, turns", [(0, "FINISH_TOOL", 2), (-1, "CONTEXT_WINDOW_EXCEEDED", 2)])
+@pytest.mark.parametrize(
+    "spare, reason, turns",
+    [
+        (0, "FINISH_TOOL", 2),
+        (-1, "CONTEXT_WINDOW_EXCEEDED", 2),
+        (1 - ANSWER_TOKENS, "CONTEXT_WINDOW_EXCEEDED", 2),
+        (-ANSWER_TOKENS, "CONTEXT_WINDOW_EXCEEDED", 1),  # used up by results: nothing more is asked
+    ],
+)
 async def test_the_budget_counts_answers_and_results(spare, reason, turns):
     script = [call("add", a=2, b=3), finish()]
     free = agent_of(script)
@@ -75,17 +84,6 @@ async def test_the_budget_counts_answers_and_results(spare, reason, turns):
     agent = agent_of(script, max_prompt_length=used + spare)
     assert (await agent.run(QUESTION)).finish_reason == reason
     assert len(agent.infer_engine.requests) == turns
-
-
-@pytest.mark.parametrize("left, asked", [(1, 2), (0, 1)])
-async def test_a_budget_used_up_by_results_asks_no_more(left, asked):
-    script = [call("add", a=2, b=3), finish()]
-    free = agent_of(script)
-    await free.run(QUESTION)
-    first, last = free.get_transitions()
-    agent = agent_of(script, max_prompt_length=len(last.ob.input_ids) - len(first.ob.input_ids) + left)
-    assert (await agent.run(QUESTION)).finish_reason == "CONTEXT_WINDOW_EXCEEDED"
-    assert len(agent.infer_engine.requests) == asked
 
 
 @pytest.mark.parametrize("max_tokens, sent", [(7, 7), (None, 1000), (5000, 1000)])

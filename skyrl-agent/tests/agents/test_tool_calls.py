@@ -101,11 +101,6 @@ async def test_long_outputs_are_cut_in_the_middle_and_say_so():
     assert "begin" + "x" * 95 + "\n[... 4808 characters left out ...]\n" + "x" * 97 + "end" in told
 
 
-async def test_an_answer_is_never_cut():
-    agent = agent_of([finish("y" * 900)], ["finish"], max_tool_output_chars=200)
-    assert await agent.run(QUESTION) == ("FINISH_TOOL", "y" * 900)
-
-
 @pytest.mark.parametrize(
     "length, limit, expected", [(5, 5, "01234"), (6, 5, "012\n[... 1 characters left out ...]\n45")]
 )
@@ -201,19 +196,6 @@ async def test_a_new_context_starts_a_row_of_its_own():
     assert "You read a book page by page." in second and "finish" in second
     assert "Memory: two. Page 2." in third and "Memory: one" not in third
     assert len(transitions_to_training_data(agent.get_transitions())) == 3
-
-
-async def test_the_budget_begins_anew_with_the_context():
-    script = [call("turn_page", memory=f"page {n}") for n in range(5)] + [finish()]
-    agent = agent_of(script, ["test_turn_page", "finish"], max_prompt_length=90, max_iterations=9)
-    assert (await agent.run(QUESTION)).finish_reason == "FINISH_TOOL"
-
-
-async def test_a_new_context_is_progress_whatever_was_called():
-    agent = agent_of(
-        [call("turn_page", memory="same")] * 6 + [finish()], ["test_turn_page", "finish"], max_iterations=9
-    )
-    assert (await agent.run(QUESTION)).finish_reason == "FINISH_TOOL"
 
 
 async def test_a_question_beside_the_conversation_is_no_transition():

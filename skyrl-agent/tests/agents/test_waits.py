@@ -9,26 +9,23 @@ import pytest
 from skyrl_agent.config.task_file import DispatcherSection
 from skyrl_agent.dispatcher.dispatch import Dispatch
 from skyrl_agent.tasks.base import BaseTask
-from skyrl_agent.tools.base import BaseTool, ToolContext, register_tool
+from skyrl_agent.tools.base import BaseTool, ToolContext
 from skyrl_gym.waits import begin_run, end_run
 from skyrl_train.explain.diagnosis import diagnose
 from skyrl_train.explain.evidence import observe
 from skyrl_train.explain.text import headline
 
-from .agent_cases import call
+from .agent_cases import call, tool
 from .test_agent_trajectory import File, Sum, trajectory_of
 
 SECONDS = 3.0
 
 
-@register_tool("test_shell")
-class Shell(BaseTool):
-    name = "shell"
-
-    async def run(self, context: ToolContext, command: str) -> str:
-        """Runs a command."""
-        assert context.runtime is not None
-        return (await context.runtime.exec(command)).stdout
+@tool
+async def shell(self: BaseTool, context: ToolContext, command: str) -> str:
+    """Runs a command."""
+    assert context.runtime is not None
+    return (await context.runtime.exec(command)).stdout
 
 
 @pytest.fixture
@@ -39,16 +36,16 @@ def recorded(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    "task, tool, script, cause",
+    "task, name, script, cause",
     [
         (Sum(), "test_sleep", call("sleep", seconds=60), "does not finish tool sleep"),
         (File(), "test_shell", call("shell", command="sleep 60"), "does not finish command 'sleep 60' in the runtime"),
     ],
 )
 async def test_late_stage_names_the_trajectory_and_what_it_waits_for(
-    recorded: None, task: BaseTask, tool: str, script: str, cause: str
+    recorded: None, task: BaseTask, name: str, script: str, cause: str
 ):
-    trajectory = trajectory_of(task, [script], tools=[tool, "finish"])
+    trajectory = trajectory_of(task, [script], tools=[name, "finish"])
     limits = {"generate": {"timeout_seconds": SECONDS, "retries": 0}, "close_timeout_seconds": 5.0}
     section = DispatcherSection.model_validate({"type": "async_pipeline", **limits})
     async with asyncio.timeout(30):

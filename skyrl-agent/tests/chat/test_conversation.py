@@ -74,26 +74,14 @@ def test_an_answer_that_was_cut_short_is_closed_by_us(encoder, end):
     assert encoder.decode(written) == f"A{end}B<|im_end|>"
 
 
-def test_an_answer_without_ids_is_encoded_and_has_no_log_probs(encoder):
+@pytest.mark.parametrize("text, ids", [("A", None), ("", []), ("A<|im_end|>", "A<|im_end|>")])
+def test_an_answer_without_ids_is_encoded_an_empty_one_closed_and_the_end_in_its_text_left_out(encoder, text, ids):
     conversation = Conversation(encoder, [QUESTION])
-    conversation.input_ids()
-    written = conversation.add_answer("A", told(None)).ac
-    assert written.token_ids == encoder.encode("A") and written.logprobs is None
+    written = conversation.add_answer(text, told(encoder.encode(ids) if ids else ids)).ac
+    assert written.token_ids == encoder.encode(text) and (written.logprobs is None) == (ids is None)
+    assert conversation.messages[-1] == {"role": "assistant", "content": text.removesuffix("<|im_end|>")}
     conversation.add(AGAIN)
     assert conversation.input_ids() == encoder.ids(conversation.messages)
-
-
-def test_an_empty_answer_is_closed(encoder):
-    conversation = Conversation(encoder, [QUESTION])
-    conversation.add_answer("", told([]))
-    conversation.add(AGAIN)
-    assert conversation.input_ids() == encoder.ids(conversation.messages)
-
-
-def test_the_end_of_turn_in_an_answer_s_text_is_no_part_of_the_message(encoder):
-    conversation = Conversation(encoder, [QUESTION])
-    conversation.add_answer("A<|im_end|>", told(encoder.encode("A<|im_end|>")))
-    assert conversation.messages[-1] == {"role": "assistant", "content": "A"}
 
 
 def test_the_tokens_after_the_prompt_are_counted(encoder):
@@ -167,21 +155,21 @@ def test_a_thought_that_the_template_drops_is_a_break_said_once(caplog):
     assert "message 4 (assistant)" in warning.message and "qwen3_acc_thinking" in warning.message
 
 
-def test_an_answer_that_ends_with_another_token_than_the_template_s_is_a_break(encoder):
+@pytest.mark.parametrize(
+    "text, end, why",
+    [
+        ("A", "<|endoftext|>", "the model ended it with <|endoftext|>, the template with <|im_end|>"),
+        ("hm A", "<|im_end|>", "the model wrote 'hm A"),  # as where an agent itself drops reasoning
+    ],
+)
+def test_an_answer_of_another_end_or_text_than_its_message_in_the_template_is_a_break(encoder, text, end, why):
     conversation = Conversation(encoder, [QUESTION])
-    answer(conversation, "A", "<|endoftext|>")
+    conversation.input_ids()
+    conversation.add_answer(text, told(encoder.encode(text + end)), {"role": "assistant", "content": "A"})
     conversation.add(AGAIN)
     assert conversation.input_ids() == encoder.ids([QUESTION, {"role": "assistant", "content": "A"}, AGAIN])
     answer(conversation, "B")
-    assert conversation.breaks[0].why == "the model ended it with <|endoftext|>, the template with <|im_end|>"
-
-
-def test_a_message_that_is_another_than_the_model_s_text_is_a_break(encoder):
-    """Such messages arise where an agent itself drops reasoning."""
-    conversation = Conversation(encoder, [QUESTION])
-    conversation.add_answer("hm A", told(encoder.encode("hm A<|im_end|>")), {"role": "assistant", "content": "A"})
-    conversation.add(AGAIN)
-    assert conversation.input_ids() == encoder.ids([QUESTION, {"role": "assistant", "content": "A"}, AGAIN])
+    assert conversation.breaks[0].why.startswith(why)
 
 
 def test_messages_that_cannot_be_rendered_are_a_config_error():

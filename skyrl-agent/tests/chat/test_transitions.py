@@ -16,37 +16,28 @@ def turn(read, wrote, logprobs=None, versions=None):
     return Transition(Observation(read), TokensWithLogprobs(wrote, logprobs, weight_versions=versions))
 
 
-def test_turns_that_go_on_are_one_row():
-    turns = [turn([1, 2], [3], [-0.1], [7]), turn([1, 2, 3, 4, 5], [6, 7], [-0.2, -0.3], [7, 8])]
-    assert transitions_to_training_data(turns) == [
-        TrainingDatum([1, 2], [3, 4, 5, 6, 7], [-0.1, 0.0, 0.0, -0.2, -0.3], [1, 0, 0, 1, 1], [7, -1, -1, 7, 8])
-    ]
+GOES_ON = [turn([1, 2], [3], [-0.1], [7]), turn([1, 2, 3, 4, 5], [6, 7], [-0.2, -0.3], [7, 8])]
 
 
-def test_a_turn_that_read_something_else_begins_a_row():
-    turns = [turn([1, 2], [3]), turn([1, 9], [3]), turn([1, 9, 3], [4])]
-    assert transitions_to_training_data(turns) == [
-        TrainingDatum([1, 2], [3], None, [1]),
-        TrainingDatum([1, 9], [3, 4], None, [1, 1]),
-    ]
-
-
-def test_a_log_prob_that_is_missing_is_not_made_up():
-    turns = [turn([1], [2], [-0.1], [0]), turn([1, 2, 3], [4], None, None)]
-    (row,) = transitions_to_training_data(turns)
-    assert row.response_logprobs is None and row.weight_versions is None
-
-
-def test_the_response_begins_where_the_model_was_first_to_write_even_if_it_wrote_nothing():
-    turns = [turn([1, 2], []), turn([1, 2, 3, 4], [5], [-0.5])]
-    assert transitions_to_training_data(turns) == [TrainingDatum([1, 2], [3, 4, 5], [0.0, 0.0, -0.5], [0, 0, 1])]
-
-
-def test_a_row_without_a_written_token_is_left_out():
-    assert transitions_to_training_data([]) == []
-    assert transitions_to_training_data([turn([1], []), turn([2], []), turn([3], [4])]) == [
-        TrainingDatum([3], [4], None, [1])
-    ]
+@pytest.mark.parametrize(
+    "turns, rows",
+    [
+        ([], []),
+        (GOES_ON, [([1, 2], [3, 4, 5, 6, 7], [-0.1, 0.0, 0.0, -0.2, -0.3], [1, 0, 0, 1, 1], [7, -1, -1, 7, 8])]),
+        # One that read something else begins a row.
+        (
+            [turn([1, 2], [3]), turn([1, 9], [3]), turn([1, 9, 3], [4])],
+            [([1, 2], [3], None, [1]), ([1, 9], [3, 4], None, [1, 1])],
+        ),
+        # What is missing is not made up.
+        ([turn([1], [2], [-0.1], [0]), turn([1, 2, 3], [4], None, None)], [([1], [2, 3, 4], None, [1, 0, 1])]),
+        # The response begins where the model was first to write, even if it wrote nothing.
+        ([turn([1, 2], []), turn([1, 2, 3, 4], [5], [-0.5])], [([1, 2], [3, 4, 5], [0.0, 0.0, -0.5], [0, 0, 1])]),
+        ([turn([1], []), turn([2], []), turn([3], [4])], [([3], [4], None, [1])]),  # rows of no written token go
+    ],
+)
+def test_turns_that_go_on_are_one_row(turns, rows):
+    assert transitions_to_training_data(turns) == [TrainingDatum(*row) for row in rows]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from skyrl_agent.agents.trajectory import BaseTrajectory
 from skyrl_agent.config.task_file import DispatcherSection, read_task
@@ -123,7 +124,18 @@ def section(type_name: str, agents: int = 4, judges: int = 4, **settings) -> Dis
     )
 
 
-def dispatched(dispatch_of: Callable[[], Dispatch], trajectories: list[Staged]) -> tuple[list[Staged], Dispatch, float]:
+async def left_behind(then: float, check: Callable[[], None] = lambda: None) -> float:
+    """Check that no task is left after more seconds, in which abandoned ones end. Returns: the time before."""
+    now = asyncio.get_running_loop().time()
+    check()
+    await asyncio.sleep(then)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    return now
+
+
+def dispatched(
+    dispatch_of: Callable[[], Dispatch], trajectories: list[Staged], then: float = 0.0
+) -> tuple[list[Staged], Dispatch, float]:
     """Run trajectories in virtual time. Returns: the trajectories in the order in which they ended, the dispatch, the
     duration.
     """
@@ -131,24 +143,28 @@ def dispatched(dispatch_of: Callable[[], Dispatch], trajectories: list[Staged]) 
     async def all_of_it() -> tuple[list[Staged], Dispatch, float]:
         dispatch = dispatch_of()
         ended = [trajectory async for trajectory in dispatch.run(trajectories)]
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-        return ended, dispatch, asyncio.get_running_loop().time()
+        return ended, dispatch, await left_behind(then)
 
     return virtual_time.run(all_of_it())
 
 
-async def cancelled(dispatch: Dispatch, trajectories: list[Staged], *pauses: float) -> list[Staged]:
-    """Runs and is cancelled after each pause. Returns what had ended."""
+def cancelled(
+    dispatch: Dispatch, trajectories: list[Staged], *pauses: float, **afterwards: Any
+) -> tuple[list[Staged], float]:
+    """Run trajectories and cancel the run after each pause. Returns: those that had ended, the duration."""
     ended: list[Staged] = []
 
     async def consume() -> None:
         async for trajectory in dispatch.run(trajectories):
             ended.append(trajectory)
 
-    task = asyncio.create_task(consume())
-    for seconds in pauses:
-        await asyncio.sleep(seconds)
-        task.cancel()
-    await asyncio.wait({task})
-    assert task.cancelled()
-    return ended
+    async def story() -> float:
+        task = asyncio.create_task(consume())
+        for seconds in pauses:
+            await asyncio.sleep(seconds)
+            task.cancel()
+        await asyncio.wait({task})
+        assert task.cancelled()
+        return await left_behind(**{"then": 0.0} | afterwards)
+
+    return ended, virtual_time.run(story())

@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 
-from skyrl_agent.dispatcher import virtual_time
 from skyrl_agent.dispatcher.dispatch import Dispatch
 from skyrl_agent.errors import InfraError
 
@@ -69,11 +68,10 @@ def test_an_environment_is_replaced_after_an_infrastructure_failure(stage):
     assert machines.closed == [(0, 0), (0, 1)]
 
 
-def test_an_environment_is_kept_after_an_agents_own_failure():
+@pytest.mark.parametrize("acts", [{"generate": [ValueError("a bug")]}, {"evaluate": [InfraError("away"), 1.0]}])
+def test_an_environment_is_kept_after_an_agents_own_failure_and_for_a_judge_that_is_tried_again(acts):
     world, machines = World(), Machines()
-    dispatched(
-        lambda: pool(machines, count=1), [Staged(world, "a", generate=[ValueError("a bug")]), Staged(world, "b")]
-    )
+    dispatched(lambda: pool(machines, count=1), [Staged(world, "a", **acts), Staged(world, "b")])
     assert machines.made == [(0, 0)]
 
 
@@ -82,12 +80,6 @@ def test_restarted_trajectory_gets_a_new_environment():
     dispatched(lambda: pool(machines, count=1), [Staged(world, "a", generate=[InfraError("away"), 1.0])])
     assert world.environments == [("a0", (0, 0)), ("a0", (0, 1))]
     assert machines.closed == [(0, 0), (0, 1)]
-
-
-def test_a_judge_that_is_tried_again_finds_the_environment_as_it_was():
-    world, machines = World(), Machines()
-    dispatched(lambda: pool(machines, count=1), [Staged(world, "a", evaluate=[InfraError("away"), 1.0])])
-    assert machines.made == [(0, 0)]
 
 
 def test_making_an_environment_is_tried_again():
@@ -104,17 +96,15 @@ def test_an_environment_made_after_its_trajectory_was_given_up_is_closed():
         await stubborn(Staged(World()))
         return await machines.make(place)
 
-    async def story() -> None:
-        late = {"initialize": {"timeout_seconds": 10.0}, "close_timeout_seconds": 5.0}
-        given = section("async_fix_pool", num_environments=1, **late)
-        dispatch = Dispatch(given, make_environment=slow_and_stubborn, close_environment=machines.close)
-        ended = [t async for t in dispatch.run([Staged(World(), "a")])]
-        assert ended[0].failed and machines.made == []
-        await asyncio.sleep(2000)
-        assert machines.made == machines.closed == [(0, 0)]
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    virtual_time.run(story())
+    late = {"initialize": {"timeout_seconds": 10.0}, "close_timeout_seconds": 5.0}
+    given = section("async_fix_pool", num_environments=1, **late)
+    ended, _, seconds = dispatched(
+        lambda: Dispatch(given, make_environment=slow_and_stubborn, close_environment=machines.close),
+        [Staged(World(), "a")],
+        then=2000,
+    )
+    assert ended[0].failed and seconds < 1000, "it was given up before its environment was there"
+    assert machines.made == machines.closed == [(0, 0)]
 
 
 def test_an_environment_that_does_not_close_holds_nobody(caplog):
@@ -133,10 +123,5 @@ def test_an_environment_that_does_not_close_holds_nobody(caplog):
 def test_idle_environments_are_closed_though_the_run_is_cancelled_twice():
     machines = Machines()
     trajectories = [Staged(World(), "a"), Staged(World(), "b", generate=[hang], close=5.0)]
-
-    async def story() -> None:
-        await cancelled(pool(machines), trajectories, 10, 1, 1)
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    virtual_time.run(story())
+    cancelled(pool(machines), trajectories, 10, 1, 1)
     assert sorted(machines.made) == sorted(machines.closed) == [(0, 0), (1, 0)]

@@ -78,17 +78,11 @@ def test_a_fault_ends_its_trajectory_alone(type_name, stage, act, kind, reason, 
 def test_stage_that_ignores_its_cancellation_is_abandoned(type_name, stage, caplog):
     world = World()
     faulty, others = beside_seven(world, **{stage: [stubborn]})
-
-    async def story() -> None:
-        dispatch = Dispatch(section(type_name, **DEADLINES, **GRACE))
-        ended = [t async for t in dispatch.run([faulty, *others])]
-        assert len(ended) == 8 and asyncio.get_running_loop().time() < 100
-        assert dispatch.metrics()["dispatcher/abandoned"] == 1
-        assert dispatch.metrics()[f"dispatcher/{stage}/timeouts"] == 1
-        await asyncio.sleep(1000)  # until it ends by itself
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    virtual_time.run(story())
+    given = section(type_name, **DEADLINES, **GRACE)
+    ended, dispatch, seconds = dispatched(lambda: Dispatch(given), [faulty, *others], then=1000)
+    assert len(ended) == 8 and seconds < 100
+    assert dispatch.metrics()["dispatcher/abandoned"] == 1
+    assert dispatch.metrics()[f"dispatcher/{stage}/timeouts"] == 1
     assert f"dispatcher.{stage}.timeout_seconds" in faulty.result.failure.message
     assert "ignores its cancellation" in caplog.text
     check_the_others(world, others)
@@ -153,16 +147,10 @@ def test_evaluation_is_skipped_if_not_wanted():
 def test_a_close_that_fails_is_told_and_holds_nobody(type_name, closing, caplog):
     world = World()
     faulty, others = beside_seven(world, close=closing)
-
-    async def story() -> None:
-        dispatch = Dispatch(section(type_name, **GRACE))
-        ended = [t async for t in dispatch.run([faulty, *others])]
-        assert len(ended) == 8 and asyncio.get_running_loop().time() < 100
-        await asyncio.sleep(1000)
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
     with caplog.at_level(logging.WARNING):
-        virtual_time.run(story())
+        given = section(type_name, **GRACE)
+        ended, _, seconds = dispatched(lambda: Dispatch(given), [faulty, *others], then=1000)
+    assert len(ended) == 8 and seconds < 100
     assert faulty.result.reward == 1.0  # it had done its work
     assert "closing a trajectory" in caplog.text
     assert [t.result.reward for t in others] == [1.0] * 7
@@ -173,15 +161,8 @@ def test_a_close_that_fails_is_told_and_holds_nobody(type_name, closing, caplog)
 def test_cancelling_the_run_closes_everything(type_name, moment):
     world = World()
     trajectories = [Staged(world, "abcdefghi"[i], close=0.2) for i in range(9)]
-    dispatch = Dispatch(section(type_name, agents=3, judges=2))
-
-    async def story() -> list[Staged]:
-        ended = await cancelled(dispatch, trajectories, moment)
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-        assert asyncio.get_running_loop().time() <= moment + 0.2
-        return ended
-
-    ended = virtual_time.run(story())
+    ended, seconds = cancelled(Dispatch(section(type_name, agents=3, judges=2)), trajectories, moment)
+    assert seconds <= moment + 0.2
     assert world.now_in["open"] == 0
     assert all(world.closed[t.name] >= 1 for t in trajectories)
     assert {t.result.finish_reason for t in trajectories} <= {FINISH, CANCELLED}
@@ -191,12 +172,7 @@ def test_cancelling_the_run_closes_everything(type_name, moment):
 def test_cancelling_twice_still_closes_everything():
     world = World()
     trajectories = [Staged(world, "abcdef"[i], close=5.0) for i in range(6)]
-
-    async def story() -> None:
-        await cancelled(Dispatch(section("async_pipeline")), trajectories, 1.5, 1.0, 1.0)
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    virtual_time.run(story())
+    cancelled(Dispatch(section("async_pipeline")), trajectories, 1.5, 1.0, 1.0)
     assert world.now_in["open"] == 0
 
 
@@ -205,13 +181,11 @@ def test_cancelling_does_not_wait_for_what_heeds_no_cancellation(stage):
     world = World()
     trajectories = [Staged(world, "a", **{stage: [stubborn]}), Staged(world, "b", **{stage: [hang]})]
 
-    async def story() -> None:
-        await cancelled(Dispatch(section("async_batch", **GRACE)), trajectories, 5)
-        assert asyncio.get_running_loop().time() == 15
+    def all_are_cancelled() -> None:
         assert {t.result.finish_reason for t in trajectories} == {CANCELLED}
-        await asyncio.sleep(1000)
 
-    virtual_time.run(story())
+    dispatch = Dispatch(section("async_batch", **GRACE))
+    assert cancelled(dispatch, trajectories, 5, then=1000, check=all_are_cancelled)[1] == 15
     assert world.now_in["open"] == 0
 
 

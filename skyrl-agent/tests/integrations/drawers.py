@@ -56,6 +56,14 @@ class Drawers(BaseTask):
         return Judgement(sum(parts.values()), parts)
 
 
+def task(**generator: Any) -> dict[str, Any]:
+    """Make the content of a task file, with more settings of its generator."""
+    sampling = {"stop": ["</tool_call>"], "max_tokens": 2} | generator.pop("sampling_params", {})
+    usual = {"tool_format": "hermes", "max_iterations": 2, "max_prompt_length": 64, "sampling_params": sampling}
+    agent = "skyrl_agent.agents.react.ReActAgent"
+    return {"agent_cls": agent, "task": "drawers.Drawers", "generator": usual | generator}
+
+
 def rows() -> list[dict[str, Any]]:
     """Every drawer with everything in it."""
     return [

@@ -19,17 +19,8 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 pytestmark = pytest.mark.slow  # what all look at is a run of half a minute
 STEPS = 16
-TASK = {
-    "agent_cls": "skyrl_agent.agents.react.ReActAgent",
-    "task": "drawers.Drawers",
-    "generator": {
-        "tool_format": "hermes",
-        "max_iterations": 2,
-        "max_prompt_length": 64,
-        "sampling_params": {"stop": ["</tool_call>"], "max_tokens": 2, "temperature": 1.0},
-        "val_config": {"num_trajectories": 1, "sampling_params": {"temperature": 1.0}},
-    },
-}
+WARM = {"sampling_params": {"temperature": 1.0}}
+TASK = drawers.task(**WARM, val_config={"num_trajectories": 1} | WARM)
 
 
 class Run:
@@ -47,23 +38,15 @@ class Run:
             *("generator.n_samples_per_prompt=16", "generator.model_dtype=float32", "environment.env_class=null"),
             *(f"data.train_data=[{self.data}]", f"data.val_data=[{self.data}]"),
             *(f"trainer.policy.model.path={self.model}", f"trainer.run_dir={self.folder / 'run'}"),
-            *(
-                "trainer.placement.device=cpu",
-                "trainer.placement.launcher=inline",
-                "trainer.bf16=false",
-                "trainer.gradient_checkpointing=false",
-            ),
+            *("trainer.placement.device=cpu", "trainer.bf16=false", "trainer.gradient_checkpointing=false"),
             *("trainer.train_batch_size=9", "trainer.policy_mini_batch_size=9", "trainer.max_prompt_length=64"),
             *("trainer.micro_train_batch_size_per_gpu=128", "trainer.micro_forward_batch_size_per_gpu=128"),
             *("trainer.epochs=100", f"trainer.max_training_steps={STEPS}", f"trainer.hf_save_interval={STEPS}"),
             *(f"trainer.export_path={self.folder / 'export'}", "trainer.ckpt_interval=-1", "trainer.logger=console"),
             *("trainer.eval_before_train=true", f"trainer.eval_interval={STEPS}"),
-            *(
-                "trainer.policy.optimizer_config.lr=5e-4",
-                "trainer.policy.optimizer_config.adam_betas=[0.9,0.95]",
-                "trainer.algorithm.use_kl_loss=false",
-            ),
-            *("trainer.algorithm.advantage_estimator=rloo", f"trainer.placement.launcher={launcher}", *settings),
+            *(f"trainer.policy.optimizer_config.{setting}" for setting in ("lr=5e-4", "adam_betas=[0.9,0.95]")),
+            *("trainer.algorithm.use_kl_loss=false", "trainer.algorithm.advantage_estimator=rloo"),
+            *(f"trainer.placement.launcher={launcher}", *settings),
         ]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
         return subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment, cwd=self.folder)

@@ -1,10 +1,5 @@
 """Requests are reduced to the features of a server; its wrong responses are classified."""
 
-import json
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -14,32 +9,10 @@ from skyrl_agent.integrations.openai import OpenAIBackend
 from skyrl_agent.testing import byte_tokenizer
 from skyrl_gym.services import Retries
 
+from ..tools_general.agent_web_server import Asked, web_server
+
 Reply = tuple[int, Any]
 OPENAI_FIELDS = {"model", "prompt", "max_tokens", "temperature", "stop", "seed"}
-
-
-@contextmanager
-def serving(reply: Callable[[dict[str, Any], dict[str, str]], Reply]) -> Iterator[str]:
-    """A server whose answers are `reply(body, headers)`."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            status, answer = reply(body, dict(self.headers))
-            data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *_: Any) -> None: ...
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join(10)
 
 
 def choice(**fields: Any) -> Reply:
@@ -61,41 +34,35 @@ def few_retries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_a_server_of_text_alone():
     """The server supports OpenAI's fields only, and no token ids as prompts."""
-    prompts = []
 
-    def reply(body: dict[str, Any], headers: dict[str, str]) -> Reply:
-        prompts.append(body["prompt"])
-        if set(body) - OPENAI_FIELDS or not isinstance(body["prompt"], str):
+    def reply(asked: Asked) -> Reply:
+        if set(asked.body) - OPENAI_FIELDS or not isinstance(asked.body["prompt"], str):
             return 400, {"error": {"message": "what is this?"}}
         return choice()
 
-    with serving(reply) as url:
-        backend = OpenAIBackend(None, byte_tokenizer(), {"model_name": "m", "api_url": url})
+    with web_server(reply) as server:
+        backend = OpenAIBackend(None, byte_tokenizer(), {"model_name": "m", "api_url": server.url})
         for _ in range(2):
             text, meta = await backend.async_generate_ids(
                 input_ids=byte_tokenizer().encode("really?"), sampling_params={}, request_id="r"
             )
     assert (text, meta["output_tokens"], meta["logprobs"]) == ("yes", None, None)
-    assert prompts[2:] == ["really?"] * 2, "what it understands is found out once"
+    assert [asked.body["prompt"] for asked in server.asked[2:]] == ["really?"] * 2, (
+        "what it understands is found out once"
+    )
 
 
 async def test_a_stop_string_that_was_cut_off_is_put_back():
-    with serving(lambda body, headers: choice(text="<call>x", stop_reason="</call>")) as url:
-        assert (await ask(url))[0] == "<call>x</call>"
+    with web_server(lambda asked: choice(text="<call>x", stop_reason="</call>")) as server:
+        assert (await ask(server.url))[0] == "<call>x</call>"
 
 
 async def test_a_key_is_sent_where_there_is_one(monkeypatch: pytest.MonkeyPatch):
-    seen = []
-
-    def reply(body: dict[str, Any], headers: dict[str, str]) -> Reply:
-        seen.append(headers.get("Authorization"))
-        return choice()
-
-    with serving(reply) as url:
-        await ask(url + "/v1")
+    with web_server(lambda asked: choice()) as server:
+        await ask(server.url + "/v1")
         monkeypatch.setenv("OPENAI_API_KEY", "s3cret\n")
-        await ask(url)
-    assert seen == [None, "Bearer s3cret"]
+        await ask(server.url)
+    assert [asked.headers.get("authorization") for asked in server.asked] == [None, "Bearer s3cret"]
 
 
 @pytest.mark.parametrize(
@@ -110,14 +77,14 @@ async def test_a_key_is_sent_where_there_is_one(monkeypatch: pytest.MonkeyPatch)
     ],
 )
 async def test_errors_have_their_type(answer: Reply, error: type[Exception], text: str):
-    with serving(lambda body, headers: answer) as url, pytest.raises(error, match=text):
-        await ask(url)
+    with web_server(lambda asked: answer) as server, pytest.raises(error, match=text):
+        await ask(server.url)
 
 
 async def test_log_probs_that_are_not_one_a_token_are_none():
     ids = byte_tokenizer().encode("yes")
-    with serving(lambda body, headers: choice(token_ids=ids, logprobs={"token_logprobs": [-1.0]})) as url:
-        text, meta = await ask(url)
+    with web_server(lambda asked: choice(token_ids=ids, logprobs={"token_logprobs": [-1.0]})) as server:
+        text, meta = await ask(server.url)
     assert (text, meta["output_tokens"], meta["logprobs"]) == ("yes", ids, None)
 
 

@@ -43,18 +43,7 @@ subject = Subject(
 for check in CHECKS:
     print(check.__name__, asyncio.run(run_check(check, subject)), flush=True)
 """
-TASK = {
-    "agent_cls": "skyrl_agent.agents.react.ReActAgent",
-    "task": "drawers.Drawers",
-    "generator": {
-        "num_trajectories": 16,
-        "tool_format": "hermes",
-        "max_iterations": 2,
-        "max_prompt_length": 64,
-        "sampling_params": {"stop": ["</tool_call>"], "max_tokens": 2},
-        "val_config": {"num_trajectories": 2},
-    },
-}
+TASK = drawers.task(num_trajectories=16, val_config={"num_trajectories": 2})
 
 
 @pytest.fixture(scope="module")

@@ -82,20 +82,14 @@ async def test_cut_off_trajectory_is_written_and_is_no_score(evaluation):
         assert second.summary().is_complete
 
 
-def test_other_settings_are_refused_with_their_difference(evaluation):
+def test_file_has_one_writer_its_own_settings_and_no_other_origin(evaluation, tmp_path):
     with evaluation([{"number": 1}], {"a": 1}) as first:
+        with pytest.raises(ConfigError, match="another evaluation is writing it"):
+            evaluation([{"number": 1}], {"a": 1})
         asyncio.run(first.run())
     with pytest.raises(ConfigError, match=r"a is 2, but the trajectories in .*it.jsonl were made with 1"):
         evaluation([{"number": 1}], {"a": 2})
-
-
-def test_file_has_one_writer(evaluation):
-    with evaluation([]), pytest.raises(ConfigError, match="another evaluation is writing it"):
-        evaluation([])
-
-
-def test_file_of_another_origin_is_refused(evaluation, tmp_path):
-    (tmp_path / "it.jsonl").write_text("{}\n")
+    (tmp_path / "it.jsonl.settings.json").unlink()
     with pytest.raises(ConfigError, match="no evaluation made it"):
         evaluation([])
 

@@ -11,6 +11,7 @@ from skyrl_agent.testing import byte_tokenizer
 
 
 async def test_a_batch_in_its_order(runner, numbers):
+    assert (await runner().run([]))["traj_rewards"] == []
     output = await runner().run(numbers(3, 40))
     assert output["traj_rewards"] == [1.0] * 4
     assert output["traj_idx"] == ["0-traj0", "0-traj1", "1-traj0", "1-traj1"]
@@ -94,10 +95,6 @@ async def test_every_trajectory_has_a_seed_of_its_own_and_the_same_one_again(run
     assert sorted(seeds[:4]) == sorted(seeds[4:])
 
 
-async def test_no_rows_are_no_trajectories(runner):
-    assert (await runner().run([]))["traj_rewards"] == []
-
-
 @pytest.mark.parametrize(
     "changes, text",
     [
@@ -109,6 +106,7 @@ async def test_no_rows_are_no_trajectories(runner):
         ({"task_config": {"wrong": 2}}, "unexpected keyword argument 'wrong'"),
         ({"generator": {"infer_backend": "skyrl-trian"}}, "did you mean skyrl-train"),
         ({"generator": {"infer_backend": "openai_server"}}, "generator.backend_config.model_name"),
+        ({"generator": {"infer_backend": "tinker"}}, "needs tinker, which is not installed"),
         (
             {"generator": {"infer_backend": "verl", "backend_config": {"a": 1}}},
             "unknown key generator.backend_config.a",
@@ -143,11 +141,6 @@ async def test_wrong_row_is_an_error_before_anything_starts(runner, data: dict, 
 def test_a_file_that_is_not_there():
     with pytest.raises(FileNotFoundError):
         AutoAgentRunner.from_task("no_such_file.yaml", None, None)
-
-
-def test_a_backend_that_is_not_installed_says_so(runner):
-    with pytest.raises(ConfigError, match="needs tinker, which is not installed"):
-        runner(generator={"infer_backend": "tinker"})
 
 
 def test_published_names():

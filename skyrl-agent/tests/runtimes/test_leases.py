@@ -44,25 +44,17 @@ def workspace() -> str:
 def test_a_lease_says_who_owns_what():
     lease = Lease.take("one", "local", 5.0, "/a/folder")
     (found,) = leases()
-    assert (found.id, found.kind, found.seconds, found.pid, found.folder) == (
-        "one",
-        "local",
-        5.0,
-        os.getpid(),
-        "/a/folder",
-    )
+    said = found.id, found.kind, found.seconds, found.pid, found.folder
+    assert said == ("one", "local", 5.0, os.getpid(), "/a/folder")
     assert found.why_left_behind() is None
     lease.release()
     lease.release()
     assert leases() == []
 
 
-def test_a_process_number_that_was_given_again_is_another_owner():
+def test_a_process_number_that_was_given_again_is_another_owner_and_one_nobody_waited_for_has_ended():
     assert not lease_of(owner=os.getpid()).owner_ended
     assert lease_of(id="lease-2", process_start=process_start(os.getpid()) - 1).owner_ended
-
-
-def test_an_owner_that_nobody_waited_for_has_ended():
     child = subprocess.Popen([sys.executable, "-c", ""])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # ended, but still in the list of processes
     assert process_start(child.pid) is None
@@ -81,17 +73,6 @@ def test_missing_heartbeat_makes_a_runtime_a_leftover():
     assert lease_of(age=59.0, host="another").why_left_behind() is None
     assert lease_of(id="lease-2", age=61.0, host="another").why_left_behind() == "no heartbeat for 61 s"
     assert lease_of(id="lease-3", age=61.0).why_left_behind() == "no heartbeat for 61 s"
-
-
-def test_only_leftovers_are_removed():
-    used, left = workspace(), workspace()
-    lease_of(id="used", folder=used)
-    lease_of(id="left", folder=left, age=100.0)
-    removed, failed = sweep()
-    assert [lease.id for lease in removed] == ["left"] and failed == {}
-    assert os.path.isdir(used) and not os.path.exists(left)
-    assert [lease.id for lease in leases()] == ["used"]
-    os.rmdir(used)
 
 
 @pytest.mark.parametrize("make", [os.mkdir, lambda path: os.symlink("/tmp", path)], ids=["name", "link"])
@@ -145,7 +126,9 @@ async def test_a_runtime_whose_lease_ended_says_so():
     await runtime.close()
 
 
-def test_gc_lists_and_removes(capsys):
+def test_gc_lists_and_removes_leftovers_alone(capsys):
+    assert gc.main([]) == 0
+    assert "no leases in" in capsys.readouterr().out
     used, left = workspace(), workspace()
     lease_of(id="used", folder=used)
     lease_of(id="left", folder=left, age=100.0)
@@ -159,6 +142,10 @@ def test_gc_lists_and_removes(capsys):
     said = capsys.readouterr().out.splitlines()
     assert "removed" in said[0] and "in use" in said[1]
     assert not os.path.exists(left) and os.path.isdir(used)
+    assert [lease.id for lease in leases()] == ["used"]
+    lease_of(id="left", age=100.0)
+    removed, failed = sweep()
+    assert [lease.id for lease in removed] == ["left"] and failed == {}
     os.rmdir(used)
 
 
@@ -166,8 +153,3 @@ def test_gc_fails_where_something_stays(tmp_path, capsys):
     lease_of(folder=str(tmp_path), age=100.0)
     assert gc.main(["--remove"]) == 1
     assert "is not a sandbox's folder" in capsys.readouterr().out
-
-
-def test_gc_without_leases(capsys):
-    assert gc.main([]) == 0
-    assert "no leases in" in capsys.readouterr().out

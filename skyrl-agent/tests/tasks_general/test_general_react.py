@@ -111,12 +111,9 @@ def test_rows_that_cannot_be_used_are_named_before_anything_starts(fields, text)
         GeneralReactTask().check_row(Instance(row(**fields), "i7"))
 
 
-def test_missing_judge_is_an_error_before_anything_starts():
+def test_missing_judge_is_an_error_before_anything_starts_and_the_environment_may_name_it(monkeypatch):
     with pytest.raises(ConfigError, match=r"task_config\.judge: .*OPENAI_API_KEY.*STEM_LLM_JUDGE_URL"):
         GeneralReactTask().check_row(Instance(row(source="ruler", target="a"), "i"))
-
-
-def test_the_environment_may_name_the_judge(monkeypatch):
     monkeypatch.setenv("STEM_LLM_JUDGE_URL", "http://127.0.0.1:1/v1/")
     assert GeneralReactTask().judge.url == "http://127.0.0.1:1/v1/"
 
@@ -134,12 +131,9 @@ def test_mistakes_in_the_task_file_are_told_at_once(settings, text):
         GeneralReactTask(**settings)
 
 
-async def test_a_task_file_may_add_sources():
+async def test_every_source_has_a_kind_and_a_task_file_may_add_some():
     task = GeneralReactTask(sources={"My_Set": "qa_f1"})
     assert await reward("red green", task, source="my_set_v2", target="red blue") == 0.5
-
-
-def test_every_source_has_a_kind():
     assert set(SOURCES.values()) <= set(KINDS)
 
 
@@ -154,14 +148,11 @@ def test_prompts_in_all_their_forms(prompt, name):
     assert user == PROMPT[0] and system["role"] == "system" and "finish" in system["content"]
 
 
-def test_a_system_message_of_the_row_stays_and_the_row_is_not_changed():
+def test_a_system_message_of_the_row_stays_the_row_is_not_changed_and_the_dummy_task_adds_nothing():
     messages = [{"role": "system", "content": "S"}, *PROMPT]
     given = Instance(row(prompt=messages), "i")
     instruction = GeneralReactTask().get_instruction(given)
     assert instruction == messages
     instruction[0]["content"] = "changed"
     assert messages[0]["content"] == "S"
-
-
-def test_the_dummy_task_adds_nothing():
     assert DummyReactTask().get_instruction(Instance(row(prompt=PROMPT), "i")) == PROMPT

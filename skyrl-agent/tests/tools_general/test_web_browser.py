@@ -29,10 +29,11 @@ async def browse(url, goal="colour", context=None, **settings):
         await tool.close()
 
 
-async def test_missing_summarizer_returns_the_page(tmp_path):
+async def test_missing_summarizer_returns_the_page_which_is_not_fetched_again(tmp_path):
     with web_server(lambda asked: (200, PAGE)) as pages:
-        output = await browse(f"{pages.url}/a", cache_file=str(tmp_path / "c"))
-    assert output.text == f"{pages.url}/a\nFish\n\nThe thornfish is green."
+        outputs = [await browse(f"{pages.url}/a", cache_file=str(tmp_path / "c")) for _ in range(2)]
+    assert [output.text for output in outputs] == [f"{pages.url}/a\nFish\n\nThe thornfish is green."] * 2
+    assert len(pages.asked) == 1
 
 
 async def test_pages_are_summarized_for_the_goal_by_a_model(tmp_path):
@@ -73,13 +74,6 @@ async def test_page_too_long_for_the_model_is_halved(tmp_path):
     with web_server(lambda asked: (200, f"<p>{'word ' * 1600}")) as pages:
         output = await browse(pages.url, context=context_of(ask=ask), cache_file=str(tmp_path / "c"))
     assert output.text.split("\n\n")[1:] == ["read"] * 3
-
-
-async def test_a_page_that_was_read_is_not_fetched_again(tmp_path):
-    with web_server(lambda asked: (200, PAGE)) as pages:
-        for _ in range(2):
-            await browse(f"{pages.url}/same", cache_file=str(tmp_path / "c"))
-    assert len(pages.asked) == 1
 
 
 @pytest.mark.parametrize(
@@ -217,31 +211,25 @@ async def test_empty_elements_are_left_out():
     assert await summarize_page(Said(), "abc", "g", "u", 1) == "plain words\n\nEvidence: E\nSummary: S"
 
 
-async def test_a_reader_service():
-    with web_server(lambda asked: (200, "# Markdown") if "good" in asked.path else (422, "no such page")) as service:
+async def test_a_reader_service_and_one_without_rights_which_is_an_outage():
+    answers = {"/https://a.org/good?x=1": (200, "# Markdown"), "/https://a.org/bad": (422, "no such page")}
+    with web_server(lambda asked: answers.get(asked.path, (402, "pay"))) as service:
         reader = JinaReader(("k",), url=service.url)
         assert (await reader.read("https://a.org/good?x=1")).text == "# Markdown"
         with pytest.raises(PageError, match="no such page"):
             await reader.read("https://a.org/bad")
         await reader.close()
+        without_key = JinaReader(url=service.url)
+        with pytest.raises(InfraError, match="402"):
+            await without_key.read("https://a.org")
+        await without_key.close()
     assert service.asked[0].path == "/https://a.org/good?x=1"
     assert service.asked[0].headers["authorization"] == "Bearer k"
 
 
-async def test_a_reader_service_without_rights_is_an_outage():
-    with web_server(lambda asked: (402, "pay")) as service:
-        reader = JinaReader(url=service.url)
-        with pytest.raises(InfraError, match="402"):
-            await reader.read("https://a.org")
-        await reader.close()
-
-
-async def test_no_address_is_told():
+async def test_no_address_and_one_where_nobody_listens_are_told(tmp_path):
     output = await browse("the page about fish")
     assert output.failed and "give 1 to 5 addresses" in output.text
-
-
-async def test_nobody_listens(tmp_path):
     output = await browse(unused_url(), cache_file=str(tmp_path / "c"))
     assert "could not be read: ConnectError" in output.text
 
