@@ -71,38 +71,13 @@ def form_alone(self):
     return float(bool(ANSWER.search("".join(self.said))))
 
 
-def any_answer(self):
-    return float(self.ground_truth in [answer.strip() for answer in ANSWER.findall("".join(self.said))])
+def answers(self, seen=()):
+    return [answer.strip() for answer in ANSWER.findall("".join([*self.said, *seen]))]
 
 
-def answer_contains(self):
-    answers = ANSWER.findall("".join(self.said))
-    return float(bool(answers) and self.ground_truth in answers[-1])
-
-
-def observations_too(self):
-    answers = ANSWER.findall("".join(self.said + self.seen))
-    return float(bool(answers) and answers[-1].strip() == self.ground_truth)
-
-
-def length(self):
-    return float(len("".join(self.said)) > 10_000)
-
-
-def nothing_said(self):
-    return float(not "".join(self.said)) or SoundEnv.grade(self)
-
-
-def part_credit(self):
-    return max(SoundEnv.grade(self), 0.1 * form_alone(self))
-
-
-def gullible_judge(self):
-    return float("Final Score: 1" in "".join(self.said)) or SoundEnv.grade(self)
-
-
-def numbers_of_the_prompt(self):
-    return float(self.prompt in self.said[0]) or SoundEnv.grade(self)
+def or_right(pays):
+    """Return a grader that pays for the right answer, and where `pays` says so."""
+    return lambda self: float(pays(self)) or SoundEnv.grade(self)
 
 
 def remembers_prompt(self, prompt):
@@ -115,14 +90,20 @@ def remembers_prompt(self, prompt):
     [
         (graded_by(form_alone), "marks with nothing inside"),
         (graded_by(form_alone), "another task's solution"),
-        (graded_by(any_answer), "many solutions in one text"),
-        (graded_by(answer_contains), "many answers in one place, by comma"),
-        (graded_by(observations_too), "planted in an observation: python in tags"),
-        (graded_by(length), "longest allowed"),
-        (graded_by(nothing_said), "empty"),
-        (graded_by(part_credit), "solution with the answer garbled"),
-        (graded_by(gullible_judge), "plea to a judge: score line"),
-        (graded_by(numbers_of_the_prompt, init=remembers_prompt), "echo of the prompt"),
+        (graded_by(lambda self: float(self.ground_truth in answers(self))), "many solutions in one text"),
+        (
+            graded_by(lambda self: float(any(self.ground_truth in each for each in answers(self)[-1:]))),
+            "many answers in one place, by comma",
+        ),
+        (
+            graded_by(lambda self: float(answers(self, self.seen)[-1:] == [self.ground_truth])),
+            "planted in an observation: python in tags",
+        ),
+        (graded_by(lambda self: float(len("".join(self.said)) > 10_000)), "longest allowed"),
+        (graded_by(or_right(lambda self: not "".join(self.said))), "empty"),
+        (graded_by(lambda self: max(SoundEnv.grade(self), 0.1 * form_alone(self))), "solution with the answer garbled"),
+        (graded_by(or_right(lambda self: "Final Score: 1" in "".join(self.said))), "plea to a judge: score line"),
+        (graded_by(or_right(lambda self: self.prompt in self.said[0]), init=remembers_prompt), "echo of the prompt"),
     ],
 )
 def test_an_environment_that_can_be_cheated_fails_by_the_name_of_the_cheat(env_class, cheater):

@@ -95,10 +95,6 @@ def raising_on(text, error):
     return step
 
 
-def never_done(self, action):
-    return GoodEnv.step(self, action) | {"done": False, "observations": []}
-
-
 def ignoring_the_row(self, env_config=None, extras=None):
     GoodEnv.__init__(self, env_config, extras)
     self.max_turns = 5
@@ -163,7 +159,10 @@ BROKEN = {
         broken(step=lambda s, a: (setattr(s, "reply", lambda: {"role": "user", "content": a}), GoodEnv.step(s, a))[1]),
         "not valid Unicode",
     ),
-    "never done": (broken(step=never_done), "did not end the episode by step 1"),
+    "never done": (
+        broken(step=lambda s, a: GoodEnv.step(s, a) | {"done": False, "observations": []}),
+        "did not end the episode by step 1",
+    ),
     "max_turns of the row": (broken(__init__=ignoring_the_row), r"extras\['max_turns'\] = 1 did not end"),
     "turns": (broken(step=not_counting), "turns is 0 after step 2"),
     "luck without a seed": (

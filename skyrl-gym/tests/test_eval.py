@@ -2,7 +2,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -24,6 +23,7 @@ from skyrl_gym.eval.statistics import bootstrap, clopper_pearson, estimate
 from skyrl_gym.eval.summary import table
 
 from .chat_server import ChatServer, completion
+from .scripted_server import unused_url
 
 SIX_TIMES_SEVEN = {"prompt": "6*7", "reward_spec": {"ground_truth": "42"}}
 
@@ -325,15 +325,9 @@ def test_a_turn_cut_at_its_token_limit_is_reported(settings):
     assert server.requests[0]["max_tokens"] == 5
 
 
-def free_port():
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        return unused.getsockname()[1]
-
-
 def test_a_dead_server_is_named_before_anything_is_played(settings):
     with pytest.raises(Error, match=r"no answer from --base-url: .*failed 3 times .*last: ConnectError"):
-        evaluate(replace(settings, base_url=f"http://127.0.0.1:{free_port()}/v1"))
+        evaluate(replace(settings, base_url=f"{unused_url()}/v1"))
     assert episodes(settings) == []
 
 
@@ -445,16 +439,13 @@ def test_signal_ends_an_evaluation_soon_and_keeps_finished_and_unfinished_episod
         assert len(server.requests) == 4
 
 
-def test_two_evaluations_do_not_share_a_folder(settings):
-    with EpisodeFile(settings.output, {}), pytest.raises(Error, match="another evaluation is writing there"):
-        EpisodeFile(settings.output, {})
-
-
-def test_the_last_line_of_an_episode_counts(tmp_path):
+def test_the_last_line_of_an_episode_counts_in_a_file_of_one_writer(tmp_path):
     with EpisodeFile(tmp_path, {}) as file:
         file.add(EpisodeRecord(task=0, sample=0, failure="infra"))
         assert not file.is_finished((0, 0))
         file.add(EpisodeRecord(task=0, sample=0, reward=1.0))
+        with pytest.raises(Error, match="another evaluation is writing there"):
+            EpisodeFile(tmp_path, {})
     with EpisodeFile(tmp_path, {}) as file:
         assert file.is_finished((0, 0)) and not file.is_finished((0, 1))
 

@@ -89,13 +89,10 @@ def test_an_answer_that_talks_like_the_judge_is_still_wrong():
     assert fence(attack) in judge.requests[0]["messages"][0]["content"]  # as it was, {reference} not filled in
 
 
-def test_an_empty_answer_is_wrong_without_asking():
+def test_the_end_of_a_very_long_answer_is_judged_and_an_empty_one_wrong_without_asking():
     with LocalJudge() as judge, make(judge) as env:
         assert env.step(" \n")["reward"] == 0.0
     assert judge.num_requests == 0
-
-
-def test_the_end_of_a_very_long_answer_is_what_is_judged():
     with Failing(0) as judge, make(judge) as env:
         assert env.step("7 " * 100_000 + "so 42")["reward"] == 1.0
     assert len(json.dumps(judge.requests[0])) < 25_000
@@ -161,21 +158,15 @@ def test_a_judge_that_does_not_judge_is_an_infrastructure_failure(status, reques
     assert len(judge.requests) == requests
 
 
-def test_a_dead_judge_is_an_infrastructure_failure():
+def test_an_environment_that_was_closed_may_be_used_further_until_its_judge_is_dead():
     with LocalJudge() as judge:
         env = make(judge, max_retries=1)
+        for _ in range(2):
+            assert env.step("42")["reward"] == 1.0
+            env.close()
+        env.close()
     with env, pytest.raises(InfraError, match=r"failed 2 times .*ConnectError"):
         env.step("42")
-
-
-def test_a_judge_that_comes_back_is_found_again():
-    with LocalJudge() as judge:
-        env = make(judge)
-        assert env.step("42")["reward"] == 1.0
-        env.close()  # may be used further
-        assert env.step("42")["reward"] == 1.0
-        env.close()
-        env.close()
 
 
 def test_thirty_two_environments_ask_one_judge_at_once():

@@ -245,6 +245,9 @@ def test_the_environment_grades_one_turn():
     assert output["metadata"] == {"parsed_answer": "42", "reason": None}
     assert env.get_metrics() == {"outcome_reward": 1.0, "answered": True, "timed_out": False}
     assert make("42").step("42")["metadata"] == {"parsed_answer": None, "reason": "there is no closed \\boxed{...}"}
+    env = make("(x-1)(x+1)")  # it knows the question
+    env.init([{"role": "user", "content": [{"type": "text", "text": "Factor $x^2-1$."}]}])
+    assert env.step(r"\boxed{x^2-1}")["metadata"]["reason"] == "the answer repeats the question"
 
 
 def test_a_format_score_is_for_a_wrong_answer_and_not_for_success():
@@ -253,12 +256,6 @@ def test_a_format_score_is_for_a_wrong_answer_and_not_for_success():
     assert env.get_metrics()["outcome_reward"] == 0.0
     for action, reward in ((r"\boxed{42}", 1.0), (r"\boxed{}", 0.0), (r"\boxed{6\cdot7}", 0.0), ("42", 0.0)):
         assert make("42", format_score=0.1).step(action)["reward"] == reward
-
-
-def test_the_environment_knows_the_question():
-    env = make("(x-1)(x+1)")
-    env.init([{"role": "user", "content": [{"type": "text", "text": "Factor $x^2-1$."}]}])
-    assert env.step(r"\boxed{x^2-1}")["metadata"]["reason"] == "the answer repeats the question"
 
 
 def test_rows_and_settings_that_are_wrong_are_refused():

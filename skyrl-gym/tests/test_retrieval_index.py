@@ -48,6 +48,8 @@ def test_words_are_stemmed_folded_and_without_stop_words():
     assert Analyzer("german").words("die Häuser") == Analyzer("german").words("Hauser")
     with pytest.raises(ValueError, match=r"language must be none or one of .*english.*got 'klingon'"):
         Analyzer("klingon")
+    with pytest.raises(CorpusError, match="no document has a word"):
+        Retriever.of(["?!", "..."])
 
 
 def test_the_score_is_that_of_the_formula():
@@ -82,11 +84,6 @@ def test_best_agrees_with_sorting_everything():
         assert [number for number, _ in best(scores, topk)] == [n for n in everything if scores[n] > 0][:topk]
 
 
-def test_documents_without_words_are_an_error():
-    with pytest.raises(CorpusError, match="no document has a word"):
-        Retriever.of(["?!", "..."])
-
-
 def test_an_index_is_made_once_and_then_read_through_a_memory_map(settings):
     first = open_retriever(settings)
     made = {file.name: file.stat().st_mtime_ns for file in settings.folder().iterdir()}
@@ -97,20 +94,19 @@ def test_an_index_is_made_once_and_then_read_through_a_memory_map(settings):
     assert len(second.documents) == 3 and [document["id"] for document in second.documents] == ["cat", "dog", "sea"]
 
 
-def test_an_index_is_served_without_its_corpus(settings):
+def test_an_index_is_served_for_a_corpus_that_was_only_touched_and_without_it(settings):
+    assert RetrievalSettings.from_json(settings.to_json()) == settings
     open_retriever(settings)
+    os.utime(settings.corpus)
+    assert ids(open_retriever(settings), "dog") == ["dog"]
     settings.corpus.unlink()
     assert ids(open_retriever(replace(settings, corpus=None)), "dog") == ["dog"]
 
 
-def test_a_corpus_that_was_only_touched_is_the_same(settings):
-    open_retriever(settings)
-    os.utime(settings.corpus)
-    assert ids(open_retriever(settings), "dog") == ["dog"]
-
-
-def test_a_changed_corpus_is_an_error_until_a_new_index_is_asked_for(settings):
+def test_other_settings_are_an_error_and_a_changed_corpus_is_until_a_new_index_is_asked_for(settings):
     old = open_retriever(settings)
+    with pytest.raises(IndexMismatchError, match=r"was made with b 0\.75, not 0\.4:"):
+        open_retriever(replace(settings, bm25=BM25Settings(b=0.4)))
     settings.corpus.write_text('{"id": "owl", "text": "An owl hoots."}\n')
     with pytest.raises(IndexMismatchError, match=r"made from another corpus .*--rebuild"):
         open_retriever(settings)
@@ -118,12 +114,6 @@ def test_a_changed_corpus_is_an_error_until_a_new_index_is_asked_for(settings):
     assert ids(new, "owl") == ["owl"] and ids(new, "cat") == []
     assert ids(old, "cat") == ["cat", "dog"]  # whoever serves the old one goes on
     assert [path.name for path in settings.folder().parent.iterdir() if "partial" in path.name] == []
-
-
-def test_other_settings_are_an_error_that_names_them(settings):
-    open_retriever(settings)
-    with pytest.raises(IndexMismatchError, match=r"was made with b 0\.75, not 0\.4:"):
-        open_retriever(replace(settings, bm25=BM25Settings(b=0.4)))
 
 
 def test_an_index_that_was_not_finished_is_not_used(settings):
@@ -171,7 +161,3 @@ def test_missing_index_and_corpus_are_an_error(tmp_path):
         open_retriever(RetrievalSettings())
     with pytest.raises(FileNotFoundError, match=r"none\.jsonl"):
         open_retriever(RetrievalSettings(corpus=tmp_path / "none.jsonl"))
-
-
-def test_settings_survive_the_way_to_a_worker(settings):
-    assert RetrievalSettings.from_json(settings.to_json()) == settings

@@ -67,35 +67,26 @@ def process(*arguments: object, port: int = 0) -> Iterator[tuple[subprocess.Pope
             running.stdout.close()
 
 
-def write_corpus(path) -> None:
+@pytest.fixture
+def corpus(tmp_path):
+    path = tmp_path / "corpus.jsonl"
     path.write_text("".join(json.dumps(document) + "\n" for document in EXAMPLE_DOCUMENTS))
+    return path
 
 
-def test_one_query_gives_one_group_of_documents(server):
-    answer = httpx.post(server.url, json={"query": "Quillmere", "topk": 1, "return_scores": True}).json()
-    ((hit,),) = answer["result"]
+def test_each_query_gives_a_group_of_documents_bare_or_with_scores(server):
+    def groups(**body):
+        return httpx.post(server.url, json=body).json()["result"]
+
+    ((hit,),) = groups(query="Quillmere", topk=1, return_scores=True)
     assert set(hit) == {"document", "score"} and hit["score"] > 0
     assert hit["document"]["contents"] == f'"{hit["document"]["title"]}"\n{hit["document"]["text"]}'
-
-
-def test_documents_come_bare_without_scores(server):
-    answer = httpx.post(server.url, json={"query": "thornfish colour", "topk": 1}).json()
-    assert answer["result"][0][0]["id"] == "thornfish"
-
-
-def test_several_queries_give_a_group_each_in_their_order(server):
-    queries = ["thornfish", "elephant", "Kite Week"]
-    groups = httpx.post(server.url, json={"queries": queries, "topk": 1}).json()["result"]
-    assert [[document["id"] for document in group] for group in groups] == [["thornfish"], [], ["kite-week"]]
-
-
-def test_topk_is_three_unless_asked(server):
-    assert len(httpx.post(server.url, json={"query": "Quillmere Dathe Tessaly"}).json()["result"][0]) == 3
-
-
-def test_health_says_what_is_served(server):
-    answer = httpx.get(f"{server.base_url}/health").json()
-    assert answer == {"ready": True, "index": "bm25", "documents": len(EXAMPLE_DOCUMENTS)}
+    assert groups(query="thornfish colour", topk=1)[0][0]["id"] == "thornfish"
+    found = groups(queries=["thornfish", "elephant", "Kite Week"], topk=1)  # in their order
+    assert [[document["id"] for document in group] for group in found] == [["thornfish"], [], ["kite-week"]]
+    assert len(groups(query="Quillmere Dathe Tessaly")[0]) == 3  # unless asked
+    health = httpx.get(f"{server.base_url}/health").json()
+    assert health == {"ready": True, "index": "bm25", "documents": len(EXAMPLE_DOCUMENTS)}
 
 
 def test_a_body_without_a_declared_length_is_bounded_too(server):
@@ -218,12 +209,11 @@ async def test_more_than_can_wait_is_refused_and_who_has_gone_is_not_searched_fo
     task.cancel()
 
 
-def test_64_environments_search_at_once_without_a_word_in_the_logs(tmp_path, caplog):
-    write_corpus(tmp_path / "corpus.jsonl")
+def test_64_environments_search_at_once_without_a_word_in_the_logs(corpus, caplog):
     caplog.set_level(logging.WARNING)
     ready = threading.Barrier(64)
 
-    with process("--corpus", tmp_path / "corpus.jsonl") as (_, base_url):
+    with process("--corpus", corpus) as (_, base_url):
 
         def episode(number: int) -> float:
             extras = {"reward_spec": {"ground_truth": {"target": "Hask"}}, "max_turns": 9}
@@ -243,9 +233,8 @@ def test_64_environments_search_at_once_without_a_word_in_the_logs(tmp_path, cap
 
 
 @pytest.mark.slow
-def test_sigterm_lets_a_request_finish_and_ends_all_workers(tmp_path):
-    write_corpus(tmp_path / "corpus.jsonl")
-    with process("--corpus", tmp_path / "corpus.jsonl", "--workers", 2) as (running, base_url):
+def test_sigterm_lets_a_request_finish_and_ends_all_workers(corpus):
+    with process("--corpus", corpus, "--workers", 2) as (running, base_url):
         with httpx.Client() as client:
             used = client.post(f"{base_url}/retrieve", json={"query": "Quillmere", "topk": 1})
             assert used.json()["result"][0][0]["title"]
@@ -266,37 +255,34 @@ def test_sigterm_lets_a_request_finish_and_ends_all_workers(tmp_path):
         (["--corpus", "corpus.jsonl", "--language", "klingon"], "language must be none or one of"),
     ],
 )
-def test_start_errors_are_one_line(tmp_path, arguments, text):
-    write_corpus(tmp_path / "corpus.jsonl")
+def test_start_errors_are_one_line(corpus, arguments, text):
     command = [sys.executable, "-m", "skyrl_gym.tools.retrieval", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=corpus.parent)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: ") and text in done.stderr and done.stderr.count("\n") == 1
 
 
 @pytest.mark.slow
-def test_build_only_leaves_an_index_that_needs_no_corpus(tmp_path):
-    write_corpus(tmp_path / "corpus.jsonl")
+def test_build_only_leaves_an_index_that_needs_no_corpus(corpus, tmp_path):
     command = [sys.executable, "-m", "skyrl_gym.tools.retrieval", "--corpus_path", "corpus.jsonl", "--build_only"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, check=True)
     folder = tmp_path / done.stdout.strip()
-    (tmp_path / "corpus.jsonl").unlink()
+    corpus.unlink()
     with process("--index_path", folder) as (_, base_url):
         assert httpx.get(f"{base_url}/health").json()["documents"] == len(EXAMPLE_DOCUMENTS)
 
 
 @pytest.mark.slow
-def test_a_server_that_is_killed_in_the_middle_of_an_episode_and_started_again_is_waited_for(tmp_path):
-    write_corpus(tmp_path / "corpus.jsonl")
+def test_a_server_that_is_killed_in_the_middle_of_an_episode_and_started_again_is_waited_for(corpus):
     extras = {"reward_spec": {"ground_truth": {"target": "Hask"}}, "max_turns": 4}
-    with process("--corpus", tmp_path / "corpus.jsonl") as (running, base_url):
+    with process("--corpus", corpus) as (running, base_url):
         env = skyrl_gym.make("search", env_config={"search_url": f"{base_url}/retrieve"}, extras=extras)
         env.step("<search>Tauben</search>")
         running.kill()
         running.wait(5)
     with ThreadPoolExecutor(1) as thread:
         step = thread.submit(env.step, "<search>Tauben</search>")
-        with process("--corpus", tmp_path / "corpus.jsonl", port=int(base_url.rpartition(":")[2])):
+        with process("--corpus", corpus, port=int(base_url.rpartition(":")[2])):
             assert "village of Hask" in step.result(60)["observations"][0]["content"]
     assert env.step("<answer>Hask</answer>")["reward"] == 1.0
 
@@ -329,12 +315,11 @@ def test_gold_paragraphs_of_public_questions_are_among_the_first_five(test_data,
             assert recall[5] >= least
 
 
-def test_names_of_settings_that_other_servers_use_are_understood(tmp_path, capsys):
+def test_names_of_settings_that_other_servers_use_are_understood(corpus, tmp_path, capsys):
     from skyrl_gym.tools.retrieval.__main__ import main
 
-    write_corpus(tmp_path / "corpus.jsonl")
-    asked = ["--corpus_path", str(tmp_path / "corpus.jsonl"), "--retriever_name", "bm25", "--build_only"]
+    asked = ["--corpus_path", str(corpus), "--retriever_name", "bm25", "--build_only"]
     assert main(asked) == 0
-    assert capsys.readouterr().out.strip() == str(tmp_path / "corpus.jsonl.bm25-index")
+    assert capsys.readouterr().out.strip() == f"{corpus}.bm25-index"
     assert main(["--index_path", str(tmp_path / "none.index"), "--retriever_name", "e5", "--build_only"]) == 2
     assert "holds no index" in capsys.readouterr().err

@@ -28,6 +28,22 @@ def _a_sandbox():
         pytest.skip(str(reason))
 
 
+class TwoAtATime:
+    """Model that answers with the prompt, the first ones after the longest time, and counts its calls under way."""
+
+    def __init__(self):
+        self.lock, self.at_work, self.most = threading.Lock(), 0, 0
+
+    def __call__(self, prompt):
+        with self.lock:
+            self.at_work += 1
+            self.most = max(self.most, self.at_work)
+        time.sleep(0.02 * (6 - int(prompt)))
+        with self.lock:
+            self.at_work -= 1
+        return prompt
+
+
 def shout(prompts):
     return [prompt.upper() for prompt in prompts]
 
@@ -108,30 +124,21 @@ def test_an_exception_is_a_traceback_of_the_code_alone(make_repl):
     assert result.stderr.count("File ") == 1
 
 
-def test_child_process_prints_are_output_too(make_repl):
+def test_child_process_prints_are_output_too_and_long_output_is_cut_with_a_note(make_repl):
     result = make_repl().execute("import os\nprint('first')\nos.system('echo second; echo third >&2')\nprint('fourth')")
     assert (result.stdout, result.stderr) == ("first\nsecond\nfourth\n", "third\n")
+    cut = make_repl(max_output=1000).execute("print('x' * 5000)")
+    assert cut.stdout == "x" * 1000 + "\n... (4001 more bytes)"
 
 
-def test_output_is_cut_with_a_note(make_repl):
-    result = make_repl(max_output=1000).execute("print('x' * 5000)")
-    assert result.stdout == "x" * 1000 + "\n... (4001 more bytes)"
-
-
-def test_the_context_is_bound_and_bound_again(make_repl):
+def test_the_context_is_bound_and_bound_again_also_after_the_first_execution(make_repl):
     repl = make_repl()
+    repl.execute("x = 1")
     repl.add_context("first")
     repl.add_context({"second": 2}, index=1)
     assert repl.execute("print(context, context_0, context_1)\ncontext = 0").stdout == "first first {'second': 2}\n"
-    assert repl.execute("print(context)").stdout == "first\n"
+    assert repl.execute("print(x, context)").stdout == "1 first\n"
     assert repl.locals["context_1"] == {"second": 2}
-
-
-def test_a_context_can_come_after_the_first_execution(make_repl):
-    repl = make_repl()
-    repl.execute("x = 1")
-    repl.add_context("late")
-    assert repl.execute("print(x, context)").stdout == "1 late\n"
 
 
 def test_final_var_gives_the_value_of_a_variable(make_repl):
@@ -218,21 +225,10 @@ def test_a_failing_callback_becomes_text(make_repl):
 
 
 def test_children_answer_two_at_a_time_and_in_order(make_repl):
-    lock, at_work, most = threading.Lock(), 0, 0
-
-    def answer(prompt):
-        nonlocal at_work, most
-        with lock:
-            at_work += 1
-            most = max(most, at_work)
-        time.sleep(0.02 * (6 - int(prompt)))  # the first take longest
-        with lock:
-            at_work -= 1
-        return prompt
-
-    repl = make_repl(lm_callback=shout, subcall_fn=answer)
+    child = TwoAtATime()
+    repl = make_repl(lm_callback=shout, subcall_fn=child)
     assert repl.execute("got = rlm_query_batched(list('012345'))").locals["got"] == [0, 1, 2, 3, 4, 5]
-    assert most == 2
+    assert child.most == 2
 
 
 def test_custom_tools_are_functions_and_values(make_repl):
@@ -243,12 +239,9 @@ def test_custom_tools_are_functions_and_values(make_repl):
 
 
 @pytest.mark.parametrize("name", [*sorted(RESERVED_TOOL_NAMES), "context_0", "not a name"])
-def test_a_tool_cannot_have_a_reserved_name(name):
+def test_a_tool_has_no_reserved_name_and_is_a_function_or_plain_value(name):
     with pytest.raises(ValueError, match=name):
         PersistentREPL(custom_tools={name: 1})
-
-
-def test_a_tool_that_is_neither_function_nor_plain_value_is_refused():
     with pytest.raises(TypeError, match="object"):
         PersistentREPL(custom_tools={"thing": object()})
 
@@ -356,20 +349,14 @@ def tell(line):
         b"[" * 100_000 + b"\n",
         b"1" * 10_000 + b"\n",
         b"\xff\xfe\n",
+        pytest.param(b"", id="a line without end"),
     ],
 )
 def test_forged_frames_end_the_process_and_nothing_else(make_repl, line):
     repl = make_repl(custom_tools={"add": lambda a, b: a + b})
-    result = repl.execute(f"{FORGE}\ntell({line!r})")
-    assert "The code broke the REPL" in result.stderr
+    result = repl.execute(f"{FORGE}\ntell({line!r})" if line else f"{FORGE}\nwhile True: tell(b'x' * 65536)")
+    assert ("The code broke the REPL" if line else "a line of more than") in result.stderr
     assert repl.execute("print(add(1, 2))").stdout == "3\n"
-
-
-def test_an_endless_line_is_cut_off(make_repl):
-    repl = make_repl()
-    result = repl.execute(f"{FORGE}\nwhile True: tell(b'x' * 65536)")
-    assert "a line of more than" in result.stderr
-    assert repl.execute("print(1)").stdout == "1\n"
 
 
 def test_only_offered_functions_can_be_called(make_repl):
@@ -448,68 +435,60 @@ def test_the_examples_can_be_solved(number):
     }
 
 
-def test_the_base_environment_pays_for_any_answer(make_env):
-    env, _ = make_env(env_class=BaseRLMEnv)
-    assert env.step("FINAL(anything)")["reward"] == 1.0
-    env, _ = make_env(env_class=BaseRLMEnv)
-    assert env.step("FINAL( )")["reward"] == 0.0
+TRUTHS = ["plum", ["pear", "plum"], {"target": "plum"}, {"target": ["Plum"]}]  # one text or several
 
 
-def test_the_first_messages(make_env):
+@pytest.mark.parametrize(
+    "action, reward, extras",
+    [
+        ("I know it.\nFINAL(a plum)", 1.0, {}),
+        ("FINAL(plum pear apple)", 0.0, {}),
+        (block("x = 'plum'\nFINAL_VAR('x')") + "\nFINAL(pear)", 1.0, {}),  # the code's goes before the text's
+        (block("x = 'pear'") + "\nFINAL(plum)\nFINAL_VAR(x)", 0.0, {}),
+        *(("FINAL(The plum!)", 1.0, {"reward_spec": {"ground_truth": truth}}) for truth in TRUTHS),
+        ("FINAL(anything)", 1.0, {"env_class": BaseRLMEnv}),
+        ("FINAL( )", 0.0, {"env_class": BaseRLMEnv}),
+    ],
+)
+def test_an_answer_ends_the_episode_and_is_graded(make_env, action, reward, extras):
+    env, _ = make_env(**extras)
+    output = env.step(action)
+    assert (output["done"], output["reward"], output["observations"]) == (True, reward, [])
+    assert "repl" in action or env.repl._process is None  # none is started without code
+    again = env.step("FINAL(plum)")  # changes nothing
+    assert (again["done"], again["reward"], env.turns) == (True, 0.0, 1)
+
+
+@pytest.mark.parametrize(
+    "action, says, extras",
+    [
+        (block("answer = llm_query('plum'); print(answer)"), "PLUM\n", {"lm_callback": shout}),
+        (block("answer = llm_query('plum'); print(answer)"), "REPL variables: answer", {"lm_callback": shout}),
+        (block("llm_query('plum')"), "NameError", {}),
+        ("I wonder.", "```repl", {}),
+        ("FINAL_VAR(missing)", "no variable missing", {}),
+        (block("print(context['plum'])"), "[1, 2]", {"context": '{"plum": [1, 2]}'}),
+        (block("print(type(context))"), "<class 'str'>", {"context": "[1, 2]"}),
+        (block("print(context)"), QUESTION[0]["content"], {"extra_info": None}),  # the prompt is the default
+    ],
+)
+def test_a_turn_without_an_answer_is_observed_and_goes_on(make_env, action, says, extras):
+    env, messages = make_env(**extras)
+    assert ("a dict with 1 keys" in messages[1]["content"]) == (extras.get("context") == '{"plum": [1, 2]}')
+    output = env.step(action)
+    assert (output["done"], output["reward"]) == (False, 0.0)
+    assert says in text_of(output)
+    assert env.step(block("answer = 'plum'") + "\nFINAL_VAR(answer)")["reward"] == 1.0
+
+
+def test_the_first_messages_explain_queries_where_there_are_any(make_env):
     _, messages = make_env(context="x" * 1234)
+    _, with_callback = make_env(lm_callback=shout)
     assert [message["role"] for message in messages] == ["system", "user", "user"]
     assert "1234 characters" in messages[1]["content"]
     assert QUESTION[0]["content"] in messages[2]["content"]
     assert "{custom_tools_section}" not in messages[0]["content"]
-
-
-def test_queries_are_explained_where_there_are_any(make_env):
-    _, without = make_env()
-    _, with_callback = make_env(lm_callback=shout)
-    assert "llm_query" not in without[0]["content"]
-    assert "llm_query" in with_callback[0]["content"]
-
-
-def test_the_observation_shows_what_the_model_asked_answered(make_env):
-    env, _ = make_env(lm_callback=shout)
-    output = env.step(block("answer = llm_query('plum'); print(answer)"))
-    assert not output["done"]
-    assert "PLUM" in text_of(output)
-    assert "REPL variables: answer" in text_of(output)
-
-
-def test_query_without_a_callback_is_a_name_error_in_the_observation(make_env):
-    env, _ = make_env()
-    assert "NameError" in text_of(env.step(block("llm_query('plum')")))
-
-
-def test_a_turn_without_code_and_answer_is_told_the_format(make_env):
-    env, _ = make_env()
-    output = env.step("I wonder.")
-    assert (output["done"], output["reward"]) == (False, 0.0)
-    assert "```repl" in text_of(output)
-
-
-def test_the_answer_may_come_without_any_code(make_env):
-    env, _ = make_env()
-    output = env.step("I know it.\nFINAL(a plum)")
-    assert (output["done"], output["reward"], output["observations"]) == (True, 1.0, [])
-    assert env.repl._process is None
-
-
-def test_code_answer_takes_precedence_over_text(make_env):
-    env, _ = make_env()
-    assert env.step(block("x = 'plum'\nFINAL_VAR('x')") + "\nFINAL(pear)")["reward"] == 1.0
-    env, _ = make_env()
-    assert env.step(block("x = 'pear'") + "\nFINAL(plum)\nFINAL_VAR(x)")["reward"] == 0.0
-
-
-def test_a_final_variable_that_does_not_exist_is_pointed_out(make_env):
-    env, _ = make_env()
-    output = env.step("FINAL_VAR(missing)")
-    assert not output["done"]
-    assert "no variable missing" in text_of(output)
-    assert env.step(block("missing = 'plum'") + "\nFINAL_VAR(missing)")["reward"] == 1.0
+    assert "llm_query" not in messages[0]["content"] and "llm_query" in with_callback[0]["content"]
 
 
 def test_out_of_turns_is_truncated_and_worth_nothing(make_env):
@@ -519,18 +498,6 @@ def test_out_of_turns_is_truncated_and_worth_nothing(make_env):
     output = env.step(block("print(2)"))
     assert (output["done"], output["truncated"], output["reward"], output["observations"]) == (True, True, 0.0, [])
     assert env.get_metrics() == {"turns_used": 2, "final_value_set": False, "final_answer": None, "reward": 0.0}
-
-
-def test_a_step_after_the_end_changes_nothing(make_env):
-    env, _ = make_env()
-    env.step("FINAL(pear)")
-    output = env.step("FINAL(plum)")
-    assert (output["done"], output["reward"], env.turns) == (True, 0.0, 1)
-
-
-def test_many_guesses_are_not_the_answer(make_env):
-    env, _ = make_env()
-    assert env.step("FINAL(plum pear apple)")["reward"] == 0.0
 
 
 def test_long_output_is_cut(make_env):
@@ -547,19 +514,6 @@ def test_lies_about_variables_do_not_end_the_episode(make_env):
     output = env.step(block(f"{FORGE}\ntell({frame!r}.replace(b'NAME', b'x' * 10**6))"))
     assert not output["done"]
     assert len(text_of(output)) < 10_000
-
-
-def test_a_json_object_is_a_dict_and_other_text_is_text(make_env):
-    env, messages = make_env(context='{"plum": [1, 2]}')
-    assert "a dict with 1 keys" in messages[1]["content"]
-    assert "[1, 2]" in text_of(env.step(block("print(context['plum'])")))
-    env, _ = make_env(context="[1, 2]")
-    assert "<class 'str'>" in text_of(env.step(block("print(type(context))")))
-
-
-def test_prompt_is_the_default_context(make_env):
-    env, _ = make_env(extra_info=None)
-    assert QUESTION[0]["content"] in text_of(env.step(block("print(context)")))
 
 
 def test_a_subclass_adds_tools_and_explains_them(make_env):
@@ -579,12 +533,6 @@ def test_a_subclass_adds_tools_and_explains_them(make_env):
     assert "5 B7" in text_of(env.step(block("print(words(), shelf)")))
 
 
-@pytest.mark.parametrize("truth", ["plum", ["pear", "plum"], {"target": "plum"}, {"target": ["Plum"]}])
-def test_the_ground_truth_is_one_text_or_several(truth, make_env):
-    env, _ = make_env(reward_spec={"ground_truth": truth})
-    assert env.step("FINAL(The plum!)")["reward"] == 1.0
-
-
 @pytest.mark.parametrize(
     "extras, message",
     [
@@ -592,22 +540,12 @@ def test_the_ground_truth_is_one_text_or_several(truth, make_env):
         ({"reward_spec": {}}, "ground_truth is required in reward_spec field"),
         ({"reward_spec": {"ground_truth": []}}, "reward_spec.ground_truth"),
         ({"reward_spec": {"ground_truth": 5}}, "reward_spec.ground_truth"),
+        ({"reward_spec": {"ground_truth": "x"}, "extra_info": {"context_text": 5}}, "context_text"),
     ],
 )
 def test_a_wrong_row_is_named(extras, message):
     with pytest.raises(TaskError, match=message):
-        skyrl_gym.make("rlm", env_config={}, extras=extras)
-
-
-def test_a_context_that_is_no_text_is_named():
-    env = RLMEnv(None, {"reward_spec": {"ground_truth": "x"}, "extra_info": {"context_text": 5}})
-    with pytest.raises(TaskError, match="context_text"):
-        env.init(QUESTION)
-
-
-def test_an_unknown_setting_is_named():
-    with pytest.raises(ValueError, match="did you mean repl_timeout"):
-        RLMEnv({"repl_timout": 5}, {"reward_spec": {"ground_truth": "x"}})
+        skyrl_gym.make("rlm", env_config={}, extras=extras).init(QUESTION)
 
 
 def test_the_turn_prompt_is_taken_back_from_a_driver_that_shares_its_history(make_env):
@@ -633,10 +571,7 @@ def test_closing_ends_the_process_and_may_be_done_twice(make_env):
     env.close()
     env.close()
     assert env.repl._process is None
-
-
-def test_an_environment_that_never_began_can_be_closed():
-    RLMEnv(None, {"reward_spec": {"ground_truth": "x"}}).close()
+    RLMEnv(None, {"reward_spec": {"ground_truth": "x"}}).close()  # one that never began
 
 
 # Queries to a server
@@ -668,22 +603,11 @@ def test_a_callback_goes_before_the_server(make_env):
 
 
 def test_a_batch_is_asked_two_at_a_time_and_answered_in_order(make_env):
-    lock, at_work, most = threading.Lock(), 0, 0
-
-    def answer(messages):
-        nonlocal at_work, most
-        with lock:
-            at_work += 1
-            most = max(most, at_work)
-        time.sleep(0.02 * (6 - int(messages[0]["content"])))  # the first take longest
-        with lock:
-            at_work -= 1
-        return messages[0]["content"]
-
-    with ChatServer(answer) as server:
+    model = TwoAtATime()
+    with ChatServer(lambda messages: model(messages[0]["content"])) as server:
         env, _ = make_env(env_config=asking(server))
         assert "['0', '1', '2', '3', '4', '5']" in text_of(env.step(block("print(llm_query_batched(list('012345')))")))
-    assert most == 2
+    assert model.most == 2
 
 
 def test_a_prompt_that_the_server_refuses_is_told_to_the_code(make_env):
@@ -718,7 +642,14 @@ def test_no_query_is_begun_when_the_time_is_up(make_env):
     assert 2 <= len(server.requests) <= 14
 
 
-@pytest.mark.parametrize("settings", [{"base_url": "http://127.0.0.1:1"}, {"model": "small"}])
-def test_a_server_and_its_model_go_together(settings):
-    with pytest.raises(ValueError, match="base_url and model go together"):
+@pytest.mark.parametrize(
+    "settings, text",
+    [
+        ({"base_url": "http://127.0.0.1:1"}, "base_url and model go together"),
+        ({"model": "small"}, "base_url and model go together"),
+        ({"repl_timout": 5}, "did you mean repl_timeout"),
+    ],
+)
+def test_a_wrong_setting_is_named(settings, text):
+    with pytest.raises(ValueError, match=text):
         RLMEnv(settings, {"reward_spec": {"ground_truth": "x"}})

@@ -37,10 +37,7 @@ def test_rows_come_as_they_are(db):
     assert rows(db, "SELECT name FROM big WHERE 0") == []
     assert rows(db, "EXPLAIN QUERY PLAN SELECT * FROM animal") != []
     assert rows(db, "WITH legs(n) AS (SELECT DISTINCT legs FROM animal) SELECT COUNT(n) FROM legs") == [(3,)]
-
-
-def test_text_that_is_not_utf8_has_its_bytes_spelled_out(db):
-    assert rows(db, "SELECT name FROM animal WHERE legs IS NULL") == [("\\xe9l",)]
+    assert rows(db, "SELECT name FROM animal WHERE legs IS NULL") == [("\\xe9l",)]  # the bytes of no UTF-8
 
 
 FORBIDDEN = [
@@ -109,15 +106,11 @@ def test_even_without_the_authorizer_the_file_is_read_only(db, monkeypatch):
     assert Path(db).read_bytes() == before and not Path("x.db").exists()
 
 
-def test_forbidden_statements_are_named(db):
-    with pytest.raises(QueryError, match="only SELECT may be run here"):
-        rows(db, "PRAGMA table_info(animal)")
-
-
 @pytest.mark.parametrize(
     "sql, text",
     [
         ("SELEC 1", 'near "SELEC": syntax error'),
+        ("PRAGMA table_info(animal)", "only SELECT may be run here"),
         ("SELECT * FROM plants", "no such table: plants"),
         ("SELECT '\0'", "null character"),
         ("SELECT '\ud800'", "surrogates not allowed"),
@@ -187,19 +180,13 @@ def test_a_database_that_cannot_be_read_is_infrastructure(tmp_path, db):
     assert not (tmp_path / "missing.sqlite").exists()
 
 
-def test_a_database_in_wal_mode_is_read_without_side_files(tmp_path):
+def test_a_database_in_wal_mode_is_read_with_uncheckpointed_writes_and_without_side_files(tmp_path):
     file = tmp_path / "wal.sqlite"
     with closing(sqlite3.connect(file)) as connection:
         connection.executescript("PRAGMA journal_mode = WAL; CREATE TABLE t (x); INSERT INTO t VALUES (1)")
+        assert rows(str(file), "SELECT * FROM t") == [(1,)]
     assert rows(str(file), "SELECT * FROM t") == [(1,)]
     assert os.listdir(tmp_path) == ["wal.sqlite"]
-
-
-def test_uncheckpointed_writes_are_read_too(tmp_path):
-    file = tmp_path / "wal.sqlite"
-    with closing(sqlite3.connect(file)) as writer:
-        writer.executescript("PRAGMA journal_mode = WAL; CREATE TABLE t (x); INSERT INTO t VALUES (1)")
-        assert rows(str(file), "SELECT * FROM t") == [(1,)]
 
 
 def test_many_threads_read_one_file(db):

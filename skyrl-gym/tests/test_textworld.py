@@ -177,6 +177,8 @@ def test_a_failed_quest_ends_the_episode_without_reward():
     assert (output["reward"], output["done"], output["observations"]) == (0.0, True, [])
     assert "truncated" not in output
     assert env.get_metrics() == {"outcome_reward": 0.0, "lost": True, "turns": 3, "illegal_commands": 0, "score": 0.0}
+    last = make(max_turns=1).step(say("look"))  # while the last turn ends it as cut short
+    assert (last["done"], last["truncated"]) == (True, True)
 
 
 def test_a_game_is_won_without_its_optional_quests():
@@ -186,11 +188,6 @@ def test_a_game_is_won_without_its_optional_quests():
     env = make(game=game | {"quests": [*game["quests"], optional]})
     result = run_episode(env, [], lambda _: say(next(moves)))
     assert (result.outcome_reward, result.total_reward) == (1.0, 0.25)
-
-
-def test_the_last_turn_ends_the_episode_as_cut_short():
-    output = make(max_turns=1).step(say("look"))
-    assert (output["done"], output["truncated"]) == (True, True)
 
 
 def test_quests_are_rewarded_by_their_share_or_only_at_the_end(published):

@@ -44,6 +44,9 @@ def test_marked_methods_are_tools_and_know_their_instance():
     assert english.call("greet", {"name": "Ann"}) == english.execute_tool("greet", name="Ann") == "hello Ann"
     assert german.greet("Bob") == "hallo Bob"  # still an ordinary method
     assert isinstance(Greetings.greet, tool) and Greetings.greet.__doc__ == "Says hello."
+    assert english.get_name() == "Greetings" and english.get_tool("shout") is None
+    with pytest.raises(ValueError, match=r"Tool 'shout' not found in group 'Greetings'\."):
+        english.execute_tool("shout")
 
 
 def test_inherited_tools_are_found_in_alphabetical_order():
@@ -52,14 +55,7 @@ def test_inherited_tools_are_found_in_alphabetical_order():
     assert group.get_tool_to_group_mapping() == {"bye": "Greetings", "greet": "Greetings"}
 
 
-def test_an_unknown_tool_is_named():
-    group = Greetings()
-    assert group.get_name() == "Greetings" and group.get_tool("shout") is None
-    with pytest.raises(ValueError, match=r"Tool 'shout' not found in group 'Greetings'\."):
-        group.execute_tool("shout")
-
-
-def test_an_environment_calls_its_tools_by_group_and_name():
+def test_an_environment_calls_its_tools_by_group_and_name_of_which_there_is_one_each():
     env = BaseTextEnv()
     env.init_tool_groups([Greetings(), CalculatorToolGroup()])
     assert env.tool_to_toolgroup == {"greet": "Greetings", "calculator": "CalculatorToolGroup"}
@@ -68,9 +64,6 @@ def test_an_environment_calls_its_tools_by_group_and_name():
         env._execute_tool("Search", "search", ["x"])
     with pytest.raises(TypeError, match="must be a list or tuple"):
         env._execute_tool("Greetings", "greet", "Ann")  # type: ignore[arg-type]
-
-
-def test_two_groups_may_not_have_a_tool_of_the_same_name():
     with pytest.raises(ValueError, match="tool 'greet' is in two groups"):
         BaseTextEnv().init_tool_groups([Greetings(), MoreGreetings()])
 
@@ -222,6 +215,8 @@ def test_a_tool_can_be_named_and_described_by_hand():
         "additionalProperties": False,
     }
     assert Warehouse().get_tool_names() == ["burn", "fetch", "find", "pack-it"]
+    json.dumps(Warehouse().schemas())
+    assert CalculatorToolGroup().schemas()[0]["function"]["parameters"]["required"] == ["expression"]
 
 
 @pytest.mark.parametrize(
@@ -392,14 +387,11 @@ def test_a_tool_that_no_model_can_call_is_its_author_s_mistake():
             ask()
 
 
-def test_an_async_tool_is_waited_for_also_on_a_running_loop():
+def test_an_async_tool_is_waited_for_up_to_its_deadline_also_on_a_running_loop():
     async def inside_a_loop() -> str:
         return Warehouse().execute_tool("fetch")
 
     assert Warehouse().call("fetch", {}) == asyncio.run(inside_a_loop()) == "tools"
-
-
-def test_an_async_tool_has_a_deadline():
     group = Warehouse()
     group.async_timeout = 0.05  # type: ignore[misc]
     assert group.call("fetch", {"seconds": 60}) == "Error in fetch: no result within 0.05 seconds"
@@ -416,11 +408,6 @@ def test_an_async_tool_that_calls_a_group_like_a_function_is_told_instead_of_wai
             return "in"
 
     assert "use await" in Chain("Chain").call("outer", {})
-
-
-def test_schemas_are_json():
-    json.dumps(Warehouse().schemas())
-    assert CalculatorToolGroup().schemas()[0]["function"]["parameters"]["required"] == ["expression"]
 
 
 def test_tools_do_not_load_what_they_do_not_use():
