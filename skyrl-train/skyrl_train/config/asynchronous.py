@@ -31,8 +31,8 @@ class FullyAsyncConfig(BaseConfig):
     on_stale: Literal["drop", "regenerate", "mask"] = "regenerate"
     """Treatment of a group that became older than S, with an `order` that admits such. `regenerate` generates it anew
     at once, `drop` at the end of its epoch; the second time, the trainer waits for it, so that every prompt is trained
-    equally often. `mask` trains it without its tokens that are older: of groups with long answers mostly none, which
-    is a bias towards short answers."""
+    equally often. `mask` trains it without its tokens that are older, which are those of long answers: a bias towards
+    short ones. A group that would have no token left is generated anew, as with `regenerate`."""
 
     sample_full_batch: bool = False
     """Skip groups whose samples all have the same reward and fill the step with others. Needs

@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 
 from skyrl_gym.envs.registration import env_class_of, registry
 from skyrl_train.config.config import SkyRLConfig, default_values
-from skyrl_train.config.other_releases import OTHER_RELEASES, REFUSED_CHOICES
+from skyrl_train.config.other_releases import OTHER_RELEASES, REFUSED_CHOICES, Refusal
 from skyrl_train.config.typed import REST, SECTIONS, expectation, join, sections_of
 
 _INTRODUCTION = """\
@@ -105,7 +105,7 @@ def _other_releases() -> str:
         "",
         "| setting or section | accepted | otherwise refused |",
         "|---|---|---|",
-        *(f"| `{name}` | {_accepted(each.accepted)} | {each.reason} |" for name, each in OTHER_RELEASES.items()),
+        *(f"| `{name}` | {_accepted(each)} | {each.reason} |" for name, each in OTHER_RELEASES.items()),
         "",
         "| choice | refused |",
         "|---|---|",
@@ -115,8 +115,11 @@ def _other_releases() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _accepted(values: tuple[object, ...] | None) -> str:
-    return "any" if values is None else ", ".join(f"`{_default(value)}`" for value in values)
+def _accepted(refusal: Refusal) -> str:
+    if refusal.accepted is None:
+        return "any"
+    warned = [f"`{_default(value)}` with a warning" for value in refusal.warned]
+    return ", ".join([*(f"`{_default(value)}`" for value in refusal.accepted), *warned])
 
 
 def _row(name: str, expected: str, default: str, meaning: str) -> str:

@@ -5,6 +5,7 @@ asks for what is done anyway. An entry leaves these tables in the change that ma
 """
 
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,9 @@ class Refusal:
 
     accepted: tuple[object, ...] | None = ()
     """Values that ask for what is done anyway. None: every value does."""
+
+    warned: tuple[object, ...] = ()
+    """Values that change speed alone: accepted, with a warning."""
 
 
 def _off(reason: str, *accepted: object) -> Refusal:
@@ -51,7 +55,11 @@ _MEGATRON = {
     "optimizer_config_kwargs.use_precision_aware_optimizer": _off("moments and weights of the optimizer are float32"),
     "moe_router_load_balancing_type": Refusal(_NO_BALANCE, ("none", None)),
     "moe_aux_loss_coeff": Refusal(_NO_BALANCE, (0, None)),
-    "moe_grouped_gemm": _off("experts compute one by one: its kernels are those of Transformer Engine; use false"),
+    "moe_grouped_gemm": Refusal(
+        "experts compute one by one, which is slower: its kernels are those of Transformer Engine",
+        (False, None),
+        warned=(True,),
+    ),
     "moe_router_score_function": Refusal("it follows the model's config.json", (None, "softmax")),
     "moe_router_enable_expert_bias": _off("it follows the model's config.json"),
     "moe_router_dtype": Refusal(
@@ -148,8 +156,8 @@ OTHER_RELEASES: dict[str, Refusal] = {
     "trainer.ref.megatron_config.freeze_moe_router": Refusal(_NOT_TRAINED, (True, False)),
     "trainer.ref.megatron_config.empty_cuda_cache": Refusal(_NOT_TRAINED, (True, False)),
     "trainer.fully_async.simulate_training": _off("use skyrl_train.entrypoints.simulate"),
-    "trainer.fully_async.simulate_training_step_seconds": Refusal("use skyrl_train.entrypoints.simulate"),
-    "trainer.fully_async.simulate_weight_sync_seconds": Refusal("use skyrl_train.entrypoints.simulate"),
+    "trainer.fully_async.simulate_training_step_seconds": Refusal("use skyrl_train.entrypoints.simulate", (30,)),
+    "trainer.fully_async.simulate_weight_sync_seconds": Refusal("use skyrl_train.entrypoints.simulate", (0,)),
     "generator.use_cache_salt": Refusal("prefixes of other weights are never used by a new request", (True,)),
     "trainer.rope_scaling": Refusal(_ROPE, (None,)),
     "trainer.rope_theta": Refusal(_ROPE, (None,)),
@@ -234,8 +242,11 @@ def reason_refused(name: str, value: object) -> str | None:
         # One of those that are refused: those that are accepted have been taken out.
         key, item = next(iter(value.items()))
         return reason_refused(f"{name}.{key}", item)
-    shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
-    return f"{name}={shown} is refused: {entry[1].reason}"
+    return f"{name}={_shown(value)} is refused: {entry[1].reason}"
+
+
+def _shown(value: object) -> object:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else value
 
 
 def reason_choice_refused(name: str, value: object) -> str | None:
@@ -254,6 +265,9 @@ def _accepts(name: str, value: object) -> bool:
         return False
     known, refusal = entry
     if refusal.accepted is None:
+        return True
+    if known in _names(name) and value in refusal.warned:
+        warnings.warn(f"{name}={_shown(value)} has no effect: {refusal.reason}", stacklevel=2)
         return True
     return known in _names(name) and value in refusal.accepted
 

@@ -243,7 +243,7 @@ def measured_asynchronous(run: RunFolder) -> Workload:
     }
     mean = fmean(seconds.values())
     groups = [
-        [SampleCost(1, seconds.get(ticket, mean))] * cfg.generator.n_samples_per_prompt
+        [SampleCost(0, seconds.get(ticket, mean))] * cfg.generator.n_samples_per_prompt
         for ticket in range(max(seconds) + 1)
     ]
     sync = fmean(row["timing/sync_weights"] for row in rows)

@@ -60,7 +60,7 @@ class Adviser:
             step_seconds=sum(steps) / len(steps),
             sync_seconds=sum(syncs) / len(syncs),
         )
-        groups = [[SampleCost(1, seconds)] for seconds in self._groups]
+        groups = [[SampleCost(0, seconds)] for seconds in self._groups]
         run = Simulation(self._limits, groups, costs).simulate(min(_SIMULATED_STEPS, self._limits.total_steps))
         return {"async/predicted_trainer_utilisation": run.trainer_utilisation}
 

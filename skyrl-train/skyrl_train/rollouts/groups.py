@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from skyrl_train.rollouts.adapter import GeneratorOutput, to_generator_output
 from skyrl_train.rollouts.filters import map_samples, with_uid
+from skyrl_train.rollouts.schedule import OnStale
 from skyrl_train.rollouts.types import NO_VERSION, RolloutBatch, TrainingSample, Trajectory, TrajectoryGroup
 
 
@@ -47,6 +48,12 @@ class FinishedGroup:
     def oldest_version(self) -> int:
         """Weight version of its oldest token; where no version is known, that of its start."""
         return min(versions_of(self.group.trajectories), default=self.version)
+
+    def version_for(self, on_stale: OnStale) -> int:
+        """Return the version by which it ages: of its oldest token, or of its newest if older ones are masked."""
+        if on_stale == "mask":
+            return max(versions_of(self.group.trajectories), default=self.version)
+        return self.oldest_version
 
 
 def versions_of(trajectories: list[Trajectory]) -> list[int]:

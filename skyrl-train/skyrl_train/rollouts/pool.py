@@ -12,7 +12,7 @@ Shutdown: no group starts any more, tasks are cancelled and waited for (a task t
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 from loguru import logger
@@ -79,7 +79,8 @@ class RolloutPool:
         max_filtered: int | None = None,
         timeline: Timeline | None = None,
     ):
-        self.scheduler = GroupScheduler(limits, recovered.state)
+        versions = {ticket: group.version_for(limits.on_stale) for ticket, group in recovered.groups.items()}
+        self.scheduler = GroupScheduler(limits, replace(recovered.state, finished=versions))
         self._generate = generate
         self._finished = dict(recovered.groups)
         self._begun = dict(recovered.batches)
@@ -160,16 +161,7 @@ class RolloutPool:
         for group in groups:
             del self._finished[group.ticket]
         self._begun.pop(self.scheduler.num_trained_steps, None)
-        stale = self.scheduler.take_stale()
-        if stale:
-            self._journal.stale(stale, deferred=self.scheduler.limits.on_stale == "drop")
-            self._counts.num_stale += len(stale)
-        for ticket in stale:
-            self._finished.pop(ticket, None)
-            # Out of the table at once: `regenerate` may start the same ticket again before its old task has ended.
-            if ticket in self._tasks:
-                self._tasks.pop(ticket).cancel()
-                self._timeline.group_ended(ticket, "stale")
+        self._take_stale()
         self._is_open = self._is_open and not sync_follows
         self._start_groups()
 
@@ -221,6 +213,19 @@ class RolloutPool:
             ticket = self.scheduler.start()
             self._timeline.group_started(ticket, self.scheduler.version)
             self._tasks[ticket] = self._task_group.create_task(self._run(ticket), name=f"group {ticket}")
+
+    def _take_stale(self) -> None:
+        """Put groups that have become too old in line again, and cancel those that run."""
+        stale = self.scheduler.take_stale()
+        if stale:
+            self._journal.stale(stale, deferred=self.scheduler.limits.on_stale == "drop")
+            self._counts.num_stale += len(stale)
+        for ticket in stale:
+            self._finished.pop(ticket, None)
+            # Out of the table at once: `regenerate` may start the same ticket again before its old task has ended.
+            if ticket in self._tasks:
+                self._tasks.pop(ticket).cancel()
+                self._timeline.group_ended(ticket, "stale")
 
     async def _run(self, ticket: int) -> None:
         try:
@@ -283,7 +288,7 @@ class RolloutPool:
             )
         [group] = rollouts.groups
         finished = FinishedGroup(ticket=ticket, group=group, metrics=rollouts.metrics, version=version, seconds=seconds)
-        self.scheduler.finished(ticket, finished.oldest_version)
+        self.scheduler.finished(ticket, finished.version_for(self.scheduler.limits.on_stale))
         self._failures_in_a_row = 0
         is_kept = self._is_kept(group)
         self._timeline.group_ended(ticket, "finished" if is_kept else "filtered")
@@ -291,6 +296,7 @@ class RolloutPool:
             self._journal.finished(finished)
             self._finished[ticket] = finished
             self._filtered_in_a_row = 0
+            self._take_stale()
             return
         self._journal.filtered(ticket)
         self.scheduler.filtered(ticket)

@@ -4,8 +4,9 @@ It has no clock, does no I/O and knows no tensors: the trainer, the rollout pool
 
 Numbers. M groups make a training step, which trains on weights of version t, t being the number of steps before it.
 Engines hold the version of their last weight sync. The age of a group in that step is t minus the version of its oldest
-token. No group that is older than S (`max_staleness_steps`) is trained; with `on_stale=mask` it is, without its tokens
-that are older. Every group is named by a ticket, its place in the order of the data over all epochs.
+token; with `on_stale=mask`, which leaves out of the loss what is too old, of its newest. No group that is older than S
+(`max_staleness_steps`) is trained. Every group is named by a ticket, its place in the order of the data over all
+epochs.
 """
 
 from bisect import insort
@@ -55,7 +56,7 @@ class ScheduleState:
     """Lowest ticket that was never started."""
 
     finished: dict[int, int] = field(default_factory=dict)
-    """Oldest version of each group that is finished and not trained, in the order of finishing."""
+    """Version of each group that is finished and not trained, by which it ages, in the order of finishing."""
 
     waiting: list[int] = field(default_factory=list)
     """Tickets to be started before any new one."""
@@ -165,14 +166,14 @@ class GroupScheduler:
     def _end_of_epoch(self, ticket: int) -> int:
         return (ticket // self.limits.groups_per_epoch + 1) * self.limits.groups_per_epoch
 
-    def finished(self, ticket: int, oldest_version: int | None = None) -> None:
+    def finished(self, ticket: int, version: int | None = None) -> None:
         """Put a group into the queue for training.
 
         Args:
-            oldest_version: of its tokens; None: the engines' version when it started.
+            version: of its oldest token, with `on_stale=mask` of its newest; None: the engines' when it started.
         """
         started_at = self._running.pop(ticket)
-        self._state.finished[ticket] = started_at if oldest_version is None else oldest_version
+        self._state.finished[ticket] = started_at if version is None else version
 
     def failed(self, ticket: int) -> None:
         """Give back the slot of a running group that could not be generated. Another group takes its place."""
@@ -186,17 +187,19 @@ class GroupScheduler:
 
     def take_stale(self) -> list[int]:
         """Give back the slots of groups that have become too old, running or finished, and put their tickets in line
-        again: at once (`regenerate`) or at the end of their epoch (`drop`). The caller aborts those that run. This
+        again: at once (`regenerate`, `mask`) or at the end of their epoch (`drop`). The caller aborts those that run.
+        With `mask` they are finished groups, of which no token could be trained: call this after `finished`, too. It
         happens to a group once: after that, the trainer waits for it in time (`_urgent`).
         """
-        if self.limits.on_stale == "mask" or self.limits.order == "exact":
+        if self.limits.order == "exact":
             return []
-        stale = [ticket for ticket in (*self._running, *self._state.finished) if self._is_stale(ticket)]
+        running = () if self.limits.on_stale == "mask" else self._running
+        stale = [ticket for ticket in (*running, *self._state.finished) if self._is_stale(ticket)]
         for ticket in stale:
             self._running.pop(ticket, None)
             self._state.finished.pop(ticket, None)
             self._state.restarted.add(ticket)
-            insort(self._state.waiting if self.limits.on_stale == "regenerate" else self._state.deferred, ticket)
+            insort(self._state.deferred if self.limits.on_stale == "drop" else self._state.waiting, ticket)
         return stale
 
     def _is_stale(self, ticket: int) -> bool:
@@ -255,7 +258,7 @@ class GroupScheduler:
 
     def _oldest_version(self) -> int:
         """Return the lowest version that the next step takes."""
-        return 0 if self.limits.on_stale == "mask" else max(0, self.num_trained_steps - self.limits.max_staleness_steps)
+        return max(0, self.num_trained_steps - self.limits.max_staleness_steps)
 
     def trained(self, tickets: Iterable[int], version: int | None = None) -> None:
         """Count a training step over these groups.

@@ -19,9 +19,11 @@ from skyrl_train.rollouts.schedule import GroupScheduler, ScheduleLimits
 
 @dataclass(frozen=True)
 class SampleCost:
-    """Cost of one sample: tokens to generate, and seconds outside of engines (environment, tools, judge)."""
+    """Cost of one sample: tokens to generate, and then seconds outside of engines (environment, tools, judge)."""
 
     num_tokens: int
+    """0: the seconds are those of its tokens as well."""
+
     wait_seconds: float = 0.0
 
 
@@ -108,10 +110,10 @@ class _Place:
 class _Group:
     """Group that is being generated."""
 
-    __slots__ = ("num_open", "sequences", "ticket")
+    __slots__ = ("newest_version", "num_open", "sequences", "ticket")
 
-    def __init__(self, ticket: int):
-        self.ticket, self.sequences, self.num_open = ticket, list[_Sequence](), 0
+    def __init__(self, ticket: int, version: int):
+        self.ticket, self.sequences, self.num_open, self.newest_version = ticket, list[_Sequence](), 0, version
 
 
 class _Sequence:
@@ -240,6 +242,7 @@ class Simulation:
         self._draw, self._drawn = random.Random(seed), list[int]()
         self._open: dict[int, _Group] = {}
         self._finished_at: dict[int, float] = {}
+        self._oldest_version: dict[int, int] = {}
         self._now = self._trainer_free_at = self._trainer_seconds = 0.0
         self._is_syncing = False
         self._batch: list[int] | None = None
@@ -298,7 +301,8 @@ class Simulation:
         is_busy = self._batch is not None or self._is_syncing or len(self.run.num_samples) == self._num_steps
         if is_busy or (batch := self._scheduler.next_batch()) is None:
             return
-        run, ages = self.run, [self._scheduler.age(ticket) for ticket in batch]
+        run, step = self.run, self._scheduler.num_trained_steps
+        ages = [step - self._oldest_version.pop(ticket) for ticket in batch]
         is_trained = [age <= self._limits.max_staleness_steps for age in ages]
         run.ages.update(ages)
         run.num_masked += is_trained.count(False)
@@ -344,7 +348,8 @@ class Simulation:
     def _start_groups(self) -> None:
         while not self._is_syncing and self._scheduler.may_start():
             ticket = self._scheduler.start()
-            self._open[ticket] = group = _Group(ticket)
+            self._oldest_version[ticket] = version = self._scheduler.version
+            self._open[ticket] = group = _Group(ticket, version)
             for cost in self._samples(ticket):
                 engine = min(self._engines, key=_load)
                 sequence = _Sequence(group, cost, engine)
@@ -363,6 +368,7 @@ class Simulation:
                 self._touched.add(sequence.engine)
 
     def _end_of_tokens(self, sequence: _Sequence) -> None:
+        sequence.group.newest_version = self._scheduler.version
         if sequence.cost.wait_seconds:
             self._schedule(self._now + sequence.cost.wait_seconds, _Event.ENVIRONMENT_END, sequence)
         else:
@@ -373,12 +379,15 @@ class Simulation:
             return
         sequence.place = _Place.GONE
         group = sequence.group
+        if not sequence.cost.num_tokens:
+            group.newest_version = self._scheduler.version
         group.num_open -= 1
         if group.num_open == 0:
             ticket = group.ticket
             del self._open[ticket]
             self._finished_at[ticket] = self._now
-            self._scheduler.finished(ticket)
+            self._scheduler.finished(ticket, group.newest_version if self._limits.on_stale == "mask" else None)
+            self._restart_stale()
             self._start_groups()
             self._begin_step()
 

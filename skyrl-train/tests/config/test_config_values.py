@@ -22,7 +22,9 @@ from skyrl_train.config import (
     get_config_as_yaml_str,
     get_default_config,
 )
+from skyrl_train.config.asynchronous import FullyAsyncConfig
 from skyrl_train.config.other_releases import OTHER_RELEASES
+from skyrl_train.config.rules.deepspeed import check_deepspeed
 from skyrl_train.config.typed import nearest_name, setting_names
 from skyrl_train.errors import ConfigError
 
@@ -211,6 +213,127 @@ def test_setting_of_another_release_is_refused_for_every_model(name, value, erro
 )
 def test_section_of_another_release_is_accepted_where_it_changes_nothing(name, value):
     assert SkyRLConfig.from_dict(setting(name, value)) == SkyRLConfig()
+
+
+SKYRLS_MEGATRON: dict[str, Any] = {
+    **{f"{size}_model_parallel_size": 1 for size in ("tensor", "pipeline", "expert")},
+    "context_parallel_size": 1,
+    "expert_tensor_parallel_size": None,
+    "torch_profiler_config": {"enable": False, "ranks": [], "save_path": None},
+    "transformer_config_kwargs": {
+        "recompute_granularity": "full",
+        "recompute_modules": ["core_attn"],
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+        "gradient_accumulation_fusion": False,
+    },
+    "model_config_kwargs": {},
+    "lora_config": {"lora_type": "lora", "merge_lora": True},
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_load_balancing_type": "none",
+    "moe_aux_loss_coeff": 0,
+    "moe_router_score_function": None,
+    "moe_router_enable_expert_bias": None,
+    "moe_router_dtype": "fp32",
+    "moe_enable_routing_replay": False,
+    "moe_per_layer_logging": False,
+    "mtp_num_layers": None,
+    "mtp_loss_weight": 0.1,
+    "mtp_loss_chunk_size": 1024,
+    "mtp_loss_topk": None,
+    "dist_ckpt_optim_fully_reshardable": False,
+    "async_dist_ckpt_save": False,
+    "async_dist_ckpt_strategy": "mcore",
+    "async_save_prestage_to_cpu": False,
+    "hf_export_config": {"distributed_save": False, "save_every_n_ranks": 1},
+}
+SKYRLS_MEGATRON_OPTIMIZER: dict[str, Any] = {
+    "ddp_config": {
+        "grad_reduce_in_fp32": True,
+        "overlap_grad_reduce": False,
+        "overlap_param_gather": False,
+        "average_in_collective": True,
+    },
+    "optimizer_config_kwargs": {
+        "overlap_cpu_optimizer_d2h_h2d": False,
+        "use_precision_aware_optimizer": False,
+        "optimizer_cpu_offload": False,
+        "optimizer_offload_fraction": 0.0,
+    },
+    "empty_cuda_cache": True,
+    "freeze_moe_router": False,
+}
+AUTO = ("sub_group_size", "reduce_bucket_size", "stage3_prefetch_bucket_size")
+AUTO += ("stage3_param_persistence_threshold", "stage3_max_live_parameters", "stage3_max_reuse_distance")
+SKYRLS_DEEPSPEED: dict[str, Any] = {
+    "train": {
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": "none"},
+            "offload_optimizer": {"device": "none", "pin_memory": True},
+            **dict.fromkeys(AUTO, "auto"),
+            "round_robin_gradients": True,
+            "zero_hpz_partition_size": 1,
+            "zero_quantized_weights": False,
+            "zero_quantized_gradients": False,
+        },
+        "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
+        "disable_trace_cache": False,
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "gradient_clipping": 1.0,
+        "wall_clock_breakdown": False,
+        "prescale_gradient": False,
+    },
+    "eval": {
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_param_persistence_threshold": "auto",
+            "offload_param": {"device": "cpu", "pin_memory": True},
+        },
+        "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
+        "gradient_clipping": 1.0,
+    },
+}
+SKYRLS_FULLY_ASYNC: dict[str, Any] = {
+    "enabled": True,
+    "max_staleness_steps": 4,
+    "num_parallel_generation_workers": 768,
+    "sample_full_batch": False,
+    "clear_kv_cache_on_weight_sync": False,
+    "simulate_training": False,
+    "simulate_training_step_seconds": 30,
+    "simulate_weight_sync_seconds": 0,
+}
+
+
+def test_every_setting_of_skyrls_megatron_is_accepted_with_its_default():
+    own = {"megatron_config": SKYRLS_MEGATRON | SKYRLS_MEGATRON_OPTIMIZER}
+    models = {"policy": own, "critic": own, "ref": {"megatron_config": SKYRLS_MEGATRON}}
+    assert SkyRLConfig.from_dict({"trainer": models}) == SkyRLConfig()
+    with pytest.warns(match="moe_grouped_gemm=true has no effect: experts compute one by one, which is slower"):
+        config = SkyRLConfig.from_dict(setting("trainer.policy.megatron_config.moe_grouped_gemm", True))
+    assert config == SkyRLConfig()
+
+
+def test_every_setting_of_skyrls_deepspeed_is_accepted_with_its_default():
+    """In the shared groups, and in those of each model."""
+    shared = SkyRLConfig.from_dict({"deepspeed_config": SKYRLS_DEEPSPEED})
+    check_deepspeed(shared)
+    train, scoring = ({"deepspeed_config": SKYRLS_DEEPSPEED[name]} for name in ("train", "eval"))
+    own = SkyRLConfig.from_dict({"trainer": {"policy": train, "critic": train, "ref": scoring}})
+    for config in (shared, own):
+        for model in (config.trainer.policy, config.trainer.critic):
+            assert model.deepspeed_config.gradient_clipping == model.optimizer_config.max_grad_norm == 1.0
+            model.deepspeed_config.gradient_clipping = None
+    shared.deepspeed_config.train.gradient_clipping = None
+    assert own == shared == SkyRLConfig()
+
+
+def test_every_setting_of_skyrls_asynchronous_training_is_accepted_with_its_default():
+    values = {"trainer": {"fully_async": SKYRLS_FULLY_ASYNC}, "generator": {"use_cache_salt": True}}
+    settings = SkyRLConfig.from_dict(values).trainer.fully_async
+    assert settings == FullyAsyncConfig(enabled=True, num_parallel_generation_workers=768)
+    assert FullyAsyncConfig(enabled=True).max_running(256) == 768
 
 
 def test_skyrls_switch_of_routing_replay_is_that_of_rollout_routes():

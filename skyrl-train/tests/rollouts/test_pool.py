@@ -20,7 +20,14 @@ from skyrl_train.rollouts import pool as pool_module
 from skyrl_train.rollouts.journal import RolloutJournal
 from skyrl_train.rollouts.pool import RolloutPool
 from skyrl_train.rollouts.schedule import ScheduleLimits, ScheduleState
-from skyrl_train.rollouts.types import RolloutBatch, TrainingSample, Trajectory, TrajectoryGroup, TrajectoryID
+from skyrl_train.rollouts.types import (
+    NO_VERSION,
+    RolloutBatch,
+    TrainingSample,
+    Trajectory,
+    TrajectoryGroup,
+    TrajectoryID,
+)
 
 Generate = Callable[[int], Awaitable[RolloutBatch]]
 EXPERIMENT = {"trainer.seed": 0}
@@ -33,8 +40,8 @@ def limits(**changes: Any) -> ScheduleLimits:
     return ScheduleLimits(**given | changes)
 
 
-def group_of(ticket: int, version: int = 0, reward: float = 0.5) -> RolloutBatch:
-    """A group of two samples whose tokens are of this weight version."""
+def group_of(ticket: int, version: int = NO_VERSION, reward: float = 0.5) -> RolloutBatch:
+    """A group of two samples whose tokens are of this weight version, or of that of its start."""
     trajectories = [
         Trajectory(
             TrajectoryID(f"prompt-{ticket % 6}", number),
@@ -135,6 +142,32 @@ async def test_a_stale_group_starts_again_with_the_weights_of_the_sync_that_foll
         assert 0 in pool.scheduler.running and pool.scheduler.age(0) == 0
     recovered = RolloutJournal(tmp_path / "journal.jsonl", EXPERIMENT).recover(ScheduleState())
     assert recovered.state.restarted == {0}, "a resumed run would not know that it was started again"
+
+
+async def test_a_group_of_which_no_token_could_be_trained_is_generated_again_though_others_are_masked(tmp_path: Path):
+    """Its tokens are of the start, and its environment answers two steps later."""
+    answered = asyncio.Event()
+
+    async def generate(ticket: int) -> RolloutBatch:
+        version = run.version
+        await (answered.wait() if ticket == 0 else asyncio.sleep(0))
+        return group_of(ticket, version)
+
+    run = Run(tmp_path, limits(order="finished"), generate)
+    async with run.pool() as pool:
+        for step in (1, 2):
+            pool.trained(await pool.next_batch())
+            run.version = step
+            pool.synced(step)
+        assert pool.take_counts().num_stale == 0 and 0 in pool.scheduler.running, "it may still get younger tokens"
+        answered.set()
+        groups = await pool.next_batch()
+        while 0 not in pool.scheduler.finished_groups:
+            await asyncio.sleep(0)
+        assert pool.take_counts().num_stale == 1 and pool.scheduler.age(0) == 0
+        assert 0 not in [group.ticket for group in groups]
+        killed = RolloutJournal(tmp_path / "journal.jsonl", EXPERIMENT).recover(ScheduleState())
+    assert killed.state.restarted == {0} and killed.groups[0].oldest_version == 2
 
 
 async def test_a_late_group_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -54,12 +54,13 @@ class ScheduleMachine(RuleBasedStateMachine):
         if end == "failed":
             self.scheduler.failed(ticket)
         else:
-            oldest = data.draw(st.none() | st.integers(started, self.scheduler.version), label="oldest version")
-            self.scheduler.finished(ticket, oldest)
+            version = data.draw(st.none() | st.integers(started, self.scheduler.version), label="version of a token")
+            self.scheduler.finished(ticket, version)
         if end == "filtered":
             self.scheduler.filtered(ticket)
         if end == "finished":
             self.finished.add(ticket)
+            self.take_stale()
         else:
             self.replaced.add(ticket)
 
@@ -76,9 +77,8 @@ class ScheduleMachine(RuleBasedStateMachine):
         assert batch == self.scheduler.next_batch(), "asking changes nothing"
         if self.limits.order == "exact":
             assert batch == sorted(self.running.keys() | self.finished | self.queued)[: len(batch)]
-        if self.limits.order == "exact" or self.limits.on_stale != "mask":
-            assert max(map(self.scheduler.age, batch)) <= self.limits.max_staleness_steps
         assert min(map(self.scheduler.age, batch)) >= 0
+        assert max(map(self.scheduler.age, batch)) <= self.limits.max_staleness_steps
         self.scheduler.trained(batch)
         self.finished.difference_update(batch)
         self.trained.update(batch)
@@ -148,6 +148,7 @@ class ScheduleMachine(RuleBasedStateMachine):
                     self.running.pop(ticket)
                     self.scheduler.finished(ticket)
                     self.finished.add(ticket)
+                    self.take_stale()
             if self.can_train():
                 self.train()
             self.each_ticket_is_in_one_place()

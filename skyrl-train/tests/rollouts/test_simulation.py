@@ -77,9 +77,9 @@ ONE_SLOW = [[SampleCost(100)], *[[SampleCost(1)]] * 7]
 """Group 0 takes 50 s, the others 0.5 s. The first four start at once; steps begin at 0.5, 5 and 9.5 s."""
 
 
-def of_one_slow_group(on_stale: OnStale) -> SimulatedRun:
+def of_one_slow_group(on_stale: OnStale, slow: SampleCost = ONE_SLOW[0][0]) -> SimulatedRun:
     schedule = limits(max_staleness_steps=1, max_running=4, total_steps=4, order="finished", on_stale=on_stale)
-    return Simulation(schedule, ONE_SLOW, costs(), in_order=True).simulate()
+    return Simulation(schedule, [[slow], *ONE_SLOW[1:]], costs(), in_order=True).simulate()
 
 
 def test_masked_group_does_not_count_as_throughput():
@@ -91,6 +91,20 @@ def test_masked_group_does_not_count_as_throughput():
     assert (run.num_masked, run.masked_share, run.num_restarted) == (1, 1 / 8, 0)
     assert run.trainer_wait_seconds == pytest.approx((0.5 + 0.5 + 0.5 + 39.5) / 4)
     assert run.queue_seconds == pytest.approx((4.5 + 4.5 + 43.5) / 8)
+
+
+def test_masked_group_without_a_token_that_is_young_enough_is_generated_again():
+    """Its one token is there at 0.5 s, its environment answers at 50 s, after three steps, and again at 100 s."""
+    run = of_one_slow_group("mask", SampleCost(1, wait_seconds=49.5))
+    assert run.step_ends == pytest.approx([4.5, 9, 13.5, 104])
+    assert run.num_samples == [2, 2, 2, 2]
+    assert (run.num_masked, run.num_restarted, run.ages) == (0, 1, {0: 5, 1: 3})
+
+
+def test_masked_group_whose_duration_alone_is_known_has_a_token_at_its_end():
+    run = of_one_slow_group("mask", SampleCost(0, wait_seconds=50))
+    assert run.step_ends == pytest.approx([4.5, 9, 13.5, 54])
+    assert (run.num_masked, run.num_restarted, run.ages) == (1, 0, {0: 4, 1: 3, 3: 1})
 
 
 def test_stale_group_is_generated_again_and_waited_for():

@@ -85,7 +85,7 @@ def test_one_step_off_trains_exactly_one_version_behind_and_is_repeatable(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("on_stale", ["regenerate", "drop", "mask"])
-def test_every_prompt_is_trained_equally_often_unless_its_stale_tokens_are_masked(
+def test_every_prompt_is_trained_equally_often_whatever_happens_to_stale_groups(
     settings: Any, merged: Any, run: Any, tmp_path: Path, on_stale: str
 ):
     changes = merged({"max_training_steps": 8, "epochs": 2}, asynchronous(on_stale=on_stale, max_staleness_steps=1))
@@ -96,17 +96,12 @@ def test_every_prompt_is_trained_equally_often_unless_its_stale_tokens_are_maske
         rows = run(cfg)
     finally:
         skyrl_gym.deregister("slow_for_one_prompt")
-    # Whatever happens to a stale group, its samples are rows of a step, once an epoch. Whether that trains a token is
-    # another matter: all of them with `drop` and `regenerate`, but not those of the slow prompt with `mask`.
+    # Rows of a step, once an epoch, with tokens that are trained. With `mask`, too: the slow group has no token that is
+    # young enough, and is generated anew.
     assert set(trained_samples(cfg).values()) == {2} and len(trained_samples(cfg)) == 16 * 4
-    tokens = trained_tokens(cfg)
-    if on_stale == "mask":
-        assert sum(row["async/staleness_violation_count"] for row in rows) >= 1
-        assert {uid for uid, _ in trained_samples(cfg) if tokens[uid, 0] < 2} == {"3"}
-    else:
-        assert tokens == trained_samples(cfg)
-        assert all(row["async/staleness_violation_count"] == 0 for row in rows)
-        assert sum(row["async/num_stale_groups"] for row in rows) >= 1
+    assert trained_tokens(cfg) == trained_samples(cfg)
+    assert trained_ages(cfg) <= {0, 1}
+    assert sum(row["async/num_stale_groups"] for row in rows) >= 1
     if on_stale == "regenerate":
         assert simulate([cfg.trainer.run_dir]) == 0, "the folder is one that the simulator reads"
     assert_lanes_hold_every_group(cfg)
