@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -101,65 +102,115 @@ async def test_wrong_draws_and_log_probs_are_named(tiny, monkeypatch, fault, che
         await outcome_of(tiny, check, planted)
 
 
-class Altered(NativeInferenceEngine):
-    """Engine that alters its output before returning it."""
+def answers(change: Callable[[Any, dict[str, Any], Any], dict[str, Any]]) -> type[NativeInferenceEngine]:
+    """An engine with other columns in its answers: those that `change(engine, sampling parameters, answer)` returns."""
 
-    def alter(self, asked: dict[str, Any], output: InferenceEngineOutput) -> None:
-        raise NotImplementedError
+    class Answers(NativeInferenceEngine):
+        async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
+            output: Any = await super().generate(input_batch)
+            if output["response_ids"]:
+                output.update(change(self, dict(input_batch.get("sampling_params") or {}), output))
+            return output
 
-    async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
-        output = await super().generate(input_batch)
-        if output["response_ids"]:
-            self.alter(dict(input_batch.get("sampling_params") or {}), output)
-        return output
-
-
-def all_columns(output: InferenceEngineOutput, keep: Callable[[int], slice]) -> None:
-    """Shorten every completion."""
-    for name in ("response_ids", "response_logprobs", "weight_versions"):
-        output[name] = [row[keep(len(row))] for row in output[name]]
+    return Answers
 
 
-class CutsTheStopString(Altered):
-    def alter(self, asked, output):
-        for stop in [asked.get("stop") or []] if isinstance(asked.get("stop"), str) else asked.get("stop") or []:
-            output["responses"] = [text.removesuffix(stop) for text in output["responses"]]
+def asks(change: Callable[[Any, Any], dict[str, Any]]) -> type[NativeInferenceEngine]:
+    """An engine that is asked something else: what `change(engine, request)` returns."""
+
+    class Asks(NativeInferenceEngine):
+        async def generate(self, input_batch: Any) -> InferenceEngineOutput:
+            return await super().generate({**input_batch, **change(self, input_batch)})
+
+    return Asks
 
 
-class DropsTheStopToken(Altered):
-    def alter(self, asked, output):
-        if output["stop_reasons"] == ["stop"]:
-            all_columns(output, lambda length: slice(length - 1))
-            output["responses"] = [self._decode(output["response_ids"][0])]
+def pauses(change: Callable[[str], Any]) -> type[NativeInferenceEngine]:
+    """An engine that pauses in another mode; None: not at all."""
+
+    class Pauses(NativeInferenceEngine):
+        async def pause_generation(self, mode="keep"):
+            if other := change(mode):
+                await super().pause_generation(other)
+
+    return Pauses
 
 
-class TellsOneVersionAnAnswer(Altered):
-    def alter(self, asked, output):
-        output["weight_versions"] = [row[-1:] * len(row) for row in output["weight_versions"]]
+def columns(output: Any, keep: Callable[[int], slice]) -> dict[str, Any]:
+    """Every completion, shortened."""
+    names = ("response_ids", "response_logprobs", "weight_versions")
+    return {name: [row[keep(len(row))] for row in output[name]] for name in names}
 
 
-class ForgetsWhatWasWritten(Altered):
-    def alter(self, asked, output):
-        if "abort" in output["stop_reasons"]:
-            all_columns(output, lambda _length: slice(0))
-            output["responses"] = [""] * len(output["responses"])
+def without_stop_strings(engine, asked, output):
+    stops = asked.get("stop") or []
+    stops = [stops] if isinstance(stops, str) else stops
+    return {"responses": [reduce(str.removesuffix, stops, text) for text in output["responses"]]}
 
 
-class ShiftsPromptLogProbs(Altered):
-    def alter(self, asked, output):
-        if output.get("prompt_logprobs"):
-            output["prompt_logprobs"] = [row[1:] + row[:1] for row in output["prompt_logprobs"]]
+def without_stop_token(engine, asked, output):
+    if output["stop_reasons"] != ["stop"]:
+        return {}
+    shorter = columns(output, lambda length: slice(length - 1))
+    return shorter | {"responses": [engine._decode(shorter["response_ids"][0])]}
 
 
-class SaysLengthForStop(Altered):
-    def alter(self, asked, output):
-        output["stop_reasons"] = ["length"] * len(output["stop_reasons"])
+def without_what_was_written(engine, asked, output):
+    if "abort" not in output["stop_reasons"]:
+        return {}
+    return columns(output, lambda _length: slice(0)) | {"responses": [""] * len(output["responses"])}
 
 
-class WritesOnInAPause(NativeInferenceEngine):
-    async def pause_generation(self, mode="keep"):
-        if mode != "keep":
-            await super().pause_generation(mode)
+def without_last_token(engine, asked, output):
+    return columns(output, lambda length: slice(length - 1)) if output["stop_reasons"] == ["length"] else {}
+
+
+def with_shifted_prompt_log_probs(engine, asked, output):
+    rows = output.get("prompt_logprobs")
+    return {"prompt_logprobs": [row[1:] + row[:1] for row in rows]} if rows else {}
+
+
+def without_adapter_where_prompts_are_scored(engine, batch):
+    return {"lora_name": None} if "prompt_logprobs" in batch["sampling_params"] else {}
+
+
+def without_keyword(name: str) -> type[NativeInferenceEngine]:
+    def change(engine, batch):
+        return {"sampling_params": {key: value for key, value in batch["sampling_params"].items() if key != name}}
+
+    return asks(change)
+
+
+def with_prompts_that_fit(engine, batch):
+    """Prompts are truncated instead of refused."""
+    most = engine._core.max_model_len - 10
+    return {"prompt_token_ids": [(prompt or [2])[-most:] for prompt in batch["prompt_token_ids"]]}
+
+
+CutsTheStopString = answers(without_stop_strings)
+DropsTheStopToken = answers(without_stop_token)
+TellsOneVersionAnAnswer = answers(
+    lambda engine, asked, output: {"weight_versions": [row[-1:] * len(row) for row in output["weight_versions"]]}
+)
+ForgetsWhatWasWritten = answers(without_what_was_written)
+ForgetsTheLastVersion = answers(
+    lambda engine, asked, output: {"weight_versions": [row[:-1] for row in output["weight_versions"]]}
+)
+GivesEmptyLogProbs = answers(lambda engine, asked, output: {"response_logprobs": output["response_logprobs"] or []})
+StopsOneTokenEarly = answers(without_last_token)
+ShiftsPromptLogProbs = answers(with_shifted_prompt_log_probs)
+SaysLengthForStop = answers(lambda engine, asked, output: {"stop_reasons": ["length"] * len(output["stop_reasons"])})
+IgnoresAdapters = asks(lambda engine, batch: {"lora_name": None})
+ScoresPromptsWithoutAdapters = asks(without_adapter_where_prompts_are_scored)
+TakesAnyToken = asks(
+    lambda engine, batch: {"prompt_token_ids": [[token % 64 for token in ids] for ids in batch["prompt_token_ids"]]}
+)
+MakesPromptsFit = asks(with_prompts_that_fit)
+SkipsSamplingKeywords = without_keyword("temperatur")
+SkipsMinTokens = without_keyword("min_tokens")
+WritesOnInAPause = pauses(lambda mode: None if mode == "keep" else mode)
+DoesNotWait = pauses(lambda mode: "keep" if mode == "wait" else mode)
+ShrugsAtUnknownModes = pauses(lambda mode: mode if mode in ("keep", "wait", "abort") else "keep")
 
 
 class AnswersInAPause(NativeInferenceEngine):
@@ -168,21 +219,10 @@ class AnswersInAPause(NativeInferenceEngine):
         self._pause = None
 
 
-class IgnoresAdapters(NativeInferenceEngine):
-    async def generate(self, input_batch):
-        return await super().generate({**input_batch, "lora_name": None})
-
-
 class SleepsWhileRequestsRun(NativeInferenceEngine):
     async def sleep(self, level=1):
         await self.abort_generation()
         await super().sleep(level)
-
-
-class TakesAnyToken(NativeInferenceEngine):
-    async def generate(self, input_batch):
-        prompts = [[token % 64 for token in prompt] for prompt in input_batch["prompt_token_ids"]]
-        return await super().generate({**input_batch, "prompt_token_ids": prompts})
 
 
 class SharesPromptsOfOlderWeights(NativeInferenceEngine):
@@ -201,51 +241,9 @@ class SeedsByArrival(NativeInferenceEngine):
         return params, [(0, self._num_unseeded - index) for index in range(num)]
 
 
-class ForgetsTheLastVersion(Altered):
-    def alter(self, asked, output):
-        output["weight_versions"] = [row[:-1] for row in output["weight_versions"]]
-
-
-class GivesEmptyLogProbs(Altered):
-    def alter(self, asked, output):
-        output["response_logprobs"] = output["response_logprobs"] or []
-
-
-class StopsOneTokenEarly(Altered):
-    def alter(self, asked, output):
-        if output["stop_reasons"] == ["length"]:
-            all_columns(output, lambda length: slice(length - 1))
-
-
 class OneSeedForAll(NativeInferenceEngine):
     def _sampling(self, given, num):
         return super()._sampling(given, num)[0], [(0, 0)] * num
-
-
-class MakesPromptsFit(NativeInferenceEngine):
-    """Engine that truncates prompts instead of refusing them."""
-
-    async def generate(self, input_batch):
-        prompts = [(prompt or [2])[-(self._core.max_model_len - 10) :] for prompt in input_batch["prompt_token_ids"]]
-        return await super().generate({**input_batch, "prompt_token_ids": prompts})
-
-
-class SkipsSamplingKeywords(NativeInferenceEngine):
-    skipped: tuple[str, ...] = ("temperatur",)
-
-    async def generate(self, input_batch):
-        params = {name: v for name, v in input_batch["sampling_params"].items() if name not in self.skipped}
-        return await super().generate({**input_batch, "sampling_params": params})
-
-
-class SkipsMinTokens(SkipsSamplingKeywords):
-    skipped = ("min_tokens",)
-
-
-class ScoresPromptsWithoutAdapters(NativeInferenceEngine):
-    async def generate(self, input_batch):
-        scored = "prompt_logprobs" in input_batch["sampling_params"]
-        return await super().generate({**input_batch, "lora_name": None} if scored else input_batch)
 
 
 class ForgetsAdaptersAtUpdates(NativeInferenceEngine):
@@ -271,17 +269,7 @@ class IsIllAtWork(NativeInferenceEngine):
             raise engine.WorkerError("busy")
 
 
-class ShrugsAtUnknownModes(NativeInferenceEngine):
-    async def pause_generation(self, mode="keep"):
-        await super().pause_generation(mode if mode in ("keep", "wait", "abort") else "keep")
-
-
-class DoesNotWait(NativeInferenceEngine):
-    async def pause_generation(self, mode="keep"):
-        await super().pause_generation("keep" if mode == "wait" else mode)
-
-
-class ResumesWithoutTheKept(NativeInferenceEngine):
+class LosesTheKept(NativeInferenceEngine):
     async def resume_generation(self):
         await self.abort_generation()
         await super().resume_generation()
@@ -356,18 +344,10 @@ async def test_an_engine_that_forgets_others_with_a_cancelled_request_is_named(t
         (WritesOnInAPause, "a_pause_that_keeps_stops_the_writing", "was finished during pause|it went on writing"),
         (IsIllAtWork, "health_is_told_at_rest_at_work_and_paused", "WorkerError: busy"),
         (DoesNotWait, "a_pause_that_waits_lets_answers_end", "returned while a request was running"),
-        (
-            ResumesWithoutTheKept,
-            "a_pause_that_keeps_changes_nothing_but_the_time",
-            "waited for the resume ended by .*'abort'",
-        ),
+        (LosesTheKept, "a_pause_that_keeps_changes_nothing_but_the_time", "waited for the resume ended by .*'abort'"),
         (AnswersInAPause, "a_pause_that_aborts_returns_answers_now", "answered before resume_generation"),
         (SleepsWhileRequestsRun, "sleep_is_refused_while_requests_run", "did not raise while requests were running"),
-        (
-            TellsOneVersionAnAnswer,
-            "answers_under_way_go_on_with_the_new_weights",
-            "caught under way|written before",
-        ),
+        (TellsOneVersionAnAnswer, "answers_under_way_go_on_with_the_new_weights", "caught under way|written before"),
         (
             SharesPromptsOfOlderWeights,
             "prompts_are_never_continued_from_keys_of_older_weights",
@@ -412,18 +392,15 @@ def half_updates_go_on(monkeypatch):
     monkeypatch.setattr(EngineWeights, "_give_up", give_up)
 
 
+def repeated_buckets_are_taken(monkeypatch):
+    monkeypatch.setattr(weights.WeightReceiver, "_take_turn", lambda *_: None)
+    monkeypatch.setattr(weights.WeightReceiver, "finish", lambda *_: None)
+
+
 def keys_are_not_checked(monkeypatch):
     """Buckets may be lost: neither the receiver nor the report say so."""
-    monkeypatch.setattr("skyrl_train.weight_sync.receiver.WeightReceiver._take_turn", lambda *_: None)
-    monkeypatch.setattr("skyrl_train.weight_sync.receiver.WeightReceiver.finish", lambda *_: None)
-    monkeypatch.setattr(
-        weights, "fingerprints_of", lambda held, version, verification: dict.fromkeys(map(first, held), 0)
-    )
-
-
-def repeated_buckets_are_taken(monkeypatch):
-    monkeypatch.setattr("skyrl_train.weight_sync.receiver.WeightReceiver._take_turn", lambda *_: None)
-    monkeypatch.setattr("skyrl_train.weight_sync.receiver.WeightReceiver.finish", lambda *_: None)
+    repeated_buckets_are_taken(monkeypatch)
+    monkeypatch.setattr(weights, "fingerprints_of", lambda held, *_: {name: 0 for name, _ in held})
 
 
 def unknown_names_are_skipped(monkeypatch):
@@ -433,10 +410,6 @@ def unknown_names_are_skipped(monkeypatch):
         "receive",
         lambda self, request: [pair for pair in receive(self, request) if "typo" not in pair[0]],
     )
-
-
-def first(pair: tuple[str, Any]) -> str:
-    return pair[0]
 
 
 def version_is_forgotten(monkeypatch):

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,81 +69,55 @@ def test_dr_grpo_is_excused_only_from_adding_up_to_one():
 
 # ---- what is wrong is caught by name
 
-Loss = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
+
+def policy_loss(compute: Callable[[Any], Any]) -> Callable[..., Any]:
+    """A policy loss by its name, from a function of what it is given, which may return metrics as well."""
+
+    def loss(log_probs, old, advantages, config, mask, rollout):
+        found = compute(SimpleNamespace(log_probs=log_probs, old=old, advantages=advantages, config=config, mask=mask))
+        return found if isinstance(found, tuple) else (found, {})
+
+    loss.__name__ = compute.__name__
+    return loss
 
 
-def surrogate(log_probs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
-    return -(log_probs - old).clamp(-20, 20).exp() * advantages
+def surrogate(given: Any, **others: torch.Tensor) -> torch.Tensor:
+    """The right loss of tokens, with `others` in place of given tensors."""
+    given = SimpleNamespace(**(vars(given) | others))
+    return -(given.log_probs - given.old).clamp(-20, 20).exp() * given.advantages
 
 
-def already_reduced(log_probs, old, advantages, config, mask, rollout):
-    return (surrogate(log_probs, old, advantages) * mask).sum() / mask.sum(), {}
+def in_mask(given: Any, values: torch.Tensor) -> torch.Tensor:
+    return torch.where(given.mask != 0, values, 0.0)
 
 
-def mean_over_the_padded_width(log_probs, old, advantages, config, mask, rollout):
-    loss = torch.where(mask != 0, surrogate(log_probs, old, advantages), 0.0)
-    return loss / loss.shape[1], {}
+def mask_by_multiplication(given):
+    mean_B1 = ((given.log_probs - given.old) * given.mask).sum(-1, keepdim=True)
+    mean_B1 = mean_B1 / given.mask.sum(-1, keepdim=True).clamp(min=1)
+    return -(mean_B1.detach() + given.log_probs - given.log_probs.detach()).exp() * given.advantages
 
 
-def mask_by_multiplication(log_probs, old, advantages, config, mask, rollout):
-    mean_B1 = ((log_probs - old) * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
-    return -(mean_B1.detach() + log_probs - log_probs.detach()).exp() * advantages, {}
+def sequence_ratio_over_all_columns(given):
+    ratios = (given.log_probs - given.old).nan_to_num(posinf=0, neginf=0)
+    return -ratios.clamp(-20, 20).mean(-1, keepdim=True).exp() * given.advantages
 
 
-def sequence_ratio_over_all_columns(log_probs, old, advantages, config, mask, rollout):
-    mean_B1 = (log_probs - old).nan_to_num(posinf=0, neginf=0).clamp(-20, 20).mean(-1, keepdim=True)
-    return -mean_B1.exp() * advantages, {}
+def advantages_scaled_by_the_micro_batch(given):
+    kept = in_mask(given, given.advantages)
+    return surrogate(given, advantages=kept / (kept.abs().max() + 1e-6))
 
 
-def advantages_scaled_by_the_micro_batch(log_probs, old, advantages, config, mask, rollout):
-    kept = torch.where(mask != 0, advantages, 0.0)
-    return surrogate(log_probs, old, kept / (kept.abs().max() + 1e-6)), {}
+def changes_the_config(given):
+    given.config.eps_clip_low = 0.3
+    return surrogate(given)
 
 
-def order_of_rows(log_probs, old, advantages, config, mask, rollout):
-    return surrogate(log_probs, old, advantages) * (1 + torch.arange(len(mask)))[:, None], {}
+@policy_loss
+def wrong_sign(given):
+    return -surrogate(given)
 
 
-def wrong_sign(log_probs, old, advantages, config, mask, rollout):
-    return -surrogate(log_probs, old, advantages), {}
-
-
-def without_a_gradient(log_probs, old, advantages, config, mask, rollout):
-    return surrogate(log_probs.detach(), old, advantages), {}
-
-
-def only_rows_that_were_good(log_probs, old, advantages, config, mask, rollout):
-    return surrogate(log_probs, old, advantages.clamp(min=0)), {}
-
-
-def changes_advantages(log_probs, old, advantages, config, mask, rollout):
-    advantages *= mask
-    return surrogate(log_probs, old, advantages), {}
-
-
-def changes_the_config(log_probs, old, advantages, config, mask, rollout):
-    config.eps_clip_low = 0.3
-    return surrogate(log_probs, old, advantages), {}
-
-
-def half_precision(log_probs, old, advantages, config, mask, rollout):
-    return surrogate(log_probs.bfloat16(), old.bfloat16(), advantages), {}
-
-
-def random_dropping(log_probs, old, advantages, config, mask, rollout):
-    return surrogate(log_probs, old, advantages) * (torch.rand_like(mask) < 0.9), {}
-
-
-def metric_of_the_micro_batch(log_probs, old, advantages, config, mask, rollout):
-    kept = torch.where(mask != 0, log_probs.detach(), 0.0)
-    return surrogate(log_probs, old, advantages), {"mean": kept.mean().expand_as(mask)}
-
-
-def infinite_where_sure(log_probs, old, advantages, config, mask, rollout):
-    return surrogate(log_probs, old, advantages) / (old - old), {}
-
-
-def pair_loss(log_probs, old, advantages, config, mask, rollout, *, turned=False):
+def pair_loss(log_probs, old, advantages, config, mask, rollout):
     scores = torch.where(mask != 0, log_probs - old, 0.0).sum(-1)
     first, second = scores.unflatten(0, (-1, 2)).unbind(-1)
     loss = -torch.nn.functional.logsigmoid(first - second)
@@ -160,37 +135,29 @@ def test_a_loss_of_pairs_is_checked_in_pairs():
     assert {"row_order", "micro_batches", "data_parallel"} <= violated
 
 
-def drops_selected(log_probs, old, advantages, config, mask, rollout, *, selected_tokens):
-    return torch.where(selected_tokens, 0.0, surrogate(log_probs, old, advantages)), {}
+def check_selector(select: Callable[..., torch.Tensor]) -> None:
+    """Check a loss without the tokens that `select(log_probs, mask, noise)` names."""
 
+    def drops_selected(log_probs, old, advantages, config, mask, rollout, *, selected_tokens):
+        given = SimpleNamespace(log_probs=log_probs, old=old, advantages=advantages)
+        return torch.where(selected_tokens, 0.0, surrogate(given)), {}
 
-def likeliest(log_probs, old, advantages, mask, noise, config):
-    return (mask != 0) & (log_probs >= torch.where(mask != 0, log_probs, -1e9).max())
+    def selector(log_probs, old, advantages, mask, noise, config):
+        return (mask != 0) & select(log_probs, mask, noise)
 
-
-def luckiest(log_probs, old, advantages, mask, noise, config):
-    return (mask != 0) & (noise > 0.8)
-
-
-def at_random(log_probs, old, advantages, mask, noise, config):
-    return (mask != 0) & (torch.rand_like(noise) > 0.8)
-
-
-def likeliest_of_all_columns(log_probs, old, advantages, mask, noise, config):
-    return (mask != 0) & (log_probs >= log_probs.mean())
-
-
-def first_row(log_probs, old, advantages, mask, noise, config):
-    return (mask != 0) & (torch.arange(len(mask)) == 0)[:, None]
-
-
-def check_selector(selector: Any) -> None:
     check_policy_loss(drops_selected, selector=selector)
 
 
-@pytest.mark.parametrize("selector", [likeliest, luckiest])
-def test_a_right_selector_passes(selector):
-    check_selector(selector)
+@pytest.mark.parametrize(
+    "select",
+    [
+        lambda log_probs, mask, noise: log_probs >= torch.where(mask != 0, log_probs, -1e9).max(),
+        lambda log_probs, mask, noise: noise > 0.8,
+    ],
+    ids=["likeliest", "luckiest"],
+)
+def test_a_right_selector_passes(select):
+    check_selector(select)
 
 
 def group_means_of(rewards: torch.Tensor, mask: torch.Tensor, index: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -205,15 +172,9 @@ def plain(*, token_level_rewards, response_mask, index, **_):
     return advantages, advantages
 
 
-def turned_round(**given):
-    advantages, _ = plain(**given)
-    return -advantages, -advantages
-
-
 def std_of_the_batch(*, response_mask, **given):
     advantages, _ = plain(response_mask=response_mask, **given)
-    advantages = advantages / advantages[response_mask != 0].std()
-    return advantages, advantages
+    return (advantages / advantages[response_mask != 0].std(),) * 2
 
 
 def unmasked(*, token_level_rewards, response_mask, index, **_):
@@ -232,14 +193,6 @@ def reward_of_the_last_column(*, token_level_rewards, **given):
     last = torch.zeros_like(token_level_rewards)
     last[:, 0] = token_level_rewards[:, -1]
     return plain(token_level_rewards=last, **given)
-
-
-def rows_in_groups_of_three(*, token_level_rewards, response_mask, index, **_):
-    return plain(
-        token_level_rewards=token_level_rewards,
-        response_mask=response_mask,
-        index=[row // 3 for row in range(len(index))],
-    )
 
 
 def groups_by_name(*, index, **given):
@@ -277,93 +230,96 @@ def variance_by_squares(*, token_level_rewards, response_mask, index, **_):
     return advantages, advantages
 
 
-def a_number_a_row(*, token_level_rewards, **_):
-    return token_level_rewards.sum(-1), token_level_rewards.sum(-1)
-
-
-def mean_of_the_width(mask, **_):
-    return mask / mask.numel()
-
-
-def mean_of_all_rows(mask, **_):
-    return mask / (len(mask) * mask.sum(-1, keepdim=True).clamp(min=1))
-
-
-def all_columns(mask, **_):
-    return torch.ones_like(mask) / mask.numel()
-
-
-def divides_by_nothing(mask, **_):
-    return mask / mask.sum()
-
-
-def detached_kl(new, base, mask):
-    return compute_approx_kl(new, base, mask).detach()
-
-
-def unmasked_kl(new, base, mask):
-    return compute_approx_kl(new, base)
-
-
-def runs_from_the_return(values, old, returns, config):
-    return -(values - returns).square(), {}
-
-
 # By what a function is caught, `...` where it sets off others, too. Most must not, or the list would say nothing.
-WRONG_LOSSES: dict[Loss, set[Any]] = {
-    already_reduced: {"form"},
-    mean_over_the_padded_width: {"padding"},
-    mask_by_multiplication: {"masked_garbage"},
-    sequence_ratio_over_all_columns: {"padding", "masked_garbage", "masked_gradient", ...},
-    advantages_scaled_by_the_micro_batch: {"micro_batches", "data_parallel"},
-    order_of_rows: {"row_order", "micro_batches", "data_parallel"},
-    wrong_sign: {"gradient_direction"},
-    without_a_gradient: {"gradient"},
-    only_rows_that_were_good: {"gradient"},
-    changes_advantages: {"inputs_unchanged"},
-    changes_the_config: {"inputs_unchanged"},
-    half_precision: {"float64"},
-    random_dropping: {"deterministic", ...},
-    metric_of_the_micro_batch: {"micro_batches", "data_parallel", ...},
-    infinite_where_sure: {"finite", ...},
+WRONG_LOSSES: dict[str, tuple[Callable[[Any], Any], set[Any]]] = {
+    "already reduced": (lambda b: (surrogate(b) * b.mask).sum() / b.mask.sum(), {"form"}),
+    "mean over the padded width": (lambda b: in_mask(b, surrogate(b)) / b.mask.shape[1], {"padding"}),
+    "mask by multiplication": (mask_by_multiplication, {"masked_garbage"}),
+    "sequence ratio over all columns": (
+        sequence_ratio_over_all_columns,
+        {"padding", "masked_garbage", "masked_gradient", ...},
+    ),
+    "advantages scaled by the micro-batch": (
+        advantages_scaled_by_the_micro_batch,
+        {"micro_batches", "data_parallel"},
+    ),
+    "order of rows": (
+        lambda b: surrogate(b) * (1 + torch.arange(len(b.mask)))[:, None],
+        {"row_order", "micro_batches", "data_parallel"},
+    ),
+    "without a gradient": (lambda b: surrogate(b, log_probs=b.log_probs.detach()), {"gradient"}),
+    "only rows that were good": (lambda b: surrogate(b, advantages=b.advantages.clamp(min=0)), {"gradient"}),
+    "changes advantages": (lambda b: surrogate(b, advantages=b.advantages.mul_(b.mask)), {"inputs_unchanged"}),
+    "changes the config": (changes_the_config, {"inputs_unchanged"}),
+    "half precision": (
+        lambda b: surrogate(b, log_probs=b.log_probs.bfloat16(), old=b.old.bfloat16()),
+        {"float64"},
+    ),
+    "random dropping": (lambda b: surrogate(b) * (torch.rand_like(b.mask) < 0.9), {"deterministic", ...}),
+    "metric of the micro-batch": (
+        lambda b: (surrogate(b), {"mean": in_mask(b, b.log_probs.detach()).mean().expand_as(b.mask)}),
+        {"micro_batches", "data_parallel", ...},
+    ),
+    "infinite where sure": (lambda b: surrogate(b) / (b.old - b.old), {"finite", ...}),
 }
-WRONG_SELECTORS: dict[Any, set[Any]] = {
-    at_random: {"deterministic", ...},
-    likeliest_of_all_columns: {"masked_garbage", ...},
-    first_row: {"row_order"},
+WRONG_SELECTORS: dict[str, tuple[Any, set[Any]]] = {
+    "at random": (lambda log_probs, mask, noise: torch.rand_like(noise) > 0.8, {"deterministic", ...}),
+    "likeliest of all columns": (
+        lambda log_probs, mask, noise: log_probs >= log_probs.mean(),
+        {"masked_garbage", ...},
+    ),
+    "first row": (lambda log_probs, mask, noise: (torch.arange(len(mask)) == 0)[:, None], {"row_order"}),
 }
-WRONG_ESTIMATORS: dict[Any, set[Any]] = {
-    turned_round: {"reward_direction"},
-    std_of_the_batch: {"other_groups"},
-    unmasked: {"masked_output"},
-    masked_by_multiplication: {"masked_garbage", ...},
-    reward_of_the_last_column: {"padding", "masked_garbage"},
-    rows_in_groups_of_three: {"row_order", "other_groups", "group_constant"},
-    groups_by_name: {"group_names", ...},
-    without_a_baseline: {"group_constant", ...},
-    counts_empty_rows: {"empty_rows"},
-    clears_padding_in_place: {"inputs_unchanged"},
-    variance_by_squares: {"float64", ...},
-    a_number_a_row: {"form"},
+WRONG_ESTIMATORS: dict[str, tuple[Any, set[Any]]] = {
+    "turned round": (lambda **given: tuple(-tensor for tensor in plain(**given)), {"reward_direction"}),
+    "std of the batch": (std_of_the_batch, {"other_groups"}),
+    "unmasked": (unmasked, {"masked_output"}),
+    "masked by multiplication": (masked_by_multiplication, {"masked_garbage", ...}),
+    "reward of the last column": (reward_of_the_last_column, {"padding", "masked_garbage"}),
+    "rows in groups of three": (
+        lambda index, **given: plain(index=[row // 3 for row in range(len(index))], **given),
+        {"row_order", "other_groups", "group_constant"},
+    ),
+    "groups by name": (groups_by_name, {"group_names", ...}),
+    "without a baseline": (without_a_baseline, {"group_constant", ...}),
+    "counts empty rows": (counts_empty_rows, {"empty_rows"}),
+    "clears padding in place": (clears_padding_in_place, {"inputs_unchanged"}),
+    "variance by squares": (variance_by_squares, {"float64", ...}),
+    "a number a row": (lambda token_level_rewards, **_: (token_level_rewards.sum(-1),) * 2, {"form"}),
 }
-WRONG_REDUCTIONS: dict[Any, set[Any]] = {
-    mean_of_the_width: {"padding", "sums_to_one", ...},
-    mean_of_all_rows: {"empty_rows", "sums_to_one"},
-    all_columns: {"masked_output", "masked_garbage", ...},
-    divides_by_nothing: {"finite"},
+WRONG_REDUCTIONS: dict[str, tuple[Any, set[Any]]] = {
+    "mean of the width": (lambda mask, **_: mask / mask.numel(), {"padding", "sums_to_one", ...}),
+    "mean of all rows": (
+        lambda mask, **_: mask / (len(mask) * mask.sum(-1, keepdim=True).clamp(min=1)),
+        {"empty_rows", "sums_to_one"},
+    ),
+    "all columns": (
+        lambda mask, **_: torch.ones_like(mask) / mask.numel(),
+        {"masked_output", "masked_garbage", ...},
+    ),
+    "divides by nothing": (lambda mask, **_: mask / mask.sum(), {"finite"}),
 }
-WRONG = [
-    *((check_policy_loss, loss, violated) for loss, violated in WRONG_LOSSES.items()),
-    *((check_selector, selector, violated) for selector, violated in WRONG_SELECTORS.items()),
-    *((check_advantage_estimator, estimator, violated) for estimator, violated in WRONG_ESTIMATORS.items()),
-    *((check_reduction, reduction, violated) for reduction, violated in WRONG_REDUCTIONS.items()),
-    (check_kl_estimator, detached_kl, {"gradient"}),
-    (check_kl_estimator, unmasked_kl, {"masked_output"}),
-    (check_critic_loss, runs_from_the_return, {"gradient_direction"}),
-]
+WRONG = {
+    **{name: (check_policy_loss, policy_loss(loss), found) for name, (loss, found) in WRONG_LOSSES.items()},
+    **{name: (check_selector, *rest) for name, rest in WRONG_SELECTORS.items()},
+    **{name: (check_advantage_estimator, *rest) for name, rest in WRONG_ESTIMATORS.items()},
+    **{name: (check_reduction, *rest) for name, rest in WRONG_REDUCTIONS.items()},
+    "wrong sign": (check_policy_loss, wrong_sign, {"gradient_direction"}),
+    "detached KL": (
+        check_kl_estimator,
+        lambda new, base, mask: compute_approx_kl(new, base, mask).detach(),
+        {"gradient"},
+    ),
+    "unmasked KL": (check_kl_estimator, lambda new, base, mask: compute_approx_kl(new, base), {"masked_output"}),
+    "critic that runs from the return": (
+        check_critic_loss,
+        lambda values, old, returns, config: (-(values - returns).square(), {}),
+        {"gradient_direction"},
+    ),
+}
 
 
-@pytest.mark.parametrize("check, wrong, violated", WRONG, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize("check, wrong, violated", WRONG.values(), ids=WRONG)
 def test_a_wrong_function_is_caught_by_name(check: Callable[..., None], wrong: Any, violated: set[Any]):
     found = violated_by(check, wrong)
     assert found == violated or (... in violated and violated - {...} < found)
@@ -373,9 +329,9 @@ def test_a_wrong_function_is_caught_by_name(check: Callable[..., None], wrong: A
 
 
 def test_one_error_lists_every_violation_with_its_numbers():
-    def two_faults(log_probs, old, advantages, config, mask, rollout):
-        loss = torch.where(mask != 0, surrogate(log_probs, old, -advantages), 0.0)
-        return loss / loss.shape[1], {}
+    @policy_loss
+    def two_faults(given):
+        return in_mask(given, -surrogate(given)) / given.mask.shape[1]
 
     with pytest.raises(InvarianceError) as caught:
         check_policy_loss(two_faults)
@@ -391,14 +347,14 @@ def test_one_error_lists_every_violation_with_its_numbers():
 
 
 def test_exception_of_a_function_is_listed_as_violation():
-    def picky(log_probs, old, advantages, config, mask, rollout):
-        if len(mask) < 12:
+    @policy_loss
+    def picky(given):
+        if len(given.mask) < 12:
             raise RuntimeError("I want all rows")
-        return surrogate(log_probs, old, advantages), {}
+        return surrogate(given)
 
-    with pytest.raises(
-        InvarianceError, match="in micro-batches of 1: it raised RuntimeError: I want all rows"
-    ) as caught:
+    words = "in micro-batches of 1: it raised RuntimeError: I want all rows"
+    with pytest.raises(InvarianceError, match=words) as caught:
         check_policy_loss(picky)
     assert caught.value.names == ["micro_batches", "data_parallel"]
 
@@ -406,9 +362,9 @@ def test_exception_of_a_function_is_listed_as_violation():
 def test_an_invariance_can_be_excused_by_name_and_with_a_reason():
     check_policy_loss(wrong_sign, exempt={"gradient_direction": "it is trained to fail"})
     with pytest.raises(ValueError, match=r"names out of form, .*; got 'padings'"):
-        check_policy_loss(surrogate, exempt={"padings": "it is small"})
+        check_policy_loss(wrong_sign, exempt={"padings": "it is small"})
     with pytest.raises(ValueError, match="'padding': ''"):
-        check_policy_loss(surrogate, exempt={"padding": ""})
+        check_policy_loss(wrong_sign, exempt={"padding": ""})
 
 
 def test_right_estimator_passes():
@@ -426,10 +382,10 @@ def test_a_users_registered_loss_is_checked_with_all_others():
 
 
 def test_settings_reach_the_function():
-    def clips_at_zero(log_probs, old, advantages, config, mask, rollout):
-        if config.eps_clip_low == 0.0:
-            return surrogate(log_probs.detach(), old, advantages), {}
-        return surrogate(log_probs, old, advantages), {}
+    @policy_loss
+    def clips_at_zero(given):
+        is_zero = given.config.eps_clip_low == 0.0
+        return surrogate(given, log_probs=given.log_probs.detach() if is_zero else given.log_probs)
 
     check_policy_loss(clips_at_zero)
     with pytest.raises(InvarianceError):

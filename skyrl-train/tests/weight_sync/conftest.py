@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from skyrl_train.distributed.process_group import free_port
 from skyrl_train.weight_sync.plan import Route, init_infos_for
@@ -46,7 +45,3 @@ def connect(tmp_path: Path) -> Iterator[Connect]:
             return sender
 
         yield connect
-
-
-def zeros_like(parameters: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-    return [(name, torch.zeros_like(tensor)) for name, tensor in parameters]
