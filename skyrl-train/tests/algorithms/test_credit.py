@@ -1,9 +1,8 @@
-"""Credit over the steps of a trajectory."""
+"""Credit over the steps of a trajectory (`trainer/test_batch_preparation.py` has advantages of steps)."""
 
 import pytest
 import torch
 
-from skyrl_train.algorithms.advantages import grpo_advantages, turn_grpo_advantages
 from skyrl_train.algorithms.credit import rows_of_matrix, step_numbers, trajectory_matrix
 
 IDS = ["x", "x", "y", "x", "z"]
@@ -42,21 +41,3 @@ def test_no_rows_are_no_trajectories():
 def test_two_rows_cannot_be_the_same_step():
     with pytest.raises(ValueError, match="same step"):
         trajectory_matrix(torch.ones(2), torch.tensor([0, 0]), torch.tensor([1, 1]))
-
-
-def test_every_step_is_judged_by_its_whole_trajectory():
-    """Two trajectories of a prompt: three steps that end with reward 1, two that end with 0. Whatever the numbers of
-    steps, the trajectories are two samples: 1 - 1/2 and 0 - 1/2."""
-    trajectory, step = step_numbers(["good", "good", "bad", "good", "bad"])
-    rewards, mask = trajectory_matrix(torch.tensor([0.0, 0.0, 0.0, 1.0, 0.0]), trajectory, step)
-    judged, _ = grpo_advantages(rewards, mask, ["prompt"] * 2, grpo_norm_by_std=False)
-    assert rows_of_matrix(judged, trajectory, step).tolist() == [0.5, 0.5, -0.5, 0.5, -0.5]
-
-
-def test_steps_can_be_compared_with_steps_of_the_same_number():
-    trajectory, step = step_numbers(["good", "good", "bad"])
-    rewards, mask = trajectory_matrix(torch.tensor([1.0, 4.0, 3.0]), trajectory, step)
-    turns = torch.arange(mask.shape[1])
-    judged, _ = turn_grpo_advantages(rewards, mask, turns, ["prompt"] * 2, grpo_norm_by_std=False, gamma=0.5)
-    # Returns of the first steps 1 + 4/2 = 3 and 3; nobody else has a second step.
-    assert rows_of_matrix(judged, trajectory, step).tolist() == [0.0, 0.0, 0.0]

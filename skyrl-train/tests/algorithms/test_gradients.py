@@ -5,14 +5,13 @@ import math
 import pytest
 import torch
 
-from skyrl_train.algorithms.critic_loss import critic_loss
-from skyrl_train.algorithms.kl import KLEstimator, compute_approx_kl
+from skyrl_train.algorithms.kl import compute_approx_kl
 from skyrl_train.algorithms.losses import (
     PolicyLossRegistry,
     TokenSelectorRegistry,
     importance_ratio,
 )
-from skyrl_train.algorithms.reduction import token_weights, weighted_sum
+from skyrl_train.algorithms.reduction import weighted_sum
 from skyrl_train.config import AlgorithmConfig
 
 # No setting at its default, and all bounds where some tokens are beyond them.
@@ -41,9 +40,10 @@ EVERY_LOSS = pytest.mark.parametrize("name", OURS)
 
 class Batch:
     """6 ragged rows of 7 tokens; a hole in the mask as an environment's words leave it. The numbers are float32's, so
-    that nothing but the loss itself rounds."""
+    that nothing but the loss itself rounds. With this seed every loss that clips has, for each sign of the advantage,
+    tokens within its limits and beyond them."""
 
-    def __init__(self, dtype: torch.dtype = torch.float64, seed: int = 0):
+    def __init__(self, dtype: torch.dtype = torch.float64, seed: int = 24):
         generator = torch.Generator().manual_seed(seed)
 
         def normal(scale: float) -> torch.Tensor:
@@ -157,32 +157,6 @@ def test_the_gradient_is_that_of_the_formula_with_its_stopped_parts_held_still(n
     torch.testing.assert_close(log_probs.grad, slope, rtol=1e-7, atol=1e-8)
 
 
-@pytest.mark.parametrize("name", sorted(set(OURS) - {"gspo", "cispo", "rollout_is"}))
-def test_gradcheck(name: str):
-    """The others stop the gradient of a factor that depends on the policy, so their slope is not their gradient."""
-    batch = Batch()
-    assert torch.autograd.gradcheck(lambda now: batch.loss(name, now), (batch.log_probs.clone().requires_grad_(),))
-
-
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])
-def test_gradcheck_of_kl(estimator: KLEstimator):
-    batch = Batch()
-
-    def kl(now: torch.Tensor) -> torch.Tensor:
-        return compute_approx_kl(now, batch.old, batch.mask, estimator)
-
-    assert torch.autograd.gradcheck(kl, (batch.log_probs.clone().requires_grad_(),))
-
-
-def test_gradcheck_of_the_critic():
-    batch = Batch()
-
-    def error(values: torch.Tensor) -> torch.Tensor:
-        return critic_loss(values, batch.old, batch.advantages, CONFIG, batch.mask)[0]
-
-    assert torch.autograd.gradcheck(error, (batch.log_probs.clone().requires_grad_(),))
-
-
 @pytest.mark.parametrize("name", [name for name in OURS if PolicyLossRegistry.requirements(name).advantages])
 def test_gradient_on_policy_is_the_policy_gradient(name: str):
     """Whatever a loss does away from ratio 1: there, d loss / d log pi = -A of each token; but Clip-Cov takes its
@@ -198,57 +172,7 @@ def test_gradient_on_policy_is_the_policy_gradient(name: str):
     torch.testing.assert_close(log_probs.grad, expected)
 
 
-def test_dpo_gradient_at_margin_0_is_equal_for_all_tokens():
-    """The gradient of DPO at margin 0 is d loss / d log pi = -beta/2 in the chosen answer and +beta/2 in the rejected
-    one, for its mean."""
-    batch = Batch()
-    log_probs = batch.old.clone().requires_grad_()
-    weighted_sum(batch.loss("dpo", log_probs), token_weights(batch.mask, "sequence_mean")).backward()
-    sign = torch.tensor([-1.0, 1.0] * 3, dtype=torch.float64).unsqueeze(1)
-    torch.testing.assert_close(log_probs.grad, sign * 0.4 / 2 / 3 * batch.mask)
-
-
 # ---- what must have no gradient, and what must have one
-
-
-FAR = math.log(3.0)
-
-
-@pytest.mark.parametrize(
-    ("name", "advantage", "drift", "stopped"),
-    [
-        # Log-probs start at -2; `drift` is what they have moved by, from the old policy and the rollout's alike.
-        ("regular", 1.0, FAR, True),
-        ("regular", 1.0, -FAR, False),  # the wrong way: it may come back
-        ("regular", -1.0, -FAR, True),
-        ("regular", -1.0, FAR, False),
-        ("dual_clip", -1.0, FAR, True),
-        ("gspo", 1.0, FAR, True),
-        ("gspo", 1.0, 0.05, False),
-        ("cispo", 1.0, FAR, False),  # the clip is in the weight
-        ("sapo", 1.0, FAR, False),
-        ("importance_sampling", 1.0, FAR, False),
-        ("clip_cov", 1.0, FAR, True),
-        ("kl_cov", 1.0, FAR, False),
-        ("rollout_is", 1.0, FAR, True),
-        ("rollout_is", 1.0, -FAR, True),  # on both sides
-        ("rollout_is", 1.0, 0.05, False),
-        ("dppo", 1.0, FAR, True),
-        ("dppo", 1.0, -FAR, False),
-        ("dppo", -1.0, -FAR, True),
-        ("decoupled_ppo", 1.0, FAR, True),
-        ("decoupled_ppo", 1.0, 0.05, False),
-        ("cross_entropy", 1.0, FAR, False),
-    ],
-)
-def test_a_token_beyond_the_clip_has_no_gradient_and_one_within_has(name, advantage, drift, stopped):
-    start = torch.full((1, 1), -2.0)
-    log_probs = (start + drift).requires_grad_()
-    extra = {"selected_tokens": torch.tensor([[False]])} if name in TokenSelectorRegistry else {}
-    inputs = log_probs, start, torch.tensor([[advantage]]), CONFIG, torch.ones(1, 1), start
-    PolicyLossRegistry.get(name)(*inputs, **extra)[0].sum().backward()
-    assert log_probs.grad is not None
-    assert (log_probs.grad.item() == 0.0) == stopped
 
 
 @pytest.mark.parametrize(

@@ -29,38 +29,26 @@ def test_nothing_asked_for_is_nothing_done():
     assert correction.metrics == {}
 
 
-def test_token_tis_caps_each_tokens_ratio():
-    correction = correct(tis_ratio_type="token", token_tis_ratio_clip_high=2.0)
-    expected = torch.tensor([[2.0, 0.5, 1.0], [0.5, 1.0, 0.5], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
-    torch.testing.assert_close(correction.weights, expected)
-    assert torch.equal(correction.loss_mask, MASK)
-    assert correction.metrics["policy/loss_metrics/tis_token_clip_high_ratio"] == pytest.approx(1 / 7)
-
-
-def test_sequence_tis_gives_every_token_the_capped_product():
-    correction = correct(tis_ratio_type="sequence", sequence_tis_ratio_clip_high=1.5)
-    expected = torch.tensor([[1.5, 1.5, 1.0], [0.25, 1.0, 0.25], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
-    torch.testing.assert_close(correction.weights, expected)
-    assert correction.metrics["policy/loss_metrics/tis_seq_clip_high_ratio"] == pytest.approx(1 / 3)
-
-
 @pytest.mark.parametrize(
-    ("kind", "low", "weights", "share"),
+    ("kind", "low", "weights", "under", "over"),
     [
         # Ratios 4, 1/2 | 1/2, 1/2 | 1, 1, 1, capped at 2: the smallest weight is 3/4.
-        ("token", 0.75, [[2.0, 0.75, 1.0], [0.75, 1.0, 0.75], [1.0] * 3, [1.0] * 3], 3 / 7),
-        ("token", 0.0, [[2.0, 0.5, 1.0], [0.5, 1.0, 0.5], [1.0] * 3, [1.0] * 3], None),
+        ("token", 0.75, [[2.0, 0.75, 1.0], [0.75, 1.0, 0.75], [1.0] * 3, [1.0] * 3], 3 / 7, 1 / 7),
+        ("token", 0.0, [[2.0, 0.5, 1.0], [0.5, 1.0, 0.5], [1.0] * 3, [1.0] * 3], None, 1 / 7),
         # Products 2, 1/4, 1, capped at 3/2.
-        ("sequence", 0.75, [[1.5, 1.5, 1.0], [0.75, 1.0, 0.75], [1.0] * 3, [1.0] * 3], 1 / 3),
+        ("sequence", 0.75, [[1.5, 1.5, 1.0], [0.75, 1.0, 0.75], [1.0] * 3, [1.0] * 3], 1 / 3, 1 / 3),
+        ("sequence", 0.0, [[1.5, 1.5, 1.0], [0.25, 1.0, 0.25], [1.0] * 3, [1.0] * 3], None, 1 / 3),
     ],
 )
-def test_tis_weights_have_a_lower_bound(kind, low, weights, share):
+def test_tis_weights_are_ratios_of_tokens_or_sequences_within_bounds(kind, low, weights, under, over):
     cap = {"token": 2.0, "sequence": 1.5}[kind]
     bounds = {f"{kind}_tis_ratio_clip_low": low, f"{kind}_tis_ratio_clip_high": cap}
     correction = correct(tis_ratio_type=kind, **bounds)
     torch.testing.assert_close(correction.weights, torch.tensor(weights))
-    name = f"policy/loss_metrics/tis_{'token' if kind == 'token' else 'seq'}_clip_low_ratio"
-    assert correction.metrics.get(name) == (None if share is None else pytest.approx(share))
+    assert torch.equal(correction.loss_mask, MASK)
+    name = f"policy/loss_metrics/tis_{'token' if kind == 'token' else 'seq'}_clip"
+    assert correction.metrics.get(f"{name}_low_ratio") == (None if under is None else pytest.approx(under))
+    assert correction.metrics[f"{name}_high_ratio"] == pytest.approx(over)
 
 
 def test_ratio_metrics_are_over_the_tokens_of_the_mask_alone():

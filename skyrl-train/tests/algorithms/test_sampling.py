@@ -84,13 +84,6 @@ def test_every_rollout_needs_a_reward():
         informative_groups([1.0, 2.0], ["a"])
 
 
-def test_the_penalty_rises_over_the_buffer():
-    # Limit 100, buffer 20: nothing up to 80, a quarter at 85, all of it from 100 on.
-    lengths = torch.tensor([0, 80, 85, 90, 100, 130])
-    expected = torch.tensor([0.0, 0.0, -0.5, -1.0, -2.0, -2.0])
-    assert torch.equal(overlong_penalty(lengths, limit=100, buffer_len=20, factor=2.0), expected)
-
-
 def test_a_buffer_without_tokens_is_refused():
     with pytest.raises(ValueError, match="at least one token"):
         overlong_penalty(torch.tensor([1]), 10, 0, 1.0)

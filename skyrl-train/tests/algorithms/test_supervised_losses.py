@@ -52,12 +52,6 @@ def test_dpo_pushes_a_lost_pair_harder_than_a_won_one():
     torch.testing.assert_close(drift.grad, torch.tensor([[-won], [won], [-lost], [lost]]) * MASK)
 
 
-def test_pairs_do_not_know_of_each_other():
-    whole = dpo(DRIFT)[0]
-    torch.testing.assert_close(torch.cat([dpo(DRIFT[:2], MASK[:2])[0], dpo(DRIFT[2:], MASK[2:])[0]]), whole)
-    torch.testing.assert_close(dpo(DRIFT[[2, 3, 0, 1]], MASK[[2, 3, 0, 1]])[0], whole[[2, 3, 0, 1]])
-
-
 @pytest.mark.parametrize(("margin", "loss"), [(400.0, 0.0), (-400.0, 200.0)])
 def test_a_hopeless_margin_stays_finite(margin, loss):
     drift = torch.tensor([[margin / 2], [-margin / 2]], requires_grad=True)
