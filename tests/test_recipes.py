@@ -251,6 +251,7 @@ PUBLISHED: dict[str, Settings] = {
     "dapo/run_qwen3_1.7b_base.sh NUM_NODES=1": QWEN3_1_7B | H100_X8 | engines(8, 1),
     "dapo/run_qwen3_1.7b_base_zero_variance.sh": QWEN3_1_7B | LATER | {"trainer.algorithm.zero_variance_filter": True},
     "dapo/run_qwen3_4b_base.sh": QWEN3_4B,
+    "dapo/run_qwen3_4b_base.sh FIGURES=later": QWEN3_4B | LATER,
     "dapo/run_qwen3_4b_base_megatron.sh": DAPO | LATER | model("Qwen/Qwen3-4B-Base") | {"trainer.strategy": "megatron"},
     "dapo/run_qwen3_4b_base_lora.sh": DAPO
     | LATER
@@ -259,6 +260,7 @@ PUBLISHED: dict[str, Settings] = {
     "dapo/run_qwen2.5_32b.sh": DAPO
     | LATER
     | micro(2, 2)
+    | model("Qwen/Qwen2.5-32B")
     | {
         "trainer.placement.policy_num_nodes": 4,
         "trainer.policy.sequence_parallel_size": 4,
@@ -269,6 +271,7 @@ PUBLISHED: dict[str, Settings] = {
     | LATER
     | TWO_NODES
     | TRUNCATED_WEIGHTS
+    | model("Qwen/Qwen3-30B-A3B-Base")
     | {
         "trainer.strategy": "megatron",
         "trainer.policy.megatron_config.tensor_model_parallel_size": 4,
@@ -288,6 +291,10 @@ PUBLISHED: dict[str, Settings] = {
         "trainer.strategy": "deepspeed",
         "deepspeed_config.train.zero_optimization.offload_param.device": "cpu",
         "deepspeed_config.train.zero_optimization.offload_optimizer.device": "cpu",
+        "deepspeed_config.train.zero_optimization.sub_group_size": 1e4,
+        "deepspeed_config.train.zero_optimization.reduce_bucket_size": 1e4,
+        "deepspeed_config.train.zero_optimization.stage3_param_persistence_threshold": 1e2,
+        "deepspeed_config.train.disable_trace_cache": True,
     },
     "search_r1/run_qwen2.5_3b_2_turns.sh": SEARCH | {"generator.max_turns": 2},
     "search_r1/run_qwen2.5_3b_3_turns.sh": SEARCH | {"generator.max_turns": 3},
@@ -338,14 +345,16 @@ PUBLISHED: dict[str, Settings] = {
     "swe/run_qwen3_32b.sh": SA_SWE,
 }
 
-AGENT_OF_V0: Settings = {"max_context_length": 32768, "max_tokens": 1536, "parallel": 64, "n": 8, "top_p": 0.95}
+AGENT_OF_V0: Settings = {"prompt": 31232, "max_context_length": 32768, "max_tokens": 1536}
+AGENT_OF_V0 |= {"parallel": 64, "n": 8, "top_p": 0.95}
 AGENTS: dict[str, Settings] = {
     "swe/run_openhands_7b.sh": AGENT_OF_V0 | {"n": 16, "temperature": 0.5},
     "swe/run_qwen3_8b.sh": AGENT_OF_V0 | {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.5, "thinks": False},
     "swe/run_qwen3_14b.sh": AGENT_OF_V0
-    | {"max_context_length": 31744 + 3072, "max_tokens": 3072, "parallel": 192, "top_p": 1, "thinks": True}
-    | {"forgets_thoughts": True},
+    | {"prompt": 31744, "max_context_length": 31744 + 3072, "max_tokens": 3072, "parallel": 192, "top_p": 1}
+    | {"thinks": True, "forgets_thoughts": True},
     "swe/run_qwen3_32b.sh": {
+        "prompt": 32768,
         "max_context_length": 32768,
         "steps": 50,
         "parallel": 96,
@@ -405,6 +414,7 @@ def test_every_published_setting_of_an_agent_is_that_of_its_task_file(row: str, 
     task = load_task_file(config.generator.task)
     generator, dispatcher = task.generator, task.dispatcher
     found = {
+        "prompt": generator.max_prompt_length,
         "max_context_length": generator.max_context_length,
         "steps": generator.max_iterations,
         "n": generator.num_trajectories,
