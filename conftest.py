@@ -7,13 +7,16 @@ as seconds of the child, and seconds of children that nobody has waited for, suc
 A module's fixture is charged to the test that uses it first or last; per file it adds up.
 """
 
+import atexit
 import dataclasses
 import functools
 import gc
 import multiprocessing.process
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import time
 import tomllib
 from collections import Counter, defaultdict
@@ -31,6 +34,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Collecting imports torch, transformers and 400 test files, and frees next to nothing: a third of its time went into
 # looking for garbage. `pytest_collection_finish` turns the collector on again.
 gc.disable()
+
+if "HF_DATASETS_CACHE" not in os.environ:  # tokenized rows of tests; workers and processes that tests start inherit it
+    os.environ["HF_DATASETS_CACHE"] = _cache = tempfile.mkdtemp(prefix="skyrl-tests-")
+    atexit.register(shutil.rmtree, _cache, ignore_errors=True)
 
 BUDGETS = Path(__file__).parent / "tests" / "budgets.toml"
 NOT_DAILY = ("slow", "full", "gpu", "network")

@@ -21,6 +21,7 @@ import skyrl_gym
 from skyrl_gym.envs.arithmetic.env import ArithmeticEnv
 from skyrl_gym.envs.base_text_env import BaseTextEnvStepOutput
 from skyrl_train.config import SkyRLConfig, compose_config
+from skyrl_train.dataset.dataset import PromptDataset, PromptItem
 from skyrl_train.entrypoints.main_base import BasePPOExp, run_experiment
 from skyrl_train.trainer import RayPPOTrainer
 
@@ -40,15 +41,19 @@ class RoundedSumsEnv(ArithmeticEnv):
         return output
 
 
+class RoundedSums(PromptDataset):
+    """Prompts of sums for `RoundedSumsEnv`."""
+
+    def __getitem__(self, index: int) -> PromptItem:
+        messages, _, extras, uid = super().__getitem__(index)
+        return messages, "rounded_sums", extras, uid
+
+
 class RoundedSumsExp(BasePPOExp):
     """Training on `RoundedSumsEnv`, evaluation on exact sums."""
 
-    def get_train_dataset(self) -> Any:
-        dataset = super().get_train_dataset()
-        assert dataset is not None
-        for row in dataset.rows:
-            row["env_class"] = "rounded_sums"
-        return dataset
+    def get_train_dataset(self) -> PromptDataset:
+        return RoundedSums(self.cfg.data.train_data, self.tokenizer, self.cfg.trainer.max_prompt_length)
 
 
 class ReversedEntropyExp(BasePPOExp):

@@ -25,7 +25,7 @@ TRAINING_DATA = "training data"
 _NOT_COMPARED = (
     "trainer.resume_mode", "trainer.resume_path", "trainer.resume_allow_changes",
     "trainer.project_name", "trainer.run_name", "trainer.run_dir", "trainer.ckpt_path", "trainer.export_path",
-    "generator.weight_sync_directory",
+    "generator.weight_sync_directory", "data.cache_dir",
 )
 """Names, places and the resumption itself."""
 # fmt: on
@@ -172,7 +172,14 @@ class DataDigest:
 
 
 def data_digest(dataset: Dataset) -> DataDigest:
-    """Compute the hashes of a dataset, in one pass over it."""
+    """Return the hashes of a dataset. Ours keep them in their cache, as every row is read for them."""
+    summary = getattr(dataset, "summary", None)
+    if summary is None:
+        return _compute_digest(dataset)
+    return DataDigest.from_json(summary("digest", lambda: _compute_digest(dataset).to_json()))
+
+
+def _compute_digest(dataset: Dataset) -> DataDigest:
     num_rows = len(dataset)
     chunk_rows = max(1, -(-num_rows // _MOST_CHUNKS))
     whole, content, chunks = hashlib.sha256(), 0, [xxhash.xxh32() for _ in range(0, num_rows, chunk_rows)]

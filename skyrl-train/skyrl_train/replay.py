@@ -138,8 +138,8 @@ class ReplayExperiment(BasePPOExp):
             setting, files = "data.val_data", self.cfg.data.val_data
         dataset = self.read_prompts(files) if is_evaluation else self.train_dataset
         assert dataset is not None, "validate_cfg asks for training data"
-        prompts = [row for row in dataset.collate_fn([dataset[i] for i in range(len(dataset))]) if row["uid"] == uid]
-        if not prompts:
+        place = int(uid) if uid.isdecimal() else len(dataset)
+        if place >= len(dataset):
             raise DataError(
                 f"no prompt of {setting}={list(files)} has the uid {uid}: give the data that the run had, as "
                 f"{setting}=[FILE]"
@@ -149,7 +149,7 @@ class ReplayExperiment(BasePPOExp):
             await trainer.load_checkpoint()
             await trainer.sync_weights()
             trainer.global_step = sample.step
-            own = prompts[:1]
+            own = dataset.collate_fn([dataset[place]])
             whole = evaluation_input(own, self.cfg, sample.step) if is_evaluation else trainer.generator_input(own)
             request = only(int(number), whole)
             rollouts = await request_rollouts(trainer.generator, request)

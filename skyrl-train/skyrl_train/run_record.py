@@ -133,7 +133,7 @@ def environment_names(cfg: SkyRLConfig, dataset: Dataset | None) -> list[str]:
     names = {cfg.environment.env_class} if cfg.generator.task is None else set()
     key = getattr(dataset, "env_class_key", None)
     if key is not None and cfg.generator.task is None:
-        names |= {row.get(key) for row in getattr(dataset, "rows", [])}
+        names |= set(dataset.distinct_values(key))  # type: ignore[union-attr]  it is a PromptDataset
     return sorted(name for name in names if name)
 
 

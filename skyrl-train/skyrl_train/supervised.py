@@ -196,11 +196,12 @@ class SupervisedTrainer(TrainingRun):
         if self.eval_dataset is None:
             return
         size = self.cfg.trainer.eval_batch_size
-        items = self.eval_dataset.items
+        dataset = self.eval_dataset
         totals: dict[str, float] = {}
         with self.timed("eval"):
-            for start in range(0, len(items), size):
-                for name, value in (await self._evaluate_batch(self.to_batch(items[start : start + size]))).items():
+            for start in range(0, len(dataset), size):
+                items = [dataset[index] for index in range(start, min(len(dataset), start + size))]
+                for name, value in (await self._evaluate_batch(self.to_batch(items))).items():
                     totals[name] = totals.get(name, 0.0) + value
         count = max(1.0, totals.pop("count"))
         means = {f"eval/{name}": value / count for name, value in totals.items()}

@@ -40,6 +40,11 @@ class DataConfig(BaseConfig):
     val_data: list[str] = field(default_factory=lambda: ["~/data/gsm8k/validation.parquet"])
     """Evaluation sets, in the same forms. Empty: no evaluation."""
 
+    cache_dir: str | None = None
+    """Folder of rows with the lengths of their prompts, kept for the next start with the same files, tokenizer and chat
+    template. null: a folder beside those of Hugging Face's datasets (HF_DATASETS_CACHE). It may be deleted when no run
+    starts."""
+
 
 @dataclass(kw_only=True)
 class PlacementConfig(BaseConfig):

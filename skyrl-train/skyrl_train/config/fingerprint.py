@@ -30,7 +30,7 @@ DEFINING = (
 (its names may differ). A name that ends in a dot stands for the whole section."""
 
 OPERATIONAL = (
-    "data.val_data", "trainer.epochs", "trainer.max_training_steps",
+    "data.val_data", "data.cache_dir", "trainer.epochs", "trainer.max_training_steps",
     "trainer.project_name", "trainer.run_name", "trainer.run_dir", "trainer.logger",
     "trainer.ckpt_path", "trainer.ckpt_interval", "trainer.ckpt_async", "trainer.max_ckpts_to_keep",
     "trainer.resume_mode", "trainer.resume_path", "trainer.resume_allow_changes",

@@ -32,6 +32,10 @@ class SupervisedDataConfig(BaseConfig):
     val_data: list[str] = field(default_factory=list)
     """Evaluation sets, in the same forms. Empty: no evaluation."""
 
+    cache_dir: str | None = None
+    """Folder of tokenized examples, kept for the next start with the same files, tokenizer and chat template. null: a
+    folder beside those of Hugging Face's datasets (HF_DATASETS_CACHE)."""
+
     format: Literal["auto", "chat", "alpaca", "preference"] = "auto"
     """Columns of a row. `chat`: `messages` (and optionally `tools`). `alpaca`: `instruction`, `input`, `output`.
     `preference`: `prompt`, `chosen`, `rejected`, each text or messages. `auto`: inferred from the columns."""

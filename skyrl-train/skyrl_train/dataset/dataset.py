@@ -1,46 +1,50 @@
 """Prompts from files or the hub, as rows that a generator takes. Knows no batches and no epochs."""
 
-import json
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import pyarrow.parquet
+import numpy as np
+import pyarrow as pa
 from loguru import logger
 
 from skyrl_gym.chat.template import ChatTemplate, ChatTemplateError
+from skyrl_train.dataset.cache import NUM_THREADS, ArrowRows, RowCache, in_threads
+from skyrl_train.dataset.fingerprint import rows_fingerprint
+from skyrl_train.dataset.sources import OWN_COLUMN, Chunk, Row, open_source, rows_of
 from skyrl_train.errors import DataError
-from skyrl_train.types import ConversationType, MessageType, PromptRow
+from skyrl_train.types import ConversationType, JsonObject, MessageType, PromptRow
 from skyrl_train.utils.progress import progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Row = dict[str, Any]
 PromptItem = tuple[ConversationType, str | None, Row, str]
 """Messages, environment id (None: the default one), the row's other columns, uid."""
 
-FILE_SUFFIXES = (".parquet", ".json", ".jsonl")
-_CHUNK_ROWS = 512
+_LENGTH = f"{OWN_COLUMN}length"
+_TEXTS_AT_ONCE = 16
+"""Prompts given to the tokenizer together: what it returns takes some hundred bytes a token."""
 
 
 class PromptDataset:
     """Rows of one or several sources, prompts over the length limit dropped.
 
     A row has a `prompt` (chat messages), may have an `env_class`, and what else it has goes to the environment. Its uid
-    is its index here, as text: the same in every run with the same sources, tokenizer and limit.
+    is its index here, as text: the same in every run with the same sources, tokenizer and limit. Rows and the lengths
+    of their prompts are in files of a cache, from where a row is read when it is asked for.
 
     Args:
         datasets: `.parquet`, `.json` or `.jsonl` files, or datasets of the hub: `name` (split `train`) or `name:split`.
         tokenizer: decides, with the chat template and its generation prompt, how long a prompt is.
         max_prompt_length: the most tokens of a prompt.
-        num_workers: threads that tokenize. (No processes: forking beside Ray's or a tokenizer's threads may deadlock.)
+        num_workers: threads that tokenize.
         chat_template: the one that the run generates with (`configured_chat_template`); None: the tokenizer's own.
+        cache_dir: `data.cache_dir`.
 
     Raises:
         DataError: a source that cannot be read, a missing column, a prompt that is not a list of messages or that the
-            template cannot render, no row left.
+            template cannot render, no row left, no space for the cache.
     """
 
     def __init__(
@@ -48,10 +52,11 @@ class PromptDataset:
         datasets: str | Sequence[str],
         tokenizer: "PreTrainedTokenizerBase",
         max_prompt_length: int,
-        num_workers: int = 8,
+        num_workers: int = NUM_THREADS,
         prompt_key: str = "prompt",
         env_class_key: str = "env_class",
         chat_template: ChatTemplate | None = None,
+        cache_dir: str | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.chat_template = chat_template or ChatTemplate(tokenizer)
@@ -62,13 +67,21 @@ class PromptDataset:
         self.sources = [datasets] if isinstance(datasets, str) else list(datasets)
         if not self.sources:
             raise DataError("there is no dataset to read; set data.train_data (or data.val_data) to a list of files")
-        rows = [row for source in self.sources for row in self._read(source)]
-        self.rows = self._short_enough(rows)
-        if not self.rows:
+        self._cache = RowCache(cache_dir)
+        self._fingerprints: list[str | None] = []
+        rows = ArrowRows.joined([self._tokenized(source) for source in self.sources])
+        lengths = rows.column(_LENGTH)
+        kept = np.flatnonzero(lengths <= max_prompt_length)
+        logger.info(
+            "{}: {} prompts, {} dropped for being over {} tokens (the longest has {})",
+            ", ".join(self.sources), len(kept), len(lengths) - len(kept), max_prompt_length, lengths.max(),
+        )  # fmt: skip
+        if not len(kept):
             raise DataError(
-                f"no row of {', '.join(self.sources)} is left: all {len(rows)} prompts have more than "
+                f"no row of {', '.join(self.sources)} is left: all {len(lengths)} prompts have more than "
                 f"trainer.max_prompt_length={max_prompt_length} tokens"
             )
+        self.rows: Sequence[Row] = PromptRows(rows, kept, prompt_key)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -86,95 +99,72 @@ class PromptDataset:
             for prompt, env_class, extras, uid in items
         ]
 
-    def _read(self, source: str) -> list[Row]:
-        rows = read_source(source)
-        for number, row in enumerate(rows):
-            if self.prompt_key not in row:
-                raise DataError(
-                    f"{source}: row {number} has no column {self.prompt_key!r}; it has {', '.join(row) or 'none'}"
-                )
-            row[self.prompt_key] = checked_messages(row[self.prompt_key], f"{source}: row {number}: {self.prompt_key}")
-        return rows
+    def summary(self, name: str, compute: Callable[[], JsonObject]) -> JsonObject:
+        """Return JSON values that follow from this dataset, of the cache if they are there."""
+        is_known = type(self) is PromptDataset and None not in self._fingerprints
+        key = f"{self._fingerprints} {self.max_prompt_length} {self.env_class_key}"
+        return self._cache.summary(key if is_known else None, name, compute)
 
-    def _short_enough(self, rows: list[Row]) -> list[Row]:
-        chunks = [rows[start : start + _CHUNK_ROWS] for start in range(0, len(rows), _CHUNK_ROWS)]
+    def distinct_values(self, key: str) -> list[Any]:
+        """Return the values of a column, each once, None where a row lacks it."""
+
+        def compute() -> JsonObject:
+            return {"values": list({str(value): value for value in (row.get(key) for row in self.rows)}.values())}
+
+        return self.summary(f"{key} values", compute)["values"]
+
+    def _tokenized(self, name: str) -> ArrowRows:
+        source = open_source(name)
+        content, num_rows = source.digest()
+        settings = {"kind": "prompts", "prompt_key": self.prompt_key}
+        fingerprint = rows_fingerprint(content, self.chat_template, settings, [__name__])
+        self._fingerprints.append(fingerprint)
+
+        def build() -> Iterator[pa.RecordBatch]:
+            with progress.phase("measure the prompts", num_rows, "prompts") as phase:
+                for batch in in_threads(partial(self._with_lengths, name), source.chunks(), self.num_workers):
+                    phase.advance(batch.num_rows)
+                    yield batch
+
+        return self._cache.rows(name, fingerprint, build)
+
+    def _with_lengths(self, source: str, chunk: Chunk) -> pa.RecordBatch:
+        """Return the stored rows with the lengths of their prompts."""
         lengths: list[int] = []
-        with (
-            ThreadPoolExecutor(self.num_workers) as threads,
-            progress.phase("measure the prompts", len(rows), "prompts") as phase,
-        ):
-            for own in threads.map(self._prompt_lengths, chunks):
-                lengths += own
-                phase.advance(len(own))
-        kept = [row for row, length in zip(rows, lengths, strict=True) if length <= self.max_prompt_length]
-        logger.info(
-            "{}: {} prompts, {} dropped for being over {} tokens (the longest has {})",
-            ", ".join(self.sources), len(kept), len(rows) - len(kept), self.max_prompt_length, max(lengths, default=0),
-        )  # fmt: skip
-        return kept
+        prompts = [
+            self._prompt(row, f"{source}: row {number}") for number, row in enumerate(chunk.rows, chunk.first_row)
+        ]
+        for start in range(0, len(prompts), _TEXTS_AT_ONCE):
+            try:
+                texts = [
+                    self.chat_template.text(prompt, add_generation_prompt=True)
+                    for prompt in prompts[start : start + _TEXTS_AT_ONCE]
+                ]
+            except ChatTemplateError as error:
+                raise DataError(f"a prompt of {source}: {error}") from error
+            ids: Any = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+            lengths += [len(prompt_ids) for prompt_ids in ids]
+        return chunk.stored.append_column(_LENGTH, pa.array(lengths, pa.int32()))
 
-    def _prompt_lengths(self, rows: list[Row]) -> list[int]:
-        try:
-            texts = [self.chat_template.text(row[self.prompt_key], add_generation_prompt=True) for row in rows]
-        except ChatTemplateError as error:
-            raise DataError(f"a prompt of {', '.join(self.sources)}: {error}") from error
-        ids = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
-        return [len(prompt_ids) for prompt_ids in ids]  # pyright: ignore[reportArgumentType]
+    def _prompt(self, row: Row, where: str) -> ConversationType:
+        if self.prompt_key not in row:
+            raise DataError(f"{where} has no column {self.prompt_key!r}; it has {', '.join(row) or 'none'}")
+        return checked_messages(row[self.prompt_key], f"{where}: {self.prompt_key}")
 
 
-def read_source(source: str) -> list[Row]:
-    """The rows of a file or of a dataset on the hub. Raises DataError if it cannot be read or has none."""
-    if not source.endswith(FILE_SUFFIXES):
-        return _read_hub(source)
-    path = Path(source).expanduser()
-    if not path.is_file():
-        raise DataError(f"{source}: there is no such file (looked for {path.absolute()})")
-    try:
-        rows = pyarrow.parquet.read_table(path).to_pylist() if source.endswith(".parquet") else list(_read_json(path))
-    except (OSError, pyarrow.ArrowException, ValueError) as error:
-        raise DataError(f"{source}: cannot be read: {error}") from error
-    if not rows:
-        raise DataError(f"{source}: the file has no rows")
-    return rows
+class PromptRows(Sequence[Row]):
+    """Rows of files, each read when it is asked for: a change to one is lost."""
 
+    def __init__(self, rows: ArrowRows, kept: np.ndarray, prompt_key: str) -> None:
+        self._rows, self._kept, self._prompt_key = rows, kept, prompt_key
 
-def _read_json(path: Path) -> Iterator[Row]:
-    """Read the rows of a JSON list, or of one JSON object a line, unchanged: no column is converted to one type."""
-    text = path.read_text(encoding="utf-8")
-    if text.lstrip().startswith("["):
-        rows = json.loads(text)
-    else:
-        rows = [_parse_line(line, number) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
-    for number, row in enumerate(rows):
-        if not isinstance(row, dict):
-            raise ValueError(f"row {number} is a {type(row).__name__}, not an object")
-        yield row
+    def __len__(self) -> int:
+        return len(self._kept)
 
-
-def _parse_line(line: str, number: int) -> object:
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"line {number} is not JSON: {error}") from error
-
-
-def _read_hub(source: str) -> list[Row]:
-    """`name` or `name:split`."""
-    import datasets  # heavy, and only needed here
-    from datasets.exceptions import DatasetsError
-
-    name, _, split = source.partition(":")
-    split = split or "train"
-    try:
-        found = datasets.load_dataset(name)
-    except (OSError, ValueError, DatasetsError) as error:
-        raise DataError(
-            f"{source}: cannot be loaded as a dataset of the hub ({error}). "
-            f"(A file must end with one of {', '.join(FILE_SUFFIXES)}.)"
-        ) from error
-    if split not in found:
-        raise DataError(f"{source}: Split `{split}` not found; the dataset has {', '.join(map(str, found))}")
-    return found[split].to_list()  # pyright: ignore
+    def __getitem__(self, index: int) -> Row:  # pyright: ignore[reportIncompatibleMethodOverride]  no slices
+        (row,) = rows_of(self._rows.row(int(self._kept[index])))
+        row[self._prompt_key] = checked_messages(row[self._prompt_key], self._prompt_key)
+        return row
 
 
 def checked_messages(prompt: Any, where: str) -> ConversationType:

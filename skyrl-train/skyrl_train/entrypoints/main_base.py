@@ -139,6 +139,7 @@ class BasePPOExp:
             self.tokenizer,
             self.cfg.trainer.max_prompt_length,
             chat_template=configured_chat_template(self.tokenizer, self.cfg.generator),
+            cache_dir=self.cfg.data.cache_dir,
         )
 
     def get_colocate_pg(self, timeout: float | None = None) -> "PlacementGroup | None":

@@ -69,8 +69,8 @@ class DistillationExp(BasePPOExp):
             self.vocab_sizes.append(self._check_teacher(f"{NAME}.teachers.{name}", name, teacher))
         self.num_top = self._num_top()
         if isinstance(self.train_dataset, PromptDataset):
-            for row in self.train_dataset.rows:
-                teacher_of_source(settings, row.get("data_source"))
+            for source in self.train_dataset.distinct_values("data_source"):
+                teacher_of_source(settings, source)
 
     def _check_teacher(self, setting: str, name: str, teacher: TeacherConfig) -> int:
         """Check a teacher's model, vocabulary and servers. Returns: the size of its vocabulary."""

@@ -204,7 +204,9 @@ def prompts_of(cfg: MismatchRunConfig, tokenizer: PreTrainedTokenizerBase) -> li
     longest = cfg.trainer.max_prompt_length
     chat_template = configured_chat_template(tokenizer, cfg.generator)
     if cfg.data.train_data:
-        data = PromptDataset(cfg.data.train_data, tokenizer, longest, chat_template=chat_template)
+        data = PromptDataset(
+            cfg.data.train_data, tokenizer, longest, chat_template=chat_template, cache_dir=cfg.data.cache_dir
+        )
         messages = [data[index][0] for index in range(min(count, len(data)))]
     else:
         messages = [[{"role": "user", "content": text}] for text in _BUILT_IN_PROMPTS[:count]]

@@ -4,9 +4,11 @@ import hashlib
 import os
 import re
 import secrets
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from skyrl_gym.waits import waiting
 from skyrl_gym.whole_folders import TEMPORARY_SUFFIX, fsync_folder
@@ -39,12 +41,19 @@ def write_atomically(path: str | Path, content: bytes | str) -> None:
     Raises:
         OSError: the disk is full or refuses. The old file is untouched and nothing is left beside it.
     """
+    with waiting("a write", on=f"file {path}"), writing_atomically(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def writing_atomically(path: str | Path) -> Iterator[BinaryIO]:
+    """Yield a file to write into, which replaces `path` when the block ends well. For content that is not held in
+    memory; otherwise as `write_atomically`."""
     path = Path(path)
-    data = content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
     try:
-        with waiting("a write", on=f"file {path}"), open(temporary, "xb") as file:
-            file.write(data)
+        with open(temporary, "xb") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -74,12 +74,12 @@ def test_alpaca_rows_are_a_question_and_an_answer(tokenizer, tmp_path):
         {"instruction": "Say a.", "input": "", "output": "a"},
     ]
     dataset = SupervisedDataset(write(tmp_path, rows), tokenizer, SupervisedDataConfig())
-    texts = [tokenizer.decode(example.ids) for (example,) in dataset.items]
+    texts = [tokenizer.decode(example.ids) for (example,) in dataset]
     assert texts == [
         "<start>user:Add.\n\n1 2<end><start>assistant:3<end>",
         "<start>user:Say a.<end><start>assistant:a<end>",
     ]
-    assert [learnt(tokenizer, example) for (example,) in dataset.items] == ["3<end>", "a<end>"]
+    assert [learnt(tokenizer, example) for (example,) in dataset] == ["3<end>", "a<end>"]
 
 
 def test_a_model_without_chat_template_reads_alpaca_rows_as_plain_text(chat_model):
@@ -93,7 +93,7 @@ def test_a_model_without_chat_template_reads_alpaca_rows_as_plain_text(chat_mode
 def test_a_preference_row_is_a_pair_with_one_prompt(tokenizer, tmp_path):
     rows = [{"prompt": "q", "chosen": "yes", "rejected": [{"role": "assistant", "content": "no"}]}]
     config = SupervisedDataConfig(train_on="last_assistant")
-    ((chosen, rejected),) = SupervisedDataset(write(tmp_path, rows), tokenizer, config, with_pairs=True).items
+    ((chosen, rejected),) = SupervisedDataset(write(tmp_path, rows), tokenizer, config, with_pairs=True)
     assert tokenizer.decode(chosen.ids) == "<start>user:q<end><start>assistant:yes<end>"
     assert learnt(tokenizer, chosen) == "yes<end>"
     assert learnt(tokenizer, rejected) == "no<end>"
@@ -105,9 +105,9 @@ def test_too_long_examples_are_dropped_or_cut(tokenizer, tmp_path):
         for answer in ("a", "b" * 50)
     ]
     paths = write(tmp_path, rows)
-    (short,) = SupervisedDataset(paths, tokenizer, SupervisedDataConfig(max_length=40)).items
+    (short,) = SupervisedDataset(paths, tokenizer, SupervisedDataConfig(max_length=40))
     assert learnt(tokenizer, short[0]) == "a<end>"
-    _, (cut,) = SupervisedDataset(paths, tokenizer, SupervisedDataConfig(max_length=40, too_long="truncate")).items
+    _, (cut,) = SupervisedDataset(paths, tokenizer, SupervisedDataConfig(max_length=40, too_long="truncate"))
     assert len(cut.ids) == 40
     assert set(learnt(tokenizer, cut)) == {"b"}
 

@@ -1,0 +1,205 @@
+"""Cache of tokenized rows: Arrow files, written as a stream and memory-mapped, so that no process holds the rows.
+
+A file is named by a fingerprint of all that its content follows from (the source's content, tokenizer, chat template,
+settings, versions, this code), and is whole or absent: two runs at once write the same file twice, one after the other.
+Datasets of `datasets` would do much of this, but infer types of JSON columns anew (rows would change), hide errors of a
+row behind their own, and parallelize by forking beside a tokenizer's threads. Knows no chat messages.
+"""
+
+import errno
+import hashlib
+import json
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from os import cpu_count, environ
+from pathlib import Path
+from typing import IO, TypeVar
+
+import numpy as np
+import pyarrow as pa
+from loguru import logger
+
+from skyrl_gym.whole_folders import TEMPORARY_SUFFIX
+from skyrl_train.errors import DataError
+from skyrl_train.types import JsonObject
+from skyrl_train.utils.io import expand_path, write_atomically, writing_atomically
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+NUM_THREADS = min(32, cpu_count() or 1)
+"""Threads that tokenize. No processes: forking beside Ray's or a tokenizer's threads may deadlock."""
+
+SETTING = "data.cache_dir"
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_ABANDONED_SECONDS = 24 * 3600.0
+"""Age of an unfinished file that nobody writes any more: a writer writes all the time."""
+
+
+# ---- files
+
+
+class ArrowRows:
+    """Rows of Arrow files. Args: `batches`, memory-mapped."""
+
+    def __init__(self, batches: Sequence[pa.RecordBatch]) -> None:
+        self._batches = batches
+        self._ends = np.cumsum([batch.num_rows for batch in batches], dtype=np.int64)
+
+    @classmethod
+    def open(cls, path: Path) -> "ArrowRows":
+        """Map a file. Raises OSError or pyarrow.ArrowInvalid if it cannot be read."""
+        reader = pa.ipc.open_file(pa.memory_map(str(path)))
+        return cls([reader.get_batch(number) for number in range(reader.num_record_batches)])
+
+    @classmethod
+    def joined(cls, parts: Iterable["ArrowRows"]) -> "ArrowRows":
+        """Return the rows of several files, one behind the other."""
+        return cls([batch for part in parts for batch in part._batches])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def row(self, index: int) -> pa.RecordBatch:
+        """Return a row, of 0 up to the number of rows."""
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        batch = self._batches[number]
+        return batch.slice(index - int(self._ends[number]) + batch.num_rows, 1)
+
+    def column(self, name: str) -> np.ndarray:
+        """Return a column of numbers. Only its part of the files is read."""
+        return np.concatenate([batch.column(name).to_numpy() for batch in self._batches])
+
+
+class RowCache:
+    """Folder of tokenized rows.
+
+    Args:
+        folder: `data.cache_dir`; None: that of Hugging Face's datasets (`HF_DATASETS_CACHE`).
+    """
+
+    def __init__(self, folder: str | None = None) -> None:
+        self.folder = expand_path(folder) if folder else _default_folder()
+
+    def rows(self, label: str, fingerprint: str | None, build: Callable[[], Iterator[pa.RecordBatch]]) -> ArrowRows:
+        """Return the rows with a fingerprint, of the cache or built now.
+
+        Args:
+            label: what is read, for the log.
+            fingerprint: None where none can be made: the rows are then kept in a temporary file.
+            build: yields the rows in batches.
+
+        Raises:
+            DataError: there is no space left.
+        """
+        if fingerprint is None:
+            logger.info("{}: not cached, as the tokenizer's code cannot be read to tell whether it changed", label)
+            return _temporary_rows(label, build)
+        path = self.folder / f"{fingerprint}.arrow"
+        try:
+            found = ArrowRows.open(path)
+            logger.info("{}: {} tokenized rows are in the cache, {}", label, len(found), path)
+            return found
+        except FileNotFoundError:
+            pass
+        except (OSError, pa.ArrowInvalid) as error:
+            logger.warning("{}: {} cannot be read and is written anew ({})", label, path, error)
+        started = time.monotonic()
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._remove_abandoned()
+            with writing_atomically(path) as file:
+                _write(file, build())
+                size = file.tell()
+        except OSError as error:
+            if error.errno in _NO_SPACE:
+                raise _no_space(label, self.folder, error) from error
+            logger.warning(
+                "{}: the cache {} cannot be written ({}), so the next start tokenizes again; set {} to another folder",
+                label, self.folder, error, SETTING,
+            )  # fmt: skip
+            return _temporary_rows(label, build)
+        seconds = time.monotonic() - started
+        logger.info("{}: tokenized in {:.1f} s, kept in {} ({:.1f} MB)", label, seconds, path, size / 1e6)
+        return ArrowRows.open(path)
+
+    def summary(self, rows: str | None, name: str, compute: Callable[[], JsonObject]) -> JsonObject:
+        """Return JSON values that follow from rows; computed once if the folder can be written.
+
+        Args:
+            rows: what tells these rows from all others; None: compute them.
+        """
+        if rows is None:
+            return compute()
+        path = self.folder / f"{hashlib.sha256(f'{rows} {name}'.encode()).hexdigest()[:32]}.json"
+        try:
+            return json.loads(path.read_text())
+        except (OSError, ValueError):
+            values = compute()
+        try:
+            write_atomically(path, json.dumps(values))
+        except OSError as error:
+            logger.debug("{} cannot be written: {}", path, error)
+        return values
+
+    def _remove_abandoned(self) -> None:
+        """Remove what killed writers left."""
+        for file in self.folder.glob(f".*{TEMPORARY_SUFFIX}"):
+            try:
+                if time.time() - file.stat().st_mtime > _ABANDONED_SECONDS:
+                    file.unlink()
+            except FileNotFoundError:  # another run was quicker
+                continue
+
+
+def _default_folder() -> Path:
+    from huggingface_hub.constants import HF_HOME
+
+    return Path(environ.get("HF_DATASETS_CACHE") or Path(HF_HOME) / "datasets").expanduser().absolute() / "skyrl_train"
+
+
+def _write(file: IO[bytes], batches: Iterator[pa.RecordBatch]) -> None:
+    first = next(batches)
+    with pa.ipc.new_file(file, first.schema) as writer:
+        writer.write_batch(first)
+        for batch in batches:
+            writer.write_batch(batch)
+
+
+def _temporary_rows(label: str, build: Callable[[], Iterator[pa.RecordBatch]]) -> ArrowRows:
+    """Return rows in a file without a name, which ends with this process."""
+    try:
+        with tempfile.NamedTemporaryFile(suffix=".arrow") as file:
+            _write(file, build())  # pyright: ignore[reportArgumentType]
+            file.flush()
+            return ArrowRows.open(Path(file.name))
+    except OSError as error:
+        raise _no_space(label, tempfile.gettempdir(), error) from error
+
+
+def _no_space(label: str, folder: object, error: OSError) -> DataError:
+    return DataError(
+        f"{label}: the tokenized rows cannot be written into {folder} ({error}); free space there, or set {SETTING} to "
+        "a folder on another disk"
+    )
+
+
+# ---- order
+
+
+def in_threads(convert: Callable[[T], R], items: Iterable[T], num_workers: int) -> Iterator[R]:
+    """Yield `convert` of each item, in order. As few items as keep the threads busy are held."""
+    pool = ThreadPoolExecutor(num_workers, thread_name_prefix="tokenize")
+    pending: deque[Future[R]] = deque()
+    try:
+        for item in items:
+            pending.append(pool.submit(convert, item))
+            if len(pending) > num_workers + 1:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)

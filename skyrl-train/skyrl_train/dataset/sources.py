@@ -1,0 +1,214 @@
+"""Rows of files and of datasets of the hub, read in chunks. Knows no tokenizer."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import pyarrow as pa
+import pyarrow.parquet
+
+from skyrl_train.errors import DataError
+
+Row = dict[str, Any]
+
+FILE_SUFFIXES = (".parquet", ".json", ".jsonl")
+OWN_COLUMN = "skyrl:"
+"""Beginning of the names of columns that are ours, in a stored batch."""
+
+_JSON = f"{OWN_COLUMN}json"
+"""Column of rows as JSON texts: rows of a JSON file may differ in keys and types, which no Arrow type holds."""
+_CHUNK_ROWS = 512
+_CHUNK_BYTES = 2_000_000
+_BLOCK_BYTES = 1 << 20
+
+
+class Chunk(NamedTuple):
+    """Neighbouring rows of a source."""
+
+    first_row: int
+    rows: list[Row]
+    stored: pa.RecordBatch
+    """The same rows for an Arrow file, of which `rows_of` makes them again."""
+
+
+class Source(Protocol):
+    """A file, or a dataset of the hub.
+
+    Raises:
+        DataError: from both methods, the source cannot be read or has no rows.
+    """
+
+    def digest(self) -> tuple[str, int | None]:
+        """Return a hash of the content, and about how many rows it has (None: not known before they are read)."""
+        ...
+
+    def chunks(self) -> Iterator[Chunk]:
+        """Yield the rows, some hundred at a time."""
+        ...
+
+
+def open_source(name: str) -> Source:
+    """Return a source by its name: a path that ends with one of `FILE_SUFFIXES`, or `name[:split]` of the hub."""
+    return FileSource(name) if name.endswith(FILE_SUFFIXES) else HubSource(name)
+
+
+def rows_of(batch: pa.RecordBatch) -> list[Row]:
+    """Return the rows of a stored batch, without columns of ours."""
+    if _JSON in batch.schema.names:
+        return [json.loads(text) for text in batch.column(_JSON).to_pylist()]
+    return batch.select([name for name in batch.schema.names if not name.startswith(OWN_COLUMN)]).to_pylist()
+
+
+class FileSource:
+    """Rows of a `.parquet`, `.json` or `.jsonl` file."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._path = Path(name).expanduser()
+        if not self._path.is_file():
+            raise DataError(f"{name}: there is no such file (looked for {self._path.absolute()})")
+        self._state = self._stat()
+
+    def digest(self) -> tuple[str, int | None]:
+        sha256, num_lines = hashlib.sha256(self._path.suffix.encode()), 0
+        try:
+            with open(self._path, "rb") as file:
+                while block := file.read(_BLOCK_BYTES):
+                    sha256.update(block)
+                    num_lines += block.count(b"\n")
+        except OSError as error:
+            raise DataError(f"{self._name}: cannot be read: {error}") from error
+        return sha256.hexdigest(), num_lines if self._path.suffix == ".jsonl" else None
+
+    def chunks(self) -> Iterator[Chunk]:
+        read = _read_parquet if self._path.suffix == ".parquet" else _read_json
+        try:
+            yield from _numbered(self._name, read(self._path))
+        except (OSError, pa.ArrowException, ValueError) as error:
+            if isinstance(error, DataError):
+                raise
+            raise DataError(f"{self._name}: cannot be read: {error}") from error
+        if self._stat() != self._state:  # the digest may be that of other rows
+            raise DataError(f"{self._name}: the file was changed while it was read; start again when it is complete")
+
+    def _stat(self) -> tuple[int, int, int]:
+        found = self._path.stat()
+        return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+class HubSource:
+    """Rows of a dataset of the hub, `name` (split `train`) or `name:split`."""
+
+    def __init__(self, source: str) -> None:
+        import datasets  # heavy, and only needed here
+        from datasets.exceptions import DatasetsError
+
+        name, _, split = source.partition(":")
+        split = split or "train"
+        try:
+            found = datasets.load_dataset(name)
+        except (OSError, ValueError, DatasetsError) as error:
+            raise DataError(
+                f"{source}: cannot be loaded as a dataset of the hub ({error}). "
+                f"(A file must end with one of {', '.join(FILE_SUFFIXES)}.)"
+            ) from error
+        if split not in found:
+            raise DataError(f"{source}: Split `{split}` not found; the dataset has {', '.join(map(str, found))}")
+        self._name, self._rows = source, found[split]
+
+    def digest(self) -> tuple[str, int | None]:
+        sha256 = hashlib.sha256(repr(self._rows.features).encode())
+        for part in self._parts():
+            for batch in part.with_format("arrow")[:].to_batches():
+                sha256.update(batch.serialize())
+        return sha256.hexdigest(), len(self._rows)
+
+    def chunks(self) -> Iterator[Chunk]:
+        return _numbered(self._name, self._batches())
+
+    def _batches(self) -> Iterator[tuple[list[Row], pa.RecordBatch]]:
+        has_json = "Json(" in repr(self._rows.features)  # columns of mixed types, as texts
+        for part in self._parts():
+            if has_json:
+                yield from _json_pieces(part.to_list())
+            else:
+                for batch in part.with_format("arrow")[:].to_batches():
+                    yield from _pieces(batch)
+
+    def _parts(self) -> Iterator[Any]:
+        for start in range(0, len(self._rows), _CHUNK_ROWS):
+            yield self._rows.select(range(start, min(len(self._rows), start + _CHUNK_ROWS)))
+
+
+def _numbered(name: str, batches: Iterator[tuple[list[Row], pa.RecordBatch]]) -> Iterator[Chunk]:
+    first = 0
+    for rows, stored in batches:
+        yield Chunk(first, rows, stored)
+        first += len(rows)
+    if not first:
+        raise DataError(f"{name}: the file has no rows")
+
+
+def _read_parquet(path: Path) -> Iterator[tuple[list[Row], pa.RecordBatch]]:
+    with pyarrow.parquet.ParquetFile(path) as file:
+        for batch in file.iter_batches(_CHUNK_ROWS):
+            yield from _pieces(batch)
+
+
+def _pieces(batch: pa.RecordBatch) -> Iterator[tuple[list[Row], pa.RecordBatch]]:
+    """Divide a batch of large rows. An Arrow file has one dictionary a column: there is none here, batches have
+    others."""
+    types = [(field.name, t.value_type if pa.types.is_dictionary(t := field.type) else t) for field in batch.schema]
+    batch = batch.cast(pa.schema(types))
+    num_rows = max(1, int(batch.num_rows * _CHUNK_BYTES / max(_CHUNK_BYTES, batch.nbytes)))
+    for start in range(0, batch.num_rows, num_rows):
+        piece = batch.slice(start, num_rows)
+        yield piece.to_pylist(), piece
+
+
+def _read_json(path: Path) -> Iterator[tuple[list[Row], pa.RecordBatch]]:
+    """Read a JSON list (as a whole), or one JSON object a line, unchanged: no column is converted to one type."""
+    with open(path, encoding="utf-8") as file:
+        while (first := file.read(1)).isspace():
+            pass
+        file.seek(0)
+        if first == "[":
+            yield from _json_pieces(json.load(file))
+            return
+        rows, texts, size, num_rows = [], [], 0, 0
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            rows.append(_object(_parse_line(line, number), num_rows))
+            texts.append(line)
+            size, num_rows = size + len(line), num_rows + 1
+            if len(rows) == _CHUNK_ROWS or size >= _CHUNK_BYTES:
+                yield rows, _json_batch(texts)
+                rows, texts, size = [], [], 0
+        if rows:
+            yield rows, _json_batch(texts)
+
+
+def _json_pieces(rows: Sequence[object]) -> Iterator[tuple[list[Row], pa.RecordBatch]]:
+    for start in range(0, len(rows), _CHUNK_ROWS):
+        part = [_object(row, number) for number, row in enumerate(rows[start : start + _CHUNK_ROWS], start)]
+        yield part, _json_batch([json.dumps(row) for row in part])
+
+
+def _json_batch(texts: list[str]) -> pa.RecordBatch:
+    return pa.RecordBatch.from_arrays([pa.array(texts, pa.large_string())], [_JSON])
+
+
+def _object(row: object, number: int) -> Row:
+    if not isinstance(row, dict):
+        raise ValueError(f"row {number} is a {type(row).__name__}, not an object")
+    return row
+
+
+def _parse_line(line: str, number: int) -> object:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"line {number} is not JSON: {error}") from error
