@@ -162,7 +162,7 @@ async def disturb_each_place(make_settings: Any, schedule: Mapping[str, str], fa
         pytest.param(AS_FINISHED, FAULTS[::-1], id="groups go on over a sync", marks=pytest.mark.full),
     ],
 )
-@pytest.mark.parametrize("every", [40, pytest.param(1, marks=[pytest.mark.full, pytest.mark.timeout(400)])])
+@pytest.mark.parametrize("every", [40, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(400)])])
 async def test_a_fault_at_an_await_ends_the_run_and_loses_nothing(
     make_settings: Any, schedule: Mapping[str, str], faults: list[Fault], every: int
 ):
