@@ -20,37 +20,28 @@ async def test_runtime_starts_with_files_environment_and_setup(make):
         assert await runtime.read("c.bin") == b"\xff\0"
 
 
-async def test_python_runs_what_it_is_given(make):
+async def test_commands_are_strings_of_bash_or_lists_and_whatever_they_are_have_a_result(make):
     async with make() as runtime:
         result = await runtime.exec([runtime.python, "-c", "print(6 * 7, input())"], stdin="ünd")
         assert result.stdout == "42 ünd\n"
-
-
-async def test_a_string_is_run_by_bash_and_a_list_as_it_is(make):
-    async with make() as runtime:
         assert (await runtime.exec("[[ a == a ]] && echo $((1 + 1))")).stdout == "2\n"
         assert (await runtime.exec(["echo", "$HOME", "a  b"])).stdout == "$HOME a  b\n"
         assert (await runtime.exec("echo out; echo err >&2; exit 3")).returncode == 3
-
-
-async def test_command_that_cannot_start_is_a_result(make):
-    async with make() as runtime:
+        words = ["a b", "'", '"', "\\", "$(id)", "ü\n", "-n", "*"]
+        result = await runtime.exec([runtime.python, "-c", "import sys, json; print(json.dumps(sys.argv[1:]))", *words])
+        assert json.loads(result.stdout) == words
+        env = {f"NAME_{number}": str(number) for number in range(1000)}
+        assert (await runtime.exec("echo $NAME_999", env=env)).stdout == "999\n"
         assert (await runtime.exec(["no-such-program"])).returncode != 0
         assert (await runtime.exec("echo a\0b")).returncode == 126
 
 
-async def test_the_deadline_ends_a_command_with_all_that_it_started(make):
+async def test_a_command_ends_with_all_that_it_started_at_its_deadline_or_by_itself(make):
     sleep = long_sleep()
     async with make() as runtime:
         result = await runtime.exec(f"echo begun; setsid {sleep} & {sleep}", timeout=0.5)
         assert (result.outcome, result.stdout) == ("wall_time", "begun\n")
         assert processes_with(sleep) == []
-        assert (await runtime.exec("echo on")).stdout == "on\n"
-
-
-async def test_a_command_ends_with_what_it_left_in_the_background(make):
-    sleep = long_sleep()
-    async with make() as runtime:
         assert (await runtime.exec(f"setsid {sleep} >/dev/null 2>&1 & echo done")).stdout == "done\n"
         assert processes_with(sleep) == []
 
@@ -81,16 +72,12 @@ async def test_closing_ends_a_command_that_nobody_waits_for(make):
     assert isinstance(ended, InfraError) or not ended.ok
 
 
-async def test_more_output_than_allowed_ends_the_command(make):
+async def test_large_files_and_outputs_pass_whole_up_to_the_limit(make):
+    data = bytes(range(256)) * 4096
     async with make() as runtime:
         result = await runtime.exec("yes", limits=Limits(output_bytes=10_000))
         assert result.outcome == "output"
         assert len(result.stdout) <= 10_000
-
-
-async def test_large_files_and_outputs_pass_whole(make):
-    data = bytes(range(256)) * 4096
-    async with make() as runtime:
         await runtime.write("data", data)
         assert await runtime.read("data") == data
         result = await runtime.exec("base64 -w0 data", limits=Limits(output_bytes=4 << 20))
@@ -106,18 +93,14 @@ async def test_paths_outside_are_refused(make, path):
             await runtime.read(path)
 
 
-async def test_files_are_written_read_and_missed(make):
-    async with make() as runtime:
+async def test_files_are_written_read_missed_and_keep_their_mode_when_written_again(make):
+    async with make(files={"run": "#!/bin/sh\necho one\n"}) as runtime:
         await runtime.write("a folder/ü.txt", "ä")
         assert await runtime.read("a folder/ü.txt") == "ä".encode()
         with pytest.raises(FileNotFoundError):
             await runtime.read("nothing")
         with pytest.raises(ValueError):
             await runtime.read("a folder")
-
-
-async def test_a_file_that_is_written_again_keeps_its_mode(make):
-    async with make(files={"run": "#!/bin/sh\necho one\n"}) as runtime:
         await runtime.exec("chmod 750 run")
         await runtime.write("run", "#!/bin/sh\necho two\n")
         assert (await runtime.exec("stat -c %a run; ./run")).stdout == "750\ntwo\n"
@@ -130,11 +113,8 @@ async def test_a_snapshot_is_the_working_directory_for_another_runtime(make):
     async with make(snapshot=snapshot, files={"not": "used"}) as runtime:
         result = await runtime.exec("cat link ./-name; stat -c %a a/b; ls -A")
         assert result.stdout == "b-\n755\n-name\na\nclosed\nempty\nlink\n"
-
-
-async def test_a_snapshot_of_nothing_is_one(make):
     async with make() as runtime:
-        snapshot = await runtime.snapshot()
+        snapshot = await runtime.snapshot()  # of nothing
     async with make(snapshot=snapshot) as runtime:
         assert (await runtime.exec("ls -A")).stdout == ""
 
@@ -152,13 +132,10 @@ async def test_a_full_workspace_is_what_the_command_did(make, request):
         assert (await runtime.exec("sleep 0.3; rm *; sleep 0.3")).ok, "it may make room"
 
 
-async def test_a_setup_command_that_fails_says_so(make):
+async def test_a_setup_command_that_fails_and_a_file_that_cannot_be_are_errors_of_the_start(make):
     runtime = make(setup=("echo all is well", "echo no such thing >&2; exit 4"))
     with pytest.raises(InfraError, match=r"exit status 4\): no such thing"):
         await runtime.start()
-
-
-async def test_a_file_that_cannot_be_is_an_error_at_the_start(make):
     with pytest.raises((ValueError, InfraError), match=r"\.\./x"):
         await make(files={"../x": ""}).start()
 
@@ -195,15 +172,6 @@ async def test_start_may_be_cancelled_at_any_moment(make):
         (ended,) = await asyncio.gather(starting, return_exceptions=True)
         if ended is None:  # it was faster
             await runtime.close()
-
-
-async def test_a_thousand_variables_and_strange_words(make):
-    async with make() as runtime:
-        words = ["a b", "'", '"', "\\", "$(id)", "ü\n", "-n", "*"]
-        result = await runtime.exec([runtime.python, "-c", "import sys, json; print(json.dumps(sys.argv[1:]))", *words])
-        assert json.loads(result.stdout) == words
-        env = {f"NAME_{number}": str(number) for number in range(1000)}
-        assert (await runtime.exec("echo $NAME_999", env=env)).stdout == "999\n"
 
 
 async def test_hostile_bytes_come_out_as_text(make):

@@ -76,6 +76,10 @@ def test_a_command_that_was_ended_is_not_begun_by_a_late_request(server):
         assert runtime.ask("DELETE", "/commands/command-1").status_code == 204
         assert problem(runtime.run("echo run >log", id="command-1")) == (500, "infrastructure")
         assert problem(runtime.ask("GET", "/files?path=log")) == (404, "missing_file")
+    with Direct(server) as runtime:  # nor a runtime made that was closed
+        assert runtime.ask("DELETE").status_code == 204
+        assert problem(runtime.make()) == (410, "gone")
+        assert problem(runtime.run("true")) == (410, "gone")
 
 
 def test_a_result_that_is_not_kept_is_not_made_again(server):
@@ -86,13 +90,6 @@ def test_a_result_that_is_not_kept_is_not_made_again(server):
         answer = runtime.run("echo run >>log", id="command-0")
         assert "not kept" in answer.json()["message"]
         assert runtime.ask("GET", "/files?path=log").content == b"run\n" * 10
-
-
-def test_a_runtime_that_was_closed_is_not_made_by_a_late_request(server):
-    with Direct(server) as runtime:
-        assert runtime.ask("DELETE").status_code == 204
-        assert problem(runtime.make()) == (410, "gone")
-        assert problem(runtime.run("true")) == (410, "gone")
 
 
 def test_missing_heartbeats_close_a_runtime_and_its_commands(server):
@@ -194,11 +191,6 @@ async def test_a_token_is_asked_for(server):
         assert httpx.get(f"{url}/health", trust_env=False).status_code == 401
 
 
-def test_a_page_in_a_browser_is_not_let_in(server):
-    with Direct(server, Host="evil.example") as runtime:
-        assert problem(runtime.make()) == (403, "unauthorized")
-
-
 @pytest.mark.parametrize(
     "method, path, content",
     [
@@ -214,7 +206,9 @@ def test_a_wrong_request_is_told_what_is_wrong(server, method, path, content):
         assert problem(runtime.ask(method, path, content=content)) == (400, "request")
 
 
-def test_ids_are_words(server):
+def test_ids_are_words_and_a_page_in_a_browser_is_not_let_in(server):
+    with Direct(server, Host="evil.example") as runtime:
+        assert problem(runtime.make()) == (403, "unauthorized")
     with httpx.Client(base_url=server, trust_env=False) as client:
         assert problem(client.put("/runtimes/a.b", json={})) == (400, "request")
 

@@ -3,10 +3,8 @@
 import asyncio
 import errno
 import shutil
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from skyrl_agent.config.task_file import read_task
@@ -19,12 +17,12 @@ from skyrl_agent.tasks.base import Instance
 from skyrl_agent.tasks.local_swe import LocalSWETask
 from skyrl_agent.testing import ScriptedModel, byte_tokenizer
 
+from ..runtimes.runtime_places import long_sleep
 from .swe_oracle import call
 
 STAGES = ("initialize", "generate", "evaluate")
 PLANS = ("async_pipeline", "async_batch", "async_batch_bounded", "async_fix_pool")
-HANG = f"sleep 1000.{uuid.uuid4().int % 10**12:012}"
-"""A command that nobody else runs."""
+HANG = long_sleep()
 STAGE_SECONDS = 8.0
 WORD = "mend"
 
@@ -59,14 +57,8 @@ async def short_outage(runtime: Runtime) -> None:
     raise InfraError("away for a moment")
 
 
-FAULTS: dict[str, Fault] = {
-    "exception": exception,
-    "hang": hang,
-    "slow tail": slow_tail,
-    "dead sandbox": dead_sandbox,
-    "full disk": full_disk,
-    "short outage": short_outage,
-}
+ALL = (exception, hang, slow_tail, dead_sandbox, full_disk, short_outage)
+FAULTS: dict[str, Fault] = {fault.__name__.replace("_", " "): fault for fault in ALL}
 
 
 @dataclass
@@ -152,9 +144,8 @@ def faulty_runner(plan: str, retries: int = 0, **dispatcher: Any) -> AgentRunner
         "generator": {"infer_backend": "itself", "num_trajectories": 3, "max_prompt_length": 20_000},
         "dispatcher": {
             "type": plan,
-            "max_parallel_agents": 8,
-            "max_eval_parallel_agents": 8,
-            **{stage: limits for stage in STAGES},
+            **dict.fromkeys(("max_parallel_agents", "max_eval_parallel_agents"), 8),
+            **dict.fromkeys(STAGES, limits),
             **dispatcher,
         },
         "runtime": {"kind": "local"},
@@ -162,17 +153,4 @@ def faulty_runner(plan: str, retries: int = 0, **dispatcher: Any) -> AgentRunner
     tokenizer = byte_tokenizer()
     engine = Engine(tokenizer, mend)
     engine.once = Once()
-    runner = AgentRunner(read_task(cfg), engine, tokenizer)
-    return runner
-
-
-def processes_with(words: str) -> list[str]:
-    """Numbers of processes that were started with these words, outside and inside of sandboxes."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if words in (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"):
-                found.append(folder.name)
-        except OSError:
-            continue
-    return found
+    return AgentRunner(read_task(cfg), engine, tokenizer)

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import tempfile
-import time
 
 import pytest
 
@@ -11,8 +10,9 @@ from skyrl_agent.finish import ERROR_AGENT, ERROR_EVALUATION, ERROR_RUNTIME, FIN
 from skyrl_agent.runtimes.leases import FOLDER_VARIABLE
 from skyrl_agent.training_rows import trajectory_advantages
 
+from ..runtimes.runtime_places import eventually, processes_with
 from ..tools_general.agent_web_server import web_server
-from .swe_faults import HANG, PLANS, STAGES, faulty_runner, processes_with, row
+from .swe_faults import HANG, PLANS, STAGES, faulty_runner, row
 
 FIRST_PLAN, *OTHER_PLANS = PLANS
 EVERY_PLAN = pytest.mark.parametrize(
@@ -46,14 +46,7 @@ def nothing_is_left(sandboxed, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(places))
     monkeypatch.setenv(FOLDER_VARIABLE, str(leases))
     yield
-
-    def left():
-        return [*os.listdir(places), *os.listdir(leases), *processes_with(HANG)]
-
-    deadline = time.monotonic() + 30
-    while left() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not left()
+    assert eventually(lambda: not [*os.listdir(places), *os.listdir(leases), *processes_with(HANG)], 30)
 
 
 @EVERY_PLAN

@@ -87,20 +87,27 @@ async def test_tampering_does_not_help(play, script):
     assert judgement.reward == 0.0
 
 
-async def test_a_fix_beside_broken_tests_still_counts(play):
-    script = (
-        f"{FIX}\nrm -r tests\necho broken > conftest.py\nrm calc/other.py; mkdir calc/other.py; touch calc/other.py/x"
-    )
-    _, judgement = await play(LocalSWETask(), ROW, script)
-    assert judgement.reward == 1.0
-
-
-async def test_new_files_are_kept(play):
-    script = """echo 'def twice(n): return 2 * n' > calc/twice.py
+BROKEN = "rm -r tests\necho broken > conftest.py\nrm calc/other.py; mkdir calc/other.py; touch calc/other.py/x"
+TWICE = """echo 'def twice(n): return 2 * n' > calc/twice.py
 echo 'from calc.twice import twice as double' > calc/double.py"""
+NO_TEXT = "printf '\\377' > calc/binary; head -c 2000000 /dev/urandom > big; mkfifo pipe"
+FULL = "for i in 1 2 3 4 5 6 7 8 9; do head -c 40000000 /dev/urandom > big$i; done"
+
+
+@pytest.mark.parametrize(
+    "script, files, left_out",
+    [
+        pytest.param(f"{FIX}\n{BROKEN}", None, None, id="a fix beside broken tests"),
+        pytest.param(TWICE, {"calc/double.py", "calc/twice.py"}, None, id="new files are kept"),
+        pytest.param(f"{FIX}\n{NO_TEXT}", None, ["big", "calc/binary", "pipe"], id="binary changes are left out"),
+        pytest.param(f"{FIX}\n{FULL}", {"calc/double.py"}, None, id="a full workspace"),
+    ],
+)
+async def test_a_fix_counts_whatever_is_beside_it(play, script, files, left_out):
     result, judgement = await play(LocalSWETask(), ROW, script)
     assert judgement.reward == 1.0
-    assert set(result["files"]) == {"calc/double.py", "calc/twice.py"}
+    assert files is None or set(result["files"]) == files
+    assert left_out is None or sorted(result["left_out"]) == left_out
 
 
 async def test_missing_edit_files_allow_all_files_but_tests(play):
@@ -139,19 +146,6 @@ async def test_any_command_can_judge(play):
 async def test_hidden_tests_are_judged_all_the_same(play):
     script = f"ls tests && exit\n{FIX}"
     result, judgement = await play(LocalSWETask(show_tests=False), ROW, script)
-    assert (judgement.reward, set(result["files"])) == (1.0, {"calc/double.py"})
-
-
-async def test_binary_changes_are_left_out(play):
-    script = f"{FIX}\nprintf '\\377' > calc/binary; head -c 2000000 /dev/urandom > big; mkfifo pipe"
-    result, judgement = await play(LocalSWETask(), ROW, script)
-    assert judgement.reward == 1.0
-    assert sorted(result["left_out"]) == ["big", "calc/binary", "pipe"]
-
-
-async def test_a_full_workspace_is_read_all_the_same(play):
-    script = f"{FIX}\nfor i in 1 2 3 4 5 6 7 8 9; do head -c 40000000 /dev/urandom > big$i; done"
-    result, judgement = await play(LocalSWETask(), ROW, script)
     assert (judgement.reward, set(result["files"])) == (1.0, {"calc/double.py"})
 
 

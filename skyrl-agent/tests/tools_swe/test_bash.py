@@ -3,9 +3,10 @@
 import pytest
 
 from skyrl_agent.errors import ConfigError
-from skyrl_agent.runtimes import Runtime
 from skyrl_agent.tools.base import ToolContext, make_tool
 from skyrl_agent.tools.bash import Bash, readable
+
+GONE = "[the working directory is gone; back in /workspace]\n/workspace\n[exit code 0]"
 
 
 async def said(call, tool: Bash, command: str, **arguments) -> str:
@@ -41,54 +42,44 @@ async def test_lines_of_errors_count_from_the_commands_first(call):
     assert "line 2: syntax error" in await said(call, Bash(), "true\necho (")
 
 
-async def test_command_that_reads_input_gets_none_and_ends(call):
-    assert await said(call, Bash(), "cat; read answer; echo \"[$answer]\"; python3 -c 'input()' 2>&1 | tail -1") == (
-        "[]\nEOFError: EOF when reading a line\n[exit code 0]"
-    )
+READS = "cat; read answer; echo \"[$answer]\"; python3 -c 'input()' 2>&1 | tail -1"
+LONG = f"cat >file <<'END'\n{'x' * 300_000}\nEND\nwc -c <file"
+BACKGROUND = ("sleep 300 & echo $! >pid; echo started", 'kill -0 "$(cat pid)" 2>/dev/null || echo gone')
 
 
-async def test_a_command_that_takes_too_long_is_ended_and_changes_no_directory(call):
+@pytest.mark.parametrize(
+    "commands, outputs",
+    [
+        ([READS], ["[]\nEOFError: EOF when reading a line\n[exit code 0]"]),  # it gets no input, and ends
+        (["kill -SEGV $$"], ["[ended by signal 11 (SIGSEGV)]"]),
+        ([LONG], ["300001\n[exit code 0]"]),
+        (BACKGROUND, ["started\n[exit code 0]", "gone\n[exit code 0]"]),  # it ends with the call
+        (["mkdir x; cd x", "rmdir ../x", "pwd"], [GONE]),
+    ],
+    ids=["input", "signal", "long", "background", "no directory"],
+)
+async def test_commands_and_their_last_outputs(call, commands, outputs):
+    bash = Bash()
+    found = [await said(call, bash, command) for command in commands]
+    assert found[-len(outputs) :] == outputs
+
+
+async def test_a_command_that_takes_too_long_is_ended_changes_no_directory_and_asks_for_no_more_than_the_ceiling(call):
     bash = Bash(timeout=30, max_timeout=40)
     output = await call(bash, command="cd /tmp; echo begun; sleep 60", timeout=3)
     assert output.failed
     assert output.text.startswith("begun\n[ended: it took longer than 3 seconds (timeout: at most 40)")
     assert await said(call, bash, "pwd") == "/workspace\n[exit code 0]"
-
-
-async def test_no_command_may_ask_for_more_than_the_ceiling(call):
     output = await call(Bash(timeout=0.5, max_timeout=1), command="sleep 60", timeout=3600)
     assert output.text.startswith("[ended: it took longer than 1 seconds")
 
 
-async def test_background_process_ends_with_the_call(call):
-    bash = Bash()
-    assert await said(call, bash, "sleep 300 & echo $! >pid; echo started") == "started\n[exit code 0]"
-    assert "gone" in await said(call, bash, 'kill -0 "$(cat pid)" 2>/dev/null || echo gone')
-
-
-async def test_endless_output_is_ended_with_advice(call):
+async def test_endless_output_is_ended_with_advice_and_a_zero_character_refused(call):
     output = await call(Bash(), command="yes")
     assert output.failed and output.text.startswith("y\ny\n")
     assert output.text.endswith("Working directory and variables are as before the command.]")
-
-
-async def test_a_directory_that_is_gone_is_told(call):
-    bash = Bash()
-    await said(call, bash, "mkdir x; cd x")
-    await said(call, bash, "rmdir ../x")
-    assert (
-        await said(call, bash, "pwd")
-        == "[the working directory is gone; back in /workspace]\n/workspace\n[exit code 0]"
-    )
-
-
-async def test_a_signal_is_named(call):
-    assert await said(call, Bash(), "kill -SEGV $$") == "[ended by signal 11 (SIGSEGV)]"
-
-
-async def test_a_command_may_be_long(call):
-    text = "x" * 300_000
-    assert await said(call, Bash(), f"cat >file <<'END'\n{text}\nEND\nwc -c <file") == "300001\n[exit code 0]"
+    refused = await call(Bash(), command="echo a\0b")
+    assert refused.failed and "zero character" in refused.text
 
 
 @pytest.mark.parametrize(
@@ -106,21 +97,10 @@ def test_output_is_what_a_terminal_shows_in_the_end(output, shown):
     assert readable(output) == shown
 
 
-async def test_a_zero_character_is_refused_with_a_reason(call):
-    output = await call(Bash(), command="echo a\0b")
-    assert output.failed and "zero character" in output.text
-
-
-async def test_missing_runtime_is_a_config_error():
+async def test_a_missing_runtime_and_impossible_times_are_config_errors():
     with pytest.raises(ConfigError, match="bash works in a runtime, and the task gives none"):
         await Bash().open(ToolContext("trajectory", {}))
-
-
-@pytest.mark.parametrize("settings", [{"timeout": 0}, {"timeout": 20, "max_timeout": 10}])
-def test_impossible_times_are_refused(settings):
-    with pytest.raises(ConfigError, match="timeout must be above 0 and at most max_timeout"):
-        make_tool("bash", settings)
-
-
-async def test_the_agent_waits_longer_than_the_longest_command(runtime: Runtime):
-    assert Bash(max_timeout=600).timeout_seconds > 600
+    for settings in ({"timeout": 0}, {"timeout": 20, "max_timeout": 10}):
+        with pytest.raises(ConfigError, match="timeout must be above 0 and at most max_timeout"):
+            make_tool("bash", settings)
+    assert Bash(max_timeout=600).timeout_seconds > 600  # the agent waits longer than the longest command

@@ -147,7 +147,7 @@ def test_formats(shop):
     assert "    26\tdef renew(self):" in fold and "    16\tdef size(self):" in fold and "json.dumps" not in fold
 
 
-def test_callers_are_found(shop):
+def test_callers_and_callees_are_found(shop):
     assert related(shop, "callers", "Stock.renew") == [
         "by the name alone (the object may be of another class):",
         "src/shop/stock.py:helper  line 33",
@@ -165,9 +165,6 @@ def test_callers_are_found(shop):
     ]
     assert related(shop, "callers", "Base.empty") == ["src/shop/stock.py:Stock.renew  line 27"]
     assert related(shop, "callers", "stock.py:Stock") == ["src/shop/stock.py:helper  line 33"]
-
-
-def test_callees_are_found(shop):
     assert related(shop, "callees", "Stock.renew") == [
         "src/shop/base.py:Base.empty  line 27",
         "src/shop/stock.py:Stock.count  line 28",
@@ -227,13 +224,7 @@ def test_text_is_found_where_names_are_not(shop):
     assert "latin.py:1: # café needle_latin" in shop.search(["needle_latin"])
     assert "(in another case), 1 times" in shop.search(["RETURN SUM("])
     assert "README.md:1: needle in the manual" in shop.search(["needle in"], "*.md")
-
-
-def test_third_party_files_are_skipped(shop):
-    assert "nothing found" in shop.search(["hidden"])
-
-
-def test_a_file_that_is_no_python_says_so(shop):
+    assert "nothing found" in shop.search(["hidden"])  # a third party's
     assert "not valid Python, searched as text alone: line 1" in shop.search(["broken.py"])
 
 

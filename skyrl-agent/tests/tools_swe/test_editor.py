@@ -64,14 +64,11 @@ async def test_undo_never_loses_what_others_wrote(edit, runtime: Runtime):
     assert await runtime.read("f") == b"a\nb\n"
 
 
-async def test_mode_and_links_are_kept(edit, runtime: Runtime):
+async def test_mode_and_links_are_kept_and_files_outside_of_the_working_directory_as_good(edit, runtime: Runtime):
     await runtime.exec("mkdir d; printf 'echo 1\\n' >d/run.sh; chmod 750 d/run.sh; ln -s d/run.sh link")
     assert "is changed" in await edit("str_replace", "link", old_str="1", new_str="2")
     seen = await runtime.exec("stat -c %a d/run.sh; readlink link; cat d/run.sh; ls -A d")
     assert seen.stdout == "750\nd/run.sh\necho 2\nrun.sh\n"
-
-
-async def test_files_outside_of_the_working_directory_are_as_good(edit):
     assert "is created" in await edit("create", "/tmp/notes/x.txt", file_text="hello\n")
     assert await edit("view", "/tmp/notes/x.txt") == "     1\thello"
 
@@ -124,11 +121,16 @@ async def test_a_folder_is_shown_two_levels_deep(edit, runtime: Runtime):
     assert (await edit("view", "p", python_only=True)).split("\n")[1:] == ["a/", "a/b/", "a/n.py", "m.py"]
 
 
-async def test_a_part_of_a_file(edit, runtime: Runtime):
+async def test_a_part_of_a_file_and_long_ones_truncated_with_a_note(edit, runtime: Runtime):
     await runtime.write("f", "1\r\n\ttwo\r\n3\r\n4")
     assert await edit("view", "f", view_range=[2, 3]) == "     2\t\ttwo\n     3\t3"
     assert await edit("view", "f", view_range=[4, -1]) == "     4\t4"
     assert await edit("view", "f", view_range=[3, 99]) == "     3\t3\n     4\t4"
+    await runtime.write("rows.txt", "".join(f"row {n}\n" for n in range(1000)))
+    shown = await edit("view", "rows.txt")
+    assert len(shown) <= 3000 and "more lines left out" in shown.split("\n")[-1]
+    await runtime.write("wide.txt", "x" * 100_000)
+    assert (await edit("view", "wide.txt")).endswith("x... 98000 more characters")
 
 
 SOURCE = '''"""What it is for."""
@@ -163,28 +165,17 @@ def build(name):
 '''
 
 
-async def test_functions_without_their_bodies(edit, runtime: Runtime):
+async def test_functions_are_shown_without_their_bodies_on_demand_and_in_a_long_file(edit, runtime: Runtime):
     await runtime.write("shelf.py", SOURCE)
     shown = await edit("view", "shelf.py", concise=True)
     assert "     5\tclass Shelf:" in shown and "    10\t    @property" in shown and "    13\t    ) -> list:" in shown
     assert "    14\t        ...  # lines 14-18\n    19\t" in shown
     assert "    21\t        return 1" in shown  # too short to be left out
     assert "third" not in shown and shown.endswith("    25\t    ...  # lines 25-29")
-
-
-async def test_a_long_python_file_is_shown_without_bodies_by_itself(edit, runtime: Runtime):
     await runtime.write("long.py", "".join(SOURCE.replace("Shelf", f"Shelf{n}") for n in range(6)))
     shown = await edit("view", "long.py")
     assert "without the bodies of functions" in shown and "class Shelf5:" in shown and len(shown) <= 3000
     assert "third = 3" in await edit("view", "long.py", view_range=[10, 20])
-
-
-async def test_long_output_is_truncated_with_a_note(edit, runtime: Runtime):
-    await runtime.write("rows.txt", "".join(f"row {n}\n" for n in range(1000)))
-    shown = await edit("view", "rows.txt")
-    assert len(shown) <= 3000 and "more lines left out" in shown.split("\n")[-1]
-    await runtime.write("wide.txt", "x" * 100_000)
-    assert (await edit("view", "wide.txt")).endswith("x... 98000 more characters")
 
 
 async def test_a_change_that_breaks_a_python_file_is_told(edit, runtime: Runtime):
