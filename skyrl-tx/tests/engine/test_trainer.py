@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from tx.tinker.commands import Optimize, Save, Train
 from tx.tinker.engine.messages import Done
+from tx.tinker.types import AdamParams
 
 
 def test_a_model_is_made_trained_stepped_saved_and_unloaded(bench: Any):
@@ -107,13 +109,27 @@ def test_unexpected_error_fails_one_command_and_reveals_only_its_kind(bench: Any
     assert bench.result(after) == {}
 
 
-def test_bytes_that_are_no_training_request_fail_their_order(bench: Any):
-    from tx.tinker.commands import Train
+HEAD = {"request_id": "x", "tenant": "a", "model_id": "a1", "seq": 1}
 
+
+@pytest.mark.parametrize(
+    "command, category, seqs_done",
+    [
+        pytest.param(Train(**HEAD, payload=b"\xff\xff"), "user", 0, id="no training request"),
+        pytest.param(Optimize(**HEAD, adam=AdamParams()), "server", 1, id="done already"),
+        pytest.param(Save(**HEAD, folder="/elsewhere", state=True), "server", 0, id="no folder of ours"),
+    ],
+)
+def test_an_order_that_cannot_be_done_fails_and_changes_nothing(
+    bench: Any, command: Any, category: str, seqs_done: int
+):
     bench.create("a1")
-    bench.trainer.inbox.put(Train(request_id="x", tenant="a", model_id="a1", seq=1, payload=b"\xff\xff"))
+    for _ in range(seqs_done):
+        bench.optimize("a1")
+    bench.trainer.inbox.put(command)
     bench.work()
-    assert bench.result("x")[0] == "user"
+    assert bench.result("x")[0] == category
+    assert bench.backend.models["a1"].steps == seqs_done
 
 
 def test_a_model_that_could_not_be_made_is_not_there_for_later_orders(bench: Any):
@@ -123,18 +139,6 @@ def test_a_model_that_could_not_be_made_is_not_there_for_later_orders(bench: Any
     assert bench.result(failed) == ("user", "rank must be at most 8")
     assert bench.result(later) == ("server", "the engine has not loaded this model")
     assert bench.result(gone) == {}
-
-
-def test_an_order_that_was_done_already_is_not_done_again(bench: Any):
-    from tx.tinker.commands import Optimize
-    from tx.tinker.types import AdamParams
-
-    bench.create("a1")
-    bench.optimize("a1")
-    bench.trainer.inbox.put(Optimize(request_id="twin", tenant="a", model_id="a1", seq=1, adam=AdamParams()))
-    bench.work()
-    assert bench.result("twin")[0] == "server"
-    assert bench.backend.models["a1"].steps == 1
 
 
 def test_a_turn_can_be_seen_to_take_long_while_it_does(bench: Any):
@@ -178,12 +182,3 @@ def test_a_checkpoint_that_is_gone_is_the_users_error_and_changes_nothing(bench:
     bench.work()
     assert bench.result(failed) == bench.result(lost) == ("user", "the checkpoint does not exist any more")
     assert bench.backend.models["a1"].weight == 4.0 and "b1" not in bench.backend.models
-
-
-def test_a_save_that_the_disk_refuses_fails_and_leaves_no_folder(bench: Any):
-    from tx.tinker.commands import Save
-
-    bench.create("a1")
-    bench.trainer.inbox.put(Save(request_id="x", tenant="a", model_id="a1", seq=1, folder="/elsewhere", state=True))
-    bench.work()
-    assert bench.result("x")[0] == "server"

@@ -32,13 +32,10 @@ def test_a_key_is_found_in_each_header_it_may_stand_in():
         assert key_of(Headers(headers)) == ""
 
 
-def test_a_file_of_keys_may_hold_comments_and_empty_lines(tmp_path):
+def test_a_file_of_keys_may_hold_comments_and_empty_lines_and_keys_of_the_environment_are_pairs(tmp_path):
     file = tmp_path / "keys"
     file.write_text("# ours\n\nanna   tml-anna-key\nbela\ttml-bela-key\n")
     assert read_api_keys(config(api_keys_file=file), {}).holder_of("tml-bela-key") == ("bela", False)
-
-
-def test_keys_of_the_environment_are_pairs():
     keys = read_api_keys(config(), {"TX_API_KEYS": "anna=tml-anna=key, bela=tml-bela-key"})
     assert keys.holder_of("tml-anna=key") == ("anna", False)
     assert keys.holder_of("tml-bela-key") == ("bela", False)

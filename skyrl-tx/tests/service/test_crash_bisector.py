@@ -47,24 +47,17 @@ def test_all_work_is_done_but_the_deadly(deadly, seed, restarts):
     assert (set(culprit_request), set(done)) == (deadly, set(work) - deadly)
 
 
-def test_crash_bisector_finds_one_of_1024_requests_in_a_dozen_crashes():
+def test_crash_bisector_finds_one_of_1024_requests_in_a_dozen_crashes_and_one_alone_in_five():
     work = [f"w{i}" for i in range(1024)]
     assert run(work, {"w777"})[2] <= DEATHS_TO_BE_SUSPECTED + 11
-
-
-def test_alone_it_takes_five_deaths():
     assert run(["only"], {"only"}) == ([], ["only"], 5)
 
 
-def test_a_death_that_nobody_was_part_of_accuses_nobody():
+def test_a_few_deaths_and_those_that_nobody_was_part_of_are_accidents():
     suspects = CrashBisector[str]()
     for _ in range(5):
         assert suspects.died([]) is None
     assert suspects.may_run("anything")
-
-
-def test_a_few_deaths_are_accidents():
-    suspects = CrashBisector[str]()
     for _ in range(DEATHS_TO_BE_SUSPECTED - 1):
         suspects.died(["a", "b"])
         assert suspects.may_run("a") and suspects.may_run("c")

@@ -57,14 +57,10 @@ def test_a_gap_is_given_up_with_those_directly_behind_it():
     assert sequencer.offer(5, "r5", now=40.0) == ["r5", "r6"]
 
 
-def test_sequence_without_a_gap_gives_up_nothing():
+def test_sequence_without_a_gap_gives_up_nothing_and_waiting_requests_can_be_abandoned():
     sequencer = Sequencer[str]()
     sequencer.offer(0, "r0", now=0.0)
     assert sequencer.give_up(waiting_since_before=1e9) is None
-
-
-def test_waiting_requests_can_be_abandoned():
-    sequencer = Sequencer[str]()
     for seq in (5, 2, 3):
         sequencer.offer(seq, None if seq == 3 else f"r{seq}", now=0.0)
     assert sequencer.drain() == ["r2", "r5"]

@@ -13,6 +13,9 @@ from tx.tinker.backends.torch.adam import AdamState, adamw, clipped
 from tx.tinker.backends.torch.training import TorchTraining
 from tx.tinker.types import AdamParams, Datum, LoraSpec, TrainingPass
 
+Make = Callable[[str], Path]
+Supervised = Callable[..., list[Datum]]
+
 
 @pytest.mark.parametrize(
     "params",
@@ -58,15 +61,13 @@ def one_pass(backend: TorchTraining, data: list[Datum], model_id: str = "m") -> 
 
 
 @pytest.fixture
-def backend(model_folder: Callable[[str], Path]) -> TorchTraining:
+def backend(model_folder: Make) -> TorchTraining:
     backend = TorchTraining(model_folder("llama"))
     backend.create("m", LoraSpec(rank=4))
     return backend
 
 
-def test_a_step_without_gradient_changes_nothing(
-    backend: TorchTraining, supervised: Callable[..., list[Datum]]
-) -> None:
+def test_a_step_without_gradient_changes_nothing(backend: TorchTraining, supervised: Supervised) -> None:
     one_pass(backend, supervised([5]))
     first = backend.optim_step("m", AdamParams(weight_decay=0.1))
     assert first["grad_norm:mean"] > 0 and first["step:max"] == 1
@@ -77,14 +78,12 @@ def test_a_step_without_gradient_changes_nothing(
     assert adapter.step == 1 and torch.equal(adapter.weights, before[0]) and torch.equal(adapter.mean, before[1])
 
 
-def test_forward_only_leaves_no_gradient(backend: TorchTraining, supervised: Callable[..., list[Datum]]) -> None:
+def test_forward_only_leaves_no_gradient(backend: TorchTraining, supervised: Supervised) -> None:
     backend.run([TrainingPass("m", supervised([5]), "cross_entropy", forward_only=True)])
     assert backend._adapters["m"].gradient is None
 
 
-def test_a_gradient_that_is_not_finite_is_refused_and_cleared(
-    backend: TorchTraining, supervised: Callable[..., list[Datum]]
-) -> None:
+def test_a_gradient_that_is_not_finite_is_refused_and_cleared(backend: TorchTraining, supervised: Supervised) -> None:
     (datum,) = supervised([5])
     datum.inputs["weights"][2] = np.nan
     before = backend._adapters["m"].weights.clone()
@@ -119,7 +118,7 @@ def saved(backend: TorchTraining, folder: Path, model_id: str = "m") -> dict[str
 
 @pytest.mark.parametrize("what", IMPOSSIBLE)
 def test_a_step_that_fails_changes_no_bit_and_names_the_cause(
-    backend: TorchTraining, supervised: Callable[..., list[Datum]], tmp_path: Path, what: str
+    backend: TorchTraining, supervised: Supervised, tmp_path: Path, what: str
 ) -> None:
     one_pass(backend, supervised([5]))
     backend.optim_step("m", AdamParams(learning_rate=0.01))  # with moments to lose
@@ -136,18 +135,14 @@ def test_a_step_that_fails_changes_no_bit_and_names_the_cause(
     assert backend.optim_step("m", possible)["step:max"] == 2
 
 
-def test_a_large_step_that_float32_can_hold_is_taken(
-    backend: TorchTraining, supervised: Callable[..., list[Datum]]
-) -> None:
+def test_a_large_step_that_float32_can_hold_is_taken(backend: TorchTraining, supervised: Supervised) -> None:
     one_pass(backend, supervised([5]))
     backend.optim_step("m", AdamParams(learning_rate=1e9, weight_decay=1e-9))
     weights = backend._adapters["m"].weights
     assert weights.isfinite().all() and weights.abs().max() > 1e8
 
 
-def test_a_copied_gradient_is_put_back_bit_for_bit(
-    backend: TorchTraining, supervised: Callable[..., list[Datum]]
-) -> None:
+def test_a_copied_gradient_is_put_back_bit_for_bit(backend: TorchTraining, supervised: Supervised) -> None:
     nothing = backend.copy_gradient("m")
     one_pass(backend, supervised([5]))
     some = backend.copy_gradient("m")
@@ -162,7 +157,7 @@ def test_a_copied_gradient_is_put_back_bit_for_bit(
     assert backend.optim_step("m", AdamParams())["grad_norm:mean"] == 0
 
 
-def test_another_models_weight_decay_is_its_own(backend: TorchTraining, supervised: Callable[..., list[Datum]]) -> None:
+def test_another_models_weight_decay_is_its_own(backend: TorchTraining, supervised: Supervised) -> None:
     backend.create("other", LoraSpec(rank=4))
     one_pass(backend, supervised([5]), "other")
     before = backend._adapters["m"].weights.clone()

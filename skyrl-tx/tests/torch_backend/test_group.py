@@ -30,10 +30,11 @@ from tx.tinker.backends.torch.training import TorchTraining
 from tx.tinker.backends.torch.training_rank import TrainingRank
 from tx.tinker.types import AdamParams, Datum, LoraSpec, PassOutput, TrainingPass
 
+Make = Callable[[str], Path]
+Supervised = Callable[..., list[Datum]]
+
 ADAM = AdamParams(learning_rate=0.02, weight_decay=0.1)
 LENGTHS = [9, 1, 33, 2, 40]
-
-Data = Callable[..., list[Datum]]
 
 
 def start(kind: type[Ranks], folder: Path, logs: Path, **settings: object) -> tuple[GroupTraining, TrainingRanks, Any]:
@@ -45,7 +46,7 @@ def start(kind: type[Ranks], folder: Path, logs: Path, **settings: object) -> tu
 
 @pytest.fixture(scope="module")
 def started(
-    model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+    model_folder: Make, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[GroupTraining, TrainingRanks]]:
     logs = tmp_path_factory.mktemp("logs")
     group, ranks, _ = start(ProcessRanks, model_folder("qwen2"), logs, tokens_per_micro_batch=64)
@@ -71,7 +72,7 @@ def saved(backend: TrainingBackend, model_id: str, folder: Path) -> dict[str, by
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
-def assert_trains_as_one_process_does(backend: TrainingBackend, one: TrainingBackend, supervised: Data) -> None:
+def assert_trains_as_one_process_does(backend: TrainingBackend, one: TrainingBackend, supervised: Supervised) -> None:
     passes = [TrainingPass(name, supervised(LENGTHS, i), "cross_entropy") for i, name in enumerate("ab")]
     passes.append(TrainingPass("c", supervised([5]), "cross_entropy"))
     for model in "abc":
@@ -93,16 +94,14 @@ def assert_trains_as_one_process_does(backend: TrainingBackend, one: TrainingBac
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_two_processes_train_as_one_does(
-    group: GroupTraining, model_folder: Callable[[str], Path], supervised: Data
-) -> None:
+def test_two_processes_train_as_one_does(group: GroupTraining, model_folder: Make, supervised: Supervised) -> None:
     assert_trains_as_one_process_does(group, TorchTraining(model_folder("qwen2")), supervised)
 
 
 @pytest.mark.slow
 @pytest.mark.process
 def test_the_same_again_gives_the_same_bits_also_from_a_snapshot_and_on_every_process(
-    started: tuple[GroupTraining, TrainingRanks], supervised: Data, tmp_path: Path
+    started: tuple[GroupTraining, TrainingRanks], supervised: Supervised, tmp_path: Path
 ) -> None:
     group, ranks = started
     lora, data = LoraSpec(rank=8, seed=1), supervised(LENGTHS)
@@ -129,7 +128,7 @@ def test_the_same_again_gives_the_same_bits_also_from_a_snapshot_and_on_every_pr
 
 @pytest.mark.process
 def test_company_changes_no_bit_and_what_is_wrong_with_one_model_is_told_to_it_alone(
-    group: GroupTraining, supervised: Data, tmp_path: Path
+    group: GroupTraining, supervised: Supervised, tmp_path: Path
 ) -> None:
     wrong = supervised([3, 50, 4], 7)
     del wrong[2].inputs["weights"]
@@ -165,7 +164,9 @@ def test_company_changes_no_bit_and_what_is_wrong_with_one_model_is_told_to_it_a
 
 
 @pytest.mark.process
-def test_a_datum_that_is_wrong_is_named_by_its_number_in_the_request(group: GroupTraining, supervised: Data) -> None:
+def test_a_datum_that_is_wrong_is_named_by_its_number_in_the_request(
+    group: GroupTraining, supervised: Supervised
+) -> None:
     group.create("m", LoraSpec(rank=2))
     data = [Datum(datum.tokens, {"target_tokens": datum.inputs["target_tokens"]}) for datum in supervised([30, 30, 5])]
     for datum in data[:2]:
@@ -178,7 +179,7 @@ def test_a_datum_that_is_wrong_is_named_by_its_number_in_the_request(group: Grou
 
 
 @pytest.mark.process
-def test_a_gradient_is_put_back(group: GroupTraining, supervised: Data, tmp_path: Path) -> None:
+def test_a_gradient_is_put_back(group: GroupTraining, supervised: Supervised, tmp_path: Path) -> None:
     group.create("m", LoraSpec(rank=2))
     run(group, "m", supervised(LENGTHS))
     before = saved(group, "m", tmp_path / "before")
@@ -193,7 +194,7 @@ def test_a_gradient_is_put_back(group: GroupTraining, supervised: Data, tmp_path
 
 @pytest.mark.slow
 def test_the_death_of_a_process_is_told_by_name_and_the_others_end_with_it(
-    model_folder: Callable[[str], Path], supervised: Data, tmp_path: Path
+    model_folder: Make, supervised: Supervised, tmp_path: Path
 ) -> None:
     """The model is a mixture of experts, with recomputed activations."""
     folder = model_folder("qwen3_moe")
@@ -238,7 +239,7 @@ def ray_cluster() -> Iterator[None]:
 
 @pytest.mark.full
 def test_processes_of_ray_do_the_same(
-    ray_cluster: None, model_folder: Callable[[str], Path], supervised: Data, tmp_path: Path
+    ray_cluster: None, model_folder: Make, supervised: Supervised, tmp_path: Path
 ) -> None:
     folder = model_folder("llama")
     group, _, ranks = start(RayRanks, folder, tmp_path, chunk_size=32)
@@ -255,7 +256,7 @@ def test_processes_of_ray_do_the_same(
 @pytest.mark.full
 @pytest.mark.parametrize(("architecture", "dtype"), [("qwen2", "float32"), ("qwen3_moe", "bfloat16")])
 def test_processes_that_read_their_parts_compute_the_bits_of_a_whole_model(
-    model_folder: Callable[[str], Path], supervised: Data, tmp_path: Path, architecture: str, dtype: str
+    model_folder: Make, supervised: Supervised, tmp_path: Path, architecture: str, dtype: str
 ) -> None:
     """Pickled weights cannot be read in parts: rank 0 loads all of them for the other."""
     parts, pickled = model_folder(architecture), tmp_path / "pickled"

@@ -16,6 +16,8 @@ from tx.tinker.backends.base import Failure
 from tx.tinker.backends.torch.training import TorchTraining
 from tx.tinker.types import AdamParams, Datum, LoraSpec, PassOutput, TrainingPass
 
+Make = Callable[[str], Path]
+
 VOCAB = 67
 
 
@@ -50,9 +52,7 @@ def same_bits(a: torch.Tensor | np.ndarray, b: torch.Tensor | np.ndarray) -> boo
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "qwen3_moe", "phi3", "sliding"])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_a_pass_of_many_models_gives_each_the_bits_it_gets_alone(
-    name: str, seed: int, model_folder: Callable[[str], Path]
-) -> None:
+def test_a_pass_of_many_models_gives_each_the_bits_it_gets_alone(name: str, seed: int, model_folder: Make) -> None:
     draw = random.Random(seed)
     together = TorchTraining(model_folder(name), tokens_per_micro_batch=10**6)
     alone = TorchTraining(model_folder(name))
@@ -80,7 +80,7 @@ def test_a_pass_of_many_models_gives_each_the_bits_it_gets_alone(
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
-def test_a_forward_gives_the_bits_of_a_forward_and_backward(name: str, model_folder: Callable[[str], Path]) -> None:
+def test_a_forward_gives_the_bits_of_a_forward_and_backward(name: str, model_folder: Make) -> None:
     backend = TorchTraining(model_folder(name))
     add(backend, "m", LoraSpec(rank=4))
     data = data_of("ppo", [1, 40, 7], 0, VOCAB)
@@ -89,7 +89,7 @@ def test_a_forward_gives_the_bits_of_a_forward_and_backward(name: str, model_fol
     assert all(map(same_bits, forward.logprobs, both.logprobs)) and forward.metrics == both.metrics
 
 
-def test_gradient_checkpointing_changes_no_bit(model_folder: Callable[[str], Path]) -> None:
+def test_gradient_checkpointing_changes_no_bit(model_folder: Make) -> None:
     data, gradients = data_of("cross_entropy", [30, 5], 0, VOCAB), []
     for checkpointing in (False, True):
         backend = TorchTraining(model_folder("qwen3"), gradient_checkpointing=checkpointing)
@@ -99,7 +99,7 @@ def test_gradient_checkpointing_changes_no_bit(model_folder: Callable[[str], Pat
     assert same_bits(*gradients)
 
 
-def test_passes_are_shared_only_up_to_the_tokens_of_one(model_folder: Callable[[str], Path]) -> None:
+def test_passes_are_shared_only_up_to_the_tokens_of_one(model_folder: Make) -> None:
     backend = TorchTraining(model_folder("llama"), tokens_per_micro_batch=64)
     sizes: list[int] = []
     embedding = backend._base.model.get_input_embeddings()
@@ -163,9 +163,7 @@ def datum(tokens: list[int], **inputs: list[float]) -> Datum:
         (TrainingPass("x", [datum([1])], "cross_entropy", {"beta": 1.0}), r"loss_fn_config\['beta'\]"),
     ],
 )
-def test_a_bad_request_fails_alone_and_says_why(
-    bad: TrainingPass, says: str, model_folder: Callable[[str], Path]
-) -> None:
+def test_a_bad_request_fails_alone_and_says_why(bad: TrainingPass, says: str, model_folder: Make) -> None:
     error = run_beside(TorchTraining(model_folder("llama")), bad, model_folder("llama"))
     assert isinstance(error, ModelError) and error.category == "user"
     with pytest.raises(ModelError, match=says):
@@ -173,7 +171,7 @@ def test_a_bad_request_fails_alone_and_says_why(
 
 
 @pytest.mark.parametrize("when", ["forward", "backward"])
-def test_request_that_breaks_a_pass_is_found_and_fails_alone(when: str, model_folder: Callable[[str], Path]) -> None:
+def test_request_that_breaks_a_pass_is_found_and_fails_alone(when: str, model_folder: Make) -> None:
     backend = TorchTraining(model_folder("llama"))
 
     def no_memory(_module: object, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor | None:
@@ -192,7 +190,7 @@ def test_request_that_breaks_a_pass_is_found_and_fails_alone(when: str, model_fo
     assert "no room" in str(run_beside(backend, bad, model_folder("llama")))
 
 
-def test_a_model_that_is_not_loaded_fails_alone(model_folder: Callable[[str], Path]) -> None:
+def test_a_model_that_is_not_loaded_fails_alone(model_folder: Make) -> None:
     backend = TorchTraining(model_folder("llama"))
     add(backend, "a", LoraSpec(rank=4))
     backend.forget("never was there")

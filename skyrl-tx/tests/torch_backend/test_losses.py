@@ -13,6 +13,9 @@ from tx.tinker.backends.torch.training import TorchTraining
 from tx.tinker.types import Datum, LoraSpec, PassOutput, TrainingPass
 from tx.tinker.wire.losses import LOSS_RULES
 
+Make = Callable[[str], Path]
+Supervised = Callable[..., list[Datum]]
+
 CPU = torch.device("cpu")
 E = math.e
 
@@ -112,9 +115,7 @@ def test_gspo_has_one_ratio_a_datum_from_the_targets_that_the_mask_counts() -> N
     torch.testing.assert_close(log_probs.grad, torch.tensor(expected))  # a ratio's own gradient is itself
 
 
-def test_a_loss_is_a_plain_sum_over_data(
-    model_folder: Callable[[str], Path], supervised: Callable[..., list[Datum]]
-) -> None:
+def test_a_loss_is_a_plain_sum_over_data(model_folder: Make, supervised: Supervised) -> None:
     """Twice the data is twice the loss and gradient, however it is cut."""
     data, gradients, losses = supervised([7, 20, 3]), [], []
     for passes in ([data], [data + data], [data[:1], data[1:]]):
@@ -128,9 +129,7 @@ def test_a_loss_is_a_plain_sum_over_data(
     assert losses == pytest.approx([losses[0], 2 * losses[0], losses[0]])
 
 
-def test_a_loss_of_the_clients_own_has_torchs_gradient(
-    model_folder: Callable[[str], Path], supervised: Callable[..., list[Datum]]
-) -> None:
+def test_a_loss_of_the_clients_own_has_torchs_gradient(model_folder: Make, supervised: Supervised) -> None:
     """forward, the client's loss and its gradient g, then cross-entropy with weights -g: against the loss itself, built
     into the backend."""
 

@@ -15,6 +15,9 @@ from tx.tinker.storage.folders import Folders
 from tx.tinker.types import AdamParams, Datum, LoraSpec
 from tx.tinker.wire.codec import TrainingRequest, encode_training
 
+Make = Callable[[str], Path]
+Supervised = Callable[..., list[Datum]]
+
 LORA = LoraSpec(rank=4, seed=3)
 POSSIBLE = AdamParams(learning_rate=0.01, weight_decay=0.1)
 
@@ -45,7 +48,7 @@ class Engine:
         return {path.name: path.read_bytes() for path in self.checkpoints.local(place).iterdir()}
 
 
-def orders_with_failing_steps(supervised: Callable[..., list[Datum]], replay: bool) -> list[Any]:
+def orders_with_failing_steps(supervised: Supervised, replay: bool) -> list[Any]:
     nan = supervised([7], 1)
     nan[0].inputs["weights"][2] = np.nan
     content: list[list[Datum] | AdamParams] = [
@@ -69,9 +72,7 @@ def orders_with_failing_steps(supervised: Callable[..., list[Datum]], replay: bo
     return commands
 
 
-def test_replayed_failing_steps_leave_the_same_bits(
-    model_folder: Callable[[str], Path], supervised: Callable[..., list[Datum]], tmp_path: Path
-) -> None:
+def test_replayed_failing_steps_leave_the_same_bits(model_folder: Make, supervised: Supervised, tmp_path: Path) -> None:
     first = Engine(model_folder("llama"), tmp_path)
     before = first.carry_out(orders_with_failing_steps(supervised, replay=False), "before")
     failed = {each.request_id: each for each in first.reports if isinstance(each, Failed)}

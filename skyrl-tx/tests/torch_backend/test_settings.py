@@ -17,6 +17,9 @@ from tx.tinker.backends.torch.settings import TrainingSettings
 from tx.tinker.backends.torch.training import TorchTraining
 from tx.tinker.types import AdamParams, Datum, LoraSpec, PassOutput, TrainingPass
 
+Make = Callable[[str], Path]
+Supervised = Callable[..., list[Datum]]
+
 
 @pytest.mark.parametrize(
     "settings, says",
@@ -47,7 +50,7 @@ def test_wrong_settings_are_refused_by_name(settings: dict[str, Any], says: str)
         (LoraSpec(train_attn=False, train_mlp=False, train_unembed=False), "nothing to train"),
     ],
 )
-def test_impossible_adapters_are_refused(lora: LoraSpec, says: str, model_folder: Callable[[str], Path]) -> None:
+def test_impossible_adapters_are_refused(lora: LoraSpec, says: str, model_folder: Make) -> None:
     with pytest.raises(ModelError, match=says):
         TorchTraining(model_folder("llama")).create("m", lora)
 
@@ -74,7 +77,7 @@ def test_models_that_would_give_wrong_numbers_are_refused(tmp_path: Path) -> Non
         TorchTraining(tmp_path / "encoder")
 
 
-def test_gpt2_is_trained_too(model_folder: Callable[[str], Path], supervised: Callable[..., list[Datum]]) -> None:
+def test_gpt2_is_trained_too(model_folder: Make, supervised: Supervised) -> None:
     """Layers that keep their weights transposed, q, k and v in one, positions learnt."""
     backend = TorchTraining(model_folder("gpt2"))
     backend.create("m", LoraSpec(rank=4))
@@ -87,9 +90,7 @@ def test_gpt2_is_trained_too(model_folder: Callable[[str], Path], supervised: Ca
     assert losses[0] > losses[1] > losses[2]
 
 
-def test_bfloat16_computes_nearly_the_same(
-    model_folder: Callable[[str], Path], supervised: Callable[..., list[Datum]]
-) -> None:
+def test_bfloat16_computes_nearly_the_same(model_folder: Make, supervised: Supervised) -> None:
     data, results = [_plain(d) for d in supervised([20, 30])], []
     for dtype in ("float32", "bfloat16"):
         backend = TorchTraining(model_folder("llama"), dtype=dtype)
@@ -105,9 +106,7 @@ def _plain(datum: Datum) -> Datum:
     return Datum(datum.tokens, {"target_tokens": datum.inputs["target_tokens"]})
 
 
-def test_requests_are_cut_by_length_alone(
-    model_folder: Callable[[str], Path], supervised: Callable[..., list[Datum]]
-) -> None:
+def test_requests_are_cut_by_length_alone(model_folder: Make, supervised: Supervised) -> None:
     backend = TorchTraining(model_folder("llama"), tokens_per_micro_batch=10)
     data = supervised([3, 3, 4, 1, 25, 2, 9])
     batches = backend.micro_batches(data)
@@ -139,9 +138,7 @@ def test_every_model_begins_at_a_whole_block_and_every_token_finds_its_way_back(
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3_moe", "gpt2"])
-def test_the_base_models_weights_keep_transformers_names_and_values(
-    name: str, model_folder: Callable[[str], Path]
-) -> None:
+def test_the_base_models_weights_keep_transformers_names_and_values(name: str, model_folder: Make) -> None:
     ours = TorchTraining(model_folder(name)).base_model.state_dict()
     theirs = AutoModelForCausalLM.from_pretrained(model_folder(name)).state_dict()
     assert list(ours) == list(theirs) and all(torch.equal(ours[key], theirs[key]) for key in theirs)

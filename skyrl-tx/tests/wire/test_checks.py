@@ -1,5 +1,7 @@
 """Refusal of requests that cannot be trained on or sampled from, with the field, the value and the rule."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -73,9 +75,8 @@ long = Datum(np.zeros(17, np.int64), {"target_tokens": np.zeros(17, np.int64)})
     ],
 )  # fmt: skip
 def test_bad_data_is_refused(data, says, facts):
-    with pytest.raises(RequestError) as refused:
+    with pytest.raises(RequestError, match=re.escape(says)) as refused:
         check_training(request(data=data), facts)
-    assert says in str(refused.value)
     assert refused.value.status == 400
 
 
@@ -97,9 +98,8 @@ BOUNDS = {"clip_low_threshold": floats(0.5, 0.6, 0.7), "clip_high_threshold": fl
     ],
 )  # fmt: skip
 def test_bad_inputs_of_a_loss_are_refused(loss_fn, inputs, says, facts):
-    with pytest.raises(RequestError) as refused:
+    with pytest.raises(RequestError, match=re.escape(says)):
         check_training(request(loss_fn, [datum(**inputs)]), facts)
-    assert says in str(refused.value)
 
 
 @pytest.mark.parametrize("loss_fn", ["ppo", "cispo", "gspo"])
@@ -125,9 +125,8 @@ def test_bounds_may_be_given_a_token(loss_fn, facts):
     ],
 )  # fmt: skip
 def test_bad_losses_and_settings_are_refused(loss_fn, config, says, facts):
-    with pytest.raises(RequestError) as refused:
+    with pytest.raises(RequestError, match=re.escape(says)):
         check_training(request(loss_fn, **config), facts)
-    assert says in str(refused.value)
 
 
 def test_a_right_sample_passes(facts):
@@ -164,9 +163,8 @@ def test_a_right_sample_passes(facts):
     ],
 )  # fmt: skip
 def test_bad_samples_are_refused(fields, says, facts):
-    with pytest.raises(RequestError) as refused:
+    with pytest.raises(RequestError, match=re.escape(says)):
         check_sample(sample(**fields), facts)
-    assert says in str(refused.value)
 
 
 def test_check_lora_refuses_ranks_and_layers_out_of_range():

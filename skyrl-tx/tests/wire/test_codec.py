@@ -96,14 +96,22 @@ def test_a_training_request_as_the_protocol_lays_it_out():
     assert all(array.flags.writeable for array in [read.tokens, *read.inputs.values()])  # torch warns of others
 
 
-def test_a_sparse_tensor_is_read_as_its_dense_self():
+def message_of_sparse(num_data: int, name: str, values: np.ndarray, *, shape: list, crow: list, col: list):
+    """Make a request of data with one sparse tensor each."""
     message = pb.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy")
-    tensor = message.data.add().loss_fn_inputs["target_tokens"]
-    tensor.dtype = pb.DTYPE_INT64
-    tensor.shape.extend([3, 4])
-    tensor.sparse_csr.values = np.array([7, 8, 9]).tobytes()
-    tensor.sparse_csr.crow_indices = np.array([0, 2, 2, 3]).tobytes()
-    tensor.sparse_csr.col_indices = np.array([0, 3, 1]).tobytes()
+    for _ in range(num_data):
+        tensor = message.data.add().loss_fn_inputs[name]
+        tensor.dtype = pb.DTYPE_INT64 if values.dtype == np.int64 else pb.DTYPE_FLOAT32
+        tensor.shape.extend(shape)
+        tensor.sparse_csr.values = values.tobytes()
+        tensor.sparse_csr.crow_indices = np.array(crow, np.int64).tobytes()
+        tensor.sparse_csr.col_indices = np.array(col, np.int64).tobytes()
+    return message
+
+
+def test_a_sparse_tensor_is_read_as_its_dense_self():
+    parts = {"shape": [3, 4], "crow": [0, 2, 2, 3], "col": [0, 3, 1]}
+    message = message_of_sparse(1, "target_tokens", np.array([7, 8, 9]), **parts)
     read = decode_training(message.SerializeToString()).data[0].inputs["target_tokens"]
     assert read.tolist() == [[7, 0, 0, 8], [0, 0, 0, 0], [0, 9, 0, 0]]
 
@@ -125,25 +133,14 @@ def test_a_sparse_tensor_is_read_as_its_dense_self():
 )
 def test_a_sparse_tensor_that_does_not_fit_is_refused(change, says):
     parts = {"shape": [3, 4], "crow": [0, 2, 2, 3], "col": [0, 3, 1]} | change
-    message = pb.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy")
-    tensor = message.data.add().loss_fn_inputs["weights"]
-    tensor.dtype = pb.DTYPE_FLOAT32
-    tensor.shape.extend(parts["shape"])
-    tensor.sparse_csr.values = np.ones(3, np.float32).tobytes()
-    tensor.sparse_csr.crow_indices = np.array(parts["crow"], np.int64).tobytes()
-    tensor.sparse_csr.col_indices = np.array(parts["col"], np.int64).tobytes()
+    message = message_of_sparse(1, "weights", np.ones(3, np.float32), **parts)
     with pytest.raises(RequestError, match=r"data\[0\]\.loss_fn_inputs\['weights'\]") as refused:
         decode_training(message.SerializeToString())
     assert says in str(refused.value)
 
 
 def test_many_sparse_tensors_together_may_not_become_gigabytes():
-    message = pb.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy")
-    for _ in range(3):
-        tensor = message.data.add().loss_fn_inputs["weights"]
-        tensor.dtype = pb.DTYPE_FLOAT32
-        tensor.shape.extend([1, 2**24])
-        tensor.sparse_csr.crow_indices = np.array([0, 0]).tobytes()
+    message = message_of_sparse(3, "weights", np.ones(0, np.float32), shape=[1, 2**24], crow=[0, 0], col=[])
     with pytest.raises(RequestError, match=r"data\[2\]"):
         decode_training(message.SerializeToString())
 
@@ -255,9 +252,6 @@ def test_empty_slots_of_top_k_are_token_0_at_minus_99999_and_no_logprob_is_nan()
     assert np.frombuffer(topk.token_ids, np.int32).tolist() == [0, 0, 7, 0, 3, 0]
     assert np.frombuffer(topk.logprobs, np.float32).tolist() == [-99999, -99999, -0.25, -99999, -1, -2]
     assert math.isnan(np.frombuffer(message.prompt_logprobs, np.float32)[0])
-
-
-def test_a_prompt_of_one_token_has_a_table_of_one_empty_slot():
     assert decode_sample_output(encode_sample_output(SampleOutput([], [None], [None]))).topk_prompt_logprobs == [None]
 
 

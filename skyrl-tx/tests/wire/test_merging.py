@@ -16,16 +16,10 @@ def test_metrics_are_merged_by_the_second_half_of_their_names():
     assert merged.metrics == {"a:sum": 3, "b:mean": 4, "c:min": 1, "d:max": 2}  # b = (1 * 1 + 3 * 5) / 4
 
 
-def test_log_probs_keep_their_order():
+def test_log_probs_keep_their_order_weights_may_be_given_and_a_metric_may_be_in_some_parts_only():
     merged = merge_outputs([part(2, a_sum=0), part(1, a_sum=0)])
     assert [array[0] for array in merged.logprobs] == [0, 1, 0]
-
-
-def test_weights_may_be_given_and_a_metric_may_be_in_some_parts_only():
     merged = merge_outputs([part(1, a_mean=1), part(1, a_mean=2, b_sum=7)], weights=[3, 1])
     assert merged.metrics == {"a:mean": 1.25, "b:sum": 7}
-
-
-def test_one_part_is_itself():
     one = part(2, a_sum=0.1)
     assert merge_outputs([one]) is one

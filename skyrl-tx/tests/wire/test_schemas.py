@@ -39,20 +39,14 @@ def refused(kind: type[schemas.Body] | type[schemas.LenientBody], body: Any) -> 
     return explain(error.value)
 
 
-def test_an_adapter_is_read_with_the_protocols_defaults():
+def test_adapters_steps_and_samples_are_read_with_the_protocols_defaults():
     lora = CreateModelRequest.model_validate(CREATE | {"lora_config": {"rank": 8, "train_mlp": False}}).lora_config
     assert lora and lora.to_spec(lambda: 42) == LoraSpec(rank=8, seed=42, train_mlp=False)
     seeded = CreateModelRequest.model_validate(CREATE | {"lora_config": {"seed": 0}}).lora_config
     assert seeded and seeded.to_spec(lambda: 42) == LoraSpec(rank=32, seed=0)
     assert CreateModelRequest.model_validate(CREATE | {"optimizer_config": {"type": "adamw"}}).lora_config is None
-
-
-def test_an_optimizer_step_is_read_with_the_protocols_defaults():
     step = OptimStepRequest.model_validate(STEP | {"adam_params": {"learning_rate": 1}})
     assert step.adam_params.to_params() == AdamParams(learning_rate=1.0, beta2=0.95, eps=1e-12)
-
-
-def test_a_sample_becomes_a_spec():
     spec = AsampleRequest.model_validate(SAMPLE | {"num_samples": 4, "prompt_logprobs": True}).to_spec(lambda: 42)
     params = SampleParams(seed=42, max_tokens=3, stop_at_eos=True)
     assert spec == SampleSpec(prompt=[5, 6, 7], num_samples=4, params=params, prompt_logprobs=True)

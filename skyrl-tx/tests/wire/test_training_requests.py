@@ -167,11 +167,9 @@ def test_json_that_is_wrong_in_one_place_is_refused_with_that_place(path, value,
     assert says in str(error)
 
 
-def test_whole_numbers_written_as_floats_are_whole_numbers():
+def test_whole_numbers_may_be_written_as_floats_and_weights_that_float32_cannot_hold_become_infinite():
+    """The checks refuse the latter."""
     assert read(change(TARGETS + ".data", [6.0, 7.0]), JSON)[1] == payload()
-
-
-def test_weights_that_float32_cannot_hold_become_infinite_for_the_checks_to_refuse():
     assert np.isinf(read(change(WEIGHTS + ".data", [1e300, 0]), JSON)[0].data[0].inputs["weights"][0])
 
 
