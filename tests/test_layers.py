@@ -40,7 +40,9 @@ LAYERS = [
     | {"trainer", "training_run", "fully_async_trainer", "distillation_trainer", "teachers"},
     {"entrypoints", "report", "dashboard", "diff", "explain", "replay"},
 ]
-LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}
+LAYERS = [{f"skyrl_train.{part}" for part in parts} for parts in LAYERS]
+LEADS_UPWARD = "skyrl_train.utils.ppo_utils"
+"""The door under its public name leads to the layer above it, and says so."""
 
 SERVER = REPOSITORY / "skyrl-tx" / "tx"
 SERVER_LAYERS = [
@@ -55,7 +57,6 @@ SERVER_LAYERS = [
     {"tx.tinker.api"},
     {"tx.run", "tx.conformance", "tx.contract"},
 ]
-MAY_IMPORT_THE_TRAINER = ("tx.tinker.backends", "tx.run")
 
 AGENTS = REPOSITORY / "skyrl-agent" / "skyrl_agent"
 AGENT_LAYERS = [
@@ -67,6 +68,13 @@ AGENT_LAYERS = [
     {"skyrl_agent.runner", "skyrl_agent.training_rows", "skyrl_agent.records", "skyrl_agent.datasets"},
     {"skyrl_agent.auto", "skyrl_agent.view", "skyrl_agent.integrations", "skyrl_agent.services", "skyrl_agent.testing"}
     | {"skyrl_agent.validate", "skyrl_agent.evaluate"},
+]
+
+GYM = REPOSITORY / "skyrl-gym" / "skyrl_gym"
+MAY_IMPORT_THE_TRAINER = [
+    (SERVER, ("tx.tinker.backends", "tx.run")),
+    (AGENTS, ("skyrl_agent.integrations.skyrl_train",)),
+    (GYM, ()),
 ]
 
 PUBLIC_NAMES = {
@@ -115,10 +123,6 @@ PUBLIC_NAMES = {
 ENTRY_POINTS = ["main_base", "main_generate", "main_sft", "main_dpo", "serve"]
 
 
-def part_of(module: str) -> str:
-    return module.split(".")[1]
-
-
 def imports_of(path: Path, package: str = "skyrl_train") -> set[str]:
     """Modules of a package that a file imports when it is imported."""
     return {name for name in all_imports_of(path) if name.startswith(f"{package}.")}
@@ -142,56 +146,38 @@ def all_imports_of(path: Path) -> set[str]:
     return found
 
 
-def test_imports_point_down():
-    upward = []
-    for path in PACKAGE.rglob("*.py"):
-        relative = path.relative_to(PACKAGE)
-        own = relative.parts[0].removesuffix(".py")
-        if own == "__init__":
-            continue
-        for module in imports_of(path):
-            other = part_of(module)
-            # The door under its public name leads to the layer above it, and says so.
-            if relative.as_posix() == "utils/ppo_utils.py":
-                continue
-            if LAYER_OF[other] > LAYER_OF[own]:
-                upward.append(f"{relative} imports {module}")
-    assert not upward
+def modules_of(package: Path) -> dict[str, Path]:
+    """The files of a package, by their modules' names."""
+    names = {path: path.relative_to(package).with_suffix("").parts for path in sorted(package.rglob("*.py"))}
+    return {".".join([package.name, *parts]).removesuffix(".__init__"): path for path, parts in names.items()}
 
 
-def upward_imports(package: Path, layers: list[set[str]]) -> list[str]:
-    """Imports that point up. Parts are modules or packages; the longest name that fits a module is its part."""
+@pytest.mark.parametrize("package, layers", [(PACKAGE, LAYERS), (SERVER, SERVER_LAYERS), (AGENTS, AGENT_LAYERS)])
+def test_imports_point_down(package, layers):
+    """Parts are modules or packages; the longest name that fits a module is its part."""
     layer_of = {part: number for number, parts in enumerate(layers) for part in parts}
     longest_first = sorted(layer_of, key=len, reverse=True)
 
-    def part_of_package(module: str) -> str | None:
+    def part_of(module: str) -> str | None:
         return next((part for part in longest_first if module == part or module.startswith(f"{part}.")), None)
 
-    wrong = []
-    for path in sorted(package.rglob("*.py")):
-        module = ".".join([package.name, *path.relative_to(package).with_suffix("").parts]).removesuffix(".__init__")
-        own = part_of_package(module)
+    upward = []
+    for module, path in modules_of(package).items():
+        own = part_of(module)
         if own is None:
             assert path.name == "__init__.py", f"{module} is in no layer: add it"
-            continue
-        for imported in imports_of(path, package.name):
-            other = part_of_package(imported)
-            if other is not None and layer_of[other] > layer_of[own]:
-                wrong.append(f"{module} imports {imported}")
-    return wrong
+        elif module != LEADS_UPWARD:
+            others = {imported: part_of(imported) for imported in imports_of(path, package.name)}
+            upward += [
+                f"{module} imports {name}" for name, part in others.items() if part and layer_of[part] > layer_of[own]
+            ]
+    assert not upward
 
 
-def importers_of_the_trainer(package: Path, except_in: tuple[str, ...]) -> list[str]:
-    modules = {
-        ".".join([package.name, *path.relative_to(package).with_suffix("").parts]): path
-        for path in sorted(package.rglob("*.py"))
-    }
-    return [name for name, path in modules.items() if imports_of(path) and not name.startswith(except_in)]
-
-
-def test_imports_of_the_server_point_down():
-    assert not upward_imports(SERVER, SERVER_LAYERS)
-    assert not importers_of_the_trainer(SERVER, MAY_IMPORT_THE_TRAINER)
+@pytest.mark.parametrize("package, except_in", MAY_IMPORT_THE_TRAINER)
+def test_few_parts_import_the_trainer(package, except_in):
+    importers = [name for name, path in modules_of(package).items() if imports_of(path)]
+    assert [name for name in importers if not name.startswith(except_in)] == []
 
 
 def test_conformance_suite_and_server_import_nothing_of_each_other():
@@ -201,29 +187,16 @@ def test_conformance_suite_and_server_import_nothing_of_each_other():
         assert "tx_conformance" not in {name.partition(".")[0] for name in all_imports_of(path)}, path
 
 
-def test_imports_of_the_agents_point_down():
-    assert not upward_imports(AGENTS, AGENT_LAYERS)
-    assert not importers_of_the_trainer(AGENTS, ("skyrl_agent.integrations.skyrl_train",))
-
-
 def test_runtime_packages_import_no_test_kit():
     """Kits for users' own losses, backends and engines are beside the runtime, which works without them."""
     kit = "skyrl_train_testing"
-    for package in (PACKAGE, SERVER, AGENTS, REPOSITORY / "skyrl-gym" / "skyrl_gym"):
+    for package in (PACKAGE, SERVER, AGENTS, GYM):
         for path in package.rglob("*.py"):
             assert kit not in {name.partition(".")[0] for name in all_imports_of(path)}, path
 
 
-def test_the_gym_imports_nothing_of_the_trainer():
-    for path in (REPOSITORY / "skyrl-gym" / "skyrl_gym").rglob("*.py"):
-        assert not imports_of(path), path
-
-
 def test_no_module_imports_itself_in_a_circle():
-    graph = {}
-    for path in PACKAGE.rglob("*.py"):
-        name = ".".join(["skyrl_train", *path.relative_to(PACKAGE).with_suffix("").parts])
-        graph[name.removesuffix(".__init__")] = imports_of(path)
+    graph = {name: imports_of(path) for name, path in modules_of(PACKAGE).items()}
     state: dict[str, str] = {}
 
     def visit(name: str, trail: tuple[str, ...]) -> None:
