@@ -1,18 +1,24 @@
 """Native engines and their cores on tiny models, for tests."""
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from transformers import AutoTokenizer
 
+from skyrl_train.config import SkyRLConfig
 from skyrl_train.inference_engines.base import InferenceEngineInput
-from skyrl_train.inference_engines.completion import Completion
+from skyrl_train.inference_engines.completion import Completion, to_completions
+from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
 from skyrl_train.inference_engines.native.core import NativeEngineCore
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train.inference_engines.native.loading import load_model
 from skyrl_train.inference_engines.native.requests import Request
+from skyrl_train_testing.engine_conformance.transfer import WeightPath
 
 PROMPT = [5, 9, 12, 30, 7]
 
@@ -42,6 +48,14 @@ def run(core: NativeEngineCore, requests: list[Request], late: Iterable[Request]
     return [done[request] for request in requests]
 
 
+def log_probs_of(model: Any, prompt: Any, answer: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs of the prompt's tokens but the first, and of the answer's, by one plain forward pass."""
+    ids = torch.tensor([[*prompt, *answer]])
+    with torch.no_grad():
+        log_probs = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    return log_probs[: len(prompt) - 1], log_probs[len(prompt) - 1 :]
+
+
 def same_bits(one: Completion, other: Completion) -> bool:
     return one.token_ids == other.token_ids and one.log_probs == other.log_probs
 
@@ -53,6 +67,35 @@ async def engine_of(path: str, **settings: Any) -> AsyncIterator[NativeInference
         yield engine
     finally:
         await engine.teardown()
+
+
+@contextlib.asynccontextmanager
+async def way_to(engine: NativeInferenceEngine, directory: Path) -> AsyncIterator[WeightPath]:
+    """The trainer's sender, in buckets of about a fifth of the model."""
+    settings: dict[str, Any] = dict(dtype=torch.float32, timeout_seconds=30, max_bucket_bytes=100_000)
+    path = WeightPath(engine, "shared_memory", "full", directory=directory, **settings)
+    try:
+        yield path
+    finally:
+        await path.close()
+
+
+async def interrupted(
+    folder: str, prompts: list[list[int]], params: dict[str, Any], **settings: Any
+) -> list[Completion]:
+    """Answers of two engines behind a client, which sends each again behind its tokens where a weight sync interrupts
+    it: that happens once."""
+    async with engine_of(folder, **settings) as one, engine_of(folder, **settings) as other:
+        client = InferenceEngineClient([one, other], AutoTokenizer.from_pretrained(folder), SkyRLConfig())
+        asked = asyncio.create_task(client.generate(batch(*prompts, **params)))
+        before = one.progress()
+        while one.progress() < before + 9:
+            await asyncio.sleep(0)
+        await client.pause_generation("abort")
+        await client.resume_generation()
+        completions = to_completions(await asked)
+        assert client.take_metrics()["engines/continued_requests"] > 0
+    return completions
 
 
 def batch(*prompts: list[int], lora: str | None = None, **params: Any) -> InferenceEngineInput:

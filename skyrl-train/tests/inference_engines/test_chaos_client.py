@@ -25,7 +25,6 @@ pytestmark = pytest.mark.slow
 
 PROMPTS = [[5 + i % 7, 6, 7 + i] for i in range(12)]
 PARAMS = {"max_tokens": 60, "temperature": 1.0, "seed": 3, "ignore_eos": True}
-QUICK = PARAMS | {"max_tokens": 3}
 
 
 def make_engine_of(model: str, seconds_a_step: float, seconds_of_first_prompt: float) -> Callable[[], Any]:
@@ -67,7 +66,6 @@ class Engines:
         self._seconds_a_step, self._first_prompt = seconds_a_step, seconds_of_first_prompt
         self.num_starts = 0
         self.answered: Counter[tuple[int, ...]] = Counter()
-        self.requests = [0] * len(seconds_a_step)
 
     async def start(self, index: int) -> RayWrappedInferenceEngine:
 
@@ -76,7 +74,6 @@ class Engines:
         class Counted(RayWrappedInferenceEngine):
             async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
                 prompts = input_batch.get("prompt_token_ids") or []
-                engines.requests[index] += len(prompts)
                 output = await super().generate(input_batch)
                 for prompt, reason in zip(prompts, output["stop_reasons"], strict=True):
                     if reason != "abort":
@@ -195,61 +192,6 @@ async def test_an_engine_in_a_long_prompt_is_not_taken_for_dead(start: Start):
         await client.generate(batch(PROMPTS[:1]))
         assert time.monotonic() - began > 5
         assert client.take_metrics()["engines/deaths"] == 0
-
-
-@pytest.mark.full  # in one process: test_routing.py, test_client.py
-async def test_a_slow_engine_gets_less_and_costs_only_what_is_late(start: Start):
-    async with start([0.0, 0.4], request_timeout_seconds=10.0) as (client, engines):
-        for _ in range(4):
-            await asyncio.gather(*(client.generate(batch([prompt], QUICK)) for prompt in PROMPTS[:4]))
-        rest = asyncio.Semaphore(4)
-
-        async def ask(prompt: list[int]) -> None:
-            async with rest:
-                await client.generate(batch([prompt], QUICK))
-
-        before = list(engines.requests)
-        await asyncio.gather(*(ask(prompt) for prompt in PROMPTS * 4))
-        taken = [now - then for now, then in zip(engines.requests, before, strict=True)]
-        assert sum(taken) == 48 and taken[0] > 2 * taken[1], f"the slow one got {taken[1]} of 48"
-        of_fast, of_slow = "fast", "slow"  # of two that come together each engine gets one
-        await client.generate(batch(PROMPTS[:2], QUICK, session_ids=[of_fast, of_slow]))
-        assert client._router._places["session", of_slow] == 1
-        slow, fast = await asyncio.gather(
-            client.generate(batch(PROMPTS[:1], session_ids=[of_slow])),
-            client.generate(batch(PROMPTS[:1], session_ids=[of_fast])),
-            return_exceptions=True,
-        )
-        assert isinstance(slow, TimeoutError) and "on engine 1" in str(slow)
-        assert not isinstance(fast, BaseException) and len(fast["response_ids"][0]) == 60
-        began = time.monotonic()
-        await client.generate(batch(PROMPTS[:1], QUICK, session_ids=[of_slow]))
-        assert time.monotonic() - began < 9, "what nobody waits for is not computed any more"
-
-
-@pytest.mark.full  # in one process: test_supervision.py, test_client.py
-async def test_a_death_too_many_reaches_everyone_with_the_log(start: Start):
-    async with start([0.03, 0.03], max_engine_restarts=1) as (client, engines):
-        first = pid(client, 0)
-        os.kill(first, signal.SIGKILL)
-        assert await client.wait_until_healthy()
-        answers = asyncio.create_task(client.generate(batch()))
-        await asyncio.sleep(0.3)
-        await client.pause_generation("abort")
-        waiting = asyncio.create_task(client.generate(batch()))
-        second = pid(client, 1)
-        os.kill(second, signal.SIGKILL)
-        expected = rf"(?s)^engine 1 died: .*generator.max_engine_restarts=1 are used up.*=== process {second} started"
-        for call in (
-            answers,
-            waiting,
-            client.wait_until_healthy(),
-            client.generate(batch()),
-            client.pause_generation(),
-        ):
-            with pytest.raises(WorkerError, match=expected):
-                await asyncio.wait_for(call, 30)
-        assert engines.num_starts == 3
 
 
 @pytest.mark.full

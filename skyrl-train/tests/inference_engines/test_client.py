@@ -49,12 +49,15 @@ async def make_client(chat_model: str) -> AsyncIterator[MakeClient]:
     made: list[InferenceEngineClient] = []
     tokenizer = AutoTokenizer.from_pretrained(chat_model)
 
-    def make(**settings: Any) -> InferenceEngineClient:
+    def make(num_speculative_tokens: int = 0, **settings: Any) -> InferenceEngineClient:
+        def start() -> Watched:
+            return Watched(chat_model, num_speculative_tokens=num_speculative_tokens)
+
         async def restart(_: int) -> Watched:
-            return Watched(chat_model)
+            return start()
 
         cfg = SkyRLConfig.from_dict({"generator": settings})
-        made.append(InferenceEngineClient([Watched(chat_model), Watched(chat_model)], tokenizer, cfg, restart))
+        made.append(InferenceEngineClient([start(), start()], tokenizer, cfg, restart))
         return made[-1]
 
     yield make
@@ -131,6 +134,17 @@ async def test_turns_of_sessions_compute_only_what_is_new(client, engines):
     assert metrics["engines/prompt_tokens_computed"] == 6 * (40 + 4 + 4)
     assert metrics["engines/prefix_cache_hit_rate"] == pytest.approx(1 - 48 / (40 + 49 + 58))
     assert "engines/prefix_cache_hit_rate" not in client.take_metrics()
+
+
+async def test_draft_tokens_are_counted(make_client: MakeClient):
+    client = make_client(num_speculative_tokens=3)
+    asked = batch(params={"temperature": 0.0, "max_tokens": 60})
+    drafted = await client.generate(asked)
+    assert drafted == await make_client().generate(asked)
+    metrics = client.take_metrics()
+    assert metrics["engines/draft_tokens"] > 0
+    assert 0 <= metrics["engines/draft_acceptance_rate"] <= 1
+    assert "engines/draft_tokens" not in client.take_metrics()
 
 
 async def test_an_engine_has_no_more_requests_than_it_may_have(make_client: MakeClient):

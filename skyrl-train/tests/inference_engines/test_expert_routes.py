@@ -6,15 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from native_runs import PROMPT, batch, engine_of, make_core, random_prompts, run
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from native_runs import PROMPT, batch, engine_of, interrupted, make_core, random_prompts, run
+from transformers import AutoModelForCausalLM
 
-from skyrl_train.config import SkyRLConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.expert_routes import ExpertRoutes, join_routes
 from skyrl_train.inference_engines.completion import Completion, to_completions
 from skyrl_train.inference_engines.continuation import join
-from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
 from skyrl_train.inference_engines.native.core import NativeEngineCore
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train.inference_engines.native.requests import EngineSamplingParams, Request
@@ -87,23 +85,9 @@ async def test_an_answer_in_parts_has_the_routes_of_one_without_a_break(tiny_mod
 
 
 async def test_a_pause_that_aborts_leaves_no_hole_and_no_step_in_the_routes(tiny_models: Any, trainer: ScoringModel):
-    """The client sends each answer again behind its tokens, on either engine, where a weight sync interrupts it."""
-    folder = tiny_models("qwen3_moe")
     prompts = [PROMPT, PROMPT[:2], [*PROMPT, 11]]
-    settings: dict[str, Any] = dict(max_tokens=200, temperature=1.0, seed=3, ignore_eos=True)
-    async with (
-        engine_of(folder, return_expert_routes=True) as one,
-        engine_of(folder, return_expert_routes=True) as other,
-    ):
-        client = InferenceEngineClient([one, other], AutoTokenizer.from_pretrained(folder), SkyRLConfig())
-        asked = asyncio.create_task(client.generate(batch(*prompts, **settings)))
-        before = one.progress()
-        while one.progress() < before + 9:
-            await asyncio.sleep(0)
-        await client.pause_generation("abort")
-        await client.resume_generation()
-        completions = to_completions(await asked)
-        assert client.take_metrics()["engines/continued_requests"] > 0
+    params: dict[str, Any] = dict(max_tokens=200, temperature=1.0, seed=3, ignore_eos=True)
+    completions = await interrupted(tiny_models("qwen3_moe"), prompts, params, return_expert_routes=True)
     for prompt, completion in zip(prompts, completions, strict=True):
         assert len(completion.token_ids) == 200
         assert_routes(completion, prompt, trainer)

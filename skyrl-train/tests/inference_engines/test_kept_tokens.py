@@ -1,19 +1,16 @@
 """Kept tokens of the native engine: what truncation left in the vocabulary when each token was drawn."""
 
-import asyncio
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from native_runs import PROMPT, batch, engine_of, make_core, random_prompts, run, same_bits
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from native_runs import PROMPT, interrupted, make_core, random_prompts, run, same_bits
+from transformers import AutoModelForCausalLM
 
-from skyrl_train.config import SkyRLConfig
 from skyrl_train.errors import UnsupportedByEngine
-from skyrl_train.inference_engines.completion import Completion, to_completions
+from skyrl_train.inference_engines.completion import Completion
 from skyrl_train.inference_engines.continuation import join
-from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
 from skyrl_train.inference_engines.native.requests import EngineSamplingParams, Request
 from skyrl_train.inference_engines.native.sampling import SamplingBatch, random_key, sample, uniforms
 from skyrl_train.inference_engines.vllm.sampling import vllm_split_seeds
@@ -104,20 +101,9 @@ def test_kept_tokens_stay_with_their_request_whoever_else_is_computed(tiny_model
 
 
 async def test_a_pause_that_aborts_leaves_no_hole_in_the_kept_tokens(tiny_models: Any, trainer: ScoringModel):
-    """The client sends each answer again behind its tokens, where a weight sync interrupts it."""
-    folder = tiny_models("qwen3")
     prompts = [PROMPT, PROMPT[:2], [*PROMPT, 11]]
-    settings: dict[str, Any] = dict(max_tokens=120, seed=3, ignore_eos=True, **RECORDED)
-    async with engine_of(folder) as one, engine_of(folder) as other:
-        client = InferenceEngineClient([one, other], AutoTokenizer.from_pretrained(folder), SkyRLConfig())
-        asked = asyncio.create_task(client.generate(batch(*prompts, **settings)))
-        before = one.progress()
-        while one.progress() < before + 9:
-            await asyncio.sleep(0)
-        await client.pause_generation("abort")
-        await client.resume_generation()
-        completions = to_completions(await asked)
-        assert client.take_metrics()["engines/continued_requests"] > 0
+    params: dict[str, Any] = dict(max_tokens=120, seed=3, ignore_eos=True, **RECORDED)
+    completions = await interrupted(tiny_models("qwen3"), prompts, params)
     for prompt, completion in zip(prompts, completions, strict=True):
         assert len(completion.token_ids) == 120
         assert_replayed(completion, prompt, trainer)

@@ -1,11 +1,12 @@
-"""The core compared with transformers, and its promise: results do not depend on co-batched requests, bit for bit."""
+"""The core compared with transformers, and its promise: results do not depend on co-batched requests, bit for bit.
+(What ends an answer, and what log-probs are of: `test_conformance_native.py`.)"""
 
 import math
 
 import numpy as np
 import pytest
 import torch
-from native_runs import make_core, random_prompts, run, same_bits
+from native_runs import log_probs_of, make_core, random_prompts, run, same_bits
 from transformers import AutoModelForCausalLM
 
 from skyrl_train.errors import ConfigError
@@ -31,22 +32,8 @@ def test_greedy_answers_are_those_of_transformers_generate(tiny_models, name):
         ids = torch.from_numpy(prompt)[None]
         expected = reference.generate(ids, max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0)
         assert answer.token_ids == expected[0, len(prompt) :].tolist()
-        with torch.no_grad():
-            logits = reference(expected).logits[0, len(prompt) - 1 : -1]
-        log_probs = logits.log_softmax(-1).gather(1, expected[0, len(prompt) :, None])[:, 0]
+        _, log_probs = log_probs_of(reference, prompt, answer.token_ids)
         torch.testing.assert_close(torch.tensor(answer.log_probs), log_probs, atol=1e-5, rtol=0)
-
-
-def test_sampled_log_probs_are_at_the_temperature_before_penalty_and_truncation(tiny_models):
-    reference = AutoModelForCausalLM.from_pretrained(tiny_models("qwen3"))
-    params = EngineSamplingParams(max_tokens=30, temperature=0.7, top_p=0.9, top_k=20, repetition_penalty=1.3)
-    [prompt] = random_prompts([20])
-    [answer] = run(make_core(tiny_models("qwen3")), [Request(prompt, params, (3, 0))])
-    ids = torch.tensor([[*prompt, *answer.token_ids]])
-    with torch.no_grad():
-        logits = reference(ids).logits[0, len(prompt) - 1 : -1]
-    log_probs = (logits / 0.7).log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
-    torch.testing.assert_close(torch.tensor(answer.log_probs), log_probs, atol=1e-5, rtol=0)
 
 
 @pytest.fixture
@@ -161,17 +148,6 @@ def test_prompts_that_differ_in_the_last_token_share_all_but_it(tiny_models):
     assert all(same_bits(one, alone) for one, alone in zip(together, expected, strict=True))
 
 
-def test_a_prompt_computed_by_older_weights_is_not_shared(tiny_models):
-    core = make_core(tiny_models("qwen3"))
-    [prompt] = random_prompts([40])
-    core.add_request(Request(prompt, EngineSamplingParams(max_tokens=10), (0, 0)))
-    core.step()
-    core.take_version(1)
-    core.add_request(Request(prompt, EngineSamplingParams(max_tokens=10), (0, 1)))
-    core.step()
-    assert core.num_prompt_tokens_computed == 2 * 40
-
-
 def test_more_requests_than_rows_wait_their_turn(tiny_models):
     core = make_core(tiny_models("llama"), max_num_seqs=3)
     requests = [
@@ -186,29 +162,6 @@ def test_more_requests_than_rows_wait_their_turn(tiny_models):
         most = max(most, core.num_running)
     assert most == 3
     assert sorted(len(completion.token_ids) for completion in ended) == list(range(4, 12))
-
-
-def test_an_answer_ends_at_stop_tokens_budget_or_context(tiny_models):
-    [prompt] = random_prompts([10])
-    greedy = {"temperature": 0.0}
-    core = make_core(tiny_models("qwen3"))
-    free = run(core, [Request(prompt, EngineSamplingParams(max_tokens=20, **greedy), (0, 0))])[0]
-    assert (free.stop_reason, len(free.token_ids)) == ("length", 20)
-    at = next(i for i in range(1, 20) if free.token_ids[i] not in free.token_ids[:i])
-    stop = free.token_ids[at]
-
-    def ids_and_reason(core, **params):
-        answer = run(core, [Request(prompt, EngineSamplingParams(max_tokens=20, **greedy, **params), (0, 0))])[0]
-        return answer.token_ids, answer.stop_reason
-
-    assert ids_and_reason(core, stop_token_ids=(stop,)) == (free.token_ids[: at + 1], "stop")
-    with_eos = make_core(tiny_models("qwen3"), eos_ids=(stop,))
-    assert ids_and_reason(with_eos) == (free.token_ids[: at + 1], "stop")
-    assert ids_and_reason(with_eos, ignore_eos=True) == (free.token_ids, "length")
-    later, _ = ids_and_reason(with_eos, min_tokens=at + 3)
-    assert len(later) >= at + 3 and stop not in later[: at + 3]
-    core.max_model_len = 25
-    assert ids_and_reason(core) == (free.token_ids[:15], "length")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

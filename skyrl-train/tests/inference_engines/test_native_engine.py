@@ -1,13 +1,11 @@
 """The native engine beyond what every engine keeps (`test_conformance_native.py`): bits, weights in flight, errors."""
 
 import asyncio
-import contextlib
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from native_runs import PROMPT, batch, engine_of
+from native_runs import PROMPT, batch, engine_of, log_probs_of, way_to
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skyrl_train.config import SkyRLConfig
@@ -16,7 +14,6 @@ from skyrl_train.inference_engines.inference_engine_client import InferenceEngin
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train.inference_engines.native.requests import EngineSamplingParams, Request
 from skyrl_train.weight_sync.base import WeightUpdateRequest
-from skyrl_train_testing.engine_conformance.transfer import WeightPath
 
 LONG = {"max_tokens": 200, "ignore_eos": True}
 
@@ -76,45 +73,10 @@ async def test_weights_that_are_loaded_already_are_shared(tiny_models, name):
         NativeInferenceEngine(tiny_models(name), shared_weights=given)
 
 
-async def test_abort_returns_what_was_written_and_the_rest_can_be_asked_for(tiny_models):
-    async with engine_of(tiny_models("qwen3"), max_num_seqs=1) as engine:
-        whole = await engine.generate(batch(PROMPT, seed=3, **LONG))
-        running = asyncio.create_task(engine.generate(batch(PROMPT, PROMPT, seed=3, **LONG)))
-        await until_running(engine)
-        await engine.abort_generation()
-        part = await running
-        assert part["stop_reasons"] == ["abort", "abort"]
-        assert part["response_ids"][1] == []  # still waiting for a row
-        written = part["response_ids"][0]
-        assert 3 <= len(written) < 200
-        params = LONG | {"max_tokens": 200 - len(written), "seed": 3}
-        rest = await engine.generate(batch(PROMPT + written, **params))
-        assert written + rest["response_ids"][0] == whole["response_ids"][0]
-        assert part["response_logprobs"][0] + rest["response_logprobs"][0] == whole["response_logprobs"][0]
-
-
 def other_weights(path: str) -> dict[str, torch.Tensor]:
     model = AutoModelForCausalLM.from_pretrained(path)
     torch.manual_seed(1)
     return {name: parameter + 0.1 * torch.randn_like(parameter) for name, parameter in model.named_parameters()}
-
-
-@contextlib.asynccontextmanager
-async def way_to(engine: NativeInferenceEngine, tmp_path: Path):
-    """The trainer's sender, in buckets of about a fifth of the model."""
-    path = WeightPath(
-        engine,
-        "shared_memory",
-        "full",
-        dtype=torch.float32,
-        directory=tmp_path,
-        timeout_seconds=30,
-        max_bucket_bytes=100_000,
-    )
-    try:
-        yield path
-    finally:
-        await path.close()
 
 
 def without(lost: str):
@@ -144,15 +106,6 @@ async def test_no_token_is_generated_by_half_updated_weights(tiny_models, tmp_pa
         assert (await late)["weight_versions"] == [[3, 3, 3]]
 
 
-def reference_log_probs(path: str, weights: dict[str, torch.Tensor], response: list[int]) -> torch.Tensor:
-    """Compute log-probs [len(response)] of a response to PROMPT by transformers; `weights` replace its own."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    model.load_state_dict(weights, strict=False)
-    with torch.no_grad():
-        logits = model(torch.tensor([PROMPT + response])).logits[0, len(PROMPT) - 1 : -1]
-    return torch.log_softmax(logits, -1).gather(-1, torch.tensor(response)[:, None])[:, 0]
-
-
 @pytest.mark.parametrize("kv_after_sync", ["keep", "clear", "recompute"])
 async def test_log_probs_after_a_sync_are_of_their_version_only_with_recomputed_keys_and_values(
     tiny_models, tmp_path, kv_after_sync: str
@@ -175,7 +128,10 @@ async def test_log_probs_after_a_sync_are_of_their_version_only_with_recomputed_
     num_old = versions.count(0)
     assert 3 <= num_old < 200
     reported = torch.tensor(log_probs[0])
-    old, new = reference_log_probs(model, {}, response), reference_log_probs(model, weights, response)
+    trainer = AutoModelForCausalLM.from_pretrained(model)
+    _, old = log_probs_of(trainer, PROMPT, response)
+    trainer.load_state_dict(weights, strict=False)
+    _, new = log_probs_of(trainer, PROMPT, response)
     assert float((reported - old)[:num_old].abs().max()) < 1e-4
     gap = float((reported - new)[num_old:].abs().max())
     if kv_after_sync == "recompute":
@@ -243,9 +199,7 @@ async def test_dummy_weights_are_random_until_all_of_them_came(tiny_models, tmp_
         answer = await engine.generate(batch(PROMPT, max_tokens=3, prompt_logprobs=0, temperature=0.0))
     reference = AutoModelForCausalLM.from_pretrained(tiny_models("llama"))
     reference.load_state_dict(weights)
-    with torch.no_grad():
-        log_probs = reference(torch.tensor([PROMPT])).logits[0, :-1].log_softmax(-1)
-    expected = log_probs.gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
+    expected, _ = log_probs_of(reference, PROMPT, [])
     torch.testing.assert_close(torch.tensor(answer["prompt_logprobs"][0]), expected, atol=1e-4, rtol=0)
     assert not np.allclose(dummy["prompt_logprobs"][0], expected, atol=0.1)
 
@@ -262,17 +216,6 @@ async def test_a_prompts_log_probs_do_not_depend_on_its_company(tiny_models):
         for prompt, row in zip(prompts, scored["prompt_logprobs"], strict=True):
             alone = await engine.generate(batch(prompt, prompt_logprobs=0, **params))
             assert alone["prompt_logprobs"] == [row]
-
-
-async def test_sleep_is_refused_while_requests_run(tiny_models):
-    async with engine_of(tiny_models("qwen3")) as engine:
-        running = asyncio.create_task(engine.generate(batch(PROMPT, **LONG)))
-        await until_running(engine)
-        await engine.pause_generation("keep")
-        with pytest.raises(RuntimeError, match="cannot sleep while 1 requests run"):
-            await engine.sleep()
-        await engine.resume_generation()
-        await running
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from native_runs import PROMPT, batch, engine_of, make_core, random_prompts, run, same_bits
+from native_runs import PROMPT, batch, engine_of, log_probs_of, make_core, random_prompts, run, same_bits, way_to
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -29,7 +29,6 @@ from skyrl_train.inference_engines.native.packed_linear import pack_linears
 from skyrl_train.inference_engines.native.requests import EngineSamplingParams, Request
 from skyrl_train.weight_sync.base import LoraLoadRequest
 from skyrl_train.weight_sync.fingerprint import fingerprints_of
-from skyrl_train_testing.engine_conformance.transfer import WeightPath
 
 CPU = torch.device("cpu")
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -95,14 +94,6 @@ def load(core: NativeEngineCore, folder: str, name: str = "first", version: int 
     return lora
 
 
-def log_probs_of(model: Any, prompt: np.ndarray, answer: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs of the prompt's tokens but the first, and of the answer's, by one plain forward pass."""
-    ids = torch.tensor([[*prompt.tolist(), *answer]])
-    with torch.no_grad():
-        log_probs = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-    return log_probs[: len(prompt) - 1], log_probs[len(prompt) - 1 :]
-
-
 @pytest.mark.parametrize(
     "name, config",
     [
@@ -165,6 +156,26 @@ def test_a_request_gets_the_same_bits_alone_and_in_a_crowd_of_other_adapters(tin
     requests = requests_with([load(crowd, folder, f"number {i}") for i, folder in enumerate(folders)] + [None])
     for request, answer, expected in zip(requests, run(crowd, requests, late=requests[1::2]), alone, strict=True):
         assert same_bits(answer, expected), f"prompt of {len(request.prompt)} tokens, {request.lora}"
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+def test_drafts_change_no_bit_of_adapted_answers(tiny_models, adapter, name):
+    path = tiny_models(name)
+    folders = [adapter(path, seed) for seed in range(2)]
+
+    def answers(num_draft_tokens: int) -> list[Completion]:
+        core = make_core(path, num_draft_tokens=num_draft_tokens)
+        loras = [load(core, folder, str(index)) for index, folder in enumerate(folders)]
+        params = EngineSamplingParams(max_tokens=40, temperature=0.0)
+        prompts = [np.tile(prompt, 8) for prompt in random_prompts([5, 6, 7])]
+        requests = [
+            Request(prompt, params, (0, 0), lora=lora) for prompt, lora in zip(prompts, [*loras, None], strict=True)
+        ]
+        return run(core, requests)
+
+    drafted = answers(3)
+    assert all(map(same_bits, answers(0), drafted))
+    assert all(answer.drafts is not None and answer.drafts.num_accepted for answer in drafted)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
@@ -361,17 +372,8 @@ async def test_adapters_outlast_sleep(tiny_models, adapter, tmp_path, level):
         await engine.wake_up()
         if level == 2:
             weights = dict(AutoModelForCausalLM.from_pretrained(path).named_parameters())
-            sender = WeightPath(
-                engine,
-                "shared_memory",
-                "full",
-                dtype=torch.float32,
-                directory=tmp_path,
-                timeout_seconds=30,
-                max_bucket_bytes=1 << 20,
-            )
-            await sender.send({name: weight.detach() for name, weight in weights.items()}, 1)
-            await sender.close()
+            async with way_to(engine, tmp_path) as sender:
+                await sender.send({name: weight.detach() for name, weight in weights.items()}, 1)
         assert await engine.generate(batch(PROMPT, lora="policy", max_tokens=9, seed=1)) == before
         assert await engine.generate(batch(PROMPT, lora="other", max_tokens=9, seed=1)) != before
 
