@@ -177,14 +177,6 @@ def renamed(output: Any) -> GeneratorOutput:
     return GeneratorOutput(**{**output, "trajectory_ids": ids})
 
 
-async def test_a_conversation_of_one_turn_is_the_same_row_either_way(game, say, characters):
-    async def play(settings):
-        return (await game(characters, [[say("ab")]], [{"steps": [{"reward": 1.0}]}], settings=settings).play()).output
-
-    normal, turns = await play({}), await play(STEP_WISE)
-    assert turns == normal | {"is_last_step": [True]}
-
-
 async def test_all_turns_of_a_failed_trajectory_are_masked_and_say_so(game, say, characters):
     extras = [{"steps": [{"reward": 0.5, "says": "x"}]}, {"steps": [{"reward": 1.0}]}]
     played = await game(characters, [[say("a"), say("b")], [say("c")]], extras, settings=STEP_WISE).play()

@@ -113,18 +113,6 @@ def test_chunks_give_the_gradients_of_a_whole_truncated_softmax(chunk_size: int,
         torch.testing.assert_close(actual, wanted, atol=3e-6, rtol=1e-5)
 
 
-def test_gradients_over_kept_tokens_are_those_of_finite_differences():
-    hidden, weight, bias, labels, sets = inputs(torch.float64, num_tokens=5)
-
-    def scores(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor):
-        kept = kept_ids(sets)
-        return candidate_log_probs(hidden, weight, labels, None, bias=bias, chunk_size=2, with_entropy=True, kept=kept)[
-            :2
-        ]
-
-    assert torch.autograd.gradcheck(scores, (hidden, weight, bias))
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 def test_compiled_chunks_give_the_same_over_kept_tokens():

@@ -83,28 +83,6 @@ def test_a_merged_weight_by_hand():
     assert weight.tolist() == [[1.0, 2.0], [3.0, 4.0]]
 
 
-def test_export_equals_the_merge_of_peft_under_transformers_names(tiny_model, tmp_path):
-    model = adapted(tiny_model)
-    disturb(model)
-    exported = {name: tensor.clone() for name, tensor in exported_parameters(model)}
-    plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-    assert list(exported) == [name for name, _ in plain.named_parameters()]
-    save_adapter(model, tmp_path, tiny_model)
-    merged = PeftModel.from_pretrained(plain, str(tmp_path)).merge_and_unload()  # type: ignore[operator]
-    changed = 0
-    for name, parameter in merged.named_parameters():
-        torch.testing.assert_close(exported[name], parameter.detach(), atol=1e-6, rtol=0)
-        changed += not torch.equal(parameter, model.get_parameter(_inner_name(model, name)))
-    assert changed == 14
-    again = dict(exported_parameters(model))
-    assert all(torch.equal(again[name], tensor) for name, tensor in exported.items())
-
-
-def _inner_name(model: nn.Module, name: str) -> str:
-    layer, _, kind = name.rpartition(".")
-    return f"{layer}.base_layer.{kind}" if any(a.layer == layer for a in adapters_of(model)) else name
-
-
 def test_parameters_without_adapters_are_exported_unchanged(tiny_model):
     model = load(tiny_model)
     exported = dict(exported_parameters(model))
