@@ -117,6 +117,15 @@ def top_log_probs_of(places: Sequence[Sequence[tuple[int, float]]], num_top: int
     return TopLogProbs(ids, values)
 
 
+class DraftCounts(NamedTuple):
+    """Speculative decoding of a request."""
+
+    num_drafted: int
+    """Draft tokens that were verified."""
+    num_accepted: int
+    """Those of them in the response."""
+
+
 class InferenceEngineInput(TypedDict):
     """A batch of requests. Exactly one of `prompts` and `prompt_token_ids`; engines themselves take only the latter."""
 
@@ -129,7 +138,8 @@ class InferenceEngineInput(TypedDict):
     """Loaded adapter that generates (its tokens carry the adapter's version); None: the base model. An unknown name
     raises ValueError."""
     count_cached_tokens: NotRequired[bool]
-    """Ask for `num_cached_prompt_tokens`: unlike all else in an output, they depend on other requests."""
+    """Ask for `num_cached_prompt_tokens` and `draft_counts`: unlike all else in an output, they depend on other
+    requests."""
 
 
 class InferenceEngineOutput(TypedDict):
@@ -157,6 +167,8 @@ class InferenceEngineOutput(TypedDict):
     num_cached_prompt_tokens: NotRequired[list[int] | None]
     """Number of tokens at the beginning of each prompt that were not computed for it: cached, or shared with another
     request. If asked for, from engines that know it."""
+    draft_counts: NotRequired[list[DraftCounts] | None]
+    """Speculative decoding of each request. If asked for, from engines that know it."""
 
 
 class InferenceEngineInterface(ABC):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from skyrl_train.expert_routes import ExpertRoutes
-from skyrl_train.inference_engines.base import InferenceEngineOutput, TopLogProbs, top_log_probs_of
+from skyrl_train.inference_engines.base import DraftCounts, InferenceEngineOutput, TopLogProbs, top_log_probs_of
 from skyrl_train.kept_tokens import KeptTokens
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ class Completion:
     """Tokens that truncation kept when each was drawn, which `log_probs` are over; None if not asked for."""
     num_cached_prompt_tokens: int | None = None
     """Tokens at the beginning of the prompt that were not computed for this request; None: not known."""
+    drafts: DraftCounts | None = None
+    """Speculative decoding; None: not known."""
 
 
 def to_completions(output: InferenceEngineOutput) -> list[Completion]:
@@ -40,6 +42,7 @@ def to_completions(output: InferenceEngineOutput) -> list[Completion]:
     log_probs, prompt_log_probs = output["response_logprobs"], output.get("prompt_logprobs")
     routes, prompt_top = output.get("expert_routes"), output.get("prompt_top_logprobs")
     kept, cached = output.get("kept_tokens"), output.get("num_cached_prompt_tokens")
+    drafts = output.get("draft_counts")
     return [
         Completion(
             token_ids=list(token_ids),
@@ -52,6 +55,7 @@ def to_completions(output: InferenceEngineOutput) -> list[Completion]:
             routes=None if routes is None else routes[row],
             kept_tokens=None if kept is None else kept[row],
             num_cached_prompt_tokens=None if cached is None else cached[row],
+            drafts=None if drafts is None else DraftCounts(*drafts[row]),
         )
         for row, token_ids in enumerate(output["response_ids"])
     ]
@@ -80,6 +84,9 @@ def to_engine_output(completions: Sequence[Completion]) -> InferenceEngineOutput
     cached = [each.num_cached_prompt_tokens for each in completions if each.num_cached_prompt_tokens is not None]
     if cached and len(cached) == len(completions):
         output["num_cached_prompt_tokens"] = cached
+    drafts = [each.drafts for each in completions if each.drafts is not None]
+    if drafts and len(drafts) == len(completions):
+        output["draft_counts"] = drafts
     return output
 
 
@@ -105,6 +112,7 @@ def requested_output(
                 # A prompt of one token has no place that was scored.
                 prompt_top=(each.prompt_top or top_log_probs_of([], num_top)) if num_top else None,
                 num_cached_prompt_tokens=each.num_cached_prompt_tokens if count_cached_tokens else None,
+                drafts=each.drafts if count_cached_tokens else None,
             )
             for each in completions
         ]

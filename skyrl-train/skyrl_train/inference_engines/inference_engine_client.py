@@ -182,7 +182,7 @@ class InferenceEngineClient(InferenceEngineInterface):
 
     def take_metrics(self) -> dict[str, float]:
         """Return counts since the last call: failures, restarts, continued requests, and of engines that count them
-        prompt tokens computed and the share of those cached."""
+        prompt tokens computed and the share of those cached, draft tokens and the share of those accepted."""
         counts = {"deaths": self._supervisor.num_deaths, "restarts": self._supervisor.num_restarts}
         metrics = {f"engines/{name}": float(count - self._reported[name]) for name, count in counts.items()}
         metrics["engines/continued_requests"] = float(self._num_continued)
@@ -192,6 +192,10 @@ class InferenceEngineClient(InferenceEngineInterface):
             metrics["engines/prompt_tokens_computed"] = float(num_tokens - num_cached)
             metrics["engines/prefix_cache_hit_rate"] = num_cached / num_tokens
             self._runner.num_prompt_tokens = self._runner.num_cached_prompt_tokens = 0
+        if num_drafted := self._runner.num_drafted:
+            metrics["engines/draft_tokens"] = float(num_drafted)
+            metrics["engines/draft_acceptance_rate"] = self._runner.num_accepted / num_drafted
+            self._runner.num_drafted = self._runner.num_accepted = 0
         return metrics
 
     def _engines_changed(self) -> None:

@@ -63,6 +63,8 @@ class RequestRunner:
         """Number of calls of `abort`."""
         self.num_prompt_tokens = self.num_cached_prompt_tokens = 0
         """Prompt tokens of calls to engines that count cached ones, and those of them that were cached."""
+        self.num_drafted = self.num_accepted = 0
+        """Draft tokens that engines verified, and those of them in responses."""
 
     def abort(self) -> None:
         """End waiting requests now, and running ones as soon as their engines return them."""
@@ -174,11 +176,15 @@ class RequestRunner:
         ]
 
     def _counted(self, request: ClientRequest, part: Completion) -> Completion:
-        """Count the prompt tokens of a call; return its completion without them: it depends on its request alone."""
+        """Count the prompt tokens and drafts of a call; return its completion without them: it depends on its request
+        alone."""
         if part.num_cached_prompt_tokens is not None:
             self.num_prompt_tokens += len(request.call.prompt_token_ids)
             self.num_cached_prompt_tokens += part.num_cached_prompt_tokens
-        return replace(part, num_cached_prompt_tokens=None)
+        if part.drafts is not None:
+            self.num_drafted += part.drafts.num_drafted
+            self.num_accepted += part.drafts.num_accepted
+        return replace(part, num_cached_prompt_tokens=None, drafts=None)
 
     def _is_complete(self, request: ClientRequest, part: Completion) -> bool:
         """Add a part to its request; True if the completion is whole with it."""

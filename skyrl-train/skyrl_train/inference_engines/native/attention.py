@@ -47,26 +47,28 @@ class AttentionStep:
 
     Args:
         positions: [B, T] position of every query in its row, ascending by 1; [1, T] if it is that of all rows. The keys
-            lie at positions 0, 1, 2, … of the row, padded to a common length. T > 1: prefill; T = 1: decode.
+            lie at positions 0, 1, 2, … of the row, padded to a common length.
         is_whole: the queries of every row begin at position 0, and the keys are theirs.
+        is_decode: the queries of a row are few: its last token, and drafts of what follows.
     """
 
     positions: torch.Tensor
     is_whole: bool = False
+    is_decode: bool = False
     _masks: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
 
-    @property
-    def is_decode(self) -> bool:
-        return self.positions.shape[1] == 1
-
-    def decode_mask(self, num_keys: int, sliding_window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """[B, 1, 1, L], 0 where row b sees key l, minus infinity elsewhere. Made once a step, shared by the layers."""
+    def decode_mask(
+        self, num_keys: int, sliding_window: int | None, dtype: torch.dtype, num_groups: int
+    ) -> torch.Tensor:
+        """[B, 1, G * T, L] for folded queries, 0 where a query sees key l, minus infinity elsewhere; [B, 1, 1, L] for
+        T = 1. Made once a step, shared by the layers."""
         key = (num_keys, sliding_window)
         if key not in self._masks:
-            # [B, 1, L] and then a dimension for key heads. Layers differ in their windows only, so a model has at
+            # [B, T, L] and then a dimension for key heads. Layers differ in their windows only, so a model has at
             # most two masks a step.
             seen = visible(self.positions[:, :, None], num_keys, sliding_window)
-            self._masks[key] = additive(seen, dtype)[:, None]
+            folded = seen if seen.shape[1] == 1 else seen.repeat(1, num_groups, 1)
+            self._masks[key] = additive(folded, dtype)[:, None]
         return self._masks[key]
 
 
@@ -125,12 +127,14 @@ def _fold(query: torch.Tensor, num_key_heads: int) -> torch.Tensor:
 
 def _decode_exact(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float):
     folded = _fold(query, key.shape[1])
-    groups = folded.shape[2]
-    if groups < MIN_ROWS:
+    num_rows = folded.shape[2]
+    if num_rows < MIN_ROWS:
         # Zero queries fill up to the number of rows from which on the kernel computes rows alike; their results are
         # cut off.
-        folded = F.pad(folded, (0, 0, 0, MIN_ROWS - groups))
-    return grouped_attention(folded, key, value, mask, scale)[:, :, :groups].reshape(query.shape)
+        folded = F.pad(folded, (0, 0, 0, MIN_ROWS - num_rows))
+        if mask.shape[2] > 1:
+            mask = F.pad(mask, (0, 0, 0, MIN_ROWS - num_rows))
+    return grouped_attention(folded, key, value, mask, scale)[:, :, :num_rows].reshape(query.shape)
 
 
 def _prefill_exact(
@@ -160,7 +164,7 @@ def _prefill_exact(
 
 def _decode_sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float):
     folded = _fold(query, key.shape[1])
-    # Every folded row of batch row b is at the same position, so one row of the mask serves them.
+    # Without drafts every folded row of batch row b is at the same position, so one row of the mask serves them.
     mask = mask.expand(-1, 1, folded.shape[2], -1)
     return F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scale).reshape(query.shape)
 
@@ -216,7 +220,7 @@ def native_attention(
     # The rules above were measured for these kernels only. GPU kernels split by the total length in their own way.
     exact = query.device.type == "cpu" and query.dtype == torch.float32
     if native_step.is_decode:
-        mask = native_step.decode_mask(key.shape[2], sliding_window, query.dtype)
+        mask = native_step.decode_mask(key.shape[2], sliding_window, query.dtype, query.shape[1] // key.shape[1])
         output = (_decode_exact if exact else _decode_sdpa)(query, key, value, mask, scale)
     else:
         prefill = _prefill_exact if exact else _prefill_sdpa

@@ -68,17 +68,17 @@ class SlotCache(Cache):
         self._num_keys = round_up(max(ends), KEY_BLOCK) if any(starts) else 0
 
     def begin_decode(self, positions: torch.Tensor, num_keys: int) -> None:
-        """The next pass computes one token a row: row b writes at `positions[b]` and attends over `num_keys` keys.
+        """The next pass computes the first rows: row b writes at `positions[b]` and attends over `num_keys` keys.
 
         Args:
-            positions: [B]
+            positions: [B, T]
             num_keys: a multiple of KEY_BLOCK, above every position
         """
         self._prefill = None
         self._positions = positions
         self._num_keys = num_keys
         if len(self._rows) != len(positions) or self._rows.device != positions.device:
-            self._rows = torch.arange(len(positions), device=positions.device)
+            self._rows = torch.arange(len(positions), device=positions.device)[:, None]
 
     def update(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_args: object, **_kwargs: object
@@ -94,8 +94,8 @@ class SlotCache(Cache):
         keys, values = self._keys[layer_idx], self._values[layer_idx]
         assert keys is not None and values is not None
         if self._prefill is None:
-            keys[self._rows, :, self._positions] = key_states[:, :, 0]
-            values[self._rows, :, self._positions] = value_states[:, :, 0]
+            keys[self._rows, :, self._positions] = key_states.transpose(1, 2)
+            values[self._rows, :, self._positions] = value_states.transpose(1, 2)
             batch = len(key_states)
             return keys[:batch, :, : self._num_keys], values[:batch, :, : self._num_keys]
         for index, (row, start, end) in enumerate(self._prefill):

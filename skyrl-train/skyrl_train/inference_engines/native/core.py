@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from skyrl_train.expert_routes import ExpertRoutes
-from skyrl_train.inference_engines.base import StopReason, TopLogProbs
+from skyrl_train.inference_engines.base import DraftCounts, StopReason, TopLogProbs
 from skyrl_train.inference_engines.completion import Completion
 from skyrl_train.inference_engines.native.attention import KEY_BLOCK, round_up
 from skyrl_train.inference_engines.native.prefix_cache import PrefixCache
@@ -19,6 +19,7 @@ from skyrl_train.inference_engines.native.route_table import route_table
 from skyrl_train.inference_engines.native.rows import RowTable
 from skyrl_train.inference_engines.native.runner import ModelRunner
 from skyrl_train.inference_engines.native.sampling import Draw, sample, uniforms
+from skyrl_train.inference_engines.native.speculation import Places, look_up
 from skyrl_train.inference_engines.native.stop_strings import Decode
 from skyrl_train.inference_engines.native.waiting import Waiting
 from skyrl_train.kept_tokens import KeptTokens
@@ -29,6 +30,7 @@ KEYS_OF_A_PREFILL_TOKEN = 8
 """Prompts are computed together while their keys, cached ones included, are at most so many for each token of
 `max_prefill_tokens`: attention gathers the keys of all of them."""
 MAX_PREFIX_TOKENS = 2**16
+MAX_DRAFTING = 16
 
 Outcomes = dict[Request, Completion | FloatingPointError]
 """Requests that ended -> their completions (without text), or the error of a model whose output was not finite."""
@@ -58,6 +60,8 @@ class NativeEngineCore:
         max_loras: adapters that may be loaded at the same time
         max_cache_tokens: places in the cache (rows x longest); requests wait for room to be written to their end. One
             that needs more runs alone. None: no limit
+        num_draft_tokens: drafts of an answer that one pass verifies at most (`speculation.py`); 0: none
+        max_drafting: requests that may run together for answers to be drafted
         routing: of a mixture whose completions come with the experts of their tokens; None: without
     """
 
@@ -74,6 +78,8 @@ class NativeEngineCore:
         max_prefix_tokens: int = MAX_PREFIX_TOKENS,
         max_loras: int = 8,
         max_cache_tokens: int | None = None,
+        num_draft_tokens: int = 0,
+        max_drafting: int = MAX_DRAFTING,
         routing: RoutingReplay | None = None,
     ):
         self._runner = ModelRunner(
@@ -91,6 +97,7 @@ class NativeEngineCore:
         self.max_model_len = max_model_len
         self.num_prompt_tokens_computed = 0
         """Prompt tokens that went through the model; the others were shared or cached."""
+        self._num_draft_tokens, self._max_drafting = num_draft_tokens, max_drafting
         self._eos_ids = eos_ids
         self._decode_text = decode
         self._max_prefill_tokens = max_prefill_tokens
@@ -182,13 +189,13 @@ class NativeEngineCore:
         self.num_prompt_tokens_computed += int((self._rows.prompt_length - self._rows.num_cached)[added].sum())
         if not self._rows:
             return {}
-        draw = self._sample(self._logits(known))
+        drafts = self._drafts(known)
+        places = Places.of(drafts)
+        draw = self._sample(self._logits(known, drafts, places), places)
         tokens, log_probs = draw.tokens.cpu().numpy(), draw.log_probs.cpu().numpy()
-        slots = self._rows.lora_slot[: len(tokens)]
-        self._rows.append(tokens, log_probs, self.loras.versions(slots, self.weight_version))
         if draw.kept is not None:
             self._rows.append_kept(draw.kept)
-        return self._finish_done(tokens, log_probs)
+        return self._append(places, places.accepted(drafts, tokens), tokens, log_probs)
 
     def take_version(self, version: int) -> None:
         """Note that the weights have changed. Running requests continue behind the keys and values that they have; no
@@ -377,58 +384,101 @@ class NativeEngineCore:
             for request, scores in zip(scored, score_prompts(scored, states, head), strict=True):
                 request.prompt_scores = scores
 
-    def _logits(self, known: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """Compute [rows, V] float32 logits after every row's last token.
+    def _drafts(self, known: Mapping[int, torch.Tensor]) -> list[np.ndarray]:
+        """Return the drafts of each row. Most rows have some, or none has: all are computed as wide as the longest."""
+        rows, count = self._rows, len(self._rows)
+        drafts = [rows.tokens[0, :0]] * count
+        # Logits that came with a prompt are those of one place.
+        if not self._num_draft_tokens or known or count > self._max_drafting:
+            return drafts
+        # Where the longest answer may end, rows end in the cache.
+        room = int(rows.max_length[:count].max() - rows.length[:count].max())
+        for row, request in enumerate(rows.requests):
+            # Settings that look at the tokens so far have no drafts.
+            if request.params.repetition_penalty == 1 and not request.params.return_kept_tokens:
+                length = int(rows.length[row])
+                num = min(self._num_draft_tokens, room, int(rows.max_length[row]) - length - 1)
+                drafts[row] = look_up(rows.tokens[row, :length], num)
+        return drafts if 2 * sum(map(bool, map(len, drafts))) >= count else [rows.tokens[0, :0]] * count
+
+    def _logits(self, known: Mapping[int, torch.Tensor], drafts: Sequence[np.ndarray], places: Places) -> torch.Tensor:
+        """Compute [N, V] float32 logits at places: after every row's last token, and after its drafts.
 
         Args:
-            known: a row: [V], of those that came with their prompts. The last rows of these need no decoding.
+            known: a row: [V], of those that came with their prompts, if there are no drafts. The last rows of these
+                need no decoding.
         """
         count = len(self._rows)
+        if len(places.rows) > count:
+            return self._decode(count, drafts)[places.rows, places.offsets]
         num_decoded = 1 + max((row for row in range(count) if row not in known), default=-1)
         parts = [known[row] for row in range(num_decoded, count)]
         if not num_decoded:
             return torch.stack(parts)
         # Rows that fill up write to the cache as well: none of them may be a request's.
-        decoded = self._decode(min(self._runner.filled(num_decoded), count))
+        num_computed = min(self._runner.filled(num_decoded), count)
+        decoded = self._decode(num_computed, drafts[:num_computed])[:, 0]
         return torch.cat([decoded[:num_decoded], torch.stack(parts)]) if parts else decoded
 
-    def _decode(self, count: int) -> torch.Tensor:
-        """Compute [count, V] float32 logits after the last token of the first rows."""
-        last = self._rows.length[:count] - 1
-        self._cache.reserve(self._runner.filled(count), int(self._rows.length[: len(self._rows)].max()))
-        ids = self._rows.tokens[np.arange(count), last]
-        logits = self._runner.decode(ids, last, self._rows.lora_slot[:count])
+    def _decode(self, count: int, drafts: Sequence[np.ndarray]) -> torch.Tensor:
+        """Compute [count, T, V] float32 logits after the last token of the first rows and after their drafts; behind a
+        row's last draft they mean nothing."""
+        rows, width = self._rows, 1 + max(map(len, drafts))
+        last = rows.length[:count] - 1
+        self._cache.reserve(self._runner.filled(count), int(rows.length[: len(rows)].max()) + width - 1)
+        ids = np.zeros((count, width), np.int64)
+        ids[:, 0] = rows.tokens[np.arange(count), last]
+        for row, own in enumerate(drafts):
+            ids[row, 1 : 1 + len(own)] = own
+        positions = last[:, None] + np.arange(width)
+        logits = self._runner.decode(ids, positions, rows.lora_slot[:count])
         if self._routes is not None:
-            self._routes.put_tokens(last, self._runner.routes)
+            self._routes.put_tokens(positions, self._runner.routes)
         return logits
 
-    def _sample(self, logits: torch.Tensor) -> Draw:
-        rows, count = self._rows, len(self._rows)
-        batch = rows.sampling(self._device)
+    def _sample(self, logits: torch.Tensor, places: Places) -> Draw:
+        """Draw a token at each place."""
+        rows, own = self._rows, places.rows
+        batch, lengths = rows.sampling(self._device), rows.length[own] + places.offsets
+        if len(own) > len(rows):
+            batch = batch.repeated(torch.from_numpy(own).to(self._device))
         uniform = None
         if not batch.all_greedy:
-            uniform = torch.from_numpy(uniforms(rows.key[:count], rows.length[:count])).to(self._device)
+            uniform = torch.from_numpy(uniforms(rows.key[own], lengths)).to(self._device)
         penalized = batch.repetition_penalty is not None
         return sample(
             logits,
             batch,
             uniform,
-            tokens=rows.penalized_tokens(self._device) if penalized else None,
-            forbidden=rows.forbidden(self._device),
+            tokens=rows.penalized_tokens(own, self._device) if penalized else None,
+            forbidden=rows.forbidden(own, lengths, self._device),
         )
 
-    def _finish_done(self, tokens: np.ndarray, log_probs: np.ndarray) -> Outcomes:
+    def _append(self, places: Places, is_accepted: np.ndarray, tokens: np.ndarray, log_probs: np.ndarray) -> Outcomes:
+        """Append the tokens drawn at accepted places, up to the one that ends a row.
+
+        Returns: the requests that ended.
+        """
         rows, count = self._rows, len(self._rows)
-        stopped = rows.stopped(tokens)
-        finite = np.isfinite(log_probs)
-        ended = np.flatnonzero(stopped | ~finite | (rows.length[:count] >= rows.max_length[:count]))
+        rows.num_drafted[:count] += np.bincount(places.rows) - 1
+        stopped, finite, ended = np.zeros((3, count), np.bool_)
+        finite[:] = True
+        for offset in range(int(places.offsets.max()) + 1):
+            chosen = np.flatnonzero((places.offsets == offset) & is_accepted & ~ended[places.rows])
+            own = places.rows[chosen]
+            versions = self.loras.versions(rows.lora_slot[own], self.weight_version)
+            stopped[own] = rows.append(own, tokens[chosen], log_probs[chosen], versions)
+            finite[own] = np.isfinite(log_probs[chosen])
+            ended[own] = stopped[own] | ~finite[own] | (rows.length[own] >= rows.max_length[own])
+            if offset:
+                rows.num_accepted[own] += 1
         failed = [rows.requests[row] for row in np.flatnonzero(~finite).tolist()]
         for row in np.flatnonzero(~finite).tolist():
             self._cache.clear_row(row)
         if failed:  # cached prefixes may hold what was not finite
             self.clear_prefixes()
             rows.is_current[np.flatnonzero(~finite)] = False
-        outcomes = self._finish(ended.tolist(), lambda row: "stop" if stopped[row] else "length")
+        outcomes = self._finish(np.flatnonzero(ended).tolist(), lambda row: "stop" if stopped[row] else "length")
         return outcomes | {request: _not_finite(request) for request in failed}
 
     def _finish(self, ended: list[int], reason: Callable[[int], StopReason]) -> Outcomes:
@@ -446,7 +496,8 @@ class NativeEngineCore:
             kept = None if sets is None else KeptTokens.of(sets)
             completion = _completion(request, tokens, log_probs, versions, reason(row), routes, kept)
             num_cached = max(0, int(rows.num_cached[row]) - request.num_chunked)
-            outcomes[request] = replace(completion, num_cached_prompt_tokens=num_cached)
+            drafts = DraftCounts(int(rows.num_drafted[row]), int(rows.num_accepted[row]))
+            outcomes[request] = replace(completion, num_cached_prompt_tokens=num_cached, drafts=drafts)
         for row in reversed(ended):
             last = len(rows) - 1
             self._waiting.give_back(rows.requests[row])

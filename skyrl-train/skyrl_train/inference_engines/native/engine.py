@@ -30,7 +30,7 @@ from skyrl_train.inference_engines.base import (
     tags_to_wake,
 )
 from skyrl_train.inference_engines.completion import Completion, requested_output
-from skyrl_train.inference_engines.native.core import MAX_PREFILL_TOKENS, NativeEngineCore, Outcomes
+from skyrl_train.inference_engines.native.core import MAX_DRAFTING, MAX_PREFILL_TOKENS, NativeEngineCore, Outcomes
 from skyrl_train.inference_engines.native.loading import (
     cache_bytes_of_token,
     context_length_of,
@@ -124,6 +124,9 @@ class NativeInferenceEngine(InferenceEngineInterface):
             in transformers. The engine uses their memory where device and dtype are its own (its packed copies of
             linear layers come beside, on a CPU), and nobody may change them
         return_expert_routes: completions come with the experts that each token of prompt and answer went to
+        num_speculative_tokens: tokens that an answer may repeat from its prompt or itself, verified in one pass (prompt
+            lookup). In float32 on a CPU answers are the same bits with any number. 0: none
+        speculative_max_seqs: running requests up to which tokens are proposed; more fill the processor by themselves
     """
 
     def __init__(
@@ -149,7 +152,14 @@ class NativeInferenceEngine(InferenceEngineInterface):
         max_cache_gib: float | None = None,
         shared_weights: Mapping[str, torch.Tensor] | None = None,
         return_expert_routes: bool = False,
+        num_speculative_tokens: int = 0,
+        speculative_max_seqs: int = MAX_DRAFTING,
     ):
+        if num_speculative_tokens < 0 or speculative_max_seqs < 0:
+            raise ConfigError(
+                "num_speculative_tokens and speculative_max_seqs must not be negative; got "
+                f"{num_speculative_tokens} and {speculative_max_seqs} (0: no speculative decoding)"
+            )
         if max_num_seqs < 1:
             raise ConfigError(f"max_num_seqs must be at least 1; got {max_num_seqs}")
         if prefix_cache_gib < 0:
@@ -185,6 +195,8 @@ class NativeInferenceEngine(InferenceEngineInterface):
             max_cache_tokens=None if max_cache_gib is None else int(max_cache_gib * tokens_a_gib),
             chunked_prefill=enable_chunked_prefill,
             max_prefix_tokens=int(prefix_cache_gib * tokens_a_gib) if enable_prefix_caching else 0,
+            num_draft_tokens=num_speculative_tokens,
+            max_drafting=speculative_max_seqs,
             routing=RoutingReplay(model, "trainer.policy.routing_replay=R3") if return_expert_routes else None,
         )
         check_generation(self._core, model_path)

@@ -48,14 +48,14 @@ class RouteTable:
             self._routes[row, start:end] = own[: end - start]
 
     def put_tokens(self, positions: np.ndarray, routes: np.ndarray) -> None:
-        """Store the routes of one token of each of the first rows.
+        """Store the routes of tokens of the first rows.
 
         Args:
-            positions: [n]
-            routes: [n or more, L, k]
+            positions: [n, T]
+            routes: [n T or more, L, k]
         """
-        count = len(positions)
-        self._routes[np.arange(count), positions] = routes[:count]
+        by_row = routes[: positions.size].reshape(*positions.shape, *self._shape)
+        self._routes[np.arange(len(positions))[:, None], positions] = by_row
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the routes of the first positions of a row to another row."""

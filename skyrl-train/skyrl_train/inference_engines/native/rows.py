@@ -29,6 +29,9 @@ class RowTable:
         self.prompt_length = np.zeros(0, np.int64)
         self.num_cached = np.zeros(0, np.int64)
         """Tokens at the beginning of the prompt that were not computed for this request."""
+        self.num_drafted = np.zeros(0, np.int64)
+        self.num_accepted = np.zeros(0, np.int64)
+        """Draft tokens that were verified, and those of them in the answer."""
         self.is_current = np.zeros(0, np.bool_)
         """True if all keys and values are of the present weights."""
         self.prompt_lora = np.zeros(0, np.int64)
@@ -55,7 +58,7 @@ class RowTable:
         self.finders.append(StopStringFinder(params.stop, request.decode or decode) if params.stop else None)
         self.kept.append([] if params.return_kept_tokens else None)
         self.length[row] = self.prompt_length[row] = len(request.prompt)
-        self.num_cached[row] = 0
+        self.num_cached[row] = self.num_drafted[row] = self.num_accepted[row] = 0
         self.is_current[row] = True
         self.prompt_lora[row] = request.lora_serial
         self.lora_slot[row] = request.lora_slot
@@ -68,17 +71,27 @@ class RowTable:
         self._sampling = None
         return row
 
-    def append(self, tokens: np.ndarray, log_probs: np.ndarray, version: np.ndarray | int) -> None:
-        """One new token for every row, written by weights of one version or of one each."""
-        rows, count = np.arange(len(self)), len(self)
-        positions = self.length[:count]
+    def append(
+        self, rows: np.ndarray, tokens: np.ndarray, log_probs: np.ndarray, version: np.ndarray | int
+    ) -> np.ndarray:
+        """Append one token to each of these rows, written by weights of one version or of one each.
+
+        Returns: [rows] True where the token ends the response by itself or completes a stop string.
+        """
+        positions = self.length[rows]
         self.tokens[rows, positions] = tokens
         self.log_probs[rows, positions] = log_probs
         self.versions[rows, positions] = version
-        self.length[:count] += 1
+        self.length[rows] += 1
+        stopped = (self.stop_ids[rows] == tokens[:, None]).any(1)
+        for index, row in enumerate(rows.tolist()):
+            finder = self.finders[row]
+            if finder is not None and finder.push(int(tokens[index])):
+                stopped[index] |= self.length[row] >= self.min_length[row]
+        return stopped
 
     def append_kept(self, kept: torch.Tensor) -> None:
-        """Keep the sets of the token just appended.
+        """Keep the sets of the next token of each row that records them.
 
         Args:
             kept: [rows that record, V] bool.
@@ -89,15 +102,6 @@ class RowTable:
         sets = np.split(ids, ends[:-1])
         for own, new in zip((own for own in self.kept if own is not None), sets, strict=True):
             own.append(new.copy())  # a view would hold the ids of all rows
-
-    def stopped(self, tokens: np.ndarray) -> np.ndarray:
-        """[rows] True where the token just appended ends the response by itself or completes a stop string."""
-        count = len(self)
-        stopped = (self.stop_ids[:count] == tokens[:, None]).any(1)
-        for row, finder in enumerate(self.finders):
-            if finder is not None and finder.push(int(tokens[row])):
-                stopped[row] |= self.length[row] >= self.min_length[row]
-        return stopped
 
     def remove_last(self) -> None:
         """Drop the last row."""
@@ -118,23 +122,23 @@ class RowTable:
             self._sampling = self._sampling_batch(device)
         return self._sampling
 
-    def forbidden(self, device: torch.device) -> torch.Tensor | None:
-        """[rows, V] True on the stop tokens of rows below their `min_tokens`; None if there are no such rows."""
-        count = len(self)
-        early = self.length[:count] < self.min_length[:count]
+    def forbidden(self, rows: np.ndarray, lengths: np.ndarray, device: torch.device) -> torch.Tensor | None:
+        """[N, V] True on the stop tokens of rows [N] that are below their `min_tokens` at these lengths [N]; None if
+        there are no such rows."""
+        early = lengths < self.min_length[rows]
         if not early.any():
             return None
-        rows, columns = np.nonzero((self.stop_ids[:count] != _NO_TOKEN) & early[:, None])
-        mask = np.zeros((count, self.vocabulary), dtype=bool)
-        mask[rows, self.stop_ids[rows, columns]] = True
+        stop_ids = self.stop_ids[rows]
+        places, columns = np.nonzero((stop_ids != _NO_TOKEN) & early[:, None])
+        mask = np.zeros((len(rows), self.vocabulary), dtype=bool)
+        mask[places, stop_ids[places, columns]] = True
         return torch.from_numpy(mask).to(device)
 
-    def penalized_tokens(self, device: torch.device) -> torch.Tensor:
-        """[rows, P] the rows' tokens so far, padded with a row's own first token."""
-        count = len(self)
-        longest = int(self.length[:count].max())
-        inside = np.arange(longest) < self.length[:count, None]
-        tokens = np.where(inside, self.tokens[:count, :longest], self.tokens[:count, :1])
+    def penalized_tokens(self, rows: np.ndarray, device: torch.device) -> torch.Tensor:
+        """[N, P] tokens so far of rows [N], padded with a row's own first token."""
+        longest = int(self.length[rows].max())
+        inside = np.arange(longest) < self.length[rows, None]
+        tokens = np.where(inside, self.tokens[rows, :longest], self.tokens[rows, :1])
         return torch.from_numpy(tokens).to(device)
 
     def _sampling_batch(self, device: torch.device) -> SamplingBatch:
@@ -166,8 +170,8 @@ class RowTable:
 
     @staticmethod
     def _names() -> tuple[str, ...]:
-        flat = ("length", "prompt_length", "num_cached", "is_current", "prompt_lora", "lora_slot")
-        flat += ("min_length", "max_length", "key")
+        flat = ("length", "prompt_length", "num_cached", "num_drafted", "num_accepted", "is_current")
+        flat += ("prompt_lora", "lora_slot", "min_length", "max_length", "key")
         return (*flat, "stop_ids", "tokens", "log_probs", "versions")
 
     def _reserve(self, num_rows: int, length: int, num_stop_ids: int) -> None:

@@ -100,26 +100,29 @@ class ModelRunner:
         self._slots = slots
         try:
             logits = self._forward(torch.from_numpy(ids), AttentionStep(positions, is_whole))
-            return self._hidden, logits[: len(rows)]
+            return self._hidden, logits[: len(rows), 0]
         finally:
             self._prompts_end, self._hidden = None, torch.empty(0)
 
     def decode(self, ids: np.ndarray, positions: np.ndarray, slots: np.ndarray) -> torch.Tensor:
-        """The next token of the first rows of the cache.
+        """The next token of the first rows of the cache, and those behind drafts.
 
         Args:
-            ids, positions: [n], the token that each row ends with, and where it stands; there is room in the cache
+            ids, positions: [n, T], the token that each row ends with and its drafts, and where they stand; there is
+                room in the cache
             slots: [n]
-        Returns: [n, V] float32 logits
+        Returns: [n, T, V] float32 logits
         """
-        count = len(ids)
-        # Dummy rows stand at position 0 with token 0 and write into rows of the cache beyond those in use.
-        filling = (0, self.filled(count) - count)
-        where = torch.from_numpy(np.pad(positions, filling)).to(self.device)
+        count, width = ids.shape
+        # Dummy rows stand at the first positions with token 0 and write into rows of the cache beyond those in use.
+        num_filling = self.filled(count) - count
+        filling = np.broadcast_to(np.arange(width), (num_filling, width))
+        where = torch.from_numpy(np.concatenate([positions, filling])).to(self.device)
         self.cache.begin_decode(where, round_up(int(positions.max()) + 1, KEY_BLOCK))
         if self.loras:
             self.loras.begin(filled_up(slots, len(where)), apart=False)
-        return self._forward(torch.from_numpy(np.pad(ids, filling))[:, None], AttentionStep(where[:, None]))[:count]
+        tokens = torch.from_numpy(np.pad(ids, ((0, num_filling), (0, 0))))
+        return self._forward(tokens, AttentionStep(where, is_decode=True))[:count]
 
     def head(self, slots: np.ndarray) -> Head:
         """The output layer for tokens of rows with these adapters [n], every token as a row of its own: the bits of
@@ -134,7 +137,7 @@ class ModelRunner:
         return logits
 
     def _forward(self, ids: torch.Tensor, step: AttentionStep) -> torch.Tensor:
-        """[rows, V] float32 logits of each row's last token that reaches the output layer."""
+        """[rows, T, V] float32 logits of the tokens that reach the output layer."""
         inputs: dict[str, Any] = {} if self._routing is None else {KEYWORD: RoutingPass()}
         output = self.model(
             input_ids=ids.to(self.device),
@@ -147,7 +150,7 @@ class ModelRunner:
         self.num_forwards += 1
         if self._routing is not None:
             self.routes = _taken(inputs[KEYWORD], self._routing)
-        return output.logits[:, -1].float()
+        return output.logits.float()
 
     def _last_tokens_alone(self, _module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> object:
         """Reduce the input of the output layer from prompts [n, T, D] to their last tokens [filled n, 1, D]."""

@@ -8,7 +8,7 @@ aborted after k tokens goes on where it stopped when it is sent again with those
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -56,6 +56,29 @@ class SamplingBatch:
     repetition_penalty: torch.Tensor | None = None
     recorded: torch.Tensor | None = None
     """Rows whose kept tokens are returned, and whose log-probs are over these; None: no row."""
+
+    def repeated(self, rows: torch.Tensor) -> "SamplingBatch":
+        """Return the settings of these rows [N], ascending; a row may come several times."""
+        own, truncated, recorded = rows, None, None
+        if self.truncated is not None:
+            truncated = torch.isin(rows, self.truncated).nonzero()[:, 0]
+            own = torch.searchsorted(self.truncated, rows[truncated])
+        if self.recorded is not None:
+            recorded = torch.isin(rows, self.recorded).nonzero()[:, 0]
+
+        def of(column: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor | None:
+            return None if column is None else column[rows]
+
+        return replace(
+            self,
+            temperature=self.temperature[rows],
+            top_p=of(self.top_p, own),
+            top_k=of(self.top_k, own),
+            min_p=of(self.min_p, own),
+            truncated=truncated,
+            repetition_penalty=of(self.repetition_penalty, rows),
+            recorded=recorded,
+        )
 
 
 class Draw(NamedTuple):
