@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from skyrl_agent.config.task_file import load_task_file
@@ -85,6 +86,19 @@ def _import_once(path: Path) -> None:
     assert spec is not None and spec.loader is not None
     module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+
+
+def load_script(path: Path) -> ModuleType:
+    """Import a script by its path, every time anew, and leave the search path as it was."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    search_path = list(sys.path)
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path[:] = search_path
+    return module
 
 
 def checked_config(command: Command) -> Any:

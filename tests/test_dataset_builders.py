@@ -3,7 +3,6 @@ row is made with that row's columns, and a perfect answer, made from the row or 
 """
 
 import gzip
-import importlib.util
 import json
 import os
 import sqlite3
@@ -11,12 +10,12 @@ import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+from composed_scripts import load_script
 
 import skyrl_gym
 from skyrl_gym.episode import EpisodeResult, run_episode
@@ -34,22 +33,10 @@ GSM8K = [
 
 def build(script: str, output: Path, *arguments: object) -> dict[str, list[dict[str, Any]]]:
     """Run a builder's main program in this process. Returns: the rows that it wrote, by file."""
-    load(EXAMPLES / script).main(["--output_dir", str(output), *map(str, arguments)])
+    load_script(EXAMPLES / script).main(["--output_dir", str(output), *map(str, arguments)])
     return {
         name: pyarrow.parquet.read_table(output / f"{name}.parquet").to_pylist() for name in ("train", "validation")
     }
-
-
-def load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    search_path = list(sys.path)
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path[:] = search_path
-    return module
 
 
 def extras_of(row: dict[str, Any]) -> dict[str, Any]:
@@ -88,20 +75,11 @@ def gsm8k_files(folder: Path) -> list[Path]:
 @pytest.mark.parametrize("script", BUILDERS, ids=lambda path: path.stem)
 def test_a_builder_explains_itself(script, capsys):
     with pytest.raises(SystemExit) as end:
-        load(script).main(["--help"])
+        load_script(script).main(["--help"])
     explained = capsys.readouterr().out
     assert end.value.code == 0
     assert "--output_dir" in explained
     assert f"python examples/{script.parent.name}/{script.name} " in explained
-
-
-def test_a_builder_is_a_program(tmp_path):
-    files = map(str, gsm8k_files(tmp_path))
-    script = str(EXAMPLES / "searchcode" / "searchcode_dataset.py")
-    command = [sys.executable, script, "--output_dir", str(tmp_path / "out"), "--input", *files]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "out" / "validation.parquet").exists()
 
 
 # What they share
@@ -124,9 +102,11 @@ def test_files_of_every_form_are_read(tmp_path, suffix):
 
 
 def test_a_share_of_one_set_is_held_out(tmp_path):
-    path = write_json_lines(tmp_path / "problems.jsonl", GSM8K)
+    path = write_json_lines(tmp_path / "train.jsonl", GSM8K)
     rows = build("gsm8k/gsm8k_dataset.py", tmp_path / "out", "--input", path, "--validation_share", 0.4)
     questions = {name: [row["extra_info"]["question"] for row in part] for name, part in rows.items()}
+    with pytest.raises(DataError, match="--validation_share"):  # one set alone needs it
+        build("gsm8k/gsm8k_dataset.py", tmp_path / "out", "--input", path)
     assert (len(questions["train"]), len(questions["validation"])) == (3, 2)
     assert sorted(questions["train"] + questions["validation"]) == sorted(row["question"] for row in GSM8K)
 
@@ -166,11 +146,6 @@ def test_files_that_cannot_be_used_are_named(tmp_path, content, message):
     (tmp_path / "train.jsonl").write_text(content)
     with pytest.raises(DataError, match=message):
         build("gsm8k/gsm8k_dataset.py", tmp_path / "out", "--input", tmp_path)
-
-
-def test_one_set_alone_needs_a_share(tmp_path):
-    with pytest.raises(DataError, match="--validation_share"):
-        build("gsm8k/gsm8k_dataset.py", tmp_path, "--input", write_json_lines(tmp_path / "train.jsonl", GSM8K))
 
 
 # Each builder, and its environment
@@ -318,11 +293,14 @@ def test_text2sql_rows_are_solved(tmp_path, test_data, spider):
         assert play(row, turns, {"db_path": str(spider)}).total_reward == 1.0, query
 
 
-def test_text2sql_leaves_out_what_gives_no_rows_and_keeps_what_is_ready(tmp_path):
-    folder = tmp_path / "spider" / "database" / "zoo"
-    folder.mkdir(parents=True)
-    with closing(sqlite3.connect(folder / "zoo.sqlite")) as connection, connection:
+def make_zoo(folder: Path) -> None:
+    (folder / "database" / "zoo").mkdir(parents=True)
+    with closing(sqlite3.connect(folder / "database" / "zoo" / "zoo.sqlite")) as connection, connection:
         connection.executescript("CREATE TABLE animal (name TEXT); INSERT INTO animal VALUES ('yak'), ('emu')")
+
+
+def test_text2sql_leaves_out_what_gives_no_rows_and_keeps_what_is_ready(tmp_path):
+    make_zoo(tmp_path / "spider")
     queries = ["SELECT name FROM animal", "SELECT name FROM animal WHERE 0", "SELECT nme FROM animal", "SELECT 1"]
     problems = [{"db_id": "zoo", "question": "Which?", "SQL": query, "evidence": "There are two."} for query in queries]
     write_json_lines(tmp_path / "train.jsonl", problems)
@@ -345,10 +323,7 @@ def test_text2sql_leaves_out_what_gives_no_rows_and_keeps_what_is_ready(tmp_path
 
 
 def test_text2sql_sets_to_evaluate_on_keep_every_question_and_the_published_words(tmp_path):
-    folder = tmp_path / "Spider-DK" / "database" / "zoo"
-    folder.mkdir(parents=True)
-    with closing(sqlite3.connect(folder / "zoo.sqlite")) as connection, connection:
-        connection.executescript("CREATE TABLE animal (name TEXT); INSERT INTO animal VALUES ('yak'), ('emu')")
+    make_zoo(tmp_path / "Spider-DK")
     words = "Task.\n\nDatabase Schema:\n{}\nThis schema describes it.\n{}\nQuestion:\n{}\n\nInstructions:\nCost: $1"
     train = [{"prompt": [{"role": "user", "content": words.format("CREATE TABLE other (id)", "", "Another?")}]}]
     write_json_lines(tmp_path / "train.jsonl", train)
@@ -357,7 +332,7 @@ def test_text2sql_sets_to_evaluate_on_keep_every_question_and_the_published_word
     path = write_json_lines(tmp_path / "dk.jsonl", [problem | {"query": query} for query in queries])
     arguments = ["--input", path, "--only_validation", "--keep_empty", "--data", "spider_dk", "--db_path", tmp_path]
     arguments += ["--data_source", "dk", "--question_column", "SpiderSynQuestion", "--prompt_like"]
-    load(EXAMPLES / "text2sql/text2sql_dataset.py").main(
+    load_script(EXAMPLES / "text2sql/text2sql_dataset.py").main(
         ["--output_dir", str(tmp_path / "out"), *map(str, arguments), str(tmp_path / "train.jsonl")]
     )
     rows = pyarrow.parquet.read_table(tmp_path / "out" / "validation.parquet").to_pylist()
@@ -366,7 +341,7 @@ def test_text2sql_sets_to_evaluate_on_keep_every_question_and_the_published_word
     schema = "CREATE TABLE animal (name TEXT);"
     assert rows[0]["prompt"][0]["content"] == words.format(schema, "\nNote: Two.\n", "Which beasts?")
     with pytest.raises(DataError, match=r"the first prompt has no 'Database Schema:' before 'This schema describes'"):
-        load(EXAMPLES / "text2sql/text2sql_dataset.py").template_of("Question: which?", "rows")
+        load_script(EXAMPLES / "text2sql/text2sql_dataset.py").template_of("Question: which?", "rows")
 
 
 @pytest.mark.parametrize("name", ["humaneval", "mbpp"])
@@ -517,16 +492,13 @@ def test_rlm_rows_are_solved(tmp_path, test_data):
     assert "True" in result.messages[-3]["content"]
 
 
-def test_rlm_reads_hotpotqa_as_it_is_published(tmp_path):
+def test_rlm_reads_hotpotqa_as_it_is_published_and_names_a_document_that_is_missing(tmp_path):
     context = {"title": ["Yak", "Emu"], "sentences": [["It is ", "hairy."], ["It runs."]]}
     problem = {"question": "Which is hairy?", "answer": "yak", "context": context}
     path = write_json_lines(tmp_path / "set.jsonl", [problem] * 2)
     (row,) = build("rlm/rlm_dataset.py", tmp_path, "--input", path, "--validation_share", 0.5)["train"]
     assert sorted(row["extra_info"]["context_text"].split("\n\n")) == ["Emu\nIt runs.", "Yak\nIt is hairy."]
     assert play(row, ["FINAL(The yak)"]).total_reward == 1.0
-
-
-def test_rlm_names_a_document_that_is_missing(tmp_path):
     write_json_lines(tmp_path / "train.jsonl", [{"question": "?", "answer": "yak", "gold_doc_ids": ["d7"]}])
     with pytest.raises(DataError, match="no document d7"):
         build("rlm/rlm_dataset.py", tmp_path, "--input", tmp_path)

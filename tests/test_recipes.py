@@ -5,20 +5,18 @@ The settings below are written from the published tables, not from the scripts.
 """
 
 import functools
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from operator import attrgetter
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 import pytest
-from composed_scripts import checked_config, commands_of
+from composed_scripts import checked_config, commands_of, load_script
 
 from skyrl_train.curve_bands import read_bands
 from skyrl_train.plan.steps import step_plan
@@ -28,12 +26,12 @@ RECIPES = REPOSITORY / "examples" / "recipes"
 
 Settings = dict[str, Any]
 
-H100_X8: Settings = {
-    "trainer.placement.device": "cuda",
-    "trainer.placement.colocate_all": True,
-    "trainer.placement.policy_num_nodes": 1,
-    "trainer.placement.policy_num_gpus_per_node": 8,
-}
+
+def under(section: str, **settings: Any) -> Settings:
+    return {f"{section}.{name}": value for name, value in settings.items()}
+
+
+H100_X8 = under("trainer.placement", device="cuda", colocate_all=True, policy_num_nodes=1, policy_num_gpus_per_node=8)
 TWO_NODES = H100_X8 | {"trainer.placement.policy_num_nodes": 2}
 
 
@@ -57,53 +55,26 @@ def model(name: str) -> Settings:
     return {"trainer.policy.model.path": name}
 
 
-DAPO = H100_X8 | {
-    "environment.env_class": "aime",
-    "trainer.algorithm.advantage_estimator": "grpo",
-    "trainer.algorithm.policy_loss_type": "dual_clip",
-    "trainer.algorithm.eps_clip_low": 0.2,
-    "trainer.algorithm.eps_clip_high": 0.28,
-    "trainer.algorithm.clip_ratio_c": 10,
-    "trainer.algorithm.loss_reduction": "token_mean",
-    "trainer.algorithm.use_kl_loss": False,
-    "trainer.algorithm.use_kl_in_reward": False,
-    "trainer.algorithm.dynamic_sampling.type": None,
-    "trainer.algorithm.zero_variance_filter": False,
-    "trainer.algorithm.overlong_buffer.len": 4096,
-    "trainer.algorithm.overlong_buffer.penalty_factor": 1,
-    "trainer.algorithm.overlong_buffer.counts": "context",
-    "generator.apply_overlong_filtering": True,
-    "generator.overlong_filtering_by": "end_token",
-    "generator.n_samples_per_prompt": 16,
-    "generator.sampling_params.temperature": 1,
-    "generator.sampling_params.top_p": 1,
-    "generator.eval_n_samples_per_prompt": 32,
-    "generator.eval_sampling_params.temperature": 1,
-    "generator.eval_sampling_params.top_p": 0.7,
-    "trainer.max_prompt_length": 2048,
-    "generator.sampling_params.max_generate_length": 8192,
-    "generator.eval_sampling_params.max_generate_length": 8192,
-    "trainer.train_batch_size": 512,
-    "trainer.policy_mini_batch_size": 32,
-    "trainer.update_epochs_per_batch": 1,
-    "trainer.policy.optimizer_config.lr": 1e-6,
-    "trainer.policy.optimizer_config.num_warmup_steps": 160,
-    "trainer.policy.optimizer_config.weight_decay": 0.1,
-    "trainer.policy.optimizer_config.max_grad_norm": 1.0,
-    "trainer.epochs": 20,
-    "trainer.eval_before_train": True,
-    "trainer.eval_interval": 5,
-    "trainer.eval_batch_size": 1024,
-    "trainer.ckpt_interval": 10,
-    "trainer.max_ckpts_to_keep": 3,
-    "trainer.hf_save_interval": 10,
-    "generator.enforce_eager": True,
-    "generator.gpu_memory_utilization": 0.8,
-}
-LATER = {
-    "trainer.algorithm.overlong_buffer.counts": "response",
-    "generator.overlong_filtering_by": "stop_reason",
-}
+DAPO = (
+    H100_X8
+    | under("environment", env_class="aime")
+    | under("trainer.algorithm", advantage_estimator="grpo", policy_loss_type="dual_clip", eps_clip_low=0.2)
+    | under("trainer.algorithm", eps_clip_high=0.28, clip_ratio_c=10, loss_reduction="token_mean", use_kl_loss=False)
+    | under("trainer.algorithm", use_kl_in_reward=False, zero_variance_filter=False)
+    | under("trainer.algorithm.dynamic_sampling", type=None)
+    | under("trainer.algorithm.overlong_buffer", len=4096, penalty_factor=1, counts="context")
+    | under("generator", apply_overlong_filtering=True, overlong_filtering_by="end_token", n_samples_per_prompt=16)
+    | under("generator", eval_n_samples_per_prompt=32, enforce_eager=True, gpu_memory_utilization=0.8)
+    | under("generator.sampling_params", temperature=1, top_p=1, max_generate_length=8192)
+    | under("generator.eval_sampling_params", temperature=1, top_p=0.7, max_generate_length=8192)
+    | under("trainer", max_prompt_length=2048, train_batch_size=512, policy_mini_batch_size=32)
+    | under("trainer", update_epochs_per_batch=1, epochs=20, eval_before_train=True, eval_interval=5)
+    | under("trainer", eval_batch_size=1024, ckpt_interval=10, max_ckpts_to_keep=3, hf_save_interval=10)
+    | under("trainer.policy.optimizer_config", lr=1e-6, num_warmup_steps=160, weight_decay=0.1, max_grad_norm=1.0)
+)
+LATER = under("trainer.algorithm.overlong_buffer", counts="response") | under(
+    "generator", overlong_filtering_by="stop_reason"
+)
 SMALL_DAPO = DAPO | TWO_NODES | engines(16, 1) | micro(8, 4) | {"trainer.policy.fsdp_config.fsdp_size": 8}
 QWEN3_1_7B = SMALL_DAPO | model("Qwen/Qwen3-1.7B-Base")
 QWEN3_4B = SMALL_DAPO | model("Qwen/Qwen3-4B-Base")
@@ -113,35 +84,17 @@ SQL = (
     | engines(2, 4, memory=0.7)
     | micro(8, 1)
     | model("Qwen/Qwen2.5-Coder-7B-Instruct")
-    | {
-        "environment.env_class": "text2sql",
-        "trainer.algorithm.advantage_estimator": "grpo",
-        "trainer.algorithm.use_kl_loss": False,
-        "trainer.algorithm.grpo_norm_by_std": True,
-        "trainer.policy.optimizer_config.lr": 1e-6,
-        "trainer.policy.optimizer_config.max_grad_norm": 0.5,
-        "trainer.train_batch_size": 256,
-        "trainer.policy_mini_batch_size": 256,
-        "generator.n_samples_per_prompt": 5,
-        "trainer.max_prompt_length": 6000,
-        "generator.max_input_length": 29000,
-        "generator.sampling_params.max_generate_length": 3000,
-        "generator.max_turns": 6,
-        "generator.use_conversation_multi_turn": False,
-        "generator.sampling_params.stop": ["</sql>", "</solution>"],
-        "generator.eval_sampling_params.stop": ["</sql>", "</solution>"],
-        "generator.sampling_params.temperature": 0.6,
-        "generator.sampling_params.top_p": 0.95,
-        "generator.eval_sampling_params.temperature": 0,
-        "trainer.epochs": 30,
-        "trainer.eval_before_train": True,
-        "trainer.eval_interval": 5,
-        "trainer.eval_batch_size": 1024,
-        "trainer.ckpt_interval": 60,
-        "trainer.hf_save_interval": 30,
-        "trainer.dump_data_batch": True,
-        "trainer.resume_mode": "latest",
-    }
+    | under("environment", env_class="text2sql")
+    | under("trainer.algorithm", advantage_estimator="grpo", use_kl_loss=False, grpo_norm_by_std=True)
+    | under("trainer.policy.optimizer_config", lr=1e-6, max_grad_norm=0.5)
+    | under("trainer", train_batch_size=256, policy_mini_batch_size=256, max_prompt_length=6000, epochs=30)
+    | under("trainer", eval_before_train=True, eval_interval=5, eval_batch_size=1024, ckpt_interval=60)
+    | under("trainer", hf_save_interval=30, dump_data_batch=True, resume_mode="latest")
+    | under("generator", n_samples_per_prompt=5, max_input_length=29000, max_turns=6)
+    | under("generator", use_conversation_multi_turn=False)
+    | under("generator.sampling_params", max_generate_length=3000, stop=["</sql>", "</solution>"], temperature=0.6)
+    | under("generator.sampling_params", top_p=0.95)
+    | under("generator.eval_sampling_params", stop=["</sql>", "</solution>"], temperature=0)
 )
 
 SEARCH = (
@@ -149,95 +102,52 @@ SEARCH = (
     | engines(4, 2, memory=0.5)
     | micro(4, 4)
     | model("Qwen/Qwen2.5-3B-Instruct")
-    | {
-        "environment.env_class": "search",
-        "trainer.algorithm.advantage_estimator": "grpo",
-        "trainer.algorithm.use_kl_loss": True,
-        "trainer.algorithm.kl_loss_coef": 0.001,
-        "trainer.algorithm.kl_estimator_type": "k3",
-        "trainer.algorithm.off_policy_correction.tis_ratio_type": None,
-        "trainer.policy.optimizer_config.lr": 1e-6,
-        "trainer.policy.optimizer_config.max_grad_norm": 0.5,
-        "trainer.policy.optimizer_config.num_warmup_steps": 94,
-        "trainer.ref.fsdp_config.cpu_offload": True,
-        "trainer.train_batch_size": 512,
-        "trainer.policy_mini_batch_size": 256,
-        "trainer.epochs": 1,
-        "generator.n_samples_per_prompt": 5,
-        "trainer.max_prompt_length": 2048,
-        "generator.max_input_length": 4096,
-        "generator.sampling_params.max_generate_length": 500,
-        "generator.use_conversation_multi_turn": False,
-        "generator.sampling_params.stop": ["</search>", "</answer>"],
-        "generator.eval_sampling_params.stop": ["</search>", "</answer>"],
-        "generator.sampling_params.temperature": 1,
-        "generator.sampling_params.top_p": 1,
-        "generator.eval_sampling_params.temperature": 0,
-        "environment.skyrl_gym.env_configs": {"search": {"search_url": "http://127.0.0.1:8000/retrieve", "topk": 3}},
-        "environment.skyrl_gym.max_env_workers": 16,
-        "trainer.eval_before_train": False,
-        "trainer.eval_interval": 50,
-        "trainer.eval_batch_size": 256,
-        "trainer.ckpt_interval": 20,
-        "trainer.max_ckpts_to_keep": 5,
-        "trainer.hf_save_interval": 100,
-        "trainer.resume_mode": "latest",
-    }
+    | under("environment", env_class="search")
+    | under("trainer.algorithm", advantage_estimator="grpo", use_kl_loss=True, kl_loss_coef=0.001)
+    | under("trainer.algorithm", kl_estimator_type="k3")
+    | under("trainer.algorithm.off_policy_correction", tis_ratio_type=None)
+    | under("trainer.policy.optimizer_config", lr=1e-6, max_grad_norm=0.5, num_warmup_steps=94)
+    | under("trainer.ref.fsdp_config", cpu_offload=True)
+    | under("trainer", train_batch_size=512, policy_mini_batch_size=256, epochs=1, max_prompt_length=2048)
+    | under("trainer", eval_before_train=False, eval_interval=50, eval_batch_size=256, ckpt_interval=20)
+    | under("trainer", max_ckpts_to_keep=5, hf_save_interval=100, resume_mode="latest")
+    | under("generator", n_samples_per_prompt=5, max_input_length=4096, use_conversation_multi_turn=False)
+    | under("generator.sampling_params", max_generate_length=500, stop=["</search>", "</answer>"], temperature=1)
+    | under("generator.sampling_params", top_p=1)
+    | under("generator.eval_sampling_params", stop=["</search>", "</answer>"], temperature=0)
+    | under(
+        "environment.skyrl_gym", env_configs={"search": {"search_url": "http://127.0.0.1:8000/retrieve", "topk": 3}}
+    )
+    | under("environment.skyrl_gym", max_env_workers=16)
 )
-TRUNCATED_WEIGHTS = {
-    "trainer.algorithm.off_policy_correction.tis_ratio_type": "token",
-    "trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high": 2.0,
-}
+TRUNCATED_WEIGHTS = under(
+    "trainer.algorithm.off_policy_correction", tis_ratio_type="token", token_tis_ratio_clip_high=2.0
+)
 
-SWE_V0 = H100_X8 | {
-    "trainer.algorithm.advantage_estimator": "grpo",
-    "trainer.algorithm.use_kl_loss": True,
-    "trainer.algorithm.kl_loss_coef": 0.001,
-    "trainer.algorithm.kl_estimator_type": "k3",
-    "trainer.algorithm.eps_clip_low": 0.2,
-    "trainer.algorithm.eps_clip_high": 0.2,
-    "trainer.policy.optimizer_config.lr": 1e-6,
-    "trainer.train_batch_size": 32,
-    "generator.n_samples_per_prompt": 8,
-    "trainer.max_prompt_length": 12000,
-}
+SWE_V0 = (
+    H100_X8
+    | under("trainer.algorithm", advantage_estimator="grpo", use_kl_loss=True, kl_loss_coef=0.001)
+    | under("trainer.algorithm", kl_estimator_type="k3", eps_clip_low=0.2, eps_clip_high=0.2)
+    | under("trainer.policy.optimizer_config", lr=1e-6)
+    | under("trainer", train_batch_size=32, max_prompt_length=12000)
+    | under("generator", n_samples_per_prompt=8)
+)
 SA_SWE = (
     TWO_NODES
     | engines(4, 4, memory=0.8)
     | model("Qwen/Qwen3-32B")
-    | {
-        "trainer.strategy": "fsdp2",
-        "trainer.algorithm.advantage_estimator": "rloo",
-        "trainer.algorithm.grpo_norm_by_std": False,
-        "trainer.algorithm.policy_loss_type": "dual_clip",
-        "trainer.algorithm.eps_clip_low": 0.2,
-        "trainer.algorithm.eps_clip_high": 0.28,
-        "trainer.algorithm.use_kl_loss": False,
-        "trainer.algorithm.loss_reduction": "seq_mean_token_sum_norm",
-        "trainer.algorithm.max_seq_len": 40768,
-        "trainer.policy.optimizer_config.lr": 1e-6,
-        "trainer.policy.sequence_parallel_size": 4,
-        "trainer.ref.sequence_parallel_size": 4,
-        "trainer.train_batch_size": 64,
-        "trainer.policy_mini_batch_size": 64,
-        "generator.n_samples_per_prompt": 8,
-        "trainer.max_prompt_length": 8000,
-        "generator.sampling_params.max_generate_length": 32768,
-        "generator.enforce_eager": False,
-        "generator.enable_prefix_caching": True,
-        "generator.max_num_batched_tokens": 16384,
-        "trainer.epochs": 10,
-        "trainer.eval_before_train": False,
-        "trainer.eval_interval": 10,
-        "trainer.eval_batch_size": 128,
-        "generator.eval_n_samples_per_prompt": 1,
-        "trainer.ckpt_interval": 2,
-        "trainer.max_ckpts_to_keep": 20,
-        "trainer.dump_data_batch": True,
-        "trainer.seed": 1,
-        "generator.sampling_params.temperature": 1,
-        "generator.sampling_params.top_p": 1,
-    }
+    | under("trainer", strategy="fsdp2", train_batch_size=64, policy_mini_batch_size=64, max_prompt_length=8000)
+    | under("trainer", epochs=10, eval_before_train=False, eval_interval=10, eval_batch_size=128, ckpt_interval=2)
+    | under("trainer", max_ckpts_to_keep=20, dump_data_batch=True, seed=1)
+    | under("trainer.algorithm", advantage_estimator="rloo", grpo_norm_by_std=False, policy_loss_type="dual_clip")
+    | under("trainer.algorithm", eps_clip_low=0.2, eps_clip_high=0.28, use_kl_loss=False)
+    | under("trainer.algorithm", loss_reduction="seq_mean_token_sum_norm", max_seq_len=40768)
+    | under("trainer.policy.optimizer_config", lr=1e-6)
+    | under("trainer.policy", sequence_parallel_size=4)
+    | under("trainer.ref", sequence_parallel_size=4)
+    | under("generator", n_samples_per_prompt=8, enforce_eager=False, enable_prefix_caching=True)
+    | under("generator", max_num_batched_tokens=16384, eval_n_samples_per_prompt=1)
+    | under("generator.sampling_params", max_generate_length=32768, temperature=1, top_p=1)
 )
 
 PUBLISHED: dict[str, Settings] = {
@@ -261,41 +171,30 @@ PUBLISHED: dict[str, Settings] = {
     | LATER
     | micro(2, 2)
     | model("Qwen/Qwen2.5-32B")
-    | {
-        "trainer.placement.policy_num_nodes": 4,
-        "trainer.policy.sequence_parallel_size": 4,
-        "generator.sampling_params.max_generate_length": 20480,
-        "generator.eval_sampling_params.max_generate_length": 20480,
-    },
+    | under("trainer.placement", policy_num_nodes=4)
+    | under("trainer.policy", sequence_parallel_size=4)
+    | under("generator.sampling_params", max_generate_length=20480)
+    | under("generator.eval_sampling_params", max_generate_length=20480),
     "dapo/run_qwen3_30b_a3b_base_megatron.sh": DAPO
     | LATER
     | TWO_NODES
     | TRUNCATED_WEIGHTS
     | model("Qwen/Qwen3-30B-A3B-Base")
-    | {
-        "trainer.strategy": "megatron",
-        "trainer.policy.megatron_config.tensor_model_parallel_size": 4,
-        "trainer.policy.megatron_config.expert_model_parallel_size": 8,
-        "generator.gpu_memory_utilization": 0.7,
-    },
+    | under("trainer", strategy="megatron")
+    | under("trainer.policy.megatron_config", tensor_model_parallel_size=4, expert_model_parallel_size=8)
+    | under("generator", gpu_memory_utilization=0.7),
     "skyrl_sql/run_qwen2.5_coder_7b.sh": SQL,
     "skyrl_sql/run_qwen2.5_coder_7b_single_turn.sh": SQL
     | {"generator.max_turns": 1, "generator.max_input_length": 6000},
     "skyrl_sql/run_qwen2.5_coder_7b_conversation.sh": SQL
-    | {
-        "generator.use_conversation_multi_turn": True,
-        "generator.append_eos_token_after_stop_str_in_multi_turn": True,
-    },
+    | under("generator", use_conversation_multi_turn=True, append_eos_token_after_stop_str_in_multi_turn=True),
     "skyrl_sql/run_qwen2.5_coder_7b_deepspeed.sh": SQL
-    | {
-        "trainer.strategy": "deepspeed",
-        "deepspeed_config.train.zero_optimization.offload_param.device": "cpu",
-        "deepspeed_config.train.zero_optimization.offload_optimizer.device": "cpu",
-        "deepspeed_config.train.zero_optimization.sub_group_size": 1e4,
-        "deepspeed_config.train.zero_optimization.reduce_bucket_size": 1e4,
-        "deepspeed_config.train.zero_optimization.stage3_param_persistence_threshold": 1e2,
-        "deepspeed_config.train.disable_trace_cache": True,
-    },
+    | under("trainer", strategy="deepspeed")
+    | under("deepspeed_config.train.zero_optimization.offload_param", device="cpu")
+    | under("deepspeed_config.train.zero_optimization.offload_optimizer", device="cpu")
+    | under("deepspeed_config.train.zero_optimization", sub_group_size=1e4, reduce_bucket_size=1e4)
+    | under("deepspeed_config.train.zero_optimization", stage3_param_persistence_threshold=1e2)
+    | under("deepspeed_config.train", disable_trace_cache=True),
     "search_r1/run_qwen2.5_3b_2_turns.sh": SEARCH | {"generator.max_turns": 2},
     "search_r1/run_qwen2.5_3b_3_turns.sh": SEARCH | {"generator.max_turns": 3},
     "search_r1/run_qwen2.5_3b_4_turns.sh": SEARCH | {"generator.max_turns": 4},
@@ -305,43 +204,26 @@ PUBLISHED: dict[str, Settings] = {
     | engines(4, 8, memory=0.6)
     | micro(2, 1)
     | model("Qwen/Qwen3-30B-A3B")
-    | {
-        "trainer.strategy": "megatron",
-        "trainer.placement.policy_num_nodes": 4,
-        "trainer.policy.megatron_config.tensor_model_parallel_size": 2,
-        "trainer.policy.megatron_config.expert_model_parallel_size": 8,
-        "trainer.policy.megatron_config.expert_tensor_parallel_size": 1,
-        "trainer.ref.megatron_config.expert_model_parallel_size": 8,
-        "trainer.ref.fsdp_config.cpu_offload": False,
-        "generator.max_turns": 4,
-    },
+    | under("trainer", strategy="megatron")
+    | under("trainer.placement", policy_num_nodes=4)
+    | under("trainer.policy.megatron_config", tensor_model_parallel_size=2, expert_model_parallel_size=8)
+    | under("trainer.policy.megatron_config", expert_tensor_parallel_size=1)
+    | under("trainer.ref.megatron_config", expert_model_parallel_size=8)
+    | under("trainer.ref.fsdp_config", cpu_offload=False)
+    | under("generator", max_turns=4),
     "swe/run_openhands_7b.sh": SWE_V0
-    | {
-        "trainer.train_batch_size": 16,
-        "generator.n_samples_per_prompt": 16,
-        "trainer.max_training_steps": 15,
-        "generator.sampling_params.temperature": 0.5,
-        "generator.sampling_params.top_p": 0.95,
-    },
+    | under("trainer", train_batch_size=16, max_training_steps=15)
+    | under("generator", n_samples_per_prompt=16)
+    | under("generator.sampling_params", temperature=0.5, top_p=0.95),
     "swe/run_qwen3_8b.sh": SWE_V0
     | model("Qwen/Qwen3-8B")
-    | {
-        "trainer.max_training_steps": 25,
-        "generator.sampling_params.temperature": 0.6,
-        "generator.sampling_params.top_p": 0.95,
-        "generator.sampling_params.top_k": 20,
-        "generator.sampling_params.repetition_penalty": 1.5,
-    },
+    | under("trainer", max_training_steps=25)
+    | under("generator.sampling_params", temperature=0.6, top_p=0.95, top_k=20, repetition_penalty=1.5),
     "swe/run_qwen3_14b.sh": SWE_V0
     | engines(4, 2)
     | model("Qwen/Qwen3-14B")
-    | {
-        "trainer.algorithm.use_kl_loss": False,
-        "trainer.algorithm.use_entropy_loss": True,
-        "trainer.algorithm.entropy_loss_coef": 0.001,
-        "trainer.algorithm.eps_clip_high": 0.28,
-        "trainer.max_training_steps": 35,
-    },
+    | under("trainer.algorithm", use_kl_loss=False, use_entropy_loss=True, entropy_loss_coef=0.001, eps_clip_high=0.28)
+    | under("trainer", max_training_steps=35),
     "swe/run_qwen3_32b.sh": SA_SWE,
 }
 
@@ -453,18 +335,6 @@ def test_unknown_figures_are_refused(recipe: str):
 # ---- data
 
 
-def load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    search_path = list(sys.path)
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path[:] = search_path
-    return module
-
-
 GOLDEN = json.loads((Path(__file__).parent / "recipe_prompts.json").read_text())
 """Expected values by recipe, for the real data of the test folder: rows and checksum of the builder's output, text and
 token ids of the first prompt."""
@@ -484,7 +354,7 @@ def prepared(recipe: str, data: Path, spider: Path, output: Path) -> dict[str, A
             ["--only_validation", "--keep_empty", "--input", data / "sql_spider/dev.jsonl.gz", "--db_path", spider],
         ),
     }[recipe]
-    load(REPOSITORY / "examples" / builder).main(["--output_dir", str(output), *map(str, arguments)])
+    load_script(REPOSITORY / "examples" / builder).main(["--output_dir", str(output), *map(str, arguments)])
     written = json.loads((output / "prepared.json").read_text())
     del written["sources"]
     return written
@@ -529,7 +399,7 @@ def answers_of(**tasks_of_sources: list[list[float]]) -> dict[str, dict[str, lis
 
 @pytest.fixture(scope="module")
 def table() -> Any:
-    module = load(RECIPES / "table.py")
+    module = load_script(RECIPES / "table.py")
     yield module
 
 

@@ -1,19 +1,15 @@
-import importlib.util
 from pathlib import Path
 
 import pytest
 import torch
+from composed_scripts import load_script
 
 FILE = Path(__file__).parents[1] / "examples" / "tiny" / "rl_loop.py"
 
 
 @pytest.fixture(scope="module")
 def rl_loop():
-    spec = importlib.util.spec_from_file_location("rl_loop", FILE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(FILE)
 
 
 def test_a_response_is_judged_place_by_place(rl_loop):
