@@ -194,3 +194,11 @@ async def running(folder: Path, **settings: Any):
         yield service
     finally:
         await service.close()
+
+
+@asynccontextmanager
+async def restarted(user: Client, folder: Path, **settings: Any):
+    """Close a user's service, and run another one over the same folder."""
+    await user.service.close()
+    async with running(folder, **settings) as user.service:
+        yield user.service

@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from service_users import Chain, Client, refused, running, without_engine
+from service_users import Chain, Client, refused, restarted, without_engine
 
 from tx.errors import Busy, RequestError
 from tx.tinker.service.results import TryAgain
@@ -36,8 +36,7 @@ async def test_samplers_of_a_name_outlive_the_name(service: TinkerService, alice
     await service.checkpoints.delete("alice", model, "sampler_weights", "first")
     await service._cleanup.collect_garbage()
     assert (await alice.result(await alice.sample(sampler, 0)))["state"] == Chain(model).state
-    with pytest.raises(RequestError, match="there is no checkpoint"):
-        await alice.sampler(4, model_path=path)
+    await refused(404, alice.sampler(4, model_path=path), "there is no checkpoint")
     folders = list((tmp_path / "checkpoints").glob("*/sampler_weights/*"))
     assert len(folders) == 1
     await service.sessions.finish("alice", alice.session_id)
@@ -81,18 +80,15 @@ async def test_a_sampler_in_use_stays_though_it_is_old(service: TinkerService, a
     await alice.result(await alice.sample(f"{alice.session_id}:sample:0", 0))
 
 
-async def test_the_same_sample_again_is_the_same_sample(tmp_path: Path):
-    async with running(tmp_path) as service:
-        alice = await Client(service).begin()
-        sampler = await alice.sampler(0, base_model="alias")
-        assert sampler == await alice.sampler(0, base_model="alias")
-        answers = await asyncio.gather(*(alice.sample(sampler, 5, num_samples=2) for _ in range(4)))
-        seed = (await alice.result(answers[0]))["seed"]
-        answers.append(await alice.sample(sampler, 5, num_samples=2))
-        assert {answer["request_id"] for answer in answers} == {f"{sampler}:5"}
-        assert answers[0]["sample_sequence_ids"] == [f"{sampler}:5:0", f"{sampler}:5:1"]
-    async with running(tmp_path) as service:
-        alice.service = service
+async def test_the_same_sample_again_is_the_same_sample(alice: Client, tmp_path: Path):
+    sampler = await alice.sampler(0, base_model="alias")
+    assert sampler == await alice.sampler(0, base_model="alias")
+    answers = await asyncio.gather(*(alice.sample(sampler, 5, num_samples=2) for _ in range(4)))
+    seed = (await alice.result(answers[0]))["seed"]
+    answers.append(await alice.sample(sampler, 5, num_samples=2))
+    assert {answer["request_id"] for answer in answers} == {f"{sampler}:5"}
+    assert answers[0]["sample_sequence_ids"] == [f"{sampler}:5:0", f"{sampler}:5:1"]
+    async with restarted(alice, tmp_path):
         again = await alice.sample(sampler, 5, num_samples=2)
         assert (await alice.result(again))["seed"] == seed, "drawn when it was first accepted, and kept"
         assert (await alice.result(await alice.sample(sampler, 3_000_000_000)))["state"] == "base"
@@ -117,11 +113,9 @@ async def test_published_checkpoints_are_usable_by_others(service: TinkerService
     copy = await bob.model_from(path, 0)
     assert (await bob.result(copy))["model_id"] == copy["model_id"] == f"{bob.session_id}:train:0"
     assert (await bob.result(await bob.sample(await bob.sampler(0, model_path=path), 0)))["state"]
-    with pytest.raises(RequestError, match="there is no checkpoint"):
-        await service.checkpoints.delete("bob", model, "weights", "shared")
+    await refused(404, service.checkpoints.delete("bob", model, "weights", "shared"), "there is no checkpoint")
     await service.checkpoints.publish("alice", model, "weights", "shared", False)
-    with pytest.raises(RequestError, match="there is no checkpoint"):
-        await service.checkpoints.weights_info("bob", path)
+    await refused(404, service.checkpoints.weights_info("bob", path), "there is no checkpoint")
 
 
 @pytest.mark.parametrize("service", [{"max_sample_tokens_pending": 100}], indirect=True)
@@ -156,10 +150,8 @@ async def test_a_session_takes_its_samplers_along(service: TinkerService, alice:
 async def test_a_number_makes_one_sampler(service: TinkerService, alice: Client, model: str):
     await alice.train(model, 2)  # holds back nothing, but is not done: 1 is missing
     promised = await alice.save_sampler(model, 3, sampling_session_seq_id=9)
-    with pytest.raises(RequestError, match="is taken"):
-        await alice.save_sampler(model, 4, sampling_session_seq_id=9)
-    with pytest.raises(RequestError, match="is taken"):
-        await alice.sampler(9, base_model="tiny")
+    await refused(400, alice.save_sampler(model, 4, sampling_session_seq_id=9), "is taken")
+    await refused(400, alice.sampler(9, base_model="tiny"), "is taken")
     assert isinstance(await service.futures.retrieve("alice", promised["request_id"], 0.1), TryAgain)
     await alice.train(model, 1)
     assert (await alice.result(promised))["sampling_session_id"] == f"{alice.session_id}:sample:9"

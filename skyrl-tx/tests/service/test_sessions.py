@@ -5,10 +5,9 @@ import time
 from pathlib import Path
 
 import pytest
-from service_users import Chain, Client, refused, running, until, without_engine
+from service_users import Chain, Client, refused, restarted, running, until, without_engine
 from sqlalchemy import select, update
 
-from tx.errors import RequestError
 from tx.tinker.service.service import TinkerService
 from tx.tinker.storage.db_models import ModelRow, SessionRow
 
@@ -53,19 +52,14 @@ async def test_whatever_is_asked_keeps_a_session_alive(service: TinkerService):
 
 
 @pytest.mark.slow
-async def test_sessions_have_the_whole_timeout_again_after_a_restart(tmp_path: Path):
-    async with running(tmp_path) as service:
-        alice = await Client(service).begin()
-        model = await alice.model()
-        await alice.train(model, 2)  # 1 is missing
-        first = await alice.train(model, 1)
-        await alice.result(first)
-        long_ago = time.time() - 1e6
-        await service._store.write(
-            lambda database: database.execute(update(SessionRow).values(last_heartbeat_at=long_ago))
-        )
-    async with running(tmp_path, session_timeout_sec=5, session_cleanup_interval_sec=0) as service:
-        alice.service = service
+async def test_sessions_have_the_whole_timeout_again_after_a_restart(alice: Client, model: str, tmp_path: Path):
+    await alice.train(model, 2)  # 1 is missing
+    first = await alice.train(model, 1)
+    await alice.result(first)
+    long_ago = time.time() - 1e6
+    beat = update(SessionRow).values(last_heartbeat_at=long_ago)
+    await alice.service._store.write(lambda database: database.execute(beat))
+    async with restarted(alice, tmp_path, session_timeout_sec=5, session_cleanup_interval_sec=0) as service:
         assert await service.sessions.heartbeat("alice", alice.session_id) == {"type": "session_heartbeat"}
         assert (await alice.result(first))["state"] == Chain(model).train(1).state
         assert (await alice.result(await alice.train(model, 3)))["state"] == (
@@ -76,48 +70,40 @@ async def test_sessions_have_the_whole_timeout_again_after_a_restart(tmp_path: P
         assert rows[0].last_heartbeat_at > long_ago
 
 
-async def test_requests_accepted_before_a_restart_are_done_after_it(tmp_path: Path):
-    async with running(tmp_path) as service:
-        alice = await Client(service).begin()
-        model = await alice.model()
-        answers = {seq: await alice.train(model, seq) for seq in (1, 2, 3, 5)}
-        saving = await alice.save_sampler(model, 6, sampling_session_seq_id=0)
-        sample = await alice.sample(await alice.sampler(1, base_model="tiny"), 0)
-    async with running(tmp_path) as service:
-        alice.service = service
+async def test_requests_accepted_before_a_restart_are_done_after_it(alice: Client, model: str, tmp_path: Path):
+    answers = {seq: await alice.train(model, seq) for seq in (1, 2, 3, 5)}
+    saving = await alice.save_sampler(model, 6, sampling_session_seq_id=0)
+    sample = await alice.sample(await alice.sampler(1, base_model="tiny"), 0)
+    async with restarted(alice, tmp_path):
         chain = Chain(model)
         for seq in (1, 2, 3):
             assert (await alice.result(answers[seq]))["state"] == chain.train(seq).state
         assert (await alice.result(sample))["state"] == "base"
-        with pytest.raises(RequestError, match="is taken"):
-            await alice.sampler(0, base_model="tiny")
+        await refused(400, alice.sampler(0, base_model="tiny"), "is taken")
         await alice.train(model, 4)
         assert (await alice.result(answers[5]))["state"] == chain.train(4).train(5).state
         sampler = (await alice.result(saving))["sampling_session_id"]
         assert (await alice.result(await alice.sample(sampler, 0)))["state"] == chain.state
 
 
-async def test_an_unload_is_finished_after_a_restart_without_bringing_the_model_back(tmp_path: Path):
-    async with running(tmp_path) as service:
-        alice = await Client(service).begin()
-        model = await alice.model()
-        await without_engine(service)
-        gone = await service.models.unload("alice", model)
-    async with running(tmp_path) as service:
-        alice.service = service
+async def test_an_unload_is_finished_after_a_restart_without_bringing_the_model_back(
+    alice: Client, model: str, tmp_path: Path
+):
+    await without_engine(alice.service)
+    gone = await alice.service.models.unload("alice", model)
+    async with restarted(alice, tmp_path) as service:
         assert await alice.result(gone) == {"model_id": model, "type": "unload_model"}
         assert model not in service._state.runs
 
 
 @pytest.mark.slow
-async def test_a_session_that_ended_with_the_server_unloads_its_models_afterwards(tmp_path: Path):
-    async with running(tmp_path) as service:
-        alice = await Client(service).begin()
-        model = await alice.model()
-        ended = update(SessionRow).values(ended_at=time.time(), end_reason="finished")  # and then it was killed
-        await service._store.write(lambda database: database.execute(ended))
-    async with running(tmp_path) as service:
-        assert (await Client(service).result(f"{model}:unload"))["model_id"] == model
+async def test_a_session_that_ended_with_the_server_unloads_its_models_afterwards(
+    alice: Client, model: str, tmp_path: Path
+):
+    ended = update(SessionRow).values(ended_at=time.time(), end_reason="finished")  # and then it was killed
+    await alice.service._store.write(lambda database: database.execute(ended))
+    async with restarted(alice, tmp_path):
+        assert (await alice.result(f"{model}:unload"))["model_id"] == model
 
 
 @pytest.mark.parametrize("service", [{"result_ttl_sec": 0}], indirect=True)

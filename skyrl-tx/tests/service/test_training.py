@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 from scripted_engine import FAIL
-from service_users import Chain, Client, pass_of, refused, running, until
+from service_users import Chain, Client, pass_of, refused, restarted, until
 
-from tx.errors import Busy, RequestError
-from tx.tinker.commands import Load
+from tx.errors import Busy
 from tx.tinker.service.results import TryAgain
 from tx.tinker.service.service import TinkerService
 from tx.tinker.wire import schemas
@@ -41,28 +40,20 @@ async def test_the_same_request_again_is_the_same_request(service: TinkerService
     assert (await service.models.create("alice", request))["request_id"] == f"{model}:0"
 
 
-async def test_a_refused_request_uses_up_its_seq_and_says_the_same_again(tmp_path: Path):
-    async with running(tmp_path) as service:
-        alice = await Client(service).begin()
-        model = await alice.model()
-        bad = pass_of(model, 1)
-        bad.data[0].tokens[2] = 1000
-        for _ in range(2):
-            with pytest.raises(RequestError, match=r"data\[0\]\.model_input must be token ids from 0 to 99.*got 1000"):
-                await alice.submit_pass(bad)
-        await service.intake.refuse("alice", model, 2, "body: could not be read")
-        last = await alice.train(model, 3)
-        assert (await alice.result(last))["state"] == Chain(model).train(3).state
-        with pytest.raises(RequestError, match="could not be read"):
-            await alice.train(model, 2)
-        nowhere = schemas.LoadWeightsRequest(model_id=model, seq_id=4, path=f"tinker://{model}/weights/never")
-        with pytest.raises(RequestError, match="there is no checkpoint"):
-            await service.intake.submit("alice", Load, nowhere)
-    async with running(tmp_path) as service:  # and after a restart too
-        alice.service = service
-        with pytest.raises(RequestError, match="got 1000"):
-            await alice.submit_pass(bad)
-        await refused(404, service.intake.submit("alice", Load, nowhere), "there is no checkpoint")
+async def test_a_refused_request_uses_up_its_seq_and_says_the_same_again(alice: Client, model: str, tmp_path: Path):
+    bad = pass_of(model, 1)
+    bad.data[0].tokens[2] = 1000
+    for _ in range(2):
+        why = r"data\[0\]\.model_input must be token ids from 0 to 99.*got 1000"
+        await refused(400, alice.submit_pass(bad), why)
+    await alice.service.intake.refuse("alice", model, 2, "body: could not be read")
+    assert (await alice.result(await alice.train(model, 3)))["state"] == Chain(model).train(3).state
+    await refused(400, alice.train(model, 2), "could not be read")
+    nowhere = f"tinker://{model}/weights/never"
+    await refused(404, alice.load(model, 4, nowhere), "there is no checkpoint")
+    async with restarted(alice, tmp_path):
+        await refused(400, alice.submit_pass(bad), why)
+        await refused(404, alice.load(model, 4, nowhere), "there is no checkpoint")
         assert (await alice.result(await alice.step(model, 5)))["state"] == Chain(model).train(3).step(5).state
 
 
@@ -72,22 +63,20 @@ async def test_a_gap_that_nobody_fills_is_given_up(service: TinkerService, alice
     for answer in stranded:
         stored = await alice.stored(answer)
         assert (stored.category, "seq_id 1 did not arrive within 1 s" in (stored.error or "")) == ("user", True)
-    with pytest.raises(RequestError, match="seq_id 1 comes too late"):
-        await alice.train(model, 1)
+    await refused(400, alice.train(model, 1), "seq_id 1 comes too late")
     assert (await alice.result(await alice.train(model, 4)))["state"] == Chain(model).train(4).state
 
 
 async def test_a_seq_far_ahead_and_a_pass_without_data_are_mistakes(alice: Client, model: str):
-    with pytest.raises(RequestError, match="seq_id must be 1 to 10001 by now; got 2000000"):
-        await alice.train(model, 2_000_000)
-    with pytest.raises(RequestError, match="data must hold at least one datum"):
-        await alice.submit_pass(TrainingRequest(model, 1, [], "cross_entropy"))
+    await refused(400, alice.train(model, 2_000_000), "seq_id must be 1 to 10001 by now; got 2000000")
+    empty = TrainingRequest(model, 1, [], "cross_entropy")
+    await refused(400, alice.submit_pass(empty), "data must hold at least one datum")
 
 
 async def test_another_tenants_things_do_not_exist(service: TinkerService, alice: Client, bob: Client, model: str):
     saved = await alice.result(await alice.save(model, 1, "mine"))
     sampler = await alice.sampler(0, model_path=saved["path"])
-    tries = [
+    for attempt in [
         bob.train(model, 2),
         bob.step(model, 2),
         bob.save(model, 2, "his"),
@@ -111,23 +100,19 @@ async def test_another_tenants_things_do_not_exist(service: TinkerService, alice
         service.checkpoints.delete("bob", model, "weights", "mine"),
         service.checkpoints.set_ttl("bob", model, "weights", "mine", 3600),
         service.checkpoints.publish("bob", model, "weights", "mine", True),
-    ]
-    for attempt in tries:
+    ]:
         await refused(404, attempt)
     await service.intake.refuse("bob", model, 2, "nothing of mine")
     assert (await alice.result(await alice.train(model, 2)))["state"] == Chain(model).train(2).state
 
 
 async def test_a_wrong_model_is_refused_at_once(service: TinkerService, alice: Client):
-    with pytest.raises(RequestError, match=r"lora_config\.rank must be 1 to 64; got 1000"):
-        await alice.model(rank=1000)
+    await refused(400, alice.model(rank=1000), r"lora_config\.rank must be 1 to 64; got 1000")
     request = schemas.CreateModelRequest(session_id=alice.session_id, model_seq_id=0, base_model="gpt-9")
-    with pytest.raises(RequestError, match="base_model must be 'tiny' or 'alias', which is served here; got 'gpt-9'"):
-        await service.models.create("alice", request)
-    with pytest.raises(RequestError, match="no live session"):
-        await service.models.create(
-            "alice", request.model_copy(update={"session_id": "session_0", "base_model": "tiny"})
-        )
+    names = "base_model must be 'tiny' or 'alias', which is served here; got 'gpt-9'"
+    await refused(400, service.models.create("alice", request), names)
+    elsewhere = request.model_copy(update={"session_id": "session_0", "base_model": "tiny"})
+    await refused(404, service.models.create("alice", elsewhere), "no live session")
     info = await service.models.get_info("alice", await alice.model(rank=16))
     assert (info["lora_rank"], info["is_lora"], info["model_name"]) == (16, True, "tiny")
 
