@@ -1,5 +1,6 @@
 """A run goes on under another training backend: its loss curve is that of a run without interruption."""
 
+import itertools
 import json
 import os
 import shutil
@@ -62,8 +63,7 @@ def assert_same_curve(found: Curve, expected: Curve) -> None:
             assert row[name] == pytest.approx(wanted[name], rel=1e-3, abs=1e-5), f"{name} of step {row['step']}"
 
 
-# Each backend reads one other's checkpoint and is read by one; test_layouts.py has the other directions, without a run.
-@pytest.mark.parametrize(("first", "second"), [*zip(BACKENDS, (*BACKENDS[1:], BACKENDS[0]), strict=True)])
+@pytest.mark.parametrize(("first", "second"), itertools.permutations(BACKENDS, 2))
 def test_run_goes_on_under_another_backend(
     first: str, second: str, begun: dict[str, Path], uninterrupted: Curve, under: Make, run: Any
 ):
