@@ -63,7 +63,7 @@ def assert_same_curve(found: Curve, expected: Curve) -> None:
             assert row[name] == pytest.approx(wanted[name], rel=1e-3, abs=1e-5), f"{name} of step {row['step']}"
 
 
-@pytest.mark.parametrize(("first", "second"), itertools.permutations(BACKENDS, 2))
+@pytest.mark.parametrize(("first", "second"), [*itertools.permutations(BACKENDS, 2)])
 def test_run_goes_on_under_another_backend(
     first: str, second: str, begun: dict[str, Path], uninterrupted: Curve, under: Make, run: Any
 ):
