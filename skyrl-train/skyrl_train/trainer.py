@@ -357,6 +357,8 @@ class RayPPOTrainer(TrainingRun):
         if self.cfg.trainer.dump_trajectories:
             rows = trajectory_rows(rollouts.groups, self.tokenizer)
             self.run_folder.write_trajectories(self.global_step, "train", rows)
+            if (limit := self.cfg.trainer.max_trajectories_gb) is not None:
+                self.run_folder.delete_oldest_trajectories(int(limit * 1e9))
         interval = self.cfg.trainer.print_example_interval
         if interval > 0 and (self.global_step - 1) % interval == 0:
             _, _, sample = next(rollouts.rows())

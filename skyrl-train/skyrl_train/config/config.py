@@ -284,6 +284,10 @@ class TrainerConfig(BaseConfig):
     """With `dump_trajectories`, write what training knew of each token as well: the policy's log-prob before the step
     and its entropy, the advantage, and whether the token trained. About 15 bytes a token."""
 
+    max_trajectories_gb: float | None = None
+    """GB (1e9 bytes) that the trajectories of training steps may take in the run folder, with what training knew of
+    their tokens: beyond it the oldest steps are deleted, the newest step excepted. Evaluations stay. null: no limit."""
+
     max_consecutive_skipped_updates: int | None = 10
     """Number of consecutive optimizer steps skipped because of a non-finite gradient after which the run ends with an
     error that names the non-finite quantity. A run that ends without a single update is an error, too. null: no limit.

@@ -210,6 +210,17 @@ class RunFolder:
             if name
         )
 
+    def delete_oldest_trajectories(self, max_bytes: int) -> None:
+        """Delete the trajectories of the oldest training steps until the others take `max_bytes` or are of one step."""
+        files = [file for file in self.trajectory_files() if file.phase == "train"]
+        size = 0
+        for newer, file in enumerate(reversed(files)):
+            columns = self.token_columns_path(file.step)
+            size += file.path.stat().st_size + (columns.stat().st_size if columns.exists() else 0)
+            if newer and size > max_bytes:
+                columns.unlink(missing_ok=True)
+                file.path.unlink()
+
     def truncate_after(self, step: int) -> None:
         """Delete everything after a step, for a run that resumes there and writes those steps again.
 

@@ -128,6 +128,10 @@ def remote(urls: list[str], **settings) -> dict:
         (dict(max_training_steps=0), "trainer.max_training_steps must be greater than 0"),
         (dict(worker_timeout_seconds=0), "trainer.worker_timeout_seconds must be greater than 0"),
         (dict(max_ckpts_to_keep=0), "max_ckpts_to_keep must be -1 .* set trainer.ckpt_interval=0"),
+        (
+            dict(max_trajectories_gb=0),
+            "max_trajectories_gb must be greater than 0.* set trainer.dump_trajectories=false",
+        ),
         (dict(resume_mode="from_path"), "needs trainer.resume_path"),
         (dict(resume_path="/x"), "trainer.resume_path=/x is read only with trainer.resume_mode=from_path"),
         (dict(run_dir="s3://bucket/x"), "trainer.run_dir=s3://bucket/x must be a folder on a file system"),

@@ -52,6 +52,7 @@ ASYNC = TWO_MINI_BATCHES | {
     "trainer.algorithm.off_policy_correction.tis_ratio_type": "token",
     "trainer.fully_async.enabled": True,
 }
+FILTERED = {"environment.env_class": "sometimes_toy", "trainer.algorithm.zero_variance_filter": True}
 UNDER_RAY = {"trainer.placement.launcher": "ray"}
 
 
@@ -209,8 +210,18 @@ def prompts(run: Run) -> Any:
     return [row["prompt"] for row in run.trajectories]
 
 
-checkpoint_calls = of_run(lambda run: [name for name, _ in run.record.calls if name.endswith("_checkpoint")])
+def called(run: Run) -> list[str]:
+    """Methods of workers and engines, in order."""
+    return [name for name, _ in run.record.calls]
+
+
+num_steps = of_run(lambda run: len(run.metrics))
+checkpoint_calls = of_run(lambda run: [name for name in called(run) if name.endswith("_checkpoint")])
 """Calls of workers that save."""
+
+
+def transformer(see: Callable[[Any], Any]) -> See:
+    return model(lambda worker: see(worker.backend.transformer))
 
 
 def fsdp(worker: Any) -> Any:
@@ -233,16 +244,12 @@ def evaluations(run: Run) -> Any:
 ROWS: list[Row | OneChoice] = [
     Row("data.train_data", ["{folder}/other_prompts.jsonl"], trajectories),
     Row("data.val_data", ["{folder}/other_prompts.jsonl"], of_run(evaluated), EVALUATION),
+    Row("data.cache_dir", "{run}/rows", files),
     OneChoice("trainer.strategy", "fsdp3"),
     OneChoice("trainer.sequence_parallel_backend", "ring"),
     Row("trainer.seed", 7, of_run(prompts), {"generator.seed": 0}),
-    Row(
-        "trainer.epochs",
-        2,
-        of_run(lambda run: len(run.metrics)),
-        {"trainer.max_training_steps": None, "trainer.train_batch_size": 8},
-    ),
-    Row("trainer.max_training_steps", 2, of_run(lambda run: len(run.metrics))),
+    Row("trainer.epochs", 2, num_steps, {"trainer.max_training_steps": None, "trainer.train_batch_size": 8}),
+    Row("trainer.max_training_steps", 2, num_steps),
     Row("trainer.train_batch_size", 4, of_run(lambda run: len(prompts(run)))),
     Row("trainer.policy_mini_batch_size", 4, weights(), TWO_MINI_BATCHES),
     Row("trainer.critic_mini_batch_size", 4, weights("critic"), TWO_MINI_BATCHES | CRITIC),
@@ -265,19 +272,11 @@ ROWS: list[Row | OneChoice] = [
     Row("trainer.eval_interval", 1, of_run(evaluations), EVALUATION | THREE_STEPS),
     Row("trainer.bf16", True, weights()),
     Row("trainer.flash_attn", False, model(attention)),
-    Row(
-        "trainer.gradient_checkpointing",
-        True,
-        model(lambda worker: worker.backend.transformer.is_gradient_checkpointing),
-    ),
+    Row("trainer.gradient_checkpointing", True, transformer(lambda model: model.is_gradient_checkpointing)),
     Row(
         "trainer.gradient_checkpointing_use_reentrant",
         True,
-        quiet(
-            model(
-                lambda worker: worker.backend.transformer.get_decoder().layers[0]._gradient_checkpointing_func.keywords
-            )
-        ),
+        quiet(transformer(lambda model: model.get_decoder().layers[0]._gradient_checkpointing_func.keywords)),
         {"trainer.gradient_checkpointing": True},
     ),
     Row("trainer.run_dir", "{run}/../elsewhere", files),
@@ -299,22 +298,12 @@ ROWS: list[Row | OneChoice] = [
     Row("trainer.dump_eval_results", False, files, EVALUATION),
     Row("trainer.dump_trajectories", False, files),
     Row("trainer.dump_token_columns", False, files),
+    Row("trainer.max_trajectories_gb", 1e-9, files, THREE_STEPS),
     Row("trainer.worker_timeout_seconds", 1e-4, error),
     Row("trainer.placement.launcher", "ray", of_run(lambda run: run.record.launchers)),
     Row("trainer.placement.device", "cuda", num_processes, {"trainer.placement.colocate_all": False}),
-    Row("trainer.placement.colocate_all", False, of_run(lambda run: [name for name, _ in run.record.calls])),
-    Row(
-        "trainer.placement.colocate_policy_ref",
-        False,
-        of_run(lambda run: [name for name, _ in run.record.calls]),
-        KL | {"trainer.placement.colocate_all": False},
-    ),
-    Row("trainer.placement.policy_num_nodes", 2, num_processes),
-    Row("trainer.placement.policy_num_gpus_per_node", 2, num_processes),
-    Row("trainer.placement.critic_num_nodes", 2, num_processes, CRITIC),
-    Row("trainer.placement.critic_num_gpus_per_node", 2, num_processes, CRITIC),
-    Row("trainer.placement.ref_num_nodes", 2, num_processes, KL),
-    Row("trainer.placement.ref_num_gpus_per_node", 2, num_processes, KL),
+    Row("trainer.placement.colocate_all", False, of_run(called)),
+    Row("trainer.placement.colocate_policy_ref", False, of_run(called), KL | {"trainer.placement.colocate_all": False}),
     Row(
         "trainer.policy.routing_replay",
         "R2",
@@ -355,17 +344,12 @@ ROWS += [
         "trainer.fully_async.sample_full_batch",
         True,
         of_run(lambda run: run.metrics[0]["async/num_filtered_groups"] > 0),
-        ASYNC
-        | {
-            "environment.env_class": "sometimes_toy",
-            "trainer.algorithm.zero_variance_filter": True,
-            "trainer.fully_async.order": "exact",
-        },
+        ASYNC | FILTERED | {"trainer.fully_async.order": "exact"},
     ),
     Row(
         "trainer.fully_async.sync_every_steps",
         3,
-        of_run(lambda run: [name for name, _ in run.record.calls].count("pause_generation")),
+        of_run(lambda run: called(run).count("pause_generation")),
         ASYNC | THREE_STEPS,
     ),
     Row("trainer.fully_async.pause", "wait", of_run(pauses), ASYNC),
@@ -373,7 +357,7 @@ ROWS += [
     Row(
         "trainer.fully_async.clear_kv_cache_on_weight_sync",
         True,
-        quiet(of_run(lambda run: [name for name, _ in run.record.calls].count("reset_prefix_cache"))),
+        quiet(of_run(lambda run: called(run).count("reset_prefix_cache"))),
         ASYNC,
     ),
     Row("trainer.fully_async.group_timeout_seconds", 1e-6, error, ASYNC),
@@ -381,6 +365,8 @@ ROWS += [
 for name, needs in {"policy": {}, "critic": CRITIC, "ref": KL}.items():
     section = f"trainer.{name}"
     trained = name != "ref"
+    sizes = ("num_nodes", "num_gpus_per_node")
+    ROWS += [Row(f"trainer.placement.{name}_{size}", 2, num_processes, needs) for size in sizes]
     ROWS += [
         Row(f"{section}.model.path", "{other_model}", weights(name), needs),
         Row(

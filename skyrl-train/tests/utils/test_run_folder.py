@@ -124,6 +124,19 @@ def test_trajectories_are_listed_by_step_as_numbers(run: RunFolder):
     assert run.trajectories_path(12, "train").name == "train_step_000012.jsonl"
 
 
+def test_oldest_training_steps_give_way_and_evaluations_stay(run: RunFolder):
+    for step in (1, 2, 3, 4):
+        run.write_trajectories(step, "train", [{"reward": 1.0}])
+        run.write_token_columns(step, [{"uid": "1"}])
+    run.write_trajectories(1, "eval", [{"reward": 1.0}] * 99)
+    of_a_step = run.trajectories_path(1, "train").stat().st_size + run.token_columns_path(1).stat().st_size
+    for max_bytes, kept in [(4 * of_a_step, [1, 2, 3, 4]), (4 * of_a_step - 1, [2, 3, 4]), (0, [4])]:
+        run.delete_oldest_trajectories(max_bytes)
+        assert [file.step for file in run.trajectory_files() if file.phase == "train"] == kept
+        assert len(list(run.trajectories_folder.glob("*_tokens.jsonl"))) == len(kept)
+        assert run.trajectories_path(1, "eval").exists()
+
+
 def test_any_text_and_number_of_a_trajectory_survives_as_valid_json(run: RunFolder):
     text = "line\nfeed \u2028 \x00 half a pair \udc80 日本 </script>"
     rows = [

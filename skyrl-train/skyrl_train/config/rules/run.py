@@ -45,6 +45,12 @@ def check_checkpoints(config: SkyRLConfig) -> None:
         f"trainer.max_ckpts_to_keep must be -1 (keep all) or greater than 0; got {trainer.max_ckpts_to_keep}"
         + (" (to write none, set trainer.ckpt_interval=0)" if trainer.max_ckpts_to_keep == 0 else ""),
     )
+    limit = trainer.max_trajectories_gb
+    require(
+        limit is None or limit > 0,
+        f"trainer.max_trajectories_gb must be greater than 0, or null for no limit; got {limit}"
+        " (to write none, set trainer.dump_trajectories=false)",
+    )
     require(
         trainer.resume_mode != "from_path" or trainer.resume_path is not None,
         "trainer.resume_mode=from_path needs trainer.resume_path, the global_step_N folder to go on from",
