@@ -171,6 +171,22 @@ class Bench:
         self.trainer.inbox.put(Restore(model_id=model, tenant=model[0], lora=lora, snapshot=snapshot, seq=seq))
         self._seqs[model] = count(seq + 1)
 
+    def tell(self, story: str, **values: Any) -> list[str]:
+        """Give commands such as `create a1 7, train a1 5 1x90, forward a1 3, optimize a1, save a1 name`, with 7 the
+        weight, and data of one token 5 and of ninety tokens 1. Returns the request ids."""
+        return [self._give(*command.split(), **values) for command in story.split(", ")]
+
+    def _give(self, verb: str, model: str, *words: str, **values: Any) -> str:
+        if verb in ("train", "forward"):
+            data = [[int(token)] * int(times or 1) for token, _, times in (word.partition("x") for word in words)]
+            return self.train(model, *data, forward_only=verb == "forward", **values)
+        return getattr(self, verb)(model, *(int(word) if word.isdigit() else word for word in words), **values)
+
+    def do(self, story: str, **values: Any) -> list[str]:
+        asked = self.tell(story, **values)
+        self.work()
+        return asked
+
     # ---- what it does
 
     def work(self) -> None:

@@ -17,39 +17,28 @@ def weights(bench: Any) -> dict[str, float]:
 def test_the_least_recently_used_model_leaves_and_comes_back_as_it_was(make_bench: Any):
     bench = make_bench(limit=2)
     for number, model in enumerate(("a1", "a2")):
-        bench.create(model, weight=number)
-        bench.train(model, [5])  # a gradient that waits for its step
-        bench.work()
+        bench.do(f"create {model} {number}, train {model} 5")  # a gradient that waits for its step
         bench.clock.seconds += 1
-    bench.create("b1", weight=9)
-    bench.work()
+    bench.do("create b1 9")
     assert sorted(bench.backend.models) == ["a2", "b1"]
     bench.clock.seconds += 1
-    bench.optimize("a1")
-    bench.work()
+    bench.do("optimize a1")
     assert weights(bench) == {"a1": 5.0, "b1": 9.0}
     assert bench.models.num_in_memory() == 2
 
 
 def test_a_model_that_nothing_changed_leaves_without_a_snapshot_and_is_made_again(make_bench: Any):
     bench = make_bench(limit=1)
-    bench.create("a1", weight=7)
-    bench.train("a1", [1], forward_only=True)
-    bench.create("b1")
-    saved = bench.save("a1", "seven")
-    bench.work()
+    *_, saved = bench.do("create a1 7, forward a1 1, create b1, save a1 seven")
     assert bench.snapshots == [] and bench.result(saved) == {}
     assert weights(bench) == {"a1": 7.0}
 
 
 def test_a_model_in_the_middle_of_a_request_keeps_its_place(make_bench: Any):
     bench = make_bench(limit=1)
-    bench.create("a1")
-    bench.train("a1", [1] * 100, [1] * 100, [1] * 100)
+    bench.tell("create a1, train a1 1x100 1x100 1x100")
     bench.trainer.step(0.0)
-    bench.create("b1", weight=3)
-    bench.train("b1", [1])
-    bench.work()
+    bench.do("create b1 3, train b1 1")
     assert bench.backend.passes == [["a1"]] * 3 + [["b1"]]
 
 
@@ -57,16 +46,12 @@ def test_a_snapshot_that_cannot_be_written_keeps_the_model_and_fails_the_one_who
     make_bench: Any, tmp_path: Path
 ):
     bench = make_bench(limit=1)
-    bench.create("a1")
-    bench.train("a1", [5])
-    bench.work()
+    bench.do("create a1, train a1 5")
     shutil.rmtree(tmp_path / "snapshots")
     (tmp_path / "snapshots").write_text("a file where the folder was")
-    refused = bench.create("b1")
-    bench.work()
+    [refused] = bench.do("create b1")
     assert bench.result(refused)[0] == "server"
-    stepped = bench.optimize("a1")
-    bench.work()
+    [stepped] = bench.do("optimize a1")
     assert bench.result(stepped) == {"metrics": {"grad_norm:mean": 5.0}}
 
 
@@ -74,30 +59,20 @@ def test_a_snapshot_that_cannot_be_written_keeps_the_model_and_fails_the_one_who
 
 
 def test_a_model_is_snapshotted_when_a_crash_would_cost_two_seconds(bench: Any):
-    bench.create("a1")
-    for _ in range(30):
-        bench.train("a1", [1] * 90)  # 0.09 s each
-        bench.optimize("a1")
-    bench.work()
+    bench.do("create a1" + 30 * ", train a1 1x90, optimize a1")  # a pass takes 0.09 s
     (snapshotted,) = bench.snapshots
     assert snapshotted.seq == 45  # the 23rd pass goes over 2 s
     assert (Path(snapshotted.folder) / "sum.json").is_file()
 
 
 def test_snapshots_take_at_most_a_tenth_of_the_time(bench: Any):
-    bench.create("a1")
-    for _ in range(1000):
-        bench.train("a1", [1] * 90)
-    bench.work()
+    bench.do("create a1" + 1000 * ", train a1 1x90")
     assert 0.1 * len(bench.snapshots) <= 0.1 * bench.clock.seconds
     assert bench.snapshots  # the disk is real: how many depends on it
 
 
 def test_a_snapshot_is_told_after_the_results_that_it_contains(bench: Any):
-    bench.create("a1")
-    for _ in range(60):
-        bench.train("a1", [1] * 90)
-    bench.work()
+    bench.do("create a1" + 60 * ", train a1 1x90")
     done = -1
     for message in bench.said:
         if isinstance(message, Done):
@@ -107,9 +82,7 @@ def test_a_snapshot_is_told_after_the_results_that_it_contains(bench: Any):
 
 
 def test_a_model_at_rest_is_snapshotted_once(bench: Any):
-    bench.create("a1")
-    bench.train("a1", [1])
-    bench.work()
+    bench.do("create a1, train a1 1")
     assert bench.snapshots == []
     bench.clock.seconds += 6
     bench.work()
@@ -120,28 +93,20 @@ def test_a_model_at_rest_is_snapshotted_once(bench: Any):
 
 def test_a_model_made_from_a_checkpoint_outlives_the_checkpoint(make_bench: Any):
     first = make_bench()
-    first.create("a1")
-    first.train("a1", [4])
-    first.optimize("a1")
-    first.save("a1", "four")
-    first.work()
+    first.do("create a1, train a1 4, optimize a1, save a1 four")
     first.create("b1", folder=first.checkpoints.place("four"))
     first.work()
     first.checkpoints.remove(first.checkpoints.place("four"))
     (snapshotted,) = first.snapshots
     second = make_bench()
     second.restore("b1", snapshotted.folder, snapshotted.seq)
-    second.optimize("b1")
-    second.work()
+    second.do("optimize b1")
     assert weights(second) == {"b1": 4.0}
 
 
 def test_stopping_puts_changed_models_to_disk(make_bench: Any):
     first = make_bench()
-    for model in ("a1", "b1"):
-        first.create(model)
-        first.train(model, [6])
-    first.work()
+    first.do("create a1, train a1 6, create b1, train b1 6")
     first.trainer.close(5.0)
     second = make_bench()
     for snapshotted in first.snapshots:
@@ -154,21 +119,14 @@ def test_stopping_puts_changed_models_to_disk(make_bench: Any):
 # ---- after a crash
 
 
-def story(bench: Any, **values: Any) -> None:
-    """Orders 1 to 6 of a model."""
-    for number in (3, 4):
-        bench.train("a1", [number], **values)
-        bench.train("a1", [50], forward_only=True, **values)
-        bench.optimize("a1", **values)
+STORY = "train a1 3, forward a1 50, optimize a1, train a1 4, forward a1 50, optimize a1"
 
 
 def test_commands_after_the_creation_are_replayed_silently(make_bench: Any):
     bench = make_bench()
     bench.restore("a1", None, -1, weight=1)
-    bench.create("a1", weight=1, replay=True)
-    story(bench, replay=True)
-    after = bench.train("a1", [1])
-    bench.work()
+    bench.tell(f"create a1 1, {STORY}", replay=True)
+    [after] = bench.do("train a1 1")
     assert bench.answered == [after]
     assert weights(bench) == {"a1": 8.0}
     assert bench.trainer.train_tokens == {"a": 1}
@@ -177,27 +135,19 @@ def test_commands_after_the_creation_are_replayed_silently(make_bench: Any):
 def test_a_model_is_made_again_from_its_seed_even_if_its_creation_is_not_told(make_bench: Any):
     bench = make_bench()
     bench.restore("a1", None, -1, weight=2)
-    bench.train("a1", [1], replay=True)
-    saved = bench.save("a1", "old", replay=True)
-    bench.optimize("a1")
-    bench.work()
+    _, saved = bench.tell("train a1 1, save a1 old", replay=True)
+    bench.do("optimize a1")
     assert weights(bench) == {"a1": 3.0} and saved not in bench.answered
 
 
 def test_a_snapshot_and_what_came_after_it_make_the_same_model(make_bench: Any):
     first = make_bench(limit=1)
-    first.create("a1", weight=1)
-    story(first)
-    first.train("a1", [9])  # gradient in the snapshot
-    first.work()
-    first.create("b1")  # takes the only place
-    first.work()
+    first.do(f"create a1 1, {STORY}, train a1 9")  # the gradient is in the snapshot
+    first.do("create b1")  # takes the only place
     (snapshotted,) = first.snapshots
     second = make_bench()
     second.restore("a1", snapshotted.folder, snapshotted.seq)
-    second.train("a1", [1], replay=True)
-    second.optimize("a1", replay=True)
-    second.work()
+    second.do("train a1 1, optimize a1", replay=True)
     assert weights(second) == {"a1": 1.0 + 3 + 4 + 9 + 1}
     assert second.answered == []
 
@@ -205,23 +155,18 @@ def test_a_snapshot_and_what_came_after_it_make_the_same_model(make_bench: Any):
 def test_a_step_that_failed_clears_the_gradient_again(make_bench: Any):
     bench = make_bench()
     bench.restore("a1", None, -1)
-    bench.train("a1", *([74] for _ in range(9)), replay=True)  # 666: not finite
-    bench.optimize("a1", replay=True)
-    bench.train("a1", [2], replay=True)
-    stepped = bench.optimize("a1")
-    bench.work()
+    bench.tell("train a1" + 9 * " 74" + ", optimize a1, train a1 2", replay=True)  # 666: not finite
+    [stepped] = bench.do("optimize a1")
     assert bench.result(stepped) == {"metrics": {"grad_norm:mean": 2.0}}
 
 
 def test_a_model_that_cannot_be_brought_back_fails_its_orders_and_no_others(make_bench: Any, tmp_path: Path):
     bench = make_bench()
     bench.restore("a1", str(tmp_path / "snapshots" / "gone"), 3)
-    bench.create("b1")
-    lost = [bench.train("a1", [1], replay=True), bench.train("a1", [1]), bench.optimize("a1")]
-    other = bench.train("b1", [1])
-    bench.work()
-    assert lost[0] not in bench.answered
-    for request in lost[1:]:
+    [replayed] = bench.tell("train a1 1", replay=True)
+    *lost, _, other = bench.do("train a1 1, optimize a1, create b1, train b1 1")
+    assert replayed not in bench.answered
+    for request in lost:
         category, text = bench.result(request)
         assert category == "server" and "state was lost" in text
     assert bench.result(other).metrics == {"loss:sum": 0.0}

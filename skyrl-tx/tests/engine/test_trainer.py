@@ -30,10 +30,8 @@ def test_a_model_is_made_trained_stepped_saved_and_unloaded(bench: Any):
 
 
 def test_orders_of_a_model_are_done_in_their_order_though_all_came_at_once(bench: Any):
-    expected = [bench.create("a1")]
-    for number in range(1, 6):
-        expected += [bench.train("a1", [number]), bench.optimize("a1"), bench.save("a1", f"n{number}")]
-    bench.work()
+    asked = (f"train a1 {n}, optimize a1, save a1 n{n}" for n in range(1, 6))
+    expected = bench.do(", ".join(["create a1", *asked]))
     assert bench.answered == expected
     weights = [
         json.loads((bench.checkpoints.local(bench.checkpoints.place(f"n{n}")) / "sum.json").read_text())["weight"]
@@ -43,9 +41,7 @@ def test_orders_of_a_model_are_done_in_their_order_though_all_came_at_once(bench
 
 
 def test_a_request_of_many_micro_batches_has_one_result_in_the_order_of_its_data(bench: Any):
-    bench.create("a1", weight=1)
-    passed = bench.train("a1", *([number] * 60 for number in range(1, 6)))  # two do not fit into one micro-batch
-    bench.work()
+    _, passed = bench.do("create a1 1, train a1 1x60 2x60 3x60 4x60 5x60")  # two do not fit into one micro-batch
     assert bench.backend.passes == [["a1"]] * 5
     output = bench.result(passed)
     assert [array.tolist() for array in output.logprobs] == [[float(number)] * 60 for number in range(1, 6)]
@@ -54,19 +50,13 @@ def test_a_request_of_many_micro_batches_has_one_result_in_the_order_of_its_data
 
 
 def test_models_of_several_tenants_share_a_pass(bench: Any):
-    for model in ("a1", "b1", "c1"):
-        bench.create(model)
-        bench.train(model, [1])
-    bench.work()
+    bench.do("create a1, train a1 1, create b1, train b1 1, create c1, train c1 1")
     assert [sorted(models) for models in bench.backend.passes] == [["a1", "b1", "c1"]]
 
 
 def test_a_pass_has_no_more_tokens_than_it_may(make_bench: Any):
     bench = make_bench(pass_tokens=200)
-    for model in ("a1", "b1", "c1", "d1"):
-        bench.create(model)
-        bench.train(model, [1] * 90)
-    bench.work()
+    bench.do(", ".join(f"create {model}, train {model} 1x90" for model in ("a1", "b1", "c1", "d1")))
     assert sorted(map(len, bench.backend.passes)) == [2, 2]
 
 
@@ -74,11 +64,7 @@ def test_a_pass_has_no_more_tokens_than_it_may(make_bench: Any):
 
 
 def test_a_failed_request_leaves_nothing_of_its_earlier_micro_batches(bench: Any):
-    bench.create("a1")
-    bench.train("a1", [5])
-    failed = bench.train("a1", [1] * 100, [2] * 100, [13])
-    stepped = bench.optimize("a1")
-    bench.work()
+    *_, failed, stepped = bench.do("create a1, train a1 5, train a1 1x100 2x100 13, optimize a1")
     assert bench.result(failed) == ("user", "thirteen is no number")
     assert bench.result(stepped) == {"metrics": {"grad_norm:mean": 5.0}}  # what came before it is still there
 
@@ -87,12 +73,9 @@ def test_a_failed_request_leaves_nothing_of_its_earlier_micro_batches(bench: Any
     "poison, told", [(13, ("user", "thirteen")), (14, ("server", "RuntimeError"))], ids=["users", "ours"]
 )
 def test_a_poisoned_request_fails_alone(bench: Any, poison: int, told: tuple[str, str]):
-    for model in ("a1", "a2", "b1"):
-        bench.create(model)
-    failed = bench.train("a1", [poison])
-    others = [bench.train("a1", [1]), bench.train("a2", [2]), bench.train("b1", [3])]
-    steps = [bench.optimize(model) for model in ("a1", "a2", "b1")]
-    bench.work()
+    bench.tell("create a1, create a2, create b1")
+    failed, *others = bench.tell(f"train a1 {poison}, train a1 1, train a2 2, train b1 3")
+    steps = bench.do("optimize a1, optimize a2, optimize b1")
     category, text = bench.result(failed)
     assert category == told[0] and told[1] in text
     assert [bench.result(other).metrics["loss:sum"] for other in others] == [0.0, 0.0, 0.0]
@@ -150,9 +133,7 @@ def test_a_turn_can_be_seen_to_take_long_while_it_does(bench: Any):
         return run(passes)
 
     bench.backend.run = watched
-    bench.create("a1")
-    bench.train("a1", [1])
-    bench.work()
+    bench.do("create a1, train a1 1")
     assert seen == [pytest.approx(70, abs=1)]
     assert bench.trainer.turn_seconds() == 0.0, "it waits"
 
@@ -161,11 +142,7 @@ def test_a_turn_can_be_seen_to_take_long_while_it_does(bench: Any):
 
 
 def test_a_checkpoint_becomes_a_new_model_or_that_of_another(bench: Any):
-    bench.create("a1")
-    bench.train("a1", [3])
-    bench.optimize("a1")
-    bench.save("a1", "three")
-    bench.work()
+    bench.do("create a1, train a1 3, optimize a1, save a1 three")
     bench.create("b1", folder=bench.checkpoints.place("three"), optimizer=True)
     bench.create("c1", weight=9)
     loaded = bench.load("c1", "three", optimizer=False)
