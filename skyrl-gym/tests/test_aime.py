@@ -38,13 +38,10 @@ def test_the_last_line_with_an_answer_earns_one_or_costs_one(action, ground_trut
     assert output["metadata"]["acc"] is (reward == 1.0)
 
 
-def test_extracted_answer_is_in_the_metadata():
+def test_extracted_answer_is_in_the_metadata_and_a_missing_column_named():
     assert step("42", "Answer: $41$ apples")["metadata"] == {"acc": False, "pred": "41"}
     assert step("42", "no idea")["metadata"] == {"acc": False, "pred": "[INVALID]"}
     assert step("[INVALID]", "no idea")["reward"] == -1.0
-
-
-def test_the_column_is_reward_model_and_its_absence_is_named():
     with pytest.raises(AssertionError, match="reward_model field is required"):
         skyrl_gym.make("aime", env_config={}, extras={"reward_spec": {"ground_truth": "42"}})
     with pytest.raises(AssertionError, match="ground_truth is required in reward_model field"):
@@ -82,9 +79,7 @@ def test_a_strict_box_is_compared_to_the_letter_and_stands_at_the_end():
     assert is_correct_strict_box(r"\boxed{42}" + " " * 100, "42", pause_tokens_index=[3, 5, 8, 12]) == (1, "42")
     assert verify(r"\boxed{42}", "42", strict_box_verify=True) == (True, "42")
     assert compute_score(r"\boxed{7}", "42", strict_box_verify=True) == {"score": -1.0, "acc": False, "pred": "7"}
-
-
-def test_a_gold_may_be_the_box_of_a_whole_solution():
+    # A gold may be the box of a whole solution.
     assert is_correct_minerva("Answer: 42", r"6 times 7 is \boxed{42}", gt_need_extract=True) == (True, "42")
     assert is_correct_minerva("Answer: 42", "no box", gt_need_extract=True) == (False, "42")
 

@@ -251,6 +251,11 @@ def value_of(grade):
     return grade.value
 
 
+def error_of(grade):
+    assert value_of(grade) == 0.0
+    return grade.details["error"]
+
+
 @sandboxed
 @pytest.mark.parametrize(
     "program",
@@ -301,12 +306,9 @@ def test_failure_details_name_the_cause():
     assert wrong == Score(
         0.0, details={"passed": 0, "total": 2, "case": 0, "input": "2 3\n", "expected": "5", "got": "6\n"}
     )
-    crash = grade_code("print(5)\nx = [][0]", SUM)
-    assert isinstance(crash, Score) and crash.value == 0.0
-    assert "IndexError" in crash.details["error"] and "line 2" in crash.details["error"]
-    assert "run" not in crash.details["error"]  # our own frame is left out
-    killed = grade_code("import os\nos.kill(os.getpid(), 11)", SUM)
-    assert isinstance(killed, Score) and "exit code -11" in killed.details["error"]
+    crash = error_of(grade_code("print(5)\nx = [][0]", SUM))
+    assert "IndexError" in crash and "line 2" in crash and "run" not in crash  # our own frame is left out
+    assert "exit code -11" in error_of(grade_code("import os\nos.kill(os.getpid(), 11)", SUM))
     assert grade_code("print('5'", SUM) == Invalid(
         "the code does not compile: SyntaxError: '(' was never closed (answer.py, line 1)"
     )
@@ -344,12 +346,9 @@ def test_part_credit_is_the_share_of_cases_that_pass():
 @sandboxed
 def test_memory_and_output_are_bounded():
     grow = "x = []\nwhile True: x.append(bytearray(1 << 24))"
-    grade = grade_code(grow, SUM, CodeSettings(memory_bytes=256 << 20))
-    assert isinstance(grade, Score) and grade.value == 0.0
-    spam = grade_code("while True: print('x' * 10000)", SUM, CodeSettings(case_seconds=20))
-    assert isinstance(spam, Score) and spam.value == 0.0
-    long = grade_code("print('x' * (5 << 20))", SUM)
-    assert isinstance(long, Score) and "printed" in long.details["error"]
+    assert value_of(grade_code(grow, SUM, CodeSettings(memory_bytes=256 << 20))) == 0.0
+    assert value_of(grade_code("while True: print('x' * 10000)", SUM, CodeSettings(case_seconds=20))) == 0.0
+    assert "printed" in error_of(grade_code("print('x' * (5 << 20))", SUM))
 
 
 @sandboxed
@@ -414,8 +413,7 @@ def test_a_right_function_passes_however_it_is_written(code):
     ],
 )
 def test_failure_details_of_a_function_name_the_cause(code, says):
-    grade = grade_code(code, JOIN)
-    assert isinstance(grade, Score) and grade.value == 0.0 and says in grade.details["error"]
+    assert says in error_of(grade_code(code, JOIN))
 
 
 # Assertions
@@ -425,10 +423,8 @@ def test_failure_details_of_a_function_name_the_cause(code, says):
 def test_assertions_decide():
     assert grade_code("def square(x): return x * x", SQUARE) == Score(1.0, details={"passed": 2, "total": 2})
     wrong = grade_code("def square(x): return x + x", SQUARE)
-    assert isinstance(wrong, Score) and wrong.value == 0.0
-    assert wrong.details["case"] == 1 and "square(3) == 9" in wrong.details["error"]
-    missing = grade_code("def cube(x): return x ** 3", SQUARE)
-    assert isinstance(missing, Score) and missing.details["error"] == "the answer does not define square"
+    assert "square(3) == 9" in error_of(wrong) and wrong.details["case"] == 1
+    assert error_of(grade_code("def cube(x): return x ** 3", SQUARE)) == "the answer does not define square"
 
 
 @sandboxed
@@ -496,9 +492,7 @@ def test_arguments_go_by_value():
 @sandboxed
 def test_a_stop_iteration_of_the_answer_does_not_end_a_loop_of_the_tests():
     loop = AssertTests(["for x, y in zip(map(square, [2, 3]), [4, 9]):\n    assert x == y"])
-    grade = grade_code("def square(x): raise StopIteration", loop)
-    assert isinstance(grade, Score) and grade.value == 0.0
-    assert "the answer raised StopIteration" in grade.details["error"]
+    assert "the answer raised StopIteration" in error_of(grade_code("def square(x): raise StopIteration", loop))
     derived = "class Stop(StopIteration): pass\ndef square(x):\n    if x == 3: raise Stop\n    return x * x"
     assert value_of(grade_code(derived, loop)) == 0.0
     expected = (

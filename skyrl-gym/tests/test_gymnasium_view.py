@@ -26,12 +26,19 @@ def test_gymnasium_s_checker_accepts_every_environment(env_id):
     env.close()
 
 
-def test_gymnasium_imports_the_module_that_an_id_names():
+def test_gymnasium_imports_the_module_that_an_id_names_seeds_choose_rows_and_conversations_are_rendered():
     env = gymnasium.make("skyrl_gym.gymnasium_envs:skyrl_gym/gsm8k", rows=ROWS)
     observation, info = env.reset(options={"row": 3})
     assert observation == "What is 3 + 3?"
     assert info == {"row": 3, "messages": ROWS[3]["prompt"]}
     assert env.step("It is #### 6")[:4] == ("", 1.0, True, False)
+    first = env.reset(seed=5)  # which chooses the row
+    assert env.reset(seed=5) == first
+    assert len({env.reset(seed=seed)[1]["row"] for seed in range(30)}) > 5
+    env = gymnasium.make("skyrl_gym/gsm8k", rows=ROWS, render_mode="ansi")
+    env.reset(options={"row": 1})
+    env.step("#### 2")
+    assert env.render() == "user: What is 1 + 1?\nassistant: #### 2"
 
 
 def test_settings_reach_an_environment_that_plays_its_examples():
@@ -40,13 +47,6 @@ def test_settings_reach_an_environment_that_plays_its_examples():
     assert env.get_wrapper_attr("_episode").env.rule == "spider"
     with pytest.raises(ValueError, match="no setting 'ruel'"):
         gymnasium.make("skyrl_gym/text2sql", env_config={"ruel": "spider"}).reset()
-
-
-def test_seed_chooses_the_row():
-    env = gymnasium.make("skyrl_gym/gsm8k", rows=ROWS)
-    first = env.reset(seed=5)
-    assert env.reset(seed=5) == first
-    assert len({env.reset(seed=seed)[1]["row"] for seed in range(30)}) > 5
 
 
 def test_turn_limit_truncates_and_a_solution_terminates():
@@ -61,13 +61,6 @@ def test_turn_limit_truncates_and_a_solution_terminates():
     assert info["metrics"]["turns"] == 2
     env.reset()
     assert env.step("<solution>#### 2</solution>")[1:4] == (1.0, True, False)
-
-
-def test_render_shows_the_conversation():
-    env = gymnasium.make("skyrl_gym/gsm8k", rows=ROWS, render_mode="ansi")
-    env.reset(options={"row": 1})
-    env.step("#### 2")
-    assert env.render() == "user: What is 1 + 1?\nassistant: #### 2"
 
 
 def test_own_environment_is_found_after_registration():

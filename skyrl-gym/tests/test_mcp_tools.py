@@ -7,7 +7,9 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -18,6 +20,8 @@ from skyrl_gym.tools import CalculatorToolGroup
 
 pytest.importorskip("mcp")
 from skyrl_gym.tools.mcp import MCPToolGroup
+
+from .scripted_server import unused_url
 
 SERVER = '''
 import os, sys, time
@@ -134,13 +138,10 @@ def test_an_environment_and_a_model_use_them_like_any_others(shop):
     assert shop.call(call.name, call.arguments) == "2"  # type: ignore[union-attr]
 
 
-def test_the_server_has_the_environment_it_was_given_and_keeps_its_state(shop):
+def test_the_server_has_the_environment_it_was_given_keeps_its_state_and_is_shared_by_many_threads(shop):
     assert shop.call("setting", {}).startswith("open ")
     first = int(shop.call("count", {}))
     assert int(shop.call("count", {})) == first + 1
-
-
-def test_many_threads_share_one_server(shop):
     with ThreadPoolExecutor(16) as pool:
         assert list(pool.map(lambda n: shop.call("add", {"a": n, "b": n}), range(64))) == [
             str(2 * n) for n in range(64)
@@ -149,24 +150,18 @@ def test_many_threads_share_one_server(shop):
 
 @pytest.mark.slow
 def test_a_prefix_keeps_two_servers_apart(command):
-    groups = [MCPToolGroup(command, prefix=prefix) for prefix in ("left_", "right_")]
-    try:
-        BaseTextEnv().init_tool_groups(list(groups))
-        assert groups[1].call("right_add", {"a": 1}) == "2"
+    left, right = (closing(MCPToolGroup(command, prefix=prefix)) for prefix in ("left_", "right_"))
+    with left as one, right as other:
+        BaseTextEnv().init_tool_groups([one, other])
+        assert other.call("right_add", {"a": 1}) == "2"
         with pytest.raises(ValueError, match="tool 'left_add' is in two groups"):
-            BaseTextEnv().init_tool_groups([groups[0], groups[0]])
-    finally:
-        for group in groups:
-            group.close()
+            BaseTextEnv().init_tool_groups([one, one])
 
 
 def test_a_slow_tool_is_told_to_the_model_and_the_server_goes_on(command):
-    group = MCPToolGroup(command, timeout=1)
-    try:
+    with closing(MCPToolGroup(command, timeout=1)) as group:
         assert group.call("wait", {"seconds": 5}) == "Error in wait: no answer within 1 seconds"
         assert group.call("add", {"a": 1}) == "2"
-    finally:
-        group.close()
 
 
 def test_a_server_that_hangs_is_infrastructure(command, monkeypatch):
@@ -181,8 +176,7 @@ def test_a_server_that_hangs_is_infrastructure(command, monkeypatch):
 
 
 def test_a_server_that_dies_is_named_with_its_last_words_and_started_again(command):
-    group = MCPToolGroup(command, max_restarts=1)
-    try:
+    with closing(MCPToolGroup(command, max_restarts=1)) as group:
         group.call("count", {})
         with pytest.raises(InfraError, match=r"(?s)MCP server .*shop\.py does not work.*out of coffee"):
             group.call("crash", {})
@@ -192,8 +186,6 @@ def test_a_server_that_dies_is_named_with_its_last_words_and_started_again(comma
                 group.call("crash", {})
         with pytest.raises(InfraError, match="died 2 times in a row: not started again"):
             group.call("add", {"a": 1})
-    finally:
-        group.close()
 
 
 def test_close_ends_the_server(command):
@@ -237,14 +229,8 @@ def test_exactly_one_way_to_reach_a_server():
         MCPToolGroup(["x"], url="http://127.0.0.1:1")
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def test_a_server_over_http(command):
-    port = free_port()
+    port = urlsplit(unused_url()).port
     url = f"http://127.0.0.1:{port}/mcp"
     with pytest.raises(InfraError, match="cannot be started"):
         MCPToolGroup(url=url, start_timeout=5)

@@ -97,18 +97,15 @@ def test_a_document_is_the_first_answer_to_its_own_text(retriever):
     found = retriever.search(texts, 1)
     assert [hits[0][0]["contents"] for hits in found] == texts
     assert all(hits[0][1] == pytest.approx(1.0, abs=1e-4) for hits in found)
-
-
-def test_more_documents_than_there_are_cannot_be_had(retriever):
-    assert len(retriever.search(["kabar"], 1000)[0]) == NUM_DOCUMENTS
+    assert len(retriever.search(["kabar"], 1000)[0]) == NUM_DOCUMENTS  # no more can be had
 
 
 def test_prefixes_are_put_before_texts_and_known_for_e5(folder):
-    plain = Encoder(DenseSettings(model=str(folder / "model"), device="cpu"))
-    e5 = Encoder(DenseSettings(model=str(folder / "tiny-e5"), device="cpu"))
-    given = Encoder(
-        DenseSettings(model=str(folder / "tiny-e5"), device="cpu", query_prefix="", passage_prefix="kabar ")
-    )
+    def encoder(model: str, **prefixes: str) -> Encoder:
+        return Encoder(DenseSettings(model=str(folder / model), device="cpu", **prefixes))
+
+    plain, e5 = encoder("model"), encoder("tiny-e5")
+    given = encoder("tiny-e5", query_prefix="", passage_prefix="kabar ")
     np.testing.assert_allclose(e5.queries(["kabar"]), plain.queries(["query: kabar"]), atol=1e-6)
     np.testing.assert_allclose(e5.passages(["kabar"]), plain.passages(["passage: kabar"]), atol=1e-6)
     np.testing.assert_allclose(given.queries(["kabar"]), plain.queries(["kabar"]), atol=1e-6)

@@ -24,16 +24,9 @@ def test_the_total_is_the_sum_of_weight_times_value():
 
     wrong = rubric.score(completion="<answer>41</answer>", answer="41", ground_truth="42")
     assert (wrong.total, wrong.outcome) == (0.25, 0.0)
-
-
-def test_completion_is_the_default_answer():
-    assert Rubric({"correct": is_correct}).score(completion="42", ground_truth="42").total == 1.0
-
-
-def test_missing_outcome_is_not_reported():
-    assert Rubric([Part("format", has_answer_tag, 2.0)]).score(completion="<answer>").metrics() == {
-        "reward/format": 1.0
-    }
+    assert Rubric({"correct": is_correct}).score(completion="42", ground_truth="42").total == 1.0  # the default answer
+    unasked = Rubric([Part("format", has_answer_tag, 2.0)]).score(completion="<answer>")
+    assert unasked.metrics() == {"reward/format": 1.0}  # no outcome
 
 
 @pytest.mark.parametrize(
@@ -95,14 +88,8 @@ def test_async_parts_are_awaited_on_an_event_loop():
         assert Rubric({"plain": lambda: 1.0}).score().total == 1.0  # plain parts need no loop of their own
 
     asyncio.run(on_a_loop())
-
-
-def test_a_plain_function_that_gives_an_awaitable_is_named():
-    async def judge():
-        return 1.0
-
     with pytest.raises(TypeError, match="'judge' gave an awaitable"):
-        Rubric({"judge": lambda: judge()}).score()
+        Rubric({"judge": lambda: judge("x")}).score()
 
 
 def test_functions_are_given_what_they_name():

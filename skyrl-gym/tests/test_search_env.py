@@ -54,12 +54,6 @@ def test_a_search_is_answered_inside_information_tags(server):
     assert env.get_metrics() == {"turns": 2, "searches": 1}
 
 
-def test_missing_query_gives_empty_information_without_a_request():
-    env = make()
-    (message,) = env.step("hm")["observations"]
-    assert message["content"] == "\n<information></information>\n"
-
-
 @pytest.mark.parametrize(
     "action, expected",
     [
@@ -125,8 +119,10 @@ def test_a_query_that_the_server_refuses_is_answered(server):
     assert "No search results found" in env.step("<search>zzz</search>")["observations"][0]["content"]
 
 
-def test_a_tool_that_fails_is_an_observation():
-    env = make()
+def test_a_missing_query_and_a_tool_that_fails_are_observations():
+    env = make(max_turns=3)
+    (message,) = env.step("hm")["observations"]
+    assert message["content"] == "\n<information></information>\n"  # without a request
 
     def broken(*_):
         raise RuntimeError("the tool is broken")

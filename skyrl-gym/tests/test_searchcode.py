@@ -39,12 +39,15 @@ def test_a_program_is_answered_with_what_it_prints(code, printed):
 
 
 @sandboxed
-def test_an_error_of_the_program_is_an_observation():
-    with make() as env:
+def test_an_error_of_the_program_is_an_observation_and_a_number_that_a_tool_printed_earns_nothing():
+    with make(max_turns=4) as env:
         (message,) = env.step(python("print(undefined)"))["observations"]
         assert message["content"].startswith("Error executing Python code: Traceback (most recent call last):")
         assert message["content"].endswith("NameError: name 'undefined' is not defined")
         assert env.step(python("x = 1"))["observations"] == []  # a tool that says nothing
+        (message,) = env.step(python("print('#' * 4, 42)"))["observations"]
+        assert message["content"] == "#### 42"
+        assert env.step("<solution>as above</solution>")["reward"] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -81,29 +84,18 @@ def test_a_malformed_call_is_answered_with_what_is_wrong(action, says):
     assert output["metadata"]["tool_name"] is None and not output["done"]
 
 
-def test_the_solution_ends_the_episode_and_the_first_number_counts():
+def test_the_solution_or_the_last_turn_ends_the_episode_and_the_first_number_counts():
     output = make().step("<solution>#### 42</solution>")
     assert output == {"observations": [], "reward": 1.0, "done": True, "metadata": {}, "truncated": False}
     env = make()
     env.step("It may be #### 41.")
     assert env.step("<solution>#### 42</solution>")["reward"] == 0.0
     assert make().step("<solution>42</solution>")["reward"] == 0.0
-
-
-def test_the_last_turn_ends_the_episode():
     env = make(max_turns=2)
     assert env.step("first")["done"] is False
     last = env.step("#### 42")
     assert last["done"] is True and last["truncated"] is True and last["reward"] == 1.0
     assert env.get_metrics() == {"turns": 2, "tool_calls": 0}
-
-
-@sandboxed
-def test_a_number_that_a_tool_printed_earns_nothing():
-    with make() as env:
-        (message,) = env.step(python("print('#' * 4, 42)"))["observations"]
-        assert message["content"] == "#### 42"
-        assert env.step("<solution>as above</solution>")["reward"] == 0.0
 
 
 @sandboxed
@@ -128,7 +120,7 @@ def test_calls_in_the_models_own_formats(format, turn):
 
 
 @sandboxed
-def test_every_call_of_a_turn_is_answered_in_the_models_own_formats():
+def test_every_call_of_a_turn_is_answered():
     calls = [{"name": "python", "arguments": {"code": "print(1)"}}, {"name": "browse", "arguments": {}}]
     turn = "".join(f"<tool_call>{json.dumps(call)}</tool_call>" for call in calls)
     with make(tool_call_format="hermes") as env:
@@ -136,7 +128,9 @@ def test_every_call_of_a_turn_is_answered_in_the_models_own_formats():
     assert first["content"] == "1" and "Tool 'browse' not found" in second["content"]
 
 
-def test_a_search_is_answered_with_documents():
+def test_a_search_is_answered_with_documents_unless_the_retrieval_server_is_away():
+    with pytest.raises(InfraError, match="Search error"):
+        make().step("<tool><search>anything</search></tool>")
     pytest.importorskip("fastapi", reason="needs the retrieval extra")
     pytest.importorskip("bm25s", reason="needs the retrieval extra")
     from skyrl_gym.tools.retrieval import RetrievalServer
@@ -145,11 +139,6 @@ def test_a_search_is_answered_with_documents():
         env = make(search_url=server.url, topk=1)
         (message,) = env.step("<tool><search>bridge of Orin</search></tool>")["observations"]
     assert json.loads(message["content"])["result"].startswith("Doc 1: The bridge of Orin has 17 arches.")
-
-
-def test_a_retrieval_server_that_is_away_is_no_answer_to_the_model():
-    with pytest.raises(InfraError, match="Search error"):
-        make().step("<tool><search>anything</search></tool>")
 
 
 def test_settings_and_rows_are_checked():

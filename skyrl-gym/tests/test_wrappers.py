@@ -47,18 +47,15 @@ class AsyncCounting(Counting):
 
 
 @pytest.mark.parametrize("env_class", [Counting, AsyncCounting])
-def test_a_turn_limit_truncates(env_class):
+def test_a_turn_limit_truncates_an_episode_that_does_not_end_by_itself(env_class):
     result = run_episode(TimeLimit(env_class(), turns=3), PROMPT, lambda messages: "go on")
     assert (len(result.rewards), result.done, result.truncated) == (3, True, True)
     assert result.messages[-1] == {"role": "assistant", "content": "go on"}  # no observation that nobody reads
-
-
-def test_an_episode_that_ends_by_itself_is_not_truncated():
-    result = run_episode(TimeLimit(Counting(), turns=1, seconds=1000), PROMPT, lambda messages: "end")
+    result = run_episode(TimeLimit(env_class(), turns=1, seconds=1000), PROMPT, lambda messages: "end")
     assert (result.done, result.truncated) == (True, False)
 
 
-def test_a_second_limit_counts_from_init():
+def test_limits_count_from_init_anew_with_each_episode():
     env = TimeLimit(Counting(), seconds=0.05)
     time.sleep(0.06)
     env.init(PROMPT)
@@ -66,9 +63,6 @@ def test_a_second_limit_counts_from_init():
     time.sleep(0.06)
     output = env.step("go on")
     assert output["done"] and output["truncated"] and output["reward"] == 1.0  # what was written is still judged
-
-
-def test_a_limit_begins_anew_with_each_episode():
     env = TimeLimit(Counting(), turns=1)
     for _ in range(2):
         env.init(PROMPT)
@@ -121,12 +115,17 @@ def test_tools_beyond_the_budget_answer_with_a_text():
     assert env.step("<answer>42</answer>")["reward"] == 1.0
 
 
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 100}}
+CUT = "xxx\n[3 characters left out]\nxxx"
+
+
 @pytest.mark.parametrize(
     "text, expected",
     [
         ("abcdef", "abcdef"),
         ("abcdefghij", "abc\n[4 characters left out]\nhij"),
         ("ä" * 7, "äää\n[1 characters left out]\näää"),
+        ([{"type": "text", "text": "x" * 9}, PICTURE], [{"type": "text", "text": CUT}, PICTURE]),  # no part of it goes
     ],
 )
 def test_long_observations_keep_head_and_tail(text, expected):
@@ -136,18 +135,6 @@ def test_long_observations_keep_head_and_tail(text, expected):
             return output | {"observations": [{"role": "user", "content": text}]}
 
     assert ObservationCut(Saying(), 6).step("")["observations"] == [{"role": "user", "content": expected}]
-
-
-def test_pictures_are_not_cut():
-    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 100}}
-
-    class Showing(Counting):
-        def step(self, action):
-            parts = [{"type": "text", "text": "x" * 9}, picture]
-            return Counting.step(self, action) | {"observations": [{"role": "user", "content": parts}]}
-
-    (message,) = ObservationCut(Showing(), 4).step("")["observations"]
-    assert message["content"] == [{"type": "text", "text": "xx\n[5 characters left out]\nxx"}, picture]
 
 
 def test_a_transformed_reward_keeps_the_original_beside_it_and_the_outcome():

@@ -11,7 +11,7 @@ import pytest
 
 from skyrl_gym.error import InfraError
 from skyrl_gym.sandbox import Limits, make_sandbox
-from skyrl_gym.sandbox.docker import READ, WRITE, Container, DockerSandbox
+from skyrl_gym.sandbox.docker import READ, WRITE, DockerSandbox
 
 LIMITS = Limits(memory_bytes=1 << 30, workspace_bytes=1 << 20, processes=7)
 
@@ -67,33 +67,20 @@ def test_a_container_has_no_network_no_rights_and_nothing_to_write_on_but_its_wo
     assert run.index("some/image") > run.index("--read-only")
 
 
-def test_every_container_is_removed(docker):
+def test_every_container_is_removed_also_one_that_nobody_closed(docker):
     with DockerSandbox(LIMITS) as sandbox:
         assert sandbox.exec(["echo", "a b", "$HOME"]).stdout == "a b $HOME\n"
+        assert "kill -9 -1" in docker()[-1][-1]  # leftover processes, before the result is returned
+        size = ["prlimit", "--noheadings", "--output", "HARD", "--fsize"]
+        assert sandbox.exec(size, limits=Limits(file_bytes=4096)).stdout.strip() == "4096"
     asked = docker()
     name = options(asked[0])["--name"]
     assert asked[-1] == ["rm", "--force", "--volumes", name]
-
-
-def test_leftover_processes_are_killed_before_the_result_is_returned(docker):
-    with DockerSandbox(LIMITS) as sandbox:
-        sandbox.exec(["true"])
-        assert "kill -9 -1" in docker()[-1][-1]
-
-
-def test_a_command_gets_its_limits_inside(docker):
-    with DockerSandbox() as sandbox:
-        result = sandbox.exec(
-            ["prlimit", "--noheadings", "--output", "HARD", "--fsize"], limits=Limits(file_bytes=4096)
-        )
-    assert result.stdout.strip() == "4096"
-
-
-def test_a_container_nobody_closed_is_removed_with_its_sandbox(docker):
     sandbox = DockerSandbox(LIMITS)
     sandbox.start()
+    second = options(docker()[len(asked)])["--name"]
     del sandbox
-    assert docker()[-1][0] == "rm"
+    assert docker()[-1] == ["rm", "--force", "--volumes", second] and second != name
 
 
 def test_missing_daemon_is_an_error_with_dockers_words(tmp_path, monkeypatch):
@@ -143,7 +130,3 @@ def test_the_program_that_writes_in_a_container_replaces_links(tmp_path):
     assert (tmp_path / "w" / "a" / "it").read_bytes() == (tmp_path / "w" / "new" / "b" / "it").read_bytes() == b"mine"
     assert (tmp_path / "secret").read_text() == "secret"
     assert not (tmp_path / "it").exists()
-
-
-def test_containers_have_names_of_their_own(docker):
-    assert Container("i", LIMITS).name != Container("i", LIMITS).name

@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,9 @@ SMALL = Limits(
 )
 SHORT = Limits(wall_seconds=0.6, cpu_seconds=10, memory_bytes=256 * MEBIBYTE, processes=24)
 CPU = Limits(wall_seconds=15, cpu_seconds=1, memory_bytes=256 * MEBIBYTE, processes=24)
+FEW = Limits(workspace_bytes=4 * MEBIBYTE)
+SLOW = {"files without a name or a descriptor"}
+STDIN = {"input that is never read": b"x" * 10_000_000}
 
 
 @dataclass(frozen=True)
@@ -79,12 +82,10 @@ class Hostile:
 
     name: str
     source: str
-    outcomes: tuple[str, ...] = ("exited",)
-    says: tuple[str, ...] = ()
+    outcomes: tuple[str, ...]
+    says: tuple[str, ...]
     """Texts that its output must contain, so that a program that failed too early does not count as success."""
-    limits: Limits = field(default=SMALL)
-    stdin: bytes = b""
-    slow: bool = False
+    limits: Limits
 
 
 READ_AS = re.compile(r"@@ (.+?)(?: -> ([\w, ]+?))?(?: under (\w+))?(?: says (.+))?")
@@ -103,12 +104,12 @@ def read_programs(text: str) -> Iterator[Hostile]:
             source,
             tuple(outcomes.split(", ")) if outcomes else ("exited",),
             tuple(says.split(" | ")) if says else (),
-            {None: SMALL, "SHORT": SHORT, "CPU": CPU}[limits],
+            {None: SMALL, "SHORT": SHORT, "CPU": CPU, "FEW": FEW}[limits],
         )
 
 
-PROGRAMS = [
-    *read_programs(
+PROGRAMS = list(
+    read_programs(
         r"""
 ## using up the machine
 @@ fork bomb -> wall_time under SHORT
@@ -233,6 +234,21 @@ held = []
 while True: held.append(os.open('/dev/null', os.O_RDONLY))
 @@ arguments without end says refused exec
 refused('exec', os.execv, '/usr/bin/env', ['x' * 10_000_000])
+@@ many empty files -> workspace under FEW
+for n in range(100000): write(str(n), b'')
+time.sleep(60)
+@@ files without a name or a descriptor -> workspace
+held = []
+for number in range(1000):
+    file = open("file", "w+b", buffering=0)
+    os.unlink("file")
+    file.write(bytes(15 << 20))
+    held.append(mmap.mmap(file.fileno(), 4096))
+    file.close()
+    time.sleep(0.02)
+time.sleep(60)
+@@ input that is never read -> wall_time under SHORT
+time.sleep(60)
 ## the network
 @@ connect to a server of the host says refused connect
 refused('connect', socket.create_connection, ('127.0.0.1', host['port']), 3)
@@ -424,37 +440,8 @@ import fcntl
 refused('inject', fcntl.ioctl, 0, 0x5412, b'x')
 refused('terminal', read, '/dev/tty')
 """
-    ),
-    Hostile(
-        "many empty files",
-        "for n in range(100000): write(str(n), b'')\ntime.sleep(60)",
-        ("workspace",),
-        limits=Limits(workspace_bytes=4 * MEBIBYTE),
-    ),
-    Hostile(
-        "files without a name or a descriptor",
-        """
-held = []
-for number in range(1000):
-    file = open("file", "w+b", buffering=0)
-    os.unlink("file")
-    file.write(bytes(15 << 20))
-    held.append(mmap.mmap(file.fileno(), 4096))
-    file.close()
-    time.sleep(0.02)
-time.sleep(60)
-""",
-        ("workspace",),
-        slow=True,
-    ),
-    Hostile("input that is never read", "time.sleep(60)", ("wall_time",), limits=SHORT, stdin=b"x" * 10_000_000),
-    # ---- the network ----
-    Hostile(
-        "connect to a server of the host",
-        "refused('connect', socket.create_connection, ('127.0.0.1', host['port']), 3)",
-        says=("refused connect",),
-    ),
-]
+    )
+)
 
 
 SECRET = "the-secret-of-the-host"
@@ -532,7 +519,9 @@ def traces_of(sandbox: Sandbox) -> Callable[[], list[str | int]]:
     )
 
 
-@pytest.mark.parametrize("program", [pytest.param(p, id=p.name, marks=[pytest.mark.slow] * p.slow) for p in PROGRAMS])
+@pytest.mark.parametrize(
+    "program", [pytest.param(p, id=p.name, marks=[pytest.mark.slow] * (p.name in SLOW)) for p in PROGRAMS]
+)
 def test_a_hostile_program_is_contained(walled, host, program):
     if isinstance(walled, DockerSandbox):  # its limits are the container's
         walled.close()
@@ -541,7 +530,7 @@ def test_a_hostile_program_is_contained(walled, host, program):
     traces = traces_of(walled)
     arguments = ["-I", "-S", "-c", PRELUDE + program.source, json.dumps(host.described())]
     started = time.monotonic()
-    result = walled.exec([walled.python, *arguments], stdin=program.stdin, limits=program.limits)
+    result = walled.exec([walled.python, *arguments], stdin=STDIN.get(program.name, b""), limits=program.limits)
     assert len(traces()) == 1, traces()  # the folder or container
     said = result.stdout + result.stderr
     assert time.monotonic() - started < program.limits.wall_seconds + 10
