@@ -17,12 +17,13 @@ class Line:
         self._leave: dict[str, asyncio.Event] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
-    async def come(self, name: str, num_rows: int = 1) -> None:
-        """`name` begins with the tenant's letter."""
-        self._leave[name] = asyncio.Event()
-        self.tasks[name] = asyncio.create_task(self._be_there(name, num_rows))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
+    async def come(self, *names: str, num_rows: int = 1) -> None:
+        """Names begin with the tenant's letter."""
+        for name in names:
+            self._leave[name] = asyncio.Event()
+            self.tasks[name] = asyncio.create_task(self._be_there(name, num_rows))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
 
     async def _be_there(self, name: str, num_rows: int) -> None:
         async with AsyncExitStack() as stack:
@@ -40,8 +41,7 @@ class Line:
 
 async def test_one_tenant_leaves_a_quarter_to_those_who_come_later():
     line = Line(8)
-    for number in range(8):
-        await line.come(f"a{number}")
+    await line.come(*(f"a{number}" for number in range(8)))
     assert line.inside == ["a0", "a1", "a2", "a3", "a4", "a5"]  # six are three times two
     await line.come("b0")
     assert line.inside[-1] == "b0"
@@ -51,8 +51,7 @@ async def test_one_tenant_leaves_a_quarter_to_those_who_come_later():
 
 async def test_tenants_take_turns():
     line = Line(1)
-    for name in ("a0", "a1", "a2", "b0"):
-        await line.come(name)
+    await line.come("a0", "a1", "a2", "b0")
     for name, next_one in (("a0", "a1"), ("a1", "b0"), ("b0", "a2")):
         assert line.inside == [name]
         await line.leave(name)
@@ -61,7 +60,7 @@ async def test_tenants_take_turns():
 
 async def test_a_request_of_more_rows_than_there_are_gets_its_turn():
     line = Line(4)
-    await line.come("a0", 64)
+    await line.come("a0", num_rows=64)
     await line.come("b0")
     assert line.inside == ["a0"]
     await line.leave("a0")
@@ -70,9 +69,7 @@ async def test_a_request_of_more_rows_than_there_are_gets_its_turn():
 
 async def test_cancelled_waiters_do_not_block_others():
     line = Line(1)
-    await line.come("a0")
-    await line.come("b0")
-    await line.come("c0")
+    await line.come("a0", "b0", "c0")
     line.tasks["b0"].cancel()
     with pytest.raises(asyncio.CancelledError):
         await line.tasks["b0"]

@@ -29,11 +29,12 @@ def folders(base: str, tmp_path: Path) -> Folders:
     return Folders(base, tmp_path / "cache")
 
 
-def write(folders: Folders, folder: str, text: str) -> None:
+def write(folders: Folders, folder: str, text: str) -> str:
     with folders.writing(folder) as path:
         (path / "adapter.txt").write_text(text)
         (path / "deep").mkdir()
         (path / "deep" / "state.txt").write_text(text * 2)
+    return folder
 
 
 def texts(path: Path) -> list[str]:
@@ -72,9 +73,8 @@ def test_an_error_leaves_what_stood_there(folders: Folders):
 
 
 def test_a_removed_folder_is_gone_and_may_be_removed_again(folders: Folders):
-    kept, removed = folders.place(RUN, "weights", "a"), folders.place(RUN, "weights", "ab")
-    write(folders, kept, "a")
-    write(folders, removed, "b")
+    kept = write(folders, folders.place(RUN, "weights", "a"), "a")
+    removed = write(folders, folders.place(RUN, "weights", "ab"), "b")
     folders.remove(removed)
     folders.remove(removed)
     for method in (folders.local, folders.size):
@@ -114,17 +114,15 @@ def test_no_name_leads_out_of_the_base(folders: Folders, part: str):
 )
 def test_only_places_are_written_or_removed(folders: Folders, folder: str):
     folder = folder.format(base=folders.base)
-    with pytest.raises(ValueError, match="no folder under checkpoints_base"):
-        folders.remove(folder)
-    with pytest.raises(ValueError, match="no folder under checkpoints_base"), folders.writing(folder):
-        pass
+    for attempt in (folders.remove, lambda folder: write(folders, folder, "")):
+        with pytest.raises(ValueError, match="no folder under checkpoints_base"):
+            attempt(folder)
 
 
 def test_a_reader_always_finds_a_whole_folder(tmp_path: Path):
     """The folder is replaced again and again meanwhile, under one name."""
     folders = Folders(str(tmp_path / "base"), tmp_path / "cache")
-    folder = folders.place("a")
-    write(folders, folder, "0")
+    folder = write(folders, folders.place("a"), "0")
     done = threading.Event()
     seen = set()
 
@@ -154,8 +152,8 @@ def test_folders_are_replaced_even_if_names_cannot_be_swapped(tmp_path: Path, mo
     monkeypatch.setattr(whole_folders, "_RENAME_SWAP", 1 << 20)  # a flag that no kernel knows: EINVAL
     folders = Folders(str(tmp_path / "base"), tmp_path / "cache")
     for text in ("a", "b"):
-        write(folders, folders.place("x"), text)
-    assert texts(folders.local(folders.place("x"))) == ["b", "bb"]
+        folder = write(folders, folders.place("x"), text)
+        assert texts(folders.local(folder)) == [text, text * 2]
 
 
 def test_leftovers_of_dead_writers_are_removed_and_files_of_living_ones_stay(tmp_path: Path):
@@ -172,20 +170,18 @@ def test_leftovers_of_dead_writers_are_removed_and_files_of_living_ones_stay(tmp
 
 @pytest.mark.parametrize(
     ("base", "says"),
-    [("nowhere://bucket/x", "no URL that fsspec knows"), ("az://bucket/x", "pip install 'adlfs'")],
+    [
+        ("nowhere://bucket/x", "no URL that fsspec knows"),
+        ("az://bucket/x", "pip install 'adlfs'"),
+        ("{tmp_path}/file/base", "checkpoints_base"),
+    ],
 )
-def test_a_base_that_cannot_be_is_refused(tmp_path: Path, base: str, says: str):
-    with pytest.raises(ConfigError, match=says):
-        Folders(base, tmp_path / "cache")
-
-
-def test_a_base_that_cannot_be_written_is_refused(tmp_path: Path):
+def test_a_base_that_cannot_be_or_be_written_is_refused_and_one_of_a_file_url_is_local(
+    tmp_path: Path, base: str, says: str
+):
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="checkpoints_base"):
-        Folders(str(tmp_path / "file" / "base"), tmp_path / "cache")
-
-
-def test_file_urls_are_local(tmp_path: Path):
+    with pytest.raises(ConfigError, match=says):
+        Folders(base.format(tmp_path=tmp_path), tmp_path / "cache")
     folders = Folders(f"file://{tmp_path / 'base'}", tmp_path / "cache")
     assert folders.place("a") == str(tmp_path / "base" / "a")
 
@@ -196,23 +192,20 @@ class TestRemote:
         return f"memory://{secrets.token_hex(4)}/checkpoints"
 
     def test_folder_without_its_manifest_does_not_exist(self, folders: Folders):
-        folder = folders.place(RUN, "weights", "a")
-        write(folders, folder, "a")
+        folder = write(folders, folders.place(RUN, "weights", "a"), "a")
         fsspec.filesystem("memory").rm_file(f"{folder}/{remote.MANIFEST}")
         with pytest.raises(FileNotFoundError):
             folders.local(folder)
 
     def test_a_first_folder_has_plain_names(self, folders: Folders):
-        folder = folders.place(RUN, "weights", "a")
-        write(folders, folder, "a")
+        folder = write(folders, folders.place(RUN, "weights", "a"), "a")
         found = fsspec.filesystem("memory").find(folder)
         assert sorted(path.split("/a/")[1] for path in found) == ["adapter.txt", "deep/state.txt", remote.MANIFEST]
 
     def test_an_upload_that_breaks_off_leaves_the_folder_before(
         self, folders: Folders, monkeypatch: pytest.MonkeyPatch
     ):
-        folder = folders.place(RUN, "weights", "a")
-        write(folders, folder, "a")
+        folder = write(folders, folders.place(RUN, "weights", "a"), "a")
         store = fsspec.filesystem("memory")
         put_file = type(store).put_file
 
@@ -230,15 +223,13 @@ class TestRemote:
         assert texts(folders.local(folder)) == ["c", "cc"]
 
     def test_a_damaged_file_is_said(self, folders: Folders):
-        folder = folders.place(RUN, "weights", "a")
-        write(folders, folder, "a")
+        folder = write(folders, folders.place(RUN, "weights", "a"), "a")
         fsspec.filesystem("memory").pipe_file(f"{folder}/adapter.txt", b"b")
         with pytest.raises(OSError, match="not what its manifest says"):
             folders.local(folder)
 
     def test_a_copy_is_made_once(self, folders: Folders):
-        folder = folders.place(RUN, "weights", "a")
-        write(folders, folder, "a")
+        folder = write(folders, folders.place(RUN, "weights", "a"), "a")
         copy = folders.local(folder)
         fsspec.filesystem("memory").rm_file(f"{folder}/adapter.txt")
         assert folders.local(folder) == copy
