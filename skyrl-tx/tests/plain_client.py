@@ -55,7 +55,10 @@ class Client:
         self.results: dict[str, bytes] = {}
         self.sampler_numbers = itertools.count()
 
-    async def close(self) -> None:
+    async def __aenter__(self) -> "Client":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
         await self._http.aclose()
 
     async def get(self, path: str) -> httpx.Response:

@@ -14,6 +14,7 @@ import yaml
 
 from skyrl_agent import AutoAgentRunner
 from skyrl_agent.records import read_records
+from skyrl_train.utils.run_folder import RunFolder
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
@@ -32,7 +33,7 @@ class Run:
         self.task_file.write_text(yaml.safe_dump(TASK | {"output": {"trajectories": str(self.trajectories)}} | task))
         self.data.write_text("".join(json.dumps(row) + "\n" for row in drawers.rows()))
 
-    def start(self, launcher: str, *settings: str) -> subprocess.CompletedProcess[str]:
+    def start(self, launcher: str, *settings: str) -> None:
         command = [
             *(sys.executable, "-m", "skyrl_train.entrypoints.main_base", f"generator.task={self.task_file}"),
             *("generator.n_samples_per_prompt=16", "generator.model_dtype=float32", "environment.env_class=null"),
@@ -49,12 +50,11 @@ class Run:
             *(f"trainer.placement.launcher={launcher}", *settings),
         ]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
-        return subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment, cwd=self.folder)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment, cwd=self.folder)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
     @property
     def metrics(self) -> list[dict[str, float]]:
-        from skyrl_train.utils.run_folder import RunFolder
-
         return RunFolder(self.folder / "run").read_metrics()
 
 
@@ -62,8 +62,7 @@ class Run:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
     run = Run(tmp_path_factory.mktemp("run"))
     drawers.save_model_that_knows_calls(run.model)
-    done = run.start("inline")
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    run.start("inline")
     return run
 
 
@@ -71,8 +70,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_run_under_ray_gives_the_same_rewards(trained: Run, tmp_path: Path):
     run = Run(tmp_path)
     run.model = trained.model
-    done = run.start("ray", "trainer.max_training_steps=2", "trainer.eval_before_train=false")
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    run.start("ray", "trainer.max_training_steps=2", "trainer.eval_before_train=false")
     name = "reward/avg_raw_reward"
     rewards, expected = ([step[name] for step in each.metrics if name in step] for each in (run, trained))
     assert len(rewards) == 2 and rewards == expected[:2]
@@ -94,12 +92,9 @@ def test_each_trajectory_is_in_the_file_with_log_probs_and_what_it_called(traine
     last = of_training[-1]
     assert [c["name"] for c in last["tool_calls"]] == ["look", "finish"]
     [row] = last["rows"]
-    assert [text for written, text in row["spans"] if written] == [f"{call}" for call in _calls(last)]
+    said = [drawers.call(c["name"], **c["arguments"]) for c in last["tool_calls"]]
+    assert [text for written, text in row["spans"] if written] == said
     assert all(value < 0 for value, written in zip(row["log_probs"], row["mask"], strict=True) if written)
-
-
-def _calls(record: dict[str, Any]) -> list[str]:
-    return [drawers.call(c["name"], **c["arguments"]) for c in record["tool_calls"]]
 
 
 async def test_the_same_file_runs_on_a_server(trained: Run):
@@ -133,7 +128,7 @@ def test_an_agent_trains_asynchronously(trained: Run, tmp_path: Path):
     """Every trajectory once an epoch, on tokens of the last two weight versions."""
     run = Run(tmp_path)
     run.model = trained.model
-    done = run.start(
+    run.start(
         "inline",
         *("trainer.train_batch_size=3", "trainer.policy_mini_batch_size=3", "generator.n_samples_per_prompt=4"),
         *("trainer.max_training_steps=3", "trainer.eval_before_train=false", "trainer.hf_save_interval=-1"),
@@ -141,13 +136,10 @@ def test_an_agent_trains_asynchronously(trained: Run, tmp_path: Path):
         *("trainer.fully_async.max_staleness_steps=1", "trainer.fully_async.order=exact"),
         "trainer.algorithm.off_policy_correction.tis_ratio_type=token",
     )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     records = [record for record in read_records(run.trajectories) if not record["val"]]
     assert len(records) == 9 * 4 and all(len(record["tool_calls"]) in (0, 1, 2) for record in records)
     assert [row["async/staleness_max"] for row in run.metrics if "async/staleness_max" in row] == [0, 1, 1]
     assert all(row["async/num_failed_groups"] == 0 for row in run.metrics if "async/num_failed_groups" in row)
-    from skyrl_train.utils.run_folder import RunFolder
-
     steps = [RunFolder(tmp_path / "run").read_trajectories(step, "train") for step in (1, 2, 3)]
     samples = [(row["uid"], row["sample"]) for rows in steps for row in rows]
     assert len(samples) == len(set(samples)) == 9 * 4

@@ -172,7 +172,7 @@ def test_callers_and_callees_are_found(shop):
     assert related(shop, "callees", "Stock.size") == ["src/shop/tools.py:total  line 16"]
 
 
-def test_inherited_members_are_found(shop):
+def test_inherited_members_and_imports_are_found(shop):
     assert related(shop, "inherits", "stock.py:Stock") == [
         "bases:",
         "Base  -> src/shop/base.py:Base",
@@ -181,9 +181,6 @@ def test_inherited_members_are_found(shop):
         "src/shop/tools.py:Other  (line 10)",
     ]
     assert related(shop, "inherits", "helper") == ["not a class"]
-
-
-def test_imports_are_found(shop):
     assert related(shop, "imports", "stock.py") == [
         "imports:",
         "import json  -> outside of this repository",

@@ -77,10 +77,7 @@ async def undisturbed_and_disturbed(
 
 
 async def clients_of(server: ServerProcess, stack: AsyncExitStack) -> list[Client]:
-    clients = [Client(server.url, server.key(tenant)) for tenant in TENANTS]
-    for client in clients:
-        stack.push_async_callback(client.close)
-    return clients
+    return [await stack.enter_async_context(Client(server.url, server.key(tenant))) for tenant in TENANTS]
 
 
 async def one_engine_is_left(server: ServerProcess) -> None:

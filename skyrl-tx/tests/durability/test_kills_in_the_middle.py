@@ -24,11 +24,8 @@ NUM_MODELS = 6
 @asynccontextmanager
 async def served(folder: Path, base_model: Path) -> AsyncIterator[tuple[ServerProcess, Client]]:
     with ServerProcess(folder, "--base-model", str(base_model), "--served-model-name", "tiny") as server:
-        client = Client(server.url)
-        try:
+        async with Client(server.url) as client:
             yield server, client
-        finally:
-            await client.close()
     assert server.wait_until_no_engine() == []
 
 

@@ -61,11 +61,8 @@ async def things_that_are_there(client: Client) -> dict[str, Any]:
 async def test_every_answer_is_as_described(phase: str, tmp_path: Path, tiny_model: Path):
     options = ["--base-model", str(tiny_model), "--served-model-name", "tiny", "--no-standby-engine"]
     with ServerProcess(tmp_path / "server", *options, tenants=["anna"], program=["-c", SHORT_POLLS]) as server:
-        client = Client(server.url, server.key("anna"))
-        try:
+        async with Client(server.url, server.key("anna")) as client:
             real = await things_that_are_there(client)
-        finally:
-            await client.close()
         command = [sys.executable, "-m", "schemathesis.cli", "--no-color", "run", f"{server.url}/openapi.json"]
         command += ["--header", f"X-API-Key:{server.key('anna')}", "--seed", str(SEED), "--max-examples", str(EXAMPLES)]
         command += ["--exclude-checks", NOT_CHECKED, "--phases", phase, "--continue-on-failure"]

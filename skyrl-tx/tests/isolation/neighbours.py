@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
 import numpy as np
@@ -113,20 +113,19 @@ class Neighbour:
 @asynccontextmanager
 async def neighbours(url: str, keys: list[str]) -> AsyncIterator[list[Neighbour]]:
     """Run other tenants, all of which have done something when the block begins. Their errors are raised at its end."""
-    clients = [Client(url, key) for key in keys]
-    crowd = [Neighbour(client, i) for i, client in enumerate(clients)]
-    tasks = [asyncio.create_task(one.live(), name=f"{i} {one.habit}") for i, one in enumerate(crowd)]
-    try:
-        while not all(one.num_done for one in crowd) and not any(task.done() for task in tasks):
-            await asyncio.sleep(0.05)
-        if not any(task.done() for task in tasks):
-            yield crowd
-    finally:
-        for task in tasks:
-            task.cancel()
-        ended = await asyncio.gather(*tasks, return_exceptions=True)
-        for client in clients:
-            await client.close()
+    async with AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(Client(url, key)) for key in keys]
+        crowd = [Neighbour(client, i) for i, client in enumerate(clients)]
+        tasks = [asyncio.create_task(one.live(), name=f"{i} {one.habit}") for i, one in enumerate(crowd)]
+        try:
+            while not all(one.num_done for one in crowd) and not any(task.done() for task in tasks):
+                await asyncio.sleep(0.05)
+            if not any(task.done() for task in tasks):
+                yield crowd
+        finally:
+            for task in tasks:
+                task.cancel()
+            ended = await asyncio.gather(*tasks, return_exceptions=True)
     wrong = {task.get_name(): error for task, error in zip(tasks, ended, strict=True) if error is not None}
     wrong = {name: error for name, error in wrong.items() if not isinstance(error, asyncio.CancelledError)}
     assert not wrong, wrong

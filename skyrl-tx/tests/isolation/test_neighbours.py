@@ -36,15 +36,12 @@ async def alone_and_in_a_crowd(folder: Path, base_model: Path, rounds: int, **se
     options = ["--base-model", str(base_model), "--served-model-name", "tiny"]
     options += ["--backend-config", json.dumps(settings), "--no-standby-engine"]
     with ServerProcess(folder, *options, tenants=["anna", *OTHERS]) as server:
-        anna = Client(server.url, server.key("anna"))
-        try:
+        async with Client(server.url, server.key("anna")) as anna:
             alone = await story(anna, rounds)
             async with neighbours(server.url, [server.key(name) for name in OTHERS]) as crowd:
                 before = [one.num_done for one in crowd]
                 in_a_crowd = await story(anna, rounds)
                 meanwhile = [one.num_done - first for one, first in zip(crowd, before, strict=True)]
-        finally:
-            await anna.close()
     assert [name for name in alone if alone[name] != in_a_crowd[name]] == []
     assert sum(map(bool, meanwhile)) > len(OTHERS) / 2, f"they were hardly there: {meanwhile}"
 

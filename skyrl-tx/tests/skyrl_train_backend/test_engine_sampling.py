@@ -33,17 +33,14 @@ async def test_answers_are_those_of_the_torch_backend(engines_of, adapter, tiny_
         for folder in (None, adapter(2, train_mlp=False), adapter(3, train_unembed=True)):
             one = SPECS["scores at a temperature"]
             assert await engines.sampling.sample(one, folder) == await native.sample(one, folder)
-    await native.close()
-
-
-async def test_a_stop_may_be_the_text_of_a_special_token(engines_of, tiny_model: Path):
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    async with engines_of() as engines:
         [plain] = (await engines.sampling.sample(spec(max_tokens=150, seed=5), None)).sequences
         place = next(place for place, token in enumerate(plain.tokens) if token < 3)
-        stops = (tokenizer.decode([plain.tokens[place]]),)
+        stops = (
+            AutoTokenizer.from_pretrained(tiny_model).decode([plain.tokens[place]]),
+        )  # the text of a special token
         [ended] = (await engines.sampling.sample(spec(max_tokens=150, seed=5, stop_strings=stops), None)).sequences
     assert ended.tokens == plain.tokens[: place + 1] and ended.stop_reason == "stop"
+    await native.close()
 
 
 async def test_requests_that_engines_cannot_do_are_refused_by_name_and_the_users_fault(engines_of, adapter):

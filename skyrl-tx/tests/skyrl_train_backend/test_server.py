@@ -65,23 +65,22 @@ def descendants(server: ServerProcess) -> list[psutil.Process]:
     return psutil.Process(server.pid).children(recursive=True)
 
 
-def still_there(processes: list[psutil.Process], seconds: float = 30.0) -> list[psutil.Process]:
-    deadline = time.monotonic() + seconds
-    while (left := [p for p in processes if p.is_running()]) and time.monotonic() < deadline:
+def stopped_whole(server: ServerProcess, *, least: int) -> None:
+    """Stop it: of its processes, which are more than `least`, none is left."""
+    started, deadline = descendants(server), time.monotonic() + 30
+    assert server.stop() == 0
+    while (left := [p for p in started if p.is_running()]) and time.monotonic() < deadline:
         time.sleep(0.1)
-    return left
+    assert len(started) > least and not left
 
 
 @pytest.mark.slow
 async def test_models_are_trained_in_ray_and_sampled_by_engines(tmp_path: Path, tiny_model: Path):
     with server_of(tmp_path, tiny_model, **{"generator.backend": "native", "max_loaded_adapters": 1}) as server:
-        client = Client(server.url)
-        await two_models_learn_and_answer(client)
-        await client.close()
-        started = descendants(server)
-        assert server.stop() == 0
+        async with Client(server.url) as client:
+            await two_models_learn_and_answer(client)
+        stopped_whole(server, least=3)
         assert "SIGTERM received" not in server.tail(), "Ray took the signal"
-    assert len(started) > 3 and not still_there(started)
 
 
 @pytest.mark.full
@@ -93,15 +92,12 @@ async def test_vllm_serves_the_adapters(tmp_path: Path):
     tiny_qwen3(vocab_size=99, hidden_size=128, scale=3.0, max_position_embeddings=512).save_pretrained(base_model)
     settings = {"device": "cpu", "generator.max_num_seqs": 16, "max_loaded_adapters": 1}
     with server_of(tmp_path / "server", base_model, **settings) as server:
-        client = Client(server.url)
-        # Refused at once by a server that knows its engines, and otherwise when they are there.
-        with pytest.raises((Refused, Failed), match="train_unembed must be false"):
-            await Model.new(client, "tiny", rank=8, train_unembed=True)
-        await two_models_learn_and_answer(client)
-        await client.close()
-        started = descendants(server)
-        assert server.stop() == 0
-    assert len(started) > 5 and not still_there(started)
+        async with Client(server.url) as client:
+            # Refused at once by a server that knows its engines, and otherwise when they are there.
+            with pytest.raises((Refused, Failed), match="train_unembed must be false"):
+                await Model.new(client, "tiny", rank=8, train_unembed=True)
+            await two_models_learn_and_answer(client)
+        stopped_whole(server, least=5)
 
 
 @pytest.mark.full
@@ -109,19 +105,18 @@ async def test_vllm_serves_the_adapters(tmp_path: Path):
 async def test_engine_process_restarts_if_engines_die_too_often(tmp_path: Path, tiny_model: Path):
     settings = {"generator.backend": "native", "generator.max_engine_restarts": 1}
     with server_of(tmp_path, tiny_model, **settings) as server:
-        client = Client(server.url)
-        model = await trained(client, 0)
-        sampler = await sampler_of(model)
-        before = await answer(model, sampler, 0)
-        for seq in (1, 2):
-            asking = asyncio.create_task(answer(model, sampler, seq, max_tokens=400))
-            await asyncio.sleep(0.2)
-            for process in descendants(server):
-                if process.name().startswith("ray::EngineProc"):
-                    process.kill()
-            said = await asking
-            assert said.sequences[0].tokens[:16] == before.sequences[0].tokens
-        await client.close()
+        async with Client(server.url) as client:
+            model = await trained(client, 0)
+            sampler = await sampler_of(model)
+            before = await answer(model, sampler, 0)
+            for seq in (1, 2):
+                asking = asyncio.create_task(answer(model, sampler, seq, max_tokens=400))
+                await asyncio.sleep(0.2)
+                for process in descendants(server):
+                    if process.name().startswith("ray::EngineProc"):
+                        process.kill()
+                said = await asking
+                assert said.sequences[0].tokens[:16] == before.sequences[0].tokens
         assert "generator.max_engine_restarts=1 are used up" in server.tail(20_000)
 
 

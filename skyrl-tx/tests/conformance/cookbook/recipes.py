@@ -44,26 +44,20 @@ class Recipe:
     """A module and its arguments to run first."""
 
 
+def math_rl(arguments: str, loss: str = "importance_sampling") -> Recipe:
+    options = MATH_RL.replace("importance_sampling", loss)
+    return Recipe("recipes.math_rl.train", f"{options} {arguments}", REWARD, rises=True)
+
+
 RECIPES = {
     "sl_loop": Recipe("recipes.sl_loop", SL, "train_mean_nll"),
     "sl_loop, killed and resumed": Recipe("recipes.sl_loop", SL, "train_mean_nll", kill_after_rows=7),
     "rl_loop": Recipe("recipes.rl_loop", f"{RL} batch_size=8 learning_rate=2e-3", "reward/total", rises=True),
-    "rl, synchronous": Recipe("recipes.math_rl.train", f"{MATH_RL} learning_rate=2e-3", REWARD, rises=True),
-    "rl, ppo": Recipe(
-        "recipes.math_rl.train",
-        f"{MATH_RL} learning_rate=1e-3 num_substeps=2".replace("importance_sampling", "ppo"),
-        REWARD,
-        rises=True,
-    ),
-    "rl, asynchronous": Recipe(
-        "recipes.math_rl.train", f"{MATH_RL} learning_rate=2e-3 max_steps_off_policy=2", REWARD, rises=True
-    ),
-    "rl, streaming": Recipe(
-        "recipes.math_rl.train",
-        f"{MATH_RL} learning_rate=2e-3 stream_minibatch_config.groups_per_batch=8 "
-        "stream_minibatch_config.num_minibatches=2",
-        REWARD,
-        rises=True,
+    "rl, synchronous": math_rl("learning_rate=2e-3"),
+    "rl, ppo": math_rl("learning_rate=1e-3 num_substeps=2", loss="ppo"),
+    "rl, asynchronous": math_rl("learning_rate=2e-3 max_steps_off_policy=2"),
+    "rl, streaming": math_rl(
+        "learning_rate=2e-3 stream_minibatch_config.groups_per_batch=8 stream_minibatch_config.num_minibatches=2"
     ),
     "dpo": Recipe("recipes.preference.dpo.train", DPO, "dpo_loss"),
     "prompt distillation": Recipe(
