@@ -1,15 +1,14 @@
 """Run folders for tests of the dashboard, written by the functions that a run writes them with."""
 
 import asyncio
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import skyrl_gym
-from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_train.utils.run_folder import RunFolder
+from skyrl_train_testing.tiny_runs import DifferentCharacters, tiny_run, write_prompts
 
 HOSTILE = (
     "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">\x1b[31mred\u202e"
@@ -77,49 +76,26 @@ def make_old(run: RunFolder, seconds: float) -> None:
         os.utime(path, (when, when))
 
 
-class ManyCharacters(BaseTextEnv):
+class ManyCharacters(DifferentCharacters):
     """Environment that rewards different characters, after a while."""
 
-    def __init__(self, env_config: Any = None, extras: Any = None):
-        super().__init__()
-
-    async def step(self, action: str) -> BaseTextEnvStepOutput:
+    async def step(self, action: str) -> Any:
         await asyncio.sleep(0.05)
-        reward = len(set(action)) / max(1, len(action))
-        return BaseTextEnvStepOutput(observations=[], reward=reward, done=True, metadata={})
+        return super().step(action)
 
 
 def tiny_settings(run_dir: Path, model: str, num_steps: int) -> dict[str, Any]:
     """Return the settings of an asynchronous run of `train`, and write its prompts."""
-    prompts = run_dir.parent.parent / "prompts.jsonl"
-    rows = [{"prompt": [{"role": "user", "content": f"write {i}"}], "data_source": "toy"} for i in range(16)]
-    prompts.write_text("\n".join(json.dumps(row) for row in rows))
-    return {
-        "data": {"train_data": [str(prompts)], "val_data": []},
-        "environment": {"env_class": "many_characters"},
-        "trainer": {
-            "run_dir": str(run_dir),
-            "policy": {"model": {"path": model}, "optimizer_config": {"lr": 1e-3}},
-            "placement": {"device": "cpu", "launcher": "inline", "colocate_all": False},
-            "fully_async": {"enabled": True, "max_staleness_steps": 2},
-            "algorithm": {"use_kl_loss": False, "off_policy_correction": {"tis_ratio_type": "token"}},
-            "bf16": False,
-            "train_batch_size": 4,
-            "policy_mini_batch_size": 4,
-            "micro_train_batch_size_per_gpu": 4,
-            "micro_forward_batch_size_per_gpu": 4,
-            "epochs": 1000,
-            "max_training_steps": num_steps,
-            "max_prompt_length": 64,
-            "ckpt_interval": -1,
-            "eval_interval": -1,
-        },
-        "generator": {
-            "model_dtype": "float32",
-            "n_samples_per_prompt": 4,
-            "sampling_params": {"max_generate_length": 12},
-        },
+    trainer = {
+        "placement": {"colocate_all": False},
+        "fully_async": {"enabled": True, "max_staleness_steps": 2},
+        "algorithm": {"off_policy_correction": {"tis_ratio_type": "token"}},
+        "policy_mini_batch_size": 4,
+        "epochs": 1000,
+        "max_training_steps": num_steps,
     }
+    changes = {"environment": {"env_class": "many_characters"}, "trainer": trainer}
+    return tiny_run(run_dir, model, write_prompts(run_dir.parent.parent / "prompts.jsonl"), changes)
 
 
 def train(settings: dict[str, Any]) -> None:

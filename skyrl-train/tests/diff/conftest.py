@@ -8,36 +8,28 @@ from typing import Any
 
 import pytest
 
-import skyrl_gym
-from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.engine_kinds import EngineRegistry, EngineTraits, register_engine
 from skyrl_train.entrypoints.main_base import BasePPOExp
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
+from skyrl_train_testing.tiny_runs import DifferentCharacters, registered, tiny_run
 
 NUM_STEPS = 8
 """Two epochs."""
 
-Changes = dict[str, Any]
 
-
-class DifferentCharacters(BaseTextEnv):
+class WorthCharacters(DifferentCharacters):
     """The share of different characters in the answer, times the row's `worth`."""
 
-    def __init__(self, env_config: Any = None, extras: Any = None):
-        super().__init__()
-        self.worth = (extras or {}).get("worth", 1.0)
-
-    def step(self, action: str) -> BaseTextEnvStepOutput:
-        reward = self.worth * len(set(action)) / max(1, len(action))
-        return BaseTextEnvStepOutput(observations=[], reward=reward, done=True, metadata={})
+    def reward(self, action: str) -> float:
+        return self.extras.get("worth", 1.0) * super().reward(action)
 
 
-class EarlyCharacters(DifferentCharacters):
+class EarlyCharacters(WorthCharacters):
     """The same, of the first half of the answer."""
 
-    def step(self, action: str) -> BaseTextEnvStepOutput:
-        return super().step(action[: len(action) // 2 + 1])
+    def reward(self, action: str) -> float:
+        return super().reward(action[: len(action) // 2 + 1])
 
 
 class CoarseEngine(NativeInferenceEngine):
@@ -52,14 +44,11 @@ class CoarseEngine(NativeInferenceEngine):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def registered() -> Iterator[None]:
-    skyrl_gym.register(id="different_characters", entry_point=DifferentCharacters)
-    skyrl_gym.register(id="early_characters", entry_point=EarlyCharacters)
+def environments_and_engine() -> Iterator[None]:
     register_engine("coarse", requires=EngineTraits(is_in_process=True))(CoarseEngine)
-    yield
+    with registered(different_characters=WorthCharacters, early_characters=EarlyCharacters):
+        yield
     EngineRegistry.unregister("coarse")
-    skyrl_gym.deregister("different_characters")
-    skyrl_gym.deregister("early_characters")
 
 
 def rows() -> list[dict[str, Any]]:
@@ -72,53 +61,14 @@ def write_rows(path: Path, data: list[dict[str, Any]]) -> str:
     return str(path)
 
 
-def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> Changes:
-    result = dict(base)
-    for key, value in changes.items():
-        result[key] = merged(result[key], value) if isinstance(value, dict) and key in result else value
-    return result
-
-
 @pytest.fixture(scope="module")
-def settings(chat_model: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., SkyRLConfig]:
-    """`settings(run_dir, changes)`: steps of four prompts with four answers each and two optimizer steps."""
-    base: Changes = {
-        "data": {"train_data": [write_rows(tmp_path_factory.mktemp("data") / "rows.jsonl", rows())], "val_data": []},
-        "environment": {"env_class": "different_characters"},
-        "trainer": {
-            "policy": {"model": {"path": chat_model}, "optimizer_config": {"lr": 1e-3}},
-            "placement": {"device": "cpu", "launcher": "inline"},
-            "bf16": False,
-            "epochs": 2,
-            "train_batch_size": 4,
-            "policy_mini_batch_size": 2,
-            "micro_train_batch_size_per_gpu": 4,
-            "micro_forward_batch_size_per_gpu": 4,
-            "max_training_steps": NUM_STEPS,
-            "max_prompt_length": 64,
-            "ckpt_interval": -1,
-            "eval_interval": -1,
-            "algorithm": {"use_kl_loss": False},
-        },
-        "generator": {
-            "model_dtype": "float32",
-            "n_samples_per_prompt": 4,
-            "sampling_params": {"max_generate_length": 12},
-        },
-    }
-
-    def make(run_dir: Path, changes: Mapping[str, Any]) -> SkyRLConfig:
-        return SkyRLConfig.from_dict(merged(merged(base, {"trainer": {"run_dir": str(run_dir)}}), changes))
-
-    return make
-
-
-@pytest.fixture(scope="module")
-def train(settings: Callable[..., SkyRLConfig]) -> Callable[..., Path]:
+def train(chat_model: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`train(run_dir, changes, experiment)`: trains to the end; the run folder."""
+    prompts = write_rows(tmp_path_factory.mktemp("data") / "rows.jsonl", rows())
+    longer = {"trainer": {"epochs": 2, "max_training_steps": NUM_STEPS}}
 
     def run(run_dir: Path, changes: Mapping[str, Any] = {}, experiment: Any = BasePPOExp) -> Path:
-        experiment(settings(run_dir, changes)).run()
+        experiment(SkyRLConfig.from_dict(tiny_run(run_dir, chat_model, prompts, longer, changes))).run()
         return run_dir
 
     return run

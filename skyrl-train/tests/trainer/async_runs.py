@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file
 
 import skyrl_gym
-from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.utils.run_folder import RunFolder
+from skyrl_train_testing.tiny_runs import DifferentCharacters
 
 APART = {"placement": {"colocate_all": False}}
 CORRECTED = {"off_policy_correction": {"tis_ratio_type": "token"}}
@@ -102,22 +102,18 @@ def trained_ages(cfg: SkyRLConfig) -> set[int]:
     return ages
 
 
-class Uneven(BaseTextEnv):
+class Uneven(DifferentCharacters):
     """Slow environment, ten times as slow for some prompts, whose grader raises for another one."""
-
-    def __init__(self, env_config: Any = None, extras: Any = None):
-        super().__init__()
 
     def init(self, prompt: Any) -> Any:
         self.number = int(prompt[-1]["content"].split()[-1])
         return super().init(prompt)
 
-    async def step(self, action: str) -> BaseTextEnvStepOutput:
+    async def step(self, action: str) -> Any:
         await asyncio.sleep(0.3 if self.number % 8 == 5 else 0.03)
         if self.number == 7:
             raise ZeroDivisionError("my grader")
-        reward = len(set(action)) / max(1, len(action))
-        return BaseTextEnvStepOutput(observations=[], reward=reward, done=True, metadata={})
+        return super().step(action)
 
 
 @functools.cache

@@ -164,17 +164,6 @@ def test_the_reference_becomes_the_policy_after_every_epoch_but_the_last(setting
     assert (tmp_path / "ckpts" / "global_step_3" / "ref" / "model.safetensors").exists()
 
 
-@pytest.mark.full
-def test_ranks_that_share_sequences_take_the_step_that_one_takes(settings, run, merged, tmp_path: Path):
-    one: dict[str, Any] = {"trainer": {"max_training_steps": 1, "algorithm": {"use_entropy_loss": True}}}
-    two = {"trainer": {"placement": RAY | {"policy_num_gpus_per_node": 2}, "policy": {"sequence_parallel_size": 2}}}
-    alone = run(settings(tmp_path / "alone", one))
-    shared = run(settings(tmp_path / "shared", merged(one, two)))
-    assert_learns(shared, num_steps=1)
-    for name in ("policy/final_loss", "policy/policy_entropy", "policy/grad_norm"):
-        assert shared[0][name] == pytest.approx(alone[0][name], rel=1e-4), name
-
-
 @pytest.mark.slow
 def test_a_mixture_of_experts_is_trained_and_its_balance_is_seen(
     chat_model, save_mixture, settings, run, tmp_path: Path

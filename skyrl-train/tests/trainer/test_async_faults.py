@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from async_runs import Uneven, asynchronous, steps_of, trained_samples
 
-import skyrl_gym
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.entrypoints.main_base import BasePPOExp
 from skyrl_train.fully_async_trainer import FullyAsyncRayPPOTrainer
 from skyrl_train.rollouts.types import RolloutBatch
 from skyrl_train.utils.run_folder import RunFolder
+from skyrl_train_testing.tiny_runs import registered
 
 Place = tuple[tuple[str, int], ...]
 """Functions of this package and their lines, from a coroutine down to what it waits for."""
@@ -106,14 +106,7 @@ async def train(cfg: SkyRLConfig, **disturbance: Any) -> tuple[Disturbed, BaseEx
 
 
 @pytest.fixture
-def uneven() -> Any:
-    skyrl_gym.register(id="uneven", entry_point=Uneven)
-    yield
-    skyrl_gym.deregister("uneven")
-
-
-@pytest.fixture
-def make_settings(settings: Any, merged: Any, prompts: str, tmp_path: Path, uneven: None) -> Any:
+def make_settings(settings: Any, merged: Any, prompts: str, tmp_path: Path) -> Any:
     """Settings of a run that evaluates, exports and saves a checkpoint after each step."""
 
     def make(name: str, num_steps: int, schedule: Mapping[str, str] = IN_ORDER) -> SkyRLConfig:
@@ -123,7 +116,8 @@ def make_settings(settings: Any, merged: Any, prompts: str, tmp_path: Path, unev
         data = {"data": {"val_data": [prompts]}, "environment": {"env_class": "uneven"}}
         return settings(tmp_path / name, {"trainer": changes, **data})
 
-    return make
+    with registered(uneven=Uneven):
+        yield make
 
 
 NUM_STEPS = 4

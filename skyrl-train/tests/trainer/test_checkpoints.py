@@ -175,14 +175,6 @@ def test_only_the_newest_are_kept(tmp_path: Path, max_to_keep: int, kept: list[i
     assert [extract_step_from_path(path) for path in list_checkpoint_dirs(tmp_path)] == kept
 
 
-def test_the_newest_is_found_and_nothing_is_found_where_nothing_is(tmp_path: Path):
-    store = CheckpointStore(tmp_path)
-    assert resume(store, "latest") is None
-    write(store, 1)
-    write(store, 2)
-    assert resume(store, "latest") == tmp_path / "global_step_2"
-
-
 def test_a_fresh_start_sets_the_old_course_aside(tmp_path: Path):
     """Else the old step 9 would count as newer than the new step 1: kept in its place, and gone on from."""
     write(CheckpointStore(tmp_path), 9, "of the first course")

@@ -144,20 +144,6 @@ def assert_same(run: Run, expected: dict[str, object]) -> None:
         assert value == expected[name], f"{name} differ"
 
 
-@pytest.mark.full  # PPO, below, is this with a critic
-@pytest.mark.timeout(600)
-def test_a_killed_run_goes_on_bit_for_bit(uninterrupted, gsm8k, test_data, tmp_path):
-    run = Run(tmp_path / "run", gsm8k, test_data / "tiny_lm" / "stories260K")
-    checkpoints = run.folder / "ckpts"
-    run.start()
-    # While the second checkpoint is being written: the first is whole, the second is a partial folder.
-    assert run.kill_when((checkpoints / "global_step_2.partial").exists)
-    assert not (checkpoints / "global_step_2").exists()
-    run.start()
-    run.finish()
-    assert_same(run, uninterrupted)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_killed_run_of_ppo_goes_on_bit_for_bit(gsm8k, test_data, tmp_path):

@@ -11,13 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import skyrl_gym
-from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_train.algorithms.losses import PolicyLossRegistry
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.entrypoints.main_base import BasePPOExp
 from skyrl_train.errors import WorkerError
 from skyrl_train.utils.run_folder import RunFolder
+from skyrl_train_testing.tiny_runs import DifferentCharacters, registered
 
 INLINE = {"trainer": {"placement": {"launcher": "inline"}}}
 MODELS = {
@@ -83,16 +82,13 @@ def test_inline_run_equals_the_run_under_ray_to_the_bit(
     assert all(torch.equal(own_weights[name], tensor) for name, tensor in weights.items())
 
 
-class Stops(BaseTextEnv):
+class Stops(DifferentCharacters):
     """Environment with a breakpoint where it computes the reward."""
 
-    def __init__(self, env_config: Any = None, extras: Any = None):
-        super().__init__()
-
-    def step(self, action: str) -> BaseTextEnvStepOutput:
-        reward = len(set(action)) / max(1, len(action))
+    def reward(self, action: str) -> float:
+        reward = super().reward(action)
         breakpoint()
-        return BaseTextEnvStepOutput(observations=[], reward=reward, done=True, metadata={})
+        return reward
 
 
 def loss_that_stops(log_probs: Any, old_log_probs: Any, advantages: Any, *_: Any) -> Any:
@@ -126,16 +122,12 @@ def test_breakpoints_in_reward_and_loss_stop_in_this_process(
         seen.append((frame.f_code.co_name, frame.f_locals.get("reward", frame.f_locals.get("loss"))))
 
     monkeypatch.setattr(sys, "breakpointhook", hook)
-    skyrl_gym.register(id="stops", entry_point=Stops)
-    try:
-        with policy_loss("stops", loss_that_stops) as changes:
-            one_step = {"environment": {"env_class": "stops"}, "trainer": {"max_training_steps": 1}}
-            BasePPOExp(settings(tmp_path, merged(changes, one_step))).run()
-    finally:
-        skyrl_gym.deregister("stops")
+    with registered(stops=Stops), policy_loss("stops", loss_that_stops) as changes:
+        one_step = {"environment": {"env_class": "stops"}, "trainer": {"max_training_steps": 1}}
+        BasePPOExp(settings(tmp_path, merged(changes, one_step))).run()
     names = [name for name, _ in seen]
-    assert names == ["step"] * 16 + ["loss_that_stops"] * 4, "4 x 4 answers; two optimizer steps of two micro-batches"
-    assert all(0 < reward <= 1 for name, reward in seen if name == "step")
+    assert names == ["reward"] * 16 + ["loss_that_stops"] * 4, "4 x 4 answers; two optimizer steps of two micro-batches"
+    assert all(0 < reward <= 1 for name, reward in seen if name == "reward")
     assert all(loss.requires_grad for name, loss in seen if name == "loss_that_stops")
 
 

@@ -54,10 +54,7 @@ def other_prompts(folder: Path, word: str = "sing") -> str:
 @pytest.mark.parametrize(
     "changes, line",
     [
-        (
-            {"environment": {"env_class": "up_to_three_turns"}},
-            "environment.env_class: many_different_characters -> up_",
-        ),
+        ({"environment": {"env_class": "up_to_three_turns"}}, "environment.env_class: different_characters -> up_"),
         ({"trainer": {"seed": 7}}, "trainer.seed: 42 -> 7"),
         ({"trainer": {"train_batch_size": 2}}, "trainer.train_batch_size: 4 -> 2"),
         (

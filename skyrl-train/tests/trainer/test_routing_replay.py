@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from async_runs import asynchronous
 
-import skyrl_gym
-from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
+from skyrl_gym.envs.base_text_env import BaseTextEnvStepOutput
 from skyrl_train.config.validation import validate_cfg
 from skyrl_train.entrypoints.main_base import BasePPOExp
 from skyrl_train.errors import ConfigError
 from skyrl_train.rollouts import collate as collate_module
 from skyrl_train.utils.run_folder import RunFolder
 from skyrl_train_testing.tiny_models import character_tokenizer
+from skyrl_train_testing.tiny_runs import DifferentCharacters, registered
 
 
 @pytest.fixture(scope="module")
@@ -27,37 +27,26 @@ def chat_mixture(save_mixture: Callable[..., str], tmp_path_factory: pytest.Temp
     return save_mixture(folder, scale=3.0, num_experts=8, vocab_size=len(tokenizer), max_position_embeddings=256)
 
 
-class RewritesAnswers(BaseTextEnv):
+class RewritesAnswers(DifferentCharacters):
     """Environment that keeps a beginning of the first answer, replaces the second by its own words, and takes the third
     as it is.
     """
 
-    def __init__(self, env_config: Any = None, extras: Any = None):
-        super().__init__()
-        self.num_turns = 0
-
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        self.num_turns += 1
-        kept = [action[: len(action) // 2], "no", action][self.num_turns - 1]
-        done = self.num_turns == 3
+        self.turns += 1
+        kept = [action[: len(action) // 2], "no", action][self.turns - 1]
+        done = self.turns == 3
         return BaseTextEnvStepOutput(
             observations=[] if done else [{"role": "user", "content": "go on"}],
-            reward=len(set(action)) / max(1, len(action)),
+            reward=self.reward(action),
             done=done,
             metadata={},
             postprocessed_action=kept,
         )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def rewriting_environment() -> Iterator[None]:
-    skyrl_gym.register(id="rewrites_answers", entry_point=RewritesAnswers)
-    yield
-    skyrl_gym.deregister("rewrites_answers")
-
-
 @pytest.fixture
-def run_mixture(settings: Any, merged: Any, chat_mixture: str, tmp_path: Path) -> Any:
+def run_mixture(settings: Any, merged: Any, chat_mixture: str, tmp_path: Path) -> Iterator[Any]:
     """`run_mixture(changes)`: the metrics of each step of a run of the mixture."""
 
     def run(changes: dict[str, Any]) -> list[dict[str, float]]:
@@ -66,7 +55,8 @@ def run_mixture(settings: Any, merged: Any, chat_mixture: str, tmp_path: Path) -
         BasePPOExp(cfg).run()
         return RunFolder(cfg.trainer.run_dir).read_metrics()
 
-    return run
+    with registered(rewrites_answers=RewritesAnswers):
+        yield run
 
 
 @pytest.mark.parametrize("bf16", [False, True])

@@ -1,7 +1,6 @@
 """Asynchronous training over vLLM, whose requests stand still in a weight sync and go on: an engine of the run, and a
 server."""
 
-import json
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -9,11 +8,10 @@ from typing import Any
 import pytest
 from server_process import KEY, vllm_server
 
-import skyrl_gym
-from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.entrypoints.main_base import BasePPOExp
 from skyrl_train.utils.run_folder import RunFolder
+from skyrl_train_testing.tiny_runs import DifferentCharacters, registered, tiny_run, write_prompts
 
 pytestmark = [
     pytest.mark.slow,
@@ -26,44 +24,20 @@ STEPS, GROUPS, SAMPLES = 4, 4, 2
 
 
 def settings(model: str, folder: Path, generator: dict[str, Any], launcher: str) -> SkyRLConfig:
-    rows = [{"prompt": [{"role": "user", "content": f"write {i}"}], "data_source": "toy"} for i in range(16)]
-    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    prompts = write_prompts(folder / "prompts.jsonl")
     trainer = {
-        "policy": {"model": {"path": model}, "optimizer_config": {"lr": 1e-3}},
-        "placement": {"device": "cpu", "launcher": launcher, "colocate_all": False},
-        "run_dir": str(folder / "run"),
-        "bf16": False,
+        "placement": {"launcher": launcher, "colocate_all": False},
         "train_batch_size": GROUPS,
         "policy_mini_batch_size": GROUPS,
         "micro_train_batch_size_per_gpu": 8,
         "max_training_steps": STEPS,
-        "max_prompt_length": 64,
-        "ckpt_interval": -1,
-        "eval_interval": -1,
-        "algorithm": {"use_kl_loss": False, "off_policy_correction": {"tis_ratio_type": "token"}},
+        "algorithm": {"off_policy_correction": {"tis_ratio_type": "token"}},
         "fully_async": {"enabled": True, "max_staleness_steps": 2, "pause": "keep"},
     }
     sampling = {"max_generate_length": 48, "additional_kwargs": {"ignore_eos": True}}
-    common = {"backend": "vllm", "model_dtype": "float32", "n_samples_per_prompt": SAMPLES, "sampling_params": sampling}
-    return SkyRLConfig.from_dict(
-        {
-            "data": {"train_data": [str(folder / "prompts.jsonl")], "val_data": []},
-            "environment": {"env_class": "different_characters"},
-            "trainer": trainer,
-            "generator": common | generator,
-        }
-    )
-
-
-class DifferentCharacters(BaseTextEnv):
-    """Environment whose reward is the share of different characters in a response."""
-
-    def __init__(self, env_config: Any = None, extras: Any = None):
-        super().__init__()
-
-    def step(self, action: str) -> BaseTextEnvStepOutput:
-        reward = len(set(action)) / max(1, len(action))
-        return BaseTextEnvStepOutput(observations=[], reward=reward, done=True, metadata={})
+    common = {"backend": "vllm", "n_samples_per_prompt": SAMPLES, "sampling_params": sampling}
+    changes = {"trainer": trainer, "generator": common | generator}
+    return SkyRLConfig.from_dict(tiny_run(folder / "run", model, prompts, changes))
 
 
 @pytest.fixture
@@ -81,11 +55,8 @@ def model(tmp_path: Path) -> str:
 
 def expect_a_sound_run(cfg: SkyRLConfig) -> None:
     """Train; every sample is trained once, on tokens that are at most two steps old, some of several versions."""
-    skyrl_gym.register(id="different_characters", entry_point=DifferentCharacters)
-    try:
+    with registered(different_characters=DifferentCharacters):
         BasePPOExp(cfg).run()
-    finally:
-        skyrl_gym.deregister("different_characters")
     folder = RunFolder(cfg.trainer.run_dir)
     steps = [folder.read_trajectories(step, "train") for step in range(1, STEPS + 1)]
     samples = [(row["uid"], row["sample"]) for rows in steps for row in rows]
