@@ -1,14 +1,12 @@
 """DeepSpeed's stages train as one rank of FSDP2 does, whatever the number of ranks and the division of a step."""
 
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
-from ray import cloudpickle
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.training_backends.base import TrainingBackend
@@ -60,13 +58,6 @@ def layout(
     section = {"deepspeed_config": {"zero_optimization": zero} | (own or {}).get("deepspeed_config", {})}
     settings = {"strategy": "deepspeed", model: {**(own or {}), **section}, **trainer}
     return Layout(num_ranks, settings, make, model, micro_batch_size, num_dummies)
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BackendRanks]:
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the ranks cannot import a test
-    yield BackendRanks(tmp_path_factory.mktemp("ranks"))
-    cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
 @pytest.fixture(scope="module")

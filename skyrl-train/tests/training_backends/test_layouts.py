@@ -1,6 +1,5 @@
 """Every layout of a training backend equals one FSDP2 rank, and the check names the faults that are planted."""
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +8,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from ray import cloudpickle
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skyrl_train.algorithms.losses import PolicyLossRegistry
@@ -30,14 +28,6 @@ from skyrl_train_testing.backend_layouts import (
 )
 from skyrl_train_testing.findings import InvarianceError
 from skyrl_train_testing.tiny_models import tiny_qwen3
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BackendRanks]:
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the ranks cannot import a test
-    yield BackendRanks(tmp_path_factory.mktemp("ranks"))
-    cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
-
 
 FSDP2 = {
     "two ranks, sequence parallel": Layout(2, {"policy": {"sequence_parallel_size": 2}}),

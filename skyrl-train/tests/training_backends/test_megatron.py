@@ -77,11 +77,6 @@ def randomly(kind: Any, config: Any) -> Any:
     return model
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> BackendRanks:
-    return BackendRanks(tmp_path_factory.mktemp("ranks"))
-
-
 def layout(num_ranks: int, *, recompute: bool = False, model: Any = "policy", **megatron: Any) -> Layout:
     settings = {"strategy": "megatron", "gradient_checkpointing": recompute, model: {"megatron_config": megatron}}
     return Layout(num_ranks, settings, model=model)

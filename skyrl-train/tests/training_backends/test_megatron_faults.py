@@ -1,15 +1,12 @@
 """Faults planted into the Megatron backend are named: by the certificate of a model at its loading, or by the checks of
 training backends."""
 
-import sys
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ray import cloudpickle
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.training_backends.base import RankInfo
@@ -196,18 +193,8 @@ def shards_of_one_rank_in_the_norm(*args: Any) -> Any:
     ],
 )
 def test_check_of_layouts_names_a_fault_between_ranks(
-    fault: Callable[..., Any], division: dict[str, int], words: str, tiny_model: str, tmp_path: Path
+    fault: Callable[..., Any], division: dict[str, int], words: str, tiny_model: str, ranks: BackendRanks
 ):
     layout = Layout(2, STRATEGY | {"policy": {"megatron_config": division}}, make_backend=fault)
-    with sent_by_value(), pytest.raises(InvarianceError, match=words):
-        check_layout(BackendRanks(tmp_path), tiny_model, layout)
-
-
-@contextmanager
-def sent_by_value() -> Any:
-    """Functions of this file go to ranks by value: these cannot import it."""
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    try:
-        yield
-    finally:
-        cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+    with pytest.raises(InvarianceError, match=words):
+        check_layout(ranks, tiny_model, layout)

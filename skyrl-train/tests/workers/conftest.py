@@ -104,7 +104,8 @@ class Learners:
         """One optimizer step on the whole batch."""
         group = await self.group(kind, cfg, num_ranks)
         schedule = schedule_of(cfg, batch, group.data_parallel_size, unit=unit)
-        inputs = batch.select(["sequences", "attention_mask"])
+        columns = ("sequences", "attention_mask", "kept_counts", "kept_ids")
+        inputs = batch.select([name for name in columns if name in batch])
         args = list(zip(schedule.split(inputs), schedule.whole(), strict=True))
         before = schedule.gather(await group.call_data_parallel("forward", args), "output")
         full = TrainingInputBatch(dict(batch), metadata=batch.metadata)

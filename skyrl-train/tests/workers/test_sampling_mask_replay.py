@@ -1,24 +1,12 @@
 """Log-probs over kept tokens, and the step on them, do not depend on ranks, micro-batches and packing."""
 
-import asyncio
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 
 from skyrl_train.kept_tokens import KeptTokens, pad_kept_tokens
-from skyrl_train.orchestration.schedule import Schedule
-from skyrl_train.training_backends.base import merge_metric_sums
 from skyrl_train.training_batch import TrainingInputBatch
-
-
-class Step(NamedTuple):
-    """One optimizer step on log-probs over kept tokens."""
-
-    log_probs: torch.Tensor
-    sums: dict[str, float]
-    grad_norm: float
-    weights: dict[str, torch.Tensor]
 
 
 def with_kept_tokens(batch: TrainingInputBatch) -> TrainingInputBatch:
@@ -35,25 +23,6 @@ def with_kept_tokens(batch: TrainingInputBatch) -> TrainingInputBatch:
     return full
 
 
-async def take_step(learners: Any, cfg: Any, batch: TrainingInputBatch, num_ranks: int) -> Step:
-    group = await learners.group("policy", cfg, num_ranks)
-    lengths = batch.tensor("attention_mask").sum(dim=1).tolist()
-    micro_size = cfg.trainer.micro_train_batch_size_per_gpu
-    schedule = Schedule.of(lengths, [range(len(batch))], group.data_parallel_size, micro_batch_size=micro_size)
-    inputs = batch.select(["sequences", "attention_mask", "kept_counts", "kept_ids"])
-    args = list(zip(schedule.split(inputs), schedule.whole(), strict=True))
-    log_probs = schedule.gather(await group.call_data_parallel("forward", args), "output")
-    full = TrainingInputBatch(dict(batch), metadata=batch.metadata)
-    full["action_log_probs"] = log_probs
-    full["loss_weights"] = batch.tensor("loss_mask") / batch.tensor("loss_mask").sum()
-    await group.call_data_parallel("load_batch", [(own,) for own in schedule.split(full)])
-    [micro_batches] = schedule.mini_batches
-    sums = merge_metric_sums(await group.call_data_parallel("forward_backward", [(own,) for own in micro_batches]))
-    stepped, *_ = await group.call_all("optim_step")
-    weights, *_ = await group.call_all("full_state")
-    return Step(log_probs, sums, stepped["grad_norm"], weights)
-
-
 LAYOUTS = [(1, 1, 3, True), (1, 1, 4, False), (2, 1, 2, True), (2, 1, 16, False), (2, 2, 4, True)]
 """Ranks, ranks that share a sequence, rows of a micro-batch, packing. Compared with one micro-batch on one rank."""
 
@@ -66,24 +35,24 @@ def test_a_step_on_kept_tokens_does_not_depend_on_how_it_is_divided(
 ):
     batch = with_kept_tokens(ragged_batch(13))  # no whole number of rows or tokens a rank
 
-    def step_of(num_ranks: int, shared: int, micro_size: int, packing: bool) -> Step:
+    def step_of(num_ranks: int, shared: int, micro_size: int, packing: bool) -> Any:
         cfg = config(
             micro_size,
             {"sequence_parallel_size": shared},
             algorithm={"policy_loss_type": loss},
             use_sample_packing=packing,
         )
-        return asyncio.run(take_step(learners, cfg, batch, num_ranks))
+        return learners.step("policy", cfg, batch, num_ranks)
 
     expected = step_of(1, 1, 13, True)
     trains = batch.tensor("loss_mask") > 0
     # Random weights: a token of six has about log 1/6, of one exactly 0; over 64 tokens it would be about log 1/64.
-    assert -2.5 < expected.log_probs[trains].mean() < -1.2
+    assert -2.5 < expected.before[trains].mean() < -1.2
     assert expected.sums["max/ratio_deviation"] == 0
     assert 1.2 < expected.sums["token/policy_entropy"] / expected.sums["num_tokens"] < 1.8
     for layout in layouts:
         step = step_of(*layout)
-        torch.testing.assert_close(step.log_probs[trains], expected.log_probs[trains], atol=1e-5, rtol=0)
+        torch.testing.assert_close(step.before[trains], expected.before[trains], atol=1e-5, rtol=0)
         assert step.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
         for name, value in expected.sums.items():
             assert step.sums[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
