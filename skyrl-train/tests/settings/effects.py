@@ -16,11 +16,11 @@ from recording import Record, recording
 
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_gym.error import InfraError
-from skyrl_train.config import SkyRLConfig
+from skyrl_train.config import SkyRLConfig, validate_cfg
 from skyrl_train.distributed.sharded_tensor import gather_full_tensor
 from skyrl_train.entrypoints.main_base import BasePPOExp
 from skyrl_train.entrypoints.main_distill import DistillationExp
-from skyrl_train.errors import SkyRLError
+from skyrl_train.errors import ConfigError, SkyRLError
 from skyrl_train.generators.base import GeneratorInput, GeneratorOutput
 from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
 from skyrl_train.trainer import RayPPOTrainer
@@ -377,3 +377,12 @@ def weights(name: str = "policy") -> See:
 def model(see: Callable[[Any], Any], name: str = "policy") -> See:
     """A property of a loaded model's worker."""
     return of_run(lambda run: see(run.worker(name)), steps=False)
+
+
+def refusal(bench: Bench, settings: Settings) -> str:
+    """The error of the settings."""
+    try:
+        validate_cfg(bench.config(settings))
+    except ConfigError as found:
+        return str(found)
+    return ""

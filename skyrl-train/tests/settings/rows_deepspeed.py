@@ -2,15 +2,12 @@
 
 from typing import Any
 
-from effects import All, Bench, OneChoice, Row, See, Settings
+from effects import All, Bench, OneChoice, Row, See, Settings, refusal
+from rows_trainer import CRITIC, KL
 
-from skyrl_train.config import validate_cfg
-from skyrl_train.errors import ConfigError
 from skyrl_train.training_backends.deepspeed.engine_settings import settings_of_model
 
 DEEPSPEED = {"trainer.strategy": "deepspeed", "trainer.bf16": True}
-CRITIC = {"trainer.critic.model.path": "{model}", "trainer.algorithm.advantage_estimator": "gae"}
-KL = {"trainer.algorithm.use_kl_loss": True}
 
 
 def given(*models: str) -> See:
@@ -21,14 +18,6 @@ def given(*models: str) -> See:
         return All(*(settings_of_model(config, name) for name in models))
 
     return seen
-
-
-def refusal(bench: Bench, settings: Settings) -> str:
-    try:
-        validate_cfg(bench.config(settings))
-    except ConfigError as error:
-        return str(error)
-    return ""
 
 
 ROWS: list[Row | OneChoice] = []

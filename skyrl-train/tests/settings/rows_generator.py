@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from effects import All, Bench, Row, Settings, error, metrics, of_run, trajectories
-from rows_trainer import EVALUATION, evaluations, quiet
+from rows_trainer import EVALUATION, evaluations, pauses, quiet
 
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.entrypoints.endpoint import endpoint_of
@@ -36,6 +36,7 @@ REMOTE = {
     "generator.run_engines_locally": False,
     "generator.remote_inference_engine_urls": ["127.0.0.1:1"],
 }
+TENSOR_PARALLEL = {"generator.inference_engine_tensor_parallel_size": 2}
 APART = {"trainer.placement.colocate_all": False}
 ADAPTERS = {"trainer.policy.model.lora.rank": 4, "generator.weight_sync_strategy": "adapter"}
 ENDPOINT = {"generator.enable_http_endpoint": True, "generator.http_endpoint_port": 0}
@@ -153,12 +154,7 @@ ROWS = [
     Row("generator.inference_engine_tensor_parallel_size", 2, vllm_and_sglang),
     Row("generator.inference_engine_pipeline_parallel_size", 2, vllm_and_sglang),
     Row("generator.inference_engine_data_parallel_size", 2, vllm_and_sglang),
-    Row(
-        "generator.inference_engine_expert_parallel_size",
-        2,
-        vllm_and_sglang,
-        {"generator.inference_engine_tensor_parallel_size": 2},
-    ),
+    Row("generator.inference_engine_expert_parallel_size", 2, vllm_and_sglang, TENSOR_PARALLEL),
     Row("generator.max_num_seqs", 7, every_engine),
     Row("generator.max_num_batched_tokens", 77, vllm_and_sglang),
     Row("generator.gpu_memory_utilization", 0.5, vllm_and_sglang),
@@ -179,11 +175,7 @@ ROWS = [
         error,
         {"generator.weight_sync_canary_interval": 1, "generator.model_dtype": "bfloat16"},
     ),
-    Row(
-        "generator.weight_sync_pause",
-        "wait",
-        of_run(lambda run: [args for name, args in run.record.calls if name == "pause_generation"]),
-    ),
+    Row("generator.weight_sync_pause", "wait", of_run(pauses)),
     Row("generator.max_requests_per_engine", 1, of_run(lambda run: run.record.most_requests)),
     Row("generator.max_engine_restarts", 0, restarts),
     Row("generator.engine_start_timeout_seconds", 1e-6, error),

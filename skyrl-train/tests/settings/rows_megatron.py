@@ -6,26 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from effects import Bench, OneChoice, Row, See, Settings
+from effects import Bench, OneChoice, Row, See, Settings, refusal
+from rows_trainer import CRITIC, KL
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from skyrl_train.config.training_backends import TrainingBackendRegistry
-from skyrl_train.config.validation import validate_cfg
-from skyrl_train.errors import ConfigError
 from skyrl_train.training_backends.base import RankInfo
 
 MEGATRON = {"trainer.strategy": "megatron"}
-CRITIC = {"trainer.critic.model.path": "{model}", "trainer.algorithm.advantage_estimator": "gae"}
-KL = {"trainer.algorithm.use_kl_loss": True, "trainer.algorithm.kl_loss_coef": 0.5}
-
-
-def refusal(bench: Bench, settings: Settings) -> str:
-    """The error of the settings."""
-    try:
-        validate_cfg(bench.config(settings))
-    except ConfigError as error:
-        return str(error)
-    return ""
 
 
 def loaded(name: Any, see: Callable[[Any], Any]) -> See:
