@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -539,3 +540,49 @@ def test_evaluation_command_runs_and_fills_its_table(recipe: str, test_data: Pat
     for beginning in beginnings:
         assert beginning in done.stdout
     assert done.stdout.count("95 % interval") == num_tables
+
+
+@pytest.fixture
+def served_model(test_data: Path, tmp_path: Path) -> Iterator[tuple[str, str]]:
+    """Name and address of a tiny model behind the server that the evaluation of agents names."""
+    model = str(test_data / "tiny_lm" / "stories260K")
+    settings = ["trainer.placement.device=cpu", "trainer.placement.launcher=inline", "generator.backend=native"]
+    settings += ["generator.model_dtype=float32", "generator.http_endpoint_port=0"]
+    settings += ["+trainer.policy.model_config_kwargs.max_position_embeddings=32768"]
+    settings += [f"trainer.policy.model.path={model}", f"trainer.run_dir={tmp_path / 'server'}"]
+    command = [sys.executable, "-m", "skyrl_train.entrypoints.serve", *settings]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+        assert server.stdout is not None
+        try:
+            yield model, server.stdout.readline().split()[-1].removesuffix("/v1")
+        finally:
+            server.terminate()
+
+
+@pytest.mark.process
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_evaluation_command_of_agents_runs_and_fills_its_table(
+    served_model: tuple[str, str], test_data: Path, tmp_path: Path
+):
+    """Two programs of QuixBugs in local sandboxes: the rows of the table have container images."""
+    data, (model, address) = tmp_path / "data", served_model
+    source = test_data / "swe" / "quixbugs.jsonl.gz"
+    builder = load_script(REPOSITORY / "examples/agent/swe/swe_dataset.py")
+    builder.main(["--output_dir", str(data), "--input", str(source), "--validation_share", "0.1"])
+    rows = pyarrow.parquet.read_table(data / "validation.parquet").slice(0, 2).to_pylist()
+    rows = [row | {"data_source": "swe-bench"} for row in rows]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), data / "validation.parquet")
+    environment = {"MODEL": model, "API_URL": address, "ROW": "miniature", "DATA_DIR": str(data)}
+    environment |= {"OUTPUT": str(tmp_path / "evaluations"), "PYTHON": sys.executable}
+    done = subprocess.run(
+        ["bash", str(RECIPES / "swe" / "run_evaluation.sh")],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "rollout_metrics/avg_turn_assistant: 1" in done.stdout and "2 of 2 trajectories are scored" in done.stdout
+    assert "| swe-bench |  | 0.000 | 0.000 to 0.842 | 2 |" in done.stdout

@@ -5,7 +5,7 @@
 #   python -m skyrl_train.entrypoints.serve trainer.policy.model.path=exports/global_step_40/policy   # another terminal
 #   MODEL=exports/global_step_40/policy ROW=qwen3_32b bash examples/recipes/swe/run_evaluation.sh [option ...]
 source "$(dirname "${BASH_SOURCE[0]}")/settings.sh"
-: "${MODEL:?set MODEL to the name that the server knows}"
+: "${MODEL:?set MODEL to the folder or hub name that is served}"
 : "${API_URL:=http://127.0.0.1:8000}"
 : "${ROW:=qwen3_32b}"
 mkdir -p "$OUTPUT/swe"
