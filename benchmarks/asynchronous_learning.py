@@ -9,6 +9,8 @@ Trains the quickstart's models (`examples/quickstart`, `launcher=inline`) once f
     corrected      S = 4 (`--staleness`), truncated importance sampling by token
     masked         the same, and no loss on tokens whose probability changed by more than a factor of 2
     decoupled      S = 4, `policy_loss_type=decoupled_ppo`
+    rollout_is     S = 4, `policy_loss_type=rollout_is`, no loss on tokens whose ratio is outside of 0.5 to 5
+    dppo           S = 4, `policy_loss_type=dppo`
     uncorrected    S = 4 without it. A run refuses that; the switch is here alone, after the settings were checked
 
 Seeds are of warm-up, data and sampling. A run whose metrics are complete in `--output` is not repeated. Prints the
@@ -46,6 +48,12 @@ KINDS = {
         f"{_CORRECTION}.token_mask_is_threshold_high=2",
     ],
     "decoupled": ["trainer.algorithm.policy_loss_type=decoupled_ppo"],
+    "rollout_is": [
+        "trainer.algorithm.policy_loss_type=rollout_is",
+        "trainer.algorithm.eps_clip_low=0.5",
+        "trainer.algorithm.eps_clip_high=4",
+    ],
+    "dppo": ["trainer.algorithm.policy_loss_type=dppo"],
     "uncorrected": [_TRUNCATED],  # for the checks; `Uncorrected` takes it away
 }
 INTERVAL = 10

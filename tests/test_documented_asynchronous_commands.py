@@ -44,7 +44,7 @@ def test_command_of_the_readme_is_valid_and_no_setting_of_it_is_superfluous():
     overrides = readme_overrides()
     cfg = validate_cfg(SkyRLConfig.from_dict(settings_of(overrides)))
     assert cfg.trainer.fully_async.enabled and cfg.trainer.fully_async.max_staleness_steps == 4
-    for name in ("colocate_all", "tis_ratio_type"):
+    for name in ("colocate_all", "policy_loss_type"):
         with pytest.raises(ConfigError, match=name):
             validate_cfg(SkyRLConfig.from_dict(settings_of([each for each in overrides if name not in each])))
 

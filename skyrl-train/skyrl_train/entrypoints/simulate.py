@@ -52,8 +52,8 @@ class Workload:
     groups: Sequence[Sequence[SampleCost]]
     groups_per_step: int
     costs: Costs
-    is_corrected: bool = False
-    """The run's loss already knows the policy that generated."""
+    loss: str | None = "regular"
+    """Policy loss; None: it already knows the policy that generated."""
 
     has_engines: bool = True
     """False: groups take as long as they took in an asynchronous run, however many are generated at once."""
@@ -203,7 +203,7 @@ def measured(folder: Path) -> Workload:
         step_seconds=fmean(row["timing/step"] - row["timing/generate"] for row in used) - sync,
         sync_seconds=sync,
     )
-    return Workload(groups, cfg.trainer.train_batch_size, costs, _is_corrected(cfg))
+    return Workload(groups, cfg.trainer.train_batch_size, costs, _uncorrected_loss(cfg))
 
 
 def config_of(run: RunFolder) -> "SkyRLConfig":
@@ -214,8 +214,10 @@ def config_of(run: RunFolder) -> "SkyRLConfig":
     return SkyRLConfig.from_dict(yaml.safe_load(run.config_path.read_text()))
 
 
-def _is_corrected(cfg: "SkyRLConfig") -> bool:
-    return cfg.trainer.algorithm.loss_reads_rollout_log_probs or cfg.trainer.algorithm.off_policy_correction.is_on
+def _uncorrected_loss(cfg: "SkyRLConfig") -> str | None:
+    algorithm = cfg.trainer.algorithm
+    is_corrected = algorithm.loss_reads_rollout_log_probs or algorithm.off_policy_correction.is_on
+    return None if is_corrected else algorithm.policy_loss_type
 
 
 def later_steps(run: RunFolder) -> list[dict[str, Any]]:
@@ -256,7 +258,7 @@ def measured_asynchronous(run: RunFolder) -> Workload:
         step_seconds=max(0.0, whole - waited - sync),
         sync_seconds=sync * every,
     )
-    return Workload(groups, cfg.trainer.train_batch_size, costs, _is_corrected(cfg), has_engines=False)
+    return Workload(groups, cfg.trainer.train_batch_size, costs, _uncorrected_loss(cfg), has_engines=False)
 
 
 def replayed(folder: Path) -> tuple[float, float]:
@@ -399,8 +401,11 @@ def overrides(workload: Workload, choice: Choice, num_gpus: int | None) -> str:
         f"{name}.order={limits.order}",
         f"{name}.on_stale={limits.on_stale}",
     ]
-    if not workload.is_corrected:
-        settings.append("trainer.algorithm.off_policy_correction.tis_ratio_type=token")
+    if workload.loss is not None:
+        # Measured in docs/asynchronous.md: at more than a step, truncated weights cost more reward.
+        decoupled = workload.loss == "regular" and limits.max_staleness_steps > 1
+        correction = "policy_loss_type=decoupled_ppo" if decoupled else "off_policy_correction.tis_ratio_type=token"
+        settings.append(f"trainer.algorithm.{correction}")
     if num_gpus is not None:
         settings.append(f"generator.num_inference_engines={choice.num_engines}")
     return " ".join(settings)

@@ -49,7 +49,8 @@ def test_printed_line_of_the_best_choice_is_a_valid_configuration(changes: dict[
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("trainer.fully_async")]
     settings = settings_of(line).trainer.fully_async
     assert settings.enabled and settings.max_staleness_steps in STALENESS
-    assert "order=" in line and "on_stale=" in line and "tis_ratio_type=token" in line
+    assert "order=" in line and "on_stale=" in line
+    assert ("policy_loss_type=decoupled_ppo" if settings.max_staleness_steps > 1 else "tis_ratio_type=token") in line
 
 
 def test_table_has_all_schedules_and_counts_no_masked_group(capsys: Any):
@@ -140,6 +141,7 @@ def test_cost_of_an_iteration_is_fitted():
 def test_workload_of_a_run_folder(tmp_path, capsys):
     cfg = SkyRLConfig()
     cfg.trainer.train_batch_size, cfg.generator.num_inference_engines = 2, 1
+    cfg.trainer.algorithm.policy_loss_type = "gspo"
     run = RunFolder(tmp_path)
     run.write_config(get_config_as_yaml_str(cfg))
     for step in (1, 2):
@@ -156,4 +158,6 @@ def test_workload_of_a_run_folder(tmp_path, capsys):
     assert (workload.costs.step_seconds, workload.costs.sync_seconds) == pytest.approx((3.0, 1.0))
     assert workload.costs.seconds_per_iteration == pytest.approx(0.5)
     assert main([str(tmp_path)]) == 0
-    assert "2 groups of 2 samples a step" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "2 groups of 2 samples a step" in out
+    assert "tis_ratio_type=token" in out and "decoupled_ppo" not in out, "the run keeps its loss"
