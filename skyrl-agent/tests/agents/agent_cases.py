@@ -149,6 +149,12 @@ def agent_of(script: Script, tools: Sequence[Any] = ("test_add", "finish"), **se
     return ReActAgent(section, ScriptedModel(tokenizer, script, **of_model), tokenizer, tools=list(tools), **own)
 
 
+async def ran(agent: ReActAgent, *expected: Any) -> ReActAgent:
+    """The agent after the question; `expected`: its finish reason, and its answer."""
+    assert (await agent.run(QUESTION))[: len(expected)] == expected
+    return agent
+
+
 def prompts_of(agent: ReActAgent) -> list[str]:
     """The texts that the model was asked with."""
     return [request.prompt for request in agent.infer_engine.requests]

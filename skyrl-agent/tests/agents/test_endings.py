@@ -8,7 +8,7 @@ from skyrl_agent.config.configuration_utils import TrajectoryConfig
 from skyrl_agent.errors import BackendError, InfraError
 from skyrl_agent.testing import ScriptedModel, byte_tokenizer
 
-from .agent_cases import QUESTION, agent_of, call, finish, prompts_of
+from .agent_cases import QUESTION, agent_of, call, finish, prompts_of, ran
 
 ADDS, TURNS = ("test_add", "finish"), ("test_turn_page", "finish")
 PAGES = [call("turn_page", memory=f"page {n}") for n in range(5)]
@@ -37,8 +37,7 @@ PAGES = [call("turn_page", memory=f"page {n}") for n in range(5)]
     ],
 )  # fmt: skip
 async def test_an_agent_ends_for_one_reason(script, tools, settings, reason, result):
-    agent = agent_of(script, tools, **settings)
-    assert await agent.run(QUESTION) == (reason, result)
+    await ran(agent_of(script, tools, **settings), reason, result)
 
 
 async def test_the_turn_that_was_cut_short_is_a_transition_and_its_call_is_not_run():
@@ -60,8 +59,7 @@ ANSWER_TOKENS = len(finish()) + 1  # and the end of the turn
     ],
 )
 async def test_the_budget_of_the_first_answer(budget, reason):
-    agent = agent_of([finish()], ["finish"], max_prompt_length=budget)
-    assert (await agent.run(QUESTION)).finish_reason == reason
+    agent = await ran(agent_of([finish()], ["finish"], max_prompt_length=budget), reason)
     [request] = agent.infer_engine.requests
     assert request.sampling_params["max_tokens"] == budget
 
@@ -81,8 +79,7 @@ async def test_the_budget_counts_answers_and_results(spare, reason, turns):
     await free.run(QUESTION)
     first, last = free.get_transitions()
     used = len(last.ob.input_ids) + len(last.ac.token_ids) - len(first.ob.input_ids)
-    agent = agent_of(script, max_prompt_length=used + spare)
-    assert (await agent.run(QUESTION)).finish_reason == reason
+    agent = await ran(agent_of(script, max_prompt_length=used + spare), reason)
     assert len(agent.infer_engine.requests) == turns
 
 
@@ -96,8 +93,7 @@ async def test_a_turn_gets_what_sampling_and_budget_both_allow(max_tokens, sent)
 
 
 async def test_all_turns_have_one_request_id_and_one_row():
-    agent = agent_of([call("add", a=2, b=3), "Hm.", finish()])
-    await agent.run(QUESTION)
+    agent = await ran(agent_of([call("add", a=2, b=3), "Hm.", finish()]))
     assert len({request.request_id for request in agent.infer_engine.requests}) == 1
     [row] = transitions_to_training_data(agent.get_transitions())
     written = [token for token, mask in zip(row.response_tokens, row.response_mask, strict=True) if mask]
@@ -107,8 +103,7 @@ async def test_all_turns_have_one_request_id_and_one_row():
 
 @pytest.mark.parametrize("model", [{"model_logprob": None}, {"model_tells_ids": False}])
 async def test_missing_log_probs_are_none(model):
-    agent = agent_of([call("add", a=2, b=3), finish()], **model)
-    assert (await agent.run(QUESTION)).finish_reason == "FINISH_TOOL"
+    agent = await ran(agent_of([call("add", a=2, b=3), finish()], **model), "FINISH_TOOL")
     rows = transitions_to_training_data(agent.get_transitions())
     assert [row.response_logprobs for row in rows] == [None]
 
@@ -153,8 +148,7 @@ async def test_an_aborted_answer_is_an_infrastructure_failure():
 
 async def test_reminders_are_in_what_the_model_reads_and_never_edit_what_it_read():
     script = [call("add", a=n, b=0) for n in range(3)]
-    agent = agent_of(script, enable_turn_reminder=True, early_step_threshold=2, max_iterations=3)
-    await agent.run(QUESTION)
+    agent = await ran(agent_of(script, enable_turn_reminder=True, early_step_threshold=2, max_iterations=3))
     first, second, third = prompts_of(agent)
     assert "What is 2 + 3?\n\n<reminder>Step 1 of 3. Take at least 2 steps before you finish.</reminder>" in first
     assert "<reminder>Step 2 of 3. Take at least 2" in second and second.startswith(first)
@@ -165,8 +159,7 @@ async def test_reminders_are_in_what_the_model_reads_and_never_edit_what_it_read
 
 async def test_thoughts_of_earlier_turns_go_and_each_turn_is_a_row():
     script = [f"<think>secret plan</think>{call('add', a=2, b=3)}", f"<think>sum</think>{finish()}"]
-    agent = agent_of(script, remove_think_tokens=True)
-    assert await agent.run(QUESTION) == ("FINISH_TOOL", "5")
+    agent = await ran(agent_of(script, remove_think_tokens=True), "FINISH_TOOL", "5")
     assert "secret plan" not in prompts_of(agent)[1]
     assert "<function=add>" in prompts_of(agent)[1]
     assert len(transitions_to_training_data(agent.get_transitions())) == 2
@@ -185,8 +178,7 @@ async def test_a_published_configuration_makes_an_agent():
 
 async def test_text_of_other_channels_is_not_the_answer():
     said = "<|channel|>analysis<|message|>2 + 3<|end|><|start|>assistant<|channel|>final<|message|>It is 5.<|return|>"
-    agent = agent_of([said], (), tool_format="gpt_oss")
-    assert await agent.run(QUESTION) == ("FINISH", "It is 5.")
+    agent = await ran(agent_of([said], (), tool_format="gpt_oss"), "FINISH", "It is 5.")
     assert agent.infer_engine.requests[0].sampling_params["skip_special_tokens"] is False
 
 

@@ -5,7 +5,7 @@ import pytest
 from skyrl_agent.chat.transitions import transitions_to_training_data
 from skyrl_agent.errors import ConfigError, InfraError
 
-from .agent_cases import QUESTION, agent_of, call, finish, prompts_of
+from .agent_cases import QUESTION, agent_of, call, finish, prompts_of, ran
 
 
 def family(*, parent, child):
@@ -24,8 +24,7 @@ def delegate(task: str = "Add 2 and 3") -> str:
 
 async def test_a_sub_agents_turns_are_rows_of_the_trajectory_apart_from_its_parents():
     script = family(parent=[delegate(), finish("five")], child=[call("add", a=2, b=3), finish("The sum is five")])
-    agent = agent_of(script, ["test_add", "delegate", "finish"])
-    assert await agent.run(QUESTION) == ("FINISH_TOOL", "five")
+    agent = await ran(agent_of(script, ["test_add", "delegate", "finish"]), "FINISH_TOOL", "five")
     assert "The sum is five" in prompts_of(agent)[-1]
     child, parent = transitions_to_training_data(agent.get_transitions())
     assert sum(child.response_mask) == len(call("add", a=2, b=3)) + len(finish("The sum is five")) + 2
@@ -35,23 +34,21 @@ async def test_a_sub_agents_turns_are_rows_of_the_trajectory_apart_from_its_pare
 
 async def test_two_sub_agents_of_the_same_task_stay_apart():
     script = family(parent=[delegate(), delegate(), finish()], child=[finish("a"), finish("b")])
-    agent = agent_of(script, ["delegate", "finish"])
-    await agent.run(QUESTION)
+    agent = await ran(agent_of(script, ["delegate", "finish"]))
     assert len(transitions_to_training_data(agent.get_transitions())) == 3
     assert len({request.request_id for request in agent.infer_engine.requests}) == 3
 
 
 async def test_a_sub_agent_has_no_sub_agents_of_its_own_unless_allowed():
     script = family(parent=[delegate(), finish()], child=[delegate(), finish()])
-    agent = agent_of(script, ["delegate", "finish"])
-    assert (await agent.run(QUESTION)).finish_reason == "FINISH_TOOL"
+    agent = await ran(agent_of(script, ["delegate", "finish"]), "FINISH_TOOL")
     assert "there is no function 'delegate'" in prompts_of(agent)[2]
     deeper = agent_of(
         family(parent=[delegate(), finish()], child=[delegate(), finish("x"), finish("y")]),
         ["delegate", "finish"],
         max_depth=2,
     )
-    await deeper.run(QUESTION)
+    await ran(deeper)
     assert len(deeper.sub_agents) == len(deeper.sub_agents[0].sub_agents) == 1
 
 
@@ -69,8 +66,7 @@ async def test_sub_agents_have_a_limit_of_steps_together_and_the_parent_goes_on(
 async def test_sub_agent_tools_are_a_setting():
     tools = [{"delegate": {"tools": ["finish"], "max_iterations": 1}}, "test_add", "finish"]
     script = family(parent=[delegate(), finish()], child=[call("add", a=2, b=3)])
-    agent = agent_of(script, tools)
-    await agent.run(QUESTION)
+    agent = await ran(agent_of(script, tools))
     assert list(agent.sub_agents[0].toolbox.tools) == ["finish"]
     assert agent.sub_agents[0].num_steps == 1
 

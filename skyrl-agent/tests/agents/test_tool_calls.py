@@ -10,7 +10,7 @@ from skyrl_agent.chat.transitions import transitions_to_training_data
 from skyrl_agent.errors import InfraError
 from skyrl_agent.testing import byte_tokenizer
 
-from .agent_cases import QUESTION, Sleep, agent_of, call, finish, prompts_of
+from .agent_cases import QUESTION, Sleep, agent_of, call, finish, prompts_of, ran
 
 
 def hermes(name: str, **arguments) -> str:
@@ -59,8 +59,7 @@ async def test_errors_of_calls_reach_the_model(answer, told):
 
 
 async def test_a_wrong_argument_reaches_the_tool_of_a_native_format_and_its_words_the_model():
-    agent = hermes_agent([hermes("add", a="two", b=3), hermes("finish", answer="5")])
-    await agent.run(QUESTION)
+    agent = await ran(hermes_agent([hermes("add", a="two", b=3), hermes("finish", answer="5")]))
     assert "Error calling add: argument 'a'" in prompts_of(agent)[1]
     assert [record.ok for record in agent.get_tool_calls()] == [False, True]
 
@@ -81,8 +80,7 @@ async def test_a_call_past_its_deadline_is_cancelled_and_the_model_goes_on():
 
 
 async def test_a_tool_may_have_a_deadline_of_its_own():
-    agent = agent_of([call("nap"), finish()], ["test_nap", "finish"], tool_timeout_seconds=60)
-    await agent.run(QUESTION)
+    agent = await ran(agent_of([call("nap"), finish()], ["test_nap", "finish"], tool_timeout_seconds=60))
     assert "nap did not end within 0.05 s" in prompts_of(agent)[1]
 
 
@@ -95,8 +93,7 @@ async def test_a_call_that_heeds_no_cancellation_is_left_behind(monkeypatch):
 
 
 async def test_long_outputs_are_cut_in_the_middle_and_say_so():
-    agent = agent_of([call("long", size=5000), finish()], ["test_long", "finish"], max_tool_output_chars=200)
-    await agent.run(QUESTION)
+    agent = await ran(agent_of([call("long", size=5000), finish()], ["test_long", "finish"], max_tool_output_chars=200))
     told = prompts_of(agent)[1]
     assert "begin" + "x" * 95 + "\n[... 4808 characters left out ...]\n" + "x" * 97 + "end" in told
 
@@ -124,16 +121,14 @@ async def test_calls_of_one_turn_run_at_the_same_time(parallel, most):
 
 async def test_an_unreadable_call_beside_too_many_is_told_too():
     turn = hermes("add", a=2, b=3) + hermes("add", a=1, b=1) + "<tool_call>{nonsense</tool_call>"
-    agent = hermes_agent([turn, hermes("finish", answer="5")])
-    assert (await agent.run(QUESTION)).finish_reason == "FINISH_TOOL"
+    agent = await ran(hermes_agent([turn, hermes("finish", answer="5")]), "FINISH_TOOL")
     told = prompts_of(agent)[1].removeprefix(prompts_of(agent)[0] + turn)
     assert "The sum is 5." in told and "The sum is 2." not in told
     assert "Not run: at most 1 function call(s)" in told and "not valid JSON" in told
 
 
 async def test_a_second_call_in_one_turn_is_told_to_be_ignored():
-    agent = agent_of([call("add", a=2, b=3) + call("add", a=1, b=1), finish()])
-    await agent.run(QUESTION)
+    agent = await ran(agent_of([call("add", a=2, b=3) + call("add", a=1, b=1), finish()]))
     assert "The sum is 5." in prompts_of(agent)[1] and "1 more ignored" in prompts_of(agent)[1]
 
 
@@ -188,8 +183,7 @@ async def test_cancelling_an_agent_cancels_its_call_and_closes_its_tools():
 
 async def test_a_new_context_starts_a_row_of_its_own():
     script = [call("turn_page", memory="one"), call("turn_page", memory="two"), finish("two pages")]
-    agent = agent_of(script, ["test_turn_page", "finish"])
-    assert await agent.run(QUESTION) == ("FINISH_TOOL", "two pages")
+    agent = await ran(agent_of(script, ["test_turn_page", "finish"]), "FINISH_TOOL", "two pages")
     first, second, third = prompts_of(agent)
     assert "You read a book page by page.\n\n---\n\nDo it." in first
     assert "Memory: one. Page 1." in second and "What is 2 + 3?" not in second
@@ -203,7 +197,6 @@ async def test_a_question_beside_the_conversation_is_no_transition():
         return "blue" if prompt.endswith("Which colour?<|im_end|>\n<|im_start|>assistant\n") else answers.pop(0)
 
     answers = [call("ask", question="Which colour?"), finish("blue")]
-    agent = agent_of(script, ["test_ask", "finish"])
-    await agent.run(QUESTION)
+    agent = await ran(agent_of(script, ["test_ask", "finish"]))
     assert "It said: blue" in prompts_of(agent)[-1]
     assert len(agent.get_transitions()) == 2
