@@ -26,6 +26,11 @@ def seen(env, command: str) -> str:
     return env.step(say(command))["observations"][0]["content"]
 
 
+def played(env, commands) -> Any:
+    commands = iter(commands)
+    return run_episode(env, [], lambda _: say(next(commands)))
+
+
 @pytest.fixture(scope="module")
 def published(test_data):
     """Games that others made, with rules, descriptions and recorded walk-throughs."""
@@ -39,8 +44,7 @@ def test_recorded_walkthroughs_win_the_published_games(published):
     for row in published:
         walkthrough = row["game"]["metadata"]["walkthrough"]
         env = make(game=json.dumps(row["game"]))
-        moves = iter(walkthrough)
-        result = run_episode(env, [], lambda _, moves=moves: say(next(moves)))
+        result = played(env, walkthrough)
         assert (result.outcome_reward, len(result.rewards)) == (1.0, len(walkthrough)), row["name"]
         assert result.total_reward == pytest.approx(1.0)
         assert not result.truncated
@@ -52,10 +56,8 @@ def test_walkthroughs_without_one_of_their_moves_do_not_win(published):
     game = published[0]["game"]
     walkthrough = game["metadata"]["walkthrough"]
     for left_out in range(len(walkthrough)):
-        moves = iter([*walkthrough[:left_out], *walkthrough[left_out + 1 :]])
-        result = run_episode(make(game=game, max_turns=8), [], lambda _, moves=moves: say(next(moves)))
-        assert result.outcome_reward == 0.0
-        assert result.truncated
+        result = played(make(game=game, max_turns=8), [*walkthrough[:left_out], *walkthrough[left_out + 1 :]])
+        assert result.outcome_reward == 0.0 and result.truncated
 
 
 def test_descriptions_of_published_rooms_follow_the_facts(published):
@@ -184,21 +186,15 @@ def test_a_failed_quest_ends_the_episode_without_reward():
 def test_a_game_is_won_without_its_optional_quests():
     game = house_game(3)
     optional = {"reward": 3, "win_events": house_game(0)["quests"][0]["win_events"], "optional": True}
-    moves = iter(TASKS[3][2])
-    env = make(game=game | {"quests": [*game["quests"], optional]})
-    result = run_episode(env, [], lambda _: say(next(moves)))
+    result = played(make(game=game | {"quests": [*game["quests"], optional]}), TASKS[3][2])
     assert (result.outcome_reward, result.total_reward) == (1.0, 0.25)
 
 
 def test_quests_are_rewarded_by_their_share_or_only_at_the_end(published):
     game = next(row["game"] for row in published if row["name"] == "tw-rewardsBalanced_goalBrief")
-    rewards = {}
-    for dense in (True, False):
-        moves = iter(game["metadata"]["walkthrough"])
-        result = run_episode(make({"dense": dense}, game=game), [], lambda _, moves=moves: say(next(moves)))
-        rewards[dense] = result.rewards
-    assert [reward for reward in rewards[True] if reward] == [0.25] * 4
-    assert rewards[False] == [0.0] * 11 + [1.0]
+    dense, sparse = (played(make({"dense": d}, game=game), game["metadata"]["walkthrough"]) for d in (True, False))
+    assert [reward for reward in dense.rewards if reward] == [0.25] * 4
+    assert sparse.rewards == [0.0] * 11 + [1.0]
 
 
 def test_a_game_from_a_file(tmp_path):

@@ -80,6 +80,7 @@ def test_an_environment_calls_its_tools_by_group_and_name_of_which_there_is_one_
         ("-2**2", -4),
         ("2**-1", 0.5),
         ("+.5", 0.5),
+        ("(" * 99 + "1" + ")" * 99, 1),  # deep, but arithmetic
     ],
 )
 def test_the_calculator_knows_arithmetic(expression, value):
@@ -105,13 +106,9 @@ def test_the_calculator_knows_arithmetic(expression, value):
         ("(10.0**60)**60", "too large"),
         ("(-8)**.5", "not a real number"),
         ("1+" * 100 + "1", "longer than 200"),
-        ("(" * 99 + "1" + ")" * 99, None),
     ],
 )
 def test_the_calculator_refuses_everything_else_at_once(expression, reason):
-    if reason is None:  # deep, but arithmetic
-        assert evaluate_expression(expression) == 1
-        return
     with pytest.raises(CalculatorError, match=reason):
         evaluate_expression(expression)
 
@@ -256,7 +253,7 @@ def test_a_hint_that_json_cannot_express_is_refused(hint):
         schema_of(hint)
 
 
-def test_a_bad_tool_is_refused_where_its_class_is_written():
+def test_a_bad_tool_is_refused_where_its_class_is_written_and_one_name_for_two_when_the_group_is_made():
     with pytest.raises(TypeError, match=r"\*numbers: int cannot be called by name"):
 
         class Sums(ToolGroup):
@@ -271,8 +268,6 @@ def test_a_bad_tool_is_refused_where_its_class_is_written():
             def total(self) -> int:
                 return 0
 
-
-def test_two_tools_of_a_group_have_two_names():
     class Twins(ToolGroup):
         @tool(name="twin")
         def one(self): ...
