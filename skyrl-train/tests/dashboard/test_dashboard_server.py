@@ -11,7 +11,6 @@ import pytest
 from dashboard_runs import HOSTILE, make_old, trajectory, write_run
 from starlette.testclient import TestClient
 
-import skyrl_gym
 from skyrl_gym.envs.base_text_env import BaseTextEnv
 from skyrl_train.dashboard.__main__ import main, read_token
 from skyrl_train.dashboard.catalog import log_facts
@@ -25,6 +24,7 @@ from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.rollouts.timeline import Timeline
 from skyrl_train.utils.run_folder import RunFolder
 from skyrl_train.utils.token_columns import encode_columns
+from skyrl_train_testing.tiny_runs import registered
 
 DEFAULTS = Defaults({"trainer.seed": 42, "trainer.algorithm.use_kl_loss": True, "trainer.policy.model.path": "tiny"})
 
@@ -276,9 +276,8 @@ class Shown(BaseTextEnv):
 
 @pytest.fixture
 def shown_environment() -> Iterator[None]:
-    skyrl_gym.register(id="shown", entry_point=Shown)
-    yield
-    skyrl_gym.deregister("shown")
+    with registered(shown=Shown):
+        yield
 
 
 def test_environment_shows_its_trajectories_in_a_page_without_scripts(

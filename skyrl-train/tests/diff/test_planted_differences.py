@@ -4,7 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from skyrl_train.diff import compare_runs
 from skyrl_train.entrypoints.main_base import BasePPOExp
 from skyrl_train.trainer import RayPPOTrainer
 from skyrl_train.workers.policy_worker import PolicyWorker
+from skyrl_train_testing.tiny_runs import merged
 
 NOT_THE_CAUSE = {
     "trainer": {
@@ -31,56 +32,27 @@ def steps(count: int, **trainer: Any) -> dict[str, Any]:
     return {"trainer": {"max_training_steps": count, **trainer}}
 
 
-class Planted(NamedTuple):
-    """Difference by settings alone.
-
-    Args:
-        changes: of the settings.
-        cause: name of the right cause.
-        first: beginning of the first difference.
-    """
-
-    changes: dict[str, Any]
-    cause: str
-    first: str
-
-
-SETTINGS = {
-    "seed": Planted(steps(1, seed=7), "trainer.seed", "prompt of sample 0 of step 1"),
-    "temperature": Planted(
-        steps(1) | {"generator": {"sampling_params": {"temperature": 0.9}}},
-        "generator.sampling_params.temperature",
-        "",
-    ),
-    "loss": Planted(
-        steps(1, algorithm={"policy_loss_type": "sapo"}), "trainer.algorithm.policy_loss_type", "policy/policy_loss"
-    ),
-    "engine": Planted(
-        steps(1) | {"generator": {"backend": "coarse"}}, "generator.backend", "rollout log-prob of token 0 of sample 0"
-    ),
-    "micro-batch": Planted(steps(2, micro_train_batch_size_per_gpu=2), "trainer.micro_train_batch_size_per_gpu", ""),
-    "dtype": Planted(
+SETTINGS = {  # by the right cause: changes, and how the first difference begins
+    "trainer.seed": (steps(1, seed=7), "prompt of sample 0 of step 1"),
+    "generator.sampling_params.temperature": (steps(1) | {"generator": {"sampling_params": {"temperature": 0.9}}}, ""),
+    "trainer.algorithm.policy_loss_type": (steps(1, algorithm={"policy_loss_type": "sapo"}), "policy/policy_loss"),
+    "generator.backend": (steps(1) | {"generator": {"backend": "coarse"}}, "rollout log-prob of token 0 of sample 0"),
+    "trainer.micro_train_batch_size_per_gpu": (steps(2, micro_train_batch_size_per_gpu=2), ""),
+    "generator.model_dtype": (
         steps(1) | {"generator": {"model_dtype": "bfloat16"}},
-        "generator.model_dtype",
         "weights model.embed_tokens.weight before step 1",
     ),
-    "environment": Planted(
-        steps(1) | {"environment": {"env_class": "early_characters"}}, "environment.env_class", "reward of token"
-    ),
+    "environment.env_class": (steps(1) | {"environment": {"env_class": "early_characters"}}, "reward of token"),
 }
 
 
-def merge(changes: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    return {key: {**changes.get(key, {}), **more.get(key, {})} for key in changes.keys() | more.keys()}
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_planted_setting_is_the_first_cause(name: str, train: Callable[..., Path], base_run: Path, tmp_path: Path):
-    planted = SETTINGS[name]
-    found = compare_runs(base_run, train(tmp_path / "b", merge(planted.changes, NOT_THE_CAUSE)))
-    assert found.causes[0].name == planted.cause, found.causes
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_planted_setting_is_the_first_cause(setting: str, train: Callable[..., Path], base_run: Path, tmp_path: Path):
+    changes, first = SETTINGS[setting]
+    found = compare_runs(base_run, train(tmp_path / "b", merged(changes, NOT_THE_CAUSE)))
+    assert found.causes[0].name == setting, found.causes
     assert found.verdict.count("likely cause: ") == 1
-    assert str(found.parting[0]).startswith(planted.first), found.verdict
+    assert str(found.parting[0]).startswith(first), found.verdict
     for cause in found.causes:
         for name in ("run_name", "project_name", "path", "port", "timeout", "run_dir"):
             assert name not in cause.name
@@ -88,42 +60,36 @@ def test_planted_setting_is_the_first_cause(name: str, train: Callable[..., Path
 
 
 @pytest.mark.slow
-def test_planted_row_of_data_is_the_first_cause(
-    train: Callable[..., Path], base_run: Path, rows: Any, write_rows: Any, tmp_path: Path
+@pytest.mark.parametrize(
+    ("plant", "quantity", "change"),
+    [
+        (lambda rows: rows[5]["prompt"][0].update(content="write V"), "prompt", "first in row 5, 1 of 16 rows differ"),
+        (lambda rows: rows[5].update(worth=0.5), "reward", "1 of 16 rows differ"),
+        (lambda rows: rows.reverse(), None, "the same rows in another order"),
+    ],
+    ids=["row", "answer", "order"],
+)
+def test_planted_data_is_the_first_cause(
+    plant: Any,
+    quantity: str | None,
+    change: str,
+    train: Any,
+    base_run: Path,
+    rows: Any,
+    write_rows: Any,
+    tmp_path: Path,
 ):
     data = rows()
-    data[5]["prompt"][0]["content"] = "write V"
-    path = write_rows(tmp_path / "data.jsonl", data)
-    found = compare_runs(base_run, train(tmp_path / "b", {"data": {"train_data": [path]}}))
+    plant(data)
+    changed = {"data": {"train_data": [write_rows(tmp_path / "data.jsonl", data)]}}
+    found = compare_runs(base_run, train(tmp_path / "b", changed if quantity else changed | steps(1)))
     assert found.causes[0].name == "training data"
-    assert "first in row 5, 1 of 16 rows differ" in found.causes[0].change
-    first = found.parting[0]
-    assert (first.uid, first.quantity[:6]) == ("5", "prompt")
-    assert "write 5" in first.a and "write V" in first.b
-    assert found.equal_up_to == first.step - 1, "until the row comes, the runs are the same"
-
-
-@pytest.mark.slow
-def test_planted_answer_in_a_row_is_the_first_cause(
-    train: Callable[..., Path], base_run: Path, rows: Any, write_rows: Any, tmp_path: Path
-):
-    data = rows()
-    data[5]["worth"] = 0.5
-    path = write_rows(tmp_path / "data.jsonl", data)
-    found = compare_runs(base_run, train(tmp_path / "b", {"data": {"train_data": [path]}}))
-    assert found.causes[0].name == "training data"
-    assert found.parting[0].quantity == "reward"
-    assert found.parting[0].uid == "5"
-
-
-@pytest.mark.slow
-def test_planted_order_of_data_is_the_first_cause(
-    train: Callable[..., Path], base_run: Path, rows: Any, write_rows: Any, tmp_path: Path
-):
-    path = write_rows(tmp_path / "data.jsonl", list(reversed(rows())))
-    found = compare_runs(base_run, train(tmp_path / "b", {"data": {"train_data": [path]}, **steps(1)}))
-    assert found.causes[0].name == "training data"
-    assert "the same rows in another order" in found.causes[0].change
+    assert change in found.causes[0].change
+    if quantity is not None:
+        first = found.parting[0]
+        assert (first.uid, first.quantity[:6]) == ("5", quantity)
+        assert found.equal_up_to == first.step - 1, "until the row comes, the runs are the same"
+        assert quantity == "reward" or ("write 5" in first.a and "write V" in first.b)
 
 
 @pytest.mark.slow
@@ -146,15 +112,12 @@ class FlippingPolicy(PolicyWorker):
     """A policy that sends one weight with its sign flipped, in the sync after step 2."""
 
     def _buckets(self) -> Any:
-        version = self._version
         for bucket in super()._buckets():
             for name, tensor in bucket:
-                if version == 2 and name == "model.layers.1.mlp.up_proj.weight":
-                    changed = tensor.clone()
-                    changed.view(-1)[3] *= -1
-                    yield [(name, changed)]
-                else:
-                    yield [(name, tensor)]
+                if self._version == 2 and name == "model.layers.1.mlp.up_proj.weight":
+                    tensor = tensor.clone()
+                    tensor.view(-1)[3] *= -1
+                yield [(name, tensor)]
 
     def send_weights(self, version: int) -> Any:
         self._version = version
@@ -284,5 +247,5 @@ def test_other_weights_at_the_same_tokenizer_are_the_model(
 def test_cause_is_first_among_settings_that_differ_too(
     changes: dict[str, Any], cause: str, train: Callable[..., Path], base_run: Path, tmp_path: Path
 ):
-    found = compare_runs(base_run, train(tmp_path / "b", merge(steps(1), changes)))
+    found = compare_runs(base_run, train(tmp_path / "b", merged(steps(1), changes)))
     assert found.causes[0].name == cause

@@ -21,8 +21,6 @@ from ray import cloudpickle
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import skyrl_gym
-from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_gym.services import Retries, Service
 from skyrl_gym.waits import FOLDER, PEERS, end_run, note, read_records, waiting
 from skyrl_train.distributed.process_group import free_port, init_process_group
@@ -38,6 +36,7 @@ from skyrl_train.utils.explanations import record_waits
 from skyrl_train.utils.io import FileRecord
 from skyrl_train.utils.shared_download import SharedDownload
 from skyrl_train_testing.rank_processes import ForkedRanks
+from skyrl_train_testing.tiny_runs import DifferentCharacters, registered
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -232,17 +231,14 @@ def test_sync_against_a_dead_engine(start_ranks: Callable[[int], ForkedRanks], r
 # ---- environments and judges
 
 
-class Blocked(BaseTextEnv):
+class Blocked(DifferentCharacters):
     """Environment whose step does not return before `released`."""
 
     released: threading.Event
 
-    def __init__(self, env_config: Any = None, extras: Any = None):
-        super().__init__()
-
-    def step(self, action: str) -> BaseTextEnvStepOutput:
+    def reward(self, action: str) -> float:
         self.judge(action)
-        return BaseTextEnvStepOutput(observations=[], reward=0.0, done=True, metadata={})
+        return 0.0
 
     def judge(self, action: str) -> None:
         self.released.wait(60)
@@ -258,12 +254,9 @@ class AsksAJudge(Blocked):
 @pytest.fixture
 def environments() -> Iterator[None]:
     Blocked.released = threading.Event()
-    skyrl_gym.register(id="blocked", entry_point=Blocked)
-    skyrl_gym.register(id="asks_a_judge", entry_point=AsksAJudge)
-    yield
-    Blocked.released.set()
-    for name in ("blocked", "asks_a_judge"):
-        skyrl_gym.deregister(name)
+    with registered(blocked=Blocked, asks_a_judge=AsksAJudge):
+        yield
+        Blocked.released.set()
 
 
 async def step(threads: DaemonThreads, environment: str, sample: str = "a_0") -> None:

@@ -113,14 +113,24 @@ def sign_of_the_advantage(plant: pytest.MonkeyPatch) -> None:
     plant.setitem(AdvantageEstimatorRegistry._registrations, "grpo", replace(registration, entry=turned_round))
 
 
-def mask_shifted_by_one(plant: pytest.MonkeyPatch) -> None:
+def shifted(output: int, by: int, plant: pytest.MonkeyPatch) -> None:
+    """Shift one output of the conversion of answers to tensors."""
     right = learning.convert_prompts_responses_to_batch_tensors
 
-    def shifted(*given: Any) -> Any:
-        sequences, attention, response_mask, rewards, loss_mask, log_probs = right(*given)
-        return sequences, attention, response_mask, rewards, loss_mask.roll(1, dims=1), log_probs
+    def convert(*given: Any) -> Any:
+        tensors = list(right(*given))
+        tensors[output] = tensors[output].roll(by, dims=1)
+        return tensors
 
-    plant.setattr(learning, "convert_prompts_responses_to_batch_tensors", shifted)
+    plant.setattr(learning, "convert_prompts_responses_to_batch_tensors", convert)
+
+
+def reward_on_the_token_before(plant: pytest.MonkeyPatch) -> None:
+    shifted(3, -1, plant)
+
+
+def mask_shifted_by_one(plant: pytest.MonkeyPatch) -> None:
+    shifted(4, 1, plant)
 
 
 def stale_old_log_probs(plant: pytest.MonkeyPatch) -> None:
@@ -151,16 +161,6 @@ def std_of_the_batch(plant: pytest.MonkeyPatch) -> None:
 def kl_without_gradient(plant: pytest.MonkeyPatch) -> None:
     right = policy_objective.compute_approx_kl
     plant.setattr(policy_objective, "compute_approx_kl", lambda *given: right(*given).detach())
-
-
-def reward_on_the_token_before(plant: pytest.MonkeyPatch) -> None:
-    right = learning.convert_prompts_responses_to_batch_tensors
-
-    def shifted(*given: Any) -> Any:
-        sequences, attention, response_mask, rewards, loss_mask, log_probs = right(*given)
-        return sequences, attention, response_mask, rewards.roll(-1, dims=1), loss_mask, log_probs
-
-    plant.setattr(learning, "convert_prompts_responses_to_batch_tensors", shifted)
 
 
 def temperature_forgotten(plant: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Engines with one mistake each: the report finds that mistake, and no other."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -116,22 +117,16 @@ class IgnoresTemperature(NativeInferenceEngine):
         return await super().generate({**input_batch, "sampling_params": params})
 
 
-class LosesNumbers(NativeInferenceEngine):
-    """Every answer's last log-prob is not a number, as where float16 overflows."""
+class AltersLogProbs(NativeInferenceEngine):
+    """Engine whose answers' log-probs a function changes, row by row."""
+
+    def __init__(self, model: str, alter: Callable[[list[float]], list[float]]):
+        super().__init__(model)
+        self.alter = alter
 
     async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
         output = await super().generate(input_batch)
-        output["response_logprobs"] = [[*row[:-1], float("nan")] for row in output["response_logprobs"] or []]
-        return output
-
-
-class Noisy(NativeInferenceEngine):
-    """Every log-prob of an answer is off by a tenth, up and down in turn: nothing that an engine does makes that."""
-
-    async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
-        output = await super().generate(input_batch)
-        rows = output["response_logprobs"] or []
-        output["response_logprobs"] = [[value + 0.1 * (-1) ** i for i, value in enumerate(row)] for row in rows]
+        output["response_logprobs"] = [self.alter(row) for row in output["response_logprobs"] or []]
         return output
 
 
@@ -183,7 +178,9 @@ def test_wrong_weights_are_found_by_answers_where_prompts_have_no_log_probs(shar
 
 
 def test_unexplained_gap_is_reported_as_such(sharp_model: str):
-    report = report_on(sharp_model, Noisy(sharp_model), samplings=("temperature 1", "top_p 0.9"))
+    """Every log-prob is off by a tenth, up and down in turn: nothing that an engine does makes that."""
+    noisy = AltersLogProbs(sharp_model, lambda row: [value + 0.1 * (-1) ** i for i, value in enumerate(row)])
+    report = report_on(sharp_model, noisy, samplings=("temperature 1", "top_p 0.9"))
     assert kinds(report) == ["unexplained"]
     assert "temperature 1, top_p 0.9: log-probs differ from the trainer's by 0.1 " in report.findings[0].text
 
@@ -246,7 +243,8 @@ def test_tokens_outside_the_clip_range_are_counted(sharp_model: str):
 
 
 def test_numbers_that_are_none_are_an_error_and_the_rest_is_still_measured(sharp_model: str):
-    report = report_on(sharp_model, LosesNumbers(sharp_model))
+    """Every answer's last log-prob is NaN, as where float16 overflows."""
+    report = report_on(sharp_model, AltersLogProbs(sharp_model, lambda row: [*row[:-1], float("nan")]))
     assert kinds(report) == ["not finite"]
     [cell] = report.engines[0].cells
     gap = report.gap(cell)

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_train_testing.tiny_runs import registered
+
 sys.path.insert(0, str(Path(__file__).parent))  # importlib mode does not add this folder
 
 
@@ -13,10 +15,5 @@ sys.path.insert(0, str(Path(__file__).parent))  # importlib mode does not add th
 def bench(group_of_one: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator["Bench"]:  # noqa: F821
     from effects import ENVIRONMENTS, Bench
 
-    import skyrl_gym
-
-    for name, env in ENVIRONMENTS.items():
-        skyrl_gym.register(id=name, entry_point=env)
-    yield Bench(tmp_path_factory.mktemp("bench"))
-    for name in ENVIRONMENTS:
-        skyrl_gym.deregister(name)
+    with registered(**ENVIRONMENTS):
+        yield Bench(tmp_path_factory.mktemp("bench"))
