@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import re
+from collections.abc import Awaitable
 
 import httpx
 import pytest
@@ -18,9 +19,14 @@ from tx.tinker.storage.folders import Folders
 JSON = {"content-type": "application/json"}
 
 
+async def said(status: int, asked: Awaitable[httpx.Response]) -> httpx.Response:
+    answer = await asked
+    assert answer.status_code == status, (answer.request.method, answer.request.url, answer.text)
+    return answer
+
+
 async def session_of(client: httpx.AsyncClient) -> str:
-    answer = await client.post("/api/v1/create_session", json={"tags": [], "sdk_version": "0.38.0"})
-    assert answer.status_code == 200, answer.text
+    answer = await said(200, client.post("/api/v1/create_session", json={"tags": [], "sdk_version": "0.38.0"}))
     return responses.SessionMade.model_validate_json(answer.content).session_id
 
 
@@ -56,18 +62,15 @@ async def test_missing_objects_are_404(client):
     assert (await client.post("/api/v1/retrieve_future", json={"request_id": "nothing"})).status_code == 404
     assert (await client.post("/api/v1/get_info", json={"model_id": "none"})).status_code == 404
     for path in ("sessions/x", "samplers/x", "training_runs/x", "training_runs/x/checkpoints"):
-        answer = await client.get(f"/api/v1/{path}")
-        assert answer.status_code == 404, path
+        answer = await said(404, client.get(f"/api/v1/{path}"))
         assert answer.json()["detail"]
     for method, end in (("GET", "/archive"), ("DELETE", ""), ("POST", "/publish"), ("DELETE", "/publish")):
-        answer = await client.request(method, f"/api/v1/training_runs/x/checkpoints/weights/y{end}")
-        assert answer.status_code == 404, (method, end)
+        await said(404, client.request(method, f"/api/v1/training_runs/x/checkpoints/weights/y{end}"))
 
 
 async def pending_sample(client: httpx.AsyncClient) -> responses.SampleAccepted:
     request = {"base_model": "tiny", "prompt": {"chunks": [{"tokens": [5, 6]}]}, "num_samples": 3}
-    answer = await client.post("/api/v1/asample", json={**request, "sampling_params": {"max_tokens": 4}})
-    assert answer.status_code == 200, answer.text
+    answer = await said(200, client.post("/api/v1/asample", json={**request, "sampling_params": {"max_tokens": 4}}))
     return responses.SampleAccepted.model_validate_json(answer.content)
 
 
@@ -75,8 +78,7 @@ async def test_a_result_that_is_not_there_yet_is_a_408_that_says_so(client, monk
     monkeypatch.setattr(futures, "POLL_SECONDS", 0.05)
     accepted = await pending_sample(client)
     assert len(accepted.sample_sequence_ids) == 3
-    answer = await client.post("/api/v1/retrieve_future", json={"request_id": accepted.request_id})
-    assert answer.status_code == 408
+    answer = await said(408, client.post("/api/v1/retrieve_future", json={"request_id": accepted.request_id}))
     assert responses.TryAgainLater.model_validate_json(answer.content).request_id == accepted.request_id
 
 
@@ -87,8 +89,7 @@ async def test_a_closing_server_answers_polls_at_once(client):
     while not len(polls):
         await asyncio.sleep(0.01)
     polls.release()
-    answer = await asyncio.wait_for(poll, 5)
-    assert answer.status_code == 408
+    answer = await said(408, asyncio.wait_for(poll, 5))
     assert "restarting" in responses.TryAgainLater.model_validate_json(answer.content).queue_state_reason
 
 
@@ -106,8 +107,7 @@ async def test_a_closing_server_answers_polls_at_once(client):
     ],
 )
 async def test_a_wrong_body_says_what_is_wrong(client, body, status, says):
-    answer = await client.post("/api/v1/session_heartbeat", content=body, headers=JSON)
-    assert answer.status_code == status
+    answer = await said(status, client.post("/api/v1/session_heartbeat", content=body, headers=JSON))
     assert re.search(says, answer.json()["detail"])
 
 
@@ -116,16 +116,14 @@ async def test_a_wrong_body_says_what_is_wrong(client, body, status, says):
 )
 async def test_other_content_types_than_json_are_refused(client, content_type):
     headers = {"content-type": content_type} if content_type else {}
-    answer = await client.post("/api/v1/session_heartbeat", content=b'{"session_id": "x"}', headers=headers)
-    assert answer.status_code == 415
+    answer = await said(415, client.post("/api/v1/session_heartbeat", content=b'{"session_id": "x"}', headers=headers))
     assert "application/json" in answer.json()["detail"]
 
 
 async def test_unknown_addresses_and_methods_are_named(client):
     answer = await client.get("/api/v1/forward_bakward")
     assert (answer.status_code, "GET /api/v1/forward_bakward" in answer.json()["detail"]) == (404, True)
-    answer = await client.get("/api/v1/asample")
-    assert answer.status_code == 405
+    answer = await said(405, client.get("/api/v1/asample"))
     assert answer.headers["allow"] == "POST"
     answer = await client.get("/api/v1/training_runs/x/checkpoints/weights/y/publish")
     assert answer.headers["allow"] == "DELETE, POST"
@@ -135,8 +133,7 @@ async def test_unknown_addresses_and_methods_are_named(client):
 
 @pytest.mark.parametrize("query", ["limit=0", "limit=x", "limit=1001", "offset=-1", f"offset={2**70}"])
 async def test_pages_have_limits(client, query):
-    answer = await client.get(f"/api/v1/training_runs?{query}")
-    assert answer.status_code == 422
+    answer = await said(422, client.get(f"/api/v1/training_runs?{query}"))
     assert answer.json()["detail"].startswith(query.split("=")[0])
 
 
@@ -156,8 +153,7 @@ async def test_a_body_larger_than_announced_as_allowed_is_not_read(client):
             yield b"x" * 65536
 
     headers = {**JSON, "content-length": str(65536 * 1000)}
-    answer = await client.post("/api/v1/forward_backward", content=pieces(), headers=headers)
-    assert answer.status_code == 413
+    answer = await said(413, client.post("/api/v1/forward_backward", content=pieces(), headers=headers))
     assert "--max-body-mb" in answer.json()["detail"]
     assert read <= 1000
 
@@ -167,15 +163,13 @@ async def test_a_body_of_unknown_length_is_read_up_to_the_limit(client):
         for _ in range(100):
             yield b"x" * 65536
 
-    answer = await client.post("/api/v1/forward_backward", content=pieces(), headers=JSON)
-    assert answer.status_code == 413
+    await said(413, client.post("/api/v1/forward_backward", content=pieces(), headers=JSON))
 
 
 async def test_every_address_needs_a_key_if_there_are_keys(served):
     nobody = await served("nobody")
     for method, path in (("POST", "/api/v1/create_session"), ("GET", "/api/v1/nowhere"), ("GET", "/openapi.json")):
-        answer = await nobody.request(method, path)
-        assert answer.status_code == 401
+        answer = await said(401, nobody.request(method, path))
         assert "X-API-Key" in answer.json()["detail"]
     stranger = await served("stranger")
     assert "not known" in (await stranger.get("/api/v1/sessions")).json()["detail"]
