@@ -69,7 +69,7 @@ def check_training_backend(
         model_path: a small model's folder.
         settings: of `trainer`, in addition to those of the check, section by section.
         exempt: invariances that are not meant to hold for this backend, each with the reason.
-        device: what it computes on.
+        device: `trainer.placement.device`, `cpu` or `cuda`.
 
     Raises:
         InvarianceError: lists all that is violated, with the numbers.
@@ -78,7 +78,7 @@ def check_training_backend(
     cfg = settings_of(model_path, settings or {}, device=device)
     backend = make(cfg, "policy", NUM_STEPS)
     was_in_group = dist.is_initialized()
-    backend.join(RankInfo(device=device))
+    backend.join(RankInfo(device="cuda:0" if device == "cuda" else device))  # as workers: it wants a number
     try:
         backend.load_model()
         _check_all(findings, backend, model_path)
