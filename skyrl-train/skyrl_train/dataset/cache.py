@@ -56,7 +56,7 @@ class ArrowRows:
         return cls([reader.get_batch(number) for number in range(reader.num_record_batches)])
 
     @classmethod
-    def joined(cls, parts: Iterable["ArrowRows"]) -> "ArrowRows":
+    def concatenated(cls, parts: Iterable["ArrowRows"]) -> "ArrowRows":
         """Return the rows of several files, one behind the other."""
         return cls([batch for part in parts for batch in part._batches])
 
@@ -65,6 +65,7 @@ class ArrowRows:
 
     def row(self, index: int) -> pa.RecordBatch:
         """Return a row, of 0 up to the number of rows."""
+        # The first batch that ends behind it.
         number = int(np.searchsorted(self._ends, index, side="right"))
         batch = self._batches[number]
         return batch.slice(index - int(self._ends[number]) + batch.num_rows, 1)
@@ -108,6 +109,8 @@ class RowCache:
         except (OSError, pa.ArrowInvalid) as error:
             logger.warning("{}: {} cannot be read and is written anew ({})", label, path, error)
         started = time.monotonic()
+        # No lock: a run that builds the same rows meanwhile writes a file of its own, and the last one stays. What is
+        # mapped by then is another file, which goes with its last reader.
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._remove_abandoned()
@@ -197,6 +200,7 @@ def in_threads(convert: Callable[[T], R], items: Iterable[T], num_workers: int) 
     try:
         for item in items:
             pending.append(pool.submit(convert, item))
+            # Not before an item more than the threads can take is there, or one of them would wait for the next.
             if len(pending) > num_workers + 1:
                 yield pending.popleft().result()
         while pending:

@@ -69,7 +69,7 @@ class PromptDataset:
             raise DataError("there is no dataset to read; set data.train_data (or data.val_data) to a list of files")
         self._cache = RowCache(cache_dir)
         self._fingerprints: list[str | None] = []
-        rows = ArrowRows.joined([self._tokenized(source) for source in self.sources])
+        rows = ArrowRows.concatenated([self._tokenized(source) for source in self.sources])
         lengths = rows.column(_LENGTH)
         kept = np.flatnonzero(lengths <= max_prompt_length)
         logger.info(

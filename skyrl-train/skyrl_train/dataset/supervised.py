@@ -77,7 +77,7 @@ class SupervisedDataset(Sequence[Item]):
         self._with_pairs = with_pairs
         self._cache = RowCache(config.cache_dir)
         self._fingerprints: list[str | None] = []
-        self._rows = ArrowRows.joined([self._tokenized(source) for source in self.sources])
+        self._rows = ArrowRows.concatenated([self._tokenized(source) for source in self.sources])
         self._places, dropped = self._select()
         described = ", ".join(f"{count} dropped: {why}" for why, count in dropped.items() if count) or "none dropped"
         logger.info("{}: {} examples, {}", ", ".join(sources), len(self), described)
@@ -109,6 +109,7 @@ class SupervisedDataset(Sequence[Item]):
         """Return the place of the first example of each item that is kept, and how many items are not, by reason."""
         size, limit = 1 + self._with_pairs, self._config.max_length
         lengths, first_learnt = (self._rows.column(name).reshape(-1, size) for name in ("length", "first_learnt"))
+        # Truncated ones learn up to the limit; those that are dropped for their length count as that alone.
         is_long = (lengths > limit).any(axis=1) & (self._config.too_long == "drop")
         is_empty = ~is_long & (first_learnt >= limit).any(axis=1)
         places = np.flatnonzero(~is_long & ~is_empty) * size
