@@ -18,6 +18,7 @@ from skyrl_train.config import (
 from skyrl_train.config.document import field_meanings
 from skyrl_train.config.validation import validate_batch_sizes
 from skyrl_train.errors import ConfigError
+from skyrl_train_testing.tiny_runs import registered
 
 
 def with_settings(**settings):
@@ -304,16 +305,13 @@ def test_a_wrong_setting_of_an_environment_is_found_before_the_first_rollout():
     class Chess(skyrl_gym.envs.base_text_env.BaseTextEnv):
         config_class = ChessConfig
 
-    skyrl_gym.register(id="chess", entry_point=Chess)
-    try:
+    with registered(chess=Chess):
         section = {"oponent_url": "http://127.0.0.1:1"}
         with pytest.raises(ConfigError, match=r"unknown setting environment.skyrl_gym.chess.oponent_url; did you mean"):
             validate_environments(SkyRLConfig.from_dict({"environment": {"skyrl_gym": {"chess": section}}}))
         section = {"opponent_url": 9}
         with pytest.raises(ConfigError, match=r"environment.skyrl_gym.chess.opponent_url must be text; got 9"):
             validate_environments(SkyRLConfig.from_dict({"environment": {"skyrl_gym": {"chess": section}}}))
-    finally:
-        skyrl_gym.deregister("chess")
 
 
 @pytest.mark.parametrize("env_id", sorted(skyrl_gym.registry))

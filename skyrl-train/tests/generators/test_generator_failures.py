@@ -8,7 +8,6 @@ import time
 
 import pytest
 
-import skyrl_gym
 from skyrl_gym.envs.base_text_env import BaseTextEnv
 from skyrl_gym.error import InfraError
 from skyrl_train.errors import ConfigError, RolloutError, WorkerError
@@ -17,6 +16,7 @@ from skyrl_train.generators.agent_loop import EngineSession
 from skyrl_train.generators.base import BatchMetadata, Failure, TrainingPhase, TrajectoryID
 from skyrl_train.generators.environment import DaemonThreads, DeadlineExceeded
 from skyrl_train.generators.sampling import episode_seed, request_seed
+from skyrl_train_testing.tiny_runs import registered
 
 GOOD = {"steps": [{"reward": 1.0}], "name": "good"}
 
@@ -297,12 +297,9 @@ class Lottery(BaseTextEnv):
 
 async def test_samples_of_one_prompt_share_the_seed_of_their_episodes_and_prompts_do_not(game, say, characters):
     """Their rewards are compared with each other, so they must have been given the same task."""
-    skyrl_gym.register(id="lottery", entry_point=Lottery)
-    try:
+    with registered(lottery=Lottery):
         first = await game(characters, [[say("a")], [say("b")]], [{}, {}], env_class="lottery").play()
         again = await game(characters, [[say("x")], [say("y")]], [{}, {}], env_class="lottery").play()
-    finally:
-        skyrl_gym.deregister("lottery")
     rewards = [sum(each) for each in first.output["rewards"]]
     assert rewards[0] != rewards[1]
     assert rewards == [sum(each) for each in again.output["rewards"]]

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-import skyrl_gym
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_gym.envs.rlm.env import RLMEnv
 from skyrl_train.config import ChatTemplateConfig
@@ -23,6 +22,7 @@ from skyrl_train.rollouts.filters import map_trajectories
 from skyrl_train.rollouts.joining import merge_appending_turns, whole_sample
 from skyrl_train.rollouts.trajectory_rows import trajectory_rows
 from skyrl_train.rollouts.types import RolloutBatch
+from skyrl_train_testing.tiny_runs import registered
 
 STEP_WISE = {"step_wise_trajectories": True}
 MERGED = STEP_WISE | {"merge_stepwise_output": True}
@@ -272,13 +272,10 @@ class TestRewrittenHistory:
         assert columns(merged.output) == columns(normal.output)
 
     async def test_an_environment_may_take_a_message_back(self, game, say, characters):
-        skyrl_gym.register(id="forgetful", entry_point=Forgetful)
-        try:
+        with registered(forgetful=Forgetful):
             answers = [[say("a"), say("b")]]
             played = await game(characters, answers, [{}], env_class="forgetful", settings=STEP_WISE).play()
             normal = await game(characters, answers, [{}], env_class="forgetful").play()
-        finally:
-            skyrl_gym.deregister("forgetful")
         assistant = "<|im_start|>assistant\n"
         question = "<|im_start|>user\nQ<|im_end|>\n"
         assert texts(characters, played.output["prompt_token_ids"]) == [
