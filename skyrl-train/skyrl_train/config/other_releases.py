@@ -242,10 +242,10 @@ def reason_refused(name: str, value: object) -> str | None:
         # One of those that are refused: those that are accepted have been taken out.
         key, item = next(iter(value.items()))
         return reason_refused(f"{name}.{key}", item)
-    return f"{name}={_shown(value)} is refused: {entry[1].reason}"
+    return f"{name}={_formatted(value)} is refused: {entry[1].reason}"
 
 
-def _shown(value: object) -> object:
+def _formatted(value: object) -> object:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else value
 
 
@@ -267,7 +267,7 @@ def _accepts(name: str, value: object) -> bool:
     if refusal.accepted is None:
         return True
     if known in _names(name) and value in refusal.warned:
-        warnings.warn(f"{name}={_shown(value)} has no effect: {refusal.reason}", stacklevel=2)
+        warnings.warn(f"{name}={_formatted(value)} has no effect: {refusal.reason}", stacklevel=2)
         return True
     return known in _names(name) and value in refusal.accepted
 

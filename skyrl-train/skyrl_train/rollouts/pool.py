@@ -296,6 +296,7 @@ class RolloutPool:
             self._journal.finished(finished)
             self._finished[ticket] = finished
             self._filtered_in_a_row = 0
+            # With `on_stale=mask` it may be too old from the start: no token of it could be trained.
             self._take_stale()
             return
         self._journal.filtered(ticket)

@@ -193,6 +193,7 @@ class GroupScheduler:
         """
         if self.limits.order == "exact":
             return []
+        # What still runs may get tokens that are young enough.
         running = () if self.limits.on_stale == "mask" else self._running
         stale = [ticket for ticket in (*running, *self._state.finished) if self._is_stale(ticket)]
         for ticket in stale:
