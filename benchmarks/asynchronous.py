@@ -2,25 +2,25 @@
 
     python benchmarks/asynchronous.py [--steps 30] [--seconds 0.25] [--schedules finished/mask/2 exact/mask/2 …]
 
-A tiny model answers in an environment that takes `--seconds` to grade, and ten times as long for one answer in 16. The
-same run is trained synchronously and asynchronously, in turn, with one engine each and in one process
-(`launcher=inline`). The simulator is given what the synchronous run measured: the seconds of a training step and of a
-weight sync, of an engine's iteration, and the share of slow answers. `replayed` is a simulation with the asynchronous
-run's own durations. Only samples of groups within the bound on staleness count. Prints a markdown table.
+A tiny model answers in an environment that takes `--seconds` to grade, and ten times as long for one answer in 16: one
+of the four to every fourth prompt, at each try. The same prompts are trained in the same order synchronously and
+asynchronously, in turn, with one engine each and in one process (`launcher=inline`). The simulator is given what the
+synchronous run measured: the seconds of a training step and of a weight sync, of an engine's iteration, and the order
+of the prompts. `replayed` is a simulation with the asynchronous run's own durations. Only samples of groups within the
+bound on staleness count. Prints a markdown table.
 """
 
 import argparse
 import asyncio
-import hashlib
 import json
 import os
 import platform
-import random
 import tempfile
+from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, ClassVar
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: trainer and engine have a core each
 
@@ -36,28 +36,42 @@ from skyrl_train.utils.run_folder import RunFolder
 from skyrl_train_testing.tiny_models import character_tokenizer, tiny_qwen3
 
 GROUPS, SAMPLES, TOKENS = 4, 4, 8
-ONE_IN, TIMES = 16, 10
+PROMPTS, ONE_PROMPT_IN, TIMES = 64, 4, 10
 SECONDS = 0.25
-SCHEDULES = ["exact/mask/1", "exact/mask/2", "finished/mask/2", "finished/regenerate/2", "finished/mask/4"]
-
-
-NUM_ANSWERS = {"all": 0, "slow": 0}
-"""Answers that were graded: short answers are often the same, so that the share of slow ones is not 1 in 16."""
+SCHEDULES = ["exact/regenerate/1", "exact/regenerate/2", "finished/regenerate/2", "finished/mask/2"]
+SCHEDULES += ["exact/regenerate/4", "finished/regenerate/4"]
 
 
 class Uneven(BaseTextEnv):
-    """Grades after `SECONDS`, or ten times as long for about one answer in 16 (by the answer, so that runs agree)."""
+    """Grades after `SECONDS`, or ten times as long for the first of the answers to every fourth prompt."""
+
+    num_begun: ClassVar[Counter[int]] = Counter()
+    """Number of answers to each prompt."""
+
+    order: ClassVar[list[int]] = []
+    """Prompts, in the order of the first answers of their groups."""
 
     def __init__(self, env_config: Any = None, extras: Any = None):
         super().__init__()
 
+    def init(self, prompt: Any) -> Any:
+        number = int(prompt[-1]["content"].split()[-1])
+        is_first = self.num_begun[number] % SAMPLES == 0
+        self.is_slow = is_first and is_uneven(number)
+        self.num_begun[number] += 1
+        if is_first:
+            self.order.append(number)
+        return super().init(prompt)
+
     async def step(self, action: str) -> BaseTextEnvStepOutput:
-        is_slow = hashlib.sha256(action.encode()).digest()[0] % ONE_IN == 0
-        NUM_ANSWERS["all"] += 1
-        NUM_ANSWERS["slow"] += is_slow
-        await asyncio.sleep(SECONDS * (TIMES if is_slow else 1))
+        await asyncio.sleep(SECONDS * (TIMES if self.is_slow else 1))
         reward = len(set(action)) / max(1, len(action))
         return BaseTextEnvStepOutput(observations=[], reward=reward, done=True, metadata={})
+
+
+def is_uneven(prompt: int) -> bool:
+    """Return whether one of the answers to a prompt is slow."""
+    return prompt % ONE_PROMPT_IN == 0
 
 
 def settings(folder: Path, name: str, steps: int, trainer: dict[str, Any]) -> SkyRLConfig:
@@ -105,7 +119,7 @@ def samples_per_second(rows: list[dict[str, Any]]) -> float:
 def measured_costs(rows: list[dict[str, Any]]) -> Costs:
     """Return the costs that the synchronous run showed."""
     sync = fmean(row["timing/sync_weights"] for row in rows)
-    generate = min(row["timing/generate"] for row in rows) % (SECONDS * TIMES)
+    generate = min(row["timing/generate"] for row in rows)
     return Costs(
         num_engines=1,
         seconds_per_iteration=max(1e-4, generate - SECONDS) / TOKENS,
@@ -114,21 +128,20 @@ def measured_costs(rows: list[dict[str, Any]]) -> Costs:
     )
 
 
-def predicted(costs: Costs, steps: int, schedule: dict[str, Any], slow_share: float) -> float:
-    """Return the samples per second of a simulated run in which this share of the answers is slow."""
-    draw = random.Random(0)
+def predicted(costs: Costs, order: list[int], schedule: dict[str, Any]) -> float:
+    """Return the samples per second of a simulated run over the prompts in this order."""
     groups = [
-        [SampleCost(TOKENS, SECONDS * (TIMES if draw.random() < slow_share else 1)) for _ in range(SAMPLES)]
-        for _ in range(2000)
+        [SampleCost(TOKENS, SECONDS * (TIMES if i == 0 and is_uneven(prompt) else 1)) for i in range(SAMPLES)]
+        for prompt in order
     ]
-    return Simulation(limits(schedule, 10 * steps), groups, costs).simulate(5 * steps).samples_per_second
-
-
-def limits(schedule: dict[str, Any], steps: int) -> ScheduleLimits:
-    running = GROUPS * (schedule["max_staleness_steps"] + 1)
-    return ScheduleLimits(
-        groups_per_step=GROUPS, max_running=running, groups_per_epoch=GROUPS, total_steps=steps, **schedule
+    limits = ScheduleLimits(
+        groups_per_step=GROUPS,
+        max_running=GROUPS * (schedule["max_staleness_steps"] + 1),
+        groups_per_epoch=PROMPTS,
+        total_steps=len(order) // GROUPS,
+        **schedule,
     )
+    return Simulation(limits, groups, costs, in_order=True).simulate().samples_per_second
 
 
 def main() -> None:
@@ -146,33 +159,34 @@ def main() -> None:
         tokenizer.save_pretrained(folder / "model")
         model = tiny_qwen3(hidden_size=32, vocab_size=len(tokenizer), max_position_embeddings=256)
         model.save_pretrained(folder / "model")
-        prompts = [{"prompt": [{"role": "user", "content": f"write {i}"}], "data_source": "toy"} for i in range(GROUPS)]
+        contents = [[{"role": "user", "content": f"write {i}"}] for i in range(PROMPTS)]
+        prompts = [{"prompt": content, "data_source": "toy"} for content in contents]
         (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
         load = os.getloadavg()[0]
         synchronous = train(settings(folder, "synchronous", options.steps, {}))
         base, costs = samples_per_second(synchronous), measured_costs(synchronous)
-        slow_share = NUM_ANSWERS["slow"] / NUM_ANSWERS["all"]
-        exact = {"max_staleness_steps": 0, "order": "exact"}
-        simulated_base = predicted(costs, options.steps, exact, slow_share)
+        order = Uneven.order[: options.steps * GROUPS]
+        simulated_base = predicted(costs, order, {"max_staleness_steps": 0, "order": "exact"})
         lines = [f"| synchronous | {base:.2f} | | 1.00x | 1.00x | 0 | 0 |"]
         for number, text in enumerate(options.schedules):
-            order, on_stale, staleness = text.split("/")
-            schedule = {"order": order, "on_stale": on_stale, "max_staleness_steps": int(staleness)}
+            selection, on_stale, staleness = text.split("/")
+            schedule = {"order": selection, "on_stale": on_stale, "max_staleness_steps": int(staleness)}
+            Uneven.num_begun.clear()
             cfg = settings(folder, f"run_{number}", options.steps, {"fully_async": {"enabled": True, **schedule}})
             rows = train(cfg)
             speed, replay = replayed(Path(cfg.trainer.run_dir))
-            gain = predicted(costs, options.steps, schedule, slow_share) / simulated_base
+            gain = predicted(costs, order, schedule) / simulated_base
             age, stale = (
                 fmean(row[f"async/{name}"] for row in rows) for name in ("staleness_mean", "stale_token_share")
             )
             lines.append(
-                f"| S = {staleness}, `{order}`, `{on_stale}` | {speed:.2f} | {replay:.2f} | {speed / base:.2f}x "
+                f"| S = {staleness}, `{selection}`, `{on_stale}` | {speed:.2f} | {replay:.2f} | {speed / base:.2f}x "
                 f"| {gain:.2f}x | {age:.1f} | {stale:.0%} |"
             )
     machine = f"{os.cpu_count()} CPUs, Python {platform.python_version()}, torch {version('torch')}"
     print(
         f"\n{GROUPS} prompts x {SAMPLES} samples, {options.steps} steps, {SECONDS:g} s to grade and {TIMES} times as "
-        f"long for {slow_share:.1%} of the answers.\n"
+        f"long for one answer in {SAMPLES * ONE_PROMPT_IN}.\n"
         f"Synchronous run: a training step {costs.step_seconds:.3f} s, a sync {costs.sync_seconds:.3f} s, an iteration "
         f"{costs.seconds_per_iteration * 1000:.1f} ms.\n"
         f"{machine}, load {load:.1f} before and {os.getloadavg()[0]:.1f} after.\n\n"
