@@ -15,15 +15,20 @@ import pytest
 from composed_scripts import checked_config, commands_of
 
 from skyrl_gym.envs.aime.env import AIMEEnv
+from skyrl_train.config import compose_config, validate_cfg
+from skyrl_train.config.supervised import SupervisedConfig
+from skyrl_train.config.validation import validate_supervised_cfg
 from skyrl_train.curve_bands import read_bands
+from skyrl_train.entrypoints.main_distill import DEFAULTS
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RECIPES = REPOSITORY / "examples" / "recipes"
 
 
 def load(recipe: str) -> Any:
-    """Import a recipe's miniature, or `miniatures` itself."""
-    path = RECIPES / recipe / "miniature.py" if recipe else RECIPES / "miniatures.py"
+    """Import a recipe's miniature, that of "distillation", or `miniatures` itself."""
+    folder = RECIPES / recipe if recipe != "distillation" else REPOSITORY / "examples" / "on_policy_distillation"
+    path = folder / "miniature.py" if recipe else RECIPES / "miniatures.py"
     name = f"{recipe}_miniature" if recipe else "miniatures"
     if name in sys.modules:
         return sys.modules[name]
@@ -353,4 +358,68 @@ def test_smallest_miniature_runs_from_end_to_end(
         assert math.isfinite(rows[-1]["policy/final_loss"])
     before = [file.stat().st_mtime_ns for file in files]
     load(recipe).main(arguments)  # complete: not repeated
+    assert [file.stat().st_mtime_ns for file in files] == before
+
+
+# ---- distillation
+
+
+def test_arms_of_distillation_train_the_same_student_in_the_same_way(tmp_path: Path):
+    miniature = load("distillation")
+    supervised, fresh, distilled = (
+        miniature.settings_of(tmp_path / "seed_0", arm, 48, 0) for arm in ("sft", "sft_fresh", "full")
+    )
+    ours, theirs = (
+        flat(validate_supervised_cfg(compose_config(arm, SupervisedConfig), SupervisedConfig))
+        for arm in (supervised, fresh)
+    )
+    files = {"data.train_data", "trainer.run_dir", "trainer.ckpt_path", "trainer.export_path"}
+    assert different(ours, theirs) - {"trainer.run_name"} == files
+    own = flat(validate_cfg(compose_config(distilled, changes=DEFAULTS)))
+    assert own["trainer.distillation.teachers.main.model"] == str(tmp_path / "teacher")
+    same = {name for name in own if name.startswith("trainer.policy.")} | {"trainer.train_batch_size", "trainer.seed"}
+    assert not different(own, ours) & (same | {"trainer.max_training_steps"})
+    assert own["trainer.policy_mini_batch_size"] == own["trainer.train_batch_size"]  # one update a step, as in `sft`
+
+
+def test_teacher_of_distillation_learns_corrections_and_no_errors():
+    miniature = load("distillation")
+    tokenizer, draw = miniature.make_tokenizer(), random.Random(0)
+    demonstrations = [miniature.demonstrate(draw, ["57+48"], corrected=1.0) for _ in range(200)]
+    texts = ["".join(text for text, _ in parts[1:]) for parts in demonstrations]
+    assert {text.split("<answer>")[1] for text in texts} == {f"105</answer>{miniature.END}"}
+    assert "7+8=15,5+4+1=10" in {text.split("<answer>")[0] for text in texts}
+    for parts, text in zip(demonstrations, texts, strict=True):
+        errors = [part for part, is_error in parts if is_error]
+        assert text.count("!") == len(errors)
+        ids, labels = miniature.encode(tokenizer, parts, learns_errors=False)
+        learned = tokenizer.decode([label for label in labels if label != miniature.IGNORED])
+        assert len(learned) == len(text) - sum(map(len, errors))
+        assert tokenizer.decode(ids).endswith(text)
+    uncorrected = [miniature.demonstrate(draw, ["57+48"], corrected=0.0) for _ in range(200)]
+    assert any("7+8=13,5+4+1=" in "".join(text for text, _ in parts) for parts in uncorrected)
+    ids, labels = miniature.encode(tokenizer, uncorrected[0], learns_errors=True)
+    assert labels[-1] == ids[-1] and labels.count(miniature.IGNORED) == len(
+        miniature.prompt_ids(tokenizer, [{"role": "user", "content": "57+48"}])
+    )
+
+
+def test_equal_tokens_of_a_curve_are_interpolated():
+    miniature = load("distillation")
+    curve = [{"step": 0.0, miniature.RIGHT: 0.1}, {"step": 100.0, miniature.RIGHT: 0.3}]
+    assert miniature.at(curve, 50.0) == pytest.approx(0.2)
+    assert miniature.at(curve, 120.0) == 0.3
+
+
+@pytest.mark.slow
+def test_smallest_miniature_of_distillation_runs_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    arguments = ["--seeds", "0", "--steps", "1", "--warm_up_steps", "4", "--output", str(tmp_path)]
+    load("distillation").main(arguments)
+    printed = capsys.readouterr().out
+    assert "one seed: no interval" in printed and "nan" not in printed
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    files = sorted((tmp_path / "seed_0").glob("*/metrics.jsonl"))
+    assert [file.parent.name for file in files] == ["full", "sft", "sft_fresh"]
+    before = [file.stat().st_mtime_ns for file in files]
+    load("distillation").main(arguments)  # complete: not repeated
     assert [file.stat().st_mtime_ns for file in files] == before

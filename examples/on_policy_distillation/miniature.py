@@ -1,28 +1,28 @@
-"""On-policy distillation in miniature: a student learns from a teacher's scores of its own answers, or from the
-teacher's answers (supervised), with the same number of response tokens.
+"""On-policy distillation in miniature: on few prompts, a student learns from a teacher's distributions over its own
+answers, or from the teacher's answers (supervised), with the same number of response tokens.
 
-    python examples/on_policy_distillation/miniature.py [--seeds 0 1 2] [--output runs/miniature-distillation]
+    python examples/on_policy_distillation/miniature.py [--seeds 0 1 2] [--steps 48] [--warm_up_steps 600]
+                                                        [--output runs/miniature-distillation]
 
-Models of 0.1 million parameters add two-digit numbers (the quickstart's task). The student's warm-up shows right and
-wrong ways; the teacher is that model after more steps on right ones alone. Both are made once; seeds are of the
-training problems, their order, and all sampling. Arms:
+Models of 0.1 million parameters add two-digit numbers in steps. In the student's warm-up half of the sums of digits are
+wrong, a quarter of which are corrected (`7+5=13!12,3+4+1=8<answer>82</answer>`). The teacher is that model after more
+steps on demonstrations whose errors are all corrected, and not learned themselves. Both are made once; seeds are of the
+training problems, their order, and all sampling. Each step of an arm trains an answer to each of the prompts:
 
-    sft    `main_sft` on the teacher's sampled answers
-    top_k  `main_distill`, reverse KL divergence over the teacher's 8 likeliest words and the rest
-    full   `main_distill`, reverse KL divergence over the vocabulary
+    sft        `main_sft` on one answer of the teacher to each prompt, again in every step
+    sft_fresh  `main_sft` on new answers of the teacher in every step
+    full       `main_distill`, reverse KL divergence over the vocabulary
 
 Prints the share of right answers at equal tokens (sampled at temperature 1, held-out problems) with paired differences
-to `sft` over seeds, and draws the curves. Arms that are complete in `--output` are not
-repeated.
+over seeds, and draws the curves. Arms that are complete in `--output` are not trained again.
 """
 
-import argparse
 import json
 import os
 import random
+import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -36,72 +36,133 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes"))
 
 import torch
 from data import write_dataset
-from miniatures import REPOSITORY, Difference, markdown_table
+from miniatures import IGNORED, Difference, Metrics, argument_parser, draw_curves, markdown_table, warm_up
 from model import END, make_model, make_tokenizer
-from tasks import TASKS, Message, Row, demonstrate_addition, make_rows
+from tasks import TASKS, Message, Row, make_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from warm_up import warm_up
 
 from skyrl_gym.envs.arithmetic.problems import extract_answer
-from skyrl_train.config import SkyRLConfig
+from skyrl_train.config import compose_config
 from skyrl_train.config.supervised import SupervisedConfig
 from skyrl_train.config.validation import validate_supervised_cfg
 from skyrl_train.entrypoints.main_distill import DEFAULTS, DistillationExp
 from skyrl_train.entrypoints.main_sft import SupervisedExp
 from skyrl_train.utils.run_folder import RunFolder
 
-STUDENT_STEPS, TEACHER_STEPS = 350, 150
-"""Steps of the warm-ups: of the student, and from there to the teacher."""
-STEPS, INTERVAL = 24, 12
-"""Optimizer steps of each arm, and between evaluations."""
-BATCH, LONGEST, HELD_OUT = 64, 32, 1024
-LEARNING_RATE = 1e-3
-ARMS: dict[str, dict[str, Any]] = {
-    "sft": {},
-    "top_k": {"tokens": "top_k", "top_k": 8},
-    "full": {"tokens": "full"},
-}
-Curve = list[tuple[float, float]]
-"""(response tokens trained, share of right answers)"""
+TASK = TASKS["arithmetic"]
+NUM_PROMPTS, LONGEST, HELD_OUT = 64, 32, 1024
+"""Training prompts, which are also the batch; tokens of the longest prompt or answer; evaluation problems."""
+ERRORS, CORRECTED = 0.5, 0.25
+"""Share of errors among the sums of digits in the warm-ups, and the share of them that the student's corrects."""
+EVALUATIONS = 4
+SFT = ("sft", "sft_fresh")
+ARMS = (*SFT, "full")
+SETTINGS = [
+    "trainer.placement.device=cpu",
+    "trainer.placement.launcher=inline",
+    "trainer.bf16=false",
+    "trainer.gradient_checkpointing=false",
+    "trainer.ckpt_interval=-1",
+    "trainer.eval_interval=-1",
+    "trainer.resume_mode=none",
+    "trainer.epochs=1000",
+    f"trainer.train_batch_size={NUM_PROMPTS}",
+    f"trainer.micro_train_batch_size_per_gpu={NUM_PROMPTS}",
+    "trainer.policy.optimizer_config.lr=1e-3",  # the best for each arm of 3e-4, 1e-3 and 3e-3, at seeds 10 and 11
+    "trainer.policy.optimizer_config.num_warmup_steps=5",
+    "trainer.policy.optimizer_config.scheduler=cosine",
+]
+DISTILLATION = [
+    "environment.env_class=arithmetic",
+    f"trainer.policy_mini_batch_size={NUM_PROMPTS}",
+    f"trainer.micro_forward_batch_size_per_gpu={NUM_PROMPTS}",
+    f"trainer.max_prompt_length={LONGEST}",
+    "generator.model_dtype=float32",
+    "generator.max_turns=1",
+    f"generator.max_input_length={LONGEST}",
+    f"generator.sampling_params.max_generate_length={LONGEST}",
+    "trainer.distillation.tokens=full",
+    "data.val_data=[]",
+]
+RIGHT = "right answers"
 
 
-def demonstrate_steps(problem: str, draw: random.Random, right_alone: bool) -> list[Message]:
-    """Return a demonstration with steps in two of three cases; always, and with the right answer, if `right_alone`."""
-    right = str(sum(map(int, problem.split("+"))))
-    any_way = not right_alone and draw.random() < 1 / 3
-    while True:
-        messages = demonstrate_addition(problem, draw)
-        text = messages[0]["content"]
-        if any_way or ("=" in text and (not right_alone or extract_answer(text) == right)):
-            return messages
+def demonstrate(draw: random.Random, problems: Sequence[str], corrected: float) -> list[tuple[str, bool]]:
+    """Return a prompt and the parts of an answer to it, each with whether it is an error."""
+    problem = draw.choice(problems)
+    left, right = map(int, problem.split("+"))
+    parts = [(problem, False)]
+
+    def written(digits: str) -> int:
+        total = sum(map(int, digits.split("+")))
+        parts.append((f"{digits}=", False))
+        if draw.random() >= ERRORS:
+            parts.append((str(total), False))
+            return total
+        error = total + draw.choice([offset for offset in (-2, -1, 1, 2) if total + offset >= 0])
+        parts.append((str(error), True))
+        if draw.random() >= corrected:
+            return error
+        parts.append((f"!{total}", False))
+        return total
+
+    units = written(f"{left % 10}+{right % 10}")
+    parts.append((",", False))
+    tens = written(f"{left // 10}+{right // 10}" + "+1" * (units > 9))
+    return [*parts, (f"<answer>{10 * tens + units % 10}</answer>{END}", False)]
 
 
-def make_models(folder: Path) -> None:
-    """Make student and teacher. A folder that has them keeps them."""
-    task, seed, tokenizer = TASKS["arithmetic"], 0, make_tokenizer()
-    model = make_model(task, seed)
-    for name, right_alone, steps in (("student", False, STUDENT_STEPS), ("teacher", True, TEACHER_STEPS)):
-        if (folder / name / "config.json").exists():
-            model, _ = load(folder / name)
-            continue
-        shown = replace(task, demonstrate=partial(demonstrate_steps, right_alone=right_alone))
-        warm_up(model, tokenizer, shown, seed, steps)
+def encode(
+    tokenizer: PreTrainedTokenizerBase, parts: list[tuple[str, bool]], learns_errors: bool
+) -> tuple[list[int], list[int]]:
+    """Return token ids of a demonstration, and labels that leave out the prompt and, on demand, the errors."""
+    (problem, _), *answer = parts
+    ids = prompt_ids(tokenizer, [{"role": "user", "content": problem}])
+    labels = [IGNORED] * len(ids)
+    for text, is_error in answer:
+        own = tokenizer.encode(text, add_special_tokens=False)
+        ids += own
+        labels += [IGNORED] * len(own) if is_error and not learns_errors else own
+    return ids, labels
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[int]:
+    ids: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    return list(ids)
+
+
+def make_models(folder: Path, steps: int) -> None:
+    """Make student and teacher, the latter with half as many further steps. A folder that has them keeps them."""
+    if (folder / "teacher" / "config.json").exists():
+        return
+    tokenizer, model = make_tokenizer(), make_model(TASK, seed=0)
+    problems = [row["extra_info"]["problem"] for row in make_rows(TASK, 4096, seed=0)]
+    for name, corrected, number in (("student", CORRECTED, steps), ("teacher", 1.0, steps // 2)):
+        warm_up(
+            model,
+            tokenizer,
+            partial(demonstrate, problems=problems, corrected=corrected),
+            encode=partial(encode, learns_errors=name == "student"),
+            steps=number,
+            batch_size=64,
+            learning_rate=TASK.warm_up_learning_rate,
+            seed=0,
+        )
         tokenizer.save_pretrained(folder / name)
         model.save_pretrained(folder / name)
 
 
-def make_data(folder: Path, seed: int) -> None:
-    """Write prompts, and the teacher's answers to them. A folder that has them keeps them."""
-    if (folder / "answers.jsonl").exists():
-        return
-    write_dataset(TASKS["arithmetic"], folder / "data", STEPS * BATCH, HELD_OUT, seed)
-    rows = make_rows(TASKS["arithmetic"], STEPS * BATCH, seed)
+def make_data(folder: Path, steps: int, seed: int) -> None:
+    """Write prompts, and the teacher's answers to them: one to each (`sft`), and one for each step (`sft_fresh`)."""
+    write_dataset(TASK, folder, NUM_PROMPTS, HELD_OUT, seed)
+    rows = make_rows(TASK, NUM_PROMPTS, seed) * steps
     answers = sample(*load(folder.parent / "teacher"), rows, seed)
     lines = [
-        json.dumps({"messages": [*row["prompt"], {"role": "assistant", "content": answer.removesuffix(END)}]})
+        json.dumps({"messages": [*row["prompt"], {"role": "assistant", "content": answer}]}) + "\n"
         for row, answer in zip(rows, answers, strict=True)
     ]
-    (folder / "answers.jsonl").write_text("\n".join(lines))
+    (folder / "sft.jsonl").write_text("".join(lines[:NUM_PROMPTS]))
+    (folder / "sft_fresh.jsonl").write_text("".join(lines))
 
 
 def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -110,181 +171,107 @@ def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 @torch.no_grad()
 def sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], seed: int) -> list[str]:
-    """Sample an answer to each prompt at temperature 1, its end token included."""
+    """Sample an answer to each prompt at temperature 1, without its end token."""
     torch.manual_seed(seed)
-    template: Callable[..., Any] = partial(tokenizer.apply_chat_template, add_generation_prompt=True, return_dict=False)
-    prompts: list[list[int]] = [template(row["prompt"]) for row in rows]
-    answers = dict[int, str]()
-    for length in sorted({len(ids) for ids in prompts}):  # of one length, so that nothing is padded
-        numbers = [number for number, ids in enumerate(prompts) if len(ids) == length]
-        ids = torch.tensor([prompts[number] for number in numbers])
-        written = model.generate(  # pyright: ignore[reportCallIssue]
-            ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, top_p=1.0, max_new_tokens=LONGEST
-        )
-        for number, own in zip(numbers, written[:, length:].tolist(), strict=True):
-            text = tokenizer.decode(own)
-            assert isinstance(text, str)
-            answers[number] = text.partition(END)[0] + END
-    return [answers[number] for number in range(len(rows))]
+    ids = torch.tensor([prompt_ids(tokenizer, row["prompt"]) for row in rows])  # all of one length: two-digit numbers
+    written = model.generate(  # pyright: ignore[reportCallIssue]
+        ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, top_p=1.0, max_new_tokens=LONGEST
+    )
+    return [str(tokenizer.decode(own)).partition(END)[0] for own in written[:, ids.shape[1] :].tolist()]
 
 
-def accuracy(folder: Path, rows: Sequence[Row], seed: int) -> float:
-    """Return the share of right answers of a model."""
+def accuracy(folder: Path, seed: int) -> float:
+    """Return the share of right answers of a model to the held-out problems of a seed."""
+    rows = make_rows(TASK, HELD_OUT, seed, held_out=True)
     answers = sample(*load(folder), rows, seed)
     right = [row["reward_spec"]["ground_truth"] for row in rows]
     return fmean(extract_answer(answer) == own for answer, own in zip(answers, right, strict=True))
 
 
-def settings_of(folder: Path, arm: str, seed: int) -> dict[str, Any]:
-    """Return the settings that all arms share."""
-    model = {
-        "model": {"path": str(folder.parent / "student")},
-        "optimizer_config": {"lr": LEARNING_RATE, "num_warmup_steps": 5},
-    }
-    return {
-        "policy": model,
-        "placement": {"device": "cpu", "launcher": "inline"},
-        "run_dir": str(folder / arm),
-        "seed": seed,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "epochs": 1,
-        "train_batch_size": BATCH,
-        "micro_train_batch_size_per_gpu": BATCH,
-        "ckpt_interval": -1,
-        "eval_interval": -1,
-        "hf_save_interval": INTERVAL,
-        "resume_mode": "none",
-    }
+def settings_of(folder: Path, arm: str, steps: int, seed: int) -> list[str]:
+    """Return the settings of an arm as a command line has them (`key=value`)."""
+    common = [
+        *SETTINGS,
+        f"trainer.policy.model.path={folder.parent / 'student'}",
+        f"trainer.run_dir={folder / arm}",
+        f"trainer.seed={seed}",
+        f"trainer.max_training_steps={steps}",
+        f"trainer.hf_save_interval={max(steps // EVALUATIONS, 1)}",
+    ]
+    if arm in SFT:
+        return [*common, f"data.train_data=['{folder / arm}.jsonl']"]
+    teacher = f"trainer.distillation.teachers.main.model={folder.parent / 'teacher'}"
+    return [*common, *DISTILLATION, teacher, f"data.train_data=['{folder / 'train.parquet'}']"]
 
 
-def train(folder: Path, arm: str, seed: int) -> None:
+def train(folder: Path, arm: str, steps: int, seed: int) -> None:
     """Train an arm, unless its last export is there."""
-    if (folder / arm / "exports" / f"global_step_{STEPS}").exists():
+    if (folder / arm / "exports" / f"global_step_{steps}").exists():
         return
-    trainer = settings_of(folder, arm, seed)
-    if arm == "sft":
-        data = {"train_data": [str(folder / "answers.jsonl")]}
-        SupervisedExp(validate_supervised_cfg({"data": data, "trainer": trainer}, SupervisedConfig)).run()
-        return
-    own = {
-        "policy_mini_batch_size": BATCH,
-        "micro_forward_batch_size_per_gpu": BATCH,
-        "max_prompt_length": LONGEST,
-        "distillation": {"teachers": {"main": {"model": str(folder.parent / "teacher")}}} | ARMS[arm],
-    }
-    length = {"max_input_length": LONGEST, "sampling_params": {"max_generate_length": LONGEST}}
-    values = {
-        "data": {"train_data": [str(folder / "data" / "train.parquet")], "val_data": []},
-        "environment": {"env_class": "arithmetic"},
-        "trainer": trainer | own,
-        "generator": {"model_dtype": "float32", "max_turns": 1, **length},
-    }
-    DistillationExp(SkyRLConfig.from_dict(with_defaults(values, DEFAULTS))).run()
-
-
-def curve_of(folder: Path, arm: str, seed: int) -> Curve:
-    """Evaluate the exports of an arm, and the student before training."""
-    curve_file = folder / arm / "curve.json"
-    if curve_file.exists():
-        return [(tokens, share) for tokens, share in json.loads(curve_file.read_text())]
-    if arm == "sft":
-        tokens = [fmean(answer_lengths(folder)) * BATCH] * STEPS
+    shutil.rmtree(folder / arm, ignore_errors=True)
+    settings = settings_of(folder, arm, steps, seed)
+    if arm in SFT:
+        SupervisedExp(validate_supervised_cfg(compose_config(settings, SupervisedConfig), SupervisedConfig)).run()
     else:
-        tokens = [row["policy/response_length"] * BATCH for row in RunFolder(folder / arm).read_metrics()]
-    rows = make_rows(TASKS["arithmetic"], HELD_OUT, seed, held_out=True)
-    curve: Curve = [(0.0, accuracy(folder.parent / "student", rows, seed))]
-    for step in range(INTERVAL, STEPS + 1, INTERVAL):
-        [export] = (folder / arm / "exports" / f"global_step_{step}").rglob("config.json")
-        curve.append((sum(tokens[:step]), accuracy(export.parent, rows, seed)))
-    curve_file.write_text(json.dumps(curve))
+        DistillationExp(compose_config(settings, changes=DEFAULTS)).run()
+
+
+def curve_of(folder: Path, arm: str, before: float, seed: int) -> Metrics:
+    """Evaluate the exports of an arm. Returns: response tokens trained (as `step`) and share of right answers."""
+    tokens = 0.0
+    curve: Metrics = [{"step": tokens, RIGHT: before}]
+    for row in RunFolder(folder / arm).read_metrics():
+        tokens += row["train/learnt_tokens"] if arm in SFT else row["policy/response_length"] * NUM_PROMPTS
+        for export in (folder / arm / "exports" / f"global_step_{row['step']}").rglob("config.json"):
+            curve.append({"step": tokens, RIGHT: accuracy(export.parent, seed)})
     return curve
 
 
-def answer_lengths(folder: Path) -> list[int]:
-    """Return the number of response tokens of each of the teacher's answers, the end token included."""
-    tokenizer = AutoTokenizer.from_pretrained(folder.parent / "teacher")
-    texts = [
-        json.loads(line)["messages"][-1]["content"] for line in (folder / "answers.jsonl").read_text().splitlines()
-    ]
-    return [len(tokenizer.encode(text, add_special_tokens=False)) + 1 for text in texts]
-
-
-def with_defaults(values: dict[str, Any], defaults: Mapping[str, object]) -> dict[str, Any]:
-    """Add settings by full name to nested ones."""
-    for name, value in defaults.items():
-        *path, last = name.split(".")
-        section = values
-        for part in path:
-            section = section.setdefault(part, {})
-        section.setdefault(last, value)
-    return values
-
-
-def at(curve: Curve, tokens: float) -> float:
+def at(curve: Metrics, tokens: float) -> float:
     """Interpolate a curve at a number of tokens."""
-    for (left, low), (right, high) in pairwise(curve):
-        if tokens <= right:
-            return low + (high - low) * (tokens - left) / (right - left)
-    return curve[-1][1]
+    for left, right in pairwise(curve):
+        if tokens <= right["step"]:
+            share = (tokens - left["step"]) / (right["step"] - left["step"])
+            return left[RIGHT] + share * (right[RIGHT] - left[RIGHT])
+    return curve[-1][RIGHT]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--output", type=Path, default=REPOSITORY / "runs" / "miniature-distillation")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    curves: dict[str, list[Curve]] = {arm: [] for arm in ARMS}
-    teachers = []
-    make_models(options.output.resolve())
-    for seed in options.seeds:
-        folder = options.output.resolve() / f"seed_{seed}"
-        make_data(folder, seed)
-        held_out = make_rows(TASKS["arithmetic"], HELD_OUT, seed, held_out=True)
-        teachers.append(accuracy(folder.parent / "teacher", held_out, seed))
-        for arm in ARMS:
-            train(folder, arm, seed)
-            curves[arm].append(curve_of(folder, arm, seed))
-            print(f"seed {seed} {arm}: {[(round(x), round(y, 3)) for x, y in curves[arm][-1]]}", flush=True)
-    report(curves, teachers)
-    print(f"\ncurve: {draw(curves, options.output / 'curves.png')}")
-
-
-def report(curves: Mapping[str, Sequence[Curve]], teachers: Sequence[float]) -> None:
-    """Print the table."""
-    num_seeds = len(teachers)
-    budgets = [min(curves[arm][number][-1][0] for arm in ARMS) for number in range(num_seeds)]
+def report(curves: Mapping[str, Sequence[Metrics]]) -> str:
+    """Return the table of right answers at equal tokens, and of paired differences to the supervised arms."""
+    last = {arm: [curve[-1][RIGHT] for curve in own] for arm, own in curves.items()}
     rows = []
-    for share in (0.5, 1.0):
-        scores = {arm: [at(curves[arm][n], share * budgets[n]) for n in range(num_seeds)] for arm in ARMS}
-        for arm, own in scores.items():
-            difference = Difference(tuple(a - b for a, b in zip(own, scores["sft"], strict=True)))
-            against = "" if arm == "sft" else str(difference)
-            rows.append([f"{arm}, {share * fmean(budgets):,.0f} tokens", f"{fmean(own):.3f}", against])
-    before = fmean(curve[0][1] for curve in curves["sft"])
-    print(f"right answers before: {before:.3f}; teacher: {fmean(teachers):.3f}\n")
-    print(markdown_table(["arm", "right answers", "difference to sft"], rows))
+    for arm, own in last.items():
+        to_sft = [str(Difference(tuple(a - b for a, b in zip(own, last[sft], strict=True)))) for sft in SFT]
+        best = fmean(max(row[RIGHT] for row in curve) for curve in curves[arm])
+        rows.append([arm, f"{fmean(own):.3f}", f"{best:.3f}", *(["", ""] if arm in SFT else to_sft)])
+    heads = ["arm", "right answers", "best on the way", *(f"difference to {sft}" for sft in SFT)]
+    return markdown_table(heads, rows)
 
 
-def draw(curves: Mapping[str, Sequence[Curve]], path: Path) -> Path:
-    """Draw right answers over tokens: a thin line for each seed, a thick one for their mean."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import, and only needed here
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5.2, 3.4), dpi=140, layout="constrained")
-    axes = figure.subplots()
-    for color, (arm, runs) in zip(["#2457c5", "#c2571a", "#3a8a3a"], curves.items(), strict=True):
-        for run in runs:
-            axes.plot(*zip(*run, strict=True), color=color, alpha=0.3, linewidth=0.9)
-        means = [[fmean(values) for values in zip(*points, strict=True)] for points in zip(*runs, strict=True)]
-        axes.plot(*zip(*means, strict=True), color=color, linewidth=2.2, label=arm)
-    axes.set(title="right answers (held out)", xlabel="response tokens trained")
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    FigureCanvasAgg(figure).print_png(str(path))
-    return path
+def main(argv: list[str] | None = None) -> None:
+    options = argument_parser(__doc__, "distillation", steps=48, warm_up_steps=600).parse_args(argv)
+    torch.set_num_threads(1)
+    output = options.output.resolve()
+    make_models(output, options.warm_up_steps)
+    curves: dict[str, list[Metrics]] = {arm: [] for arm in ARMS}
+    for seed in options.seeds:
+        folder = output / f"seed_{seed}"
+        if not (folder / "sft_fresh.jsonl").exists():
+            make_data(folder, options.steps, seed)
+        before = accuracy(output / "student", seed)
+        print(f"seed {seed}: right answers before {before:.3f}, teacher {accuracy(output / 'teacher', seed):.3f}")
+        for arm in ARMS:
+            train(folder, arm, options.steps, seed)
+            curves[arm].append(curve_of(folder, arm, before, seed))
+            shown = ", ".join(f"{row['step']:.0f}: {row[RIGHT]:.3f}" for row in curves[arm][-1])
+            print(f"seed {seed} {arm}, right answers by tokens: {shown}", flush=True)
+    equal = min(curve[-1]["step"] for of_arm in curves.values() for curve in of_arm)
+    tokens = [equal * part / EVALUATIONS for part in range(EVALUATIONS + 1)]
+    curves = {
+        arm: [[{"step": x, RIGHT: at(curve, x)} for x in tokens] for curve in of_arm] for arm, of_arm in curves.items()
+    }
+    print(f"at {equal:,.0f} response tokens:\n\n{report(curves)}\n")
+    print(draw_curves(output / "curves.png", {RIGHT: RIGHT}, curves, xlabel="response tokens trained"))
 
 
 if __name__ == "__main__":

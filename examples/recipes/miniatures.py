@@ -234,8 +234,10 @@ def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
-def draw_curves(path: Path, panels: Mapping[str, str], arms: Mapping[str, Sequence[Metrics]]) -> Path:
-    """Draw metrics over the steps, a panel each: a thin line for each seed, a thick one for their mean.
+def draw_curves(
+    path: Path, panels: Mapping[str, str], arms: Mapping[str, Sequence[Metrics]], xlabel: str = "step"
+) -> Path:
+    """Draw metrics over `step`, a panel each: a thin line for each seed, a thick one for their mean.
 
     Args:
         path: PNG file to write.
@@ -255,7 +257,7 @@ def draw_curves(path: Path, panels: Mapping[str, str], arms: Mapping[str, Sequen
             steps = sorted(set.intersection(*map(set, curves)))
             means = [fmean(curve[step] for curve in curves) for step in steps]
             axes.plot(steps, means, color=color, linewidth=2.2, label=arm)
-        axes.set(title=title, xlabel="step")
+        axes.set(title=title, xlabel=xlabel)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     figure.axes[0].legend(frameon=False)
