@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import json
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
@@ -11,23 +10,16 @@ from typing import Any
 
 import pytest
 
-import skyrl_gym
-from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.entrypoints.main_base import BasePPOExp
 from skyrl_train.trainer import RayPPOTrainer
+from skyrl_train_testing.tiny_runs import DifferentCharacters, registered, tiny_run, write_prompts
 
 
-class OneTurn(BaseTextEnv):
-    """Environment of one turn that gives every response the reward 0.5."""
+class OneTurn(DifferentCharacters):
+    """Environment that gives every response the reward 0.5."""
 
-    def __init__(self, env_config: Any = None, extras: Any = None):
-        super().__init__()
-
-    def step(self, action: str) -> BaseTextEnvStepOutput:
-        return BaseTextEnvStepOutput(observations=[], reward=self.reward(), done=True, metadata={})
-
-    def reward(self) -> float:
+    def reward(self, action: str) -> float:
         return 0.5
 
 
@@ -36,7 +28,7 @@ class RaisesInFirstStep(OneTurn):
 
     episodes: "itertools.count[int]"
 
-    def reward(self) -> float:
+    def reward(self, action: str) -> float:
         number = next(type(self).episodes)
         if number == 0:
             raise ConnectionResetError("the sandbox hung up")
@@ -51,21 +43,13 @@ class RaisesInInit(OneTurn):
 class Hangs(OneTurn):
     released: threading.Event
 
-    def reward(self) -> float:
+    def reward(self, action: str) -> float:
         type(self).released.wait(60)
         return 1.0
 
 
-class ManyCharacters(OneTurn):
-    """Environment whose reward is the share of different characters in a response."""
-
-    def step(self, action: str) -> BaseTextEnvStepOutput:
-        reward = len(set(action)) / max(1, len(action))
-        return BaseTextEnvStepOutput(observations=[], reward=reward, done=True, metadata={})
-
-
 class NotANumber(OneTurn):
-    def reward(self) -> float:
+    def reward(self, action: str) -> float:
         return float("nan")
 
 
@@ -74,16 +58,15 @@ def environments() -> Iterator[None]:
     """Register an environment for each kind of failure."""
     RaisesInFirstStep.episodes = itertools.count()
     Hangs.released = threading.Event()
-    for name, env in {
-        "works": OneTurn,
-        "many_characters": ManyCharacters,
-        "raises_in_first_step": RaisesInFirstStep,
-        "raises_in_init": RaisesInInit,
-        "hangs": Hangs,
-        "not_a_number": NotANumber,
-    }.items():
-        skyrl_gym.register(id=name, entry_point=env)
-    yield
+    with registered(
+        works=OneTurn,
+        different_characters=DifferentCharacters,
+        raises_in_first_step=RaisesInFirstStep,
+        raises_in_init=RaisesInInit,
+        hangs=Hangs,
+        not_a_number=NotANumber,
+    ):
+        yield
     Hangs.released.set()
 
 
@@ -119,54 +102,28 @@ def prompt(env_class: str, content: str = "1+1=") -> dict[str, Any]:
     }
 
 
-def write_prompts(path: Path, prompts: list[dict[str, Any]]) -> None:
-    """A dataset of these prompts, cut to a length that the trainer takes."""
-    rows = [{"prompt": [{"role": "user", "content": row["prompt"][0]["content"][:8]}]} for row in prompts]
-    path.write_text("\n".join(json.dumps(row) for row in rows))
-
-
-def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """`base` with `changes`, section by section."""
-    sections = {
-        name: merged(base[name], changes[name])
-        for name in base
-        if isinstance(changes.get(name), dict) and isinstance(base[name], dict)
-    }
-    return base | changes | sections
-
-
-def settings(model: str, run_dir: Path, num_prompts: int, changes: dict[str, dict[str, Any]]) -> SkyRLConfig:
+def settings(model: str, folder: Path, launcher: str, num_prompts: int, changes: dict[str, Any]) -> SkyRLConfig:
     """Settings of a run of `num_prompts` prompts a step, four samples each, one optimizer step."""
-    trainer = {
-        "policy": {"model": {"path": model}},
-        "run_dir": str(run_dir),
-        "train_batch_size": num_prompts,
-        "policy_mini_batch_size": num_prompts,
-        "micro_train_batch_size_per_gpu": 4,
-        "micro_forward_batch_size_per_gpu": 8,
-        "max_prompt_length": 40,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "algorithm": {"use_kl_loss": False},
-        "eval_interval": 0,
-        "ckpt_interval": 0,
-        "print_example_interval": 0,
-        "worker_timeout_seconds": 120,
-    }
-    generator = {
-        "model_dtype": "float32",
-        "n_samples_per_prompt": 4,
-        "max_num_seqs": 32,
-        "sampling_params": {"max_generate_length": 8},
-        "request_timeout_seconds": 60,
-    }
-    sections = {
-        "data": {"train_data": [str(run_dir / "prompts.jsonl")]},
-        "trainer": merged(trainer, changes.get("trainer", {})),
-        "generator": merged(generator, changes.get("generator", {})),
+    own = {
         "environment": {"env_class": "works", "skyrl_gym": {"env_timeout_seconds": 1.0}},
+        "trainer": {
+            "policy": {"optimizer_config": {"lr": 1e-6}},
+            "placement": {"launcher": launcher},
+            "train_batch_size": num_prompts,
+            "policy_mini_batch_size": num_prompts,
+            "micro_forward_batch_size_per_gpu": 8,
+            "max_training_steps": None,
+            "max_prompt_length": 40,
+            "worker_timeout_seconds": 120,
+        },
+        "generator": {
+            "max_num_seqs": 32,
+            "sampling_params": {"max_generate_length": 8},
+            "request_timeout_seconds": 60,
+        },
     }
-    return SkyRLConfig.from_dict(sections)
+    prompts = write_prompts(folder / "prompts.jsonl", num_prompts)
+    return SkyRLConfig.from_dict(tiny_run(folder, model, prompts, own, changes))
 
 
 StartRun = Callable[..., AbstractAsyncContextManager[ScriptedTrainer]]
@@ -180,9 +137,7 @@ def make_start_run(model: str, launcher: str) -> StartRun:
         experiment: type[ScriptedExperiment] = ScriptedExperiment,
         **changes: dict[str, Any],
     ) -> AsyncIterator[ScriptedTrainer]:
-        write_prompts(folder / "prompts.jsonl", script[0])
-        with_launcher = merged({"trainer": {"placement": {"launcher": launcher}}}, changes)
-        cfg = settings(model, folder, len(script[0]), with_launcher)
+        cfg = settings(model, folder, launcher, len(script[0]), changes)
         trainer = await experiment(cfg)._setup_trainer()
         assert isinstance(trainer, ScriptedTrainer)
         trainer.script = script
