@@ -1,6 +1,8 @@
 """Tiny real things that many tests use: a model, a Ray cluster, the folder of real data."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,13 +19,18 @@ prepare_cpu()
 
 
 @pytest.fixture(scope="session")
-def test_data() -> Path:
-    """The folder of real public data; tests that need it are skipped where it is not."""
-    default = Path(__file__).parents[3] / "shared" / "data"
-    folder = Path(os.environ.get("SKYRL_TEST_DATA", default))
-    if not folder.is_dir():
-        pytest.skip(f"no real data at {folder}; set SKYRL_TEST_DATA to a folder that has it")
-    return folder
+def run_script() -> Callable[..., str]:
+    """`run_script("benchmarks/x.py", "--option")`: what a program of the repository prints; it must succeed."""
+
+    def run(*command: str, timeout: float = 280.0) -> str:
+        environment, root = os.environ | {"OMP_NUM_THREADS": "1"}, Path(__file__).parents[2]
+        finished = subprocess.run(
+            [sys.executable, *command], cwd=root, env=environment, capture_output=True, text=True, timeout=timeout
+        )
+        assert finished.returncode == 0, finished.stderr[-4000:]
+        return finished.stdout + finished.stderr
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -1,30 +1,16 @@
 """The benchmark of checkpoints runs: each place and way has a row."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[3]
-
 
 @pytest.mark.full
-def test_every_place_and_way_is_measured(tmp_path: Path):
-    finished = subprocess.run(
-        [sys.executable, "benchmarks/checkpoints.py", "--megabytes", "100", "--directory", str(tmp_path)],
-        cwd=REPOSITORY,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert finished.returncode == 0, finished.stderr[-4000:]
-    rows = re.findall(
-        r"\| (disk|object store) \| (at once|beside the training) \| ([\d.]+) \| ([\d.]+) \|", finished.stdout
-    )
+def test_every_place_and_way_is_measured(tmp_path: Path, run_script: Any):
+    printed = run_script("benchmarks/checkpoints.py", "--megabytes", "100", "--directory", str(tmp_path))
+    rows = re.findall(r"\| (disk|object store) \| (at once|beside the training) \| ([\d.]+) \| ([\d.]+) \|", printed)
     assert [row[:2] for row in rows] == [
         (place, way) for place in ("disk", "object store") for way in ("at once", "beside the training")
     ]

