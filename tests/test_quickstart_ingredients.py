@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import skyrl_gym
+from skyrl_train.curve_bands import CurveWatch, read_bands
 
 QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart"
 
@@ -141,3 +142,13 @@ def test_the_three_commands(tmp_path):
     train, validation = (parquet.read_table(tmp_path / "data" / f"{n}.parquet") for n in ("train", "validation"))
     assert (train.num_rows, validation.num_rows) == (10, 3)
     assert set(train.column_names) == {"prompt", "env_class", "data_source", "reward_spec", "extra_info"}
+
+
+def test_expected_curves_of_arithmetic_are_left_by_a_model_that_learns_nothing():
+    expected = read_bands(str(QUICKSTART / "bands" / "arithmetic.yaml"))
+    (band,) = expected.bands
+    watch, outside = CurveWatch(expected), f"expected/{band.metric}/outside"
+    (first, low, high), (last, *_) = band.points[0], band.points[-1]
+    assert band.metric == "reward/avg_raw_reward"
+    assert watch.observe(first, {band.metric: (low + high) / 2})[outside] == 0
+    assert watch.observe(last, {band.metric: (low + high) / 2})[outside] == -1
