@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import skyrl_gym
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
+from skyrl_gym.envs.registration import EnvSpec, registry
 
 
 def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,11 +77,13 @@ class DifferentCharacters(BaseTextEnv):
 
 @contextmanager
 def registered(**environments: type[BaseTextEnv]) -> Iterator[None]:
-    """Have these environments in the registry, by their ids, within the block."""
-    for name, environment in environments.items():
-        skyrl_gym.register(id=name, entry_point=environment)
+    """Have these environments in the registry, by their ids, within the block: in place of others of the same id, which
+    come back."""
+    before = {name: registry[name] for name in environments if name in registry}
+    registry.update({name: EnvSpec(name, environment) for name, environment in environments.items()})
     try:
         yield
     finally:
         for name in environments:
-            skyrl_gym.deregister(name)
+            registry.pop(name, None)
+        registry.update(before)

@@ -14,13 +14,14 @@ EVALUATION = StepPart.EVALUATION
 
 # fmt: off
 WITHOUT_EFFECT = (
-    "data.train_data",  # a place: the content is compared
+    "data.train_data", "data.cache_dir",  # places: the content is compared
     "trainer.project_name", "trainer.run_name", "trainer.run_dir", "trainer.logger",
     "trainer.ckpt_path", "trainer.ckpt_interval", "trainer.ckpt_async", "trainer.max_ckpts_to_keep",
     "trainer.resume_mode", "trainer.resume_path", "trainer.resume_allow_changes",
     "trainer.export_path", "trainer.hf_save_interval", "trainer.print_example_interval", "trainer.curve_bands",
     "trainer.show_progress",
     "trainer.dump_data_batch", "trainer.dump_eval_results", "trainer.dump_trajectories", "trainer.dump_token_columns",
+    "trainer.max_trajectories_gb",
     "trainer.worker_timeout_seconds", "trainer.max_consecutive_skipped_updates", "trainer.distillation.memory_gb",
     "trainer.algorithm.first_ratio_tolerance",
     "trainer.policy.optimizer_config.offload_after_step", "trainer.critic.optimizer_config.offload_after_step",

@@ -45,6 +45,9 @@ _MAX_MASKED = 0.05
 """Share of masked groups up to which a choice is recommended: they are mostly those with long answers."""
 
 
+_CORRECTIONS = ("policy_loss_type=decoupled_ppo", "off_policy_correction.tis_ratio_type=token")
+
+
 @dataclass(frozen=True)
 class Workload:
     """Training as it was measured, or as options describe it."""
@@ -52,8 +55,9 @@ class Workload:
     groups: Sequence[Sequence[SampleCost]]
     groups_per_step: int
     costs: Costs
-    loss: str | None = "regular"
-    """Policy loss; None: it already knows the policy that generated."""
+    corrections: Sequence[str] = _CORRECTIONS
+    """Settings of the algorithm that correct for the policy that generated, the best of more than a step of staleness
+    first and of one step last; empty: it is corrected already."""
 
     has_engines: bool = True
     """False: groups take as long as they took in an asynchronous run, however many are generated at once."""
@@ -203,7 +207,7 @@ def measured(folder: Path) -> Workload:
         step_seconds=fmean(row["timing/step"] - row["timing/generate"] for row in used) - sync,
         sync_seconds=sync,
     )
-    return Workload(groups, cfg.trainer.train_batch_size, costs, _uncorrected_loss(cfg))
+    return Workload(groups, cfg.trainer.train_batch_size, costs, _corrections(cfg))
 
 
 def config_of(run: RunFolder) -> "SkyRLConfig":
@@ -214,10 +218,12 @@ def config_of(run: RunFolder) -> "SkyRLConfig":
     return SkyRLConfig.from_dict(yaml.safe_load(run.config_path.read_text()))
 
 
-def _uncorrected_loss(cfg: "SkyRLConfig") -> str | None:
+def _corrections(cfg: "SkyRLConfig") -> Sequence[str]:
     algorithm = cfg.trainer.algorithm
-    is_corrected = algorithm.loss_reads_rollout_log_probs or algorithm.off_policy_correction.is_on
-    return None if is_corrected else algorithm.policy_loss_type
+    if algorithm.loss_reads_rollout_log_probs or algorithm.off_policy_correction.is_on:
+        return ()
+    # Only the default loss has a decoupled form.
+    return _CORRECTIONS if algorithm.policy_loss_type == type(algorithm)().policy_loss_type else _CORRECTIONS[-1:]
 
 
 def later_steps(run: RunFolder) -> list[dict[str, Any]]:
@@ -258,7 +264,7 @@ def measured_asynchronous(run: RunFolder) -> Workload:
         step_seconds=max(0.0, whole - waited - sync),
         sync_seconds=sync * every,
     )
-    return Workload(groups, cfg.trainer.train_batch_size, costs, _uncorrected_loss(cfg), has_engines=False)
+    return Workload(groups, cfg.trainer.train_batch_size, costs, _corrections(cfg), has_engines=False)
 
 
 def replayed(folder: Path) -> tuple[float, float]:
@@ -401,10 +407,9 @@ def overrides(workload: Workload, choice: Choice, num_gpus: int | None) -> str:
         f"{name}.order={limits.order}",
         f"{name}.on_stale={limits.on_stale}",
     ]
-    if workload.loss is not None:
+    if workload.corrections:
         # Measured in docs/asynchronous.md: at more than a step, truncated weights cost more reward.
-        decoupled = workload.loss == "regular" and limits.max_staleness_steps > 1
-        correction = "policy_loss_type=decoupled_ppo" if decoupled else "off_policy_correction.tis_ratio_type=token"
+        correction = workload.corrections[0 if limits.max_staleness_steps > 1 else -1]
         settings.append(f"trainer.algorithm.{correction}")
     if num_gpus is not None:
         settings.append(f"generator.num_inference_engines={choice.num_engines}")

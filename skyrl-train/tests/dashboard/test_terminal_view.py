@@ -1,13 +1,16 @@
 """The run in a terminal: `render` draws data, the command reads a run folder."""
 
 import io
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from dashboard_runs import HOSTILE, trajectory, write_run
 from rich.console import Console
 
+from skyrl_train.dashboard import terminal
 from skyrl_train.dashboard.__main__ import main
 from skyrl_train.dashboard.terminal import RunReader, block_curve, printable, render, show
 from skyrl_train.utils.run_folder import RunFolder
@@ -88,7 +91,7 @@ def test_view_on_a_terminal_follows_the_run_until_it_ends(tmp_path: Path, monkey
         with open(run.log_path("trainer"), "a") as file:
             file.write("2026-01-01 00:00:02 INFO    step 2/2  reward 0.75\n")
 
-    monkeypatch.setattr("skyrl_train.dashboard.terminal.time.sleep", next_step)
+    monkeypatch.setattr(terminal, "time", SimpleNamespace(time=time.time, sleep=next_step))
     console = Console(file=io.StringIO(), width=100, force_terminal=True)
     show(tmp_path / "adding", console)
     text = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]

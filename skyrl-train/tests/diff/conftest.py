@@ -45,10 +45,10 @@ class CoarseEngine(NativeInferenceEngine):
 
 @pytest.fixture(scope="module", autouse=True)
 def environments_and_engine() -> Iterator[None]:
-    register_engine("coarse", requires=EngineTraits(is_in_process=True))(CoarseEngine)
     with registered(different_characters=WorthCharacters, early_characters=EarlyCharacters):
+        register_engine("coarse", requires=EngineTraits(is_in_process=True))(CoarseEngine)
         yield
-    EngineRegistry.unregister("coarse")
+        EngineRegistry.unregister("coarse")
 
 
 def rows() -> list[dict[str, Any]]:

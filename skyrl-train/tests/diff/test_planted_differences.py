@@ -15,7 +15,7 @@ from skyrl_train.diff import compare_runs
 from skyrl_train.entrypoints.main_base import BasePPOExp
 from skyrl_train.trainer import RayPPOTrainer
 from skyrl_train.workers.policy_worker import PolicyWorker
-from skyrl_train_testing.tiny_runs import merged
+from skyrl_train_testing.tiny_runs import merged, registered
 
 NOT_THE_CAUSE = {
     "trainer": {
@@ -172,14 +172,9 @@ def test_library_of_another_step_is_not_the_first_cause(copy: Path, base_run: Pa
 @pytest.mark.slow
 def test_planted_code_of_an_environment_is_the_first_cause(train: Callable[..., Path], base_run: Path, tmp_path: Path):
     """The id stays, the class behind it does not."""
-    before, other = skyrl_gym.spec("different_characters"), skyrl_gym.spec("early_characters")
-    skyrl_gym.deregister("different_characters")
-    skyrl_gym.register(id="different_characters", entry_point=other.entry_point)
-    try:
+    other: Any = skyrl_gym.spec("early_characters").entry_point
+    with registered(different_characters=other):
         found = compare_runs(base_run, train(tmp_path / "b", steps(1)))
-    finally:
-        skyrl_gym.deregister("different_characters")
-        skyrl_gym.register(id="different_characters", entry_point=before.entry_point)
     assert found.causes[0].name == "environment different_characters"
     assert found.parting[0].quantity == "reward"
 
