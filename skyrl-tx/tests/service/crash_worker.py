@@ -12,6 +12,8 @@ import os
 import sys
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1]))  # for `stores`
+
 from service_users import Client, running, scripted
 
 
