@@ -94,7 +94,7 @@ TINY = Size(
 
 @dataclass(frozen=True)
 class Bench:
-    """What sections share: device, number format, amount of work, a folder for files."""
+    """Device, number format, amount of work and folder for files that sections share."""
 
     device: str
     dtype: str

@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from native_runs import make_core, random_prompts, run, same_bits
 
+from skyrl_train.errors import ConfigError
 from skyrl_train.inference_engines.completion import Completion
 from skyrl_train.inference_engines.native.core import NativeEngineCore
+from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train.inference_engines.native.requests import EngineSamplingParams, Request
 from skyrl_train.inference_engines.native.speculation import MAX_NGRAM, MIN_NGRAM, Places, look_up
 from skyrl_train.models.routing_replay import RoutingReplay
@@ -175,3 +177,10 @@ def test_weights_with_nan_fail_a_drafted_answer_and_leave_nothing_behind(tiny_mo
     with torch.no_grad():
         weight.copy_(kept)
     assert same_bits(run(core, [replace(request)])[0], expected)
+
+
+@pytest.mark.parametrize("setting", ["num_speculative_tokens", "speculative_max_seqs"])
+def test_negative_settings_are_refused(setting: str):
+    given: dict[str, Any] = {setting: -1}
+    with pytest.raises(ConfigError, match=f"{setting}.* must not be negative; got .*-1"):
+        NativeInferenceEngine("never read", **given)

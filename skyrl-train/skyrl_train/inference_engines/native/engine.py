@@ -81,6 +81,23 @@ class _PendingBatch:
             self.done.set_exception(error)
 
 
+def _check_sizes(
+    max_num_seqs: int, prefix_cache_gib: float, num_speculative_tokens: int, speculative_max_seqs: int
+) -> None:
+    """Raise ConfigError on a size out of range."""
+    if max_num_seqs < 1:
+        raise ConfigError(f"max_num_seqs must be at least 1; got {max_num_seqs}")
+    if prefix_cache_gib < 0:
+        raise ConfigError(
+            f"prefix_cache_gib must not be negative; got {prefix_cache_gib} (enable_prefix_caching=False: no cache)"
+        )
+    if num_speculative_tokens < 0 or speculative_max_seqs < 0:
+        raise ConfigError(
+            "num_speculative_tokens and speculative_max_seqs must not be negative; got "
+            f"{num_speculative_tokens} and {speculative_max_seqs} (0: no speculative decoding)"
+        )
+
+
 class NativeInferenceEngine(InferenceEngineInterface):
     """Rollout engine that runs a transformers causal language model in this process, on a CPU or one CUDA device.
     Before it is ready it generates a few tokens, and refuses a model that it cannot run (ConfigError, with the backend
@@ -155,17 +172,7 @@ class NativeInferenceEngine(InferenceEngineInterface):
         num_speculative_tokens: int = 0,
         speculative_max_seqs: int = MAX_DRAFTING,
     ):
-        if num_speculative_tokens < 0 or speculative_max_seqs < 0:
-            raise ConfigError(
-                "num_speculative_tokens and speculative_max_seqs must not be negative; got "
-                f"{num_speculative_tokens} and {speculative_max_seqs} (0: no speculative decoding)"
-            )
-        if max_num_seqs < 1:
-            raise ConfigError(f"max_num_seqs must be at least 1; got {max_num_seqs}")
-        if prefix_cache_gib < 0:
-            raise ConfigError(
-                f"prefix_cache_gib must not be negative; got {prefix_cache_gib} (enable_prefix_caching=False: no cache)"
-            )
+        _check_sizes(max_num_seqs, prefix_cache_gib, num_speculative_tokens, speculative_max_seqs)
         self._device = torch.device(device)
         if self._device.type == "cpu" and dtype == "float32":
             use_strict_kernels()
