@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from native_runs import make_core, random_prompts, run, same_bits
+from native_runs import batch, engine_of, make_core, random_prompts, run, same_bits
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.inference_engines.completion import Completion
@@ -184,3 +184,14 @@ def test_negative_settings_are_refused(setting: str):
     given: dict[str, Any] = {setting: -1}
     with pytest.raises(ConfigError, match=f"{setting}.* must not be negative; got .*-1"):
         NativeInferenceEngine("never read", **given)
+
+
+async def test_engine_proposes_nothing_beyond_its_number_of_requests(tiny_models):
+    [request] = requests_of(GREEDY)
+    asked = batch(request.prompt.tolist(), max_tokens=60, temperature=0.0) | {"count_cached_tokens": True}
+    drafted = []
+    for max_seqs in (0, 1):
+        settings: dict[str, Any] = {"num_speculative_tokens": 3, "speculative_max_seqs": max_seqs}
+        async with engine_of(tiny_models("qwen3"), **settings) as engine:
+            drafted.append((await engine.generate(asked))["draft_counts"][0].num_drafted)  # pyright: ignore
+    assert drafted[0] == 0 < drafted[1]
