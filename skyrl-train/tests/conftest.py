@@ -11,6 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two threads of on
 
 import pytest
 import torch
+from loguru import logger
 
 from skyrl_train.utils.cpu_numerics import prepare_cpu
 from skyrl_train_testing.object_store import ObjectStore, object_store
@@ -31,6 +32,15 @@ def run_script() -> Callable[..., str]:
         return finished.stdout + finished.stderr
 
     return run
+
+
+@pytest.fixture
+def log() -> Iterator[list[str]]:
+    """Lines of the log, from level INFO on."""
+    lines: list[str] = []
+    handler = logger.add(lambda message: lines.append(message.record["message"]), level="INFO")
+    yield lines
+    logger.remove(handler)
 
 
 @pytest.fixture(scope="session")

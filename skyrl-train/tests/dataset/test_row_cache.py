@@ -15,7 +15,6 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from loguru import logger
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -48,15 +47,6 @@ def write(path: Path, contents: list[str]) -> str:
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
-
-
-@pytest.fixture
-def log() -> Iterator[list[str]]:
-    """Lines of the log."""
-    lines: list[str] = []
-    handler = logger.add(lambda message: lines.append(message.record["message"]), level="INFO")
-    yield lines
-    logger.remove(handler)
 
 
 @pytest.fixture

@@ -1,13 +1,12 @@
 """A checkpoint knows the settings and data that it comes from, and another experiment does not take it over."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from loguru import logger
 
 from skyrl_train.checkpoints import CheckpointStore
 from skyrl_train.config import SkyRLConfig
@@ -21,15 +20,6 @@ from skyrl_train.training_run import check_resumption, num_training_steps
 
 Changes = dict[str, Any]
 Make = Callable[[Path, Changes], SkyRLConfig]
-
-
-@pytest.fixture
-def lines() -> Iterator[list[str]]:
-    """Collect log lines."""
-    messages: list[str] = []
-    handler = logger.add(lambda message: messages.append(message.record["message"]), level="INFO")
-    yield messages
-    logger.remove(handler)
 
 
 @pytest.fixture
@@ -117,11 +107,11 @@ def test_evaluation_in_the_folder_of_a_run_is_not_compared(settings: Make, promp
     assert not EvalOnlyEntrypoint(settings(checkpointed, changes)).is_finished()
 
 
-def test_checkpoint_of_an_earlier_release_is_resumed_with_a_warning(settings: Make, tmp_path: Path, lines: list[str]):
+def test_checkpoint_of_an_earlier_release_is_resumed_with_a_warning(settings: Make, tmp_path: Path, log: list[str]):
     with CheckpointStore(tmp_path / "ckpts").writing(1) as draft:
         (draft.folder / "trainer_state.json").write_text("{}")
     BasePPOExp(settings(tmp_path, {"trainer": {"seed": 7}}))
-    assert any("does not record its settings and data" in line for line in lines)
+    assert any("does not record its settings and data" in line for line in log)
 
 
 def test_damaged_provenance_is_named(checkpointed: Path, settings: Make):
@@ -131,12 +121,12 @@ def test_damaged_provenance_is_named(checkpointed: Path, settings: Make):
         BasePPOExp(settings(checkpointed, {}))
 
 
-def test_finished_run_says_so(settings: Make, tmp_path: Path, lines: list[str]):
+def test_finished_run_says_so(settings: Make, tmp_path: Path, log: list[str]):
     write_checkpoint(BasePPOExp(settings(tmp_path, {})), step=2)
     assert not BasePPOExp(settings(tmp_path, {"trainer": {"max_training_steps": 3}})).is_finished()
     assert not BasePPOExp(settings(tmp_path, {"trainer": {"resume_mode": "none"}})).is_finished()
     assert BasePPOExp(settings(tmp_path, {})).is_finished()
-    [said] = [line for line in lines if line.startswith("this run is finished")]
+    [said] = [line for line in log if line.startswith("this run is finished")]
     for words in ("global_step_2 is of step 2", "end after step 2", "trainer.max_training_steps", "resume_mode=none"):
         assert words in said
 
