@@ -31,7 +31,7 @@ SUPERVISED: dict[str, type[SupervisedConfig]] = {
     "skyrl_train.entrypoints.main_dpo": PreferenceConfig,
 }
 DISTILLATION = "skyrl_train.entrypoints.main_distill"
-TINKER, VERL = "skyrl_agent.integrations.tinker.tinker_train", "verl.trainer.main_ppo"
+TINKER = "skyrl_agent.integrations.tinker.tinker_train"
 AGENT_EVALUATION = "skyrl_agent.evaluate"
 EXAMPLE_ENTRY_POINTS = {path.stem: path for path in REPOSITORY.glob("examples/**/main_*.py")}
 
@@ -102,16 +102,13 @@ def load_script(path: Path) -> ModuleType:
 
 
 def checked_config(command: Command) -> Any:
-    """The settings of a command, composed and checked as its entry point does; of verl's, the task file alone."""
+    """The settings of a command, composed and checked as its entry point does."""
     if command.module == TINKER:
         config = read_config(command.overrides)
         load_task_file(config.skyrl_agent_task_yaml)
         return config
     if command.module == AGENT_EVALUATION:
         return load_task_file(command.overrides[0])
-    if command.module == VERL:
-        settings = dict(override.split("=", 1) for override in command.overrides)
-        return load_task_file(settings["+skyrl_agent.task_yaml"])
     own_entry_point = EXAMPLE_ENTRY_POINTS.get(command.module)
     if own_entry_point is not None:
         _import_once(own_entry_point)  # it may register losses or estimators

@@ -7,7 +7,6 @@ from composed_scripts import (
     AGENT_EVALUATION,
     REPOSITORY,
     TINKER,
-    VERL,
     checked_config,
     commands_of,
 )
@@ -41,7 +40,7 @@ def test_the_settings_of_an_example_are_valid(script, tmp_path):
     started = [
         command
         for command in commands_of(script, tmp_path)
-        if "main_" in command.module or command.module in (TINKER, VERL, AGENT_EVALUATION)
+        if "main_" in command.module or command.module in (TINKER, AGENT_EVALUATION)
     ]
     assert started, f"{script} starts no entry point"
     for command in started:
@@ -65,7 +64,7 @@ def test_a_misspelt_setting_in_a_script_is_found(tmp_path):
 def test_a_misspelt_key_of_a_task_file_is_found(tmp_path):
     (tmp_path / "task.yaml").write_text("task: module.Task\ngenerator: {max_iteration: 3}\n")
     script = tmp_path / "run_wrong.sh"
-    script.write_text(f'"$PYTHON" -m {VERL} +skyrl_agent.task_yaml={tmp_path / "task.yaml"} "$@"\n')
+    script.write_text(f'"$PYTHON" -m {AGENT_EVALUATION} {tmp_path / "task.yaml"} "$@"\n')
     (command,) = commands_of(script, tmp_path)
     with pytest.raises(TaskFileError, match=r"did you mean generator.max_iterations"):
         checked_config(command)

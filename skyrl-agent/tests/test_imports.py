@@ -15,7 +15,7 @@ sys.addaudithook(watch)
 
 import skyrl_agent
 
-ADAPTERS = ("skyrl_agent.integrations.skyrl_train", "skyrl_agent.integrations.tinker", "skyrl_agent.integrations.verl")
+ADAPTERS = ("skyrl_agent.integrations.skyrl_train", "skyrl_agent.integrations.tinker")
 names = [m.name for m in pkgutil.walk_packages(skyrl_agent.__path__, "skyrl_agent.", onerror=lambda name: None)]
 imported = [name for name in names if not name.startswith(ADAPTERS) and not name.endswith("__main__")]
 for name in imported:

@@ -42,7 +42,7 @@ class GeneratorSection(Section):
     """Settings of the model and of the agent loop."""
 
     infer_backend: str = "skyrl-train"
-    """Model backend: `skyrl-train`, `tinker`, `openai_server`, `verl`, or a name registered with `register_backend`.
+    """Model backend: `skyrl-train`, `tinker`, `openai_server`, or a name registered with `register_backend`.
     Trainers use their own, whatever is set here."""
     backend_config: JsonObject = Field(default_factory=dict)
     """Arguments of that backend."""

@@ -71,7 +71,6 @@ class Backend:
 
 BACKEND_REGISTRY: dict[str, str | Backend] = {
     "skyrl-train": "skyrl_agent.integrations.skyrl_train.skyrl_train_backend:BACKEND",
-    "verl": "skyrl_agent.integrations.verl.verl_backend:BACKEND",
     "tinker": "skyrl_agent.integrations.tinker.tinker_backend:BACKEND",
     "openai_server": "skyrl_agent.integrations.openai:BACKEND",
 }

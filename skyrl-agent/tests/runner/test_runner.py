@@ -108,7 +108,7 @@ async def test_every_trajectory_has_a_seed_of_its_own_and_the_same_one_again(run
         ({"generator": {"infer_backend": "openai_server"}}, "generator.backend_config.model_name"),
         ({"generator": {"infer_backend": "tinker"}}, "needs tinker, which is not installed"),
         (
-            {"generator": {"infer_backend": "verl", "backend_config": {"a": 1}}},
+            {"generator": {"infer_backend": "skyrl-train", "backend_config": {"a": 1}}},
             "unknown key generator.backend_config.a",
         ),
         ({"generator": {"num_trajectory": 1}}, "did you mean generator.num_trajectories"),
