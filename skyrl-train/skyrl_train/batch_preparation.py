@@ -217,12 +217,14 @@ def loss_weights(
     max_seq_len: int | None = None,
 ) -> torch.Tensor:
     """Compute the weight of every token's loss [B, R], by the reduction within each mini-batch: the loss of an
-    optimizer step is a weighted sum, in whatever parts the ranks compute it."""
-    mask, uids = batch.tensor("loss_mask"), batch.metadata["uids"]
+    optimizer step is a weighted sum, in whatever parts the ranks compute it. Rows of one trajectory are one
+    sequence."""
+    mask, uids, names = batch.tensor("loss_mask"), batch.metadata["uids"], batch.metadata.get("trajectory_ids")
     weights = torch.zeros_like(mask)
     for rows in mini_batches:
         own = torch.tensor(rows)
-        weights[own] = token_weights(mask[own], reduction, max_seq_len, [uids[row] for row in rows])
+        sequences = None if names is None else [names[row] for row in rows]
+        weights[own] = token_weights(mask[own], reduction, max_seq_len, [uids[row] for row in rows], sequences)
     return weights
 
 

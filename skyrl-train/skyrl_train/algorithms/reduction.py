@@ -23,47 +23,58 @@ def token_weights(
     reduction: LossReduction,
     max_seq_len: int | None = None,
     index: Sequence[Hashable] | None = None,
+    sequences: Sequence[Hashable] | None = None,
 ) -> torch.Tensor:
     """Compute weights w [B, T] with `loss = sum_bt w_bt * loss_bt`.
 
         token_mean                w_bt = m_bt / sum_bt m_bt
-        sequence_mean             w_bt = m_bt / (B' * sum_t m_bt)
-        seq_mean_token_sum_norm   w_bt = m_bt / (B' * max_seq_len)      (Dr. GRPO, https://arxiv.org/abs/2503.20783)
-        prompt_mean               w_bt = m_bt / (P' * sum_ct m_ct over the sequences c of b's prompt)
+        sequence_mean             w_bt = m_bt / (S' * sum_ct m_ct over the rows c of b's sequence)
+        seq_mean_token_sum_norm   w_bt = m_bt / (S' * max_seq_len)      (Dr. GRPO, https://arxiv.org/abs/2503.20783)
+        prompt_mean               w_bt = m_bt / (P' * sum_ct m_ct over the rows c of b's prompt)
 
-    B' counts the sequences with at least one token, P' the prompts with at least one: a sequence that is masked out
+    S' counts the sequences with at least one token, P' the prompts with at least one: a sequence that is masked out
     entirely (a failed rollout, padding) is as if it had never been sampled.
 
     Args:
         loss_mask: [B, T], 1 on the tokens the policy wrote.
         max_seq_len: the constant of `seq_mean_token_sum_norm`, in tokens.
-        index: for `prompt_mean`, the prompt of each sequence (B hashables).
+        index: for `prompt_mean`, the prompt of each row (B hashables).
+        sequences: the sequence of each row (B hashables), so that the turns or branches of one trajectory count as one,
+            however many they are. None: each row is one.
 
     Raises:
         ValueError: unknown reduction, or what it needs is missing.
     """
     mask = at_least_float32(loss_mask)
     tokens_B1 = mask.sum(dim=1, keepdim=True)
-    # clamp: a mini-batch in which every rollout failed has loss 0 and not 0 / 0.
-    num_sequences = (tokens_B1 > 0).sum().clamp(min=1)
     if reduction == "token_mean":
+        # clamp: a mini-batch in which every rollout failed has loss 0 and not 0 / 0.
         return mask / mask.sum().clamp(min=1)
-    if reduction == "sequence_mean":
-        return mask / (num_sequences * tokens_B1.clamp(min=1))
-    if reduction == "seq_mean_token_sum_norm":
+    if reduction in ("sequence_mean", "seq_mean_token_sum_norm"):
+        if sequences is not None:
+            tokens_B1, num_sequences = _by_group(tokens_B1, sequences)
+        else:
+            num_sequences = (tokens_B1 > 0).sum().clamp(min=1)
+        if reduction == "sequence_mean":
+            return mask / (num_sequences * tokens_B1.clamp(min=1))
         if not max_seq_len:
             raise ValueError("seq_mean_token_sum_norm divides by max_seq_len: give a positive number of tokens")
         return mask / (num_sequences * max_seq_len)
     if reduction == "prompt_mean":
         if index is None or len(index) != len(mask):
             raise ValueError("prompt_mean averages over prompts: give the prompt of every sequence as `index`")
-        prompt_B = group_numbers(index).to(mask.device)
-        # There are at most as many prompts as sequences; places of prompts that do not exist stay 0 and are not
-        # counted.
-        tokens_P = torch.zeros(len(mask), dtype=mask.dtype, device=mask.device).index_add_(0, prompt_B, tokens_B1[:, 0])
-        num_prompts = (tokens_P > 0).sum().clamp(min=1)
-        return mask / (num_prompts * tokens_P[prompt_B].clamp(min=1)).unsqueeze(1)
+        tokens_B1, num_prompts = _by_group(tokens_B1, index)
+        return mask / (num_prompts * tokens_B1.clamp(min=1))
     raise ValueError(f"loss_reduction must be one of {', '.join(get_args(LossReduction))}; got {reduction!r}")
+
+
+def _by_group(tokens_B1: torch.Tensor, groups: Sequence[Hashable]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return for each row the tokens of all rows of its group [B, 1], and the number of groups with a token, at least
+    1."""
+    group_B = group_numbers(groups).to(tokens_B1.device)
+    # There are at most as many groups as rows; places of groups that do not exist stay 0 and are not counted.
+    tokens_G1 = torch.zeros_like(tokens_B1).index_add_(0, group_B, tokens_B1)
+    return tokens_G1[group_B], (tokens_G1 > 0).sum().clamp(min=1)
 
 
 def weighted_sum(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -167,8 +167,8 @@ class _DeclaredSettings(BaseConfig):
     """Reduction of the token losses of a mini-batch to a scalar. `token_mean`: mean over all tokens. `sequence_mean`:
     mean over sequences of the token mean of each. `seq_mean_token_sum_norm`: mean over sequences of the token sum of
     each, divided by `max_seq_len` (Dr. GRPO). `prompt_mean`: mean over prompts of the token mean over all responses to
-    each. The reduction always spans the whole mini-batch, so the result depends neither on micro-batches nor on the
-    number of workers."""
+    each. The turns or branches of one trajectory are one sequence, however many rows they are. The reduction always
+    spans the whole mini-batch, so the result depends neither on micro-batches nor on the number of workers."""
 
     max_seq_len: int | None = None
     """Divisor of `seq_mean_token_sum_norm`, in tokens.

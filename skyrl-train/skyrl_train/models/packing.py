@@ -4,6 +4,7 @@ Shapes: B rows, T columns (prompts padded on the left, responses on the right), 
 response tokens that are scored.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -51,6 +52,8 @@ class PackedRows:
     sequence_parallel: SequenceParallel | None = None
     windows: list[int | None] = field(default_factory=list)
     """The sliding window of each attention layer that saw these rows, in order: `check_scoring` reads it."""
+    softcaps: list[float | None] = field(default_factory=list)
+    """The cap on the scores of each."""
 
     prefixes: tuple[int, ...] = ()
     """Tokens of each row's shared prefix. Empty: no row shares."""
@@ -85,6 +88,24 @@ class PackedRows:
                 members, prefix = [], own_prefix
             members.append(length)
         return [*groups, RowGroup(start, tuple(members), prefix, keys_start)]
+
+    def by_rows(self, compute: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+        """Apply a causal function of whole rows to tensors of all tokens. Rows without shared prefixes, on one rank.
+
+        Args:
+            compute: from tensors [G, L, …] of rows of nearly one length, padded behind, to [G, L, …].
+            tensors: [N, …]
+        Returns: [N, …]
+        """
+        answers = []
+        for group in self.groups:
+            own = (x.narrow(0, group.start, sum(group.lengths)).flatten(1)[None] for x in tensors)
+            batch = [
+                to_batch(x, group.lengths)[:, 0].unflatten(2, y.shape[1:]) for x, y in zip(own, tensors, strict=True)
+            ]
+            answer = compute(*batch)
+            answers.append(from_batch(answer.flatten(2)[:, None], group.lengths)[0].unflatten(1, answer.shape[2:]))
+        return torch.cat(answers)
 
 
 class _SharedPrefixes(NamedTuple):
@@ -304,7 +325,9 @@ def packed(
 
 
 class PrefixOrder(NamedTuple):
-    """Rows of a batch sorted by their tokens, so that each lies beside those that it shares most with."""
+    """Rows of a batch sorted by their tokens, so that each lies behind one that it shares most with. Of several that
+    begin alike, the one with the shortest prompt comes first: its response may be a part of the others' prompts
+    (branches of a conversation), and only prompts are shared."""
 
     rows: list[int]
     """Rows in this order."""
@@ -326,13 +349,47 @@ def _tokens_of_rows(sequences: torch.Tensor, mask: torch.Tensor) -> list[np.ndar
 def _prefix_order(rows: list[np.ndarray[Any, Any]], mask: torch.Tensor, num_response: int) -> PrefixOrder:
     num_prompt = mask[:, : mask.shape[1] - num_response].sum(dim=1).tolist()
     by_tokens = sorted(range(len(rows)), key=lambda row: rows[row].tobytes())
+    common = [_num_common(rows[before], rows[row]) for before, row in pairwise(by_tokens)]
+    order = _shortest_prompts_first(by_tokens, common, num_prompt)
     lengths = [0] * len(rows)
-    for before, row in pairwise(by_tokens):
-        num_compared = min(len(rows[before]), num_prompt[row])
-        differs = rows[before][:num_compared] != rows[row][:num_compared]
-        num_shared = int(differs.argmax()) if differs.any() else num_compared
+    for before, row in pairwise(order):
+        num_shared = min(_num_common(rows[before], rows[row]), num_prompt[row])
         lengths[row] = num_shared if num_shared >= _SHORTEST_PREFIX else 0
-    return PrefixOrder(by_tokens, lengths)
+    return PrefixOrder(order, lengths)
+
+
+def _num_common(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> int:
+    """Return the number of tokens up to the first that differs."""
+    num_compared = min(len(left), len(right))
+    differs = left[:num_compared] != right[:num_compared]
+    return int(differs.argmax()) if differs.any() else num_compared
+
+
+def _shortest_prompts_first(by_tokens: list[int], common: list[int], num_prompt: list[int]) -> list[int]:
+    """Reorder the prefix tree of sorted rows: of the subtrees of each node the one with the shortest prompt first.
+
+    Args:
+        common: tokens that each row but the first has in common with the one before it.
+    """
+
+    def joined(subtrees: list[tuple[int, list[int]]]) -> tuple[int, list[int]]:
+        ordered = sorted(subtrees, key=lambda subtree: subtree[0])  # stable: equal ones stay sorted by tokens
+        return ordered[0][0], [row for _, rows in ordered for row in rows]
+
+    # The nodes from the root to the row at hand: tokens of each, and its subtrees that are complete.
+    path: list[tuple[int, list[tuple[int, list[int]]]]] = [(-1, [])]
+    subtrees = [(num_prompt[row], [row]) for row in by_tokens]
+    complete = subtrees[0]
+    for depth, leaf in zip(common, subtrees[1:], strict=True):
+        while path[-1][0] > depth:
+            complete = joined([*path.pop()[1], complete])
+        if path[-1][0] < depth:
+            path.append((depth, []))
+        path[-1][1].append(complete)
+        complete = leaf
+    while path:
+        complete = joined([*path.pop()[1], complete])
+    return complete[1]
 
 
 def _shared_prefixes(sequences: torch.Tensor, mask: torch.Tensor, num_response: int) -> _SharedPrefixes | None:
@@ -414,3 +471,30 @@ def trim(
     first = min(int(columns[0]), num_prompt - 1)
     last = max(int(columns[-1]) + 1, num_prompt + 1)
     return sequences[:, first:last], attention_mask[:, first:last], last - num_prompt
+
+
+# ---- rows as batches
+
+
+def to_batch(x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """[heads, tokens, D] -> [G, heads, L, D], 0 at padding."""
+    num_rows, longest = len(lengths), max(lengths)
+    by_token = x.transpose(0, 1)
+    if sum(lengths) < num_rows * longest:
+        room = by_token.new_zeros(num_rows * longest, *by_token.shape[1:])
+        by_token = room.index_copy(0, _slots(lengths, x.device), by_token)
+    return by_token.unflatten(0, (num_rows, longest)).transpose(1, 2)
+
+
+def from_batch(x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """[G, heads, L, D] -> [heads, tokens, D]."""
+    by_token = x.transpose(1, 2).flatten(0, 1)
+    if sum(lengths) < len(by_token):
+        by_token = by_token.index_select(0, _slots(lengths, x.device))
+    return by_token.transpose(0, 1)
+
+
+def _slots(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Return the position of each token of rows of these lengths in [G L]."""
+    places = torch.arange(max(lengths))
+    return (places < torch.tensor(lengths)[:, None]).flatten().nonzero()[:, 0].to(device)

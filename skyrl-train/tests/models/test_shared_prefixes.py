@@ -147,6 +147,16 @@ def test_the_first_token_of_a_response_is_predicted_by_the_shared_prompt():
     assert layout.input_ids[0, layout.predictors].tolist() == [A[-1], A[-1]]
 
 
+@pytest.mark.parametrize("last", [40, 70])
+def test_prompts_that_hold_the_response_of_another_row_compute_none_of_it_again(last: int):
+    """Whatever token the first row goes on with: sorted by tokens alone it may stand behind those that branch off."""
+    rows = [(C, [40, 41, 42, 43, 44, 45, last]), ([*C, 40, 41, 42, 43, 44, 45, 55], [46]), ([*C, 40, 41, 56, 57], [47])]
+    order = prefix_order(*batch(*rows), NUM_RESPONSE)
+    assert (order.rows[0], order.shared) == (0, [0, 17, 0])  # 13 tokens are too short a prefix to be shared
+    layout = packed(*batch(*rows), NUM_RESPONSE, share_prefixes=True)
+    assert layout.input_ids.shape[1] == 18 + 2 + 16
+
+
 def test_short_beginnings_and_responses_are_not_shared():
     header, answer = [30, 2, 3], list(range(5, 12))
     for rows in ([([*header, 5], [6]), ([*header, 7], [8])], [(C, answer), (C, answer)], [(A, []), (B, [])]):

@@ -302,6 +302,17 @@ def test_prompt_mean_weighs_prompts_equally_for_any_number_of_turns():
     )
 
 
+@pytest.mark.parametrize(
+    ("reduction", "of_rows"), [("sequence_mean", [3 / 8, 1 / 8, 1 / 2]), ("seq_mean_token_sum_norm", [0.15, 0.05, 0.1])]
+)
+def test_branches_of_a_trajectory_count_as_one_sequence(reduction: Any, of_rows: list[float]):
+    """Trajectory a_0 has branches of 3 and 1 tokens, b_0 is one row of 2: half of the loss each, or a divisor of 2."""
+    batch = batch_of([3, 1, 2], [0, 0, 0], ["a", "a", "b"])
+    batch.metadata["trajectory_ids"] = ["a_0", "a_0", "b_0"]
+    weights = batch_preparation.loss_weights(batch, [[0, 1, 2]], reduction, max_seq_len=10)
+    assert weights.sum(dim=1).tolist() == pytest.approx(of_rows)
+
+
 def test_token_reward_advantages_stay_per_token_where_turns_are_rows():
     batch = batch_of([2, 1], [3, 1], ["a", "a"], metadata={"trajectory_ids": ["a_0", "a_0"]})
     prepared, _ = prepare(batch, settings({"advantage_estimator": "token_reward"}))
