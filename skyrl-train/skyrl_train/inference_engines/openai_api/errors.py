@@ -6,6 +6,7 @@ from skyrl_train.errors import RolloutError, SkyRLError, UnsupportedByEngine, Wo
 
 _TYPE_OF_STATUS = {
     401: "authentication_error",
+    403: "permission_error",
     429: "rate_limit_error",
     500: "server_error",
     503: "service_unavailable_error",
@@ -36,19 +37,22 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
+class ContextLengthExceeded(ApiError):
+    """The prompt leaves no room for a token of an answer."""
+
+    def __init__(self, num_tokens: int, max_model_len: int, param: str):
+        message = (
+            f"This model's maximum context length is {max_model_len} tokens, prompt and answer together; your prompt "
+            f"has {num_tokens} tokens. Please shorten it."
+        )
+        super().__init__(400, message, param=param, code="context_length_exceeded")
+        self.num_tokens = num_tokens
+        self.max_model_len = max_model_len
+
+
 def refused(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """The request cannot be answered as it is (400)."""
     return ApiError(400, message, param=param, code=code)
-
-
-def context_length_exceeded(num_tokens: int, max_model_len: int, param: str) -> ApiError:
-    """The prompt leaves no room for a token of an answer."""
-    return refused(
-        f"This model's maximum context length is {max_model_len} tokens, prompt and answer together; your prompt has "
-        f"{num_tokens} tokens. Please shorten it.",
-        param,
-        "context_length_exceeded",
-    )
 
 
 def too_busy(num_under_way: int, limit: int) -> ApiError:

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from skyrl_train.inference_engines.base import EngineInfo, InferenceEngineInterface
 from skyrl_train.inference_engines.openai_api.errors import (
     ApiError,
-    context_length_exceeded,
+    ContextLengthExceeded,
     error_of_engine,
     refused,
     too_busy,
@@ -39,7 +39,7 @@ from skyrl_train.inference_engines.openai_api.tool_calls import (
     messages_for_template,
     tool_syntax,
 )
-from skyrl_train.types import JsonObject
+from skyrl_train.types import ConversationType, JsonObject
 
 
 class OpenAIFrontend:
@@ -88,17 +88,17 @@ class OpenAIFrontend:
 
     async def chat(self, raw: bytes, session: str | None = None) -> Payload | AsyncIterator[str]:
         """`POST /v1/chat/completions`: the answer, or its events if the request asks for a stream. Raises ApiError."""
-        request = parsed(ChatRequest, raw)
-        self._check_model(request.model)
+        return await self._answered(*await self.open_chat(parsed(ChatRequest, raw), raw, session))
+
+    async def open_chat(self, request: ChatRequest, raw: bytes, session: str | None) -> tuple[Asked, ChatReply]:
+        """Make the prompt of a chat request, whichever protocol it came by. Raises ApiError.
+
+        Args:
+            raw: the body as it came; requests with equal bodies are repeats of each other.
+        """
+        self.check_model(request.model)
         session = one_session(session, request.session_id)
-        messages = messages_for_template(request.messages)
-        options = ChatOptions(
-            tools=request.tools_in_use,
-            add_generation_prompt=not request.continue_final_message and request.add_generation_prompt is not False,
-            continue_final_message=request.continue_final_message,
-            kwargs=request.chat_template_kwargs or {},
-        )
-        text = self._template.render(messages, options)
+        messages, options, text = self._rendered(request)
         ids = self._sessions.prompt_ids(session, messages, text, options)
         prompt = await self._prompt(request, ids, request.budget, "messages", session)
         reply = ChatReply(
@@ -109,12 +109,32 @@ class OpenAIFrontend:
             self._tools if options.tools else None,
         )
         asked = Asked(session, raw, messages, None if request.continue_final_message else text)
-        return await self._answered(asked, reply)
+        return asked, reply
+
+    def count_tokens(self, request: ChatRequest) -> int:
+        """Count the tokens of a chat request's prompt. Raises ApiError."""
+        self.check_model(request.model)
+        return len(self._template.encode(self._rendered(request)[2]))
+
+    async def growing(self, asked: Asked, reply: ChatReply) -> AsyncIterator[GeneratedChoice]:
+        """Generate the one answer to a chat request: again and again as it grows if the request asks for a stream,
+        else once. The last has a stop reason, and is recorded. Raises ApiError."""
+        self._num_requests += 1
+        with self._under_way(1):
+            if reply.request.stream:
+                async for answer in self._asker.pieces(reply.prompts[0], 0, reply.decode):
+                    if answer.stop_reason is not None:
+                        self._sessions.keep(asked, reply, [answer])
+                    yield answer
+            else:
+                [answer] = await self._asker.whole(reply.prompts[0])
+                self._sessions.keep(asked, reply, [answer])
+                yield answer
 
     async def completion(self, raw: bytes, session: str | None = None) -> Payload | AsyncIterator[str]:
         """`POST /v1/completions`. As `chat`."""
         request = parsed(CompletionRequest, raw)
-        self._check_model(request.model)
+        self.check_model(request.model)
         session = one_session(session, request.session_id)
         scores_only = request.max_tokens == 0 and request.echo
         if request.stream and request.echo and (request.logprobs is not None or scores_only):
@@ -161,7 +181,7 @@ class OpenAIFrontend:
 
     async def model(self, name: str) -> Payload:
         """`GET /v1/models/NAME`."""
-        self._check_model(name)
+        self.check_model(name)
         return self._model(name, await self._described())
 
     async def check_health(self) -> None:
@@ -182,6 +202,17 @@ class OpenAIFrontend:
 
     # From texts and ids to prompts.
 
+    def _rendered(self, request: ChatRequest) -> tuple[ConversationType, ChatOptions, str]:
+        """Render a request's messages. Returns: the messages and options for the template, and its text."""
+        messages = messages_for_template(request.messages)
+        options = ChatOptions(
+            tools=request.tools_in_use,
+            add_generation_prompt=not request.continue_final_message and request.add_generation_prompt is not False,
+            continue_final_message=request.continue_final_message,
+            kwargs=request.chat_template_kwargs or {},
+        )
+        return messages, options, self._template.render(messages, options)
+
     def _encoded(self, text: str) -> list[int]:
         """Encode a text with the special tokens before it: a completion's prompt is a document."""
         return self._template.tokenizer(text)["input_ids"]  # pyright: ignore[reportReturnType]
@@ -200,7 +231,7 @@ class OpenAIFrontend:
         if not ids:
             raise refused(f"{param} has no tokens", param)
         if room < 1:
-            raise context_length_exceeded(len(ids), info.max_model_len, param)
+            raise ContextLengthExceeded(len(ids), info.max_model_len, param)
         records = self._sessions.records(session)
         params = sampling_keywords(request, budget, room, self._sampling_defaults, log_probs=records)
         return Prompt(
@@ -264,7 +295,8 @@ class OpenAIFrontend:
                 raise error_of_engine(error) from error
         return self._info
 
-    def _check_model(self, name: str) -> None:
+    def check_model(self, name: str) -> None:
+        """Raise ApiError if no model of this name is served."""
         if name not in self.model_names:
             served = ", ".join(self.model_names)
             message = f"the model {name!r} does not exist here; served: {served}"

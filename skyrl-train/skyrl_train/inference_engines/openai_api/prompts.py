@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from skyrl_gym.chat.template import ChatTemplate, ChatTemplateError
 from skyrl_train.inference_engines.openai_api.errors import refused
+from skyrl_train.inference_engines.openai_api.thoughts import THOUGHT_OPEN
 from skyrl_train.types import ConversationType, JsonObject, MessageType
 
 _MARK = "skyrl-mark-of-an-answer"
@@ -75,18 +76,22 @@ class EndpointTemplate(ChatTemplate):
 
 @dataclass(frozen=True)
 class Said:
-    """An assistant message as it was returned, in a form in which two of them can be compared."""
+    """An assistant message as it was returned. Two are equal if they say the same: white space aside, and the tag that
+    opens a thought, which stands in some templates' prompts and in others' answers."""
 
-    content: str
+    content: str = field(compare=False)
+    key: str
     calls: tuple[tuple[str, str], ...]
     """Name and arguments of each call."""
 
     @classmethod
     def of(cls, message: MessageType) -> "Said":
         """Return what a message for templates says (see `messages_for_template`)."""
+        content = str(message.get("content") or "").strip()
         calls = (call["function"] for call in message.get("tool_calls") or [])
         return cls(
-            str(message.get("content") or "").strip(),
+            content,
+            _squeezed(content).removeprefix(THOUGHT_OPEN),
             tuple((call["name"], repr(call["arguments"])) for call in calls),
         )
 
@@ -195,7 +200,7 @@ class ConversationMemory:
         text = ids[:-1] if is_closed else ids
         forms = [self._template.decode(text), self._template.decode(text, skip_special_tokens=False)]
         if not said.calls:
-            forms.append(said.content)  # without the stop text that ended it
+            forms += [said.content, said.key]  # without the stop text that ended it
         if _squeezed(shown) not in map(_squeezed, forms):
             return None
         last = self._template.decode(ids[-1:], skip_special_tokens=False)

@@ -53,11 +53,16 @@ class Reply(ABC):
         text = self.decode(answer.token_ids)
         if answer.stop_reason is None:
             return Written(self._settled(text))
-        if answer.stop_reason == "stop" and not self.request.include_stop_str_in_output:
-            known = len(self.decode(answer.token_ids[:-1]))
-            ends = [end_of_stop(text, stop, known) for stop in self.request.stop_texts]
-            text = text[: min((end for end in ends if end is not None), default=None)]
-        return Written(text, (), answer.stop_reason)
+        end, _ = self.stop_text(answer)
+        return Written(text if self.request.include_stop_str_in_output else text[:end], (), answer.stop_reason)
+
+    def stop_text(self, answer: GeneratedChoice) -> tuple[int | None, str | None]:
+        """Return the start of the stop text that ended a complete answer, and the text; (None, None): none did."""
+        if answer.stop_reason != "stop" or not self.request.stop_texts:
+            return None, None
+        text, known = self.decode(answer.token_ids), len(self.decode(answer.token_ids[:-1]))
+        ends = [(end_of_stop(text, stop, known), stop) for stop in self.request.stop_texts]
+        return min(((end, stop) for end, stop in ends if end is not None), default=(None, None))
 
     def decode(self, ids: list[int]) -> str:
         return self.template.decode(ids, self._skips_special)

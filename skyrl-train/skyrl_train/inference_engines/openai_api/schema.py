@@ -224,6 +224,11 @@ def parsed(kind: type[Body], raw: bytes) -> Body:
     Raises:
         ApiError: it is no JSON object, a field is unknown, has a wrong type or asks for what cannot be done.
     """
+    return checked(kind, json_object(raw))
+
+
+def json_object(raw: bytes) -> JsonObject:
+    """Parse a body that is one JSON object. Raises ApiError."""
     try:
         # Unlike `json`, it refuses what is not Unicode (lone surrogates) and nesting of more than 200 levels.
         values = from_json(raw)
@@ -231,6 +236,11 @@ def parsed(kind: type[Body], raw: bytes) -> Body:
         raise refused(f"the body is not valid JSON: {error}") from error
     if not isinstance(values, dict):
         raise refused(f"the body must be a JSON object; got {type(values).__name__}")
+    return values
+
+
+def checked(kind: type[Body], values: JsonObject) -> Body:
+    """Make a request of its fields. Raises ApiError as `parsed`."""
     for name in values:
         if name not in kind.model_fields:
             raise _unknown(name, kind)

@@ -4,7 +4,6 @@ what requests mean is `frontend.py`'s."""
 import asyncio
 import contextlib
 import errno
-import hmac
 import ipaddress
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
@@ -21,6 +20,8 @@ from skyrl_train.errors import ConfigError, WorkerError
 from skyrl_train.inference_engines.base import InferenceEngineInterface
 from skyrl_train.inference_engines.openai_api.errors import ApiError, error_of_ours, refused
 from skyrl_train.inference_engines.openai_api.frontend import OpenAIFrontend, Payload
+from skyrl_train.inference_engines.openai_api.keys import EndpointKeys, SessionUrls, session_of_url, session_path
+from skyrl_train.inference_engines.openai_api.sessions import session_of_connection
 
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
@@ -35,19 +36,15 @@ _CLIENT_WENT_AWAY = 499
 _RETRY_SECONDS = "1"
 
 
-def create_app(frontend: OpenAIFrontend, api_key: str | None = None, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
-    """The routes of the API.
-
-    Args:
-        api_key: what clients must send as their key; None: anyone who reaches the server may use it.
-    """
+def create_app(frontend: OpenAIFrontend, keys: EndpointKeys, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
+    """The routes of the API."""
     app = FastAPI(title="SkyRL rollout endpoint", openapi_url=None)
 
     def route(method: str, path: str) -> Callable[[Handler], Handler]:
         def add(handler: Handler) -> Handler:
             async def answer(request: Request) -> Response:
                 try:
-                    _check_key(request, api_key)
+                    request.state.session = _session(request, keys)
                     return await handler(request)
                 except Exception as error:  # a client gets an error as JSON, whatever it is
                     return _error_response(error_of_ours(error))
@@ -59,8 +56,7 @@ def create_app(frontend: OpenAIFrontend, api_key: str | None = None, max_body_by
 
     async def generated(request: Request, generate: Callable[..., Awaitable[Any]]) -> Response:
         body = await _body(request, max_body_bytes)
-        session = request.headers.get(SESSION_HEADER)
-        return await _while_connected(request, _generated(generate(body, session or None)))
+        return await _while_connected(request, _generated(generate(body, request.state.session)))
 
     async def converted(request: Request, convert: Callable[[bytes], Awaitable[Payload]]) -> Response:
         return JSONResponse(await convert(await _body(request, max_body_bytes)))
@@ -112,7 +108,8 @@ class EndpointServer:
         client: one engine, or a client over many.
         model_name: what clients call the model: one name, or several.
         host, port: port 0 is any free one, see `url`.
-        api_key: see `create_app`.
+        api_key: what clients must send as their key, unless they have a session's (`session_key`); None: anyone who
+            reaches the server may use it.
         frontend_settings: further keywords of `OpenAIFrontend`.
     """
 
@@ -128,7 +125,8 @@ class EndpointServer:
         **frontend_settings: Any,
     ):
         self.frontend = OpenAIFrontend(client, tokenizer, model_name, **frontend_settings)
-        self._app = create_app(self.frontend, api_key)
+        self._keys = EndpointKeys(api_key)
+        self._app = SessionUrls(create_app(self.frontend, self._keys))
         self._host = host
         self._port = port
         self._has_key = api_key is not None
@@ -143,6 +141,14 @@ class EndpointServer:
         host, port = self._socket.getsockname()[:2]
         reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host) or str(host)
         return f"http://[{reachable}]:{port}/v1" if ":" in reachable else f"http://{reachable}:{port}/v1"
+
+    def session_url(self, session: str) -> str:
+        """Base URL whose requests belong to a session, for OpenAI's clients; Anthropic's want it without the `/v1`."""
+        return self.url.removesuffix("/v1") + session_path(session) + "/v1"
+
+    def session_key(self, session: str) -> str:
+        """Key whose requests belong to a session, and to no other."""
+        return self._keys.of_session(session)
 
     async def start(self) -> None:
         """Listen, and return when requests are answered.
@@ -235,14 +241,15 @@ def _is_loopback(sock: socket.socket) -> bool:
     return ipaddress.ip_address(sock.getsockname()[0]).is_loopback
 
 
-def _check_key(request: Request, api_key: str | None) -> None:
-    if api_key is None:
-        return
-    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), api_key.encode()):
-        raise ApiError(
-            401, "the key is not the server's; send it as `Authorization: Bearer KEY`", code="invalid_api_key"
-        )
+def _session(request: Request, keys: EndpointKeys) -> str | None:
+    """Return the session of a request, of its key, URL or header. Raises ApiError if it has not the right key."""
+    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+    given = [token.strip()] if scheme.lower() == "bearer" else []
+    if (key := request.headers.get("x-api-key")) is not None:  # Anthropic's clients
+        given.append(key.strip())
+    return session_of_connection(
+        keys.session_of(given), session_of_url(request.scope), request.headers.get(SESSION_HEADER) or None
+    )
 
 
 async def _body(request: Request, max_bytes: int) -> bytes:

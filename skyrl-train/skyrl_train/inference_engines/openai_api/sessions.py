@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from skyrl_train.inference_engines.openai_api.errors import refused
+from skyrl_train.inference_engines.openai_api.errors import ApiError, refused
 from skyrl_train.inference_engines.openai_api.generation import GeneratedChoice
 from skyrl_train.inference_engines.openai_api.payloads import assistant_message
 from skyrl_train.inference_engines.openai_api.prompts import ChatOptions, ConversationMemory, EndpointTemplate, Said
@@ -66,11 +66,29 @@ class Sessions:
             self._recorder.record(asked.session, turns)
 
 
-def one_session(header: str | None, body: str | int | None) -> str | None:
-    """The session that a request belongs to. Raises ApiError if it names two."""
-    if header is not None and body is not None and header != str(body):
-        raise refused(f"X-Session-ID {header!r} and session_id {body!r} differ; give one of them", "session_id")
-    return header if body is None else str(body)
+def one_session(connection: str | None, body: str | int | None) -> str | None:
+    """Return the session that a request belongs to. Raises ApiError if it names two.
+
+    Args:
+        connection: that of its key, URL or header (`session_of_connection`).
+    """
+    if connection is not None and body is not None and connection != str(body):
+        raise refused(
+            f"session_id {body!r} and the session {connection!r} of the key, the URL or X-Session-ID differ; give one "
+            "of them",
+            "session_id",
+        )
+    return connection if body is None else str(body)
+
+
+def session_of_connection(key: str | None, url: str | None, header: str | None) -> str | None:
+    """Return the session that a request's key, URL or header name. Raises ApiError if they name two."""
+    if url is not None and header is not None and url != header:
+        raise refused(f"X-Session-ID {header!r} and the session {url!r} of the URL differ; give one of them")
+    named = url or header
+    if key is not None and named is not None and named != key:
+        raise ApiError(403, f"the key is that of session {key!r}; the request is of session {named!r}")
+    return key or named
 
 
 def _as_it_comes_back(reply: Reply, answer: GeneratedChoice) -> MessageType:

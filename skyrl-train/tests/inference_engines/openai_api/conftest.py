@@ -114,7 +114,7 @@ async def serving(engine: NativeInferenceEngine, model: str, **settings: Any) ->
 @asynccontextmanager
 async def client_of(server: EndpointServer, **settings: Any) -> AsyncIterator[AsyncOpenAI]:
     """The real client, without its retries."""
-    async with AsyncOpenAI(base_url=server.url, **({"api_key": "any", "max_retries": 0} | settings)) as client:
+    async with AsyncOpenAI(**({"base_url": server.url, "api_key": "any", "max_retries": 0} | settings)) as client:
         yield client
 
 

@@ -64,7 +64,7 @@ def test_a_conversation_is_rendered_where_earlier_messages_changed(template, mem
 def test_sessions_that_were_silent_longest_are_forgotten(template):
     memory = ConversationMemory(template, max_tokens=250)
     for session in ("a", "b", "c"):
-        memory.remember(session, 1, "", list(range(90)), [(Said("x", ()), [1, 2])])
+        memory.remember(session, 1, "", list(range(90)), [(Said.of({"role": "assistant", "content": "x"}), [1, 2])])
     conversation = [{"role": "user", "content": ""}, {"role": "assistant", "content": "x"}]
     assert [memory.may_know(session, conversation) for session in ("a", "b", "c")] == [False, True, True]
 

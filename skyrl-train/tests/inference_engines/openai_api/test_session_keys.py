@@ -1,0 +1,63 @@
+"""A key or a base URL of a session is all that an agent needs for its requests to be recorded as that session's."""
+
+import httpx
+import openai
+import pytest
+
+from skyrl_train.inference_engines.openai_api.keys import EndpointKeys
+from skyrl_train.inference_engines.openai_api.recorder import RequestRecorder
+
+from .conftest import client_of, serving
+
+STRANGE = "task 7/a:b?%2F"
+
+
+async def test_keys_and_urls_of_sessions_select_them_and_no_other(chat_engine, chat_model):
+    recorder = RequestRecorder()
+    async with serving(chat_engine, chat_model, recorder=recorder, api_key="secret") as server:
+
+        async def ask(**settings):
+            async with client_of(server, **settings) as client:
+                await client.completions.create(model="tiny", prompt="ab", max_tokens=1)
+
+        await ask(api_key=server.session_key("by-key"))
+        await ask(api_key="secret", base_url=server.session_url(STRANGE))
+        await ask(api_key="secret", default_headers={"X-Session-ID": "by-header"})
+        await ask(api_key=server.session_key("both"), base_url=server.session_url("both"))
+        await ask(api_key="secret")  # of no session
+        assert sorted(recorder.sessions()) == sorted(["by-key", STRANGE, "by-header", "both"])
+
+        with pytest.raises(openai.PermissionDeniedError, match="the key is that of session 'a'"):
+            await ask(api_key=server.session_key("a"), base_url=server.session_url("b"))
+        with pytest.raises(openai.PermissionDeniedError):
+            await ask(api_key=server.session_key("a"), default_headers={"X-Session-ID": "b"})
+        with pytest.raises(openai.BadRequestError, match="differ"):
+            await ask(api_key="secret", base_url=server.session_url("a"), default_headers={"X-Session-ID": "b"})
+        with pytest.raises(openai.AuthenticationError):
+            await ask(api_key=EndpointKeys("another").of_session("a"))
+        with pytest.raises(openai.AuthenticationError):  # a URL is no key
+            await ask(api_key="any", base_url=server.session_url("a"))
+        assert len(recorder.sessions()) == 4
+
+        async with httpx.AsyncClient(base_url=server.url) as plain:
+            answer = await plain.get("/models", headers={"x-api-key": server.session_key("a")})
+            assert answer.status_code == 200
+            assert (await plain.get(server.session_url("a"))).status_code == 404
+
+
+async def test_a_server_without_a_key_knows_the_keys_of_its_sessions_and_takes_any_other(chat_engine, chat_model):
+    recorder = RequestRecorder()
+    async with serving(chat_engine, chat_model, recorder=recorder) as server:
+        for key in (server.session_key("a"), "any"):
+            async with client_of(server, api_key=key) as client:
+                await client.completions.create(model="tiny", prompt="ab", max_tokens=1)
+        assert recorder.sessions() == ["a"]
+        async with client_of(server, api_key=server.session_key("a")[:-2] + "xx") as client:
+            with pytest.raises(openai.AuthenticationError):
+                await client.models.list()
+
+
+def test_a_sessions_key_is_the_same_in_each_process_that_has_the_servers():
+    key = EndpointKeys("secret").of_session("größe/7")
+    assert key == EndpointKeys("secret").of_session("größe/7")
+    assert EndpointKeys("secret").session_of(["x", key]) == "größe/7"
