@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
@@ -260,23 +261,26 @@ PEER_SHAPES = {"1x1": PeerShape(1, 1), "1x2": PeerShape(1, 2), "2x1": PeerShape(
 
 
 class Peer:
-    """TRL's trainer in processes of its own. It waits before every step until it is its turn."""
+    """Steps of something else, in processes of its own, each when it is its turn.
 
-    def __init__(self, shape: PeerShape, num_steps: int, dtype: str, folder: Path):
-        self.shape = shape
+    Args:
+        process: called in each process with its connection, rank, and `arguments`; sends the seconds and CPU seconds of
+            each step that it is told to take, and a pair of any numbers when it is ready.
+    """
+
+    def __init__(self, name: str, num_processes: int, process: Callable[..., None], *arguments: Any):
+        self.name = name
         self.steps = Steps()
-        port = free_port()
         context = multiprocessing.get_context("spawn")
         self._connections: list[Connection] = []
         self.processes: list[Any] = []
-        for rank in range(shape.processes):
+        for rank in range(num_processes):
             ours, theirs = context.Pipe()
-            arguments = (theirs, shape, rank, port, num_steps, dtype, folder)
-            process = context.Process(target=trl_process, args=arguments, daemon=True)
-            process.start()
+            started = context.Process(target=process, args=(theirs, rank, *arguments), daemon=True)
+            started.start()
             theirs.close()
             self._connections.append(ours)
-            self.processes.append(process)
+            self.processes.append(started)
         self._receive()  # ready
 
     def take_step(self) -> None:
@@ -290,7 +294,7 @@ class Peer:
         answers = []
         for connection in self._connections:
             if not connection.poll(DEADLINE_SECONDS):
-                raise TimeoutError(f"{self.shape.name} did not answer within {DEADLINE_SECONDS:g} s")
+                raise TimeoutError(f"{self.name} did not answer within {DEADLINE_SECONDS:g} s")
             answers.append(connection.recv())
         return answers
 
@@ -304,7 +308,7 @@ class Peer:
 
 
 def trl_process(
-    connection: Connection, shape: PeerShape, rank: int, port: int, num_steps: int, dtype: str, folder: Path
+    connection: Connection, rank: int, shape: PeerShape, port: int, num_steps: int, dtype: str, folder: Path
 ) -> None:
     """One rank of TRL: `num_steps` steps of GRPOTrainer, each when the parent says so."""
     capture_output(folder / f"trl-{dtype}-{shape.processes}x{shape.threads}-{rank}.log")
@@ -369,6 +373,104 @@ def trl_process(
     connection.recv()  # taking down a process is work: not while our last step is being timed
 
 
+# ---- the floor
+
+
+FLOORS = {"products alone": NUM_PROMPTS, "products alone, a prompt for each sample": NUM_PROMPTS * NUM_SAMPLES}
+"""Name -> prompts that are trained."""
+
+
+class Products:
+    """The matrix products of a share of one step alone, each by the fastest kernel of this torch: forward and
+    backward of linear layers and attention over prompts and answers, and those of decoding.
+
+    Args:
+        ranks, engines: among which training and decoding are divided; 0: this process has no share in it.
+        prompts: prompts that are trained, once each: those of the step, or one for every sample.
+    """
+
+    def __init__(self, ranks: int, engines: int, prompts: int, dtype: str):
+        import torch
+
+        self._torch, self._dtype = torch, getattr(torch, dtype)
+        self._calls: list[tuple[Callable[[], Any], int]] = []
+        hidden, inner, heads, key_heads, width, layers = 256, 768, 4, 2, 64, 4
+        linears = [(hidden, heads * width), (hidden, key_heads * width), (hidden, key_heads * width)]
+        linears += [(heads * width, hidden), (hidden, inner), (hidden, inner), (inner, hidden)]
+        samples, length = NUM_PROMPTS * NUM_SAMPLES, PROMPT_TOKENS + NEW_TOKENS
+        if ranks:
+            answers = samples * NEW_TOKENS // ranks
+            tokens = prompts * PROMPT_TOKENS // ranks + answers
+            for columns, rows in linears:
+                self._linear(tokens, columns, rows, layers, backward=True)
+            self._linear(answers, hidden, VOCABULARY, 1, backward=True)
+            # Of each sample's queries, those of its answer; forward two products, backward four.
+            shape = samples * heads // ranks, NEW_TOKENS, width
+            self._attention(*shape, length, 3 * layers)
+        if engines:
+            rows = samples // engines
+            for columns, outputs in linears:
+                self._linear(rows, columns, outputs, layers * NEW_TOKENS, backward=False)
+            self._linear(rows, hidden, VOCABULARY, NEW_TOKENS, backward=False)
+            mean_length = PROMPT_TOKENS + NEW_TOKENS // 2
+            self._attention(rows * key_heads, heads // key_heads, width, mean_length, layers * NEW_TOKENS)
+
+    def __call__(self) -> None:
+        with self._torch.inference_mode():
+            for call, count in self._calls:
+                for _ in range(count):
+                    call()
+
+    def _tensor(self, *shape: int) -> Any:
+        return self._torch.randn(shape, dtype=self._dtype)
+
+    def _linear(self, tokens: int, columns: int, rows: int, count: int, *, backward: bool) -> None:
+        products = [(tokens, columns, rows)]
+        products += [(tokens, rows, columns), (rows, tokens, columns)] if backward else []
+        for outer, inner, other in products:
+            a, b = self._tensor(outer, inner), self._tensor(other, inner)
+            self._calls.append((self._fastest(a, b), count))
+
+    def _attention(self, batch: int, queries: int, width: int, keys: int, count: int) -> None:
+        query, key = self._tensor(batch, queries, width), self._tensor(batch, keys, width)
+        shares = self._tensor(batch, queries, keys)
+        self._calls.append((lambda: self._torch.bmm(query, key.transpose(1, 2)), count))
+        self._calls.append((lambda: self._torch.bmm(shares, key), count))
+
+    def _fastest(self, a: Any, b: Any) -> Callable[[], Any]:
+        """Of the ways to compute a b^T."""
+        mkldnn, torch = self._torch.ops.mkldnn, self._torch
+        ways: list[Callable[[], Any]] = [lambda: a @ b.t()]
+        if torch.backends.mkldnn.is_available() and self._dtype == torch.float32:
+            packed = mkldnn._reorder_linear_weight(b, len(a))
+            ways += [partial(mkldnn._linear_pointwise, a, weight, None, "none", [], "") for weight in (b, packed)]
+
+        def seconds(way: Callable[[], Any]) -> float:
+            times = []
+            for _ in range(5):
+                began = time.perf_counter()
+                way()
+                times.append(time.perf_counter() - began)
+            return min(times)
+
+        with torch.inference_mode():
+            return min(ways, key=seconds)
+
+
+def products_process(connection: Connection, rank: int, ranks: int, engines: int, prompts: int, dtype: str) -> None:
+    """Steps of `Products`, each when the parent says so."""
+    import torch
+
+    torch.set_num_threads(1)
+    products = Products(ranks if rank < ranks else 0, engines if rank < engines else 0, prompts, dtype)
+    products()
+    connection.send((0.0, 0.0))
+    while connection.recv() == "step":
+        began = time.perf_counter(), time.process_time()
+        products()
+        connection.send((time.perf_counter() - began[0], time.process_time() - began[1]))
+
+
 # ---- both
 
 
@@ -383,7 +485,8 @@ class Result:
 
     @property
     def best_peer(self) -> str | None:
-        return min(self.peers, key=lambda name: self.peers[name].median) if self.peers else None
+        trainers = self.peers.keys() - FLOORS.keys()
+        return min(trainers, key=lambda name: self.peers[name].median) if trainers else None
 
 
 def measure(options: argparse.Namespace, dtype: str, folder: Path) -> Result:
@@ -392,7 +495,12 @@ def measure(options: argparse.Namespace, dtype: str, folder: Path) -> Result:
     peers: list[Peer] = []
     load: list[float] = []
     if not options.skip_trl:
-        peers = [Peer(PEER_SHAPES[name], num_steps, dtype, folder) for name in options.trl]
+        for shape in [PEER_SHAPES[name] for name in options.trl]:
+            peers.append(Peer(shape.name, shape.processes, trl_process, shape, free_port(), num_steps, dtype, folder))
+    num_processes = max(options.ranks, options.engines)
+    for name, prompts in FLOORS.items():
+        shares = options.ranks, options.engines, prompts, dtype
+        peers.append(Peer(name, num_processes, products_process, *shares))
 
     def between_steps() -> None:
         load.append(os.getloadavg()[0])
@@ -412,7 +520,7 @@ def measure(options: argparse.Namespace, dtype: str, folder: Path) -> Result:
     for steps in [experiment.steps, *(peer.steps for peer in peers)]:
         for values in (steps.seconds, steps.cpu_seconds, steps.stages):
             del values[: options.warmup]
-    return Result(dtype, experiment.steps, {peer.shape.name: peer.steps for peer in peers}, load)
+    return Result(dtype, experiment.steps, {peer.name: peer.steps for peer in peers}, load)
 
 
 # ---- telling
@@ -436,7 +544,7 @@ def report(results: Sequence[Result], options: argparse.Namespace) -> str:
     ]
     for result in results:
         for name, steps in {us: result.ours, **result.peers}.items():
-            ratio = "" if name == us else f"{steps.median / result.ours.median:.2f}x"
+            ratio = "" if name == us else f"{steps.median / result.ours.median:.2f}x"  # of the floor: our share of it
             mark = " (its best)" if name == result.best_peer else ""
             lines.append(
                 f"| {result.dtype} | {name}{mark} | {steps.samples_per_second:.1f} | {steps.median:.2f} | "
