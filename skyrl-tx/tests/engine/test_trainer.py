@@ -2,6 +2,7 @@
 weight that grows by the sum of the tokens it is trained on."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -159,3 +160,29 @@ def test_a_checkpoint_that_is_gone_is_the_users_error_and_changes_nothing(bench:
     bench.work()
     assert bench.result(failed) == bench.result(lost) == ("user", "the checkpoint does not exist any more")
     assert bench.backend.models["a1"].weight == 4.0 and "b1" not in bench.backend.models
+
+
+def test_a_damaged_checkpoint_or_snapshot_is_named_and_never_trained_on(make_bench: Any, tmp_path: Path):
+    bench = make_bench(limit=1)
+    bench.do("create a1 1, train a1 2, optimize a1, save a1 whole, save a1 torn")
+    damage(bench.checkpoints.place("torn"))
+    [loaded] = bench.do("load a1 torn")
+    assert bench.backend.models["a1"].weight == 3.0, "the load that failed changed it"
+    created = bench.create("b1", folder=bench.checkpoints.place("torn"))
+    bench.work()
+    for request_id in (loaded, created):
+        category, text = bench.result(request_id)
+        assert category == "user"
+        assert text.startswith("the checkpoint is damaged on the server's disk: sum.json is damaged")
+        assert str(tmp_path) not in text
+    bench.do("create c1, train c1 1")  # a1 leaves
+    damage(bench.snapshots[-1].folder)
+    [trained] = bench.do("train a1 1")
+    category, text = bench.result(trained)
+    assert category == "server" and "sum.json is damaged" in text and "from its last checkpoint" in text
+    assert str(tmp_path) not in text
+
+
+def damage(folder: str) -> None:
+    path = Path(folder) / "sum.json"
+    path.write_text(path.read_text().replace("3.0", "4.0"))

@@ -170,6 +170,35 @@ def check_external_weights(client: httpx.Client, post: Callable[..., httpx.Respo
     assert client.get(f"{checkpoints}/external_weights/private/external_weights_urls").status_code == 404
 
 
+def check_damage_is_named(
+    client: httpx.Client,
+    post: Callable[..., httpx.Response],
+    server: ServerProcess,
+    model: str,
+    sample: Callable[..., httpx.Response],
+) -> None:
+    """A flipped byte in a checkpoint is found by whoever loads, samples from or downloads it; seq 9 to 11."""
+    saved = {}
+    for seq, endpoint in ((9, "save_weights"), (10, "save_weights_for_sampler")):
+        saved[endpoint] = result_of(client, post(endpoint, model_id=model, seq_id=seq, path="torn"))["path"]
+    for file in (server.checkpoints / model).glob("*/torn@*/*.safetensors"):
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    download = f"/api/v1/training_runs/{model}/checkpoints/weights/torn"
+    for accepted, file in (
+        (post("load_weights", model_id=model, seq_id=11, path=saved["save_weights"], optimizer=True), "optimizer"),
+        (sample(model_path=saved["save_weights_for_sampler"]), "adapter_model"),
+        (client.get(client.get(f"{download}/archive").headers["location"]), "optimizer"),
+        (client.get(f"{download}/external_weights_urls"), "optimizer"),
+    ):
+        if accepted.status_code == 200:
+            asked = {"request_id": accepted.json()["request_id"]}
+            accepted = client.post("/api/v1/retrieve_future", json=asked, timeout=60)
+        assert f"{file}.safetensors is damaged (its sha256" in accepted.text
+        assert str(server.folder) not in accepted.text
+
+
 @pytest.mark.process
 def test_a_user_trains_samples_and_takes_the_adapter_home(server, tmp_path):
     with httpx.Client(base_url=server.url, timeout=60) as client:
@@ -227,6 +256,10 @@ def test_a_user_trains_samples_and_takes_the_adapter_home(server, tmp_path):
         assert choice["message"]["role"] == "assistant"
         assert len(choice["logprobs"]["content"]) <= 3
 
+        check_damage_is_named(
+            client, post, server, model, partial(post, "asample", prompt=prompt, sampling_params=params)
+        )
+
         numbers = client.get("/metrics").text
         assert 'tx_models{tenant="local"} 1.0' in numbers
 
@@ -249,7 +282,7 @@ def look_at_the_runs_in_the_dashboard(folder: Path, model: str, loss: float) -> 
         assert run["curve"] == [[1], [pytest.approx(loss, rel=1e-4)]]
         asked = {"run": run["run"], "name": "trainer.log", "query": "checkpoint saved: tinker"}
         saved = [line.rpartition("/")[2] for _, line in dashboard.get("/api/log", params=asked).json()["hits"]]
-        assert saved == ["mine", "plain", "private"]
+        assert saved == ["mine", "plain", "private", "torn", "torn"]
         asked = {"run": "server", "name": "server.log", "query": "engine 1 is ready"}
         assert len(dashboard.get("/api/log", params=asked).json()["hits"]) == 1
         curves = {"run": "server", "name": ["server/sessions"]}

@@ -15,6 +15,7 @@ from skyrl_gym import whole_folders
 from tx.errors import ConfigError
 from tx.tinker.storage import remote
 from tx.tinker.storage.folders import Folders
+from tx.tinker.storage.manifests import MANIFEST, DamagedFilesError, files_of
 
 RUN = "session_00aa:train:0"
 
@@ -54,7 +55,7 @@ def test_a_folder_is_replaced_as_a_whole(folders: Folders):
     for text in ("first", "second", "third"):
         with folders.writing(folder) as path:
             (path / text).write_text(text)
-        assert [path.name for path in folders.local(folder).iterdir()] == [text]
+        assert [path.name for path in files_of(folders.local(folder))] == [text]
 
 
 def test_an_error_leaves_what_stood_there(folders: Folders):
@@ -81,6 +82,34 @@ def test_a_removed_folder_is_gone_and_may_be_removed_again(folders: Folders):
         with pytest.raises(FileNotFoundError):
             method(removed)
     assert texts(folders.local(kept)) == ["a", "aa"]
+
+
+def flip_a_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_each_damaged_file_of_a_local_folder_is_named_and_none_is_archived(tmp_path: Path):
+    folders = Folders(str(tmp_path / "base"), tmp_path / "cache")
+    folder = write(folders, folders.place(RUN, "weights", "a"), "abc")
+    assert texts(folders.verified(folder)) == ["abc", "abcabc"]
+    flip_a_byte(Path(folder, "adapter.txt"))
+    Path(folder, "deep", "state.txt").write_text("longer than before")
+    for attempt in (folders.verified, lambda folder: folders.archive(folder, tmp_path / "a.tar")):
+        with pytest.raises(DamagedFilesError) as error:
+            attempt(folder)
+        assert "adapter.txt is damaged" in str(error.value)
+        assert "deep/state.txt has 18 bytes instead of 6" in str(error.value)
+        assert str(tmp_path) not in str(error.value), "clients read it"
+    Path(folder, "adapter.txt").unlink()
+    with pytest.raises(DamagedFilesError, match=r"adapter\.txt is missing"):
+        folders.verified(folder)
+    Path(folder, MANIFEST).write_text('{"files": {"adapter.txt": 3}}')
+    with pytest.raises(DamagedFilesError, match=r"tx_manifest\.json \(the checksums\) is damaged"):
+        folders.verified(folder)
+    Path(folder, MANIFEST).unlink()
+    folders.verified(folder)  # of a release without checksums
 
 
 def test_an_archive_has_its_files_and_no_dates(folders: Folders, tmp_path: Path):
@@ -225,8 +254,13 @@ class TestRemote:
     def test_a_damaged_file_is_said(self, folders: Folders):
         folder = write(folders, folders.place(RUN, "weights", "a"), "a")
         fsspec.filesystem("memory").pipe_file(f"{folder}/adapter.txt", b"b")
-        with pytest.raises(OSError, match="not what its manifest says"):
+        with pytest.raises(DamagedFilesError, match=r"adapter\.txt is damaged"):
             folders.local(folder)
+
+    def test_a_damaged_copy_in_the_cache_is_made_again(self, folders: Folders):
+        folder = write(folders, folders.place(RUN, "weights", "a"), "a")
+        flip_a_byte(folders.local(folder) / "adapter.txt")
+        assert texts(folders.verified(folder)) == ["a", "aa"]
 
     def test_a_copy_is_made_once(self, folders: Folders):
         folder = write(folders, folders.place(RUN, "weights", "a"), "a")

@@ -18,6 +18,7 @@ from tx.tinker.storage import garbage
 from tx.tinker.storage.blobs import Blobs
 from tx.tinker.storage.db_models import RequestRow, SessionRow
 from tx.tinker.storage.folders import Folders
+from tx.tinker.storage.manifests import files_of
 from tx.tinker.storage.store import Store
 
 pytestmark = pytest.mark.process
@@ -28,6 +29,7 @@ from pathlib import Path
 from tx.tinker.storage.blobs import Blobs
 from tx.tinker.storage.db_models import RequestRow, SessionRow
 from tx.tinker.storage.folders import Folders
+from tx.tinker.storage.manifests import files_of
 from tx.tinker.storage.rows import add_row
 from tx.tinker.storage.store import Store
 
@@ -88,7 +90,7 @@ def check_folders(state: Path, told: dict[str, str]) -> None:
     for number, last in told.items():
         texts = [
             path.read_text()
-            for path in folders.local(folders.place(f"session_0:train:{number}", "weights", "a")).iterdir()
+            for path in files_of(folders.verified(folders.place(f"session_0:train:{number}", "weights", "a")))
         ]
         assert len(texts) == 3 and len(set(texts)) == 1
         life, i = map(int, texts[0].split()[0].split("."))

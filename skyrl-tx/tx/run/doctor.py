@@ -8,11 +8,10 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from tx.errors import ConfigError
+from tx.run.integrity import Finding, check_integrity
 from tx.tinker.api import listen
 from tx.tinker.backends.build import check_backend
 from tx.tinker.base_model import read_base_model
@@ -24,22 +23,16 @@ from tx.tinker.http.connections import limit_of_connections
 from tx.tinker.storage.folders import Folders
 from tx.tinker.storage.store import Store
 
-Verdict = Literal["ok", "note", "wrong"]
+INTEGRITY = "--integrity"
+"""Option of this command alone: read all files of the (stopped) server."""
 SDK_VERSIONS = ((0, 16, 1), (0, 38, 0))
 """Oldest and newest version of the tinker SDK that the server is tested with."""
 LITTLE_DISK_GB = 2
 
 
-@dataclass(frozen=True)
-class Finding:
-    subject: str
-    verdict: Verdict
-    text: str
-    """Finding and, unless all is well, the remedy."""
-
-
 def main(argv: Sequence[str]) -> int:
-    """Print the table. Returns 1 if a server would not start, 2 for invalid options."""
+    """Print the table. Returns 1 if a server would not start or its files are damaged, 2 for invalid options."""
+    reads_all, argv = INTEGRITY in argv, [word for word in argv if word != INTEGRITY]
     try:
         # Without a model everything else can be looked at all the same.
         named = "TX_BASE_MODEL" in os.environ or any(word.split("=")[0] == "--base-model" for word in argv)
@@ -47,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"ConfigError: {error}", file=sys.stderr)
         return 2
-    findings = list(examine(config))
+    findings = [*examine(config), *(check_integrity(config) if reads_all else ())]
     width = max(len(finding.subject) for finding in findings)
     for finding in findings:
         print(f"{finding.verdict:5}  {finding.subject:{width}}  {finding.text}")

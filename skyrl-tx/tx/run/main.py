@@ -83,7 +83,8 @@ def version() -> None:
 
 @app.command(context_settings=_PASS_ON, add_help_option=False)
 def doctor(context: typer.Context) -> None:
-    """Check what a server with these options needs, and say what to do about the rest. Options as of `tx serve`."""
+    """Check what a server with these options needs, and say what to do about the rest. Options as of `tx serve`;
+    --integrity also reads all checkpoints, snapshots and payloads of a stopped server."""
     from tx.run.doctor import main
 
     sys.exit(main(context.args))

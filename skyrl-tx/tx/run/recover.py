@@ -18,6 +18,7 @@ from tx.tinker.command_line import read_config
 from tx.tinker.config import EngineConfig
 from tx.tinker.storage.db_models import CheckpointRow, ModelRow, SessionRow
 from tx.tinker.storage.folders import without_local_scheme
+from tx.tinker.storage.manifests import files_of, verify
 from tx.tinker.storage.store import Store
 from tx.tinker.types import CheckpointKind, TinkerPath
 
@@ -100,6 +101,7 @@ def _candidates(base: Path) -> Iterator[FoundCheckpoint]:
 
 def _read(found: FoundCheckpoint) -> FoundCheckpoint:
     folder = found.folder
+    verify(folder)
     if found.path.kind == "external_weights" and (folder / f"{_WEIGHTS}.age").exists():
         return found
     rank = json.loads((folder / "adapter_config.json").read_text())["r"]
@@ -160,7 +162,7 @@ def _insert(database: Database, config: EngineConfig, tenant: str, found: FoundC
         )
         database.add(model)
         database.flush()
-    size = sum(file.stat().st_size for file in found.folder.rglob("*") if file.is_file())
+    size = sum(file.stat().st_size for file in files_of(found.folder))
     row = CheckpointRow(
         model_id=run, kind=kind, name=name, tenant=tenant, folder=str(found.folder), created_at=now, size_bytes=size
     )

@@ -9,6 +9,7 @@ Commands of one model reach the engine in the order of their seq numbers, withou
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Generator
 from contextlib import ExitStack
@@ -27,6 +28,7 @@ from tx.tinker.storage.db_models import CheckpointRow, ModelRow, SamplerRow, Ses
 from tx.tinker.storage.encryption import encrypt_folder, parse_recipients
 from tx.tinker.storage.folders import Folders
 from tx.tinker.storage.garbage import schedule_deletion
+from tx.tinker.storage.manifests import DamagedFilesError
 from tx.tinker.storage.rows import forget_commands, touch_model
 from tx.tinker.types import (
     AdamParams,
@@ -41,6 +43,8 @@ from tx.tinker.types import (
 from tx.tinker.wire import schemas
 from tx.tinker.wire.checks import check_training
 from tx.tinker.wire.codec import TrainingRequest
+
+logger = logging.getLogger(__name__)
 
 INLINE_BYTES = 32 << 10
 """Larger payloads and results are stored as blobs."""
@@ -136,13 +140,16 @@ class ExecutionContext:
         """Fetch a checkpoint and load it into a model.
 
         Raises:
-            ModelError: the checkpoint was deleted or does not fit.
+            ModelError: the checkpoint was deleted, is damaged or does not fit.
         """
         try:
-            local = yield partial(self.folders.local, folder)
-            self.training.load(model_id, local, optimizer=optimizer)
+            local = yield partial(self.folders.verified, folder)
         except FileNotFoundError:
             raise ModelError("the checkpoint does not exist any more") from None
+        except DamagedFilesError as error:
+            logger.error("checkpoint %s: %s", folder, error)
+            raise ModelError(f"the checkpoint is damaged on the server's disk: {error}. Load another one") from None
+        self.training.load(model_id, local, optimizer=optimizer)
 
 
 class ExecutionResult(NamedTuple):

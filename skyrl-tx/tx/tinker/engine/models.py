@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 from loguru import logger
 
@@ -21,6 +22,7 @@ from tx.tinker.backends.base import TrainingBackend
 from tx.tinker.commands import Job, Steps
 from tx.tinker.engine.messages import Snapshotted
 from tx.tinker.storage.folders import Folders
+from tx.tinker.storage.manifests import DamagedFilesError
 from tx.tinker.types import LoraSpec
 
 
@@ -159,9 +161,19 @@ class Models:
         if model.snapshot is None:
             self._training.create(model.model_id, model.lora)
         else:
-            self._training.restore(model.model_id, model.lora, self._folders.local(model.snapshot))
+            self._training.restore(model.model_id, model.lora, self._verified(model.snapshot))
         model.in_memory = True
         return True
+
+    def _verified(self, snapshot: str) -> Path:
+        try:
+            return self._folders.verified(snapshot)
+        except DamagedFilesError as error:
+            logger.error("snapshot {}: {}", snapshot, error)
+            raise ModelError(
+                f"the model's state is damaged on the server's disk: {error}. Create a model from its last checkpoint",
+                "server",
+            ) from None
 
     def _offload(self, model: Model) -> None:
         if model.changed and not model.damaged:

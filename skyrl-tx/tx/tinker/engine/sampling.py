@@ -2,9 +2,11 @@
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
+
+from loguru import logger
 
 from skyrl_gym.waits import waiting
 from tx.errors import ModelError
@@ -12,9 +14,12 @@ from tx.tinker.backends.base import BackendLost, SamplingBackend
 from tx.tinker.commands import Sample
 from tx.tinker.engine.messages import Done, Failed, FromEngine
 from tx.tinker.storage.folders import Folders
+from tx.tinker.storage.manifests import DamagedFilesError, Signature, signature
 from tx.tinker.wire.codec import encode_sample_output
 
 WATCH_SECONDS = 1.0
+MOST_VERIFIED = 4096
+"""Adapters remembered as verified."""
 
 
 class Sampling:
@@ -33,6 +38,8 @@ class Sampling:
         self._step_began: float | None = None
         self._backend, self._folders, self._send = backend, folders, send
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._verified: OrderedDict[str, Signature] = OrderedDict()
+        """Adapters whose files were compared with their checksums, as they were then."""
 
     def begin(self, command: Sample) -> None:
         """Start a sample request."""
@@ -73,6 +80,12 @@ class Sampling:
         except FileNotFoundError:
             gone = ModelError("the weights of this sampler are not there any more")
             self._send(Failed.of(command.request_id, gone))
+        except DamagedFilesError as error:
+            logger.error("adapter {}: {}", command.adapter, error)
+            damaged = ModelError(
+                f"the weights of this sampler are damaged on the server's disk: {error}. Save them anew"
+            )
+            self._send(Failed.of(command.request_id, damaged))
         except BackendLost as error:
             if not self.lost.done():
                 self.lost.set_exception(error)
@@ -84,8 +97,18 @@ class Sampling:
             self._send(Done(request_id=command.request_id, result=result, metrics={"tokens": float(tokens)}))
 
     async def _local(self, adapter: str | None) -> Path | None:
+        """Return the folder of an adapter. Its files are read and compared with their checksums when this process has
+        not done so, or they were written since."""
         if adapter is None:
             return None
-        if "://" in adapter:
+        known = self._verified.get(adapter)
+        if known is not None and "://" not in adapter and signature(self._folders.local(adapter)) == known:
+            self._verified.move_to_end(adapter)
+            return self._folders.local(adapter)
+        if known is not None and "://" in adapter:
             return await asyncio.to_thread(self._folders.local, adapter)
-        return self._folders.local(adapter)
+        local = await asyncio.to_thread(self._folders.verified, adapter)
+        self._verified[adapter] = signature(local)
+        if len(self._verified) > MOST_VERIFIED:
+            self._verified.popitem(last=False)
+        return local

@@ -93,6 +93,10 @@ class Blobs:
         """Raises FileNotFoundError for one that is gone, ValueError for what is no blob's id."""
         return self._path(blob).read_bytes()
 
+    def has(self, blob: str) -> bool:
+        """Return True if a blob is there."""
+        return self._path(blob).is_file()
+
     def drop(self, blob: str) -> None:
         """Nothing to do if it is gone."""
         self._path(blob).unlink(missing_ok=True)

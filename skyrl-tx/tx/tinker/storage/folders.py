@@ -4,7 +4,9 @@ Local: a folder is filled under `BASE/.partial`, put on the disk, and renamed to
 two swap names in one step of the file system (`whole_folders.exchange`), so at every moment a whole one is there; on
 file systems that cannot swap (NFS) the old one goes a moment before the new one comes.
 
-Remote: files first, then the manifest, which names them with sizes and hashes; without a manifest nothing is there.
+Both have a manifest, which names the files with sizes and hashes (`manifests`): `verified` compares them.
+
+Remote: files first, then the manifest; without a manifest nothing is there.
 Files that replace others have keys of their own, so that the old manifest stays true until the new one takes its place.
 """
 
@@ -17,6 +19,7 @@ from pathlib import Path
 from skyrl_gym.whole_folders import exchange, fsync_folder, sync_tree
 from tx.errors import ConfigError
 from tx.tinker.storage.files import PARTIAL, remove_tree, scratch_folder, sweep
+from tx.tinker.storage.manifests import files_of, verify, write_manifest
 from tx.tinker.storage.remote import RemoteFolders
 
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:@-]{0,254}")
@@ -90,6 +93,7 @@ class Folders:
             return
         with scratch_folder(self._partials) as scratch:
             yield scratch
+            write_manifest(scratch)
             sync_tree(scratch)
             self._put_in_place(scratch, Path(folder))
 
@@ -100,11 +104,24 @@ class Folders:
             return self._remote.download(folder)
         return _existing(folder)
 
+    def verified(self, folder: str) -> Path:
+        """A local copy of which every file was read and is as it was saved.
+
+        Raises:
+            FileNotFoundError: there is none.
+            DamagedFilesError: some files are others.
+        """
+        if self._remote is not None and "://" in folder:
+            return self._remote.download(folder, verified=True)
+        local = _existing(folder)
+        verify(local)
+        return local
+
     def size(self, folder: str) -> int:
         """Bytes of its files. Raises FileNotFoundError."""
         if self._remote is not None and "://" in folder:
             return self._remote.size(folder)
-        return sum(path.stat().st_size for path in _files(_existing(folder)))
+        return sum(path.stat().st_size for path in files_of(_existing(folder)))
 
     def remove(self, folder: str) -> None:
         """Nothing to do if it is gone. While it goes it is whole or not there.
@@ -119,13 +136,13 @@ class Folders:
             remove_tree(Path(folder), self._partials)
 
     def archive(self, folder: str, to: Path) -> None:
-        """A tar of its files (no leading folder), written to a local file. The same files give the same bytes. Raises
-        FileNotFoundError."""
-        source = self.local(folder)
+        """A tar of its files (no leading folder), written to a local file. The same files give the same bytes. Raises:
+        see `verified`."""
+        source = self.verified(folder)
         partial = to.with_name(to.name + PARTIAL)
         try:
             with tarfile.open(partial, "w", format=tarfile.PAX_FORMAT) as tar:
-                for path in _files(source):
+                for path in files_of(source):
                     tar.add(path, arcname=path.relative_to(source).as_posix(), filter=_anonymous)
             partial.rename(to)
         finally:
@@ -154,10 +171,6 @@ def _existing(folder: str) -> Path:
     if not path.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}")
     return path
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import os
 import secrets
 import time
@@ -14,8 +15,17 @@ from fsspec.core import url_to_fs
 
 from tx.errors import ConfigError
 from tx.tinker.storage.files import PARTIAL, remove_tree, scratch_folder, sweep
+from tx.tinker.storage.manifests import (
+    MANIFEST,
+    DamagedFilesError,
+    describe_files,
+    encode_manifest,
+    find_damage,
+    sha256_of,
+)
 
-MANIFEST = "tx_manifest.json"
+log = logging.getLogger(__name__)
+
 _IN_USE_SECONDS = 600
 """A copy that was asked for so recently may just be read: it stays in the cache whatever its size."""
 _DRIVERS = {"s3": "skyrl-tx[aws]", "s3a": "skyrl-tx[aws]", "gs": "skyrl-tx[gcp]", "gcs": "skyrl-tx[gcp]", "az": "adlfs"}
@@ -63,30 +73,34 @@ class RemoteFolders:
         """
         before = self._manifest(folder)
         prefix = f"{secrets.token_hex(8)}/" if before else ""  # plain names as long as nothing is replaced
-        files = {}
-        for path in sorted(path for path in source.rglob("*") if path.is_file()):
-            name = path.relative_to(source).as_posix()
-            files[name] = {"key": prefix + name, "size": path.stat().st_size, "sha256": _sha256(path)}
-            self._fs.put_file(str(path), f"{folder}/{prefix}{name}")
-        manifest = json.dumps({"files": files}, sort_keys=True, indent=1).encode()
-        self._fs.pipe_file(f"{folder}/{MANIFEST}", manifest)
+        files = {name: facts | {"key": prefix + name} for name, facts in describe_files(source).items()}
+        for name, facts in files.items():
+            self._fs.put_file(str(source / name), f"{folder}/{facts['key']}")
+        self._fs.pipe_file(f"{folder}/{MANIFEST}", encode_manifest(files))
         self._drop(folder, [file["key"] for file in json.loads(before or '{"files": {}}')["files"].values()])
 
-    def download(self, folder: str) -> Path:
+    def download(self, folder: str, *, verified: bool = False) -> Path:
         """A local copy; one in the cache that is still true is taken.
+
+        Args:
+            verified: read the copy in the cache as well; a damaged one is made again
 
         Raises:
             FileNotFoundError: there is none.
-            OSError: a file there is not what the manifest says.
+            DamagedFilesError: a file there is not what the manifest says.
         """
         manifest = self._manifest(folder)
         if manifest is None:
             raise FileNotFoundError(f"there is no folder {folder}")
         copy = self._cache / hashlib.sha256(manifest).hexdigest()
+        if verified and (damage := list(find_damage(copy))):
+            log.warning("%s, a copy of %s, is fetched again: %s", copy, folder, "; ".join(damage))
+            remove_tree(copy, self._partials)
         if not self._touch(copy):
             with self.scratch() as scratch:
                 for name, file in json.loads(manifest)["files"].items():
-                    self._download_file(f"{folder}/{file['key']}", scratch / name, file["sha256"])
+                    self._download_file(f"{folder}/{file['key']}", scratch / name, name, file["sha256"])
+                (scratch / MANIFEST).write_bytes(manifest)
                 if not self._touch(copy):  # another process was faster
                     scratch.rename(copy)
             self._make_room(copy)
@@ -119,11 +133,12 @@ class RemoteFolders:
             except FileNotFoundError:
                 continue
 
-    def _download_file(self, url: str, to: Path, sha256: str) -> None:
+    def _download_file(self, url: str, to: Path, name: str, sha256: str) -> None:
         to.parent.mkdir(parents=True, exist_ok=True)
         self._fs.get_file(url, str(to))
-        if _sha256(to) != sha256:
-            raise OSError(f"{url} is not what its manifest says: damaged, or written over by someone else")
+        if sha256_of(to) != sha256:
+            log.error("%s is not what its manifest says: damaged, or written over by someone else", url)
+            raise DamagedFilesError(f"{name} is damaged (its sha256 is not that of the file that was saved)")
 
     def _touch(self, copy: Path) -> bool:
         """Mark a copy as used now. Returns False if there is none."""
@@ -150,8 +165,3 @@ def _last_used(path: Path) -> float:
         return path.stat().st_mtime
     except FileNotFoundError:  # another process made room
         return 0.0
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

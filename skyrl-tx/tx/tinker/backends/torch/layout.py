@@ -13,7 +13,7 @@ the model they came from.
 Shapes: N tokens of a pass with block padding, S slots of attention.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from skyrl_train.models.attention import causal_attention, check_arguments, packed_attention
+from skyrl_train.models.attention import AttentionRule, causal_attention, check_arguments, packed_attention
 from skyrl_train.models.packing import PackedRows
 from tx.tinker.types import Datum
 
@@ -77,6 +77,22 @@ class Rows(PackedRows):
         if self.token_of_slot is None:
             return x
         return Exchange.apply(x, self.slot_of_token, self.token_of_slot, self.padding)  # type: ignore[return-value]
+
+    def by_rows(self, compute: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+        """See `PackedRows`. On a CPU each datum is padded to a length that follows from its own alone."""
+        if not self.groups_of_slots:
+            return super().by_rows(compute, *tensors)
+        in_slots = [self.to_slots(x) for x in tensors]
+        answers = [
+            compute(
+                *(
+                    x.narrow(0, group.start, group.count * group.length).unflatten(0, (group.count, group.length))
+                    for x in in_slots
+                )
+            ).flatten(0, 1)
+            for group in self.groups_of_slots
+        ]
+        return self.to_tokens(torch.cat(answers))
 
 
 @dataclass(frozen=True)
@@ -220,6 +236,8 @@ def rows_attention(
     packed_rows: Rows,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention among the tokens of each datum; transformers' calling convention.
@@ -238,11 +256,15 @@ def rows_attention(
             packed_rows=packed_rows,
             scaling=scaling,
             sliding_window=sliding_window,
+            softcap=softcap,
+            s_aux=s_aux,
             **others,
         )
     check_arguments(module, attention_mask, **others)
-    # Read by the check at loading, which compares the windows that the layers ask for with the config's.
+    # Read by the check at loading, which compares what the layers ask for with the config.
     packed_rows.windows.append(sliding_window)
+    packed_rows.softcaps.append(softcap)
+    rule = AttentionRule(scaling, sliding_window, softcap, s_aux)
     in_slots = [packed_rows.to_slots(x[0].transpose(0, 1)) for x in (query, key, value)]
     answers = []
     for group in packed_rows.groups_of_slots:
@@ -252,7 +274,7 @@ def rows_attention(
             .transpose(1, 2)
             for x in in_slots
         )
-        answers.append(causal_attention(q, k, v, scaling, sliding_window).transpose(1, 2).flatten(0, 1))
+        answers.append(causal_attention(q, k, v, rule).transpose(1, 2).flatten(0, 1))
     answer = packed_rows.to_tokens(answers[0] if len(answers) == 1 else torch.cat(answers))
     return answer[None].contiguous(), None
 

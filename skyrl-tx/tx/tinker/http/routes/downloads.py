@@ -1,11 +1,13 @@
 """Checkpoints to take away: addresses that work for an hour, without a key, and what is behind them."""
 
 import asyncio
+import logging
 import tarfile
 import tempfile
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from fastapi import APIRouter, Query, Request, Response
 from starlette.background import BackgroundTask
@@ -21,7 +23,11 @@ from tx.tinker.http.replies import as_json
 from tx.tinker.http.routes.runs import CHECKPOINT
 from tx.tinker.http.scope import service_of, tenant_of
 from tx.tinker.storage.folders import Folders
+from tx.tinker.storage.manifests import DamagedFilesError, files_of
 from tx.tinker.types import TinkerPath
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 router = APIRouter(tags=["downloads"])
 downloads = APIRouter(prefix=DOWNLOADS.rstrip("/"), tags=["downloads"])
@@ -54,8 +60,8 @@ async def external_weights_urls(request: Request, run_id: RunId, kind: Kind, nam
     """An address for each file."""
     path = TinkerPath(run_id, kind, name)
     folder = await service_of(request).checkpoints.archive(tenant_of(request), *path)
-    local = await asyncio.to_thread(_local, request.app.state.folders, folder)
-    files = [file.relative_to(local).as_posix() for file in sorted(local.rglob("*")) if file.is_file()]
+    local = await asyncio.to_thread(_read, request.app.state.folders.verified, folder)
+    files = [file.relative_to(local).as_posix() for file in files_of(local)]
     signer: Downloads = request.app.state.downloads
     made = [signer.of(tenant_of(request), path, file) for file in files]
     urls = {download.file: signer.address(str(request.base_url), download) for download in made}
@@ -91,18 +97,23 @@ async def download(
     folder = await service_of(request).checkpoints.archive(tenant, *asked.path)
     folders: Folders = request.app.state.folders
     if file:
-        local = await asyncio.to_thread(_local, folders, folder)
+        local = await asyncio.to_thread(_read, folders.local, folder)
         return FileResponse(local / file, filename=Path(file).name, media_type="application/octet-stream")
     packed = await asyncio.to_thread(_packed, folders, folder)
     remove = BackgroundTask(packed.unlink, missing_ok=True)
     return FileResponse(packed, filename=asked.file_name, media_type="application/x-tar", background=remove)
 
 
-def _local(folders: Folders, folder: str) -> Path:
+def _read(read: Callable[[str], T], folder: str) -> T:
     try:
-        return folders.local(folder)
+        return read(folder)
     except FileNotFoundError:
         raise RequestError("this checkpoint's files are gone", 404) from None
+    except DamagedFilesError as error:
+        logger.error("checkpoint %s: %s", folder, error)
+        raise RequestError(
+            f"this checkpoint is damaged on the server's disk: {error}. Save it again, or take another one", 410
+        ) from None
 
 
 def _packed(folders: Folders, folder: str) -> Path:
@@ -110,12 +121,10 @@ def _packed(folders: Folders, folder: str) -> Path:
     with tempfile.NamedTemporaryFile(suffix=".tar", prefix="tx-archive-", delete=False) as file:
         path = Path(file.name)
     try:
-        folders.archive(folder, path)
+        _read(lambda folder: folders.archive(folder, path), folder)
         with tarfile.open(path, "a") as tar:
             tar.addfile(tarfile.TarInfo(_MARK))
-    except BaseException as error:
+    except BaseException:
         path.unlink(missing_ok=True)
-        if isinstance(error, FileNotFoundError):
-            raise RequestError("this checkpoint's files are gone", 404) from None
         raise
     return path

@@ -1,0 +1,82 @@
+"""`tx doctor --integrity`: what is damaged in a stopped server's folders, with what to do."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from sqlalchemy import update
+from sqlmodel import Session, col
+from stores import opened
+
+from tx.run import doctor, recover
+from tx.tinker.storage.blobs import Blobs
+from tx.tinker.storage.db_models import ModelRow, RequestRow
+from tx.tinker.storage.folders import Folders
+
+RUN = "session_1:train:0"
+
+
+def write_checkpoint(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text('{"r": 4}')
+    for name in ("adapter_model", "optimizer"):
+        save_file({"layers.0.self_attn.q": np.ones(8, np.float32)}, folder / f"{name}.safetensors")
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def add_rows(database: Session, snapshot: str, blob: str) -> None:
+    database.execute(update(ModelRow).where(col(ModelRow.model_id) == RUN).values(status="live", snapshot=snapshot))
+    row = {"tenant": "local", "kind": "train", "status": "pending", "created_at": time.time()}
+    database.add(RequestRow(request_id=f"{RUN}:7", payload=blob, **row))
+
+
+async def keep(state: Path, snapshot: str) -> str:
+    blob = Blobs(state / "blobs").put(b"a payload")
+    async with opened(f"sqlite:///{state / 'tx.db'}") as store:
+        await store.write(lambda database: add_rows(database, snapshot, blob))
+    return blob
+
+
+@pytest.mark.parametrize("damage", ["nothing", "everything"])
+def test_every_damaged_file_is_named_with_what_to_do(tmp_path: Path, capsys, damage: str):
+    state, base = tmp_path / "state", tmp_path / "checkpoints"
+    options = ["--state-dir", str(state), "--checkpoints-base", str(base), "--port", "0"]
+    folders, snapshots = (Folders(str(folder), tmp_path / "cache") for folder in (base, state / "snapshots"))
+    saved, snapshot = folders.place(RUN, "weights", "best@3"), snapshots.place(RUN, "00000003-ab")
+    for where, folder in ((folders, saved), (snapshots, snapshot)):
+        with where.writing(folder) as scratch:
+            write_checkpoint(scratch)
+    assert recover.main(["--base-model", "tiny", *options]) == 0
+    blob = asyncio.run(keep(state, snapshot))
+    if damage == "everything":
+        flip(Path(saved, "optimizer.safetensors"))
+        flip(Path(snapshot, "adapter_config.json"))
+        Blobs(state / "blobs").drop(blob)
+    capsys.readouterr()
+    assert doctor.main([*options, "--integrity"]) == (damage == "everything")
+    printed = capsys.readouterr().out
+    if damage == "nothing":
+        for line in ("1 are as they were saved", "1 payloads and results are there"):
+            assert line in printed
+        return
+    for line in (
+        f"tinker://{RUN}/weights/best in {saved}: optimizer.safetensors is damaged",
+        "Restore its folder from a copy, or delete it",
+        f"{RUN} in {snapshot}: adapter_config.json is damaged",
+        "The model is lost: create one from its last checkpoint",
+        f"{RUN}:7: its payload or result {blob} is missing",
+    ):
+        assert line in printed
+
+
+def test_integrity_of_nothing_is_said(tmp_path: Path, capsys):
+    options = ["--state-dir", str(tmp_path / "none"), "--checkpoints-base", str(tmp_path / "c"), "--port", "0"]
+    assert doctor.main([*options, "--integrity"]) == 0  # the checks before it make the folder
+    assert "0 are as they were saved" in capsys.readouterr().out

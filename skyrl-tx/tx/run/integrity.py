@@ -1,0 +1,117 @@
+"""`tx doctor --integrity`: reads all that a stopped server keeps and compares it with its checksums and its database.
+
+Reads only; each finding says what is lost and what to do.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from sqlalchemy import select
+from sqlmodel import Session as Database
+from sqlmodel import col
+
+from tx.errors import ConfigError
+from tx.tinker.config import EngineConfig
+from tx.tinker.storage.blobs import Blobs
+from tx.tinker.storage.db_models import CheckpointRow, ModelRow, RequestRow, SamplerRow
+from tx.tinker.storage.folders import Folders
+from tx.tinker.storage.manifests import DamagedFilesError
+from tx.tinker.storage.store import Store
+from tx.tinker.types import TinkerPath
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the doctor's table."""
+
+    subject: str
+    verdict: Literal["ok", "note", "wrong"]
+    text: str
+    """Finding and, unless all is well, the remedy."""
+
+
+@dataclass
+class _Kept:
+    """Rows that name files."""
+
+    checkpoints: list[tuple[str, str]]
+    """Tinker path and folder of each."""
+    samplers: list[tuple[str, str]]
+    """Of samplers without a name."""
+    snapshots: list[tuple[str, str]]
+    """Of live models."""
+    blobs: list[tuple[str, str]]
+    """Request ids and blobs of payloads and results."""
+
+
+def check_integrity(config: EngineConfig) -> Iterator[Finding]:
+    """Yield a finding for each kind of file, and one for each that is damaged or missing."""
+    try:
+        kept = asyncio.run(_read(config))
+    except ConfigError as error:
+        yield Finding("integrity", "wrong", f"{error}; stop the server for this check, or mend the database first")
+        return
+    state = config.state_folder
+    checkpoints = Folders(config.checkpoints_base, state / "cache")
+    snapshots = Folders(str(state / "snapshots"), state / "cache")
+    blobs = Blobs(state / "blobs")
+    yield from _check(
+        "checkpoint",
+        kept.checkpoints,
+        checkpoints,
+        "restore its folder from a copy, or delete it (DELETE …/checkpoints)",
+    )
+    yield from _check("sampler", kept.samplers, checkpoints, "its client saves the weights again; no other is affected")
+    yield from _check(
+        "snapshot", kept.snapshots, snapshots, "the model is lost: create one from its last checkpoint (load_state)"
+    )
+    missing = [(request_id, blob) for request_id, blob in kept.blobs if not blobs.has(blob)]
+    for request_id, blob in missing:
+        text = f"{request_id}: its payload or result {blob} is missing in {state / 'blobs'}; that request fails"
+        yield Finding("blob", "wrong", f"{text}: restore the folder from a copy, or send the request again")
+    if not missing:
+        yield Finding("blobs", "ok", f"{len(kept.blobs)} payloads and results are there")
+
+
+def _check(kind: str, kept: list[tuple[str, str]], folders: Folders, remedy: str) -> Iterator[Finding]:
+    num_damaged = 0
+    for name, folder in kept:
+        try:
+            folders.verified(folder)
+        except DamagedFilesError as error:
+            damage = str(error)
+        except FileNotFoundError:
+            damage = "the folder is missing"
+        else:
+            continue
+        num_damaged += 1
+        yield Finding(kind, "wrong", f"{name} in {folder}: {damage}. {remedy[0].upper()}{remedy[1:]}")
+    if not num_damaged:
+        yield Finding(f"{kind}s", "ok", f"{len(kept)} are as they were saved")
+
+
+async def _read(config: EngineConfig) -> _Kept:
+    if not Path(config.state_folder).is_dir():
+        raise ConfigError(f"state_dir: there is no folder {config.state_folder}")
+    store = Store(config.store_url)
+    await store.start()
+    try:
+        return await store.read(_rows)
+    finally:
+        await store.close()
+
+
+def _rows(database: Database) -> _Kept:
+    checkpoints = database.scalars(select(CheckpointRow).order_by(col(CheckpointRow.model_id))).all()
+    samplers = database.scalars(select(SamplerRow).where(col(SamplerRow.ephemeral)))
+    models = database.scalars(select(ModelRow).where(col(ModelRow.status) == "live"))
+    blobs = database.execute(select(col(RequestRow.request_id), col(RequestRow.payload), col(RequestRow.result_blob)))
+    return _Kept(
+        [(str(TinkerPath(row.model_id, row.kind, row.name)), row.folder) for row in checkpoints],  # pyright: ignore[reportArgumentType]
+        [(row.sampler_id, row.folder) for row in samplers if row.folder],
+        [(row.model_id, row.snapshot) for row in models if row.snapshot],
+        [(request_id, blob) for request_id, *both in blobs for blob in both if blob is not None],
+    )
