@@ -55,6 +55,7 @@ OVERVIEW: tuple[Chart, ...] = (
     ),
     Chart("Effective sample size", ("policy/rollout_train_ess",), note="share: policy against the one that generated"),
     Chart("Stop reasons", ("generate/stop_reason/*",), note="share of answers"),
+    Chart("Tokens as drawn", ("tokens/exact_share", "tokens/trained_share"), note="share, of recorded agents"),
     Chart("Failed and retried", ("generate/num_failed/*", "generate/num_failed", "generate/num_retries")),
 )
 

@@ -35,6 +35,7 @@ def trajectory_rows(groups: Sequence[TrajectoryGroup], tokenizer: Detokenizer) -
     tokens              of the response, one entry each: text, ids, loss_mask, log_probs (or null), rewards,
                         weight_versions (or null)
     step, is_last_step  with step-wise trajectories: which row of its trajectory it is, from 0
+    certificate         of a recorded agent (`TokenCertificate.to_json`): the same on all rows of a trajectory
     """
     pieces = _TokenTexts(tokenizer)
     return [
@@ -75,6 +76,8 @@ def _row(
     }
     if trajectory.is_step_wise:
         row |= {"step": step, "is_last_step": sample is trajectory.samples[-1]}
+    if trajectory.certificate is not None:
+        row["certificate"] = trajectory.certificate.to_json()
     return row
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from skyrl_train.errors import FailureKind
 from skyrl_train.expert_routes import ExpertRoutes
 from skyrl_train.kept_tokens import KeptTokens
+from skyrl_train.rollouts.certificate import TokenCertificate
 
 NO_VERSION = -1
 """Weight version of a token that the model did not generate."""
@@ -109,6 +110,9 @@ class Trajectory:
 
     span: tuple[float, float] | None = field(default=None, compare=False)
     """Beginning and end of its generation, with all attempts, in Unix seconds; None if they are not known."""
+
+    certificate: TokenCertificate | None = None
+    """Account of its tokens, of an agent whose traffic was recorded."""
 
     @property
     def reward(self) -> float:

@@ -231,14 +231,17 @@ class OpenAIFrontend:
         if not ids:
             raise refused(f"{param} has no tokens", param)
         if room < 1:
+            self._sessions.context_is_full(session)
             raise ContextLengthExceeded(len(ids), info.max_model_len, param)
+        grant = self._sessions.admit(session)
+        budget = grant.budget(budget, room)
         records = self._sessions.records(session)
-        params = sampling_keywords(request, budget, room, self._sampling_defaults, log_probs=records)
+        params = sampling_keywords(request, budget, room, self._sampling_defaults, log_probs=records) | grant.sampling
         return Prompt(
             ids=ids,
             params=params,
             num_choices=request.num_choices,
-            seed=request.seed,
+            seed=request.seed if grant.seed is None else grant.seed,
             first_index=first_index,
             session=session,
             stop=request.stop_texts,

@@ -1,15 +1,18 @@
 """Recorder of the requests of agents and their responses, as tokens, so that a run can train on an agent that does not
-know about training. Knows sessions and turns; `generators/recorded.py` turns them into training samples.
+know about training. Knows sessions, their turns and their budgets; `generators/recorded.py` turns them into training
+samples.
 """
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from loguru import logger
 
+from skyrl_train.inference_engines.openai_api.errors import ApiError
 from skyrl_train.types import ConversationType, MessageType
 
 
@@ -39,13 +42,58 @@ class RecordedTurn:
         return len(self.prompt_ids) + len(self.response_ids)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SessionRules:
+    """Budget of a session, and the sampling that stands in for that of its requests. None: no limit."""
+
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """Sampling keywords that replace those of requests."""
+    seed_of_turn: Callable[[int], int] | None = None
+    """Seed of each request, numbered from 0; None: as the request says."""
+    max_turns: int | None = None
+    """Number of requests that are answered."""
+    max_tokens: int | None = None
+    """Tokens generated in all."""
+    max_tokens_per_turn: int | None = None
+    """Tokens generated for one request."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grant:
+    """Permission to answer one request: how its answer is drawn, and of how many tokens."""
+
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    seed: int | None = None
+    max_tokens: int | None = None
+
+    def budget(self, asked: int | None, room: int) -> int | None:
+        """Return the tokens of an answer, of the number that a request asks for and the context has room for. Without a
+        limit here it is the request's, which may be too much."""
+        if self.max_tokens is None:
+            return asked
+        return min(room, self.max_tokens, asked or room)
+
+
 @dataclass
-class _Session:
+class SessionRecord:
+    """Traffic of one session."""
+
+    rules: SessionRules = field(default_factory=SessionRules)
     turns: list[RecordedTurn] = field(default_factory=list)
+    num_admitted: int = 0
+    """Requests that an answer was generated for, of those under way too."""
+    num_answered: int = 0
+    """Requests whose answer was complete."""
+    used_up: str | None = None
+    """Budget that refused a request: `turns`, `tokens` or `context`."""
 
     @property
     def num_tokens(self) -> int:
         return sum(turn.num_tokens for turn in self.turns)
+
+    @property
+    def num_generated(self) -> int:
+        return sum(len(turn.response_ids) for turn in self.turns)
 
 
 class RequestRecorder:
@@ -57,20 +105,62 @@ class RequestRecorder:
     Args:
         max_tokens: of all sessions together, prompts included; beyond it the sessions that were silent longest are
             dropped, with a warning.
+        begun_only: refuse requests of sessions that `begin` was not called for, or that were taken.
     """
 
-    def __init__(self, max_tokens: int = 256_000_000):
+    def __init__(self, max_tokens: int = 256_000_000, *, begun_only: bool = False):
         self._max_tokens = max_tokens
+        self._begun_only = begun_only
         self._num_tokens = 0
-        self._sessions: OrderedDict[str, _Session] = OrderedDict()
+        self._sessions: OrderedDict[str, SessionRecord] = OrderedDict()
         # The endpoint records in its event loop, the trainer takes from another thread.
         self._lock = threading.Lock()
         self.num_dropped_sessions = 0
 
-    def record(self, session: str | int, turns: Sequence[RecordedTurn]) -> None:
-        """Take the choices of one request."""
+    def begin(self, session: str | int, rules: SessionRules) -> None:
+        """Open a session under rules."""
         with self._lock:
-            self._sessions.setdefault(str(session), _Session()).turns.extend(turns)
+            self._sessions[str(session)] = SessionRecord(rules)
+
+    def admit(self, session: str | int) -> Grant:
+        """Count a request of a session.
+
+        Raises:
+            ApiError: the session's budget is used up, or it is not (or no longer) open. Status 403, which clients do
+                not send again.
+        """
+        with self._lock:
+            record = self._sessions.get(str(session))
+            if record is None:
+                if self._begun_only:
+                    raise ApiError(403, f"the session {session!r} is not open: its trajectory has ended", code="ended")
+                record = self._sessions.setdefault(str(session), SessionRecord())
+            rules, left = record.rules, None
+            if rules.max_turns is not None and record.num_admitted >= rules.max_turns:
+                raise _used_up(record, "turns", rules.max_turns)
+            if rules.max_tokens is not None and (left := rules.max_tokens - record.num_generated) <= 0:
+                raise _used_up(record, "tokens", rules.max_tokens)
+            turn, record.num_admitted = record.num_admitted, record.num_admitted + 1
+        return Grant(
+            sampling=rules.sampling,
+            seed=None if rules.seed_of_turn is None else rules.seed_of_turn(turn),
+            max_tokens=min((limit for limit in (left, rules.max_tokens_per_turn) if limit is not None), default=None),
+        )
+
+    def context_is_full(self, session: str | int) -> None:
+        """Note that a prompt of a session left no room for an answer."""
+        with self._lock:
+            if (record := self._sessions.get(str(session))) is not None:
+                record.used_up = "context"
+
+    def record(self, session: str | int, turns: Sequence[RecordedTurn]) -> None:
+        """Take the choices of one request. Dropped if the session was taken meanwhile and must be begun."""
+        with self._lock:
+            if self._begun_only and str(session) not in self._sessions:
+                return
+            record = self._sessions.setdefault(str(session), SessionRecord())
+            record.turns.extend(turns)
+            record.num_answered += len({id(turn.prompt_ids) for turn in turns})  # choices share the list
             self._sessions.move_to_end(str(session))
             self._num_tokens += sum(turn.num_tokens for turn in turns)
             # The last session stays even if it is too long by itself: it is the one being written.
@@ -85,16 +175,27 @@ class RequestRecorder:
     def sessions(self) -> list[str]:
         """The sessions that have turns, the one that was silent longest first."""
         with self._lock:
-            return list(self._sessions)
+            return [name for name, record in self._sessions.items() if record.turns]
 
     def take(self, session: str | int) -> list[RecordedTurn]:
         """A session's turns, which are forgotten here: repeats left out, and a turn that goes on from another one (its
         prompt begins with that one's prompt and answer) right behind it. Empty for a session that is not known."""
+        # Outside of the lock: sorting a long session must not hold up requests.
+        return in_chains(without_repeats(self.take_record(session).turns))
+
+    def take_record(self, session: str | int) -> SessionRecord:
+        """A session's traffic as it came, which is forgotten here. Empty for a session that is not known."""
         with self._lock:
-            taken = self._sessions.pop(str(session), _Session())
+            taken = self._sessions.pop(str(session), SessionRecord())
             self._num_tokens -= taken.num_tokens
-        # After the lock: sorting a long session must not hold up requests.
-        return in_chains(without_repeats(taken.turns))
+        return taken
+
+
+def _used_up(record: SessionRecord, budget: str, limit: int) -> ApiError:
+    record.used_up = budget
+    return ApiError(
+        403, f"the trajectory's budget of {limit} {budget} is used up; it ends here", code="budget_exhausted"
+    )
 
 
 def without_repeats(turns: Sequence[RecordedTurn]) -> list[RecordedTurn]:

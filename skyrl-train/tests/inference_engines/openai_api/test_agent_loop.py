@@ -80,7 +80,8 @@ async def test_turns_of_another_temperature_do_not_train(chat_engine, chat_model
             )
     output = to_generator_output(recorded_groups([recorder.take(5)], [1.0], [TrajectoryID("p", 0)], temperature=1.0))
     assert output["loss_masks"] == [[1, 1, 1], [0, 0, 0]]
-    assert output["rollout_metrics"]["recorded/turns_of_other_temperature"] == 1
+    metrics = output["rollout_metrics"]
+    assert (metrics["tokens/not_trained/other_temperature"], metrics["tokens/trained_share"]) == (3, 0.5)
 
 
 def test_a_session_of_one_turn_earns_the_reward_on_its_last_token():

@@ -1,6 +1,9 @@
 """Recorder: turns that count, and their order."""
 
-from skyrl_train.inference_engines.openai_api.recorder import RecordedTurn, RequestRecorder
+import pytest
+
+from skyrl_train.inference_engines.openai_api.errors import ApiError
+from skyrl_train.inference_engines.openai_api.recorder import Grant, RecordedTurn, RequestRecorder, SessionRules
 
 
 def turn(prompt: list[int], response: list[int], started: float, request: str | None = None) -> RecordedTurn:
@@ -59,3 +62,31 @@ def test_a_session_is_forgotten_once_taken_and_others_when_memory_is_full():
     assert recorder.take("b") == []
     recorder.record("d", [turn([1, 2, 3], [4], 0)])
     assert recorder.sessions() == ["c", "d"]
+
+
+def test_a_session_has_a_budget_of_turns_and_of_tokens():
+    recorder = RequestRecorder()
+    recorder.begin("turns", SessionRules(max_turns=2, max_tokens_per_turn=5, seed_of_turn=lambda turn: 70 + turn))
+    grants = [recorder.admit("turns") for _ in range(2)]
+    assert [(grant.seed, grant.max_tokens) for grant in grants] == [(70, 5), (71, 5)]
+    assert [grants[0].budget(asked, room) for asked, room in ((None, 9), (3, 9), (99, 4))] == [5, 3, 4]
+    recorder.begin("tokens", SessionRules(max_tokens=3, sampling={"temperature": 1.0}))
+    recorder.record("tokens", [turn([1], [2, 3], 0)])
+    assert recorder.admit("tokens") == Grant(sampling={"temperature": 1.0}, max_tokens=1)
+    recorder.record("tokens", [turn([1], [4], 1)])
+    for session, message in (("turns", "2 turns is used up"), ("tokens", "3 tokens is used up")):
+        with pytest.raises(ApiError, match=message) as refusal:
+            recorder.admit(session)
+        assert (refusal.value.status, recorder.take_record(session).used_up) == (403, session)
+    assert Grant().budget(99, 4) == 99  # the request's own mistake stays one
+
+
+def test_a_recorder_of_begun_sessions_refuses_those_that_have_ended():
+    recorder = RequestRecorder(begun_only=True)
+    with pytest.raises(ApiError, match="not open"):
+        recorder.admit("a")
+    recorder.begin("a", SessionRules())
+    recorder.admit("a")
+    taken = recorder.take_record("a")
+    recorder.record("a", [turn([1], [2], 0)])  # a process that outlived its trajectory
+    assert (taken.num_admitted, taken.num_answered, recorder.take("a")) == (1, 0, [])

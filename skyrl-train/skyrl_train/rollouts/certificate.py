@@ -1,0 +1,157 @@
+"""Token certificates: which trained tokens of a trajectory are exactly those that the model drew, and why others are
+not. Checks training samples against the answers as they were recorded, whichever way the samples were made of them."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from skyrl_train.rollouts.types import TrainingSample
+
+
+class DrawnAnswer(Protocol):
+    """One answer as it was drawn: the prompt it followed, its tokens and their log-probs."""
+
+    @property
+    def prompt_ids(self) -> list[int]: ...
+
+    @property
+    def response_ids(self) -> list[int]: ...
+
+    @property
+    def log_probs(self) -> list[float]: ...
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Place of a row in the tree of a trajectory's rows."""
+
+    parent: int | None
+    """Earlier row that it has most tokens in common with; None if there is none."""
+    start: int
+    """Tokens that the two have in common: the row's own begin there."""
+
+
+@dataclass(frozen=True)
+class TokenCertificate:
+    """Account of a trajectory's tokens."""
+
+    num_drawn: int
+    """Tokens of all answers, those that nobody used included."""
+    num_trained: int
+    """Tokens with loss mask 1."""
+    num_exact: int
+    """Of these, tokens that stand behind exactly the tokens that the model read when it drew them, once, with the
+    log-prob of that moment."""
+    not_trained: dict[str, int] = field(default_factory=dict)
+    """Drawn tokens without loss, by reason; `unfinished_answers` counts answers, whose tokens are not known."""
+    branches: list[Branch] = field(default_factory=list)
+    """Of each row."""
+    new_rows: dict[str, int] = field(default_factory=dict)
+    """Reasons why rows after the first began."""
+
+    @property
+    def exact_share(self) -> float:
+        """Share of trained tokens that are exact; 1 of none."""
+        return self.num_exact / self.num_trained if self.num_trained else 1.0
+
+    def to_json(self) -> dict[str, object]:
+        """Return the entry of a trajectory's record."""
+        return {
+            "drawn": self.num_drawn,
+            "trained": self.num_trained,
+            "exact": self.num_exact,
+            "not_trained": self.not_trained,
+            "new_rows": self.new_rows,
+            "branches": [[branch.parent, branch.start] for branch in self.branches],
+        }
+
+
+def token_tree(samples: Sequence["TrainingSample"]) -> list[Branch]:
+    """Return the place of each row in the tree: where rows begin alike, a later one branches off an earlier one."""
+    rows = [np.asarray(sample.prompt_ids + sample.response_ids) for sample in samples]
+    branches: list[Branch] = []
+    for number, row in enumerate(rows):
+        shared = [_num_common(row, earlier) for earlier in rows[:number]]
+        start = max(shared, default=0)
+        branches.append(Branch(shared.index(start) if start else None, start))
+    return branches
+
+
+def certify(
+    samples: Sequence["TrainingSample"],
+    answers: Sequence[DrawnAnswer],
+    *,
+    num_drawn: int | None = None,
+    not_trained: Mapping[str, int] | None = None,
+    new_rows: Mapping[str, int] | None = None,
+) -> TokenCertificate:
+    """Compare samples with the answers that they were made of.
+
+    Args:
+        num_drawn: tokens of all answers, unused ones too; None: of `answers`.
+        not_trained: known reasons, for answers that are not among `answers` or that the loss leaves out.
+    """
+    of_answers = sum(len(answer.response_ids) for answer in answers)
+    num_trained = sum(sum(map(bool, sample.loss_mask)) for sample in samples)
+    counts = [np.zeros(len(sample.response_ids), np.int64) for sample in samples]
+    for answer in answers:
+        _count(answer, samples, counts)
+    num_exact = sum(
+        int(((count == 1) & (np.asarray(sample.loss_mask) != 0)).sum())
+        for sample, count in zip(samples, counts, strict=True)
+    )
+    return TokenCertificate(
+        num_drawn=of_answers if num_drawn is None else num_drawn,
+        num_trained=num_trained,
+        num_exact=num_exact,
+        not_trained={reason: count for reason, count in (not_trained or {}).items() if count},
+        branches=token_tree(samples),
+        new_rows={reason: count for reason, count in (new_rows or {}).items() if count},
+    )
+
+
+def certificate_metrics(certificates: Sequence[TokenCertificate]) -> dict[str, float]:
+    """Compute `tokens/exact_share` of the trained tokens, `tokens/trained_share` of the drawn ones, rows of a
+    trajectory, and the counts of each reason."""
+    if not certificates:
+        return {}
+    drawn, trained, exact = (
+        sum(getattr(each, name) for each in certificates) for name in ("num_drawn", "num_trained", "num_exact")
+    )
+    metrics = {
+        "tokens/exact_share": exact / trained if trained else 1.0,
+        "tokens/trained_share": trained / drawn if drawn else 0.0,
+        "tokens/rows_per_trajectory": sum(len(each.branches) for each in certificates) / len(certificates),
+    }
+    for kind in ("not_trained", "new_rows"):
+        total: Counter[str] = Counter()
+        for each in certificates:
+            total.update(getattr(each, kind))
+        metrics |= {f"tokens/{kind}/{reason}": float(count) for reason, count in total.items()}
+    return metrics
+
+
+def _count(answer: DrawnAnswer, samples: Sequence["TrainingSample"], counts: list[np.ndarray]) -> None:
+    """Add 1 to each token of a sample that is this answer's, in the first sample where its tokens train."""
+    for sample, count in zip(samples, counts, strict=True):
+        start = len(answer.prompt_ids) - len(sample.prompt_ids)
+        end = start + len(answer.response_ids)
+        if start < 0 or end > len(sample.response_ids) or not any(sample.loss_mask[start:end]):
+            continue
+        if sample.response_ids[start:end] != answer.response_ids or count[start:end].any():
+            continue
+        if sample.log_probs is not None and sample.log_probs[start:end] != answer.log_probs:
+            continue
+        if sample.prompt_ids + sample.response_ids[:start] == answer.prompt_ids:
+            count[start:end] += 1
+            return
+
+
+def _num_common(left: np.ndarray, right: np.ndarray) -> int:
+    num_compared = min(len(left), len(right))
+    differs = left[:num_compared] != right[:num_compared]
+    return int(differs.argmax()) if differs.any() else num_compared
