@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -133,6 +134,8 @@ class Steps:
     seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
     stages: list[dict[str, float]] = field(default_factory=list)
+    cpu_of_processes: list[Counter[str]] = field(default_factory=list)
+    """CPU seconds of each kind of process; peers have none."""
 
     @property
     def median(self) -> float:
@@ -151,7 +154,7 @@ class MeasuredTrainer(RayPPOTrainer):
 
     steps: Steps
     between_steps: Callable[[], None]
-    cpu_clock: Callable[[], float]
+    cpu_clock: Callable[[], Counter[str]]
 
     def batches(self) -> Iterator[list[dict[str, Any]]]:
         for prompts in super().batches():
@@ -159,7 +162,10 @@ class MeasuredTrainer(RayPPOTrainer):
             cpu, began = self.cpu_clock(), time.perf_counter()
             yield prompts
             self.steps.seconds.append(time.perf_counter() - began)
-            self.steps.cpu_seconds.append(self.cpu_clock() - cpu)
+            used = self.cpu_clock()
+            used.subtract(cpu)
+            self.steps.cpu_of_processes.append(used)
+            self.steps.cpu_seconds.append(used.total())
 
     def log(self) -> None:
         if self.global_step:
@@ -170,7 +176,7 @@ class MeasuredTrainer(RayPPOTrainer):
 class MeasuredExperiment(BasePPOExp):
     """The real experiment with the measured trainer."""
 
-    def __init__(self, cfg: SkyRLConfig, between_steps: Callable[[], None], cpu_clock: Callable[[], float]):
+    def __init__(self, cfg: SkyRLConfig, between_steps: Callable[[], None], cpu_clock: Callable[[], Counter[str]]):
         super().__init__(cfg)
         self.steps = Steps()
         self._between_steps = between_steps
@@ -224,22 +230,30 @@ def our_settings(options: argparse.Namespace, dtype: str, folder: Path) -> SkyRL
     )
 
 
-def cpu_clock_without(peer_pids: Sequence[int]) -> Callable[[], float]:
+def cpu_clock_without(peer_pids: Sequence[int]) -> Callable[[], Counter[str]]:
     """A clock of the CPU seconds of this process and everything it started, but for the peers."""
 
-    def seconds() -> float:
-        total = 0.0
+    def seconds() -> Counter[str]:
+        total = Counter[str]()
         own = psutil.Process()
         for process in [own, *own.children(recursive=True)]:
             try:
                 if process.pid not in peer_pids:
                     times = process.cpu_times()
-                    total += times.user + times.system
+                    total[kind_of(process) if process != own else "driver"] += times.user + times.system
             except psutil.NoSuchProcess:
                 continue
         return total
 
     return seconds
+
+
+def kind_of(process: psutil.Process) -> str:
+    """Kind of one of Ray's processes: `ray::Actor.method` is the name of one that runs an actor."""
+    name = " ".join(process.cmdline()[:1])
+    if not name.startswith("ray::"):
+        return "Ray itself"
+    return "engines" if "Engine" in name else "ranks" if "Worker" in name else name
 
 
 # ---- TRL
@@ -518,7 +532,7 @@ def measure(options: argparse.Namespace, dtype: str, folder: Path) -> Result:
         for peer in peers:
             peer.stop()
     for steps in [experiment.steps, *(peer.steps for peer in peers)]:
-        for values in (steps.seconds, steps.cpu_seconds, steps.stages):
+        for values in (steps.seconds, steps.cpu_seconds, steps.stages, steps.cpu_of_processes):
             del values[: options.warmup]
     return Result(dtype, experiment.steps, {peer.name: peer.steps for peer in peers}, load)
 
@@ -557,6 +571,11 @@ def report(results: Sequence[Result], options: argparse.Namespace) -> str:
         stages = [result.ours.median_stage(name) for name in STAGES]
         cells = " | ".join(f"{seconds:.3f}" for seconds in [*stages, result.ours.median - sum(stages)])
         lines.append(f"| {result.dtype} | {cells} |")
+    kinds = sorted({kind for result in results for used in result.ours.cpu_of_processes for kind in used})
+    lines += ["", f"| CPU seconds of our step | {' | '.join(kinds)} |", "|---|" + "---|" * len(kinds)]
+    for result in results:
+        used = [statistics.median(step[kind] for step in result.ours.cpu_of_processes) for kind in kinds]
+        lines.append(f"| {result.dtype} | {' | '.join(f'{seconds:.2f}' for seconds in used)} |")
     load = [value for result in results for value in result.load]
     return "\n".join([*lines, "", *machine(load), f"Steps counted: {options.steps}, after {options.warmup} others."])
 
