@@ -52,6 +52,12 @@ Feature = Literal[
     "stop_strings",
     "prompt_log_probs",
     "prompt_top_log_probs",
+    "top_log_probs",
+    "penalties",
+    "logit_bias",
+    "json_schema",
+    "grammar",
+    "answer_tokens",
     "weight_update",
     "lora",
     "pause_keep",
@@ -59,7 +65,9 @@ Feature = Literal[
     "sleep",
     "broadcast",
 ]
-"""Optional features. Tokens in and out, log-probs, aborts, weight versions and health checks are mandatory."""
+"""Optional features. `penalties`: `frequency_penalty` and `presence_penalty`. `json_schema`, `grammar`: a `constraint`
+of this kind. `answer_tokens`: `num_answer_tokens`; other engines generate an interrupted answer that depends on it
+anew. Tokens in and out, log-probs, aborts, weight versions and health checks are mandatory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,22 +99,42 @@ class EngineInfo:
 
 SamplingKeywords = dict[str, Any]
 """Sampling settings, the same keywords for every engine: `max_tokens`, `temperature`, `top_p`, `top_k`, `min_p`,
-`repetition_penalty`, `stop`, `stop_token_ids`, `ignore_eos`, `min_tokens`, `seed`, `logprobs`, `prompt_logprobs`,
-`skip_special_tokens`, `return_kept_tokens` (`EngineTraits.kept_tokens`). An unknown one raises ValueError.
+`repetition_penalty`, `frequency_penalty`, `presence_penalty`, `logit_bias`, `constraint`, `num_answer_tokens`, `stop`,
+`stop_token_ids`, `ignore_eos`, `min_tokens`, `seed`, `logprobs`, `prompt_logprobs`, `skip_special_tokens`,
+`return_kept_tokens` (`EngineTraits.kept_tokens`). An unknown one raises ValueError.
 
 Request i of a batch with `seed` s uses (s, i); `seed` may also be a list of such pairs, one for each request, so that a
 batch can be split or sent again. `max_tokens` is at least 1; text that matches `stop` stays in the response, as does a
-stop token. `prompt_logprobs`: None, 0 (the log-prob of every prompt token but the first), or K (besides, those of the K
-most likely tokens in its place)."""
+stop token. `logit_bias` is a mapping of token ids to numbers. `constraint` is a schema or grammar of the whole answer
+(`constraints.py`): only tokens that it allows are drawn, and the response ends by itself only where it is satisfied.
+`num_answer_tokens` tells how many tokens at the end of the prompt belong to the answer already: constraint, frequency
+and presence penalty go on behind them. `logprobs`: None, 0 (of the token drawn) or K (besides, those of the K likeliest
+tokens in its place, up to 20). `prompt_logprobs`: None, 0 (the log-prob of every prompt token but the first), or K
+(besides, those of the K most likely tokens in its place)."""
 
 
 class TopLogProbs(NamedTuple):
-    """Most likely tokens in the place of every prompt token but the first. P tokens of the prompt."""
+    """Most likely tokens in the place of each token of an answer, or of a prompt but for its first one. T tokens."""
 
     ids: np.ndarray
-    """[P - 1, K] int, likeliest first."""
+    """[T, K] int, likeliest first."""
     log_probs: np.ndarray
-    """[P - 1, K] float32."""
+    """[T, K] float32."""
+
+
+def stack_top_log_probs(places: Sequence[tuple[np.ndarray, np.ndarray]], num_top: int) -> TopLogProbs | None:
+    """Arrange the ids and log-probs [K] of each place; None if K = `num_top` is 0."""
+    if not num_top:
+        return None
+    if not places:
+        return top_log_probs_of([], num_top)
+    ids, log_probs = zip(*places, strict=True)
+    return TopLogProbs(np.stack(ids), np.stack(log_probs))
+
+
+def join_top_log_probs(parts: Sequence[TopLogProbs]) -> TopLogProbs:
+    """Join those of successive tokens."""
+    return TopLogProbs(np.concatenate([part.ids for part in parts]), np.concatenate([part.log_probs for part in parts]))
 
 
 def top_log_probs_of(places: Sequence[Sequence[tuple[int, float]]], num_top: int) -> TopLogProbs:
@@ -150,8 +178,10 @@ class InferenceEngineOutput(TypedDict):
     stop_reasons: list[str]
     response_logprobs: list[list[float]] | None
     """log softmax(logits / temperature) at each generated token (temperature 1 if sampling is greedy), before penalties
-    and truncation (top-p, top-k, min-p): the distribution the trainer computes. With `return_kept_tokens` renormalized
-    over the kept tokens."""
+    biases, constraints and truncation (top-p, top-k, min-p): the distribution the trainer computes. With
+    `return_kept_tokens` renormalized over the kept tokens."""
+    response_top_logprobs: NotRequired[list[TopLogProbs] | None]
+    """The K most likely tokens of that distribution in the place of each generated token, if asked for."""
     weight_versions: list[list[int]]
     """Version of the weights that generated each token."""
     prompt_logprobs: NotRequired[list[list[float]] | None]

@@ -35,6 +35,8 @@ class Completion:
     """Tokens at the beginning of the prompt that were not computed for this request; None: not known."""
     drafts: DraftCounts | None = None
     """Speculative decoding; None: not known."""
+    top: TopLogProbs | None = None
+    """Likeliest tokens in the place of each token; None if not asked for."""
 
 
 def to_completions(output: InferenceEngineOutput) -> list[Completion]:
@@ -42,13 +44,14 @@ def to_completions(output: InferenceEngineOutput) -> list[Completion]:
     log_probs, prompt_log_probs = output["response_logprobs"], output.get("prompt_logprobs")
     routes, prompt_top = output.get("expert_routes"), output.get("prompt_top_logprobs")
     kept, cached = output.get("kept_tokens"), output.get("num_cached_prompt_tokens")
-    drafts = output.get("draft_counts")
+    drafts, top = output.get("draft_counts"), output.get("response_top_logprobs")
     return [
         Completion(
             token_ids=list(token_ids),
             stop_reason=output["stop_reasons"][row],
             weight_versions=list(output["weight_versions"][row]),
             log_probs=None if log_probs is None else list(log_probs[row]),
+            top=None if top is None else top[row],
             text=output["responses"][row],
             prompt_log_probs=None if prompt_log_probs is None else prompt_log_probs[row],
             prompt_top=None if prompt_top is None else prompt_top[row],
@@ -72,6 +75,9 @@ def to_engine_output(completions: Sequence[Completion]) -> InferenceEngineOutput
         response_logprobs=log_probs if len(log_probs) == len(completions) else None,
         weight_versions=[each.weight_versions for each in completions],
     )
+    top = [each.top for each in completions if each.top is not None]
+    if top and len(top) == len(completions):
+        output["response_top_logprobs"] = top
     if prompt_log_probs and len(prompt_log_probs) == len(completions):
         output["prompt_logprobs"] = prompt_log_probs
     prompt_top = [each.prompt_top for each in completions if each.prompt_top is not None]
@@ -108,6 +114,7 @@ def requested_output(
                 each,
                 text=decode(each.token_ids, params.skip_special_tokens),
                 log_probs=None if params.logprobs is None else each.log_probs,
+                top=(each.top or top_log_probs_of([], params.logprobs)) if params.logprobs else None,
                 prompt_log_probs=None if params.prompt_logprobs is None else each.prompt_log_probs or [],
                 # A prompt of one token has no place that was scored.
                 prompt_top=(each.prompt_top or top_log_probs_of([], num_top)) if num_top else None,

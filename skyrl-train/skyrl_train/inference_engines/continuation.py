@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from skyrl_train.expert_routes import ExpertRoutes, join_routes
-from skyrl_train.inference_engines.base import SamplingKeywords, TopLogProbs
+from skyrl_train.inference_engines.base import SamplingKeywords, TopLogProbs, join_top_log_probs
 from skyrl_train.inference_engines.completion import Completion
 from skyrl_train.inference_engines.native.stop_strings import StopStringFinder
 from skyrl_train.kept_tokens import KeptTokens, join_kept_tokens
@@ -25,6 +25,11 @@ class EngineCall:
     sampling_params: SamplingKeywords
 
 
+def depends_on_answer(params: SamplingKeywords) -> bool:
+    """Check whether an answer's tokens depend on where the answer begins (`num_answer_tokens`)."""
+    return any(params.get(name) for name in ("constraint", "frequency_penalty", "presence_penalty"))
+
+
 def next_call(
     prompt: list[int],
     params: SamplingKeywords,
@@ -36,7 +41,8 @@ def next_call(
 
     The next call has `max_tokens` and `min_tokens` less the tokens so far, and everything else as given, the seed as
     well: engines derive a token's randomness from the seed and its place behind the prompt's beginning. No call asks
-    for 0 tokens: a used-up budget (or context) ends the completion with `length`.
+    for 0 tokens: a used-up budget (or context) ends the completion with `length`. Settings that look at the answer (a
+    constraint, penalties) are told how many tokens of the prompt it has so far.
 
     Args:
         prompt, params: those of the caller.
@@ -63,6 +69,8 @@ def next_call(
         remaining["max_tokens"] = max_tokens - len(token_ids)
     if params.get("min_tokens"):
         remaining["min_tokens"] = max(0, params["min_tokens"] - len(token_ids))
+    if depends_on_answer(params):
+        remaining["num_answer_tokens"] = (params.get("num_answer_tokens") or 0) + len(token_ids)
     if _prompt_log_probs(prompt, parts) is not None:
         remaining.pop("prompt_logprobs", None)
     return EngineCall(prompt + token_ids, remaining)
@@ -79,6 +87,7 @@ def join(
         stop_reason=stop_reason,
         weight_versions=[version for part in parts for version in part.weight_versions][:num_tokens],
         log_probs=[value for part in parts for value in part.log_probs or []][:num_tokens] if with_log_probs else None,
+        top=_top(parts, len(token_ids)),
         text=decode(token_ids),
         prompt_log_probs=_prompt_log_probs(prompt, parts),
         prompt_top=_prompt_top(prompt, parts),
@@ -103,6 +112,16 @@ def _prompt_top(prompt: list[int], parts: Sequence[Completion]) -> TopLogProbs |
     return next(
         (TopLogProbs(top.ids[:count], top.log_probs[:count]) for top in given if top and len(top.ids) >= count), None
     )
+
+
+def _top(parts: Sequence[Completion], num_tokens: int) -> TopLogProbs | None:
+    """Return the likeliest tokens in the places of a whole completion, if each part that has tokens has them."""
+    given = [part.top for part in parts if part.token_ids]
+    known = [each for each in given if each is not None]
+    if not known or len(known) < len(given):
+        return None
+    joined = join_top_log_probs(known)
+    return TopLogProbs(joined.ids[:num_tokens], joined.log_probs[:num_tokens])
 
 
 def _routes(prompt: list[int], parts: Sequence[Completion], num_tokens: int) -> ExpertRoutes | None:

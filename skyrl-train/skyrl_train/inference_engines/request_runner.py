@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from skyrl_gym.waits import waiting
 from skyrl_train.inference_engines.base import InferenceEngineInput, InferenceEngineOutput, SamplingKeywords
 from skyrl_train.inference_engines.completion import Completion, to_completions
-from skyrl_train.inference_engines.continuation import EngineCall, join, next_call
+from skyrl_train.inference_engines.continuation import EngineCall, depends_on_answer, join, next_call
 from skyrl_train.inference_engines.health import Health
 from skyrl_train.inference_engines.routing import Interrupted, QueueEntry, Router, SlotRequest
 from skyrl_train.inference_engines.supervision import EngineFailure, Supervisor
@@ -132,6 +132,7 @@ class RequestRunner:
             request.engine = request.last_engine = engine
             params = request.call.sampling_params
             budget = (params.get("max_tokens"), params.get("min_tokens"), "prompt_logprobs" in params)
+            budget += (params.get("num_answer_tokens"),)
             batches.setdefault(budget if request.parts else (), []).append(request)
         return list(batches.values())
 
@@ -192,6 +193,10 @@ class RequestRunner:
         if part.stop_reason == "abort" and self._is_aborted(request):
             return True
         engine = request.last_engine
+        if part.stop_reason == "abort" and part.token_ids and self._begins_anew(request):
+            request.parts.clear()
+            request.was_interrupted = True
+            return False
         max_model_len = None if engine is None else self._supervisor.max_model_len(engine)
         step = next_call(request.prompt, request.params or {}, request.parts, self._decoder(request), max_model_len)
         if isinstance(step, EngineCall):
@@ -199,6 +204,16 @@ class RequestRunner:
             return False
         request.completion = step
         return True
+
+    def _begins_anew(self, request: ClientRequest) -> bool:
+        """Check whether an interrupted answer must be generated anew: its tokens depend on those before, and its engine
+        cannot be told which of the prompt's are the answer's."""
+        engine = request.last_engine
+        return (
+            engine is not None
+            and depends_on_answer(request.params or {})
+            and self._supervisor.lacks(engine, "answer_tokens")
+        )
 
     def _is_aborted(self, request: ClientRequest) -> bool:
         """Check whether a caller aborted this request; it is then completed with what was generated."""

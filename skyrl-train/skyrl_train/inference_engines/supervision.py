@@ -12,7 +12,7 @@ from loguru import logger
 from skyrl_gym.waits import waiting
 from skyrl_train.config import GeneratorConfig
 from skyrl_train.errors import WorkerError
-from skyrl_train.inference_engines.base import EngineInfo, InferenceEngineInterface
+from skyrl_train.inference_engines.base import EngineInfo, Feature, InferenceEngineInterface
 from skyrl_train.inference_engines.health import ROUTED, UP, Health, HealthEvent, after
 from skyrl_train.utils.explanations import explain_expiry
 
@@ -192,10 +192,15 @@ class Supervisor:
         info = self._states[index].info
         return None if info is None else info.max_model_len
 
+    def lacks(self, index: int, feature: Feature) -> bool:
+        """Check whether engine `index` does not support a feature; False: it does, or is not known yet."""
+        info = self._states[index].info
+        return info is not None and feature in info.unsupported
+
     def has_no_seeds(self, index: int) -> bool:
         """Check whether engine `index` takes no seeds (`EngineInfo.unsupported`), and warn of it once."""
         info = self._states[index].info
-        if info is None or "seed" not in info.unsupported:
+        if info is None or not self.lacks(index, "seed"):
             return False
         if not self._warned_of_seeds:
             self._warned_of_seeds = True

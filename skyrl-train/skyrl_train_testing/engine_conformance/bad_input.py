@@ -52,7 +52,7 @@ async def sampling_keywords_are_checked(subject: EngineUnderTest) -> None:
         ("top_p", 0.0),
         ("min_p", 2.0),
         ("max_tokens", 0),
-        ("logprobs", 5),
+        ("logprobs", 21),
         ("stop_token_ids", [subject.info.vocab_size]),
     ]
     for name, value in settings:

@@ -9,9 +9,10 @@ import torch
 from transformers import PreTrainedModel
 
 from skyrl_train.expert_routes import ExpertRoutes
-from skyrl_train.inference_engines.base import DraftCounts, StopReason, TopLogProbs
+from skyrl_train.inference_engines.base import DraftCounts, StopReason, TopLogProbs, stack_top_log_probs
 from skyrl_train.inference_engines.completion import Completion
 from skyrl_train.inference_engines.native.attention import KEY_BLOCK, round_up
+from skyrl_train.inference_engines.native.constrained import ConstraintFailed
 from skyrl_train.inference_engines.native.prefix_cache import PrefixCache
 from skyrl_train.inference_engines.native.prompt_scores import score_prompts
 from skyrl_train.inference_engines.native.requests import Request
@@ -32,8 +33,12 @@ KEYS_OF_A_PREFILL_TOKEN = 8
 MAX_PREFIX_TOKENS = 2**16
 MAX_DRAFTING = 16
 
-Outcomes = dict[Request, Completion | FloatingPointError]
-"""Requests that ended -> their completions (without text), or the error of a model whose output was not finite."""
+Outcome = Completion | FloatingPointError | ConstraintFailed
+"""Completion of a request (without text), or the error of a model whose output was not finite, or of a constraint that
+became too complex."""
+
+Outcomes = dict[Request, Outcome]
+"""Outcomes of requests that ended."""
 
 
 class NativeEngineCore:
@@ -191,11 +196,10 @@ class NativeEngineCore:
             return {}
         drafts = self._drafts(known)
         places = Places.of(drafts)
-        draw = self._sample(self._logits(known, drafts, places), places)
-        tokens, log_probs = draw.tokens.cpu().numpy(), draw.log_probs.cpu().numpy()
+        draw = self._sample(self._logits(known, drafts, places), places, drafts)
         if draw.kept is not None:
             self._rows.append_kept(draw.kept)
-        return self._append(places, places.accepted(drafts, tokens), tokens, log_probs)
+        return self._append(places, drafts, draw)
 
     def take_version(self, version: int) -> None:
         """Note that the weights have changed. Running requests continue behind the keys and values that they have; no
@@ -395,7 +399,8 @@ class NativeEngineCore:
         room = int(rows.max_length[:count].max() - rows.length[:count].max())
         for row, request in enumerate(rows.requests):
             # Settings that look at the tokens so far have no drafts.
-            if request.params.repetition_penalty == 1 and not request.params.return_kept_tokens:
+            params = request.params
+            if params.repetition_penalty == 1 and not params.has_penalties and not params.return_kept_tokens:
                 length = int(rows.length[row])
                 num = min(self._num_draft_tokens, room, int(rows.max_length[row]) - length - 1)
                 drafts[row] = look_up(rows.tokens[row, :length], num)
@@ -410,7 +415,7 @@ class NativeEngineCore:
         """
         count = len(self._rows)
         if len(places.rows) > count:
-            return self._decode(count, drafts)[places.rows, places.offsets]
+            return self._decode(count, drafts, count)[places.rows, places.offsets]
         num_decoded = 1 + max((row for row in range(count) if row not in known), default=-1)
         parts = [known[row] for row in range(num_decoded, count)]
         if not num_decoded:
@@ -436,7 +441,7 @@ class NativeEngineCore:
             self._routes.put_tokens(positions, self._runner.routes)
         return logits
 
-    def _sample(self, logits: torch.Tensor, places: Places) -> Draw:
+    def _sample(self, logits: torch.Tensor, places: Places, drafts: Sequence[np.ndarray]) -> Draw:
         """Draw a token at each place."""
         rows, own = self._rows, places.rows
         batch, lengths = rows.sampling(self._device), rows.length[own] + places.offsets
@@ -451,10 +456,12 @@ class NativeEngineCore:
             batch,
             uniform,
             tokens=rows.penalized_tokens(own, self._device) if penalized else None,
-            forbidden=rows.forbidden(own, lengths, self._device),
+            biases=rows.biases(own, self._device),
+            forbidden=rows.forbidden(places, drafts, lengths, self._device),
+            num_top=int(rows.num_top[own].max()),
         )
 
-    def _append(self, places: Places, is_accepted: np.ndarray, tokens: np.ndarray, log_probs: np.ndarray) -> Outcomes:
+    def _append(self, places: Places, drafts: Sequence[np.ndarray], draw: Draw) -> Outcomes:
         """Append the tokens drawn at accepted places, up to the one that ends a row.
 
         Returns: the requests that ended.
@@ -464,14 +471,21 @@ class NativeEngineCore:
         stopped, finite, ended = np.zeros((3, count), np.bool_)
         finite[:] = True
         for offset in range(int(places.offsets.max()) + 1):
+        tokens, log_probs = draw.tokens.cpu().numpy(), draw.log_probs.cpu().numpy()
+        top_ids = None if draw.top_ids is None else draw.top_ids.cpu().numpy()
+        top_log_probs = None if draw.top_log_probs is None else draw.top_log_probs.cpu().numpy()
+        is_accepted = places.accepted(drafts, tokens)
             chosen = np.flatnonzero((places.offsets == offset) & is_accepted & ~ended[places.rows])
             own = places.rows[chosen]
             versions = self.loras.versions(rows.lora_slot[own], self.weight_version)
             stopped[own] = rows.append(own, tokens[chosen], log_probs[chosen], versions)
             finite[own] = np.isfinite(log_probs[chosen])
-            ended[own] = stopped[own] | ~finite[own] | (rows.length[own] >= rows.max_length[own])
+            unmatched = [rows.requests[row] in rows.failures for row in own.tolist()] if rows.failures else False
+            ended[own] = stopped[own] | ~finite[own] | (rows.length[own] >= rows.max_length[own]) | unmatched
             if offset:
                 rows.num_accepted[own] += 1
+            if top_ids is not None and top_log_probs is not None:
+                rows.append_top(own, top_ids[chosen], top_log_probs[chosen])
         failed = [rows.requests[row] for row in np.flatnonzero(~finite).tolist()]
         for row in np.flatnonzero(~finite).tolist():
             self._cache.clear_row(row)
@@ -479,7 +493,8 @@ class NativeEngineCore:
             self.clear_prefixes()
             rows.is_current[np.flatnonzero(~finite)] = False
         outcomes = self._finish(np.flatnonzero(ended).tolist(), lambda row: "stop" if stopped[row] else "length")
-        return outcomes | {request: _not_finite(request) for request in failed}
+        unmatched, rows.failures = rows.failures, {}
+        return outcomes | unmatched | {request: _not_finite(request) for request in failed}
 
     def _finish(self, ended: list[int], reason: Callable[[int], StopReason]) -> Outcomes:
         """Take rows (ascending) out; the last row moves into each hole, so that rows stay dense."""
@@ -497,7 +512,8 @@ class NativeEngineCore:
             completion = _completion(request, tokens, log_probs, versions, reason(row), routes, kept)
             num_cached = max(0, int(rows.num_cached[row]) - request.num_chunked)
             drafts = DraftCounts(int(rows.num_drafted[row]), int(rows.num_accepted[row]))
-            outcomes[request] = replace(completion, num_cached_prompt_tokens=num_cached, drafts=drafts)
+            top = stack_top_log_probs(rows.top[row], int(rows.num_top[row]))
+            outcomes[request] = replace(completion, num_cached_prompt_tokens=num_cached, drafts=drafts, top=top)
         for row in reversed(ended):
             last = len(rows) - 1
             self._waiting.give_back(rows.requests[row])

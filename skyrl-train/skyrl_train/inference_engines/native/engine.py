@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import platform
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -20,6 +20,7 @@ from skyrl_train.config.engine_kinds import PREFIX_CACHE_GIB
 from skyrl_train.errors import ConfigError, UnsupportedByEngine, WorkerError
 from skyrl_train.inference_engines.base import (
     EngineInfo,
+    Feature,
     InferenceEngineInput,
     InferenceEngineInterface,
     InferenceEngineOutput,
@@ -30,7 +31,14 @@ from skyrl_train.inference_engines.base import (
     tags_to_wake,
 )
 from skyrl_train.inference_engines.completion import Completion, requested_output
-from skyrl_train.inference_engines.native.core import MAX_DRAFTING, MAX_PREFILL_TOKENS, NativeEngineCore, Outcomes
+from skyrl_train.inference_engines.native.constrained import AnswerMatcher, ConstraintCompiler
+from skyrl_train.inference_engines.native.core import (
+    MAX_DRAFTING,
+    MAX_PREFILL_TOKENS,
+    NativeEngineCore,
+    Outcome,
+    Outcomes,
+)
 from skyrl_train.inference_engines.native.loading import (
     cache_bytes_of_token,
     context_length_of,
@@ -63,7 +71,7 @@ class _PendingBatch:
         self._requests = requests
         self._outcomes: Outcomes = {}
 
-    def take(self, request: Request, outcome: Completion | FloatingPointError) -> None:
+    def take(self, request: Request, outcome: Outcome) -> None:
         self._outcomes[request] = outcome
         if len(self._outcomes) < len(self._requests):
             return
@@ -72,7 +80,7 @@ class _PendingBatch:
         if len(completions) == len(outcomes):
             self.done.set_result(completions)
         else:
-            self.done.set_exception(next(each for each in outcomes if isinstance(each, FloatingPointError)))
+            self.done.set_exception(next(each for each in outcomes if isinstance(each, Exception)))
 
     def fail_with(self, added: "Future[None]") -> None:
         """Fail with the error for which the requests could not be added."""
@@ -206,6 +214,9 @@ class NativeInferenceEngine(InferenceEngineInterface):
             max_drafting=speculative_max_seqs,
             routing=RoutingReplay(model, "trainer.policy.routing_replay=R3") if return_expert_routes else None,
         )
+        self._constraints = ConstraintCompiler(
+            self._tokenizer, self._core.vocabulary, eos_ids_of(model, self._tokenizer)
+        )
         check_generation(self._core, model_path)
         self._max_lora_rank = max_lora_rank
         self._leaving: list[tuple[Lora, Future[None]]] = []
@@ -236,8 +247,16 @@ class NativeInferenceEngine(InferenceEngineInterface):
             dtype=self._dtype,
             node=platform.node(),
             gpus=self._gpus,
-            unsupported={} if self._max_lora_rank else {"lora": _NO_LORA},
+            unsupported=self._unsupported(),
         )
+
+    def _unsupported(self) -> dict[Feature, str]:
+        unsupported: dict[Feature, str] = {}
+        if not self._max_lora_rank:
+            unsupported["lora"] = _NO_LORA
+        if self._constraints.unsupported is not None:
+            unsupported["json_schema"] = unsupported["grammar"] = self._constraints.unsupported
+        return unsupported
 
     async def check_health(self) -> None:
         await self._command(lambda: None)
@@ -251,12 +270,23 @@ class NativeInferenceEngine(InferenceEngineInterface):
             raise ValueError("the native engine takes prompt_token_ids; the client turns conversations into them")
         params, seeds = self._sampling(input_batch.get("sampling_params"), len(prompts))
         decode = None if params.skip_special_tokens else self.text_of  # in which stop strings are looked for, too
+        ids = [self.check_prompt(prompt) for prompt in prompts]
+        matchers = await self._matchers(params, ids)
         requests = [
-            Request(self.check_prompt(prompt), params, seed, decode=decode)
-            for prompt, seed in zip(prompts, seeds, strict=True)
+            Request(prompt, params, seed, decode=decode, matcher=matcher)
+            for prompt, seed, matcher in zip(ids, seeds, matchers, strict=True)
         ]
         completions = await self.complete(requests, input_batch.get("lora_name"))
         return requested_output(completions, params, self._decode, input_batch.get("count_cached_tokens", False))
+
+    async def _matchers(
+        self, params: EngineSamplingParams, prompts: Sequence[np.ndarray]
+    ) -> Sequence[AnswerMatcher | None]:
+        """Return the state of the constraint in each answer, behind the tokens that its prompt ends with."""
+        if params.constraint is None:
+            return [None] * len(prompts)
+        answers = [prompt[len(prompt) - min(len(prompt), params.num_answer_tokens) :].tolist() for prompt in prompts]
+        return await self._constraints.matchers(params.constraint, answers)
 
     def check_prompt(self, prompt: list[int]) -> np.ndarray:
         """Return a prompt for a `Request`. Raises ValueError like `generate`."""
@@ -273,6 +303,7 @@ class NativeInferenceEngine(InferenceEngineInterface):
         Raises:
             ValueError: no adapter has that name.
             FloatingPointError: the model's output was not finite.
+            ConstraintFailed: a constraint became too complex within its answer.
         """
         batch = _PendingBatch(requests)
 
@@ -397,6 +428,7 @@ class NativeInferenceEngine(InferenceEngineInterface):
     async def teardown(self) -> None:
         """End the thread. Waiting and running requests fail with `WorkerError`, and so does every later call."""
         self._mailbox.close()
+        self._constraints.close()
         await asyncio.to_thread(self._thread.join, self._command_timeout)
         if self._thread.is_alive():
             raise WorkerError(f"the native engine's thread did not end within {self._command_timeout:g} seconds")
@@ -406,10 +438,11 @@ class NativeInferenceEngine(InferenceEngineInterface):
     def _sampling(self, given: SamplingKeywords | None, num: int) -> tuple[EngineSamplingParams, list[SeedPair]]:
         """Return the checked settings, and the seed pair of each of `num` requests."""
         params, seeds = split_seeds(given, num)
-        for token in params.stop_token_ids:
+        named = {"stop_token_ids": params.stop_token_ids, "logit_bias": [token for token, _ in params.logit_bias]}
+        for name, token in [(name, token) for name, tokens in named.items() for token in tokens]:
             if not 0 <= token < self._core.vocabulary:
                 raise ValueError(
-                    f"sampling parameter stop_token_ids must lie in the vocabulary, 0 to {self._core.vocabulary - 1}; "
+                    f"sampling parameter {name} must lie in the vocabulary, 0 to {self._core.vocabulary - 1}; "
                     f"got {token}"
                 )
         first = self._num_unseeded

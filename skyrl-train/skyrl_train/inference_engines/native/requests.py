@@ -2,12 +2,15 @@
 
 import math
 import numbers
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from skyrl_gym.suggestions import did_you_mean
 from skyrl_train.inference_engines.base import SamplingKeywords
+from skyrl_train.inference_engines.constraints import Constraint
+from skyrl_train.inference_engines.native.constrained import AnswerMatcher
 from skyrl_train.inference_engines.native.lora import NO_LORA, Lora
 from skyrl_train.inference_engines.native.sampling import random_key
 from skyrl_train.inference_engines.native.stop_strings import Decode
@@ -17,6 +20,11 @@ SeedPair = tuple[int, int]
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them would overflow."""
+
+MAX_TOP = 20
+"""Likeliest tokens that may be asked for in the place of each token of an answer."""
+
+MAX_BIAS = 100.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +40,17 @@ class EngineSamplingParams:
     """-1 or 0 is off."""
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    """Taken from the logit of a token for each time that it stands in the answer."""
+    presence_penalty: float = 0.0
+    """Taken from the logit of a token that stands in the answer."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Tokens, and what is added to their logits."""
+    constraint: Constraint | None = None
+    """Schema or grammar of the whole answer."""
+    num_answer_tokens: int = 0
+    """Tokens at the end of the prompt that belong to the answer, which `constraint`, `frequency_penalty` and
+    `presence_penalty` are about."""
     stop: tuple[str, ...] = ()
     """Texts that end the answer; they stay in it."""
     stop_token_ids: tuple[int, ...] = ()
@@ -40,7 +59,7 @@ class EngineSamplingParams:
     """Number of tokens before which neither stop tokens (they cannot be drawn) nor stop strings end the response."""
     seed: int | None = None
     logprobs: int | None = 0
-    """0: the chosen token's log-prob. None: none."""
+    """0: the chosen token's log-prob. K: besides, those of the K likeliest tokens in its place. None: none."""
     prompt_logprobs: int | None = None
     """0: the log-prob of every token of the prompt but the first. K: besides, the K likeliest in its place. None:
     none."""
@@ -58,7 +77,13 @@ class EngineSamplingParams:
         self._require("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a positive number; 1 is off")
         self._require("min_tokens", self.min_tokens >= 0, "at least 0")
         self._require("stop", all(self.stop), "without empty strings")
-        self._require("logprobs", self.logprobs in (None, 0), "0 (the token's own) or None")
+        for name in ("frequency_penalty", "presence_penalty"):
+            self._require(name, -2 <= getattr(self, name) <= 2, "from -2 to 2; 0 is off")
+        biased = all(abs(value) <= MAX_BIAS for _, value in self.logit_bias)  # false for NaN
+        self._require("logit_bias", biased, f"token ids with values from -{MAX_BIAS:g} to {MAX_BIAS:g}")
+        self._require("num_answer_tokens", self.num_answer_tokens >= 0, "at least 0")
+        most = MAX_TOP if self.logprobs is None else self.logprobs
+        self._require("logprobs", 0 <= most <= MAX_TOP, f"0 (the token's own), up to {MAX_TOP} likeliest, or None")
         top = self.prompt_logprobs
         self._require("prompt_logprobs", top is None or top >= 0, "0, a number of likeliest words, or None")
         if self.return_kept_tokens:
@@ -66,6 +91,9 @@ class EngineSamplingParams:
             self._require("temperature", not self.is_greedy, "above 0 with return_kept_tokens: nothing is drawn at 0")
             penalty = self.repetition_penalty
             self._require("repetition_penalty", penalty == 1, "1 with return_kept_tokens: it changes kept logits")
+            for name in ("frequency_penalty", "presence_penalty", "logit_bias"):
+                self._require(name, not getattr(self, name), "left out with return_kept_tokens: it changes kept logits")
+            self._require("logprobs", not self.logprobs, "0 or None with return_kept_tokens")
         if self.max_tokens is not None:
             self._require("min_tokens", self.min_tokens <= self.max_tokens, f"at most max_tokens={self.max_tokens}")
 
@@ -76,6 +104,17 @@ class EngineSamplingParams:
     @property
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
+
+    @property
+    def has_penalties(self) -> bool:
+        """True if `frequency_penalty` or `presence_penalty` is in use."""
+        return bool(self.frequency_penalty or self.presence_penalty)
+
+    @property
+    def depends_on_answer(self) -> bool:
+        """True if a token depends on which tokens before it are the answer's. Such an answer is continued by engines
+        that take `num_answer_tokens` alone; others generate it anew."""
+        return self.constraint is not None or self.has_penalties
 
     @classmethod
     def from_dict(cls, given: SamplingKeywords | None) -> "EngineSamplingParams":
@@ -114,6 +153,17 @@ def _integers(value: object) -> tuple[int, ...] | None:
     return None if None in ids else ids  # pyright: ignore[reportReturnType]
 
 
+def _biases(value: object) -> tuple[tuple[int, float], ...] | None:
+    if not isinstance(value, Mapping | tuple | list):
+        return None
+    pairs = list(value.items()) if isinstance(value, Mapping) else list(value)
+    read = [
+        (_integer(pair[0]), _number(pair[1])) for pair in pairs if isinstance(pair, tuple | list) and len(pair) == 2
+    ]
+    checked = [(token, bias) for token, bias in read if token is not None and bias is not None]
+    return tuple(checked) if len(checked) == len(pairs) else None
+
+
 _KINDS = {
     "max_tokens": (_integer, "an integer"),
     "temperature": (_number, "a number"),
@@ -121,6 +171,11 @@ _KINDS = {
     "top_k": (_integer, "an integer"),
     "min_p": (_number, "a number"),
     "repetition_penalty": (_number, "a number"),
+    "frequency_penalty": (_number, "a number"),
+    "presence_penalty": (_number, "a number"),
+    "logit_bias": (_biases, "numbers by token id"),
+    "constraint": (Constraint.of, "a JSON schema or a grammar"),
+    "num_answer_tokens": (_integer, "an integer"),
     "stop": (_texts, "a string or a list of strings"),
     "stop_token_ids": (_integers, "a list of integers"),
     "ignore_eos": (_boolean, "true or false"),
@@ -131,7 +186,8 @@ _KINDS = {
     "skip_special_tokens": (_boolean, "true or false"),
     "return_kept_tokens": (_boolean, "true or false"),
 }
-_NONE_IS_DEFAULT = {"stop": (), "stop_token_ids": ()}
+_NONE_IS_DEFAULT = {"stop": (), "stop_token_ids": (), "logit_bias": ()}
+_MAY_BE_NONE = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "constraint")
 
 
 def _checked(name: str, value: object) -> object:
@@ -140,7 +196,7 @@ def _checked(name: str, value: object) -> object:
         raise ValueError(f"unknown sampling parameter {name}={value!r}; {hint}")
     if value is None and name in _NONE_IS_DEFAULT:
         return _NONE_IS_DEFAULT[name]
-    if value is None and name in ("max_tokens", "seed", "logprobs", "prompt_logprobs"):
+    if value is None and name in _MAY_BE_NONE:
         return None
     convert, kind = _KINDS[name]
     converted = convert(value)
@@ -204,6 +260,7 @@ class Request:
         scoring: of its prompt; None: as `params.prompt_logprobs` says, at the temperature of the answer
         group: whose it is: groups share the engine fairly (`waiting.py`). None: of nobody in particular
         decode: the text that stop strings are looked for in; None: the engine's, without special tokens
+        matcher: state of `params.constraint`, behind the tokens of the answer that the prompt ends with
     """
 
     prompt: np.ndarray
@@ -213,6 +270,7 @@ class Request:
     scoring: PromptScoring | None = None
     group: str | None = None
     decode: Decode | None = None
+    matcher: AnswerMatcher | None = None
     prompt_scores: PromptScores | None = field(default=None, init=False)
     """Result of `scoring`, once the prompt is computed."""
     num_chunked: int = field(default=0, init=False)
@@ -222,6 +280,13 @@ class Request:
     """The prompt but for its last token: what is computed before the first decoding step, and may be shared."""
 
     def __post_init__(self) -> None:
+        if (self.matcher is None) != (self.params.constraint is None):
+            raise ValueError("a request with a constraint needs its matcher (ConstraintCompiler.matchers)")
+        if self.params.num_answer_tokens > len(self.prompt):
+            raise ValueError(
+                f"sampling parameter num_answer_tokens={self.params.num_answer_tokens} must be at most the "
+                f"{len(self.prompt)} tokens of the prompt, whose last ones it counts"
+            )
         self.key = random_key(*self.seed)
         self.prefix = self.prompt[:-1].tobytes()
         if self.scoring is None and self.params.prompt_logprobs is not None:

@@ -5,8 +5,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from skyrl_train.inference_engines.native.constrained import ConstraintFailed
 from skyrl_train.inference_engines.native.requests import Request
-from skyrl_train.inference_engines.native.sampling import SamplingBatch
+from skyrl_train.inference_engines.native.sampling import Biases, SamplingBatch
+from skyrl_train.inference_engines.native.speculation import Places
 from skyrl_train.inference_engines.native.stop_strings import Decode, StopStringFinder
 
 _NO_TOKEN = -1
@@ -24,6 +26,10 @@ class RowTable:
         self.finders: list[StopStringFinder | None] = []
         self.kept: list[list[np.ndarray] | None] = []
         """Kept tokens of each generated token, ids in int32; None for a row that does not record them."""
+        self.top: list[list[tuple[np.ndarray, np.ndarray]]] = []
+        """Likeliest tokens in the place of each generated token, and their log-probs; empty if a row wants none."""
+        self.failures: dict[Request, ConstraintFailed] = {}
+        """Rows whose constraint became too complex, until they are removed."""
         self.length = np.zeros(0, np.int64)
         """Tokens so far, prompt included."""
         self.prompt_length = np.zeros(0, np.int64)
@@ -37,6 +43,9 @@ class RowTable:
         self.prompt_lora = np.zeros(0, np.int64)
         """Serial of the adapter that computed the prompt; 0: none."""
         self.lora_slot = np.zeros(0, np.int64)
+        self.num_top = np.zeros(0, np.int64)
+        self.is_biased = np.zeros(0, np.bool_)
+        self.is_constrained = np.zeros(0, np.bool_)
         self.min_length = np.zeros(0, np.int64)
         self.max_length = np.zeros(0, np.int64)
         self.key = np.zeros(0, np.uint64)
@@ -57,11 +66,15 @@ class RowTable:
         self.requests.append(request)
         self.finders.append(StopStringFinder(params.stop, request.decode or decode) if params.stop else None)
         self.kept.append([] if params.return_kept_tokens else None)
+        self.top.append([])
         self.length[row] = self.prompt_length[row] = len(request.prompt)
         self.num_cached[row] = self.num_drafted[row] = self.num_accepted[row] = 0
         self.is_current[row] = True
         self.prompt_lora[row] = request.lora_serial
         self.lora_slot[row] = request.lora_slot
+        self.num_top[row] = params.logprobs or 0
+        self.is_biased[row] = bool(params.logit_bias) or params.has_penalties
+        self.is_constrained[row] = request.matcher is not None
         self.min_length[row] = len(request.prompt) + params.min_tokens
         self.max_length[row] = max_length
         self.key[row] = request.key
@@ -88,7 +101,22 @@ class RowTable:
             finder = self.finders[row]
             if finder is not None and finder.push(int(tokens[index])):
                 stopped[index] |= self.length[row] >= self.min_length[row]
+            if (matcher := self.requests[row].matcher) is not None:
+                try:
+                    stopped[index] |= matcher.push(int(tokens[index]))
+                except ConstraintFailed as failure:
+                    self.failures[self.requests[row]] = failure
         return stopped
+
+    def append_top(self, rows: np.ndarray, ids: np.ndarray, log_probs: np.ndarray) -> None:
+        """Keep the likeliest tokens in the place of the last token of these rows, as many as each row wants.
+
+        Args:
+            ids, log_probs: [rows, K], likeliest first.
+        """
+        for index in np.flatnonzero(self.num_top[rows]).tolist():
+            num = int(self.num_top[rows[index]])
+            self.top[rows[index]].append((ids[index, :num], log_probs[index, :num]))
 
     def append_kept(self, kept: torch.Tensor) -> None:
         """Keep the sets of the next token of each row that records them.
@@ -105,14 +133,14 @@ class RowTable:
 
     def remove_last(self) -> None:
         """Drop the last row."""
-        for column in (self.requests, self.finders, self.kept):
+        for column in (self.requests, self.finders, self.kept, self.top):
             column.pop()
         self._sampling = None
 
     def move(self, source: int, target: int) -> None:
         """Overwrite row `target` by row `source`."""
         self.requests[target], self.finders[target] = self.requests[source], self.finders[source]
-        self.kept[target] = self.kept[source]
+        self.kept[target], self.top[target] = self.kept[source], self.top[source]
         for column in self._columns():
             column[target] = column[source]
 
@@ -122,17 +150,59 @@ class RowTable:
             self._sampling = self._sampling_batch(device)
         return self._sampling
 
-    def forbidden(self, rows: np.ndarray, lengths: np.ndarray, device: torch.device) -> torch.Tensor | None:
-        """[N, V] True on the stop tokens of rows [N] that are below their `min_tokens` at these lengths [N]; None if
-        there are no such rows."""
-        early = lengths < self.min_length[rows]
-        if not early.any():
+    def forbidden(
+        self, places: Places, drafts: Sequence[np.ndarray], lengths: np.ndarray, device: torch.device
+    ) -> torch.Tensor | None:
+        """[N, V] True on tokens that may not be drawn at places [N]: the stop tokens of rows that are below their
+        `min_tokens` at these lengths [N], and what constraints rule out. A constraint that leaves nothing but those
+        stop tokens goes before `min_tokens`. None if there are no such rows."""
+        rows = places.rows
+        early, constrained = lengths < self.min_length[rows], self.is_constrained[rows]
+        if not early.any() and not constrained.any():
             return None
-        stop_ids = self.stop_ids[rows]
-        places, columns = np.nonzero((stop_ids != _NO_TOKEN) & early[:, None])
         mask = np.zeros((len(rows), self.vocabulary), dtype=bool)
-        mask[places, stop_ids[places, columns]] = True
+        stop_ids = self.stop_ids[rows]
+        own, columns = np.nonzero((stop_ids != _NO_TOKEN) & early[:, None])
+        mask[own, stop_ids[own, columns]] = True
+        for row in np.unique(rows[constrained]).tolist():
+            request = self.requests[row]
+            assert request.matcher is not None
+            own = slice(*np.searchsorted(rows, [row, row + 1]).tolist())
+            try:
+                outside = ~request.matcher.allowed(drafts[row])
+            except ConstraintFailed as failure:
+                self.failures[request] = failure
+                continue
+            together = mask[own] | outside
+            mask[own] = np.where(together.all(-1, keepdims=True), outside, together)
         return torch.from_numpy(mask).to(device)
+
+    def biases(self, rows: np.ndarray, device: torch.device) -> Biases | None:
+        """Return what `logit_bias`, `frequency_penalty` and `presence_penalty` add to the logits [N, V] of rows [N];
+        None if there are no such rows.
+
+            logit[t] += logit_bias[t] - frequency_penalty * count[t] - presence_penalty * (count[t] > 0)
+
+        with the number of times that token t stands in the answer (https://platform.openai.com/docs/api-reference).
+        """
+        if not self.is_biased[rows].any():
+            return None
+        entries: list[tuple[int, int, float]] = []
+        for place in np.flatnonzero(self.is_biased[rows]).tolist():
+            row = int(rows[place])
+            params = self.requests[row].params
+            entries += [(place, token, value) for token, value in params.logit_bias]
+            if params.has_penalties:
+                start = self.prompt_length[row] - params.num_answer_tokens
+                ids, counts = np.unique(self.tokens[row, start : self.length[row]], return_counts=True)
+                values = -params.frequency_penalty * counts - params.presence_penalty
+                entries += [(place, *entry) for entry in zip(ids.tolist(), values.tolist(), strict=True)]
+        places, tokens, values = zip(*entries, strict=True) if entries else ((), (), ())
+        return Biases(
+            torch.tensor(places, dtype=torch.long, device=device),
+            torch.tensor(tokens, dtype=torch.long, device=device),
+            torch.tensor(values, dtype=torch.float32, device=device),
+        )
 
     def penalized_tokens(self, rows: np.ndarray, device: torch.device) -> torch.Tensor:
         """[N, P] tokens so far of rows [N], padded with a row's own first token."""
@@ -171,7 +241,16 @@ class RowTable:
     @staticmethod
     def _names() -> tuple[str, ...]:
         flat = ("length", "prompt_length", "num_cached", "num_drafted", "num_accepted", "is_current")
-        flat += ("prompt_lora", "lora_slot", "min_length", "max_length", "key")
+        flat += (
+            "prompt_lora",
+            "lora_slot",
+            "num_top",
+            "is_biased",
+            "is_constrained",
+            "min_length",
+            "max_length",
+            "key",
+        )
         return (*flat, "stop_ids", "tokens", "log_probs", "versions")
 
     def _reserve(self, num_rows: int, length: int, num_stop_ids: int) -> None:

@@ -90,6 +90,17 @@ class Draw(NamedTuple):
     """[B]"""
     kept: torch.Tensor | None
     """[recorded rows, V] bool, the tokens that could have been drawn; None: no row is recorded."""
+    top_ids: torch.Tensor | None = None
+    top_log_probs: torch.Tensor | None = None
+    """[B, K], the likeliest tokens of the distribution of `log_probs`; None: not asked for."""
+
+
+class Biases(NamedTuple):
+    """Numbers to add to logits, one each for [N] pairs of row and token."""
+
+    rows: torch.Tensor
+    tokens: torch.Tensor
+    values: torch.Tensor
 
 
 def apply_repetition_penalty(logits: torch.Tensor, tokens: torch.Tensor, penalty: torch.Tensor) -> torch.Tensor:
@@ -162,7 +173,9 @@ def sample(
     uniform: torch.Tensor | None,
     *,
     tokens: torch.Tensor | None = None,
+    biases: Biases | None = None,
     forbidden: torch.Tensor | None = None,
+    num_top: int = 0,
 ) -> Draw:
     """One token a row, and its log-prob.
 
@@ -170,11 +183,13 @@ def sample(
         logits: [B, V], float32
         uniform: [B], float64; not needed if every row is greedy
         tokens: [B, P], what repetition penalties look at; needed if there is one
+        biases: added after repetition penalties, before the temperature
         forbidden: [B, V], True on tokens that may not be chosen now
+        num_top: K
     Returns:
         tokens [B], and log softmax(logits / temperature) at them (temperature 1 where greedy), taken before penalties,
-        truncation and `forbidden`. Of recorded rows (none of them greedy): the distribution that was drawn from, over
-        the kept tokens alone.
+        biases, truncation and `forbidden`. Of recorded rows (none of them greedy): the distribution that was drawn
+        from, over the kept tokens alone.
     """
     divisor = torch.where(batch.temperature > 0, batch.temperature, 1.0) if batch.any_greedy else batch.temperature
     log_probs = (logits / divisor[:, None]).log_softmax(-1)
@@ -182,6 +197,8 @@ def sample(
     if batch.repetition_penalty is not None:
         assert tokens is not None
         adjusted = apply_repetition_penalty(adjusted, tokens, batch.repetition_penalty)
+    if biases is not None:
+        adjusted = adjusted.index_put((biases.rows, biases.tokens), biases.values, accumulate=True)
     if forbidden is not None:
         adjusted = adjusted.masked_fill(forbidden, -math.inf)
     chosen = adjusted.argmax(-1) if batch.any_greedy else None
@@ -203,4 +220,7 @@ def sample(
         # Normalized as the trainer does it, by kept logits: a quotient of probabilities would round otherwise.
         own = (adjusted[rows] / divisor[rows, None]).masked_fill_(~kept, -math.inf).log_softmax(-1)
         of_chosen[rows] = own.gather(1, chosen[rows, None])[:, 0]
-    return Draw(chosen, of_chosen, kept)
+    if not num_top:
+        return Draw(chosen, of_chosen, kept)
+    top = log_probs.topk(min(num_top, log_probs.shape[-1]), dim=-1)
+    return Draw(chosen, of_chosen, kept, top.indices, top.values)

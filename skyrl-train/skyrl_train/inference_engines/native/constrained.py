@@ -1,0 +1,204 @@
+"""Constrained decoding: which tokens may come next in an answer, by llguidance. Knows no model and no row.
+
+A constraint is compiled once, in a thread of its own that holds up neither the event loop nor the engine; every answer
+gets a copy of its initial state. llguidance bounds the work of compilation and of each token (fuel, items, states);
+beyond that an answer fails, and the others go on.
+
+V is the model's vocabulary.
+"""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from skyrl_train.errors import UnsupportedByEngine
+from skyrl_train.inference_engines.constraints import WHITESPACE, Constraint
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+MOST_COMPILED = 64
+"""Compiled constraints that are kept; the least recently used give way."""
+
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+
+class ConstraintFailed(ValueError):
+    """A constraint that became too complex within an answer; the answer alone fails."""
+
+
+def unsupported_reason(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return why answers cannot be constrained with this tokenizer; None if they can."""
+    if find_spec("llguidance") is None:
+        return "constrained answers need the package llguidance; install the extra skyrl-train[constrained]"
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        return f"constrained answers need a fast tokenizer; the model's is a {type(tokenizer).__name__}"
+    return None
+
+
+class AnswerMatcher:
+    """State of one constrained answer.
+
+    Args:
+        matcher: behind the tokens of the answer so far.
+        vocab_size: V.
+        eos_ids: tokens that end an answer, once it is complete.
+    """
+
+    def __init__(self, matcher: "LLMatcher", vocab_size: int, eos_ids: frozenset[int]):
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+        self._eos_ids = eos_ids
+
+    def allowed(self, drafts: np.ndarray) -> np.ndarray:
+        """Return [T + 1, V] bool: tokens that may come next, and behind each of T drafts. Behind a draft that cannot
+        come, everything: nothing is accepted there."""
+        masks = np.ones((len(drafts) + 1, self._vocab_size), np.bool_)
+        masks[0] = self._mask()
+        num_consumed = 0
+        for number, draft in enumerate(drafts.tolist(), 1):
+            if not masks[number - 1, draft] or not self._matcher.consume_token(draft):
+                break
+            num_consumed += 1
+            masks[number] = self._mask()
+        if num_consumed:
+            self._matcher.rollback(num_consumed)
+        return masks
+
+    def _mask(self) -> np.ndarray:
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        # A matcher that gave up would allow the end alone, and pass an unfinished answer for a complete one.
+        self._raise_if_failed()
+        return np.unpackbits(bits, count=self._vocab_size, bitorder="little").astype(np.bool_)
+
+    def push(self, token: int) -> bool:
+        """Take the next token of the answer. Returns: True if the answer is complete with it."""
+        self._matcher.consume_token(token)
+        self._raise_if_failed()
+        return token in self._eos_ids or (not self._eos_ids and self._matcher.is_stopped())
+
+    def _raise_if_failed(self) -> None:
+        if self._matcher.is_error():
+            raise ConstraintFailed(
+                f"the constraint of the answer is too complex: {_reason(self._matcher.get_error())}. Simplify it"
+            )
+
+
+class ConstraintCompiler:
+    """Compiler of constraints for one tokenizer.
+
+    Args:
+        vocab_size: V, at least; the tokenizer may have fewer tokens.
+        eos_ids: tokens that end an answer.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_ids: Sequence[int]):
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_ids = frozenset(eos_ids)
+        self.unsupported = unsupported_reason(tokenizer)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="constraints")
+        self._ll_tokenizer: LLTokenizer | None = None
+        self._compiled: OrderedDict[Constraint, LLMatcher] = OrderedDict()
+
+    async def matchers(self, constraint: Constraint, answers: Sequence[Sequence[int]]) -> list[AnswerMatcher]:
+        """Return the matcher of each answer, given its tokens so far.
+
+        Raises:
+            UnsupportedByEngine: the library is missing, or the tokenizer is no fast one.
+            ValueError: the constraint cannot be compiled, or an answer so far contradicts it.
+        """
+        if self.unsupported is not None:
+            raise UnsupportedByEngine(self.unsupported)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._matchers, constraint, answers)
+
+    def _matchers(self, constraint: Constraint, answers: Sequence[Sequence[int]]) -> list[AnswerMatcher]:
+        compiled = self._compile(constraint)
+        matchers = []
+        for answer in answers:
+            matcher = compiled.deep_copy()
+            if not matcher.consume_tokens(list(answer)):
+                raise ValueError(
+                    f"the last {len(answer)} tokens of the prompt (num_answer_tokens) contradict the constraint of the "
+                    f"answer: {_reason(matcher.get_error())}"
+                )
+            matchers.append(AnswerMatcher(matcher, self._vocab_size, self._eos_ids))
+        return matchers
+
+    def _compile(self, constraint: Constraint) -> "LLMatcher":
+        from llguidance import LLMatcher
+
+        known = self._compiled.get(constraint)
+        if known is not None:
+            self._compiled.move_to_end(constraint)
+            return known
+        if self._ll_tokenizer is None:
+            self._ll_tokenizer = _ll_tokenizer(self._tokenizer, self._vocab_size, sorted(self._eos_ids))
+        if constraint.kind == "json_schema":
+            try:
+                grammar = LLMatcher.grammar_from_json_schema(
+                    constraint.text, overrides={"whitespace_pattern": WHITESPACE}
+                )
+            except ValueError as error:
+                raise ValueError(f"the constraint is no JSON schema: {_reason(str(error))}") from error
+        else:
+            grammar = LLMatcher.grammar_from_lark(constraint.text)
+        matcher = LLMatcher(self._ll_tokenizer, grammar, log_level=0)
+        if matcher.is_error():
+            raise ValueError(
+                f"the {constraint.kind} of the answer's constraint cannot be used: {_reason(matcher.get_error())}"
+            )
+        self._compiled[constraint] = matcher
+        if len(self._compiled) > MOST_COMPILED:
+            self._compiled.popitem(last=False)
+        return matcher
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _ll_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_ids: list[int]) -> "LLTokenizer":
+    import llguidance
+    import llguidance.hf
+
+    size = max(vocab_size, len(tokenizer))
+    end: Any = eos_ids or None
+    try:
+        return llguidance.hf.from_tokenizer(tokenizer, size, eos_token=end)  # pyright: ignore[reportArgumentType]
+    except ValueError:  # neither bytes nor byte fallback: each token has a text of its own
+        words = _Words(tokenizer, eos_ids[0] if eos_ids else 0)
+        return llguidance.LLTokenizer(llguidance.TokenizerWrapper(words), n_vocab=size, eos_token=end)
+
+
+class _Words:
+    """Tokenizer as llguidance takes those of other libraries: the bytes of each token. Tokens that are no text of their
+    own (pieces of characters) are special, which no text matches."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_id: int):
+        texts = [str(tokenizer.decode([token])) for token in range(len(tokenizer))]
+        special = set(tokenizer.all_special_ids) | {token for token, text in enumerate(texts) if _INCOMPLETE in text}
+        self.eos_token_id = eos_id
+        self.special_token_ids = sorted(special)
+        self.tokens = [
+            str(tokenizer.convert_ids_to_tokens(token)).encode() if token in special else text.encode()
+            for token, text in enumerate(texts)
+        ]
+        self._encode: Callable[..., Any] = tokenizer
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        if isinstance(text, bytes):
+            text = text.decode()
+        return self._encode(text, add_special_tokens=False)["input_ids"]
+
+
+def _reason(text: str) -> str:
+    """Return the first lines of a message, without the library's state behind them."""
+    return " ".join(text.split("\n\n")[0].split())[:300] or "no reason given"
