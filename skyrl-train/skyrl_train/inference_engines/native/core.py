@@ -415,7 +415,7 @@ class NativeEngineCore:
         """
         count = len(self._rows)
         if len(places.rows) > count:
-            return self._decode(count, drafts, count)[places.rows, places.offsets]
+            return self._decode(count, drafts)[places.rows, places.offsets]
         num_decoded = 1 + max((row for row in range(count) if row not in known), default=-1)
         parts = [known[row] for row in range(num_decoded, count)]
         if not num_decoded:
@@ -467,25 +467,25 @@ class NativeEngineCore:
         Returns: the requests that ended.
         """
         rows, count = self._rows, len(self._rows)
-        rows.num_drafted[:count] += np.bincount(places.rows) - 1
-        stopped, finite, ended = np.zeros((3, count), np.bool_)
-        finite[:] = True
-        for offset in range(int(places.offsets.max()) + 1):
         tokens, log_probs = draw.tokens.cpu().numpy(), draw.log_probs.cpu().numpy()
         top_ids = None if draw.top_ids is None else draw.top_ids.cpu().numpy()
         top_log_probs = None if draw.top_log_probs is None else draw.top_log_probs.cpu().numpy()
         is_accepted = places.accepted(drafts, tokens)
+        rows.num_drafted[:count] += np.bincount(places.rows) - 1
+        stopped, finite, ended = np.zeros((3, count), np.bool_)
+        finite[:] = True
+        for offset in range(int(places.offsets.max()) + 1):
             chosen = np.flatnonzero((places.offsets == offset) & is_accepted & ~ended[places.rows])
             own = places.rows[chosen]
             versions = self.loras.versions(rows.lora_slot[own], self.weight_version)
             stopped[own] = rows.append(own, tokens[chosen], log_probs[chosen], versions)
+            if top_ids is not None and top_log_probs is not None:
+                rows.append_top(own, top_ids[chosen], top_log_probs[chosen])
             finite[own] = np.isfinite(log_probs[chosen])
             unmatched = [rows.requests[row] in rows.failures for row in own.tolist()] if rows.failures else False
             ended[own] = stopped[own] | ~finite[own] | (rows.length[own] >= rows.max_length[own]) | unmatched
             if offset:
                 rows.num_accepted[own] += 1
-            if top_ids is not None and top_log_probs is not None:
-                rows.append_top(own, top_ids[chosen], top_log_probs[chosen])
         failed = [rows.requests[row] for row in np.flatnonzero(~finite).tolist()]
         for row in np.flatnonzero(~finite).tolist():
             self._cache.clear_row(row)
