@@ -67,18 +67,20 @@ async def evaluate(
         folder = location(cfg.trainer.export_path) / "dumped_evals" / name
         _write_results(folder, tokenizer, requests, rollouts.trajectories, sources, metrics)
     if cfg.trainer.dump_trajectories:
-        _write_trajectories(cfg.trainer.run_dir, global_step, trajectory_rows(rollouts.groups, tokenizer))
+        run_folder = RunFolder(cfg.trainer.run_dir, compress=cfg.trainer.compress_trajectories)
+        _write_trajectories(run_folder, global_step, trajectory_rows(rollouts.groups, tokenizer))
     check_not_all_failed(rollouts.trajectories, "the evaluation failed, so there is no score")
     return metrics
 
 
-def _write_trajectories(run_dir: str, global_step: int | None, rows: Iterable[JsonObject]) -> None:
+def _write_trajectories(run_folder: RunFolder, global_step: int | None, rows: Iterable[JsonObject]) -> None:
     """Write the trajectories of a step; those of an evaluation alone as of step 0, unless a training has the folder,
     whose own they would replace."""
-    run_folder = RunFolder(run_dir)
     if global_step is None and any(file.phase == "train" for file in run_folder.trajectory_files()):
-        logger.warning(f"{run_dir} has trajectories of a training, so those of this evaluation are not written: give "
-                       "another trainer.run_dir")  # fmt: skip
+        logger.warning(
+            f"{run_folder.path} has trajectories of a training, so those of this evaluation are not written: give "
+            "another trainer.run_dir"
+        )
         return
     run_folder.write_trajectories(global_step or 0, "eval", rows)
 

@@ -58,7 +58,7 @@ class TrainingRun(ABC):
         self.cfg = cfg
         self.tracker = tracker
         self.tokenizer = tokenizer
-        self.run_folder = RunFolder(cfg.trainer.run_dir)
+        self.run_folder = RunFolder(cfg.trainer.run_dir, compress=cfg.trainer.compress_trajectories)
         self.checkpoints = CheckpointStore(cfg.trainer.ckpt_path, cfg.trainer.max_ckpts_to_keep)
         self.saver = CheckpointSaver(
             self.checkpoints, in_background=cfg.trainer.ckpt_async, timeout_seconds=cfg.trainer.worker_timeout_seconds

@@ -284,6 +284,10 @@ class TrainerConfig(BaseConfig):
     """With `dump_trajectories`, write what training knew of each token as well: the policy's log-prob before the step
     and its entropy, the advantage, and whether the token trained. About 15 bytes a token."""
 
+    compress_trajectories: bool = False
+    """Write trajectories of the run folder, and what training knew of their tokens, in gzip's format: about a third of
+    the bytes, 7 ms a MB (`zcat` shows them; everything of this package reads both)."""
+
     max_trajectories_gb: float | None = None
     """GB (1e9 bytes) that the trajectories of training steps may take in the run folder, with what training knew of
     their tokens: beyond it the oldest steps are deleted, the newest step excepted. Evaluations stay. null: no limit."""

@@ -37,7 +37,7 @@ OPERATIONAL = (
     "trainer.export_path", "trainer.hf_save_interval", "trainer.print_example_interval",
     "trainer.curve_bands", "trainer.show_progress",
     "trainer.dump_data_batch", "trainer.dump_eval_results", "trainer.dump_trajectories", "trainer.dump_token_columns",
-    "trainer.max_trajectories_gb",
+    "trainer.max_trajectories_gb", "trainer.compress_trajectories",
     "trainer.eval_batch_size", "trainer.eval_before_train", "trainer.eval_interval",
     "trainer.placement.", "trainer.strategy", "trainer.worker_timeout_seconds",
     "trainer.max_consecutive_skipped_updates", "trainer.distillation.memory_gb",

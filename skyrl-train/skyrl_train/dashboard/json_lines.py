@@ -32,9 +32,14 @@ def parse(line: bytes) -> JsonObject | None:
 
 
 class LineOffsets:
-    """Offsets of the lines of a file, as far as they are complete. Grows with the file; starts anew for another one."""
+    """Offsets of the lines of a file, as far as they are complete. Grows with the file; starts anew for another one.
 
-    def __init__(self) -> None:
+    Args:
+        is_compressed: the file is written once, and its size is not that of its content.
+    """
+
+    def __init__(self, is_compressed: bool = False) -> None:
+        self._is_compressed = is_compressed
         self._starts = array("q", [0])  # of each complete line, and the end of the last one
         self._scanned = 0
         self._inode = 0
@@ -44,6 +49,8 @@ class LineOffsets:
 
     def update(self, file: BinaryIO, state: FileState) -> None:
         """Scan the part of the file that is new."""
+        if self._is_compressed and state.inode == self._inode:
+            return
         if state.inode != self._inode or state.size < self._scanned:
             self._starts, self._scanned, self._inode = array("q", [0]), 0, state.inode
         file.seek(self._scanned)

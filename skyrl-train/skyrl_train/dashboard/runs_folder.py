@@ -4,6 +4,7 @@ Every folder on the way to a file is opened by its name in the one before, and a
 and no change of the tree while it is read, leads outside.
 """
 
+import gzip
 import os
 import stat
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from skyrl_train.errors import DataError
+from skyrl_train.utils.run_folder import COMPRESSED, UNREADABLE
 
 
 class NotBelowError(DataError):
@@ -51,10 +53,10 @@ class RunsFolder:
 
     @contextmanager
     def open(self, path: str) -> Iterator[BinaryIO]:
-        """Open a regular file for reading.
+        """Open a regular file for reading, a compressed one (`COMPRESSED`) for its content.
 
         Raises:
-            NotBelowError: there is none of that path.
+            NotBelowError: there is none of that path, or it is compressed and damaged.
         """
         *folders, name = _parts(path)
         with self._folder(folders) as parent:
@@ -63,7 +65,14 @@ class RunsFolder:
         with open(number, "rb") as file:
             if not stat.S_ISREG(os.fstat(number).st_mode):
                 raise NotBelowError(f"{path} is no regular file")
-            yield file
+            if not path.endswith(COMPRESSED):
+                yield file
+                return
+            try:
+                with gzip.GzipFile(fileobj=file) as content:
+                    yield content  # pyright: ignore[reportReturnType]  # a binary file without descriptor's extras
+            except UNREADABLE as error:
+                raise NotBelowError(f"{path} is damaged: {error}") from error
 
     def state(self, path: str) -> FileState | None:
         """Return the state of a regular file, None if there is none."""

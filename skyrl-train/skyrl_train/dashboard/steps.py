@@ -8,7 +8,7 @@ from skyrl_train.dashboard import agent_files
 from skyrl_train.dashboard.json_lines import MAX_LINE, Cache, LineOffsets, parse
 from skyrl_train.dashboard.runs_folder import FileState, NotBelowError, RunsFolder, join
 from skyrl_train.types import JsonObject
-from skyrl_train.utils.run_folder import token_columns_name
+from skyrl_train.utils.run_folder import COMPRESSED, token_columns_name
 from skyrl_train.utils.token_columns import decode_columns
 
 MAX_STEPS = 6
@@ -52,8 +52,7 @@ class StepTrajectories:
     def columns(self, run: str, step: int, number: int) -> JsonObject:
         """Return what training knew of the tokens of a trajectory: `uid` and columns by name; empty if it was not
         recorded (yet)."""
-        path = join(run, "trajectories", token_columns_name(step))
-        state = self._folder.state(path)
+        path, state = self._present(join(run, "trajectories", token_columns_name(step)))
         if state is None:
             return {}
         try:
@@ -79,16 +78,21 @@ class StepTrajectories:
     def _file(self, run: str, phase: str, step: int) -> tuple[str, FileState]:
         if phase not in ("train", "eval"):
             raise NotBelowError(f"phase must be train or eval; got {phase!r}")
-        path = join(run, "trajectories", f"{phase}_step_{step:06d}.jsonl")
-        if (phase, step) == (agent_files.PHASE, agent_files.STEP) and self._folder.state(path) is None:
+        path, state = self._present(join(run, "trajectories", f"{phase}_step_{step:06d}.jsonl"))
+        if (phase, step) == (agent_files.PHASE, agent_files.STEP) and state is None:
             path = join(run, agent_files.NAME)
-        state = self._folder.state(path)
+            state = self._folder.state(path)
         if state is None:
             raise NotBelowError(f"there is no {path}")
         return path, state
 
+    def _present(self, path: str) -> tuple[str, FileState | None]:
+        """Return the file or the compressed one, whichever is there, and its state."""
+        compressed = self._folder.state(path + COMPRESSED)
+        return (path, self._folder.state(path)) if compressed is None else (path + COMPRESSED, compressed)
+
     def _scan(self, path: str, state: FileState) -> LineOffsets:
-        offsets = self._offsets.get(path, LineOffsets)
+        offsets = self._offsets.get(path, lambda: LineOffsets(path.endswith(COMPRESSED)))
         with self._folder.open(path) as file:
             offsets.update(file, state)
         return offsets
@@ -105,7 +109,8 @@ class StepTrajectories:
                 if row is not None and "instance_id" in row:
                     row = agent_files.to_row(row)
                 rows.append({"line": number, "bytes": size, **(summarize(row) if row else {"is_broken": True})})
-        return {"rows": rows, "num_rows": len(offsets), "torn_bytes": max(0, state.size - offsets.end)}
+        torn = 0 if path.endswith(COMPRESSED) else max(0, state.size - offsets.end)  # a compressed file is whole
+        return {"rows": rows, "num_rows": len(offsets), "torn_bytes": torn}
 
 
 def summarize(row: JsonObject) -> JsonObject:

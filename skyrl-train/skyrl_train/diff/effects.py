@@ -22,6 +22,7 @@ WITHOUT_EFFECT = (
     "trainer.show_progress",
     "trainer.dump_data_batch", "trainer.dump_eval_results", "trainer.dump_trajectories", "trainer.dump_token_columns",
     "trainer.max_trajectories_gb",
+    "trainer.compress_trajectories",
     "trainer.worker_timeout_seconds", "trainer.max_consecutive_skipped_updates", "trainer.distillation.memory_gb",
     "trainer.algorithm.first_ratio_tolerance",
     "trainer.policy.optimizer_config.offload_after_step", "trainer.critic.optimizer_config.offload_after_step",
@@ -74,7 +75,7 @@ _EFFECTS = (
     _effect("trainer.fully_async.", PROMPTS, GENERATION, WEIGHTS),
     _effect("generator.sampling_params. generator.max_input_length", GENERATION, ENVIRONMENT),
     _effect("generator.eval_ trainer.eval_ data.val_data", EVALUATION),
-    _effect("environment.env_class generator.task", ENVIRONMENT, PROMPTS, GENERATION),
+    _effect("environment.env_class generator.task generator.harness.", ENVIRONMENT, PROMPTS, GENERATION),
     _effect(
         """environment. generator.max_turns generator.use_conversation_multi_turn generator.max_rollout_retries
         generator.append_eos_token_after_stop_str_in_multi_turn generator.step_wise_trajectories

@@ -165,6 +165,23 @@ def test_step_summarizes_its_trajectories(client: TestClient):
     assert (rows[0]["log_prob"], rows[0]["versions"], rows[0]["prompt_tokens"]) == (-1.0, [0, 1], 3)
 
 
+def test_compressed_steps_are_shown_like_others(client: TestClient, runs: Path):
+    plain = RunFolder(runs / "adding")
+    compressed = RunFolder(runs / "compressed", compress=True)
+    rows = plain.read_trajectories(2, "train")
+    compressed.write_trajectories(2, "train", rows)
+    compressed.write_token_columns(2, [{"uid": row["uid"]} for row in rows])
+    both = [ask(client, "step", run=run, phase="train", step=2) for run in ("adding", "compressed")]
+    assert both[0] == both[1] and both[1]["torn_bytes"] == 0
+    for _ in range(2):  # the second time with known offsets
+        assert ask(client, "sample", run="compressed", phase="train", step=2, line=3) == rows[3]
+    assert ask(client, "columns", run="compressed", step=2, line=1) == {"uid": rows[1]["uid"], "columns": {}}
+    assert ask(client, "run", run="compressed")["steps"]["train"] == [2]
+    path = compressed.trajectories_path(2, "train")
+    path.write_bytes(path.read_bytes()[:-20])
+    assert client.get("/api/step?run=compressed&phase=train&step=2").status_code == 404
+
+
 def test_sample_is_the_line_as_it_stands(client: TestClient):
     assert ask(client, "sample", run="adding", phase="train", step=2, line=3) == trajectory("1", 1, failed=True)
 

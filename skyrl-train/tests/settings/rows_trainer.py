@@ -298,6 +298,7 @@ ROWS: list[Row | OneChoice] = [
     Row("trainer.dump_eval_results", False, files, EVALUATION),
     Row("trainer.dump_trajectories", False, files),
     Row("trainer.dump_token_columns", False, files),
+    Row("trainer.compress_trajectories", True, files),
     Row("trainer.max_trajectories_gb", 1e-9, files, THREE_STEPS),
     Row("trainer.worker_timeout_seconds", 1e-4, error),
     Row("trainer.placement.launcher", "ray", of_run(lambda run: run.record.launchers)),

@@ -1,3 +1,4 @@
+import gzip
 import json
 import os
 import subprocess
@@ -135,6 +136,38 @@ def test_oldest_training_steps_give_way_and_evaluations_stay(run: RunFolder):
         assert [file.step for file in run.trajectory_files() if file.phase == "train"] == kept
         assert len(list(run.trajectories_folder.glob("*_tokens.jsonl"))) == len(kept)
         assert run.trajectories_path(1, "eval").exists()
+
+
+def test_compressed_trajectories_are_smaller_and_read_alike(tmp_path: Path):
+    rows = [{"uid": str(number), "tokens": {"ids": [number, 7] * 99}} for number in range(9)]
+    plain, compressed = RunFolder(tmp_path / "a"), RunFolder(tmp_path / "b", compress=True)
+    for run in (plain, compressed):
+        run.write_trajectories(1, "train", rows)
+        run.write_token_columns(1, rows)
+    assert sorted(os.listdir(compressed.trajectories_folder)) == [
+        "train_step_000001.jsonl.gz",
+        "train_step_000001_tokens.jsonl.gz",
+    ]
+    assert compressed.read_trajectories(1, "train") == plain.read_trajectories(1, "train") == rows
+    for path in ("trajectories_path", "token_columns_path"):
+        [old, new] = (getattr(run, path)(*[1, "train"][: 1 + ("traj" in path)]) for run in (plain, compressed))
+        assert gzip.decompress(new.read_bytes()) == old.read_bytes() and 3 * new.stat().st_size < old.stat().st_size
+    other = RunFolder(compressed.path)  # the setting was changed: nothing is there twice
+    other.write_trajectories(1, "train", rows[:1])
+    assert [file.path.name for file in other.trajectory_files()] == ["train_step_000001.jsonl"]
+    assert other.read_trajectories(1, "train") == rows[:1]
+    compressed.truncate_after(0)
+    assert os.listdir(compressed.trajectories_folder) == []
+
+
+def test_damaged_compressed_file_is_named(tmp_path: Path):
+    run = RunFolder(tmp_path, compress=True)
+    run.write_trajectories(1, "train", [{"uid": str(number)} for number in range(1000)])
+    path = run.trajectories_path(1, "train")
+    for damaged in (path.read_bytes()[:-20], b"no gzip"):
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match=r"train_step_000001.jsonl.gz is damaged .*remove it"):
+            run.read_trajectories(1, "train")
 
 
 def test_any_text_and_number_of_a_trajectory_survives_as_valid_json(run: RunFolder):
