@@ -5,7 +5,7 @@ Everything goes through `InferenceEngineInterface.generate`, so what an engine c
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -116,7 +116,7 @@ class OpenAIFrontend:
         self.check_model(request.model)
         return len(self._template.encode(self._rendered(request)[2]))
 
-    async def growing(self, asked: Asked, reply: ChatReply) -> AsyncIterator[GeneratedChoice]:
+    async def growing(self, asked: Asked, reply: ChatReply) -> AsyncGenerator[GeneratedChoice]:
         """Generate the one answer to a chat request: again and again as it grows if the request asks for a stream,
         else once. The last has a stop reason, and is recorded. Raises ApiError."""
         self._num_requests += 1
@@ -175,9 +175,11 @@ class OpenAIFrontend:
         return {"prompt": self._template.decode(request.tokens, skip_special_tokens=False)}
 
     async def models(self) -> Payload:
-        """`GET /v1/models`."""
+        """`GET /v1/models`, with the fields of OpenAI's and of Anthropic's."""
         info = await self._described()
-        return {"object": "list", "data": [self._model(name, info) for name in self.model_names]}
+        models = [self._model(name, info) for name in self.model_names]
+        pages = {"has_more": False, "first_id": self.model_names[0], "last_id": self.model_names[-1]}
+        return {"object": "list", "data": models} | pages
 
     async def model(self, name: str) -> Payload:
         """`GET /v1/models/NAME`."""
@@ -306,4 +308,6 @@ class OpenAIFrontend:
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def _model(self, name: str, info: EngineInfo) -> Payload:
-        return {"id": name, "object": "model", "created": 0, "owned_by": "skyrl", "max_model_len": info.max_model_len}
+        openai = {"id": name, "object": "model", "created": 0, "owned_by": "skyrl", "max_model_len": info.max_model_len}
+        anthropic = {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+        return openai | anthropic | {"max_input_tokens": info.max_model_len, "max_tokens": info.max_model_len}

@@ -1,5 +1,5 @@
-"""The OpenAI-compatible endpoint as an HTTP server in the caller's event loop. Knows routes, connections and keys;
-what requests mean is `frontend.py`'s."""
+"""The endpoint as an HTTP server in the caller's event loop: OpenAI's chat, completions and responses, and Anthropic's
+messages. Knows routes, connections and keys; what requests mean is the frontends'."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,10 @@ from starlette.exceptions import HTTPException
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.errors import ConfigError, WorkerError
+from skyrl_train.inference_engines.anthropic_api import errors as anthropic_errors
+from skyrl_train.inference_engines.anthropic_api.frontend import AnthropicFrontend
 from skyrl_train.inference_engines.base import InferenceEngineInterface
+from skyrl_train.inference_engines.openai_api.answer_parts import new_id
 from skyrl_train.inference_engines.openai_api.errors import ApiError, error_of_ours, refused
 from skyrl_train.inference_engines.openai_api.frontend import OpenAIFrontend, Payload
 from skyrl_train.inference_engines.openai_api.keys import EndpointKeys, SessionUrls, session_of_url, session_path
@@ -39,6 +42,7 @@ _RETRY_SECONDS = "1"
 def create_app(frontend: OpenAIFrontend, keys: EndpointKeys, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
     """The routes of the API."""
     app = FastAPI(title="SkyRL rollout endpoint", openapi_url=None)
+    anthropic = AnthropicFrontend(frontend)
 
     def route(method: str, path: str) -> Callable[[Handler], Handler]:
         def add(handler: Handler) -> Handler:
@@ -47,7 +51,7 @@ def create_app(frontend: OpenAIFrontend, keys: EndpointKeys, max_body_bytes: int
                     request.state.session = _session(request, keys)
                     return await handler(request)
                 except Exception as error:  # a client gets an error as JSON, whatever it is
-                    return _error_response(error_of_ours(error))
+                    return _error_response(request, error_of_ours(error))
 
             app.add_api_route(path, answer, methods=[method], response_model=None)
             return handler
@@ -69,6 +73,14 @@ def create_app(frontend: OpenAIFrontend, keys: EndpointKeys, max_body_bytes: int
     async def completion(request: Request) -> Response:
         return await generated(request, frontend.completion)
 
+    @route("POST", "/v1/messages")
+    async def messages(request: Request) -> Response:
+        return await generated(request, anthropic.messages)
+
+    @route("POST", "/v1/messages/count_tokens")
+    async def count_tokens(request: Request) -> Response:
+        return await converted(request, anthropic.count_tokens)
+
     @route("POST", "/tokenize")
     async def tokenize(request: Request) -> Response:
         return await converted(request, frontend.tokenize)
@@ -86,17 +98,17 @@ def create_app(frontend: OpenAIFrontend, keys: EndpointKeys, max_body_bytes: int
         return JSONResponse(await frontend.model(request.path_params["name"]))
 
     @app.get("/health")  # without a key: for whoever watches over processes
-    async def health() -> Response:
+    async def health(request: Request) -> Response:
         try:
             await frontend.check_health()
         except ApiError as error:
-            return _error_response(error)
+            return _error_response(request, error)
         return JSONResponse({"status": "healthy"})
 
     @app.exception_handler(HTTPException)
     async def unknown_route(request: Request, error: HTTPException) -> Response:
-        message = f"{request.method} {request.url.path}: {error.detail}"
-        return _error_response(ApiError(error.status_code, message, code="unknown_route"))
+        message = f"{request.method} {request.url.path}: {error.detail}{_hint_for_path(request.url.path)}"
+        return _error_response(request, ApiError(error.status_code, message, code="unknown_route"))
 
     return app
 
@@ -299,6 +311,21 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def _error_response(error: ApiError) -> Response:
-    headers = {"Retry-After": _RETRY_SECONDS} if error.status == 429 else None
-    return JSONResponse(error.body(), status_code=error.status, headers=headers)
+def _hint_for_path(path: str) -> str:
+    """Return what to change where a client's base URL has one `/v1` too many or too few; else nothing."""
+    if path.startswith("/v1/v1/"):
+        return "; the client adds /v1 by itself: leave it out of its base URL"
+    if path in ("/chat/completions", "/completions", "/responses", "/models"):
+        return "; the client's base URL must end in /v1"
+    return ""
+
+
+def _error_response(request: Request, error: ApiError) -> Response:
+    """An error in the form of the API that the client speaks."""
+    is_anthropic = request.url.path.startswith("/v1/messages") or "anthropic-version" in request.headers
+    status = anthropic_errors.status_of(error) if is_anthropic else error.status
+    headers = {"Retry-After": _RETRY_SECONDS} if error.status == 429 else {}
+    if not is_anthropic:
+        return JSONResponse(error.body(), status, headers)
+    request_id = new_id("req")
+    return JSONResponse(anthropic_errors.error_body(error, request_id), status, headers | {"request-id": request_id})

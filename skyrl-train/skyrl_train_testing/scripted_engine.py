@@ -1,0 +1,89 @@
+"""Rollout engine that writes what a script says, for tests and benchmarks of what stands between engines and agents."""
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from skyrl_train.inference_engines.base import (
+    EngineInfo,
+    InferenceEngineInput,
+    InferenceEngineInterface,
+    InferenceEngineOutput,
+)
+
+
+class PromptScriptEngine(InferenceEngineInterface):
+    """Answers each prompt with the text that `script` returns for it, and the end-of-sequence token behind it.
+
+    A request that goes on from an answer which its limit cut off gets the rest of it. Stop texts end an answer. Token j
+    of a reply has log-prob -(j + 1) / 1000.
+
+    Args:
+        script: text of a prompt, special tokens included -> text of the answer.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, script: Callable[[str], str], max_model_len: int = 4096
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.script = script
+        self.max_model_len = max_model_len
+        self.prompts: list[list[int]] = []
+        """Prompts of the requests, those that go on from an answer left out."""
+        self._rests: dict[tuple[int, ...], list[int]] = {}
+
+    async def describe(self) -> EngineInfo:
+        return EngineInfo(
+            backend="scripted",
+            release="0",
+            model="scripted",
+            vocab_size=len(self.tokenizer),
+            max_model_len=self.max_model_len,
+            dtype=None,
+        )
+
+    async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
+        params = input_batch.get("sampling_params") or {}
+        prompts = input_batch.get("prompt_token_ids") or []
+        answers = [self._answer(prompt, params) for prompt in prompts]
+        asked = params.get("logprobs") is not None
+        return InferenceEngineOutput(
+            responses=[self._text(ids) for ids, _ in answers],
+            response_ids=[ids for ids, _ in answers],
+            stop_reasons=[reason for _, reason in answers],
+            response_logprobs=[[-(j + 1) / 1000 for j in range(len(ids))] for ids, _ in answers] if asked else None,
+            weight_versions=[[0] * len(ids) for ids, _ in answers],
+        )
+
+    def _text(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids))
+
+    def _answer(self, prompt: list[int], params: dict[str, Any]) -> tuple[list[int], str]:
+        ids = self._rests.pop(tuple(prompt), None)
+        if ids is None:
+            self.prompts.append(prompt)
+            encoded: Any = self.tokenizer(self.script(self._text(prompt)), add_special_tokens=False)
+            ids = [*encoded["input_ids"], self.tokenizer.eos_token_id]
+        end = self._end_of_stop(ids, params.get("stop") or [])
+        limit = params["max_tokens"]
+        if min(end, len(ids)) <= limit:
+            return ids[:end], "stop"
+        self._rests[(*prompt, *ids[:limit])] = ids[limit:]
+        return ids[:limit], "length"
+
+    def _end_of_stop(self, ids: list[int], stop: list[str]) -> int:
+        """Return the number of tokens up to the end of the first stop text; all tokens if there is none."""
+        if not any(text in self._text(ids) for text in stop):
+            return len(ids)
+        ends = (n for n in range(1, len(ids)) if any(text in self._text(ids[:n]) for text in stop))
+        return next(ends, len(ids))
+
+    async def weight_version(self) -> int:
+        return 0
+
+    async def _nothing(self, *_: Any, **__: Any) -> Any: ...
+
+    pause_generation = resume_generation = abort_generation = sleep = wake_up = reset_prefix_cache = teardown = _nothing
+    init_weight_update_communicator = update_named_weights = finish_weight_update = load_lora = unload_lora = _nothing
+    check_health = _nothing
