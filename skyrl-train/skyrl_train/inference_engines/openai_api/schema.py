@@ -19,21 +19,15 @@ MAX_CHOICES = 128
 MAX_ANSWERS = 2048
 """Prompts times choices of one request."""
 
+MAX_TOP_LOGPROBS = 20
+
 _NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
-    "frequency_penalty": ((None, 0), "use repetition_penalty"),
-    "presence_penalty": ((None, 0), "use repetition_penalty"),
-    "logit_bias": ((None, {}), "leave it out"),
-    "top_logprobs": ((None, 0), "only the log-probs of the tokens that were drawn are known: leave it out"),
-    "response_format": ((None, {"type": "text"}), "answers are not constrained: ask for the format in the prompt"),
-    "tool_choice": ((None, "auto", "none"), "answers are not constrained: use auto or none"),
-    "parallel_tool_calls": ((None, True), "answers are not constrained: leave it out"),
     "functions": ((None,), "use tools"),
     "function_call": ((None,), "use tool_choice"),
     "modalities": ((None, ["text"]), "the answer is text"),
     "audio": ((None,), "the answer is text"),
     "web_search_options": ((None,), "leave it out"),
     "moderation": ((None,), "leave it out"),
-    "reasoning_effort": ((None,), "give chat_template_kwargs what the model's chat template reads"),
     "verbosity": ((None,), "leave it out"),
     "suffix": ((None, ""), "leave it out"),
 }
@@ -74,6 +68,9 @@ class _Request(BaseModel):
     stop_token_ids: list[Count] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
     include_stop_str_in_output: bool = False
     return_token_ids: bool | None = None
     session_id: str | int | None = None
@@ -87,11 +84,6 @@ class _Request(BaseModel):
     prompt_cache_key: str | None = None
     prompt_cache_options: dict[str, object] | None = None
     prompt_cache_retention: str | None = None
-
-    # Taken where they ask for nothing.
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
 
     @property
     def num_choices(self) -> int:
@@ -154,17 +146,24 @@ class ChatRequest(_Request):
 
     prediction: object = None  # taken and not read: it makes OpenAI's servers faster
 
-    top_logprobs: Count | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     parallel_tool_calls: bool | None = None
     response_format: object = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+
+    # Taken where they ask for nothing.
     functions: object = None
     function_call: object = None
     modalities: list[str] | None = None
     audio: object = None
     web_search_options: object = None
     moderation: object = None
-    reasoning_effort: str | None = None
     verbosity: str | None = None
+
+    @property
+    def num_top(self) -> int | None:
+        """Likeliest tokens whose log-probs are asked for beside each token's own; None: no log-probs."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def budget(self) -> int | None:
@@ -182,9 +181,14 @@ class CompletionRequest(_Request):
 
     prompt: str | list[str] | list[Count] | list[list[Count]]
     echo: bool | None = None
-    logprobs: Count | None = None
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
     best_of: Count | None = None
     suffix: str | None = None
+
+    @property
+    def num_top(self) -> int | None:
+        """As `ChatRequest.num_top`."""
+        return self.logprobs
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -241,18 +245,23 @@ def json_object(raw: bytes) -> JsonObject:
 
 def checked(kind: type[Body], values: JsonObject) -> Body:
     """Make a request of its fields. Raises ApiError as `parsed`."""
-    for name in values:
-        if name not in kind.model_fields:
-            raise _unknown(name, kind)
-    try:
-        request = kind.model_validate(values)
-    except ValidationError as error:
-        raise _invalid(error) from error
+    request = validated(kind, values)
     for name, (neutral, instead) in _NEUTRAL.items():
         if values.get(name) not in neutral:
             raise refused(f"{name}={values[name]!r} is not supported; {instead}", name, "unsupported_value")
     _check_between_fields(request)
     return request
+
+
+def validated(kind: type[Body], values: JsonObject) -> Body:
+    """Check names and types of fields. Raises ApiError."""
+    for name in values:
+        if name not in kind.model_fields:
+            raise _unknown(name, kind)
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise _invalid(error) from error
 
 
 def _check_between_fields(request: BaseModel) -> None:
@@ -266,6 +275,8 @@ def _check_between_fields(request: BaseModel) -> None:
                 "names of one thing; give one of them",
                 "max_tokens",
             )
+        if request.top_logprobs and not request.logprobs:
+            raise refused("top_logprobs goes with logprobs=true", "top_logprobs")
         if request.continue_final_message and request.add_generation_prompt:
             raise refused(
                 "continue_final_message=true continues the last message, add_generation_prompt=true begins a new one; "
@@ -281,13 +292,6 @@ def _check_between_fields(request: BaseModel) -> None:
                 f"with n={request.num_choices}. Divide them among several requests",
                 "prompt",
                 "too_many_answers",
-            )
-        if request.logprobs not in (None, 0):
-            raise refused(
-                f"logprobs={request.logprobs} is not supported: only the log-probs of the tokens that were drawn are "
-                "known; use logprobs=0",
-                "logprobs",
-                "unsupported_value",
             )
         if request.best_of not in (None, request.num_choices):
             raise refused(f"best_of={request.best_of} is not supported; use n, and choose yourself", "best_of")
