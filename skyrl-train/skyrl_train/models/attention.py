@@ -1,22 +1,23 @@
 """Causal attention among the tokens of each of several rows that lie end to end: no row sees another, no [N, N] mask is
 made. Registered with transformers, whose models then call it in place of their own.
 
-It refuses whatever it does not know (sinks, caps on scores, biases) rather than leave it out.
+It refuses whatever it does not know (biases, masks of a model's own) rather than leave it out.
 
 Shapes: N tokens, heads, D the size of a head, G rows of a group of L tokens.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
-from functools import cache
-from typing import Any
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
-from skyrl_train.models.packing import PackedRows
+from skyrl_train.models.packing import PackedRows, from_batch, to_batch
 
 PACKED_ATTENTION = "skyrl_packed"
 """Name under which the attention function is registered with transformers. No mask function is registered for it, so
@@ -30,6 +31,25 @@ _WITHOUT_EFFECT = frozenset(
 )
 
 
+class AttentionRule(NamedTuple):
+    """Function from queries and keys to probabilities: softmax over [z, sink] without the sink's, z = c tanh(s / c) of
+    the scores s = scaling q k^T of the last W tokens."""
+
+    scaling: float | None = None
+    """None: D ** -0.5."""
+    window: int | None = None
+    """W; None: all tokens before."""
+    softcap: float | None = None
+    """c: Gemma 2's `attn_logit_softcapping`; None: z = s."""
+    sinks: torch.Tensor | None = None
+    """[heads] logits of gpt-oss that take a part of the probability and add nothing; None: none."""
+
+    @property
+    def is_plain(self) -> bool:
+        """True if fused kernels compute it."""
+        return self.softcap is None and self.sinks is None
+
+
 def packed_attention(
     module: nn.Module,
     query: torch.Tensor,
@@ -40,16 +60,18 @@ def packed_attention(
     packed_rows: PackedRows | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
     **others: object,
 ) -> tuple[torch.Tensor, None]:
     """softmax(q k^T scaling) v over the tokens of the same row that are not later, and with a sliding window of W over
-    the last W of these.
+    the last W of these; with caps and sinks as `AttentionRule` has them.
 
     Args:
         query, key, value: [1, heads, N, D]; keys and values may have fewer heads, each then serves consecutive
-            query heads. With sequence parallelism N is this rank's slice.
+            query heads. With sequence parallelism N is this rank's slice. Values may be narrower.
 
     Returns:
         [1, N, heads, D], and None for attention weights.
@@ -61,6 +83,7 @@ def packed_attention(
     if packed_rows is None:
         raise ValueError(f"{type(module).__name__} was called without packed_rows, or does not hand it on to attention")
     packed_rows.windows.append(sliding_window)
+    packed_rows.softcaps.append(softcap)
     if torch.is_autocast_enabled(query.device.type):
         # Rotary embeddings leave queries and keys in float32 there, which kernels for rows of different lengths refuse.
         dtype = torch.get_autocast_dtype(query.device.type)
@@ -68,14 +91,19 @@ def packed_attention(
     ranks = packed_rows.sequence_parallel
     if ranks is not None:
         query, key, value = (ranks.to_heads(x) for x in (query, key, value))
+        s_aux = None if s_aux is None else s_aux.chunk(ranks.size)[ranks.rank]
     if packed_rows.keys is not None:  # each row attends to the tokens of its prefix, which another row holds
         key, value = (x.index_select(2, packed_rows.keys) for x in (key, value))
-    varlen = _varlen_attention(query.device.type, query.dtype)
+    rule = AttentionRule(scaling, sliding_window, softcap, s_aux)
+    varlen = _varlen_attention(query.device.type, query.dtype) if rule.is_plain else None
     if varlen is None:
-        answer = _group_by_group(query, key, value, packed_rows, scaling, sliding_window)
+        answer = _group_by_group(query, key, value, packed_rows, rule)
     else:
+        width = value.shape[-1]
+        # These kernels take one width for all.
+        value = F.pad(value, (0, query.shape[-1] - width)) if width < query.shape[-1] else value
         rows = (x[0].transpose(0, 1) for x in (query, key, value))
-        answer = varlen(*rows, packed_rows, scaling, sliding_window).transpose(0, 1)[None]
+        answer = varlen(*rows, packed_rows, scaling, sliding_window)[..., :width].transpose(0, 1)[None]
     if ranks is not None:
         answer = ranks.to_sequence(answer)
     return answer.transpose(1, 2).contiguous(), None
@@ -167,79 +195,114 @@ def _group_by_group(
     key: torch.Tensor,
     value: torch.Tensor,
     rows: PackedRows,
-    scaling: float | None,
-    window: int | None,
+    rule: AttentionRule,
 ) -> torch.Tensor:
     """Attend rows of nearly one length at a time, padded on the right to the longest: a causal row never looks
     there."""
-    if query.device.type != "cpu":  # whose kernel takes grouped heads as they are; others then fall back to [L, L]
+    if (
+        query.device.type != "cpu" and rule.is_plain
+    ):  # the CPU's kernel takes grouped heads as they are; others then fall back to [L, L]
         repeats = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
     answers = []
     for group in rows.groups:
         num_keys = tuple(group.prefix + length for length in group.lengths)
-        q = _to_batch(query[0].narrow(1, group.start, sum(group.lengths)), group.lengths)
-        k, v = (_to_batch(x[0].narrow(1, group.keys_start, sum(num_keys)), num_keys) for x in (key, value))
-        answers.append(_from_batch(causal_attention(q, k, v, scaling, window), group.lengths))
+        q = to_batch(query[0].narrow(1, group.start, sum(group.lengths)), group.lengths)
+        k, v = (to_batch(x[0].narrow(1, group.keys_start, sum(num_keys)), num_keys) for x in (key, value))
+        answers.append(from_batch(causal_attention(q, k, v, rule), group.lengths))
     return torch.cat(answers, dim=1)[None]
 
 
-def _to_batch(x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-    """[heads, tokens, D] -> [G, heads, L, D], 0 at padding."""
-    num_rows, longest = len(lengths), max(lengths)
-    by_token = x.transpose(0, 1)
-    if sum(lengths) < num_rows * longest:
-        room = by_token.new_zeros(num_rows * longest, *by_token.shape[1:])
-        by_token = room.index_copy(0, _slots(lengths, x.device), by_token)
-    return by_token.unflatten(0, (num_rows, longest)).transpose(1, 2)
-
-
-def _from_batch(x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-    """[G, heads, L, D] -> [heads, tokens, D]."""
-    by_token = x.transpose(1, 2).flatten(0, 1)
-    if sum(lengths) < len(by_token):
-        by_token = by_token.index_select(0, _slots(lengths, x.device))
-    return by_token.transpose(0, 1)
-
-
-def _slots(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return the position of each token of rows of these lengths in [G L]."""
-    places = torch.arange(max(lengths))
-    return (places < torch.tensor(lengths)[:, None]).flatten().nonzero()[:, 0].to(device)
-
-
-def causal_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None, window: int | None
-) -> torch.Tensor:
+def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
     """Attend from the last L' tokens of each row [rows, heads, L', D] to all L of it, rows of one length; see
     `packed_attention`."""
-    if q.shape[2] < k.shape[2] or (window is not None and window < q.shape[2]):
-        return _with_mask(q, k, v, scaling, window)
+    is_whole = q.shape[2] == k.shape[2] and (rule.window is None or rule.window >= q.shape[2])
     grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
+    if not rule.is_plain:
+        return _in_blocks(q, k, v, rule, _written_out)
+    if is_whole:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=rule.scaling, enable_gqa=grouped)
+
+    def fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, rule: AttentionRule):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=rule.scaling, enable_gqa=grouped)
+
+    return _in_blocks(q, k, v, rule, fused)
 
 
-def _with_mask(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None, window: int | None, block: int = 512
+def _in_blocks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rule: AttentionRule,
+    attend: Callable[..., torch.Tensor],
+    block: int = 512,
 ) -> torch.Tensor:
-    """Attend from each token to itself and those before it, the last `window` of them. Queries in blocks, with only the
-    keys in their reach: with a window the mask is [block, window + block]."""
-    grouped, num_before = q.shape[1] != k.shape[1], k.shape[2] - q.shape[2]
-    window = k.shape[2] if window is None else window
+    """Attend from each token to itself and those before it, the last `rule.window` of them. Queries in blocks, with
+    only the keys in their reach: with a window the mask is [block, window + block]."""
+    num_before = k.shape[2] - q.shape[2]
+    window = k.shape[2] if rule.window is None else rule.window
     answers = []
     for start in range(0, q.shape[2], block):
         end = min(start + block, q.shape[2])
         first, last = max(0, num_before + start - window + 1), num_before + end
         places = torch.arange(num_before + start, last, device=q.device)
         behind = places[:, None] - torch.arange(first, last, device=q.device)
-        answers.append(
-            F.scaled_dot_product_attention(
-                q[:, :, start:end],
-                k[:, :, first:last],
-                v[:, :, first:last],
-                attn_mask=(behind >= 0) & (behind < window),
-                scale=scaling,
-                enable_gqa=grouped,
-            )
-        )
+        seen = (behind >= 0) & (behind < window)
+        answers.append(attend(q[:, :, start:end], k[:, :, first:last], v[:, :, first:last], seen, rule))
     return torch.cat(answers, dim=2)
+
+
+def _written_out(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, rule: AttentionRule
+) -> torch.Tensor:
+    """Attend in single operations, for rules that no fused kernel computes. The backward computes probabilities again:
+    of long rows those of all blocks would not fit in memory.
+
+    Args:
+        seen: [block, keys] bool
+    """
+    compute = partial(_probabilities_times_values, seen=seen, softcap=rule.softcap)
+    q = q * (q.shape[-1] ** -0.5 if rule.scaling is None else rule.scaling)
+    if not torch.is_grad_enabled():
+        return compute(q, k, v, rule.sinks)
+    answer = checkpoint(compute, q, k, v, rule.sinks, use_reentrant=False, preserve_rng_state=False)
+    assert isinstance(answer, torch.Tensor)
+    return answer
+
+
+def _probabilities_times_values(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    *,
+    seen: torch.Tensor,
+    softcap: float | None,
+) -> torch.Tensor:
+    groups = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+    scores = capped(q @ k.transpose(2, 3), softcap).float().masked_fill(~seen, -torch.inf)
+    return softmax_with_sinks(scores, None if sinks is None else sinks[:, None, None]).to(v.dtype) @ v
+
+
+def capped(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    """c tanh(s / c)."""
+    return scores if softcap is None else (scores / softcap).tanh() * softcap
+
+
+_SINK_COLUMNS = 32
+"""A sink is the first of so many columns, the others never seen: kernels then sum whole vectors, in any batch."""
+
+
+def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """softmax over [scores, sink] in float32, without the column of the sink.
+
+    Args:
+        scores: [..., L]
+        sinks: [..., 1], broadcast to scores; None: plain softmax.
+    """
+    if sinks is None:
+        return scores.softmax(dim=-1, dtype=torch.float32)
+    columns = F.pad(sinks.float(), (0, _SINK_COLUMNS - 1), value=-torch.inf)
+    both = torch.cat([scores.float(), columns.expand(*scores.shape[:-1], -1)], dim=-1)
+    return both.softmax(dim=-1)[..., : scores.shape[-1]]

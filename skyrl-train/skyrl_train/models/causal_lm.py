@@ -1,15 +1,26 @@
 """Models from transformers, ready for training. Knows no process but its own."""
 
+import logging
 import re
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedModel,
+)
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.cpu_linear import use_onednn_linear
+from skyrl_train.models.quantized import quantization_of
+
+logger = logging.getLogger(__name__)
 
 
 def attention_implementation(flash_attn: bool, device: torch.device) -> str:
@@ -59,10 +70,12 @@ def _load(
         if not hasattr(config, name):
             raise ConfigError(f"model_config_kwargs.{name}: the config of {path} has no such field")
         setattr(config, name, value)
+    if quantization := quantization_of(config):
+        raise ConfigError(f"{path} cannot be trained: {quantization}")
     _without_dropout(config)
     options = dict(
         dtype=torch.float32,
-        attn_implementation=attention_implementation(flash_attn, device),
+        attn_implementation=_implementation_for(config, attention_implementation(flash_attn, device)),
         trust_remote_code=True,
     )
     try:
@@ -89,6 +102,20 @@ def _load(
     if device.type == "cpu":
         use_onednn_linear(model)
     return model
+
+
+def _implementation_for(config: Any, implementation: str) -> str:
+    """Return `implementation`, or `eager` where it would leave out a part of the model's attention to padded rows: caps
+    on scores (Gemma 2), sinks (gpt-oss). Packed rows have an attention of their own."""
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    is_known = getattr(model_class, "_supports_attention_backend", False)
+    without_sdpa = is_known and not model_class._supports_sdpa
+    if implementation != "eager" and (
+        without_sdpa or getattr(config.get_text_config(), "attn_logit_softcapping", None)
+    ):
+        logger.info("%s: attention to padded rows is written out (eager)", config.model_type)
+        return "eager"
+    return implementation
 
 
 def _generation_config(path: str) -> GenerationConfig:

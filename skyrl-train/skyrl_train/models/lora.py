@@ -66,7 +66,7 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig, *, setting: str = "
         ", ".join(sorted(kinds)),
         f"{trained:,}",
         f"{sum(parameter.numel() for parameter in model.parameters()):,}",
-        "; experts and routers have no adapters" if _has_fused_experts(model) else "",
+        "; experts and routers have no adapters" if has_fused_experts(model) else "",
     )
 
 
@@ -77,7 +77,7 @@ def _peft_config(model: PreTrainedModel, config: LoRAConfig, setting: str) -> Lo
             f"got {config.init_method!r}"
         )
     targets = config.target_modules
-    if targets == "all-linear" and _has_fused_experts(model):
+    if targets == "all-linear" and has_fused_experts(model):
         # peft's own `all-linear` would also take parts of experts by name, and fail at parameters of three
         # dimensions.
         targets = _linear_layers_beside_experts(model)
@@ -92,8 +92,14 @@ def _peft_config(model: PreTrainedModel, config: LoRAConfig, setting: str) -> Lo
     )
 
 
-def _has_fused_experts(model: nn.Module) -> bool:
-    return any(parameter.dim() == 3 for parameter in model.parameters())
+def has_fused_experts(model: nn.Module) -> bool:
+    """Return whether a model has experts whose matrices are one parameter."""
+    return any(
+        parameter.dim() == 3
+        for module in model.modules()
+        if not isinstance(module, nn.Conv1d)  # of linear attention
+        for parameter in module.parameters(recurse=False)
+    )
 
 
 def _linear_layers_beside_experts(model: PreTrainedModel) -> list[str]:

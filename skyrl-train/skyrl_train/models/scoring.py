@@ -13,6 +13,7 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.expert_routes import no_route, route_dtype
 from skyrl_train.models.attention import PACKED_ATTENTION
 from skyrl_train.models.experts import Routers, RouterStatistics
+from skyrl_train.models.linear_attention import has_delta_nets, use_delta_nets
 from skyrl_train.models.packing import Layout, packed, padded
 from skyrl_train.models.routing_replay import KEYWORD, RoutingPass, RoutingReplay
 from skyrl_train.models.token_log_probs import KeptIds, LogitRule, candidate_log_probs, top_log_probs
@@ -51,7 +52,8 @@ class ScoringModel(nn.Module):
         sequence_parallel: ranks that share each micro-batch. Needs `packing`.
         replay_setting: setting that asks for routes to be replayed or recorded; None: they cannot be.
         share_prefixes: rows of a micro-batch whose prompts begin alike compute that beginning once. Not in a mixture
-            of experts, whose load counts every token.
+            of experts, whose load counts every token, nor with linear attention, whose state at the end of the
+            beginning each row would need.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class ScoringModel(nn.Module):
         self.sequence_parallel = sequence_parallel
         self.rule = logit_rule(self.causal_lm.config)
         self.routers = Routers(causal_lm)
-        self.share_prefixes = share_prefixes and not self.routers
+        self.share_prefixes = share_prefixes and not self.routers and not has_delta_nets(self.causal_lm.config)
         self.routing_replay = None if replay_setting is None else RoutingReplay(causal_lm, replay_setting)
         # FSDP and the planner of devices ask the root for it; the root is this module now.
         self._no_split_modules = getattr(causal_lm, "_no_split_modules", None)
@@ -208,8 +210,14 @@ def use_attention(model: Any, packing: bool, sequence_parallel: SequenceParallel
     if sequence_parallel is not None:
         # Ulysses deals heads over the ranks, so their number must divide; found here and not in the first forward.
         sequence_parallel.check_heads(model.config.get_text_config().num_attention_heads)
+        if has_delta_nets(model.config):
+            raise ConfigError(
+                f"sequence_parallel_size={sequence_parallel.size} cannot go with {model.config.model_type}: its linear "
+                "attention needs whole rows. Set it to 1"
+            )
     if packing:
         model.set_attn_implementation(PACKED_ATTENTION)
+        use_delta_nets(model)
     elif sequence_parallel is not None:
         raise ConfigError(
             f"sequence_parallel_size={sequence_parallel.size} needs rows that lie end to end: "

@@ -17,6 +17,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from skyrl_train.errors import ConfigError
+from skyrl_train.models.linear_attention import LINEAR_ATTENTION, delta_nets
+from skyrl_train.models.packing import PackedRows
 from skyrl_train.models.scoring import ScoringModel, hidden_states, lay_out
 from skyrl_train.models.value_model import ValueModel
 
@@ -107,30 +109,45 @@ def _transformers_model(model: ScoringModel | ValueModel) -> Any:
 def _unknown_parts(model: ScoringModel | ValueModel) -> str | None:
     """List properties that a few tokens would not show: caps on small scores, windows longer than the rows tried."""
     config = model.config.get_text_config()
-    eager = config._attn_implementation == "eager"
-    if getattr(config, "attn_logit_softcapping", None) and not eager:
-        return f"its attention caps scores (attn_logit_softcapping={config.attn_logit_softcapping})"
     if not model.packing:
-        return None
+        cap = getattr(config, "attn_logit_softcapping", None)
+        is_capped = cap and config._attn_implementation != "eager"
+        return f"its attention caps scores (attn_logit_softcapping={cap})" if is_capped else None
+    sequences, mask, num_response = _trial(model)
+    layout = lay_out(sequences, mask, num_response, True, None)
+    inner = _transformers_model(model)
+    if unknown := unknown_layers(inner):
+        return f"it has layers of another kind ({unknown}), which rows laid end to end would leak into"
+    hidden_states(inner, layout)
+    assert layout.rows is not None
+    return differing_rules(config, layout.rows)
+
+
+def unknown_layers(model: Any) -> str:
+    """Name the kinds of a transformers model's layers that are not computed over packed rows; "" for none."""
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or []
+    known = {"full_attention", "sliding_attention"}
+    if kinds.count(LINEAR_ATTENTION) == len(list(delta_nets(model))):
+        known.add(LINEAR_ATTENTION)
+    return ", ".join(sorted(set(kinds) - known))
+
+
+def differing_rules(config: Any, rows: PackedRows) -> str | None:
+    """Compare windows and caps that attention layers asked for with those of the model's (text) config; None if they
+    agree."""
     kinds = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     if kinds is None:
         kinds = ["full_attention" if window is None else "sliding_attention"] * config.num_hidden_layers
-    unknown = set(kinds) - {"full_attention", "sliding_attention"}
-    if unknown:
-        return (
-            f"it has layers of another kind ({', '.join(sorted(unknown))}), which rows laid end to end would leak into"
-        )
-    sequences, mask, num_response = _trial(model)
-    layout = lay_out(sequences, mask, num_response, True, None)
-    inner = _transformers_model(model)
-    hidden_states(inner, layout)
-    assert layout.rows is not None
+    kinds = [kind for kind in kinds if kind != LINEAR_ATTENTION]
     expected = [window if kind == "sliding_attention" else None for kind in kinds]
-    if not layout.rows.windows:
+    if not rows.windows:
         return "its attention cannot be replaced by one among packed rows"
-    if layout.rows.windows != expected:
-        return f"its config names the sliding windows {expected}, its layers ask for {layout.rows.windows}"
+    if rows.windows != expected:
+        return f"its config names the sliding windows {expected}, its layers ask for {rows.windows}"
+    cap = getattr(config, "attn_logit_softcapping", None)
+    if rows.softcaps != [cap] * len(rows.softcaps):
+        return f"its config caps scores (attn_logit_softcapping={cap}), its layers ask for {rows.softcaps}"
     return None
 
 

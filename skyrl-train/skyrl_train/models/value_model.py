@@ -14,6 +14,7 @@ from torch import nn
 from skyrl_train.distributed.ulysses import SequenceParallel
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.causal_lm import load_backbone
+from skyrl_train.models.linear_attention import has_delta_nets
 from skyrl_train.models.scoring import hidden_states, lay_out, use_attention
 
 
@@ -45,7 +46,7 @@ class ValueModel(nn.Module):
         self.head_name = head_name
         self.packing = packing
         self.sequence_parallel = sequence_parallel
-        self.share_prefixes = share_prefixes
+        self.share_prefixes = share_prefixes and not has_delta_nets(self.backbone.config)
         self._no_split_modules = getattr(backbone, "_no_split_modules", None)
         like = next(backbone.parameters())
         hidden_size = self.backbone.config.get_text_config().hidden_size

@@ -29,31 +29,19 @@ _SIZES = _ENDS | {
     "max_position_embeddings": 128,
 }
 _HEADS = _SIZES | {"head_dim": 16}
-_LATENT = _SIZES | {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "moe_intermediate_size": 16,
-    "first_k_dense_replace": 1,
-}
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 RUN = {
     "MistralConfig": _SIZES,
     "MixtralConfig": _SIZES | _EXPERTS,
-    "Gemma3TextConfig": _HEADS,
     "Phi3Config": _SIZES,
     "GPTNeoXConfig": {name: value for name, value in _SIZES.items() if name != "num_key_value_heads"},
 }
 REFUSED_BY_CONFIG = {
-    "Gemma2Config": (_HEADS, "its attention caps scores .attn_logit_softcapping=50.0"),
+    "GptOssConfig": (
+        _HEADS | _EXPERTS | {"quantization_config": {"quant_method": "mxfp4"}},
+        r"its weights are quantized \(mxfp4\)",
+    ),
     "StableLmConfig": (_SIZES, "StableLmForCausalLM of transformers takes no attention but its own"),
     "FalconConfig": (
         _ENDS | {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
@@ -68,9 +56,7 @@ REFUSED_BY_CONFIG = {
     "Llama4TextConfig": (_HEADS | {"num_local_experts": 2}, "it has layers of chunked_attention"),
 }
 REFUSED_BY_TRIAL = {
-    "GptOssConfig": (_HEADS | _EXPERTS, "the native engine has no attention with capped logits or sinks"),
     "NemotronConfig": (_SIZES, "the model's code does not pass keyword arguments on to its attention"),
-    "DeepseekV3Config": (_LATENT, "Error: .*size"),  # values are narrower than keys
 }
 
 

@@ -21,14 +21,19 @@ def make_inputs(num_tokens: int, key_heads: int) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
 
 
-def with_a_mask(query, key, value, lengths, scaling, window) -> torch.Tensor:
+def with_a_mask(query, key, value, lengths, scaling, window, softcap=None, sinks=None) -> torch.Tensor:
     """The definition, with a mask of all tokens by all tokens. [1, N, heads, D]"""
     row = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     behind = torch.arange(len(row))[:, None] - torch.arange(len(row))
     sees = (row[:, None] == row) & (behind >= 0) & (behind < (window or len(row)))
     key, value = (x.repeat_interleave(HEADS // x.shape[1], dim=1) for x in (key, value))
-    scores = (query @ key.transpose(2, 3) * scaling).masked_fill(~sees, -torch.inf)
-    return (scores.softmax(-1) @ value).transpose(1, 2)
+    scores = query @ key.transpose(2, 3) * scaling
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    scores = scores.masked_fill(~sees, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(1, -1, scores.shape[2], 1)], dim=-1)
+    return (scores.softmax(-1)[..., : len(row)] @ value).transpose(1, 2)
 
 
 @pytest.mark.parametrize("lengths", [(7,), (5, 5, 5), (9, 8, 3, 2, 2, 1), (1, 1), (2, 9)], ids=str)
@@ -57,9 +62,32 @@ def test_a_window_over_rows_of_several_blocks(window):
     torch.testing.assert_close(ours, with_a_mask(*inputs, (1200, 100), 0.3, window), atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "argument", [{"softcap": 50.0}, {"s_aux": torch.ones(4)}, {"position_bias": torch.ones(1)}, {"dropout": 0.1}]
-)
+@pytest.mark.parametrize("softcap, has_sinks", [(0.5, False), (None, True), (0.5, True)])
+@pytest.mark.parametrize("lengths, window", [((9, 8, 3, 2, 2, 1), None), ((9, 8, 1), 3), ((560, 2), 530)], ids=str)
+def test_capped_scores_and_sinks(lengths, window, softcap, has_sinks):
+    *inputs, sinks = *make_inputs(sum(lengths), 2), torch.randn(HEADS, generator=torch.Generator().manual_seed(3))
+    extra = [sinks.requires_grad_()] if has_sinks else []
+    ours, _ = packed_attention(
+        nn.Identity(),
+        *inputs,
+        None,
+        packed_rows=rows_of(lengths),
+        scaling=0.9,
+        sliding_window=window,
+        softcap=softcap,
+        s_aux=extra[0] if extra else None,
+    )
+    expected = with_a_mask(*inputs, lengths, 0.9, window, softcap, *extra)
+    torch.testing.assert_close(ours, expected, atol=2e-6, rtol=1e-5)
+    plain = with_a_mask(*inputs, lengths, 0.9, window)
+    assert (expected - plain).abs().max() > 0.1, "the test must tell caps and sinks from none"
+    direction = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    gradients = [torch.autograd.grad((answer * direction).sum(), [*inputs, *extra]) for answer in (ours, expected)]
+    for actual, wanted in zip(*gradients, strict=True):
+        torch.testing.assert_close(actual, wanted, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("argument", [{"position_bias": torch.ones(1)}, {"dropout": 0.1}])
 def test_unknown_arguments_are_refused(argument):
     inputs = make_inputs(3, 4)
     with pytest.raises(ValueError, match=f"Identity needs attention with {next(iter(argument))}"):

@@ -64,25 +64,16 @@ def gemma2(**settings):
     return build(hf.Gemma2ForCausalLM, hf.Gemma2Config, head_dim=8, **settings)
 
 
-def linear_attention():
-    return build(
-        hf.Qwen3NextForCausalLM,
-        hf.Qwen3NextConfig,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=16,
-        head_dim=8,
-        num_hidden_layers=4,
-    )
+def unknown_linear_attention():
+    """Of a type whose layers are not computed over packed rows."""
+    return build(hf.OlmoHybridForCausalLM, hf.OlmoHybridConfig, num_hidden_layers=4)
 
 
 @pytest.mark.parametrize(
     "model, problem, advice",
     [
-        (gemma2, "attn_logit_softcapping=50.0", "trainer.flash_attn=false"),
         (lambda: build(hf.BloomForCausalLM, hf.BloomConfig), "cannot be replaced", "trainer.flash_attn=false"),
-        (linear_attention, "linear_attention", "trainer.use_sample_packing=false"),
+        (unknown_linear_attention, "linear_attention", "trainer.use_sample_packing=false"),
     ],
 )
 def test_models_without_packing_are_refused_with_the_remedy(model, problem, advice, caplog):
@@ -144,6 +135,21 @@ def test_kernels_of_extensions_are_seen_as_fused():
     with _FusedAttention() as fused:
         kernel(torch.ones(2)) + torch.ones(2)
     assert fused.calls > 0
+
+
+def test_caps_that_no_layer_asks_for_are_noticed_though_they_would_not_show():
+    model = gemma2()
+    check_scoring(ScoringModel(model), "gemma2")
+    model.config.attn_logit_softcapping = 1e6
+    with pytest.raises(ConfigError, match=r"caps scores \(attn_logit_softcapping=1000000.0\), its layers ask for \[50"):
+        check_scoring(ScoringModel(model), "gemma2")
+
+
+def test_caps_on_padded_rows_need_attention_written_out():
+    model = gemma2()
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ConfigError, match=r"attn_logit_softcapping=50.0.*Set trainer.flash_attn=false"):
+        check_scoring(ScoringModel(model, packing=False), "gemma2")
 
 
 def test_capped_scores_are_computed_by_the_models_own_attention():

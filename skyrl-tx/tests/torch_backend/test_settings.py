@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, MixtralConfig, T5Config
+from transformers import AutoModelForCausalLM, GptOssConfig, MambaConfig, MixtralConfig, T5Config
 
 from skyrl_train.errors import ConfigError
 from tx.errors import ModelError
@@ -67,11 +67,15 @@ def test_experts_that_have_other_names_in_files_have_no_adapters(tmp_path: Path)
 
 
 def test_models_that_would_give_wrong_numbers_are_refused(tmp_path: Path) -> None:
-    small = dict(vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, head_dim=8)
-    heads = dict(num_attention_heads=2, num_key_value_heads=1)
-    AutoModelForCausalLM.from_config(Gemma2Config(**small, **heads)).save_pretrained(tmp_path / "soft caps")
-    with pytest.raises(ConfigError, match="needs attention with softcap"):
-        TorchTraining(tmp_path / "soft caps")
+    GptOssConfig(quantization_config={"quant_method": "mxfp4"}).save_pretrained(tmp_path / "quantized")
+    with pytest.raises(ConfigError, match=r"its weights are quantized \(mxfp4\)"):
+        TorchTraining(tmp_path / "quantized")
+    MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=50).save_pretrained(tmp_path / "mamba")
+    AutoModelForCausalLM.from_config(MambaConfig.from_pretrained(tmp_path / "mamba")).save_pretrained(
+        tmp_path / "mamba"
+    )
+    with pytest.raises(ConfigError, match="cannot be trained here"):
+        TorchTraining(tmp_path / "mamba")
     T5Config().save_pretrained(tmp_path / "encoder")
     with pytest.raises(ConfigError, match="encoder"):
         TorchTraining(tmp_path / "encoder")

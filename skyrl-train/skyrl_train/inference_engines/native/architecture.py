@@ -7,6 +7,8 @@ from typing import Any
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from skyrl_train.errors import ConfigError
+from skyrl_train.models.linear_attention import LINEAR_ATTENTION, MODEL_TYPES
+from skyrl_train.models.quantized import quantization_of
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
@@ -21,15 +23,18 @@ def check_architecture(config: PretrainedConfig, model_path: str) -> None:
         ConfigError: a kind of layer or attention that the engine does not have.
     """
     text = config.get_text_config()
-    if other := sorted(set(getattr(text, "layer_types", None) or []) - _LAYER_TYPES):
+    if quantization := quantization_of(config):
+        raise unfit(config, model_path, quantization)
+    known = _LAYER_TYPES | ({LINEAR_ATTENTION} if text.model_type in MODEL_TYPES else set())
+    if other := sorted(set(getattr(text, "layer_types", None) or []) - known):
         kinds = " or ".join(sorted(_LAYER_TYPES))
         raise unfit(config, model_path, f"it has layers of {', '.join(other)}, and the engine runs {kinds}")
     if getattr(config, "is_encoder_decoder", False):
         raise unfit(config, model_path, "it has an encoder, and the engine runs decoders")
-    if cap := getattr(text, "attn_logit_softcapping", None):
-        raise unfit(config, model_path, f"its attention caps scores (attn_logit_softcapping={cap})")
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if model_class is not None and not model_class._supports_attention_backend:
+    # (Of the models with linear attention transformers says no, though their other layers do.)
+    is_open = model_class is None or model_class._supports_attention_backend or text.model_type in MODEL_TYPES
+    if not is_open:
         raise unfit(config, model_path, f"{model_class.__name__} of transformers takes no attention but its own")
 
 

@@ -4,7 +4,7 @@ A model loaded with `attn_implementation=ATTENTION_NAME` calls `native_attention
 described by an `AttentionStep`, which travels through the model's keyword arguments, so no mask is made by the model.
 
 Dimensions: B rows, H query heads, K key-value heads, G = H / K query heads a key head, T queries a row, L keys a row,
-D head width.
+D head width, V that of values.
 
 Bit-exactness (float32 on the CPU): the result of a query is the same whatever the number of rows, the number of queries
 computed beside it and the number of keys its row is padded to. Measured with MKL, which holds this to five rules:
@@ -25,6 +25,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
+
+from skyrl_train.models.attention import AttentionRule, capped, softmax_with_sinks
 
 ATTENTION_NAME = "skyrl_native"
 MIN_ROWS = 4
@@ -92,31 +94,33 @@ def additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def grouped_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, rule: AttentionRule
 ) -> torch.Tensor:
-    """softmax(scale * q k^T + mask) v, with the inner dimension of the second product cut into fixed chunks.
+    """softmax(cap(scale * q k^T) + mask) v, with the inner dimension of the second product cut into fixed chunks.
 
     Args:
         query: [B, K, M, D], M >= MIN_ROWS
-        key, value: [B, K, L, D], L a multiple of KEY_BLOCK; views into the cache are taken as they are
+        key, value: [B, K, L, D] and [B, K, L, V], L a multiple of KEY_BLOCK; views into the cache are taken as they are
         mask: additive, broadcast to [B, K, M, L]
-    Returns: [B, K, M, D]
+        rule: its sinks, if any, [K, M, 1]; its window is in the mask
+    Returns: [B, K, M, V]
     """
     batch, heads, rows, width = query.shape
+    scale = width**-0.5 if rule.scaling is None else rule.scaling
     # One batch of B * K products. A flatten of two leading dimensions of a contiguous cache is a view: no key is
     # copied.
     keys, values = key.flatten(0, 1), value.flatten(0, 1)
     # The query is scaled, not the scores: T * D products instead of T * L. The order of the two roundings belongs to
     # the promise.
     scores = torch.bmm((query * scale).flatten(0, 1), keys.transpose(1, 2))
-    scores = scores.view(batch, heads, rows, -1).add_(mask)
-    probabilities = scores.softmax(-1).flatten(0, 1)
+    scores = capped(scores.view(batch, heads, rows, -1), rule.softcap).add_(mask)
+    probabilities = softmax_with_sinks(scores, rule.sinks).to(values.dtype).flatten(0, 1)
     # The first chunk allocates the output; the others are added to it, always in the order of the keys.
     output = torch.bmm(probabilities[:, :, :KEY_CHUNK], values[:, :KEY_CHUNK])
     for start in range(KEY_CHUNK, values.shape[1], KEY_CHUNK):
         end = start + KEY_CHUNK
         output.baddbmm_(probabilities[:, :, start:end], values[:, start:end])
-    return output.view(batch, heads, rows, width)
+    return output.view(batch, heads, rows, -1)
 
 
 def _fold(query: torch.Tensor, num_key_heads: int) -> torch.Tensor:
@@ -125,7 +129,15 @@ def _fold(query: torch.Tensor, num_key_heads: int) -> torch.Tensor:
     return query.reshape(batch, num_key_heads, heads // num_key_heads * queries, width)
 
 
-def _decode_exact(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float):
+def _folded(rule: AttentionRule, num_key_heads: int, num_queries: int, num_rows: int) -> AttentionRule:
+    """Give the rule's sinks [H] to folded rows, [K, num_rows, 1]; those that fill up get 0."""
+    if rule.sinks is None:
+        return rule
+    of_rows = rule.sinks.view(num_key_heads, -1, 1).repeat_interleave(num_queries, dim=1)
+    return rule._replace(sinks=F.pad(of_rows, (0, 0, 0, num_rows - of_rows.shape[1])))
+
+
+def _decode_exact(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, rule: AttentionRule):
     folded = _fold(query, key.shape[1])
     num_rows = folded.shape[2]
     if num_rows < MIN_ROWS:
@@ -134,7 +146,9 @@ def _decode_exact(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, m
         folded = F.pad(folded, (0, 0, 0, MIN_ROWS - num_rows))
         if mask.shape[2] > 1:
             mask = F.pad(mask, (0, 0, 0, MIN_ROWS - num_rows))
-    return grouped_attention(folded, key, value, mask, scale)[:, :, :num_rows].reshape(query.shape)
+    rule = _folded(rule, key.shape[1], query.shape[2], folded.shape[2])
+    answer = grouped_attention(folded, key, value, mask, rule)[:, :, :num_rows]
+    return answer.reshape(*query.shape[:-1], value.shape[-1])
 
 
 def _prefill_exact(
@@ -142,11 +156,10 @@ def _prefill_exact(
     key: torch.Tensor,
     value: torch.Tensor,
     step: AttentionStep,
-    window: int | None,
-    scale: float,
+    rule: AttentionRule,
 ):
     positions = step.positions
-    batch, heads, queries, width = query.shape
+    batch, heads, queries, _ = query.shape
     groups = heads // key.shape[1]
     outputs = []
     for start in range(0, queries, QUERY_CHUNK):
@@ -155,18 +168,20 @@ def _prefill_exact(
         num_keys = min(round_up(int(positions[:, end - 1].max()) + 1, KEY_BLOCK), key.shape[2])
         # The G query heads of a key head lie one after the other in the folded rows, each with the same positions.
         chunk = positions[:, start:end].repeat(1, groups)
-        mask = additive(visible(chunk[:, None, :, None], num_keys, window), query.dtype)
+        mask = additive(visible(chunk[:, None, :, None], num_keys, rule.window), query.dtype)
         part = _fold(query[:, :, start:end], key.shape[1])
-        output = grouped_attention(part, key[:, :, :num_keys], value[:, :, :num_keys], mask, scale)
-        outputs.append(output.reshape(batch, heads, end - start, width))
+        of_chunk = _folded(rule, key.shape[1], end - start, part.shape[2])
+        output = grouped_attention(part, key[:, :, :num_keys], value[:, :, :num_keys], mask, of_chunk)
+        outputs.append(output.reshape(batch, heads, end - start, -1))
     return torch.cat(outputs, dim=2)
 
 
-def _decode_sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float):
+def _decode_sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, rule: AttentionRule):
     folded = _fold(query, key.shape[1])
     # Without drafts every folded row of batch row b is at the same position, so one row of the mask serves them.
     mask = mask.expand(-1, 1, folded.shape[2], -1)
-    return F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scale).reshape(query.shape)
+    answer = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=rule.scaling)
+    return answer.reshape(*query.shape[:-1], value.shape[-1])
 
 
 def _prefill_sdpa(
@@ -174,16 +189,15 @@ def _prefill_sdpa(
     key: torch.Tensor,
     value: torch.Tensor,
     step: AttentionStep,
-    window: int | None,
-    scale: float,
+    rule: AttentionRule,
 ):
     mask = None
     # Where keys begin with the queries, and a window hides nothing, the fused causal kernel needs no mask. Shapes do
     # not tell: of a short prompt both are padded to the same block, whatever comes first.
-    if not step.is_whole or (window is not None and window < query.shape[2]):
-        mask = visible(step.positions[:, None, :, None], key.shape[2], window)
+    if not step.is_whole or (rule.window is not None and rule.window < query.shape[2]):
+        mask = visible(step.positions[:, None, :, None], key.shape[2], rule.window)
     return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=rule.scaling, enable_gqa=True
     )
 
 
@@ -205,26 +219,25 @@ def native_attention(
 
     Args:
         query: [B, H, T, D]
-        key, value: [B, K, L, D], what the cache's `update` returned
+        key, value: [B, K, L, D] and [B, K, L, V], what the cache's `update` returned
         attention_mask: ignored; `native_step` says what is seen
-    Returns: [B, T, H, D], and None for the attention weights
+        softcap, s_aux: caps on scores and sinks [H], see `AttentionRule`
+    Returns: [B, T, H, V], and None for the attention weights
     Raises:
-        NotImplementedError: the model caps its attention logits, uses attention sinks, or keeps keyword arguments from
-            its attention.
+        NotImplementedError: the model keeps keyword arguments from its attention.
     """
     if native_step is None:
         raise NotImplementedError("the model's code does not pass keyword arguments on to its attention")
-    if softcap is not None or s_aux is not None:
-        raise NotImplementedError("the native engine has no attention with capped logits or sinks")
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    rule = AttentionRule(scaling, sliding_window, softcap, s_aux)
     # The rules above were measured for these kernels only. GPU kernels split by the total length in their own way.
-    exact = query.device.type == "cpu" and query.dtype == torch.float32
+    # Fused kernels know neither caps nor sinks.
+    exact = not rule.is_plain or (query.device.type == "cpu" and query.dtype == torch.float32)
     if native_step.is_decode:
         mask = native_step.decode_mask(key.shape[2], sliding_window, query.dtype, query.shape[1] // key.shape[1])
-        output = (_decode_exact if exact else _decode_sdpa)(query, key, value, mask, scale)
+        output = (_decode_exact if exact else _decode_sdpa)(query, key, value, mask, rule)
     else:
         prefill = _prefill_exact if exact else _prefill_sdpa
-        output = prefill(query, key, value, native_step, sliding_window, scale)
+        output = prefill(query, key, value, native_step, rule)
     return output.transpose(1, 2), None
 
 

@@ -1,4 +1,5 @@
-"""Keys and values of the running requests: one preallocated tensor a layer, one row a request.
+"""Keys and values of the running requests: one preallocated tensor a layer, one row a request. Layers of linear
+attention have a state of fixed size a row in their place.
 
 Rows are dense: the running requests are rows 0 to n-1, so that attention reads a view. Knows nothing of requests.
 """
@@ -9,6 +10,7 @@ import torch
 from transformers import Cache
 
 from skyrl_train.inference_engines.native.attention import KEY_BLOCK, MIN_ROWS, round_up
+from skyrl_train.models.linear_attention import DeltaState
 
 
 class SlotCache(Cache):
@@ -29,6 +31,8 @@ class SlotCache(Cache):
         self.length = 0
         self._keys: list[torch.Tensor | None] = [None] * num_layers
         self._values: list[torch.Tensor | None] = [None] * num_layers
+        self._states: dict[int, DeltaState] = {}
+        self._num_advancing = 0
         self._prefill: list[tuple[int, int, int]] | None = None
         self._rows = torch.empty(0, dtype=torch.long)
         self._positions = torch.empty(0, dtype=torch.long)
@@ -54,12 +58,18 @@ class SlotCache(Cache):
                     fresh, kept = self._allocate(held), held[:rows, :, :width]
                     fresh[: kept.shape[0], :, : kept.shape[2]] = kept
                     tensors[layer] = fresh
+        for layer, state in self._states.items():
+            fresh_state = self._state_like(state)
+            for fresh, held in zip(fresh_state, state, strict=True):
+                fresh[: len(held)] = held[:rows]
+            self._states[layer] = fresh_state
 
     def release(self) -> None:
         """Give all memory back; the next `reserve` starts anew."""
         self.num_rows = self.length = 0
         self._keys = [None] * len(self._keys)
         self._values = [None] * len(self._values)
+        self._states = {}
 
     def begin_prefill(self, rows: list[int], starts: list[int], ends: list[int]) -> None:
         """The next pass computes positions `starts[i]` to `ends[i]` of `rows[i]`, which holds those before."""
@@ -67,14 +77,15 @@ class SlotCache(Cache):
         # Without tokens that were there before, a layer attends to what it has just computed: nothing is read back.
         self._num_keys = round_up(max(ends), KEY_BLOCK) if any(starts) else 0
 
-    def begin_decode(self, positions: torch.Tensor, num_keys: int) -> None:
+    def begin_decode(self, positions: torch.Tensor, num_keys: int, num_advancing: int) -> None:
         """The next pass computes the first rows: row b writes at `positions[b]` and attends over `num_keys` keys.
 
         Args:
             positions: [B, T]
             num_keys: a multiple of KEY_BLOCK, above every position
+            num_advancing: first rows whose token is new: states of the others, which only fill up, stay as they are
         """
-        self._prefill = None
+        self._prefill, self._num_advancing = None, num_advancing
         self._positions = positions
         self._num_keys = num_keys
         if len(self._rows) != len(positions) or self._rows.device != positions.device:
@@ -94,9 +105,12 @@ class SlotCache(Cache):
         keys, values = self._keys[layer_idx], self._values[layer_idx]
         assert keys is not None and values is not None
         if self._prefill is None:
-            keys[self._rows, :, self._positions] = key_states.transpose(1, 2)
-            values[self._rows, :, self._positions] = value_states.transpose(1, 2)
             batch = len(key_states)
+            # Rows that only fill up write what they hold already, but behind a state that has gone on they would not.
+            written = slice(self._num_advancing if self._states else batch)
+            rows, positions = self._rows[written], self._positions[written]
+            keys[rows, :, positions] = key_states[written].transpose(1, 2)
+            values[rows, :, positions] = value_states[written].transpose(1, 2)
             return keys[:batch, :, : self._num_keys], values[:batch, :, : self._num_keys]
         for index, (row, start, end) in enumerate(self._prefill):
             keys[row, :, start:end] = key_states[index, :, : end - start]
@@ -110,6 +124,9 @@ class SlotCache(Cache):
         """Copy the first `length` positions of one row to another."""
         for tensor in self.tensors():
             tensor[target, :, :length] = tensor[source, :, :length]
+        for state in self._states.values():
+            for tensor in state:
+                tensor[target] = tensor[source]
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the keys of every layer, then the values, [rows, heads, length, width] each; empty before the first
@@ -118,8 +135,31 @@ class SlotCache(Cache):
 
     def clear_row(self, row: int) -> None:
         """Zero a row that holds values that are not finite."""
-        for tensor in self.tensors():
+        for tensor in [*self.tensors(), *(each for state in self._states.values() for each in state)]:
             tensor[row].zero_()
+
+    # The states of linear attention: see `DeltaCache`.
+
+    def delta_state(self, layer: int) -> DeltaState | None:
+        if self._prefill is None:
+            return DeltaState(*(each[: len(self._positions)] for each in self._states[layer]))
+        assert not any(start for _, start, _ in self._prefill), "there are no states within a row"
+        return None
+
+    def put_delta_state(self, layer: int, state: DeltaState) -> None:
+        if layer not in self._states:
+            self._states[layer] = self._state_like(state)
+        for held, new in zip(self._states[layer], state, strict=True):
+            if self._prefill is None:
+                held[: self._num_advancing] = new[: self._num_advancing]
+            else:
+                held[[row for row, _, _ in self._prefill]] = new
+
+    def delta_lengths(self) -> list[int] | None:
+        return None if self._prefill is None else [end - start for _, start, end in self._prefill]
+
+    def _state_like(self, state: DeltaState) -> DeltaState:
+        return DeltaState(*(each.new_zeros(self.num_rows, *each.shape[1:]) for each in state))
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
         return like.new_zeros(self.num_rows, like.shape[1], self.length, like.shape[3])

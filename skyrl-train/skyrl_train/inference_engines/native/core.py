@@ -95,6 +95,8 @@ class NativeEngineCore:
             max_loras=max_loras,
             routing=routing,
         )
+        if self._runner.has_states:  # none is known within a row: nothing to begin from, nor to go back to
+            max_prefix_tokens = num_draft_tokens = 0
         self._routes = None if routing is None else route_table(routing)
         self.model, self.loras = model, self._runner.loras
         self.weight_version = 0
@@ -236,7 +238,9 @@ class NativeEngineCore:
         while (request := self._waiting.next(self.max_num_seqs - len(self._rows))) is not None:
             if not self._fits(request):
                 break
-            key = request.prefix, request.lora_serial
+            # A row with a state cannot go back to all but the last token: it is copied for an equal prompt alone.
+            prefix = request.prompt.tobytes() if self._runner.has_states else request.prefix
+            key = prefix, request.lora_serial
             is_copy = key in sources and request.scoring is None  # a prompt that is scored is computed for itself
             if not is_copy:
                 start = 0 if request.scoring else self._prefixes.tree.match_length(request.prompt[:-1], key[1])
@@ -415,19 +419,19 @@ class NativeEngineCore:
         """
         count = len(self._rows)
         if len(places.rows) > count:
-            return self._decode(count, drafts)[places.rows, places.offsets]
+            return self._decode(count, drafts, count)[places.rows, places.offsets]
         num_decoded = 1 + max((row for row in range(count) if row not in known), default=-1)
         parts = [known[row] for row in range(num_decoded, count)]
         if not num_decoded:
             return torch.stack(parts)
         # Rows that fill up write to the cache as well: none of them may be a request's.
         num_computed = min(self._runner.filled(num_decoded), count)
-        decoded = self._decode(num_computed, drafts[:num_computed])[:, 0]
+        decoded = self._decode(num_computed, drafts[:num_computed], num_decoded)[:, 0]
         return torch.cat([decoded[:num_decoded], torch.stack(parts)]) if parts else decoded
 
-    def _decode(self, count: int, drafts: Sequence[np.ndarray]) -> torch.Tensor:
+    def _decode(self, count: int, drafts: Sequence[np.ndarray], num_new: int) -> torch.Tensor:
         """Compute [count, T, V] float32 logits after the last token of the first rows and after their drafts; behind a
-        row's last draft they mean nothing."""
+        row's last draft they mean nothing. Rows from `num_new` on were computed before, and only fill up."""
         rows, width = self._rows, 1 + max(map(len, drafts))
         last = rows.length[:count] - 1
         self._cache.reserve(self._runner.filled(count), int(rows.length[: len(rows)].max()) + width - 1)
@@ -436,7 +440,7 @@ class NativeEngineCore:
         for row, own in enumerate(drafts):
             ids[row, 1 : 1 + len(own)] = own
         positions = last[:, None] + np.arange(width)
-        logits = self._runner.decode(ids, positions, rows.lora_slot[:count])
+        logits = self._runner.decode(ids, positions, rows.lora_slot[:count], num_new)
         if self._routes is not None:
             self._routes.put_tokens(positions, self._runner.routes)
         return logits

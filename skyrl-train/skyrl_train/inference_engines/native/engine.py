@@ -6,6 +6,7 @@ the mailbox. Made inside a Ray actor by one line: `ray.remote(NativeInferenceEng
 
 import asyncio
 import contextlib
+import logging
 import platform
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -52,10 +53,13 @@ from skyrl_train.inference_engines.native.mailbox import Mailbox
 from skyrl_train.inference_engines.native.requests import EngineSamplingParams, Request, SeedPair, split_seeds
 from skyrl_train.inference_engines.native.trial import check_generation
 from skyrl_train.inference_engines.native.weights import EngineWeights
+from skyrl_train.models.linear_attention import has_delta_nets
 from skyrl_train.models.routing_replay import RoutingReplay
 from skyrl_train.utils.cpu_numerics import use_strict_kernels, warn_if_rows_depend_on_their_number
 from skyrl_train.weight_sync.base import LoraLoadRequest, WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 from skyrl_train.weight_sync.cuda_ipc import gpu_uuid
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -194,6 +198,13 @@ class NativeInferenceEngine(InferenceEngineInterface):
             dummy_weights=dummy_weights,
             shared_weights=shared_weights,
         )
+        if has_delta_nets(model.config):
+            if num_speculative_tokens:
+                raise ConfigError(
+                    f"num_speculative_tokens={num_speculative_tokens} cannot go with {model_path}: the state of its "
+                    "linear attention cannot go back behind a draft that was wrong. Set it to 0"
+                )
+            logger.info("%s has linear attention: prompts are computed whole, without a prefix cache", model_path)
         self._model_path, self._dtype = model_path, dtype
         gpu = gpu_uuid(self._device)
         self._gpus = [] if gpu is None else [gpu]

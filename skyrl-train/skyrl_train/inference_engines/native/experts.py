@@ -53,7 +53,8 @@ def native_experts(
     A token adds up its experts in the order of their numbers, so its sum is the same in every batch.
 
     Args:
-        module: holds `gate_up_proj` [E, 2I, D], `down_proj` [E, D, I] and `_apply_gate`
+        module: holds `gate_up_proj` [E, 2I, D], `down_proj` [E, D, I] and `_apply_gate`; `is_transposed` matrices are
+            [E, D, 2I] and [E, I, D], and `has_bias` adds `gate_up_proj_bias` and `down_proj_bias`
         hidden_states: [N, D]
         top_k_index, top_k_weights: [N, k]
     Returns: [N, D]
@@ -64,12 +65,12 @@ def native_experts(
     for expert in top_k_index.unique().tolist():
         token, choice = torch.where(top_k_index == expert)
         rows = padded(hidden_states[token])
-        both = F.linear(rows, module.gate_up_proj[expert])  # pyright: ignore
+        both = _linear(module, "gate_up_proj", expert, rows)
         if adapters is not None and slots is not None:
             for half, projection in zip(both.chunk(2, dim=-1), ("gate_proj", "up_proj"), strict=True):
                 adapters.add_to(half, projection, expert, rows, slots[token])
         gated = module._apply_gate(both)  # pyright: ignore
-        answer = F.linear(gated, module.down_proj[expert])  # pyright: ignore
+        answer = _linear(module, "down_proj", expert, gated)
         if adapters is not None and slots is not None:
             adapters.add_to(answer, "down_proj", expert, gated, slots[token])
         answer = answer[: len(token)]
@@ -77,20 +78,27 @@ def native_experts(
     return output
 
 
+def _linear(module: Any, name: str, expert: int, x: torch.Tensor) -> torch.Tensor:
+    """Compute one layer of one expert."""
+    weight = getattr(module, name)[expert]
+    bias = getattr(module, f"{name}_bias")[expert] if module.has_bias else None
+    return F.linear(x, weight.t() if module.is_transposed else weight, bias)
+
+
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, native_experts)
 
 
 def use_native_experts(model: nn.Module) -> None:
-    """Switch a model's expert layers to `native_experts`, if it has such layers and they are of the plain kind."""
+    """Switch a model's expert layers to `native_experts`, if it has such layers and they have gates."""
     layers = [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
-    if layers and all(map(is_plain, layers)):
+    if layers and all(module.has_gate for module in layers):
         model.set_experts_implementation(EXPERTS_NAME)  # pyright: ignore[reportCallIssue]
 
 
 def is_plain(module: Any) -> bool:
-    """Check that a module is a layer of fused experts that `native_experts` computes."""
+    """Check that a module is a layer of fused experts that can have adapters: gate before up, and no biases."""
     is_layer = hasattr(module, "_is_expert_parallel")
-    return is_layer and module.has_gate and not module.has_bias and not module.is_transposed
+    return is_layer and module.has_gate and not module.has_bias and not module.is_transposed and module.is_concatenated
 
 
 def shape_of(module: Any, projection: str) -> tuple[int, int, int]:

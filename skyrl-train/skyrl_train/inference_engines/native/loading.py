@@ -19,6 +19,7 @@ from skyrl_train.inference_engines.native.architecture import check_architecture
 from skyrl_train.inference_engines.native.attention import ATTENTION_NAME
 from skyrl_train.inference_engines.native.experts import use_native_experts
 from skyrl_train.inference_engines.native.packed_linear import pack_linears
+from skyrl_train.models.linear_attention import LINEAR_ATTENTION
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -123,4 +124,9 @@ def cache_bytes_of_token(model: PreTrainedModel) -> int:
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * heads * width * model.dtype.itemsize
+    widths = 2 * width
+    if getattr(config, "kv_lora_rank", None):  # latent attention: keys and values are kept as attention sees them
+        widths = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+    kinds = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
+    num_layers = sum(kind != LINEAR_ATTENTION for kind in kinds)
+    return num_layers * heads * widths * model.dtype.itemsize

@@ -18,6 +18,7 @@ from skyrl_train.inference_engines.native.attention import KEY_BLOCK, MIN_ROWS, 
 from skyrl_train.inference_engines.native.cache import SlotCache
 from skyrl_train.inference_engines.native.lora import Loras
 from skyrl_train.inference_engines.native.prompt_scores import Head, ruled
+from skyrl_train.models.linear_attention import use_delta_nets
 from skyrl_train.models.routing_replay import KEYWORD, RoutingPass, RoutingReplay
 from skyrl_train.models.scoring import logit_rule
 
@@ -54,6 +55,8 @@ class ModelRunner:
         self.num_forwards = 0
         self.device = next(model.parameters()).device
         self.loras = Loras(model, max_loras=max_loras)
+        self.has_states = use_delta_nets(model) > 0
+        """True if the model has linear attention: a row's past is a state, known behind its last token alone."""
         self._row_multiple = row_multiple_of(model)
         self._logit_rule = logit_rule(model.config)
         num_layers = model.config.get_text_config().num_hidden_layers
@@ -104,13 +107,14 @@ class ModelRunner:
         finally:
             self._prompts_end, self._hidden = None, torch.empty(0)
 
-    def decode(self, ids: np.ndarray, positions: np.ndarray, slots: np.ndarray) -> torch.Tensor:
+    def decode(self, ids: np.ndarray, positions: np.ndarray, slots: np.ndarray, num_new: int) -> torch.Tensor:
         """The next token of the first rows of the cache, and those behind drafts.
 
         Args:
             ids, positions: [n, T], the token that each row ends with and its drafts, and where they stand; there is
                 room in the cache
             slots: [n]
+            num_new: first rows whose token was not computed before; the others only fill up
         Returns: [n, T, V] float32 logits
         """
         count, width = ids.shape
@@ -118,7 +122,7 @@ class ModelRunner:
         num_filling = self.filled(count) - count
         filling = np.broadcast_to(np.arange(width), (num_filling, width))
         where = torch.from_numpy(np.concatenate([positions, filling])).to(self.device)
-        self.cache.begin_decode(where, round_up(int(positions.max()) + 1, KEY_BLOCK))
+        self.cache.begin_decode(where, round_up(int(positions.max()) + 1, KEY_BLOCK), num_new)
         if self.loras:
             self.loras.begin(filled_up(slots, len(where)), apart=False)
         tokens = torch.from_numpy(np.pad(ids, ((0, num_filling), (0, 0))))

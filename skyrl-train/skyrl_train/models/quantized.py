@@ -1,0 +1,25 @@
+"""Refusal of quantized weights: they cannot be trained, updated or compared with those of a trainer."""
+
+from typing import Any
+
+_NAME_OF_WAY_OUT = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
+
+
+def quantization_of(config: Any) -> str | None:
+    """Describe a model's quantization and the way out; None: its weights are whole.
+
+    Args:
+        config: the model's, of transformers.
+    """
+    quantization = getattr(config, "quantization_config", None)
+    if not quantization:
+        return None
+    settings = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    method = str(settings.get("quant_method", "unknown"))
+    name = _NAME_OF_WAY_OUT.get(method)
+    loading = f"quantization_config={name}(dequantize=True), " if name else ""
+    return (
+        f"its weights are quantized ({method}), and are needed whole here. Save them in bfloat16 once: "
+        f"AutoModelForCausalLM.from_pretrained(PATH, {loading}dtype=torch.bfloat16), model.dequantize() where it still "
+        "is quantized, and save_pretrained(NEW_PATH)"
+    )

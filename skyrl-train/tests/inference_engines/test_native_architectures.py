@@ -1,0 +1,132 @@
+"""Tiny models of each architecture in the table: the native engine's tokens and log-probs are those of transformers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from native_runs import log_probs_of, make_core, random_prompts, run, same_bits
+
+from skyrl_train.errors import ConfigError
+from skyrl_train.inference_engines.completion import Completion
+from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
+from skyrl_train.inference_engines.native.packed_linear import pack_linears
+from skyrl_train.inference_engines.native.requests import EngineSamplingParams, PromptScoring, Request
+from skyrl_train.inference_engines.native.weights import EngineWeights
+from skyrl_train.models.causal_lm import load_causal_lm
+from skyrl_train.models.lora import exported_parameters
+from skyrl_train_testing.architectures import ARCHITECTURES
+
+CPU = torch.device("cpu")
+DAILY = {"gemma2", "gpt_oss", "deepseek_v3", "qwen3_5_moe"}
+EACH = [pytest.param(name, marks=[] if name in DAILY else pytest.mark.slow) for name in ARCHITECTURES]
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """The folder of a tiny model; made once."""
+    made: dict[str, str] = {}
+
+    def folder(name: str) -> str:
+        if name not in made:
+            made[name] = ARCHITECTURES[name].save(tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return folder
+
+
+def reference(folder: str) -> Any:
+    """The model with attention and experts written out."""
+    model = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    if any(hasattr(module, "_is_expert_parallel") for module in model.modules()):
+        model.set_experts_implementation("eager")
+    return model
+
+
+def requests_of(prompts: list[np.ndarray], **params: Any) -> list[Request]:
+    """Every second one greedy, of different lengths: rows leave at different times, and others take their places."""
+    return [
+        Request(
+            prompt,
+            EngineSamplingParams(max_tokens=9 + 7 * (i % 4), temperature=float(i % 2), ignore_eos=True, **params),
+            (5, i),
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def assert_scores(model: Any, requests: list[Request], completions: list[Completion]) -> None:
+    for request, completion in zip(requests, completions, strict=True):
+        _, expected = log_probs_of(model, request.prompt, completion.token_ids)
+        torch.testing.assert_close(torch.tensor(completion.log_probs), expected, atol=1e-5, rtol=1e-5)
+        if request.params.is_greedy:
+            with torch.no_grad():
+                logits = model(torch.tensor([[*request.prompt, *completion.token_ids]])).logits[0]
+            assert completion.token_ids == logits[len(request.prompt) - 1 : -1].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_log_probs_of_the_engine_are_those_of_transformers(name, folder_of):
+    model, core = reference(folder_of(name)), make_core(folder_of(name), max_num_seqs=6)
+    long, short, *others = random_prompts([130, 20, 40, 3, 1, 33])
+    prompts = [long, short, short, *others, short, np.append(short[:-1], 7)]  # more than run at a time, some equal
+    requests = requests_of(prompts)
+    completions = run(core, requests, late=requests[3:6])
+    assert_scores(model, requests, completions)
+    # The next turn begins with what was written before.
+    turns = [np.concatenate([r.prompt, c.token_ids, [9, 8]]) for r, c in zip(requests, completions, strict=True)]
+    requests = requests_of(turns)
+    completions = run(core, requests)
+    assert_scores(model, requests, completions)
+    cached = [completion.num_cached_prompt_tokens for completion in completions]
+    assert all(cached) if ARCHITECTURES[name].prefix_cache else not any(cached)
+    # Prompts that are scored, and weights that change while others run.
+    for request in (scored := requests_of(turns[:3])):
+        request.scoring = PromptScoring(temperature=1.0, num_top=2)
+    for request, completion in zip(scored, run(core, scored), strict=True):
+        expected, _ = log_probs_of(model, request.prompt, [3])
+        assert completion.prompt_log_probs is not None
+        torch.testing.assert_close(torch.tensor(completion.prompt_log_probs), expected, atol=1e-5, rtol=1e-5)
+    with torch.no_grad():
+        for each in (model, core.model):
+            torch.manual_seed(3)
+            for parameter in each.parameters():
+                parameter.add_(0.02 * torch.randn_like(parameter))
+    pack_linears(core.model)
+    core.take_version(1)
+    requests = requests_of(turns)
+    assert_scores(model, requests, run(core, requests))
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_bits_depend_on_nothing_else_that_runs(name, folder_of):
+    """A row alone, beside others, and in parts of a long prompt; where the table says so, also interrupted."""
+    core = make_core(folder_of(name))
+    prompts = random_prompts([50, 7, 90, 1, 33])
+    alone = [run(core, [request])[0] for request in requests_of(prompts)]
+    crowd = make_core(folder_of(name), max_prefill_tokens=64)
+    requests = requests_of(prompts)
+    for expected, answer in zip(alone, run(crowd, requests, late=requests[1::2]), strict=True):
+        assert same_bits(answer, expected)
+    whole = alone[2]
+    longer = np.concatenate([prompts[2], whole.token_ids[:5]])
+    params = EngineSamplingParams(max_tokens=len(whole.token_ids) - 5, temperature=0.0, ignore_eos=True)
+    rest = run(core, [Request(longer, params, (5, 2))])[0]
+    assert rest.token_ids == whole.token_ids[5:]
+    assert (rest.log_probs == whole.log_probs[5:]) or not ARCHITECTURES[name].bit_exact
+    assert rest.log_probs == pytest.approx(whole.log_probs[5:], abs=1e-5)
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_a_trainers_weights_are_all_that_the_engine_asks_for(name, folder_of):
+    trained = load_causal_lm(folder_of(name), device=CPU)
+    weights = EngineWeights(make_core(folder_of(name)).model, CPU, 60.0)
+    sent = {parameter_name: tensor.shape for parameter_name, tensor in exported_parameters(trained)}
+    assert sent == weights._shapes
+
+
+def test_linear_attention_refuses_drafts(folder_of):
+    with pytest.raises(ConfigError, match=r"num_speculative_tokens=4 cannot go with .*linear attention.*Set it to 0"):
+        NativeInferenceEngine(folder_of("qwen3_5"), num_speculative_tokens=4)
