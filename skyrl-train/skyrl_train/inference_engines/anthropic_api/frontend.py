@@ -70,7 +70,7 @@ class MessageWriter(AnswerWriter):
             return [self._delta({"type": "text_delta", "text": text})]
         return [] if self.hides_thoughts else [self._delta({"type": "thinking_delta", "thinking": text})]
 
-    def close_block(self, kind: BlockKind, text: str) -> list[Payload]:
+    def close_block(self, kind: BlockKind, text: str, is_cut: bool) -> list[Payload]:
         signature = {"type": "signature_delta", "signature": signature_of(text, self.hides_thoughts)}
         return [*([self._delta(signature)] if kind == "thought" else []), self._stop()]
 

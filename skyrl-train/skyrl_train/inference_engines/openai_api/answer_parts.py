@@ -50,6 +50,11 @@ class AnswerParts:
             yield "text", text, is_complete
 
 
+    def cuts(self, kind: BlockKind) -> bool:
+        """Test whether the limit of tokens ended the answer within this block."""
+        return self.finish_reason == "length" and kind == ("text" if self.thinking.text else "thought")
+
+
 class ChatTurn:
     """Chat request with its prompt, and the one answer to it."""
 
@@ -97,7 +102,7 @@ class ChatTurn:
                         payloads += _new_in(writer, kind, text, sent)
                         if is_complete and kind not in closed:
                             closed.add(kind)
-                            payloads += writer.close_block(kind, text)
+                            payloads += writer.close_block(kind, text, parts.cuts(kind))
                     if parts.finish_reason is not None:
                         payloads += [event for call in parts.calls for event in writer.call(call)]
                         payloads += writer.end(parts)
@@ -141,7 +146,7 @@ class AnswerWriter(ABC):
     @abstractmethod
     def delta(self, kind: BlockKind, text: str) -> list[Payload]: ...
     @abstractmethod
-    def close_block(self, kind: BlockKind, text: str) -> list[Payload]: ...
+    def close_block(self, kind: BlockKind, text: str, is_cut: bool) -> list[Payload]: ...
     @abstractmethod
     def call(self, call: ToolCall) -> list[Payload]: ...
     @abstractmethod

@@ -24,6 +24,7 @@ from skyrl_train.inference_engines.openai_api.answer_parts import new_id
 from skyrl_train.inference_engines.openai_api.errors import ApiError, error_of_ours, refused
 from skyrl_train.inference_engines.openai_api.frontend import OpenAIFrontend, Payload
 from skyrl_train.inference_engines.openai_api.keys import EndpointKeys, SessionUrls, session_of_url, session_path
+from skyrl_train.inference_engines.openai_api.responses import ResponsesFrontend
 from skyrl_train.inference_engines.openai_api.sessions import session_of_connection
 
 T = TypeVar("T")
@@ -42,7 +43,7 @@ _RETRY_SECONDS = "1"
 def create_app(frontend: OpenAIFrontend, keys: EndpointKeys, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
     """The routes of the API."""
     app = FastAPI(title="SkyRL rollout endpoint", openapi_url=None)
-    anthropic = AnthropicFrontend(frontend)
+    anthropic, responses = AnthropicFrontend(frontend), ResponsesFrontend(frontend)
 
     def route(method: str, path: str) -> Callable[[Handler], Handler]:
         def add(handler: Handler) -> Handler:
@@ -72,6 +73,18 @@ def create_app(frontend: OpenAIFrontend, keys: EndpointKeys, max_body_bytes: int
     @route("POST", "/v1/completions")
     async def completion(request: Request) -> Response:
         return await generated(request, frontend.completion)
+
+    @route("POST", "/v1/responses")
+    async def create_response(request: Request) -> Response:
+        return await generated(request, responses.create)
+
+    @route("GET", "/v1/responses/{name}")
+    async def retrieve_response(request: Request) -> Response:
+        return JSONResponse(responses.retrieve(request.path_params["name"], request.state.session))
+
+    @route("DELETE", "/v1/responses/{name}")
+    async def delete_response(request: Request) -> Response:
+        return JSONResponse(responses.delete(request.path_params["name"], request.state.session))
 
     @route("POST", "/v1/messages")
     async def messages(request: Request) -> Response:
