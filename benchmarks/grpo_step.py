@@ -20,9 +20,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -45,8 +45,6 @@ from skyrl_train.trainer import RayPPOTrainer
 from skyrl_train.utils import initialize_ray
 from skyrl_train.utils.process_log import capture_output, configure_logging
 
-NUM_PROMPTS, NUM_SAMPLES = 8, 8
-PROMPT_TOKENS, NEW_TOKENS = 32, 64
 VOCABULARY = 512
 PAD, END, START = "<pad>", "<end>", "<start>"
 CHAT_TEMPLATE = (
@@ -56,6 +54,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<start> assistant ' }}{% endif %}"
 )
 NUM_TEMPLATE_TOKENS = 5  # <start> user ... <end> <start> assistant
+HEAD_WIDTH = 64
 LEARNING_RATE = 1e-5
 DEADLINE_SECONDS = 600.0
 """Timeout of one step of a peer, its start included."""
@@ -64,8 +63,44 @@ DEADLINE_SECONDS = 600.0
 # ---- what both train
 
 
-def make_model(folder: Path) -> None:
-    """Write an untrained Qwen3 of 3.3 million parameters and its tokenizer, one word per token."""
+@dataclass(frozen=True)
+class Work:
+    """Sizes of a step and of its model, a Qwen3; 3.3 million parameters by default."""
+
+    prompts: int = 8
+    samples: int = 8
+    """Of each prompt."""
+    prompt_tokens: int = 32
+    new_tokens: int = 64
+    """Of each answer, exactly."""
+    hidden: int = 256
+    layers: int = 4
+
+    @property
+    def answers(self) -> int:
+        return self.prompts * self.samples
+
+    @property
+    def heads(self) -> int:
+        return self.hidden // HEAD_WIDTH
+
+    @property
+    def key_heads(self) -> int:
+        return max(1, self.heads // 2)
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        for size in fields(cls):
+            option = f"--{size.name.replace('_', '-')}"
+            parser.add_argument(option, type=int, default=size.default, help="of a step, or of the model")
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> "Work":
+        return cls(**{size.name: getattr(options, size.name) for size in fields(cls)})
+
+
+def make_model(folder: Path, work: Work) -> None:
+    """Write an untrained model and its tokenizer, one word per token."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -85,13 +120,13 @@ def make_model(folder: Path) -> None:
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=256,
+        hidden_size=work.hidden,
+        intermediate_size=3 * work.hidden,
+        num_hidden_layers=work.layers,
+        num_attention_heads=work.heads,
+        num_key_value_heads=work.key_heads,
+        head_dim=HEAD_WIDTH,
+        max_position_embeddings=2 * (work.prompt_tokens + work.new_tokens),
         tie_word_embeddings=True,
         eos_token_id=words.index(END),
         pad_token_id=words.index(PAD),
@@ -101,17 +136,18 @@ def make_model(folder: Path) -> None:
     Qwen3ForCausalLM(config).save_pretrained(folder)
 
 
-def make_prompts(count: int) -> list[dict[str, Any]]:
-    """Rows of a dataset whose prompts are exactly `PROMPT_TOKENS` long under the chat template."""
+def make_prompts(count: int, num_tokens: int) -> list[dict[str, Any]]:
+    """Rows of a dataset whose prompts are exactly so long under the chat template."""
     random_generator = random.Random(0)
-    length = PROMPT_TOKENS - NUM_TEMPLATE_TOKENS
+    length = num_tokens - NUM_TEMPLATE_TOKENS
     texts = [" ".join(f"w{random_generator.randrange(400)}" for _ in range(length)) for _ in range(count)]
     return [{"prompt": [{"role": "user", "content": text}]} for text in texts]
 
 
 def reward_of(text: str) -> float:
     """Measure how varied a response is: cheap, and different for every sample."""
-    return len(set(text.split())) / NEW_TOKENS
+    words = text.split()
+    return len(set(words)) / max(1, len(words))
 
 
 class VariedWords(BaseTextEnv):
@@ -134,16 +170,12 @@ class Steps:
     seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
     stages: list[dict[str, float]] = field(default_factory=list)
-    cpu_of_processes: list[Counter[str]] = field(default_factory=list)
+    cpu_of_processes: list[dict[str, float]] = field(default_factory=list)
     """CPU seconds of each kind of process; peers have none."""
 
     @property
     def median(self) -> float:
         return statistics.median(self.seconds)
-
-    @property
-    def samples_per_second(self) -> float:
-        return NUM_PROMPTS * NUM_SAMPLES / self.median
 
     def median_stage(self, name: str) -> float:
         return statistics.median(stages.get(name, 0.0) for stages in self.stages)
@@ -154,7 +186,7 @@ class MeasuredTrainer(RayPPOTrainer):
 
     steps: Steps
     between_steps: Callable[[], None]
-    cpu_clock: Callable[[], Counter[str]]
+    cpu_clock: Callable[[], dict[str, float]]
 
     def batches(self) -> Iterator[list[dict[str, Any]]]:
         for prompts in super().batches():
@@ -162,10 +194,9 @@ class MeasuredTrainer(RayPPOTrainer):
             cpu, began = self.cpu_clock(), time.perf_counter()
             yield prompts
             self.steps.seconds.append(time.perf_counter() - began)
-            used = self.cpu_clock()
-            used.subtract(cpu)
+            used = {kind: seconds - cpu.get(kind, 0.0) for kind, seconds in self.cpu_clock().items()}
             self.steps.cpu_of_processes.append(used)
-            self.steps.cpu_seconds.append(used.total())
+            self.steps.cpu_seconds.append(sum(used.values()))
 
     def log(self) -> None:
         if self.global_step:
@@ -176,7 +207,7 @@ class MeasuredTrainer(RayPPOTrainer):
 class MeasuredExperiment(BasePPOExp):
     """The real experiment with the measured trainer."""
 
-    def __init__(self, cfg: SkyRLConfig, between_steps: Callable[[], None], cpu_clock: Callable[[], Counter[str]]):
+    def __init__(self, cfg: SkyRLConfig, between_steps: Callable[[], None], cpu_clock: Callable[[], dict[str, float]]):
         super().__init__(cfg)
         self.steps = Steps()
         self._between_steps = between_steps
@@ -188,10 +219,10 @@ class MeasuredExperiment(BasePPOExp):
         return trainer
 
 
-def our_settings(options: argparse.Namespace, dtype: str, folder: Path) -> SkyRLConfig:
+def our_settings(options: argparse.Namespace, work: Work, dtype: str, folder: Path) -> SkyRLConfig:
     """One optimizer step a training step, without KL: what TRL does by default."""
     num_steps = options.warmup + options.steps
-    rows_of_rank = NUM_PROMPTS * NUM_SAMPLES // options.ranks
+    rows_of_rank = work.answers // options.ranks
     trainer = {
         "policy": {
             "model": {"path": str(folder / "model")},
@@ -200,12 +231,12 @@ def our_settings(options: argparse.Namespace, dtype: str, folder: Path) -> SkyRL
         },
         "placement": {"device": "cpu", "policy_num_gpus_per_node": options.ranks},
         "algorithm": {"use_kl_loss": False},
-        "train_batch_size": NUM_PROMPTS,
-        "policy_mini_batch_size": NUM_PROMPTS,
+        "train_batch_size": work.prompts,
+        "policy_mini_batch_size": work.prompts,
         "micro_train_batch_size_per_gpu": min(options.micro_batch, rows_of_rank),
         "micro_forward_batch_size_per_gpu": min(options.micro_batch, rows_of_rank),
         "max_training_steps": num_steps,
-        "max_prompt_length": PROMPT_TOKENS,
+        "max_prompt_length": work.prompt_tokens,
         "bf16": dtype == "bfloat16",
         "gradient_checkpointing": False,
         "eval_interval": -1,
@@ -217,8 +248,8 @@ def our_settings(options: argparse.Namespace, dtype: str, folder: Path) -> SkyRL
     generator = {
         "model_dtype": dtype,
         "num_inference_engines": options.engines,
-        "n_samples_per_prompt": NUM_SAMPLES,
-        "sampling_params": {"max_generate_length": NEW_TOKENS, "additional_kwargs": {"ignore_eos": True}},
+        "n_samples_per_prompt": work.samples,
+        "sampling_params": {"max_generate_length": work.new_tokens, "additional_kwargs": {"ignore_eos": True}},
     }
     return SkyRLConfig.from_dict(
         {
@@ -230,11 +261,11 @@ def our_settings(options: argparse.Namespace, dtype: str, folder: Path) -> SkyRL
     )
 
 
-def cpu_clock_without(peer_pids: Sequence[int]) -> Callable[[], Counter[str]]:
+def cpu_clock_without(peer_pids: Sequence[int]) -> Callable[[], dict[str, float]]:
     """A clock of the CPU seconds of this process and everything it started, but for the peers."""
 
-    def seconds() -> Counter[str]:
-        total = Counter[str]()
+    def seconds() -> dict[str, float]:
+        total = defaultdict[str, float](float)
         own = psutil.Process()
         for process in [own, *own.children(recursive=True)]:
             try:
@@ -322,7 +353,14 @@ class Peer:
 
 
 def trl_process(
-    connection: Connection, rank: int, shape: PeerShape, port: int, num_steps: int, dtype: str, folder: Path
+    connection: Connection,
+    rank: int,
+    shape: PeerShape,
+    work: Work,
+    port: int,
+    num_steps: int,
+    dtype: str,
+    folder: Path,
 ) -> None:
     """One rank of TRL: `num_steps` steps of GRPOTrainer, each when the parent says so."""
     capture_output(folder / f"trl-{dtype}-{shape.processes}x{shape.threads}-{rank}.log")
@@ -361,11 +399,11 @@ def trl_process(
         output_dir=str(folder / "trl"),
         use_cpu=True,
         bf16=dtype == "bfloat16",
-        per_device_train_batch_size=NUM_PROMPTS * NUM_SAMPLES // shape.processes,
+        per_device_train_batch_size=work.answers // shape.processes,
         gradient_accumulation_steps=1,
-        num_generations=NUM_SAMPLES,
-        max_completion_length=NEW_TOKENS,
-        generation_kwargs={"min_new_tokens": NEW_TOKENS},
+        num_generations=work.samples,
+        max_completion_length=work.new_tokens,
+        generation_kwargs={"min_new_tokens": work.new_tokens},
         gradient_checkpointing=False,
         learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant",
@@ -390,8 +428,7 @@ def trl_process(
 # ---- the floor
 
 
-FLOORS = {"products alone": NUM_PROMPTS, "products alone, a prompt for each sample": NUM_PROMPTS * NUM_SAMPLES}
-"""Name -> prompts that are trained."""
+FLOORS = "products alone", "products alone, a prompt for each sample"
 
 
 class Products:
@@ -400,34 +437,34 @@ class Products:
 
     Args:
         ranks, engines: among which training and decoding are divided; 0: this process has no share in it.
-        prompts: prompts that are trained, once each: those of the step, or one for every sample.
+        is_shared: a prompt is trained once, not once for every sample.
     """
 
-    def __init__(self, ranks: int, engines: int, prompts: int, dtype: str):
+    def __init__(self, work: Work, ranks: int, engines: int, is_shared: bool, dtype: str):
         import torch
 
         self._torch, self._dtype = torch, getattr(torch, dtype)
         self._calls: list[tuple[Callable[[], Any], int]] = []
-        hidden, inner, heads, key_heads, width, layers = 256, 768, 4, 2, 64, 4
-        linears = [(hidden, heads * width), (hidden, key_heads * width), (hidden, key_heads * width)]
-        linears += [(heads * width, hidden), (hidden, inner), (hidden, inner), (inner, hidden)]
-        samples, length = NUM_PROMPTS * NUM_SAMPLES, PROMPT_TOKENS + NEW_TOKENS
+        hidden, inner, width, layers = work.hidden, 3 * work.hidden, HEAD_WIDTH, work.layers
+        linears = [(hidden, work.heads * width), *[(hidden, work.key_heads * width)] * 2, (work.heads * width, hidden)]
+        linears += [(hidden, inner), (hidden, inner), (inner, hidden)]
         if ranks:
-            answers = samples * NEW_TOKENS // ranks
-            tokens = prompts * PROMPT_TOKENS // ranks + answers
+            answers = work.answers * work.new_tokens // ranks
+            prompts = work.prompts if is_shared else work.answers
             for columns, rows in linears:
+                tokens = prompts * work.prompt_tokens // ranks + answers
                 self._linear(tokens, columns, rows, layers, backward=True)
             self._linear(answers, hidden, VOCABULARY, 1, backward=True)
             # Of each sample's queries, those of its answer; forward two products, backward four.
-            shape = samples * heads // ranks, NEW_TOKENS, width
-            self._attention(*shape, length, 3 * layers)
+            keys = work.prompt_tokens + work.new_tokens
+            self._attention(work.answers * work.heads // ranks, work.new_tokens, width, keys, 3 * layers)
         if engines:
-            rows = samples // engines
+            rows, steps = work.answers // engines, work.new_tokens
             for columns, outputs in linears:
-                self._linear(rows, columns, outputs, layers * NEW_TOKENS, backward=False)
-            self._linear(rows, hidden, VOCABULARY, NEW_TOKENS, backward=False)
-            mean_length = PROMPT_TOKENS + NEW_TOKENS // 2
-            self._attention(rows * key_heads, heads // key_heads, width, mean_length, layers * NEW_TOKENS)
+                self._linear(rows, columns, outputs, layers * steps, backward=False)
+            self._linear(rows, hidden, VOCABULARY, steps, backward=False)
+            mean_length = work.prompt_tokens + steps // 2
+            self._attention(rows * work.key_heads, work.heads // work.key_heads, width, mean_length, layers * steps)
 
     def __call__(self) -> None:
         with self._torch.inference_mode():
@@ -471,12 +508,14 @@ class Products:
             return min(ways, key=seconds)
 
 
-def products_process(connection: Connection, rank: int, ranks: int, engines: int, prompts: int, dtype: str) -> None:
+def products_process(
+    connection: Connection, rank: int, work: Work, ranks: int, engines: int, is_shared: bool, dtype: str
+) -> None:
     """Steps of `Products`, each when the parent says so."""
     import torch
 
     torch.set_num_threads(1)
-    products = Products(ranks if rank < ranks else 0, engines if rank < engines else 0, prompts, dtype)
+    products = Products(work, ranks if rank < ranks else 0, engines if rank < engines else 0, is_shared, dtype)
     products()
     connection.send((0.0, 0.0))
     while connection.recv() == "step":
@@ -493,27 +532,29 @@ class Result:
     """One number format: our steps and each peer's, warm-up taken off."""
 
     dtype: str
+    work: Work
     ours: Steps
     peers: dict[str, Steps]
     load: list[float]
 
     @property
     def best_peer(self) -> str | None:
-        trainers = self.peers.keys() - FLOORS.keys()
+        trainers = self.peers.keys() - set(FLOORS)
         return min(trainers, key=lambda name: self.peers[name].median) if trainers else None
 
 
 def measure(options: argparse.Namespace, dtype: str, folder: Path) -> Result:
     """Run the real experiment; before each of its steps every peer takes one."""
-    num_steps = options.warmup + options.steps
+    num_steps, work = options.warmup + options.steps, Work.of(options)
     peers: list[Peer] = []
     load: list[float] = []
     if not options.skip_trl:
         for shape in [PEER_SHAPES[name] for name in options.trl]:
-            peers.append(Peer(shape.name, shape.processes, trl_process, shape, free_port(), num_steps, dtype, folder))
+            arguments = shape, work, free_port(), num_steps, dtype, folder
+            peers.append(Peer(shape.name, shape.processes, trl_process, *arguments))
     num_processes = max(options.ranks, options.engines)
-    for name, prompts in FLOORS.items():
-        shares = options.ranks, options.engines, prompts, dtype
+    for name in FLOORS:
+        shares = work, options.ranks, options.engines, name == FLOORS[0], dtype
         peers.append(Peer(name, num_processes, products_process, *shares))
 
     def between_steps() -> None:
@@ -522,7 +563,7 @@ def measure(options: argparse.Namespace, dtype: str, folder: Path) -> Result:
             peer.take_step()
 
     try:
-        cfg = our_settings(options, dtype, folder)
+        cfg = our_settings(options, work, dtype, folder)
         initialize_ray(MeasuredExperiment.validate(cfg))
         clock = cpu_clock_without([process.pid for peer in peers for process in peer.processes])
         experiment = MeasuredExperiment(cfg, between_steps, clock)
@@ -534,7 +575,7 @@ def measure(options: argparse.Namespace, dtype: str, folder: Path) -> Result:
     for steps in [experiment.steps, *(peer.steps for peer in peers)]:
         for values in (steps.seconds, steps.cpu_seconds, steps.stages, steps.cpu_of_processes):
             del values[: options.warmup]
-    return Result(dtype, experiment.steps, {peer.name: peer.steps for peer in peers}, load)
+    return Result(dtype, work, experiment.steps, {peer.name: peer.steps for peer in peers}, load)
 
 
 # ---- telling
@@ -561,7 +602,7 @@ def report(results: Sequence[Result], options: argparse.Namespace) -> str:
             ratio = "" if name == us else f"{steps.median / result.ours.median:.2f}x"  # of the floor: our share of it
             mark = " (its best)" if name == result.best_peer else ""
             lines.append(
-                f"| {result.dtype} | {name}{mark} | {steps.samples_per_second:.1f} | {steps.median:.2f} | "
+                f"| {result.dtype} | {name}{mark} | {result.work.answers / steps.median:.1f} | {steps.median:.2f} | "
                 f"{min(steps.seconds):.2f} - {max(steps.seconds):.2f} | {ratio} | "
                 f"{statistics.median(steps.cpu_seconds):.2f} |"
             )
@@ -574,7 +615,7 @@ def report(results: Sequence[Result], options: argparse.Namespace) -> str:
     kinds = sorted({kind for result in results for used in result.ours.cpu_of_processes for kind in used})
     lines += ["", f"| CPU seconds of our step | {' | '.join(kinds)} |", "|---|" + "---|" * len(kinds)]
     for result in results:
-        used = [statistics.median(step[kind] for step in result.ours.cpu_of_processes) for kind in kinds]
+        used = [statistics.median(step.get(kind, 0.0) for step in result.ours.cpu_of_processes) for kind in kinds]
         lines.append(f"| {result.dtype} | {' | '.join(f'{seconds:.2f}' for seconds in used)} |")
     load = [value for result in results for value in result.load]
     return "\n".join([*lines, "", *machine(load), f"Steps counted: {options.steps}, after {options.warmup} others."])
@@ -621,6 +662,7 @@ def parse_arguments() -> argparse.Namespace:
         "--trl", nargs="+", default=list(PEER_SHAPES), choices=list(PEER_SHAPES), help="processes x threads of TRL"
     )
     parser.add_argument("--skip-trl", action="store_true", help="ours alone")
+    Work.add_arguments(parser)
     return parser.parse_args()
 
 
@@ -630,8 +672,9 @@ def main() -> None:
     skyrl_gym.register(id="varied_words", entry_point=VariedWords)
     with tempfile.TemporaryDirectory(prefix="grpo-step-") as name:
         folder = Path(name)
-        make_model(folder / "model")
-        rows = make_prompts(NUM_PROMPTS * (options.warmup + options.steps))
+        work = Work.of(options)
+        make_model(folder / "model", work)
+        rows = make_prompts(work.prompts * (options.warmup + options.steps), work.prompt_tokens)
         (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         results = [measure(options, dtype, folder) for dtype in options.dtypes]
     print(report(results, options))

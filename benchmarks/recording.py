@@ -95,12 +95,13 @@ def main() -> None:
         counted(owner, name, spent)
     skyrl_gym.register(id="varied_words", entry_point=grpo_step.VariedWords)
     with tempfile.TemporaryDirectory() as folder:
-        grpo_step.make_model(Path(folder) / "model")
+        work = grpo_step.Work()
+        grpo_step.make_model(Path(folder) / "model", work)
         num_steps = options.warmup + options.steps
-        rows = grpo_step.make_prompts(grpo_step.NUM_PROMPTS * num_steps)
+        rows = grpo_step.make_prompts(work.prompts * num_steps, work.prompt_tokens)
         (Path(folder) / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         sizes = argparse.Namespace(steps=options.steps, warmup=options.warmup, ranks=1, engines=1, micro_batch=16)
-        cfg = grpo_step.our_settings(sizes, "float32", Path(folder))
+        cfg = grpo_step.our_settings(sizes, work, "float32", Path(folder))
         cfg.trainer.placement.launcher = "inline"
         experiment = PairedExperiment(cfg)
         experiment.run()
