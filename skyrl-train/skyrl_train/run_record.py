@@ -130,9 +130,9 @@ def describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> JsonObject:
 
 def environment_names(cfg: SkyRLConfig, dataset: Dataset | None) -> list[str]:
     """Return the ids of the environments of a run: that of the settings and those of rows."""
-    names = {cfg.environment.env_class} if cfg.generator.task is None else set()
+    names = {cfg.environment.env_class} if cfg.generator.uses_environments else set()
     key = getattr(dataset, "env_class_key", None)
-    if key is not None and cfg.generator.task is None:
+    if key is not None and cfg.generator.uses_environments:
         names |= set(dataset.distinct_values(key))  # type: ignore[union-attr]  it is a PromptDataset
     return sorted(name for name in names if name)
 

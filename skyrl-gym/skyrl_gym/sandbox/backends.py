@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal, get_args
 
 from skyrl_gym.error import InfraError
@@ -19,7 +19,9 @@ _found: dict[str, InfraError | None] = {}
 _finding = threading.Lock()
 
 
-def make_sandbox(kind: Kind = "auto", *, limits: Limits | None = None) -> Sandbox:
+def make_sandbox(
+    kind: Kind = "auto", *, limits: Limits | None = None, visible: Mapping[str, str] | None = None
+) -> Sandbox:
     """Return a sandbox, not started.
 
     Args:
@@ -27,6 +29,8 @@ def make_sandbox(kind: Kind = "auto", *, limits: Limits | None = None) -> Sandbo
             environment variable SKYRL_GYM_SANDBOX names. "process" has limits but neither a file system nor a network
             of its own: for code one trusts, and never chosen automatically.
         limits: of each command, unless `exec` or `popen` is given others.
+        visible: path inside -> path on this machine of what commands can see (not change) besides, such as another
+            Python's folder or the socket of a server; "local" only ("process" sees everything anyway).
 
     Raises:
         InfraError: that kind does not work on this machine; the text says why and what to install.
@@ -35,10 +39,12 @@ def make_sandbox(kind: Kind = "auto", *, limits: Limits | None = None) -> Sandbo
         kind = os.environ.get(KIND_VARIABLE, "auto")  # pyright: ignore[reportAssignmentType]
     if kind not in get_args(Kind):
         raise ValueError(f"a sandbox is one of {', '.join(get_args(Kind))}; got {kind!r}")
+    if visible and kind not in ("local", "process"):
+        raise ValueError(f"visible needs the sandbox 'local' or 'process'; got {kind!r}")
     if kind != "auto":
         if (error := _probe(kind)) is not None:
             raise InfraError(str(error)) from error
-        return BACKENDS[kind](limits)
+        return LocalSandbox(limits, visible) if kind == "local" else BACKENDS[kind](limits)
     errors = {}
     for kind in ("local", "docker"):
         if (error := _probe(kind)) is None:

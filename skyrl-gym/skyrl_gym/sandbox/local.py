@@ -51,13 +51,19 @@ HOSTS = b"127.0.0.1 localhost\n::1 localhost\n"
 
 
 class LocalSandbox(HostSandbox[Workspace]):
-    """A `Sandbox` on this machine, by bubblewrap. Made by `make_sandbox`."""
+    """A `Sandbox` on this machine, by bubblewrap. Made by `make_sandbox`.
+
+    Args:
+        visible: path inside -> path on this machine of further folders, files and sockets. None of them can be changed
+            from inside; a socket can be connected to.
+    """
 
     python = sys.executable
 
-    def __init__(self, limits: Limits | None = None):
+    def __init__(self, limits: Limits | None = None, visible: Mapping[str, str] | None = None):
         super().__init__(limits)
         self._user = _spare_user()
+        self._visible = [part for pair in (visible or {}).items() for part in _shown(*pair)]
 
     def _make_workspace(self) -> Workspace:
         return Workspace(self._user)
@@ -79,6 +85,7 @@ class LocalSandbox(HostSandbox[Workspace]):
             *("--bind", workspace.tmp, "/tmp"),
             *("--bind", workspace.shm, "/dev/shm"),
             *_python_folders(),
+            *self._visible,
             *("--remount-ro", "/dev", "--remount-ro", "/", "--"),
         ]
         argv += ["/bin/sh", "-c", INIT, "sh"]
@@ -239,10 +246,16 @@ def _python_folders() -> list[str]:
             continue
         if prefix == "/" or _below(os.path.expanduser("~"), [prefix]):
             raise InfraError(f"Python is installed in {prefix}, which a sandbox cannot show without your home folder")
-        for parent in list(reversed(Path(prefix).parents))[1:]:
-            argv += ["--perms", "0755", "--dir", str(parent)]
-        argv += ["--ro-bind", prefix, prefix]
+        argv += _shown(prefix, prefix)
     return argv
+
+
+def _shown(inside: str, outside: str) -> list[str]:
+    """Return arguments that show a path of this machine, below folders that are otherwise empty."""
+    argv = []
+    for parent in list(reversed(Path(inside).parents))[1:]:
+        argv += ["--perms", "0755", "--dir", str(parent)]
+    return [*argv, "--ro-bind", outside, inside]
 
 
 def _below(path: str, folders: Sequence[str]) -> bool:

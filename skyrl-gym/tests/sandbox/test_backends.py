@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -29,6 +30,26 @@ def test_the_environment_variable_chooses(monkeypatch):
 def test_an_argument_outranks_the_environment_variable(needs_local, monkeypatch):
     monkeypatch.setenv("SKYRL_GYM_SANDBOX", "process")
     assert isinstance(make_sandbox("local"), LocalSandbox)
+
+
+def test_what_is_visible_can_be_read_and_connected_to_and_not_changed(needs_local, tmp_path):
+    (tmp_path / "agent").mkdir()
+    (tmp_path / "agent" / "run.sh").write_text("echo hello\n")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "socket"))
+        server.listen()
+        os.chmod(tmp_path / "socket", 0o666)
+        shown = {"/opt/agent": str(tmp_path / "agent"), "/model.sock": str(tmp_path / "socket")}
+        with make_sandbox("local", visible=shown) as sandbox:
+            tries = "sh /opt/agent/run.sh; touch /opt/agent/new; rm -f /model.sock; ls /opt"
+            result = sandbox.exec(["sh", "-c", tries])
+            connects = "import socket; socket.socket(socket.AF_UNIX).connect('/model.sock')"
+            assert sandbox.exec([sandbox.python, "-I", "-S", "-c", connects]).ok
+    assert result.stdout == "hello\nagent\n"
+    assert result.stderr.count("Read-only") == 2
+    assert sorted(path.name for path in (tmp_path / "agent").iterdir()) == ["run.sh"]
+    with pytest.raises(ValueError, match="visible needs the sandbox 'local'"):
+        make_sandbox("docker", visible=shown)
 
 
 @pytest.mark.parametrize("name", ["bubblewrap", "none", ""])

@@ -17,6 +17,7 @@ PLACEHOLDER = "{fingerprint}"
 # fmt: off
 DEFINING = (
     "environment.env_class", "environment.skyrl_gym.env_configs", "generator.task",
+    "generator.harness.command", "generator.harness.function", "generator.harness.grader",
     "trainer.policy.model.", "trainer.policy.model_config_kwargs",
     "trainer.critic.model.", "trainer.critic.model_config_kwargs",
     "trainer.ref.model.", "trainer.ref.model_config_kwargs",
@@ -83,7 +84,7 @@ OPERATIONAL = (
     "generator.max_requests_per_engine", "generator.max_engine_restarts", "generator.engine_start_timeout_seconds",
     "generator.engine_control_timeout_seconds", "generator.engine_health_interval_seconds",
     "generator.enable_http_endpoint", "generator.http_endpoint_host", "generator.http_endpoint_port",
-    "generator.http_endpoint_max_requests",
+    "generator.http_endpoint_max_requests", "generator.harness.visible", "generator.harness.max_parallel",
     "generator.served_model_name", "generator.max_rollout_retries", "generator.request_timeout_seconds",
 )
 """Settings that `settings_fingerprint` leaves out: a run that is started again with more memory, other intervals or

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from skyrl_train.config.base import BaseConfig
 from skyrl_train.config.engine_kinds import automatic_backend, backend_choices
+from skyrl_train.config.harness import HarnessConfig
 from skyrl_train.config.typed import Choices, reference
 
 Device = Literal["cpu", "cuda"]
@@ -69,6 +70,8 @@ class GeneratorConfig(BaseConfig):
     """Path of a task file of skyrl-agent, whose agent generates the trajectories in place of `environment.env_class`.
     Turns, tools, lengths and chat template are then set by that file, and a trajectory may have several rows (see
     `generator.step_wise_trajectories`)."""
+
+    harness: HarnessConfig = field(default_factory=HarnessConfig)
 
     backend: Annotated[str, Choices(backend_choices)] = "auto"
     """Rollout engine. `native`: transformers models in this package's own generation loop, on CPU and CUDA. `vllm`,
@@ -268,7 +271,12 @@ class GeneratorConfig(BaseConfig):
     @property
     def has_rows_of_steps(self) -> bool:
         """Whether a row of the batch may be a part of a trajectory."""
-        return self.step_wise_trajectories or self.task is not None
+        return self.step_wise_trajectories or not self.uses_environments
+
+    @property
+    def uses_environments(self) -> bool:
+        """Whether trajectories come of `environment.env_class`, not of an agent (`task`, `harness`)."""
+        return self.task is None and not self.harness.is_on
 
     @property
     def longest_context(self) -> int:

@@ -1,4 +1,5 @@
-"""`generator.task`: agents of skyrl-agent as the generator. That package is imported only where a run asks for it."""
+"""`generator.task` and `generator.harness`: agents as the generator. skyrl-agent is imported only where a run asks for
+it."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -6,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.base import GeneratorInterface
+from skyrl_train.generators.harness.generator import HarnessGenerator
 from skyrl_train.inference_engines.base import InferenceEngineInterface
 
 if TYPE_CHECKING:
@@ -21,19 +23,21 @@ def agent_generator(
         client: None to check the settings alone.
 
     Raises:
-        ConfigError: skyrl-agent is not installed, or the task file is wrong.
+        ConfigError: skyrl-agent is not installed, or the task file or the harness is wrong.
     """
     return _generator_class(cfg)(cfg, client, tokenizer)
 
 
 def check_agent(cfg: GeneratorConfig, tokenizer: Any, data: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """The task file, and the rows of the data (setting -> rows) as its task reads them. Raises ConfigError."""
+    """Check the agent, and the rows of the data (setting -> rows) as it reads them. Raises ConfigError."""
     generator = _generator_class(cfg)(cfg, None, tokenizer)
     for setting, rows in data.items():
         generator.check_rows(rows, setting)
 
 
-def _generator_class(cfg: GeneratorConfig) -> "type[SkyRLAgentGenerator]":
+def _generator_class(cfg: GeneratorConfig) -> "type[SkyRLAgentGenerator | HarnessGenerator]":
+    if cfg.harness.is_on:
+        return HarnessGenerator
     try:
         from skyrl_agent.integrations.skyrl_train.skyrl_train_backend import SkyRLAgentGenerator
     except ModuleNotFoundError as error:

@@ -8,10 +8,10 @@ from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.env_vars import endpoint_api_key
+from skyrl_train.generators.harness.endpoint import endpoint_settings
 from skyrl_train.inference_engines.base import InferenceEngineInterface
 from skyrl_train.inference_engines.openai_api.recorder import RequestRecorder
 from skyrl_train.inference_engines.openai_api.server import EndpointServer
-from skyrl_train.utils.chat_templates import get_custom_chat_template
 
 
 def endpoint_of(
@@ -20,28 +20,15 @@ def endpoint_of(
     tokenizer: PreTrainedTokenizerBase,
     recorder: RequestRecorder | None = None,
 ) -> EndpointServer:
-    """The endpoint that `generator.*` describes, not started yet. Where a request names no sampling keyword, that of
-    `generator.sampling_params` holds."""
-    generator, sampling = cfg.generator, cfg.generator.sampling_params
+    """The endpoint that `generator.*` describes, not started yet."""
     return EndpointServer(
         client,
         tokenizer,
-        generator.served_model_name or generator.model_name,
-        generator.http_endpoint_host,
-        generator.http_endpoint_port,
+        host=cfg.generator.http_endpoint_host,
+        port=cfg.generator.http_endpoint_port,
         api_key=endpoint_api_key(),
-        chat_template=get_custom_chat_template(generator.chat_template),
-        chat_template_kwargs=generator.chat_template_kwargs,
-        request_timeout_seconds=generator.request_timeout_seconds,
-        max_requests=generator.http_endpoint_max_requests,
         recorder=recorder,
-        sampling_defaults={
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
-            "repetition_penalty": sampling.repetition_penalty,
-        },
+        **endpoint_settings(cfg.generator),
     )
 
 

@@ -90,7 +90,7 @@ class BasePPOExp:
         self.tokenizer = self.get_tokenizer()
         self.train_dataset = self.get_train_dataset()
         self.eval_dataset = self.get_eval_dataset()
-        if self.cfg.generator.task is not None:
+        if not self.cfg.generator.uses_environments:
             datasets = {"data.train_data": self.train_dataset, "data.val_data": self.eval_dataset}
             rows = {setting: dataset.rows for setting, dataset in datasets.items() if dataset is not None}
             check_agent(self.cfg.generator, self.tokenizer, rows)
@@ -155,7 +155,7 @@ class BasePPOExp:
         tokenizer: PreTrainedTokenizerBase,
         inference_engine_client: InferenceEngineInterface,
     ) -> GeneratorInterface:
-        if cfg.generator.task is not None:
+        if not cfg.generator.uses_environments:
             return agent_generator(cfg.generator, tokenizer, inference_engine_client)
         return SkyRLGymGenerator(
             generator_cfg=cfg.generator,

@@ -111,7 +111,7 @@ def _check_lengths(cfg: SkyRLConfig, policy: object, sections: Sequence[str]) ->
     """The engine's context has room for a prompt and an answer of `max_generate_length`."""
     generator, overrides = cfg.generator, cfg.trainer.policy.model_config_kwargs
     limit, source = _context(generator.engine_init_kwargs, overrides, policy)
-    if limit is None or generator.task is not None:
+    if limit is None or not generator.uses_environments:
         return
     for name in sections:
         length = getattr(generator, name).max_generate_length

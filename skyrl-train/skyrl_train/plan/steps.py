@@ -190,10 +190,10 @@ def _notes(cfg: SkyRLConfig) -> tuple[str, ...]:
         )
     if cfg.generator.step_wise_trajectories:
         notes.append("every turn is a sample of its own (step-wise): the numbers of samples are for one turn each")
-    if cfg.generator.task is not None:
+    if not cfg.generator.uses_environments:
         notes.append(
-            f"{cfg.generator.task} sets the length of trajectories; one has a row for each sequence of turns that only "
-            "append, usually one: the numbers of samples are for one row each"
+            f"{cfg.generator.task or 'generator.harness'} sets the length of trajectories; one has a row for each "
+            "sequence of turns that only append, usually one: the numbers of samples are for one row each"
         )
     notes += _overlong_note(cfg)
     sampling = cfg.trainer.algorithm.dynamic_sampling

@@ -39,12 +39,13 @@ class LengthLimits:
 
     @classmethod
     def of(cls, generator: "GeneratorConfig", sampling: "SamplingParams") -> "LengthLimits | None":
-        """Return the limits that `generator` declares; None with a task file, which has limits of its own.
+        """Return the limits that `generator` declares; None for agents (a task file, a harness), which have limits of
+        their own.
 
         Args:
             sampling: its `sampling_params` or its `eval_sampling_params`.
         """
-        if generator.task is not None:
+        if not generator.uses_environments:
             return None
         turns_are_samples = generator.step_wise_trajectories and not generator.merge_stepwise_output
         return cls(

@@ -102,7 +102,7 @@ def remote(urls: list[str], **settings) -> dict:
         ),
         # lengths
         (dict(max_input_length=600), "must be trainer.max_prompt_length=512 when generator.max_turns is 1"),
-        (dict(max_turns=2, max_input_length=500), "must be at least trainer.max_prompt_length"),
+        (dict(generator__max_turns=2, max_input_length=500), "must be at least trainer.max_prompt_length"),
         (dict(max_prompt_length=0), "trainer.max_prompt_length must be greater than 0; got 0"),
         # sampling
         (dict(sampling_params__temperature=0), "sampling_params.temperature=0.0 must be greater than 0"),

@@ -9,6 +9,7 @@ import rows_algorithm
 import rows_deepspeed
 import rows_distillation
 import rows_generator
+import rows_harness
 import rows_megatron
 import rows_trainer
 from effects import All, Bench, OneChoice, Row
@@ -20,6 +21,7 @@ ROWS = [
     *rows_trainer.ROWS,
     *rows_algorithm.ROWS,
     *rows_generator.ROWS,
+    *rows_harness.ROWS,
     *rows_megatron.ROWS,
     *rows_deepspeed.ROWS,
     *rows_distillation.ROWS,

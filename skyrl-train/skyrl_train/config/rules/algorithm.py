@@ -260,4 +260,6 @@ def _steps(generator: GeneratorConfig) -> str:
     """The setting by which a row is no whole trajectory."""
     if generator.task is not None:
         return f"generator.task={generator.task}"
+    if generator.harness.is_on:
+        return "generator.harness"
     return "generator.step_wise_trajectories=true"

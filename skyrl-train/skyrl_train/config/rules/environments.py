@@ -20,10 +20,10 @@ def validate_environments(config: SkyRLConfig) -> None:
     from skyrl_gym.envs.registration import env_class_of
 
     env_class = config.environment.env_class
-    if config.generator.task is None:
+    if config.generator.uses_environments:
         require(
             env_class is not None,
-            "environment.env_class is null: name an environment, or set generator.task to a task file",
+            "environment.env_class is null: name an environment, or set generator.task or generator.harness",
         )
         assert env_class is not None
         _spec("environment.env_class", env_class)

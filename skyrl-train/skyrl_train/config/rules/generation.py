@@ -1,6 +1,7 @@
 """Rules of how answers are made: lengths, sampling, chat templates, turns as samples."""
 
 import warnings
+from pathlib import Path
 
 from skyrl_train.config.config import SkyRLConfig
 from skyrl_train.config.generation import GeneratorConfig, SamplingParams
@@ -8,7 +9,7 @@ from skyrl_train.config.rules.checks import check_not_negative, check_positive, 
 
 _SET_BY_THE_GENERATOR = {"add_generation_prompt", "chat_template", "continue_final_message", "return_dict", "tokenize"}
 
-_SAID_BY_THE_TASK_FILE = (
+_SET_BY_THE_AGENT = (
     "max_turns",
     "use_conversation_multi_turn",
     "append_eos_token_after_stop_str_in_multi_turn",
@@ -21,6 +22,8 @@ _SAID_BY_THE_TASK_FILE = (
     "overlong_filtering_by",
     "max_rollout_retries",
 )
+
+_READ_WITH_A_HARNESS = ("chat_template", "chat_template_kwargs", "max_rollout_retries")
 
 
 def check_generation(config: SkyRLConfig) -> None:
@@ -38,10 +41,10 @@ def check_generation(config: SkyRLConfig) -> None:
         ),
     )
     check_not_negative(config, ("generator.max_rollout_retries", "environment.skyrl_gym.max_env_workers"))
-    if config.generator.task is None:
+    if config.generator.uses_environments:
         _check_lengths(config)
     else:
-        _check_task(config.generator)
+        _check_agent(config.generator)
     _check_sampling(config.generator.sampling_params, "generator.sampling_params")
     _check_sampling(config.generator.eval_sampling_params, "generator.eval_sampling_params")
     _check_evaluation_samples(config)
@@ -67,15 +70,49 @@ def _check_lengths(config: SkyRLConfig) -> None:
     )
 
 
-def _check_task(generator: GeneratorConfig) -> None:
-    defaults = GeneratorConfig()
-    for name in _SAID_BY_THE_TASK_FILE:
+def _check_agent(generator: GeneratorConfig) -> None:
+    """Check that nothing is set that a task file or a harness decides."""
+    defaults, harness = GeneratorConfig(), generator.harness
+    require(
+        generator.task is None or not harness.is_on,
+        f"generator.task={generator.task} and generator.harness are two agents; leave one out",
+    )
+    agent = "generator.harness" if harness.is_on else f"generator.task={generator.task}"
+    owner = "the harness's" if harness.is_on else "the task file's"
+    for name in _SET_BY_THE_AGENT:
         value, default = getattr(generator, name), getattr(defaults, name)
+        read = harness.is_on and name in _READ_WITH_A_HARNESS
         require(
-            value == default,
-            f"generator.{name}={value!r} is not read with generator.task={generator.task}: leave it out; turns, "
-            "templates, masking and retries are the task file's",
+            read or value == default,
+            f"generator.{name}={value!r} is not read with {agent}: leave it out; turns, templates, masking and retries "
+            f"are {owner}",
         )
+    if harness.is_on:
+        _check_harness(generator)
+
+
+def _check_harness(generator: GeneratorConfig) -> None:
+    harness = generator.harness
+    require(
+        harness.command is None or harness.function is None,
+        f"generator.harness.command={harness.command} and generator.harness.function={harness.function} are two "
+        "harnesses; leave one out",
+    )
+    require(harness.command is None or len(harness.command) > 0, "generator.harness.command=[] has no program")
+    for name in ("deadline_seconds", "grade_seconds", "max_turns", "max_tokens", "max_parallel", "memory_gb"):
+        value = getattr(harness, name)
+        require(value is None or value > 0, f"generator.harness.{name} must be greater than 0; got {value}")
+    for folder in harness.visible:
+        path = Path(folder)
+        require(
+            path.is_absolute() and path.exists() and path != Path("/"),
+            f"generator.harness.visible has {folder!r}, which must be the whole path of a folder of this machine",
+        )
+    require(
+        generator.sampling_params.logprobs is not None,
+        "generator.sampling_params.logprobs=null has no effect with generator.harness, which records the log-prob of "
+        "each token; leave it out",
+    )
 
 
 def _check_sampling(params: SamplingParams, name: str) -> None:

@@ -61,8 +61,8 @@ def _check_engines(config: SkyRLConfig) -> None:
         f"{generator.backend} does not. {fix}",
     )
     require(
-        generator.task is None,
-        f"{_SETTING} cannot go with generator.task={generator.task}: agents do not pass on the tokens that truncation "
-        "kept. Leave one of them out",
+        generator.uses_environments,
+        f"{_SETTING} cannot go with generator.task={generator.task} or generator.harness: agents do not pass on the "
+        "tokens that truncation kept. Leave one of them out",
     )
     require_drawn_tokens(generator, _SETTING, "turn the replay off")

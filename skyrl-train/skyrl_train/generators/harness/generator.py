@@ -1,0 +1,210 @@
+"""Generator whose trajectories are made by a harness: an agent program that speaks to the endpoint."""
+
+import asyncio
+import secrets
+import time
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from loguru import logger
+
+from skyrl_gym.error import InfraError
+from skyrl_gym.waits import waiting
+from skyrl_train.errors import ConfigError, WorkerError
+from skyrl_train.generators.base import (
+    BatchMetadata,
+    GeneratorInput,
+    GeneratorInterface,
+    GeneratorOutput,
+    TrajectoryID,
+    trajectory_ids_of,
+)
+from skyrl_train.generators.environment import DaemonThreads, DeadlineExceeded
+from skyrl_train.generators.harness.endpoint import Endpoint, SharedEndpoint
+from skyrl_train.generators.harness.run import KINDS, Attempt, Harness, harness_failure, load_function
+from skyrl_train.generators.harness.task import HarnessTask
+from skyrl_train.generators.recorded import recorded_metrics, recorded_trajectory
+from skyrl_train.generators.sampling import get_sampling_params, request_seed
+from skyrl_train.inference_engines.base import InferenceEngineInterface, SamplingKeywords
+from skyrl_train.inference_engines.openai_api.recorder import SessionRules
+from skyrl_train.rollouts.adapter import to_generator_output
+from skyrl_train.rollouts.metrics import rollout_metrics
+from skyrl_train.rollouts.types import RolloutBatch, Trajectory, grouped
+from skyrl_train.utils.progress import ANSWERS, progress
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from skyrl_train.config import GeneratorConfig
+    from skyrl_train.types import ConversationType
+
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_FURTHER_SECONDS = 120.0
+_RETRY_SECONDS = 0.5
+
+
+class HarnessGenerator(GeneratorInterface):
+    """Generator that runs `generator.harness` once for each trajectory, against an endpoint of its own over the
+    trainer's engines. Batches may run concurrently.
+
+    Args:
+        cfg: `generator`.
+        client: an engine, or a client over many; None to check the settings alone.
+
+    Raises:
+        ConfigError: a function or a grader that cannot be imported, no way to a reward, no sandbox.
+    """
+
+    def __init__(
+        self, cfg: "GeneratorConfig", client: InferenceEngineInterface | None, tokenizer: "PreTrainedTokenizerBase"
+    ) -> None:
+        self.generator_cfg = cfg
+        harness = cfg.harness
+        self._client = client
+        self._harness = partial(
+            Harness,
+            harness,
+            load_function("generator.harness.function", harness.function),
+            load_function("generator.harness.grader", harness.grader),
+        )
+        self._endpoint = None if client is None else SharedEndpoint(cfg, client, tokenizer)
+        seconds = harness.deadline_seconds + harness.grade_seconds + _FURTHER_SECONDS
+        self._threads = DaemonThreads(harness.max_parallel, seconds)
+
+    def check_rows(self, rows: Any, setting: str) -> None:
+        """Check that there is a sandbox, and a reward for each row of a dataset.
+
+        Raises:
+            ConfigError: neither the settings nor a row have a grader; the sandbox does not work here.
+        """
+        harness = self.generator_cfg.harness
+        if harness.grader is None and harness.function is None:
+            for number, row in enumerate(rows):
+                if not row.get("grade"):
+                    raise ConfigError(
+                        f"row {number} of {setting} has no column `grade` (command, files) and "
+                        "generator.harness.grader is null: nothing gives its trajectories a reward. Set one of them"
+                    )
+        try:
+            self._harness("").sandbox()
+        except InfraError as error:
+            raise ConfigError(f"generator.harness.sandbox={harness.sandbox} does not work here: {error}") from error
+
+    async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
+        """Return the groups of `generate_groups` as columns."""
+        return to_generator_output(await self.generate_groups(input_batch))
+
+    async def generate_groups(self, input_batch: GeneratorInput) -> RolloutBatch:
+        """Return one trajectory for each prompt. One that fails is in the batch with what failed.
+
+        Raises:
+            WorkerError: the engines died and will not come back.
+        """
+        assert self._endpoint is not None, "made without engines, to check settings"
+        prompts, metadata = input_batch["prompts"], input_batch.get("batch_metadata")
+        params = input_batch.get("sampling_params") or get_sampling_params(self.generator_cfg.sampling_params)
+        extras = input_batch.get("env_extras") or [{} for _ in prompts]
+        async with self._endpoint.listening() as endpoint:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [
+                        group.create_task(self._trajectory(endpoint, prompt, extra or {}, params, name, metadata))
+                        for prompt, extra, name in zip(prompts, extras, trajectory_ids_of(input_batch), strict=True)
+                    ]
+            except BaseExceptionGroup as errors:
+                raise errors.exceptions[0] from None
+        return self._batch([task.result() for task in tasks])
+
+    async def _trajectory(
+        self,
+        endpoint: Endpoint,
+        prompt: "ConversationType",
+        row: dict[str, Any],
+        params: SamplingKeywords,
+        name: TrajectoryID,
+        metadata: BatchMetadata | None,
+    ) -> Trajectory:
+        """Return a trajectory, begun again when the infrastructure failed."""
+        began, num_retries = time.time(), 0
+        rules = self._rules(params, name, metadata)
+        while True:
+            with waiting("a harness", who=f"sample {name.to_string()}"):
+                attempt = await self._attempt(endpoint, prompt, row, rules)
+            failed = attempt.failure is not None
+            if failed:
+                await self._raise_if_engines_died()
+            again = attempt.failure is not None and attempt.failure.kind == "infrastructure"
+            if not again or num_retries >= self.generator_cfg.max_rollout_retries:
+                break
+            await asyncio.sleep(_RETRY_SECONDS * 2**num_retries)
+            num_retries += 1
+        progress.advance(ANSWERS)
+        temperature = None if params.get("temperature") is None else float(params["temperature"])
+        trajectory = recorded_trajectory(attempt.record, attempt.reward, name, temperature, attempt.failure)
+        return _described(trajectory, attempt, num_retries, (began, time.time()))
+
+    async def _attempt(
+        self, endpoint: Endpoint, prompt: "ConversationType", row: dict[str, Any], rules: SessionRules
+    ) -> Attempt:
+        # A name that nobody can guess: a harness has the URL and the key of its own trajectory alone.
+        session = secrets.token_hex(8)
+        endpoint.recorder.begin(session, rules)
+        close = partial(endpoint.recorder.take_record, session)
+        harness: Harness = self._harness(endpoint.socket_path)
+        task = HarnessTask(
+            prompt=prompt,
+            row=row,
+            base_url=harness.base_url(endpoint.server.session_url(session)),
+            api_key=endpoint.server.session_key(session),
+            model=endpoint.model,
+            sandbox=harness.sandbox(),
+            deadline_seconds=self.generator_cfg.harness.deadline_seconds,
+        )
+        try:
+            return await self._threads.call(harness.attempt, task, close)
+        except DeadlineExceeded as error:
+            return Attempt(close(), failure=harness_failure("hung", f"it could not be ended: it {error}"))
+        finally:
+            close()  # what is left of a cancelled one
+            await asyncio.to_thread(task.sandbox.close)
+
+    def _rules(self, params: SamplingKeywords, name: TrajectoryID, metadata: BatchMetadata | None) -> SessionRules:
+        cfg = self.generator_cfg
+        seed = params.get("seed", cfg.seed)
+        by_trainer = cfg.harness.sampling == "trainer"
+        return SessionRules(
+            sampling={key: params[key] for key in _SAMPLING if key in params} if by_trainer else {},
+            seed_of_turn=(lambda turn: request_seed(seed, metadata, name, turn)) if by_trainer else None,
+            max_turns=cfg.harness.max_turns,
+            max_tokens=cfg.harness.max_tokens,
+            max_tokens_per_turn=params.get("max_tokens"),
+        )
+
+    async def _raise_if_engines_died(self) -> None:
+        """Raise the error of engines that cannot be restarted: trajectories would fail one after the other."""
+        assert self._client is not None
+        try:
+            await self._client.check_health()
+        except WorkerError:
+            raise
+        except Exception as error:  # an engine that is being restarted; the failure is recorded already
+            logger.warning(f"a harness failed while an engine is not well: {error}")
+
+    def _batch(self, trajectories: list[Trajectory]) -> RolloutBatch:
+        failures = [each.failure for each in trajectories if each.failure is not None]
+        if failures:
+            logger.warning(
+                "{} of {} harnesses failed; the first: {}", len(failures), len(trajectories), failures[0].message
+            )
+        ends = Counter(failure.message.removeprefix("harness ").partition(":")[0] for failure in failures)
+        metrics = rollout_metrics(trajectories) | recorded_metrics(trajectories)
+        return RolloutBatch(grouped(trajectories), metrics | {f"harness/num_{end}": float(ends[end]) for end in KINDS})
+
+
+def _described(trajectory: Trajectory, attempt: Attempt, num_retries: int, span: tuple[float, float]) -> Trajectory:
+    stop_reason = trajectory.stop_reason
+    if attempt.failure is None and attempt.record.used_up is not None:
+        stop_reason = "length"
+    return replace(trajectory, stop_reason=stop_reason, env_class="harness", num_retries=num_retries, span=span)

@@ -1,0 +1,235 @@
+"""One attempt of a harness at a task: workspace, program or function, end, reward. Blocking; knows no trainer."""
+
+import asyncio
+import contextlib
+import inspect
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Literal
+
+from skyrl_gym.deadline import DeadlineExceeded, call_before_deadline
+from skyrl_gym.error import InfraError
+from skyrl_gym.sandbox import ExecResult, Limits, Sandbox, make_sandbox
+from skyrl_train.errors import ConfigError, FailureKind, RolloutError
+from skyrl_train.generators.harness.forwarder import NOT_STARTED, UNREACHABLE
+from skyrl_train.generators.harness.task import HarnessTask, checked_reward, grade_by_command, write_files
+from skyrl_train.rollouts.types import Failure
+
+if TYPE_CHECKING:
+    from skyrl_train.config.harness import HarnessConfig
+    from skyrl_train.inference_engines.openai_api.recorder import SessionRecord
+
+SOCKET, PORT = "/endpoint.sock", 8000
+"""Of the endpoint, inside of a sandbox."""
+_FORWARDER = Path(__file__).with_name("forwarder.py").read_text()
+_LAST_WORDS = 600
+_MEBIBYTE = 1 << 20
+_FURTHER_SECONDS = 60.0
+"""For the start and the end of a sandbox, beside the time of a harness and of its grading."""
+
+HarnessEnd = Literal["unreachable", "no_answer", "hung", "limit", "crashed", "error"]
+KINDS: dict[HarnessEnd, FailureKind] = {
+    "unreachable": "infrastructure",
+    "no_answer": "environment",
+    "hung": "environment",
+    "limit": "environment",
+    "crashed": "environment",
+    "error": "environment",
+}
+"""Names of failures, which begin their messages and count in `harness/num_*`, and the boundary that each crossed."""
+
+
+def harness_failure(end: HarnessEnd, message: str) -> Failure:
+    return Failure(KINDS[end], f"harness {end}: {message}")
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """Result of one attempt. One with a failure has no reward."""
+
+    record: "SessionRecord"
+    reward: float = 0.0
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True)
+class Harness:
+    """What `generator.harness` describes, with its functions loaded.
+
+    Args:
+        socket_path: of the endpoint, for a sandbox without network.
+    """
+
+    cfg: "HarnessConfig"
+    function: Callable[[HarnessTask], Any] | None
+    grader: Callable[[HarnessTask, Any], Any] | None
+    socket_path: str
+
+    def sandbox(self) -> Sandbox:
+        """Return a sandbox for one trajectory, not started. Raises InfraError if none works here."""
+        memory = int(self.cfg.memory_gb * 1024 * _MEBIBYTE)
+        limits = Limits(
+            wall_seconds=self.cfg.deadline_seconds,
+            cpu_seconds=self.cfg.deadline_seconds,
+            memory_bytes=memory,
+            processes=256,
+        )
+        visible = {SOCKET: self.socket_path} | {path: path for path in self.cfg.visible}
+        return make_sandbox(self.cfg.sandbox, limits=limits, visible=visible)
+
+    def base_url(self, outside: str) -> str:
+        """Return the endpoint's URL for a harness.
+
+        Args:
+            outside: as this process sees it.
+        """
+        if self.function is not None or self.cfg.sandbox == "process":
+            return outside
+        return f"http://127.0.0.1:{PORT}/s/{outside.partition('/s/')[2]}"
+
+    def attempt(self, task: HarnessTask, close: "Callable[[], SessionRecord]") -> Attempt:
+        """Run the harness in the task's sandbox and grade what it left.
+
+        Args:
+            close: ends the session, and returns its traffic.
+        """
+        closed: list[SessionRecord] = []
+
+        def record() -> "SessionRecord":
+            closed.extend([] if closed else [close()])
+            return closed[0]
+
+        try:
+            with task.sandbox:
+                write_files(task.sandbox, task.row.get("files"))
+                output, failure = self._run(task)
+                failure = _judged(record(), failure)
+                if failure is not None:
+                    return Attempt(record(), failure=failure)
+                return Attempt(record(), self._grade(task, output))
+        except RolloutError as error:
+            return Attempt(record(), failure=Failure(error.kind, str(error)))
+        except InfraError as error:
+            return Attempt(record(), failure=Failure("infrastructure", f"the sandbox failed: {error}"))
+        except (ValueError, TypeError, KeyError) as error:  # files or grade of the row
+            message = f"the row's `files` or `grade` cannot be used: {type(error).__name__}: {error}"
+            return Attempt(record(), failure=Failure("environment", message))
+
+    def _run(self, task: HarnessTask) -> tuple[Any, Failure | None]:
+        """Return the harness's output, and how it failed."""
+        if self.function is None:
+            return self._run_command(task)
+        deadline = f"generator.harness.deadline_seconds={self.cfg.deadline_seconds:g}"
+        try:
+            return call_before_deadline(self.cfg.deadline_seconds, _called, self.function, task), None
+        except DeadlineExceeded:
+            return None, harness_failure("hung", f"{self.cfg.function} did not return within {deadline}")
+        except InfraError:
+            raise
+        except Exception as error:  # the user's code may raise anything; it becomes the trajectory's failure
+            return None, harness_failure("error", f"{self.cfg.function} raised {type(error).__name__}: {error}")
+
+    def _run_command(self, task: HarnessTask) -> tuple[str, Failure | None]:
+        assert self.cfg.command is not None
+        words = task.command(self.cfg.command)
+        if self.cfg.sandbox == "local":
+            words = [task.sandbox.python, "-I", "-S", "-c", _FORWARDER, SOCKET, str(PORT), *words]
+        env = task.environment() | self.cfg.env
+        try:
+            process = task.sandbox.popen(words, env=env)
+        except ValueError as error:  # what no system can start: a zero byte or megabytes in an argument
+            return "", harness_failure("crashed", f"the command cannot be started: {error}")
+        process.stdin.close()
+        output = _last_of(process.stdout, task.sandbox.limits.output_bytes)
+        result = process.wait(_FURTHER_SECONDS)
+        return output, self._failure_of(result, output)
+
+    def _failure_of(self, result: ExecResult, output: str) -> Failure | None:
+        if result.ok:
+            return None
+        said = (result.stderr.strip() or output.strip())[-_LAST_WORDS:]
+        if result.outcome == "wall_time":
+            deadline = f"generator.harness.deadline_seconds={self.cfg.deadline_seconds:g}"
+            return harness_failure("hung", f"it was ended after {deadline}; its last words: {said}")
+        if result.outcome != "exited":
+            return harness_failure("limit", f"it was ended by the sandbox's limit of {result.outcome}: {said}")
+        if result.returncode == UNREACHABLE and self.cfg.sandbox == "local":
+            return harness_failure("unreachable", said)
+        if result.returncode == NOT_STARTED:
+            said += f"\nIs {(self.cfg.command or [''])[0]!r} visible in the sandbox (generator.harness.visible)?"
+        return harness_failure("crashed", f"exit status {result.returncode}: {said}")
+
+    def _grade(self, task: HarnessTask, output: Any) -> float:
+        """Return the reward. Raises RolloutError of kind `reward`, InfraError."""
+        if self.grader is None and task.row.get("grade"):
+            return grade_by_command(task, self.cfg.grade_seconds)
+        if self.grader is None:
+            return checked_reward(output, f"generator.harness.function={self.cfg.function} (there is no grader)")
+        source = f"generator.harness.grader={self.cfg.grader}"
+        try:
+            value = call_before_deadline(self.cfg.grade_seconds, _called, self.grader, task, output)
+        except DeadlineExceeded:
+            late = f"did not return within generator.harness.grade_seconds={self.cfg.grade_seconds:g}"
+            raise RolloutError("reward", f"{source} {late}") from None
+        except InfraError:
+            raise
+        except Exception as error:  # the user's code may raise anything; it becomes the trajectory's failure
+            raise RolloutError("reward", f"{source} raised {type(error).__name__}: {error}") from error
+        return checked_reward(value, source)
+
+
+def _judged(record: "SessionRecord", failure: Failure | None) -> Failure | None:
+    """Return what a trajectory failed of, with what is known of its requests. One that used up its budget ended for
+    that reason, however its harness took the refusal."""
+    if failure is not None and failure.kind == "infrastructure":
+        return failure
+    if not record.turns:
+        message = f"{record.num_admitted} requests, none was answered in full"
+        if not record.num_admitted:
+            message = "it made no request that the endpoint accepted. Does it read OPENAI_BASE_URL and OPENAI_API_KEY?"
+        return harness_failure("no_answer", message + ("" if failure is None else f" ({failure.message})"))
+    return None if record.used_up else failure
+
+
+def _called(function: Callable[..., Any], *args: object) -> Any:
+    """Call a function; one that is asynchronous in an event loop of its own."""
+    result = function(*args)
+    if not inspect.isawaitable(result):
+        return result
+
+    async def awaited() -> Any:
+        return await result
+
+    return asyncio.run(awaited())
+
+
+def _last_of(stream: IO[bytes], num_bytes: int) -> str:
+    """Read to the end and return the last part."""
+    parts: deque[bytes] = deque()
+    size = 0
+    with contextlib.suppress(OSError, ValueError):  # closed under us: the sandbox was ended
+        while part := stream.read(1 << 16):
+            parts.append(part)
+            size += len(part)
+            while size - len(parts[0]) >= num_bytes:
+                size -= len(parts.popleft())
+    return b"".join(parts)[-num_bytes:].decode(errors="replace")
+
+
+def load_function(setting: str, name: str | None) -> Callable[..., Any] | None:
+    """Import `package.module:function`. Raises ConfigError."""
+    if name is None:
+        return None
+    module, _, attribute = name.partition(":")
+    try:
+        function = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"{setting}={name!r} must be package.module:function, importable here (see PYTHONPATH): {error}"
+        ) from error
+    if not callable(function):
+        raise ConfigError(f"{setting}={name!r} is no function but {function!r}")
+    return function

@@ -1,0 +1,286 @@
+"""Harnesses: programs and functions that know a base URL and a key alone become trajectories, with every token as it
+was drawn, and whatever they do wrong has a name."""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from skyrl_gym.error import InfraError
+from skyrl_gym.sandbox import make_sandbox
+from skyrl_train.config import GeneratorConfig, SamplingParams
+from skyrl_train.config.harness import HarnessConfig
+from skyrl_train.errors import ConfigError
+from skyrl_train.generators.base import BatchMetadata, GeneratorInput, TrajectoryID
+from skyrl_train.generators.harness.generator import HarnessGenerator
+from skyrl_train.generators.harness.task import HarnessTask
+from skyrl_train.inference_engines.base import EngineInfo, InferenceEngineInput, InferenceEngineOutput
+from skyrl_train.rollouts.types import RolloutBatch, Trajectory
+
+from .conftest import ScriptedEngine
+
+
+def sandbox_works() -> bool:
+    try:
+        make_sandbox("local")
+    except InfraError:
+        return False
+    return True
+
+
+needs_sandbox = pytest.mark.skipif(not sandbox_works(), reason="bubblewrap does not work here")
+
+ASK = """ask() {
+    curl -sS --fail-with-body "$OPENAI_BASE_URL/chat/completions" \\
+        -H "Authorization: Bearer $OPENAI_API_KEY" -H 'Content-Type: application/json' \\
+        -d "{\\"model\\": \\"$SKYRL_MODEL\\", \\"temperature\\": 0, \\"messages\\": $1}"
+}
+"""
+"""A shell function: the endpoint's answer to messages."""
+ONCE = ASK + 'ask \'[{"role": "user", "content": "go"}]\'\n'
+PASSES = {"command": ["sh", "-c", "exit 0"]}
+
+
+class Model(ScriptedEngine):
+    """Engine that answers by a function of the prompt's text."""
+
+    def __init__(self, tokenizer: Any, answer: Callable[[str], str], max_model_len: int = 512) -> None:
+        super().__init__(tokenizer, {})
+        self.answer, self.max_model_len = answer, max_model_len
+
+    async def describe(self) -> EngineInfo:
+        size = self.max_model_len
+        return EngineInfo(backend="scripted", release="0", model="m", vocab_size=200, max_model_len=size, dtype=None)
+
+    async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
+        self.requests.append(input_batch)
+        [prompt], params = input_batch["prompt_token_ids"] or [], input_batch.get("sampling_params") or {}
+        text = self.answer(self.tokenizer.decode(prompt))
+        ids: Any = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id]
+        is_cut = len(ids) > params["max_tokens"]
+        ids = ids[: params["max_tokens"]]
+        return InferenceEngineOutput(
+            responses=[text],
+            response_ids=[ids],
+            stop_reasons=["length" if is_cut else "stop"],
+            response_logprobs=[[-0.5 - place for place in range(len(ids))]],
+            weight_versions=[[7] * len(ids)],
+        )
+
+
+async def trajectories_of(
+    engine: Model, harness: HarnessConfig, rows: Sequence[dict[str, Any]], **settings: Any
+) -> tuple[list[Trajectory], RolloutBatch]:
+    sampling = SamplingParams(max_generate_length=60)
+    cfg = GeneratorConfig(model_name="m", sampling_params=sampling, harness=harness, max_rollout_retries=0, **settings)
+    generator = HarnessGenerator(cfg, engine, engine.tokenizer)
+    batch = GeneratorInput(
+        prompts=[[{"role": "user", "content": f"task {number}"}] for number in range(len(rows))],
+        env_classes=[""] * len(rows),
+        env_extras=list(rows),
+        trajectory_ids=[TrajectoryID(f"row {number}", 0) for number in range(len(rows))],
+        batch_metadata=BatchMetadata(1, "train"),
+    )
+    rollouts = await generator.generate_groups(batch)
+    return rollouts.trajectories, rollouts
+
+
+def certified(trajectory: Trajectory) -> Any:
+    assert trajectory.certificate is not None
+    return trajectory.certificate
+
+
+@needs_sandbox
+async def test_programs_in_a_sandbox_become_trajectories_and_each_failure_has_a_name(characters: Any):
+    """Shell scripts with curl: one that works, and those that a user may bring in the first hour."""
+    scripts = {
+        "works": ASK + 'ask "[{\\"role\\": \\"user\\", \\"content\\": \\"$SKYRL_TASK\\"}]" > answer.json\n'
+        "grep -o 'fixed[0-9]*' answer.json > result; test \"$(cat result)\" = fixed0\n"
+        "! curl -sS -m 1 http://192.0.2.1 2>/dev/null\n",
+        "crashes": ONCE + "exit 3\n",
+        "hangs": ONCE + "sleep 60\n",
+        "silent": "echo I need no model\n",
+        "wrong key": "OPENAI_API_KEY=other\n" + ONCE,
+        "no program": "exec no-such-program\n",
+        "never ends": ONCE + 'while ask \'[{"role": "user", "content": "again"}]\'; do :; done; exit 9\n',
+    }
+    rows = [{"files": {"agent.sh": text, "other": None}, "grade": PASSES} for text in scripts.values()]
+    rows[0]["grade"] = {"command": ["sh", "check.sh"], "files": {"check.sh": 'test "$(cat result)" = fixed0'}}
+    harness = HarnessConfig(command=["sh", "agent.sh"], deadline_seconds=3, max_turns=3)
+    model = Model(characters, lambda prompt: "fixed" + prompt.split("task ")[1][0] if "task" in prompt else "ok")
+    started = time.monotonic()
+    trajectories, rollouts = await trajectories_of(model, harness, rows)
+    found = dict(zip(scripts, trajectories, strict=True))
+
+    works = found["works"]
+    assert (works.failure, works.reward, works.stop_reason) == (None, 1.0, "stop")
+    assert (certified(works).num_trained, certified(works).exact_share) == (len("fixed0") + 1, 1.0)
+    assert works.samples[0].log_probs == [-0.5 - place for place in range(7)]
+    assert all(request["sampling_params"]["temperature"] == 1.0 for request in model.requests), "not the harness's 0"
+
+    messages = {name: each.failure.message for name, each in found.items() if each.failure is not None}
+    assert messages["crashes"].startswith("harness crashed: exit status 3")
+    assert messages["hangs"].startswith("harness hung: it was ended after generator.harness.deadline_seconds=3")
+    assert messages["silent"].startswith("harness no_answer: it made no request that the endpoint accepted")
+    assert "401" in messages["wrong key"] and "harness no_answer" in messages["wrong key"]
+    assert "no-such-program" in messages["no program"]
+    for name in messages:
+        assert (found[name].reward, sum(map(sum, (s.loss_mask for s in found[name].samples)))) == (0.0, 0)
+
+    ends = found["never ends"]  # its own budget's end is none of its faults
+    assert (ends.failure, ends.reward, ends.stop_reason, len(ends.turn_lengths)) == (None, 1.0, "length", 2)
+    assert certified(ends).not_trained == {"repeated_request": 3}, "the second of the three asked for the same again"
+    assert rollouts.metrics["harness/num_crashed"] == 1 and rollouts.metrics["harness/num_no_answer"] == 3
+    assert rollouts.metrics["tokens/exact_share"] == 1.0
+    assert time.monotonic() - started < 60
+
+
+def client_of(task: HarnessTask) -> OpenAI:
+    return OpenAI(base_url=task.base_url, api_key=task.api_key, max_retries=0)
+
+
+def ask(task: HarnessTask, *messages: tuple[str, str]) -> str:
+    with client_of(task) as client:
+        said = [{"role": role, "content": content} for role, content in messages]
+        answer = client.chat.completions.create(model=task.model, messages=said)  # type: ignore[arg-type]
+        return answer.choices[0].message.content or ""
+
+
+SYSTEM = "You are a careful agent of many words."
+
+
+def compacting(task: HarnessTask) -> float:
+    """Two turns, then a summary in place of the history, then two more."""
+    history = [("system", SYSTEM), ("user", task.text)]
+    for _ in range(2):
+        history += [("assistant", ask(task, *history)), ("user", "go on")]
+    short = [("system", SYSTEM), ("user", "a summary of it")]
+    short += [("assistant", ask(task, *short)), ("user", "finish")]
+    ask(task, *short)
+    return 1.0
+
+
+def delegating(task: HarnessTask) -> float:
+    """A sub-agent of two turns between the two turns of an agent."""
+    history = [("system", SYSTEM), ("user", task.text)]
+    history += [("assistant", ask(task, *history)), ("user", "the sub-agent says")]
+    other = [("user", "another's work")]
+    other += [("assistant", ask(task, *other)), ("user", "more")]
+    ask(task, *other)
+    ask(task, *history)
+    return 0.5
+
+
+FUNCTIONS = {
+    "compacting": (compacting, [2, 2], [0, None]),
+    "delegating": (delegating, [2, 2], [None]),
+}
+
+
+@pytest.mark.parametrize("name", list(FUNCTIONS))
+async def test_a_function_that_rewrites_its_history_gives_a_tree(name: str, characters: Any):
+    function, _, _ = FUNCTIONS[name]
+    harness = HarnessConfig(function=f"{__name__}:{function.__name__}", sandbox="process")
+    numbers = iter(range(100, 200))
+    [trajectory], _ = await trajectories_of(Model(characters, lambda _: f"word {next(numbers)}"), harness, [{}])
+    certificate = certified(trajectory)
+    assert trajectory.failure is None and trajectory.reward == (1.0 if name == "compacting" else 0.5)
+    written = ["".join(characters.decode(_trained(sample))) for sample in trajectory.samples]
+    end = "<|im_end|>"
+    if name == "compacting":
+        assert written == [f"word 100{end}word 101{end}", f"word 102{end}word 103{end}"]
+        shared = f"<|im_start|>system\n{SYSTEM}{end}\n<|im_start|>user\n"
+        assert [(b.parent, b.start) for b in certificate.branches] == [(None, 0), (0, len(_ids(characters, shared)))]
+    else:
+        assert written == [f"word 100{end}word 103{end}", f"word 101{end}word 102{end}"]
+    assert certificate.new_rows == {"new_context": 1}
+    assert (certificate.exact_share, certificate.num_drawn, certificate.num_trained) == (1.0, 36, 36)
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _trained(sample: Any) -> list[int]:
+    return [token for token, mask in zip(sample.response_ids, sample.loss_mask, strict=True) if mask]
+
+
+def misbehaving(task: HarnessTask) -> Any:
+    """Do what the row says."""
+    if task.row["does"] != "nothing":
+        ask(task, ("user", task.text))
+    if task.row["does"] == "raise":
+        raise KeyError("oops")
+    if task.row["does"] == "hang":
+        time.sleep(3)
+        ask(task, ("user", "too late"))
+    return {"words": "many", "nan": float("nan")}.get(task.row["does"], 0.25)
+
+
+async def asynchronous(task: HarnessTask) -> float:
+    return float(len(ask(task, ("user", task.text))))
+
+
+def bad_grader(task: HarnessTask, output: Any) -> float:
+    raise RuntimeError(f"cannot grade {output}")
+
+
+async def test_functions_that_fail_are_named_and_those_that_return_a_number_are_rewarded(characters: Any):
+    def harness(function: str, **settings: Any) -> HarnessConfig:
+        return HarnessConfig(function=f"{__name__}:{function}", sandbox="process", deadline_seconds=1, **settings)
+
+    rows = [{"does": does} for does in ("well", "raise", "hang", "nothing", "words", "nan")]
+    model = Model(characters, lambda _: "yes")
+    trajectories, _ = await trajectories_of(model, harness("misbehaving"), rows)
+    assert trajectories[0].failure is None and trajectories[0].reward == 0.25
+    messages = [each.failure.message for each in trajectories if each.failure is not None]
+    for message, words in zip(
+        messages, ("KeyError", "hung", "no_answer", "finite number; got 'many'", "nan"), strict=True
+    ):
+        assert words in message
+    [trajectory], _ = await trajectories_of(model, harness("asynchronous"), [{}])
+    assert trajectory.reward == 3.0
+    [trajectory], _ = await trajectories_of(model, harness("asynchronous", grader=f"{__name__}:bad_grader"), [{}])
+    assert trajectory.failure is not None and trajectory.failure.kind == "reward"
+    assert "cannot grade 3.0" in trajectory.failure.message
+
+
+async def test_budgets_of_tokens_and_a_full_context_end_a_trajectory_without_a_failure(characters: Any):
+    """The function goes on for as long as it is answered; then the SDK raises."""
+    harness = HarnessConfig(function=f"{__name__}:endless", sandbox="process", max_tokens=25)
+    model = Model(characters, lambda _: "0123456789")
+    grader = {"grader": f"{__name__}:by_output"}
+    [trajectory], _ = await trajectories_of(model, HarnessConfig(**{**vars(harness), **grader}), [{}])
+    assert (trajectory.failure, trajectory.turn_lengths, trajectory.stop_reason) == (None, [11, 11, 3], "length")
+    full = HarnessConfig(**{**vars(harness), **grader, "max_tokens": None, "sampling": "harness"})
+    [trajectory], _ = await trajectories_of(Model(characters, lambda _: "0123456789", 80), full, [{}])
+    assert (trajectory.failure, trajectory.stop_reason, trajectory.reward) == (None, "length", 0.75)
+
+
+def endless(task: HarnessTask) -> None:
+    history = [("user", task.text)]
+    while True:
+        history += [("assistant", ask(task, *history)), ("user", "go on")]
+
+
+def by_output(task: HarnessTask, output: Any) -> float:
+    return 0.75
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"function": "no_such_module:run"}, "generator.harness.function='no_such_module:run' must be package.module"),
+        ({"function": "json:no_such"}, "has no attribute 'no_such'"),
+        ({"command": ["sh"]}, "row 0 of data.train_data has no column `grade`"),
+    ],
+)
+def test_what_cannot_work_is_said_before_anything_starts(settings: Any, message: str, characters: Any):
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
+        generator = HarnessGenerator(
+            GeneratorConfig(model_name="m", harness=HarnessConfig(**settings)), None, characters
+        )
+        generator.check_rows([{"prompt": json.dumps([])}], "data.train_data")
