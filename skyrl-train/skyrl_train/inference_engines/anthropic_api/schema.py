@@ -9,6 +9,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from skyrl_train.inference_engines.openai_api.errors import refused
+from skyrl_train.inference_engines.openai_api.field_errors import field_error
 from skyrl_train.inference_engines.openai_api.schema import json_object
 from skyrl_train.types import JsonObject
 
@@ -191,29 +192,14 @@ def parsed(kind: type[Body], raw: bytes) -> Body:
     try:
         request = kind.model_validate(values)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise refused(f"{_place(first['loc'], values)}: {first['msg']}") from error
+        wrong = field_error(error, values)
+        raise refused(f"{wrong.place}: {wrong.message}") from error
     for name, (neutral, instead) in _NEUTRAL.items():
         if values.get(name) not in neutral:
             raise refused(f"{name}: not supported here; {instead}")
     if isinstance(request, CountTokensRequest):
         _check_between_fields(request)
     return request
-
-
-def _place(location: tuple[int | str, ...], values: object) -> str:
-    """Return the path of a field, without pydantic's names of a union's members, which the request does not have."""
-    names: list[str] = []
-    for part in location:
-        is_index = isinstance(values, list) and isinstance(part, int) and part < len(values)
-        if is_index or (isinstance(values, dict) and part in values):
-            values = values[part]  # pyright: ignore[reportIndexIssue, reportArgumentType, reportCallIssue, reportOptionalSubscript]
-        elif isinstance(values, dict) and part == location[-1]:  # a field that is missing
-            values = None
-        else:
-            continue
-        names.append(str(part))
-    return ".".join(names) or "body"
 
 
 def _check_between_fields(request: CountTokensRequest) -> None:

@@ -2,7 +2,6 @@
 assistant message that it was, so that its tokens stay those that were drawn."""
 
 import base64
-import binascii
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -210,5 +209,5 @@ def _thought(part: ThinkingPart) -> str:
         return part.thinking
     try:
         return base64.b64decode(part.signature.removeprefix(_HIDDEN_THOUGHT), validate=True).decode()
-    except (binascii.Error, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise refused("thinking: Invalid `signature` in `thinking` block") from error

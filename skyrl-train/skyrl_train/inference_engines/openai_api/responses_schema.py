@@ -5,6 +5,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from skyrl_train.inference_engines.openai_api.errors import ApiError, refused
+from skyrl_train.inference_engines.openai_api.field_errors import field_error
 from skyrl_train.inference_engines.openai_api.schema import StreamOptions, json_object, validated
 from skyrl_train.types import JsonObject
 
@@ -203,10 +204,10 @@ def item_of(kind: type[Item], values: JsonObject, where: str) -> Item:
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join([where, *(str(part) for part in first["loc"])])
-        code = "missing_required_parameter" if first["type"] == "missing" else "invalid_type"
-        raise refused(f"{place}: {first['msg']}", place, code) from error
+        wrong = field_error(error, values)
+        place = f"{where}.{wrong.place}"
+        code = "missing_required_parameter" if wrong.is_missing else "invalid_type"
+        raise refused(f"{place}: {wrong.message}", place, code) from error
 
 
 def texts_of(content: Content, where: str) -> list[str]:

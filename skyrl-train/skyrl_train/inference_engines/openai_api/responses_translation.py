@@ -2,7 +2,6 @@
 message, which is the one that was returned, so that its tokens stay those that were drawn."""
 
 import base64
-import binascii
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -205,7 +204,7 @@ def _thought(item: ReasoningItem, where: str) -> str | None:
         return None
     try:
         return base64.b64decode(item.encrypted_content.removeprefix(_ENCRYPTED), validate=True).decode()
-    except (binascii.Error, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise refused(
             f"{where}.encrypted_content: The encrypted content could not be verified.",
             f"{where}.encrypted_content",

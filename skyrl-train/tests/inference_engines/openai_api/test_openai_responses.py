@@ -101,8 +101,11 @@ async def test_events_of_a_stream_are_those_of_the_original_in_their_order():
 
 async def test_an_answer_that_is_cut_off_is_incomplete():
     async with scripted(always("<think>one two three four")) as server, client_of(server) as client:
-        for streams in (False, True):
-            response = await respond(client, streams, model="tiny", input="?", max_output_tokens=16)
+        asked = {"model": "tiny", "input": "?", "max_output_tokens": 16}
+        whole = await client.responses.create(**asked)
+        *_, last = [event async for event in await client.responses.create(**asked, stream=True)]
+        assert last.type == "response.incomplete"
+        for response in (whole, last.response):
             assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
             assert [(item.type, item.status) for item in response.output] == [("reasoning", "incomplete")]
 
