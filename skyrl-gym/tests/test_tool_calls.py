@@ -20,7 +20,7 @@ def test_text_without_a_call_has_no_calls(text, format):
 
 
 def test_an_unknown_format_is_named():
-    with pytest.raises(ValueError, match="format must be one of xml, hermes, llama3_json, gpt_oss; got 'yaml'"):
+    with pytest.raises(ValueError, match=r"format must be one of xml, hermes, .*, gemma; got 'yaml'"):
         parse_tool_calls("", "yaml")  # type: ignore[arg-type]
 
 
@@ -228,6 +228,14 @@ def test_calls_beyond_a_hundred_are_one_complaint():
         ("gpt_oss", "<|message|>" * 50_000),
         ("gpt_oss", "to=" * 100_000 + "<|message|>"),
         ("gpt_oss", "<|start|>assistant to=functions.a<|message|>{" * 20_000),
+        ("deepseek", "<｜tool▁call▁begin｜>" * 20_000),
+        ("glm", "<tool_call>a" + "<arg_key>b" * 20_000),
+        ("kimi", "<|tool_call_begin|>a:0<|tool_call_argument_begin|>" * 20_000),
+        ("mistral", "[TOOL_CALLS][" * 20_000),
+        ("mistral", "[TOOL_CALLS]a[ARGS]" * 20_000),
+        ("minimax", '<invoke name="a">' + '<parameter name="b">' * 20_000),
+        ("gemma", "<|tool_call>call:a{" + 'b:<|"|>' * 20_000),
+        ("gemma", "<|tool_call>call:a{b:" + "[" * 50_000 + "}<tool_call|>"),
     ],
 )
 def test_long_nonsense_is_read_in_no_time(format, text):

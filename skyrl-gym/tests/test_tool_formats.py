@@ -245,9 +245,23 @@ def test_results_of_several_native_calls():
     calls = TOOL_FORMATS["hermes"].parse(f"{HERMES}<tool_call>nothing</tool_call>{HERMES}", TOOLS)
     first, wrong, last = calls
     assert isinstance(wrong, Invalid) and "Malformed tool call" in wrong.reason
-    messages = TOOL_FORMATS["hermes"].result_messages([(first, "1"), (None, wrong.reason), (last, "2")])
-    assert [(m["role"], m["content"]) for m in messages] == [("tool", "1"), ("tool", "2"), ("user", wrong.reason)]
-    assert [m.get("tool_call_id") for m in messages] == ["call00000", "call00001", None]
+    messages = TOOL_FORMATS["hermes"].result_messages(
+        [(first, "1"), (wrong, wrong.reason), (last, "2"), (None, "Go on.")]
+    )
+    assert [(m["role"], m["content"]) for m in messages] == [
+        *(("tool", text) for text in ("1", wrong.reason, "2")),
+        ("user", "Go on."),
+    ]
+    assert [m.get("tool_call_id") for m in messages] == ["call00000", "call00001", "call00002", None]
+
+
+def test_mistral_answer_gives_its_calls_to_the_template():
+    mistral = TOOL_FORMATS["mistral"]
+    text = 'Hm.[TOOL_CALLS]edit[ARGS]{"path": "a"}</s>'
+    message = mistral.answer_message(text, [ToolCall("edit", {"path": "a"})])
+    assert message["content"] == "Hm." and message["tool_calls"][0]["id"] == "call00000"
+    wrong = mistral.parse("[TOOL_CALLS]edit", TOOLS)
+    assert mistral.result_messages([(wrong[0], "why")]) == [{"role": "user", "content": "why"}]
 
 
 def test_harmony_answer_is_split_into_channels():

@@ -10,7 +10,7 @@ from skyrl_agent.config.task_file import GeneratorSection
 from skyrl_agent.errors import ConfigError
 from skyrl_agent.types import Message, Tokenizer
 from skyrl_gym.chat.tool_calls import Invalid, ToolCall
-from skyrl_gym.chat.tool_formats import TOOL_FORMATS
+from skyrl_gym.chat.tool_formats import TOOL_FORMATS, Result
 
 
 class PromptBuilder:
@@ -69,9 +69,7 @@ class PromptBuilder:
 
     def results(self, calls: Sequence[ToolCall | Invalid], texts: Sequence[str]) -> list[Message]:
         """Build the messages of results, or of the fact that there was no call."""
-        results = [
-            (call if isinstance(call, ToolCall) else None, text) for call, text in zip(calls, texts, strict=True)
-        ]
+        results: list[Result] = list(zip(calls, texts, strict=True))
         return self.format.result_messages(results or [(None, prompts.no_call(list(self.toolbox.tools)))])
 
     def with_reminder(self, messages: Sequence[Message], step: int, tokens_left: int) -> list[Message]:

@@ -3,15 +3,24 @@
 The text must still have the special tokens that a format is made of (`skip_special_tokens=False`).
 """
 
-import json
 import re
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from itertools import islice
-from typing import Literal, NamedTuple
+from typing import Literal
 
+from skyrl_gym.chat import family_calls
+from skyrl_gym.chat.call_parts import (
+    Located,
+    Malformed,
+    ToolCall,
+    after_space,
+    after_thought,
+    json_call,
+    json_object,
+    whole_json_object,
+)
 from skyrl_gym.graders.results import Invalid
 from skyrl_gym.tools.signature import SOLE_ARGUMENT
 
@@ -20,28 +29,9 @@ __all__ = ["CallSyntax", "Invalid", "ToolCall", "before_tool_calls", "parse_tool
 MAX_CALLS = 100
 """Maximum number of calls read of one turn."""
 
-CallSyntax = Literal["xml", "hermes", "llama3_json", "gpt_oss"]
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """Well-formed call. Name and arguments are checked by the tool, not here."""
-
-    name: str
-    arguments: dict[str, object] = field(default_factory=dict)
-    """Arguments by name; the name is `SOLE_ARGUMENT` in formats with one unnamed argument."""
-    id: str | None = None
-
-
-class _Located(NamedTuple):
-    call: ToolCall | Invalid
-    start: int
-    end: int
-    """Characters `[start, end)` of the text hold the call with its tags."""
-
-
-class _Malformed(ValueError):
-    """Malformed call. The text is addressed to the model."""
+CallSyntax = Literal[
+    "xml", "hermes", "llama3_json", "gpt_oss", "deepseek", "glm", "kimi", "mistral", "minimax", "gemma"
+]
 
 
 def parse_tool_calls(text: str, format: CallSyntax) -> list[ToolCall | Invalid]:
@@ -54,8 +44,9 @@ def parse_tool_calls(text: str, format: CallSyntax) -> list[ToolCall | Invalid]:
     - `llama3_json`: `{"name": ..., "parameters": {...}}` and nothing else, or after `<|python_tag|>`; several with `;`
       between.
     - `gpt_oss` (harmony, https://cookbook.openai.com/articles/openai-harmony): a message to `functions.name`.
+    - `deepseek`, `glm`, `kimi`, `mistral`, `minimax`, `gemma`: `family_calls`.
 
-    In `hermes` and `llama3_json` the text before `</think>` is a thought and has no calls. The end of the text
+    In all but `xml` and `gpt_oss` the text before `</think>` is a thought and has no calls. The end of the text
     stands in for the last closing tag or token of JSON, since a stop string may have taken it. No text raises. The
     calls after the first `MAX_CALLS` are one `Invalid`.
 
@@ -83,7 +74,7 @@ def split_tool_calls(text: str, format: CallSyntax) -> tuple[str, list[ToolCall]
 def before_tool_calls(text: str, format: Literal["hermes", "llama3_json"]) -> str:
     """Return the beginning of an unfinished turn that stays text whatever follows: the text before anything that may
     become a call, without the white space before it."""
-    start = len(text) - len(_after_thought(text))
+    start = len(text) - len(after_thought(text))
     if format == "llama3_json" and text[start:].lstrip()[:1] in ("", "{"):
         return text[:start].rstrip()
     openings = (_CALL_OPEN, "<function=") if format == "hermes" else (_PYTHON_TAG,)
@@ -92,7 +83,7 @@ def before_tool_calls(text: str, format: Literal["hermes", "llama3_json"]) -> st
     return text[: end - held].rstrip()
 
 
-def _located_calls(text: str, format: CallSyntax) -> list[_Located]:
+def _located_calls(text: str, format: CallSyntax) -> list[Located]:
     if format not in _PARSERS:
         raise ValueError(f"format must be one of {', '.join(_PARSERS)}; got {format!r}")
     calls = list(islice(_PARSERS[format](text), MAX_CALLS + 1))
@@ -106,15 +97,15 @@ def _located_calls(text: str, format: CallSyntax) -> list[_Located]:
 _TAG = re.compile(r"<(/?)(\w+)>")
 
 
-def _xml(text: str) -> Iterator[_Located]:
+def _xml(text: str) -> Iterator[Located]:
     position = text.find("<tool>")
     while position >= 0:
         start = position + len("<tool>")
         end = text.find("</tool>", start)
         if end < 0:
-            yield _Located(Invalid("No <tool>...</tool> block: <tool> is not closed by </tool>"), position, len(text))
+            yield Located(Invalid("No <tool>...</tool> block: <tool> is not closed by </tool>"), position, len(text))
             return
-        yield _Located(_xml_call(text[start:end]), position, end + len("</tool>"))
+        yield Located(_xml_call(text[start:end]), position, end + len("</tool>"))
         position = text.find("<tool>", end)
 
 
@@ -133,65 +124,6 @@ def _xml_call(body: str) -> ToolCall | Invalid:
     return Invalid("No valid inner tool tag: write <tool><name>argument</name></tool> with the tool's name")
 
 
-# JSON, shared by the other formats
-
-_DECODER = json.JSONDecoder(strict=False)  # models break lines inside strings
-_SPACE = re.compile(r"\s*")
-
-
-def _after_space(text: str, position: int) -> int:
-    found = _SPACE.match(text, position)
-    return found.end() if found else position
-
-
-def _json_object(text: str, position: int) -> tuple[dict[str, object], int]:
-    """Return the object that begins at `position`, and its end. Raises `_Malformed`."""
-    if not text.startswith("{", position):
-        raise _Malformed("a tool call must be a JSON object, beginning with {")
-    try:
-        value, end = _DECODER.raw_decode(text, position)
-    except json.JSONDecodeError as failure:
-        raise _Malformed(f"not valid JSON: {failure.msg} at character {failure.pos - position}") from failure
-    except (ValueError, RecursionError) as failure:  # a number of thousands of digits, thousands of brackets
-        raise _Malformed("not valid JSON: a number is too long or the nesting too deep") from failure
-    return value, end
-
-
-def _json_call(call: dict[str, object]) -> ToolCall:
-    """Read a call from JSON, where `parameters` is another name of `arguments`. Raises `_Malformed`."""
-    name = call.get("name")
-    if not isinstance(name, str) or not name.strip():
-        raise _Malformed('a tool call needs "name", the name of the tool')
-    unknown = set(call) - {"name", "arguments", "parameters", "id", "type"}
-    if unknown:
-        raise _Malformed(f'{min(unknown)[:50]!r} does not belong beside "name": put arguments inside "arguments"')
-    if "arguments" in call and "parameters" in call:
-        raise _Malformed('a tool call has "arguments" or "parameters", not both')
-    arguments = call.get("arguments", call.get("parameters"))
-    if isinstance(arguments, str):  # an object written as text, as in OpenAI's responses
-        arguments = _whole_json_object(arguments)
-    if arguments is not None and not isinstance(arguments, dict):
-        raise _Malformed('"arguments" must be an object with a value for each argument name')
-    identifier = call.get("id")
-    return ToolCall(name.strip(), arguments or {}, identifier if isinstance(identifier, str) else None)
-
-
-def _whole_json_object(text: str) -> dict[str, object]:
-    """Parse a text that is one JSON object. Raises `_Malformed`."""
-    value, end = _json_object(text, _after_space(text, 0))
-    if _after_space(text, end) != len(text):
-        raise _Malformed("something follows after the JSON object")
-    return value
-
-
-def _after_thought(text: str) -> str:
-    """Return the text after a thought, whose beginning may stand in the prompt."""
-    thought, end, rest = text.partition("</think>")
-    if end:
-        return rest
-    return "" if thought.lstrip().startswith("<think>") else text
-
-
 # hermes
 
 _CALL_OPEN, _CALL_CLOSE = "<tool_call>", "</tool_call>"
@@ -199,41 +131,41 @@ _FUNCTION = re.compile(r"<function=([^<>\s]+)>")
 _PARAMETER = re.compile(r"<parameter=([^<>\s]+)>")
 
 
-def _hermes(text: str) -> Iterator[_Located]:
-    first = len(text) - len(_after_thought(text))
+def _hermes(text: str) -> Iterator[Located]:
+    first = len(text) - len(after_thought(text))
     position = text.find(_CALL_OPEN, first)
     if position < 0:
         yield from _bare_functions(text, first)
     while position >= 0:
-        start = _after_space(text, position + len(_CALL_OPEN))
+        start = after_space(text, position + len(_CALL_OPEN))
         try:
             call, end = _function_call(text, start) if text.startswith("<", start) else _hermes_call(text, start)
-            end = _after_space(text, end)
+            end = after_space(text, end)
             if end < len(text) and not text.startswith((_CALL_CLOSE, "<|im_end|>"), end):
-                raise _Malformed(f"a call must be followed by {_CALL_CLOSE}")
-        except _Malformed as failure:
+                raise Malformed(f"a call must be followed by {_CALL_CLOSE}")
+        except Malformed as failure:
             call = Invalid(f"Malformed tool call: {failure}")
             end = text.find(_CALL_CLOSE, start)
             end = len(text) if end < 0 else end
         end += len(_CALL_CLOSE) if text.startswith(_CALL_CLOSE, end) else 0
-        yield _Located(call, position, end)
+        yield Located(call, position, end)
         position = text.find(_CALL_OPEN, end)
 
 
 def _hermes_call(text: str, start: int) -> tuple[ToolCall, int]:
-    value, end = _json_object(text, start)
-    return _json_call(value), end
+    value, end = json_object(text, start)
+    return json_call(value), end
 
 
-def _bare_functions(text: str, first: int) -> Iterator[_Located]:
+def _bare_functions(text: str, first: int) -> Iterator[Located]:
     """Parse calls without `<tool_call>`, which Qwen3-Coder omits at times."""
     position = text.find("<function=", first) if text.find("</function>", first) >= 0 else -1
     while position >= 0:
         try:
             call, end = _function_call(text, position)
-        except _Malformed as failure:
+        except Malformed as failure:
             call, end = Invalid(f"Malformed tool call: {failure}"), position + 1
-        yield _Located(call, position, end)
+        yield Located(call, position, end)
         position = text.find("<function=", end)
 
 
@@ -241,18 +173,20 @@ def _function_call(text: str, start: int) -> tuple[ToolCall, int]:
     """Parse Qwen3-Coder's form, in which each value is text between line breaks of its own."""
     function = _FUNCTION.match(text, start)
     if function is None:
-        raise _Malformed('write {"name": ..., "arguments": {...}} or <function=name>...</function> in a tool call')
+        raise Malformed('write {"name": ..., "arguments": {...}} or <function=name>...</function> in a tool call')
     arguments: dict[str, object] = {}
-    position = _after_space(text, function.end())
+    position = after_space(text, function.end())
     while parameter := _PARAMETER.match(text, position):
         end = text.find("</parameter>", parameter.end())
         if end < 0:
-            raise _Malformed(f"<parameter={parameter[1][:50]}> is not closed by </parameter>")
+            raise Malformed(f"<parameter={parameter[1][:50]}> is not closed by </parameter>")
         value = text[parameter.end() : end]
+        if parameter[1] in arguments:
+            raise Malformed(f"{parameter[1][:50]!r} is given twice")
         arguments[parameter[1]] = value.removeprefix("\n").removesuffix("\n")
-        position = _after_space(text, end + len("</parameter>"))
+        position = after_space(text, end + len("</parameter>"))
     if not text.startswith("</function>", position):
-        raise _Malformed("<function=...> must hold <parameter=key>value</parameter> only, and end in </function>")
+        raise Malformed("<function=...> must hold <parameter=key>value</parameter> only, and end in </function>")
     return ToolCall(function[1], arguments), position + len("</function>")
 
 
@@ -262,30 +196,30 @@ _PYTHON_TAG = "<|python_tag|>"
 _LLAMA_ENDS = ("<|eom_id|>", "<|eot_id|>", "<|end_of_text|>")
 
 
-def _llama3_json(text: str) -> Iterator[_Located]:
-    thought_end = len(text) - len(_after_thought(text))
+def _llama3_json(text: str) -> Iterator[Located]:
+    thought_end = len(text) - len(after_thought(text))
     tag = text.find(_PYTHON_TAG, thought_end)
     begin = tag if tag >= 0 else thought_end
     ends = [at for token in _LLAMA_ENDS if (at := text.find(token, begin)) >= 0]
     body = text[: min(ends, default=len(text))]
-    position = _after_space(body, tag + len(_PYTHON_TAG) if tag >= 0 else begin)
+    position = after_space(body, tag + len(_PYTHON_TAG) if tag >= 0 else begin)
     if tag < 0 and not _looks_like_llama_call(body, position):
         return
     while True:
         try:
-            value, end = _json_object(body, position)
-            call = _json_call(value)
-        except _Malformed as failure:
-            yield _Located(Invalid(f"Malformed tool call: {failure}"), begin, len(text))
+            value, end = json_object(body, position)
+            call = json_call(value)
+        except Malformed as failure:
+            yield Located(Invalid(f"Malformed tool call: {failure}"), begin, len(text))
             return
-        position = _after_space(body, end)
+        position = after_space(body, end)
         if position < len(body) and body[position] != ";":
-            yield _Located(call, begin, end)
+            yield Located(call, begin, end)
             failure = "several calls are separated by ; and nothing else stands beside them"
-            yield _Located(Invalid(f"Malformed tool call: {failure}"), end, len(text))
+            yield Located(Invalid(f"Malformed tool call: {failure}"), end, len(text))
             return
-        following = _after_space(body, position + 1)
-        yield _Located(call, begin, following if following < len(body) else len(text))
+        following = after_space(body, position + 1)
+        yield Located(call, begin, following if following < len(body) else len(text))
         if following >= len(body):
             return
         begin = position = following
@@ -296,8 +230,8 @@ def _looks_like_llama_call(body: str, position: int) -> bool:
     if not body.startswith("{", position):
         return False
     try:
-        return "name" in _json_object(body, position)[0]
-    except _Malformed:
+        return "name" in json_object(body, position)[0]
+    except Malformed:
         return '"name"' in body
 
 
@@ -308,7 +242,7 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _AUTHOR = re.compile(r"\s*([\w.-]+)")
 
 
-def _gpt_oss(text: str) -> Iterator[_Located]:
+def _gpt_oss(text: str) -> Iterator[Located]:
     """Parse `<|start|>header<|message|>content<|end|>`, whose first header begins in the prompt and whose recipient
     stands in the header, before or after the channel."""
     position = 0
@@ -324,7 +258,7 @@ def _gpt_oss(text: str) -> Iterator[_Located]:
         recipient = _RECIPIENT.search(header[2])
         if recipient and recipient[1] != "assistant" and _by_assistant(header[2], bool(header[1])):
             call = _harmony_call(recipient[1], content, is_json="json" in header[2])
-            yield _Located(call, start, end.end() if end else len(text))
+            yield Located(call, start, end.end() if end else len(text))
         if end is None:
             return
         position = end.end() if end[0] != "<|start|>" else end.start()
@@ -342,16 +276,17 @@ def _harmony_call(recipient: str, content: str, is_json: bool) -> ToolCall | Inv
     if not name:
         return Invalid("Malformed tool call: the recipient must be functions.NAME with the tool's name")
     try:
-        return ToolCall(name, _whole_json_object(content) if content.strip() else {})
-    except _Malformed as failure:
+        return ToolCall(name, whole_json_object(content) if content.strip() else {})
+    except Malformed as failure:
         if name == recipient and not is_json:
             return ToolCall(name, {SOLE_ARGUMENT: content})
         return Invalid(f"Malformed tool call to {recipient[:100]}: {failure}")
 
 
-_PARSERS: dict[str, Callable[[str], Iterator[_Located]]] = {
+_PARSERS: dict[str, Callable[[str], Iterator[Located]]] = {
     "xml": _xml,
     "hermes": _hermes,
     "llama3_json": _llama3_json,
     "gpt_oss": _gpt_oss,
+    **family_calls.PARSERS,
 }

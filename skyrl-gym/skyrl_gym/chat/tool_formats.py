@@ -3,17 +3,20 @@
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from skyrl_gym.chat import function_xml
 from skyrl_gym.chat.template import Message
-from skyrl_gym.chat.tool_calls import Invalid, ToolCall, parse_tool_calls
+from skyrl_gym.chat.tool_calls import CallSyntax, Invalid, ToolCall, parse_tool_calls
 from skyrl_gym.tools.signature import Schema
 
 __all__ = ["TOOL_FORMATS", "Invalid", "ToolCall", "ToolFormat"]
 
-Result = tuple[ToolCall | None, str]
-"""A call and its result; without a call: another text for the model."""
+MALFORMED = "malformed_call"
+"""Name of the tool in the message about a malformed call."""
+
+Result = tuple[ToolCall | Invalid | None, str]
+"""A call and its result; a malformed call and what is wrong with it; without a call: another text for the model."""
 
 
 class ToolFormat(ABC):
@@ -66,7 +69,9 @@ class FunctionXML(ToolFormat):
 
     def result_messages(self, results: Sequence[Result]) -> list[Message]:
         """Build one user message: some templates refuse two in a row."""
-        texts = [function_xml.result_text(call.name, text) if call else text for call, text in results]
+        texts = [
+            function_xml.result_text(call.name, text) if isinstance(call, ToolCall) else text for call, text in results
+        ]
         return [{"role": "user", "content": "\n\n".join(texts)}] if texts else []
 
 
@@ -74,19 +79,27 @@ class Native(ToolFormat):
     """Format of a model family. Results are tool messages; other texts are a user message after them."""
 
     schemas_in_template = True
-    syntax: ClassVar[Literal["hermes", "llama3_json", "gpt_oss"]]
+    answers_malformed_calls = True
+    """A malformed call stays in the answer's text, so that what is wrong with it is its result."""
+    syntax: CallSyntax
 
     def parse(self, text: str, schemas: Sequence[Schema]) -> list[ToolCall | Invalid]:
         return list(parse_tool_calls(text, self.syntax))
 
     def result_messages(self, results: Sequence[Result]) -> list[Message]:
-        calls = [(call, text) for call, text in results if call]
-        messages: list[Message] = [
-            {"role": "tool", "name": call.name, "tool_call_id": _call_id(call, index), "content": text}
-            for index, (call, text) in enumerate(calls)
-        ]
-        rest = "\n\n".join(text for call, text in results if not call)
-        return [*messages, {"role": "user", "content": rest}] if rest else messages
+        messages: list[Message] = []
+        for call, text in results:
+            if isinstance(call, ToolCall):
+                id = _call_id(call, len(messages))
+                messages.append({"role": "tool", "name": call.name, "tool_call_id": id, "content": text})
+            elif call is not None and self.answers_malformed_calls:
+                id = _call_id(None, len(messages))
+                messages.append({"role": "tool", "name": MALFORMED, "tool_call_id": id, "content": text})
+        rest = [text for call, text in results if self._is_apart(call)]
+        return [*messages, {"role": "user", "content": "\n\n".join(rest)}] if rest else messages
+
+    def _is_apart(self, call: ToolCall | Invalid | None) -> bool:
+        return call is None or (isinstance(call, Invalid) and not self.answers_malformed_calls)
 
 
 class Hermes(Native):
@@ -101,11 +114,43 @@ class Llama3JSON(Native):
     syntax = "llama3_json"
 
 
+class Marked(Native):
+    """Calls between special tokens, which stay in the answer's text (`family_calls`).
+
+    Args:
+        syntax: of the calls.
+    """
+
+    keeps_special_tokens = True
+
+    def __init__(self, syntax: CallSyntax) -> None:
+        self.syntax = syntax
+
+
+class Mistral(Native):
+    """`[TOOL_CALLS]`. The template takes the calls of an answer, not their text: it counts messages without calls."""
+
+    syntax = "mistral"
+    keeps_special_tokens = True
+    answers_malformed_calls = False
+
+    def answer_message(self, text: str, calls: Sequence[ToolCall]) -> Message:
+        if not calls:
+            return {"role": "assistant", "content": text}
+        content = text.partition("[TOOL_CALLS]")[0].strip()
+        return {
+            "role": "assistant",
+            "content": content,
+            "tool_calls": [_openai_call(call, index) for index, call in enumerate(calls)],
+        }
+
+
 class GptOss(Native):
     """Harmony: messages in channels. The template takes the parts of an answer, and one call of it."""
 
     syntax = "gpt_oss"
     keeps_special_tokens = True
+    answers_malformed_calls = False
 
     def answer_message(self, text: str, calls: Sequence[ToolCall]) -> Message:
         thought, final = _channel(text, "analysis"), _channel(text, "final")
@@ -129,9 +174,9 @@ def _channel(text: str, channel: str) -> str:
     return "\n".join(parts)
 
 
-def _call_id(call: ToolCall, index: int) -> str:
+def _call_id(call: ToolCall | None, index: int) -> str:
     """Return the call's id, or one of nine letters and digits, which is all that Mistral's templates accept."""
-    return call.id or f"call{index:05d}"
+    return (call and call.id) or f"call{index:05d}"
 
 
 def _openai_call(call: ToolCall, index: int) -> Message:
@@ -148,4 +193,10 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     "hermes": Hermes(),
     "llama3_json": Llama3JSON(),
     "gpt_oss": GptOss(),
+    "deepseek": Marked("deepseek"),
+    "glm": Marked("glm"),
+    "kimi": Marked("kimi"),
+    "minimax": Marked("minimax"),
+    "gemma": Marked("gemma"),
+    "mistral": Mistral(),
 }

@@ -1,0 +1,286 @@
+"""Parsers of the call formats of model families. Each call stands between two marks; several may stand in a section.
+
+- `deepseek` (V3, R1, V3.1): name and JSON, with a separator of special tokens between.
+- `kimi` (K2): `functions.NAME:0` and JSON.
+- `glm` (4.5 and later): name, then `<arg_key>` and `<arg_value>` in turn.
+- `minimax` (M2): `<invoke name="...">` with `<parameter name="...">`.
+- `gemma` (FunctionGemma, Gemma 4): `call:NAME{key:value}`, with marks of their own around text.
+- `mistral`: `[TOOL_CALLS]` with a JSON list, or with `NAME[ARGS]{...}` for each call.
+
+Values that are written as text stay text; a tool reads them by its schema.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from skyrl_gym.chat.call_parts import (
+    Located,
+    Malformed,
+    ToolCall,
+    after_space,
+    after_thought,
+    json_call,
+    json_object,
+    whole_json_object,
+)
+from skyrl_gym.graders.results import Invalid
+from skyrl_gym.tools.signature import parse_text
+
+MAX_EXCERPT = 50
+
+Read = Callable[[str], ToolCall]
+"""Text between the marks of a call -> the call. Raises Malformed."""
+
+
+@dataclass(frozen=True)
+class _Marks:
+    """Marks around a call, and those of the section around several, which are no text either."""
+
+    opening: str
+    closing: str
+    section: tuple[str, str] = ("", "")
+
+    def calls(self, text: str, read: Read) -> Iterator[Located]:
+        """Parse the calls of a text, whose end stands in for a closing mark: a stop string may have taken it."""
+        position = text.find(self.opening, len(text) - len(after_thought(text)))
+        while position >= 0:
+            body = position + len(self.opening)
+            end = text.find(self.closing, body)
+            end = len(text) if end < 0 else end
+            try:
+                call: ToolCall | Invalid = read(text[body:end])
+            except Malformed as failure:
+                call = Invalid(f"Malformed tool call: {failure}")
+            closed = min(end + len(self.closing), len(text))
+            yield Located(call, *self._with_section(text, position, closed))
+            position = text.find(self.opening, closed)
+
+    def _with_section(self, text: str, start: int, end: int) -> tuple[int, int]:
+        before, after = text[:start].rstrip(), after_space(text, end)
+        if self.section[0] and before.endswith(self.section[0]):
+            start = len(before) - len(self.section[0])
+        if self.section[1] and text.startswith(self.section[1], after):
+            end = after + len(self.section[1])
+        return start, end
+
+
+def _name(text: str) -> str:
+    name = text.strip()
+    if not name or len(name.split()) > 1 or "<" in name:
+        raise Malformed(f"a tool call begins with the name of the tool; got {name[:MAX_EXCERPT]!r}")
+    return name
+
+
+_DEEPSEEK = _Marks(
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁call▁end｜>",
+    ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+)
+
+
+def _deepseek_call(body: str) -> ToolCall:
+    """Read `NAME<sep>{...}` (V3.1), or `function<sep>NAME` and a fenced block of JSON (V3, R1)."""
+    first, found, rest = body.partition("<｜tool▁sep｜>")
+    if not found:
+        raise Malformed("between the name of the tool and its arguments stands <｜tool▁sep｜>")
+    if first.strip() == "function" and not rest.lstrip().startswith("{"):
+        name, fence, block = rest.partition("```json")
+        if not fence:
+            raise Malformed("the arguments stand in a block ```json ... ```")
+        return ToolCall(_name(name), whole_json_object(block.rpartition("```")[0] or block))
+    return ToolCall(_name(first), whole_json_object(rest))
+
+
+_KIMI = _Marks(
+    "<|tool_call_begin|>",
+    "<|tool_call_end|>",
+    ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+)
+
+
+def _kimi_call(body: str) -> ToolCall:
+    identifier, found, arguments = body.partition("<|tool_call_argument_begin|>")
+    if not found:
+        raise Malformed("between functions.NAME:0 and the arguments stands <|tool_call_argument_begin|>")
+    identifier = _name(identifier)
+    name = identifier.removeprefix("functions.").partition(":")[0]
+    return ToolCall(_name(name), whole_json_object(arguments), identifier)
+
+
+_GLM = _Marks("<tool_call>", "</tool_call>")
+_GLM_ARGUMENT = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>", re.DOTALL)
+
+
+def _glm_call(body: str) -> ToolCall:
+    name, found, rest = body.partition("<arg_key>")
+    return ToolCall(_name(name), _tagged(found + rest, _GLM_ARGUMENT, "</arg_value>"))
+
+
+_MINIMAX = _Marks("<invoke ", "</invoke>", ("<minimax:tool_call>", "</minimax:tool_call>"))
+_INVOKED = re.compile(r"name=[\"\']?([^\"\'>]+)[\"\']?\s*>")
+_MINIMAX_ARGUMENT = re.compile(r"\s*<parameter name=[\"\']?([^\"\'>]+)[\"\']?\s*>")
+
+
+def _minimax_call(body: str) -> ToolCall:
+    name = _INVOKED.match(body)
+    if name is None:
+        raise Malformed('write <invoke name="NAME">')
+    return ToolCall(_name(name[1]), _tagged(body[name.end() :], _MINIMAX_ARGUMENT, "</parameter>"))
+
+
+def _tagged(text: str, opening: re.Pattern[str], closing: str) -> dict[str, object]:
+    """Read arguments as text between tags."""
+    arguments: dict[str, object] = {}
+    position = 0
+    while found := opening.match(text, position):
+        end = text.find(closing, found.end())
+        if end < 0:
+            raise Malformed(f"the value of {found[1][:MAX_EXCERPT]!r} is not closed by {closing}")
+        _add(arguments, found[1].strip(), text[found.end() : end].removeprefix("\n").removesuffix("\n"))
+        position = end + len(closing)
+    if rest := text[position:].strip():
+        raise Malformed(f"only arguments may stand in a call; there is {rest[:MAX_EXCERPT]!r}")
+    return arguments
+
+
+def _add(arguments: dict[str, object], name: str, value: object) -> None:
+    if name in arguments:
+        raise Malformed(f"{name[:MAX_EXCERPT]!r} is given twice")
+    arguments[name] = value
+
+
+_GEMMA = (
+    (_Marks("<start_function_call>", "<end_function_call>"), "<escape>"),
+    (_Marks("<|tool_call>", "<tool_call|>"), '<|"|>'),
+)
+_GEMMA_CALL = re.compile(r"\s*call:([\w.-]+)\{(.*)\}\s*", re.DOTALL)
+_GEMMA_KEY = re.compile(r"\s*([\w.-]+)\s*:")
+
+
+def _gemma_call(body: str, mark: str) -> ToolCall:
+    found = _GEMMA_CALL.fullmatch(body)
+    if found is None:
+        raise Malformed("write call:NAME{key:value}")
+    arguments: dict[str, object] = {}
+    text, position = found[2], 0
+    while key := _GEMMA_KEY.match(text, position):
+        value, position = _gemma_value(text, after_space(text, key.end()), mark)
+        _add(arguments, key[1], value)
+        position = after_space(text, position)
+        if not text.startswith(",", position):
+            break
+        position += 1
+    if rest := text[position:].strip():
+        raise Malformed(f"arguments are key:value, with commas between; there is {rest[:MAX_EXCERPT]!r}")
+    return ToolCall(found[1], arguments)
+
+
+def _gemma_value(text: str, position: int, mark: str) -> tuple[object, int]:
+    """Read a value: text between two marks; a list or object, in which the marks are quotes; anything else."""
+    if text.startswith(mark, position):
+        end = text.find(mark, position + len(mark))
+        if end < 0:
+            raise Malformed(f"text stands between two {mark}")
+        return text[position + len(mark) : end], end + len(mark)
+    if text[position : position + 1] in ("[", "{"):
+        end = _closing(text, position, mark)
+        parsed = parse_text(_as_json(text[position:end], mark))
+        if parsed is None:
+            raise Malformed(f"a list or an object cannot be read: {text[position:end][:MAX_EXCERPT]!r}")
+        return parsed, end
+    end = text.find(",", position)
+    end = len(text) if end < 0 else end
+    word = text[position:end].strip()
+    parsed = parse_text(word)
+    return (word if parsed is None and word not in ("null", "None") else parsed), end
+
+
+def _closing(text: str, position: int, mark: str) -> int:
+    depth, quoted = 0, False
+    while position < len(text):
+        if text.startswith(mark, position):
+            quoted, position = not quoted, position + len(mark)
+            continue
+        if not quoted:
+            depth += (text[position] in "[{") - (text[position] in "]}")
+        position += 1
+        if not depth:
+            return position
+    raise Malformed("a bracket is not closed")
+
+
+def _as_json(text: str, mark: str) -> str:
+    """Write a value as JSON: text between marks as strings, and names of members, which have no quotes, too."""
+    parts = text.split(mark)
+    for index, part in enumerate(parts):
+        parts[index] = json.dumps(part) if index % 2 else re.sub(r"([{,]\s*)([\w.-]+)\s*:", r'\1"\2":', part)
+    return "".join(parts)
+
+
+def _gemma(text: str) -> Iterator[Located]:
+    for marks, quote in _GEMMA:
+        if marks.opening in text:
+            yield from marks.calls(text, lambda body, quote=quote: _gemma_call(body, quote))
+            return
+
+
+_MISTRAL_NAME = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\](\w+))?\s*\[ARGS\]\s*")
+
+
+def _mistral(text: str) -> Iterator[Located]:
+    """Parse a JSON list behind one mark, or one call behind each."""
+    mark = "[TOOL_CALLS]"
+    position = text.find(mark, len(text) - len(after_thought(text)))
+    while position >= 0:
+        body = after_space(text, position + len(mark))
+        following = text.find(mark, body)
+        end = len(text) if following < 0 else following
+        try:
+            if text.startswith("[", body):
+                calls, last = _mistral_list(text, body)
+            else:
+                call, last = _mistral_call(text, body)
+                calls = [call]
+            rest = text[last:end].strip().removeprefix("</s>")
+            if rest:
+                raise Malformed(f"nothing may follow a call; there is {rest[:MAX_EXCERPT]!r}")
+        except Malformed as failure:
+            calls = [Invalid(f"Malformed tool call: {failure}")]
+        for call in calls:
+            yield Located(call, position, end)
+            position = end
+        position = following
+
+
+def _mistral_list(text: str, position: int) -> tuple[list[ToolCall | Invalid], int]:
+    calls: list[ToolCall | Invalid] = []
+    position = after_space(text, position + 1)
+    while position < len(text) and not text.startswith("]", position):
+        value, position = json_object(text, position)
+        calls.append(json_call(value))
+        position = after_space(text, position)
+        if text.startswith(",", position):
+            position = after_space(text, position + 1)
+        elif position < len(text) and not text.startswith("]", position):
+            raise Malformed("calls are separated by , and the list ends in ]")
+    return calls or [Invalid("Malformed tool call: the list of calls is empty")], min(position + 1, len(text))
+
+
+def _mistral_call(text: str, position: int) -> tuple[ToolCall, int]:
+    name = _MISTRAL_NAME.match(text, position)
+    if name is None:
+        raise Malformed("write [TOOL_CALLS]NAME[ARGS]{...}")
+    arguments, end = json_object(text, name.end())
+    return ToolCall(name[1], arguments, name[2]), end
+
+
+PARSERS: dict[str, Callable[[str], Iterator[Located]]] = {
+    "deepseek": lambda text: _DEEPSEEK.calls(text, _deepseek_call),
+    "glm": lambda text: _GLM.calls(text, _glm_call),
+    "kimi": lambda text: _KIMI.calls(text, _kimi_call),
+    "mistral": _mistral,
+    "minimax": lambda text: _MINIMAX.calls(text, _minimax_call),
+    "gemma": _gemma,
+}
