@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from skyrl_train.env_vars import ENGINE_API_KEY
 from skyrl_train.errors import ConfigError
 from skyrl_train.inference_engines.remote.key_guard import GUARD, is_loopback, key_from_file
-from skyrl_train.inference_engines.vllm.arguments import EXTENSION
+from skyrl_train.inference_engines.vllm.arguments import EXTENSION, GRAMMAR_BACKEND
 
 _ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",  # the control routes
@@ -54,6 +54,8 @@ def server_command(arguments: Sequence[str], environment: Mapping[str, str]) -> 
         GUARD,
         "--max-logprobs",
         "-1",
+        "--structured-outputs-config.backend",
+        GRAMMAR_BACKEND,
     ]
     return command + others, given
 

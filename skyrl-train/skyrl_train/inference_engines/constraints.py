@@ -54,6 +54,27 @@ class Constraint:
         """Return the form that `of` reads."""
         return {self.kind: self.text}
 
+    def bounded_schema(self) -> str:
+        """Return the schema with the bound on white space, for libraries that read it there (llguidance).
+
+        Raises:
+            ValueError: the text is no JSON object.
+        """
+        return json.dumps(with_bounded_space(json.loads(self.text)))
+
+
+def with_bounded_space(schema: object) -> dict[str, object]:
+    """Return a JSON schema with the bound on white space among llguidance's options, which stand in the schema.
+
+    Raises:
+        ValueError: it is no object.
+    """
+    if not isinstance(schema, Mapping):
+        raise ValueError(f"a JSON schema must be an object; got {str(schema)[:100]!r}")
+    options = schema.get("x-guidance")
+    own = dict(options) if isinstance(options, Mapping) else {}
+    return {**schema, "x-guidance": own | {"whitespace_pattern": WHITESPACE}}
+
 
 def _schema_text(schema: object) -> str:
     if not isinstance(schema, Mapping):

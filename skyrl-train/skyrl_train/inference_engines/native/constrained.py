@@ -57,13 +57,14 @@ class AnswerMatcher:
         self._eos_ids = eos_ids
 
     def allowed(self, drafts: np.ndarray) -> np.ndarray:
-        """Return [T + 1, V] bool: tokens that may come next, and behind each of T drafts. Behind a draft that cannot
-        come, everything: nothing is accepted there."""
+        """Return [T + 1, V] bool: tokens that may come next, and behind each of T drafts. Behind a draft that ends the
+        answer or cannot come, everything: nothing is accepted there."""
         masks = np.ones((len(drafts) + 1, self._vocab_size), np.bool_)
         masks[0] = self._mask()
         num_consumed = 0
         for number, draft in enumerate(drafts.tolist(), 1):
-            if not masks[number - 1, draft] or not self._matcher.consume_token(draft):
+            # A complete answer's end is not counted by the matcher, and could not be taken back.
+            if draft in self._eos_ids or not masks[number - 1, draft] or not self._matcher.consume_token(draft):
                 break
             num_consumed += 1
             masks[number] = self._mask()

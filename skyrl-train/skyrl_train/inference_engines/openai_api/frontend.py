@@ -11,6 +11,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.inference_engines.base import EngineInfo, InferenceEngineInterface
+from skyrl_train.inference_engines.constraints import Constraint
+from skyrl_train.inference_engines.continuation import depends_on_answer
+from skyrl_train.inference_engines.openai_api.answer_form import answer_form, constraint_of, thought_mode
 from skyrl_train.inference_engines.openai_api.errors import (
     ApiError,
     ContextLengthExceeded,
@@ -23,7 +26,7 @@ from skyrl_train.inference_engines.openai_api.payloads import Envelope, Payload
 from skyrl_train.inference_engines.openai_api.prompts import ChatOptions, EndpointTemplate
 from skyrl_train.inference_engines.openai_api.recorder import RequestRecorder
 from skyrl_train.inference_engines.openai_api.replies import ChatReply, CompletionReply, Reply
-from skyrl_train.inference_engines.openai_api.sampling import checked_defaults, sampling_keywords
+from skyrl_train.inference_engines.openai_api.sampling import check_supported, checked_defaults, sampling_keywords
 from skyrl_train.inference_engines.openai_api.schema import (
     ChatRequest,
     CompletionRequest,
@@ -100,13 +103,19 @@ class OpenAIFrontend:
         session = one_session(session, request.session_id)
         messages, options, text = self._rendered(request)
         ids = self._sessions.prompt_ids(session, messages, text, options)
-        prompt = await self._prompt(request, ids, request.budget, "messages", session)
+        form = answer_form(request)
+        thought = "none" if form.param is None else thought_mode(self._template, text)
+        constraint = constraint_of(form, thought, self._template, self._tools)
+        prompt = await self._prompt(
+            request, ids, request.budget, "messages", session, constraint=constraint, constraint_param=form.param
+        )
         reply = ChatReply(
             request,
             self._template,
             Envelope("chat.completion", request.model),
             [prompt],
             self._tools if options.tools else None,
+            "none" if form.schema is None else thought,
         )
         asked = Asked(session, raw, messages, None if request.continue_final_message else text)
         return asked, reply
@@ -211,7 +220,7 @@ class OpenAIFrontend:
             tools=request.tools_in_use,
             add_generation_prompt=not request.continue_final_message and request.add_generation_prompt is not False,
             continue_final_message=request.continue_final_message,
-            kwargs=request.chat_template_kwargs or {},
+            kwargs=self._template.kwargs_of_effort(request.reasoning_effort) | (request.chat_template_kwargs or {}),
         )
         return messages, options, self._template.render(messages, options)
 
@@ -227,6 +236,9 @@ class OpenAIFrontend:
         param: str,
         session: str | None,
         first_index: int = 0,
+        *,
+        constraint: Constraint | None = None,
+        constraint_param: str | None = None,
     ) -> Prompt:
         info = await self._described()
         room = info.max_model_len - len(ids)
@@ -238,7 +250,11 @@ class OpenAIFrontend:
         grant = self._sessions.admit(session)
         budget = grant.budget(budget, room)
         records = self._sessions.records(session)
-        params = sampling_keywords(request, budget, room, self._sampling_defaults, log_probs=records) | grant.sampling
+        params = sampling_keywords(request, budget, room, self._sampling_defaults, log_probs=records)
+        params |= dict(grant.sampling)
+        check_supported(params, constraint, constraint_param, info.unsupported)
+        if constraint is not None:
+            params["constraint"] = constraint.as_keyword()
         return Prompt(
             ids=ids,
             params=params,
@@ -247,6 +263,8 @@ class OpenAIFrontend:
             first_index=first_index,
             session=session,
             stop=request.stop_texts,
+            constraint_param=constraint_param,
+            in_pieces="answer_tokens" not in info.unsupported or not depends_on_answer(params),
         )
 
     # From prompts to answers.

@@ -14,7 +14,10 @@ from skyrl_train.inference_engines.base import (
     InferenceEngineInterface,
     InferenceEngineOutput,
     SamplingKeywords,
+    TopLogProbs,
+    join_top_log_probs,
 )
+from skyrl_train.inference_engines.continuation import depends_on_answer
 from skyrl_train.inference_engines.openai_api.errors import ApiError, error_of_engine, timed_out
 
 Decode = Callable[[list[int]], str]
@@ -38,6 +41,11 @@ class Prompt:
     """Choice i of this prompt draws from (`seed`, `first_index` + i)."""
     session: str | int | None = None
     stop: list[str] = field(default_factory=list)
+    constraint_param: str | None = None
+    """Field of the request that the constraint in `params` is of."""
+    in_pieces: bool = True
+    """Whether a stream may ask for the answer in pieces: not where a piece depends on the tokens before it and the
+    engine cannot be told which of the prompt's are the answer's."""
 
     def seeds(self) -> list[list[int]] | None:
         """One pair for each choice."""
@@ -56,6 +64,9 @@ class GeneratedChoice:
     stop_reason: str | None = None
     """None: not at its end yet."""
     prompt_log_probs: list[float] | None = None
+    top: TopLogProbs | None = None
+    """Likeliest tokens in the place of each token, if asked for."""
+    prompt_top: TopLogProbs | None = None
 
     def add(self, output: InferenceEngineOutput, row: int) -> None:
         """Append the tokens that an engine generated behind the prompt and this choice."""
@@ -63,6 +74,10 @@ class GeneratedChoice:
         self.token_ids += output["response_ids"][row]
         self.weight_versions += output["weight_versions"][row]
         self.log_probs = None if log_probs is None or self.log_probs is None else self.log_probs + list(log_probs[row])
+        if (top := output.get("response_top_logprobs")) is not None:
+            self.top = top[row] if self.top is None else join_top_log_probs([self.top, top[row]])
+        if self.prompt_top is None and (prompt_top := output.get("prompt_top_logprobs")) is not None:
+            self.prompt_top = prompt_top[row]
         of_prompt = output.get("prompt_logprobs")
         if self.prompt_log_probs is None and of_prompt is not None:
             self.prompt_log_probs = of_prompt[row]
@@ -72,6 +87,8 @@ class GeneratedChoice:
         del self.token_ids[length:], self.weight_versions[length:]
         if self.log_probs is not None:
             del self.log_probs[length:]
+        if self.top is not None:
+            self.top = TopLogProbs(self.top.ids[:length], self.top.log_probs[:length])
 
 
 class Asker:
@@ -104,11 +121,14 @@ class Asker:
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + self.timeout_seconds
         most, fewest = prompt.params["max_tokens"], prompt.params.get("min_tokens") or 0
-        size = FIRST_PIECE
+        size = FIRST_PIECE if prompt.in_pieces else most
+        depends = depends_on_answer(prompt.params)
         while answer.stop_reason is None:
             done = len(answer.token_ids)
             size = min(size, most - done)
             params = prompt.params | {"max_tokens": size, "min_tokens": min(size, max(0, fewest - done))}
+            if depends and done:
+                params["num_answer_tokens"] = done
             async with _Deadline(ends_at - loop.time()):
                 pair = None if seeds is None else [seeds[choice]]
                 output = await self._ask(prompt, prompt.ids + answer.token_ids, params, 1, pair)
@@ -134,10 +154,18 @@ class Asker:
         try:
             output = await self.engine.generate(request)
         except Exception as error:  # the far side may be a Ray actor, a server or a library
-            raise error_of_engine(error) from error
+            refusal = error_of_engine(error)
+            if refusal.status == 400 and prompt.constraint_param is not None and _is_about_form(refusal.message):
+                refusal.param = prompt.constraint_param
+            raise refusal from error
         if "abort" in output["stop_reasons"]:
             raise ApiError(503, "the request was aborted; send it again", code="aborted")
         return output
+
+
+def _is_about_form(message: str) -> bool:
+    """Check whether an engine refused a constraint: each library has words of its own."""
+    return any(word in message.lower() for word in ("constraint", "schema", "grammar"))
 
 
 class _Deadline:

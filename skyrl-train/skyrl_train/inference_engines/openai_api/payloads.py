@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from skyrl_gym.chat.tool_calls import ToolCall
+from skyrl_train.inference_engines.base import TopLogProbs
 from skyrl_train.inference_engines.openai_api.generation import GeneratedChoice
 from skyrl_train.inference_engines.openai_api.prompts import EndpointTemplate
 from skyrl_train.types import JsonObject
@@ -62,14 +63,18 @@ def usage(num_prompt_tokens: int, answers: Sequence[GeneratedChoice]) -> dict[st
     }
 
 
-def assistant_message(written: Written) -> Payload:
-    """A chat answer."""
+def assistant_message(written: Written, thought: str | None = None) -> Payload:
+    """A chat answer.
+
+    Args:
+        thought: returned apart from the content, as vLLM's servers do; None: there is none, or it is in the content.
+    """
     message: Payload = {"role": "assistant", "content": written.content or None, "refusal": None}
     if written.calls:
         message["tool_calls"] = [_call(call) for call in written.calls]
     else:
         message["content"] = written.content
-    return message
+    return message if thought is None else message | {"reasoning_content": thought}
 
 
 def call_deltas(calls: Sequence[ToolCall]) -> list[Payload]:
@@ -85,12 +90,19 @@ def _call(call: ToolCall) -> Payload:
     }
 
 
-def chat_logprobs(template: EndpointTemplate, token_ids: Sequence[int], log_probs: Sequence[float | None]) -> Payload:
-    """One entry a token."""
-    content = []
-    for token, log_prob in zip(token_ids, log_probs, strict=True):
+def chat_logprobs(
+    template: EndpointTemplate, token_ids: Sequence[int], log_probs: Sequence[float], top: TopLogProbs | None
+) -> Payload:
+    """One entry a token, with those of the likeliest tokens in its place if they are known."""
+
+    def entry(token: int, log_prob: float) -> Payload:
         text = template.text_of(token)
-        content.append({"token": text, "logprob": _finite(log_prob), "bytes": list(text.encode()), "top_logprobs": []})
+        return {"token": text, "logprob": _finite(log_prob), "bytes": list(text.encode())}
+
+    content = []
+    for place, (token, log_prob) in enumerate(zip(token_ids, log_probs, strict=True)):
+        likeliest = [] if top is None else zip(top.ids[place].tolist(), top.log_probs[place].tolist(), strict=True)
+        content.append(entry(token, log_prob) | {"top_logprobs": [entry(*each) for each in likeliest]})
     return {"content": content, "refusal": None}
 
 
@@ -100,9 +112,15 @@ def completion_logprobs(
     log_probs: Sequence[float | None],
     offset: int,
     skip_special_tokens: bool,
+    top: Sequence[tuple[Sequence[int], Sequence[float]] | None] | None,
 ) -> Payload:
     """Parallel lists, one entry a token; `offset` is where in the text the first begins. The text is without special
-    tokens if they are skipped; the list of tokens has them always."""
+    tokens if they are skipped; the list of tokens has them always.
+
+    Args:
+        top: ids and log-probs of the likeliest tokens in each place, None at the first token of a prompt; None: not
+            asked for.
+    """
     tokens = [template.text_of(token) for token in token_ids]
     offsets = []
     for token in token_ids:
@@ -111,9 +129,25 @@ def completion_logprobs(
     return {
         "tokens": tokens,
         "token_logprobs": [_finite(log_prob) for log_prob in log_probs],
-        "top_logprobs": None,
+        "top_logprobs": None
+        if top is None
+        else [_by_text(template, *place) for place in zip(token_ids, log_probs, top, strict=True)],
         "text_offset": offsets,
     }
+
+
+def _by_text(
+    template: EndpointTemplate, token: int, log_prob: float | None, top: tuple[Sequence[int], Sequence[float]] | None
+) -> dict[str, float | None] | None:
+    """Return the log-probs of the likeliest tokens and of the token itself by their texts; of tokens with one text the
+    likeliest counts."""
+    if top is None:
+        return None
+    likeliest = [*zip(*top, strict=True), (token, log_prob)]
+    by_text: dict[str, float | None] = {}
+    for each, value in likeliest:
+        by_text.setdefault(template.text_of(each), _finite(value))
+    return by_text
 
 
 def _finite(log_prob: float | None) -> float | None:

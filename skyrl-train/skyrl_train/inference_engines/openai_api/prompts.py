@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from skyrl_gym.chat.template import ChatTemplate, ChatTemplateError
 from skyrl_train.inference_engines.openai_api.errors import refused
-from skyrl_train.inference_engines.openai_api.thoughts import THOUGHT_OPEN
+from skyrl_train.inference_engines.openai_api.thoughts import THOUGHT_CLOSE, THOUGHT_OPEN
 from skyrl_train.types import ConversationType, JsonObject, MessageType
 
 _MARK = "skyrl-mark-of-an-answer"
@@ -65,6 +65,29 @@ class EndpointTemplate(ChatTemplate):
             return self.text(messages, options.add_generation_prompt, tools=options.tools, **kwargs)
         except ChatTemplateError as error:
             raise refused(str(error), "messages") from error
+
+    def kwargs_of_effort(self, effort: str | None) -> dict[str, object]:
+        """Return the variables of the template that `reasoning_effort` sets: those of this name, or whether the model
+        thinks at all.
+
+        Raises:
+            ApiError: the template reads neither.
+        """
+        source = self.source or ""
+        if effort is None:
+            return {}
+        if "reasoning_effort" in source:
+            return {"reasoning_effort": effort}
+        if "enable_thinking" in source:
+            return {"enable_thinking": effort != "none"}
+        if effort == "none" and THOUGHT_CLOSE not in source:
+            return {}  # no thought to turn off
+        raise refused(
+            f"reasoning_effort={effort!r}: the model's chat template reads neither reasoning_effort nor "
+            "enable_thinking; leave it out, or give chat_template_kwargs what the template reads",
+            "reasoning_effort",
+            "unsupported_value",
+        )
 
     def text_of(self, token: int, skip_special_tokens: bool = False) -> str:
         """The text of one token. Remembered: a vocabulary is small, and answers ask for each of their tokens."""

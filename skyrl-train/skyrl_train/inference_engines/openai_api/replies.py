@@ -5,8 +5,11 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 
 from skyrl_gym.chat.tool_calls import before_tool_calls, split_tool_calls
+from skyrl_train.inference_engines.base import TopLogProbs
+from skyrl_train.inference_engines.openai_api.answer_form import ThoughtMode
 from skyrl_train.inference_engines.openai_api.generation import GeneratedChoice, Prompt, end_of_stop
 from skyrl_train.inference_engines.openai_api.payloads import (
     Envelope,
@@ -20,6 +23,7 @@ from skyrl_train.inference_engines.openai_api.payloads import (
 )
 from skyrl_train.inference_engines.openai_api.prompts import EndpointTemplate
 from skyrl_train.inference_engines.openai_api.schema import ChatRequest, CompletionRequest
+from skyrl_train.inference_engines.openai_api.thoughts import Thinking, split_thought
 from skyrl_train.inference_engines.openai_api.tool_calls import ToolSyntax
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
@@ -111,7 +115,12 @@ class Reply(ABC):
 
 
 class ChatReply(Reply):
-    """Response to `POST /v1/chat/completions`."""
+    """Response to `POST /v1/chat/completions`.
+
+    Args:
+        thought: thought that is returned apart from the content, whose form the request asks for; `none`: a thought
+            stays in the content.
+    """
 
     request: ChatRequest
 
@@ -122,9 +131,11 @@ class ChatReply(Reply):
         envelope: Envelope,
         prompts: Sequence[Prompt],
         tools: ToolSyntax | None,
+        thought: ThoughtMode = "none",
     ):
         super().__init__(request, template, envelope, prompts)
         self._tools: ToolSyntax | None = tools
+        self._thought: ThoughtMode = thought
 
     def read(self, answer: GeneratedChoice) -> Written:
         written = super().read(answer)
@@ -142,9 +153,10 @@ class ChatReply(Reply):
 
     def choice(self, index: int, answer: GeneratedChoice) -> Payload:
         written = self.read(answer)
+        thought, text, _ = self._split(written.content, True)
         return {
             "index": index,
-            "message": assistant_message(written),
+            "message": assistant_message(replace(written, content=text), thought),
             "finish_reason": written.finish_reason,
             "logprobs": self._logprobs(answer, 0),
         } | self.token_ids(answer)
@@ -153,7 +165,13 @@ class ChatReply(Reply):
         return {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None, "logprobs": None}
 
     def delta(self, index: int, answer: GeneratedChoice, text: str, start: int, written: Written) -> Payload:
-        delta: Payload = {"content": text} if text else {}
+        before = self._split(written.content[: len(written.content) - len(text)], False)
+        after = self._split(written.content, written.finish_reason is not None)
+        new = {
+            "reasoning_content": (after.thought or "")[len(before.thought or "") :],
+            "content": after.text[len(before.text) :],
+        }
+        delta: Payload = {name: part for name, part in new.items() if part}
         if written.calls:
             delta["tool_calls"] = call_deltas(written.calls)
         return {
@@ -163,10 +181,21 @@ class ChatReply(Reply):
             "logprobs": self._logprobs(answer, start),
         } | self.token_ids(answer, start)
 
+    def _split(self, content: str, is_complete: bool) -> Thinking:
+        if self._thought == "none":
+            return Thinking(None, content, False)
+        return split_thought(content, self._thought == "open", is_complete)
+
     def _logprobs(self, answer: GeneratedChoice, start: int) -> Payload | None:
         if not self.request.logprobs or answer.log_probs is None:
             return None
-        return chat_logprobs(self.template, answer.token_ids[start:], answer.log_probs[start:])
+        top = answer.top
+        return chat_logprobs(
+            self.template,
+            answer.token_ids[start:],
+            answer.log_probs[start:],
+            None if top is None else TopLogProbs(top.ids[start:], top.log_probs[start:]),
+        )
 
 
 class CompletionReply(Reply):
@@ -213,6 +242,15 @@ class CompletionReply(Reply):
         if self.request.logprobs is None or answer.log_probs is None:
             return None
         ids, values = answer.token_ids[start:], list[float | None](answer.log_probs[start:])
+        top: list[tuple[list[int], list[float]] | None] = _places(answer.top)[start:]
         if with_prompt and answer.prompt_log_probs is not None:
             ids, values, offset = prompt.ids + ids, [None, *answer.prompt_log_probs, *values], 0
-        return completion_logprobs(self.template, ids, values, offset, self._skips_special)
+            top = [None, *_places(answer.prompt_top), *top]
+        return completion_logprobs(
+            self.template, ids, values, offset, self._skips_special, top if self.request.logprobs else None
+        )
+
+
+def _places(top: TopLogProbs | None) -> list[tuple[list[int], list[float]] | None]:
+    """Return ids and log-probs of the likeliest tokens, place by place."""
+    return [] if top is None else list(zip(top.ids.tolist(), top.log_probs.tolist(), strict=True))

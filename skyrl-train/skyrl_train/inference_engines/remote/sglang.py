@@ -14,7 +14,14 @@ import torch
 from loguru import logger
 
 from skyrl_train.errors import UnsupportedByEngine, WeightSyncError
-from skyrl_train.inference_engines.base import EngineInfo, Feature, PauseMode, StopReason
+from skyrl_train.inference_engines.base import (
+    EngineInfo,
+    Feature,
+    PauseMode,
+    StopReason,
+    TopLogProbs,
+    top_log_probs_of,
+)
 from skyrl_train.inference_engines.completion import Completion
 from skyrl_train.inference_engines.native.requests import EngineSamplingParams, SeedPair
 from skyrl_train.inference_engines.native.sampling import random_key
@@ -27,6 +34,7 @@ from skyrl_train.inference_engines.remote.protocol import (
     versions_of,
     vocabulary_of,
 )
+from skyrl_train.inference_engines.vllm.sampling import ANSWER_FROM_START
 from skyrl_train.types import JsonObject
 from skyrl_train.weight_sync.base import WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 
@@ -66,6 +74,12 @@ class SGLangProtocol(ServerProtocol):
             unsupported["lora"] = f"the server at {self.server.url} was started without --enable-lora"
         if not said.get("enable_memory_saver"):
             unsupported["sleep"] = f"the server at {self.server.url} was started without --enable-memory-saver"
+        unsupported["answer_tokens"] = ANSWER_FROM_START
+        unsupported["grammar"] = (
+            "SGLang takes JSON schemas; tool_choice and thoughts before JSON are grammars in another library's words"
+        )
+        if said.get("grammar_backend") == "none":
+            unsupported["json_schema"] = f"the server at {self.server.url} was started with --grammar-backend none"
         unsupported["prompt_top_log_probs"] = "this client asks SGLang for the log-probs of a prompt's own tokens alone"
         unsupported["broadcast"] = f"the server at {self.server.url} has no weight loader of ours; it takes checkpoints"
         self._vocab_size = vocabulary_of(model["model_path"], self.server.url)
@@ -103,6 +117,8 @@ class SGLangProtocol(ServerProtocol):
         }
         if params.prompt_logprobs is not None:
             body["logprob_start_len"] = 0
+        if params.logprobs:
+            body["top_logprobs_num"] = params.logprobs
         if adapter is not None:
             body["lora_path"] = adapter
         said = await self.server.post(
@@ -120,7 +136,7 @@ class SGLangProtocol(ServerProtocol):
             if {*versions} != {await self.weight_version()}:
                 raise UnsupportedByEngine(
                     f"the weights of the SGLang server at {self.server.url} changed while it wrote an answer with "
-                    "repetition_penalty or min_tokens, whose log-probs it can tell only afterwards; "
+                    "penalties, logit_bias, a constraint or min_tokens, whose log-probs it can tell only afterwards; "
                     "ask for logprobs=None"
                 )
         prompt_log_probs: list[float] = []
@@ -135,6 +151,7 @@ class SGLangProtocol(ServerProtocol):
         return Completion(
             token_ids=ids,
             log_probs=log_probs,
+            top=_top_of(about.get("output_top_logprobs"), len(ids), params.logprobs),
             prompt_log_probs=prompt_log_probs,
             stop_reason=_STOP_REASONS.get(reason["type"], "abort"),
             weight_versions=versions[: len(ids)],
@@ -180,6 +197,8 @@ class SGLangProtocol(ServerProtocol):
             "top_k": params.top_k or -1,
             "min_p": params.min_p,
             "repetition_penalty": params.repetition_penalty,
+            "frequency_penalty": params.frequency_penalty,
+            "presence_penalty": params.presence_penalty,
             "stop": list(params.stop),
             "stop_token_ids": list(params.stop_token_ids),
             "ignore_eos": params.ignore_eos,
@@ -187,6 +206,10 @@ class SGLangProtocol(ServerProtocol):
             "spaces_between_special_tokens": False,
             "no_stop_trim": True,
         }
+        if params.logit_bias:
+            given["logit_bias"] = {str(token): value for token, value in params.logit_bias}
+        if params.constraint is not None:
+            given["json_schema"] = params.constraint.text
         if seed is not None:  # with the token's position, which a request that goes on does not repeat
             given["sampling_seed"] = int(random_key(*seed)) >> 33
         return given
@@ -197,6 +220,15 @@ class SGLangProtocol(ServerProtocol):
             raise UnsupportedByEngine(
                 f"the SGLang server at {self.server.url} ignores seeds: it was started without "
                 "--enable-deterministic-inference"
+            )
+        if params.constraint is not None and params.constraint.kind != "json_schema":
+            raise UnsupportedByEngine(
+                f"the SGLang server at {self.server.url} takes a constraint as a JSON schema alone"
+            )
+        if params.logprobs and _is_penalized(params):
+            raise UnsupportedByEngine(
+                f"the SGLang server at {self.server.url} tells likeliest tokens after penalties, biases and "
+                "constraints; ask for logprobs=0 with them"
             )
         if params.repetition_penalty != 1.0 and not self._warned:
             self._warned = True
@@ -294,4 +326,17 @@ def _length_to_stop(ids: list[int], params: EngineSamplingParams) -> int:
 
 
 def _is_penalized(params: EngineSamplingParams) -> bool:
-    return params.repetition_penalty != 1.0 or params.min_tokens > 0
+    """Check whether SGLang changes the logits that it reports log-probs of."""
+    changed = params.repetition_penalty != 1.0 or params.min_tokens > 0 or params.has_penalties
+    return changed or bool(params.logit_bias) or params.constraint is not None
+
+
+def _top_of(
+    given: list[list[tuple[float, int, str | None]]] | None, num_tokens: int, num_top: int | None
+) -> TopLogProbs | None:
+    """Read the likeliest tokens, given as [log-prob, id, text] place by place."""
+    if not num_top:
+        return None
+    return top_log_probs_of(
+        [[(entry[1], entry[0]) for entry in place] for place in (given or [])[:num_tokens]], num_top
+    )

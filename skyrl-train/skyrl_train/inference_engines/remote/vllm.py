@@ -38,8 +38,8 @@ from skyrl_train.inference_engines.remote.protocol import (
     vocabulary_of,
 )
 from skyrl_train.inference_engines.vllm.adapters import check_adapter
-from skyrl_train.inference_engines.vllm.arguments import EXTENSION
-from skyrl_train.inference_engines.vllm.sampling import http_sampling, seed_of
+from skyrl_train.inference_engines.vllm.arguments import EXTENSION, GRAMMAR_BACKEND
+from skyrl_train.inference_engines.vllm.sampling import ANSWER_FROM_START, http_sampling, seed_of
 from skyrl_train.types import JsonObject
 from skyrl_train.weight_sync.base import ProcessReport, WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 
@@ -87,7 +87,12 @@ class VLLMProtocol(ServerProtocol):
         self._log_prob_mode = model["logprobs_mode"]
         if self._extended:
             await self._workers("skyrl_prepare")
-        unsupported: dict[Feature, str] = {}
+        unsupported: dict[Feature, str] = {"answer_tokens": ANSWER_FROM_START}
+        if config["structured_outputs_config"]["backend"] != GRAMMAR_BACKEND:
+            unsupported["grammar"] = (
+                f"the server at {url} was started without --structured-outputs-config.backend {GRAMMAR_BACKEND}, which "
+                "tool_choice and thoughts before JSON need"
+            )
         if not self._extended:
             reason = f"the server at {url} was started without --worker-extension-cls {EXTENSION}"
             unsupported["broadcast"] = reason
@@ -162,6 +167,8 @@ class VLLMProtocol(ServerProtocol):
             "cache_salt": cache_key,
             "sampling_params": http_sampling(params, seed_of(seed, len(prompt))) | {"detokenize": bool(params.stop)},
         }
+        if params.logprobs:  # the token drawn counts as one of the likeliest there
+            body["sampling_params"]["logprobs"] = params.logprobs + 1
         said = await self.server.post(
             "/inference/v1/generate",
             body,
@@ -174,6 +181,7 @@ class VLLMProtocol(ServerProtocol):
         return Completion(
             token_ids=ids,
             log_probs=[entry["logprob"] for entry in log_probs],
+            top=_top_of(log_probs, params.logprobs),
             prompt_log_probs=_prompt_log_probs(said.get("prompt_logprobs"), prompt),
             prompt_top=_prompt_top(said.get("prompt_logprobs"), params.prompt_logprobs),
             stop_reason=_STOP_REASONS.get(choice["finish_reason"], "abort"),
@@ -187,8 +195,14 @@ class VLLMProtocol(ServerProtocol):
         if self._extended:
             return
         plain = params.is_greedy or params.temperature == 1.0
-        untouched = (params.top_p, params.min_p, params.repetition_penalty, params.min_tokens) == (1.0, 0.0, 1.0, 0)
-        exact = plain if self._log_prob_mode == "raw_logprobs" else untouched and params.top_k <= 0
+        unmasked = params.constraint is None
+        unbiased = not params.logit_bias and not params.has_penalties
+        untouched = (
+            unmasked
+            and unbiased
+            and (params.top_p, params.min_p, params.repetition_penalty, params.min_tokens) == (1.0, 0.0, 1.0, 0)
+        )
+        exact = plain and unmasked if self._log_prob_mode == "raw_logprobs" else untouched and params.top_k <= 0
         if (params.logprobs is not None and not exact) or (params.prompt_logprobs is not None and not plain):
             raise UnsupportedByEngine(
                 f"the server at {self.server.url} reports {self._log_prob_mode}, which are not the log-probs of "
@@ -305,6 +319,15 @@ def _prompt_top(given: list[JsonObject | None] | None, num_top: int | None) -> T
         return None
     places = [[(int(token), said["logprob"]) for token, said in entry.items()] for entry in given if entry]
     return top_log_probs_of(places, num_top)
+
+
+def _top_of(log_probs: list[JsonObject], num_top: int | None) -> TopLogProbs | None:
+    if not num_top:
+        return None
+    places = [
+        [(entry["token_id"], entry["logprob"]) for entry in [*place["top_logprobs"], place]] for place in log_probs
+    ]
+    return top_log_probs_of([list(dict(place).items()) for place in places], num_top)
 
 
 def _same_everywhere(reports: list[dict[str, int]], url: str) -> dict[str, int]:

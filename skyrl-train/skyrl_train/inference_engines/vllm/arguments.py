@@ -19,6 +19,14 @@ EXTENSION = "skyrl_train.inference_engines.vllm.worker_extension.WeightExtension
 OWNER_VARIABLE = "SKYRL_VLLM_OWNER_PID"
 """Names, for vLLM's child processes, the process that they must not outlive."""
 
+GRAMMAR_BACKEND = "guidance"
+"""vLLM's backend of constrained answers that takes our grammars (`constraints.py`)."""
+
+NO_GRAMMARS = (
+    "tool_choice and thoughts before JSON need vLLM's setting structured_outputs_config.backend="
+    f"{GRAMMAR_BACKEND}, which this engine was started without"
+)
+
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 _CPU_CACHE_BYTES = 1 << 30
 _NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -56,6 +64,7 @@ def engine_arguments(settings: EngineSettings) -> "AsyncEngineArgs":
         "enable_sleep_mode": settings.sleep_mode and settings.device.startswith("cuda"),
         "disable_log_stats": True,
         "max_logprobs": -1,  # teachers of distillation are asked for any number of likeliest words
+        "structured_outputs_config": {"backend": GRAMMAR_BACKEND},
     }
     if settings.tensor_parallel_size * settings.pipeline_parallel_size * settings.data_parallel_size > 1:
         # Else vLLM takes Ray's inside of an actor with a placement group; its workers then wait for GPUs of their own.

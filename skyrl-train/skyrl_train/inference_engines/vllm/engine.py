@@ -31,11 +31,16 @@ from skyrl_train.inference_engines.engine_settings import EngineSettings
 from skyrl_train.inference_engines.gate import Gate
 from skyrl_train.inference_engines.native.requests import EngineSamplingParams, SeedPair
 from skyrl_train.inference_engines.vllm.adapters import check_adapter
-from skyrl_train.inference_engines.vllm.arguments import engine_arguments, process_environment
+from skyrl_train.inference_engines.vllm.arguments import (
+    GRAMMAR_BACKEND,
+    NO_GRAMMARS,
+    engine_arguments,
+    process_environment,
+)
 from skyrl_train.inference_engines.vllm.llm import LLMProcesses
 from skyrl_train.inference_engines.vllm.loaded_adapters import LoadedAdapters
 from skyrl_train.inference_engines.vllm.request_state import RequestState, version_of
-from skyrl_train.inference_engines.vllm.sampling import seed_of, vllm_sampling, vllm_split_seeds
+from skyrl_train.inference_engines.vllm.sampling import ANSWER_FROM_START, seed_of, vllm_sampling, vllm_split_seeds
 from skyrl_train.weight_sync.base import (
     LoraLoadRequest,
     ProcessReport,
@@ -132,7 +137,9 @@ class VLLMInferenceEngine(InferenceEngineInterface):
         )
 
     def _unsupported(self) -> dict[Feature, str]:
-        unsupported: dict[Feature, str] = {}
+        unsupported: dict[Feature, str] = {"answer_tokens": ANSWER_FROM_START}
+        if self._llm.vllm_config.structured_outputs_config.backend != GRAMMAR_BACKEND:
+            unsupported["grammar"] = NO_GRAMMARS
         if not self._has_loras:
             unsupported["lora"] = _NO_LORA
         if not self._can_sleep:
@@ -174,7 +181,8 @@ class VLLMInferenceEngine(InferenceEngineInterface):
 
     def _check(self, prompts: list[list[int]], params: EngineSamplingParams) -> None:
         vocabulary, longest = self._llm.model_config.get_vocab_size(), self._llm.model_config.max_model_len
-        for name, tokens in [*(("prompt_token_ids", p) for p in prompts), ("stop_token_ids", params.stop_token_ids)]:
+        named = [("stop_token_ids", params.stop_token_ids), ("logit_bias", [token for token, _ in params.logit_bias])]
+        for name, tokens in [*(("prompt_token_ids", p) for p in prompts), *named]:
             outside = [token for token in tokens if not 0 <= token < vocabulary]
             if outside:
                 raise ValueError(
@@ -233,7 +241,10 @@ class VLLMInferenceEngine(InferenceEngineInterface):
 
         adapter = None if lora_name is None else self._adapters.named(lora_name)
         answer = RequestState(
-            str(next(self._ids)), None if adapter is None else adapter.version, num_top=params.prompt_logprobs or 0
+            str(next(self._ids)),
+            None if adapter is None else adapter.version,
+            num_top=params.prompt_logprobs or 0,
+            num_answer_top=params.logprobs or 0,
         )
         self._running[answer.request_id] = answer
         self._idle.clear()

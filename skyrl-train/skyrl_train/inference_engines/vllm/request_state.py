@@ -21,13 +21,17 @@ class RequestState:
         request_id: vLLM's name for the request; empty for one that never reached vLLM.
         lora_version: of the adapter that answers, if one does; its tokens have this version.
         num_top: likeliest words that are asked for in the place of each prompt token.
+        num_answer_top: likeliest tokens that are asked for in the place of each token of the answer.
     """
 
     request_id: str = ""
     lora_version: int | None = None
     num_top: int = 0
+    num_answer_top: int = 0
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
+    """Token and log-prob of the likeliest tokens in each place, the place's own among them."""
     prompt_log_probs: list[float] = field(default_factory=list)
     prompt_top: TopLogProbs | None = None
     weight_versions: list[int] = field(default_factory=list)
@@ -46,6 +50,7 @@ class RequestState:
             stop_reason=self.stop_reason or "abort",
             weight_versions=self.weight_versions,
             log_probs=self.log_probs,
+            top=top_log_probs_of(self.top, self.num_answer_top) if self.num_answer_top else None,
             prompt_log_probs=self.prompt_log_probs,
             prompt_top=self.prompt_top,
             num_cached_prompt_tokens=self.num_cached_prompt_tokens,
@@ -63,6 +68,10 @@ class RequestState:
                 for position, token in zip(log_probs, completion.token_ids, strict=True)
                 if position is not None  # vLLM's type allows it; a written token has one
             ]
+            if self.num_answer_top:
+                self.top += [
+                    [(token, entry.logprob) for token, entry in position.items()] for position in log_probs if position
+                ]
         if output.prompt_logprobs:
             tokens = output.prompt_token_ids or []
             self.prompt_log_probs = [

@@ -3,10 +3,11 @@
 The meaning of every keyword is the native engine's (`native/requests.py` checks them); here is only what vLLM calls it.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from skyrl_train.errors import UnsupportedByEngine
 from skyrl_train.inference_engines.base import SamplingKeywords
+from skyrl_train.inference_engines.constraints import Constraint
 from skyrl_train.inference_engines.native.requests import EngineSamplingParams, SeedPair, split_seeds
 from skyrl_train.inference_engines.native.sampling import random_key
 
@@ -17,12 +18,20 @@ SMALLEST_TEMPERATURE = 0.01
 """vLLM raises smaller ones to this (`vllm/sampling_params.py`, `_MAX_TEMP`), so they are refused."""
 
 
+ANSWER_FROM_START = (
+    "constraints and penalties begin with the engine's own first token; the native engine alone goes on behind those "
+    "of the prompt"
+)
+
+
 def vllm_split_seeds(given: SamplingKeywords | None, num: int) -> tuple[EngineSamplingParams, list[SeedPair | None]]:
     """Check sampling settings as `split_seeds` does, and that vLLM takes the temperature for what it is. Used for
     remote servers of every kind."""
     params, seeds = split_seeds(given, num)
     if params.return_kept_tokens:
         raise UnsupportedByEngine("return_kept_tokens: the native engine alone returns the tokens that truncation kept")
+    if params.num_answer_tokens and params.depends_on_answer:
+        raise UnsupportedByEngine(f"num_answer_tokens={params.num_answer_tokens}: {ANSWER_FROM_START}")
     if not params.is_greedy and params.temperature < SMALLEST_TEMPERATURE:
         raise ValueError(
             f"sampling parameter temperature must be 0 (greedy) or at least {SMALLEST_TEMPERATURE}, which vLLM takes "
@@ -52,6 +61,10 @@ def http_sampling(params: EngineSamplingParams, seed: int | None) -> SamplingKey
         "top_k": params.top_k,
         "min_p": params.min_p,
         "repetition_penalty": params.repetition_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "presence_penalty": params.presence_penalty,
+        "logit_bias": dict(params.logit_bias) or None,
+        "structured_outputs": None if params.constraint is None else structured_outputs(params.constraint),
         "stop": list(params.stop),
         "stop_token_ids": list(params.stop_token_ids),
         "ignore_eos": params.ignore_eos,
@@ -65,14 +78,24 @@ def http_sampling(params: EngineSamplingParams, seed: int | None) -> SamplingKey
     }
 
 
+def structured_outputs(constraint: Constraint) -> dict[str, Any]:
+    """Return a constraint in vLLM's words. Raises ValueError if its text is no JSON object."""
+    if constraint.kind == "lark":
+        return {"grammar": constraint.text}
+    return {"json": constraint.bounded_schema()}
+
+
 def vllm_sampling(params: EngineSamplingParams, seed: int | None) -> "VLLMSamplingParams":
     """vLLM's own object. Tokens arrive in two parts: the first one, which tells that the request has begun, and the
     rest when it ends; parts in between would only cost time."""
     from vllm import SamplingParams as VLLMSamplingParams
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
+    keywords = http_sampling(params, seed)
+    if params.constraint is not None:
+        keywords["structured_outputs"] = StructuredOutputsParams(**structured_outputs(params.constraint))
     return VLLMSamplingParams(
-        **http_sampling(params, seed),
+        **keywords,
         detokenize=bool(params.stop),
         flat_logprobs=True,
         output_kind=RequestOutputKind.DELTA,

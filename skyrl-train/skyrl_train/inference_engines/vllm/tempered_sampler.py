@@ -1,8 +1,9 @@
 """Log-probs of the distribution that the trainer computes: log softmax(logits / temperature), temperature 1 if greedy.
 
 vLLM reports either log softmax(logits) (`raw_logprobs`) or that of the logits after penalties and truncation
-(`processed_logprobs`); neither is it. So the sampler's step from raw logits to reported log-probs is replaced, in the
-worker processes, by one that divides by each request's temperature. What is drawn does not change.
+(`processed_logprobs`), both behind the mask of a constraint; neither is it. So the sampler's step from raw logits to
+reported log-probs is replaced, in the worker processes, by one that divides by each request's temperature. What is
+drawn does not change.
 """
 
 from collections.abc import Callable
@@ -53,33 +54,51 @@ def temper(runner: Any) -> None:
         raise RuntimeError("this vLLM's sampler cannot be made to report log softmax(logits / temperature)")
     if sampler.logprobs_mode != "raw_logprobs":
         raise RuntimeError(f"logprobs_mode must be raw_logprobs; got {sampler.logprobs_mode}")
-    state = _Temperatures()
-    sampler.compute_logprobs = lambda logits: tempered_log_softmax(logits, state.present)
+    state = _SamplerState()
+    sampler.compute_logprobs = lambda logits: tempered_log_softmax(
+        logits if state.unmasked is None else state.unmasked, state.present
+    )
+    _keep_unmasked_logits(state)
     sampler.forward = _forward_with_temperatures(sampler.forward, state)
     runner._get_prompt_logprobs_dict = _prompt_log_probs_by_temperature(runner, state)
 
 
-class _Temperatures:
-    """The temperatures of the rows whose log-probs are computed now."""
+class _SamplerState:
+    """The temperatures of the rows whose log-probs are computed now, and their logits before masks of constraints."""
 
     def __init__(self) -> None:
         self.present: torch.Tensor | float | None = None
+        self.unmasked: torch.Tensor | None = None
+
+
+def _keep_unmasked_logits(state: _SamplerState) -> None:
+    """vLLM masks the logits of constrained answers in place, before the sampler sees them: keep them as they were."""
+    from vllm.v1.worker import gpu_model_runner as gpu_model_runner_module
+
+    gpu_model_runner: Any = gpu_model_runner_module
+    original = gpu_model_runner.apply_grammar_bitmask
+
+    def masked(scheduler_output: Any, grammar_output: Any, input_batch: Any, logits: torch.Tensor) -> None:
+        state.unmasked = logits.clone()
+        original(scheduler_output, grammar_output, input_batch, logits)
+
+    gpu_model_runner.apply_grammar_bitmask = masked
 
 
 def _forward_with_temperatures(
-    forward: Callable[Concatenate[torch.Tensor, "SamplingMetadata", P], T], state: _Temperatures
+    forward: Callable[Concatenate[torch.Tensor, "SamplingMetadata", P], T], state: _SamplerState
 ) -> Callable[Concatenate[torch.Tensor, "SamplingMetadata", P], T]:
     def tempered(logits: torch.Tensor, sampling_metadata: "SamplingMetadata", *args: P.args, **kwargs: P.kwargs) -> T:
         state.present = None if sampling_metadata.all_greedy else sampling_metadata.temperature
         try:
             return forward(logits, sampling_metadata, *args, **kwargs)
         finally:
-            state.present = None
+            state.present = state.unmasked = None
 
     return tempered
 
 
-def _prompt_log_probs_by_temperature(runner: Any, state: _Temperatures) -> Callable[..., dict[str, object]]:
+def _prompt_log_probs_by_temperature(runner: Any, state: _SamplerState) -> Callable[..., dict[str, object]]:
     """vLLM computes them request by request, without the request's temperature: let it, one temperature at a time."""
     original = runner._get_prompt_logprobs_dict
 
