@@ -255,14 +255,16 @@ class ResponseWriter(AnswerWriter):
         return item | {"status": status}
 
     def _call(self, call: ToolCall) -> Payload:
-        given = call.arguments.get(SOLE_INPUT)
-        if isinstance(given, str) and any(
-            tool.type == "custom" and tool.name == call.name for tool in self.request.tools or []
-        ):
-            item = {"id": new_id("ctc"), "type": "custom_tool_call", "call_id": new_id("call"), "name": call.name}
-            return item | {"input": given}
-        item = {"id": new_id("fc"), "type": "function_call", "status": "completed", "call_id": new_id("call")}
-        return item | {"name": call.name, "arguments": arguments_of(call)}
+        known = {named.full_name: named for named in self.request.named_tools}
+        namespace, tool = known.get(call.name, (None, None))
+        name: Payload = {"call_id": new_id("call"), "name": call.name if tool is None else tool.name}
+        if namespace is not None:
+            name["namespace"] = namespace
+        text = call.arguments.get(SOLE_INPUT)
+        if tool is not None and tool.type == "custom" and isinstance(text, str):
+            return {"id": new_id("ctc"), "type": "custom_tool_call"} | name | {"input": text}
+        item = {"id": new_id("fc"), "type": "function_call", "status": "completed"}
+        return item | name | {"arguments": arguments_of(call)}
 
     def _added(self, item: Payload) -> Payload:
         return self._event("response.output_item.added", output_index=len(self._output), item=item)

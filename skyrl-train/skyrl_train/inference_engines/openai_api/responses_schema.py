@@ -1,6 +1,6 @@
 """Requests of OpenAI's Responses API as typed values, by the rules of `schema.py`."""
 
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -55,15 +55,21 @@ class MessageItem(_Part):
     content: Content
 
 
-class CallItem(_Part):
+class _CallItem(_Part):
     call_id: str = Field(min_length=1)
     name: str = Field(min_length=1)
+    namespace: str | None = None
+
+    @property
+    def full_name(self) -> str:
+        return full_name(self.namespace, self.name)
+
+
+class CallItem(_CallItem):
     arguments: str
 
 
-class CustomCallItem(_Part):
-    call_id: str = Field(min_length=1)
-    name: str = Field(min_length=1)
+class CustomCallItem(_CallItem):
     input: str
 
 
@@ -82,12 +88,31 @@ class ReasoningItem(_Part):
 
 
 class Tool(_Part):
+    """A function, a custom tool (whose input is a text), or a namespace of such tools."""
+
     type: str
     name: str | None = None
     description: str | None = None
     parameters: JsonObject | None = None
     strict: bool | None = None
     format: JsonObject | None = None
+    tools: list["Tool"] | None = None
+
+
+class NamedTool(NamedTuple):
+    """A tool that may be called."""
+
+    namespace: str | None
+    tool: Tool
+
+    @property
+    def full_name(self) -> str:
+        return full_name(self.namespace, self.tool.name or "")
+
+
+def full_name(namespace: str | None, name: str) -> str:
+    """Return a tool's name in the chat template, which knows no namespaces."""
+    return name if namespace is None else f"{namespace}__{name}"
 
 
 class TextFormat(_Part):
@@ -158,6 +183,14 @@ class ResponsesRequest(BaseModel):
     truncation: str | None = None
 
     @property
+    def named_tools(self) -> list[NamedTool]:
+        """Tools that may be called, those of namespaces among them."""
+        spaces = [
+            (tool.name, tool.tools or []) if tool.type == "namespace" else (None, [tool]) for tool in self.tools or []
+        ]
+        return [NamedTool(space, tool) for space, tools in spaces for tool in tools]
+
+    @property
     def effort(self) -> str | None:
         return None if self.reasoning is None else self.reasoning.effort
 
@@ -188,7 +221,7 @@ def parsed_responses(raw: bytes) -> ResponsesRequest:
 
 
 def _check_tool(tool: Tool, where: str) -> None:
-    if tool.type not in ("function", "custom"):
+    if tool.type not in ("function", "custom", "namespace"):
         raise refused(
             f"{where}: tools of type {tool.type!r} are run by OpenAI's servers and are not supported here; give "
             "functions or custom tools",
@@ -197,6 +230,8 @@ def _check_tool(tool: Tool, where: str) -> None:
         )
     if not tool.name:
         raise refused(f"{where}.name: Field required", f"{where}.name", "missing_required_parameter")
+    for index, inner in enumerate(tool.tools or []):
+        _check_tool(inner, f"{where}.tools[{index}]")
 
 
 def item_of(kind: type[Item], values: JsonObject, where: str) -> Item:

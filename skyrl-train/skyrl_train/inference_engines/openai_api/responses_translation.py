@@ -12,10 +12,11 @@ from skyrl_train.inference_engines.openai_api.responses_schema import (
     CallOutputItem,
     CustomCallItem,
     MessageItem,
+    NamedTool,
     ReasoningItem,
     ResponsesRequest,
     TextFormat,
-    Tool,
+    full_name,
     item_of,
     texts_of,
     unsupported_item,
@@ -52,7 +53,7 @@ def chat_request(request: ResponsesRequest, items: Sequence[JsonObject]) -> Chat
         "response_format": _response_format(request.text.format if request.text else None),
     }
     if request.tools:
-        given["tools"] = [_function(tool) for tool in request.tools]
+        given["tools"] = [_function(named) for named in request.named_tools]
         given["tool_choice"] = _tool_choice(request.tool_choice)
         given["parallel_tool_calls"] = request.parallel_tool_calls
     return checked(ChatRequest, values | {name: value for name, value in given.items() if value is not None})
@@ -75,14 +76,15 @@ def _response_format(form: TextFormat | None) -> JsonObject | None:
     return {"type": "json_schema", "json_schema": given}
 
 
-def _function(tool: Tool) -> JsonObject:
+def _function(named: NamedTool) -> JsonObject:
+    tool = named.tool
     parameters, description = tool.parameters, tool.description or ""
     if tool.type == "custom":
         text = {"type": "string", "description": "The tool's whole input, as plain text"}
         parameters = {"type": "object", "properties": {SOLE_INPUT: text}, "required": [SOLE_INPUT]}
         grammar = (tool.format or {}).get("definition")
         description += f"\n\nThe input is written in this grammar:\n{grammar}" if grammar else ""
-    function: JsonObject = {"name": tool.name, "description": description, "parameters": parameters or {}}
+    function: JsonObject = {"name": named.full_name, "description": description, "parameters": parameters or {}}
     return {"type": "function", "function": function if tool.strict is None else function | {"strict": tool.strict}}
 
 
@@ -95,7 +97,7 @@ def _tool_choice(choice: str | JsonObject | None) -> object:
             "tool_choice",
             "unsupported_value",
         )
-    return {"type": "function", "function": {"name": choice["name"]}}
+    return {"type": "function", "function": {"name": full_name(choice.get("namespace"), choice["name"])}}
 
 
 def _with_one_system_prompt(messages: list[JsonObject]) -> list[JsonObject]:
@@ -138,10 +140,10 @@ class _Messages:
             self._answering(0).thought = _thought(item_of(ReasoningItem, item, where), where)
         elif kind == "function_call":
             call = item_of(CallItem, item, where)
-            self._call(call.call_id, call.name, call.arguments)
+            self._call(call.call_id, call.full_name, call.arguments)
         elif kind == "custom_tool_call":
             custom = item_of(CustomCallItem, item, where)
-            self._call(custom.call_id, custom.name, json.dumps({SOLE_INPUT: custom.input}))
+            self._call(custom.call_id, custom.full_name, json.dumps({SOLE_INPUT: custom.input}))
         elif kind in ("function_call_output", "custom_tool_call_output"):
             self._output(item_of(CallOutputItem, item, where), where)
         else:

@@ -145,6 +145,23 @@ async def test_a_custom_tool_takes_a_text():
         assert again.status == "completed"
 
 
+async def test_tools_of_a_namespace_are_called_by_both_names():
+    call = '<tool_call>{"name": "maths__add", "arguments": {"a": 1}}</tool_call>'
+    space = {"type": "namespace", "name": "maths", "description": "Numbers", "tools": [ADD]}
+    recorder = RequestRecorder()
+    async with (
+        scripted(always(call), recorder=recorder) as server,
+        client_of(server, base_url=server.session_url("s")) as client,
+    ):
+        response = await client.responses.create(model="tiny", input="?", tools=[space])
+        [item] = response.output
+        assert (item.namespace, item.name, item.arguments) == ("maths", "add", '{"a": 1}')
+        output = {"type": "function_call_output", "call_id": item.call_id, "output": "done"}
+        again = [{"role": "user", "content": "?"}, item.model_dump(exclude_none=True), output]
+        await client.responses.create(model="tiny", input=again, tools=[space])
+    assert one_row(recorder, "s")[0] == [f"{call}<end>", f"{call}<end>"]
+
+
 async def test_stored_responses_are_their_sessions_and_may_be_deleted():
     async with scripted(always("x")) as server, client_of(server, api_key=server.session_key("a")) as client:
         stored = await client.responses.create(model="tiny", input="c")
