@@ -33,9 +33,9 @@ def check_architecture(config: PretrainedConfig, model_path: str) -> None:
         raise unfit(config, model_path, "it has an encoder, and the engine runs decoders")
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     # (Of the models with linear attention transformers says no, though their other layers do.)
-    is_open = model_class is None or model_class._supports_attention_backend or text.model_type in MODEL_TYPES
-    if not is_open:
-        raise unfit(config, model_path, f"{model_class.__name__} of transformers takes no attention but its own")
+    if model_class is None or model_class._supports_attention_backend or text.model_type in MODEL_TYPES:
+        return
+    raise unfit(config, model_path, f"{model_class.__name__} of transformers takes no attention but its own")
 
 
 def unfit(config: PretrainedConfig, model_path: str, why: str) -> ConfigError:

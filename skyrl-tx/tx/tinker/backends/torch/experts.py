@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from peft.utils.transformers_weight_conversion import _MOE_TARGET_MODULE_MAPPING
 from torch import nn
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN, get_checkpoint_conversion_mapping
 
 from skyrl_train.inference_engines.native.experts import PROJECTIONS, is_plain, shape_of
 from tx.tinker.backends.torch.adapters import Adaptable, FrozenProduct, Part, Site, adapted_product
@@ -114,11 +115,13 @@ def adapt_experts(model: Any) -> dict[str, AdaptedExperts]:
 
 
 def have_names_in_files(model: Any) -> bool:
-    """Return True if files of such models name each expert's three layers as `PROJECTIONS`, as readers of adapters
-    expect."""
-    conversions = get_checkpoint_conversion_mapping(model.config.get_text_config().model_type) or []
+    """Return True if files of such models name each expert's three layers as `PROJECTIONS`, and peft reads adapters of
+    these names as those of experts (of Qwen3.5-MoE it would give them to the shared expert)."""
+    model_type = model.config.get_text_config().model_type
+    conversions = get_checkpoint_conversion_mapping(model_type) or []
     sources = {pattern for conversion in conversions for pattern in conversion.source_patterns}
-    return {f"mlp.experts.*.{projection}.weight" for projection in PROJECTIONS} <= sources
+    read_by_peft = _MODEL_TO_CONVERSION_PATTERN.get(model_type) in _MOE_TARGET_MODULE_MAPPING
+    return read_by_peft and {f"mlp.experts.*.{projection}.weight" for projection in PROJECTIONS} <= sources
 
 
 def has_experts_in_lists(model: nn.Module) -> bool:
