@@ -125,6 +125,25 @@ def resent_save(server: ServerUnderTest) -> None:
 
 
 @check
+def reused_seq(server: ServerUnderTest) -> None:
+    """a seq that comes again with other content is refused, and the request that it belongs to stands"""
+    wire, model_id = server.wire, server.model()
+    first = wire.accepted(wire.backward(model_id, 1, [text_datum(server.text(9, seed=1))]))
+    expect_refused(wire.backward(model_id, 1, [text_datum(server.text(9, seed=2))]))
+    expect_refused(wire.step(model_id, 1))
+    wire.outcome(first)
+    expect_refused(wire.backward(model_id, 1, [text_datum(server.text(9, seed=2))]))
+    wire.result(wire.backward(model_id, 2, [text_datum(server.text(9, seed=2))]))
+    wire.result(wire.step(model_id, 3))
+    expect_close(wire.logprobs(model_id, 4, server.lesson), in_order(server), 1e-6, "log-probs after the step")
+    sampler_id = wire.sampling_session(wire.session()).json()["sampling_session_id"]
+    sampled = wire.accepted(wire.sample(server.text(5), sampling_session_id=sampler_id, seq_id=1))
+    expect_refused(wire.sample(server.text(6), sampling_session_id=sampler_id, seq_id=1))
+    wire.outcome(sampled)
+    expect_refused(wire.sample(server.text(6), sampling_session_id=sampler_id, seq_id=1))
+
+
+@check
 def refused_seq_does_not_block(server: ServerUnderTest) -> None:
     """a refused request uses up its seq: what comes after it is not held up, and what it was has no effect"""
     wire, model_id = server.wire, server.model()

@@ -51,6 +51,11 @@ async def repetitions_are_done_again(submit, self, tenant, command, request):
     return await submit(self, tenant, command, request)
 
 
+@fault(API, "ordering.", f"{SERVICE}.repetitions:Repetitions.check")
+async def reused_numbers_are_repetitions(check, self, request_id, content):
+    """a seq that comes again is a repetition, whatever its content"""
+
+
 _fresh = itertools.count(1_000_000)
 
 

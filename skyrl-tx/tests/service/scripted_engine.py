@@ -104,7 +104,9 @@ class ScriptedEngine:
             result, size = self.carry_out(command)
         except Exception as error:
             assert not command.replay, f"what was done before fails when it is done again: {error!r}"
-            self.channel.send(Failed(request_id=command.request_id, error=f"{error!r}", category="user"))
+            self.channel.send(
+                Failed(request_id=command.request_id, error=f"{type(error).__name__}: {error}", category="user")
+            )
             return
         if not command.replay:
             self.channel.send(Done(request_id=command.request_id, result=json.dumps(result).encode(), size_bytes=size))

@@ -1,14 +1,15 @@
 """Checkpoints: named once, found by their owner, gone when their time is over."""
 
+import asyncio
 import time
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
-from service_users import Chain, Client, refused
+from service_users import Chain, Client, refused, without_engine
 from sqlalchemy import update
 
-from tx.errors import RequestError
+from tx.errors import Busy, RequestError
 from tx.tinker.service.service import TinkerService
 from tx.tinker.storage.db_models import CheckpointRow
 
@@ -49,6 +50,15 @@ async def test_a_new_model_begins_where_a_checkpoint_ended(service: TinkerServic
     assert state == Chain(model).train(1).state
 
 
+async def test_no_error_names_a_folder_of_the_server(alice: Client, model: str, tmp_path: Path):
+    path = (await alice.result(await alice.save(model, 1, "gone")))["path"]
+    for state in tmp_path.glob("checkpoints/*/weights/gone@1/state.json"):
+        state.unlink()
+    stored = await alice.stored(await alice.load(model, 2, path))
+    assert "FileNotFoundError" in (stored.error or "") and f"/{model}/weights/gone@1/state.json" in (stored.error or "")
+    assert str(tmp_path) not in (stored.error or "")
+
+
 async def test_saving_and_loading_may_be_asked_in_one_breath(alice: Client, model: str):
     await alice.save(model, 1, "start")
     await alice.train(model, 2)
@@ -78,14 +88,26 @@ async def test_a_tenant_at_its_quota_is_told_and_others_go_on(
     service: TinkerService, alice: Client, bob: Client, model: str
 ):
     """A checkpoint has 7 bytes, and 10 are allowed."""
-    for seq, name in ((1, "first"), (2, "second")):
-        await alice.result(await alice.save(model, seq, name))
-    await refused(400, alice.save(model, 3, "third"), r"take 1\.4e-08 GB and may take 1e-08 GB .*delete some")
-    await alice.result(await alice.save_sampler(model, 4, sampling_session_seq_id=0))  # without a name: it will go
-    await service._cleanup.collect_garbage()
-    assert service.metrics()["checkpoint_bytes"] == {"alice": 14}
+    await without_engine(service)
+    await alice.save(model, 1, "first")
+    with pytest.raises(Busy):
+        await alice.save(model, 2, "second")  # how large a save is shows when the first is done
+    assert service.metrics()["saves_under_way"] == {"alice": 1}
+    service._link.ready = True
+    service._dispatch.on_ready()
+    await alice.stored(f"{model}:1")
+    both = await asyncio.gather(alice.save(model, 2, "second"), alice.save(model, 3, "third"), return_exceptions=True)
+    (refusal,) = [each for each in both if isinstance(each, RequestError)]
+    assert "take 1.4e-08 GB" in str(refusal)
+    await alice.stored(next(each for each in both if isinstance(each, dict)))
+    await refused(400, alice.save(model, 4, "third"), r"take 1\.4e-08 GB, .* and may take 1e-08 GB .*delete some")
+    await alice.result(await alice.save_sampler(model, 5, sampling_session_seq_id=0))  # without a name: it will go
+    await service._cleanup.measure_disks()
+    metrics = service.metrics()
+    assert metrics["checkpoint_bytes"] == {"alice": 14} and metrics["saves_under_way"] == {}
+    assert metrics["checkpoints_free_bytes"] == metrics["state_free_bytes"] > 0
     await service.checkpoints.delete("alice", model, "weights", "first")
-    await alice.result(await alice.save(model, 5, "third"))
+    await alice.result(await alice.save(model, 6, "third"))
 
     second = await alice.model(1)
     await refused(400, alice.model(2), r"2 models of this key are live and the most is 2 .*unload one")

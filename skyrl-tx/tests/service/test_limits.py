@@ -4,6 +4,7 @@ import pytest
 
 from tx.errors import Busy
 from tx.tinker.service.limits import Limits
+from tx.tinker.service.quotas import TokenQuota
 
 
 def test_a_tenant_has_so_many_requests_of_each_kind():
@@ -43,6 +44,26 @@ def test_samples_of_all_share_a_number_of_tokens(under_way, tenant, tokens, admi
     else:
         with pytest.raises(Busy):
             limits.admit_sample(tenant, tokens)
+
+
+def test_tokens_per_minute_come_back_with_time_and_a_sample_gives_back_what_it_did_not_use():
+    seconds = [0.0]
+    limits = Limits(max_pending=9, max_sample_tokens=10_000, quota=TokenQuota(600, lambda: seconds[0]))
+    limits.admit_sample("a", 1000)  # larger than what is left: a debt
+    limits.enter("a", 1000)
+    with pytest.raises(Busy, match=r"has used its 600 tokens per minute .* again in 40 s") as busy:
+        limits.admit_sample("a", 1)
+    assert 40 < busy.value.retry_after_seconds <= 41
+    limits.admit_sample("b", 1000)
+    limits.leave("a", 1000, used=450)
+    assert limits.quota.all_left() == {"a": 150.0}
+    limits.quota.charge("a", 1750)
+    with pytest.raises(Busy) as busy:
+        limits.quota.admit("a")
+    assert busy.value.retry_after_seconds == 60.0, "clients ignore more"
+    seconds[0] += 1000
+    assert limits.quota.left("a") == 600.0
+    assert limits.quota.refusals == {"a": 2}
 
 
 def test_finished_requests_are_forgotten():

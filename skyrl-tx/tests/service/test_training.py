@@ -36,8 +36,33 @@ async def test_the_same_request_again_is_the_same_request(service: TinkerService
     answers.append(await alice.train(model, 1))
     assert {answer["request_id"] for answer in answers} == {f"{model}:1"}
     assert (await alice.result(await alice.step(model, 2)))["state"] == Chain(model).train(1).step(2).state
-    request = schemas.CreateModelRequest(session_id=alice.session_id, model_seq_id=0, base_model="tiny")
-    assert (await service.models.create("alice", request))["request_id"] == f"{model}:0"
+    assert await alice.model() == model
+
+
+async def test_a_number_that_comes_again_with_other_content_is_refused(
+    service: TinkerService, alice: Client, model: str, tmp_path: Path
+):
+    other = "came before with other content"
+    pending = await alice.train(model, 2)  # waits for its predecessor
+    await refused(400, alice.train(model, 2, length=5), other)
+    await refused(400, alice.step(model, 2), other)
+    both = await asyncio.gather(alice.step(model, 1), alice.step(model, 1, 0.5), return_exceptions=True)
+    assert sorted(type(each).__name__ for each in both) == ["RequestError", "dict"]
+    assert (await alice.result(pending))["state"] == Chain(model).step(1).train(2).state
+    sampler = await alice.sampler(0, base_model="tiny")
+    sampled = await alice.sample(sampler, 0)
+    for _ in range(2):  # under way, done
+        await refused(400, alice.sample(sampler, 0, prompt=[4]), other)
+        assert await alice.sample(sampler, 0) == sampled
+        await alice.stored(sampled)
+    saved = await alice.result(await alice.save(model, 3, "a"))
+    await refused(400, alice.sampler(0, model_path=saved["path"]), "is taken by a sampler of tiny")
+    await refused(400, alice.model(rank=4), other)
+    await refused(400, alice.save(model, 3, "b"), other)
+    async with restarted(alice, tmp_path):
+        await refused(400, alice.save(model, 3, "b"), other)
+        await refused(400, alice.model(rank=4), other)
+        assert await alice.save(model, 3, "a") == {"request_id": f"{model}:3", "model_id": model}
 
 
 async def test_a_refused_request_uses_up_its_seq_and_says_the_same_again(alice: Client, model: str, tmp_path: Path):
@@ -149,6 +174,33 @@ async def test_too_much_is_refused_without_using_up_a_seq(service: TinkerService
     assert (await alice.result(await alice.train(model, 5)))["state"]
 
 
+@pytest.mark.parametrize("service", [{"max_tokens_per_minute_per_tenant": 120}], indirect=True)
+async def test_tokens_per_minute_delay_their_tenant_alone_and_in_order(
+    service: TinkerService, alice: Client, bob: Client, model: str
+):
+    first = await alice.train(model, 1, length=60, copies=5)  # two and a half minutes', at once
+    for seq in (3, 2, 4):
+        with pytest.raises(Busy, match="max_tokens_per_minute_per_tenant"):
+            await alice.train(model, seq)
+    await alice.step(model, 5)  # has no tokens
+    service._limits.quota.charge("alice", -250)  # two minutes later
+    with pytest.raises(Busy):
+        await alice.train(model, 3)  # not before 2
+    answers = {1: first} | {seq: await alice.train(model, seq) for seq in (2, 3, 4)}
+    chain = Chain(model)
+    for seq, more in ((1, {"length": 60, "copies": 5}), (2, {}), (3, {}), (4, {})):
+        assert (await alice.result(answers[seq]))["state"] == chain.train(seq, **more).state
+    left = service.metrics()["quota_tokens_left"]["alice"]
+    await refused(400, alice.train(model, 6, length=60, copies=9), "data have 540 tokens, .* at most 4 minutes'")
+    assert service.metrics()["quota_tokens_left"]["alice"] >= left, "what is refused is not charged"
+    his = await bob.model()
+    await bob.result(await bob.train(his, 1, length=60, copies=5))
+    sampler = await bob.sampler(0, base_model="tiny")
+    with pytest.raises(Busy):
+        await bob.sample(sampler, 0)
+    assert service.metrics()["refused_for_quota_total"] == {"alice": 4, "bob": 1}
+
+
 async def test_a_poll_waits_and_says_try_again(service: TinkerService, alice: Client, model: str):
     early = await alice.train(model, 2)
     polls = [service.futures.retrieve("alice", early["request_id"], 0.2) for _ in range(500)]
@@ -164,8 +216,8 @@ async def test_large_payloads_and_results_are_files_only_as_long_as_they_are_nee
 ):
     chain = Chain(model)
     for seq in range(1, 7):
-        chain.train(seq, length=60, copies=200)
-        result = await alice.result(await alice.train(model, seq, length=60, copies=200))
+        chain.train(seq, length=60, copies=50)
+        result = await alice.result(await alice.train(model, seq, length=60, copies=50))
         assert result["state"] == chain.state
     blobs = [path for path in (tmp_path / "state" / "blobs").glob("??/*") if len(path.name) == 32]
     assert len(blobs) <= 3, "a snapshot every 3 orders makes earlier payloads superfluous"

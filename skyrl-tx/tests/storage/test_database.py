@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import event
+from sqlalchemy import event, text
 from sqlalchemy.schema import CreateTable
 from sqlmodel import Session
 from stores import names, opened
 
 from tx.errors import ConfigError
-from tx.tinker.storage.database import parse_url
+from tx.tinker.storage.database import Database, parse_url
 from tx.tinker.storage.db_models import SCHEMA_VERSION, Row, SessionRow
 from tx.tinker.storage.rows import add_row
 from tx.tinker.storage.store import Store, StoreError
 
-TABLES_OF_VERSION_1 = "21cd7160"
+TABLES_OF_VERSION_2 = "5b0dcc8d"
 
 
 def add(name: str) -> Any:
@@ -75,6 +75,21 @@ async def test_another_schema_is_refused(tmp_path: Path, found: int, says: str):
     assert says in await refusal(url)
 
 
+async def test_a_database_of_the_version_before_is_brought_up_to_date(url: str):
+    async with opened(url) as store:
+        await store.write(add("a"))
+    database = Database(url)
+    with database.writer.begin() as connection:
+        connection.exec_driver_sql("ALTER TABLE requests DROP COLUMN content")
+        connection.exec_driver_sql("UPDATE schema SET version = 1")
+    database.close()
+    for _ in range(2):
+        async with opened(url) as store:
+            assert await store.read(names) == ["a"]
+            rows = await store.read(lambda session: session.execute(text("SELECT content FROM requests")).all())
+            assert rows == []
+
+
 def test_a_change_of_the_tables_has_a_new_version():
     """If this fails: raise SCHEMA_VERSION if the last version has users, and write the new fingerprint here."""
     from hashlib import sha256
@@ -82,7 +97,7 @@ def test_a_change_of_the_tables_has_a_new_version():
     from sqlalchemy.dialects import sqlite
 
     tables = sorted(str(CreateTable(table).compile(dialect=sqlite.dialect())) for table in Row.metadata.tables.values())
-    assert (SCHEMA_VERSION, sha256("".join(tables).encode()).hexdigest()[:8]) == (1, TABLES_OF_VERSION_1)
+    assert (SCHEMA_VERSION, sha256("".join(tables).encode()).hexdigest()[:8]) == (2, TABLES_OF_VERSION_2)
 
 
 async def test_a_second_server_is_refused_until_the_first_is_gone(url: str):

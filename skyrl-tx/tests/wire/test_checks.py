@@ -113,7 +113,7 @@ def test_bounds_may_be_given_a_token(loss_fn, facts):
     [
         ("cros_entropy", {}, "ppo, cispo, dro, gspo; got 'cros_entropy'; did you mean cross_entropy?"),
         ("", {}, "got ''"),
-        ("stable_reinforce", {}, "not supported by this server"),
+        ("stable_reinforce", {}, "not public; set loss_fn=importance_sampling"),
         ("custom", {}, "forward_backward_custom"),
         ("cross_entropy", {"beta": 1.0}, "loss_fn_config['beta']: cross_entropy takes no settings"),
         ("ppo", {"clip_low_treshold": 0.5}, "clip_high_threshold; did you mean clip_low_threshold?"),

@@ -98,6 +98,16 @@ def test_options_that_are_not_here_are_refused_only_if_they_ask_for_something(op
     assert option in refused(AsampleRequest, SAMPLE | {option: something})
 
 
+def test_what_the_hosted_service_alone_has_names_what_to_use():
+    recorded = refused(AsampleRequest, SAMPLE | {"record_stability_info": True})
+    assert "stable_reinforce" in recorded and "set loss_fn=importance_sampling" in recorded
+    full = refused(CreateModelRequest, CREATE | {"lora_config": None})
+    assert full.startswith("lora_config: must be an adapter's: there is no full fine-tuning here")
+    assert "`tx train` or skyrl_train" in full
+    left_out = {name: value for name, value in CREATE.items() if name != "lora_config"}
+    assert CreateModelRequest.model_validate(left_out).lora_config is None
+
+
 def test_an_unknown_field_is_refused_with_the_nearest_name():
     assert refused(SaveWeightsRequest, SAVE | {"overwrit": True}) == (
         "body: field 'overwrit' is not known to this server; did you mean overwrite?"

@@ -102,8 +102,8 @@ class CheckpointLookup(Protocol):
         """Find a checkpoint that the tenant may read. Raises: RequestError."""
         ...
 
-    async def check_room(self, tenant: str) -> None:
-        """Check that the tenant may save more. Raises: RequestError."""
+    async def reserve_room(self, tenant: str, request_id: str, kind: CheckpointKind, rank: int) -> None:
+        """Check that the tenant may save more, and count this save from now on. Raises: RequestError, Busy."""
         ...
 
     async def check_name_is_free(self, path: TinkerPath) -> None:
@@ -379,9 +379,10 @@ class Save(ModelCommand, frozen=True, kw_only=True):
             folder = context.folders.place(model.model_id, "samplers", f"{number}@{address.seq}")
         else:
             path = TinkerPath(model.model_id, kind, name)
-            await context.checkpoints.check_room(address.tenant)
             if not effect.overwrite:
                 await context.checkpoints.check_name_is_free(path)
+            # Last: a request that is refused after it would keep its room.
+            await context.checkpoints.reserve_room(address.tenant, address.request_id, kind, model.lora.rank)
             folder = context.folders.place(model.model_id, kind, f"{name[:200]}@{address.seq}")
             answer["path"] = str(path)
         command = cls(**address._asdict(), folder=folder, state=kind == "weights", recipients=recipients)

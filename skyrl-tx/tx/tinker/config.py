@@ -53,8 +53,12 @@ class EngineConfig(BaseModel):
     max_models_per_tenant: int | None = Field(default=None, ge=1)
     """Maximum number of live models per tenant; beyond that, creating one is refused. Default: no limit."""
     max_checkpoints_gb_per_tenant: float | None = Field(default=None, gt=0)
-    """Maximum total size of a tenant's named checkpoints, in GB; once it is reached, saves with a name are refused.
-    Default: no limit."""
+    """Maximum total size of a tenant's named checkpoints, in GB, with the saves under way, which count as large as
+    their like before; once it is reached, saves with a name are refused. Default: no limit."""
+    max_tokens_per_minute_per_tenant: int | None = Field(default=None, ge=1)
+    """Maximum number of tokens per minute and tenant: of data that are trained on or scored, of prompts and responses
+    (a sample counts with `max_tokens` until it is done). A minute's tokens may come at once; beyond that, status 429
+    with the time to wait. Data of more than four minutes' tokens in one request are refused. Default: no limit."""
     keep_samplers: int = Field(default=16, ge=1)
     """Number of samplers without a name (`save_weights_and_get_sampling_client`) that are kept per model, the newest.
     Older ones are deleted with their weights once they are idle; named weights stay."""

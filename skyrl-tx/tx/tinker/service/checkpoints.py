@@ -7,13 +7,14 @@ deleting a checkpoint harms no sampler that has its weights: the folder goes whe
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from typing import TypeVar
 
 from sqlalchemy import func, select
 from sqlmodel import Session as Database
 from sqlmodel import col
 
-from tx.errors import RequestError
+from tx.errors import Busy, RequestError
 from tx.tinker.commands import CheckpointSource
 from tx.tinker.service.state import ServerState
 from tx.tinker.storage.db_models import CheckpointRow, ModelRow, SamplerRow
@@ -101,16 +102,28 @@ class Checkpoints:
             fix = "give another path, or overwrite=true" if path.kind == "weights" else "give another path"
             raise RequestError(f"path: the checkpoint {path!s} exists already; {fix}")
 
-    async def check_room(self, tenant: str) -> None:
-        """Raises RequestError if the tenant's checkpoints are as large as they may be."""
+    async def reserve_room(self, tenant: str, request_id: str, kind: CheckpointKind, rank: int) -> None:
+        """Count a save from now on; one under way counts as large as the tenant's largest of its kind and rank.
+
+        Raises:
+            RequestError: the tenant's checkpoints are as large as they may be.
+            Busy: a save is under way whose like was never saved, so its size is not known yet.
+        """
         if self._max_gb is None:
             return
-        num_bytes = (await self._store.read(bytes_of_tenants)).get(tenant, 0)
+        saved, largest = await self._store.read(partial(_sizes, tenant=tenant))
+        # No await from here on: of saves that come together, each counts those before it.
+        under_way = [(kind, rank) for of, kind, rank in self._state.saves.values() if of == tenant]
+        num_bytes = saved + sum(largest.get(each, 0) for each in under_way)
         if num_bytes >= self._max_gb * 1e9:
             raise RequestError(
-                f"path: the checkpoints of this key take {num_bytes / 1e9:.3g} GB and may take {self._max_gb:g} GB "
-                "(max_checkpoints_gb_per_tenant of the server): delete some, or save with ttl_seconds"
+                f"path: the checkpoints of this key take {num_bytes / 1e9:.3g} GB, {len(under_way)} saves under way "
+                f"included, and may take {self._max_gb:g} GB (max_checkpoints_gb_per_tenant of the server): delete "
+                "some, or save with ttl_seconds"
             )
+        if not all(each in largest for each in under_way):
+            raise Busy("the first save of its kind is under way; its size decides whether this one has room", 1.0)
+        self._state.saves[request_id] = (tenant, kind, rank)
 
     async def free_sampler_id(self, session_id: str, number: int) -> str:
         """Raises RequestError if the sampler exists or is being saved."""
@@ -217,6 +230,22 @@ def bytes_of_tenants(database: Database) -> dict[str, int]:
     size = func.sum(col(CheckpointRow.size_bytes))
     rows = database.execute(select(col(CheckpointRow.tenant), size).group_by(col(CheckpointRow.tenant)))
     return {tenant: int(num_bytes) for tenant, num_bytes in rows}
+
+
+def _sizes(database: Database, tenant: str) -> tuple[int, dict[tuple[str, int], int]]:
+    """Return the total size of a tenant's checkpoints, and the largest by kind and rank."""
+    rows = database.execute(
+        select(
+            col(CheckpointRow.kind),
+            col(ModelRow.lora_rank),
+            func.sum(col(CheckpointRow.size_bytes)),
+            func.max(col(CheckpointRow.size_bytes)),
+        )
+        .join(ModelRow, col(ModelRow.model_id) == col(CheckpointRow.model_id))
+        .where(col(CheckpointRow.tenant) == tenant)
+        .group_by(col(CheckpointRow.kind), col(ModelRow.lora_rank))
+    ).all()
+    return sum(int(total) for *_, total, _ in rows), {(kind, rank): int(most) for kind, rank, _, most in rows}
 
 
 def describe(row: CheckpointRow) -> dict[str, object]:

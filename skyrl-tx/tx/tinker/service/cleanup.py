@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import shutil
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 FLUSH_SECONDS = 2.0
 GAP_CHECK_SECONDS = 2.0
 GARBAGE_SECONDS = 60.0
+DISK_SECONDS = 10.0
 LEFTOVERS_SECONDS = 3600.0
 
 
@@ -60,6 +62,7 @@ class BackgroundCleanup:
         self.every(FLUSH_SECONDS, self.flush)
         self.every(min(GAP_CHECK_SECONDS, self._config.seq_gap_timeout_sec / 4), self.give_up_gaps)
         self.every(GARBAGE_SECONDS, self.collect_garbage)
+        self.every(DISK_SECONDS, self.measure_disks)
         self.every(LEFTOVERS_SECONDS, self.remove_leftovers)
         if self._config.session_timeout_sec >= 0 and self._config.session_cleanup_interval_sec >= 0:
             self.every(max(self._config.session_cleanup_interval_sec, 0.2), self.expire_sessions)
@@ -117,7 +120,15 @@ class BackgroundCleanup:
             while (forgotten := await self._store.write(find)).num_requests:
                 await asyncio.to_thread(lambda blobs=forgotten.blobs: [self._blobs.drop(blob) for blob in blobs])
         await self.delete_scheduled_folders()
+
+    async def measure_disks(self) -> None:
+        """Note the size of checkpoints and the free bytes of disks."""
         self._state.checkpoint_bytes = await self._store.read(bytes_of_tenants)
+        self._state.free_bytes = await asyncio.to_thread(self._free_bytes)
+
+    def _free_bytes(self) -> dict[str, int]:
+        folders = {"state_free_bytes": str(self._config.state_folder), "checkpoints_free_bytes": self._folders.base}
+        return {name: shutil.disk_usage(folder).free for name, folder in folders.items() if "://" not in folder}
 
     async def delete_scheduled_folders(self) -> None:
         """Delete folders scheduled for deletion, except those that pending work uses."""

@@ -198,14 +198,19 @@ class Dispatch:
         except StoreError:
             log.exception("%s cannot be read", run.model_id)
             await asyncio.sleep(1)
-        except FileNotFoundError as error:
+        except FileNotFoundError:
             log.exception("%s cannot be told to the engine", run.model_id)
             lost = [
                 pending
                 for pending in run.queue.values()
                 if not pending.recording_result and pending.sent_to != engine_generation
             ]
-            await self.fail(lost, f"what the server kept of this model is not there any more: {error}", "server")
+            await self.fail(
+                lost,
+                "what the server kept of this model is not there any more (its log names the file): create a model "
+                "from its last checkpoint",
+                "server",
+            )
         finally:
             run.pumping = False
         self.pump(run)

@@ -70,7 +70,7 @@ class EngineLink:
         self.deaths = 0
         self.last_death: str | None = None
         self.trouble: str | None = "the engine is starting"
-        """Reason why no command is executed at present."""
+        """Reason why no command is executed at present, for clients."""
         self.fatal_config_error = asyncio.Event()
         """Set when the engine exits because of wrong settings."""
         self.log_tail: deque[str] = deque(maxlen=LOG_TAIL_LINES)
@@ -90,7 +90,7 @@ class EngineLink:
         on_death: Callable[[str], Coroutine[None, None, None]],
     ) -> None:
         """Start the supervision task. The engine takes messages after `on_ready`; `on_death` gets the reason of a
-        crash, and the restart waits for it."""
+        crash, as clients may read it, and the restart waits for it."""
         self._on_ready, self._on_message, self._on_death = on_ready, on_message, on_death
         for socket in self._folder.glob("engine-*.sock"):  # of servers that were killed; each has this folder alone
             socket.unlink(missing_ok=True)
@@ -148,14 +148,15 @@ class EngineLink:
                 return
             self.deaths, self.last_death = self.deaths + 1, why
             self._deaths_in_a_row += 1
-            self.trouble = f"the engine is being restarted: {why}"
+            public = _without_details(why)
+            self.trouble = f"the engine is being restarted: {public}"
             log.error("engine %d ended: %s", self.engine_generation, why)
             try:
-                await self._on_death(why)
+                await self._on_death(public)
             except Exception:  # broad: whatever fails there, an engine is needed
                 log.exception("after the end of engine %d", self.engine_generation)
             if self._process is not None and self._process.returncode == WRONG_SETTINGS:
-                self.trouble = f"the engine cannot be started: {why}"
+                self.trouble = f"the engine cannot be started: {public}"
                 self.fatal_config_error.set()
                 return
             # Bounded, because a float times 2**1024 is an OverflowError.
@@ -264,3 +265,9 @@ class EngineLink:
 
     def _signal(self, number: int) -> None:
         signal_session(self._process, number)
+
+
+def _without_details(why: str) -> str:
+    """Return what clients may read: lines of the log and explanations, which follow the first colon, name paths of this
+    machine and requests of others."""
+    return why.partition(": ")[0]

@@ -1,7 +1,7 @@
 """Intake of requests that change a model: deduplicated, durable before the response, in the order of their seqs.
 
-Model and seq identify a request. A repetition gets the same id, whatever its body: clients repeat requests byte for
-byte. A refused request (4xx) uses up its seq; a rate-limited one (429) does not.
+Model and seq identify a request. A repetition gets the same id; one with other content is refused. A refused request
+(4xx) uses up its seq; a rate-limited one (429) does not.
 """
 
 import asyncio
@@ -18,12 +18,14 @@ from tx.errors import RequestError
 from tx.tinker.commands import CommandAddress, EncodeContext, EncodedCommand, ModelState, StoredCommand, Unload
 from tx.tinker.service.dispatch import Dispatch
 from tx.tinker.service.limits import Limits
+from tx.tinker.service.repetitions import Repetitions, digest_of
 from tx.tinker.service.rows import fail_requests, insert_refusal, insert_request
 from tx.tinker.service.sequencer import FURTHEST_AHEAD
 from tx.tinker.service.state import PendingRequest, Run, ServerState, start_shared
 from tx.tinker.storage.blobs import Blobs
 from tx.tinker.storage.store import Store, StoreError
 from tx.tinker.types import request_id_of
+from tx.tinker.wire.codec import TrainingRequest
 
 log = logging.getLogger(__name__)
 
@@ -60,10 +62,11 @@ class RequestIntake:
     ):
         self._store, self._blobs, self._state, self._limits = store, blobs, state, limits
         self._dispatch, self._context = dispatch, context
+        self.repetitions = Repetitions(store)
 
-    async def create(self, run: Run, stored: StoredCommand, insert: Insert) -> None:
+    async def create(self, run: Run, stored: StoredCommand, insert: Insert, content: bytes) -> None:
         """Insert a new model with its first request."""
-        start_shared(run.deciding, 0, self._create(run, stored, insert))
+        start_shared(run.deciding, 0, self._create(run, stored, insert, content))
         await self.created(run)
 
     async def created(self, run: Run) -> None:
@@ -75,25 +78,30 @@ class RequestIntake:
         """Accept a request for a model, and return once it is durable.
 
         Raises:
-            RequestError: the model is not there, or the request is wrong; the latter uses up its seq.
+            RequestError: the model is not there, or the request is wrong, which uses up its seq, or its seq was used
+                by another one.
             Busy: later.
         """
         model_id, seq = request.model_id, request.seq_id
         assert model_id is not None and seq is not None
-        run = self._state.run(tenant, model_id)
+        content = await digest_of(request)
+        run, is_new = self._state.run(tenant, model_id), False
         if (deciding := run.deciding.get(seq)) is None and not run.sequence.knows(seq):
             if run.sequence.too_far(seq):
                 expected = run.sequence.next_seq
                 raise RequestError(f"seq_id must be {expected} to {expected + FURTHEST_AHEAD} by now; got {seq}")
             if seq != run.sequence.next_seq:  # that one is what others wait for
                 self._limits.admit_training(tenant)
+            tokens = self._admit_tokens(run, seq, request)
             address = CommandAddress(request_id_of(model_id, seq), tenant, model_id, seq)
             encode = partial(command.encode, request, address, run, self._context)
-            deciding = start_shared(run.deciding, seq, self._decide(run, seq, encode))
+            deciding, is_new = start_shared(run.deciding, seq, self._charged(run, seq, encode, content, tokens)), True
         if deciding is not None:
             await asyncio.shield(deciding)
         elif seq in run.refused:
             raise run.refused[seq]
+        if not is_new:
+            await self.repetitions.check(request_id_of(model_id, seq), content)
         return {"request_id": request_id_of(model_id, seq), "model_id": model_id}
 
     async def refuse(self, tenant: str, model_id: str, seq: int, error: str) -> None:
@@ -142,8 +150,9 @@ class RequestIntake:
             await self._dispatch.fail(pending_requests, error, "user", unit)
             self._dispatch.pump(run)
 
-    async def _create(self, run: Run, stored: StoredCommand, insert: Insert) -> None:
-        pending = PendingRequest(request_id_of(run.model_id, 0), run.tenant, "create", stored, run=run, seq=0)
+    async def _create(self, run: Run, stored: StoredCommand, insert: Insert, content: bytes) -> None:
+        request_id = request_id_of(run.model_id, 0)
+        pending = PendingRequest(request_id, run.tenant, "create", stored, content, run=run, seq=0)
         try:
             await self._keep(pending, insert)
         except BaseException:
@@ -151,7 +160,39 @@ class RequestIntake:
             raise
         self._dispatch.due(run, run.sequence.offer(0, pending, time.monotonic()))
 
-    async def _decide(self, run: Run, seq: int, encode: Callable[[], Awaitable[EncodedCommand]]) -> None:
+    def _admit_tokens(self, run: Run, seq: int, request: object) -> int:
+        """Check the quota of tokens per minute. Returns: tokens of a pass, 0 of all else. Raises: Busy."""
+        if not isinstance(request, TrainingRequest):
+            return 0
+        tokens, quota = sum(len(datum.tokens) for datum in request.data), self._limits.quota
+        run.delayed = {each for each in run.delayed if each >= run.sequence.next_seq}
+        earlier = min(run.delayed, default=seq)
+        run.delayed.add(seq)
+        if earlier < seq:  # else what is left would go to later ones, and the model wait for this one
+            quota.refuse(run.tenant, 1.0)
+        quota.admit(run.tenant)
+        run.delayed.discard(seq)
+        return tokens
+
+    async def _charged(
+        self, run: Run, seq: int, encode: Callable[[], Awaitable[EncodedCommand]], content: bytes, tokens: int
+    ) -> None:
+        """Decide on a request, and give the tokens of one that is refused back."""
+        self._limits.quota.charge(run.tenant, tokens)
+
+        async def checked() -> EncodedCommand:
+            self._limits.quota.check_size(tokens)
+            return await encode()
+
+        try:
+            await self._decide(run, seq, checked, content)
+        except BaseException:
+            self._limits.quota.charge(run.tenant, -tokens)
+            raise
+
+    async def _decide(
+        self, run: Run, seq: int, encode: Callable[[], Awaitable[EncodedCommand]], content: bytes | None = None
+    ) -> None:
         request_id = request_id_of(run.model_id, seq)
         try:
             encoded = await encode()
@@ -162,7 +203,7 @@ class RequestIntake:
             run.refused[seq] = error
             self._dispatch.due(run, run.sequence.offer(seq, None, time.monotonic()))
             raise
-        pending = PendingRequest(request_id, run.tenant, encoded.kind, encoded.stored, run=run, seq=seq)
+        pending = PendingRequest(request_id, run.tenant, encoded.kind, encoded.stored, content, run=run, seq=seq)
         if encoded.payload is not None:
             pending.payload = encoded.payload
             pending.payload_blob = await asyncio.to_thread(self._blobs.put, encoded.payload)

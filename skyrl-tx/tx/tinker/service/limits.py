@@ -3,6 +3,7 @@
 from collections import Counter
 
 from tx.errors import Busy
+from tx.tinker.service.quotas import TokenQuota
 
 RETRY_SECONDS = 1.0
 
@@ -12,9 +13,11 @@ class Limits:
     Args:
         max_pending: requests of a tenant, training and samples each
         max_sample_tokens: of all samples; beyond it, only tenants below an equal share may add
+        quota: tokens per minute
     """
 
-    def __init__(self, max_pending: int, max_sample_tokens: int):
+    def __init__(self, max_pending: int, max_sample_tokens: int, quota: TokenQuota | None = None):
+        self.quota = quota or TokenQuota(None)
         self.max_pending, self.max_sample_tokens = max_pending, max_sample_tokens
         self.training: Counter[str] = Counter()
         self.samples: Counter[str] = Counter()
@@ -29,7 +32,8 @@ class Limits:
             )
 
     def admit_sample(self, tenant: str, tokens: int) -> None:
-        """Check the limits of samples and of sample tokens. Raises: Busy."""
+        """Check the limits of samples, of sample tokens and of tokens per minute. Raises: Busy."""
+        self.quota.admit(tenant)
         if self.samples[tenant] >= self.max_pending:
             self._refuse(tenant, f"{self.samples[tenant]} samples wait already; the most is {self.max_pending}")
         own, total = self.sample_tokens[tenant], self.sample_tokens.total()
@@ -42,12 +46,15 @@ class Limits:
             )
 
     def enter(self, tenant: str, tokens: int | None) -> None:
-        """Count a request. Args: tokens: of a sample; None for a training request."""
+        """Count a request. Args: tokens: of a sample, at most; None for a training request."""
         self._count(tenant, tokens, 1)
+        self.quota.charge(tenant, tokens or 0)
 
-    def leave(self, tenant: str, tokens: int | None) -> None:
-        """Remove a finished request from the counts."""
+    def leave(self, tenant: str, tokens: int | None, used: int = 0) -> None:
+        """Remove a finished request from the counts. Args: used: tokens that a sample really has."""
         self._count(tenant, tokens, -1)
+        if tokens is not None:
+            self.quota.charge(tenant, used - tokens)
 
     def _count(self, tenant: str, tokens: int | None, sign: int) -> None:
         changes = [(self.training, 1)] if tokens is None else [(self.samples, 1), (self.sample_tokens, tokens)]

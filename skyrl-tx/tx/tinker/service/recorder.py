@@ -6,14 +6,14 @@ other.
 
 import asyncio
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from sqlmodel import Session as Database
 
-from tx.tinker.commands import INLINE_BYTES, REPLAYED_KINDS, ModelCommand, PostCommit
+from tx.tinker.commands import INLINE_BYTES, REPLAYED_KINDS, ModelCommand, PostCommit, Sample
 from tx.tinker.engine.messages import Done, Snapshotted
 from tx.tinker.service.futures import Futures
 from tx.tinker.service.limits import Limits
@@ -28,7 +28,11 @@ from tx.tinker.storage.store import Store
 
 
 class ResultRecorder:
-    """Writer of results to the database."""
+    """Writer of results to the database.
+
+    Args:
+        private: folders of the server, which no error shows to a client
+    """
 
     def __init__(
         self,
@@ -38,9 +42,10 @@ class ResultRecorder:
         limits: Limits,
         futures: Futures,
         run_files: RunFiles,
+        private: Sequence[str] = (),
     ):
         self._store, self._blobs, self._state, self._limits, self._futures = store, blobs, state, limits, futures
-        self._run_files = run_files
+        self._run_files, self._private = run_files, private
 
     async def done(self, pending: PendingRequest, message: Done) -> None:
         """Record success. The caller sets `pending.recording_result` when the message arrives."""
@@ -51,7 +56,7 @@ class ResultRecorder:
         sampler = self._state.samplers.get(pending.sampler_id or "")
         self._run_files.done(pending, message.metrics, None if sampler is None else sampler.model_id)
         self._follow(pending, post_commit)
-        self._release(pending, StoredResult(pending.request_id, pending.kind, body))
+        self._release(pending, StoredResult(pending.request_id, pending.kind, body), _tokens_of(pending, message))
         await self._drop(post_commit.blobs)
         await remove_snapshot(post_commit.snapshot)
 
@@ -75,6 +80,8 @@ class ResultRecorder:
             all requests that failed
         """
         pending_requests = list(pending_requests)
+        for folder in self._private:
+            error = error.replace(folder, "…")
         for pending in pending_requests:
             pending.recording_result = True
         never_made = [
@@ -136,13 +143,13 @@ class ResultRecorder:
         """Publish a result that the database has although its transaction seemed to fail."""
         self._release(pending, StoredResult(pending.request_id, pending.kind, body, row.error, row.category))
 
-    def _release(self, pending: PendingRequest, result: StoredResult) -> None:
+    def _release(self, pending: PendingRequest, result: StoredResult, used_tokens: int = 0) -> None:
         """Remove the request from memory and wake its waiters."""
         if pending.run is not None:
             pending.run.queue.pop(pending.request_id, None)
             self._state.keep_promise(pending)
         if self._state.pending.pop(pending.request_id, None) is not None:
-            self._limits.leave(pending.tenant, pending.tokens if pending.kind == "sample" else None)
+            self._limits.leave(pending.tenant, pending.tokens if pending.kind == "sample" else None, used_tokens)
         self._futures.publish(pending, result)
 
     def _follow(self, pending: PendingRequest, post_commit: PostCommit) -> None:
@@ -158,6 +165,12 @@ class ResultRecorder:
     async def _drop(self, blobs: list[str]) -> None:
         if blobs:
             await asyncio.to_thread(lambda: [self._blobs.drop(blob) for blob in blobs])
+
+
+def _tokens_of(pending: PendingRequest, message: Done) -> int:
+    """Return the tokens of a sample's prompt and responses; 0 of all else."""
+    command = pending.stored.command
+    return len(command.spec.prompt) + int(message.metrics.get("tokens", 0)) if isinstance(command, Sample) else 0
 
 
 async def remove_snapshot(folder: str | None) -> None:

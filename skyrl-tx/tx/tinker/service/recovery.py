@@ -147,7 +147,7 @@ def _restore_requests(run: Run, rows: list[RequestRow]) -> None:
 
 def _entry(run: Run, row: RequestRow) -> PendingRequest:
     stored = StoredCommand.decode(row.order or b"")
-    return PendingRequest(row.request_id, row.tenant, row.kind, stored, row.payload, run=run, seq=row.seq)
+    return PendingRequest(row.request_id, row.tenant, row.kind, stored, payload_blob=row.payload, run=run, seq=row.seq)
 
 
 def _sample_entry(row: RequestRow) -> PendingRequest:

@@ -39,6 +39,7 @@ def insert_request(database: Database, pending: PendingRequest) -> None:
         "sampler_id": pending.sampler_id,
         "order": pending.stored.encode(),
         "payload": pending.payload_blob,
+        "content": pending.content,
         "status": "pending",
         "created_at": time.time(),
     }

@@ -15,6 +15,7 @@ from tx.tinker.service.dispatch import Dispatch
 from tx.tinker.service.engine_link import EngineLink
 from tx.tinker.service.intake import RequestIntake
 from tx.tinker.service.limits import Limits
+from tx.tinker.service.repetitions import digest_of
 from tx.tinker.service.rows import insert_request
 from tx.tinker.service.state import PendingRequest, Run, ServerState
 from tx.tinker.storage.db_models import ModelRow
@@ -53,7 +54,7 @@ class Runs:
     async def create(self, tenant: str, request: schemas.CreateModelRequest) -> dict[str, str]:
         """Create a model with a new adapter."""
         model_id = model_id_of(request.session_id, request.model_seq_id)
-        if await self._exists(tenant, model_id):
+        if await self._exists(tenant, model_id, request):
             return _accepted(model_id)
         self._state.session(tenant, request.session_id)
         self.check_base_model(request.base_model)
@@ -67,7 +68,7 @@ class Runs:
         """Create a model with the adapter of a checkpoint."""
         assert request.session_id is not None and request.model_seq_id is not None
         model_id = model_id_of(request.session_id, request.model_seq_id)
-        if await self._exists(tenant, model_id):
+        if await self._exists(tenant, model_id, request):
             return _accepted(model_id)
         self._state.session(tenant, request.session_id)
         if request.base_model is not None:
@@ -139,15 +140,17 @@ class Runs:
         folder: str | None = None,
     ) -> dict[str, str]:
         run = self._state.runs.get(row.model_id)  # the same request may have come while this one was checked
+        content = await digest_of(request)
         if run is None:
             self._state.session(row.tenant, row.session_id)  # it may have ended meanwhile
             self._check_number_of_models(row.tenant)
             self._limits.admit_training(row.tenant)
             run = self._state.runs[row.model_id] = Run(row.model_id, row.tenant, row.session_id, row.base_model, lora)
             stored = CreateModel.encode(request, row.tenant, row.model_id, lora, folder)
-            await self._intake.create(run, stored, partial(_insert_model, row))
+            await self._intake.create(run, stored, partial(_insert_model, row), content)
         else:
             await self._intake.created(run)
+            await self._intake.repetitions.check(request_id_of(row.model_id, 0), content)
         return _accepted(row.model_id)
 
     def _check_number_of_models(self, tenant: str) -> None:
@@ -159,14 +162,19 @@ class Runs:
                 "unload one, or end its session"
             )
 
-    async def _exists(self, tenant: str, model_id: str) -> bool:
-        """Return True if this request was accepted before."""
+    async def _exists(
+        self, tenant: str, model_id: str, request: schemas.CreateModelRequest | schemas.LoadWeightsRequest
+    ) -> bool:
+        """Return True if this request was accepted before. Raises: RequestError if another one was."""
         run = self._state.runs.get(model_id)
         if run is not None and run.tenant == tenant:
             await self._intake.created(run)
-            return True
-        row = await self._store.read(lambda database: database.get(ModelRow, model_id))
-        return row is not None and row.tenant == tenant
+        else:
+            row = await self._store.read(lambda database: database.get(ModelRow, model_id))
+            if row is None or row.tenant != tenant:
+                return False
+        await self._intake.repetitions.check(request_id_of(model_id, 0), await digest_of(request))
+        return True
 
     async def _row_of(self, tenant: str, model_id: str) -> ModelRow:
         row = await self._store.read(lambda database: database.get(ModelRow, model_id))

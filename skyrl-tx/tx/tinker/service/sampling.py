@@ -15,6 +15,7 @@ from tx.tinker.commands import Sample
 from tx.tinker.service.checkpoints import Checkpoints
 from tx.tinker.service.dispatch import Dispatch
 from tx.tinker.service.limits import Limits
+from tx.tinker.service.repetitions import Repetitions, digest_of
 from tx.tinker.service.rows import insert_request
 from tx.tinker.service.runs import Runs, draw_seed
 from tx.tinker.service.state import PendingRequest, Sampler, ServerState, start_shared
@@ -40,6 +41,7 @@ class Samplers:
     ):
         self._facts, self._store, self._state, self._limits = facts, store, state, limits
         self._dispatch, self._runs, self._checkpoints = dispatch, runs, checkpoints
+        self._repetitions = Repetitions(store)
 
     # ---- samplers
 
@@ -52,7 +54,9 @@ class Samplers:
                 f"sampling_session_seq_id {request.sampling_session_seq_id} is taken by a save_weights_for_sampler "
                 "that is under way: give the next number"
             )
-        if sampler_id not in self._state.samplers:
+        if (sampler := self._state.samplers.get(sampler_id)) is not None:
+            _check_same(sampler, request)
+        else:
             row = await self._new_sampler(tenant, sampler_id, request)
             await self._store.write(partial(_insert_sampler, row=row))
             row = await self._store.read(lambda database: database.get_one(SamplerRow, sampler_id))
@@ -98,16 +102,22 @@ class Samplers:
             assert request.seq_id is not None
             sampler = self._state.sampler(tenant, request.sampling_session_id)
             request_id = request_id_of(sampler.sampler_id, request.seq_id)
+            content = await digest_of(request)
             if (accepting := sampler.accepting.get(request.seq_id)) is not None:
                 await asyncio.shield(accepting)
-            elif request_id not in self._state.pending:
-                await self._sample(sampler, request, request.seq_id, request_id)
+                await self._repetitions.check(request_id, content)
+            elif request_id in self._state.pending:
+                await self._repetitions.check(request_id, content)
+            else:
+                await self._sample(sampler, request, request.seq_id, request_id, content)
         ids = [f"{request_id}:{i}" for i in range(request.num_samples)]
         return {"request_id": request_id, "sample_sequence_ids": ids}
 
-    async def _sample(self, sampler: Sampler, request: schemas.AsampleRequest, seq: int, request_id: str) -> None:
+    async def _sample(
+        self, sampler: Sampler, request: schemas.AsampleRequest, seq: int, request_id: str, content: bytes
+    ) -> None:
         spec = self._spec(request)
-        pending = self._entry(sampler.tenant, request_id, spec, sampler.folder)
+        pending = self._entry(sampler.tenant, request_id, spec, sampler.folder, content)
         pending.sampler_id = sampler.sampler_id
         self._limits.admit_sample(pending.tenant, pending.tokens)
         await asyncio.shield(start_shared(sampler.accepting, seq, self._accept(pending)))
@@ -115,15 +125,16 @@ class Samplers:
     async def _sample_without_sampler(self, tenant: str, request: schemas.AsampleRequest, key: str | None) -> str:
         """Sample from the base model or a checkpoint. A repetition is a new request, unless its key is the same."""
         drawn = hashlib.sha256(f"{tenant}\n{key}".encode()).hexdigest()[:32] if key else secrets.token_hex(16)
-        request_id = f"sample_{drawn}"
+        request_id, content = f"sample_{drawn}", await digest_of(request)
         if request_id in self._state.pending:
+            await self._repetitions.check(request_id, content)
             return request_id
         spec, folder = self._spec(request), None
         if request.base_model is not None:
             self._runs.check_base_model(request.base_model)
         if request.model_path is not None:
             folder = (await self._checkpoints.source(tenant, request.model_path, setting="model_path")).folder
-        pending = self._entry(tenant, request_id, spec, folder)
+        pending = self._entry(tenant, request_id, spec, folder, content)
         self._limits.admit_sample(tenant, pending.tokens)
         await self._accept(pending)
         return request_id
@@ -133,10 +144,12 @@ class Samplers:
         check_sample(spec, self._facts)
         return spec
 
-    def _entry(self, tenant: str, request_id: str, spec: SampleSpec, folder: str | None) -> PendingRequest:
+    def _entry(
+        self, tenant: str, request_id: str, spec: SampleSpec, folder: str | None, content: bytes
+    ) -> PendingRequest:
         stored = Sample.encode(request_id, tenant, spec, folder)
         tokens = sample_tokens(spec, self._facts.max_context)
-        return PendingRequest(request_id, tenant, "sample", stored, tokens=tokens)
+        return PendingRequest(request_id, tenant, "sample", stored, content, tokens=tokens)
 
     async def _accept(self, pending: PendingRequest) -> None:
         """Insert the request. An existing row means that an earlier process accepted the same request."""
@@ -147,10 +160,23 @@ class Samplers:
         except BaseException as error:
             del self._state.pending[pending.request_id]
             self._limits.leave(pending.tenant, pending.tokens)
-            if isinstance(error, IntegrityError):
-                return
-            raise
+            if not isinstance(error, IntegrityError):
+                raise
+            assert pending.content is not None
+            await self._repetitions.check(pending.request_id, pending.content)
+            return
         await self._dispatch.sample(pending)
+
+
+def _check_same(sampler: Sampler, request: schemas.CreateSamplingSessionRequest) -> None:
+    """Raise RequestError if the sampler of this number was made from other weights."""
+    same_model = request.base_model is None or request.base_model == sampler.base_model
+    if sampler.ephemeral or sampler.model_path != request.model_path or not same_model:
+        weights = sampler.model_path or ("weights without a name" if sampler.ephemeral else sampler.base_model)
+        raise RequestError(
+            f"sampling_session_seq_id {request.sampling_session_seq_id} of this session is taken by a sampler of "
+            f"{weights}: give the next number"
+        )
 
 
 def sample_tokens(spec: SampleSpec, max_context: int) -> int:

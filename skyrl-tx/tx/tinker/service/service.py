@@ -22,6 +22,7 @@ from tx.tinker.service.engine_link import EngineLink, EngineTimeouts
 from tx.tinker.service.futures import Futures
 from tx.tinker.service.intake import RequestIntake
 from tx.tinker.service.limits import Limits
+from tx.tinker.service.quotas import TokenQuota
 from tx.tinker.service.recorder import ResultRecorder
 from tx.tinker.service.recovery import restore
 from tx.tinker.service.reports import Metrics, metrics
@@ -69,14 +70,19 @@ class TinkerService:
     ):
         self._config, self._facts, self._store = config, facts, store
         self._state = state = ServerState()
-        self._limits = limits = Limits(config.max_pending_per_tenant, config.max_sample_tokens_pending)
+        self._limits = limits = Limits(
+            config.max_pending_per_tenant,
+            config.max_sample_tokens_pending,
+            TokenQuota(config.max_tokens_per_minute_per_tenant),
+        )
         self._link = link = EngineLink(
             command or partial(engine_command, config), config.state_folder / "sockets",
             timeouts or EngineTimeouts(turn=config.pass_timeout_seconds), standby=config.standby_engine,
         )  # fmt: skip
         self.futures = Futures(store, blobs, state, lambda: link.trouble)
         self._run_files = RunFiles(config.state_folder / "runs")
-        recorder = ResultRecorder(store, blobs, state, limits, self.futures, self._run_files)
+        private = (config.checkpoints_base, str(config.state_folder))
+        recorder = ResultRecorder(store, blobs, state, limits, self.futures, self._run_files, private)
         self._dispatch = Dispatch(store, blobs, state, link, recorder)
         self.checkpoints = Checkpoints(store, state, config.max_checkpoints_gb_per_tenant)
         context = EncodeContext(facts, folders, self.checkpoints)
@@ -111,6 +117,7 @@ class TinkerService:
             raise
         # After the restore: the engine is sent what that has found as soon as it is ready.
         self._link.start(self._dispatch.on_ready, self._dispatch.on_message, self._after_death)
+        await self._cleanup.measure_disks()
         self._cleanup.start()
         self._run_files.begin(self._config)
         await self._note_metrics()

@@ -38,6 +38,8 @@ class PendingRequest:
     tenant: str
     kind: str
     stored: StoredCommand
+    content: bytes | None = None
+    """Hash of what was asked."""
     payload_blob: str | None = None
     payload: bytes | None = None
     """Kept only from acceptance to the first sending; later it is read from the blob."""
@@ -69,6 +71,8 @@ class Run:
     deciding: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     """Seqs whose acceptance is being recorded."""
     refused: dict[int, RequestError] = field(default_factory=dict)
+    delayed: set[int] = field(default_factory=set)
+    """Seqs that the quota of tokens delayed; later ones are delayed too, until these were accepted."""
     saving: dict[tuple[CheckpointKind, str], str] = field(default_factory=dict)
     """Folders of named checkpoints whose saves are pending."""
     needed_folders: dict[int, str] = field(default_factory=dict)
@@ -127,8 +131,12 @@ class ServerState:
     """All pending requests, by request id."""
     promised_samplers: set[str] = field(default_factory=set)
     """Ids of samplers that pending saves will create."""
+    saves: dict[str, tuple[str, str, int]] = field(default_factory=dict)
+    """Tenant, kind and rank of the saves with a name that are under way, by request id."""
     checkpoint_bytes: dict[str, int] = field(default_factory=dict)
-    """Size of the named checkpoints by tenant, at the last collection of garbage."""
+    """Size of the named checkpoints by tenant, at the last look."""
+    free_bytes: dict[str, int] = field(default_factory=dict)
+    """Free bytes of the disks of the state folder and of local checkpoints, at the last look."""
 
     def promise(self, pending: "PendingRequest") -> None:
         """Reserve the names that a `Save` will use."""
@@ -137,12 +145,14 @@ class ServerState:
             return
         if save.name is not None:
             run.saving[save.kind, save.name] = command.folder
+            self.saves[pending.request_id] = (pending.tenant, save.kind, run.lora.rank)
         if save.sampling_session_seq_id is not None:
             self.promised_samplers.add(sampler_id_of(run.session_id, save.sampling_session_seq_id))
 
     def keep_promise(self, pending: "PendingRequest") -> None:
         """Release the names reserved by `promise`: the request ended."""
         command, save, run = pending.stored.command, pending.stored.save, pending.run
+        self.saves.pop(pending.request_id, None)
         if save is None or run is None or not isinstance(command, Save):
             return
         if save.name is not None and run.saving.get((save.kind, save.name)) == command.folder:

@@ -18,7 +18,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlch
 from sqlmodel import Session
 
 from tx.errors import ConfigError
-from tx.tinker.storage.db_models import SCHEMA_VERSION, Row, SchemaRow
+from tx.tinker.storage.db_models import MIGRATIONS, SCHEMA_VERSION, Row, SchemaRow
 
 _NUM_READERS = 4
 _BUSY_SECONDS = 30
@@ -195,7 +195,10 @@ class Database:
             if schema is None:
                 schema = SchemaRow(version=SCHEMA_VERSION, database_id=secrets.token_hex(8), created_at=time.time())
                 session.add(schema)
-                session.commit()
+            while schema.version in MIGRATIONS:  # in one transaction with the version
+                session.connection().exec_driver_sql(MIGRATIONS[schema.version][self.url.get_backend_name()])
+                schema.version += 1
+            session.commit()
         if schema.version != SCHEMA_VERSION:
             newer = schema.version > SCHEMA_VERSION
             way_out = "update skyrl-tx" if newer else "start the release of skyrl-tx that made it"

@@ -9,9 +9,18 @@ from sqlmodel import Field, SQLModel
 
 from tx.tinker.types import LoraSpec
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Version of the tables below. A database of another version is refused at the start; a test detects a change of the
 tables without a new version."""
+
+
+MIGRATIONS = {
+    1: {
+        "sqlite": "ALTER TABLE requests ADD COLUMN content BLOB",
+        "postgresql": "ALTER TABLE requests ADD COLUMN content BYTEA",
+    }
+}
+"""Statement that makes the next version's tables of a version's, by database."""
 
 
 class Row(SQLModel):
@@ -119,6 +128,8 @@ class RequestRow(Row, table=True):
     """Command for the engine (msgpack of `engine.messages`), without the payload; None once it is no longer needed."""
     payload: str | None = None
     """Blob of the payload; goes with the order."""
+    content: bytes | None = Field(default=None, sa_column=Column(LargeBinary))
+    """Hash of what was asked (`service.repetitions`)."""
     status: str = Field(index=True)
     """`pending`, `done`, `failed`, `refused` (a 4xx that used up its seq)"""
     result: bytes | None = Field(default=None, sa_column=Column(LargeBinary))

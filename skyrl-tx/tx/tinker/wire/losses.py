@@ -54,7 +54,7 @@ LOSS_RULES: Mapping[str, LossRule] = MappingProxyType(
 
 ELSEWHERE = MappingProxyType(
     {
-        "stable_reinforce": "its definition is not public; importance_sampling, ppo, cispo and gspo are here",
+        "stable_reinforce": "its definition is not public; set loss_fn=importance_sampling (or ppo, cispo, gspo)",
         "custom": "send the gradient instead, as forward_backward_custom does",
     }
 )

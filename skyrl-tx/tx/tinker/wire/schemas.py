@@ -14,6 +14,7 @@ from pydantic import (
     ConfigDict,
     Field,
     StringConstraints,
+    ValidationInfo,
     WithJsonSchema,
     field_validator,
     model_validator,
@@ -151,6 +152,16 @@ class CreateModelRequest(Body):
     type: Literal["create_model"] = "create_model"
 
     _storable = field_validator("user_metadata")(_storable)
+
+    @field_validator("lora_config")
+    @classmethod
+    def _is_lora(cls, value: LoraConfig | None) -> LoraConfig:
+        if value is None:  # only if the request says so: a field that is left out has its default
+            raise ValueError(
+                "must be an adapter's: there is no full fine-tuning here, as all models share one frozen base model; "
+                "give a rank, or train all weights with `tx train` or skyrl_train"
+            )
+        return value
 
 
 class GetInfoRequest(Body):
@@ -397,7 +408,12 @@ class AsampleRequest(Body):
 
     @field_validator(*_NOT_HERE)
     @classmethod
-    def _not_here(cls, value: object) -> object:
+    def _not_here(cls, value: object, info: ValidationInfo) -> object:
+        if value and info.field_name == "record_stability_info":
+            raise ValueError(
+                "belongs to the loss stable_reinforce, whose definition is not public; set loss_fn=importance_sampling "
+                "(or ppo, cispo, gspo), without it"
+            )
         if value:
             raise ValueError("is not supported by this server; leave it out")
         return value

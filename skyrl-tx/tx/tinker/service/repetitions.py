@@ -1,0 +1,65 @@
+"""Recognition of repeated requests: the same number must come with the same content.
+
+Clients repeat a request whose answer was lost. A number that comes again with other content is a mistake of the client
+(two programs with one model, a counter that was reset), which would else get the result of a request it never made.
+"""
+
+import asyncio
+import hashlib
+from functools import partial
+
+from pydantic import BaseModel
+from sqlalchemy import select
+from sqlmodel import Session as Database
+from sqlmodel import col
+
+from tx.errors import RequestError
+from tx.tinker.commands import THREAD_FROM_BYTES
+from tx.tinker.storage.db_models import RequestRow
+from tx.tinker.storage.store import Store
+from tx.tinker.wire.codec import TrainingRequest
+
+
+async def digest_of(request: object) -> bytes:
+    """Hash the content of a request. Equal for JSON and protobuf, whatever the order of maps."""
+    if isinstance(request, TrainingRequest):
+        if len(request.payload) >= THREAD_FROM_BYTES:
+            return await asyncio.to_thread(_digest_of_pass, request)
+        return _digest_of_pass(request)
+    assert isinstance(request, BaseModel)
+    return hashlib.sha256(f"{type(request).__name__}{request.model_dump_json()}".encode()).digest()[:16]
+
+
+def _digest_of_pass(request: TrainingRequest) -> bytes:
+    settings = (request.forward_only, request.loss_fn, sorted(request.loss_config.items()))
+    found = hashlib.sha256(repr(settings).encode())
+    for datum in request.data:
+        for name, array in (("", datum.tokens), *sorted(datum.inputs.items())):
+            found.update(f"{name} {array.dtype} {array.shape}".encode())
+            found.update(array.tobytes())
+    return found.digest()[:16]
+
+
+class Repetitions:
+    """Comparison of repeated requests with those that were accepted."""
+
+    def __init__(self, store: Store):
+        self._store = store
+
+    async def check(self, request_id: str, content: bytes) -> None:
+        """Compare a request with the one of this id in the database; nothing to compare is no error.
+
+        Raises:
+            RequestError: it has other content.
+        """
+        before = await self._store.read(partial(_content, request_id=request_id))
+        if before is not None and before != content:
+            owner, _, seq = request_id.rpartition(":")
+            raise RequestError(
+                f"seq_id: {seq} of {owner} came before with other content; repeat a request as it was, or take the "
+                "next number (two programs that train or sample with one id need one counter)"
+            )
+
+
+def _content(database: Database, request_id: str) -> bytes | None:
+    return database.scalar(select(col(RequestRow.content)).where(col(RequestRow.request_id) == request_id))
