@@ -63,7 +63,7 @@ class LocalSandbox(HostSandbox[Workspace]):
     def __init__(self, limits: Limits | None = None, visible: Mapping[str, str] | None = None):
         super().__init__(limits)
         self._user = _spare_user()
-        self._visible = [part for pair in (visible or {}).items() for part in _shown(*pair)]
+        self._visible = [part for pair in (visible or {}).items() for part in _bind_arguments(*pair)]
 
     def _make_workspace(self) -> Workspace:
         return Workspace(self._user)
@@ -246,11 +246,11 @@ def _python_folders() -> list[str]:
             continue
         if prefix == "/" or _below(os.path.expanduser("~"), [prefix]):
             raise InfraError(f"Python is installed in {prefix}, which a sandbox cannot show without your home folder")
-        argv += _shown(prefix, prefix)
+        argv += _bind_arguments(prefix, prefix)
     return argv
 
 
-def _shown(inside: str, outside: str) -> list[str]:
+def _bind_arguments(inside: str, outside: str) -> list[str]:
     """Return arguments that show a path of this machine, below folders that are otherwise empty."""
     argv = []
     for parent in list(reversed(Path(inside).parents))[1:]:

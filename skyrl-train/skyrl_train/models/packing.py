@@ -372,7 +372,7 @@ def _shortest_prompts_first(by_tokens: list[int], common: list[int], num_prompt:
         common: tokens that each row but the first has in common with the one before it.
     """
 
-    def joined(subtrees: list[tuple[int, list[int]]]) -> tuple[int, list[int]]:
+    def merge_subtrees(subtrees: list[tuple[int, list[int]]]) -> tuple[int, list[int]]:
         ordered = sorted(subtrees, key=lambda subtree: subtree[0])  # stable: equal ones stay sorted by tokens
         return ordered[0][0], [row for _, rows in ordered for row in rows]
 
@@ -382,13 +382,13 @@ def _shortest_prompts_first(by_tokens: list[int], common: list[int], num_prompt:
     complete = subtrees[0]
     for depth, leaf in zip(common, subtrees[1:], strict=True):
         while path[-1][0] > depth:
-            complete = joined([*path.pop()[1], complete])
+            complete = merge_subtrees([*path.pop()[1], complete])
         if path[-1][0] < depth:
             path.append((depth, []))
         path[-1][1].append(complete)
         complete = leaf
     while path:
-        complete = joined([*path.pop()[1], complete])
+        complete = merge_subtrees([*path.pop()[1], complete])
     return complete[1]
 
 

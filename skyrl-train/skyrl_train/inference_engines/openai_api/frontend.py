@@ -247,11 +247,11 @@ class OpenAIFrontend:
         if room < 1:
             self._sessions.context_is_full(session)
             raise ContextLengthExceeded(len(ids), info.max_model_len, param)
-        grant = self._sessions.admit(session)
-        budget = grant.budget(budget, room)
+        admission = self._sessions.admit(session)
+        budget = admission.budget(budget, room)
         records = self._sessions.records(session)
         params = sampling_keywords(request, budget, room, self._sampling_defaults, log_probs=records)
-        params |= dict(grant.sampling)
+        params |= dict(admission.sampling)
         check_supported(params, constraint, constraint_param, info.unsupported)
         if constraint is not None:
             params["constraint"] = constraint.as_keyword()
@@ -259,7 +259,7 @@ class OpenAIFrontend:
             ids=ids,
             params=params,
             num_choices=request.num_choices,
-            seed=request.seed if grant.seed is None else grant.seed,
+            seed=request.seed if admission.seed is None else admission.seed,
             first_index=first_index,
             session=session,
             stop=request.stop_texts,

@@ -59,7 +59,7 @@ class SessionRules:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Grant:
+class Admission:
     """Permission to answer one request: how its answer is drawn, and of how many tokens."""
 
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -122,7 +122,7 @@ class RequestRecorder:
         with self._lock:
             self._sessions[str(session)] = SessionRecord(rules)
 
-    def admit(self, session: str | int) -> Grant:
+    def admit(self, session: str | int) -> Admission:
         """Count a request of a session.
 
         Raises:
@@ -141,7 +141,7 @@ class RequestRecorder:
             if rules.max_tokens is not None and (left := rules.max_tokens - record.num_generated) <= 0:
                 raise _used_up(record, "tokens", rules.max_tokens)
             turn, record.num_admitted = record.num_admitted, record.num_admitted + 1
-        return Grant(
+        return Admission(
             sampling=rules.sampling,
             seed=None if rules.seed_of_turn is None else rules.seed_of_turn(turn),
             max_tokens=min((limit for limit in (left, rules.max_tokens_per_turn) if limit is not None), default=None),

@@ -10,7 +10,7 @@ from skyrl_train.inference_engines.openai_api.errors import ApiError, refused
 from skyrl_train.inference_engines.openai_api.generation import GeneratedChoice
 from skyrl_train.inference_engines.openai_api.payloads import assistant_message
 from skyrl_train.inference_engines.openai_api.prompts import ChatOptions, ConversationMemory, EndpointTemplate, Said
-from skyrl_train.inference_engines.openai_api.recorder import Grant, RecordedTurn, RequestRecorder
+from skyrl_train.inference_engines.openai_api.recorder import Admission, RecordedTurn, RequestRecorder
 from skyrl_train.inference_engines.openai_api.replies import Reply
 from skyrl_train.inference_engines.openai_api.schema import Message
 from skyrl_train.inference_engines.openai_api.tool_calls import messages_for_template
@@ -43,9 +43,9 @@ class Sessions:
     def records(self, session: str | None) -> bool:
         return self._recorder is not None and session is not None
 
-    def admit(self, session: str | None) -> Grant:
+    def admit(self, session: str | None) -> Admission:
         """Return how a request may be answered. Raises ApiError if its session's budget is used up."""
-        return Grant() if self._recorder is None or session is None else self._recorder.admit(session)
+        return Admission() if self._recorder is None or session is None else self._recorder.admit(session)
 
     def context_is_full(self, session: str | None) -> None:
         """Note that a prompt left no room for an answer."""

@@ -3,7 +3,7 @@
 import pytest
 
 from skyrl_train.inference_engines.openai_api.errors import ApiError
-from skyrl_train.inference_engines.openai_api.recorder import Grant, RecordedTurn, RequestRecorder, SessionRules
+from skyrl_train.inference_engines.openai_api.recorder import Admission, RecordedTurn, RequestRecorder, SessionRules
 
 
 def turn(prompt: list[int], response: list[int], started: float, request: str | None = None) -> RecordedTurn:
@@ -67,18 +67,18 @@ def test_a_session_is_forgotten_once_taken_and_others_when_memory_is_full():
 def test_a_session_has_a_budget_of_turns_and_of_tokens():
     recorder = RequestRecorder()
     recorder.begin("turns", SessionRules(max_turns=2, max_tokens_per_turn=5, seed_of_turn=lambda turn: 70 + turn))
-    grants = [recorder.admit("turns") for _ in range(2)]
-    assert [(grant.seed, grant.max_tokens) for grant in grants] == [(70, 5), (71, 5)]
-    assert [grants[0].budget(asked, room) for asked, room in ((None, 9), (3, 9), (99, 4))] == [5, 3, 4]
+    admissions = [recorder.admit("turns") for _ in range(2)]
+    assert [(admission.seed, admission.max_tokens) for admission in admissions] == [(70, 5), (71, 5)]
+    assert [admissions[0].budget(asked, room) for asked, room in ((None, 9), (3, 9), (99, 4))] == [5, 3, 4]
     recorder.begin("tokens", SessionRules(max_tokens=3, sampling={"temperature": 1.0}))
     recorder.record("tokens", [turn([1], [2, 3], 0)])
-    assert recorder.admit("tokens") == Grant(sampling={"temperature": 1.0}, max_tokens=1)
+    assert recorder.admit("tokens") == Admission(sampling={"temperature": 1.0}, max_tokens=1)
     recorder.record("tokens", [turn([1], [4], 1)])
     for session, message in (("turns", "2 turns is used up"), ("tokens", "3 tokens is used up")):
         with pytest.raises(ApiError, match=message) as refusal:
             recorder.admit(session)
         assert (refusal.value.status, recorder.take_record(session).used_up) == (403, session)
-    assert Grant().budget(99, 4) == 99  # the request's own mistake stays one
+    assert Admission().budget(99, 4) == 99  # the request's own mistake stays one
 
 
 def test_a_recorder_of_begun_sessions_refuses_those_that_have_ended():
