@@ -60,7 +60,11 @@ class Constraint:
         Raises:
             ValueError: the text is no JSON object.
         """
-        return json.dumps(with_bounded_space(json.loads(self.text)))
+        try:
+            schema = json.loads(self.text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"the constraint is no JSON schema: {error}") from error
+        return json.dumps(with_bounded_space(schema))
 
 
 def with_bounded_space(schema: object) -> dict[str, object]:

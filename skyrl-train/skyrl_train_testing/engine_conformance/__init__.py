@@ -23,6 +23,7 @@ from skyrl_train_testing.engine_conformance import (  # noqa: F401  (each adds i
     bad_input,
     control,
     ending,
+    forms,
     stopping,
     transfer_faults,
     weights,

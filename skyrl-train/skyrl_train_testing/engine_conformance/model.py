@@ -38,6 +38,7 @@ def make_tiny_model(folder: str | Path, *, tied: bool, seed: int = 0) -> str:
         Qwen3ForCausalLM(config).save_pretrained(folder)
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(VOCABULARY)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")  # type: ignore[assignment]
-    tokenizer.decoder = decoders.Fuse()  # type: ignore[assignment]
+    # Joins words as they are; libraries of constrained answers read the bytes of words by the kind of the decoder.
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
     return str(folder)

@@ -210,6 +210,7 @@ async def test_unusable_constraints_are_refused_by_their_reason(engine):
         ({"json_schema": {"type": "strng"}}, "strng"),
         ({"json_schema": {"not": {"type": "string"}}}, "not"),
         ({"json_schema": {"type": "integer", "minimum": 3, "maximum": 1}}, "nsatisfiable"),
+        ({"json_schema": {"type": "integer", "minimum": -9, "maximum": -1, "multipleOf": 3}}, "cannot be used"),
         ({"json_schema": {"$ref": "https://example.com/schema"}}, "not present"),
         ({"json_schema": "{"}, "no JSON schema"),
         ({"json_schema": {"type": "string", "pattern": "("}}, "regex"),

@@ -30,7 +30,8 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 class ConstraintFailed(ValueError):
-    """A constraint that became too complex within an answer; the answer alone fails."""
+    """A constraint that became too complex within an answer, or that no token of the vocabulary continues; the answer
+    alone fails."""
 
 
 def unsupported_reason(tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -76,7 +77,12 @@ class AnswerMatcher:
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         # A matcher that gave up would allow the end alone, and pass an unfinished answer for a complete one.
         self._raise_if_failed()
-        return np.unpackbits(bits, count=self._vocab_size, bitorder="little").astype(np.bool_)
+        mask = np.unpackbits(bits, count=self._vocab_size, bitorder="little").astype(np.bool_)
+        if not mask.any():
+            raise ConstraintFailed(
+                "the constraint of the answer asks for text that the model's vocabulary has no token for"
+            )
+        return mask
 
     def push(self, token: int) -> bool:
         """Take the next token of the answer. Returns: True if the answer is complete with it."""
@@ -87,7 +93,7 @@ class AnswerMatcher:
     def _raise_if_failed(self) -> None:
         if self._matcher.is_error():
             raise ConstraintFailed(
-                f"the constraint of the answer is too complex: {_reason(self._matcher.get_error())}. Simplify it"
+                f"the constraint of the answer cannot be followed further: {_reason(self._matcher.get_error())}"
             )
 
 
@@ -151,6 +157,7 @@ class ConstraintCompiler:
         else:
             grammar = LLMatcher.grammar_from_lark(constraint.text)
         matcher = LLMatcher(self._ll_tokenizer, grammar, log_level=0)
+        matcher.compute_bitmask()  # finds constraints that no answer satisfies
         if matcher.is_error():
             raise ValueError(
                 f"the {constraint.kind} of the answer's constraint cannot be used: {_reason(matcher.get_error())}"

@@ -40,7 +40,13 @@ from skyrl_train.inference_engines.vllm.arguments import (
 from skyrl_train.inference_engines.vllm.llm import LLMProcesses
 from skyrl_train.inference_engines.vllm.loaded_adapters import LoadedAdapters
 from skyrl_train.inference_engines.vllm.request_state import RequestState, version_of
-from skyrl_train.inference_engines.vllm.sampling import ANSWER_FROM_START, seed_of, vllm_sampling, vllm_split_seeds
+from skyrl_train.inference_engines.vllm.sampling import (
+    ANSWER_FROM_START,
+    seed_of,
+    structured_outputs,
+    vllm_sampling,
+    vllm_split_seeds,
+)
 from skyrl_train.weight_sync.base import (
     LoraLoadRequest,
     ProcessReport,
@@ -52,6 +58,10 @@ from skyrl_train.weight_sync.base import (
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
+_NO_MASK = (
+    f"vLLM's backend {GRAMMAR_BACKEND} could not prepare the constraint of the answer, as where it does not know the "
+    "kind of the model's tokenizer; the engine's log says more"
+)
 _NO_LORA = "adapters need max_lora_rank > 0 (trainer.policy.model.lora.rank) when the engine starts"
 
 
@@ -180,6 +190,8 @@ class VLLMInferenceEngine(InferenceEngineInterface):
         return requested_output(completions, params, self._decode, input_batch.get("count_cached_tokens", False))
 
     def _check(self, prompts: list[list[int]], params: EngineSamplingParams) -> None:
+        if params.constraint is not None:
+            structured_outputs(params.constraint)
         vocabulary, longest = self._llm.model_config.get_vocab_size(), self._llm.model_config.max_model_len
         named = [("stop_token_ids", params.stop_token_ids), ("logit_bias", [token for token, _ in params.logit_bias])]
         for name, tokens in [*(("prompt_token_ids", p) for p in prompts), *named]:
@@ -236,6 +248,7 @@ class VLLMInferenceEngine(InferenceEngineInterface):
     async def _run(
         self, prompt: list[int], params: EngineSamplingParams, seed: int | None, lora_name: str | None
     ) -> RequestState:
+        from vllm.exceptions import VLLMClientError
         from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -259,8 +272,12 @@ class VLLMInferenceEngine(InferenceEngineInterface):
         try:
             async with contextlib.aclosing(outputs) as parts:
                 async for output in parts:
+                    if params.constraint is not None and output.outputs[0].finish_reason == "error":
+                        raise UnsupportedByEngine(_NO_MASK)
                     answer.take(output)
                     self._num_outputs += 1
+        except VLLMClientError as error:  # no ValueError there
+            raise ValueError(str(error)) from error
         except (EngineDeadError, EngineGenerateError) as error:
             raise self._processes.dead(error) from error
         finally:
