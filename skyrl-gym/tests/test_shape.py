@@ -28,6 +28,7 @@ LAYERS = [
     {"episode", "datasets"},
     {"wrappers", "check", "gymnasium_envs"},
     {"audit", "eval"},
+    {"hubs"},
 ]
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}
 
