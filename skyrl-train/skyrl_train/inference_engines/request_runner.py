@@ -212,7 +212,7 @@ class RequestRunner:
         return (
             engine is not None
             and depends_on_answer(request.params or {})
-            and self._supervisor.lacks(engine, "answer_tokens")
+            and self._supervisor.is_unsupported(engine, "answer_tokens")
         )
 
     def _is_aborted(self, request: ClientRequest) -> bool:

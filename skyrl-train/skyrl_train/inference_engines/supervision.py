@@ -192,7 +192,7 @@ class Supervisor:
         info = self._states[index].info
         return None if info is None else info.max_model_len
 
-    def lacks(self, index: int, feature: Feature) -> bool:
+    def is_unsupported(self, index: int, feature: Feature) -> bool:
         """Check whether engine `index` does not support a feature; False: it does, or is not known yet."""
         info = self._states[index].info
         return info is not None and feature in info.unsupported
@@ -200,7 +200,7 @@ class Supervisor:
     def has_no_seeds(self, index: int) -> bool:
         """Check whether engine `index` takes no seeds (`EngineInfo.unsupported`), and warn of it once."""
         info = self._states[index].info
-        if info is None or not self.lacks(index, "seed"):
+        if info is None or not self.is_unsupported(index, "seed"):
             return False
         if not self._warned_of_seeds:
             self._warned_of_seeds = True

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from transformers import AutoTokenizer
 
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.errors import WeightSyncError, WorkerError
-from skyrl_train.inference_engines.base import InferenceEngineInput, InferenceEngineOutput
+from skyrl_train.inference_engines.base import EngineInfo, InferenceEngineInput, InferenceEngineOutput
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient, _common
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train.weight_sync.base import WeightReport
@@ -211,6 +212,42 @@ async def test_requests_aborted_by_a_pause_go_on_after_it_as_if_never_stopped(cl
         await client.resume_generation()
     assert await answers == undisturbed
     assert client.take_metrics()["engines/continued_requests"] == len(PROMPTS)
+
+
+@pytest.mark.parametrize("continues", [True, False])
+async def test_interrupted_answers_that_depend_on_their_beginning(
+    make_client: MakeClient, monkeypatch, continues: bool
+):
+    """Under a grammar and with penalties: engines are told how much of the prompt is the answer, and those that cannot
+    be told begin it anew."""
+    pytest.importorskip("llguidance", reason="the extra constrained is not installed")
+    prefixes: list[int] = []
+    describe, generate = Watched.describe, Watched.generate
+
+    async def limited(self: Watched) -> EngineInfo:
+        info = await describe(self)
+        return info if continues else replace(info, unsupported={"answer_tokens": "not here"})
+
+    async def noted(self: Watched, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
+        prefixes.append((input_batch.get("sampling_params") or {}).get("num_answer_tokens", 0))
+        return await generate(self, input_batch)
+
+    monkeypatch.setattr(Watched, "describe", limited)
+    monkeypatch.setattr(Watched, "generate", noted)
+    client = make_client()
+    params = LONG | {"constraint": {"lark": "start: /([a-m][n-z]){60}/"}, "frequency_penalty": 0.5, "logprobs": 1}
+    undisturbed = await client.generate(batch(params=params))
+    answers = asyncio.create_task(client.generate(batch(params=params)))
+    await under_way(client, len(PROMPTS))
+    await client.pause_generation("abort")
+    await client.resume_generation()
+    disturbed = await answers
+    for name in ("response_ids", "response_logprobs", "stop_reasons"):
+        assert disturbed[name] == undisturbed[name]
+    assert [top.ids.tolist() for top in disturbed["response_top_logprobs"] or []] == [
+        top.ids.tolist() for top in undisturbed["response_top_logprobs"] or []
+    ]
+    assert (max(prefixes) > 0) == continues
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])

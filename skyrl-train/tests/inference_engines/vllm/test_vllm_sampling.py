@@ -1,9 +1,16 @@
-"""Our sampling keywords in vLLM's words. Needs no vLLM."""
+"""Our sampling keywords in vLLM's and SGLang's words. Needs neither."""
+
+import json
 
 import pytest
 import torch
 
+from skyrl_train.errors import UnsupportedByEngine
 from skyrl_train.inference_engines.native.requests import EngineSamplingParams
+from skyrl_train.inference_engines.remote import sglang as remote_sglang
+from skyrl_train.inference_engines.remote import vllm as remote_vllm
+from skyrl_train.inference_engines.remote.connection import ServerConnection
+from skyrl_train.inference_engines.remote.sglang import SGLangProtocol
 from skyrl_train.inference_engines.vllm.sampling import http_sampling, seed_of, vllm_split_seeds
 from skyrl_train.inference_engines.vllm.tempered_sampler import tempered_log_softmax
 
@@ -44,6 +51,51 @@ def test_a_server_is_told_every_keyword_so_that_its_own_defaults_change_nothing(
     assert body["repetition_penalty"] == 1.0 and body["top_p"] == 1.0 and body["top_k"] == -1 and body["min_p"] == 0.0
     assert body["stop"] == ["end"] and body["include_stop_str_in_output"] is True
     assert body["seed"] == 9 and body["max_tokens"] == 4 and body["logprobs"] == 0
+
+
+def test_constraints_penalties_and_biases_in_vllms_words():
+    given = {"frequency_penalty": 0.5, "presence_penalty": -1, "logit_bias": {7: 2.0}, "logprobs": 3}
+    body = http_sampling(
+        EngineSamplingParams.from_dict(given | {"constraint": {"json_schema": {"type": "null"}}}), None
+    )
+    assert (body["frequency_penalty"], body["presence_penalty"], body["logprobs"]) == (0.5, -1.0, 3)
+    assert body["logit_bias"] == {7: 2.0}
+    schema = json.loads(body["structured_outputs"]["json"])
+    assert schema["type"] == "null" and "whitespace_pattern" in schema["x-guidance"]
+    lark = EngineSamplingParams.from_dict({"constraint": {"lark": "start: /a/"}})
+    assert http_sampling(lark, None)["structured_outputs"] == {"grammar": "start: /a/"}
+    plain = http_sampling(EngineSamplingParams(), None)
+    assert plain["structured_outputs"] is None and plain["logit_bias"] is None
+    with pytest.raises(UnsupportedByEngine, match="num_answer_tokens=3"):
+        vllm_split_seeds(given | {"num_answer_tokens": 3}, 1)
+    with pytest.raises(ValueError, match="no JSON schema"):
+        http_sampling(EngineSamplingParams.from_dict({"constraint": {"json_schema": "{"}}), None)
+
+
+def test_constraints_penalties_and_biases_in_sglangs_words():
+    protocol = SGLangProtocol(ServerConnection("127.0.0.1:9", 1.0), 1.0)
+    params = EngineSamplingParams.from_dict(
+        {"frequency_penalty": 0.5, "logit_bias": {7: 2.0}, "constraint": {"json_schema": {"type": "null"}}}
+    )
+    protocol._check(params, None)
+    body = protocol._sampling(params, None, 5)
+    assert (body["frequency_penalty"], body["presence_penalty"], body["logit_bias"]) == (0.5, 0.0, {"7": 2.0})
+    assert json.loads(str(body["json_schema"])) == {"type": "null"}
+    with pytest.raises(UnsupportedByEngine, match="JSON schema alone"):
+        protocol._check(EngineSamplingParams.from_dict({"constraint": {"lark": "start: /a/"}}), None)
+    with pytest.raises(UnsupportedByEngine, match="logprobs=0"):
+        protocol._check(EngineSamplingParams(logprobs=2, presence_penalty=1.0), None)
+
+
+def test_likeliest_tokens_of_servers():
+    """vLLM counts the token drawn among them; both name ids."""
+    place = {"token_id": 4, "logprob": -3.0}
+    others = [place, {"token_id": 9, "logprob": -0.5}, {"token_id": 2, "logprob": -1.0}]
+    vllm = remote_vllm._top_of([place | {"top_logprobs": others}], 2)
+    sglang = remote_sglang._top_of([[(-0.5, 9, None), (-1.0, 2, None)], [(-9.0, 1, None)] * 2], 1, 2)
+    assert vllm is not None and sglang is not None
+    assert vllm.ids.tolist() == sglang.ids.tolist() == [[9, 2]]
+    assert vllm.log_probs.tolist() == sglang.log_probs.tolist() == [[-0.5, -1.0]]
 
 
 def test_log_probs_are_those_of_the_divided_logits_and_of_the_plain_ones_where_greedy():
