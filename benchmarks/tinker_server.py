@@ -67,11 +67,12 @@ def make_model(size: str, folder: Path) -> None:
 
 
 @contextmanager
-def server(model: Path, folder: Path) -> Iterator[tuple[str, psutil.Process]]:
-    """The server's URL and process, with default settings."""
+def server(model: Path, folder: Path, *options: str) -> Iterator[tuple[str, psutil.Process]]:
+    """The server's URL and process, with default settings but those of `options`."""
     log = folder / "server.log"
     command = [sys.executable, "-m", "tx.tinker.api", "--base-model", str(model), "--port", "0"]
     command += ["--state-dir", str(folder / "state"), "--checkpoints-base", str(folder / "checkpoints")]
+    command += options
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
     try:
@@ -144,7 +145,7 @@ class Tenant:
         data = [Datum(row[:-1], {"target_tokens": row[1:], "weights": np.ones(num_tokens, np.float32)}) for row in rows]
         request = TrainingRequest(
             model_id=self.model_id,
-            seq=self._seq,
+            seq_id=self._seq,
             data=data,
             loss_fn="cross_entropy",
             loss_config={},

@@ -24,8 +24,10 @@ from skyrl_train.dashboard.runs_folder import RunsFolder
 from skyrl_train.dashboard.server import make_app
 from skyrl_train.explain.evidence import observe
 from tx.errors import ConfigError
+from tx.run.console import Console
 from tx.tinker.api import serve
 from tx.tinker.config import EngineConfig
+from tx.tinker.http.api_keys import ApiKeys
 
 
 def server_in(folder: Path, base_model: Path) -> ServerProcess:
@@ -267,6 +269,17 @@ def test_a_user_trains_samples_and_takes_the_adapter_home(server, tmp_path):
         assert set(processes) == {"server", "engine"}
         assert all(process.stacks for process in processes.values()), processes
         assert "the next call" in {wait.what for wait in processes["engine"].waits if not wait.ended}
+
+        with TestClient(Console(server.state / "runs", ApiKeys(), server.url), base_url="http://127.0.0.1") as console:
+            listed = console.get("/playground/checkpoints").json()["checkpoints"]
+            assert saved["path"] in {one["tinker_path"] for one in listed}
+            asked = {"model": saved["path"], "prompt": "Hi", "max_tokens": 4, "temperature": 0, "n": 2}
+            choices = console.post("/playground/completions", json=asked).json()["choices"]
+            assert len(choices) == 2 and choices[0]["text"] == choices[1]["text"]
+            assert (
+                "no checkpoint"
+                in console.post("/playground/completions", json=asked | {"model": "tinker://x/weights/y"}).text
+            )
 
         # The same training, from a copy of the server's files alone.
         shutil.copytree(server.state / "runs", tmp_path / "copy")

@@ -91,6 +91,14 @@ def doctor(context: typer.Context) -> None:
 
 
 @app.command(context_settings=_PASS_ON, add_help_option=False)
+def console(context: typer.Context) -> None:
+    """Serve pages about the runs of each key, and a page to sample from checkpoints; `tx console --help`."""
+    from tx.run.console import main
+
+    sys.exit(main(context.args))
+
+
+@app.command(context_settings=_PASS_ON, add_help_option=False)
 def recover(context: typer.Context) -> None:
     """List the checkpoints on disk again after the database was lost; options as of `tx serve`, after the TENANT."""
     from tx.run.recover import main

@@ -1,0 +1,250 @@
+"""`tx console`: the dashboard of skyrl_train over a server's runs, for each API key its own, and a page to sample from
+checkpoints.
+
+A process of its own beside the server: it reads the run folders and writes nothing. A browser gives its key once, as
+`/?token=KEY`, and is known by a random cookie from then on; the page to sample asks the server with that key.
+"""
+
+import argparse
+import json
+import secrets
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from importlib.resources import files
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from skyrl_train.dashboard.defaults import Defaults
+from skyrl_train.dashboard.runs_folder import FolderEntry, NotBelowError, RunsFolder
+from skyrl_train.dashboard.server import HEADERS, make_app
+from skyrl_train.errors import DataError
+from tx.errors import ConfigError
+from tx.tinker.api import address_of, listen
+from tx.tinker.command_line import read_config
+from tx.tinker.config import EngineConfig
+from tx.tinker.http.api_keys import ADMIN, LOCAL, ApiKeys, Holder, is_loopback, key_of, read_api_keys
+from tx.tinker.types import SERVER
+
+COOKIE = "tx_console"
+ANSWER_SECONDS = 300
+PLAYGROUND = "/playground"
+_ASKED = {
+    "models": ("GET", "/oai/api/v1/models"),
+    "checkpoints": ("GET", "/api/v1/checkpoints?limit=1000"),
+    "completions": ("POST", "/oai/api/v1/completions"),
+}
+"""What the page to sample may ask of the server, by the last part of the page's own path."""
+MAX_BODY_BYTES = 1 << 20
+
+
+class TenantRuns(RunsFolder):
+    """The run folders of one tenant among those of a server. The rest does not exist: neither listed nor opened.
+
+    Args:
+        path: `runs` of the state folder
+        tenant: whose they are, by `tinker.tenant` in each `config.yaml`
+    """
+
+    def __init__(self, path: Path, tenant: str):
+        super().__init__(path)
+        self._tenant = tenant
+        self._own: dict[str, bool] = {}
+
+    def entries(self, path: str) -> list[FolderEntry]:
+        found = super().entries(path)
+        return [entry for entry in found if self._is_own(entry.name)] if path == "." else found
+
+    @contextmanager
+    def open(self, path: str) -> Iterator[BinaryIO]:
+        self._check(path.split("/")[0])
+        with super().open(path) as file:
+            yield file
+
+    @contextmanager
+    def _folder(self, parts: list[str]) -> Iterator[int]:
+        if parts:
+            self._check(parts[0])
+        with super()._folder(parts) as number:
+            yield number
+
+    def _check(self, run: str) -> None:
+        if not self._is_own(run):
+            raise NotBelowError(f"{run}: there is no such run")
+
+    def _is_own(self, run: str) -> bool:
+        if not self._own.get(run):  # once true it stays so; a folder may get its file a moment later
+            self._own[run] = self._tenant_of(run) == self._tenant
+        return self._own[run]
+
+    def _tenant_of(self, run: str) -> str | None:
+        try:
+            config = json.loads((self.path / run / "config.yaml").read_bytes())  # JSON, as the server writes it
+            return config["tinker"]["tenant"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+
+class _Login(NamedTuple):
+    holder: Holder
+    key: str
+
+
+class Console:
+    """Application that sends each request to the pages of its key's tenant.
+
+    Args:
+        runs: `runs` of the state folder
+        keys: none: everybody sees everything
+        server: URL of the server, for the page to sample
+    """
+
+    def __init__(self, runs: Path, keys: ApiKeys, server: str, defaults: Defaults | None = None):
+        self._runs, self._keys, self._server = runs, keys, server.rstrip("/")
+        self._defaults = defaults or Defaults()
+        self._logins: dict[str, _Login] = {}
+        self._pages: dict[Holder, ASGIApp] = {}
+        routes = [Route(PLAYGROUND, self._playground), Route(f"{PLAYGROUND}.js", self._script)]
+        routes += [
+            Route(f"{PLAYGROUND}/{name}", partial(self._ask, name), methods=[method])
+            for name, (method, _) in _ASKED.items()
+        ]
+        self._own_pages = Starlette(routes=routes)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":  # the start and end of this process
+            return await self._own_pages(scope, receive, send)
+        request = Request(scope)
+        # Without keys any page that a browser shows could ask, under a name of its own that leads here.
+        if not self._keys and not is_loopback((request.url.hostname or "").strip("[]")):
+            return await _page("ask for 127.0.0.1 or localhost\n", "text/plain", 400)(scope, receive, send)
+        login = self._login_of(request)
+        if login is None:
+            text = "This console needs an API key of the server: open it as /?token=KEY\n"
+            return await _page(text, "text/plain", 401)(scope, receive, send)
+        if "token" in request.query_params:
+            return await self._welcome(login)(scope, receive, send)
+        if scope["path"].startswith(PLAYGROUND):
+            scope["tx.login"] = login
+            return await self._own_pages(scope, receive, send)
+        await self._pages_of(login.holder)(scope, receive, send)
+
+    def _login_of(self, request: Request) -> _Login | None:
+        if not self._keys:
+            return _Login(LOCAL, "")
+        if (login := self._logins.get(request.cookies.get(COOKIE, ""))) and "token" not in request.query_params:
+            return login
+        key = request.query_params.get("token") or key_of(request.headers)
+        holder = self._keys.holder_of(key) if key else None
+        return None if holder is None else _Login(holder, key)
+
+    def _welcome(self, login: _Login) -> Response:
+        """Return to the page without the key in its address. The cookie is random: a key is not kept in the browser."""
+        number = secrets.token_urlsafe(32)
+        self._logins[number] = login
+        answer = RedirectResponse("/", 303, HEADERS)
+        answer.set_cookie(COOKIE, number, httponly=True, samesite="strict", max_age=7 * 86400)
+        return answer
+
+    def _pages_of(self, holder: Holder) -> ASGIApp:
+        if holder not in self._pages:
+            folder = RunsFolder(self._runs) if holder.is_admin else TenantRuns(self._runs, holder.tenant)
+            self._pages[holder] = make_app(folder, self._defaults, hosts=["*"])
+        return self._pages[holder]
+
+    # ---- the page to sample
+
+    async def _playground(self, _: Request) -> Response:
+        return _page(_asset("playground.html"), "text/html")
+
+    async def _script(self, _: Request) -> Response:
+        return _page(_asset("playground.js"), "text/javascript")
+
+    async def _ask(self, name: str, request: Request) -> Response:
+        """Ask the server in the name of the key."""
+        login: _Login = request.scope["tx.login"]
+        method, path = _ASKED[name]
+        if int(request.headers.get("content-length") or 0) > MAX_BODY_BYTES:
+            return _page('{"detail": "the prompt is too long for this page"}', "application/json", 413)
+        if method == "POST" and request.headers.get("content-type") != "application/json":  # another site's form
+            return _page('{"detail": "content-type must be application/json"}', "application/json", 415)
+        body = await request.body() if method == "POST" else None
+        return await run_in_threadpool(self._answer, method, path, login.key, body)
+
+    def _answer(self, method: str, path: str, key: str, body: bytes | None) -> Response:
+        headers = {"Content-Type": "application/json"} | ({"X-API-Key": key} if key else {})
+        asked = urllib.request.Request(f"{self._server}{path}", body, headers, method=method)
+        try:
+            with urllib.request.urlopen(asked, timeout=ANSWER_SECONDS) as answer:
+                return _page(answer.read(), "application/json", answer.status)
+        except urllib.error.HTTPError as error:
+            return _page(error.read(), "application/json", error.code)
+        except OSError as error:
+            text = json.dumps({"detail": f"the server does not answer ({error}): give its address as --server"})
+            return _page(text, "application/json", 502)
+
+
+def _asset(name: str) -> bytes:
+    return (files("tx.run") / "assets" / name).read_bytes()
+
+
+def _page(content: str | bytes, media_type: str, status: int = 200) -> Response:
+    return Response(content, status, HEADERS, media_type=media_type)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve until told to stop. Returns 2 for wrong options."""
+    options, rest = _parser().parse_known_args(list(argv))
+    try:
+        config = read_config(["--base-model", "-", *rest])
+        app = make_console(config, options)
+        listening = listen(options.host, options.port)
+    except (ConfigError, DataError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    with listening:
+        print(f"console of {config.state_folder}: {address_of(listening)}/", flush=True)
+        settings = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1)
+        uvicorn.Server(settings).run(sockets=[listening])
+    return 0
+
+
+def make_console(config: EngineConfig, options: argparse.Namespace) -> Console:
+    """Make the application. Raises: ConfigError, DataError."""
+    keys = read_api_keys(config)
+    if not keys and not is_loopback(options.host):
+        raise ConfigError(
+            f"--console-host {options.host} can be reached by others: give --api-keys-file, as to the server"
+        )
+    runs = config.state_folder / "runs"
+    if not runs.is_dir():
+        raise ConfigError(f"state_dir: {config.state_folder} has no runs; give the --state-dir of the server")
+    defaults = Defaults()
+    defaults.load()
+    return Console(runs, keys, options.server or f"http://{config.host}:{config.port}", defaults)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tx console",
+        description=f"Pages about a server's runs: a key's own ({ADMIN} keys: all, and those of the `{SERVER}`), and "
+        "samples from checkpoints. Other options as of `tx serve`: --state-dir, --api-keys-file, --host, --port.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--console-host", dest="host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument(
+        "--console-port", dest="port", type=int, default=8265, help="port to listen on, 0 for a free one"
+    )
+    parser.add_argument("--server", help="URL of the server, if --host and --port do not lead there")
+    return parser
