@@ -225,6 +225,30 @@ async def test_unusable_constraints_are_refused_by_their_reason(engine):
     assert (await ask(engine, [PROMPT], max_tokens=2))[0].stop_reason == "length"
 
 
+async def test_schema_bombs_cost_their_own_request_alone(engine):
+    """Each is refused or answered; a request beside them gets the tokens that it always gets."""
+    nested: Any = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 10} for i in range(10)}
+    bombs: list[Any] = [
+        {"type": "string", "pattern": "(a?){500}a{500}"},
+        {"type": "string", "pattern": "(.*a.{0,1000}){20}"},
+        {"type": "array", "items": {"type": "array", "minItems": 10_000, "items": {}}, "minItems": 100_000},
+        {"$defs": nested | {"d10": {"type": "string"}}, "$ref": "#/$defs/d0"},
+        {"allOf": [{"anyOf": [{"required": [f"a{i}"]}, {"required": [f"b{i}"]}]} for i in range(14)]},
+        {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(800)}},
+        {"enum": [f"value{i}" for i in range(5_000)]},
+        {"type": "integer", "multipleOf": 7919, "minimum": 0, "maximum": 10**30},
+    ]
+    usual = await ask(engine, [PROMPT], max_tokens=20, ignore_eos=True)
+    results = await asyncio.gather(
+        ask(engine, [PROMPT], max_tokens=20, ignore_eos=True),
+        *(ask(engine, [PROMPT], constraint={"json_schema": bomb}, max_tokens=8) for bomb in bombs),
+        return_exceptions=True,
+    )
+    assert results[0] == usual
+    assert all(isinstance(result, list | ValueError) for result in results), results
+    assert sum(isinstance(result, list) for result in results) >= 5
+
+
 async def test_a_constraint_that_becomes_too_complex_fails_its_answer_alone(engine, monkeypatch):
     matcher_class = constrained.AnswerMatcher
     push = matcher_class.push

@@ -128,6 +128,7 @@ class ConstraintCompiler:
     def _matchers(self, constraint: Constraint, answers: Sequence[Sequence[int]]) -> list[AnswerMatcher]:
         compiled = self._compile(constraint)
         matchers = []
+        # Copies share the lexer's tables, under locks of the library's own: each belongs to one row.
         for answer in answers:
             matcher = compiled.deep_copy()
             if not matcher.consume_tokens(list(answer)):
@@ -157,6 +158,7 @@ class ConstraintCompiler:
         else:
             grammar = LLMatcher.grammar_from_lark(constraint.text)
         matcher = LLMatcher(self._ll_tokenizer, grammar, log_level=0)
+        # The first mask also builds what later ones share, outside of the engine's thread.
         matcher.compute_bitmask()  # finds constraints that no answer satisfies
         if matcher.is_error():
             raise ValueError(

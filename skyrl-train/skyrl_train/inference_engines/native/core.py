@@ -486,6 +486,7 @@ class NativeEngineCore:
             if top_ids is not None and top_log_probs is not None:
                 rows.append_top(own, top_ids[chosen], top_log_probs[chosen])
             finite[own] = np.isfinite(log_probs[chosen])
+            # A row that failed ends here; what it has so far would pass for an answer cut by its budget.
             unmatched = [rows.requests[row] in rows.failures for row in own.tolist()] if rows.failures else False
             ended[own] = stopped[own] | ~finite[own] | (rows.length[own] >= rows.max_length[own]) | unmatched
             if offset:

@@ -101,6 +101,7 @@ class RowTable:
             finder = self.finders[row]
             if finder is not None and finder.push(int(tokens[index])):
                 stopped[index] |= self.length[row] >= self.min_length[row]
+            # Also the token that ends the answer: a matcher has to see it for what it is.
             if (matcher := self.requests[row].matcher) is not None:
                 try:
                     stopped[index] |= matcher.push(int(tokens[index]))
@@ -167,12 +168,14 @@ class RowTable:
         for row in np.unique(rows[constrained]).tolist():
             request = self.requests[row]
             assert request.matcher is not None
+            # Places of a row stand side by side: behind its tokens, then behind each draft.
             own = slice(*np.searchsorted(rows, [row, row + 1]).tolist())
             try:
                 outside = ~request.matcher.allowed(drafts[row])
             except ConstraintFailed as failure:
                 self.failures[request] = failure
                 continue
+            # A row without a token to draw would get one of probability NaN: the ban of the end gives way.
             together = mask[own] | outside
             mask[own] = np.where(together.all(-1, keepdims=True), outside, together)
         return torch.from_numpy(mask).to(device)
@@ -194,6 +197,7 @@ class RowTable:
             entries += [(place, token, value) for token, value in params.logit_bias]
             if params.has_penalties:
                 start = self.prompt_length[row] - params.num_answer_tokens
+                # Of the answer alone, with the part of it that an interrupted request has in its prompt.
                 ids, counts = np.unique(self.tokens[row, start : self.length[row]], return_counts=True)
                 values = -params.frequency_penalty * counts - params.presence_penalty
                 entries += [(place, *entry) for entry in zip(ids.tolist(), values.tolist(), strict=True)]
