@@ -1,12 +1,11 @@
-"""Speed-up of a batch of agents by a pipeline of stages, and the cost of the scheduler itself.
+"""Dispatchers of agents on ten families of stage times, and the cost of the scheduler itself.
 
-    python benchmarks/agent_dispatch.py [--agents 32 16 64] [--seeds 5] [--skip-real]
+    python benchmarks/agent_dispatch.py [--seeds 5] [--families search pareto] [--skip-real]
 
-The real scheduler moves trajectories whose stages only take time: in virtual time (an event loop that leaps to its next
-timer; exact, so the machine does not matter), and scaled down with real sleeps. `async_batch_bounded` and
-`async_pipeline` get the same stage times and the same places: so many trajectories may ask the model at a time.
-A bounded batch has one limit, that of lives under way, so it keeps to the places only by letting no more lives begin;
-the pipeline has a limit for each stage.
+The real scheduler moves trajectories whose stages only take time, on machines whose capacities they share
+(`skyrl_agent.testing.traces`): in virtual time (an event loop that leaps to its next timer, so this computer does not
+matter), and scaled down with real sleeps. `auto` is told the number of runtimes that the machine holds, and nothing
+else; fixed dispatchers that hold more are left out.
 """
 
 import argparse
@@ -14,162 +13,98 @@ import asyncio
 import math
 import os
 import platform
-import random
-import statistics
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
-from skyrl_agent.agents.trajectory import BaseTrajectory
-from skyrl_agent.config.task_file import DispatcherSection, read_task
-from skyrl_agent.dispatcher import virtual_time
-from skyrl_agent.dispatcher.dispatch import Dispatch
-from skyrl_agent.finish import FINISH
-from skyrl_agent.tasks.base import BaseTask, Instance
+from skyrl_agent.config.task_file import DispatcherSection
+from skyrl_agent.dispatcher.plan import STAGES
+from skyrl_agent.testing.traces import FAMILIES, Family, Machine, lognormal, lower_bound, run_batch, run_batches
 
-INSTANCES, OF_EACH = 64, 8
-CFG = read_task({"task": "any.Task"})
+EPOCHS = 3
+"""Batches of which the last is measured."""
+FIXED = {
+    **{f"bounded {agents}": ("async_batch_bounded", agents) for agents in (32, 64, 128, 256)},
+    **{f"pipeline {agents}": ("async_pipeline", agents) for agents in (32, 64, 128, 256)},
+    "batch": ("async_batch", 32),
+}
+
+
+def section(type_name: str, agents: int = 32, lives: int | None = None) -> DispatcherSection:
+    settings: dict[str, Any] = {"type": type_name, "max_parallel_agents": agents, "max_eval_parallel_agents": agents}
+    if lives and type_name in ("auto", "async_pipeline"):
+        settings["max_alive"] = lives
+    patience = {stage: {"timeout_seconds": 1e9} for stage in STAGES}  # a batch without limits is slow, not late
+    return DispatcherSection.model_validate(settings | patience)
 
 
 @dataclass(frozen=True)
-class Mix:
-    """Seconds of each stage: lognormal, by median and sigma."""
+class Run:
+    """Seconds of one batch, by dispatcher."""
 
-    name: str
-    medians: tuple[float, float, float]
-    sigmas: tuple[float, float, float]
+    bound: float
+    fixed: Mapping[str, float]
+    first: float
+    """`auto` in its first batch."""
+    new: float
+    """`auto` after other batches of new instances."""
+    seen: float
+    """`auto` in the third epoch over the same instances."""
 
     @property
-    def means(self) -> list[float]:
-        return [median * math.exp(sigma**2 / 2) for median, sigma in zip(self.medians, self.sigmas, strict=True)]
-
-    @property
-    def bound(self) -> float:
-        """Speed-up of an infinitely large batch in which the model never waits."""
-        return sum(self.means) / self.means[1]
-
-    def draw(self, seed: int, count: int) -> list[list[float]]:
-        generator = random.Random(seed)
-        pairs = list(zip(self.medians, self.sigmas, strict=True))
-        return [[generator.lognormvariate(math.log(median), sigma) for median, sigma in pairs] for _ in range(count)]
+    def best_fixed(self) -> float:
+        return min(self.fixed.values())
 
 
-def of_means(name: str, means: tuple[float, float, float], sigmas: tuple[float, float, float]) -> Mix:
-    a, b, c = (mean / math.exp(sigma**2 / 2) for mean, sigma in zip(means, sigmas, strict=True))
-    return Mix(name, (a, b, c), sigmas)
+def run(family: Family, seed: int) -> Run:
+    """Measure the last of `EPOCHS` batches under every dispatcher."""
+    epochs = [family.batch(seed, epoch) for epoch in range(EPOCHS)]
+    others = [family.batch(1000 * (seed + 1) + number) for number in range(EPOCHS - 1)]
+    lives = family.machine.lives
+    fixed = {}
+    for name, (type_name, agents) in FIXED.items():
+        [metrics] = run_batches(family, section(type_name, agents, lives), epochs[-1:])
+        is_possible = lives is None or metrics["dispatcher/peak_alive"] <= lives
+        fixed[name] = metrics["dispatcher/seconds"] if is_possible else math.inf
+    auto = section("auto", lives=lives)
+    return Run(
+        bound=lower_bound(family, epochs[-1]),
+        fixed=fixed,
+        first=run_batches(family, auto, epochs[-1:])[-1]["dispatcher/seconds"],
+        new=run_batches(family, auto, [*others, epochs[-1]])[-1]["dispatcher/seconds"],
+        seen=run_batches(family, auto, epochs, named_instances=True)[-1]["dispatcher/seconds"],
+    )
 
 
-COMPARED = ("async_batch_bounded", "async_pipeline")
-HEAVY = (1.0, 0.5, 1.0)
-"""Image pulls and test suites have long tails; a run is cut off at its step limit."""
-LIGHT = (0.2, 0.2, 0.2)
-MIXES = [
-    Mix("the paper's, as medians", (20, 100, 30), HEAVY),
-    of_means("the paper's, as means", (20, 100, 30), HEAVY),
-    of_means("the same, light tails", (20, 100, 30), LIGHT),
-    of_means("init-heavy", (80, 100, 30), HEAVY),
-    of_means("run-heavy", (10, 300, 10), HEAVY),
-    of_means("reward-heavy", (20, 100, 120), HEAVY),
-]
+def families(names: list[str], seeds: int) -> None:
+    """Print a row for each family: medians over seeds."""
+    ratios = ("seen / best fixed", "new / best fixed", "bounded 32 / seen", "bounded 64 / seen")
+    print(f"| {' | '.join(('family', 'bound, s', 'auto, seen', 'auto, new', 'auto, first', 'best fixed', *ratios))} |")
+    print("|---|---:|---:|---:|---:|---|---:|---:|---:|---:|")
+    for family in FAMILIES:
+        if names and family.name not in names:
+            continue
+        runs = [run(family, seed) for seed in range(seeds)]
+        best = min(FIXED, key=lambda name: median(each.fixed[name] for each in runs))
 
+        def times(name: str, runs: list[Run] = runs) -> str:
+            return f"{median(getattr(each, name) / each.bound for each in runs):.2f}"
 
-class Sleeper(BaseTrajectory):
-    """Trajectory whose stages take the seconds that were drawn."""
-
-    generating = most_generating = 0
-
-    def __init__(self, instance: str, trajectory_id: int, seconds: Sequence[float]) -> None:
-        nothing: Any = None
-        super().__init__(CFG, Instance({}, instance), trajectory_id, nothing, nothing, BaseTask(), {})
-        self.seconds = seconds
-
-    async def initialize_trajectory(self) -> None:
-        await asyncio.sleep(self.seconds[0])
-
-    async def generate_trajectory(self) -> None:
-        Sleeper.generating += 1
-        Sleeper.most_generating = max(Sleeper.most_generating, Sleeper.generating)
-        await asyncio.sleep(self.seconds[1])
-        Sleeper.generating -= 1
-        self.result.finish_reason = FINISH
-
-    async def evaluate_trajectory(self) -> None:
-        await asyncio.sleep(self.seconds[2])
-        self.result.reward = 1.0
-
-
-async def dispatched(
-    section: DispatcherSection, drawn: Sequence[Sequence[float]], scale: float = 1.0
-) -> dict[str, float]:
-    """The metrics of a batch of OF_EACH trajectories an instance."""
-    batch = [
-        Sleeper(str(number // OF_EACH), number % OF_EACH, [scale * seconds for seconds in of_one])
-        for number, of_one in enumerate(drawn)
-    ]
-    dispatch = Dispatch(section)
-    ended = [trajectory async for trajectory in dispatch.run(batch)]
-    assert len(ended) == len(batch) and not any(trajectory.failed for trajectory in ended)
-    return dispatch.metrics()
-
-
-def section(type_name: str, agents: int, **settings: Any) -> DispatcherSection:
-    given = {"type": type_name, "max_parallel_agents": agents, "max_eval_parallel_agents": agents}
-    return DispatcherSection.model_validate(given | settings)
-
-
-def both(mix: Mix, agents: int, seed: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Metrics of the bounded batch and of the pipeline, in virtual time."""
-    drawn = mix.draw(seed, INSTANCES * OF_EACH)
-    bounded, pipeline = (virtual_time.run(dispatched(section(type_name, agents), drawn)) for type_name in COMPARED)
-    return bounded, pipeline
-
-
-def gain(runs: Sequence[tuple[dict[str, float], dict[str, float]]]) -> str:
-    ratios = [bounded["dispatcher/seconds"] / pipeline["dispatcher/seconds"] for bounded, pipeline in runs]
-    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} - {max(ratios):.2f})"
-
-
-def mixes(agents: Sequence[int], seeds: int) -> None:
-    places = " | ".join(f"gain, {count} places" for count in agents)
-    print(f"| mix | means, s | bound | {places} | at {agents[0]}: seconds | places busy | most alive |")
-    print("|---|---|---:|" + "---:|" * len(agents) + "---:|---:|---:|")
-    for mix in MIXES:
-        runs = {count: [both(mix, count, seed) for seed in range(seeds)] for count in agents}
-        gains = " | ".join(gain(runs[count]) for count in agents)
-        bounded, pipeline = runs[agents[0]][0]
-        shown = [
-            f"{bounded[f'dispatcher/{name}']:{form}} -> {pipeline[f'dispatcher/{name}']:{form}}"
-            for name, form in (("seconds", ",.0f"), ("generate/utilisation", ".0%"), ("peak_alive", ".0f"))
+        columns = [
+            family.name,
+            f"{median(each.bound for each in runs):,.0f}",
+            *map(times, ("seen", "new", "first")),
+            f"{best}: {median(each.fixed[best] / each.bound for each in runs):.2f}",
+            *(f"{median(getattr(each, name) / each.fixed[best] for each in runs):.2f}" for name in ("seen", "new")),
+            *(f"{median(each.fixed[f'bounded {lives}'] / each.seen for each in runs):.2f}" for lives in (32, 64)),
         ]
-        means = " / ".join(f"{mean:.0f}" for mean in mix.means)
-        print(f"| {mix.name} | {means} | {mix.bound:.2f} | {gains} | {' | '.join(shown)} |", flush=True)
+        print(f"| {' | '.join(columns)} |", flush=True)
 
 
-def more_lives(mix: Mix, agents: int) -> None:
-    """The other way to keep as many places busy: a bounded batch of more lives than the model has places."""
-    drawn = mix.draw(0, INSTANCES * OF_EACH)
-    pipeline = virtual_time.run(dispatched(section("async_pipeline", agents), drawn))["dispatcher/seconds"]
-    print(
-        "\n| bounded batch of | seconds | the pipeline is | most at a time that ask the model |\n|---|---:|---:|---:|"
-    )
-    for lives in (agents, round(agents * mix.bound), 2 * agents, 3 * agents):
-        Sleeper.most_generating = 0
-        seconds = virtual_time.run(dispatched(section("async_batch_bounded", lives), drawn))["dispatcher/seconds"]
-        print(f"| {lives} lives | {seconds:,.0f} | {seconds / pipeline:.2f}x | {Sleeper.most_generating} |")
-
-
-def with_real_sleeps(mix: Mix, agents: int, scale: float) -> None:
-    drawn = mix.draw(0, INSTANCES * OF_EACH)
-    real = [asyncio.run(dispatched(section(t, agents), drawn, scale))["dispatcher/seconds"] for t in COMPARED]
-    virtual = [run["dispatcher/seconds"] * scale for run in both(mix, agents, 0)]
-    late = max(took / ideal for took, ideal in zip(real, virtual, strict=True)) - 1
-    print(
-        f"\nReal sleeps, 1/{1 / scale:.0f} of the seconds, {mix.name}, {agents} places: "
-        f"{real[0]:.1f} s -> {real[1]:.1f} s, gain {real[0] / real[1]:.2f} "
-        f"(virtual time {virtual[0] / virtual[1]:.2f}); "
-        f"at most {late:.1%} later than in virtual time."
-    )
+COST = Family("cost", lognormal((20, 100, 30)), Machine(starts=1e6, places=1e6, graders=1e6))
+"""Stages without a capacity: the scheduler alone limits them."""
 
 
 async def with_lag(work: Awaitable[dict[str, float]]) -> tuple[dict[str, float], list[float]]:
@@ -189,37 +124,37 @@ async def with_lag(work: Awaitable[dict[str, float]]) -> tuple[dict[str, float],
         ticking.cancel()
 
 
-def many(mix: Mix, agents: int, count: int, scale: float) -> None:
-    drawn, given = mix.draw(0, count), section("async_pipeline", agents)
-    virtual = virtual_time.run(dispatched(given, drawn))["dispatcher/seconds"] * scale
+def with_real_sleeps(type_name: str, agents: int, instances: int, scale: float) -> None:
+    """Print how much later a batch ends than in virtual time, and the processor time of a trajectory."""
+    works = [(a * scale, b * scale, c * scale) for a, b, c in COST.batch(0, instances=instances)]
+    given = section(type_name, agents)
+    virtual = run_batches(COST, given, [works])[0]["dispatcher/seconds"]
     cpu = time.process_time()
-    metrics, late = asyncio.run(with_lag(dispatched(given, drawn, scale)))
+    metrics, late = asyncio.run(with_lag(run_batch(COST, given, works)))
     cpu = time.process_time() - cpu
-    seconds, late = metrics["dispatcher/seconds"], sorted(late)
+    late.sort()
     print(
-        f"\n{count:,} trajectories, {agents:,} places, 1/{1 / scale:.0f} of the seconds: {seconds:.1f} s "
-        f"for {virtual:.1f} s in virtual time, {metrics['dispatcher/peak_alive']:,.0f} alive at the most, "
-        f"{count / seconds:,.0f} done a second, "
-        f"{1000 * cpu / count:.2f} ms of CPU each. A timer of 10 ms is late by {1000 * statistics.median(late):.1f} ms "
-        f"(p99 {1000 * late[int(0.99 * len(late))]:.0f} ms)."
+        f"\n{type_name}, {len(works):,} trajectories, {agents:,} at a time, 1/{1 / scale:.0f} of the seconds: "
+        f"{metrics['dispatcher/seconds']:.1f} s for {virtual:.1f} s in virtual time, "
+        f"{metrics['dispatcher/peak_alive']:,.0f} alive at the most, {1000 * cpu / len(works):.2f} ms of CPU each. A "
+        f"timer of 10 ms is late by {1000 * median(late):.1f} ms (p99 {1000 * late[int(0.99 * len(late))]:.0f} ms)."
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What a pipeline of stages gains, and what the scheduler costs.")
-    parser.add_argument("--agents", type=int, nargs="+", default=[32, 16, 64], help="places of the model")
+    parser = argparse.ArgumentParser(description="Dispatchers on families of stage times, and the scheduler's cost.")
+    parser.add_argument("--families", nargs="*", default=[], help="names; default: all ten")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--skip-real", action="store_true", help="virtual time alone")
     options = parser.parse_args()
     print(
-        f"{os.cpu_count()} processors, load {os.getloadavg()[0]:.1f}, Python {platform.python_version()}; "
-        f"{INSTANCES} x {OF_EACH} trajectories; median of {options.seeds} draws (min - max)\n"
+        f"{os.cpu_count()} processors, load {os.getloadavg()[0]:.1f}, Python {platform.python_version()}; 64 x 8 "
+        f"trajectories; medians of {options.seeds} draws\n"
     )
-    mixes(options.agents, options.seeds)
-    more_lives(MIXES[0], options.agents[0])
+    families(options.families, options.seeds)
     if not options.skip_real:
-        with_real_sleeps(MIXES[0], options.agents[0], 1 / 200)
-        many(MIXES[0], 2000, 6000, 1 / 100)
+        with_real_sleeps("async_pipeline", 2000, 750, 1 / 100)
+        with_real_sleeps("auto", 2000, 750, 1 / 100)
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ SERVER_LAYERS = [
 AGENTS = REPOSITORY / "skyrl-agent" / "skyrl_agent"
 AGENT_LAYERS = [
     {"skyrl_agent.types", "skyrl_agent.errors", "skyrl_agent.finish"},
-    {"skyrl_agent.config", "skyrl_agent.integrations.base"},
+    {"skyrl_agent.config", "skyrl_agent.integrations.base", "skyrl_agent.dotted_paths"},
     {"skyrl_agent.chat", "skyrl_agent.functional", "skyrl_agent.runtimes"},
     {"skyrl_agent.tools", "skyrl_agent.tasks"},
     {"skyrl_agent.agents", "skyrl_agent.dispatcher"},

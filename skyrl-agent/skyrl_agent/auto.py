@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from skyrl_agent.agents.mapping import AGENT_GENERATOR_REGISTRY, class_of_agent
 from skyrl_agent.config.task_file import TaskFile, load_task_file
+from skyrl_agent.dotted_paths import import_modules
 from skyrl_agent.types import Tokenizer
 
 if TYPE_CHECKING:
@@ -44,4 +45,5 @@ class AutoAgentRunner:
     @classmethod
     def from_task_file(cls, cfg: TaskFile, infer_engine: object, tokenizer: Tokenizer) -> "AgentRunner":
         """Build the runner of a task file that is loaded already; see `from_task`."""
+        import_modules(cfg.imports)
         return class_of_agent(cfg.agent_cls, AGENT_GENERATOR_REGISTRY)(cfg, infer_engine, tokenizer)

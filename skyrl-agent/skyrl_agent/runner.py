@@ -1,5 +1,5 @@
 """Runner of batches: builds trajectories from rows, has the dispatcher run them, and yields their results. Keeps no
-state of a batch, so several may run concurrently."""
+state of a batch, so several may run concurrently; they share the dispatcher's limits."""
 
 import asyncio
 import hashlib
@@ -13,7 +13,9 @@ from skyrl_agent.agents.mapping import AGENT_TRAJECTORY_REGISTRY, class_at, clas
 from skyrl_agent.agents.trajectory import BaseTrajectory
 from skyrl_agent.config.configuration_utils import get_field_from_config
 from skyrl_agent.config.task_file import TaskFile, load_task_file
+from skyrl_agent.dispatcher.capacity import Capacity
 from skyrl_agent.dispatcher.dispatch import Dispatch
+from skyrl_agent.dotted_paths import import_modules
 from skyrl_agent.errors import AgentError, ConfigError, InfraError, TaskRowError, UnavailableError
 from skyrl_agent.integrations.base import TrainingRows, get_backend
 from skyrl_agent.records import TrajectoryFile
@@ -44,10 +46,13 @@ class AgentRunner:
     """
 
     def __init__(self, cfg: TaskFile, infer_engine: object, tokenizer: Tokenizer) -> None:
+        import_modules(cfg.imports)
         self.cfg, self.tokenizer = cfg, tokenizer
         self.trajectory_cls: type[BaseTrajectory] = class_of_agent(cfg.agent_cls, AGENT_TRAJECTORY_REGISTRY)
         self.task = make_task(cfg)
         self.trajectory_cls.check(cfg, self.task)
+        named = cfg.data.instance_id_key is not None
+        self._capacities = {val: Capacity(cfg.dispatcher, val, named) for val in (False, True)}
         for val_mode in (False, True):
             self._dispatch(val_mode)
         self.backend = get_backend(cfg.generator.infer_backend)
@@ -193,6 +198,7 @@ class AgentRunner:
             val_mode=val_mode,
             make_environment=self.task.make_environment,
             close_environment=self.task.close_environment,
+            capacity=self._capacities[val_mode],
         )
 
     def num_trajectories(self, val_mode: bool) -> int:

@@ -18,7 +18,8 @@ WRITTEN = {
     ),
     "deepseek R1": (
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>search\n```json\n"
-        '{"query": "big cats", "k": 2}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>look\n```json\n{}'
+        '{"query": "big cats", "k": 2}\n```<｜tool▁call▁end｜>\n'
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>look\n```json\n{}"
         "\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
         [SEARCH, LOOK],
     ),

@@ -20,7 +20,7 @@ from skyrl_agent.tools.in_runtime import RuntimeTool
 from skyrl_agent.types import JsonObject
 from skyrl_gym.suggestions import did_you_mean
 
-LENDS_NOTHING = ("async_pipeline", "async_batch", "async_batch_bounded")
+LENDS_NOTHING = ("auto", "async_pipeline", "async_batch", "async_batch_bounded")
 """Types of dispatchers."""
 _GIVEN = ("traj_config", "infer_engine", "tokenizer", "tools", "runtime", "trajectory_id", "parent")
 """Parameters of an agent that are no keys of `agent_config`."""

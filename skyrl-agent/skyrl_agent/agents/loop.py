@@ -31,6 +31,10 @@ from skyrl_agent.types import InferBackend, JsonObject, Message, Tokenizer, Tool
 from skyrl_gym.chat.tool_calls import Invalid, ToolCall
 from skyrl_gym.waits import waiting
 
+logger = logging.getLogger(__name__)
+
+_warned_of_rows: set[int] = set()
+
 
 class Outcome(NamedTuple):
     """End of an agent."""
@@ -150,14 +154,31 @@ class Agent:
         )
         async with self.toolbox.open_all(self._context):
             self.outcome = await self._converse(instruction)
+        self._warn_of_rows()
         return self.outcome
+
+    def _warn_of_rows(self) -> None:
+        """Warn, once for each number of rows, that the chat template makes training dearer."""
+        conversation = self.conversation
+        if conversation is None or not conversation.breaks or len(conversation.breaks) in _warned_of_rows:
+            return
+        _warned_of_rows.add(len(conversation.breaks))
+        logger.warning(
+            "the %d turns of a trajectory make %d training rows, of about %.1f times the tokens of one, as the chat "
+            "template rewrites earlier messages; generator.append_only: true makes one row",
+            self.num_steps,
+            len(conversation.breaks) + 1,
+            conversation.token_factor,
+        )
 
     async def _converse(self, instruction: Sequence[Message]) -> Outcome:
         self._repetition = Repetition(self.max_repeats)
         opening = self.prompt_builder.with_reminder(
             self.prompt_builder.opening(instruction), 1, self.settings.max_prompt_length
         )
-        self.conversation = conversation = Conversation(self.prompt_builder.encoder(), opening)
+        self.conversation = conversation = Conversation(
+            self.prompt_builder.encoder(), opening, self.settings.append_only
+        )
         while self._can_step():
             input_ids = conversation.input_ids()
             room = self._room(conversation, input_ids)

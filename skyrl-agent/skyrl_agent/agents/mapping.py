@@ -1,12 +1,13 @@
-"""Registry of agents: the runner and the trajectory of each. A new agent is an entry (class or dotted path) in both."""
+"""Registry of agents: the runner and the trajectory of each. A class that they do not name is found by
+its dotted path."""
 
-from importlib import import_module
 from typing import Any
 
+from skyrl_agent.dotted_paths import class_at
 from skyrl_agent.errors import ConfigError
 from skyrl_gym.suggestions import did_you_mean
 
-__all__ = ["AGENT_GENERATOR_REGISTRY", "AGENT_TRAJECTORY_REGISTRY", "class_of_agent"]
+__all__ = ["AGENT_GENERATOR_REGISTRY", "AGENT_TRAJECTORY_REGISTRY", "class_at", "class_of_agent"]
 
 _RUNNER = "skyrl_agent.agents.base.AgentRunner"
 
@@ -27,28 +28,32 @@ def class_of_agent(agent_cls: str, registry: dict[str, str | type]) -> type[Any]
     Raises:
         ConfigError: there is no such agent, or what it needs is not installed.
     """
-    if agent_cls not in registry:
-        raise ConfigError(
-            f"agent_cls={agent_cls!r} is not registered; {did_you_mean(agent_cls, registry)} "
-            "(an agent of your own: an entry in "
-            "AGENT_TRAJECTORY_REGISTRY and AGENT_GENERATOR_REGISTRY of skyrl_agent.agents.mapping)"
-        )
-    found = registry[agent_cls]
+    found = registry.get(agent_cls)
+    if found is None:
+        found = _unregistered(agent_cls, registry)
     return class_at(found, "agent_cls") if isinstance(found, str) else found
 
 
-def class_at(path: str, key: str) -> type[Any]:
-    """The class at a dotted path that a task file gives under `key`.
-
-    Raises:
-        ConfigError: there is none, or what it needs is not installed.
-    """
-    module, _, name = path.rpartition(".")
+def _unregistered(agent_cls: str, registry: dict[str, str | type]) -> str | type[Any]:
+    """Return the runner or the trajectory of a class that no registry knows, by what it is."""
     try:
-        return getattr(import_module(module), name)
-    except ModuleNotFoundError as error:
-        missing = error.name or module
-        why = "there is no such module" if module == missing or module.startswith(f"{missing}.") else "not installed"
-        raise ConfigError(f"{key}={path!r}: cannot import {missing}: {why}") from error
-    except (AttributeError, ValueError) as error:
-        raise ConfigError(f"{key}={path!r} must be the dotted path of a class: {error}") from error
+        own = class_at(agent_cls, "agent_cls")
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}; {did_you_mean(agent_cls, registry)} (an agent of your own: the dotted path of a subclass of "
+            "skyrl_agent.agents.loop.Agent or skyrl_agent.agents.trajectory.BaseTrajectory)"
+        ) from error
+    if registry is AGENT_GENERATOR_REGISTRY:
+        return _RUNNER
+    from skyrl_agent.agents.trajectory import BaseTrajectory
+
+    if isinstance(own, type) and issubclass(own, BaseTrajectory):
+        return own
+    from skyrl_agent.agents.loop import Agent
+
+    if isinstance(own, type) and issubclass(own, Agent):
+        return "skyrl_agent.agents.agent_trajectory.AgentTrajectory"
+    raise ConfigError(
+        f"agent_cls={agent_cls!r} must be a subclass of skyrl_agent.agents.loop.Agent or of "
+        f"skyrl_agent.agents.trajectory.BaseTrajectory; got {own!r}"
+    )

@@ -27,6 +27,11 @@ class PromptBuilder:
                 f"generator.tool_format must be one of {', '.join(TOOL_FORMATS)}; got {settings.tool_format!r}"
             )
         self.format = TOOL_FORMATS[settings.tool_format]
+        if settings.append_only and settings.remove_think_tokens:
+            raise ConfigError(
+                "generator.append_only=true keeps what the model wrote and generator.remove_think_tokens=true removes "
+                "its thoughts; set one of them"
+            )
         self.chat_template = configured_chat_template(settings.chat_template, settings.qwen3_acc_thinking)
 
     @property

@@ -7,7 +7,12 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from skyrl_agent.chat.encoding import MessageEncoder
-from skyrl_agent.chat.transitions import Observation, TokensWithLogprobs, Transition
+from skyrl_agent.chat.transitions import (
+    Observation,
+    TokensWithLogprobs,
+    Transition,
+    transitions_to_training_data,
+)
 from skyrl_agent.errors import ConfigError
 from skyrl_agent.types import Message, MetaInfo
 
@@ -57,10 +62,13 @@ class Conversation:
 
     Args:
         messages: messages before the first answer.
+        append_only: nothing that the model has read or written is rendered again: what follows an answer is looked up
+            in a conversation of one question, and there are no breaks. The model keeps its thoughts, whatever the
+            template does with them.
     """
 
-    def __init__(self, encoder: MessageEncoder, messages: Sequence[Message]) -> None:
-        self.encoder = encoder
+    def __init__(self, encoder: MessageEncoder, messages: Sequence[Message], append_only: bool = False) -> None:
+        self.encoder, self.append_only = encoder, append_only
         self.transitions: list[Transition] = []
         self.breaks: list[Break] = []
         self.restart(messages)
@@ -155,6 +163,8 @@ class Conversation:
     def _continued(self) -> _Prompt:
         index = self._answers[-1]
         answer, added = self.messages[index], self.messages[index + 1 :]
+        if self.append_only:
+            return self._appended(answer, added)
         kind = (self._before, self._since, *self._shapes(self._answers[-2:][0]))
         step = self.encoder.step(answer, added)
         if step is None or kind not in self.encoder.trusted or len(self.messages) >= self._verify_at:
@@ -170,6 +180,27 @@ class Conversation:
         except _AnswerMismatch as difference:
             return self._rerendered(Break(index, "assistant", str(difference)))
         return _Prompt(self._written + self.encoder.ids_after(step[end:]), step)
+
+    def _appended(self, answer: Message, added: Sequence[Message]) -> _Prompt:
+        end, text = self.encoder.after_answer(answer, added)
+        ids = self.transitions[-1].ac.token_ids or []
+        if not (ids and self.encoder.is_special(ids[-1])):  # the model was cut short before the end of its turn
+            text = end + text
+        return _Prompt(self._written + self.encoder.ids_after(text), text)
+
+    @property
+    def token_factor(self) -> float:
+        """Tokens of all training rows, divided by those of one row to which each turn had only been appended; too large
+        by the thoughts that the template dropped."""
+        rows = [
+            (len(row.input_tokens), len(row.response_tokens)) for row in transitions_to_training_data(self.transitions)
+        ]
+        appended, before = 0, 0
+        for turn in self.transitions:
+            num_read, num_written = len(turn.ob.input_ids), len(turn.ac.token_ids or [])
+            appended += max(num_read - before, 0) + num_written
+            before = num_read + num_written
+        return sum(map(sum, rows)) / appended if appended else 1.0
 
     def _end_from_reply(self, answer: Message, step: str) -> int:
         """Return the number of characters of `step` that the model generated."""
@@ -240,7 +271,7 @@ def _warn(template: str, role: str, added: tuple[str, ...], broken: Break) -> No
         _warned.add((template, role, added))
         logger.warning(
             "the chat template does not only append: message %d (%s): %s. From here a new training row begins, and "
-            "wherever this happens again (said once). A template that keeps thoughts: generator.qwen3_acc_thinking",
+            "wherever this happens again (said once). generator.append_only keeps what the model has read and written",
             broken.message_index,
             role,
             broken.why,

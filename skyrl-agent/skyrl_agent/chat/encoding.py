@@ -12,6 +12,8 @@ from skyrl_gym.tools.signature import Schema
 
 _QUESTION: list[Message] = [{"role": "user", "content": "?"}]
 """Conversation in which `MessageEncoder.step` renders one step alone."""
+_ANSWER = "skyrl-answer"
+"""Answer in whose place `MessageEncoder.after_answer` puts the model's."""
 
 # String literals of a template, and those that contain more than words.
 _STRING = re.compile(r"'((?:[^'\\\n]|\\.)*)'|\"((?:[^\"\\\n]|\\.)*)\"")
@@ -109,6 +111,22 @@ class MessageEncoder(ChatTemplate):
         except ConfigError:
             return None
         return text[len(self._question) :] if text.startswith(self._question) else None
+
+    def after_answer(self, answer: Message, added: Sequence[Message]) -> tuple[str, str]:
+        """Render what follows an answer in a conversation of one question, whatever the template does with the answer
+        itself. Returns: the end of its turn; the messages after it and the next header.
+
+        Raises:
+            ConfigError: the template cannot render it.
+        """
+        probe = {"role": "assistant", "content": _ANSWER}
+        if answer.get("tool_calls"):
+            probe["tool_calls"] = answer["tool_calls"]
+        alone = self.text([*_QUESTION, probe]).partition(_ANSWER)[2]
+        rest = self.text([*_QUESTION, probe, *added], add_generation_prompt=True).rpartition(_ANSWER)[2]
+        shared = alone[: next((i for i, (a, b) in enumerate(zip(alone, rest, strict=False)) if a != b), len(alone))]
+        body, end = self.split_at_end(shared)
+        return end, rest[len(body) + len(end) :]
 
     def shape(self, message: Message) -> Hashable:
         """Return the properties of a message that templates test: role, present fields, white space at the ends, and

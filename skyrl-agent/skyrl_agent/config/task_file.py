@@ -70,9 +70,23 @@ class GeneratorSection(Section):
     """Value of `enable_thinking` for the chat template."""
     qwen3_acc_thinking: bool = False
     """Keep the reasoning of earlier turns in the model's input, with the template `qwen3_acc_thinking`."""
+    append_only: bool = False
+    """Only append to what the model has read and written, where the chat template would drop thoughts or rewrite other
+    messages: a trajectory is one training row, and the model reads its thoughts of earlier turns. For any template."""
     chat_template: str | None = None
     """Path of a Jinja template to use in place of the tokenizer's."""
-    tool_format: Literal["function_xml", "hermes", "llama3_json", "gpt_oss"] = "function_xml"
+    tool_format: Literal[
+        "function_xml",
+        "hermes",
+        "llama3_json",
+        "gpt_oss",
+        "deepseek",
+        "glm",
+        "kimi",
+        "mistral",
+        "minimax",
+        "gemma",
+    ] = "function_xml"
     """Format of tool calls. `function_xml`: `<function=name>`, explained in the system message. The others are native
     formats of models, whose chat template is given the tools' schemas."""
     max_parallel_tool_calls: int = Field(default=1, ge=1)
@@ -107,7 +121,7 @@ class StageLimits(Section):
     """Limits of one stage; missing ones are set by the dispatcher's type."""
 
     parallel: int | None = Field(default=None, ge=1)
-    """Maximum number of trajectories in the stage at a time."""
+    """Maximum number of trajectories in the stage at a time; `auto` does not size a stage that has it."""
     queue: int | None = Field(default=None, ge=0)
     """Maximum number of trajectories that wait for the stage after completing the previous one."""
     timeout_seconds: float | None = Field(default=None, gt=0)
@@ -120,19 +134,27 @@ class DispatcherSection(Section):
     """Settings of the scheduler."""
 
     type: str = "async_pipeline"
-    """`async_pipeline`, `async_batch`, `async_batch_bounded`, `async_fix_pool`, or a registered one."""
+    """`async_pipeline`, `auto` (a pipeline whose limits are found from measured stage times), `async_batch`,
+    `async_batch_bounded`, `async_fix_pool`, or a registered one."""
     max_parallel_agents: int = Field(default=32, ge=1)
-    """`async_pipeline`: maximum number of trajectories that initialize at a time, and of those that generate.
-    `async_batch_bounded`: maximum number of unfinished trajectories. Not read by `async_batch`, which runs all."""
+    """`async_pipeline`: maximum number of trajectories that initialize at a time, and of those that generate; `auto`
+    begins with it. `async_batch_bounded`: maximum number of unfinished trajectories. Not read by `async_batch`, which
+    runs all."""
     max_eval_parallel_agents: int = Field(default=32, ge=1)
-    """`async_pipeline`: maximum number of trajectories that are evaluated at a time."""
+    """`async_pipeline`: maximum number of trajectories that are evaluated at a time; `auto` begins with it."""
+    max_alive: int | None = Field(default=None, ge=1)
+    """`auto`, `async_pipeline`: maximum number of trajectories between the begin of their initialization and the end of
+    their evaluation: what the machines of the runtimes can hold. None: not limited."""
     val_config: DispatcherValSection = DispatcherValSection()
     initialize: StageLimits = StageLimits()
     generate: StageLimits = StageLimits()
     evaluate: StageLimits = StageLimits()
-    order: Literal["trajectories", "instances"] = "trajectories"
+    order: Literal["trajectories", "instances", "longest_first"] | None = None
     """Order of trajectories. `trajectories`: the first of every instance, then the second of each. `instances`: all of
-    the first instance, then all of the second, so that groups complete early (streaming)."""
+    the first instance, then all of the second, so that groups complete early (streaming). `longest_first`: as
+    `trajectories` until trajectories of an instance that have ended predict how long the others take (in this batch or,
+    with `data.instance_id_key`, an earlier one), then those with the most work left. None: `longest_first` with `auto`,
+    else `trajectories`."""
     num_environments: int | None = Field(default=None, ge=1)
     """Number of environments of `async_fix_pool`, which are created once and used by one trajectory at a time."""
     close_timeout_seconds: float = Field(default=30.0, gt=0)
@@ -174,8 +196,12 @@ class OutputSection(Section):
 class TaskFile(Section):
     """Contents of a task file (`AutoAgentRunner.from_task`)."""
 
+    imports: list[str] = Field(default_factory=list)
+    """Modules on the Python path that are imported first: those in which tools, agents, dispatchers or backends are
+    registered."""
     agent_cls: str = "skyrl_agent.agents.react.ReActAgent"
-    """Dotted path of the agent class, as in `AGENT_TRAJECTORY_REGISTRY`."""
+    """Dotted path of the agent class: a subclass of `Agent` or `BaseTrajectory`, or one of
+    `AGENT_TRAJECTORY_REGISTRY`."""
     agent_config: JsonObject = Field(default_factory=dict)
     """Arguments of the agent: `max_depth` (of sub-agents), `sub_agent_steps` (of all of them together), `max_repeats`
     (number of equal turns that count as a loop)."""
@@ -184,8 +210,9 @@ class TaskFile(Section):
     task_config: JsonObject = Field(default_factory=dict)
     """Arguments of the task."""
     tools: list[str | dict[str, JsonObject]] | JsonObject | None = None
-    """Tools by registry name, or as `{name: {arguments of the tool}}`; a map of flags (`enable_bash: true`) for agents
-    that take flags. None: the task's own."""
+    """Tools by registry name, or as `{name: {arguments of the tool}}`. A dotted path names a tool class, or a tool
+    group of skyrl_gym, with all its tools or those in `only: [names]`; `mcp: {command: [...]}` or `mcp: {url: ...}` the
+    tools of an MCP server. A map of flags (`enable_bash: true`) for agents that take flags. None: the task's own."""
     data: DataSection = DataSection()
     generator: GeneratorSection = GeneratorSection()
     dispatcher: DispatcherSection = DispatcherSection()

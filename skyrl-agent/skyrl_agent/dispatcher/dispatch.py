@@ -7,10 +7,11 @@ from contextlib import nullcontext
 from typing import TypeVar
 
 from skyrl_agent.config.task_file import DispatcherSection
+from skyrl_agent.dispatcher.capacity import Capacity
 from skyrl_agent.dispatcher.environments import CloseEnvironment, EnvironmentPool, MakeEnvironment
-from skyrl_agent.dispatcher.limits import PrioritySemaphore, QueueLimit
+from skyrl_agent.dispatcher.limits import Priority
 from skyrl_agent.dispatcher.metrics import StageMeter
-from skyrl_agent.dispatcher.plan import PLANS, STAGES, Plan, parallel_agents, plan_of, unknown_type
+from skyrl_agent.dispatcher.plan import PLANS, STAGES, parallel_agents, unknown_type
 from skyrl_agent.dispatcher.progress import live_progress
 from skyrl_agent.dispatcher.registry import DISPATCHER_REGISTRY, run_registered
 from skyrl_agent.dispatcher.trajectory_state import Trajectory, TrajectoryState
@@ -51,6 +52,7 @@ class Dispatch:
         close_environment: closes a result of `make_environment`.
         clock: seconds; None: the event loop's clock.
         methods: name of the method of each stage.
+        capacity: slots, of several batches that run at the same time; None: its own.
 
     Raises:
         ConfigError: unknown type, contradictory limits.
@@ -65,18 +67,16 @@ class Dispatch:
         close_environment: CloseEnvironment | None = None,
         clock: Callable[[], float] | None = None,
         methods: Mapping[Stage, str] = METHODS,
+        capacity: Capacity | None = None,
     ) -> None:
         if section.type not in {**PLANS, **DISPATCHER_REGISTRY}:
             raise unknown_type(section.type, {**PLANS, **DISPATCHER_REGISTRY})
         self.section, self.val_mode = section, val_mode
-        self.plan = plan_of(section, val_mode) if section.type in PLANS else Plan()
-        self.stages = {
-            stage: QueueLimit(lim.parallel, lim.queue) for stage in STAGES for lim in [self.plan.limits(stage)]
-        }
+        self.capacity = capacity or Capacity(section, val_mode)
+        self.plan, self.stages = self.capacity.plan, self.capacity.stages
         self.total = self.done = self.failed = self.alive = self.peak_alive = 0
         self._meters = {stage: StageMeter() for stage in STAGES}
         self._abandoned = 0
-        self._alive_limit = PrioritySemaphore(self.plan.alive)
         self._make_environment, self._close_environment = make_environment, close_environment
         self._pool: EnvironmentPool | None = None
         self._clock, self._methods = clock, methods
@@ -94,7 +94,7 @@ class Dispatch:
             raise RuntimeError("a Dispatch runs one batch: make another for the next")
         self.total, self._began, self._ended = len(trajectories), self._now(), 0.0
         in_order = list(trajectories)
-        if self.section.order == "trajectories":
+        if self.section.order != "instances":
             in_order.sort(key=lambda trajectory: trajectory.trajectory_id)
         if self.section.type not in PLANS:
             limits = parallel_agents(self.section, self.val_mode)
@@ -104,10 +104,10 @@ class Dispatch:
             return
         if self.plan.reuses_environments:
             self._pool = self._new_pool()
-        states = [TrajectoryState(trajectory, priority, self._began) for priority, trajectory in enumerate(in_order)]
+        states = self._states(in_order)
         ended: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
         async with live_progress(self.total, self._state, self.section.progress):
-            tasks = {asyncio.create_task(self._run_one(state)): state.priority for state in states}
+            tasks = {asyncio.create_task(self._run_one(state)): state.position for state in states}
             try:
                 for task in tasks:
                     task.add_done_callback(ended.put_nowait)
@@ -126,14 +126,31 @@ class Dispatch:
         of_stages = {
             f"{stage}/{name}": value
             for stage in STAGES
-            for name, value in self._meters[stage].numbers(self.plan.slots(stage, self.total), span).items()
+            for name, value in self._meters[stage].numbers(self.capacity.slots(stage, self.total), span).items()
         }
         return {f"dispatcher/{name}": float(value) for name, value in (whole | of_stages).items()}
+
+    def _states(self, trajectories: Sequence[Trajectory]) -> list[TrajectoryState]:
+        batch = self.capacity.new_batch()
+        return [
+            TrajectoryState(
+                trajectory,
+                batch,
+                position,
+                self.capacity.instance(batch, trajectory.result.instance_id),
+                waiting_since=self._began,
+            )
+            for position, trajectory in enumerate(trajectories)
+        ]
+
+    def _priority(self, state: TrajectoryState, stage: Stage) -> Priority:
+        """Earlier batches first, then the most work left, as far as it is predictable, then the order of the run."""
+        return lambda: (state.batch, -self.capacity.remaining(state.instance, stage), state.position)
 
     async def _run_one(self, state: TrajectoryState) -> None:
         """Run one trajectory from the first queue to its end."""
         try:
-            await self._alive_limit.acquire(state.priority)
+            await self.capacity.alive.acquire(self._priority(state, "initialize"))
             state.admitted = True
             if self._pool:
                 state.environment_index = self._pool.acquire()
@@ -167,25 +184,29 @@ class Dispatch:
 
     async def _run_stage(self, state: TrajectoryState, stage: Stage, attempt: int = 1) -> None:
         """Wait for a slot and run the stage in it. The slot is kept until the next stage, or the end, releases it."""
-        limit, meter = self.stages[stage], self._meters[stage]
+        limit, meter, priority = self.stages[stage], self._meters[stage], self._priority(state, stage)
         # Before the first stage all of a batch may wait, more than a process can record.
         queued = nullcontext() if stage == "initialize" else waiting(f"a slot of {stage}", on=slots_of(stage))
         with queued:
-            await limit.enter_queue(state.priority)
+            await limit.enter_queue(priority)
             self._release_slot(state)
             state.stage, state.attempts = stage, attempt
-            await limit.enter_stage(state.priority)
+            await limit.enter_stage(priority)
         state.limit, state.held_stage = limit, stage
         self._mark_open(state)
         began = self._now()
         meter.queue.append(began - state.waiting_since)
         state.seconds[f"queue_{stage}"] += meter.queue[-1]
+        entry = self.capacity.started(stage, began, waited=meter.queue[-1] > 0)
+        is_whole = False
         try:
             await self._run_with_retries(state, stage)
+            is_whole = True
         finally:
             state.waiting_since = self._now()
             meter.service.append(state.waiting_since - began)
             state.seconds[stage] += meter.service[-1]
+            self.capacity.ended(stage, state.waiting_since, entry, state.instance if is_whole else None)
 
     async def _run_with_retries(self, state: TrajectoryState, stage: Stage) -> None:
         retries = 0 if stage == "generate" else self.plan.limits(stage).retries or 0
@@ -257,8 +278,10 @@ class Dispatch:
         self._release_slot(state)
         self._mark_closed(state)
         if state.admitted:
-            self._alive_limit.release()
+            self.capacity.alive.release()
         trajectory.result.stage_seconds = dict(state.seconds)
+        if trajectory.result.failure is None:
+            self.capacity.learn(state.instance, [state.seconds[stage] for stage in STAGES])
         self.done += 1
 
     async def _close(self, trajectory: Trajectory) -> None:

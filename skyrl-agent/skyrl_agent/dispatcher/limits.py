@@ -3,10 +3,15 @@
 import asyncio
 import heapq
 import itertools
+from collections.abc import Callable
+from typing import Any
+
+Priority = Callable[[], Any]
+"""() -> something ordered; the lowest is served first. Read when a wait begins, and by `reorder`."""
 
 
 class PrioritySemaphore:
-    """Semaphore that serves the lowest priority number first, and equal numbers in order of arrival.
+    """Semaphore that serves the lowest priority first, and equal ones in order of arrival.
 
     Args:
         limit: None: no limit.
@@ -15,16 +20,16 @@ class PrioritySemaphore:
     def __init__(self, limit: int | None) -> None:
         self.limit = limit
         self.used = 0
-        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._waiting: list[tuple[Any, int, Priority, asyncio.Future[None]]] = []
         self._arrivals = itertools.count()
 
-    async def acquire(self, priority: int) -> None:
+    async def acquire(self, priority: Priority) -> None:
         """Wait for a slot."""
-        if self._free:
+        if self.is_free:
             self.used += 1
             return
         granted = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (priority, next(self._arrivals), granted))
+        heapq.heappush(self._waiting, (priority(), next(self._arrivals), priority, granted))
         try:
             await granted
         except asyncio.CancelledError:
@@ -33,17 +38,31 @@ class PrioritySemaphore:
             raise
 
     def release(self) -> None:
-        """Release a slot to the waiter of the lowest number."""
+        """Release a slot to the waiter of the lowest priority."""
         self.used -= 1
-        while self._waiting and self._free:
-            granted = heapq.heappop(self._waiting)[2]
+        self._serve()
+
+    def resize(self, limit: int | None) -> None:
+        """Change the limit. A lower one takes effect as slots are released."""
+        self.limit = limit
+        self._serve()
+
+    def reorder(self) -> None:
+        """Read the priorities of all waiters again."""
+        if self._waiting:
+            self._waiting = [(priority(), number, priority, wait) for _, number, priority, wait in self._waiting]
+            heapq.heapify(self._waiting)
+
+    @property
+    def is_free(self) -> bool:
+        return self.limit is None or self.used < self.limit
+
+    def _serve(self) -> None:
+        while self._waiting and self.is_free:
+            granted = heapq.heappop(self._waiting)[-1]
             if not granted.done():
                 self.used += 1
                 granted.set_result(None)
-
-    @property
-    def _free(self) -> bool:
-        return self.limit is None or self.used < self.limit
 
 
 class QueueLimit:
@@ -56,14 +75,20 @@ class QueueLimit:
     """
 
     def __init__(self, parallel: int | None, queue: int | None) -> None:
-        self.running = PrioritySemaphore(parallel)
-        self.admitted = PrioritySemaphore(None if parallel is None or queue is None else parallel + queue)
+        self.queue = queue
+        self.running, self.admitted = PrioritySemaphore(None), PrioritySemaphore(None)
+        self.resize(parallel)
 
-    async def enter_queue(self, priority: int) -> None:
+    def resize(self, parallel: int | None) -> None:
+        """Change the number of trajectories that run at a time."""
+        self.running.resize(parallel)
+        self.admitted.resize(None if parallel is None or self.queue is None else parallel + self.queue)
+
+    async def enter_queue(self, priority: Priority) -> None:
         """Wait for admission."""
         await self.admitted.acquire(priority)
 
-    async def enter_stage(self, priority: int) -> None:
+    async def enter_stage(self, priority: Priority) -> None:
         """Wait in the queue for a slot; leave the queue if cancelled."""
         try:
             await self.running.acquire(priority)
@@ -75,3 +100,8 @@ class QueueLimit:
         """Release slot and admission."""
         self.running.release()
         self.admitted.release()
+
+    def reorder(self) -> None:
+        """Read the priorities of all waiters again."""
+        self.running.reorder()
+        self.admitted.reorder()

@@ -26,6 +26,7 @@ class Plan:
     Args:
         alive: maximum number of trajectories between the begin of `initialize` and the end of `close`.
         reuses_environments: a pool of `alive` environments serves all trajectories.
+        is_sized: `parallel` of each stage is where automatic sizing begins.
     """
 
     initialize: StageLimits = NO_LIMITS
@@ -33,17 +34,20 @@ class Plan:
     evaluate: StageLimits = NO_LIMITS
     alive: int | None = None
     reuses_environments: bool = False
+    is_sized: bool = False
 
     def limits(self, stage: Stage) -> StageLimits:
         """Return the limits of a stage."""
         return {"initialize": self.initialize, "generate": self.generate, "evaluate": self.evaluate}[stage]
 
-    def slots(self, stage: Stage, total: int) -> int:
-        """Return the number of trajectories, of `total`, that can be in a stage at a time."""
-        return min(limit for limit in (self.limits(stage).parallel, self.alive, total) if limit is not None)
-
 
 PLANS: dict[str, Callable[[int, int], Plan]] = {
+    "auto": lambda agents, judges: Plan(
+        initialize=StageLimits(parallel=agents),
+        generate=StageLimits(parallel=agents, queue=0),
+        evaluate=StageLimits(parallel=judges),
+        is_sized=True,
+    ),
     "async_batch": lambda agents, judges: Plan(),
     "async_batch_bounded": lambda agents, judges: Plan(alive=agents),
     "async_fix_pool": lambda agents, judges: Plan(alive=agents, reuses_environments=True),
@@ -56,7 +60,8 @@ PLANS: dict[str, Callable[[int, int], Plan]] = {
 """`dispatcher.type` -> (max_parallel_agents, max_eval_parallel_agents) -> plan.
 
 In the pipeline an initialized trajectory waits in its initialize slot, so at most `agents` runtimes are idle. A
-generated one has released its runtime and waits in a queue, so a slow evaluation does not keep the model waiting."""
+generated one has released its runtime and waits in a queue, so a slow evaluation does not keep the model waiting.
+`auto` is a pipeline whose limits grow with what it measures."""
 
 
 def plan_of(section: DispatcherSection, val_mode: bool = False) -> Plan:
@@ -71,12 +76,17 @@ def plan_of(section: DispatcherSection, val_mode: bool = False) -> Plan:
             f"dispatcher.num_environments={section.num_environments} is read by async_fix_pool alone; "
             f"dispatcher.type is {section.type}"
         )
+    if section.max_alive and section.type not in ("auto", "async_pipeline"):
+        raise ConfigError(
+            f"dispatcher.max_alive={section.max_alive} is read by auto and async_pipeline; dispatcher.type is "
+            f"{section.type}, whose limit is max_parallel_agents"
+        )
     return replace(
         plan,
         initialize=_laid_over("initialize", plan.initialize, section.initialize),
         generate=_laid_over("generate", plan.generate, section.generate),
         evaluate=_laid_over("evaluate", plan.evaluate, section.evaluate),
-        alive=section.num_environments or plan.alive,
+        alive=section.num_environments or section.max_alive or plan.alive,
     )
 
 

@@ -1,6 +1,7 @@
 """The dispatcher's view of a trajectory: the methods it calls, and its own record of one under way."""
 
 from collections import defaultdict
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -27,8 +28,12 @@ class TrajectoryState:
     """Scheduling state of one trajectory."""
 
     trajectory: Trajectory
-    priority: int
+    batch: int
+    """Number of the batch among those that share the slots."""
+    position: int
     """Position of the trajectory in the order of the run."""
+    instance: Hashable
+    """Key of the durations of its instance."""
     waiting_since: float
     """Time at which it began to wait for the next stage."""
     stage: Stage = "initialize"

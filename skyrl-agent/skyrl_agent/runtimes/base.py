@@ -29,6 +29,8 @@ class RuntimeSpec:
     setup: tuple[str, ...] = ()
     """Shell commands run after that, in order; one that fails is an InfraError with its output."""
     env: Mapping[str, str] = field(default_factory=dict)
+    links: Mapping[str, str] = field(default_factory=dict)
+    """Symbolic links of a local runtime: absolute path -> target. Elsewhere a task makes them itself."""
     limits: Limits = field(default_factory=Limits)
     """Limits of each command, unless `exec` is given others."""
     lease_seconds: float = 60.0

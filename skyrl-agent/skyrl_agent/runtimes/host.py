@@ -56,7 +56,9 @@ def make_leased_sandbox(spec: RuntimeSpec) -> LeasedSandbox[Any]:
     found = make_sandbox("auto" if spec.kind == "auto" else "local", limits=spec.limits)
     if isinstance(found, DockerSandbox):
         return LeasedDockerSandbox(spec)
-    return LeasedLocalSandbox(spec.limits) if isinstance(found, LocalSandbox) else LeasedProcessSandbox(spec.limits)
+    if isinstance(found, LocalSandbox):
+        return LeasedLocalSandbox(spec.limits, links=spec.links)
+    return LeasedProcessSandbox(spec.limits)
 
 
 def check_sandbox(spec: RuntimeSpec) -> None:

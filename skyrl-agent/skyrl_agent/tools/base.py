@@ -1,17 +1,22 @@
 """Base class of tools, and the registry of their names. Importing this imports no tool."""
 
+import functools
 import inspect
+import json
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, ClassVar
 
+from skyrl_agent.dotted_paths import class_at
 from skyrl_agent.errors import ConfigError, InfraError
 from skyrl_agent.runtimes.base import Runtime
+from skyrl_agent.runtimes.threads import in_thread
 from skyrl_agent.types import JsonObject, Message, Probeable, Row
 from skyrl_gym.suggestions import did_you_mean
-from skyrl_gym.tools.core import as_text, function_schema
+from skyrl_gym.tools.core import ToolGroup, as_text, function_schema
 from skyrl_gym.tools.signature import ArgumentError, Signature, parse_docstring
 
 __all__ = [
@@ -73,8 +78,17 @@ class BaseTool:
     timeout_seconds: float | None = None
     """Timeout of one call, in place of `generator.tool_timeout_seconds`."""
 
-    async def run(self, context: ToolContext, *args: Any, **kwargs: Any) -> str | ToolOutput:
-        """Raises InfraError if what it stands on did not work; any other exception's text is for the model."""
+    def __init__(self, cfg: Any = None) -> None:
+        self.cfg = cfg
+
+    def run(self, context: ToolContext, *args: Any, **kwargs: Any) -> Any:
+        """Run one call. `async def`, or `def`, which runs in a thread: it should limit its own time.
+
+        Returns: text or a `ToolOutput`; anything else becomes JSON.
+
+        Raises:
+            InfraError: what it stands on did not work. Any other exception's text is for the model.
+        """
         raise NotImplementedError
 
     async def open(self, context: ToolContext) -> None:
@@ -96,6 +110,18 @@ class BaseTool:
         """Text that the agent puts before its system message."""
         return ""
 
+    def _verify_json_format_args(self, params: str | Mapping[str, Any], strict_json: bool = False) -> JsonObject:
+        """Read the arguments of a published tool's `call`. Raises ValueError: not an object, or a required one is
+        missing."""
+        arguments = params if isinstance(params, Mapping) else json.loads(params)
+        if not isinstance(arguments, Mapping):
+            raise ValueError(f"arguments must be an object; got {params!r}")
+        schema: Any = getattr(self, "parameters", {})
+        required = schema.get("required", []) if isinstance(schema, Mapping) else []
+        if missing := [key for key in required if key not in arguments]:
+            raise ValueError(f"argument {missing[0]!r} is missing")
+        return dict(arguments)
+
     @property
     def signature(self) -> Signature:
         return Signature(type(self).run, skip=2)  # self, context
@@ -115,7 +141,11 @@ class BaseTool:
             InfraError: of `run`.
         """
         try:
-            output = await self.run(context, **self.signature.bind(arguments))
+            bound = self.signature.bind(arguments)
+            if inspect.iscoroutinefunction(self.run):
+                output = await self.run(context, **bound)
+            else:
+                output = await in_thread(math.inf, functools.partial(self.run, context, **bound))
         except ArgumentError as error:
             return ToolOutput(f"Error calling {self.name}: {error}", failed=True)
         except InfraError:
@@ -126,10 +156,14 @@ class BaseTool:
 
 
 ToolEntry = str | Mapping[str, Mapping[str, Any]]
-"""A tool in a task file: a registry name, or `{name: {keywords of the tool}}`."""
+"""Tools in a task file: a name, or `{name: {keywords of it}}`. The name is one of `TOOL_REGISTRY`, the dotted path of a
+class, or `mcp`."""
 
 TOOL_REGISTRY: dict[str, str | type[BaseTool]] = {}
 """Name -> class, or `module:Class` of one that is imported when it is first asked for."""
+
+
+MCP = "skyrl_gym.tools.mcp:MCPToolGroup"
 
 
 def register_tool(name: str, allow_overwrite: bool = False) -> Callable[[type[BaseTool]], type[BaseTool]]:
@@ -151,24 +185,54 @@ def register_tool(name: str, allow_overwrite: bool = False) -> Callable[[type[Ba
 
 
 def make_tool(name: str, settings: JsonObject | None = None) -> BaseTool:
-    """
+    """Make the one tool of a name; see `make_tools_of`."""
+    [tool] = make_tools_of(name, settings)
+    return tool
+
+
+def make_tools_of(name: str, settings: JsonObject | None = None) -> list[BaseTool]:
+    """Make what a name of a task file stands for: a tool, or those of a tool group or an MCP server.
+
     Raises:
         ConfigError: there is no such tool; a setting of it is wrong; what it needs is not installed.
     """
-    if name not in TOOL_REGISTRY:
-        raise ConfigError(f"tools: there is no tool {name!r}; {did_you_mean(name, sorted(TOOL_REGISTRY))}")
-    found = TOOL_REGISTRY[name]
+    from skyrl_agent.tools import foreign
+
+    settings = settings or {}
+    found = _class_of(name)
+    if issubclass(found, ToolGroup):
+        return foreign.tools_of_group(name, found, settings)
+    _check_settings(name, found, settings)
+    if not foreign.is_published(found):
+        return [found(**settings)]
+    return [foreign.PublishedTool(found(**settings))]
+
+
+def _class_of(name: str) -> type[Any]:
+    found = MCP if name == "mcp" else TOOL_REGISTRY.get(name)
+    if found is None and "." not in name:
+        near = did_you_mean(name, sorted([*TOOL_REGISTRY, "mcp"]))
+        raise ConfigError(
+            f"tools: there is no tool {name!r}; {near} (one of your own: its dotted path, or the module that "
+            "registers it under `imports`)"
+        )
+    found = class_at(name, "tools") if found is None else found
     if isinstance(found, str):
         module, _, attribute = found.partition(":")
         found = getattr(import_module(module), attribute)
-    settings = settings or {}
-    known = inspect.signature(found)
+    if not (isinstance(found, type) and (issubclass(found, BaseTool | ToolGroup) or hasattr(found, "call"))):
+        raise ConfigError(f"tools: {name!r} must be a subclass of BaseTool or ToolGroup, or have `call`; got {found!r}")
+    return found
+
+
+def _check_settings(name: str, found: type[Any], settings: JsonObject) -> None:
+    has_none = found.__init__ is BaseTool.__init__
+    known = inspect.Signature() if has_none else inspect.signature(found)
     try:
         known.bind(**settings)
     except TypeError as error:
         has = f"it has {', '.join(known.parameters)}" if known.parameters else "it has none"
         raise ConfigError(f"tools: settings of {name}: {error}; {has}") from None
-    return found(**settings)  # pyright: ignore[reportCallIssue]
 
 
 def make_tools(entries: Sequence[ToolEntry]) -> list[BaseTool]:
@@ -177,9 +241,10 @@ def make_tools(entries: Sequence[ToolEntry]) -> list[BaseTool]:
         ConfigError: as `make_tool`, or two tools have one name for the model.
     """
     named = [item for entry in entries for item in ({entry: {}} if isinstance(entry, str) else entry).items()]
-    tools = [make_tool(name, dict(settings or {})) for name, settings in named]
+    made = [(name, tool) for name, settings in named for tool in make_tools_of(name, dict(settings or {}))]
+    tools = [tool for _, tool in made]
     for name, count in Counter(tool.name for tool in tools).items():
         if count > 1:
-            twins = [registered for (registered, _), tool in zip(named, tools, strict=True) if tool.name == name]
+            twins = [registered for registered, tool in made if tool.name == name]
             raise ConfigError(f"tools: {' and '.join(twins)} are both called {name!r} by the model; keep one of them")
     return tools

@@ -152,7 +152,7 @@ def test_a_thought_that_the_template_drops_is_a_break_said_once(caplog):
     assert "the model wrote '<think>hm</think>B' and the template writes 'B<|im_end|>" in conversation.breaks[0].why
     assert len(transitions_to_training_data(conversation.transitions)) == 3
     (warning,) = caplog.records
-    assert "message 4 (assistant)" in warning.message and "qwen3_acc_thinking" in warning.message
+    assert "message 4 (assistant)" in warning.message and "generator.append_only" in warning.message
 
 
 @pytest.mark.parametrize(

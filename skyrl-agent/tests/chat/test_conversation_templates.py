@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from skyrl_agent.chat.conversation import Conversation
 from skyrl_agent.chat.encoding import MessageEncoder
 from skyrl_agent.chat.transitions import transitions_to_training_data
 from skyrl_agent.errors import ConfigError
 
-from .conversation_play import play
+from .conversation_play import play, told
 
 SEARCH = {
     "type": "function",
@@ -126,3 +127,43 @@ def test_input_ids_equal_the_rendered_template(qwen, name, script):
     rows = transitions_to_training_data(conversation.transitions)
     assert len(rows) == 1 + len(written_anew)
     assert all(row.response_logprobs is not None for row in rows)
+
+
+SIX_TURNS = [
+    says("user", "0+1?"),
+    *(
+        message
+        for number in range(6)
+        for message in (
+            says("assistant", f"<think>\nOne more than {number}.\n</think>\n\n{number + 1}"),
+            says("user", f"{number + 1}+1?"),
+        )
+    ),
+]
+SIX_CALLS = [says("user", "Look."), *(message for n in range(6) for message in (calls(f"q{n}"), result(f"r{n}")))]
+
+
+@pytest.mark.parametrize("script", ["thoughts", "calls"])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_six_turns_are_one_row_of_any_template_that_is_only_appended_to(qwen, name, script):
+    """All thoughts, calls and results are in it once, each turn ended and begun as the template does it."""
+    facts, messages = TEMPLATES[name], SIX_TURNS if script == "thoughts" else SIX_CALLS
+    if script == "calls" and facts.tools == NO_CALLS:
+        return
+    end = facts.end_of_call if script == "calls" else facts.end
+    encoder = MessageEncoder(qwen(name, facts.end), tools=[SEARCH] if script == "calls" else None)
+    conversation = Conversation(encoder, messages[:1], append_only=True)
+    written = []
+    for answer, added in zip(messages[1::2], messages[2::2], strict=True):
+        written.append(answer["content"] or f"CALL-{len(written)}")
+        conversation.input_ids()
+        conversation.add_answer(written[-1] + end, told(encoder.encode(written[-1] + end)), answer)
+        conversation.add(added)
+    text = encoder.decode(conversation.input_ids())
+    [row] = transitions_to_training_data(conversation.transitions)
+    assert conversation.breaks == [] and conversation.token_factor == 1.0
+    assert sum(row.response_mask) == sum(len(encoder.encode(each + end)) for each in written)
+    for each, added in zip(written, messages[2::2], strict=True):
+        assert text.count(each + end) == text.count(added["content"]) == 1
+    header = encoder.text(messages[:1], add_generation_prompt=True).rpartition(messages[0]["content"])[2]
+    assert text.endswith(added["content"] + header) or script == "calls"

@@ -55,8 +55,9 @@ def test_each_ends_once_closed_and_within_the_limits(given, acts):
     room = 0
     for stage in STAGES:
         limits = dispatch.plan.limits(stage)
-        assert world.peak[stage] <= dispatch.plan.slots(stage, len(trajectories))
-        room += (limits.parallel or len(trajectories)) + (limits.queue or 0)
+        assert world.peak[stage] <= dispatch.capacity.slots(stage, len(trajectories))
+        waiting = len(trajectories) if limits.queue is None and stage != "initialize" else limits.queue or 0
+        room += (limits.parallel or len(trajectories)) + waiting
     assert world.peak["open"] <= min(room, dispatch.plan.alive or len(trajectories))
     metrics = dispatch.metrics()
     assert metrics["dispatcher/failures"] == sum(t.failed for t in trajectories)

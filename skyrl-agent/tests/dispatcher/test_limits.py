@@ -136,8 +136,9 @@ def test_evaluation_batches_have_limits_of_their_own():
     "settings, complaint",
     [
         ({"type": "async_pipelin"}, "did you mean async_pipeline"),
-        ({"type": "zzz"}, "known are async_batch"),
+        ({"type": "zzz"}, "known are .*async_batch"),
         ({"type": "async_batch", "num_environments": 2}, "read by async_fix_pool alone"),
+        ({"type": "async_batch_bounded", "max_alive": 2}, "read by auto and async_pipeline"),
         ({"type": "async_batch", "generate": {"queue": 2}}, "set dispatcher.generate.parallel"),
         ({"type": "async_pipeline", "initialize": {"queue": 2}}, "all trajectories wait there from the start"),
     ],
@@ -152,7 +153,7 @@ def test_a_place_given_to_one_who_is_cancelled_at_that_moment_goes_to_the_next()
         slots, got = PrioritySemaphore(1), []
 
         async def take(name: str) -> None:
-            await slots.acquire(0)
+            await slots.acquire(lambda: 0)
             got.append(name)
 
         await take("holder")

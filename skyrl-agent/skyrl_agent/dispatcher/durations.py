@@ -1,0 +1,60 @@
+"""Expected durations of an instance's trajectories, from those that have ended. Knows no limits and no queues."""
+
+import math
+from collections import deque
+from collections.abc import Hashable, Sequence
+from statistics import correlation
+
+from skyrl_agent.dispatcher.plan import STAGES
+from skyrl_agent.types import Stage
+
+WEIGHT_OF_LAST = 0.3
+"""Weight of the newest trajectory in the mean of its instance: policies change from epoch to epoch."""
+MIN_PAIRS, MAX_PAIRS = 16, 256
+MIN_CORRELATION = 0.2
+
+
+class Durations:
+    """Exponential means of the seconds of each stage by instance, and a measure of how well they predict the next
+    trajectory."""
+
+    def __init__(self) -> None:
+        self._means: dict[Hashable, tuple[float, ...]] = {}
+        self._pairs: deque[tuple[float, float]] = deque(maxlen=MAX_PAIRS)
+        self._correlation = 0.0
+
+    @property
+    def predictive(self) -> bool:
+        """Logarithms of expected and of actual seconds of the last trajectories correlate by `MIN_CORRELATION`.
+        Otherwise an order by expectation is an arbitrary one, or (where long ones become short) the opposite one."""
+        return self._correlation >= MIN_CORRELATION
+
+    def add(self, instance: Hashable, seconds: Sequence[float]) -> None:
+        """Record a trajectory that ended without failure.
+
+        Args:
+            seconds: of each stage, without waits.
+        """
+        known = self._means.get(instance)
+        if known is None:
+            self._means[instance] = tuple(seconds)
+            return
+        self._pairs.append((math.log1p(sum(known)), math.log1p(sum(seconds))))
+        self._means[instance] = tuple(
+            (1 - WEIGHT_OF_LAST) * mean + WEIGHT_OF_LAST * last for mean, last in zip(known, seconds, strict=True)
+        )
+        if len(self._pairs) >= MIN_PAIRS:
+            self._correlation = _correlation(self._pairs)
+
+    def remaining(self, instance: Hashable, stage: Stage) -> float:
+        """Return the expected seconds from the begin of a stage to the end, without waits. An instance of which no
+        trajectory has ended yet has infinitely many: it is either new, or its first trajectories are long."""
+        known = self._means.get(instance)
+        return math.inf if known is None else sum(known[STAGES.index(stage) :])
+
+
+def _correlation(pairs: deque[tuple[float, float]]) -> float:
+    expected, actual = zip(*pairs, strict=True)
+    if len(set(expected)) == 1 or len(set(actual)) == 1:
+        return 0.0
+    return correlation(expected, actual)

@@ -1,0 +1,374 @@
+"""Task folders of Harbor (https://harborframework.com/docs/tasks) and of Terminal-Bench before it, without a container.
+
+    harbor            terminal-bench
+    task.toml         task.yaml           limits; the latter also has the instruction
+    instruction.md                        the instruction
+    environment/      .                   Dockerfile and the files that it copies
+    tests/test.sh     run-tests.sh        judge; tests/ is `/tests` while it runs, and not before
+    solution/solve.sh solution.sh         oracle
+
+Of the Dockerfile the sandbox follows WORKDIR, COPY, ADD, ENV and RUN; the image of FROM is this machine, and there is
+no network. A RUN that fails here is an InfraError, never a reward of 0.
+
+    python -m skyrl_agent.tasks.harbor FOLDER --output rows.jsonl      # rows of the task folders in a folder
+    python -m skyrl_agent.validate harbor.yaml rows.jsonl              # oracles must pass, idle agents fail
+"""
+
+import argparse
+import json
+import math
+import shlex
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from skyrl_agent.errors import InfraError
+from skyrl_agent.runtimes.base import ExecResult, Limits, Runtime, RuntimeSpec
+from skyrl_agent.tasks.base import BaseTask, Instance, Judgement, TaskRowError
+from skyrl_agent.types import JsonObject, Message, Row, TrajectoryResult
+
+SYSTEM = "You work at a shell, in small steps: run a command, read what it says, go on. There is no network."
+PLACE = "/tmp/harbor"
+"""Folder of what is not the agent's work; `/tests`, `/logs` and `/solution` are links to folders in it."""
+STAGED = ".harbor-files"
+"""Folder of files on their way, in the working directory."""
+FOLDERS = ("tests", "logs", "solution")
+DEFAULT_SECONDS = 600.0
+FIRST_SECONDS = 60.0
+MAX_REWARD_BYTES = 1 << 16
+SKIPPED = (
+    "FROM",
+    "CMD",
+    "ENTRYPOINT",
+    "LABEL",
+    "EXPOSE",
+    "MAINTAINER",
+    "SHELL",
+    "USER",
+    "ARG",
+    "VOLUME",
+    "HEALTHCHECK",
+)
+"""Instructions of Dockerfiles that say nothing about files."""
+
+
+@dataclass(frozen=True)
+class TaskFolder:
+    """Content of a task folder."""
+
+    path: Path
+    instruction: str
+    test: str
+    """Path of the judge's script in the folder; `solution` likewise."""
+    solution: str
+    dockerfile: str
+    agent_seconds: float
+    test_seconds: float
+    test_env: Mapping[str, str] = field(default_factory=dict)
+    solution_env: Mapping[str, str] = field(default_factory=dict)
+    needs_reward_file: bool = True
+    """The judge writes its reward; that of Terminal-Bench exits with 0."""
+
+    def files(self, part: str) -> dict[str, bytes]:
+        """Return the files of a folder in it, by relative path; a file stands for itself."""
+        root = self.path / part
+        if root.is_file():
+            return {root.name: root.read_bytes()}
+        return {str(file.relative_to(root)): file.read_bytes() for file in sorted(root.rglob("*")) if file.is_file()}
+
+
+def read_folder(path: Path) -> TaskFolder:
+    """Raises TaskRowError that names the file which is missing or wrong."""
+    try:
+        if (path / "task.toml").is_file():
+            return _harbor(path, tomllib.loads((path / "task.toml").read_text()))
+        if (path / "task.yaml").is_file():
+            return _terminal_bench(path, yaml.safe_load((path / "task.yaml").read_text()))
+    except (OSError, ValueError, yaml.YAMLError, AttributeError) as mistake:
+        raise TaskRowError(f"task folder {path}: {type(mistake).__name__}: {mistake}") from mistake
+    raise TaskRowError(f"task folder {path} has neither task.toml (Harbor) nor task.yaml (Terminal-Bench)")
+
+
+def _harbor(path: Path, config: Mapping[str, Any]) -> TaskFolder:
+    if config.get("steps"):
+        raise TaskRowError(f"task folder {path}: tasks of several [[steps]] are not supported; split it into tasks")
+    if not (path / "tests" / "test.sh").is_file():
+        raise TaskRowError(f"task folder {path} has no tests/test.sh, which judges it")
+    verifier, agent = config.get("verifier", {}), config.get("agent", {})
+    return TaskFolder(
+        path=path,
+        instruction=(path / "instruction.md").read_text().strip(),
+        test="tests/test.sh",
+        solution="solution/solve.sh",
+        dockerfile="environment/Dockerfile",
+        agent_seconds=float(agent.get("timeout_sec") or DEFAULT_SECONDS),
+        test_seconds=float(verifier.get("timeout_sec") or DEFAULT_SECONDS),
+        test_env=_env(path, verifier),
+        solution_env=_env(path, config.get("solution", {})),
+    )
+
+
+def _env(path: Path, section: Mapping[str, Any]) -> dict[str, str]:
+    env = {name: str(value) for name, value in (section.get("env") or {}).items()}
+    for name, value in env.items():
+        if value.startswith("${"):
+            raise TaskRowError(f"task folder {path}: env {name}={value} is a variable of the host; set it in the file")
+    return env
+
+
+def _terminal_bench(path: Path, config: Mapping[str, Any]) -> TaskFolder:
+    if not (path / "run-tests.sh").is_file():
+        raise TaskRowError(f"task folder {path} has no run-tests.sh, which judges it")
+    return TaskFolder(
+        path=path,
+        instruction=str(config.get("instruction") or "").strip(),
+        test="run-tests.sh",
+        solution="solution.sh",
+        dockerfile="Dockerfile",
+        agent_seconds=float(config.get("max_agent_timeout_sec") or DEFAULT_SECONDS),
+        test_seconds=float(config.get("max_test_timeout_sec") or DEFAULT_SECONDS),
+        test_env={"TEST_DIR": "/tests"},
+        needs_reward_file=False,
+    )
+
+
+def harbor_rows(folder: Path) -> Iterator[JsonObject]:
+    """Yield a row for each task folder in a folder, by name. Raises TaskRowError, also if there are none."""
+    paths = [
+        path for path in sorted(folder.iterdir()) if (path / "task.toml").is_file() or (path / "task.yaml").is_file()
+    ]
+    if not paths:
+        raise TaskRowError(f"{folder} has no folder with a task.toml or task.yaml")
+    for path in paths:
+        row: JsonObject = {"id": path.name, "data_source": f"harbor/{folder.name}", "path": str(path.resolve())}
+        task = HarborTask()
+        instance = Instance(row, path.name)
+        task.check_row(instance)
+        yield row | {"prompt": task.get_instruction(instance)}
+
+
+class HarborTask(BaseTask):
+    """The reward is that of the folder's judge. A row has `path`, the task folder.
+
+    Rewards of Harbor are in `/logs/verifier/reward.txt`, a number, or `reward.json`, an object of numbers, of which
+    `reward` counts (or the only one) and all are parts of the judgement. A judge that writes neither gives no reward.
+
+    Args:
+        memory_bytes: of each command.
+    """
+
+    tools = ("bash", "finish")
+
+    def __init__(self, memory_bytes: int = 2 << 30) -> None:
+        self.memory_bytes = memory_bytes
+
+    def check_row(self, instance: Instance) -> None:
+        folder = _folder(instance.row)
+        if not folder.instruction:
+            raise TaskRowError(f"task folder {folder.path} has no instruction")
+        dockerfile_steps(folder)
+
+    def get_instruction(self, instance: Instance) -> list[Message]:
+        return [
+            {"role": "system", "content": SYSTEM},
+            {"role": "user", "content": _folder(instance.row).instruction},
+        ]
+
+    def runtime_spec(self, instance: Instance) -> RuntimeSpec:
+        folder = _folder(instance.row)
+        seconds = folder.agent_seconds
+        env, workdir = {}, "/app"
+        for kind, value in dockerfile_steps(folder):
+            if kind == "ENV":
+                env |= value
+            elif kind == "WORKDIR":
+                workdir = value
+        links = {f"/{name}": f"{PLACE}/{name}" for name in FOLDERS} | {"/app": "/workspace"}
+        if workdir not in ("/", "/workspace", "/tmp") and Path(workdir).parent == Path("/"):
+            links[workdir] = "/workspace"
+        limits = Limits(wall_seconds=seconds, cpu_seconds=seconds, memory_bytes=self.memory_bytes)
+        return RuntimeSpec(env=env, links=links, limits=limits)
+
+    async def initialize_runtime(self, instance: Instance, runtime: Runtime) -> None:
+        """Make the folders, and do what the Dockerfile says. Raises InfraError."""
+        folder = _folder(instance.row)
+        places = " ".join(f"{PLACE}/{name}" for name in FOLDERS)
+        # A container has no links yet, and its root may make them.
+        link = "; ".join(f"[ -e /{name} ] || ln -s {PLACE}/{name} /{name}" for name in FOLDERS)
+        await _run(runtime, f"mkdir -p {places} {PLACE}/logs/verifier {PLACE}/logs/agent; {link}")
+        workdir = "/app"
+        for kind, value in dockerfile_steps(folder):
+            if kind == "WORKDIR":
+                workdir = value
+                await _run(runtime, f"mkdir -p {shlex.quote(workdir)}")
+            elif kind == "RUN":
+                await _run(runtime, f"cd {shlex.quote(workdir)} && ({value}\n)")
+            elif kind == "COPY":
+                await self._copy(folder, value, workdir, runtime)
+
+    async def _copy(self, folder: TaskFolder, arguments: list[str], workdir: str, runtime: Runtime) -> None:
+        *sources, target = arguments
+        root = str(Path(folder.dockerfile).parent)
+        place = target if target.startswith("/") else f"{workdir}/{target}"
+        for source in sources:
+            into = place
+            files = folder.files(f"{root}/{source}")
+            if not files:
+                raise TaskRowError(
+                    f"task folder {folder.path}: {folder.dockerfile} copies {source}, which is not there"
+                )
+            if (folder.path / root / source).is_file() and not target.endswith(("/", ".")) and len(sources) == 1:
+                files = {Path(place).name: next(iter(files.values()))}
+                into = str(Path(place).parent)
+            await _put(runtime, files, into)
+
+    async def complete_runtime(self, instance: Instance, runtime: Runtime, result: Any) -> JsonObject:
+        """Run the judge where the agent worked."""
+        folder = _folder(instance.row)
+        # Only now, and into empty folders: an agent must neither read the tests nor leave a reward of its own.
+        await _run(runtime, f"rm -rf {PLACE}/tests {PLACE}/logs/verifier; mkdir -p {PLACE}/tests {PLACE}/logs/verifier")
+        await _put(runtime, folder.files("tests"), f"{PLACE}/tests")
+        if not folder.needs_reward_file:
+            await _put(runtime, folder.files(folder.test), f"{PLACE}/tests")
+        script = f"/tests/{Path(folder.test).name}"
+        done = await runtime.exec(["bash", script], env=folder.test_env, timeout=folder.test_seconds)
+        said = (done.stderr or done.stdout).strip()[-500:]
+        if not folder.needs_reward_file:
+            return {"rewards": {"reward": float(done.ok)}, "said": said}
+        return {"rewards": await _rewards(folder, runtime, done), "said": said}
+
+    async def evaluate_result(
+        self, result: Any, instance: Instance, trajectory: TrajectoryResult, runtime: Runtime | None = None
+    ) -> Judgement:
+        if "rewards" not in result:  # `solution`
+            assert runtime is not None, "the caller starts runtime_spec"
+            await self.initialize_runtime(instance, runtime)
+            await self.run_solution(instance, runtime)
+            result = await self.complete_runtime(instance, runtime, None)
+        rewards = result["rewards"]
+        name = "reward" if "reward" in rewards else next(iter(rewards))
+        return Judgement(rewards[name], rewards)
+
+    def solution(self, instance: Instance) -> JsonObject | None:
+        folder = _folder(instance.row)
+        return {"solution": folder.solution} if (folder.path / folder.solution).is_file() else None
+
+    async def run_solution(self, instance: Instance, runtime: Runtime) -> None:
+        """Do what the folder's oracle does, in a prepared runtime. A script that fails is left to the judge."""
+        folder = _folder(instance.row)
+        parent = str(Path(folder.solution).parent)
+        await _put(runtime, folder.files(folder.solution if parent == "." else parent), f"{PLACE}/solution")
+        script = f"/solution/{Path(folder.solution).name}"
+        await runtime.exec(["bash", script], env=folder.solution_env, timeout=folder.agent_seconds)
+
+    async def evaluate_original(self, instance: Instance, runtime: Runtime) -> Judgement:
+        await self.initialize_runtime(instance, runtime)
+        result = await self.complete_runtime(instance, runtime, None)
+        return await self.evaluate_result(result, instance, TrajectoryResult(), runtime)
+
+
+async def _rewards(folder: TaskFolder, runtime: Runtime, done: ExecResult) -> dict[str, float]:
+    """Read what the judge wrote. Raises InfraError: nothing, or nothing that can be read."""
+    logs = f"{PLACE}/logs/verifier"
+    said = f"{done.outcome}, return code {done.returncode}, {(done.stderr or done.stdout).strip()[-300:]!r}"
+    for name, read in (("reward.json", _numbers), ("reward.txt", lambda text: {"reward": float(text)})):
+        found = await runtime.exec(f"[ -f {logs}/{name} ] && head -c {MAX_REWARD_BYTES} {logs}/{name}")
+        if found.ok:
+            try:
+                rewards = read(found.stdout)
+            except ValueError as mistake:
+                raise InfraError(f"task folder {folder.path}: {name}: {mistake}; the judge: {said}") from None
+            if all(math.isfinite(value) for value in rewards.values()):
+                return rewards
+    raise InfraError(f"task folder {folder.path}: {folder.test} wrote no finite reward to /logs/verifier: {said}")
+
+
+def _numbers(text: str) -> dict[str, float]:
+    values = json.loads(text)
+    if not isinstance(values, dict) or not values or ("reward" not in values and len(values) > 1):
+        raise ValueError(f"it must be an object with the number `reward`; got {text!r:.200}")
+    try:
+        return {str(name): float(value) for name, value in values.items()}
+    except TypeError:
+        raise ValueError(f"its values must be numbers; got {text!r:.200}") from None
+
+
+def dockerfile_steps(folder: TaskFolder) -> list[tuple[str, Any]]:
+    """Return what a sandbox follows of the Dockerfile, as (`WORKDIR`, path), (`ENV`, mapping), (`RUN`, script),
+    (`COPY`, arguments). A task without a Dockerfile has none. Raises TaskRowError."""
+    file = folder.path / folder.dockerfile
+    if not file.is_file():
+        return []
+    steps: list[tuple[str, Any]] = []
+    workdir = "/"
+    lines = [line for line in file.read_text().splitlines() if not line.lstrip().startswith("#")]
+    for line in "\n".join(lines).replace("\\\n", " ").splitlines():
+        kind, _, rest = line.strip().partition(" ")
+        kind, rest = kind.upper(), rest.strip()
+        if not kind or kind in SKIPPED:
+            continue
+        if kind == "WORKDIR":
+            workdir = rest if rest.startswith("/") else f"{workdir.rstrip('/')}/{rest}"
+            steps.append((kind, workdir))
+        elif kind == "ENV":
+            pairs = [word.partition("=") for word in shlex.split(rest)]
+            pairs = pairs if all(sign for _, sign, _ in pairs) else [rest.partition(" ")]
+            steps.append((kind, {name: value for name, _, value in pairs}))
+        elif kind == "RUN" and not rest.startswith(("[", "<<", "--mount")):
+            steps.append((kind, rest))
+        elif kind in ("COPY", "ADD") and "--from" not in rest and "://" not in rest and not rest.startswith("["):
+            steps.append(("COPY", [word for word in shlex.split(rest) if not word.startswith("--")]))
+        else:
+            raise TaskRowError(
+                f"task folder {folder.path}: {folder.dockerfile} has {line.strip()!r:.120}, which a sandbox "
+                f"cannot follow"
+            )
+    return steps
+
+
+def _folder(row: Row) -> TaskFolder:
+    if not row.get("path"):
+        raise TaskRowError("path must be a task folder; the row has none")
+    return read_folder(Path(str(row["path"])))
+
+
+async def _put(runtime: Runtime, files: Mapping[str, bytes], place: str) -> None:
+    """Write files into a folder of the runtime. Scripts (`#!`) are executable."""
+    commands = []
+    for number, (name, content) in enumerate(files.items()):
+        await runtime.write(f"{STAGED}/{number}", content)
+        mode = "755" if content.startswith(b"#!") else "644"
+        commands.append(f"install -D -m {mode} {STAGED}/{number} {shlex.quote(f'{place}/{name}')}")
+    await _run(runtime, " && ".join([*commands, f"rm -r {STAGED}"]))
+
+
+async def _run(runtime: Runtime, command: str) -> None:
+    done = await runtime.exec(command, timeout=FIRST_SECONDS)
+    if not done.ok:
+        raise InfraError(
+            f"{command!r:.200} did not work here: {done.outcome}, return code {done.returncode}, "
+            f"{(done.stderr or done.stdout).strip()[-300:]!r}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m skyrl_agent.tasks.harbor", description="Write rows of the task folders in a folder."
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--output", type=Path, required=True, help="file to write: .jsonl")
+    arguments = parser.parse_args()
+    try:
+        rows = list(harbor_rows(arguments.folder))
+    except (TaskRowError, OSError) as mistake:
+        parser.error(str(mistake))
+    arguments.output.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    print(f"{len(rows)} rows in {arguments.output}")
+
+
+if __name__ == "__main__":
+    main()
