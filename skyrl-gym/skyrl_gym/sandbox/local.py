@@ -56,13 +56,21 @@ class LocalSandbox(HostSandbox[Workspace]):
     Args:
         visible: path inside -> path on this machine of further folders, files and sockets. None of them can be changed
             from inside; a socket can be connected to.
+        links: path inside -> path inside that it is a symbolic link to, for programs that know a folder by a fixed
+            path: nothing can be made below `/` from inside.
     """
 
     python = sys.executable
 
-    def __init__(self, limits: Limits | None = None, visible: Mapping[str, str] | None = None):
+    def __init__(
+        self,
+        limits: Limits | None = None,
+        visible: Mapping[str, str] | None = None,
+        links: Mapping[str, str] | None = None,
+    ):
         super().__init__(limits)
         self._user = _spare_user()
+        self._links = [part for path, target in (links or {}).items() for part in ("--symlink", target, path)]
         self._visible = [part for pair in (visible or {}).items() for part in _bind_arguments(*pair)]
 
     def _make_workspace(self) -> Workspace:
@@ -86,6 +94,7 @@ class LocalSandbox(HostSandbox[Workspace]):
             *("--bind", workspace.shm, "/dev/shm"),
             *_python_folders(),
             *self._visible,
+            *self._links,
             *("--remount-ro", "/dev", "--remount-ro", "/", "--"),
         ]
         argv += ["/bin/sh", "-c", INIT, "sh"]

@@ -1,0 +1,142 @@
+"""Task folders in the layouts of Harbor and Terminal-Bench, in a local sandbox."""
+
+from pathlib import Path
+
+import pytest
+
+from skyrl_agent.errors import InfraError, TaskRowError
+from skyrl_agent.runtimes import make_runtime
+from skyrl_agent.tasks.base import Instance
+from skyrl_agent.tasks.harbor import HarborTask, harbor_rows
+from skyrl_agent.types import TrajectoryResult
+
+TOML = """
+version = "1.0"
+[metadata]
+difficulty = "easy"
+[verifier]
+timeout_sec = 60.0
+env = { WANTED = "%s" }
+[agent]
+timeout_sec = 60.0
+[solution]
+env = { ANSWER = "%s" }
+[environment]
+build_timeout_sec = 600.0
+"""
+DOCKERFILE = """
+FROM debian:bookworm-slim
+# comments and continued lines
+ENV NUMBERS=/app/data/numbers.txt
+WORKDIR /app
+COPY numbers.txt data/
+RUN mkdir -p logs && \\
+    sort -n data/numbers.txt > logs/sorted.txt
+"""
+TEST = """#!/bin/bash
+if [ "$(cat /app/answer.txt 2>/dev/null)" = "$WANTED" ] && [ -e /tests/helper.txt ]; then reward=1; else reward=0; fi
+"""
+REWARDS = (
+    "echo $reward > /logs/verifier/reward.txt",
+    'echo "{\\"reward\\": $reward, \\"files\\": $(ls /app | wc -l)}" > /logs/verifier/reward.json',
+)
+QUESTIONS = {
+    "sum": "awk '{s+=$1} END {print s}' $NUMBERS",
+    "largest": "tail -n 1 /app/logs/sorted.txt",
+    "smallest": "head -n 1 /app/logs/sorted.txt",
+    "count": "grep -c . $NUMBERS",
+}
+ANSWERS = {"sum": sum, "largest": max, "smallest": min, "count": len}
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def make_tasks(folder: Path, size: int) -> None:
+    """Write task folders: four questions over different numbers, every fifth one in Terminal-Bench's layout."""
+    for number in range(size):
+        question = list(QUESTIONS)[number % 4]
+        numbers = [(number * 7 + step * 13) % 50 for step in range(3 + number % 5)]
+        answer = str(ANSWERS[question](numbers))
+        task = folder / f"{question}-{number:02d}"
+        instruction = f"Write the {question} of the numbers in /app/data/numbers.txt to /app/answer.txt."
+        lines = "".join(f"{value}\n" for value in numbers)
+        if number % 5 == 4:
+            write(task / "task.yaml", f"instruction: |-\n  {instruction}\nmax_test_timeout_sec: 60\n")
+            write(task / "Dockerfile", DOCKERFILE)
+            write(task / "numbers.txt", lines)
+            write(task / "solution.sh", f"{QUESTIONS[question]} > /app/answer.txt\n")
+            write(task / "run-tests.sh", f'[ "$(cat /app/answer.txt)" = {answer} ] && [ -e $TEST_DIR/helper.txt ]\n')
+        else:
+            write(task / "task.toml", TOML % (answer, answer))
+            write(task / "instruction.md", f"{instruction}\n")
+            write(task / "environment" / "Dockerfile", DOCKERFILE)
+            write(task / "environment" / "numbers.txt", lines)
+            write(task / "solution" / "solve.sh", f'[ "$ANSWER" ] && {QUESTIONS[question]} > /app/answer.txt\n')
+            write(task / "tests" / "test.sh", TEST + REWARDS[number % 2])
+        write(task / "tests" / "helper.txt", "")
+
+
+async def judged(row, solve):
+    """Return the reward of an oracle, or of an agent that does nothing."""
+    task, instance = HarborTask(), Instance(row, row["id"])
+    async with make_runtime(task.runtime_spec(instance)) as runtime:
+        if not solve:
+            return (await task.evaluate_original(instance, runtime)).reward
+        solution = task.solution(instance)
+        return (await task.evaluate_result(solution, instance, TrajectoryResult(), runtime)).reward
+
+
+@pytest.mark.parametrize("size", [5, pytest.param(20, marks=pytest.mark.full)])
+async def test_harbor_oracle_passes_and_idle_agent_fails(sandboxed, tmp_path, size):
+    make_tasks(tmp_path, size)
+    rows = list(harbor_rows(tmp_path))
+    assert len(rows) == size and "Write the " in rows[0]["prompt"][1]["content"]
+    assert [await judged(row, solve=True) for row in rows] == [1.0] * size
+    assert [await judged(row, solve=False) for row in rows] == [0.0] * size
+
+
+async def test_harbor_judges_the_agents_work_and_ignores_its_own_reward(play, tmp_path):
+    make_tasks(tmp_path, 2)
+    counted = next(row for row in harbor_rows(tmp_path) if row["id"].startswith("largest"))
+    script = "test ! -e /tests/test.sh && cd /app && tail -n 1 logs/sorted.txt > answer.txt"
+    _, judgement = await play(HarborTask(), counted, script)
+    assert judgement.parts == {"reward": 1.0, "files": 3.0}
+    planted = "echo '{\"reward\": 1}' > /logs/verifier/reward.json; echo 'exit 0' > /tests/test.sh"
+    assert (await play(HarborTask(), counted, planted))[1].reward == 0.0
+
+
+async def test_harbor_judge_that_writes_no_reward_is_no_failure_of_the_agent(play, tmp_path):
+    make_tasks(tmp_path, 1)
+    (row,) = harbor_rows(tmp_path)
+    test = Path(row["path"]) / "tests" / "test.sh"
+    write(test, "echo no pytest here >&2; exit 127")
+    with pytest.raises(
+        InfraError, match=r"wrote no finite reward to /logs/verifier: exited, return code 127.*no pytest"
+    ):
+        await play(HarborTask(), row)
+    write(test, 'echo \'{"a": 1, "b": 2}\' > /logs/verifier/reward.json')
+    with pytest.raises(InfraError, match="an object with the number `reward`"):
+        await play(HarborTask(), row)
+
+
+@pytest.mark.parametrize(
+    "file, text, message",
+    [
+        ("task.toml", "[verifier", "TOMLDecodeError"),
+        ("task.toml", "[[steps]]\nname = 'a'", "several .* are not supported"),
+        ("task.toml", "[verifier]\nenv = { KEY = '${KEY}' }", "variable of the host"),
+        ("instruction.md", " ", "has no instruction"),
+        ("environment/Dockerfile", "COPY --from=build /a /b", "cannot follow"),
+        ("environment/Dockerfile", 'RUN ["ls"]', "cannot follow"),
+    ],
+)
+def test_harbor_folders_that_cannot_be_used_are_named(tmp_path, file, text, message):
+    make_tasks(tmp_path, 1)
+    write(tmp_path / "sum-00" / file, text)
+    with pytest.raises(TaskRowError, match=f"sum-00.*{message}"):
+        list(harbor_rows(tmp_path))
+    with pytest.raises(TaskRowError, match=r"no folder with a task\.toml"):
+        list(harbor_rows(tmp_path / "sum-00"))
