@@ -1,0 +1,5 @@
+"""Published path of the trajectory."""
+
+from skyrl_agent.agents.oh_codeact import CodeActTrajectory
+
+__all__ = ["CodeActTrajectory"]

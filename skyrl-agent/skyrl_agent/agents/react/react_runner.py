@@ -1,0 +1,5 @@
+"""Published path of the trajectory."""
+
+from skyrl_agent.agents.react import ReActTrajectory
+
+__all__ = ["ReActTrajectory"]
