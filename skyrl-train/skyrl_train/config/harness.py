@@ -56,7 +56,8 @@ class HarnessConfig(BaseConfig):
     """Memory of one harness with everything it started (address space and resident)."""
 
     sampling: Literal["trainer", "harness"] = "trainer"
-    """Sampling of answers. `trainer`: by `generator.sampling_params`, whatever a request asks for. `harness`: as
+    """Sampling of answers. `trainer`: by `generator.sampling_params`, whatever a request asks for (a temperature,
+    penalties, biases, a seed). `harness`: as
     requests say; answers at another temperature than the trainer's then do not train."""
 
     @property

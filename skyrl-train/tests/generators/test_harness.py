@@ -220,6 +220,32 @@ def misbehaving(task: HarnessTask) -> Any:
     return {"words": "many", "nan": float("nan")}.get(task.row["does"], 0.25)
 
 
+def with_biases(task: HarnessTask) -> float:
+    """Ask as an agent that knows better how to sample."""
+    with client_of(task) as client:
+        messages: Any = [{"role": "user", "content": task.text}]
+        client.chat.completions.create(
+            model=task.model, messages=messages, temperature=0.2, logit_bias={"5": 3}, frequency_penalty=1, seed=4
+        )
+    return 1.0
+
+
+@pytest.mark.parametrize("sampling", ["trainer", "harness"])
+async def test_answers_are_drawn_as_training_needs_it_or_as_a_harness_asks(sampling: Any, characters: Any):
+    model = Model(characters, lambda _: "yes")
+    harness = HarnessConfig(function=f"{__name__}:with_biases", sandbox="process", sampling=sampling)
+    [trajectory], _ = await trajectories_of(model, harness, [{}])
+    params = model.requests[0]["sampling_params"]
+    assert params is not None
+    biases = {name for name in ("logit_bias", "frequency_penalty") if params.get(name)}
+    if sampling == "trainer":
+        assert (params["temperature"], biases, certified(trajectory).num_trained) == (1.0, set(), 4)
+        assert params["seed"] != 4
+    else:
+        assert (params["temperature"], len(biases)) == (0.2, 2)
+        assert certified(trajectory).not_trained == {"other_temperature": 4}
+
+
 async def asynchronous(task: HarnessTask) -> float:
     return float(len(ask(task, ("user", task.text))))
 

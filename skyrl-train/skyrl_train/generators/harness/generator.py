@@ -15,6 +15,7 @@ from skyrl_gym.waits import waiting
 from skyrl_train.errors import ConfigError, WorkerError
 from skyrl_train.generators.base import (
     BatchMetadata,
+    Failure,
     GeneratorInput,
     GeneratorInterface,
     GeneratorOutput,
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from skyrl_train.types import ConversationType
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_OTHER_DISTRIBUTIONS = ("frequency_penalty", "presence_penalty", "logit_bias", "min_tokens", "ignore_eos")
+"""Keywords of requests by which answers would not be drawn from the policy that trains."""
 _FURTHER_SECONDS = 120.0
 _RETRY_SECONDS = 0.5
 
@@ -153,13 +156,17 @@ class HarnessGenerator(GeneratorInterface):
         endpoint.recorder.begin(session, rules)
         close = partial(endpoint.recorder.take_record, session)
         harness: Harness = self._harness(endpoint.socket_path)
+        try:
+            sandbox = harness.sandbox()
+        except InfraError as error:
+            return Attempt(close(), failure=Failure("infrastructure", f"no sandbox: {error}"))
         task = HarnessTask(
             prompt=prompt,
             row=row,
             base_url=harness.base_url(endpoint.server.session_url(session)),
             api_key=endpoint.server.session_key(session),
             model=endpoint.model,
-            sandbox=harness.sandbox(),
+            sandbox=sandbox,
             deadline_seconds=self.generator_cfg.harness.deadline_seconds,
         )
         try:
@@ -176,6 +183,7 @@ class HarnessGenerator(GeneratorInterface):
         by_trainer = cfg.harness.sampling == "trainer"
         return SessionRules(
             sampling={key: params[key] for key in _SAMPLING if key in params} if by_trainer else {},
+            ignored=_OTHER_DISTRIBUTIONS if by_trainer else (),
             seed_of_turn=(lambda turn: request_seed(seed, metadata, name, turn)) if by_trainer else None,
             max_turns=cfg.harness.max_turns,
             max_tokens=cfg.harness.max_tokens,

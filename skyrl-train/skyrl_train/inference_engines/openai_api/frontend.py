@@ -251,7 +251,7 @@ class OpenAIFrontend:
         budget = admission.budget(budget, room)
         records = self._sessions.records(session)
         params = sampling_keywords(request, budget, room, self._sampling_defaults, log_probs=records)
-        params |= dict(admission.sampling)
+        params = admission.keywords(params)
         check_supported(params, constraint, constraint_param, info.unsupported)
         if constraint is not None:
             params["constraint"] = constraint.as_keyword()
@@ -309,6 +309,10 @@ class OpenAIFrontend:
                 task.cancel()
 
     # Of the model.
+
+    async def context_length(self) -> int:
+        """Return the most tokens of a prompt with its answer. Raises ApiError."""
+        return (await self._described()).max_model_len
 
     async def _described(self) -> EngineInfo:
         if self._info is None:

@@ -48,6 +48,8 @@ class SessionRules:
 
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """Sampling keywords that replace those of requests."""
+    ignored: Sequence[str] = ()
+    """Sampling keywords of requests that are left out."""
     seed_of_turn: Callable[[int], int] | None = None
     """Seed of each request, numbered from 0; None: as the request says."""
     max_turns: int | None = None
@@ -63,8 +65,13 @@ class Admission:
     """Permission to answer one request: how its answer is drawn, and of how many tokens."""
 
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    ignored: Sequence[str] = ()
     seed: int | None = None
     max_tokens: int | None = None
+
+    def keywords(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the sampling keywords of an answer, of those that a request asks for."""
+        return {name: value for name, value in asked.items() if name not in self.ignored} | dict(self.sampling)
 
     def budget(self, asked: int | None, room: int) -> int | None:
         """Return the tokens of an answer, of the number that a request asks for and the context has room for. Without a
@@ -143,6 +150,7 @@ class RequestRecorder:
             turn, record.num_admitted = record.num_admitted, record.num_admitted + 1
         return Admission(
             sampling=rules.sampling,
+            ignored=rules.ignored,
             seed=None if rules.seed_of_turn is None else rules.seed_of_turn(turn),
             max_tokens=min((limit for limit in (left, rules.max_tokens_per_turn) if limit is not None), default=None),
         )
