@@ -36,7 +36,7 @@ class AnthropicFrontend:
             num_prompt_tokens=turn.num_prompt_tokens,
             model=request.model,
             hides_thoughts=request.thinking is not None and request.thinking.display == "omitted",
-            is_cut_by_context=turn.is_cut_by_context,
+            context_length=await self._frontend.context_length(),
         )
         return turn.events(writer) if request.stream else writer.whole(await turn.complete())
 
@@ -52,7 +52,7 @@ class MessageWriter(AnswerWriter):
 
     model: str
     hides_thoughts: bool
-    is_cut_by_context: bool
+    context_length: int
     id: str = field(default_factory=lambda: new_id("msg"), init=False)
     _index: int = field(default=-1, init=False)
     """Of the content block that is open or was closed last."""
@@ -117,7 +117,8 @@ class MessageWriter(AnswerWriter):
     def _stop_reason(self, parts: AnswerParts) -> str:
         if parts.stop_text is not None and not parts.calls:
             return "stop_sequence"
-        if parts.finish_reason == "length" and self.is_cut_by_context:
+        is_full = self.num_prompt_tokens + parts.num_tokens >= self.context_length
+        if parts.finish_reason == "length" and is_full:
             return "model_context_window_exceeded"
         return _STOP_REASONS[parts.finish_reason or "stop"]
 

@@ -49,7 +49,6 @@ class AnswerParts:
         if text:
             yield "text", text, is_complete
 
-
     def cuts(self, kind: BlockKind) -> bool:
         """Test whether the limit of tokens ended the answer within this block."""
         return self.finish_reason == "length" and kind == ("text" if self.thinking.text else "thought")
@@ -75,12 +74,6 @@ class ChatTurn:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self._prompt.ids)
-
-    @property
-    def is_cut_by_context(self) -> bool:
-        """Whether the context leaves less room than the request allows."""
-        budget = self._reply.request.budget
-        return budget is not None and self._prompt.params["max_tokens"] < budget
 
     async def complete(self) -> AnswerParts:
         """Generate the answer. Raises ApiError."""

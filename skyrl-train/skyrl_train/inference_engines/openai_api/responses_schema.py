@@ -131,7 +131,7 @@ class TextSettings(BaseModel):
 
 class ReasoningSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
     context: Literal["auto", "current_turn", "all_turns"] | None = None

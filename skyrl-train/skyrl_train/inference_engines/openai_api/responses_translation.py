@@ -49,7 +49,7 @@ def chat_request(request: ResponsesRequest, items: Sequence[JsonObject]) -> Chat
         "temperature": request.temperature,
         "top_p": request.top_p,
         "session_id": request.session_id,
-        "chat_template_kwargs": _template_kwargs(request.effort),
+        "reasoning_effort": request.effort,
         "response_format": _response_format(request.text.format if request.text else None),
     }
     if request.tools:
@@ -57,13 +57,6 @@ def chat_request(request: ResponsesRequest, items: Sequence[JsonObject]) -> Chat
         given["tool_choice"] = _tool_choice(request.tool_choice)
         given["parallel_tool_calls"] = request.parallel_tool_calls
     return checked(ChatRequest, values | {name: value for name, value in given.items() if value is not None})
-
-
-def _template_kwargs(effort: str | None) -> JsonObject | None:
-    """Variables that chat templates of thinking models read."""
-    if effort is None:
-        return None
-    return {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
 
 
 def _response_format(form: TextFormat | None) -> JsonObject | None:
