@@ -314,10 +314,6 @@ class OpenAIFrontend:
         """Return the most tokens of a prompt with its answer. Raises ApiError."""
         return (await self._described()).max_model_len
 
-    async def context_length(self) -> int:
-        """Return the most tokens of a prompt with its answer. Raises ApiError."""
-        return (await self._described()).max_model_len
-
     async def _described(self) -> EngineInfo:
         if self._info is None:
             try:
