@@ -41,6 +41,7 @@ docs:
     .venv/bin/python -m skyrl_train.config.document > docs/configuration.md
     .venv/bin/python -m tx.run.document > docs/tinker-settings.md
     .venv/bin/python -m skyrl_agent.config.document > docs/agent-settings.md
+    .venv/bin/python -m skyrl_train_testing.architectures > docs/models.md
 
 # All runs of a folder in the browser.
 dashboard runs="runs":

@@ -1,7 +1,7 @@
 """Table of tested model architectures: a tiny random model of each, and how far training, rollouts and adapters go.
 
-Tests of skyrl-train and skyrl-tx run over it, and the table of `docs/engines.md` is made from it:
-`python -m skyrl_train_testing.architectures` prints it.
+Tests of skyrl-train and skyrl-tx run over it, and `docs/models.md` is made from it:
+`python -m skyrl_train_testing.architectures` prints that page.
 """
 
 from collections.abc import Mapping
@@ -57,7 +57,9 @@ class Architecture:
     config: str
     """Class of transformers."""
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """Sizes beside `_SIZES`, which replace these; None leaves one out."""
+    """Sizes beside `_SIZES`, which replace these; None leaves one out. Of the text model, where there is more."""
+    vision: Mapping[str, Any] | None = None
+    """Sizes of a part for images, which text does not reach."""
     shares_prefixes: bool = True
     """Training computes a prompt once that several rows of a micro-batch begin with."""
     bit_exact: bool = True
@@ -72,7 +74,11 @@ class Architecture:
         sizes = {name: value for name, value in (_SIZES | dict(self.fields)).items() if value is not None}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            model = hf.AutoModelForCausalLM.from_config(getattr(hf, self.config)(**sizes), dtype=torch.float32)
+            if self.vision is None:
+                model = hf.AutoModelForCausalLM.from_config(getattr(hf, self.config)(**sizes), dtype=torch.float32)
+            else:
+                config = getattr(hf, self.config)(text_config=sizes, vision_config=dict(self.vision))
+                model = hf.AutoModelForMultimodalLM.from_config(config, dtype=torch.float32)
             # What begins at zero or one would hide whether it is computed: sinks, biases of routers and experts, norms.
             for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
                 if name.endswith(("sinks", "bias", "e_score_correction_bias", "norm.weight")):
@@ -110,6 +116,19 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "gemma3": Architecture(
         "Gemma 3 (text)", "Gemma3TextConfig", dict(query_pre_attn_scalar=16, sliding_window=7, layer_types=_ALTERNATING)
+    ),
+    "gemma3_images": Architecture(
+        "Gemma 3 with images (text alone)",
+        "Gemma3Config",
+        dict(query_pre_attn_scalar=16, sliding_window=7, layer_types=_ALTERNATING),
+        vision=dict(
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            image_size=28,
+            patch_size=14,
+        ),
     ),
     "glm4_moe": Architecture(
         "GLM-4.5, GLM-4.6 (MoE)",
@@ -149,10 +168,34 @@ ARCHITECTURES: dict[str, Architecture] = {
         shares_prefixes=False,
         adapters="attention; Tinker: experts",
     ),
+    "qwen3_next": Architecture(
+        "Qwen3-Next",
+        "Qwen3NextConfig",
+        dict(
+            **_DELTA_NET,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+            shared_expert_intermediate_size=16,
+        ),
+        shares_prefixes=False,
+        bit_exact=False,
+        prefix_cache=False,
+        adapters="attention; Tinker: experts",
+    ),
     "qwen3_5": Architecture(
         "Qwen3.5 (text)",
         "Qwen3_5TextConfig",
         _DELTA_NET,
+        shares_prefixes=False,
+        bit_exact=False,
+        prefix_cache=False,
+    ),
+    "qwen3_5_images": Architecture(
+        "Qwen3.5 as published (text alone)",
+        "Qwen3_5Config",
+        _DELTA_NET,
+        vision=dict(depth=1, hidden_size=32, intermediate_size=32, num_heads=2, out_hidden_size=32),
         shares_prefixes=False,
         bit_exact=False,
         prefix_cache=False,
@@ -173,3 +216,66 @@ ARCHITECTURES: dict[str, Architecture] = {
         adapters="attention",
     ),
 }
+
+
+_PAGE = """# Models
+
+Training, the native engine and the Tinker server run transformers' own classes, with attention, caches and experts of
+this repository in place of theirs. So there is no list of supported models: each model is compared with transformers'
+own forward when it is loaded, and one that cannot be computed is refused with the reason. The architectures below are
+those that tests compare in full, each as a tiny random model, float32 on a CPU, to 1e-5 (trained adapters: to 2e-5,
+with linear attention to 2e-4): log-probs and gradients in packed and padded rows and in micro-batches; tokens and
+log-probs of the native engine (prompts in chunks, requests that join and leave, the prefix cache, changed weights);
+adapters trained, sampled, resumed, and read by peft.
+
+`python -m skyrl_train_testing.architectures > docs/models.md` makes this page; a further architecture is a row there.
+
+{table}
+- *Prompts shared*: rows of a micro-batch compute a common beginning of their prompts once.
+- *Resumed to the bit*: an answer of the native engine that is interrupted and sent again goes on with the same bits
+  (float32 on a CPU). Elsewhere its log-probs agree to 1e-5. Checkpoints of the Tinker server are resumed to the bit
+  for each row.
+- *Adapters*: layers on `target_modules=all-linear` and in the Tinker server (there the output layer as well). Fused
+  experts have adapters in the Tinker server alone, and only where peft reads them: not those of Qwen2-MoE,
+  Qwen3.5-MoE, gpt-oss.
+
+**Caps on scores and sinks** (Gemma 2, gpt-oss). No fused kernel of torch computes them: attention is written out, in
+blocks of 512 queries, whose probabilities the backward computes again. With `trainer.use_sample_packing=false` such
+models take transformers' eager attention.
+
+**Latent attention** (DeepSeek). The native engine keeps keys and values of every head, not the latent vectors.
+
+**Linear attention** (Qwen3.5, Qwen3-Next). Rows that lie end to end begin with an empty state each. Prompts are not
+shared, and `sequence_parallel_size` must be 1. The native engine keeps a state a row in place of keys and values
+(float32, heads x key size x value size of each such layer), computes prompts whole, and has neither prefix cache nor
+speculative decoding for these models. Without `flash-linear-attention` and `causal_conv1d` transformers' functions in
+torch are used.
+
+**Images.** Of models with images the text part is trained and sampled; adapters stand on it alone.
+
+**Quantized weights** (gpt-oss in MXFP4, DeepSeek-V3 in FP8, GPTQ and others) are refused: they cannot be trained or
+updated. The error says how to save them in bfloat16.
+"""
+
+
+def page() -> str:
+    """Return the page of the documentation."""
+    return _PAGE.format(table=table())
+
+
+def table() -> str:
+    """Return the table of the page."""
+    rows = [
+        "| model | training, packed | prompts shared | native engine | prefix cache | resumed to the bit | adapters |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for each in ARCHITECTURES.values():
+        marks = (
+            "yes" if mark else "no" for mark in (True, each.shares_prefixes, True, each.prefix_cache, each.bit_exact)
+        )
+        rows.append(f"| {each.title} | {' | '.join(marks)} | {each.adapters} |")
+    return "\n".join(rows) + "\n"
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -39,9 +39,9 @@ def begins_with_weights(config: LoRAConfig) -> bool:
 def add_adapters(model: PreTrainedModel, config: LoRAConfig, *, setting: str = "model.lora") -> None:
     """Add adapters to layers of a model and freeze everything else, in place. Call it before sharding.
 
-    `all-linear` means every linear layer but the output layer. Experts that are fused into parameters of three
-    dimensions, and their router, have no linear layers and get no adapter: in such a model only the layers around
-    them (attention) do.
+    `all-linear` means every linear layer of the decoder (none of a part for images) but the output layer. Experts that
+    are fused into parameters of three dimensions, and their router, have no linear layers and get no adapter: in such a
+    model only the layers around them (attention) do.
 
     Args:
         model: whole, on one device, the same on every rank; its random state decides how adapters begin.
@@ -77,9 +77,9 @@ def _peft_config(model: PreTrainedModel, config: LoRAConfig, setting: str) -> Lo
             f"got {config.init_method!r}"
         )
     targets = config.target_modules
-    if targets == "all-linear" and has_fused_experts(model):
+    if targets == "all-linear" and (has_fused_experts(model) or parts_beside_decoder(model)):
         # peft's own `all-linear` would also take parts of experts by name, and fail at parameters of three
-        # dimensions.
+        # dimensions, and layers that text does not reach.
         targets = _linear_layers_beside_experts(model)
     return LoraConfig(
         r=config.rank,
@@ -92,24 +92,35 @@ def _peft_config(model: PreTrainedModel, config: LoRAConfig, setting: str) -> Lo
     )
 
 
-def has_fused_experts(model: nn.Module) -> bool:
+def has_fused_experts(model: PreTrainedModel) -> bool:
     """Return whether a model has experts whose matrices are one parameter."""
     return any(
         parameter.dim() == 3
-        for module in model.modules()
+        for module in model.get_decoder().modules()
         if not isinstance(module, nn.Conv1d)  # of linear attention
         for parameter in module.parameters(recurse=False)
     )
 
 
+def parts_beside_decoder(model: PreTrainedModel) -> set[str]:
+    """Return the names of modules with parameters, beside decoder and output layer, that text does not reach: those for
+    images."""
+    decoder = model.get_decoder()
+    inside = {id(module) for module in (*decoder.modules(), model.get_output_embeddings())}
+    around = {id(module) for module in model.modules() if any(part is decoder for part in module.modules())}
+    return {name for name, module in model.named_modules() if id(module) not in inside | around}
+
+
 def _linear_layers_beside_experts(model: PreTrainedModel) -> list[str]:
-    output_layer = model.get_output_embeddings()
+    output_layer, beside = model.get_output_embeddings(), parts_beside_decoder(model)
+    of_experts = PARTS_OF_EXPERTS if has_fused_experts(model) else frozenset[str]()
     return [
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
         and module is not output_layer
-        and name.rpartition(".")[2] not in PARTS_OF_EXPERTS
+        and name not in beside
+        and name.rpartition(".")[2] not in of_experts
     ]
 
 

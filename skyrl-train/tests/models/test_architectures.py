@@ -14,13 +14,13 @@ from skyrl_train.models.causal_lm import load_causal_lm
 from skyrl_train.models.lora import adapters_of, add_adapters, exported_parameters
 from skyrl_train.models.scoring import ScoringModel, use_attention
 from skyrl_train.models.scoring_check import check_scoring
-from skyrl_train_testing.architectures import ARCHITECTURES
+from skyrl_train_testing.architectures import ARCHITECTURES, page
 
 CPU = torch.device("cpu")
 TEMPERATURE = 0.7
 LENGTHS = ((20, 6), (20, 3), (3, 40), (1, 9), (35, 2), (4, 5))
 """Prompt and response tokens of each row; the first two have one prompt. Longer than the windows of the table (7)."""
-DAILY = {"gemma2", "gpt_oss", "deepseek_v3", "qwen3_5_moe"}
+DAILY = {"gemma2", "gemma3_images", "gpt_oss", "deepseek_v3", "qwen3_5_moe"}
 EACH = [pytest.param(name, marks=[] if name in DAILY else pytest.mark.slow) for name in ARCHITECTURES]
 
 
@@ -105,6 +105,7 @@ def test_adapters_stand_on_the_layers_of_the_table_and_are_merged_exactly(name, 
     inner = load_causal_lm(folder_of(name), device=CPU)
     add_adapters(inner, LoRAConfig(rank=2, alpha=4))
     layers = {adapter.layer for adapter in adapters_of(inner)}
+    assert not [layer for layer in layers if "vision" in layer or "visual" in layer]
     of_attention = {layer for layer in layers if "attn" in layer}
     of_mlp = {layer for layer in layers if ".mlp." in layer and not layer.endswith("shared_expert_gate")}
     assert of_attention and all("shared_expert_gate" in layer for layer in layers - of_attention - of_mlp)
@@ -129,6 +130,11 @@ def test_quantized_weights_are_refused_with_the_way_out(tmp_path: Path):
     config.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"cannot be trained: its weights are quantized \(mxfp4\).*Mxfp4Config"):
         load_causal_lm(str(tmp_path), device=CPU)
+
+
+def test_the_documented_table_is_that_of_the_tests():
+    """`python -m skyrl_train_testing.architectures > docs/models.md` makes it anew."""
+    assert (Path(__file__).parents[3] / "docs" / "models.md").read_text() == page()
 
 
 class _TwoRanks:

@@ -98,11 +98,13 @@ async def test_an_adapter_is_trained_sampled_and_resumed_exactly(name: str, tmp_
     finally:
         await sampling.close()
     assert sampled.prompt_logprobs is not None
+    # The delta rule in float32 magnifies rounding of weights that have grown.
+    atol = 2e-5 if ARCHITECTURES[name].bit_exact else 2e-4
     for sequence in sampled.sequences:
         tokens = np.array([*prompt, *sequence.tokens])
         datum = Datum(tokens[:-1], {"target_tokens": tokens[1:], "weights": np.ones(len(tokens) - 1, np.float32)})
         [scored] = outputs(backend, TrainingPass("m", [datum], "cross_entropy", forward_only=True))
         expected = log_probs_of_peft(folder, tmp_path / "other", tokens)
-        torch.testing.assert_close(torch.from_numpy(scored.logprobs[0]), expected, atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(torch.from_numpy(scored.logprobs[0]), expected, atol=atol, rtol=1e-5)
         reported = torch.tensor([*sampled.prompt_logprobs[1:], *sequence.logprobs])
-        torch.testing.assert_close(reported, expected, atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(reported, expected, atol=atol, rtol=1e-5)

@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.cpu_linear import use_onednn_linear
 from skyrl_train.models.linear_attention import use_delta_nets
-from skyrl_train.models.lora import PARTS_OF_EXPERTS, has_fused_experts
+from skyrl_train.models.lora import PARTS_OF_EXPERTS, has_fused_experts, parts_beside_decoder
 from skyrl_train.models.quantized import quantization_of
 from skyrl_train.models.scoring import logit_rule
 from skyrl_train.models.scoring_check import differing_rules, unknown_layers
@@ -63,7 +63,8 @@ class FrozenModel:
         of a pass, experts that are not known here."""
         head_name, head = _output_layer(model, folder)
         use_delta_nets(model)
-        modules = {name: module for name, module in model.named_modules() if name != head_name}
+        beside = parts_beside_decoder(model)
+        modules = {name: module for name, module in model.named_modules() if name not in {head_name, *beside}}
         others = PARTS_OF_EXPERTS if has_fused_experts(model) else frozenset[str]()
         experts = adapt_experts(model)
         self.sites: list[Site] = []
