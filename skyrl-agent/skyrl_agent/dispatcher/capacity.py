@@ -81,7 +81,7 @@ class Capacity:
     def learn(self, instance: Hashable, seconds: Sequence[float]) -> None:
         """Record the seconds of the stages of a trajectory that ended without failure, and reorder those that wait."""
         self.durations.add(instance, seconds)
-        if self.longest_first:
+        if self.longest_first and self.durations.predictive:
             self.alive.reorder()
             for limit in self.stages.values():
                 limit.reorder()

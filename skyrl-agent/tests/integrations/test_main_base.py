@@ -140,6 +140,8 @@ def test_an_agent_trains_asynchronously(trained: Run, tmp_path: Path):
     assert len(records) == 9 * 4 and all(len(record["tool_calls"]) in (0, 1, 2) for record in records)
     assert [row["async/staleness_max"] for row in run.metrics if "async/staleness_max" in row] == [0, 1, 1]
     assert all(row["async/num_failed_groups"] == 0 for row in run.metrics if "async/num_failed_groups" in row)
+    of_steps = [row for row in run.metrics if "async/staleness_max" in row]
+    assert all(row["dispatcher/generate/seconds_mean"] > 0 for row in of_steps)
     steps = [RunFolder(tmp_path / "run").read_trajectories(step, "train") for step in (1, 2, 3)]
     samples = [(row["uid"], row["sample"]) for rows in steps for row in rows]
     assert len(samples) == len(set(samples)) == 9 * 4

@@ -154,3 +154,10 @@ def test_published_names():
     assert get_field_from_config("a.b", {"a": {"b": 3}}) == 3
     with pytest.raises(ValueError, match="there is no 'c'; there is b"):
         get_field_from_config("a.c", {"a": {"b": 3}})
+
+
+def test_batches_of_a_runner_share_the_limits_of_training_or_of_evaluation(runner):
+    made = runner()
+    first, second, evaluation = (made._dispatch(val_mode) for val_mode in (False, False, True))
+    assert first.capacity is second.capacity
+    assert evaluation.capacity is not first.capacity
