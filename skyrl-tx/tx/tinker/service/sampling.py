@@ -157,15 +157,19 @@ class Samplers:
         self._limits.enter(pending.tenant, pending.tokens)
         try:
             await self._store.write(partial(insert_request, pending=pending))
-        except BaseException as error:
-            del self._state.pending[pending.request_id]
-            self._limits.leave(pending.tenant, pending.tokens)
-            if not isinstance(error, IntegrityError):
-                raise
+        except IntegrityError:
+            self._forget(pending)
             assert pending.content is not None
             await self._repetitions.check(pending.request_id, pending.content)
             return
+        except BaseException:
+            self._forget(pending)
+            raise
         await self._dispatch.sample(pending)
+
+    def _forget(self, pending: PendingRequest) -> None:
+        del self._state.pending[pending.request_id]
+        self._limits.leave(pending.tenant, pending.tokens)
 
 
 def _check_same(sampler: Sampler, request: schemas.CreateSamplingSessionRequest) -> None:
