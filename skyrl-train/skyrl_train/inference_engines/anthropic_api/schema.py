@@ -29,11 +29,11 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class _Part(_Strict):
+class _Block(_Strict):
     cache_control: object = None
 
 
-class TextPart(_Part):
+class TextBlock(_Block):
     """Text."""
 
     type: Literal["text"]
@@ -41,7 +41,7 @@ class TextPart(_Part):
     citations: object = None
 
 
-class ThinkingPart(_Part):
+class ThinkingBlock(_Block):
     """A thought of an earlier answer."""
 
     type: Literal["thinking"]
@@ -49,7 +49,7 @@ class ThinkingPart(_Part):
     signature: str
 
 
-class ToolUsePart(_Part):
+class ToolUseBlock(_Block):
     """A tool call of an earlier answer."""
 
     type: Literal["tool_use"]
@@ -60,7 +60,7 @@ class ToolUsePart(_Part):
     toolset_name: str | None = None
 
 
-class UnsupportedPart(BaseModel):
+class UnsupportedBlock(BaseModel):
     """What the API knows and a text model does not."""
 
     model_config = ConfigDict(extra="allow")
@@ -84,26 +84,28 @@ class UnsupportedPart(BaseModel):
     ]
 
 
-class ToolResultPart(_Part):
+class ToolResultBlock(_Block):
     """The result of a tool call."""
 
     type: Literal["tool_result"]
     tool_use_id: str = Field(min_length=1)
-    content: str | list[Annotated[TextPart | UnsupportedPart, Field(discriminator="type")]] | None = None
+    content: str | list[Annotated[TextBlock | UnsupportedBlock, Field(discriminator="type")]] | None = None
     is_error: bool | None = None
     toolset_name: str | None = None
 
 
-Part = Annotated[TextPart | ThinkingPart | ToolUsePart | ToolResultPart | UnsupportedPart, Field(discriminator="type")]
+Block = Annotated[
+    TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock | UnsupportedBlock, Field(discriminator="type")
+]
 
 
-class Message(_Strict):
+class AnthropicMessage(_Strict):
     role: Literal["user", "assistant", "system"]
-    content: str | list[Part]
+    content: str | list[Block]
 
     @property
-    def parts(self) -> list[TextPart | ThinkingPart | ToolUsePart | ToolResultPart | UnsupportedPart]:
-        return [TextPart(type="text", text=self.content)] if isinstance(self.content, str) else list(self.content)
+    def parts(self) -> list[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock | UnsupportedBlock]:
+        return [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else list(self.content)
 
 
 class InputSchema(BaseModel):
@@ -113,7 +115,7 @@ class InputSchema(BaseModel):
     type: Literal["object"]
 
 
-class Tool(BaseModel):
+class AnthropicTool(BaseModel):
     """A tool of the client's. The tools that Anthropic's servers define or run have another type."""
 
     model_config = ConfigDict(extra="allow", strict=True)
@@ -150,9 +152,9 @@ class CountTokensRequest(_Strict):
     """`POST /v1/messages/count_tokens`."""
 
     model: str = Field(min_length=1)
-    messages: list[Message]
-    system: str | list[TextPart] | None = None
-    tools: list[Tool] | None = None
+    messages: list[AnthropicMessage]
+    system: str | list[TextBlock] | None = None
+    tools: list[AnthropicTool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingSettings | None = None
     output_config: OutputSettings | None = None

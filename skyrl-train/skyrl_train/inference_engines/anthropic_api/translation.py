@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from skyrl_train.inference_engines.anthropic_api.schema import (
+    AnthropicMessage,
+    Block,
     CountTokensRequest,
-    Message,
     MessagesRequest,
-    Part,
-    TextPart,
-    ThinkingPart,
+    TextBlock,
+    ThinkingBlock,
     ToolChoice,
-    ToolResultPart,
-    ToolUsePart,
-    UnsupportedPart,
+    ToolResultBlock,
+    ToolUseBlock,
+    UnsupportedBlock,
 )
 from skyrl_train.inference_engines.openai_api.errors import ApiError, refused
 from skyrl_train.inference_engines.openai_api.schema import ChatRequest, checked
@@ -99,7 +99,7 @@ def _messages(request: CountTokensRequest) -> list[JsonObject]:
         parts = [part for message in placed for part in message]
         if role == "assistant":
             messages.append(_assistant(parts))
-            pending = {part.id for _, part in parts if isinstance(part, ToolUsePart)}
+            pending = {part.id for _, part in parts if isinstance(part, ToolUseBlock)}
             continue
         if role == "user":
             messages += _tool_results(parts, pending)
@@ -114,44 +114,44 @@ def _messages(request: CountTokensRequest) -> list[JsonObject]:
     return messages
 
 
-def _placed(index: int, message: Message, is_last: bool) -> list[tuple[str, Part]]:
+def _placed(index: int, message: AnthropicMessage, is_last: bool) -> list[tuple[str, Block]]:
     """Return a message's parts with their places in the request. Raises ApiError for parts that do not belong there."""
     belongs = {
-        "user": (TextPart, ToolResultPart),
-        "assistant": (TextPart, ThinkingPart, ToolUsePart),
-        "system": (TextPart,),
+        "user": (TextBlock, ToolResultBlock),
+        "assistant": (TextBlock, ThinkingBlock, ToolUseBlock),
+        "system": (TextBlock,),
     }[message.role]
     placed = [(f"messages.{index}.content.{number}", part) for number, part in enumerate(message.parts)]
     for place, part in placed:
-        if isinstance(part, UnsupportedPart):
+        if isinstance(part, UnsupportedBlock):
             raise _unsupported(place, part)
         if not isinstance(part, belongs):
             raise refused(f"{place}: blocks of type {part.type!r} may not stand in messages of role {message.role!r}")
-        if isinstance(part, TextPart) and not part.text and message.role != "assistant":
+        if isinstance(part, TextBlock) and not part.text and message.role != "assistant":
             raise refused(f"{place}: text content blocks must be non-empty")
     # An assistant's may be empty: a model that is learning may end at once, and the agent sends that back.
     if not placed and message.role != "assistant":
         raise refused(f"messages.{index}: all messages must have non-empty content")
     last = placed[-1][1] if placed and is_last and message.role == "assistant" else None
-    if isinstance(last, TextPart) and last.text != last.text.rstrip():
+    if isinstance(last, TextBlock) and last.text != last.text.rstrip():
         raise refused("messages: final assistant content cannot end with trailing whitespace")
     return placed
 
 
-def _unsupported(place: str, part: UnsupportedPart) -> ApiError:
+def _unsupported(place: str, part: UnsupportedBlock) -> ApiError:
     return refused(f"{place}: blocks of type {part.type!r} are not supported: the served model reads text")
 
 
-def _texts(parts: Sequence[tuple[str, Part]]) -> list[str]:
-    return [part.text for _, part in parts if isinstance(part, TextPart)]
+def _texts(parts: Sequence[tuple[str, Block]]) -> list[str]:
+    return [part.text for _, part in parts if isinstance(part, TextBlock)]
 
 
-def _assistant(parts: Sequence[tuple[str, Part]]) -> JsonObject:
+def _assistant(parts: Sequence[tuple[str, Block]]) -> JsonObject:
     content = "".join(_texts(parts))
-    if thoughts := [_thought(part) for _, part in parts if isinstance(part, ThinkingPart)]:
+    if thoughts := [_thought(part) for _, part in parts if isinstance(part, ThinkingBlock)]:
         content = with_thought("".join(thoughts), content)
     message: JsonObject = {"role": "assistant", "content": content}
-    if calls := [part for _, part in parts if isinstance(part, ToolUsePart)]:
+    if calls := [part for _, part in parts if isinstance(part, ToolUseBlock)]:
         message["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.input}}
             for call in calls
@@ -159,12 +159,12 @@ def _assistant(parts: Sequence[tuple[str, Part]]) -> JsonObject:
     return message
 
 
-def _tool_results(parts: Sequence[tuple[str, Part]], pending: set[str]) -> list[JsonObject]:
+def _tool_results(parts: Sequence[tuple[str, Block]], pending: set[str]) -> list[JsonObject]:
     """Translate the results of a user's turn: of each call before it one, and of no other."""
     messages: list[JsonObject] = []
     missing = set(pending)
     for place, part in parts:
-        if not isinstance(part, ToolResultPart):
+        if not isinstance(part, ToolResultBlock):
             continue
         if part.tool_use_id not in missing:
             rule = (
@@ -186,12 +186,12 @@ def _tool_results(parts: Sequence[tuple[str, Part]], pending: set[str]) -> list[
     return messages
 
 
-def _result(place: str, part: ToolResultPart) -> str:
+def _result(place: str, part: ToolResultBlock) -> str:
     if part.content is None or isinstance(part.content, str):
         return part.content or ""
     texts = []
     for number, inner in enumerate(part.content):
-        if isinstance(inner, UnsupportedPart):
+        if isinstance(inner, UnsupportedBlock):
             raise _unsupported(f"{place}.content.{number}", inner)
         texts.append(inner.text)
     return "\n".join(texts)
@@ -204,7 +204,7 @@ def signature_of(thought: str, is_hidden: bool) -> str:
     return _HIDDEN_THOUGHT + base64.b64encode(thought.encode()).decode()
 
 
-def _thought(part: ThinkingPart) -> str:
+def _thought(part: ThinkingBlock) -> str:
     if part.thinking or not part.signature.startswith(_HIDDEN_THOUGHT):
         return part.thinking
     try:

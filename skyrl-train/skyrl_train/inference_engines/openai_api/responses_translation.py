@@ -106,7 +106,7 @@ class _Messages:
 
     def __init__(self) -> None:
         self._messages: list[JsonObject] = []
-        self._answer: _Answer | None = None
+        self._answer: _AnswerItems | None = None
         self._open_calls: dict[str, str] = {}
 
     def of(self, items: Sequence[JsonObject]) -> list[JsonObject]:
@@ -142,13 +142,13 @@ class _Messages:
         else:
             raise unsupported_item(kind, where)
 
-    def _answering(self, rank: int) -> "_Answer":
+    def _answering(self, rank: int) -> "_AnswerItems":
         """Return the answer that an item of this rank belongs to: reasoning, message and calls come in this order, and
         all but calls once."""
         if self._answer is not None and (rank < self._answer.rank or (rank == self._answer.rank and rank < 2)):
             self._close_answer()
         if self._answer is None:
-            self._answer = _Answer()
+            self._answer = _AnswerItems()
         self._answer.rank = rank
         return self._answer
 
@@ -172,7 +172,7 @@ class _Messages:
         self._answer = None
 
 
-class _Answer:
+class _AnswerItems:
     """Items of one answer."""
 
     def __init__(self) -> None:
