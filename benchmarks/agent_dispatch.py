@@ -21,7 +21,7 @@ from typing import Any
 
 from skyrl_agent.config.task_file import DispatcherSection
 from skyrl_agent.dispatcher.plan import STAGES
-from skyrl_agent.testing.traces import FAMILIES, Family, Machine, lognormal, lower_bound, run_batch, run_batches
+from skyrl_agent.testing.traces import FAMILIES, Family, SharedMachine, lognormal, lower_bound, run_batch, run_batches
 
 EPOCHS = 3
 """Batches of which the last is measured."""
@@ -103,7 +103,7 @@ def families(names: list[str], seeds: int) -> None:
         print(f"| {' | '.join(columns)} |", flush=True)
 
 
-COST = Family("cost", lognormal((20, 100, 30)), Machine(starts=1e6, places=1e6, graders=1e6))
+COST = Family("cost", lognormal((20, 100, 30)), SharedMachine(starts=1e6, places=1e6, graders=1e6))
 """Stages without a capacity: the scheduler alone limits them."""
 
 

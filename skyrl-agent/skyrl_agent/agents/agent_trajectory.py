@@ -15,7 +15,8 @@ from skyrl_agent.runtimes import check_runtime_section, make_runtime, probe_runt
 from skyrl_agent.runtimes.base import Runtime, RuntimeSpec
 from skyrl_agent.runtimes.recorded import RecordedRuntime
 from skyrl_agent.tasks.base import BaseTask, Instance, Judgement
-from skyrl_agent.tools.base import BaseTool, make_tools
+from skyrl_agent.tools.base import BaseTool
+from skyrl_agent.tools.factory import make_tools
 from skyrl_agent.tools.in_runtime import RuntimeTool
 from skyrl_agent.types import JsonObject
 from skyrl_gym.suggestions import did_you_mean

@@ -26,7 +26,8 @@ from skyrl_agent.finish import (
 )
 from skyrl_agent.runtimes.base import Runtime
 from skyrl_agent.tasks.base import BaseTask, Instance
-from skyrl_agent.tools.base import ToolContext, ToolEntry, ToolOutput, make_tools
+from skyrl_agent.tools.base import ToolContext, ToolEntry, ToolOutput
+from skyrl_agent.tools.factory import make_tools
 from skyrl_agent.types import InferBackend, JsonObject, Message, Tokenizer, ToolCallRecord
 from skyrl_gym.chat.tool_calls import Invalid, ToolCall
 from skyrl_gym.waits import waiting

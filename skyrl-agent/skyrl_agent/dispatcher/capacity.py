@@ -7,7 +7,7 @@ from skyrl_agent.config.task_file import DispatcherSection
 from skyrl_agent.dispatcher.durations import Durations
 from skyrl_agent.dispatcher.limits import PrioritySemaphore, QueueLimit
 from skyrl_agent.dispatcher.plan import PLANS, STAGES, Plan, plan_of
-from skyrl_agent.dispatcher.sizing import Entry, StageSize
+from skyrl_agent.dispatcher.sizing import StageEntry, StageSize
 from skyrl_agent.types import Stage
 
 NEXT: dict[Stage, Stage] = {"initialize": "generate", "generate": "evaluate"}
@@ -61,7 +61,7 @@ class Capacity:
             return 0.0
         return self.durations.remaining(instance, stage)
 
-    def started(self, stage: Stage, now: float, waited: bool) -> Entry | None:
+    def started(self, stage: Stage, now: float, waited: bool) -> StageEntry | None:
         """Record that a trajectory enters a stage. Returns: for `ended`."""
         if stage not in self._sizes:
             return None
@@ -69,7 +69,7 @@ class Capacity:
         pressed = waited and (downstream is None or self.stages[downstream].admitted.is_free)
         return self._sizes[stage].started(now, pressed)
 
-    def ended(self, stage: Stage, now: float, entry: Entry | None, instance: Hashable | None) -> None:
+    def ended(self, stage: Stage, now: float, entry: StageEntry | None, instance: Hashable | None) -> None:
         """Record that a stage ended, and resize it.
 
         Args:
@@ -78,7 +78,7 @@ class Capacity:
         if entry is not None and self._sizes[stage].ended(now, entry, instance):
             self.stages[stage].resize(self._sizes[stage].limit)
 
-    def learn(self, instance: Hashable, seconds: Sequence[float]) -> None:
+    def record_durations(self, instance: Hashable, seconds: Sequence[float]) -> None:
         """Record the seconds of the stages of a trajectory that ended without failure, and reorder those that wait."""
         self.durations.add(instance, seconds)
         if self.longest_first and self.durations.predictive:

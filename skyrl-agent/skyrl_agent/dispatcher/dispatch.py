@@ -281,7 +281,7 @@ class Dispatch:
             self.capacity.alive.release()
         trajectory.result.stage_seconds = dict(state.seconds)
         if trajectory.result.failure is None:
-            self.capacity.learn(state.instance, [state.seconds[stage] for stage in STAGES])
+            self.capacity.record_durations(state.instance, [state.seconds[stage] for stage in STAGES])
         self.done += 1
 
     async def _close(self, trajectory: Trajectory) -> None:

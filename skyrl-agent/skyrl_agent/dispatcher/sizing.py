@@ -19,7 +19,7 @@ PROBE_AFTER, PROBE_INTERVALS = 16, 2
 
 
 @dataclass(frozen=True)
-class Model:
+class SpeedModel:
     """Speed of each of n trajectories in a stage, that of one alone being 1.
 
     Args:
@@ -30,23 +30,23 @@ class Model:
     limit: int | None
 
 
-def _sharing(capacity: int) -> Model:
+def _sharing(capacity: int) -> SpeedModel:
     """Trajectories beyond a capacity share it."""
-    return Model(lambda n: min(1.0, capacity / n), capacity)
+    return SpeedModel(lambda n: min(1.0, capacity / n), capacity)
 
 
-def _saturating(capacity: int) -> Model:
+def _saturating(capacity: int) -> SpeedModel:
     """Throughput approaches a capacity gradually; three times as many reach 95 % of it."""
-    return Model(lambda n: capacity * (1 - math.exp(-n / capacity)) / n, 3 * capacity)
+    return SpeedModel(lambda n: capacity * (1 - math.exp(-n / capacity)) / n, 3 * capacity)
 
 
-MODELS = (Model(lambda n: 1.0, None), *map(_sharing, CAPACITIES), *map(_saturating, CAPACITIES))
+MODELS = (SpeedModel(lambda n: 1.0, None), *map(_sharing, CAPACITIES), *map(_saturating, CAPACITIES))
 """From the simplest on: a later one is believed where there is evidence against the earlier ones."""
 SIMPLER = range(len(CAPACITIES) + 1)
 
 
 @dataclass(frozen=True)
-class Entry:
+class StageEntry:
     """Entry of a trajectory into a stage: seconds of work that each model says to have been done by then."""
 
     clocks: tuple[float, ...]
@@ -75,7 +75,7 @@ class StageSize:
         self._entered: deque[bool] = deque(maxlen=INTERVAL)
         self._unseen = 0
 
-    def started(self, now: float, pressed: bool) -> Entry:
+    def started(self, now: float, pressed: bool) -> StageEntry:
         """Record a trajectory that enters the stage.
 
         Args:
@@ -88,9 +88,9 @@ class StageSize:
         self._advance(now)
         self._inside += 1
         self._entered.append(pressed)
-        return Entry(tuple(self._clocks), now)
+        return StageEntry(tuple(self._clocks), now)
 
-    def ended(self, now: float, entry: Entry, instance: Hashable | None) -> bool:
+    def ended(self, now: float, entry: StageEntry, instance: Hashable | None) -> bool:
         """Record a trajectory that leaves the stage.
 
         Args:

@@ -28,8 +28,8 @@ CFG = read_task({"task": "any.Task"})
 
 
 @dataclass(frozen=True)
-class Machine:
-    """Machine on which a batch runs. Trajectories beyond a capacity share it."""
+class SharedMachine:
+    """SharedMachine on which a batch runs. Trajectories beyond a capacity share it."""
 
     starts: float = 64.0
     """Runtimes that start at full speed at a time."""
@@ -100,7 +100,7 @@ class Family:
 
     name: str
     draw: Draw
-    machine: Machine = field(default_factory=Machine)
+    machine: SharedMachine = field(default_factory=SharedMachine)
 
     def batch(self, seed: int, epoch: int = 0, instances: int = 64, of_each: int = 8) -> list[Work]:
         """Draw a batch, instance by instance. Batches of one seed have the same instances."""
@@ -121,11 +121,11 @@ FAMILIES = (
     Family("bimodal", _bimodal),
     Family("correlated", lognormal((20, 100, 30), signs=(1, 1, 1))),
     Family("anti-correlated", lognormal((20, 100, 30), signs=(-1, 1, -1))),
-    Family("start failures", lognormal((40, 100, 20)), Machine(starts=24, failing_starts=0.15)),
-    Family("long SWE", lognormal((60, 900, 240), (0.5, 0.6, 0.6)), Machine(lives=160, starts=32)),
-    Family("reward-heavy", lognormal((20, 100, 120), (1.0, 0.5, 1.0)), Machine(graders=48)),
-    Family("search", lognormal((0.1, 30, 0.1)), Machine(starts=512, graders=512)),
-    Family("saturating GPU", lognormal((20, 100, 30)), Machine(places=48, saturates=True)),
+    Family("start failures", lognormal((40, 100, 20)), SharedMachine(starts=24, failing_starts=0.15)),
+    Family("long SWE", lognormal((60, 900, 240), (0.5, 0.6, 0.6)), SharedMachine(lives=160, starts=32)),
+    Family("reward-heavy", lognormal((20, 100, 120), (1.0, 0.5, 1.0)), SharedMachine(graders=48)),
+    Family("search", lognormal((0.1, 30, 0.1)), SharedMachine(starts=512, graders=512)),
+    Family("saturating GPU", lognormal((20, 100, 30)), SharedMachine(places=48, saturates=True)),
 )
 
 

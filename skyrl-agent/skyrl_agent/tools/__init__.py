@@ -1,15 +1,7 @@
 """Tools by their names in task files. The module of a tool is imported when the tool is first asked for."""
 
-from skyrl_agent.tools.base import (
-    TOOL_REGISTRY,
-    ArgumentError,
-    BaseTool,
-    ToolContext,
-    ToolOutput,
-    make_tool,
-    make_tools,
-    register_tool,
-)
+from skyrl_agent.tools.base import TOOL_REGISTRY, ArgumentError, BaseTool, ToolContext, ToolOutput, register_tool
+from skyrl_agent.tools.factory import make_tool, make_tools
 
 __all__ = [
     "TOOL_REGISTRY",

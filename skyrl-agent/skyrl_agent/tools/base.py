@@ -4,19 +4,15 @@ import functools
 import inspect
 import json
 import math
-from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Any, ClassVar
 
-from skyrl_agent.dotted_paths import class_at
-from skyrl_agent.errors import ConfigError, InfraError
+from skyrl_agent.errors import InfraError
 from skyrl_agent.runtimes.base import Runtime
 from skyrl_agent.runtimes.threads import in_thread
 from skyrl_agent.types import JsonObject, Message, Probeable, Row
-from skyrl_gym.suggestions import did_you_mean
-from skyrl_gym.tools.core import ToolGroup, as_text, function_schema
+from skyrl_gym.tools.core import as_text, function_schema
 from skyrl_gym.tools.signature import ArgumentError, Signature, parse_docstring
 
 __all__ = [
@@ -26,8 +22,6 @@ __all__ = [
     "ToolContext",
     "ToolEntry",
     "ToolOutput",
-    "make_tool",
-    "make_tools",
     "register_tool",
 ]
 
@@ -163,9 +157,6 @@ TOOL_REGISTRY: dict[str, str | type[BaseTool]] = {}
 """Name -> class, or `module:Class` of one that is imported when it is first asked for."""
 
 
-MCP = "skyrl_gym.tools.mcp:MCPToolGroup"
-
-
 def register_tool(name: str, allow_overwrite: bool = False) -> Callable[[type[BaseTool]], type[BaseTool]]:
     """Class decorator: makes a tool known under `name` in task files.
 
@@ -182,69 +173,3 @@ def register_tool(name: str, allow_overwrite: bool = False) -> Callable[[type[Ba
         return cls
 
     return register
-
-
-def make_tool(name: str, settings: JsonObject | None = None) -> BaseTool:
-    """Make the one tool of a name; see `make_tools_of`."""
-    [tool] = make_tools_of(name, settings)
-    return tool
-
-
-def make_tools_of(name: str, settings: JsonObject | None = None) -> list[BaseTool]:
-    """Make what a name of a task file stands for: a tool, or those of a tool group or an MCP server.
-
-    Raises:
-        ConfigError: there is no such tool; a setting of it is wrong; what it needs is not installed.
-    """
-    from skyrl_agent.tools import foreign
-
-    settings = settings or {}
-    found = _class_of(name)
-    if issubclass(found, ToolGroup):
-        return foreign.tools_of_group(name, found, settings)
-    _check_settings(name, found, settings)
-    if not foreign.is_published(found):
-        return [found(**settings)]
-    return [foreign.PublishedTool(found(**settings))]
-
-
-def _class_of(name: str) -> type[Any]:
-    found = MCP if name == "mcp" else TOOL_REGISTRY.get(name)
-    if found is None and "." not in name:
-        near = did_you_mean(name, sorted([*TOOL_REGISTRY, "mcp"]))
-        raise ConfigError(
-            f"tools: there is no tool {name!r}; {near} (one of your own: its dotted path, or the module that "
-            "registers it under `imports`)"
-        )
-    found = class_at(name, "tools") if found is None else found
-    if isinstance(found, str):
-        module, _, attribute = found.partition(":")
-        found = getattr(import_module(module), attribute)
-    if not (isinstance(found, type) and (issubclass(found, BaseTool | ToolGroup) or hasattr(found, "call"))):
-        raise ConfigError(f"tools: {name!r} must be a subclass of BaseTool or ToolGroup, or have `call`; got {found!r}")
-    return found
-
-
-def _check_settings(name: str, found: type[Any], settings: JsonObject) -> None:
-    has_none = found.__init__ is BaseTool.__init__
-    known = inspect.Signature() if has_none else inspect.signature(found)
-    try:
-        known.bind(**settings)
-    except TypeError as error:
-        has = f"it has {', '.join(known.parameters)}" if known.parameters else "it has none"
-        raise ConfigError(f"tools: settings of {name}: {error}; {has}") from None
-
-
-def make_tools(entries: Sequence[ToolEntry]) -> list[BaseTool]:
-    """
-    Raises:
-        ConfigError: as `make_tool`, or two tools have one name for the model.
-    """
-    named = [item for entry in entries for item in ({entry: {}} if isinstance(entry, str) else entry).items()]
-    made = [(name, tool) for name, settings in named for tool in make_tools_of(name, dict(settings or {}))]
-    tools = [tool for _, tool in made]
-    for name, count in Counter(tool.name for tool in tools).items():
-        if count > 1:
-            twins = [registered for registered, tool in made if tool.name == name]
-            raise ConfigError(f"tools: {' and '.join(twins)} are both called {name!r} by the model; keep one of them")
-    return tools

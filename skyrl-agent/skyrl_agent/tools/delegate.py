@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from skyrl_agent.errors import ConfigError
-from skyrl_agent.tools.base import BaseTool, ToolContext, ToolEntry, make_tools
+from skyrl_agent.tools.base import BaseTool, ToolContext, ToolEntry
+from skyrl_agent.tools.factory import make_tools
 
 
 class Delegate(BaseTool):

@@ -50,7 +50,7 @@ def tools_of_group(name: str, kind: type[ToolGroup], settings: JsonObject) -> li
     key = f"{kind.__module__}.{kind.__qualname__} {json.dumps(settings, sort_keys=True, default=repr)}"
     with _lock:
         if key not in _groups:
-            _groups[key] = _made(name, kind, settings)
+            _groups[key] = _new_group(name, kind, settings)
         group = _groups[key]
     tools = [GroupTool(group, schema) for schema in group.schemas()]
     names = [tool.name for tool in tools]
@@ -59,7 +59,7 @@ def tools_of_group(name: str, kind: type[ToolGroup], settings: JsonObject) -> li
     return [tool for tool in tools if only is None or tool.name in only]
 
 
-def _made(name: str, kind: type[ToolGroup], settings: JsonObject) -> ToolGroup:
+def _new_group(name: str, kind: type[ToolGroup], settings: JsonObject) -> ToolGroup:
     try:
         return kind(**settings)
     except ModuleNotFoundError as error:

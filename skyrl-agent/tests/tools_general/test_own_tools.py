@@ -18,7 +18,8 @@ from skyrl_agent.errors import ConfigError, InfraError
 from skyrl_agent.integrations.base import BACKEND_REGISTRY, Backend, plain_rows, published_output, register_backend
 from skyrl_agent.testing import ScriptedModel, byte_tokenizer
 from skyrl_agent.tools import TOOL_REGISTRY
-from skyrl_agent.tools.base import ToolContext, make_tools
+from skyrl_agent.tools.base import ToolContext
+from skyrl_agent.tools.factory import make_tools
 from skyrl_agent.tools.foreign import close_groups
 
 MODULE = "own_agent_tools"

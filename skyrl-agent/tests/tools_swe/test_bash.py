@@ -3,8 +3,9 @@
 import pytest
 
 from skyrl_agent.errors import ConfigError
-from skyrl_agent.tools.base import ToolContext, make_tool
+from skyrl_agent.tools.base import ToolContext
 from skyrl_agent.tools.bash import Bash, readable
+from skyrl_agent.tools.factory import make_tool
 
 GONE = "[the working directory is gone; back in /workspace]\n/workspace\n[exit code 0]"
 

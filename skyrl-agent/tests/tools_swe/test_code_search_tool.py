@@ -4,8 +4,8 @@ import pytest
 
 from skyrl_agent.errors import ConfigError
 from skyrl_agent.runtimes import Runtime
-from skyrl_agent.tools.base import make_tool
 from skyrl_agent.tools.code_search import CodeSearch, install_search
+from skyrl_agent.tools.factory import make_tool
 
 MODULE = "class A:\n    def f(self):\n        return 1\n\n\ndef g():\n    return A().f()\n"
 
