@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from skyrl_gym.envs.base_text_env import (
     BaseTextEnv,
@@ -16,7 +15,7 @@ from skyrl_gym.envs.base_text_env import (
     with_user_text,
 )
 from skyrl_gym.error import InfraError, TaskError
-from skyrl_gym.hubs.openenv.client import Refused, Session
+from skyrl_gym.hubs.openenv.client import Payload, Refused, Session
 from skyrl_gym.tags import last_tagged
 
 TOOL_ACTIONS = ("Action", "CallToolAction", "ListToolsAction")
@@ -73,7 +72,7 @@ class OpenEnv(BaseTextEnv):
             self.reset["seed"] = seed
         self.max_turns = max_turns_of(extras, self.config.max_turns)
         self.session: Session | None = None
-        self.schema: dict[str, Any] = {}
+        self.schema: Payload = {}
         self.takes_tools = False
         self.episode_return = 0.0
         self.refused_actions = 0
@@ -133,7 +132,7 @@ class OpenEnv(BaseTextEnv):
             output["truncated"] = True
         return output
 
-    def _action(self, text: str) -> dict[str, Any]:
+    def _action(self, text: str) -> Payload:
         """Return the action in a turn. Raises Refused, with the rule."""
         written = last_tagged(text, "action")
         if written is None:
@@ -167,7 +166,7 @@ class OpenEnv(BaseTextEnv):
             self.session.close()
 
 
-def _observation(answer: Mapping[str, Any]) -> str:
+def _observation(answer: Payload) -> str:
     """Return an observation's fields as text: JSON, or the text itself where it is the only field."""
     observation = answer.get("observation")
     if not isinstance(observation, Mapping):

@@ -10,7 +10,7 @@ from openenv.core.env_server.interfaces import Environment  # pyright: ignore[re
 from openenv.core.env_server.types import Action, Observation, State  # pyright: ignore[reportMissingImports]
 
 import skyrl_gym
-from skyrl_gym.envs.base_text_env import Example
+from skyrl_gym.envs.base_text_env import Example, MessageType
 from skyrl_gym.episode import Episode
 
 
@@ -23,7 +23,7 @@ class TextAction(Action):
 class MessagesObservation(Observation):
     """Messages that answer the model; the prompt at first."""
 
-    messages: list[dict[str, Any]] = []  # noqa: RUF012  # a pydantic field
+    messages: list[MessageType] = []  # noqa: RUF012  # a pydantic field
 
 
 class RowEnvironment(Environment):
@@ -37,14 +37,14 @@ class RowEnvironment(Environment):
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 
-    def __init__(self, env_id: str, rows: Sequence[Example], env_config: dict[str, Any]) -> None:
+    def __init__(self, env_id: str, rows: Sequence[Example], env_config: dict[str, object]) -> None:
         super().__init__()
         self.env_id, self.rows, self.env_config = env_id, rows, env_config
         self._episode: Episode | None = None
         self._state = State()
 
     def reset(
-        self, seed: int | None = None, episode_id: str | None = None, index: int | None = None, **kwargs: Any
+        self, seed: int | None = None, episode_id: str | None = None, index: int | None = None, **kwargs: object
     ) -> MessagesObservation:
         """Play the row of that index; without one, the row that the seed draws. Raises IndexError."""
         self.close()
@@ -56,13 +56,13 @@ class RowEnvironment(Environment):
         self._state = State(episode_id=episode_id or uuid4().hex, step_count=0)
         return MessagesObservation(messages=self._episode.init(list(row.prompt), seed))
 
-    def step(self, action: TextAction, timeout_s: float | None = None, **kwargs: Any) -> MessagesObservation:
+    def step(self, action: TextAction, timeout_s: float | None = None, **kwargs: object) -> MessagesObservation:
         """Raises RuntimeError: there is no episode."""
         if self._episode is None:
             raise RuntimeError("step before reset, or after the end of the episode")
         output = self._episode.step(action.text)
         self._state.step_count += 1
-        metadata: dict[str, Any] = {}
+        metadata: dict[str, object] = {}
         if output["done"]:
             metadata = {"truncated": output.get("truncated", False), "metrics": self._episode.metrics()}
             self.close()
@@ -80,7 +80,7 @@ class RowEnvironment(Environment):
             self._episode = None
 
 
-def make_app(env_id: str, rows: Sequence[Example], env_config: dict[str, Any], max_sessions: int) -> Any:
+def make_app(env_id: str, rows: Sequence[Example], env_config: dict[str, object], max_sessions: int) -> Any:
     """Return the FastAPI application."""
     return create_fastapi_app(
         lambda: RowEnvironment(env_id, rows, env_config),

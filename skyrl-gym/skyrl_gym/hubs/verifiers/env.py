@@ -1,7 +1,6 @@
 """Any environment of the verifiers package as a text environment."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ from skyrl_gym.envs.base_text_env import (
     whole_number,
 )
 from skyrl_gym.error import Error, InfraError, TaskError
-from skyrl_gym.hubs.verifiers.host import Conversation, Host, environment_of, host_of
+from skyrl_gym.hubs.verifiers.host import Body, Conversation, Host, environment_of, host_of
 from skyrl_gym.suggestions import did_you_mean
 
 INFRASTRUCTURE = ("ProviderError", "SandboxError", "ToolsetError", "TunnelError", "InterceptionError", "TimeoutError")
@@ -73,7 +72,7 @@ class VerifiersEnv(BaseTextEnv):
         self.index = whole_number(extras, "index", 0)
         self.reward = 0.0
         self._metrics: dict[str, object] = {}
-        self._request: dict[str, Any] = {}
+        self._request: Body = {}
         self._host: Host | None = None
         self._conversation: Conversation | None = None
 
@@ -87,7 +86,7 @@ class VerifiersEnv(BaseTextEnv):
         self._host = host_of(self.environment)
         self._conversation = self._host.start(self.index)
         event = self._next_event()
-        if not isinstance(event, Mapping):
+        if not isinstance(event, dict):
             self._score(event)
             raise Error(f"task {self.index} of {self._name} ended without a turn of the model")
         self._request = dict(event)
@@ -112,7 +111,7 @@ class VerifiersEnv(BaseTextEnv):
         assert self._host is not None and self._conversation is not None, "init comes before step"
         self._host.answer(self._conversation, self._message(action))
         event = self._next_event()
-        if isinstance(event, Mapping):
+        if isinstance(event, dict):
             return BaseTextEnvStepOutput(observations=self._news(event), reward=0.0, done=False, metadata={})
         trace = self._score(event)
         output = BaseTextEnvStepOutput(
@@ -122,13 +121,13 @@ class VerifiersEnv(BaseTextEnv):
             output["truncated"] = True
         return output
 
-    def _message(self, action: str) -> dict[str, Any]:
+    def _message(self, action: str) -> Body:
         """Return the turn as an assistant message, with its tool calls if the request had tools."""
         schemas = self._request.get("tools") or []
         calls = (
             [call for call in self.format.parse(action, schemas) if not isinstance(call, Invalid)] if schemas else []
         )
-        message: dict[str, Any] = {"role": "assistant", "content": action}
+        message: Body = {"role": "assistant", "content": action}
         if calls:
             message["tool_calls"] = [
                 {
@@ -140,7 +139,7 @@ class VerifiersEnv(BaseTextEnv):
             ]
         return message
 
-    def _news(self, request: Mapping[str, Any]) -> ConversationType:
+    def _news(self, request: Body) -> ConversationType:
         """Return the messages that a request has beyond the last one and its answer. Raises Error."""
         before, messages = self._request["messages"], request["messages"]
         news: list[MessageType] = messages[len(before) + 1 :]

@@ -40,7 +40,7 @@ def library() -> Any:
     return verifiers.v1
 
 
-def environment_of(value: object) -> dict[str, Any]:
+def environment_of(value: object) -> Body:
     """Return verifiers' settings of an environment (the `[env]` block of `vf-eval`), from a mapping, its JSON text, or
     the id of a taskset. Raises TaskError.
     """
@@ -55,7 +55,7 @@ def environment_of(value: object) -> dict[str, Any]:
     return dict(given)
 
 
-def load(environment: Mapping[str, Any]) -> Any:
+def load(environment: Body) -> Any:
     """Return the `verifiers.v1.Env`. A role without a harness or runtime of its own plays in this process.
 
     verifiers' own defaults are a harness that runs shell commands and a runtime in a cloud.
@@ -84,7 +84,7 @@ class Conversation:
     """Turns of one episode, between verifiers' event loop and the thread of the trainer."""
 
     def __init__(self) -> None:
-        self.events: queue.SimpleQueue[Body | Any | Exception] = queue.SimpleQueue()
+        self.events: queue.SimpleQueue[object] = queue.SimpleQueue()
         """Requests (dicts) in order; then the finished `Episode`, or the exception that ended it."""
         self.episode: Future[None] | None = None
         self._reply: asyncio.Future[Body] | None = None
@@ -109,7 +109,7 @@ class Conversation:
 class Host:
     """A loaded environment, its event loop and its endpoint. Use `host_of`, which shares them."""
 
-    def __init__(self, environment: Mapping[str, Any]) -> None:
+    def __init__(self, environment: Body) -> None:
         self.env = load(environment)
         self._source: Iterator[Any] = iter(self.env.taskset)
         self._tasks: list[Any] = []
@@ -252,7 +252,7 @@ _hosts: dict[str, Host] = {}
 _hosts_lock = threading.Lock()
 
 
-def host_of(environment: Mapping[str, Any]) -> Host:
+def host_of(environment: Body) -> Host:
     """Return the host of these settings, one a process. Raises Error, InfraError."""
     key = json.dumps(environment, sort_keys=True)
     with _hosts_lock:
