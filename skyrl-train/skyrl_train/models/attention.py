@@ -91,9 +91,11 @@ def packed_attention(
     ranks = packed_rows.sequence_parallel
     if ranks is not None:
         query, key, value = (ranks.to_heads(x) for x in (query, key, value))
+        # Rank r has the heads r H/n and on, and so their sinks.
         s_aux = None if s_aux is None else s_aux.chunk(ranks.size)[ranks.rank]
     if packed_rows.keys is not None:  # each row attends to the tokens of its prefix, which another row holds
         key, value = (x.index_select(2, packed_rows.keys) for x in (key, value))
+    # Kernels for rows of different lengths know scaling and window alone.
     rule = AttentionRule(scaling, sliding_window, softcap, s_aux)
     varlen = _varlen_attention(query.device.type, query.dtype) if rule.is_plain else None
     if varlen is None:
@@ -262,7 +264,9 @@ def _written_out(
         seen: [block, keys] bool
     """
     compute = partial(_probabilities_times_values, seen=seen, softcap=rule.softcap)
+    # Queries are scaled, not scores: fewer products, and caps then see what the model's own attention caps.
     q = q * (q.shape[-1] ** -0.5 if rule.scaling is None else rule.scaling)
+    # Nothing is saved without a backward.
     if not torch.is_grad_enabled():
         return compute(q, k, v, rule.sinks)
     answer = checkpoint(compute, q, k, v, rule.sinks, use_reentrant=False, preserve_rng_state=False)
@@ -281,6 +285,7 @@ def _probabilities_times_values(
 ) -> torch.Tensor:
     groups = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+    # The mask comes after the cap, which would make a finite number of minus infinity.
     scores = capped(q @ k.transpose(2, 3), softcap).float().masked_fill(~seen, -torch.inf)
     return softmax_with_sinks(scores, None if sinks is None else sinks[:, None, None]).to(v.dtype) @ v
 
@@ -303,6 +308,7 @@ def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor | None) -> torc
     """
     if sinks is None:
         return scores.softmax(dim=-1, dtype=torch.float32)
+    # Behind the scores: a longer row then adds exact zeros between them, and no bit of the sum changes.
     columns = F.pad(sinks.float(), (0, _SINK_COLUMNS - 1), value=-torch.inf)
     both = torch.cat([scores.float(), columns.expand(*scores.shape[:-1], -1)], dim=-1)
     return both.softmax(dim=-1)[..., : scores.shape[-1]]

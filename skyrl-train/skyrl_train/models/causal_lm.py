@@ -109,6 +109,7 @@ def _implementation_for(config: Any, implementation: str) -> str:
     on scores (Gemma 2), sinks (gpt-oss). Packed rows have an attention of their own."""
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     is_known = getattr(model_class, "_supports_attention_backend", False)
+    # A model with attention of its own has no other to choose; `check_scoring` compares it.
     without_sdpa = is_known and not model_class._supports_sdpa
     if implementation != "eager" and (
         without_sdpa or getattr(config.get_text_config(), "attn_logit_softcapping", None)

@@ -86,6 +86,7 @@ class DeltaNet:
     def __init__(self, module: nn.Module):
         # Asked at each pass: of a sharded model the weights are whole only then.
         self._module: Any = module
+        # transformers decides in the functions themselves whether a kernel of another library computes them.
         self._own = module.forward
         self._functions: Any = sys.modules[type(module).__module__]
 
@@ -109,8 +110,10 @@ class DeltaNet:
             return self._own(hidden_states, cache_params=cache_params, attention_mask=attention_mask, **others)
         if attention_mask is not None:
             raise ValueError(f"{type(self._module).__name__} was given a mask beside rows that lie end to end")
+        # Projections see all tokens in one product, as adapters on them expect; only what follows knows rows.
         mixed, z, b, a = self._projected(hidden_states)
         beta = b.sigmoid()
+        # In log space and float32, as transformers has it: exp(A_log) overflows in half precision.
         decay = -self._module.A_log.float().exp() * F.softplus(a.float() + self._module.dt_bias)
         if packed_rows is not None:
             if packed_rows.prefixes or packed_rows.sequence_parallel is not None:
@@ -140,6 +143,7 @@ class DeltaNet:
     def _prompts(self, mixed: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, cache: DeltaCache) -> torch.Tensor:
         """Compute rows from their beginning, padded behind, and store their states."""
         lengths = cache.delta_lengths()
+        # A row begins here: a state within a prompt is never kept, so there is none to go on from.
         assert lengths is not None and cache.delta_state(self._module.layer_idx) is None
         ends = torch.tensor(lengths, device=mixed.device)
         x, width = mixed.transpose(1, 2), self._module.conv1d.kernel_size[0]
@@ -157,6 +161,7 @@ class DeltaNet:
         """Compute one token of each row behind its state: T = 1."""
         state = cache.delta_state(self._module.layer_idx)
         assert state is not None
+        # The same convolution as over a prompt, so that both give the same numbers; its first outputs are not needed.
         x = torch.cat([state.conv, mixed.transpose(1, 2)], dim=2)
         answer, recurrent = self._rule(self._convolved(x)[:, :, -1:], decay, beta, state.recurrent)
         cache.put_delta_state(self._module.layer_idx, DeltaState(x[:, :, 1:], recurrent))
@@ -179,7 +184,9 @@ class DeltaNet:
         num_keys, num_values = module.num_k_heads, module.num_v_heads
         sizes = [num_keys * module.head_k_dim, num_keys * module.head_k_dim, num_values * module.head_v_dim]
         q, k, v = x.transpose(1, 2).split(sizes, dim=-1)
+        # Consecutive heads of values share a head of keys.
         q, k = (each.unflatten(2, (num_keys, -1)).repeat_interleave(num_values // num_keys, dim=2) for each in (q, k))
+        # Chunks for many tokens, a recurrence for one: the numbers agree to rounding, not to the bit.
         rule = (
             self._functions.torch_chunk_gated_delta_rule
             if state is None

@@ -107,6 +107,7 @@ def parts_beside_decoder(model: PreTrainedModel) -> set[str]:
     images."""
     decoder = model.get_decoder()
     inside = {id(module) for module in (*decoder.modules(), model.get_output_embeddings())}
+    # Modules that hold the decoder are no part beside it.
     around = {id(module) for module in model.modules() if any(part is decoder for part in module.modules())}
     return {name for name, module in model.named_modules() if id(module) not in inside | around}
 

@@ -103,6 +103,7 @@ class PackedRows:
             batch = [
                 to_batch(x, group.lengths)[:, 0].unflatten(2, y.shape[1:]) for x, y in zip(own, tensors, strict=True)
             ]
+            # Padding lies behind each row, where a causal function never looks.
             answer = compute(*batch)
             answers.append(from_batch(answer.flatten(2)[:, None], group.lengths)[0].unflatten(1, answer.shape[2:]))
         return torch.cat(answers)

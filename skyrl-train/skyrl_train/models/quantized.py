@@ -14,6 +14,7 @@ def quantization_of(config: Any) -> str | None:
     quantization = getattr(config, "quantization_config", None)
     if not quantization:
         return None
+    # A dict as it stands in config.json, an object once transformers has read it.
     settings = quantization if isinstance(quantization, dict) else quantization.to_dict()
     method = str(settings.get("quant_method", "unknown"))
     name = _NAME_OF_WAY_OUT.get(method)

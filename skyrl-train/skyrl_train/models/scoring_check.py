@@ -139,6 +139,7 @@ def differing_rules(config: Any, rows: PackedRows) -> str | None:
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     if kinds is None:
         kinds = ["full_attention" if window is None else "sliding_attention"] * config.num_hidden_layers
+    # Only layers with an attention function note what they ask for.
     kinds = [kind for kind in kinds if kind != LINEAR_ATTENTION]
     expected = [window if kind == "sliding_attention" else None for kind in kinds]
     if not rows.windows:

@@ -147,6 +147,7 @@ class SlotCache(Cache):
         return None
 
     def put_delta_state(self, layer: int, state: DeltaState) -> None:
+        # Made at the first prompt, whose states tell their sizes.
         if layer not in self._states:
             self._states[layer] = self._state_like(state)
         for held, new in zip(self._states[layer], state, strict=True):
