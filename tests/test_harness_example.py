@@ -51,7 +51,7 @@ def test_a_shell_script_with_curl_learns(repair: Any, settings: tuple[str, ...],
 @pytest.mark.full
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_mini_swe_agent_learns_unchanged(repair: Any, seed: int, tmp_path: Path):
-    """In an environment of its own, which MINI_SWE_AGENT names."""
+    """Run the package of the environment that MINI_SWE_AGENT names."""
     if not (Path(os.environ.get("MINI_SWE_AGENT", "")) / "bin" / "mini").exists():
         pytest.skip("MINI_SWE_AGENT names no environment with mini-swe-agent")
     settings = ("trainer.train_batch_size=2", "trainer.policy_mini_batch_size=2")

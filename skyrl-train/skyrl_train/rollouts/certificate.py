@@ -44,12 +44,12 @@ class TokenCertificate:
     num_trained: int
     """Tokens with loss mask 1."""
     num_exact: int
-    """Of these, tokens that stand behind exactly the tokens that the model read when it drew them, once, with the
+    """Trained tokens that stand behind exactly the tokens that the model read when it drew them, once, with the
     log-prob of that moment."""
     not_trained: dict[str, int] = field(default_factory=dict)
     """Drawn tokens without loss, by reason; `unfinished_answers` counts answers, whose tokens are not known."""
     branches: list[Branch] = field(default_factory=list)
-    """Of each row."""
+    """Place of each row in the tree."""
     new_rows: dict[str, int] = field(default_factory=dict)
     """Reasons why rows after the first began."""
 

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from skyrl_train.inference_engines.openai_api.recorder import SessionRecord
 
 SOCKET, PORT = "/endpoint.sock", 8000
-"""Of the endpoint, inside of a sandbox."""
+"""Address of the endpoint inside of a sandbox: a Unix socket, and the port that leads to it."""
 _FORWARDER = Path(__file__).with_name("forwarder.py").read_text()
 _LAST_WORDS = 600
 _MEBIBYTE = 1 << 20
 _FURTHER_SECONDS = 60.0
-"""For the start and the end of a sandbox, beside the time of a harness and of its grading."""
+"""Time for the start and the end of a sandbox, beside the time of a harness and of its grading."""
 
 HarnessEnd = Literal["unreachable", "no_answer", "hung", "limit", "crashed", "error"]
 KINDS: dict[HarnessEnd, FailureKind] = {
@@ -57,7 +57,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Harness:
-    """What `generator.harness` describes, with its functions loaded.
+    """Agent program of `generator.harness`, with its functions loaded.
 
     Args:
         socket_path: of the endpoint, for a sandbox without network.
