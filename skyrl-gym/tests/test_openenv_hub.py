@@ -136,7 +136,7 @@ def served(app: Any) -> Iterator[str]:
 
 @pytest.mark.full
 def test_openenv_package_serves_its_template_a_tool_environment_and_ours() -> None:
-    pytest.importorskip("openenv", reason="needs skyrl-gym[openenv]")
+    pytest.importorskip("openenv", reason="needs openenv 0.10")
     from fastmcp import FastMCP
     from openenv.core import CallToolAction
     from openenv.core.env_server.http_server import create_fastapi_app

@@ -31,7 +31,7 @@ def main() -> None:
 
         from skyrl_gym.hubs.openenv.server import make_app
     except ImportError as missing:
-        parser.error(f"serving needs OpenEnv ({missing}): pip install 'skyrl-gym[openenv]'")
+        parser.error(f"serving needs OpenEnv ({missing}): pip install openenv==0.10.0")
     app = make_app(arguments.env, rows, arguments.env_config, arguments.max_sessions)
     uvicorn.run(app, host=arguments.host, port=arguments.port, log_level="warning")
 

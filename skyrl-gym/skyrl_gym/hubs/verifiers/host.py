@@ -34,7 +34,7 @@ def library() -> Any:
         import verifiers.v1  # pyright: ignore[reportMissingImports]
     except ImportError as missing:
         raise Error(
-            f"verifiers 0.4 is needed ({missing}): pip install 'skyrl-gym[verifiers]'; releases before it had another "
+            f"verifiers 0.4 is needed ({missing}): pip install verifiers==0.4.0; releases before it had another "
             f"interface, which is not supported"
         ) from missing
     return verifiers.v1
