@@ -39,4 +39,4 @@ setup:
 	scripts/setup.sh --inexact
 
 setup-tests:
-	scripts/setup.sh --extra tracking --extra gym --extra tx --extra agent --extra deepspeed --extra mcore --extra cloud --extra $(VLLM) --group docs
+	scripts/setup.sh --extra tracking --extra gym --extra tx --extra agent --extra deepspeed --extra mcore --extra cloud --extra constrained --extra $(VLLM) --group docs
