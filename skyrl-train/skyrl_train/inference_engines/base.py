@@ -177,8 +177,8 @@ class InferenceEngineOutput(TypedDict):
     response_ids: list[list[int]]
     stop_reasons: list[str]
     response_logprobs: list[list[float]] | None
-    """log softmax(logits / temperature) at each generated token (temperature 1 if sampling is greedy), before penalties,
-    biases, constraints and truncation (top-p, top-k, min-p): the distribution the trainer computes. With
+    """log softmax(logits / temperature) at each generated token (temperature 1 if sampling is greedy), before
+    penalties, biases, constraints and truncation (top-p, top-k, min-p): the distribution the trainer computes. With
     `return_kept_tokens` renormalized over the kept tokens."""
     response_top_logprobs: NotRequired[list[TopLogProbs] | None]
     """The K most likely tokens of that distribution in the place of each generated token, if asked for."""
