@@ -106,7 +106,8 @@ FULL = "for i in 1 2 3 4 5 6 7 8 9; do head -c 40000000 /dev/urandom > big$i; do
 async def test_a_fix_counts_whatever_is_beside_it(play, script, files, left_out):
     result, judgement = await play(LocalSWETask(), ROW, script)
     assert judgement.reward == 1.0
-    assert files is None or set(result["files"]) == files
+    # The agent may be ended between making a big file and its first byte: an empty file is a text.
+    assert files is None or {path for path, text in result["files"].items() if text} == files
     assert left_out is None or sorted(result["left_out"]) == left_out
 
 

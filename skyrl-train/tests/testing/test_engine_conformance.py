@@ -75,7 +75,7 @@ def drawn_at_temperature_one(logits: torch.Tensor, batch: SamplingBatch, uniform
 
 
 def penalized(logits: torch.Tensor, batch: SamplingBatch, uniform: Any, *, tokens: torch.Tensor | None, **more: Any):
-    chosen, log_probs, _ = sample(logits, batch, uniform, tokens=tokens, **more)
+    chosen, log_probs, *_ = sample(logits, batch, uniform, tokens=tokens, **more)
     if batch.repetition_penalty is not None:
         assert tokens is not None
         adjusted = apply_repetition_penalty(logits, tokens, batch.repetition_penalty)

@@ -88,7 +88,7 @@ class VLLMProtocol(ServerProtocol):
         if self._extended:
             await self._workers("skyrl_prepare")
         unsupported: dict[Feature, str] = {"answer_tokens": ANSWER_FROM_START}
-        if config["structured_outputs_config"]["backend"] != GRAMMAR_BACKEND:
+        if config.get("structured_outputs_config", {}).get("backend") != GRAMMAR_BACKEND:
             unsupported["grammar"] = (
                 f"the server at {url} was started without --structured-outputs-config.backend {GRAMMAR_BACKEND}, which "
                 "tool_choice and thoughts before JSON need"
