@@ -17,6 +17,7 @@ no network. A RUN that fails here is an InfraError, never a reward of 0.
 import argparse
 import json
 import math
+import re
 import shlex
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -30,6 +31,7 @@ from skyrl_agent.errors import InfraError
 from skyrl_agent.runtimes.base import ExecResult, Limits, Runtime, RuntimeSpec
 from skyrl_agent.tasks.base import BaseTask, Instance, Judgement, TaskRowError
 from skyrl_agent.types import JsonObject, Message, Row, TrajectoryResult
+from skyrl_gym.sandbox.rlimits import PATH
 
 SYSTEM = "You work at a shell, in small steps: run a command, read what it says, go on. There is no network."
 PLACE = "/tmp/harbor"
@@ -40,6 +42,9 @@ FOLDERS = ("tests", "logs", "solution")
 DEFAULT_SECONDS = 600.0
 FIRST_SECONDS = 60.0
 MAX_REWARD_BYTES = 1 << 16
+FILES_AT_A_TIME = 25
+"""Files put in place by one command, whose length is limited to 128 KiB; a path may have 4 KiB."""
+VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 SKIPPED = (
     "FROM",
     "CMD",
@@ -49,7 +54,6 @@ SKIPPED = (
     "MAINTAINER",
     "SHELL",
     "USER",
-    "ARG",
     "VOLUME",
     "HEALTHCHECK",
 )
@@ -304,30 +308,44 @@ def dockerfile_steps(folder: TaskFolder) -> list[tuple[str, Any]]:
     if not file.is_file():
         return []
     steps: list[tuple[str, Any]] = []
-    workdir = "/"
+    workdir, known = "/", {"PATH": PATH}
     lines = [line for line in file.read_text().splitlines() if not line.lstrip().startswith("#")]
     for line in "\n".join(lines).replace("\\\n", " ").splitlines():
         kind, _, rest = line.strip().partition(" ")
         kind, rest = kind.upper(), rest.strip()
         if not kind or kind in SKIPPED:
             continue
-        if kind == "WORKDIR":
+        if kind != "RUN":  # which the shell expands
+            rest = _expanded(rest, known)
+        if kind == "ARG":
+            known |= dict(word.split("=", 1) for word in shlex.split(rest) if "=" in word)
+        elif kind != "RUN" and "${" in rest:
+            raise _cannot_follow(folder, line)
+        elif kind == "WORKDIR":
             workdir = rest if rest.startswith("/") else f"{workdir.rstrip('/')}/{rest}"
             steps.append((kind, workdir))
         elif kind == "ENV":
             pairs = [word.partition("=") for word in shlex.split(rest)]
             pairs = pairs if all(sign for _, sign, _ in pairs) else [rest.partition(" ")]
             steps.append((kind, {name: value for name, _, value in pairs}))
+            known |= steps[-1][1]
         elif kind == "RUN" and not rest.startswith(("[", "<<", "--mount")):
             steps.append((kind, rest))
         elif kind in ("COPY", "ADD") and "--from" not in rest and "://" not in rest and not rest.startswith("["):
             steps.append(("COPY", [word for word in shlex.split(rest) if not word.startswith("--")]))
         else:
-            raise TaskRowError(
-                f"task folder {folder.path}: {folder.dockerfile} has {line.strip()!r:.120}, which a sandbox "
-                f"cannot follow"
-            )
+            raise _cannot_follow(folder, line)
     return steps
+
+
+def _expanded(text: str, values: Mapping[str, str]) -> str:
+    return VARIABLE.sub(lambda found: values.get(found[1] or found[2], ""), text)
+
+
+def _cannot_follow(folder: TaskFolder, line: str) -> TaskRowError:
+    return TaskRowError(
+        f"task folder {folder.path}: {folder.dockerfile} has {line.strip()!r:.120}, which a sandbox cannot follow"
+    )
 
 
 def _folder(row: Row) -> TaskFolder:
@@ -338,12 +356,14 @@ def _folder(row: Row) -> TaskFolder:
 
 async def _put(runtime: Runtime, files: Mapping[str, bytes], place: str) -> None:
     """Write files into a folder of the runtime. Scripts (`#!`) are executable."""
-    commands = []
-    for number, (name, content) in enumerate(files.items()):
-        await runtime.write(f"{STAGED}/{number}", content)
-        mode = "755" if content.startswith(b"#!") else "644"
-        commands.append(f"install -D -m {mode} {STAGED}/{number} {shlex.quote(f'{place}/{name}')}")
-    await _run(runtime, " && ".join([*commands, f"rm -r {STAGED}"]))
+    named = list(files.items())
+    for first in range(0, len(named), FILES_AT_A_TIME):
+        commands = []
+        for number, (name, content) in enumerate(named[first : first + FILES_AT_A_TIME]):
+            await runtime.write(f"{STAGED}/{number}", content)
+            mode = "755" if content.startswith(b"#!") else "644"
+            commands.append(f"install -D -m {mode} {STAGED}/{number} {shlex.quote(f'{place}/{name}')}")
+        await _run(runtime, " && ".join([*commands, f"rm -r {STAGED}"]))
 
 
 async def _run(runtime: Runtime, command: str) -> None:

@@ -98,6 +98,23 @@ async def test_harbor_oracle_passes_and_idle_agent_fails(sandboxed, tmp_path, si
     assert [await judged(row, solve=False) for row in rows] == [0.0] * size
 
 
+async def test_harbor_expands_variables_of_the_dockerfile_and_copies_many_files_with_long_paths(sandboxed, tmp_path):
+    make_tasks(tmp_path, 1)
+    folder = tmp_path / "sum-00"
+    long = "/".join(["d" * 120] * 6)
+    dockerfile = (
+        "ARG PLACE=data\nENV ROOT=/app\nENV PATH=$ROOT/bin:${PATH} EMPTY=$NOWHERE\nWORKDIR $ROOT\n"
+        f"COPY many ${{PLACE}}/many\nRUN ls data/many/{long} | wc -l > count.txt"
+    )
+    write(folder / "environment" / "Dockerfile", dockerfile)
+    for number in range(160):
+        write(folder / "environment" / "many" / long / f"{number:0120}", "")
+    checks = '[ -z "$EMPTY" ] && [ "${PATH%%:*}" = /app/bin ] && [ "$(cat /app/count.txt)" = 160 ]'
+    write(folder / "tests" / "test.sh", f"{checks} && echo 1 > /logs/verifier/reward.txt")
+    [row] = harbor_rows(tmp_path)
+    assert await judged(row, solve=False) == 1.0
+
+
 async def test_harbor_judges_the_agents_work_and_ignores_its_own_reward(play, tmp_path):
     make_tasks(tmp_path, 2)
     counted = next(row for row in harbor_rows(tmp_path) if row["id"].startswith("largest"))
@@ -131,6 +148,7 @@ async def test_harbor_judge_that_writes_no_reward_is_no_failure_of_the_agent(pla
         ("instruction.md", " ", "has no instruction"),
         ("environment/Dockerfile", "COPY --from=build /a /b", "cannot follow"),
         ("environment/Dockerfile", 'RUN ["ls"]', "cannot follow"),
+        ("environment/Dockerfile", "WORKDIR ${HOME:-/app}", "cannot follow"),
     ],
 )
 def test_harbor_folders_that_cannot_be_used_are_named(tmp_path, file, text, message):

@@ -25,7 +25,7 @@ from skyrl_gym.error import InfraError
 from skyrl_gym.sandbox.base import Limits, Outcome
 from skyrl_gym.sandbox.command import Launch, as_bytes
 from skyrl_gym.sandbox.host import HostSandbox
-from skyrl_gym.sandbox.rlimits import ENVIRONMENT, rlimits, tool
+from skyrl_gym.sandbox.rlimits import ENVIRONMENT, PATH, rlimits, tool
 from skyrl_gym.sandbox.seccomp import seccomp_filter
 from skyrl_gym.sandbox.usage import ProcFolder
 from skyrl_gym.sandbox.workspace import Workspace
@@ -217,7 +217,7 @@ def _bwrap(as_root: bool) -> list[str]:
             argv += ["--disable-userns"]  # older ones leave it to the filter of system calls alone
     for name, value in ENVIRONMENT.items():
         argv += ["--setenv", name, value]
-    argv += ["--setenv", "PATH", f"{os.path.dirname(sys.executable)}:/usr/local/bin:/usr/bin:/bin"]
+    argv += ["--setenv", "PATH", PATH]
     for folder in SYSTEM_FOLDERS:
         if os.path.islink(folder):
             argv += ["--symlink", os.readlink(folder), folder]

@@ -16,7 +16,7 @@ from contextlib import suppress
 from skyrl_gym.sandbox.base import Limits, Outcome
 from skyrl_gym.sandbox.command import Launch, as_bytes
 from skyrl_gym.sandbox.host import HostSandbox
-from skyrl_gym.sandbox.rlimits import ENVIRONMENT, rlimits, tool
+from skyrl_gym.sandbox.rlimits import ENVIRONMENT, PATH, rlimits, tool
 from skyrl_gym.sandbox.usage import ProcFolder
 from skyrl_gym.sandbox.workspace import Workspace
 
@@ -39,7 +39,7 @@ class ProcessSandbox(HostSandbox[Workspace]):
         mark = uuid.uuid4().hex
         surroundings = {
             **ENVIRONMENT,
-            "PATH": f"{os.path.dirname(sys.executable)}:/usr/local/bin:/usr/bin:/bin",
+            "PATH": PATH,
             "HOME": workspace.files,
             "TMPDIR": workspace.tmp,
             **(env or {}),

@@ -12,6 +12,7 @@ from skyrl_gym.error import InfraError
 from skyrl_gym.sandbox.base import Limits
 
 OPEN_FILES = 256
+PATH = f"{os.path.dirname(sys.executable)}:/usr/local/bin:/usr/bin:/bin"
 ENVIRONMENT = {
     "HOME": "/workspace",
     "USER": "sandbox",
