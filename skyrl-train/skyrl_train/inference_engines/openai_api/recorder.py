@@ -92,7 +92,7 @@ class SessionRecord:
     num_answered: int = 0
     """Requests whose answer was complete."""
     used_up: str | None = None
-    """Budget that refused a request: `turns`, `tokens` or `context`."""
+    """Budget that refused a request: `turns`, `tokens`, or `context` if no request was answered after it."""
 
     @property
     def num_tokens(self) -> int:
@@ -168,6 +168,8 @@ class RequestRecorder:
                 return
             record = self._sessions.setdefault(str(session), SessionRecord())
             record.turns.extend(turns)
+            if record.used_up == "context":  # the agent shortened its conversation, and goes on
+                record.used_up = None
             record.num_answered += len({id(turn.prompt_ids) for turn in turns})  # choices share the list
             self._sessions.move_to_end(str(session))
             self._num_tokens += sum(turn.num_tokens for turn in turns)

@@ -81,6 +81,21 @@ def test_a_session_has_a_budget_of_turns_and_of_tokens():
     assert Admission().budget(99, 4) == 99  # the request's own mistake stays one
 
 
+def test_a_full_context_is_no_end_for_an_agent_that_shortens_its_conversation():
+    recorder = RequestRecorder()
+    recorder.begin("a", SessionRules(max_turns=1))
+    recorder.admit("a")
+    recorder.context_is_full("a")
+    recorder.record("a", [turn([1], [2], 0)])
+    assert recorder.take_record("a").used_up is None
+    recorder.begin("a", SessionRules(max_turns=1))
+    recorder.admit("a")
+    with pytest.raises(ApiError, match="1 turns is used up"):
+        recorder.admit("a")
+    recorder.record("a", [turn([1], [2], 0)])  # an answer that was under way
+    assert recorder.take_record("a").used_up == "turns"
+
+
 def test_a_recorder_of_begun_sessions_refuses_those_that_have_ended():
     recorder = RequestRecorder(begun_only=True)
     with pytest.raises(ApiError, match="not open"):
