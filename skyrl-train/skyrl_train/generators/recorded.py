@@ -83,7 +83,7 @@ def recorded_trajectory(
     trajectory = Trajectory(
         trajectory_id,
         samples,
-        turns[-1].stop_reason,
+        max(turns, key=lambda turn: turn.finished).stop_reason,  # the last row may be a sub-agent's, of long before
         is_step_wise=True,
         turn_lengths=[len(turn.response_ids) for turn in turns],
     )

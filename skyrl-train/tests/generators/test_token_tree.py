@@ -102,6 +102,13 @@ def test_the_tree_is_the_one_drawn_by_hand(turns: Any, lengths: list[int], tree:
     assert [sample.reward for sample in trajectory.samples] == [0.0] * (len(lengths) - 1) + [2.0]
 
 
+def test_a_trajectory_ends_as_its_last_answer_did_whichever_row_that_is():
+    main, sub_agent, last = with_sub_agents()[0], with_sub_agents()[1], with_sub_agents()[3]
+    trajectory = recorded_trajectory(SessionRecord(turns=[main, replace(sub_agent, stop_reason="length"), last]), 1, ID)
+    assert [len(sample.response_ids) for sample in trajectory.samples] == [5, 1], "the sub-agent's row is the last"
+    assert trajectory.stop_reason == "stop"
+
+
 def gradients(samples: Sequence[TrainingSample], share: bool) -> tuple[dict[str, torch.Tensor], int]:
     """Gradients of a loss that weighs each token by its id; and the tokens that the model computed."""
     sequences, attention_mask, response_mask, _, loss_mask, _ = convert_prompts_responses_to_batch_tensors(
