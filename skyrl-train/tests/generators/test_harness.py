@@ -2,6 +2,7 @@
 was drawn, and whatever they do wrong has a name."""
 
 import json
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -310,3 +311,22 @@ def test_what_cannot_work_is_said_before_anything_starts(settings: Any, message:
             GeneratorConfig(model_name="m", harness=HarnessConfig(**settings)), None, characters
         )
         generator.check_rows([{"prompt": json.dumps([])}], "data.train_data")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"grade": {"command": "pytest -q"}}, "grade.command must be a list of words.* got 'pytest -q'"),
+        ({"grade": {"files": {"check.py": ""}}}, "grade.command must be a list of words.* got 'None'"),
+        ({"grade": "pytest -q"}, "grade must be an object with command and files; got 'pytest -q'"),
+        ({"files": [{"path": "f.py", "content": ""}]}, "files must be an object of paths and texts"),
+        ({"grade": PASSES | {"files": {"check.py": 3}}}, "grade.files must be an object of paths and texts"),
+    ],
+)
+async def test_files_and_grades_of_another_form_are_refused_or_fail_their_row(row: Any, message: str, characters: Any):
+    harness = HarnessConfig(function=f"{__name__}:asynchronous", sandbox="process")
+    [trajectory], _ = await trajectories_of(Model(characters, lambda _: "yes"), harness, [row])
+    assert trajectory.failure is not None and re.search(message, trajectory.failure.message)
+    generator = HarnessGenerator(GeneratorConfig(model_name="m", harness=harness), None, characters)
+    with pytest.raises(ConfigError, match=f"row 1 of data.train_data: {message}"):
+        generator.check_rows([{}, row], "data.train_data")

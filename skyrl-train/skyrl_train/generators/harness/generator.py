@@ -25,7 +25,7 @@ from skyrl_train.generators.base import (
 from skyrl_train.generators.environment import DaemonThreads, DeadlineExceeded
 from skyrl_train.generators.harness.endpoint import Endpoint, SharedEndpoint
 from skyrl_train.generators.harness.run import KINDS, Attempt, Harness, harness_failure, load_function
-from skyrl_train.generators.harness.task import HarnessTask
+from skyrl_train.generators.harness.task import HarnessTask, check_row
 from skyrl_train.generators.recorded import recorded_metrics, recorded_trajectory
 from skyrl_train.generators.sampling import get_sampling_params, request_seed
 from skyrl_train.inference_engines.base import InferenceEngineInterface, SamplingKeywords
@@ -77,19 +77,23 @@ class HarnessGenerator(GeneratorInterface):
         self._threads = DaemonThreads(harness.max_parallel, seconds)
 
     def check_rows(self, rows: Any, setting: str) -> None:
-        """Check that there is a sandbox, and a reward for each row of a dataset.
+        """Check that there is a sandbox, and for each row of a dataset its form and a reward.
 
         Raises:
-            ConfigError: neither the settings nor a row have a grader; the sandbox does not work here.
+            ConfigError: neither the settings nor a row have a grader; files or a grade of another form; the sandbox
+                does not work here.
         """
         harness = self.generator_cfg.harness
-        if harness.grader is None and harness.function is None:
-            for number, row in enumerate(rows):
-                if not row.get("grade"):
-                    raise ConfigError(
-                        f"row {number} of {setting} has no column `grade` (command, files) and "
-                        "generator.harness.grader is null: nothing gives its trajectories a reward. Set one of them"
-                    )
+        for number, row in enumerate(rows):
+            if harness.grader is None and harness.function is None and not row.get("grade"):
+                raise ConfigError(
+                    f"row {number} of {setting} has no column `grade` (command, files) and "
+                    "generator.harness.grader is null: nothing gives its trajectories a reward. Set one of them"
+                )
+            try:
+                check_row(row, with_grade=harness.grader is None)
+            except ValueError as error:
+                raise ConfigError(f"row {number} of {setting}: {error}") from error
         try:
             self._harness("").sandbox()
         except InfraError as error:

@@ -15,7 +15,7 @@ from skyrl_gym.error import InfraError
 from skyrl_gym.sandbox import ExecResult, Limits, Sandbox, make_sandbox
 from skyrl_train.errors import ConfigError, FailureKind, RolloutError
 from skyrl_train.generators.harness.forwarder import NOT_STARTED, UNREACHABLE
-from skyrl_train.generators.harness.task import HarnessTask, checked_reward, grade_by_command, write_files
+from skyrl_train.generators.harness.task import HarnessTask, check_row, checked_reward, grade_by_command, write_files
 from skyrl_train.rollouts.types import Failure
 
 if TYPE_CHECKING:
@@ -103,6 +103,7 @@ class Harness:
             return closed[0]
 
         try:
+            check_row(task.row, with_grade=self.grader is None)
             with task.sandbox:
                 write_files(task.sandbox, task.row.get("files"))
                 output, failure = self._run(task)

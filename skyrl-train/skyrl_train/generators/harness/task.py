@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,34 @@ class HarnessTask:
                     word = word.replace(name, value)
             filled.append(word.replace("{task}", self.text))  # last: a task's own braces stay
         return filled
+
+
+def check_row(row: Mapping[str, Any], with_grade: bool) -> None:
+    """Check the form of a row's `files`, and of its `grade` where that gives the reward.
+
+    Raises:
+        ValueError: it names the column, the value and the form.
+    """
+    _check_files("files", row.get("files"))
+    grade = row.get("grade")
+    if not with_grade or not grade:
+        return
+    if not isinstance(grade, Mapping):
+        raise ValueError(f"grade must be an object with command and files; got {str(grade)[:100]!r}")
+    _check_files("grade.files", grade.get("files"))
+    command = grade.get("command")
+    if isinstance(command, str | Mapping) or not isinstance(command, Iterable) or not list(command):
+        raise ValueError(
+            f"grade.command must be a list of words, as ['python', 'check.py'] or ['sh', '-c', 'a shell's line']; got "
+            f"{str(command)[:100]!r}"
+        )
+
+
+def _check_files(column: str, files: object) -> None:
+    if files is None:
+        return
+    if not isinstance(files, Mapping) or not all(isinstance(text, str | None) for text in files.values()):
+        raise ValueError(f"{column} must be an object of paths and texts; got {str(files)[:100]!r}")
 
 
 def write_files(sandbox: Sandbox, files: Mapping[str, str | None] | None) -> None:
