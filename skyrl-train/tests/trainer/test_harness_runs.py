@@ -82,6 +82,11 @@ def test_a_harness_that_never_asks_ends_the_run_and_not_with_a_reward(chat_model
         ({"generator": {"harness": {"command": ["sh"]}}}, "are two harnesses; leave one out"),
         ({"generator": {"harness": {"function": "no.such:name"}}}, "must be package.module:function, importable here"),
         ({"generator": {"max_turns": 3}}, "generator.max_turns=3 is not read with generator.harness"),
+        ({"generator": {"sampling_params": {"stop": ["END"]}}}, r"sampling_params.stop=\['END'\] is not read with"),
+        (
+            {"generator": {"eval_sampling_params": {"additional_kwargs": {"min_tokens": 2}}}},
+            "generator.eval_sampling_params.additional_kwargs=.* is not read with generator.harness",
+        ),
         ({"generator": {"harness": {"visible": ["somewhere"]}}}, "'somewhere', which must be the whole path"),
         ({"trainer": {"algorithm": {"advantage_estimator": "reinforce++"}}}, "generator.harness"),
     ],

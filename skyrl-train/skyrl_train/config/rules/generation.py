@@ -113,6 +113,14 @@ def _check_harness(generator: GeneratorConfig) -> None:
         "generator.sampling_params.logprobs=null has no effect with generator.harness, which records the log-prob of "
         "each token; leave it out",
     )
+    for name in ("sampling_params", "eval_sampling_params"):
+        for field in ("stop", "additional_kwargs"):
+            value = getattr(getattr(generator, name), field)
+            require(
+                not value,
+                f"generator.{name}.{field}={value!r} is not read with generator.harness, whose requests say where "
+                "answers end; leave it out",
+            )
 
 
 def _check_sampling(params: SamplingParams, name: str) -> None:
