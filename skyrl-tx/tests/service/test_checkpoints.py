@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
-from service_users import Chain, Client, refused, without_engine
+from service_users import Chain, Client, refused, running, without_engine
 from sqlalchemy import update
 
 from tx.errors import Busy, RequestError
@@ -57,6 +57,20 @@ async def test_no_error_names_a_folder_of_the_server(alice: Client, model: str, 
     stored = await alice.stored(await alice.load(model, 2, path))
     assert "FileNotFoundError" in (stored.error or "") and f"/{model}/weights/gone@1/state.json" in (stored.error or "")
     assert str(tmp_path) not in (stored.error or "")
+
+
+async def test_words_of_errors_stay_though_a_relative_folder_of_the_server_is_called_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    async with running(Path()) as service:  # as with --state-dir state
+        alice = await Client(service).begin()
+        model = await alice.model()
+        path = (await alice.result(await alice.save(model, 1, "gone")))["path"]
+        for state in tmp_path.glob("checkpoints/*/weights/gone@1/state.json"):
+            state.unlink()
+        error = (await alice.stored(await alice.load(model, 2, path))).error or ""
+    assert f"/{model}/weights/gone@1/state.json" in error and str(tmp_path) not in error
 
 
 async def test_saving_and_loading_may_be_asked_in_one_breath(alice: Client, model: str):

@@ -81,7 +81,7 @@ class TinkerService:
         )  # fmt: skip
         self.futures = Futures(store, blobs, state, lambda: link.trouble)
         self._run_files = RunFiles(config.state_folder / "runs")
-        private = (config.checkpoints_base, str(config.state_folder))
+        private = (folders.base, str(config.state_folder.absolute()))
         recorder = ResultRecorder(store, blobs, state, limits, self.futures, self._run_files, private)
         self._dispatch = Dispatch(store, blobs, state, link, recorder)
         self.checkpoints = Checkpoints(store, state, config.max_checkpoints_gb_per_tenant)
