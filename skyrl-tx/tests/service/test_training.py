@@ -8,6 +8,7 @@ from scripted_engine import FAIL
 from service_users import Chain, Client, pass_of, refused, restarted, until
 
 from tx.errors import Busy
+from tx.tinker.service.repetitions import digest_of
 from tx.tinker.service.results import TryAgain
 from tx.tinker.service.service import TinkerService
 from tx.tinker.wire import schemas
@@ -57,12 +58,25 @@ async def test_a_number_that_comes_again_with_other_content_is_refused(
         await alice.stored(sampled)
     saved = await alice.result(await alice.save(model, 3, "a"))
     await refused(400, alice.sampler(0, model_path=saved["path"]), "is taken by a sampler of tiny")
+    together = [alice.sampler(1, base_model="tiny"), alice.sampler(1, model_path=saved["path"])]
+    both = await asyncio.gather(*together, return_exceptions=True)
+    assert sorted(type(each).__name__ for each in both) == ["RequestError", "str"]
     await refused(400, alice.model(rank=4), other)
     await refused(400, alice.save(model, 3, "b"), other)
     async with restarted(alice, tmp_path):
         await refused(400, alice.save(model, 3, "b"), other)
         await refused(400, alice.model(rank=4), other)
         assert await alice.save(model, 3, "a") == {"request_id": f"{model}:3", "model_id": model}
+
+
+async def test_a_release_with_a_further_field_knows_the_requests_of_the_one_before():
+    class Later(schemas.OptimStepRequest):
+        added: int | None = None
+
+    Later.__name__ = schemas.OptimStepRequest.__name__
+    same = {"model_id": "m", "seq_id": 1}
+    before, now = [await digest_of(kind.model_validate(same)) for kind in (schemas.OptimStepRequest, Later)]
+    assert before == now != await digest_of(Later(**same, added=1))
 
 
 async def test_a_refused_request_uses_up_its_seq_and_says_the_same_again(alice: Client, model: str, tmp_path: Path):

@@ -21,13 +21,15 @@ from tx.tinker.wire.codec import TrainingRequest
 
 
 async def digest_of(request: object) -> bytes:
-    """Hash the content of a request. Equal for JSON and protobuf, whatever the order of maps."""
+    """Hash the content of a request. Equal for JSON and protobuf, whatever the order of maps, and for releases in which
+    a request has more fields."""
     if isinstance(request, TrainingRequest):
         if len(request.payload) >= THREAD_FROM_BYTES:
             return await asyncio.to_thread(_digest_of_pass, request)
         return _digest_of_pass(request)
     assert isinstance(request, BaseModel)
-    return hashlib.sha256(f"{type(request).__name__}{request.model_dump_json()}".encode()).digest()[:16]
+    content = request.model_dump_json(exclude_defaults=True)
+    return hashlib.sha256(f"{type(request).__name__}{content}".encode()).digest()[:16]
 
 
 def _digest_of_pass(request: TrainingRequest) -> bytes:

@@ -60,8 +60,10 @@ class Samplers:
             row = await self._new_sampler(tenant, sampler_id, request)
             await self._store.write(partial(_insert_sampler, row=row))
             row = await self._store.read(lambda database: database.get_one(SamplerRow, sampler_id))
+            sampler = Sampler.of(row)
+            _check_same(sampler, request)  # another request may have been faster
             if request.session_id in self._state.sessions:
-                self._state.samplers.setdefault(sampler_id, Sampler.of(row))
+                self._state.samplers.setdefault(sampler_id, sampler)
         return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
 
     async def get_sampler(self, tenant: str, sampler_id: str) -> dict[str, object]:
