@@ -17,6 +17,7 @@ from tx.tinker.http.api_keys import ApiKeys
 
 KEYS = {"anna": "tml-anna-key", "bela": "tml-bela-key", "operator": "tml-operator-key"}
 SECRET = "of bela alone"
+JSON = {"Content-Type": "application/json"}
 
 
 @pytest.fixture
@@ -85,6 +86,8 @@ def test_the_page_to_sample_says_that_the_server_is_away_and_takes_no_forms(app:
         assert (away.status_code, "give its address as --server" in away.json()["detail"]) == (502, True)
         form = bela.post("/playground/completions", data={"prompt": "x"})
         assert form.status_code == 415
+        endless = (b"x" * (console.MAX_BODY_BYTES // 2) for _ in range(3))  # without content-length
+        assert bela.post("/playground/completions", content=endless, headers=JSON).status_code == 413
 
 
 def test_without_keys_only_names_of_this_machine_are_answered(runs: Path):

@@ -175,12 +175,14 @@ class Console:
         """Ask the server in the name of the key."""
         login: _Login = request.scope["tx.login"]
         method, path = _ASKED[name]
-        if int(request.headers.get("content-length") or 0) > MAX_BODY_BYTES:
-            return _page('{"detail": "the prompt is too long for this page"}', "application/json", 413)
         if method == "POST" and request.headers.get("content-type") != "application/json":  # another site's form
             return _page('{"detail": "content-type must be application/json"}', "application/json", 415)
-        body = await request.body() if method == "POST" else None
-        return await run_in_threadpool(self._answer, method, path, login.key, body)
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > MAX_BODY_BYTES:
+                return _page('{"detail": "the prompt is too long for this page"}', "application/json", 413)
+        return await run_in_threadpool(self._answer, method, path, login.key, bytes(body) or None)
 
     def _answer(self, method: str, path: str, key: str, body: bytes | None) -> Response:
         headers = {"Content-Type": "application/json"} | ({"X-API-Key": key} if key else {})
