@@ -42,7 +42,7 @@ def test_sdk_waits_for_its_quota_and_harms_nobody(tiny_model: Path, tmp_path: Pa
             command = [python, "-c", PROGRAM, server.url, server.key(tenant), str(copies)]
             return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
 
-        clients = [start("greedy", 40), start("modest", 1)]  # 12,000 tokens, 300 tokens
+        clients = [start("greedy", 27), start("modest", 1)]  # 8,100 tokens, 300 tokens
         greedy, modest = (json.loads(client.communicate(timeout=240)[0].splitlines()[-1]) for client in clients)
     assert greedy["losses"][0] == greedy["losses"][2] and greedy["lengths"] == modest["lengths"] == [8, 8]
-    assert greedy["seconds"] > modest["seconds"] + 10, "6,000 tokens too many take a minute to come back"
+    assert greedy["seconds"] > modest["seconds"] + 10, "2,100 tokens too many take 21 seconds to come back"
