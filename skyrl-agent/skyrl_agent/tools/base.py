@@ -140,6 +140,8 @@ class BaseTool:
                 output = await self.run(context, **bound)
             else:
                 output = await in_thread(math.inf, functools.partial(self.run, context, **bound))
+                if inspect.isawaitable(output):  # `run` is wrapped by a `def`
+                    output = await output
         except ArgumentError as error:
             return ToolOutput(f"Error calling {self.name}: {error}", failed=True)
         except InfraError:

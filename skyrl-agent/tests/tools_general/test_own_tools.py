@@ -1,5 +1,6 @@
 """Tools and agents of users, from a task file alone: dotted paths, imports, tool groups, MCP servers."""
 
+import functools
 import json
 import sys
 from collections.abc import Iterator
@@ -97,6 +98,18 @@ async def test_a_task_file_alone_brings_tools_of_every_kind_and_an_agent(tmp_pat
     assert [schema["function"]["name"] for schema in runner_schemas(tools)] == [
         *("count_words", "reverse", "weigh", "double", "finish"),
     ]
+
+
+async def test_a_coroutine_under_a_plain_decorator_is_awaited():
+    def decorated(run):
+        return functools.wraps(run)(lambda *args, **kwargs: run(*args, **kwargs))
+
+    class Slow(import_module(MODULE).CountWords):
+        @decorated
+        async def run(self, context: ToolContext, text: str) -> int:
+            return len(text)
+
+    assert (await Slow().call(ToolContext("t", {}), {"text": "abc"})).text == "3"
 
 
 def runner_schemas(tools: list[Any]) -> list[dict[str, Any]]:
