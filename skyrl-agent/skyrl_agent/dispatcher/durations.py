@@ -12,6 +12,8 @@ WEIGHT_OF_LAST = 0.3
 """Weight of the newest trajectory in the mean of its instance: policies change from epoch to epoch."""
 MIN_PAIRS, MAX_PAIRS = 16, 256
 MIN_CORRELATION = 0.2
+MAX_INSTANCES = 1 << 17
+"""Instances remembered, the last ones: without `data.instance_id_key` each batch has new ones."""
 
 
 class Durations:
@@ -35,7 +37,9 @@ class Durations:
         Args:
             seconds: of each stage, without waits.
         """
-        known = self._means.get(instance)
+        known = self._means.pop(instance, None)
+        if len(self._means) == MAX_INSTANCES:
+            del self._means[next(iter(self._means))]
         if known is None:
             self._means[instance] = tuple(seconds)
             return

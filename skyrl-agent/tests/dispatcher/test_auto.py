@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from skyrl_agent.dispatcher import virtual_time
+from skyrl_agent.dispatcher import durations, virtual_time
 from skyrl_agent.dispatcher.capacity import Capacity
 from skyrl_agent.dispatcher.dispatch import Dispatch
 from skyrl_agent.dispatcher.durations import Durations
@@ -46,16 +46,24 @@ def test_the_longest_go_first_once_their_siblings_have_predicted_it():
 
 
 def test_durations_that_predict_nothing_order_nothing():
-    durations = Durations()
-    assert durations.remaining("new", "generate") == math.inf
+    known = Durations()
+    assert known.remaining("new", "generate") == math.inf
     for number in range(40):
-        durations.add(number % 4, [0.0, 1.0 + (number // 4 + number) % 2 * 9, 0.0])  # long ones become short
-    assert not durations.predictive
+        known.add(number % 4, [0.0, 1.0 + (number // 4 + number) % 2 * 9, 0.0])  # long ones become short
+    assert not known.predictive
     for number in range(300):
-        durations.add(number % 4, [0.0, 1.0 + number % 4, 2.0])
-    assert durations.predictive
-    assert durations.remaining(3, "initialize") == pytest.approx(6.0)
-    assert durations.remaining(3, "evaluate") == pytest.approx(2.0)
+        known.add(number % 4, [0.0, 1.0 + number % 4, 2.0])
+    assert known.predictive
+    assert known.remaining(3, "initialize") == pytest.approx(6.0)
+    assert known.remaining(3, "evaluate") == pytest.approx(2.0)
+
+
+def test_the_last_instances_are_remembered(monkeypatch):
+    monkeypatch.setattr(durations, "MAX_INSTANCES", 2)
+    known = Durations()
+    for instance in "abac":
+        known.add(instance, [1.0, 1.0, 1.0])
+    assert [known.remaining(instance, "generate") for instance in "abc"] == [2.0, math.inf, 2.0]
 
 
 def test_instances_with_names_are_known_in_the_next_batch():
