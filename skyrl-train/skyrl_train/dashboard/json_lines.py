@@ -49,10 +49,12 @@ class LineOffsets:
 
     def update(self, file: BinaryIO, state: FileState) -> None:
         """Scan the part of the file that is new."""
-        if self._is_compressed and state.inode == self._inode:
-            return
+        if self._is_compressed:
+            if state.inode == self._inode:
+                return
+            self._inode = 0  # until all of it was read: it may be damaged
         if state.inode != self._inode or state.size < self._scanned:
-            self._starts, self._scanned, self._inode = array("q", [0]), 0, state.inode
+            self._starts, self._scanned = array("q", [0]), 0
         file.seek(self._scanned)
         while chunk := file.read(CHUNK):
             found = chunk.find(b"\n")
@@ -60,6 +62,7 @@ class LineOffsets:
                 self._starts.append(self._scanned + found + 1)
                 found = chunk.find(b"\n", found + 1)
             self._scanned += len(chunk)
+        self._inode = state.inode
 
     def span(self, number: int) -> tuple[int, int]:
         """Return offset and length of a line, counted from 0, without its line feed."""
