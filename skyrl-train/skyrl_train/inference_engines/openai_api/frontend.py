@@ -247,7 +247,7 @@ class OpenAIFrontend:
         if room < 1:
             self._sessions.context_is_full(session)
             raise ContextLengthExceeded(len(ids), info.max_model_len, param)
-        admission = self._sessions.admit(session)
+        admission = self._sessions.admit(session, request.num_choices)
         budget = admission.budget(budget, room)
         records = self._sessions.records(session)
         params = sampling_keywords(request, budget, room, self._sampling_defaults, log_probs=records)

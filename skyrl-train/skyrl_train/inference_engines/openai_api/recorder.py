@@ -129,8 +129,11 @@ class RequestRecorder:
         with self._lock:
             self._sessions[str(session)] = SessionRecord(rules)
 
-    def admit(self, session: str | int) -> Admission:
+    def admit(self, session: str | int, num_choices: int = 1) -> Admission:
         """Count a request of a session.
+
+        Args:
+            num_choices: answers to it, which share the tokens that are left.
 
         Raises:
             ApiError: the session's budget is used up, or it is not (or no longer) open. Status 403, which clients do
@@ -145,7 +148,7 @@ class RequestRecorder:
             rules, left = record.rules, None
             if rules.max_turns is not None and record.num_admitted >= rules.max_turns:
                 raise _used_up(record, "turns", rules.max_turns)
-            if rules.max_tokens is not None and (left := rules.max_tokens - record.num_generated) <= 0:
+            if rules.max_tokens is not None and (left := (rules.max_tokens - record.num_generated) // num_choices) < 1:
                 raise _used_up(record, "tokens", rules.max_tokens)
             turn, record.num_admitted = record.num_admitted, record.num_admitted + 1
         return Admission(
@@ -173,14 +176,17 @@ class RequestRecorder:
             record.num_answered += len({id(turn.prompt_ids) for turn in turns})  # choices share the list
             self._sessions.move_to_end(str(session))
             self._num_tokens += sum(turn.num_tokens for turn in turns)
-            # The last session stays even if it is too long by itself: it is the one being written.
-            while self._num_tokens > self._max_tokens and len(self._sessions) > 1:
-                name, dropped = self._sessions.popitem(last=False)
-                self._num_tokens -= dropped.num_tokens
+            while self._num_tokens > self._max_tokens and (name := self._oldest_but(str(session))) is not None:
+                self._num_tokens -= self._sessions.pop(name).num_tokens
                 self.num_dropped_sessions += 1
                 logger.warning(
                     f"the recorder holds more than {self._max_tokens} tokens that nobody took: dropped session {name!r}"
                 )
+
+    def _oldest_but(self, written: str) -> str | None:
+        """Return the session to drop: the one being written stays even if it is too long by itself, and those that have
+        begun and wait for their first turn take no memory."""
+        return next((name for name, record in self._sessions.items() if record.turns and name != written), None)
 
     def sessions(self) -> list[str]:
         """The sessions that have turns, the one that was silent longest first."""

@@ -43,9 +43,11 @@ class Sessions:
     def records(self, session: str | None) -> bool:
         return self._recorder is not None and session is not None
 
-    def admit(self, session: str | None) -> Admission:
+    def admit(self, session: str | None, num_choices: int) -> Admission:
         """Return how a request may be answered. Raises ApiError if its session's budget is used up."""
-        return Admission() if self._recorder is None or session is None else self._recorder.admit(session)
+        if self._recorder is None or session is None:
+            return Admission()
+        return self._recorder.admit(session, num_choices)
 
     def context_is_full(self, session: str | None) -> None:
         """Note that a prompt left no room for an answer."""

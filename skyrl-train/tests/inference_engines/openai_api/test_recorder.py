@@ -64,6 +64,16 @@ def test_a_session_is_forgotten_once_taken_and_others_when_memory_is_full():
     assert recorder.sessions() == ["c", "d"]
 
 
+def test_sessions_that_wait_for_their_first_turn_are_not_dropped_for_memory():
+    recorder = RequestRecorder(max_tokens=10, begun_only=True)
+    for name in ("waits", "a", "b", "c"):
+        recorder.begin(name, SessionRules())
+    for name in ("a", "b", "c"):
+        recorder.record(name, [turn([1, 2, 3], [4], 0)])
+    assert recorder.sessions() == ["b", "c"]
+    assert recorder.admit("waits") == Admission()
+
+
 def test_a_session_has_a_budget_of_turns_and_of_tokens():
     recorder = RequestRecorder()
     recorder.begin("turns", SessionRules(max_turns=2, max_tokens_per_turn=5, seed_of_turn=lambda turn: 70 + turn))
@@ -71,8 +81,11 @@ def test_a_session_has_a_budget_of_turns_and_of_tokens():
     assert [(admission.seed, admission.max_tokens) for admission in admissions] == [(70, 5), (71, 5)]
     assert [admissions[0].budget(asked, room) for asked, room in ((None, 9), (3, 9), (99, 4))] == [5, 3, 4]
     recorder.begin("tokens", SessionRules(max_tokens=3, sampling={"temperature": 1.0}))
+    assert recorder.admit("tokens", num_choices=3).max_tokens == 1, "three answers of a token"
     recorder.record("tokens", [turn([1], [2, 3], 0)])
     assert recorder.admit("tokens") == Admission(sampling={"temperature": 1.0}, max_tokens=1)
+    with pytest.raises(ApiError, match="3 tokens is used up"):
+        recorder.admit("tokens", num_choices=2)
     recorder.record("tokens", [turn([1], [4], 1)])
     for session, message in (("turns", "2 turns is used up"), ("tokens", "3 tokens is used up")):
         with pytest.raises(ApiError, match=message) as refusal:
