@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from openai import OpenAI
 
@@ -17,7 +18,7 @@ from skyrl_train.config.harness import HarnessConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.base import BatchMetadata, GeneratorInput, TrajectoryID
 from skyrl_train.generators.harness.generator import HarnessGenerator
-from skyrl_train.generators.harness.task import HarnessTask
+from skyrl_train.generators.harness.task import HarnessTask, checked_reward
 from skyrl_train.inference_engines.base import EngineInfo, InferenceEngineInput, InferenceEngineOutput
 from skyrl_train.rollouts.types import RolloutBatch, Trajectory
 
@@ -249,6 +250,12 @@ async def test_answers_are_drawn_as_training_needs_it_or_as_a_harness_asks(sampl
 
 async def asynchronous(task: HarnessTask) -> float:
     return float(len(ask(task, ("user", task.text))))
+
+
+@pytest.mark.parametrize("value", [1, True, np.float32(1), np.int64(1), np.bool_(True)])
+def test_numbers_of_numpy_are_rewards(value: Any):
+    reward = checked_reward(value, "a grader")
+    assert (reward, type(reward)) == (1.0, float)
 
 
 def bad_grader(task: HarnessTask, output: Any) -> float:

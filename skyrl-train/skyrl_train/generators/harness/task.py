@@ -4,7 +4,10 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
+
+import numpy as np
 
 from skyrl_gym.sandbox import ExecResult, Limits, Sandbox
 from skyrl_train.errors import RolloutError
@@ -115,6 +118,7 @@ def grade_by_command(task: HarnessTask, seconds: float) -> float:
 
 def checked_reward(value: object, source: str) -> float:
     """Return a reward as a float. Raises RolloutError if it is no finite number."""
-    if isinstance(value, bool | int | float) and math.isfinite(value):
+    # Of NumPy, too: a comparison of arrays, a mean in float32.
+    if isinstance(value, Real | np.bool_) and math.isfinite(value):
         return float(value)
     raise RolloutError("reward", f"{source} must return a finite number; got {value!r}")
