@@ -8,6 +8,7 @@ from scripted_engine import FAIL
 from service_users import Chain, Client, pass_of, refused, restarted, until
 
 from tx.errors import Busy
+from tx.tinker.service import intake
 from tx.tinker.service.repetitions import digest_of
 from tx.tinker.service.results import TryAgain
 from tx.tinker.service.service import TinkerService
@@ -213,6 +214,25 @@ async def test_tokens_per_minute_delay_their_tenant_alone_and_in_order(
     with pytest.raises(Busy):
         await bob.sample(sampler, 0)
     assert service.metrics()["refused_for_quota_total"] == {"alice": 4, "bob": 1}
+
+
+@pytest.mark.parametrize(
+    "service", [{"max_tokens_per_minute_per_tenant": 120, "seq_gap_timeout_sec": 1}], indirect=True
+)
+async def test_a_delayed_request_that_is_given_up_stops_its_model_for_a_time_alone(
+    service: TinkerService, alice: Client, model: str, monkeypatch: pytest.MonkeyPatch
+):
+    await alice.train(model, 1, length=60, copies=5)
+    for seq in (2, 3):
+        with pytest.raises(Busy):
+            await alice.train(model, seq)
+    service._limits.quota.charge("alice", -300)
+    with pytest.raises(Busy):
+        await alice.train(model, 3)
+    monkeypatch.setattr(intake, "PATIENCE_SECONDS", 0.0)
+    stored = await alice.stored(await alice.train(model, 3))
+    assert "seq_id 2 did not arrive within 1 s" in (stored.error or "")
+    assert (await alice.result(await alice.train(model, 4)))["state"]
 
 
 async def test_a_poll_waits_and_says_try_again(service: TinkerService, alice: Client, model: str):

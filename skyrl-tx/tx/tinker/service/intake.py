@@ -18,6 +18,7 @@ from tx.errors import RequestError
 from tx.tinker.commands import CommandAddress, EncodeContext, EncodedCommand, ModelState, StoredCommand, Unload
 from tx.tinker.service.dispatch import Dispatch
 from tx.tinker.service.limits import Limits
+from tx.tinker.service.quotas import LONGEST_RETRY_SECONDS
 from tx.tinker.service.repetitions import Repetitions, digest_of
 from tx.tinker.service.rows import fail_requests, insert_refusal, insert_request
 from tx.tinker.service.sequencer import FURTHEST_AHEAD
@@ -29,6 +30,8 @@ from tx.tinker.wire.codec import TrainingRequest
 
 log = logging.getLogger(__name__)
 
+PATIENCE_SECONDS = 2 * LONGEST_RETRY_SECONDS
+"""Time after which a delayed request that did not come again delays no later ones: its client gave it up."""
 
 Insert = Callable[[Database, PendingRequest], None]
 """Function that inserts a request's rows."""
@@ -165,13 +168,14 @@ class RequestIntake:
         if not isinstance(request, TrainingRequest):
             return 0
         tokens, quota = sum(len(datum.tokens) for datum in request.data), self._limits.quota
-        run.delayed = {each for each in run.delayed if each >= run.sequence.next_seq}
+        now, expected = time.monotonic(), run.sequence.next_seq
+        run.delayed = {each: at for each, at in run.delayed.items() if each >= expected and now - at < PATIENCE_SECONDS}
         earlier = min(run.delayed, default=seq)
-        run.delayed.add(seq)
+        run.delayed[seq] = now
         if earlier < seq:  # else what is left would go to later ones, and the model wait for this one
             quota.refuse(run.tenant, 1.0)
         quota.admit(run.tenant)
-        run.delayed.discard(seq)
+        del run.delayed[seq]
         return tokens
 
     async def _charged(

@@ -71,8 +71,8 @@ class Run:
     deciding: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     """Seqs whose acceptance is being recorded."""
     refused: dict[int, RequestError] = field(default_factory=dict)
-    delayed: set[int] = field(default_factory=set)
-    """Seqs that the quota of tokens delayed; later ones are delayed too, until these were accepted."""
+    delayed: dict[int, float] = field(default_factory=dict)
+    """Seqs that the quota of tokens delayed, and when; later ones are delayed too, until these were accepted."""
     saving: dict[tuple[CheckpointKind, str], str] = field(default_factory=dict)
     """Folders of named checkpoints whose saves are pending."""
     needed_folders: dict[int, str] = field(default_factory=dict)
