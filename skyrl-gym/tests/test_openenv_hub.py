@@ -118,6 +118,19 @@ def test_openenv_failures_of_the_server_are_never_scored(counting: str) -> None:
         OpenEnv()
 
 
+def test_openenv_key_is_not_sent_to_another_server_that_a_row_names() -> None:
+    settings = {"base_url": "http://127.0.0.1:8000/a", "api_key": "secret"}
+    assert OpenEnv(settings, {"base_url": "http://127.0.0.1:8000/b"}).base_url.endswith("/b")
+    with pytest.raises(TaskError, match=r"sent to http://127\.0\.0\.1:8000/a alone.*'http://other:8000'"):
+        OpenEnv(settings, {"base_url": "http://other:8000"})
+
+
+def test_openenv_server_that_does_not_list_its_tools_is_broken(counting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SCHEMA, "title", "CallToolAction")
+    with make(counting) as env, pytest.raises(InfraError, match=r"does not list its tools.*must be an integer"):
+        env.init(ASK)
+
+
 @contextmanager
 def served(app: Any) -> Iterator[str]:
     """Address of a FastAPI application, served by a thread."""

@@ -16,6 +16,7 @@ from skyrl_gym.envs.base_text_env import (
 )
 from skyrl_gym.error import InfraError, TaskError
 from skyrl_gym.hubs.openenv.client import Payload, Refused, Session
+from skyrl_gym.services import origin_of
 from skyrl_gym.tags import last_tagged
 
 TOOL_ACTIONS = ("Action", "CallToolAction", "ListToolsAction")
@@ -35,7 +36,7 @@ class OpenEnvConfig:
     """Address of the server, as `http://host:port`."""
 
     api_key: str | None = None
-    """Sent as a bearer token."""
+    """Sent as a bearer token, to the server of `base_url` alone if that is set."""
 
     max_turns: int = 20
     """Maximum number of turns; servers have no limit that they tell of."""
@@ -65,6 +66,12 @@ class OpenEnv(BaseTextEnv):
         self.base_url = str(extras.get("base_url") or self.config.base_url)
         if not self.base_url:
             raise TaskError("base_url must be the address of an OpenEnv server, in the row or the settings; got none")
+        own = self.config.base_url
+        if self.config.api_key and own and origin_of(self.base_url) != origin_of(own):
+            raise TaskError(
+                f"api_key is sent to {own} alone, and the row has the base_url {self.base_url!r}; "
+                "correct the row, or leave base_url of the settings empty to send it wherever rows say"
+            )
         given = mapping_of("reset", extras.get("reset"))
         self.reset = {name: value for name, value in given.items() if value is not None}
         seed = whole_number(extras, "seed", None)
@@ -94,7 +101,10 @@ class OpenEnv(BaseTextEnv):
         text = f"Actions are JSON objects of this schema:\n{json.dumps(schema)}"
         if self.takes_tools:
             assert self.session is not None
-            answer = self.session.step({"type": "list_tools"})
+            try:
+                answer = self.session.step({"type": "list_tools"})
+            except Refused as refusal:
+                raise InfraError(f"{self.base_url} does not list its tools: {refusal}") from None
             tools = "\n".join(json.dumps(tool) for tool in answer["observation"].get("tools", []))
             self.schema = TOOL_SCHEMA
             form = json.dumps(TOOL_SCHEMA)
