@@ -7,8 +7,8 @@
     tests/test.sh     run-tests.sh        judge; tests/ is `/tests` while it runs, and not before
     solution/solve.sh solution.sh         oracle
 
-Of the Dockerfile the sandbox follows WORKDIR, COPY, ADD, ENV and RUN; the image of FROM is this machine, and there is
-no network. A RUN that fails here is an InfraError, never a reward of 0.
+Of the Dockerfile the sandbox follows WORKDIR, COPY, ADD, ENV, ARG and RUN; the image of FROM is this machine, and there
+is no network. A RUN that fails here is an InfraError, never a reward of 0.
 
     python -m skyrl_agent.tasks.harbor FOLDER --output rows.jsonl      # rows of the task folders in a folder
     python -m skyrl_agent.validate harbor.yaml rows.jsonl              # oracles must pass, idle agents fail
@@ -309,6 +309,7 @@ def dockerfile_steps(folder: TaskFolder) -> list[tuple[str, Any]]:
         return []
     steps: list[tuple[str, Any]] = []
     workdir, known = "/", {"PATH": PATH}
+    exports = ""
     lines = [line for line in file.read_text().splitlines() if not line.lstrip().startswith("#")]
     for line in "\n".join(lines).replace("\\\n", " ").splitlines():
         kind, _, rest = line.strip().partition(" ")
@@ -318,7 +319,9 @@ def dockerfile_steps(folder: TaskFolder) -> list[tuple[str, Any]]:
         if kind != "RUN":  # which the shell expands
             rest = _expanded(rest, known)
         if kind == "ARG":
-            known |= dict(word.split("=", 1) for word in shlex.split(rest) if "=" in word)
+            given = dict(word.split("=", 1) for word in shlex.split(rest) if "=" in word)
+            known |= given
+            exports += "".join(f"export {name}={shlex.quote(value)}; " for name, value in given.items())
         elif kind != "RUN" and "${" in rest:
             raise _cannot_follow(folder, line)
         elif kind == "WORKDIR":
@@ -330,7 +333,7 @@ def dockerfile_steps(folder: TaskFolder) -> list[tuple[str, Any]]:
             steps.append((kind, {name: value for name, _, value in pairs}))
             known |= steps[-1][1]
         elif kind == "RUN" and not rest.startswith(("[", "<<", "--mount")):
-            steps.append((kind, rest))
+            steps.append((kind, exports + rest))
         elif kind in ("COPY", "ADD") and "--from" not in rest and "://" not in rest and not rest.startswith("["):
             steps.append(("COPY", [word for word in shlex.split(rest) if not word.startswith("--")]))
         else:

@@ -104,7 +104,7 @@ async def test_harbor_expands_variables_of_the_dockerfile_and_copies_many_files_
     long = "/".join(["d" * 120] * 6)
     dockerfile = (
         "ARG PLACE=data\nENV ROOT=/app\nENV PATH=$ROOT/bin:${PATH} EMPTY=$NOWHERE\nWORKDIR $ROOT\n"
-        f"COPY many ${{PLACE}}/many\nRUN ls data/many/{long} | wc -l > count.txt"
+        f"COPY many ${{PLACE}}/many\nRUN ls $PLACE/many/{long} | wc -l > count.txt"
     )
     write(folder / "environment" / "Dockerfile", dockerfile)
     for number in range(160):
