@@ -63,6 +63,8 @@ def _sampling(request: MessagesRequest) -> JsonObject:
         for name in ("temperature", "top_p", "top_k")
         if (value := getattr(request, name)) not in (None, 0) or (name == "temperature" and value is not None)
     }
+    if request.top_p == 0:  # the nucleus of the likeliest token
+        values["top_k"] = 1
     if request.stop_sequences:
         values["stop"] = request.stop_sequences
     return values

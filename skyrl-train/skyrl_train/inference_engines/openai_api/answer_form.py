@@ -134,9 +134,17 @@ def _tool_choice(given: object) -> tuple[Literal["none", "auto", "required"], li
         case {"type": "function", "function": {"name": str(name)}}:
             return "required", [name]
         case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [*tools]}}:
-            named = [tool.get("function", {}).get("name") for tool in tools if isinstance(tool, dict)]
-            return mode, [str(name) for name in named]
+            names = [_name_of(tool) for tool in tools]
+            if None not in names:
+                return mode, [name for name in names if name is not None]
     raise _wrong("tool_choice", given, "'none', 'auto', 'required' or {'type': 'function', 'function': {'name': …}}")
+
+
+def _name_of(tool: object) -> str | None:
+    match tool:
+        case {"function": {"name": str(name)}}:
+            return name
+    return None
 
 
 def _wrong(where: str, given: object, rule: str) -> ApiError:
@@ -230,6 +238,8 @@ class _Grammar:
         """Qwen3-Coder's form, in which each argument is text between tags of its own."""
         required: Any = schema.get("required") or []
         properties: Any = schema.get("properties") or {}
+        if not isinstance(required, list) or not isinstance(properties, dict):
+            raise ValueError(f"parameters of the function {name!r} must have an object `properties`, a list `required`")
         written = []
         for number, (key, value) in enumerate(properties.items()):
             argument = (
@@ -241,7 +251,7 @@ class _Grammar:
     def _xml_value(self, rule: str, value: Any, schema: JsonObject) -> str:
         end = "</parameter>"
         kind = value.get("type") if isinstance(value, dict) else None
-        if kind == "string" and "enum" in value:
+        if kind == "string" and isinstance(value.get("enum"), list):
             choices = " | ".join(json.dumps(str(each)) for each in value["enum"])
             return f"ws ({choices}) ws {json.dumps(end)}"
         if kind == "string" or not isinstance(value, dict):

@@ -51,10 +51,10 @@ def chat_request(request: ResponsesRequest, items: Sequence[JsonObject]) -> Chat
         "session_id": request.session_id,
         "reasoning_effort": request.effort,
         "response_format": _response_format(request.text.format if request.text else None),
+        "tool_choice": _tool_choice(request.tool_choice),
     }
     if request.tools:
         given["tools"] = [_function(named) for named in request.named_tools]
-        given["tool_choice"] = _tool_choice(request.tool_choice)
         given["parallel_tool_calls"] = request.parallel_tool_calls
     return checked(ChatRequest, values | {name: value for name, value in given.items() if value is not None})
 

@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field
 from skyrl_gym.chat.tool_calls import split_tool_calls
 from skyrl_train.inference_engines.native.constrained import ConstraintCompiler
 from skyrl_train.inference_engines.openai_api.answer_form import answer_form, constraint_of, thought_mode
+from skyrl_train.inference_engines.openai_api.errors import ApiError
 from skyrl_train.inference_engines.openai_api.prompts import EndpointTemplate
 from skyrl_train.inference_engines.openai_api.schema import ChatRequest, checked
 from skyrl_train_testing.tiny_models import character_tokenizer
@@ -145,6 +146,13 @@ def test_grammar_of_tool_calls(values, template, accepted, refused, added):
         assert len(calls) == text.count('"name"') + text.count("<function=") or text == '{"a": [1, 2]}' or not calls
 
 
+@pytest.mark.parametrize("schema", [{"properties": ["a"]}, {"properties": {"a": {}}, "required": True}])
+def test_arguments_between_tags_need_an_object_of_properties(schema):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    with pytest.raises(ApiError, match="tool_choice: parameters of the function 'f' must have an object `properties`"):
+        matcher_of({"tools": tools, "tool_choice": "required"}, CODER)
+
+
 THINKING = "<think></think>"
 
 
@@ -265,6 +273,17 @@ async def test_required_calls_and_named_functions(tool_engine, tool_model):
         ({"tool_choice": "required"}, "tool_choice", "only allowed when tools"),
         ({"tools": [ADD], "tool_choice": NAMED}, "tool_choice", "the tools are add"),
         ({"tools": [ADD], "tool_choice": "any"}, "tool_choice", "'required'"),
+        (
+            {
+                "tools": [ADD],
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {"mode": "auto", "tools": [{"function": "add"}]},
+                },
+            },
+            "tool_choice",
+            "'required'",
+        ),
         (
             {"response_format": {"type": "json_object"}, "extra_body": {"continue_final_message": True}},
             "response_format",

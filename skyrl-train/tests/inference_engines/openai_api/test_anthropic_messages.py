@@ -6,6 +6,8 @@ import anthropic
 import httpx
 import pytest
 
+from skyrl_train.inference_engines.anthropic_api.schema import MessagesRequest, parsed
+from skyrl_train.inference_engines.anthropic_api.translation import chat_request
 from skyrl_train.inference_engines.openai_api.recorder import RequestRecorder
 
 from .conftest import serving
@@ -68,6 +70,15 @@ async def test_a_conversation_with_thoughts_and_parallel_tools_is_one_row_of_the
     written, _ = one_row(recorder, "s")
     opening = "" if opened else "<think>"
     assert written == [f"{opening}{FIRST}<end>", f"{opening}{SECOND}<end>", "Bye.\n<end>"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "drawn"),
+    [({"top_p": 0, "top_k": 5}, (None, 1)), ({"top_p": 0.5, "top_k": 5}, (0.5, 5)), ({"top_k": 0}, (None, None))],
+)
+def test_a_top_p_of_0_draws_the_likeliest_token_and_a_top_k_of_0_is_off(asked, drawn):
+    request = chat_request(parsed(MessagesRequest, json.dumps(ASK | asked).encode()))
+    assert (request.top_p, request.top_k) == drawn
 
 
 async def test_events_of_a_stream_are_those_of_the_original_in_their_order():

@@ -199,6 +199,7 @@ RESPONSES = [
     ({"tools": [{"type": "code_interpreter", "container": {}}]}, "'code_interpreter' are run"),
     ({"tools": [{"type": "mcp", "server_label": "x"}]}, "'mcp' are run by"),
     ({"tools": [FUNCTION | {"parameters": "x"}]}, "tools.0.parameters: "),
+    ({"tool_choice": "required"}, "tool_choice is only allowed when tools are given"),
     ({"tools": [FUNCTION], "tool_choice": "sometimes"}, "tool_choice"),
     ({"tools": [FUNCTION], "tool_choice": {"type": "web_search"}}, "tool_choice=.* is not supported"),
     ({"tools": [FUNCTION], "tool_choice": {"type": "function"}}, "tool_choice=.* is not supported"),
