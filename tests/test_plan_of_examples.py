@@ -52,7 +52,8 @@ def trained_config(script: Path, scratch: Path, **variables: str) -> Any:
     """Return the settings of a script's training run, on GPUs unless it names a CPU or is for tiny models."""
     variables = {"NUM_GPUS": "8", **variables}
     text = script.read_text()
-    is_tiny = "{MODEL:?" in text or "/run_arithmetic.sh" in text  # which asks for it
+    # Those two ask for it.
+    is_tiny = "{MODEL:?" in text or any(name in text for name in ("/run_arithmetic.sh", "/run_shell_agent.sh"))
     if is_tiny:
         variables["MODEL"] = "Qwen/Qwen2.5-0.5B-Instruct"
     for command in commands_of(script, scratch, **variables):

@@ -223,10 +223,10 @@ _PAGE = """# Models
 Training, the native engine and the Tinker server run transformers' own classes, with attention, caches and experts of
 this repository in place of theirs. So there is no list of supported models: each model is compared with transformers'
 own forward when it is loaded, and one that cannot be computed is refused with the reason. The architectures below are
-those that tests compare in full, each as a tiny random model, float32 on a CPU, to 1e-5 (trained adapters: to 2e-5,
-with linear attention to 2e-4): log-probs and gradients in packed and padded rows and in micro-batches; tokens and
-log-probs of the native engine (prompts in chunks, requests that join and leave, the prefix cache, changed weights);
-adapters trained, sampled, resumed, and read by peft.
+those that tests compare in full, each as a tiny random model, float32 on a CPU, to 1e-5 (gradients of linear
+attention: to 1e-4; trained adapters: to 2e-5, with linear attention to 2e-4): log-probs and gradients in packed and
+padded rows and in micro-batches; tokens and log-probs of the native engine (prompts in chunks, requests that join and
+leave, the prefix cache, changed weights); adapters trained, sampled, resumed, and read by peft.
 
 `python -m skyrl_train_testing.architectures > docs/models.md` makes this page; a further architecture is a row there.
 

@@ -74,7 +74,7 @@ def assert_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor])
     for name, gradient in theirs.items():
         scale = max(1.0, gradient.abs().max().item())
         # Padding moves the chunks of linear attention, whose decays sum up many tokens.
-        atol = scale * (5e-5 if "linear_attn" in name else 1e-5)
+        atol = scale * (1e-4 if "linear_attn" in name else 1e-5)
         torch.testing.assert_close(ours[name], gradient, atol=atol, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
 

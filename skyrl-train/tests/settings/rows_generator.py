@@ -87,6 +87,7 @@ def _vllm_modules() -> dict[str, ModuleType]:
         *("gpu_memory_utilization", "enable_prefix_caching", "enable_chunked_prefill", "hf_overrides", "enable_lora"),
         *("worker_extension_cls", "enable_sleep_mode", "disable_log_stats", "distributed_executor_backend"),
         *("max_lora_rank", "max_loras", "fully_sharded_loras", "block_size", "max_logprobs"),
+        "structured_outputs_config",
     ]
     modules = {
         name: ModuleType(name)
