@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 from loguru import logger
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from skyrl_gym.waits import waiting
 from skyrl_train.config import SkyRLConfig
@@ -86,9 +87,13 @@ class SharedProcessGroup:
         self._num_users += 1
 
     def leave(self) -> None:
-        """Count one worker less."""
+        """Count one worker less. Called in the thread of models."""
         self._num_users -= 1
         if not self._num_users and not self._is_foreign and dist.is_initialized():
+            # torch keeps plans of sharded tensors for each thread, and in them the group. A child that is forked with
+            # Python code of its own (`preexec_fn`: Ray's servers) ends the objects of other threads, and would wait for
+            # ever for threads of the group, which it does not have.
+            _clear_sharding_prop_cache()
             dist.destroy_process_group()
 
 

@@ -15,6 +15,7 @@ from skyrl_train.algorithms.losses import PolicyLossRegistry
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.entrypoints.main_base import BasePPOExp
 from skyrl_train.errors import WorkerError
+from skyrl_train.orchestration.inline_launcher import model_thread
 from skyrl_train.utils.run_folder import RunFolder
 from skyrl_train_testing.tiny_runs import DifferentCharacters, registered
 
@@ -168,3 +169,10 @@ def test_resumed_inline_run_equals_one_that_was_never_stopped(
         "trained on by the weights that wrote it"
     )
     assert all(torch.equal(own_weights[f"{name}"], tensor) for name, tensor in weights.items())
+
+
+def test_a_run_leaves_no_process_group_with_the_thread_of_models(settings: Any, tmp_path: Path):
+    """A child forked with `preexec_fn` (as by Ray) ends what belongs to other threads, and hung in ending the group
+    that torch's plans of sharded tensors held."""
+    BasePPOExp(settings(tmp_path, INLINE)).run()
+    assert model_thread().submit(torch._C._get_DTensor_sharding_propagator_cache_stats).result() == (0, 0)
