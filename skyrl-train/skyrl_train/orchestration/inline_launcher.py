@@ -89,11 +89,11 @@ class SharedProcessGroup:
     def leave(self) -> None:
         """Count one worker less. Called in the thread of models."""
         self._num_users -= 1
+        # torch keeps plans of sharded tensors for each thread, and in them the group. A child that is forked with a
+        # `preexec_fn` (Ray's servers) ends the objects of other threads, and would wait for ever for threads of the
+        # group, which it does not have.
+        _clear_sharding_prop_cache()
         if not self._num_users and not self._is_foreign and dist.is_initialized():
-            # torch keeps plans of sharded tensors for each thread, and in them the group. A child that is forked with
-            # Python code of its own (`preexec_fn`: Ray's servers) ends the objects of other threads, and would wait for
-            # ever for threads of the group, which it does not have.
-            _clear_sharding_prop_cache()
             dist.destroy_process_group()
 
 
