@@ -489,7 +489,7 @@ class Products:
         self._calls.append((lambda: self._torch.bmm(shares, key), count))
 
     def _fastest(self, a: Any, b: Any) -> Callable[[], Any]:
-        """Of the ways to compute a b^T."""
+        """Return the fastest way to compute a b^T."""
         mkldnn, torch = self._torch.ops.mkldnn, self._torch
         ways: list[Callable[[], Any]] = [lambda: a @ b.t()]
         if torch.backends.mkldnn.is_available() and self._dtype == torch.float32:

@@ -1,5 +1,6 @@
 """Tiny real things that many tests use: a model, a Ray cluster, the folder of real data."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -32,6 +33,19 @@ def run_script() -> Callable[..., str]:
         return finished.stdout + finished.stderr
 
     return run
+
+
+@pytest.fixture(scope="session")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """The folder of a tiny model of an architecture in the table; made once."""
+
+    @functools.cache
+    def folder(name: str) -> str:
+        from skyrl_train_testing.architectures import ARCHITECTURES
+
+        return ARCHITECTURES[name].save(tmp_path_factory.mktemp(name))
+
+    return folder
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ class CountWords(BaseTool):
 
 @register_tool("own_reverse_published")
 class Reverse(BaseTool):
-    """As the published package has tools."""
+    """Tool in the form of the published package."""
 
     name = "reverse"
     description = "Reverses a text."  # type: ignore[assignment]

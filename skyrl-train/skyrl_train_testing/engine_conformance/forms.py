@@ -1,4 +1,4 @@
-"""What a request may ask of its answers besides sampling: a form, penalties, biases, likeliest tokens."""
+"""Checks of requests that ask more of answers than sampling: a form, penalties, biases, likeliest tokens."""
 
 import re
 

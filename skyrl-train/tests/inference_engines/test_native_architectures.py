@@ -1,6 +1,5 @@
 """Tiny models of each architecture in the table: the native engine's tokens and log-probs are those of transformers."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,19 +21,6 @@ from skyrl_train_testing.architectures import ARCHITECTURES
 CPU = torch.device("cpu")
 DAILY = {"gemma2", "gpt_oss", "deepseek_v3", "qwen3_5_moe"}
 EACH = [pytest.param(name, marks=[] if name in DAILY else pytest.mark.slow) for name in ARCHITECTURES]
-
-
-@pytest.fixture(scope="module")
-def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """The folder of a tiny model; made once."""
-    made: dict[str, str] = {}
-
-    def folder(name: str) -> str:
-        if name not in made:
-            made[name] = ARCHITECTURES[name].save(tmp_path_factory.mktemp(name))
-        return made[name]
-
-    return folder
 
 
 def reference(folder: str) -> Any:

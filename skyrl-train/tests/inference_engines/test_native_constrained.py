@@ -300,7 +300,7 @@ async def test_penalties_and_biases_move_a_greedy_choice_as_computed_directly(en
 
 
 async def test_likeliest_tokens_are_those_of_the_model(engine, chat_model):
-    """Of the distribution at the temperature, whatever is drawn; each row has as many as it asked for."""
+    """Whatever is drawn, they are those of the distribution at the temperature; each row has as many as it asks for."""
     model = AutoModelForCausalLM.from_pretrained(chat_model)
     params = {"temperature": 0.7, "max_tokens": 6, "ignore_eos": True, "top_k": 3, "logit_bias": {44: 100.0}}
     one, five = await asyncio.gather(

@@ -1,6 +1,5 @@
 """Tiny models of each architecture in the table: training's log-probs and gradients are those of transformers."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +21,6 @@ LENGTHS = ((20, 6), (20, 3), (3, 40), (1, 9), (35, 2), (4, 5))
 """Prompt and response tokens of each row; the first two have one prompt. Longer than the windows of the table (7)."""
 DAILY = {"gemma2", "gemma3_images", "gpt_oss", "deepseek_v3", "qwen3_5_moe"}
 EACH = [pytest.param(name, marks=[] if name in DAILY else pytest.mark.slow) for name in ARCHITECTURES]
-
-
-@pytest.fixture(scope="module")
-def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """The folder of a tiny model; made once."""
-    made: dict[str, str] = {}
-
-    def folder(name: str) -> str:
-        if name not in made:
-            made[name] = ARCHITECTURES[name].save(tmp_path_factory.mktemp(name))
-        return made[name]
-
-    return folder
 
 
 def make_batch() -> tuple[torch.Tensor, torch.Tensor, int]:

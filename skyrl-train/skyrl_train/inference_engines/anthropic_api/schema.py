@@ -61,7 +61,7 @@ class ToolUseBlock(_Block):
 
 
 class UnsupportedBlock(BaseModel):
-    """What the API knows and a text model does not."""
+    """Block that the API has and a text model cannot take."""
 
     model_config = ConfigDict(extra="allow")
     type: Literal[

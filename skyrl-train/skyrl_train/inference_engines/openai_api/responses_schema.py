@@ -42,7 +42,7 @@ class RefusalPart(_Part):
 
 
 class UnsupportedPart(_Part):
-    """What the API knows and a text model does not."""
+    """Part that the API has and a text model cannot take."""
 
     type: Literal["input_image", "input_file", "input_audio", "computer_screenshot"]
 

@@ -187,7 +187,7 @@ class CompletionRequest(_Request):
 
     @property
     def num_top(self) -> int | None:
-        """As `ChatRequest.num_top`."""
+        """Likeliest tokens in the place of each token; None: no log-probs."""
         return self.logprobs
 
     @property

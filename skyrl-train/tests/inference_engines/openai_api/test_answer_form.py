@@ -332,7 +332,7 @@ async def test_an_engine_that_cannot_is_named_with_its_reason(chat_engine, chat_
 
 
 async def test_likeliest_tokens_in_answers_and_prompts(chat_client):
-    """Of chat, of completions, streamed; with echo those of the prompt, as evaluations of choices read them."""
+    """In chat, in completions, streamed; with echo those of the prompt, as evaluations of choices read them."""
     chat = await chat_client.chat.completions.create(
         model="tiny", messages=HELLO, logprobs=True, top_logprobs=3, max_tokens=4, temperature=0, seed=1
     )
