@@ -40,11 +40,26 @@ async def test_kills_are_seen_by_no_user_of_a_server_on_postgresql(tmp_path: Pat
     await undisturbed_and_disturbed(tmp_path, tiny_model, rounds=8, kills=8, seed=3, databases=urls)
 
 
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+async def test_kills_are_seen_by_no_user_of_adapters_in_parts(tmp_path: Path, tiny_model: Path):
+    """Two processes train, and three models take turns in the memory for two."""
+    settings = ["--backend-config", '{"num_processes": 2, "max_resident_models": 2}']
+    await undisturbed_and_disturbed(tmp_path, tiny_model, rounds=4, kills=4, seed=4, settings=settings)
+
+
 async def undisturbed_and_disturbed(
-    folder: Path, base_model: Path, *, rounds: int, kills: int, seed: int, databases: Sequence[str] = ()
+    folder: Path,
+    base_model: Path,
+    *,
+    rounds: int,
+    kills: int,
+    seed: int,
+    databases: Sequence[str] = (),
+    settings: Sequence[str] = (),
 ) -> None:
     def served(name: str) -> ServerProcess:
-        options = ["--base-model", str(base_model), "--served-model-name", "tiny"]
+        options = ["--base-model", str(base_model), "--served-model-name", "tiny", *settings]
         options += [f"--database-url={url}" for url in databases if f"/{name}?" in url]
         return ServerProcess(folder / name, *options, tenants=TENANTS)
 

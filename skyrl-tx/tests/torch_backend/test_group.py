@@ -23,6 +23,8 @@ from skyrl_train.orchestration.ray_launcher import RayRanks
 from skyrl_train.utils.ray_cluster import worker_environment
 from tx.errors import ModelError
 from tx.tinker.backends.base import BackendLost, Failure, TrainingBackend
+from tx.tinker.backends.torch.adapters import Adapter
+from tx.tinker.backends.torch.files import read_into
 from tx.tinker.backends.torch.group import GroupTraining, TrainingRanks
 from tx.tinker.backends.torch.layout import micro_batches
 from tx.tinker.backends.torch.rank_group import RankGroup
@@ -124,6 +126,61 @@ def test_the_same_again_gives_the_same_bits_also_from_a_snapshot_and_on_every_pr
         ends.append(saved(group, name, tmp_path / f"{name} at the end"))
         group.forget(name)
     assert ends[0] == ends[1] != folders[0]
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_state_goes_from_one_process_to_two_and_back_and_steps_are_the_same(
+    group: GroupTraining, model_folder: Make, supervised: Supervised, tmp_path: Path
+) -> None:
+    lora, one = LoraSpec(rank=5, seed=1), TorchTraining(model_folder("qwen2"))
+    one.create("m", lora)
+    for _ in range(2):
+        run(one, "m", supervised(LENGTHS))
+        one.optim_step("m", ADAM)
+    run(one, "m", supervised(LENGTHS))
+    before = saved(one, "m", tmp_path / "one")
+    group.restore("m", lora, tmp_path / "one")
+    assert saved(group, "m", tmp_path / "two") == before
+    clipping = AdamParams(learning_rate=0.02, weight_decay=0.1, grad_clip_norm=0.1)
+    ours, expected = (each.optim_step("m", clipping) for each in (group, one))
+    assert ours["grad_norm:mean"] > 0.1 and ours == pytest.approx(expected, rel=1e-12)
+    after = saved(group, "m", tmp_path / "two after")
+    assert after != before
+    for each in (group, one):
+        each.save("m", tmp_path / f"step of {type(each).__name__}", state=True)
+    for name in ("adapter_model.safetensors", "optimizer.safetensors"):
+        found, wanted = (load_file(tmp_path / f"step of {kind}" / name) for kind in ("GroupTraining", "TorchTraining"))
+        assert found.keys() == wanted.keys()
+        assert all(torch.allclose(found[key], wanted[key], rtol=1e-6, atol=1e-9) for key in wanted)
+    one.restore("m", lora, tmp_path / "two after")
+    assert saved(one, "m", tmp_path / "one again") == after
+    group.forget("m")
+
+
+def test_each_rank_holds_a_part_of_an_adapter_and_together_they_hold_all(
+    model_folder: Make, supervised: Supervised, tmp_path: Path
+) -> None:
+    lora, one = LoraSpec(rank=5, seed=1), TorchTraining(model_folder("qwen2"))
+    one.create("m", lora)
+    whole = one._adapters["m"]
+    new = [Adapter(lora, whole.sites, torch.device("cpu"), torch.float32, RankGroup(rank, 3)) for rank in range(3)]
+    for part in new:
+        part.begin()
+    run(one, "m", supervised(LENGTHS))
+    one.optim_step("m", ADAM)
+    run(one, "m", supervised(LENGTHS))
+    one.save("m", tmp_path, state=True)
+    read = [Adapter(lora, whole.sites, torch.device("cpu"), torch.float32, RankGroup(rank, 3)) for rank in range(3)]
+    for part in read:
+        read_into(part, tmp_path, optimizer=True, gradient=True)
+    one.create("new", lora)
+    for adapter, parts in ((one._adapters["new"], new), (whole, read)):
+        for kind, vector in adapter.vectors(state=True).items():
+            held = [part.vectors(state=True)[kind] for part in parts]
+            assert adapter.num_weights % 3 and all(3 * len(each) < len(vector) + 3 for each in held)
+            assert all(each.untyped_storage().nbytes() == each.nbytes for each in held)  # no view of the whole
+            assert torch.equal(torch.cat(held)[: len(vector)], vector) and not torch.cat(held)[len(vector) :].any()
 
 
 @pytest.mark.process

@@ -1,14 +1,19 @@
 """AdamW (https://arxiv.org/abs/1711.05101) on one model's adapter, which lies in memory as one vector.
 
-Shapes: P numbers of the adapter.
+Each number is computed from its own alone, so ranks can hold a part of the vector each; what depends on all of them are
+norms, which are given as a function.
+
+Shapes: P numbers of the adapter, or of this rank's part of it.
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from tx.errors import ModelError
+from tx.tinker.backends.torch.rank_group import ALONE
 from tx.tinker.types import AdamParams
 
 _FLOAT32 = torch.finfo(torch.float32)
@@ -22,7 +27,18 @@ class AdamState(NamedTuple):
     square: torch.Tensor
 
 
-def adamw(before: AdamState, gradient: torch.Tensor, step: int, params: AdamParams, scaling: float = 1.0) -> AdamState:
+Norm = Callable[[torch.Tensor], float]
+"""Euclidean norm of a whole vector, of which the argument may be this rank's part (`RankGroup.norm`)."""
+
+
+def adamw(
+    before: AdamState,
+    gradient: torch.Tensor,
+    step: int,
+    params: AdamParams,
+    scaling: float = 1.0,
+    norm: Norm = ALONE.norm,
+) -> AdamState:
     """Compute the state after one step; `before` and `gradient` stay as they are.
 
         m = b1 m + (1 - b1) g             v = b2 v + (1 - b2) g^2
@@ -66,17 +82,12 @@ def adamw(before: AdamState, gradient: torch.Tensor, step: int, params: AdamPara
     return AdamState(weights, mean, square)
 
 
-def clipped(gradient: torch.Tensor, largest_norm: float) -> tuple[torch.Tensor, float]:
+def clipped(gradient: torch.Tensor, largest_norm: float, norm: Norm = ALONE.norm) -> tuple[torch.Tensor, float]:
     """Return g min(1, largest_norm / |g|) and |g|; a largest norm of 0 clips nothing. `gradient` stays as it is."""
     length = norm(gradient)
     if 0 < largest_norm < length < math.inf:
         return gradient * (largest_norm / length), length
     return gradient, length
-
-
-def norm(vector: torch.Tensor) -> float:
-    """Return the Euclidean norm, summed in float64: it is finite where every number is."""
-    return float(torch.linalg.vector_norm(vector, dtype=torch.float64))
 
 
 def _unbiased(name: str, beta: float, step: int) -> float:

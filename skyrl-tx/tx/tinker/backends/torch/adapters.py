@@ -4,7 +4,8 @@ A layer computes W x for the rows of all models at once and adds (32 / rank) B A
 model's own matrices, by products of its own: with their shapes and places in memory, no result depends on co-batched
 requests.
 
-An adapter's matrices are views of one vector, its gradient is another: optimizer, norms and files see vectors.
+An adapter's matrices are views of one vector, its gradient is another: optimizer, norms and files see vectors. Where
+several ranks train, each holds a part of every vector (`rank_group`), and the whole ones exist during a pass alone.
 
 Shapes: N rows of a pass, n of a model, r rank, P numbers of an adapter, E experts of a layer.
 """
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tx.tinker.backends.torch.adam import AdamState
+from tx.tinker.backends.torch.rank_group import ALONE, RankGroup
 from tx.tinker.types import LORA_ALPHA, LoraSpec
 
 _SMALL = 2**14
@@ -78,17 +80,27 @@ class Adapter:
     Args:
         sites: the layers it adapts, in the base model's order.
         dtype: of its products.
+        ranks: each holds a part [p] of every vector [P]; alone, p = P.
     """
 
-    def __init__(self, lora: LoraSpec, sites: Sequence[Site], device: torch.device, dtype: torch.dtype):
-        self.lora, self.sites, self.dtype = lora, tuple(sites), dtype
+    def __init__(
+        self,
+        lora: LoraSpec,
+        sites: Sequence[Site],
+        device: torch.device,
+        dtype: torch.dtype,
+        ranks: RankGroup = ALONE,
+    ):
+        self.lora, self.sites, self.dtype, self.ranks = lora, tuple(sites), dtype, ranks
         self.scaling = LORA_ALPHA / lora.rank
         self._shapes = [shape for site in sites for shape in site.shapes(lora.rank)]
         self._sizes = [math.prod(shape) for shape in self._shapes]
+        self.num_weights = sum(self._sizes)
+        """P."""
         # float32 even where products are bfloat16, which would round away any update below 1/512 of a weight.
-        self.weights = torch.zeros(sum(self._sizes), device=device)
+        self.weights = torch.zeros(ranks.part_size(self.num_weights), device=device)
         self.gradient: torch.Tensor | None = None
-        """[P], None where nothing is accumulated."""
+        """[p], None where nothing is accumulated."""
         self.mean: torch.Tensor | None = None
         self.square: torch.Tensor | None = None
         self.step = 0
@@ -97,18 +109,24 @@ class Adapter:
     def begin(self) -> None:
         """A from the seed and the layer's name, uniform in +-1 / sqrt(in) as peft has it; B zero. The same numbers on
         every device."""
-        self.weights.zero_()
-        for site, (a, _) in zip(self.sites, self.matrices_of(self.weights), strict=True):
+        whole = torch.zeros(self.num_weights)
+        for site, (a, _) in zip(self.sites, self.matrices_of(whole), strict=True):
             # A generator for each layer: its numbers do not depend on which other layers the model adapts.
             digest = hashlib.blake2b(f"{self.lora.seed}:{site.name}".encode(), digest_size=8).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
             bound = 1 / math.sqrt(site.num_in)
-            a.copy_(torch.empty(a.shape).uniform_(-bound, bound, generator=generator))
+            a.uniform_(-bound, bound, generator=generator)
+        self.weights.copy_(self.ranks.part_of(whole))
         self.changed()
 
     def changed(self) -> None:
         """Invalidate caches after a write to the weights."""
         self._computed_with = None
+
+    def vectors(self, *, state: bool) -> dict[str, torch.Tensor]:
+        """Return the weights, and with `state` moments and gradient where they exist, by name; [p] each."""
+        kinds = ("weights", "mean", "square", "gradient") if state else ("weights",)
+        return {kind: vector for kind in kinds if (vector := getattr(self, kind)) is not None}
 
     def adam_state(self) -> AdamState:
         """Return weights and moments; those of an adapter before its first step are zero."""
@@ -131,20 +149,41 @@ class Adapter:
     def by_site(self, vector: torch.Tensor) -> dict[str, Matrices]:
         return dict(zip((site.name for site in self.sites), self.matrices_of(vector), strict=True))
 
-    def parts(self, start: int, end: int, gradient: torch.Tensor | None) -> dict[str, Part]:
+    def gather(self) -> dict[str, Matrices]:
+        """Return the matrices of each site in `dtype`. A collective."""
+        if self._computed_with is not None:
+            return self._computed_with
+        gathered = self.by_site(self.ranks.whole(self.weights.to(self.dtype), self.num_weights))
+        # Cast once for each optimizer step, not for each pass. In float32 nothing is copied: these are the weights. Of
+        # several ranks none keeps the whole weights, which would need the memory that sharding saves.
+        if self.ranks.size == 1:
+            self._computed_with = gathered
+        return gathered
+
+    def zero_gradient(self) -> torch.Tensor:
+        """Return a vector in `dtype` for the gradient of a pass, as `RankGroup.part_of_sum` takes it."""
+        return torch.zeros(self.ranks.size * len(self.weights), device=self.weights.device, dtype=self.dtype)
+
+    def parts(
+        self, start: int, end: int, matrices: Mapping[str, Matrices], gradient: torch.Tensor | None
+    ) -> dict[str, Part]:
         """Return the parts of each layer for a pass in which this model has the rows `start` to `end`.
 
         Args:
-            gradient: [P] in `dtype`, which the backward adds to.
+            matrices: from `gather`.
+            gradient: from `zero_gradient`; the backward adds to it.
         """
-        # Cast once for each optimizer step, not for each pass. In float32 nothing is copied: these are the weights.
-        if self._computed_with is None:
-            self._computed_with = self.by_site(self.weights.to(self.dtype))
-        gradients = {} if gradient is None else self.by_site(gradient)
+        gradients = {} if gradient is None else self.by_site(gradient[: self.num_weights])
         return {
-            name: Part(start, end, matrices, self.scaling, gradients.get(name))
-            for name, matrices in self._computed_with.items()
+            name: Part(start, end, of_site, self.scaling, gradients.get(name)) for name, of_site in matrices.items()
         }
+
+    def accumulate(self, gradient: torch.Tensor) -> None:
+        """Add the gradient of a pass, from `zero_gradient`, to the model's own. A collective."""
+        if self.gradient is None:
+            self.gradient = torch.zeros_like(self.weights)
+        # float32, although the pass computes in the base model's dtype: bfloat16 would round at each micro-batch.
+        self.gradient.add_(self.ranks.part_of_sum(gradient))
 
 
 class FrozenProduct:

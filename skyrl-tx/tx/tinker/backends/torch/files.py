@@ -1,5 +1,8 @@
 """An adapter in a folder: as peft reads it, and beside it what training goes on with.
 
+Every rank reads all of a folder and keeps its part; rank 0 alone writes. So a folder does not depend on the number of
+ranks.
+
 Shapes: P numbers of an adapter.
 """
 
@@ -23,31 +26,38 @@ steps in its metadata."""
 _VECTORS = ("mean", "square", "gradient")
 
 
-def write_adapter(adapter: Adapter, folder: Path, base_model: str, target_modules: list[str]) -> None:
+def write_adapter(
+    adapter: Adapter, weights: torch.Tensor, folder: Path, base_model: str, target_modules: list[str]
+) -> None:
     """`adapter_config.json` and `adapter_model.safetensors`, float32.
 
     Args:
+        weights: [P] on the CPU.
         base_model: what peft shall name as the base.
         target_modules: the layers as peft is told of them.
     """
-    LoraConfig(
+    config = LoraConfig(
         r=adapter.lora.rank,
         lora_alpha=LORA_ALPHA,
-        target_modules=target_modules,
         task_type="CAUSAL_LM",
         base_model_name_or_path=base_model,
         inference_mode=True,
-    ).save_pretrained(str(folder))
-    _save(_named(adapter, adapter.weights), folder / WEIGHTS_FILE, "format", "pt")
+    )
+    config.target_modules = (
+        target_modules  # the constructor makes a set of them, whose order is another in each process
+    )
+    config.save_pretrained(str(folder))
+    _save(_named(adapter, weights), folder / WEIGHTS_FILE, "format", "pt")
 
 
-def write_state(adapter: Adapter, folder: Path) -> None:
-    """Optimizer, step count and accumulated gradient, bit for bit."""
+def write_state(adapter: Adapter, vectors: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Optimizer, step count and accumulated gradient, bit for bit.
+
+    Args:
+        vectors: [P] on the CPU, those of `_VECTORS` that exist.
+    """
     tensors = {
-        f"{kind}.{name}": tensor
-        for kind in _VECTORS
-        if (vector := getattr(adapter, kind)) is not None
-        for name, tensor in _named(adapter, vector).items()
+        f"{kind}.{name}": tensor for kind, vector in vectors.items() for name, tensor in _named(adapter, vector).items()
     }
     _save(tensors, folder / STATE_FILE, "step", str(adapter.step))
 
@@ -68,9 +78,9 @@ def read_into(adapter: Adapter, folder: Path, *, optimizer: bool, gradient: bool
 
 
 def _named(adapter: Adapter, vector: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A vector as peft's matrices A and B of each layer, of which those on the CPU are views."""
+    """Return a vector [P] as peft's matrices A and B of each layer, which are views of it."""
     named = {}
-    for site, (a, b) in zip(adapter.sites, adapter.matrices_of(vector.cpu()), strict=True):
+    for site, (a, b) in zip(adapter.sites, adapter.matrices_of(vector), strict=True):
         stacked = [(a, b)] if site.num_experts is None else zip(a, b, strict=True)
         for layer, (of_a, of_b) in zip(site.layers, stacked, strict=True):
             named[f"base_model.model.{layer}.lora_A.weight"] = of_a
@@ -85,7 +95,7 @@ def _save(tensors: Mapping[str, torch.Tensor], path: Path, key: str, value: str)
 
 
 def _read_weights(adapter: Adapter, folder: Path) -> torch.Tensor:
-    """[P]"""
+    """Return this rank's part of the weights, [p]."""
     try:
         file = read_adapter(folder)
     except ValueError as error:
@@ -120,13 +130,13 @@ def _read_state(adapter: Adapter, folder: Path) -> tuple[int, dict[str, torch.Te
 
 
 def _vector(adapter: Adapter, tensors: Mapping[str, Any], prefix: str, what: str) -> torch.Tensor:
-    """[P] on the adapter's device, from tensors by name.
+    """Return this rank's part [p] of a vector on the adapter's device, from tensors by name.
 
     Raises:
         ModelError: others than the adapter's layers, other shapes, numbers that are not finite.
     """
     found = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-    result = torch.empty_like(adapter.weights, device="cpu")
+    result = torch.empty(adapter.num_weights)
     expected = _named(adapter, result)
     for name in {**expected, **found}:
         given, wanted = (list(each[name].shape) if name in each else "missing" for each in (found, expected))
@@ -136,4 +146,4 @@ def _vector(adapter: Adapter, tensors: Mapping[str, Any], prefix: str, what: str
         if what == "adapter" and not bool(found[name].isfinite().all()):
             raise ModelError(f"the checkpoint's {name} is not finite")
         view.copy_(found[name])
-    return result.to(adapter.weights.device)
+    return adapter.ranks.part_of(result).to(adapter.weights.device, copy=adapter.ranks.size > 1)

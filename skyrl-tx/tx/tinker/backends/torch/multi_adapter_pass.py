@@ -1,8 +1,9 @@
 """One forward and backward of the base model over the data of several models, laid end to end; from the last hidden
 states on each model goes alone: its output layer, its loss, its gradient.
 
-Where several processes hold the base model, each computes a share of every model's data. What belongs to a model is put
-together from their log-probs, as if one process had computed them; its gradient is the sum of theirs.
+Where several processes hold the base model, each computes a share of every model's data, with whole weights that are
+gathered for the pass. What belongs to a model is put together from their log-probs, as if one process had computed
+them; its gradient is the sum of theirs, of which each keeps a part.
 """
 
 import logging
@@ -53,8 +54,9 @@ def run_together(
     segments = dict(zip(here, layout.segments, strict=False))
     # Vectors of their own: if the pass fails, what was accumulated before is unchanged. Models without data on this
     # rank have one as well, because all ranks must take part in each sum below.
-    gradients = [torch.zeros_like(adapter.weights, dtype=base.dtype) if with_gradient else None for adapter in adapters]
-    parts = {i: adapters[i].parts(segments[i].start, segments[i].end, gradients[i]) for i in here}
+    gradients = [adapter.zero_gradient() if with_gradient else None for adapter in adapters]
+    weights = [adapter.gather() for adapter in adapters]
+    parts = {i: adapters[i].parts(segments[i].start, segments[i].end, weights[i], gradients[i]) for i in here}
     root = torch.zeros((), device=base.device, requires_grad=True) if with_gradient else None
     set_parts(base.layers, list(parts.values()), layout.input_ids.shape[1], root)
     try:
@@ -75,10 +77,7 @@ def run_together(
     # skipped a sum would leave the others waiting until the timeout.
     for adapter, gradient, result in zip(adapters, gradients, results, strict=True):
         if gradient is not None and isinstance(result, PassOutput):
-            if adapter.gradient is None:
-                adapter.gradient = torch.zeros_like(adapter.weights)
-            # float32, although the pass computes in the base model's dtype: bfloat16 would round at each micro-batch.
-            adapter.gradient.add_(rank_group.sum_of(gradient))
+            adapter.accumulate(gradient)
     return results
 
 

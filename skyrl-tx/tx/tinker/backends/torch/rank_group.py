@@ -1,7 +1,10 @@
 """Group of processes that share one frozen model: assignment of data, and collectives.
 
 Transformer blocks are sharded over the ranks (FSDP2): every rank must take part in each forward and backward, if need
-be with dummy data. Adapters, gradients and optimizers are small, and each rank holds all of them.
+be with dummy data. A vector of an adapter (weights, gradient, moments) is cut into one part for each rank: the weights
+are gathered for a pass, and the gradient is summed into the parts at its end.
+
+Shapes: P numbers of a vector, p = P / ranks, rounded up, of a part; the last part is filled up with zeros.
 """
 
 from bisect import bisect_left
@@ -54,15 +57,56 @@ class RankGroup:
         dist.all_gather_object(everyone, mine)
         return everyone
 
-    def sum_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum a tensor over all ranks in float32, with the same bits on each. A collective."""
+    def part_size(self, count: int) -> int:
+        """Return p of a vector of `count` numbers."""
+        return -(-count // self.size)
+
+    def part_of(self, vector: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part [p] of a vector [P] that every rank has."""
+        size = self.part_size(len(vector))
+        part = vector[self.rank * size : (self.rank + 1) * size]
+        return part if len(part) == size else torch.cat([part, part.new_zeros(size - len(part))])
+
+    def whole(self, part: torch.Tensor, count: int) -> torch.Tensor:
+        """Gather a vector [`count`] from its parts. A collective."""
         if self.size == 1:
-            return tensor
-        # bfloat16 has 8 bits of precision, and each addition of the reduction would round to them. A float32 tensor is
-        # not copied here: the reduction writes into the argument.
-        total = tensor.float()
-        dist.all_reduce(total)
-        return total
+            return part
+        padded = part.new_empty(self.size * len(part))
+        dist.all_gather_into_tensor(padded, part)
+        return padded[:count]
+
+    def whole_on_first(self, part: torch.Tensor, count: int) -> torch.Tensor:
+        """Gather a vector [`count`] on the CPU of rank 0; on other ranks the result is empty. A collective."""
+        if self.size == 1:
+            return part.cpu()
+        parts = [torch.empty_like(part) for _ in range(self.size)] if self.rank == 0 else None
+        dist.gather(part, parts, dst=0)
+        return torch.cat([each.cpu() for each in parts])[:count] if parts is not None else torch.empty(0)
+
+    def part_of_sum(self, vector: torch.Tensor) -> torch.Tensor:
+        """Sum a vector over all ranks in float32. A collective.
+
+        Args:
+            vector: [size p], filled up with zeros behind its P numbers.
+
+        Returns: this rank's part, [p]
+        """
+        if self.size == 1:
+            return vector
+        # bfloat16 has 8 bits of precision, and each addition of the reduction would round to them.
+        part = torch.empty(len(vector) // self.size, device=vector.device)
+        dist.reduce_scatter_tensor(part, vector.float())
+        return part
+
+    def norm(self, part: torch.Tensor) -> float:
+        """Compute the Euclidean norm of a vector from its parts, the same on each rank. It is summed in float64: finite
+        where every number is. A collective."""
+        of_part = torch.linalg.vector_norm(part, dtype=torch.float64)
+        if self.size == 1:
+            return float(of_part)
+        of_parts = of_part.new_empty(self.size)
+        dist.all_gather_into_tensor(of_parts, of_part.reshape(1))
+        return float(torch.linalg.vector_norm(of_parts))
 
     def shard(self, model: Any, files: WeightFiles | None, folder: Path, device: torch.device) -> None:
         """Shard the model's blocks in place, and replicate the rest (the output layer is called separately from the

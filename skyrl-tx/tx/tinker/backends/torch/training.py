@@ -76,9 +76,17 @@ class TorchTraining(TrainingBackend):
 
     def save(self, model_id: str, folder: Path, *, state: bool) -> None:
         adapter = self._adapter(model_id)
-        files.write_adapter(adapter, folder, str(self._folder), self._target_modules(adapter))
-        if state:
-            files.write_state(adapter, folder)
+        # All of them before the first is written: a rank that fails to write must not leave the others in a collective.
+        vectors = {
+            kind: self._rank_group.whole_on_first(part, adapter.num_weights)
+            for kind, part in adapter.vectors(state=state).items()
+        }
+        if self._rank_group.rank == 0:
+            files.write_adapter(
+                adapter, vectors.pop("weights"), folder, str(self._folder), self._target_modules(adapter)
+            )
+            if state:
+                files.write_state(adapter, vectors, folder)
 
     def load(self, model_id: str, folder: Path, *, optimizer: bool) -> None:
         files.read_into(self._adapter(model_id), folder, optimizer=optimizer)
@@ -117,14 +125,15 @@ class TorchTraining(TrainingBackend):
         # No step at all: Adam with a gradient of 0 would still move the weights by their momentum.
         if adapter.gradient is None:
             return {"grad_norm:mean": 0.0, "learning_rate:mean": adam.learning_rate, "step:max": float(adapter.step)}
-        gradient, norm = clipped(adapter.gradient, adam.grad_clip_norm)
+        gradient, norm = clipped(adapter.gradient, adam.grad_clip_norm, self._rank_group.norm)
         if not math.isfinite(norm):
             adapter.gradient = None  # whatever is added to it, no later step could use it
             raise ModelError(
                 "the accumulated gradient is not finite: no step was taken, the weights are as before, the gradient is "
                 "cleared. Look for NaN or very large numbers in the data, or lower the learning rate"
             )
-        adapter.take(adamw(adapter.adam_state(), gradient, adapter.step + 1, adam, adapter.scaling))
+        step, norm_of = adapter.step + 1, self._rank_group.norm
+        adapter.take(adamw(adapter.adam_state(), gradient, step, adam, adapter.scaling, norm_of))
         return {"grad_norm:mean": norm, "learning_rate:mean": adam.learning_rate, "step:max": float(adapter.step)}
 
     # ---- how
@@ -147,7 +156,7 @@ class TorchTraining(TrainingBackend):
         if not sites:
             wanted = ", ".join(f"train_{kind}" for kind, is_wanted in kinds.items() if is_wanted)
             raise ModelError(f"lora_config: nothing to train; {wanted or 'none of its parts is on'}")
-        return Adapter(lora, sites, self._base.device, self._base.dtype)
+        return Adapter(lora, sites, self._base.device, self._base.dtype, self._rank_group)
 
     def _target_modules(self, adapter: Adapter) -> list[str]:
         """Last parts of names where they say which layers are meant (engines know these), else whole names."""

@@ -33,12 +33,8 @@ class RankTraining(TorchTraining):
         outputs = super().run(passes)
         return outputs if self._rank_group.rank == 0 else []
 
-    def save(self, model_id: str, folder: Path, *, state: bool) -> None:
-        if self._rank_group.rank == 0:
-            super().save(model_id, folder, state=state)
-
     def copy_gradient(self, model_id: str) -> None:
-        """Copy the gradient on this rank, in place of an earlier copy."""
+        """Copy this rank's part of the gradient, in place of an earlier copy."""
         self._kept[model_id] = super().copy_gradient(model_id)
 
     def put_gradient(self, model_id: str, gradient: None) -> None:
