@@ -47,7 +47,7 @@ LEADS_UPWARD = "skyrl_train.utils.ppo_utils"
 SERVER = REPOSITORY / "skyrl-tx" / "tx"
 SERVER_LAYERS = [
     {"tx.errors", "tx.tinker.types", "tx.tinker.file_limit"},
-    {"tx.tinker.config", "tx.tinker.command_line", "tx.tinker.wire", "tx.tinker.base_model"},
+    {"tx.tinker.config", "tx.tinker.command_line", "tx.tinker.wire", "tx.tinker.base_model", "tx.tinker.texts"},
     {"tx.tinker.storage"},
     {"tx.tinker.backends"},
     {"tx.tinker.commands"},

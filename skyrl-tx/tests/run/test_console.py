@@ -90,11 +90,25 @@ def test_the_page_to_sample_says_that_the_server_is_away_and_takes_no_forms(app:
         assert bela.post("/playground/completions", content=endless, headers=JSON).status_code == 413
 
 
-def test_without_keys_only_names_of_this_machine_are_answered(runs: Path):
+def test_without_keys_the_printed_token_is_needed_and_only_names_of_this_machine_are_answered(runs: Path):
     app = Console(runs, ApiKeys(), "http://127.0.0.1:1")
     for base_url, status in (("http://127.0.0.1", 200), ("http://localhost:8265", 200), ("http://evil.example", 400)):
         with TestClient(app, base_url=base_url) as client:
+            refusal = 401 if status == 200 else status  # of another user of the machine
+            assert client.get("/api/runs").status_code == refusal
+            assert client.get("/", params={"token": app.token[:-1]}).status_code == refusal
+            assert client.get("/", params={"token": app.token}).status_code == status
             assert client.get("/api/runs").status_code == status
+            assert app.token not in str(client.cookies)
+
+
+def test_a_login_expires(app: Console):
+    with client_of(app, "anna") as anna:
+        assert anna.get("/api/runs").status_code == 200
+        app._logins = {cookie: login._replace(expires_at=0.0) for cookie, login in app._logins.items()}
+        assert anna.get("/api/runs").status_code == 401
+        assert anna.get("/", params={"token": KEYS["anna"]}).status_code == 200
+        assert len(app._logins) == 1, "the expired one is gone"
 
 
 def test_wrong_options_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -103,6 +117,9 @@ def test_wrong_options_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "has no runs; give the --state-dir of the server" in capsys.readouterr().err
     assert console.main([*state, "--console-host", "0.0.0.0"]) == 2
     assert "--console-host 0.0.0.0 can be reached by others" in capsys.readouterr().err
+    (tmp_path / "state" / "runs").mkdir(parents=True)
+    assert console.main([*state, "--login-hours", "0"]) == 2
+    assert "--login-hours must be above 0; got 0.0" in capsys.readouterr().err
     assert console.main([*state, "--prot", "1"]) == 2
     assert "did you mean --port" in capsys.readouterr().err
 
@@ -113,6 +130,7 @@ def test_a_user_looks_at_a_curve_and_samples_in_a_browser(tiny_model: Path, tmp_
     sync_api = pytest.importorskip("playwright.sync_api", reason="needs skyrl-agent[browser]")
     program = shutil.which("chromium") or pytest.skip("no Chromium: apt-get install chromium")
     options = ["--base-model", str(tiny_model), "--served-model-name", "tiny", "--no-standby-engine"]
+    options += ["--keep-samples", "4"]
     with ServerProcess(tmp_path / "server", *options, tenants=["anna"]) as server:
         command = [sys.executable, "-m", "tx.run.main", "console", "--console-port", "0", "--server", server.url]
         command += ["--state-dir", str(server.state), "--api-keys-file", str(server.folder / "keys")]
@@ -141,6 +159,12 @@ def test_a_user_looks_at_a_curve_and_samples_in_a_browser(tiny_model: Path, tmp_
                     "[length]" in page.locator("#samples").inner_text()
                     or "[stop]" in page.locator("#samples").inner_text()
                 )
+                [run] = (server.state / "runs").glob("*_train_0")
+                page.goto(f"{address}#/run/{run.name}/step?phase=train&step=1")
+                page.get_by_text("4 tokens").nth(1).wait_for()
+                assert "teach nothing" not in page.locator("main").inner_text()
+                page.get_by_role("link", name="sample 1").click()
+                page.get_by_text("prompt").first.wait_for()
                 assert errors == []
                 browser.close()
             finally:
@@ -162,3 +186,8 @@ def train_one_step(server: ServerProcess) -> None:
         lora = {"rank": 4}
         model = do("create_model", session_id=session, model_seq_id=0, base_model="tiny", lora_config=lora)["model_id"]
         do("optim_step", model_id=model, seq_id=1, adam_params={"learning_rate": 0.01})
+        do("save_weights_for_sampler", model_id=model, seq_id=2, sampling_session_seq_id=0)
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": [40, 41]}]}
+        params = {"max_tokens": 4, "stop": []}
+        sampler = f"{session}:sample:0"
+        do("asample", sampling_session_id=sampler, seq_id=0, num_samples=2, prompt=prompt, sampling_params=params)

@@ -63,3 +63,11 @@ def test_the_command_knows_its_version_and_refuses_unknown_options():
     needed = ["--model", "x", "--dataset", "d.jsonl", "--output-dir", "o", "--batch-size", "1"]
     refused = run(app, ["train", *needed, "--optimizer", "sgd"])
     assert "--optimizer must be adamw" in str(refused.exception)
+
+
+def test_doctor_makes_no_tables_in_postgresql(postgres, postgres_url, options, capsys):
+    database = ["--database-url", postgres_url]
+    doctor.main([*options, *database])
+    assert "PostgreSQL answers; the server makes its tables at its start" in capsys.readouterr().out
+    assert postgres.run("SELECT 1 FROM pg_tables WHERE schemaname = 'public'", postgres_url.split("?")[0][-11:]) == []
+    assert doctor.main([*options, *database, "--integrity"]) == 1

@@ -1,13 +1,14 @@
 """`tx doctor --integrity`: what is damaged in a stopped server's folders, with what to do."""
 
 import asyncio
+import shutil
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from sqlalchemy import update
+from sqlalchemy import text, update
 from sqlmodel import Session, col
 from stores import opened
 
@@ -76,7 +77,44 @@ def test_every_damaged_file_is_named_with_what_to_do(tmp_path: Path, capsys, dam
         assert line in printed
 
 
-def test_integrity_of_nothing_is_said(tmp_path: Path, capsys):
-    options = ["--state-dir", str(tmp_path / "none"), "--checkpoints-base", str(tmp_path / "c"), "--port", "0"]
-    assert doctor.main([*options, "--integrity"]) == 0  # the checks before it make the folder
-    assert "0 are as they were saved" in capsys.readouterr().out
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("end", ["stopped", "killed"])
+def test_the_check_changes_nothing_and_reads_an_older_schema(tmp_path: Path, capsys, end: str):
+    state, base = tmp_path / "state", tmp_path / "checkpoints"
+    options = ["--state-dir", str(state), "--checkpoints-base", str(base), "--port", "0"]
+    (base / ".partial" / "of-a-dead-process").mkdir(parents=True)
+
+    async def of_schema_1() -> None:
+        async with opened(f"sqlite:///{state / 'tx.db'}") as store:
+            await store.write(lambda database: database.execute(text("ALTER TABLE requests DROP COLUMN content")))
+            await store.write(lambda database: database.execute(text("UPDATE schema SET version = 1")))
+            if end == "killed":  # its log is read where it lies
+                shutil.copytree(state, tmp_path / "copy")
+
+    state.mkdir()
+    asyncio.run(of_schema_1())
+    if end == "killed":
+        shutil.rmtree(state)
+        (tmp_path / "copy").rename(state)
+        assert (state / "tx.db-wal").stat().st_size
+    before = contents(tmp_path)
+    assert doctor.main([*options, "--integrity"]) == 0
+    printed = capsys.readouterr().out
+    assert "migrates its schema 1 at its start" in printed and "0 are as they were saved" in printed
+    after = contents(tmp_path)
+    changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+    assert changed <= {"state/tx.db-shm"}, "shared memory of sqlite, beside the log that a killed server left"
+    assert (base / ".partial" / "of-a-dead-process").is_dir()
+
+
+def test_a_mistyped_folder_is_refused_and_not_made(tmp_path: Path, capsys):
+    options = ["--state-dir", str(tmp_path / "stat"), "--checkpoints-base", str(tmp_path / "c"), "--port", "0"]
+    assert doctor.main([*options, "--integrity"]) == 1
+    assert f"there is no folder {tmp_path / 'stat'}; give the --state-dir" in capsys.readouterr().out
+    (tmp_path / "stat").mkdir()
+    assert doctor.main([*options, "--integrity"]) == 1
+    assert f"there is no file {tmp_path / 'stat' / 'tx.db'}; check --state-dir" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.rglob("*")] == ["stat"]

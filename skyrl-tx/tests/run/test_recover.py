@@ -17,7 +17,9 @@ from tx.errors import ConfigError
 from tx.run import recover
 from tx.tinker.service.checkpoints import Checkpoints
 from tx.tinker.service.state import ServerState
+from tx.tinker.storage.checkpoint_places import place_of
 from tx.tinker.storage.store import Store
+from tx.tinker.types import TinkerPath
 
 RUN = "session_1:train:2"
 LAYER = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
@@ -45,7 +47,10 @@ async def test_checkpoints_are_listed_again_and_can_be_loaded(tmp_path: Path, op
     newest = save(base, "weights", "best@11")
     save(base, "sampler_weights", "step-1@4")
     save(base, "external_weights", "private@12", suffix=".age")
-    save(base, "samplers", "0@5")  # without a name
+    orphan = save(base, "samplers", "0@5")  # without a name
+    long = "n" * 200 + ".-" + "m" * 53
+    place = place_of(TinkerPath(RUN, "weights", long), 6)
+    save(base, "weights", "/".join(place[2:]))
     (save(base, "weights", "torn@9") / "optimizer.safetensors").write_bytes(b"\0" * 9)
     code = await run(recover.main, ["anna", *options])
     printed = capsys.readouterr().out
@@ -55,7 +60,9 @@ async def test_checkpoints_are_listed_again_and_can_be_loaded(tmp_path: Path, op
         f"added    tinker://{RUN}/sampler_weights/step-1\n",
         f"added    tinker://{RUN}/external_weights/private\n",
         f"damaged  {base / RUN / 'weights' / 'torn@9'}: ",
-        f"3 of 3 checkpoints are new to sqlite:///{tmp_path / 'state' / 'tx.db'} and belong to anna\n",
+        f"added    tinker://{RUN}/weights/{long}\n",
+        f"unknown: 1 samplers without a name under {base}, 0.0 MB; --remove-samplers deletes them",
+        f"4 of 4 checkpoints are new to sqlite:///{tmp_path / 'state' / 'tx.db'} and belong to anna\n",
     ):
         assert line in printed
 
@@ -65,13 +72,18 @@ async def test_checkpoints_are_listed_again_and_can_be_loaded(tmp_path: Path, op
         assert (source.folder, source.base_model, source.lora.rank) == (str(newest), "tiny", 4)
         assert (source.lora.train_attn, source.lora.train_mlp, source.lora.train_unembed) == (True, False, False)
         listed: Any = await checkpoints.of_run("anna", RUN)
-        assert len(listed["checkpoints"]) == 3
+        assert len(listed["checkpoints"]) == 4
         assert await run(recover.main, ["anna", *options]) == 2, "a server uses it"
         assert "in use by another server" in capsys.readouterr().err
 
     shutil.rmtree(base / RUN / "weights" / "torn@9")
-    assert await run(recover.main, ["anna", *options]) == 0
-    assert "0 of 3 checkpoints are new" in capsys.readouterr().out
+    assert orphan.is_dir()
+    assert await run(recover.main, ["anna", *options, "--remove-samplers"]) == 0
+    printed = capsys.readouterr().out
+    assert "0 of 4 checkpoints are new" in printed and "removed: 1 samplers" in printed
+    assert not orphan.exists() and newest.is_dir()
+    assert await run(recover.main, ["anna", *options, "--remove-samplers"]) == 0
+    assert "samplers" not in capsys.readouterr().out
 
 
 async def run(main, arguments: list[str]) -> int:

@@ -11,10 +11,15 @@ import pytest
 from skyrl_train.dashboard.catalog import Catalog
 from skyrl_train.dashboard.defaults import Defaults
 from skyrl_train.dashboard.runs_folder import RunsFolder
-from tx.tinker.commands import Save, SaveEffect, StoredCommand
+from skyrl_train.dashboard.steps import StepTrajectories
+from tx.tinker.commands import Sample, Save, SaveEffect, StoredCommand
+from tx.tinker.service import run_files
+from tx.tinker.service.kept_samples import KeptSamples
 from tx.tinker.service.run_files import RunFiles
 from tx.tinker.service.state import PendingRequest, Run
-from tx.tinker.types import LoraSpec
+from tx.tinker.texts import Texts
+from tx.tinker.types import LoraSpec, SampleOutput, SampleParams, SampleSpec, Sequence
+from tx.tinker.wire.codec import encode_sample_output
 
 RUN = Run("s:train:0", "alice", "s", "tiny", LoraSpec(rank=8, seed=3))
 SAVE = Save(request_id="r", tenant="alice", model_id=RUN.model_id, seq=1, folder="f", state=True)
@@ -102,3 +107,67 @@ async def test_a_stalled_disk_keeps_no_process_from_its_end(tmp_path: Path):
     pipe.read_text()
     thread.join()
     assert [row["step"] for row in rows(tmp_path)] == [1]
+
+
+async def test_the_log_of_a_model_begins_anew_when_it_is_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(run_files, "MODEL_LOG_BYTES", 1000)
+    files = RunFiles(tmp_path)
+    files.done(pending("create"), {})
+    for _ in range(200):
+        files.failed(pending("train"), "bad " * 20, "user")
+        files.done(pending("optimize"), {})
+    files.done(pending("unload"), {})
+    files.close()
+    logs = {path.name: path.stat().st_size for path in (tmp_path / "s_train_0" / "logs").iterdir()}
+    assert set(logs) == {"trainer.log", "trainer.log.1"} and sum(logs.values()) < 2500
+    row = Catalog(RunsFolder(tmp_path), Defaults()).row("s_train_0")
+    assert (row["step"], row["state"]) == (200, "finished")
+
+
+def sample(number: int, tenant: str = "alice") -> tuple[PendingRequest, bytes]:
+    spec = SampleSpec(prompt=[40, 41, number], params=SampleParams(seed=0))
+    stored = Sample.encode(f"s:sample:0:{number}", tenant, spec, "folder")
+    sequences = [Sequence([50, 51 + number], [-0.5, -1.25], "length") for _ in range(2)]
+    body = encode_sample_output(SampleOutput(sequences))
+    return PendingRequest(f"s:sample:0:{number}", tenant, "sample", stored), body
+
+
+async def test_last_samples_of_each_step_are_kept_within_bounds_for_the_dashboard(tiny_model: Path, tmp_path: Path):
+    def keep(files: RunFiles, number: int, tenant: str = "alice") -> None:
+        request, body = sample(number, tenant)
+        files.done(request, {"tokens": 4.0}, RUN.model_id, body)
+
+    texts = Texts(tiny_model)
+    for begun in (True, False):  # the server is started again in between
+        files = RunFiles(tmp_path, KeptSamples(4, 10_000, texts))
+        if begun:
+            files.done(pending("create"), {})
+        for number in range(5 * (not begun), 5 + 5 * (not begun)):
+            keep(files, number)
+        keep(files, 30, "bob")  # who samples from weights that alice has published
+        files.close()
+    steps = StepTrajectories(RunsFolder(tmp_path))
+    rows = steps.summary("s_train_0", "train", 0)["rows"]
+    assert 4 <= len(rows) < 8 and rows[-1]["uid"] == "s:sample:0:9"
+    assert not any(row["uid"] == "s:sample:0:30" for row in rows)
+    assert (rows[-1]["sample"], rows[-1]["stop"], rows[-1]["tokens"]) == (1, "length", 2)
+    last = json.loads(steps.row("s_train_0", "train", 0, len(rows) - 1))
+    assert last["prompt"] == texts.decode([40, 41, 9]) and "".join(last["tokens"]["text"]) == last["response"]
+    assert last["tokens"]["log_probs"] == [-0.5, -1.25]
+
+    files = RunFiles(tmp_path, KeptSamples(4, 2_000, Texts(tmp_path)))  # no tokenizer there
+    for _ in range(20):
+        files.done(pending("optimize"), {})
+        keep(files, 1)
+    files.close()
+    kept = list((tmp_path / "s_train_0" / "trajectories").iterdir())
+    assert sum(path.stat().st_size for path in kept) <= 2_000
+    assert max(path.name for path in kept) == "train_step_000020.jsonl" and len(kept) > 1
+
+
+async def test_samples_are_not_kept_unless_asked_for(tmp_path: Path):
+    files = RunFiles(tmp_path)
+    request, body = sample(1)
+    files.done(request, {"tokens": 4.0}, RUN.model_id, body)
+    files.close()
+    assert not (tmp_path / "s_train_0" / "trajectories").exists()

@@ -94,6 +94,15 @@ async def test_the_same_sample_again_is_the_same_sample(alice: Client, tmp_path:
         assert (await alice.result(await alice.sample(sampler, 3_000_000_000)))["state"] == "base"
 
 
+@pytest.mark.parametrize("service", [{"stable_reinforce_as": "ppo"}, {}], indirect=True)
+async def test_stability_info_is_taken_only_where_another_loss_stands_in(service: TinkerService, alice: Client):
+    asked = alice.sample(await alice.sampler(0, base_model="tiny"), 0, record_stability_info=True)
+    if service._config.stable_reinforce_as:
+        assert (await alice.result(await asked))["state"] == "base"
+    else:
+        await refused(400, asked, "serve with --stable-reinforce-as importance_sampling")
+
+
 async def test_samples_without_a_sampler(alice: Client, model: str):
     path = (await alice.result(await alice.save(model, 1, "one")))["path"]
     assert (await alice.result(await alice.sample(None, base_model="tiny")))["state"] == "base"

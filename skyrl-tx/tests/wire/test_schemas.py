@@ -89,7 +89,6 @@ def test_a_given_seed_is_kept_and_a_negative_one_is_as_good():
         ("prompt_alt_tokens_k", 0, 1),
         ("prompt_logprobs_last_n", None, 5),
         ("target_prompt_logprobs", None, {"data": [1], "dtype": "int64"}),
-        ("record_stability_info", False, True),
         ("an_option_of_next_year", 0, 1),
     ],
 )
@@ -98,9 +97,7 @@ def test_options_that_are_not_here_are_refused_only_if_they_ask_for_something(op
     assert option in refused(AsampleRequest, SAMPLE | {option: something})
 
 
-def test_what_the_hosted_service_alone_has_names_what_to_use():
-    recorded = refused(AsampleRequest, SAMPLE | {"record_stability_info": True})
-    assert "stable_reinforce" in recorded and "set loss_fn=importance_sampling" in recorded
+def test_full_fine_tuning_names_what_to_use():
     full = refused(CreateModelRequest, CREATE | {"lora_config": None})
     assert full.startswith("lora_config: must be an adapter's: there is no full fine-tuning here")
     assert "`tx train` or skyrl_train" in full

@@ -9,7 +9,7 @@ import zstandard
 from tx.errors import RequestError
 from tx.tinker.types import Datum
 from tx.tinker.wire.codec import TrainingRequest, decode_training, encode_training
-from tx.tinker.wire.training_requests import Address, find_address, read_training_body
+from tx.tinker.wire.training_requests import Address, find_address, read_training_body, with_loss
 
 PROTOBUF, JSON = "application/x-protobuf", "application/json"
 MAX = 1_000_000
@@ -49,6 +49,15 @@ def test_protobuf_is_its_own_payload():
     request, kept = read(body)
     assert kept == body
     assert (request.model_id, request.seq_id, request.forward_only) == ("s:train:0", 7, False)
+
+
+def test_another_loss_takes_the_place_of_the_one_asked_for_in_the_payload_too():
+    request, _ = read(payload(loss_fn="stable_reinforce"))
+    other = with_loss(request, "gspo")
+    again = decode_training(other.payload)
+    for one in (other, again):
+        assert one.loss_fn == "gspo" and one.loss_config["clip_high_threshold"] == 1.2
+        assert (one.model_id, one.seq_id, len(one.data)) == (request.model_id, request.seq_id, len(request.data))
 
 
 @pytest.mark.parametrize("write_size", [True, False])

@@ -2,19 +2,24 @@
 checkpoints.
 
 A process of its own beside the server: it reads the run folders and writes nothing. A browser gives its key once, as
-`/?token=KEY`, and is known by a random cookie from then on; the page to sample asks the server with that key.
+`/?token=KEY`, and is known by a random cookie until the login expires; the page to sample asks the server with that
+key. Where the server has no keys, the console draws a token of its own and prints it: other users of the machine reach
+its port, too.
 """
 
 import argparse
+import hmac
 import json
 import secrets
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib.resources import files
+from math import inf
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -38,6 +43,7 @@ from tx.tinker.http.api_keys import ADMIN, LOCAL, ApiKeys, Holder, is_loopback, 
 from tx.tinker.types import SERVER
 
 COOKIE = "tx_console"
+LOGIN_HOURS = 12.0
 ANSWER_SECONDS = 300
 PLAYGROUND = "/playground"
 _ASKED = {
@@ -99,6 +105,9 @@ class TenantRuns(RunsFolder):
 class _Login(NamedTuple):
     holder: Holder
     key: str
+    """Key that the server is asked with; empty if it has none."""
+    expires_at: float = inf
+    """Time of `time.monotonic()`."""
 
 
 class Console:
@@ -106,12 +115,28 @@ class Console:
 
     Args:
         runs: `runs` of the state folder
-        keys: none: everybody sees everything
+        keys: none: whoever has the token sees everything
         server: URL of the server, for the page to sample
+        login_hours: time after which a browser must give its key again
+        token: for a console without keys
+
+    Attributes:
+        token: needed where there are no keys; drawn if left out
     """
 
-    def __init__(self, runs: Path, keys: ApiKeys, server: str, defaults: Defaults | None = None):
+    def __init__(
+        self,
+        runs: Path,
+        keys: ApiKeys,
+        server: str,
+        defaults: Defaults | None = None,
+        *,
+        login_hours: float = LOGIN_HOURS,
+        token: str | None = None,
+    ):
         self._runs, self._keys, self._server = runs, keys, server.rstrip("/")
+        self._login_seconds = login_hours * 3600
+        self.token = token or secrets.token_urlsafe(24)
         self._defaults = defaults or Defaults()
         self._logins: dict[str, _Login] = {}
         self._pages: dict[Holder, ASGIApp] = {}
@@ -121,6 +146,10 @@ class Console:
             for name, (method, _) in _ASKED.items()
         ]
         self._own_pages = Starlette(routes=routes)
+
+    @property
+    def has_keys(self) -> bool:
+        return bool(self._keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":  # the start and end of this process
@@ -132,6 +161,8 @@ class Console:
         login = self._login_of(request)
         if login is None:
             text = "This console needs an API key of the server: open it as /?token=KEY\n"
+            if not self._keys:
+                text = "This console needs the token that it printed at its start: open it as /?token=TOKEN\n"
             return await _page(text, "text/plain", 401)(scope, receive, send)
         if "token" in request.query_params:
             return await self._welcome(login)(scope, receive, send)
@@ -141,20 +172,22 @@ class Console:
         await self._pages_of(login.holder)(scope, receive, send)
 
     def _login_of(self, request: Request) -> _Login | None:
-        if not self._keys:
-            return _Login(LOCAL, "")
-        if (login := self._logins.get(request.cookies.get(COOKIE, ""))) and "token" not in request.query_params:
+        login = self._logins.get(request.cookies.get(COOKIE, ""))
+        if login is not None and login.expires_at > time.monotonic() and "token" not in request.query_params:
             return login
         key = request.query_params.get("token") or key_of(request.headers)
+        if not self._keys:
+            return _Login(LOCAL, "") if hmac.compare_digest(key.encode(), self.token.encode()) else None
         holder = self._keys.holder_of(key) if key else None
         return None if holder is None else _Login(holder, key)
 
     def _welcome(self, login: _Login) -> Response:
         """Return to the page without the key in its address. The cookie is random: a key is not kept in the browser."""
-        number = secrets.token_urlsafe(32)
-        self._logins[number] = login
+        number, now = secrets.token_urlsafe(32), time.monotonic()
+        self._logins = {cookie: other for cookie, other in self._logins.items() if other.expires_at > now}
+        self._logins[number] = login._replace(expires_at=now + self._login_seconds)
         answer = RedirectResponse("/", 303, HEADERS)
-        answer.set_cookie(COOKIE, number, httponly=True, samesite="strict", max_age=7 * 86400)
+        answer.set_cookie(COOKIE, number, httponly=True, samesite="strict", max_age=int(self._login_seconds))
         return answer
 
     def _pages_of(self, holder: Holder) -> ASGIApp:
@@ -216,7 +249,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
     with listening:
-        print(f"console of {config.state_folder}: {address_of(listening)}/", flush=True)
+        token = "" if app.has_keys else f"?token={app.token}"
+        print(f"console of {config.state_folder}: {address_of(listening)}/{token}", flush=True)
         settings = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1)
         uvicorn.Server(settings).run(sockets=[listening])
     return 0
@@ -234,7 +268,10 @@ def make_console(config: EngineConfig, options: argparse.Namespace) -> Console:
         raise ConfigError(f"state_dir: {config.state_folder} has no runs; give the --state-dir of the server")
     defaults = Defaults()
     defaults.load()
-    return Console(runs, keys, options.server or f"http://{config.host}:{config.port}", defaults)
+    if options.login_hours <= 0:
+        raise ConfigError(f"--login-hours must be above 0; got {options.login_hours}")
+    server = options.server or f"http://{config.host}:{config.port}"
+    return Console(runs, keys, server, defaults, login_hours=options.login_hours)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -247,6 +284,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--console-host", dest="host", default="127.0.0.1", help="address to listen on")
     parser.add_argument(
         "--console-port", dest="port", type=int, default=8265, help="port to listen on, 0 for a free one"
+    )
+    parser.add_argument(
+        "--login-hours", type=float, default=LOGIN_HOURS, help="hours after which a browser must give its key again"
     )
     parser.add_argument("--server", help="URL of the server, if --host and --port do not lead there")
     return parser

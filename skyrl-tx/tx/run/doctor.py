@@ -1,6 +1,5 @@
 """`tx doctor`: what a server needs of this machine, looked at one by one, with what to do about the rest."""
 
-import asyncio
 import importlib.metadata
 import importlib.util
 import os
@@ -20,8 +19,9 @@ from tx.tinker.config import EngineConfig
 from tx.tinker.file_limit import FEW, raise_file_limit
 from tx.tinker.http.api_keys import read_api_keys
 from tx.tinker.http.connections import limit_of_connections
-from tx.tinker.storage.folders import Folders
-from tx.tinker.storage.store import Store
+from tx.tinker.storage.database import Database
+from tx.tinker.storage.db_models import SCHEMA_VERSION
+from tx.tinker.storage.folders import Folders, without_local_scheme
 
 INTEGRITY = "--integrity"
 """Option of this command alone: read all files of the (stopped) server."""
@@ -124,24 +124,31 @@ def _port(config: EngineConfig) -> str:
 
 
 def _writable(folder: Path) -> str:
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=folder):
-        return f"{folder} can be written"
+    """Try to write to a folder, or to the one in which the server will make it: a mistyped name leaves nothing."""
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    with tempfile.NamedTemporaryFile(dir=nearest):
+        return f"{folder} can be written" if nearest == folder else f"the server makes {folder} at its start"
 
 
 def _checkpoints(config: EngineConfig) -> str:
-    Folders(config.checkpoints_base, config.state_folder / "cache")
-    return f"{config.checkpoints_base} can be written"
+    base = without_local_scheme(config.checkpoints_base)
+    if "://" not in base:
+        return _writable(Path(base).expanduser())
+    with tempfile.TemporaryDirectory() as cache:
+        Folders(base, Path(cache))
+    return f"{base} is known to fsspec"
 
 
 def _database(config: EngineConfig) -> str:
-    async def open_and_close() -> None:
-        store = Store(config.store_url)
-        await store.start()
-        await store.close()
-
-    asyncio.run(open_and_close())
-    return "PostgreSQL answers" if config.store_url.startswith("postgres") else "sqlite in the state folder opens"
+    database = Database(config.store_url)
+    if database.is_sqlite and not (file := Path(str(database.url.database))).exists():
+        _writable(file.parent)
+        return f"the server makes {file} at its start"
+    with database.reading() as (_, version):
+        opened = "sqlite in the state folder opens" if database.is_sqlite else "PostgreSQL answers"
+    if version == SCHEMA_VERSION:
+        return opened
+    return f"{opened}; the server {f'migrates its schema {version}' if version else 'makes its tables'} at its start"
 
 
 def _disk(config: EngineConfig) -> Finding:

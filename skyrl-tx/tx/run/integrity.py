@@ -1,25 +1,24 @@
 """`tx doctor --integrity`: reads all that a stopped server keeps and compares it with its checksums and its database.
 
-Reads only; each finding says what is lost and what to do.
+Reads only: nothing is created, migrated or removed. Each finding says what is lost and what to do.
 """
 
-import asyncio
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from sqlalchemy import select
-from sqlmodel import Session as Database
-from sqlmodel import col
+from sqlmodel import Session, col
 
 from tx.errors import ConfigError
 from tx.tinker.config import EngineConfig
 from tx.tinker.storage.blobs import Blobs
+from tx.tinker.storage.database import Database
 from tx.tinker.storage.db_models import CheckpointRow, ModelRow, RequestRow, SamplerRow
 from tx.tinker.storage.folders import Folders
 from tx.tinker.storage.manifests import DamagedFilesError
-from tx.tinker.storage.store import Store
 from tx.tinker.types import TinkerPath
 
 
@@ -49,15 +48,26 @@ class _Kept:
 
 def check_integrity(config: EngineConfig) -> Iterator[Finding]:
     """Yield a finding for each kind of file, and one for each that is damaged or missing."""
+    state = config.state_folder
     try:
-        kept = asyncio.run(_read(config))
+        if not state.is_dir():
+            raise ConfigError(f"state_dir: there is no folder {state}; give the --state-dir of the server")
+        with Database(config.store_url).reading() as (database, version):
+            if not version:
+                raise ConfigError(f"database_url: {config.store_url} has no tables of a server")
+            kept = _rows(database)
     except ConfigError as error:
         yield Finding("integrity", "wrong", f"{error}; stop the server for this check, or mend the database first")
         return
-    state = config.state_folder
-    checkpoints = Folders(config.checkpoints_base, state / "cache")
-    snapshots = Folders(str(state / "snapshots"), state / "cache")
-    blobs = Blobs(state / "blobs")
+    # Remote checkpoints are read through copies, for which the server's cache is not used.
+    with tempfile.TemporaryDirectory() as cache:
+        checkpoints = Folders(config.checkpoints_base, Path(cache), read_only=True)
+        snapshots = Folders(str(state / "snapshots"), Path(cache), read_only=True)
+        yield from _check_folders(kept, checkpoints, snapshots)
+    yield from _check_blobs(kept, Blobs(state / "blobs", read_only=True), state / "blobs")
+
+
+def _check_folders(kept: _Kept, checkpoints: Folders, snapshots: Folders) -> Iterator[Finding]:
     yield from _check(
         "checkpoint",
         kept.checkpoints,
@@ -68,9 +78,12 @@ def check_integrity(config: EngineConfig) -> Iterator[Finding]:
     yield from _check(
         "snapshot", kept.snapshots, snapshots, "the model is lost: create one from its last checkpoint (load_state)"
     )
+
+
+def _check_blobs(kept: _Kept, blobs: Blobs, folder: Path) -> Iterator[Finding]:
     missing = [(request_id, blob) for request_id, blob in kept.blobs if not blobs.has(blob)]
     for request_id, blob in missing:
-        text = f"{request_id}: its payload or result {blob} is missing in {state / 'blobs'}; that request fails"
+        text = f"{request_id}: its payload or result {blob} is missing in {folder}; that request fails"
         yield Finding("blob", "wrong", f"{text}: restore the folder from a copy, or send the request again")
     if not missing:
         yield Finding("blobs", "ok", f"{len(kept.blobs)} payloads and results are there")
@@ -93,18 +106,7 @@ def _check(kind: str, kept: list[tuple[str, str]], folders: Folders, remedy: str
         yield Finding(f"{kind}s", "ok", f"{len(kept)} are as they were saved")
 
 
-async def _read(config: EngineConfig) -> _Kept:
-    if not Path(config.state_folder).is_dir():
-        raise ConfigError(f"state_dir: there is no folder {config.state_folder}")
-    store = Store(config.store_url)
-    await store.start()
-    try:
-        return await store.read(_rows)
-    finally:
-        await store.close()
-
-
-def _rows(database: Database) -> _Kept:
+def _rows(database: Session) -> _Kept:
     checkpoints = database.scalars(select(CheckpointRow).order_by(col(CheckpointRow.model_id))).all()
     samplers = database.scalars(select(SamplerRow).where(col(SamplerRow.ephemeral)))
     models = database.scalars(select(ModelRow).where(col(ModelRow.status) == "live"))

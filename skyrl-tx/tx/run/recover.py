@@ -5,25 +5,31 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import starmap
 from pathlib import Path
-from typing import get_args
 
 from safetensors import SafetensorError, safe_open
+from sqlalchemy import select
 from sqlmodel import Session as Database
+from sqlmodel import col
 
 from tx.errors import ConfigError
 from tx.tinker.command_line import read_config
 from tx.tinker.config import EngineConfig
-from tx.tinker.storage.db_models import CheckpointRow, ModelRow, SessionRow
-from tx.tinker.storage.folders import without_local_scheme
+from tx.tinker.storage.checkpoint_places import find_places
+from tx.tinker.storage.db_models import CheckpointRow, ModelRow, SamplerRow, SessionRow
+from tx.tinker.storage.folders import Folders, without_local_scheme
 from tx.tinker.storage.manifests import files_of, verify
 from tx.tinker.storage.store import Store
-from tx.tinker.types import CheckpointKind, TinkerPath
+from tx.tinker.types import TinkerPath
 
+_SAMPLERS = "*:train:*/samplers/*@*"
 _RUN = re.compile(r"(?P<session>.+):train:(?P<number>\d+)")
-_FOLDER = re.compile(r"(?P<name>.+)@(?P<seq>\d+)")
+REMOVE_SAMPLERS = "--remove-samplers"
+"""Option of this command alone: delete the weights of samplers without a name that the database does not know."""
+_REMEDY = f"{REMOVE_SAMPLERS} deletes them; those of another server with the same checkpoints_base would go, too"
 _WEIGHTS, _OPTIMIZER = "adapter_model.safetensors", "optimizer.safetensors"
 
 
@@ -47,6 +53,7 @@ class FoundCheckpoint:
 def main(argv: Sequence[str]) -> int:
     """Print a line for each checkpoint. Returns 1 if one cannot be read, 2 for invalid options."""
     try:
+        removes, argv = REMOVE_SAMPLERS in argv, [word for word in argv if word != REMOVE_SAMPLERS]
         tenant, *options = argv if argv and not argv[0].startswith("-") else ("local", *argv)
         config = read_config(options)
         base = without_local_scheme(config.checkpoints_base)
@@ -55,8 +62,13 @@ def main(argv: Sequence[str]) -> int:
                 f"checkpoints_base: {base} is no local folder; copy it to one, recover from that, "
                 "and copy the state folder back"
             )
-        found, damaged = find_checkpoints(Path(base).expanduser().absolute())
-        states = asyncio.run(register(config, tenant, found))
+        folder = Path(base).expanduser().absolute()
+        found, damaged = find_checkpoints(folder)
+        states, samplers = asyncio.run(register(config, tenant, found, sorted(folder.glob(_SAMPLERS))))
+        num_bytes = sum(file.stat().st_size for sampler in samplers for file in files_of(sampler))
+        counted = f"{len(samplers)} samplers without a name under {folder}, {num_bytes / 1e6:,.1f} MB"
+        for sampler in samplers if removes else ():
+            Folders(base, config.state_folder / "cache").remove(str(sampler))
     except ConfigError as error:
         print(f"ConfigError: {error}", file=sys.stderr)
         return 2
@@ -67,6 +79,8 @@ def main(argv: Sequence[str]) -> int:
     for state, what in lines:
         print(f"{state:8} {what}")
     print(f"{states.count('added')} of {len(found)} checkpoints are new to {config.store_url} and belong to {tenant}")
+    if samplers:
+        print(f"removed: {counted}" if removes else f"unknown: {counted}; {_REMEDY}")
     return 1 if damaged else 0
 
 
@@ -80,7 +94,7 @@ def find_checkpoints(base: Path) -> tuple[list[FoundCheckpoint], list[str]]:
         raise ConfigError(f"checkpoints_base: there is no folder {base}")
     newest: dict[TinkerPath, FoundCheckpoint] = {}
     damaged = []
-    for candidate in _candidates(base):
+    for candidate in starmap(FoundCheckpoint, find_places(base)):
         if candidate.path in newest and newest[candidate.path].seq > candidate.seq:
             continue
         try:
@@ -89,14 +103,6 @@ def find_checkpoints(base: Path) -> tuple[list[FoundCheckpoint], list[str]]:
             damaged.append(f"{candidate.folder}: {error}")
     # Encrypted ones last: their runs are made for others.
     return sorted(newest.values(), key=lambda checkpoint: (not checkpoint.layers, checkpoint.path)), damaged
-
-
-def _candidates(base: Path) -> Iterator[FoundCheckpoint]:
-    for kind in get_args(CheckpointKind):
-        for folder in sorted(base.glob(f"*/{kind}/*@*")):
-            run, name = folder.parents[1].name, _FOLDER.fullmatch(folder.name)
-            if _RUN.fullmatch(run) and name:
-                yield FoundCheckpoint(TinkerPath(run, kind, name["name"]), int(name["seq"]), folder)
 
 
 def _read(found: FoundCheckpoint) -> FoundCheckpoint:
@@ -113,10 +119,13 @@ def _read(found: FoundCheckpoint) -> FoundCheckpoint:
     return FoundCheckpoint(found.path, found.seq, folder, rank, layers)
 
 
-async def register(config: EngineConfig, tenant: str, found: list[FoundCheckpoint]) -> list[str]:
+async def register(
+    config: EngineConfig, tenant: str, found: list[FoundCheckpoint], samplers: Iterable[Path] = ()
+) -> tuple[list[str], list[Path]]:
     """Insert checkpoints, their runs and sessions where they are missing.
 
-    Returns: for each checkpoint `added`, `known`, or `no run` for an encrypted one of whose run nothing else is there.
+    Returns: for each checkpoint `added`, `known`, or `no run` for an encrypted one of whose run nothing else is there;
+        and those of `samplers` (folders) that no row names.
 
     Raises:
         ConfigError: the database cannot be used; a server is using it, perhaps.
@@ -125,7 +134,9 @@ async def register(config: EngineConfig, tenant: str, found: list[FoundCheckpoin
     store = Store(config.store_url)
     await store.start()
     try:
-        return await store.write(lambda database: [_insert(database, config, tenant, each) for each in found])
+        states = await store.write(lambda database: [_insert(database, config, tenant, each) for each in found])
+        known = await store.read(lambda database: set(database.scalars(select(col(SamplerRow.folder)))))
+        return states, [folder for folder in samplers if str(folder) not in known]
     finally:
         await store.close()
 

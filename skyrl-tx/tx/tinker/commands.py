@@ -24,6 +24,7 @@ from sqlmodel import Session as Database
 from tx.errors import ModelError, RequestError
 from tx.tinker.backends.base import TrainingBackend
 from tx.tinker.base_model import BaseModelFacts
+from tx.tinker.storage.checkpoint_places import place_of
 from tx.tinker.storage.db_models import CheckpointRow, ModelRow, SamplerRow, SessionRow
 from tx.tinker.storage.encryption import encrypt_folder, parse_recipients
 from tx.tinker.storage.folders import Folders
@@ -383,7 +384,7 @@ class Save(ModelCommand, frozen=True, kw_only=True):
                 await context.checkpoints.check_name_is_free(path)
             # Last: a request that is refused after it would keep its room.
             await context.checkpoints.reserve_room(address.tenant, address.request_id, kind, model.lora.rank)
-            folder = context.folders.place(model.model_id, kind, f"{name[:200]}@{address.seq}")
+            folder = context.folders.place(*place_of(path, address.seq))
             answer["path"] = str(path)
         command = cls(**address._asdict(), folder=folder, state=kind == "weights", recipients=recipients)
         return EncodedCommand("save", StoredCommand(command=command, answer=orjson.dumps(answer), save=effect))

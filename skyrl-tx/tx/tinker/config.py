@@ -64,6 +64,15 @@ class EngineConfig(BaseModel):
     Older ones are deleted with their weights once they are idle; named weights stay."""
     sampler_idle_sec: int = Field(default=600, ge=0)
     """Time without a request after which such an older sampler is deleted, in seconds."""
+    stable_reinforce_as: Literal["importance_sampling", "ppo", "cispo", "gspo"] | None = None
+    """Loss that is computed for clients that ask for `stable_reinforce`, which exists at the hosted service only;
+    `record_stability_info` of their samples is accepted, and nothing is recorded. Results differ from the hosted
+    service's. Default: both are refused."""
+    keep_samples: int = Field(default=0, ge=0)
+    """Number of samples kept for each optimizer step of a model, the last ones, for `tx console`: prompts and responses
+    of clients, as text, in the state folder. 0: none are kept."""
+    keep_samples_mb: int = Field(default=16, ge=1)
+    """Maximum size of a model's kept samples, in MB; those of the earliest steps are dropped first."""
     seq_gap_timeout_sec: int = Field(default=300, ge=1)
     """Time after which a request fails whose predecessor has not arrived, in seconds."""
 

@@ -38,11 +38,11 @@ function groupsOf(rows) {
     const group = groups.get(row.uid);
     group.rows.push(row);
     const before = group.samples.get(row.sample);
-    group.samples.set(row.sample, { reward: (before?.reward ?? 0) + (row.reward ?? 0), tokens: (before?.tokens ?? 0) + row.tokens, failure: row.failure ?? before?.failure, stop: row.stop });
+    group.samples.set(row.sample, { reward: row.reward === null ? (before?.reward ?? null) : (before?.reward ?? 0) + row.reward, tokens: (before?.tokens ?? 0) + row.tokens, failure: row.failure ?? before?.failure, stop: row.stop });
   }
   for (const group of groups.values()) {
     const samples = [...group.samples.values()];
-    const rewards = samples.filter(({ failure }) => !failure).map(({ reward }) => reward);
+    const rewards = samples.filter(({ failure, reward }) => !failure && reward !== null).map(({ reward }) => reward);
     const mean = rewards.reduce((sum, value) => sum + value, 0) / rewards.length;
     const spread = Math.sqrt(rewards.reduce((sum, value) => sum + (value - mean) ** 2, 0) / rewards.length);
     Object.assign(group, {
@@ -111,7 +111,7 @@ export async function stepPage({ run, query, head }, main) {
   drawGroups();
   const head_ = el("tr", {}, [["Prompt"], ["Samples", 1], ["Mean reward", 1], ["Spread", 1], ["Tokens", 1], [""], ["End of the prompt"]].map(([title, isNumber]) => el("th", { class: isNumber ? "number" : null }, title)));
   const sorting = choice("Sort by", [["order", "order of the file"], ["mean", "best reward"], ["worst", "worst reward"], ["spread", "spread"], ["tokens", "length"], ["failed", "failures"]], order, (value) => { order = value; drawGroups(); });
-  const note = el("span", { class: "quiet small" }, `${groups.length} prompts, ${equal} of them with all rewards equal: their samples teach nothing`);
+  const note = el("span", { class: "quiet small" }, `${groups.length} prompts` + (groups.every(({ mean }) => mean === null) ? "" : `, ${equal} of them with all rewards equal: their samples teach nothing`));
   const table = section("Groups", el("div", { class: "row" }, sorting, search), note, el("div", { class: "card scroll", style: { maxHeight: "420px" } }, el("table", { class: "stack" }, el("thead", {}, head_), body)));
 
   // --- samples of a group side by side

@@ -26,9 +26,9 @@ from tx.tinker.http.routes import (
     training,
     weights,
 )
-from tx.tinker.http.texts import Texts
 from tx.tinker.service.service import TinkerService
 from tx.tinker.storage.folders import Folders
+from tx.tinker.texts import Texts
 
 API = "/api/v1"
 MANY_CONNECTIONS = 10_000

@@ -54,7 +54,7 @@ class ResultRecorder:
         unit = partial(_record_done, pending=pending, body=body, blob=blob, size_bytes=message.size_bytes)
         post_commit = await self._store.write(unit)
         sampler = self._state.samplers.get(pending.sampler_id or "")
-        self._run_files.done(pending, message.metrics, None if sampler is None else sampler.model_id)
+        self._run_files.done(pending, message.metrics, None if sampler is None else sampler.model_id, body)
         self._follow(pending, post_commit)
         self._release(pending, StoredResult(pending.request_id, pending.kind, body), _tokens_of(pending, message))
         await self._drop(post_commit.blobs)

@@ -2,8 +2,9 @@
 
 The database forgets a result once it is delivered, so what training looked like is written here as it happens: a model
 has `config.yaml`, `metrics.jsonl` with a line an optimizer step, and `logs/trainer.log`; the folder `server` has a line
-a minute. Neither prompts nor answers are in them. Nothing depends on these files: a line that cannot be written, or is
-lost with the process, costs its place in a curve. Any of the folders may be deleted.
+a minute. Prompts and responses are in them only if the settings ask for it (`kept_samples`). Nothing depends on these
+files: a line that cannot be written, or is lost with the process, costs its place in a curve. Any of the folders may be
+deleted.
 """
 
 import json
@@ -22,9 +23,12 @@ from pathlib import Path
 
 import msgspec
 
+from tx.tinker.commands import Sample
 from tx.tinker.config import EngineConfig
+from tx.tinker.service.kept_samples import KeptSamples
 from tx.tinker.service.state import PendingRequest, Run
 from tx.tinker.types import SERVER, PassOutput, TinkerPath
+from tx.tinker.wire.codec import decode_sample_output
 from tx.tinker.wire.merging import merge_outputs
 
 log = logging.getLogger(__name__)
@@ -32,8 +36,13 @@ log = logging.getLogger(__name__)
 LOG_BYTES, NUM_OLD_LOGS = 16 << 20, 3
 """Size of the server's log at which a new file begins, and the number of earlier ones that stay."""
 
+MODEL_LOG_BYTES = 4 << 20
+"""Size of a model's `trainer.log` at which a new one begins; the one before stays as `trainer.log.1`."""
+
 MOST_WAITING = 100_000
 """Lines that wait for a stalled disk; further ones are lost."""
+MOST_WAITING_SAMPLES = 1000
+"""Lines that wait at which samples are no longer kept: their results would fill the memory."""
 
 _TAIL_BYTES = 64 << 10
 _MAX_ERROR = 500
@@ -49,6 +58,8 @@ class _Progress:
     weight: float = 0.0
     """Targets of `output`."""
     samples: Counter[str] = field(default_factory=Counter)
+    tenant: str | None = None
+    """Owner of the model, once it was read."""
 
     def add(self, metrics: dict[str, float]) -> None:
         """Merge the metrics of a forward-backward pass."""
@@ -74,10 +85,11 @@ class RunFiles:
 
     Args:
         folder: `runs` in the state folder.
+        samples: where samples are kept; None: they are not.
     """
 
-    def __init__(self, folder: Path):
-        self._folder = folder
+    def __init__(self, folder: Path, samples: KeptSamples | None = None):
+        self._folder, self._samples = folder, samples
         # Not a pool, whose threads a process waits for at its end, however long the disk is stalled.
         self._thread = threading.Thread(target=self._write_all, name="run-files", daemon=True)
         self._writes: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -91,11 +103,14 @@ class RunFiles:
         facts = {"trainer": {"run_name": SERVER, "policy": {"model": {"path": config.base_model}}}, "tinker": settings}
         self._later(partial(self._begin, SERVER, facts, "step 0: the server starts"))
 
-    def done(self, pending: PendingRequest, metrics: dict[str, float], model_id: str | None = None) -> None:
+    def done(
+        self, pending: PendingRequest, metrics: dict[str, float], model_id: str | None = None, body: bytes = b""
+    ) -> None:
         """Write a request that succeeded.
 
         Args:
             metrics: numbers of the engine.
+            body: the result as it is stored.
             model_id: of a sample, the model whose weights were sampled from, if that is known.
         """
         self._done[pending.kind] += 1
@@ -113,6 +128,8 @@ class RunFiles:
         elif model_id is not None:  # a sample
             counts = {"requests": 1, "tokens": int(metrics.get("tokens", 0))}
             self._later(lambda: self._of(model_id).samples.update(counts))
+            if self._samples is not None and self._writes.qsize() < MOST_WAITING_SAMPLES:
+                self._later(partial(self._keep, self._samples, model_id, pending, body))
 
     def failed(self, pending: PendingRequest, error: str, category: str) -> None:
         """Write a request that failed."""
@@ -178,10 +195,20 @@ class RunFiles:
     def _step(self, model_id: str, metrics: dict[str, float]) -> None:
         progress = self._of(model_id)
         row = progress.row(metrics)
-        self._progress[model_id] = _Progress(progress.step + 1, time.monotonic())
+        self._progress[model_id] = _Progress(progress.step + 1, time.monotonic(), tenant=progress.tenant)
         self._append(model_id, "metrics.jsonl", json.dumps(row))
         loss = f": loss {row['train/loss']:.5g}" if "train/loss" in row else ""
         self._log(model_id, "INFO", f"step {int(row['step'])}{loss}")
+
+    def _keep(self, samples: KeptSamples, model_id: str, pending: PendingRequest, body: bytes) -> None:
+        """Keep a sample of a model of the same tenant: others sample from weights that are public, or given to them,
+        and their prompts are not for the owner's eyes."""
+        command, progress = pending.stored.command, self._of(model_id)
+        if progress.tenant is None:
+            progress.tenant = _tenant_of(self._path(model_id))
+        if isinstance(command, Sample) and progress.tenant == pending.tenant:
+            output = decode_sample_output(body)
+            samples.add(self._path(model_id), progress.step, pending.request_id, command.spec.prompt, output)
 
     def _end(self, model_id: str) -> None:
         self._log(model_id, "INFO", "this run is finished: its model was unloaded")
@@ -200,6 +227,9 @@ class RunFiles:
 
     def _log(self, name: str, level: str, text: str) -> None:
         when = time.strftime("%Y-%m-%d %H:%M:%S")
+        path = self._path(name) / "logs" / "trainer.log"
+        if path.exists() and path.stat().st_size >= MODEL_LOG_BYTES:
+            path.replace(path.with_name("trainer.log.1"))
         self._append(name, "logs/trainer.log", f"{when} {level:<8} {' '.join(text.split())[:_MAX_ERROR]}")
 
     def _append(self, name: str, file: str, line: str) -> None:
@@ -234,6 +264,14 @@ def _saved_or_loaded(pending: PendingRequest, run: Run) -> str:
     if save.name is None:
         return f"weights saved for sampler {save.sampling_session_seq_id}"
     return f"checkpoint saved: {TinkerPath(run.model_id, save.kind, save.name)}"
+
+
+def _tenant_of(run: Path) -> str | None:
+    """Return whose run a folder holds, None if it does not say."""
+    try:
+        return json.loads((run / "config.yaml").read_bytes())["tinker"]["tenant"]
+    except (FileNotFoundError, ValueError, KeyError):
+        return None
 
 
 def _last_step(path: Path) -> int:

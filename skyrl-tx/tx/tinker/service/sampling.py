@@ -24,10 +24,17 @@ from tx.tinker.storage.store import Store
 from tx.tinker.types import SampleSpec, request_id_of, sampler_id_of
 from tx.tinker.wire import schemas
 from tx.tinker.wire.checks import check_sample
+from tx.tinker.wire.losses import ELSEWHERE, STABLE_REINFORCE
+
+_LOSS_IS_ELSEWHERE = ELSEWHERE[STABLE_REINFORCE]
 
 
 class Samplers:
-    """Samplers and their sample requests."""
+    """Samplers and their sample requests.
+
+    Args:
+        records_stability: take requests that should record what `stable_reinforce` trains on, and record nothing
+    """
 
     def __init__(
         self,
@@ -38,7 +45,10 @@ class Samplers:
         dispatch: Dispatch,
         runs: Runs,
         checkpoints: Checkpoints,
+        *,
+        records_stability: bool = False,
     ):
+        self._records_stability = records_stability
         self._facts, self._store, self._state, self._limits = facts, store, state, limits
         self._dispatch, self._runs, self._checkpoints = dispatch, runs, checkpoints
         self._repetitions = Repetitions(store)
@@ -142,6 +152,8 @@ class Samplers:
         return request_id
 
     def _spec(self, request: schemas.AsampleRequest) -> SampleSpec:
+        if request.record_stability_info and not self._records_stability:
+            raise RequestError(f"record_stability_info belongs to the loss {STABLE_REINFORCE}: {_LOSS_IS_ELSEWHERE}")
         spec = request.to_spec(draw_seed)
         check_sample(spec, self._facts)
         return spec

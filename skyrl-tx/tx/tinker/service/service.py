@@ -21,6 +21,7 @@ from tx.tinker.service.dispatch import Dispatch
 from tx.tinker.service.engine_link import EngineLink, EngineTimeouts
 from tx.tinker.service.futures import Futures
 from tx.tinker.service.intake import RequestIntake
+from tx.tinker.service.kept_samples import KeptSamples
 from tx.tinker.service.limits import Limits
 from tx.tinker.service.quotas import TokenQuota
 from tx.tinker.service.recorder import ResultRecorder
@@ -34,6 +35,8 @@ from tx.tinker.service.state import ServerState
 from tx.tinker.storage.blobs import Blobs
 from tx.tinker.storage.folders import Folders
 from tx.tinker.storage.store import Store
+from tx.tinker.texts import Texts
+from tx.tinker.wire.losses import STABLE_REINFORCE
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +83,9 @@ class TinkerService:
             timeouts or EngineTimeouts(turn=config.pass_timeout_seconds), standby=config.standby_engine,
         )  # fmt: skip
         self.futures = Futures(store, blobs, state, lambda: link.trouble)
-        self._run_files = RunFiles(config.state_folder / "runs")
+        texts, most = Texts(facts.folder), config.keep_samples
+        samples = KeptSamples(most, config.keep_samples_mb * 10**6, texts) if most else None
+        self._run_files = RunFiles(config.state_folder / "runs", samples)
         private = (folders.base, str(config.state_folder.absolute()))
         recorder = ResultRecorder(store, blobs, state, limits, self.futures, self._run_files, private)
         self._dispatch = Dispatch(store, blobs, state, link, recorder)
@@ -89,7 +94,10 @@ class TinkerService:
         self.intake = RequestIntake(store, blobs, state, limits, self._dispatch, context)
         self.sessions = Sessions(store, state, self.intake, self._dispatch)
         self.models = Runs(config, facts, store, state, limits, self.intake, self._dispatch, link, self.checkpoints)
-        self.sampling = Samplers(facts, store, state, limits, self._dispatch, self.models, self.checkpoints)
+        self.sampling = Samplers(
+            facts, store, state, limits, self._dispatch, self.models, self.checkpoints,
+            records_stability=config.stable_reinforce_as is not None,
+        )  # fmt: skip
         self._cleanup = BackgroundCleanup(
             config, store, blobs, folders, state, self.futures, self.sessions, self.intake,
             config.state_folder / "snapshots",
@@ -106,6 +114,8 @@ class TinkerService:
                 "--checkpoints-base is %s: a restart of the machine may clear it; give a folder that stays",
                 self._config.checkpoints_base,
             )
+        if (loss := self._config.stable_reinforce_as) is not None:
+            log.warning("the loss %s is computed as %s (--stable-reinforce-as)", STABLE_REINFORCE, loss)
         await self._store.start()
         try:
             # Before requests are taken in: a blob without a row is then a leftover, not one that is being written.

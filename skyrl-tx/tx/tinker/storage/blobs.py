@@ -30,14 +30,17 @@ class Blobs:
 
     Args:
         folder: theirs alone, on a local disk; made if missing.
+        read_only: create nothing; only `get` and `has` may be called.
 
     Raises:
         ConfigError: the folder cannot be written.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, *, read_only: bool = False):
         self._folder = Path(folder).expanduser().absolute()
         self._partials = self._folder / PARTIAL
+        if read_only:
+            return
         try:
             self._partials.mkdir(parents=True, exist_ok=True)
             for shard in range(256):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, inspect, make_url, select
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlchemyError
@@ -112,15 +113,36 @@ class Database:
                 self._on_connect(self.writer, _take_advisory_lock)
             return self._check_schema()
         except (SQLAlchemyError, OSError) as error:
-            way_out = f". {_WAY_OUT}" if "not a database" in str(error) or "malformed" in str(error) else ""
-            raise ConfigError(f"database_url: {self} cannot be used: {reason_of(error)}{way_out}") from error
+            raise _unusable(self, error) from error
+
+    @contextmanager
+    def reading(self) -> Iterator[tuple[Session, int]]:
+        """Yield a session of a database that no server uses, and its schema's version, 0 where there are no tables yet.
+        Nothing is created or migrated.
+
+        Raises:
+            ConfigError: it does not exist, a server uses it, it is damaged, or this release cannot read its tables.
+        """
+        engine = _read_only_engine(self.url)
+        try:
+            if self.is_sqlite:
+                self._lock_to_read()
+            else:
+                event.listen(engine, "connect", lambda connection, _: _take_advisory_lock(connection))
+            with Session(engine, expire_on_commit=False) as session:
+                if self.is_sqlite:
+                    _quick_check(self, session.connection())
+                yield session, self._readable_version(session)
+        except (SQLAlchemyError, OSError) as error:
+            raise _unusable(self, error) from error
+        finally:
+            engine.dispose()
+            self.close()
 
     def _check_file(self) -> None:
         """Raise ConfigError if the file is damaged: better at the start than in the middle of a run."""
         with self.writer.connect() as connection:
-            found = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar()
-        if found != "ok":
-            raise ConfigError(f"database_url: {self} is damaged ({found}). {_WAY_OUT}")
+            _quick_check(self, connection)
 
     @contextmanager
     def writing(self) -> Iterator[Connection]:
@@ -160,12 +182,24 @@ class Database:
             begin = "BEGIN IMMEDIATE" if engine is self.writer else "BEGIN"
             event.listen(engine, "begin", lambda connection: connection.exec_driver_sql(begin))
 
+    def _lock_to_read(self) -> None:
+        """Lock the file against servers. Its lock file is not made where there is none: then no server uses it."""
+        if not (database := Path(str(self.url.database))).is_file():
+            raise ConfigError(f"database_url: there is no file {database}; check --state-dir")
+        with suppress(FileNotFoundError):
+            self._lock_as(os.O_RDONLY)
+
     def _lock_file(self) -> None:
         """One server a file. The lock goes with the process, however it dies; the file stays."""
+        Path(str(self.url.database)).parent.mkdir(parents=True, exist_ok=True)
+        descriptor = self._lock_as(os.O_RDWR | os.O_CREAT)
+        # Written only with the lock held, so that the id in a refusal is never that of a server that was refused.
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+
+    def _lock_as(self, flags: int) -> int:
         database = Path(str(self.url.database))
-        database.parent.mkdir(parents=True, exist_ok=True)
-        path = database.with_name(database.name + ".lock")
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        descriptor = os.open(database.with_name(database.name + ".lock"), flags, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -175,20 +209,12 @@ class Database:
                 f"database_url: {self} is in use by another server (process {owner or 'unknown'}); stop that one, or "
                 "give this one another --database-url and --state-dir"
             ) from error
-        # Written only with the lock held, so that the id in a refusal is never that of a server that was refused.
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         self._lock = descriptor
+        return descriptor
 
     def _check_schema(self) -> str:
         with self.writer.connect() as connection:
-            names = set(inspect(connection).get_table_names())
-        ours = set(Row.metadata.tables)
-        if names & ours and SchemaRow.__tablename__ not in names:
-            raise ConfigError(
-                f"database_url: {self} has tables of another program ({', '.join(sorted(names & ours))}); give one "
-                "that is empty or does not exist"
-            )
+            self._has_tables(connection)
         Row.metadata.create_all(self.writer)
         with Session(self.writer, expire_on_commit=False) as session:
             schema = session.scalars(select(SchemaRow)).first()
@@ -199,14 +225,58 @@ class Database:
                 session.connection().exec_driver_sql(MIGRATIONS[schema.version][self.url.get_backend_name()])
                 schema.version += 1
             session.commit()
-        if schema.version != SCHEMA_VERSION:
-            newer = schema.version > SCHEMA_VERSION
-            way_out = "update skyrl-tx" if newer else "start the release of skyrl-tx that made it"
-            raise ConfigError(
-                f"database_url: {self} was made by {'a newer' if newer else 'an older'} release (schema "
-                f"{schema.version}, this one has {SCHEMA_VERSION}); {way_out}, or give a new database"
-            )
+        self._check_version(schema.version, (SCHEMA_VERSION,))
         return schema.database_id
+
+    def _has_tables(self, connection: Connection) -> bool:
+        """Return whether our tables are there. Raises: ConfigError if some are and were made by another program."""
+        found = set(inspect(connection).get_table_names()) & set(Row.metadata.tables)
+        if found and SchemaRow.__tablename__ not in found:
+            raise ConfigError(
+                f"database_url: {self} has tables of another program ({', '.join(sorted(found))}); give one that is "
+                "empty or does not exist"
+            )
+        return bool(found)
+
+    def _readable_version(self, session: Session) -> int:
+        if not self._has_tables(session.connection()):
+            return 0
+        version = session.scalars(select(SchemaRow)).one().version
+        self._check_version(version, (*MIGRATIONS, SCHEMA_VERSION))
+        return version
+
+    def _check_version(self, version: int, good: tuple[int, ...]) -> None:
+        if version in good:
+            return
+        newer = version > SCHEMA_VERSION
+        way_out = "update skyrl-tx" if newer else "start the release of skyrl-tx that made it"
+        raise ConfigError(
+            f"database_url: {self} was made by {'a newer' if newer else 'an older'} release (schema "
+            f"{version}, this one has {SCHEMA_VERSION}); {way_out}, or give a new database"
+        )
+
+
+def _read_only_engine(url: URL) -> Engine:
+    if url.get_backend_name() != "sqlite":
+        engine = create_engine(url, connect_args={"connect_timeout": 10, "application_name": "skyrl-tx"})
+        return engine.execution_options(postgresql_readonly=True)
+    # A log that a killed server left must be read too, for which sqlite needs the shared memory beside it; without one
+    # the file is all there is, and `immutable` keeps sqlite from making either.
+    file = Path(str(url.database))
+    log = file.with_name(file.name + "-wal")
+    query = {"mode": "ro", "uri": "true"} | ({} if log.exists() else {"immutable": "1"})
+    return create_engine(url.set(database=f"file:{quote(str(file))}", query=query))
+
+
+def _quick_check(database: "Database", connection: Connection) -> None:
+    found = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar()
+    if found != "ok":
+        raise ConfigError(f"database_url: {database} is damaged ({found}). {_WAY_OUT}")
+
+
+def _unusable(database: "Database", error: Exception) -> ConfigError:
+    way_out = f". {_WAY_OUT}" if "not a database" in str(error) or "malformed" in str(error) else ""
+    return ConfigError(f"database_url: {database} cannot be used: {reason_of(error)}{way_out}")
 
 
 def _make_savepoints_cheap(engine: Engine) -> None:

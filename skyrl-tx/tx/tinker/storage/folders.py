@@ -39,12 +39,13 @@ class Folders:
         base: `--checkpoints-base`
         cache: a local folder for copies of remote ones; several processes may share it
         cache_bytes: how large it may grow; what was used in the last minutes stays all the same
+        read_only: create nothing under a local base, and sweep nothing; folders may only be read
 
     Raises:
         ConfigError: the base cannot be written, its scheme is unknown or needs a package that is not installed.
     """
 
-    def __init__(self, base: str, cache: Path, cache_bytes: int = 32 << 30):
+    def __init__(self, base: str, cache: Path, cache_bytes: int = 32 << 30, *, read_only: bool = False):
         self._remote: RemoteFolders | None = None
         base = without_local_scheme(base)
         if "://" in base:
@@ -54,6 +55,8 @@ class Folders:
         folder = Path(base).expanduser().absolute()
         self.base = str(folder)
         self._partials = folder / PARTIAL
+        if read_only:
+            return
         try:
             self._partials.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -52,9 +52,11 @@ LOSS_RULES: Mapping[str, LossRule] = MappingProxyType(
     }
 )
 
+STABLE_REINFORCE = "stable_reinforce"
 ELSEWHERE = MappingProxyType(
     {
-        "stable_reinforce": "its definition is not public; set loss_fn=importance_sampling (or ppo, cispo, gspo)",
+        STABLE_REINFORCE: "its definition is not public; set loss_fn=importance_sampling (or ppo, cispo, gspo), or "
+        "serve with --stable-reinforce-as importance_sampling",
         "custom": "send the gradient instead, as forward_backward_custom does",
     }
 )

@@ -14,7 +14,6 @@ from pydantic import (
     ConfigDict,
     Field,
     StringConstraints,
-    ValidationInfo,
     WithJsonSchema,
     field_validator,
     model_validator,
@@ -380,7 +379,6 @@ _NOT_HERE = {
     "prompt_alt_tokens_k": 0,
     "target_prompt_logprobs": None,
     "prompt_logprobs_last_n": None,
-    "record_stability_info": None,
 }
 """Options of an `asample` that this server has not, each with the value that asks for nothing."""
 
@@ -404,16 +402,12 @@ class AsampleRequest(Body):
     target_prompt_logprobs: object = None
     prompt_logprobs_last_n: int | None = None
     record_stability_info: bool | None = None
+    """Belongs to the loss `stable_reinforce`: refused, or ignored where another loss is computed for it."""
     type: Literal["sample"] = "sample"
 
     @field_validator(*_NOT_HERE)
     @classmethod
-    def _not_here(cls, value: object, info: ValidationInfo) -> object:
-        if value and info.field_name == "record_stability_info":
-            raise ValueError(
-                "belongs to the loss stable_reinforce, whose definition is not public; set loss_fn=importance_sampling "
-                "(or ppo, cispo, gspo), without it"
-            )
+    def _not_here(cls, value: object) -> object:
         if value:
             raise ValueError("is not supported by this server; leave it out")
         return value

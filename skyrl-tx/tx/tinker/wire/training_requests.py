@@ -64,8 +64,24 @@ def read_training_body(
     request = decode_training(body)
     _check_address(request)
     if forward_only_default and not request.forward_only:
-        body += pb.ForwardBackwardRequest(forward_only=True).SerializeToString()  # the last value of a field counts
+        body += _last_word(forward_only=True)
     return replace(request, payload=body, forward_only=forward_only_default or request.forward_only)
+
+
+def with_loss(request: TrainingRequest, loss_fn: str) -> TrainingRequest:
+    """Return a request that was read from a body with another loss, in its payload too."""
+    return replace(
+        request,
+        loss_fn=loss_fn,
+        loss_config=with_default_config(loss_fn, request.loss_config),
+        data=[with_default_inputs(loss_fn, datum) for datum in request.data],
+        payload=request.payload + _last_word(loss_fn=loss_fn),
+    )
+
+
+def _last_word(**fields: Any) -> bytes:
+    """Return bytes that set fields of a payload when they follow it: the last value of a field counts."""
+    return pb.ForwardBackwardRequest(**fields).SerializeToString()
 
 
 def find_address(body: bytes, content_type: str, content_encoding: str | None, max_bytes: int) -> Address | None:

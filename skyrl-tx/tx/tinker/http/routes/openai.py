@@ -15,8 +15,8 @@ from tx.tinker.http.openapi import described
 from tx.tinker.http.replies import as_json
 from tx.tinker.http.responses import Problem, ResponseBody
 from tx.tinker.http.scope import service_of, tenant_of
-from tx.tinker.http.texts import Texts
 from tx.tinker.service.results import StoredResult, TryAgain
+from tx.tinker.texts import Texts
 from tx.tinker.types import SampleOutput, Sequence
 from tx.tinker.wire import schemas
 from tx.tinker.wire.codec import decode_sample_output

@@ -18,7 +18,8 @@ from tx.tinker.http.openapi import PROTOBUF, ForwardBackwardBody, ForwardBody, d
 from tx.tinker.http.replies import as_json
 from tx.tinker.http.scope import service_of, tenant_of
 from tx.tinker.wire import schemas
-from tx.tinker.wire.training_requests import read_training_body
+from tx.tinker.wire.losses import STABLE_REINFORCE
+from tx.tinker.wire.training_requests import read_training_body, with_loss
 
 router = APIRouter(tags=["training"])
 
@@ -66,4 +67,6 @@ async def _train(request: Request, *, forward_only: bool) -> Response:
     except RequestError as error:
         await use_up_place(request, body, error)
         raise
+    if asked.loss_fn == STABLE_REINFORCE and (instead := request.app.state.config.stable_reinforce_as) is not None:
+        asked = with_loss(asked, instead)
     return as_json(await service_of(request).intake.submit(tenant_of(request), Train, asked))

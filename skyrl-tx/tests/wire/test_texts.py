@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tx.errors import RequestError
-from tx.tinker.http.texts import Texts
+from tx.tinker.texts import Texts
 
 MESSAGES = [
     {"role": "user", "content": "2 + 2?"},

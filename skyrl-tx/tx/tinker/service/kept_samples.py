@@ -1,0 +1,96 @@
+"""The last samples of models, in their run folders, in the form in which the dashboard reads trajectories.
+
+`trajectories/train_step_000012.jsonl` has the last samples that were drawn between the model's optimizer steps 12 and
+13, from any of its samplers. Prompts and responses are clients' data: nothing is kept unless the setting asks for it.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from tx.errors import RequestError
+from tx.tinker.texts import Texts
+from tx.tinker.types import SampleOutput
+
+MOST_TOKENS = 32_768
+"""Tokens of a prompt or a response that are kept: its last ones of a prompt, its first ones of a response."""
+
+
+class KeptSamples:
+    """Writer of samples. Used by one thread.
+
+    Args:
+        most: samples kept for an optimizer step of a model, the last ones
+        most_bytes: size of a model's samples; the earliest steps go first
+        texts: tokenizer of the base model; without one, rows have token ids alone
+    """
+
+    def __init__(self, most: int, most_bytes: int, texts: Texts):
+        self._most, self._most_bytes, self._texts = most, most_bytes, texts
+        self._num_rows: dict[Path, int] = {}  # of the file of a model's present step
+
+    def add(self, run: Path, step: int, request_id: str, prompt: Sequence[int], output: SampleOutput) -> None:
+        """Append the samples of a request to those of a step, and drop the earliest beyond the limits.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        folder = run / "trajectories"
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / f"train_step_{step:06d}.jsonl"
+        rows = self._rows(request_id, prompt, output)
+        if file not in self._num_rows:  # a new step, or this process has not seen it
+            self._num_rows = {path: number for path, number in self._num_rows.items() if path.parent != folder}
+            self._num_rows[file] = len(_lines(file))
+        with open(file, "ab") as written:
+            written.write(b"".join(rows))
+        self._num_rows[file] += len(rows)
+        if self._num_rows[file] >= 2 * self._most or file.stat().st_size > self._most_bytes:
+            self._num_rows[file] = _keep_last(file, self._most, self._most_bytes)
+        _drop_earliest(folder, self._most_bytes)
+
+    def _rows(self, request_id: str, prompt: Sequence[int], output: SampleOutput) -> list[bytes]:
+        prompt_ids = list(prompt[-MOST_TOKENS:])
+        rows = []
+        for number, sequence in enumerate(output.sequences[-self._most :], max(0, len(output.sequences) - self._most)):
+            ids, log_probs = sequence.tokens[:MOST_TOKENS], sequence.logprobs[:MOST_TOKENS]
+            row = {"uid": request_id, "sample": number, "stop_reason": sequence.stop_reason, "is_replayable": False}
+            row |= {"num_tokens": len(sequence.tokens), "prompt_ids": prompt_ids}
+            row["tokens"] = {"ids": ids, "log_probs": [round(value, 4) for value in log_probs]}
+            try:
+                row |= {"prompt": self._texts.decode(prompt_ids), "response": self._texts.decode(ids)}
+                row["tokens"]["text"] = self._texts.decode_each(ids)
+            except RequestError:  # the model has no tokenizer
+                row |= {"prompt": " ".join(map(str, prompt_ids)), "response": " ".join(map(str, ids))}
+            rows.append(json.dumps(row).encode() + b"\n")
+        return rows
+
+
+def _lines(file: Path) -> list[bytes]:
+    """Return the whole lines of a file; a kill may have torn the last."""
+    try:
+        return [line for line in file.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    except FileNotFoundError:
+        return []
+
+
+def _keep_last(file: Path, most: int, most_bytes: int) -> int:
+    """Rewrite a file with its last lines. Returns: their number."""
+    kept: list[bytes] = []
+    for line in reversed(_lines(file)[-most:]):
+        most_bytes -= len(line)
+        if most_bytes < 0:
+            break
+        kept.insert(0, line)
+    partial = file.with_suffix(".partial")
+    partial.write_bytes(b"".join(kept))
+    os.replace(partial, file)
+    return len(kept)
+
+
+def _drop_earliest(folder: Path, most_bytes: int) -> None:
+    for file in sorted(folder.glob("train_step_*.jsonl"), reverse=True):
+        most_bytes -= file.stat().st_size
+        if most_bytes < 0:
+            file.unlink()
