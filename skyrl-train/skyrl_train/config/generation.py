@@ -121,8 +121,9 @@ class GeneratorConfig(BaseConfig):
     gpu_memory_utilization: float = 0.8
     """Fraction of a GPU's memory that an engine may use (vllm, sglang)."""
 
-    enforce_eager: bool = True
-    """Run the model without compilation and CUDA graphs: slower generation, faster start (vllm, sglang)."""
+    enforce_eager: bool | None = None
+    """Run the model without compilation and CUDA graphs: slower generation, faster start, no memory for graphs (vllm,
+    sglang). null: graphs on GPUs, none on a CPU."""
 
     enable_prefix_caching: bool = True
     """Cache keys and values of prompts and responses for later requests with the same prefix, until the weights change.
@@ -292,6 +293,15 @@ class GeneratorConfig(BaseConfig):
     def resolved_backend(self, device: Device) -> str:
         """Return `backend`, with `auto` resolved for engines that this run starts on `device`."""
         return automatic_backend(device) if self.backend == "auto" else self.backend
+
+    @property
+    def syncs_all_weights(self) -> bool:
+        """True if every weight sync sends all weights, so that engines may drop theirs before one."""
+        return self.weight_sync_strategy not in ("adapter", "delta")
+
+    def resolved_enforce_eager(self, device: Device) -> bool:
+        """Return `enforce_eager`, with None resolved for engines on `device`."""
+        return device == "cpu" if self.enforce_eager is None else self.enforce_eager
 
     def resolved_weight_sync_backend(self, device: Device) -> Literal["nccl", "gloo"]:
         """Return `weight_sync_backend`, with `auto` resolved for models on `device`."""

@@ -68,6 +68,8 @@ class InferenceEngineClient(InferenceEngineInterface):
         self.give_weights: Callable[[int], Awaitable[None]] | None = None
         """Callback that sends the current weights to engine i after a restart. None: engines start with them."""
         settings = full_config.generator
+        self.receives_all_weights = settings.syncs_all_weights
+        """True if every weight sync sends all weights."""
         self._chat_template = configured_chat_template(tokenizer, settings)
         self._request_timeout = settings.request_timeout_seconds
         self._router = Router(len(engines), settings.max_requests_per_engine)

@@ -9,6 +9,10 @@ An engine starts awake, so it may start only while no worker is on the device: `
 next sync makes room. It is put to sleep if the others sleep. It has the weights of the model's files until the next
 sync, or until `send_between`.
 
+Before a sync of all weights engines sleep without theirs (level 2: nothing is copied to host memory), and do not
+generate until a sync has brought them. Where weights must survive (`send_between` sends to one engine alone; syncs of
+adapters or deltas) they sleep with them (level 1).
+
 Knows neither Ray nor engines, only coroutines to call.
 """
 
@@ -53,6 +57,15 @@ class SleepableEngine(Protocol):
     async def wake_up(self, tags: list[str] | None = None) -> None: ...
 
 
+class SyncedEngines(SleepableEngine, Protocol):
+    """All engines of a run."""
+
+    @property
+    def receives_all_weights(self) -> bool:
+        """True if every sync sends all weights: before one, engines need not keep theirs."""
+        ...
+
+
 class OffloadableGroup(Protocol):
     """Group of workers. Moving it to where it already is does nothing."""
 
@@ -79,7 +92,7 @@ class Colocation:
 
     def __init__(
         self,
-        engines: SleepableEngine | None,
+        engines: SyncedEngines | None,
         *,
         engines_share_device: bool,
         policy_and_ref_share: bool = False,
@@ -96,6 +109,7 @@ class Colocation:
         self._state = ENGINES_ONLY if engines_share_device and engines is not None else EMPTY
         self._groups: dict[str, list[OffloadableGroup]] = {}
         self._inconsistent_since: Event | None = None
+        self._weights_dropped = False
         self._num_starting = 0
         self._start_timeout = start_timeout_seconds
         # Held for each move (methods with a leading underscore expect it), notified after each.
@@ -114,7 +128,7 @@ class Colocation:
         sharing = [group for group in groups if f"onload {group.name}" in self._events]
         async with self._lock:
             if self._state == ENGINES_ONLY:
-                await self._sleep()
+                await self._sleep_before_sync()
             others = [group.init_model() for group in groups if group not in sharing]
             await asyncio.gather(self._load_one_by_one(sharing), *others)
 
@@ -137,7 +151,7 @@ class Colocation:
     async def after_generating(self) -> None:
         """Move from awake engines to a policy that may compute."""
         async with self._lock:
-            await self._sleep()
+            await self._sleep_before_sync()
             if self._engines_share_device:
                 await self._onload("policy")
 
@@ -166,7 +180,7 @@ class Colocation:
         Returns: the result of `send`.
         """
         async with self._lock:
-            return await self._sync(send)
+            return await self._sync(send, brings_all=True)
 
     async def send_between(self, send: Callable[[], Awaitable[object]]) -> bool:
         """Send weights to an engine that was just started, between two syncs. Where engines share the device, requests
@@ -180,7 +194,7 @@ class Colocation:
             if self._engines_share_device and self._state != ENGINES_ONLY:
                 return False
             try:
-                await self._sleep()
+                await self._sleep(level=1)  # the other engines get no weights now
                 if self._engines_share_device:
                     await self._onload("policy")
                 await self._sync(send)
@@ -220,7 +234,8 @@ class Colocation:
                 self._lock.notify_all()
 
     async def recover(self, wait_until_healthy: Callable[[], Awaitable[object]] | None = None) -> None:
-        """Move from any state, known or not, to engines asleep and no worker on the device. May be repeated.
+        """Move from any state, known or not, to engines asleep and no worker on the device. A sync must follow. May be
+        repeated.
 
         Args:
             wait_until_healthy: returns when every engine that died has been restarted (by `start_engine`).
@@ -234,7 +249,7 @@ class Colocation:
             await wait_until_healthy()
         async with self._lock:
             if self._engines_share_device and self._engines is not None:
-                await self._engines.sleep()
+                await self._engines.sleep(self._level_before_sync())
             self._inconsistent_since = None
             self._lock.notify_all()
 
@@ -248,8 +263,8 @@ class Colocation:
         self._lock.notify_all()
 
     async def _return_to_generation(self) -> None:
-        """Move from any state, known or not, to awake engines: those that still run have requests to answer. An engine
-        that dies meanwhile is left out by the next attempt."""
+        """Move from a failed `send_between` to awake engines, which have requests to answer and kept their weights. An
+        engine that dies meanwhile is left out by the next attempt."""
         for attempt in reversed(range(_RETURN_ATTEMPTS)):
             try:
                 await self._offload_all()
@@ -286,9 +301,20 @@ class Colocation:
     async def _offload(self, worker: str) -> None:
         await self._move(f"offload {worker}", lambda: self._call(worker, "offload_to_cpu"))
 
-    async def _sleep(self) -> None:
+    async def _sleep(self, level: int) -> None:
         """Free the engines' memory. They must have nothing to compute."""
-        await self._move("sleep", lambda: self._existing_engines().sleep())
+        await self._move("sleep", lambda: self._existing_engines().sleep(level))
+
+    async def _sleep_before_sync(self) -> None:
+        if "sleep" in self._events:
+            self._state_after("sleep")  # a refusal drops nothing
+            await self._sleep(self._level_before_sync())
+
+    def _level_before_sync(self) -> int:
+        """Return the level of a sleep that a sync follows, and note whether weights are gone until it has."""
+        # Noted before the move: if it fails, some engines may have dropped theirs.
+        self._weights_dropped = self._weights_dropped or self._existing_engines().receives_all_weights
+        return 2 if self._weights_dropped else 1
 
     async def _wake_weights(self) -> None:
         """Reserve the engines' memory for weights. Engines that wait to be started have the device before."""
@@ -298,10 +324,18 @@ class Colocation:
         await self._move("wake weights", lambda: self._existing_engines().wake_up(["weights"]))
 
     async def _wake_cache(self) -> None:
-        """Reserve the engines' memory for keys and values: they may generate."""
+        """Reserve the engines' memory for keys and values: they may generate.
+
+        Raises:
+            ColocationError: their weights are gone since they slept.
+        """
+        if self._weights_dropped and "wake cache" in self._events:
+            raise ColocationError(
+                f"cannot wake cache with {self._state}: no weights were sent since; first: send weights"
+            )
         await self._move("wake cache", lambda: self._existing_engines().wake_up(["kv_cache"]))
 
-    async def _sync(self, send: Callable[[], Awaitable[T]]) -> T:
+    async def _sync(self, send: Callable[[], Awaitable[T]], *, brings_all: bool = False) -> T:
         # Weights and policy are on the device already; a move would not be allowed.
         if self._state == SYNC:  # an earlier `send` failed
             await self._let_engines_start()
@@ -309,6 +343,7 @@ class Colocation:
             await self._wake_weights()
         self.check("send weights")
         result = await send()
+        self._weights_dropped = self._weights_dropped and not brings_all
         if self._engines_share_device:
             await self._offload("policy")
         await self._wake_cache()

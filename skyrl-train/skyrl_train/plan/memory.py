@@ -19,6 +19,9 @@ BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 ROLES: tuple[Role, ...] = ("policy", "critic", "ref")
 Parts = dict[str, float]
 
+_BYTES_OF_A_GRAPH = 0.4e6
+"""Bytes for one batch size and layer: 0.21 GiB for 35 sizes of Llama-3.2-1B's 16 layers (vLLM's pull request 11349)."""
+
 
 @dataclass(frozen=True)
 class Phase:
@@ -203,6 +206,9 @@ class EnginePlan:
     cache: float
     """Keys and values."""
 
+    graphs: float
+    """CUDA graphs of decoding steps."""
+
     bytes_a_token: float
     """Keys and values of a token, on each device of an engine."""
 
@@ -220,15 +226,21 @@ class EnginePlan:
 
     @property
     def total(self) -> float:
-        return self.weights + self.working + self.cache
+        return self.weights + self.working + self.cache + self.graphs
+
+    @property
+    def parts(self) -> Parts:
+        """Bytes by purpose."""
+        parts = {"weights": self.weights, "working memory": self.working, "keys and values": self.cache}
+        return parts | ({"CUDA graphs": self.graphs} if self.graphs else {})
 
 
 def engine_plan(cfg: SkyRLConfig, shape: ModelShape, device: Device) -> EnginePlan:
     """Return the memory of one device of an engine.
 
-    vLLM and SGLang take `gpu_memory_utilization` of the device for weights, working memory and, with all that is left,
-    the cache. The native engine makes the cache as requests come, up to `max_num_seqs` of them, and keeps prefixes
-    beside it.
+    vLLM and SGLang take `gpu_memory_utilization` of the device for weights, working memory, CUDA graphs and, with all
+    that is left, the cache. The native engine makes the cache as requests come, up to `max_num_seqs` of them, and keeps
+    prefixes beside it.
     """
     generator = cfg.generator
     number = BYTES[generator.model_dtype]
@@ -250,24 +262,39 @@ def engine_plan(cfg: SkyRLConfig, shape: ModelShape, device: Device) -> EnginePl
         gib = generator.engine_init_kwargs.get("prefix_cache_gib", traits.prefix_cache_gib)
         prefixes = min(gib * 2**30, wanted * length * bytes_a_token) if generator.enable_prefix_caching else 0.0
         cache = full * length * bytes_a_token + prefixes
-        return EnginePlan(weights, working, cache, bytes_a_token, full, wanted)
+        return EnginePlan(weights, working, cache, 0.0, bytes_a_token, full, wanted)
     tokens = max(generator.max_num_batched_tokens, generator.max_num_seqs)
     states = 2 * number * shape.hidden + 3 * number * shape.feed_forward / tensor
     # Sampling has the logits of every request in float32, and a copy.
     working = tokens * states + 8 * generator.max_num_seqs * shape.words
     budget = generator.gpu_memory_utilization * device.memory - device.libraries
-    cache = budget - weights - working
+    graphs = 0.0
+    if not generator.resolved_enforce_eager(device.kind):
+        graphs = _graph_bytes(generator.max_num_seqs, shape.num_layers / stages)
+    cache = budget - weights - working - graphs
     answers = max(0, min(int(cache // (length * bytes_a_token)), generator.max_num_seqs))
     shortage = ""
     if answers == 0:
         shortage = (
             f"generator.gpu_memory_utilization={generator.gpu_memory_utilization} gives the engine "
-            f"{budget / 1e9:.1f} GB, of which weights take {weights / 1e9:.1f} and working memory {working / 1e9:.1f}: "
+            f"{budget / 1e9:.1f} GB, of which weights take {weights / 1e9:.1f}, working memory {working / 1e9:.1f} and "
+            f"CUDA graphs {graphs / 1e9:.1f}: "
             f"no answer of {length} tokens with its prompt ({length * bytes_a_token / 1e9:.2f} GB of keys and values) "
             "fits into the rest"
         )
     lack = max(0.0, length * bytes_a_token - cache)
-    return EnginePlan(weights, working, max(0.0, cache), bytes_a_token, answers, wanted, shortage, lack)
+    return EnginePlan(weights, working, max(0.0, cache), graphs, bytes_a_token, answers, wanted, shortage, lack)
+
+
+def _graph_bytes(max_num_seqs: int, num_layers: float) -> float:
+    """Return the memory of an engine's CUDA graphs, as vLLM captures them: one for each of some batch sizes up to
+    2 `max_num_seqs` and 512, in parts between layers, and one more for each up to `max_num_seqs`, as a whole.
+
+    `_BYTES_OF_A_GRAPH` is read from logs that others published, not measured here.
+    """
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
+    num_graphs = sum(size <= 2 * max_num_seqs for size in sizes) + sum(size <= max_num_seqs for size in sizes)
+    return num_graphs * num_layers * _BYTES_OF_A_GRAPH
 
 
 # ---- devices
@@ -331,18 +358,13 @@ def memory_plan(cfg: SkyRLConfig, shapes: Mapping[Role, ModelShape], device: Dev
     if not all(workers.values()):
         notes = (f"memory of training is not estimated for trainer.strategy={cfg.trainer.strategy}",)
     if device.kind == "cpu":
-        return _on_processor(cfg, shapes, device, workers, engine, notes)
-    return _on_gpus(cfg, shapes, device, workers, engine, notes)
+        return _on_processor(MemoryPlan(device, (), engine, workers, notes=notes), cfg, shapes)
+    return _on_gpus(MemoryPlan(device, (), engine, workers, notes=notes), cfg, shapes)
 
 
-def _on_gpus(
-    cfg: SkyRLConfig,
-    shapes: Mapping[Role, ModelShape],
-    device: Device,
-    workers: dict[Role, tuple[Phase, ...]],
-    engine: EnginePlan | None,
-    notes: tuple[str, ...],
-) -> MemoryPlan:
+def _on_gpus(plan: MemoryPlan, cfg: SkyRLConfig, shapes: Mapping[Role, ModelShape]) -> MemoryPlan:
+    """Add phases and host memory to the plan of a run on GPUs."""
+    device, workers, engine = plan.device, plan.workers, plan.engine
     placement, phases, host = cfg.trainer.placement, [], 0.0
     divisions = {role: division_of(cfg, role, shapes[role], "cuda") for role in workers}
     together = placement.colocate_all
@@ -361,7 +383,7 @@ def _on_gpus(
             offloaded = sum(getattr(division, each) for each in division.host)
             host += ranks * (division.resting if together or shares else offloaded)
     if engine is not None:
-        parts: Parts = {"weights": engine.weights, "working memory": engine.working, "keys and values": engine.cache}
+        parts = engine.parts
         shares = list(workers) if together else []
         parts["libraries"] = (1 + len(shares)) * device.libraries
         if asleep := sum(_asleep(cfg, role, divisions[role]) for role in shares):
@@ -369,8 +391,9 @@ def _on_gpus(
         phases.insert(0, Phase("generate", "full cache", parts))
         if together and divisions["policy"] is not None:
             phases.append(_sync(cfg, shapes["policy"], divisions["policy"], engine, device, len(shares)))
-            host += placement.policy_num_gpus_per_node * engine.weights  # asleep with their weights (level 1)
-    return MemoryPlan(device, tuple(phases), engine, workers, host=host, notes=notes)
+            if not cfg.generator.syncs_all_weights:  # else engines drop theirs
+                host += placement.policy_num_gpus_per_node * engine.weights
+    return replace(plan, phases=tuple(phases), host=host)
 
 
 def _sharers(cfg: SkyRLConfig, role: Role, roles: Iterable[Role]) -> list[Role]:
@@ -405,15 +428,10 @@ def _asleep(cfg: SkyRLConfig, role: Role, division: Division | None) -> float:
     return 0.0 if settings.optimizer_config.offload_after_step else float(division.optimizer)
 
 
-def _on_processor(
-    cfg: SkyRLConfig,
-    shapes: Mapping[Role, ModelShape],
-    device: Device,
-    workers: dict[Role, tuple[Phase, ...]],
-    engine: EnginePlan | None,
-    notes: tuple[str, ...],
-) -> MemoryPlan:
-    """On a CPU nothing is offloaded: all models rest in the machine's memory while one computes."""
+def _on_processor(plan: MemoryPlan, cfg: SkyRLConfig, shapes: Mapping[Role, ModelShape]) -> MemoryPlan:
+    """Add phases and the machine's memory to the plan of a run on a CPU, where nothing is offloaded: all models rest in
+    the machine's memory while one computes."""
+    device, workers, engine = plan.device, plan.workers, plan.engine
     placement, phases = cfg.trainer.placement, []
     resting, peaks = 2 * device.libraries, [0.0]  # the driver, and Ray or a second engine
     for role, own in workers.items():
@@ -427,8 +445,7 @@ def _on_processor(
             peaks.append(ranks * max(0.0, phase.total - at_rest))
     if engine is not None:
         count = cfg.generator.num_inference_engines * cfg.generator.engine_world_size
-        parts: Parts = {"weights": engine.weights, "working memory": engine.working, "keys and values": engine.cache}
-        phases.insert(0, Phase("generate", "full cache", parts | {"libraries": device.libraries}))
+        phases.insert(0, Phase("generate", "full cache", engine.parts | {"libraries": device.libraries}))
         resting += count * (engine.weights + device.libraries)
         peaks.append(count * (engine.working + engine.cache))
-    return MemoryPlan(device, tuple(phases), engine, workers, machine=resting + max(peaks), notes=notes)
+    return replace(plan, phases=tuple(phases), machine=resting + max(peaks))

@@ -49,6 +49,8 @@ def test_auto_becomes_what_it_means_here():
     on_cpu = validate_cfg(with_settings(device="cpu"))
     on_gpus = validate_cfg(with_settings(device="cuda"))
     assert (on_cpu.generator.backend, on_cpu.generator.weight_sync_backend) == ("native", "gloo")
+    # CUDA graphs where there is CUDA.
+    assert on_cpu.generator.resolved_enforce_eager("cpu") and not on_gpus.generator.resolved_enforce_eager("cuda")
     best = "vllm" if find_spec("vllm") else "native"
     assert (on_gpus.generator.backend, on_gpus.generator.weight_sync_backend) == (best, "nccl")
     assert validate_cfg(SkyRLConfig()).trainer.placement.device in ("cpu", "cuda")

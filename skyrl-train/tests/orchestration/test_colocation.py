@@ -161,11 +161,13 @@ class Diary:
 
 
 class Engine:
+    receives_all_weights = False
+
     def __init__(self, diary: Diary, name: str = "engines"):
         self.diary, self.name = diary, name
 
     async def sleep(self, level: int = 1) -> None:
-        await self.diary.write(f"{self.name} sleep")
+        await self.diary.write(f"{self.name} sleep" if level == 1 else f"{self.name} drop weights")
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
         assert tags is not None
@@ -188,9 +190,13 @@ class Group:
 Started = tuple[Colocation, Diary]
 
 
-async def started(groups: tuple[str, ...] = ("policy", "critic", "ref"), **sharing: Any) -> Started:
+async def started(
+    groups: tuple[str, ...] = ("policy", "critic", "ref"), all_weights: bool = False, **sharing: Any
+) -> Started:
     diary = Diary()
-    colocation = Colocation(Engine(diary), **{"engines_share_device": True, **sharing})
+    engines = Engine(diary)
+    engines.receives_all_weights = all_weights
+    colocation = Colocation(engines, **{"engines_share_device": True, **sharing})
     await colocation.start([Group(diary, name) for name in groups])
     return colocation, diary
 
@@ -311,6 +317,58 @@ async def test_failed_move_refuses_others_until_recovery(failing):
     assert colocation.state == EMPTY
     await colocation.onload("policy")
     await colocation.sync(diary.send)
+    colocation.check("generate")
+
+
+async def test_engines_drop_weights_where_sync_brings_all():
+    """But not before `send_between`, which brings them to one engine alone, also if it fails."""
+    colocation, diary = await started(("policy",), all_weights=True)
+    assert diary.take() == ["engines drop weights", "policy loads"]
+    await colocation.sync(diary.send)
+    await colocation.after_generating()
+    assert "engines drop weights" in diary.take()
+    with pytest.raises(ColocationError):  # and a refused sleep changes nothing
+        await colocation.after_generating()
+    await colocation.sync(diary.send)
+    diary.take()
+    assert await colocation.send_between(diary.send)
+    assert diary.take() == [
+        *(
+            "engines sleep",
+            "policy on",
+            "engines wake weights",
+            "weights travel",
+            "policy off",
+            "engines wake kv_cache",
+        ),
+    ]
+    diary.fails_once = {"weights travel"}
+    with pytest.raises(WorkerError):
+        await colocation.send_between(diary.send)
+    assert "engines drop weights" not in diary.take()
+    colocation.check("generate")
+
+
+@pytest.mark.parametrize(
+    "failing", ["engines drop weights", "engines wake weights", "weights travel", "policy off", "engines wake kv_cache"]
+)
+async def test_engines_that_dropped_weights_generate_only_after_sync(failing):
+    colocation, diary = await started(("policy",), all_weights=True)
+    await colocation.sync(diary.send)
+    diary.fails = {failing}
+    with pytest.raises(OSError, match=failing):
+        await colocation.after_generating()
+        await colocation.sync(diary.send)
+    diary.fails = set()
+    await colocation.recover()
+    async with colocation._lock:
+        with pytest.raises(ColocationError, match="no weights were sent since; first: send weights"):
+            await colocation._return_to_generation()
+    await colocation.recover()
+    await colocation.onload("policy")
+    diary.take()
+    await colocation.sync(diary.send)
+    assert "weights travel" in diary.take()
     colocation.check("generate")
 
 

@@ -139,6 +139,22 @@ def test_engine_caches_what_weights_leave_of_its_share():
     assert plan.weights == 2000
     assert plan.total == pytest.approx(0.5 * 2.1e9 - 1e9)
     assert plan.answers == 4 and plan.wanted == 24  # as many as max_num_seqs allows
+    # Batches of 1, 2, 4 and 8 in parts, the first three as a whole; two layers.
+    assert plan.graphs == 7 * 2 * 0.4e6
+    cfg.generator.enforce_eager = True
+    eager = engine_plan(cfg, shape(), device)
+    assert (eager.graphs, eager.cache) == (0, plan.cache + plan.graphs)
+
+
+def test_engines_keep_weights_in_host_memory_where_syncs_bring_only_a_part():
+    def host(strategy: str) -> float:
+        cfg = settings(**{
+            "generator.backend": "vllm", "trainer.placement.device": "cuda",
+            "generator.weight_sync_strategy": strategy, "trainer.placement.policy_num_gpus_per_node": 4,
+        })  # fmt: skip
+        return memory_plan(cfg, {"policy": shape()}, GPU).host
+
+    assert host("delta") - host("auto") == 4 * 2000
 
 
 def test_tensor_parallel_engine_holds_one_head_of_keys_at_least():

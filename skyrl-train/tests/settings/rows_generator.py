@@ -159,7 +159,7 @@ ROWS = [
     Row("generator.max_num_seqs", 7, every_engine),
     Row("generator.max_num_batched_tokens", 77, vllm_and_sglang),
     Row("generator.gpu_memory_utilization", 0.5, vllm_and_sglang),
-    Row("generator.enforce_eager", False, vllm_and_sglang),
+    Row("generator.enforce_eager", True, vllm_and_sglang),
     Row("generator.enable_prefix_caching", False, every_engine),
     Row("generator.enable_chunked_prefill", False, every_engine),
     Row("generator.fully_sharded_loras", True, vllm, ADAPTERS),

@@ -31,3 +31,11 @@ def test_engines_follow_the_policy(launcher, strategy, trainer, settings, merged
         assert row["weight_sync/canary_gap"] < 1e-4
         assert 0 < row["weight_sync/pause_seconds"] < row["weight_sync/seconds"]
     assert steps[1]["policy/rollout_train_logprobs_abs_diff_max"] > 0, "computed twice, by different code"
+
+
+def test_log_probs_are_compared_at_the_first_sync_and_every_second_from_there(settings, run, tmp_path):
+    """Syncs before the first step, after it (not compared), and after the second."""
+    generator = {"weight_sync_canary_interval": 2}
+    first, second = run(settings(tmp_path, {"generator": generator, "trainer": {"placement": {"launcher": "inline"}}}))
+    assert "weight_sync/canary_gap" not in first and first["weight_sync/seconds"] > 0
+    assert second["weight_sync/canary_gap"] < 1e-4

@@ -47,6 +47,8 @@ def server_arguments(settings: EngineSettings) -> dict[str, object]:
         "disable_cuda_graph": settings.enforce_eager,
         "disable_radix_cache": not settings.enable_prefix_caching,
         "enable_memory_saver": settings.sleep_mode,
+        # Without it SGLang's weights are gone after a sleep of level 1, which must keep them.
+        "enable_weights_cpu_backup": settings.sleep_mode,
         "enable_deterministic_inference": not on_cpu,  # without it SGLang ignores seeds
         "random_seed": settings.seed,
         "custom_weight_loader": [NAME],
