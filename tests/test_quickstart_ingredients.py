@@ -46,6 +46,18 @@ def play(row, turns):
     return reward, heard
 
 
+def test_settings_of_a_script_keep_spaces(tmp_path):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(QUICKSTART)
+        run = importlib.import_module("run")
+    del sys.modules["run"]
+    folder = tmp_path / "my runs"
+    settings = run.script_settings(folder, "arithmetic", ["trainer.run_name=two words"])
+    assert f"data.train_data=['{folder}/data/train.parquet']" in settings
+    assert f"trainer.policy.model.path={folder}/model" in settings
+    assert settings[-1] == "trainer.run_name=two words" and all("=" in each for each in settings)
+
+
 def test_text_survives_the_tokenizer(tokenizer):
     text = "7+8=15, user <answer>85</answer>\n  it's .5 ."
     ids = tokenizer.encode(text)

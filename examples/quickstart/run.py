@@ -14,6 +14,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -72,10 +73,14 @@ def script_command(folder: Path, task: str, overrides: list[str]) -> tuple[dict[
 def script_settings(folder: Path, task: str, overrides: list[str]) -> list[str]:
     """Return the settings of the task's script (`key=value` each), for a run in this process."""
     environment, command = script_command(folder, task, overrides)
-    # `echo` in the place of Python: the script's own settings, without a second copy of them.
-    echo = os.environ | environment | {"PYTHON": "echo"}
-    printed = subprocess.run(command, check=True, env=echo, capture_output=True, text=True).stdout
-    return printed.split()[2:]  # without `-m module`
+    # `printf` in the place of Python: the script's own settings, without a second copy of them.
+    with tempfile.TemporaryDirectory() as place:
+        printer = Path(place) / "print_arguments"
+        printer.write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
+        printer.chmod(0o700)
+        printing = os.environ | environment | {"PYTHON": str(printer)}
+        printed = subprocess.run(command, check=True, env=printing, capture_output=True, text=True).stdout
+    return printed.split("\0")[2:-1]  # without `-m module`
 
 
 def show(run: Path, seconds: float) -> None:

@@ -112,7 +112,8 @@ class SandboxCommand:
     stdout: str
     stderr: str
     outcome: str
-    """As of `skyrl_gym.sandbox.ExecResult`, or `infrastructure`: the runtime failed."""
+    """Outcome of `skyrl_gym.sandbox.ExecResult`; `infrastructure`: the runtime failed; `omitted`: the entry stands for
+    commands that the log does not hold."""
     returncode: int
     seconds: float
 

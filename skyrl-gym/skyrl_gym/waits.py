@@ -26,12 +26,12 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 FOLDER = "SKYRL_WAITS"
 """Environment variable that names the folder of a run's records."""
@@ -46,10 +46,10 @@ SIGNAL = signal.SIGRTMIN + 5 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 """Signal for stacks. Of the real-time ones, as schedulers of clusters and libraries use SIGUSR1 and SIGUSR2."""
 
 NUM_SLOTS = 1024
-_HEADER_BYTES, _SLOT_BYTES = 2048, 256
+HEADER_BYTES, _SLOT_BYTES = 2048, 256
 _SLOT = struct.Struct("<QQdddQHH")  # id, parent, begin, end, deadline, thread, given up, bytes of the text
 _TEXT_BYTES = _SLOT_BYTES - _SLOT.size
-_BYTES = _HEADER_BYTES + NUM_SLOTS * _SLOT_BYTES
+_BYTES = HEADER_BYTES + NUM_SLOTS * _SLOT_BYTES
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Recorder:
             "folder": str(folder.resolve()),
             "signal": int(SIGNAL),
         }
-        self._free = deque(range(_HEADER_BYTES, _BYTES, _SLOT_BYTES))
+        self._free = deque(range(HEADER_BYTES, _BYTES, _SLOT_BYTES))
         self._ids = itertools.count(1)
         # A descriptor that stays open: a handler of signals writes into it.
         self._stacks = os.open(self._path.with_suffix(".stacks"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -128,8 +128,8 @@ class Recorder:
         """Add facts to the header."""
         self._facts |= facts
         header = json.dumps(self._facts).encode()
-        if len(header) <= _HEADER_BYTES:
-            self._map[:_HEADER_BYTES] = header.ljust(_HEADER_BYTES)
+        if len(header) <= HEADER_BYTES:
+            self._map[:HEADER_BYTES] = header.ljust(HEADER_BYTES)
 
     def begin(self, parent: int, who: str, what: str, on: str, deadline: float) -> tuple[int, int]:
         """Write a wait. Returns: its slot (0 if all are taken) and its id."""
@@ -311,10 +311,16 @@ os.register_at_fork(after_in_child=_forget)
 def _remove_records_of_the_dead(folder: Path) -> None:
     """Delete the records of processes that ended without doing so; those of a second run in the folder stay."""
     for record in read_records(folder):
-        is_here = record.facts.get("host") == socket.gethostname()
-        if is_here and start_ticks(record.facts["pid"]) != record.facts.get("start"):
+        if has_ended(record.facts):
             record.path.unlink(missing_ok=True)
             record.stacks_path.unlink(missing_ok=True)
+
+
+def has_ended(facts: Mapping[str, object]) -> bool:
+    """Return True if the process with these facts ran on this machine and has ended."""
+    pid = facts.get("pid")
+    is_here = facts.get("host") == socket.gethostname() and isinstance(pid, int)
+    return is_here and start_ticks(cast(int, pid)) != facts.get("start")
 
 
 def read_records(folder: Path) -> list[ProcessRecord]:
@@ -326,15 +332,21 @@ def read_records(folder: Path) -> list[ProcessRecord]:
     return sorted(records, key=lambda record: (record.role, record.facts["pid"]))
 
 
+def read_facts(data: bytes) -> dict[str, Any]:
+    """Return the facts at the beginning of a record. Raises ValueError: it is none."""
+    facts = json.loads(data[:HEADER_BYTES])
+    if not isinstance(facts, dict) or not isinstance(facts.get("role"), str) or not isinstance(facts.get("pid"), int):
+        raise ValueError("it has another header")
+    return facts
+
+
 def _read(path: Path) -> ProcessRecord:
     data = path.read_bytes()
     if len(data) != _BYTES:
         raise ValueError(f"{path} has {len(data)} bytes")
-    facts = json.loads(data[:_HEADER_BYTES])
-    if not isinstance(facts, dict) or not isinstance(facts["role"], str) or not isinstance(facts["pid"], int):
-        raise ValueError(f"{path} has another header")
+    facts = read_facts(data)
     waits = []
-    for slot in range(_HEADER_BYTES, _BYTES, _SLOT_BYTES):
+    for slot in range(HEADER_BYTES, _BYTES, _SLOT_BYTES):
         number, parent, began, ended, deadline, thread, given_up, length = _SLOT.unpack_from(data, slot)
         if not number:
             continue

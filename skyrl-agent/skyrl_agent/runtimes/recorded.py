@@ -1,5 +1,6 @@
 """Runtime that keeps a log of its commands, and records waits for it."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from time import perf_counter
@@ -9,8 +10,10 @@ from skyrl_agent.runtimes.base import ExecResult, Limits, Runtime, Snapshot
 from skyrl_agent.types import SandboxCommand, Stage
 from skyrl_gym.waits import waiting
 
+logger = logging.getLogger(__name__)
+
 MAX_COMMANDS = 300
-"""Commands of a trajectory that its log holds, the first ones."""
+"""Commands of a trajectory that its log holds, the first ones; an entry behind them counts the others."""
 
 MAX_CHARACTERS = 2000
 """Length limit of a command and of each of its outputs in the log: of longer ones, beginning and end."""
@@ -28,7 +31,7 @@ class RecordedRuntime:
     """Stage of the trajectory, for the log."""
 
     def __init__(self, inner: Runtime, log: list[SandboxCommand]) -> None:
-        self._inner, self._log = inner, log
+        self._inner, self._log, self._num_omitted = inner, log, 0
         self.id, self.spec, self.workdir, self.python = inner.id, inner.spec, inner.workdir, inner.python
         self._place = inner.spec.url or ""
 
@@ -81,6 +84,12 @@ class RecordedRuntime:
         if len(self._log) < MAX_COMMANDS:
             names = ("command", "stdout", "stderr")
             self._log.append(replace(entry, **{name: clip(getattr(entry, name), MAX_CHARACTERS) for name in names}))
+            return
+        if not self._num_omitted:
+            logger.warning("runtime %s ran %d commands: its log holds no further ones", self.id, MAX_COMMANDS)
+        self._num_omitted += 1
+        note = f"[... {self._num_omitted} further commands left out: the log holds the first {MAX_COMMANDS} ...]"
+        self._log[MAX_COMMANDS:] = [SandboxCommand(self.stage, note, "", "", "omitted", 0, 0.0)]
 
 
 def clip(text: str, limit: int) -> str:

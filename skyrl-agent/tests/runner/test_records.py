@@ -5,14 +5,41 @@ import multiprocessing
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from skyrl_agent.chat.transitions import Observation, TokensWithLogprobs, Transition
 from skyrl_agent.records import TrajectoryFile, read_records, result_of
+from skyrl_agent.runtimes.base import ExecResult, RuntimeSpec
+from skyrl_agent.runtimes.recorded import MAX_COMMANDS, RecordedRuntime
 from skyrl_agent.testing import byte_tokenizer
 from skyrl_agent.types import Failure, SandboxCommand, ToolCallRecord, TrajectoryResult
 from skyrl_agent.view import main
+
+
+class QuietRuntime:
+    """Runtime whose commands print their own number."""
+
+    id, workdir, python, spec = "quiet", "/", "python3", RuntimeSpec()
+    num_commands = 0
+
+    async def exec(self, command: str, **settings: object) -> ExecResult:
+        self.num_commands += 1
+        return ExecResult("exited", 0, str(self.num_commands), "", 0.0)
+
+
+async def test_log_of_commands_says_how_many_it_left_out(caplog):
+    log: list[SandboxCommand] = []
+    runtime = RecordedRuntime(cast(Any, QuietRuntime()), log)
+    for _ in range(MAX_COMMANDS):
+        await runtime.exec("true")
+    assert [entry.stdout for entry in log[::299]] == ["1", "300"]
+    for _ in range(3):
+        await runtime.exec("true")
+    assert [entry.stdout for entry in log[299:]] == ["300", ""]
+    assert log[-1].command == "[... 3 further commands left out: the log holds the first 300 ...]"
+    assert caplog.text.count("its log holds no further ones") == 1
 
 
 def result(number: int = 0, reward: float | None = 1.0, reason: str = "FINISH_TOOL") -> TrajectoryResult:

@@ -3,6 +3,7 @@
 A run is a folder with `config.yaml`, `metrics.jsonl` or `trajectories`. Its name here is its path below the folder.
 """
 
+import contextlib
 import math
 import re
 import statistics
@@ -12,11 +13,13 @@ from typing import Literal, cast
 
 import yaml
 
+from skyrl_gym.waits import HEADER_BYTES, has_ended, read_facts
 from skyrl_train.dashboard import agent_files
 from skyrl_train.dashboard.defaults import Defaults
 from skyrl_train.dashboard.json_lines import Cache, read_lines, sampled_rows
 from skyrl_train.dashboard.runs_folder import FileState, FolderEntry, NotBelowError, RunsFolder, join
 from skyrl_train.types import JsonObject
+from skyrl_train.utils.explanations import TRAINER
 from skyrl_train.utils.run_folder import TRAJECTORIES_NAME
 
 MAX_DEPTH = 5
@@ -110,6 +113,8 @@ class Catalog:
         states = self.states(run)
         facts = self._facts.get((run, *states.values()), lambda: self._read(run, states))
         state, since = run_state(facts, time.time())
+        if state == "running" and self._was_killed(run):
+            state = "silent"
         changes = self.changes(run)
         changed = {key: value for key, value, _ in changes[:MAX_CHANGES]}
         return {
@@ -147,6 +152,16 @@ class Catalog:
         """Return the states of the files that tell whether a run goes on."""
         paths = ("config.yaml", "metrics.jsonl", "logs/trainer.log", "rollouts/timeline.jsonl", agent_files.NAME)
         return {path: self._folder.state(join(run, path)) for path in paths}
+
+    def _was_killed(self, run: str) -> bool:
+        """Return True if the record of the run's driver, which is deleted at its end, is of a process that is gone."""
+        waits = join(run, "waits")
+        with contextlib.suppress(NotBelowError, OSError, ValueError):
+            for entry in self._folder.entries(waits):
+                if entry.name.startswith(f"{TRAINER}-") and entry.name.endswith(".waits"):
+                    with self._folder.open(join(waits, entry.name)) as file:
+                        return has_ended(read_facts(file.read(HEADER_BYTES)))
+        return False
 
     def _text(self, path: str) -> str:
         with self._folder.open(path) as file:

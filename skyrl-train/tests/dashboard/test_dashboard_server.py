@@ -1,6 +1,7 @@
 import html
 import json
 import os
+import socket
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
@@ -12,6 +13,7 @@ from dashboard_runs import HOSTILE, make_old, trajectory, write_run
 from starlette.testclient import TestClient
 
 from skyrl_gym.envs.base_text_env import BaseTextEnv
+from skyrl_gym.waits import HEADER_BYTES, start_ticks
 from skyrl_train.dashboard.__main__ import main, read_token
 from skyrl_train.dashboard.catalog import log_facts
 from skyrl_train.dashboard.defaults import Defaults
@@ -81,6 +83,21 @@ def test_state_of_a_run_follows_from_its_files(tmp_path: Path, num_steps, age, l
     client = TestClient(make_app(RunsFolder(tmp_path), DEFAULTS), base_url="http://localhost")
     run = ask(client, "run", run="run")
     assert (run["state"], run["message"]) == (state, message)
+
+
+@pytest.mark.parametrize("host", ["here", "elsewhere"])
+def test_killed_run_does_not_count_as_running(tmp_path: Path, host: str):
+    """Its driver's record is left, of a process that is gone; those of another machine cannot be asked about."""
+    run = write_run(tmp_path / "run", 2)
+    here = socket.gethostname()
+    states = []
+    for start in (start_ticks(os.getpid()), 1):  # this process, and one that had its number before
+        facts = {"role": "trainer", "pid": os.getpid(), "host": here if host == "here" else "other", "start": start}
+        (run.path / "waits").mkdir(exist_ok=True)
+        (run.path / "waits" / "trainer-1.waits").write_bytes(json.dumps(facts).encode().ljust(HEADER_BYTES))
+        app = make_app(RunsFolder(tmp_path), DEFAULTS)
+        states.append(ask(TestClient(app, base_url="http://localhost"), "run", run="run")["state"])
+    assert states == ["running", "silent" if host == "here" else "running"]
 
 
 def test_run_that_failed_and_was_started_again_is_not_failed():
