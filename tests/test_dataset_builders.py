@@ -457,7 +457,7 @@ def test_textworld_rows_are_won_by_the_walkthrough(tmp_path, test_data):
 
 
 def test_tool_call_rows_are_solved(tmp_path):
-    """In the published form: one JSON object a line in .json files, the accepted calls in a folder beside them."""
+    """Rows in the published form: one JSON object a line in .json files, the accepted calls in a folder beside them."""
     question = [[{"role": "user", "content": "Area of a triangle of base 10 and height 5?"}]]
     function = [{"name": "area", "parameters": {"type": "dict", "properties": {"base": {"type": "float"}}}}]
     names = ("simple_0", "simple_1", "irrelevance_0")

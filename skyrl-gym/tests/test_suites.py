@@ -153,7 +153,7 @@ def test_group_s_mean_counts_each_set_once(tmp_path):
 
 
 def test_mean_of_sets_that_are_all_wrong_has_the_width_of_their_exact_intervals():
-    """Of 5 wrong answers the exact interval reaches up to 0.5218 (1 - 0.025 ** 0.2); two sets: its root 2 by 2."""
+    """The exact interval of 5 wrong answers reaches up to 0.5218 (1 - 0.025 ** 0.2); two sets: its root 2 by 2."""
     found = mean_of_sets([[0.0] * 5, [0.0] * 5])
     assert found is not None and (found.mean, found.low) == (0.0, 0.0)
     assert found.high == pytest.approx((1 - 0.025**0.2) / 2**0.5)

@@ -134,7 +134,8 @@ def test_a_stage_that_is_given_a_limit_is_not_sized():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILY)
 def test_no_fixed_dispatcher_is_better_in_any_family(name):
-    """In the third epoch over the same instances, but for those of which one in five is long without a sign."""
+    """Total time of the third epoch over the same instances, but for those of which one in five is long without a
+    sign."""
     family = FAMILY[name]
     lives = {"max_alive": family.machine.lives} if family.machine.lives else {}
     epochs = [family.batch(0, epoch) for epoch in range(3)]

@@ -316,7 +316,7 @@ def test_every_setting_of_skyrls_megatron_is_accepted_with_its_default():
 
 
 def test_every_setting_of_skyrls_deepspeed_is_accepted_with_its_default():
-    """In the shared groups, and in those of each model."""
+    """Both in the shared groups and in those of each model."""
     shared = SkyRLConfig.from_dict({"deepspeed_config": SKYRLS_DEEPSPEED})
     check_deepspeed(shared)
     train, scoring = ({"deepspeed_config": SKYRLS_DEEPSPEED[name]} for name in ("train", "eval"))

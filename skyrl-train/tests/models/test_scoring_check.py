@@ -65,7 +65,7 @@ def gemma2(**settings):
 
 
 def unknown_linear_attention():
-    """Of a type whose layers are not computed over packed rows."""
+    """Build a model of a type whose layers are not computed over packed rows."""
     return build(hf.OlmoHybridForCausalLM, hf.OlmoHybridConfig, num_hidden_layers=4)
 
 

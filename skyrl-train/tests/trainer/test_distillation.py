@@ -99,7 +99,7 @@ def test_teacher_in_an_engine_trains_as_one_in_workers(variant: dict[str, Any], 
 
 @pytest.mark.slow
 def test_rewards_are_mixed_in_by_their_coefficient(distil: Distil):
-    """With a teacher that is the student itself, only the rewards are left."""
+    """Only the rewards are left where the teacher is the student itself."""
 
     def run(reward_coef: float) -> list[dict[str, float]]:
         cfg = distil(

@@ -93,7 +93,7 @@ def test_steps_of_a_resumed_run_are_timed_from_its_start(lines: list[str]):
 
 
 async def test_answers_count_for_the_phase_of_their_own_task():
-    """In asynchronous training trajectories go on while the trainer evaluates."""
+    """Trajectories of asynchronous training go on while the trainer evaluates."""
     progress = ConsoleProgress()
     go = asyncio.Event()
 

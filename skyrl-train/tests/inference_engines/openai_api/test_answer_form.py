@@ -47,7 +47,7 @@ class Tag(BaseModel):
 
 
 class Item(BaseModel):
-    """With a definition of its own, which schemas of pydantic refer to."""
+    """Schema with a definition of its own, which schemas of pydantic refer to."""
 
     count: int = Field(ge=0, le=99)
     tags: list[Tag] = Field(max_length=2)
@@ -332,7 +332,8 @@ async def test_an_engine_that_cannot_is_named_with_its_reason(chat_engine, chat_
 
 
 async def test_likeliest_tokens_in_answers_and_prompts(chat_client):
-    """In chat, in completions, streamed; with echo those of the prompt, as evaluations of choices read them."""
+    """Likeliest tokens in chat, in completions and streamed; with echo those of the prompt, as evaluations of choices
+    read them."""
     chat = await chat_client.chat.completions.create(
         model="tiny", messages=HELLO, logprobs=True, top_logprobs=3, max_tokens=4, temperature=0, seed=1
     )
