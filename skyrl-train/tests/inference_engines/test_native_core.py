@@ -2,6 +2,7 @@
 (What ends an answer, and what log-probs are of: `test_conformance_native.py`.)"""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from skyrl_train.errors import ConfigError
 from skyrl_train.inference_engines.completion import Completion
 from skyrl_train.inference_engines.native import packed_linear
+from skyrl_train.inference_engines.native.attention import SharedKeys
 from skyrl_train.inference_engines.native.core import NativeEngineCore
 from skyrl_train.inference_engines.native.packed_linear import can_pack, pack_linears, stale_copies
 from skyrl_train.inference_engines.native.requests import EngineSamplingParams, PromptScoring, Request
@@ -60,6 +62,77 @@ def test_a_request_gets_the_same_bits_alone_and_in_a_crowd(tiny_models, name, pa
 
     for request, answer, expected in zip(requests, run(crowd, requests, late=requests[1::2]), alone, strict=True):
         assert same_bits(answer, expected), f"prompt of {len(request.prompt)} tokens"
+
+
+@pytest.fixture
+def lengths_shared(monkeypatch) -> list[int]:
+    """Numbers of keys that decoding read once for several rows, one for each pass and layer that did."""
+    lengths: list[int] = []
+
+    def weighted(shared: SharedKeys, *arguments: Any) -> torch.Tensor:
+        lengths.append(shared.length)
+        return apply(shared, *arguments)
+
+    apply = SharedKeys.apply
+    monkeypatch.setattr(SharedKeys, "apply", weighted)
+    return lengths
+
+
+def beginning_alike(beginnings: list[np.ndarray], count: int) -> list[np.ndarray]:
+    """Return `count` prompts behind each beginning, every second one equal to it, the others of further tokens."""
+    further = random_prompts([1 + 7 * index for index in range(count)], seed=3)
+    return [
+        np.concatenate([beginning, further[index]]) if index % 2 else beginning
+        for beginning in beginnings
+        for index in range(count)
+    ]
+
+
+@pytest.mark.parametrize(("name", "drafts"), [*((name, 0) for name in ARCHITECTURES), ("qwen3", 3)])
+def test_keys_that_prompts_share_are_read_once_and_change_no_bit(tiny_models, name, drafts, lengths_shared):
+    """Two groups and a row of its own, whose prompt is shorter than what the groups share."""
+    core_alone, crowd = make_core(tiny_models(name)), make_core(tiny_models(name), num_draft_tokens=drafts)
+    prompts = [*beginning_alike(random_prompts([290, 300]), 4), *random_prompts([70], seed=9)]
+    requests = [
+        Request(
+            prompt, EngineSamplingParams(max_tokens=9 + 2 * index, temperature=1.0 if index % 3 else 0.0), (5, index)
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+    alone = [run(core_alone, [request])[0] for request in requests]
+    assert not lengths_shared
+    answers = run(crowd, requests, late=requests[1::3])
+
+    assert set(lengths_shared) == {256}
+    for request, answer, expected in zip(requests, answers, alone, strict=True):
+        assert same_bits(answer, expected), f"prompt of {len(request.prompt)} tokens"
+
+
+def test_equal_prompts_of_two_versions_of_the_weights_share_no_keys(tiny_models, lengths_shared):
+    core = make_core(tiny_models("qwen3"))
+    [prompt] = random_prompts([200])
+    before, after = [[Request(prompt, EngineSamplingParams(max_tokens=12), (5, i)) for i in (a, a + 1)] for a in (0, 2)]
+    expected = run(make_core(tiny_models("qwen3")), before)
+    done = {}
+    for request in before:
+        core.add_request(request)
+    done |= core.step()
+    with torch.inference_mode():
+        for parameter in core.model.parameters():
+            parameter.mul_(1.01)
+    core.take_version(1)
+    for request in after:
+        core.add_request(request)
+    done |= core.step()
+    assert [sorted(rows.tolist()) for rows in core._rows.shared_keys(4).groups] == [[0, 1], [2, 3]]
+    while core.num_running:
+        done |= core.step()
+    assert done[before[0]].token_ids[:1] == expected[0].token_ids[:1]
+    fresh = make_core(tiny_models("qwen3"))
+    with torch.inference_mode():
+        for parameter in fresh.model.parameters():
+            parameter.mul_(1.01)
+    assert all(same_bits(done[request], alone) for request, alone in zip(after, run(fresh, after), strict=True))
 
 
 _CORES: dict[str, NativeEngineCore] = {}

@@ -16,11 +16,16 @@ computed beside it and the number of keys its row is padded to. Measured with MK
 - Elementwise kernels see whole vectors of `VECTOR` elements (the core fills up rows where a layer is narrow).
 - Masked keys are finite, so that 0 * value is 0: the cache is zeroed when allocated and where a row was not finite.
 
+Rows that begin alike hold equal keys, which decoding reads once for all of them (`SharedKeys`; cascade attention, Ye et
+al. 2024, but with one softmax over all scores, so that no bit changes): more queries a product, over whole chunks.
+
 Other dtypes and devices go through `scaled_dot_product_attention`, with no such promise.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +48,46 @@ def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
+@dataclass(frozen=True)
+class SharedKeys:
+    """First keys that the rows of a group have in common, to the bit."""
+
+    length: int
+    """Number of these keys: a multiple of KEY_CHUNK. A row that is a group of its own may have fewer."""
+
+    groups: tuple[torch.Tensor, ...]
+    """Rows of each group; every row is in one. The keys of the first are read for all."""
+
+    @cached_property
+    def _first_rows(self) -> list[int]:
+        return [int(rows[0]) for rows in self.groups]
+
+    @cached_property
+    def _places(self) -> torch.Tensor:
+        """[B]: place of each row in the groups laid end to end."""
+        return torch.cat(self.groups).argsort()
+
+    def apply(
+        self, compute: Callable[[int, torch.Tensor], torch.Tensor], of_rows: torch.Tensor, num_queries: int
+    ) -> torch.Tensor:
+        """Apply `compute`, which takes a group's first row and what its queries have, [K, queries, X], and returns
+        [K, queries, Y].
+
+        Args:
+            of_rows: [B, K, M, X], of which the first `num_queries` of M mean something
+        Returns: [B, K, M, Y], 0 behind `num_queries`
+        """
+        parts: list[torch.Tensor] = []
+        for first, rows in zip(self._first_rows, self.groups, strict=True):
+            own = of_rows[rows, :, :num_queries]
+            folded = own.transpose(0, 1).flatten(1, 2)
+            missing = max(0, MIN_ROWS - folded.shape[1])
+            answer = compute(first, F.pad(folded, (0, 0, 0, missing)) if missing else folded)
+            parts.append(answer[:, : folded.shape[1]].unflatten(1, (len(rows), num_queries)).transpose(0, 1))
+        whole = torch.cat(parts)[self._places]
+        return F.pad(whole, (0, 0, 0, of_rows.shape[2] - num_queries))
+
+
 @dataclass
 class AttentionStep:
     """Visible keys of the queries of one forward pass.
@@ -52,11 +97,13 @@ class AttentionStep:
             lie at positions 0, 1, 2, … of the row, padded to a common length.
         is_whole: the queries of every row begin at position 0, and the keys are theirs.
         is_decode: the queries of a row are few: its last token, and drafts of what follows.
+        shared: of decoding: keys that several rows have in common.
     """
 
     positions: torch.Tensor
     is_whole: bool = False
     is_decode: bool = False
+    shared: SharedKeys | None = None
     _masks: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
 
     def decode_mask(
@@ -94,7 +141,14 @@ def additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def grouped_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, rule: AttentionRule
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    rule: AttentionRule,
+    *,
+    shared: SharedKeys | None = None,
+    num_queries: int = 0,
 ) -> torch.Tensor:
     """softmax(cap(scale * q k^T) + mask) v, with the inner dimension of the second product cut into fixed chunks.
 
@@ -103,24 +157,47 @@ def grouped_attention(
         key, value: [B, K, L, D] and [B, K, L, V], L a multiple of KEY_BLOCK; views into the cache are taken as they are
         mask: additive, broadcast to [B, K, M, L]
         rule: its sinks, if any, [K, M, 1]; its window is in the mask
+        shared: keys read once a group
+        num_queries: of M, those that mean something, where keys are shared
     Returns: [B, K, M, V]
     """
     batch, heads, rows, width = query.shape
     scale = width**-0.5 if rule.scaling is None else rule.scaling
+    num_shared = 0 if shared is None else shared.length
     # One batch of B * K products. A flatten of two leading dimensions of a contiguous cache is a view: no key is
     # copied.
     keys, values = key.flatten(0, 1), value.flatten(0, 1)
     # The query is scaled, not the scores: T * D products instead of T * L. The order of the two roundings belongs to
     # the promise.
-    scores = torch.bmm((query * scale).flatten(0, 1), keys.transpose(1, 2))
-    scores = capped(scores.view(batch, heads, rows, -1), rule.softcap).add_(mask)
-    probabilities = softmax_with_sinks(scores, rule.sinks).to(values.dtype).flatten(0, 1)
-    # The first chunk allocates the output; the others are added to it, always in the order of the keys.
-    output = torch.bmm(probabilities[:, :, :KEY_CHUNK], values[:, :KEY_CHUNK])
-    for start in range(KEY_CHUNK, values.shape[1], KEY_CHUNK):
-        end = start + KEY_CHUNK
-        output.baddbmm_(probabilities[:, :, start:end], values[:, start:end])
-    return output.view(batch, heads, rows, -1)
+    query = query * scale
+    scores = torch.bmm(query.flatten(0, 1), keys[:, num_shared:].transpose(1, 2)).view(batch, heads, rows, -1)
+    if shared is not None:
+
+        def scores_of(row: int, queries: torch.Tensor) -> torch.Tensor:
+            return torch.bmm(queries, key[row, :, :num_shared].transpose(1, 2))
+
+        scores = torch.cat([shared.apply(scores_of, query, num_queries), scores], dim=-1)
+    scores = capped(scores, rule.softcap).add_(mask)
+    probabilities = softmax_with_sinks(scores, rule.sinks).to(values.dtype)
+    output = None
+    if shared is not None:
+
+        def output_of(row: int, weights: torch.Tensor) -> torch.Tensor:
+            return _weighted(weights, value[row, :, :num_shared])
+
+        output = shared.apply(output_of, probabilities[..., :num_shared], num_queries).flatten(0, 1)
+    own = probabilities.flatten(0, 1)[:, :, num_shared:]
+    return _weighted(own, values[:, num_shared:], output).view(batch, heads, rows, -1)
+
+
+def _weighted(weights: torch.Tensor, values: torch.Tensor, output: torch.Tensor | None = None) -> torch.Tensor:
+    """Sum values [N, L, V] by weights [N, M, L], chunk by chunk in the order of the keys, on top of `output` (in place)
+    if there is one. Returns: [N, M, V]."""
+    for start in range(0, values.shape[1], KEY_CHUNK):
+        chunk = weights[:, :, start : start + KEY_CHUNK], values[:, start : start + KEY_CHUNK]
+        output = torch.bmm(*chunk) if output is None else output.baddbmm_(*chunk)
+    assert output is not None
+    return output
 
 
 def _fold(query: torch.Tensor, num_key_heads: int) -> torch.Tensor:
@@ -137,7 +214,14 @@ def _folded(rule: AttentionRule, num_key_heads: int, num_queries: int, num_rows:
     return rule._replace(sinks=F.pad(of_rows, (0, 0, 0, num_rows - of_rows.shape[1])))
 
 
-def _decode_exact(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, rule: AttentionRule):
+def _decode_exact(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    rule: AttentionRule,
+    shared: SharedKeys | None,
+):
     folded = _fold(query, key.shape[1])
     num_rows = folded.shape[2]
     if num_rows < MIN_ROWS:
@@ -147,7 +231,7 @@ def _decode_exact(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, m
         if mask.shape[2] > 1:
             mask = F.pad(mask, (0, 0, 0, MIN_ROWS - num_rows))
     rule = _folded(rule, key.shape[1], query.shape[2], folded.shape[2])
-    answer = grouped_attention(folded, key, value, mask, rule)[:, :, :num_rows]
+    answer = grouped_attention(folded, key, value, mask, rule, shared=shared, num_queries=num_rows)[:, :, :num_rows]
     return answer.reshape(*query.shape[:-1], value.shape[-1])
 
 
@@ -234,7 +318,10 @@ def native_attention(
     exact = not rule.is_plain or (query.device.type == "cpu" and query.dtype == torch.float32)
     if native_step.is_decode:
         mask = native_step.decode_mask(key.shape[2], sliding_window, query.dtype, query.shape[1] // key.shape[1])
-        output = (_decode_exact if exact else _decode_sdpa)(query, key, value, mask, rule)
+        if exact:
+            output = _decode_exact(query, key, value, mask, rule, native_step.shared)
+        else:
+            output = _decode_sdpa(query, key, value, mask, rule)
     else:
         prefill = _prefill_exact if exact else _prefill_sdpa
         output = prefill(query, key, value, native_step, rule)

@@ -346,6 +346,7 @@ class NativeEngineCore:
     def _add_row(self, request: Request) -> int:
         row = self._rows.add(
             request,
+            version=self.weight_version,
             max_length=self._limit(request),
             eos_ids=self._eos_ids,
             decode=self._decode_text,
@@ -440,7 +441,8 @@ class NativeEngineCore:
         for row, own in enumerate(drafts):
             ids[row, 1 : 1 + len(own)] = own
         positions = last[:, None] + np.arange(width)
-        logits = self._runner.decode(ids, positions, rows.lora_slot[:count], num_new)
+        shared = rows.shared_keys(count) if self._runner.shares_keys else None
+        logits = self._runner.decode(ids, positions, rows.lora_slot[:count], num_new, shared)
         if self._routes is not None:
             self._routes.put_tokens(positions, self._runner.routes)
         return logits

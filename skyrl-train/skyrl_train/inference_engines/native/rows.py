@@ -1,10 +1,12 @@
 """The running requests as columns of numpy arrays: a step costs a few vector operations, whatever their number."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
 
+from skyrl_train.inference_engines.native.attention import KEY_CHUNK, SharedKeys
 from skyrl_train.inference_engines.native.constrained import ConstraintFailed
 from skyrl_train.inference_engines.native.requests import Request
 from skyrl_train.inference_engines.native.sampling import Biases, SamplingBatch
@@ -42,6 +44,8 @@ class RowTable:
         """True if all keys and values are of the present weights."""
         self.prompt_lora = np.zeros(0, np.int64)
         """Serial of the adapter that computed the prompt; 0: none."""
+        self.prompt_version = np.zeros(0, np.int64)
+        """Version of the weights that computed the prompt."""
         self.lora_slot = np.zeros(0, np.int64)
         self.num_top = np.zeros(0, np.int64)
         self.is_biased = np.zeros(0, np.bool_)
@@ -54,12 +58,13 @@ class RowTable:
         self.log_probs = np.zeros((0, 1), np.float32)
         self.versions = np.zeros((0, 1), np.int64)
         self._sampling: SamplingBatch | None = None
+        self._shared_keys: dict[int, SharedKeys | None] = {}
 
     def __len__(self) -> int:
         return len(self.requests)
 
-    def add(self, request: Request, *, max_length: int, eos_ids: tuple[int, ...], decode: Decode) -> int:
-        """Append a request; return its row."""
+    def add(self, request: Request, *, version: int, max_length: int, eos_ids: tuple[int, ...], decode: Decode) -> int:
+        """Append a request whose prompt weights of this version compute; return its row."""
         row, params = len(self), request.params
         stop_ids = tuple(dict.fromkeys(params.stop_token_ids + (() if params.ignore_eos else eos_ids)))
         self._reserve(row + 1, max_length, len(stop_ids))
@@ -71,6 +76,7 @@ class RowTable:
         self.num_cached[row] = self.num_drafted[row] = self.num_accepted[row] = 0
         self.is_current[row] = True
         self.prompt_lora[row] = request.lora_serial
+        self.prompt_version[row] = version
         self.lora_slot[row] = request.lora_slot
         self.num_top[row] = params.logprobs or 0
         self.is_biased[row] = bool(params.logit_bias) or params.has_penalties
@@ -81,7 +87,7 @@ class RowTable:
         self.stop_ids[row] = _NO_TOKEN
         self.stop_ids[row, : len(stop_ids)] = stop_ids
         self.tokens[row, : len(request.prompt)] = request.prompt
-        self._sampling = None
+        self._forget_batch()
         return row
 
     def append(
@@ -136,7 +142,7 @@ class RowTable:
         """Drop the last row."""
         for column in (self.requests, self.finders, self.kept, self.top):
             column.pop()
-        self._sampling = None
+        self._forget_batch()
 
     def move(self, source: int, target: int) -> None:
         """Overwrite row `target` by row `source`."""
@@ -150,6 +156,13 @@ class RowTable:
         if self._sampling is None:
             self._sampling = self._sampling_batch(device)
         return self._sampling
+
+    def shared_keys(self, count: int) -> SharedKeys | None:
+        """Return the keys that groups of the first `count` rows have in common, found anew only when rows came or went;
+        None where reading them once a group would not halve the reading."""
+        if count not in self._shared_keys:
+            self._shared_keys[count] = self._find_shared_keys(count)
+        return self._shared_keys[count]
 
     def forbidden(
         self, places: Places, drafts: Sequence[np.ndarray], lengths: np.ndarray, device: torch.device
@@ -239,6 +252,29 @@ class RowTable:
             recorded=torch.tensor(recorded, device=device) if recorded else None,
         )
 
+    def _find_shared_keys(self, count: int) -> SharedKeys | None:
+        # The last token of a prompt may be computed beside others' answers; before it all keys are of the same weights.
+        if np.count_nonzero(self.prompt_length[:count] > KEY_CHUNK) < 2:
+            return None
+        prompts = [request.prompt[:-1] for request in self.requests[:count]]
+        computed = list(zip(self.prompt_lora[:count].tolist(), self.prompt_version[:count].tolist(), strict=True))
+        order = sorted(range(count), key=lambda row: (computed[row], self.requests[row].prefix))
+        common = [
+            _num_common(prompts[a], prompts[b]) // KEY_CHUNK * KEY_CHUNK if computed[a] == computed[b] else 0
+            for a, b in pairwise(order)
+        ]
+        length = max(set(common), key=lambda each: each * sum(other >= each for other in common))
+        ends = [place for place, each in enumerate(common, start=1) if each < length] + [count]
+        if not length or 2 * len(ends) > count:
+            return None
+        groups = [sorted(order[start:end]) for start, end in pairwise([0, *ends])]
+        return SharedKeys(length, tuple(map(torch.tensor, groups)))
+
+    def _forget_batch(self) -> None:
+        """Forget what was derived from the rows that there are."""
+        self._sampling = None
+        self._shared_keys.clear()
+
     def _columns(self) -> tuple[np.ndarray, ...]:
         return tuple(getattr(self, name) for name in self._names())
 
@@ -247,6 +283,7 @@ class RowTable:
         flat = ("length", "prompt_length", "num_cached", "num_drafted", "num_accepted", "is_current")
         flat += (
             "prompt_lora",
+            "prompt_version",
             "lora_slot",
             "num_top",
             "is_biased",
@@ -273,3 +310,10 @@ class RowTable:
                 grown = np.full(shape, _NO_TOKEN, column.dtype) if name == "stop_ids" else np.zeros(shape, column.dtype)
                 grown[tuple(slice(size) for size in column.shape)] = column
                 setattr(self, name, grown)
+
+
+def _num_common(a: np.ndarray, b: np.ndarray) -> int:
+    """Return the number of tokens that two prompts begin with alike."""
+    shorter = min(len(a), len(b))
+    differs = a[:shorter] != b[:shorter]
+    return int(differs.argmax()) if differs.any() else shorter

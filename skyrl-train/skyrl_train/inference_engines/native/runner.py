@@ -6,6 +6,7 @@ Dimensions: n rows, P tokens of a prompt, T tokens it is padded to, D hidden wid
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,14 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from skyrl_train.expert_routes import route_dtype
-from skyrl_train.inference_engines.native.attention import KEY_BLOCK, MIN_ROWS, VECTOR, AttentionStep, round_up
+from skyrl_train.inference_engines.native.attention import (
+    KEY_BLOCK,
+    MIN_ROWS,
+    VECTOR,
+    AttentionStep,
+    SharedKeys,
+    round_up,
+)
 from skyrl_train.inference_engines.native.cache import SlotCache
 from skyrl_train.inference_engines.native.lora import Loras
 from skyrl_train.inference_engines.native.prompt_scores import Head, ruled
@@ -57,6 +65,8 @@ class ModelRunner:
         self.loras = Loras(model, max_loras=max_loras)
         self.has_states = use_delta_nets(model) > 0
         """True if the model has linear attention: a row's past is a state, known behind its last token alone."""
+        self.shares_keys = self.device.type == "cpu" and model.dtype == torch.float32 and not self.has_states
+        """True if decoding reads keys that rows have in common once: where equal tokens have equal keys to the bit."""
         self._row_multiple = row_multiple_of(model)
         self._logit_rule = logit_rule(model.config)
         num_layers = model.config.get_text_config().num_hidden_layers
@@ -107,7 +117,14 @@ class ModelRunner:
         finally:
             self._prompts_end, self._hidden = None, torch.empty(0)
 
-    def decode(self, ids: np.ndarray, positions: np.ndarray, slots: np.ndarray, num_new: int) -> torch.Tensor:
+    def decode(
+        self,
+        ids: np.ndarray,
+        positions: np.ndarray,
+        slots: np.ndarray,
+        num_new: int,
+        shared: SharedKeys | None = None,
+    ) -> torch.Tensor:
         """The next token of the first rows of the cache, and those behind drafts.
 
         Args:
@@ -115,6 +132,7 @@ class ModelRunner:
                 room in the cache
             slots: [n]
             num_new: first rows whose token was not computed before; the others only fill up
+            shared: keys that some of these rows have in common
         Returns: [n, T, V] float32 logits
         """
         count, width = ids.shape
@@ -126,7 +144,10 @@ class ModelRunner:
         if self.loras:
             self.loras.begin(filled_up(slots, len(where)), apart=False)
         tokens = torch.from_numpy(np.pad(ids, ((0, num_filling), (0, 0))))
-        return self._forward(tokens, AttentionStep(where, is_decode=True))[:count]
+        if shared is not None and num_filling:  # with the first group: whatever they see is finite
+            with_filling = torch.cat([shared.groups[0], torch.arange(count, len(where))])
+            shared = replace(shared, groups=(with_filling, *shared.groups[1:]))
+        return self._forward(tokens, AttentionStep(where, is_decode=True, shared=shared))[:count]
 
     def head(self, slots: np.ndarray) -> Head:
         """The output layer for tokens of rows with these adapters [n], every token as a row of its own: the bits of
