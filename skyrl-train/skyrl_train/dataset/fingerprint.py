@@ -12,7 +12,7 @@ from typing import Any
 
 from skyrl_gym.chat.template import ChatTemplate
 
-_CODE = ("skyrl_gym.chat.template", "skyrl_train.dataset.sources")
+_CODE = ("skyrl_gym.chat.template", "skyrl_train.dataset.sources", "skyrl_train.dataset.json_list")
 _LIBRARIES = ("transformers", "tokenizers", "jinja2")
 
 

@@ -2,13 +2,14 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import pyarrow as pa
 import pyarrow.parquet
 
+from skyrl_train.dataset.json_list import items_of_list
 from skyrl_train.errors import DataError
 
 Row = dict[str, Any]
@@ -132,7 +133,7 @@ class HubSource:
         has_json = "Json(" in repr(self._rows.features)  # columns of mixed types, as texts
         for part in self._parts():
             if has_json:
-                yield from _json_pieces(part.to_list())
+                yield from _json_pieces((row, json.dumps(row)) for row in part.to_list())
             else:
                 for batch in part.with_format("arrow")[:].to_batches():
                     yield from _pieces(batch)
@@ -169,32 +170,32 @@ def _pieces(batch: pa.RecordBatch) -> Iterator[tuple[list[Row], pa.RecordBatch]]
 
 
 def _read_json(path: Path) -> Iterator[tuple[list[Row], pa.RecordBatch]]:
-    """Read a JSON list (as a whole), or one JSON object a line, unchanged: no column is converted to one type."""
+    """Read a JSON list, or one JSON object a line, unchanged: no column is converted to one type."""
     with open(path, encoding="utf-8") as file:
         while (first := file.read(1)).isspace():
             pass
         file.seek(0)
         if first == "[":
-            yield from _json_pieces(json.load(file))
-            return
-        rows, texts, size, num_rows = [], [], 0, 0
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            rows.append(_object(_parse_line(line, number), num_rows))
-            texts.append(line)
-            size, num_rows = size + len(line), num_rows + 1
-            if len(rows) == _CHUNK_ROWS or size >= _CHUNK_BYTES:
-                yield rows, _json_batch(texts)
-                rows, texts, size = [], [], 0
-        if rows:
-            yield rows, _json_batch(texts)
+            yield from _json_pieces((row, json.dumps(row)) for row in items_of_list(file))
+        else:
+            lines = ((line, number) for number, line in enumerate(file, start=1) if line.strip())
+            yield from _json_pieces((_parse_line(line, number), line) for line, number in lines)
 
 
-def _json_pieces(rows: Sequence[object]) -> Iterator[tuple[list[Row], pa.RecordBatch]]:
-    for start in range(0, len(rows), _CHUNK_ROWS):
-        part = [_object(row, number) for number, row in enumerate(rows[start : start + _CHUNK_ROWS], start)]
-        yield part, _json_batch([json.dumps(row) for row in part])
+def _json_pieces(rows: Iterable[tuple[object, str]]) -> Iterator[tuple[list[Row], pa.RecordBatch]]:
+    """Yield rows with their JSON texts in pieces."""
+    piece: list[Row] = []
+    texts: list[str] = []
+    size = 0
+    for number, (row, text) in enumerate(rows):
+        piece.append(_object(row, number))
+        texts.append(text)
+        size += len(text)
+        if len(piece) == _CHUNK_ROWS or size >= _CHUNK_BYTES:
+            yield piece, _json_batch(texts)
+            piece, texts, size = [], [], 0
+    if piece:
+        yield piece, _json_batch(texts)
 
 
 def _json_batch(texts: list[str]) -> pa.RecordBatch:
