@@ -3,27 +3,44 @@
 import os
 import shutil
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from skyrl_gym.error import InfraError
 from skyrl_gym.sandbox import backends
+from skyrl_gym.sandbox.container_engine import EngineName, ensure_image
+from skyrl_gym.sandbox.machine_image import make_machine_image
 
-WALLS = shutil.which("bwrap") or shutil.which("docker")
+WALLS = shutil.which("bwrap") or shutil.which("docker") or shutil.which("podman")
 PROCESS_ONLY = os.environ.get(backends.KIND_VARIABLE) == "process"
 """Limits, but no walls: some programs of these tests kill whatever they can reach."""
 
 
+TEST_IMAGE = "localhost/skyrl-machine"
+
+
+@cache
+def needs_engine(engine: EngineName) -> None:
+    """Skip the test where no container of this engine can be started, with its words; make the image of tests."""
+    try:
+        ensure_image(engine, TEST_IMAGE, "never")
+    except InfraError as error:
+        if "has no image" not in str(error):
+            pytest.skip(f"{engine} does not work here: {error}")
+        make_machine_image(engine, TEST_IMAGE)
+
+
 def sandboxed(test):
     """Skip the test on a machine without a sandbox."""
-    return pytest.mark.skipif(not WALLS or PROCESS_ONLY, reason="needs bubblewrap or Docker")(test)
+    return pytest.mark.skipif(not WALLS or PROCESS_ONLY, reason="needs bubblewrap, Docker or Podman")(test)
 
 
 def without_sandbox(monkeypatch):
     """Simulate a machine on which code should run in Docker, and Docker does not run."""
     monkeypatch.setenv(backends.KIND_VARIABLE, "docker")
-    monkeypatch.setitem(backends._found, "docker", InfraError("Docker does not run"))
+    monkeypatch.setitem(backends._found, ("docker", None), InfraError("Docker does not run"))
 
 
 def processes_with(text: str, file: str = "cmdline") -> list[int]:

@@ -168,12 +168,21 @@ class DispatcherSection(Section):
 class RuntimeSection(Section):
     """Settings that override those of the task's runtime."""
 
-    kind: Literal["auto", "local", "docker", "remote"] | None = None
-    """`local`: bubblewrap on this machine. `docker`: a container. `remote`: a server of `python -m
-    skyrl_agent.services.runtime`. `auto`: the first possible one of remote (with `url`), docker (with `image`) and
+    kind: Literal["auto", "local", "docker", "podman", "remote"] | None = None
+    """`local`: bubblewrap on this machine. `docker`, `podman`: a container. `remote`: a server of `python -m
+    skyrl_agent.services.runtime`. `auto`: the first possible one of remote (with `url`), a container (with `image`) and
     local."""
     image: str | None = None
     """Image of containers."""
+    pull: Literal["always", "missing", "never"] | None = None
+    """When the image of a container on this machine is pulled: `always` (once in each process), if it is `missing`
+    (default), or `never`."""
+    user: str | None = None
+    """User in a container on this machine, as `1000` or `1000:1000`; it has no capability. Default: the image's."""
+    read_only: bool | None = None
+    """Whether a container on this machine can write only its working directory (empty, in memory) and `/tmp`."""
+    cpus: float | None = Field(default=None, gt=0)
+    """Processors of a container on this machine."""
     url: str | None = None
     """URL of the remote server."""
     token_env: str | None = None

@@ -21,6 +21,9 @@ __all__ = [
 ]
 
 
+CONTAINER_SETTINGS = ("pull", "user", "read_only", "cpus")
+
+
 def make_runtime(spec: RuntimeSpec) -> Runtime:
     """A runtime, not started. Kind `auto` is a server if there is a `url`, a container if there is an `image`, and else
     what `skyrl_gym.sandbox.make_sandbox` chooses: bubblewrap, or a container where that does not work.
@@ -67,7 +70,13 @@ def spec_with(section: RuntimeSection, spec: RuntimeSpec) -> RuntimeSpec:
         raise ConfigError(
             f"runtime.url={section.url!r} is read by kind remote alone; runtime.kind is {section.kind}: leave out one"
         )
+    of_containers = {name: value for name in CONTAINER_SETTINGS if (value := getattr(section, name)) is not None}
+    kind = section.kind or ("remote" if section.url else spec.kind)
+    if of_containers and kind in ("local", "remote"):
+        named = ", ".join(f"runtime.{name}={value}" for name, value in of_containers.items())
+        raise ConfigError(f"{named} is read by containers of this machine alone; runtime.kind is {kind}: leave it out")
     given = {name: value for name in ("kind", "image", "url", "lease_seconds") if (value := getattr(section, name))}
+    given |= of_containers
     if section.token_env is not None:
         given["token"] = os.environ.get(section.token_env)
         if not given["token"]:

@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from skyrl_gym.sandbox import ExecResult, Limits
+from skyrl_gym.sandbox.container_engine import Pull
 
 __all__ = ["ExecResult", "Limits", "Runtime", "RuntimeSpec", "Snapshot"]
 
-RuntimeKind = Literal["auto", "local", "docker", "remote"]
+RuntimeKind = Literal["auto", "local", "docker", "podman", "remote"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,14 +17,23 @@ class RuntimeSpec:
     """Specification of a runtime. One per instance, from the task file and the row."""
 
     kind: RuntimeKind = "auto"
-    """`local`: bubblewrap, no daemon. `docker`: a container of `image`. `remote`: a server of
-    `python -m skyrl_agent.services.runtime` at `url`, which uses its own kind. `auto`: remote if there is a `url`,
-    docker if there is an `image`, else what `skyrl_gym.sandbox.make_sandbox` chooses."""
+    """`local`: bubblewrap, no daemon. `docker`, `podman`: a container of `image`. `remote`: a server of
+    `python -m skyrl_agent.services.runtime` at `url`, which uses its own kind. `auto`: remote if there is a `url`, the
+    first container engine that answers if there is an `image`, else what `skyrl_gym.sandbox.make_sandbox` chooses."""
     image: str | None = None
-    """Container image (docker, and remote servers that use it)."""
+    """Container image (containers, and remote servers that use them)."""
     workdir: str | None = None
-    """Working directory: a folder that the image brings, writable (docker, and remote servers that use it). None: an
-    empty one of the runtime's own."""
+    """Working directory: a folder that the image brings, or a new one (containers, and remote servers that use them).
+    None: an empty one of the runtime's own."""
+    pull: Pull = "missing"
+    """When a container's image is pulled: `always` (once in each process), if it is `missing`, or `never`."""
+    user: str | None = None
+    """User of a container, as `1000` or `1000:1000`; it then has no capability. None: the image's, with few of
+    root's."""
+    read_only: bool = False
+    """Whether a container can write nothing but its working directory, then empty and in memory, and /tmp."""
+    cpus: float | None = None
+    """Processors that a container may use. None: all."""
     files: Mapping[str, str | bytes] = field(default_factory=dict)
     """Files written into the working directory at the start."""
     setup: tuple[str, ...] = ()
@@ -44,8 +54,8 @@ class RuntimeSpec:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The working directory at one time: a compressed tar, as every kind makes it; or the name of an image (docker, and
-    remote servers that use it)."""
+    """The working directory at one time: a compressed tar, as every kind makes it; or the name of an image
+    (containers)."""
 
     kind: Literal["tar", "image"]
     value: bytes | str

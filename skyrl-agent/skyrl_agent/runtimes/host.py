@@ -1,4 +1,4 @@
-"""A runtime on this machine: a sandbox (`local`, `docker`), a lease, and calls that block made from threads."""
+"""A runtime on this machine: a sandbox, a lease, and calls that block made from threads."""
 
 import asyncio
 import base64
@@ -13,14 +13,15 @@ from typing import Any, Self, TypeVar
 from skyrl_agent.errors import InfraError
 from skyrl_agent.runtimes import heartbeat
 from skyrl_agent.runtimes.base import ExecResult, Limits, RuntimeSpec, Snapshot
-from skyrl_agent.runtimes.docker import LeasedDockerSandbox, check_docker
+from skyrl_agent.runtimes.container import LeasedContainerSandbox
 from skyrl_agent.runtimes.leases import Lease
 from skyrl_agent.runtimes.local import LeasedLocalSandbox, LeasedProcessSandbox, LeasedSandbox
 from skyrl_agent.runtimes.threads import in_thread
 from skyrl_gym.sandbox import command as commands
 from skyrl_gym.sandbox.backends import make_sandbox
 from skyrl_gym.sandbox.command import END_SECONDS, TURN_SECONDS, Command, as_bytes
-from skyrl_gym.sandbox.docker import START_SECONDS, DockerSandbox
+from skyrl_gym.sandbox.container import ContainerSandbox
+from skyrl_gym.sandbox.container_engine import START_SECONDS, check_engine
 from skyrl_gym.sandbox.host import NOT_STARTED
 from skyrl_gym.sandbox.local import LocalSandbox
 
@@ -51,11 +52,13 @@ def make_leased_sandbox(spec: RuntimeSpec) -> LeasedSandbox[Any]:
     Raises:
         InfraError: that kind does not work on this machine.
     """
-    if spec.kind == "docker" or (spec.kind == "auto" and spec.image):
-        return LeasedDockerSandbox(spec)
+    if spec.kind == "docker" or spec.kind == "podman":
+        return LeasedContainerSandbox(spec, spec.kind)
+    if spec.kind == "auto" and spec.image:
+        return LeasedContainerSandbox(spec, None)
     found = make_sandbox("auto" if spec.kind == "auto" else "local", limits=spec.limits)
-    if isinstance(found, DockerSandbox):
-        return LeasedDockerSandbox(spec)
+    if isinstance(found, ContainerSandbox):
+        return LeasedContainerSandbox(spec, found.engine)
     if isinstance(found, LocalSandbox):
         return LeasedLocalSandbox(spec.limits, links=spec.links)
     return LeasedProcessSandbox(spec.limits)
@@ -63,8 +66,8 @@ def make_leased_sandbox(spec: RuntimeSpec) -> LeasedSandbox[Any]:
 
 def check_sandbox(spec: RuntimeSpec) -> None:
     """Raises InfraError if that kind does not work on this machine."""
-    if isinstance(make_leased_sandbox(spec), LeasedDockerSandbox):
-        check_docker()
+    if isinstance(sandbox := make_leased_sandbox(spec), LeasedContainerSandbox):
+        check_engine(sandbox.kind)
 
 
 class HostRuntime:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Self
 
 from skyrl_agent.errors import InfraError
+from skyrl_gym.sandbox.container_owner import process_start
 
 FOLDER_VARIABLE = "SKYRL_AGENT_LEASES"
 UNREADABLE_SECONDS = 60.0
@@ -125,15 +126,6 @@ def leases() -> list[Lease]:
                 if time.time() - path.stat().st_mtime > UNREADABLE_SECONDS:
                     path.unlink()
     return found
-
-
-def process_start(pid: int) -> int | None:
-    """Return the start time of a process in clock ticks since boot; None if it does not exist or is a zombie."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])
 
 
 @cache

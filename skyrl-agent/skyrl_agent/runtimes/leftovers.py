@@ -11,9 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from skyrl_agent.errors import InfraError
-from skyrl_agent.runtimes.docker import containers_of
+from skyrl_agent.runtimes.container import remove_containers
 from skyrl_agent.runtimes.leases import Lease, leases
-from skyrl_gym.sandbox.docker import docker
 from skyrl_gym.sandbox.workspace import PREFIX
 
 logger = logging.getLogger(__name__)
@@ -54,8 +53,8 @@ def remove(lease: Lease) -> bool:
             return False
         if lease.folder:
             _remove_folder(lease.folder)
-        if lease.kind == "docker" and (containers := containers_of(lease.id)):
-            docker(["rm", "--force", "--volumes", *containers])
+        if lease.kind in ("docker", "podman"):
+            remove_containers(lease)
         # Last: if this process dies before, the lease is still there for the next sweep.
         lease.path.unlink()
     return True

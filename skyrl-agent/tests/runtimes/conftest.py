@@ -1,12 +1,11 @@
 """Runtimes of each kind, a real server on the loopback, and a look at what is left of them."""
 
 import os
-import shutil
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -14,6 +13,8 @@ from skyrl_agent.runtimes import Runtime, RuntimeSpec, make_runtime
 from skyrl_agent.runtimes.leases import FOLDER_VARIABLE
 from skyrl_gym.error import InfraError
 from skyrl_gym.sandbox import make_sandbox
+from skyrl_gym.sandbox.container_engine import EngineName, ensure_image
+from skyrl_gym.sandbox.machine_image import make_machine_image
 
 from .runtime_places import LIMITS, eventually, serving
 
@@ -54,19 +55,30 @@ def needs_local() -> None:
         pytest.skip(f"no local sandbox here: {error}")
 
 
-def has_docker() -> bool:
-    if shutil.which("docker") is None:
-        return False
-    return subprocess.run(["docker", "info"], capture_output=True, timeout=30, check=False).returncode == 0
+ENGINES = get_args(EngineName)
+TEST_IMAGE = "localhost/skyrl-machine"
 
 
-@pytest.fixture(params=["local", "process", "remote", "docker"])
+@cache
+def needs_engine(engine: EngineName) -> None:
+    """Skip the test where no container of this engine can be started, with its words; make the image of tests."""
+    try:
+        ensure_image(engine, TEST_IMAGE, "never")
+    except InfraError as error:
+        if "has no image" not in str(error):
+            pytest.skip(f"{engine} does not work here: {error}")
+        make_machine_image(engine, TEST_IMAGE)
+
+
+@pytest.fixture(
+    params=["local", "process", "remote", *(pytest.param(engine, marks=pytest.mark.full) for engine in ENGINES)]
+)
 def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> MakeRuntime:
     """`make(files=..., ...)`: a runtime of each kind, not started."""
     settings: dict[str, Any] = {"kind": request.param, "limits": LIMITS}
-    if request.param == "docker":
-        if not has_docker():
-            pytest.skip("no Docker daemon answers")
+    if request.param in ENGINES:
+        needs_engine(request.param)
+        settings["image"] = TEST_IMAGE
     else:
         request.getfixturevalue("needs_local")
     if request.param == "process":  # for trusted code: no kind of ours, but a choice of the gym's

@@ -12,7 +12,7 @@ import pytest
 from skyrl_agent.config.task_file import RuntimeSection
 from skyrl_agent.errors import ConfigError, InfraError
 from skyrl_agent.runtimes import HostRuntime, RuntimeSpec, make_runtime, spec_with
-from skyrl_agent.runtimes.docker import LeasedDockerSandbox
+from skyrl_agent.runtimes.container import LeasedContainerSandbox
 from skyrl_agent.runtimes.host import make_leased_sandbox
 from skyrl_agent.runtimes.local import LeasedLocalSandbox, LeasedProcessSandbox
 from skyrl_agent.runtimes.remote import RemoteRuntime
@@ -112,7 +112,7 @@ def test_the_kind_follows_from_what_is_given(needs_local, monkeypatch):
     monkeypatch.delenv("SKYRL_GYM_SANDBOX", raising=False)
     assert isinstance(make_runtime(RuntimeSpec(url="http://127.0.0.1:1")), RemoteRuntime)
     assert isinstance(make_runtime(RuntimeSpec(kind="local", url="http://127.0.0.1:1")), HostRuntime)
-    assert isinstance(make_leased_sandbox(RuntimeSpec(image="some/image")), LeasedDockerSandbox)
+    assert isinstance(make_leased_sandbox(RuntimeSpec(image="some/image")), LeasedContainerSandbox)
     assert isinstance(make_leased_sandbox(RuntimeSpec(kind="local", image="some/image")), LeasedLocalSandbox)
     assert isinstance(make_leased_sandbox(RuntimeSpec()), LeasedLocalSandbox)
     monkeypatch.setenv("SKYRL_GYM_SANDBOX", "process")

@@ -73,7 +73,7 @@ def test_images_may_come_from_elsewhere(monkeypatch):
     monkeypatch.setenv("EVAL_DOCKER_IMAGE_PREFIX", "mirror.example/swe/")
     task = SWEBenchTask()
     spec = task.runtime_spec(Instance({"problem_statement": "x"}, "a__b-1"))
-    assert (spec.kind, spec.image) == ("docker", "mirror.example/swe/sweb.eval.x86_64.a_s_b-1")
+    assert (spec.kind, spec.image) == ("auto", "mirror.example/swe/sweb.eval.x86_64.a_s_b-1")
     assert spec.workdir == "/testbed"
 
 

@@ -29,14 +29,17 @@ class ProcFolder:
 
     def over_limit(self, processes: list[str], limits: Limits, workspace: Workspace) -> Outcome | None:
         """Return the limit on all of the processes together that is exceeded, if any."""
-        # The first, cheap sum counts shared pages once for each process.
-        if all(sum(map(measure, processes)) > limits.memory_bytes for measure in (self._resident, self._proportional)):
+        if self.exceeds_memory(processes, limits.memory_bytes):
             return "memory"
         if sum(map(self._written_bytes, processes)) > WRITTEN_SHARE * limits.workspace_bytes:
             return "workspace"
         nameless = self._nameless_bytes(processes, workspace.device)
         used = nameless + workspace.usage(limits.workspace_bytes - nameless)
         return "workspace" if used > limits.workspace_bytes else None
+
+    def exceeds_memory(self, processes: list[str], max_bytes: int) -> bool:
+        # The first, cheap sum counts shared pages once for each process.
+        return all(sum(map(measure, processes)) > max_bytes for measure in (self._resident, self._proportional))
 
     def text(self, path: str) -> str:
         """Return the beginning of a file; empty once its process is gone."""

@@ -1,31 +1,31 @@
 """The sandboxes of this machine, and what of the host must be as before when one is closed."""
 
 import shutil
-import subprocess
 from collections.abc import Iterator
+from typing import get_args
 
 import pytest
 
 from skyrl_gym.error import InfraError
 from skyrl_gym.sandbox import Limits, Sandbox, make_sandbox
+from skyrl_gym.sandbox.backends import Kind
+from skyrl_gym.sandbox.container_engine import EngineName
+
+from ..sandboxed import TEST_IMAGE, needs_engine
 
 TEST_LIMITS = Limits(wall_seconds=20.0)
 
 
-def no_docker() -> str:
-    """Return the reason why containers cannot be tested here; empty if they can."""
-    if shutil.which("docker") is None:
-        return "the docker command is not installed"
-    answer = subprocess.run(["docker", "info"], capture_output=True, timeout=30, check=False)
-    return "" if answer.returncode == 0 else "no Docker daemon answers"
+CONTAINERS = [pytest.param(engine, marks=pytest.mark.full) for engine in get_args(EngineName) if shutil.which(engine)]
+"""Container engines whose command is here. A container takes a second or more for each command."""
 
 
-CONTAINERS = [] if no_docker() else ["docker"]
-
-
-def backend(kind: str) -> Sandbox:
+def backend(kind: Kind) -> Sandbox:
     try:
-        return make_sandbox(kind, limits=TEST_LIMITS)  # pyright: ignore[reportArgumentType]
+        if kind == "docker" or kind == "podman":
+            needs_engine(kind)
+            return make_sandbox(kind, limits=TEST_LIMITS, image=TEST_IMAGE)
+        return make_sandbox(kind, limits=TEST_LIMITS)
     except InfraError as error:
         pytest.skip(f"no {kind} sandbox here: {error}")
 

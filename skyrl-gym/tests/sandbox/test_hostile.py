@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 
 from skyrl_gym.sandbox import Limits, Sandbox, deletion, make_sandbox
-from skyrl_gym.sandbox.docker import KEEPER, Container, DockerSandbox
+from skyrl_gym.sandbox.container import KEEPER, Container, ContainerSandbox
 
-from ..sandboxed import processes_with
+from ..sandboxed import TEST_IMAGE, processes_with
 
 PRELUDE = r"""
 import ctypes, errno, json, mmap, os, platform, resource, signal, socket, struct, subprocess, sys, threading, time
@@ -149,7 +149,7 @@ for _ in range(8):
 time.sleep(60)
 @@ shared memory that stays when it is unmapped says refused anonymous
 refused("anonymous", mmap.mmap, -1, 100 << 20)
-if not os.path.exists("/.dockerenv"):  # a container counts it
+if not os.path.exists("/.dockerenv") and "container" not in os.environ:  # a container counts it
     refused("zero", lambda: mmap.mmap(os.open("/dev/zero", os.O_RDWR), 100 << 20))
 @@ memory in /dev/shm -> workspace
 for number in range(1000):
@@ -507,13 +507,14 @@ def traces_of(sandbox: Sandbox) -> Callable[[], list[str | int]]:
     if isinstance(workspace, Container):
         known = ("sleep 600", "sh -c", "COMMAND", *KEEPER.strip().splitlines())  # what the container itself runs
 
-        def in_docker() -> list[str]:
-            top = subprocess.run(["docker", "top", workspace.name, "-o", "pid,args"], capture_output=True, text=True)
+        def in_container() -> list[str]:
+            wanted = ["pid", "args"] if workspace.engine == "podman" else ["-o", "pid,args"]
+            top = subprocess.run([workspace.engine, "top", workspace.name, *wanted], capture_output=True, text=True)
             return ["container"] * (top.returncode == 0) + [
-                line for line in top.stdout.splitlines() if line and not line.strip().endswith(known)
+                line for line in top.stdout.splitlines() if line.strip() and not line.strip().endswith(known)
             ]
 
-        return in_docker
+        return in_container
     return lambda: (
         ["folder"] * os.path.exists(workspace.root) + processes_with(os.path.basename(workspace.root), "mountinfo")
     )
@@ -523,9 +524,9 @@ def traces_of(sandbox: Sandbox) -> Callable[[], list[str | int]]:
     "program", [pytest.param(p, id=p.name, marks=[pytest.mark.slow] * (p.name in SLOW)) for p in PROGRAMS]
 )
 def test_a_hostile_program_is_contained(walled, host, program):
-    if isinstance(walled, DockerSandbox):  # its limits are the container's
+    if isinstance(walled, ContainerSandbox):  # its limits are the container's
         walled.close()
-        walled = DockerSandbox(program.limits)
+        walled = type(walled)(program.limits, engine=walled.engine, image=TEST_IMAGE)
         walled.start()
     traces = traces_of(walled)
     arguments = ["-I", "-S", "-c", PRELUDE + program.source, json.dumps(host.described())]
@@ -534,7 +535,7 @@ def test_a_hostile_program_is_contained(walled, host, program):
     assert len(traces()) == 1, traces()  # the folder or container
     said = result.stdout + result.stderr
     assert time.monotonic() - started < program.limits.wall_seconds + 10
-    if isinstance(walled, DockerSandbox) and set(program.outcomes) & {"memory", "workspace"}:
+    if isinstance(walled, ContainerSandbox) and set(program.outcomes) & {"memory", "workspace"}:
         assert result.outcome in (*program.outcomes, "wall_time") or "No space left" in said, said
     else:
         assert result.outcome in program.outcomes, said

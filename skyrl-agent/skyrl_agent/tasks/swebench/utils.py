@@ -124,7 +124,7 @@ class SWEBenchTask(BaseTask):
     def runtime_spec(self, instance: Instance) -> RuntimeSpec:
         source = self.source(instance)
         env = {"PATH": source.path, "SWE_INSTANCE_ID": self.row_id(instance), "PIP_CACHE_DIR": "/tmp/pip"}
-        return RuntimeSpec(kind="docker", image=source.image, workdir=REPOSITORY, env=env, limits=self.limits)
+        return RuntimeSpec(image=source.image, workdir=REPOSITORY, env=env, limits=self.limits)
 
     evaluation_runtime_spec = runtime_spec
 

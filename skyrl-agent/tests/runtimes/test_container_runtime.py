@@ -1,4 +1,4 @@
-"""Containers: how they are made, and the scripts that run in them. Where a daemon answers, all else is tested too."""
+"""Containers: how they are made, and the scripts that run in them. Where an engine answers, all else is tested too."""
 
 import json
 import os
@@ -6,15 +6,18 @@ import stat
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
-from skyrl_agent.errors import InfraError
-from skyrl_agent.runtimes import Limits, RuntimeSpec, Snapshot, make_runtime
-from skyrl_agent.runtimes.docker import KEEPER
+from skyrl_agent.config.task_file import RuntimeSection
+from skyrl_agent.errors import ConfigError, InfraError
+from skyrl_agent.runtimes import Limits, RuntimeSpec, Snapshot, make_runtime, spec_with
+from skyrl_agent.runtimes.container import KEEPER
 from skyrl_agent.runtimes.leases import leases
 from skyrl_agent.services import gc
+from skyrl_gym.sandbox import container_owner
 
 LIMITS = Limits(wall_seconds=30.0, cpu_seconds=30.0, memory_bytes=1 << 30, processes=7)
 
@@ -25,8 +28,10 @@ with open({log!r}, "a") as log:
     print(json.dumps(sys.argv[1:]), file=log)
 if sys.argv[1] == "inspect":
     print("true" if "{{{{.State.Running}}}}" in sys.argv else {workdir!r})
-if sys.argv[1] == "ps":
+if sys.argv[1] == "ps" and any("skyrl-agent-lease=" in argument for argument in sys.argv):
     print("abc\\ndef")
+if sys.argv[1] == "exec" and any("memory.max" in argument for argument in sys.argv):
+    sys.exit(print({memory}))
 if sys.argv[1] == "exec":
     folder = sys.argv[sys.argv.index("--workdir") + 1]
     arguments = sys.argv[sys.argv.index("--workdir") + 3:]
@@ -42,10 +47,19 @@ def docker(tmp_path, monkeypatch):
     log, workdir = tmp_path / "log", tmp_path / "testbed"
     workdir.mkdir()
     program = tmp_path / "docker"
-    program.write_text(STAND_IN.format(python=sys.executable, log=str(log), workdir=str(workdir)))
+    memory = LIMITS.memory_bytes
+    program.write_text(STAND_IN.format(python=sys.executable, log=str(log), workdir=str(workdir), memory=memory))
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    return lambda: [json.loads(line) for line in log.read_text().splitlines()]
+    monkeypatch.setattr(container_owner, "_watched", watched := {})
+    yield lambda: [asked for asked in map(json.loads, log.read_text().splitlines()) if _is_ours(asked)]
+    for writing in watched.values():
+        os.close(writing)
+
+
+def _is_ours(asked: list[str]) -> bool:
+    """Whether a call is of a runtime, and not of those that look at images and at what others left."""
+    return asked[0] != "image" and (asked[0] != "ps" or "skyrl-agent-lease" in asked[-1])
 
 
 def runtime_of(**settings):
@@ -59,6 +73,7 @@ async def test_a_container_is_made_of_the_image_without_a_network(docker):
         given = dict(pairwise(run))
         assert run[0] == "run" and "--rm" in run and "--privileged" not in run
         assert given["--network"] == "none"
+        assert given["--cap-drop"] == "ALL" and "SYS_ADMIN" not in run and "NET_RAW" not in run
         assert given["--security-opt"] == "no-new-privileges"
         assert given["--memory"] == given["--memory-swap"] == str(1 << 30)
         assert given["--label"] == f"skyrl-agent-lease={lease.id}" == f"skyrl-agent-lease={runtime.id}"
@@ -66,6 +81,25 @@ async def test_a_container_is_made_of_the_image_without_a_network(docker):
         assert run[run.index("some/image") :] == ["some/image", "-c", KEEPER, "sh", "/run/skyrl-lease", "34"]
         name = given["--name"]
     assert docker()[-1] == ["rm", "--force", "--volumes", name]
+
+
+async def test_a_container_is_restricted_further_by_its_section(docker, tmp_path):
+    section = RuntimeSection(kind="docker", image="some/image", user="1000", read_only=True, cpus=0.5, pull="never")
+    spec = spec_with(
+        section,
+        RuntimeSpec(
+            limits=replace(LIMITS, memory_bytes=LIMITS.memory_bytes // 2, workspace_bytes=LIMITS.memory_bytes // 2)
+        ),
+    )
+    async with make_runtime(replace(spec, workdir=str(tmp_path / "testbed"))):
+        run = docker()[0]
+    given = dict(pairwise(run))
+    assert (given["--user"], given["--cpus"], given["--cap-drop"]) == ("1000", "0.5", "ALL")
+    assert "--read-only" in run and "--cap-add" not in run
+    assert f"{tmp_path}/testbed:rw,exec,nosuid,nodev,mode=1777,size={1 << 29}" in run
+    assert given["--memory"] == str(1 << 30)  # the working directory is memory as well
+    with pytest.raises(ConfigError, match=r"runtime\.user=1000, .* is read by containers of this machine alone"):
+        spec_with(section.model_copy(update={"kind": "local"}), RuntimeSpec())
 
 
 async def test_work_is_done_in_the_images_working_directory(docker, tmp_path):
@@ -106,7 +140,7 @@ async def test_a_snapshot_is_a_tar_and_an_image_can_be_one(docker, tmp_path):
     async with runtime_of(snapshot=snapshot) as runtime:
         assert await runtime.read("a") == b"1"
     async with runtime_of(snapshot=Snapshot("image", "another/image")):
-        assert "another/image" in docker()[-2] or any("another/image" in asked for asked in docker())
+        assert any("another/image" in asked for asked in docker())
 
 
 async def test_a_daemon_that_says_no_is_an_infrastructure_failure(tmp_path, monkeypatch):
@@ -114,7 +148,7 @@ async def test_a_daemon_that_says_no_is_an_infrastructure_failure(tmp_path, monk
     program.write_text("#!/bin/sh\necho cannot connect >&2; exit 1\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(InfraError, match="docker run failed: cannot connect"):
+    with pytest.raises(InfraError, match=r"docker (image|ps) failed: cannot connect"):
         await runtime_of().start()
 
 

@@ -1,11 +1,13 @@
-"""Commands in a container, through the `docker` command line: for machines where bubblewrap cannot work.
+"""Commands in a container, through the command line that Docker and Podman have in common.
 
 One container for one sandbox, removed on `close`. The workspace is a file system in the container's memory, whose size
 the kernel keeps. What a command leaves behind ends with it, or with the last of those that run at the same time.
 """
 
+import os
 import random
 import re
+import resource
 import signal
 import subprocess
 import time
@@ -16,17 +18,26 @@ from contextlib import suppress
 from skyrl_gym.error import InfraError
 from skyrl_gym.sandbox.base import MEBIBYTE, Limits, Outcome
 from skyrl_gym.sandbox.command import Launch, as_bytes
+from skyrl_gym.sandbox.container_engine import (
+    CALL_SECONDS,
+    START_SECONDS,
+    EngineName,
+    Pull,
+    ensure_image,
+    forget_image,
+    run_engine,
+)
+from skyrl_gym.sandbox.container_owner import LABEL, owner_of_containers
 from skyrl_gym.sandbox.host import HostSandbox
 from skyrl_gym.sandbox.rlimits import ENVIRONMENT, OPEN_FILES, rlimits
 from skyrl_gym.sandbox.seccomp import MACHINES, seccomp_filter
+from skyrl_gym.sandbox.usage import ProcFolder
 from skyrl_gym.sandbox.workspace import ENTRY_BYTES, path_parts
 
 IMAGE = "python:3.12-slim"
+IMAGE_VARIABLE = "SKYRL_GYM_SANDBOX_IMAGE"
 USERS = range(30_000, 60_000)
 """Each container has a user of its own, because the kernel counts processes for each user of the machine."""
-START_SECONDS = 600.0
-"""The first start may download the image."""
-CALL_SECONDS = 60.0
 KEEPER = """
 trap '' HUP INT QUIT USR1 USR2 PIPE ALRM TERM
 end=$(($(date +%s) + 86400))
@@ -62,6 +73,8 @@ stat --file-system --format "free %a %d" /workspace /tmp /dev/shm
 """
 """Script that kills the remaining processes and reports the limit that was reached. (In a shell `kill` spares the shell
 itself.)"""
+METERS = "cat /sys/fs/cgroup/memory.max /sys/fs/cgroup/memory/memory.limit_in_bytes 2>/dev/null"
+"""Script that prints the memory limit of the container's control group, of either version."""
 OUT_OF_MEMORY = re.compile(r"^oom_kill (\d+)", re.MULTILINE)
 FULL = re.compile(r"^free (0 \d+|\d+ 0)$", re.MULTILINE)
 READ = """
@@ -105,40 +118,103 @@ with open(file, "wb") as out:
 
 
 class Container:
-    """A running container and the workspace in it. Raises InfraError if Docker does not start it."""
+    """A running container and the workspace in it. Raises InfraError if the engine does not start it.
+
+    Args:
+        visible: path inside -> path on this machine of what commands can see (not change) besides.
+    """
 
     python = "python3"
 
-    def __init__(self, image: str, limits: Limits):
-        self.name = f"skyrl-gym-{uuid.uuid4().hex}"
+    def __init__(
+        self,
+        engine: EngineName,
+        image: str,
+        limits: Limits,
+        *,
+        pull: Pull = "missing",
+        visible: Mapping[str, str] | None = None,
+    ):
+        self.engine: EngineName = engine
+        self.limits = limits
         self.user = random.SystemRandom().choice(USERS)
+        self._visible = visible or {}
         self._killed_for_memory = 0
+        self._proc: ProcFolder | None = None
+        ensure_image(engine, image, pull)
+        owner = owner_of_containers(engine)
+        self.name = f"skyrl-gym-{owner}-{uuid.uuid4().hex}"
         try:
-            docker(self.run_arguments(image, limits), timeout=START_SECONDS)
+            run_engine(engine, self.run_arguments(image, limits), timeout=START_SECONDS)
+            self._measure(self.metered_bytes(limits))
         except InfraError:
+            forget_image(engine, image)
             with suppress(InfraError):
                 self.delete()  # it may have been made all the same
             raise
 
+    def metered_bytes(self, limits: Limits) -> int:
+        """Return the memory limit of the container: the workspace is counted as memory."""
+        return limits.memory_bytes + limits.workspace_bytes
+
     def run_arguments(self, image: str, limits: Limits) -> list[str]:
-        place = f"rw,exec,nosuid,nodev,mode=0700,uid={self.user},gid={self.user}"
-        memory = limits.memory_bytes + limits.workspace_bytes  # the workspace is counted as memory
+        podman = self.engine == "podman"
+        # Podman's tmpfs has neither an owner nor a number of files, and it would add writable folders to `--read-only`.
+        owned = "mode=1777" if podman else f"mode=0700,uid={self.user},gid={self.user}"
+        memory = str(self.metered_bytes(limits))
+
+        def place(path: str, size: int) -> tuple[str, str]:
+            files = "" if podman else f",nr_inodes={max(16, size // ENTRY_BYTES)}"
+            return "--tmpfs", f"{path}:rw,exec,nosuid,nodev,{owned},size={size}{files}"
+
         return [
-            *("run", "--detach", "--rm", "--name", self.name, "--label", "skyrl-gym-sandbox", "--hostname", "sandbox"),
+            *("run", "--detach", "--rm", "--name", self.name, "--label", f"{LABEL}={self.name.rpartition('-')[0]}"),
+            *("--pull", "never", "--hostname", "sandbox", "--stop-signal", "KILL", "--log-driver", "none"),
             *("--network", "none", "--ipc", "private", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"),
             *("--user", f"{self.user}:{self.user}", "--read-only", "--workdir", "/workspace"),
-            *("--tmpfs", f"/workspace:{place},{_size(limits.workspace_bytes)}"),
-            *("--tmpfs", f"/tmp:{place},{_size(64 * MEBIBYTE)}"),
+            *(["--read-only-tmpfs=false"] if podman else []),
+            *place("/workspace", limits.workspace_bytes),
+            *place("/tmp", 64 * MEBIBYTE),
             *("--shm-size", str(64 * MEBIBYTE)),
-            *("--memory", str(memory), "--memory-swap", str(memory), "--cpus", "1"),
+            *("--memory", memory, "--memory-swap", memory, "--cpus", "1"),
             *("--pids-limit", str(limits.processes + SPARE_PROCESSES)),
-            *("--ulimit", "core=1", "--ulimit", f"nofile={OPEN_FILES}", "--log-driver", "none"),
+            *("--ulimit", "core=1", "--ulimit", f"nofile={OPEN_FILES}"),
+            *("--ulimit", f"nproc={limits.processes + SPARE_PROCESSES}"),
+            *mounts(self._visible),
             *(option for item in ENVIRONMENT.items() for option in ("--env", "=".join(item))),
             *("--entrypoint", "sh", image, "-c", KEEPER),
         ]
 
     def exec_arguments(self, *command: str | bytes) -> list[str | bytes]:
-        return ["docker", "exec", "--interactive", "--workdir", "/workspace", self.name, *command]
+        return [self.engine, "exec", "--interactive", "--workdir", "/workspace", self.name, *command]
+
+    def _measure(self, memory_bytes: int) -> None:
+        """Find out whether the engine's limits hold. Rootless Podman ignores them where it has no control groups: usage
+        is then polled from here. Raises InfraError where that cannot be done either."""
+        if str(memory_bytes // resource.getpagesize() * resource.getpagesize()) in self.shell(METERS).split():
+            return
+        number = run_engine(self.engine, ["inspect", "--format", "{{.State.Pid}}", self.name]).decode().strip()
+        try:
+            self._proc = ProcFolder(f"/proc/{number}/root/proc")
+        except OSError as error:
+            raise InfraError(
+                f"{self.engine} limits neither memory nor processes of a container here (no control groups for it), "
+                f"and its processes cannot be watched from this process ({error}): give the engine control groups "
+                "(version 2, delegated to this user), or run it as the same user on this machine"
+            ) from error
+
+    @property
+    def is_metered(self) -> bool:
+        """Whether the kernel keeps the limits of memory and processes; else they are polled."""
+        return self._proc is None
+
+    def over_limit(self) -> Outcome | None:
+        """Return the polled limit that is exceeded; None also where the kernel keeps it."""
+        if self._proc is None:
+            return None
+        processes = self._proc.processes()
+        too_many = len(processes) > self.limits.processes + SPARE_PROCESSES
+        return "memory" if too_many or self._proc.exceeds_memory(processes, self.limits.memory_bytes) else None
 
     def write(self, path: str, data: bytes) -> None:
         ended = self._call(WRITE, *path_parts(path), stdin=data)
@@ -170,7 +246,7 @@ class Container:
     def end(self) -> Outcome | None:
         """End all commands in the container, and return the limits that were reached since the last call."""
         said = self.shell(END)
-        killed = OUT_OF_MEMORY.search(said)
+        killed = OUT_OF_MEMORY.search(said) if self.is_metered else None
         before, self._killed_for_memory = self._killed_for_memory, int(killed[1]) if killed else 0
         if self._killed_for_memory > before:
             return "memory"
@@ -178,40 +254,56 @@ class Container:
 
     def runs(self) -> bool:
         with suppress(InfraError):
-            return docker(["inspect", "--format", "{{.State.Running}}", self.name]).strip() == b"true"
+            return run_engine(self.engine, ["inspect", "--format", "{{.State.Running}}", self.name]).strip() == b"true"
         return False
 
     def delete(self) -> None:
-        docker(["rm", "--force", "--volumes", self.name])
+        if self._proc is not None:
+            self._proc.close()
+            self._proc = None
+        run_engine(self.engine, ["rm", "--force", "--volumes", self.name])
 
     def _call(self, program: str, *arguments: str, stdin: bytes = b"") -> "subprocess.CompletedProcess[bytes]":
         command = self.exec_arguments(self.python, "-I", "-S", "-c", program, *arguments)
         try:
             return subprocess.run(command, input=stdin, capture_output=True, timeout=CALL_SECONDS, check=False)
         except subprocess.TimeoutExpired:
-            raise InfraError(f"docker exec did not end within {CALL_SECONDS} s") from None
+            raise InfraError(f"{self.engine} exec did not end within {CALL_SECONDS} s") from None
 
     def _check(self, ended: "subprocess.CompletedProcess[bytes]") -> None:
         if ended.returncode != 0:
-            raise InfraError(f"docker exec failed: {ended.stderr.decode(errors='replace').strip()}")
+            raise InfraError(f"{self.engine} exec failed: {ended.stderr.decode(errors='replace').strip()}")
 
 
-class DockerSandbox(HostSandbox[Container]):
-    """A `Sandbox` in a container. Made by `make_sandbox("docker")`.
+class ContainerSandbox(HostSandbox[Container]):
+    """A `Sandbox` in a container. Made by `make_sandbox("docker")` and `make_sandbox("podman")`.
 
     Args:
         limits: of each command. Memory, processes and workspace hold for the container, whatever `exec` is given.
-        image: any with `sh`, `prlimit` and Python 3 on its path.
+        image: any with `sh`, `prlimit` and Python 3 on its path. None: that of the environment variable
+            SKYRL_GYM_SANDBOX_IMAGE, or `python:3.12-slim`.
+        visible: path inside -> path on this machine of what commands can see (not change) besides.
     """
 
     python = Container.python
 
-    def __init__(self, limits: Limits | None = None, image: str = IMAGE):
+    def __init__(
+        self,
+        limits: Limits | None = None,
+        visible: Mapping[str, str] | None = None,
+        *,
+        engine: EngineName,
+        image: str | None = None,
+        pull: Pull = "missing",
+    ):
         super().__init__(limits)
-        self._image = image
+        self.engine: EngineName = engine
+        self._image = image or os.environ.get(IMAGE_VARIABLE) or IMAGE
+        self._visible = visible
+        self._pull: Pull = pull
 
     def _make_workspace(self) -> Container:
-        return Container(self._image, self.limits)
+        return Container(self.engine, self._image, self.limits, pull=self._pull, visible=self._visible)
 
     def _launch(self, command: Sequence[str], env: Mapping[str, str] | None, limits: Limits) -> Launch:
         container = self._started()
@@ -251,7 +343,7 @@ class ContainerCommand:
         # While it runs, the container keeps the limits on memory and files; afterwards one can ask which was met.
         if self._ran_out is None and process.returncode == 128 + signal.SIGKILL and self._seconds > limits.cpu_seconds:
             return "cpu_time"
-        return self._ran_out
+        return self._ran_out or self._container.over_limit()
 
     def returncode(self, status: int) -> int | None:
         self._seconds = time.monotonic() - self._started
@@ -265,20 +357,11 @@ class ContainerCommand:
         pass
 
 
-def _size(size: int) -> str:
-    return f"size={size},nr_inodes={max(16, size // ENTRY_BYTES)}"
-
-
-def docker(arguments: Sequence[str], timeout: float = CALL_SECONDS) -> bytes:
-    """Run the docker command and return its output. Raises InfraError with its error output."""
-    try:
-        ended = subprocess.run(
-            ["docker", *arguments], stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout, check=False
-        )
-    except FileNotFoundError:
-        raise InfraError("the docker command is not installed") from None
-    except subprocess.TimeoutExpired:
-        raise InfraError(f"docker {arguments[0]} did not end within {timeout} s") from None
-    if ended.returncode != 0:
-        raise InfraError(f"docker {arguments[0]} failed: {ended.stderr.decode(errors='replace').strip()}")
-    return ended.stdout
+def mounts(visible: Mapping[str, str]) -> list[str]:
+    """Return options that show paths of this machine inside, read-only."""
+    pairs = ((inside, outside) for inside, outside in visible.items())
+    return [
+        part
+        for inside, outside in pairs
+        for part in ("--mount", f"type=bind,source={outside},target={inside},readonly")
+    ]
