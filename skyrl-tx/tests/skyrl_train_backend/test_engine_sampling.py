@@ -17,6 +17,8 @@ SPECS = {
     "greedy, with scores": spec(temperature=0.0, scores=True),
     "truncated": spec(4, temperature=0.7, top_k=9, top_p=0.9),
     "scores at a temperature": spec(3, temperature=0.5, scores=True),
+    "likeliest tokens of the prompt": spec(top=3),
+    "likeliest tokens and scores of several": spec(2, temperature=0.5, scores=True, top=2),
     "scores of one": spec(max_tokens=1, scores=True),
     "the end of sequence": spec(6, max_tokens=80, stop_at_eos=True),
     "stop tokens": spec(3, max_tokens=80, stop_token_ids=(17, 40)),
@@ -45,9 +47,9 @@ async def test_answers_are_those_of_the_torch_backend(engines_of, adapter, tiny_
 
 async def test_requests_that_engines_cannot_do_are_refused_by_name_and_the_users_fault(engines_of, adapter):
     async with engines_of(takes_head=False) as engines:
-        with pytest.raises(ModelError, match=r"topk_prompt_logprobs must be 0.*prompt_logprobs") as refused:
-            await engines.sampling.sample(spec(top=3), None)
-        with pytest.raises(ModelError, match=r"train_unembed=false, or serve with generator\.backend=native"):
+        with pytest.raises(
+            ModelError, match=r"train_unembed=false, or serve with generator\.backend=native"
+        ) as refused:
             await engines.sampling.sample(spec(), adapter(3, train_unembed=True))
         with pytest.raises(ModelError, match="512") as too_long:
             await engines.sampling.sample(spec(prompt=[5] * 600), None)

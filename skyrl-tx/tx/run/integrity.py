@@ -107,13 +107,19 @@ def _check(kind: str, kept: list[tuple[str, str]], folders: Folders, remedy: str
 
 
 def _rows(database: Session) -> _Kept:
-    checkpoints = database.scalars(select(CheckpointRow).order_by(col(CheckpointRow.model_id))).all()
-    samplers = database.scalars(select(SamplerRow).where(col(SamplerRow.ephemeral)))
-    models = database.scalars(select(ModelRow).where(col(ModelRow.status) == "live"))
+    """Read the columns that databases of earlier releases have, too."""
+    path = (col(CheckpointRow.model_id), col(CheckpointRow.kind), col(CheckpointRow.name))
+    checkpoints = database.execute(select(*path, col(CheckpointRow.folder)).order_by(path[0]))
+    samplers = database.execute(
+        select(col(SamplerRow.sampler_id), col(SamplerRow.folder)).where(col(SamplerRow.ephemeral))
+    )
+    models = database.execute(
+        select(col(ModelRow.model_id), col(ModelRow.snapshot)).where(col(ModelRow.status) == "live")
+    )
     blobs = database.execute(select(col(RequestRow.request_id), col(RequestRow.payload), col(RequestRow.result_blob)))
     return _Kept(
-        [(str(TinkerPath(row.model_id, row.kind, row.name)), row.folder) for row in checkpoints],  # pyright: ignore[reportArgumentType]
-        [(row.sampler_id, row.folder) for row in samplers if row.folder],
-        [(row.model_id, row.snapshot) for row in models if row.snapshot],
+        [(str(TinkerPath(run, kind, name)), folder) for run, kind, name, folder in checkpoints],  # pyright: ignore[reportArgumentType]
+        [(sampler_id, folder) for sampler_id, folder in samplers if folder],
+        [(model_id, snapshot) for model_id, snapshot in models if snapshot],
         [(request_id, blob) for request_id, *both in blobs for blob in both if blob is not None],
     )

@@ -54,11 +54,6 @@ class EngineSampling(SamplingBackend):
         return self._num_running
 
     async def sample(self, spec: SampleSpec, adapter: Path | None, *, tenant: str = "") -> SampleOutput:
-        if spec.topk_prompt_logprobs:
-            raise ModelError(
-                "topk_prompt_logprobs must be 0: the backend skyrl_train has no likeliest tokens of prompts; ask for "
-                "prompt_logprobs, or serve with --backend torch"
-            )
         self._num_running += spec.num_samples
         try:
             async with self._turns.take(tenant, spec.num_samples), self._slots.use(adapter) as name:
@@ -88,11 +83,12 @@ class EngineSampling(SamplingBackend):
     async def _answer(self, spec: SampleSpec, lora_name: str | None) -> SampleOutput:
         """Engines score prompts at the temperature of the answer, for every answer again; we want temperature 1, once.
         So where that is not the same the scores are a request of their own."""
-        params = spec.params
-        together = spec.prompt_logprobs and spec.num_samples == 1 and params.temperature in (0.0, 1.0)
+        params, num_top = spec.params, spec.topk_prompt_logprobs
+        is_scored = spec.prompt_logprobs or num_top > 0
+        together = is_scored and spec.num_samples == 1 and params.temperature in (0.0, 1.0)
         scores = None
-        if spec.prompt_logprobs and not together:
-            score = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "ignore_eos": True}
+        if is_scored and not together:
+            score = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": num_top, "ignore_eos": True}
             scores = await self._generate(spec.prompt, score, [(params.seed, 0)], lora_name)
         values = {
             "max_tokens": params.max_tokens,
@@ -103,7 +99,7 @@ class EngineSampling(SamplingBackend):
             "stop_token_ids": list(params.stop_token_ids),
             "ignore_eos": not params.stop_at_eos,
             "skip_special_tokens": False,  # of the text that stops are looked for in
-        } | ({"prompt_logprobs": 0} if together else {})
+        } | ({"prompt_logprobs": num_top} if together else {})
         seeds = [(params.seed, index) for index in range(spec.num_samples)]
         answers = await self._generate(spec.prompt, values, seeds, lora_name)
         return _output(spec, answers, scores or answers)
@@ -136,4 +132,14 @@ def _output(spec: SampleSpec, answers: InferenceEngineOutput, scored: InferenceE
         of_prompts = scored.get("prompt_logprobs")
         assert of_prompts is not None
         scores = [None, *of_prompts[0]]
-    return SampleOutput(sequences=sequences, prompt_logprobs=scores)
+    return SampleOutput(sequences=sequences, prompt_logprobs=scores, topk_prompt_logprobs=_top(spec, scored))
+
+
+def _top(spec: SampleSpec, scored: InferenceEngineOutput) -> list[list[tuple[int, float]] | None] | None:
+    """Return the likeliest tokens in the place of each prompt token; nothing predicts the first one."""
+    if not spec.topk_prompt_logprobs:
+        return None
+    of_prompts = scored.get("prompt_top_logprobs")
+    assert of_prompts is not None
+    places = zip(of_prompts[0].ids.tolist(), of_prompts[0].log_probs.tolist(), strict=True)
+    return [None, *(list(zip(ids, log_probs, strict=True)) for ids, log_probs in places)]
