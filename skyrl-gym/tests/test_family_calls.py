@@ -6,7 +6,7 @@ from skyrl_gym.chat.tool_calls import Invalid, ToolCall, parse_tool_calls, split
 
 SEARCH = ToolCall("search", {"query": "big cats", "k": 2})
 SEARCH_TEXT = ToolCall("search", {"query": "big cats", "k": "2"})
-"""Of formats in which values are text."""
+"""Call of formats in which values are text."""
 LOOK = ToolCall("look")
 
 WRITTEN = {
@@ -88,6 +88,27 @@ def test_calls_are_read_and_cut_out_of_the_text(name):
 def test_a_malformed_call_says_what_to_correct(syntax, text, complaint):
     (call,) = parse_tool_calls(text, syntax)
     assert isinstance(call, Invalid) and complaint in call.reason
+
+
+@pytest.mark.parametrize(
+    "syntax, text, turn_end",
+    [
+        ("hermes", '<tool_call>{"name": "look"}', "<|im_end|>"),
+        ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look<｜tool▁sep｜>{}", "<｜end▁of▁sentence｜>"),
+        ("glm", "<tool_call>look\n", "<|observation|>"),
+        ("kimi", "<|tool_call_begin|>look<|tool_call_argument_begin|>{}", "<|im_end|>"),
+        ("mistral", "[TOOL_CALLS]look[ARGS]{}", "</s>"),
+        ("minimax", '<invoke name="look">\n', "[e~["),
+        ("gemma", "<|tool_call>call:look{}", "<turn|>"),
+        ("gemma", "<start_function_call>call:look{}", "<end_of_turn>"),
+    ],
+)
+def test_the_end_of_an_answer_closes_its_last_call(syntax, text, turn_end):
+    for answer in (text, text + turn_end, f"{text}{turn_end}\n"):
+        [call] = parse_tool_calls(answer, syntax)
+        assert isinstance(call, ToolCall) and (call.name, call.arguments) == ("look", {}), answer
+    [call] = parse_tool_calls(f"{text} and more{turn_end}", syntax)
+    assert isinstance(call, Invalid), "only the mark may stand in for the closing one"
 
 
 @pytest.mark.parametrize(

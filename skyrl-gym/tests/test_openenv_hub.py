@@ -123,6 +123,8 @@ def test_openenv_key_is_not_sent_to_another_server_that_a_row_names() -> None:
     assert OpenEnv(settings, {"base_url": "http://127.0.0.1:8000/b"}).base_url.endswith("/b")
     with pytest.raises(TaskError, match=r"sent to http://127\.0\.0\.1:8000/a alone.*'http://other:8000'"):
         OpenEnv(settings, {"base_url": "http://other:8000"})
+    with pytest.raises(ValueError, match="api_key needs base_url beside it"):
+        OpenEnv({"api_key": "secret"}, {"base_url": "http://other:8000"})
 
 
 def test_openenv_server_that_does_not_list_its_tools_is_broken(counting: str, monkeypatch: pytest.MonkeyPatch) -> None:

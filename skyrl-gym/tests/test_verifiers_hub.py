@@ -31,6 +31,18 @@ def test_verifiers_missing_package_is_named_with_its_release(monkeypatch):
         list(verifiers_rows("gsm8k"))
 
 
+def test_verifiers_functions_are_listed_behind_a_system_message_of_parts():
+    env = VerifiersEnv(extras={"environment": "gsm8k", "index": 0})
+    env._request = {"tools": [{"type": "function", "function": {"name": "shop_price"}}]}
+    system = {
+        "role": "system",
+        "content": [{"type": "text", "text": "Be brief."}, {"type": "text", "text": "Be kind."}],
+    }
+    first, last = env._with_tools([system, {"role": "user", "content": "tea"}])
+    assert first["content"].startswith("Be brief.\nBe kind.\n\nYou can call") and "shop_price" in first["content"]
+    assert last["content"] == "tea"
+
+
 @pytest.fixture
 def tasksets(monkeypatch):
     """Tasksets `hub_sums` and `hub_shop`, as if they were installed."""

@@ -101,6 +101,7 @@ async def test_every_trajectory_has_a_seed_of_its_own_and_the_same_one_again(run
         ({"agent_cls": "runner_cases.OneQuestionsAgent"}, "did you mean runner_cases.OneQuestionAgent"),
         ({"agent_cls": "skyrl_agent.agents.react.ReactAgent"}, "did you mean skyrl_agent.agents.react.ReActAgent"),
         ({"task": "runner_cases.Tripling"}, "task='runner_cases.Tripling' must be the dotted path of a class"),
+        ({"task": ".runner_cases.Tripled"}, "task='.runner_cases.Tripled' must be the dotted path of a class"),
         ({"task": "no_such_module.Task"}, "cannot import no_such_module: there is no such module"),
         ({"task": "runner_cases.OneQuestionAgent"}, "must be a subclass of skyrl_agent.tasks.base.BaseTask"),
         ({"task_config": {"wrong": 2}}, "unexpected keyword argument 'wrong'"),

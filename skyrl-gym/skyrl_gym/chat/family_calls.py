@@ -36,26 +36,38 @@ Read = Callable[[str], ToolCall]
 
 @dataclass(frozen=True)
 class _Marks:
-    """Marks around a call, and those of the section around several, which are no text either."""
+    """Marks around a call, and those of the section around several, which are no text either.
+
+    Args:
+        turn_ends: special tokens that end an answer.
+    """
 
     opening: str
     closing: str
     section: tuple[str, str] = ("", "")
+    turn_ends: tuple[str, ...] = ()
 
     def calls(self, text: str, read: Read) -> Iterator[Located]:
-        """Parse the calls of a text, whose end stands in for a closing mark: a stop string may have taken it."""
+        """Parse the calls of a text, whose end stands in for a closing mark: a stop string may have taken it. So does
+        the token that ends the answer, where it is in the text: a call does not depend on whether it is."""
         position = text.find(self.opening, len(text) - len(after_thought(text)))
         while position >= 0:
             body = position + len(self.opening)
             end = text.find(self.closing, body)
-            end = len(text) if end < 0 else end
+            end = self._end_of_answer(text, body) if end < 0 else end
             try:
                 call: ToolCall | Invalid = read(text[body:end])
             except Malformed as failure:
                 call = Invalid(f"Malformed tool call: {failure}")
-            closed = min(end + len(self.closing), len(text))
+            closed = end + len(self.closing) if text.startswith(self.closing, end) else len(text)
             yield Located(call, *self._with_section(text, position, closed))
             position = text.find(self.opening, closed)
+
+    def _end_of_answer(self, text: str, body: int) -> int:
+        """Return where the call that begins at `body` ends without a mark of its own."""
+        kept = text.rstrip()
+        end = next((kept.rfind(mark, body) for mark in self.turn_ends if kept.endswith(mark)), -1)
+        return len(text) if end < body else end
 
     def _with_section(self, text: str, start: int, end: int) -> tuple[int, int]:
         before, after = text[:start].rstrip(), after_space(text, end)
@@ -77,6 +89,7 @@ _DEEPSEEK = _Marks(
     "<｜tool▁call▁begin｜>",
     "<｜tool▁call▁end｜>",
     ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    ("<｜end▁of▁sentence｜>",),
 )
 
 
@@ -97,6 +110,7 @@ _KIMI = _Marks(
     "<|tool_call_begin|>",
     "<|tool_call_end|>",
     ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    ("<|im_end|>",),
 )
 
 
@@ -109,7 +123,7 @@ def _kimi_call(body: str) -> ToolCall:
     return ToolCall(_name(name), whole_json_object(arguments), identifier)
 
 
-_GLM = _Marks("<tool_call>", "</tool_call>")
+_GLM = _Marks("<tool_call>", "</tool_call>", turn_ends=("<|observation|>", "<|user|>", "<|endoftext|>"))
 _GLM_ARGUMENT = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>", re.DOTALL)
 
 
@@ -118,7 +132,7 @@ def _glm_call(body: str) -> ToolCall:
     return ToolCall(_name(name), _tagged(found + rest, _GLM_ARGUMENT, "</arg_value>"))
 
 
-_MINIMAX = _Marks("<invoke ", "</invoke>", ("<minimax:tool_call>", "</minimax:tool_call>"))
+_MINIMAX = _Marks("<invoke ", "</invoke>", ("<minimax:tool_call>", "</minimax:tool_call>"), ("[e~[",))
 _INVOKED = re.compile(r"name=[\"\']?([^\"\'>]+)[\"\']?\s*>")
 _MINIMAX_ARGUMENT = re.compile(r"\s*<parameter name=[\"\']?([^\"\'>]+)[\"\']?\s*>")
 
@@ -152,8 +166,13 @@ def _add(arguments: dict[str, object], name: str, value: object) -> None:
 
 
 _GEMMA = (
-    (_Marks("<start_function_call>", "<end_function_call>"), "<escape>"),
-    (_Marks("<|tool_call>", "<tool_call|>"), '<|"|>'),
+    (
+        _Marks(
+            "<start_function_call>", "<end_function_call>", turn_ends=("<start_function_response>", "<end_of_turn>")
+        ),
+        "<escape>",
+    ),
+    (_Marks("<|tool_call>", "<tool_call|>", turn_ends=("<turn|>",)), '<|"|>'),
 )
 _GEMMA_CALL = re.compile(r"\s*call:([\w.-]+)\{(.*)\}\s*", re.DOTALL)
 _GEMMA_KEY = re.compile(r"\s*([\w.-]+)\s*:")

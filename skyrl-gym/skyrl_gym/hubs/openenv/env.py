@@ -36,7 +36,7 @@ class OpenEnvConfig:
     """Address of the server, as `http://host:port`."""
 
     api_key: str | None = None
-    """Sent as a bearer token, to the server of `base_url` alone if that is set."""
+    """Sent as a bearer token, to the server of `base_url` alone, which is needed then."""
 
     max_turns: int = 20
     """Maximum number of turns; servers have no limit that they tell of."""
@@ -46,6 +46,13 @@ class OpenEnvConfig:
 
     describe: bool = True
     """Add the JSON schema of actions, and the form of a turn, to the first message."""
+
+    def __post_init__(self) -> None:
+        if self.api_key and not self.base_url:
+            raise ValueError(
+                "api_key needs base_url beside it, the server that it is for: it is sent nowhere that only a dataset "
+                "row names"
+            )
 
 
 class OpenEnv(BaseTextEnv):
@@ -67,10 +74,10 @@ class OpenEnv(BaseTextEnv):
         if not self.base_url:
             raise TaskError("base_url must be the address of an OpenEnv server, in the row or the settings; got none")
         own = self.config.base_url
-        if self.config.api_key and own and origin_of(self.base_url) != origin_of(own):
+        if self.config.api_key and origin_of(self.base_url) != origin_of(own):
             raise TaskError(
                 f"api_key is sent to {own} alone, and the row has the base_url {self.base_url!r}; "
-                "correct the row, or leave base_url of the settings empty to send it wherever rows say"
+                "correct the row, or leave api_key out"
             )
         given = mapping_of("reset", extras.get("reset"))
         self.reset = {name: value for name, value in given.items() if value is not None}

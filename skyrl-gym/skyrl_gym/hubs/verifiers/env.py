@@ -11,6 +11,7 @@ from skyrl_gym.envs.base_text_env import (
     ConversationType,
     MessageType,
     required,
+    text_of,
     typed_config,
     whole_number,
 )
@@ -102,7 +103,7 @@ class VerifiersEnv(BaseTextEnv):
             )
         text = TOOLS.format(schemas="\n".join(json.dumps(tool["function"]) for tool in tools))
         if messages and messages[0]["role"] == "system":
-            text = f"{messages.pop(0)['content']}\n\n{text}"
+            text = f"{text_of(messages.pop(0))}\n\n{text}"
         return [{"role": "system", "content": text}, *messages]
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
