@@ -13,9 +13,10 @@ class HarnessConfig(BaseConfig):
 
     command: list[str] | None = None
     """Command line of the agent, run in the workspace once for each trajectory. `{task}` (the last message of the row's
-    prompt), `{model}`, `{base_url}` and `{api_key}` are filled in; the environment has `OPENAI_BASE_URL`,
-    `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL`, `ANTHROPIC_API_KEY`, `SKYRL_MODEL`, `SKYRL_TASK` and `SKYRL_MESSAGES`
-    (JSON)."""
+    prompt), `{task_file}` (the path of a file with it), `{model}`, `{base_url}` and `{api_key}` are filled in; the
+    environment has `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL`, `ANTHROPIC_API_KEY`, `SKYRL_MODEL`,
+    `SKYRL_TASK`, `SKYRL_MESSAGES` (JSON), and in `SKYRL_TASK_FILE` and `SKYRL_MESSAGES_FILE` the paths of files with
+    them: texts over 128 KiB, which no variable holds, are in their file alone."""
 
     function: str | None = None
     """`package.module:function`, called with a `HarnessTask` in place of a command, in this process and without a

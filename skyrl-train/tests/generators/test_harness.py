@@ -74,13 +74,13 @@ class Model(ScriptedEngine):
 
 
 async def trajectories_of(
-    engine: Model, harness: HarnessConfig, rows: Sequence[dict[str, Any]], **settings: Any
+    engine: Model, harness: HarnessConfig, rows: Sequence[dict[str, Any]], text: str = "task", **settings: Any
 ) -> tuple[list[Trajectory], RolloutBatch]:
     sampling = SamplingParams(max_generate_length=60)
     cfg = GeneratorConfig(model_name="m", sampling_params=sampling, harness=harness, max_rollout_retries=0, **settings)
     generator = HarnessGenerator(cfg, engine, engine.tokenizer)
     batch = GeneratorInput(
-        prompts=[[{"role": "user", "content": f"task {number}"}] for number in range(len(rows))],
+        prompts=[[{"role": "user", "content": f"{text} {number}"}] for number in range(len(rows))],
         env_classes=[""] * len(rows),
         env_extras=list(rows),
         trajectory_ids=[TrajectoryID(f"row {number}", 0) for number in range(len(rows))],
@@ -138,6 +138,31 @@ async def test_programs_in_a_sandbox_become_trajectories_and_each_failure_has_a_
     assert rollouts.metrics["harness/num_crashed"] == 1 and rollouts.metrics["harness/num_no_answer"] == 3
     assert rollouts.metrics["tokens/exact_share"] == 1.0
     assert time.monotonic() - started < 60
+
+
+@needs_sandbox
+async def test_a_task_beyond_the_systems_limit_is_in_a_file(characters: Any):
+    """The variable is left out, and a command line with it is refused, before anything starts or when it would."""
+    long = "x" * (128 << 10)
+    script = ONCE + 'test "${SKYRL_TASK-none}" = none && test "$1" = "$SKYRL_TASK_FILE" && wc -c < "$1" > size\n'
+    script += "test $(wc -c < $SKYRL_MESSAGES_FILE) -gt $(cat size)\n"
+    row = {"files": {"agent.sh": script}, "grade": {"command": ["grep", "-qx", str(len(long) + 2), "size"]}}
+    model = Model(characters, lambda _: "ok")
+    for sandbox in ("local", "process"):
+        harness = HarnessConfig(command=["sh", "agent.sh", "{task_file}"], sandbox=sandbox)  # type: ignore[arg-type]
+        [trajectory], _ = await trajectories_of(model, harness, [row], long)
+        assert (trajectory.failure, trajectory.reward) == (None, 1.0)
+
+    harness = HarnessConfig(command=["sh", "agent.sh", "-t={task}"], sandbox="process")
+    message = f"has {len(long) + 2} bytes, too many for {{task}} in generator.harness.command.*Give.* {{task_file}}"
+    [trajectory], _ = await trajectories_of(model, harness, [row], long)
+    assert trajectory.failure is not None and re.search(message, trajectory.failure.message)
+    generator = HarnessGenerator(GeneratorConfig(model_name="m", harness=harness), None, characters)
+    fits = [{"role": "user", "content": [{"type": "text", "text": long[:-4]}]}]
+    generator.check_rows([row | {"prompt": fits}], "data.train_data")
+    with pytest.raises(ConfigError, match=f"row 1 of data.train_data: .*{message.replace(str(len(long) + 2), '.*')}"):
+        prompt = [{"role": "user", "content": long}]
+        generator.check_rows([row | {"prompt": fits}, row | {"prompt": prompt}], "data.train_data")
 
 
 def client_of(task: HarnessTask) -> OpenAI:

@@ -80,6 +80,10 @@ def test_a_harness_that_never_asks_ends_the_run_and_not_with_a_reward(chat_model
     ("changes", "message"),
     [
         ({"generator": {"harness": {"command": ["sh"]}}}, "are two harnesses; leave one out"),
+        (
+            {"environment": {"env_class": "gsm8k"}, "generator": {"harness": {"function": None}}},
+            "generator.harness.sandbox='process' is not read: generator.harness has neither command nor function",
+        ),
         ({"generator": {"harness": {"function": "no.such:name"}}}, "must be package.module:function, importable here"),
         ({"generator": {"max_turns": 3}}, "generator.max_turns=3 is not read with generator.harness"),
         ({"generator": {"sampling_params": {"stop": ["END"]}}}, r"sampling_params.stop=\['END'\] is not read with"),

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from skyrl_train.config.config import SkyRLConfig
 from skyrl_train.config.generation import GeneratorConfig, SamplingParams
+from skyrl_train.config.harness import HarnessConfig
 from skyrl_train.config.rules.checks import check_not_negative, check_positive, require
 
 _SET_BY_THE_GENERATOR = {"add_generation_prompt", "chat_template", "continue_final_message", "return_dict", "tokenize"}
@@ -41,6 +42,8 @@ def check_generation(config: SkyRLConfig) -> None:
         ),
     )
     check_not_negative(config, ("generator.max_rollout_retries", "environment.skyrl_gym.max_env_workers"))
+    if not config.generator.harness.is_on:
+        _check_harness_is_unset(config.generator.harness)
     if config.generator.uses_environments:
         _check_lengths(config)
     else:
@@ -89,6 +92,17 @@ def _check_agent(generator: GeneratorConfig) -> None:
         )
     if harness.is_on:
         _check_harness(generator)
+
+
+def _check_harness_is_unset(harness: HarnessConfig) -> None:
+    """Check that nothing is set of a harness that there is not."""
+    for name, default in vars(HarnessConfig()).items():
+        value = getattr(harness, name)
+        require(
+            value == default,
+            f"generator.harness.{name}={value!r} is not read: generator.harness has neither command nor function, so "
+            "no harness runs. Set one of them, or leave it out",
+        )
 
 
 def _check_harness(generator: GeneratorConfig) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+import tempfile
 import time
 from collections import Counter
 from dataclasses import replace
@@ -25,7 +26,7 @@ from skyrl_train.generators.base import (
 from skyrl_train.generators.environment import DaemonThreads, DeadlineExceeded
 from skyrl_train.generators.harness.endpoint import Endpoint, SharedEndpoint
 from skyrl_train.generators.harness.run import KINDS, Attempt, Harness, harness_failure, load_function
-from skyrl_train.generators.harness.task import HarnessTask, check_row
+from skyrl_train.generators.harness.task import TASK_FOLDER, HarnessTask, check_row, check_task_fits, last_text
 from skyrl_train.generators.recorded import recorded_metrics, recorded_trajectory
 from skyrl_train.generators.sampling import get_sampling_params, request_seed
 from skyrl_train.inference_engines.base import InferenceEngineInterface, SamplingKeywords
@@ -92,6 +93,7 @@ class HarnessGenerator(GeneratorInterface):
                 )
             try:
                 check_row(row, with_grade=harness.grader is None)
+                check_task_fits(harness.command or (), last_text(row.get("prompt")))
             except ValueError as error:
                 raise ConfigError(f"row {number} of {setting}: {error}") from error
         try:
@@ -160,26 +162,29 @@ class HarnessGenerator(GeneratorInterface):
         endpoint.recorder.begin(session, rules)
         close = partial(endpoint.recorder.take_record, session)
         harness: Harness = self._harness(endpoint.socket_path)
-        try:
-            sandbox = harness.sandbox()
-        except InfraError as error:
-            return Attempt(close(), failure=Failure("infrastructure", f"no sandbox: {error}"))
-        task = HarnessTask(
-            prompt=prompt,
-            row=row,
-            base_url=harness.base_url(endpoint.server.session_url(session)),
-            api_key=endpoint.server.session_key(session),
-            model=endpoint.model,
-            sandbox=sandbox,
-            deadline_seconds=self.generator_cfg.harness.deadline_seconds,
-        )
-        try:
-            return await self._threads.call(harness.attempt, task, close)
-        except DeadlineExceeded as error:
-            return Attempt(close(), failure=harness_failure("hung", f"it could not be ended: it {error}"))
-        finally:
-            close()  # what is left of a cancelled one
-            await asyncio.to_thread(task.sandbox.close)
+        with tempfile.TemporaryDirectory(prefix="skyrl-task-") as folder:
+            try:
+                sandbox = harness.sandbox(folder)
+            except InfraError as error:
+                return Attempt(close(), failure=Failure("infrastructure", f"no sandbox: {error}"))
+            task = HarnessTask(
+                prompt=prompt,
+                row=row,
+                base_url=harness.base_url(endpoint.server.session_url(session)),
+                api_key=endpoint.server.session_key(session),
+                model=endpoint.model,
+                sandbox=sandbox,
+                deadline_seconds=self.generator_cfg.harness.deadline_seconds,
+                folder=TASK_FOLDER if self.generator_cfg.harness.sandbox == "local" else folder,
+            )
+            task.write_texts(folder)
+            try:
+                return await self._threads.call(harness.attempt, task, close)
+            except DeadlineExceeded as error:
+                return Attempt(close(), failure=harness_failure("hung", f"it could not be ended: it {error}"))
+            finally:
+                close()  # what is left of a cancelled one
+                await asyncio.to_thread(task.sandbox.close)
 
     def _rules(self, params: SamplingKeywords, name: TrajectoryID, metadata: BatchMetadata | None) -> SessionRules:
         cfg = self.generator_cfg

@@ -15,7 +15,14 @@ from skyrl_gym.error import InfraError
 from skyrl_gym.sandbox import ExecResult, Limits, Sandbox, make_sandbox
 from skyrl_train.errors import ConfigError, FailureKind, RolloutError
 from skyrl_train.generators.harness.forwarder import NOT_STARTED, UNREACHABLE
-from skyrl_train.generators.harness.task import HarnessTask, check_row, checked_reward, grade_by_command, write_files
+from skyrl_train.generators.harness.task import (
+    TASK_FOLDER,
+    HarnessTask,
+    check_row,
+    checked_reward,
+    grade_by_command,
+    write_files,
+)
 from skyrl_train.rollouts.types import Failure
 
 if TYPE_CHECKING:
@@ -68,8 +75,12 @@ class Harness:
     grader: Callable[[HarnessTask, Any], Any] | None
     socket_path: str
 
-    def sandbox(self) -> Sandbox:
-        """Return a sandbox for one trajectory, not started. Raises InfraError if none works here."""
+    def sandbox(self, folder: str | None = None) -> Sandbox:
+        """Return a sandbox for one trajectory, not started. Raises InfraError if none works here.
+
+        Args:
+            folder: of the task's texts, on this machine.
+        """
         memory = int(self.cfg.memory_gb * 1024 * _MEBIBYTE)
         limits = Limits(
             wall_seconds=self.cfg.deadline_seconds,
@@ -78,6 +89,7 @@ class Harness:
             processes=256,
         )
         visible = {SOCKET: self.socket_path} | {path: path for path in self.cfg.visible}
+        visible |= {} if folder is None else {TASK_FOLDER: folder}
         return make_sandbox(self.cfg.sandbox, limits=limits, visible=visible)
 
     def base_url(self, outside: str) -> str:
@@ -135,13 +147,13 @@ class Harness:
 
     def _run_command(self, task: HarnessTask) -> tuple[str, Failure | None]:
         assert self.cfg.command is not None
-        words = task.command(self.cfg.command)
-        if self.cfg.sandbox == "local":
-            words = [task.sandbox.python, "-I", "-S", "-c", _FORWARDER, SOCKET, str(PORT), *words]
         env = task.environment() | self.cfg.env
         try:
+            words = task.command(self.cfg.command)
+            if self.cfg.sandbox == "local":
+                words = [task.sandbox.python, "-I", "-S", "-c", _FORWARDER, SOCKET, str(PORT), *words]
             process = task.sandbox.popen(words, env=env)
-        except ValueError as error:  # what no system can start: a zero byte or megabytes in an argument
+        except ValueError as error:  # what no system can start: a zero byte or a megabyte in an argument
             return "", harness_failure("crashed", f"the command cannot be started: {error}")
         process.stdin.close()
         output = _last_of(process.stdout, task.sandbox.limits.output_bytes)

@@ -2,17 +2,25 @@
 
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from skyrl_gym.envs.base_text_env import text_of
 from skyrl_gym.sandbox import ExecResult, Limits, Sandbox
+from skyrl_gym.sandbox.command import as_bytes
 from skyrl_train.errors import RolloutError
 from skyrl_train.types import ConversationType
 
+TASK_FOLDER = "/task"
+"""Path of a task's texts inside of a sandbox."""
+MAX_WORD_BYTES = (128 << 10) - 1
+"""Bytes of one word of a command line, or of one variable with its name, beyond which Linux starts nothing."""
 NOT_RUNNABLE = (126, 127)
 """Exit statuses of shells for a command that cannot be run or does not exist."""
 
@@ -32,14 +40,18 @@ class HarnessTask:
     sandbox: Sandbox
     """Workspace, in which commands run without network: `read`, `write`, `exec`."""
     deadline_seconds: float
+    folder: str = TASK_FOLDER
+    """Folder with `task.txt` and `messages.json`, as the program sees it: texts of any length."""
 
     @property
     def text(self) -> str:
         """The last message of the prompt."""
-        return str(self.prompt[-1]["content"]) if self.prompt else ""
+        return last_text(self.prompt)
 
     def environment(self) -> dict[str, str]:
-        """Return the environment variables of a command: those that the SDKs of OpenAI and Anthropic read, and ours."""
+        """Return the environment variables of a command: those that the SDKs of OpenAI and Anthropic read, and ours.
+        A text too long for a variable is in its file alone."""
+        texts = {"SKYRL_TASK": self.text, "SKYRL_MESSAGES": json.dumps(self.prompt)}
         return {
             "OPENAI_BASE_URL": self.base_url,
             "OPENAI_API_BASE": self.base_url,
@@ -47,20 +59,60 @@ class HarnessTask:
             "ANTHROPIC_BASE_URL": self.base_url.removesuffix("/v1"),
             "ANTHROPIC_API_KEY": self.api_key,
             "SKYRL_MODEL": self.model,
-            "SKYRL_TASK": self.text,
-            "SKYRL_MESSAGES": json.dumps(self.prompt),
+            "SKYRL_TASK_FILE": f"{self.folder}/task.txt",
+            "SKYRL_MESSAGES_FILE": f"{self.folder}/messages.json",
+            **{name: text for name, text in texts.items() if _fits(f"{name}={text}")},
         }
 
+    def write_texts(self, folder: str) -> None:
+        """Write the texts of the task's folder, readable to the sandbox's user.
+
+        Args:
+            folder: as this process sees it.
+        """
+        os.chmod(folder, 0o755)
+        Path(folder, "task.txt").write_bytes(as_bytes(self.text))
+        Path(folder, "messages.json").write_text(json.dumps(self.prompt))
+
     def command(self, words: Sequence[str]) -> list[str]:
-        """Return a command line with `{task}`, `{model}`, `{base_url}`, `{api_key}` filled in."""
-        values = {"{task}": self.text, "{model}": self.model, "{base_url}": self.base_url, "{api_key}": self.api_key}
+        """Return a command line with `{task}`, `{task_file}`, `{model}`, `{base_url}` and `{api_key}` filled in.
+
+        Raises:
+            ValueError: the task is too long for a word of a command line.
+        """
+        values = {
+            "{task_file}": f"{self.folder}/task.txt",
+            "{model}": self.model,
+            "{base_url}": self.base_url,
+            "{api_key}": self.api_key,
+            "{task}": self.text,  # last: a task's own braces stay
+        }
+        check_task_fits(words, self.text)
         filled = []
         for word in words:
             for name, value in values.items():
-                if name != "{task}":
-                    word = word.replace(name, value)
-            filled.append(word.replace("{task}", self.text))  # last: a task's own braces stay
+                word = word.replace(name, value)
+            filled.append(word)
         return filled
+
+
+def last_text(prompt: ConversationType | None) -> str:
+    """Return the text of the last message; of one with typed parts, their texts."""
+    return text_of(prompt[-1]) if prompt else ""
+
+
+def check_task_fits(words: Sequence[str], text: str) -> None:
+    """Check that `{task}` can be filled in. Raises ValueError, with what to use instead."""
+    if any("{task}" in word and not _fits(word.replace("{task}", text)) for word in words):
+        raise ValueError(
+            f"the prompt's last message has {len(as_bytes(text))} bytes, too many for {{task}} in "
+            f"generator.harness.command: the system's limit for a word is {MAX_WORD_BYTES}. Give the program "
+            "{task_file}, the path of a file with it, or leave long rows out"
+        )
+
+
+def _fits(word: str) -> bool:
+    return len(as_bytes(word)) <= MAX_WORD_BYTES
 
 
 def check_row(row: Mapping[str, Any], with_grade: bool) -> None:
