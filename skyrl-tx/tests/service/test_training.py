@@ -157,6 +157,19 @@ async def test_a_wrong_model_is_refused_at_once(service: TinkerService, alice: C
     assert (info["lora_rank"], info["is_lora"], info["model_name"]) == (16, True, "tiny")
 
 
+@pytest.mark.parametrize("service", [{"share_expert_matrices": True}], indirect=True)
+async def test_models_stay_with_shared_or_separate_expert_matrices_when_the_setting_changes(
+    service: TinkerService, alice: Client, tmp_path: Path
+):
+    sharing = await alice.model()
+    await alice.result(await alice.save(sharing, 1, "kept"))
+    async with restarted(alice, tmp_path) as service:
+        await alice.model(1)
+        await alice.result(await alice.model_from(f"tinker://{sharing}/weights/kept", 2))
+        runs = [service._state.runs[f"{alice.session_id}:train:{number}"] for number in range(3)]
+        assert [run.lora.share_experts for run in runs] == [True, False, True]
+
+
 async def test_a_failed_step_is_part_of_the_history(service: TinkerService, alice: Client, model: str):
     stored = await alice.stored(await alice.step(model, 1, FAIL))
     assert (stored.error, stored.category, stored.body) == ("not finite", "user", None)

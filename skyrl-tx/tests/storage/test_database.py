@@ -20,7 +20,7 @@ from tx.tinker.storage.db_models import SCHEMA_VERSION, Row, SessionRow
 from tx.tinker.storage.rows import add_row
 from tx.tinker.storage.store import Store, StoreError
 
-TABLES_OF_VERSION_2 = "5b0dcc8d"
+TABLES_OF_VERSION_3 = "e5fda4f7"
 
 
 def add(name: str) -> Any:
@@ -81,13 +81,15 @@ async def test_a_database_of_the_version_before_is_brought_up_to_date(url: str):
     database = Database(url)
     with database.writer.begin() as connection:
         connection.exec_driver_sql("ALTER TABLE requests DROP COLUMN content")
+        connection.exec_driver_sql("ALTER TABLE models DROP COLUMN share_experts")
         connection.exec_driver_sql("UPDATE schema SET version = 1")
     database.close()
     for _ in range(2):
         async with opened(url) as store:
             assert await store.read(names) == ["a"]
-            rows = await store.read(lambda session: session.execute(text("SELECT content FROM requests")).all())
-            assert rows == []
+            for column in ("content FROM requests", "share_experts FROM models"):
+                rows = await store.read(lambda session, column=column: session.execute(text(f"SELECT {column}")).all())
+                assert rows == []
 
 
 def test_a_change_of_the_tables_has_a_new_version():
@@ -97,7 +99,7 @@ def test_a_change_of_the_tables_has_a_new_version():
     from sqlalchemy.dialects import sqlite
 
     tables = sorted(str(CreateTable(table).compile(dialect=sqlite.dialect())) for table in Row.metadata.tables.values())
-    assert (SCHEMA_VERSION, sha256("".join(tables).encode()).hexdigest()[:8]) == (2, TABLES_OF_VERSION_2)
+    assert (SCHEMA_VERSION, sha256("".join(tables).encode()).hexdigest()[:8]) == (3, TABLES_OF_VERSION_3)
 
 
 async def test_a_second_server_is_refused_until_the_first_is_gone(url: str):

@@ -26,6 +26,8 @@ from tx.tinker.storage.store import Store
 from tx.tinker.types import TinkerPath
 
 _SAMPLERS = "*:train:*/samplers/*@*"
+_SHARED = re.compile(r"\.experts\.[a-z_]+\.lora_[AB]\.weight$")
+"""Name of a matrix that experts share, in an optimizer."""
 _RUN = re.compile(r"(?P<session>.+):train:(?P<number>\d+)")
 REMOVE_SAMPLERS = "--remove-samplers"
 """Option of this command alone: delete the weights of samplers without a name that the database does not know."""
@@ -44,6 +46,8 @@ class FoundCheckpoint:
     rank: int = 0
     layers: frozenset[str] = field(default_factory=frozenset)
     """Names of the tensors; none where they are encrypted."""
+    shares_experts: bool = False
+    """Known of checkpoints with an optimizer alone; others have a copy for each expert, and are loaded as such."""
 
     def has(self, part: str) -> bool:
         """Return True if the adapter has a layer with this in its name."""
@@ -101,8 +105,9 @@ def find_checkpoints(base: Path) -> tuple[list[FoundCheckpoint], list[str]]:
             newest[candidate.path] = _read(candidate)
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             damaged.append(f"{candidate.folder}: {error}")
-    # Encrypted ones last: their runs are made for others.
-    return sorted(newest.values(), key=lambda checkpoint: (not checkpoint.layers, checkpoint.path)), damaged
+    # A run is made of its first one: those with an optimizer tell most, encrypted ones nothing.
+    ordered = sorted(newest.values(), key=lambda each: (not each.layers, each.path.kind != "weights", each.path))
+    return ordered, damaged
 
 
 def _read(found: FoundCheckpoint) -> FoundCheckpoint:
@@ -113,10 +118,11 @@ def _read(found: FoundCheckpoint) -> FoundCheckpoint:
     rank = json.loads((folder / "adapter_config.json").read_text())["r"]
     with safe_open(folder / _WEIGHTS, "np") as file:
         layers = frozenset(file.keys())
+    shares_experts = False
     if found.path.kind == "weights":
-        with safe_open(folder / _OPTIMIZER, "np"):
-            pass
-    return FoundCheckpoint(found.path, found.seq, folder, rank, layers)
+        with safe_open(folder / _OPTIMIZER, "np") as file:
+            shares_experts = any(_SHARED.search(key) for key in file.keys())  # noqa: SIM118  # it is no mapping
+    return FoundCheckpoint(found.path, found.seq, folder, rank, layers, shares_experts)
 
 
 async def register(
@@ -167,6 +173,7 @@ def _insert(database: Database, config: EngineConfig, tenant: str, found: FoundC
             train_attn=found.has("self_attn"),
             train_mlp=found.has("mlp"),
             train_unembed=found.has("lm_head"),
+            share_experts=found.shares_experts,
             status="unloaded",
             created_at=now,
             last_request_at=now,

@@ -30,6 +30,9 @@ class LoraSpec(msgspec.Struct, frozen=True, kw_only=True):
     train_attn: bool = True
     train_mlp: bool = True
     train_unembed: bool = True
+    share_experts: bool = False
+    """Experts of a layer have one A of their gate and one of their up projections, and one B of their down
+    projections."""
 
 
 LORA_ALPHA = 32

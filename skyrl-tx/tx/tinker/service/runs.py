@@ -4,6 +4,7 @@ import secrets
 import time
 from functools import partial
 
+import msgspec
 from sqlmodel import Session as Database
 
 from tx.errors import RequestError
@@ -59,6 +60,7 @@ class Runs:
         self._state.session(tenant, request.session_id)
         self.check_base_model(request.base_model)
         lora = (request.lora_config or schemas.LoraConfig()).to_spec(draw_seed)
+        lora = msgspec.structs.replace(lora, share_experts=self._config.share_expert_matrices)
         await self._check_lora(lora)
         row = self._row(tenant, request.session_id, request.model_seq_id, request.base_model, lora)
         row.user_metadata = request.user_metadata
@@ -195,6 +197,7 @@ class Runs:
             train_attn=lora.train_attn,
             train_mlp=lora.train_mlp,
             train_unembed=lora.train_unembed,
+            share_experts=lora.share_experts,
             status="live",
             created_at=now,
             last_request_at=now,

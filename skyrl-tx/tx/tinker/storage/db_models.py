@@ -4,12 +4,12 @@ Large bytes (training batches, results) lie in files beside the database (`blobs
 Times are seconds since the epoch (float, UTC). Integers of users are 64 bits wide: PostgreSQL's plain ones have 32.
 """
 
-from sqlalchemy import JSON, BigInteger, Column, Index, LargeBinary, MetaData, UniqueConstraint, text
+from sqlalchemy import JSON, BigInteger, Column, Index, LargeBinary, MetaData, UniqueConstraint, false, text
 from sqlmodel import Field, SQLModel
 
 from tx.tinker.types import LoraSpec
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Version of the tables below. A database of another version is refused at the start; a test detects a change of the
 tables without a new version."""
 
@@ -18,7 +18,10 @@ MIGRATIONS = {
     1: {
         "sqlite": "ALTER TABLE requests ADD COLUMN content BLOB",
         "postgresql": "ALTER TABLE requests ADD COLUMN content BYTEA",
-    }
+    },
+    2: dict.fromkeys(
+        ("sqlite", "postgresql"), "ALTER TABLE models ADD COLUMN share_experts BOOLEAN DEFAULT false NOT NULL"
+    ),
 }
 """Statement that makes the next version's tables of a version's, by database."""
 
@@ -77,6 +80,7 @@ class ModelRow(Row, table=True):
     train_attn: bool
     train_mlp: bool
     train_unembed: bool
+    share_experts: bool = Field(default=False, sa_column_kwargs={"server_default": false()})
     user_metadata: dict[str, object] | None = Field(default=None, sa_column=Column(JSON))
     status: str = Field(index=True)
     """`live`, `unloaded`, `failed` (its creation was)"""
@@ -98,6 +102,7 @@ class ModelRow(Row, table=True):
             train_attn=self.train_attn,
             train_mlp=self.train_mlp,
             train_unembed=self.train_unembed,
+            share_experts=self.share_experts,
         )
 
 

@@ -13,7 +13,7 @@ Shapes: N rows of a pass, n of a model, r rank, P numbers of an adapter, E exper
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,15 @@ class Site(NamedTuple):
     num_in: int
     num_out: int
     num_experts: int | None = None
+    shared: Literal["a", "b"] | None = None
+    """Matrix that all experts have in common."""
+
+    def sharing_experts(self) -> "Site":
+        """Return the site with one matrix for all experts on the side of the model's width: A of what reads hidden
+        states (gate and up), B of what writes them (down)."""
+        if self.num_experts is None:
+            return self
+        return self._replace(shared="b" if self.name.endswith(".down_proj") else "a")
 
     @property
     def layers(self) -> list[str]:
@@ -47,18 +56,21 @@ class Site(NamedTuple):
 
     def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the shapes of A and B (see `Matrices`)."""
-        stacked = () if self.num_experts is None else (self.num_experts,)
-        return (*stacked, rank, self.num_in), (*stacked, rank, self.num_out)
+        stacked = {
+            side: () if self.num_experts is None or self.shared == side else (self.num_experts,) for side in "ab"
+        }
+        return (*stacked["a"], rank, self.num_in), (*stacked["b"], rank, self.num_out)
 
 
 class Matrices(NamedTuple):
     a: torch.Tensor
-    """[r, in], of experts [E, r, in]"""
+    """[r, in], of experts [E, r, in], or [r, in] if they share it"""
     b: torch.Tensor
-    """[r, out], so B transposed: some products with it are several times faster so; of experts [E, r, out]"""
+    """[r, out], so B transposed: some products with it are several times faster so; of experts [E, r, out], or
+    [r, out]"""
 
     def of_expert(self, expert: int) -> "Matrices":
-        return Matrices(self.a[expert], self.b[expert])
+        return Matrices(*(matrix if matrix.dim() == 2 else matrix[expert] for matrix in self))
 
 
 class Part(NamedTuple):
@@ -161,8 +173,10 @@ class Adapter:
         return gathered
 
     def zero_gradient(self) -> torch.Tensor:
-        """Return a vector in `dtype` for the gradient of a pass, as `RankGroup.part_of_sum` takes it."""
-        return torch.zeros(self.ranks.size * len(self.weights), device=self.weights.device, dtype=self.dtype)
+        """Return a vector for the gradient of a pass, as `RankGroup.part_of_sum` takes it."""
+        # A matrix that experts share sums a product of each of them, which bfloat16 would round away one by one.
+        dtype = torch.float32 if any(site.shared for site in self.sites) else self.dtype
+        return torch.zeros(self.ranks.size * len(self.weights), device=self.weights.device, dtype=dtype)
 
     def parts(
         self, start: int, end: int, matrices: Mapping[str, Matrices], gradient: torch.Tensor | None
@@ -333,10 +347,17 @@ def add_gradient(part: Part, x: torch.Tensor, low: torch.Tensor, dy: torch.Tenso
     # Through the rank: `back` is [n, r], and dx never needs the [out, in] matrix B A.
     back = torch.mm(dy, part.matrices.b.t()).mul_(part.scaling)
     if part.gradient is not None:
-        part.gradient.a.addmm_(back.t(), x)
-        part.gradient.b.addmm_(low.t(), dy)
+        _add_product(part.gradient.a, back.t(), x)
+        _add_product(part.gradient.b, low.t(), dy)
     if dx is not None:
         dx.addmm_(back, part.matrices.a)
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total.add_(left @ right)
 
 
 def set_parts(layers: Mapping[str, Adaptable], parts: Sequence[dict[str, Part]], num_rows: int, root: Any) -> None:

@@ -6,7 +6,7 @@ ranks.
 Shapes: P numbers of an adapter.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +43,10 @@ def write_adapter(
         base_model_name_or_path=base_model,
         inference_mode=True,
     )
-    config.target_modules = (
-        target_modules  # the constructor makes a set of them, whose order is another in each process
-    )
+    # Not in the constructor, which makes a set of them: its order is another in each process.
+    config.target_modules = target_modules
     config.save_pretrained(str(folder))
-    _save(_named(adapter, weights), folder / WEIGHTS_FILE, "format", "pt")
+    _save(_expanded(adapter, _named(adapter, weights)), folder / WEIGHTS_FILE, "format", "pt")
 
 
 def write_state(adapter: Adapter, vectors: Mapping[str, torch.Tensor], folder: Path) -> None:
@@ -78,14 +77,55 @@ def read_into(adapter: Adapter, folder: Path, *, optimizer: bool, gradient: bool
 
 
 def _named(adapter: Adapter, vector: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return a vector [P] as peft's matrices A and B of each layer, which are views of it."""
+    """Return a vector [P] as peft's matrices A and B of each layer, which are views of it. One that experts share has
+    the name of their projection, without a number."""
     named = {}
-    for site, (a, b) in zip(adapter.sites, adapter.matrices_of(vector), strict=True):
-        stacked = [(a, b)] if site.num_experts is None else zip(a, b, strict=True)
-        for layer, (of_a, of_b) in zip(site.layers, stacked, strict=True):
-            named[f"base_model.model.{layer}.lora_A.weight"] = of_a
-            named[f"base_model.model.{layer}.lora_B.weight"] = of_b.t()
+    for site, matrices in zip(adapter.sites, adapter.matrices_of(vector), strict=True):
+        for side, matrix in zip("AB", matrices, strict=True):
+            stacked = {site.name: matrix} if matrix.dim() == 2 else dict(zip(site.layers, matrix, strict=True))
+            named |= {_key(layer, side): each if side == "A" else each.t() for layer, each in stacked.items()}
     return named
+
+
+def _key(layer: str, side: str) -> str:
+    return f"base_model.model.{layer}.lora_{side}.weight"
+
+
+def _shared(adapter: Adapter) -> Iterator[tuple[str, list[str]]]:
+    """Yield the key of each matrix that experts share, and the keys that peft has for it, one for each expert."""
+    for site in adapter.sites:
+        if site.shared is not None:
+            side = site.shared.upper()
+            yield _key(site.name, side), [_key(layer, side) for layer in site.layers]
+
+
+def _expanded(adapter: Adapter, named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return matrices as peft and engines read them: a shared one as a copy for each expert, since they have no form
+    of a shared one."""
+    for key, of_experts in _shared(adapter):
+        matrix = named.pop(key)
+        named |= {of_expert: matrix.clone() for of_expert in of_experts}
+    return named
+
+
+def _merged(adapter: Adapter, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """Return matrices with the copies for each expert of a shared one as one.
+
+    Raises:
+        ModelError: the experts' differ.
+    """
+    merged = dict(tensors)
+    for key, of_experts in _shared(adapter):
+        copies = [merged.pop(of_expert) for of_expert in of_experts if of_expert in merged]
+        if any(not torch.equal(copy, copies[0]) for copy in copies):
+            raise ModelError(
+                f"the checkpoint does not fit the model: {of_experts[0]} and those of other experts differ, and the "
+                "experts of this model share one (share_expert_matrices of the server). Load it into a model that was "
+                "made without"
+            )
+        if len(copies) == len(of_experts):
+            merged[key] = copies[0]
+    return merged
 
 
 def _save(tensors: Mapping[str, torch.Tensor], path: Path, key: str, value: str) -> None:
@@ -109,7 +149,7 @@ def _read_weights(adapter: Adapter, folder: Path) -> torch.Tensor:
     other = [field for field in ("use_dora", "use_rslora", "lora_bias") if file.config.get(field)]
     if other:
         raise ModelError(f"the checkpoint was made with {other[0]}, which is not trained here")
-    return _vector(adapter, file.tensors, "", "adapter")
+    return _vector(adapter, _merged(adapter, file.tensors), "", "adapter")
 
 
 def _read_state(adapter: Adapter, folder: Path) -> tuple[int, dict[str, torch.Tensor]]:

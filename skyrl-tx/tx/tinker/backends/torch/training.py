@@ -153,6 +153,8 @@ class TorchTraining(TrainingBackend):
             raise ModelError(f"lora_config.rank must be from 1 to {self._settings.max_lora_rank}; got {lora.rank}")
         kinds = {"attn": lora.train_attn, "mlp": lora.train_mlp, "unembed": lora.train_unembed}
         sites = self._base.sites_of(kinds)
+        if lora.share_experts:
+            sites = [site.sharing_experts() for site in sites]
         if not sites:
             wanted = ", ".join(f"train_{kind}" for kind, is_wanted in kinds.items() if is_wanted)
             raise ModelError(f"lora_config: nothing to train; {wanted or 'none of its parts is on'}")
