@@ -1,10 +1,12 @@
 """Measure speculative decoding of the native engine: tokens a second with drafts and without.
 
-    python benchmarks/speculative_decoding.py [--model FOLDER] [--drafts 4] [--batches 1 4 16] [--tokens 256]
+    python benchmarks/speculative_decoding.py [--model FOLDER] [--draft-model FOLDER] [--drafts 4] [--batches 1 4 16]
+                                              [--tokens 256]
 
 Without `--model` a Qwen3 of 3.3 million untrained parameters, float32, one thread. Its greedy answers repeat themselves
 within a few tokens (nearly all drafts are accepted: the best case); those sampled at temperature 1 repeat nothing (the
-cost of looking). Both ways take turns, with the same tokens: the script checks it. Medians; prints a markdown table.
+cost of looking). Both ways take turns, with the same tokens: the script checks it. Medians; prints a markdown table. Drafts are looked up,
+or come from `--draft-model`.
 """
 
 import argparse
@@ -34,7 +36,8 @@ def make_model(folder: str) -> str:
 
 
 async def measure(args: argparse.Namespace, model: str) -> None:
-    engines = {num: NativeInferenceEngine(model, num_speculative_tokens=num) for num in (0, args.drafts)}
+    drafting: dict[str, Any] = dict(num_speculative_tokens=args.drafts, speculative_model=args.draft_model)
+    engines = {0: NativeInferenceEngine(model), args.drafts: NativeInferenceEngine(model, **drafting)}
     print("| answers | batch | tokens/s, one by one | tokens/s with drafts | ratio | drafts accepted |")
     print("|---|---:|---:|---:|---:|---:|")
     for name, temperature in (("greedy", 0.0), ("sampled", 1.0)):
@@ -65,6 +68,7 @@ async def measure(args: argparse.Namespace, model: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder of a model; default: made here")
+    parser.add_argument("--draft-model", help="folder of a smaller model with the same tokens; default: prompt lookup")
     parser.add_argument("--drafts", type=int, default=4)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--tokens", type=int, default=256)

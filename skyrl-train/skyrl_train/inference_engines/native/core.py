@@ -13,6 +13,7 @@ from skyrl_train.inference_engines.base import DraftCounts, StopReason, TopLogPr
 from skyrl_train.inference_engines.completion import Completion
 from skyrl_train.inference_engines.native.attention import KEY_BLOCK, round_up
 from skyrl_train.inference_engines.native.constrained import ConstraintFailed
+from skyrl_train.inference_engines.native.draft_model import DraftModel
 from skyrl_train.inference_engines.native.prefix_cache import PrefixCache
 from skyrl_train.inference_engines.native.prompt_scores import score_prompts
 from skyrl_train.inference_engines.native.requests import Request
@@ -67,6 +68,7 @@ class NativeEngineCore:
             that needs more runs alone. None: no limit
         num_draft_tokens: drafts of an answer that one pass verifies at most (`speculation.py`); 0: none
         max_drafting: requests that may run together for answers to be drafted
+        draft_model: proposes drafts; None: they are looked up in the tokens so far
         routing: of a mixture whose completions come with the experts of their tokens; None: without
     """
 
@@ -85,6 +87,7 @@ class NativeEngineCore:
         max_cache_tokens: int | None = None,
         num_draft_tokens: int = 0,
         max_drafting: int = MAX_DRAFTING,
+        draft_model: DraftModel | None = None,
         routing: RoutingReplay | None = None,
     ):
         self._runner = ModelRunner(
@@ -105,6 +108,7 @@ class NativeEngineCore:
         self.num_prompt_tokens_computed = 0
         """Prompt tokens that went through the model; the others were shared or cached."""
         self._num_draft_tokens, self._max_drafting = num_draft_tokens, max_drafting
+        self.draft_model = draft_model
         self._eos_ids = eos_ids
         self._decode_text = decode
         self._max_prefill_tokens = max_prefill_tokens
@@ -221,6 +225,8 @@ class NativeEngineCore:
         self._cache.release()
         self.clear_prefixes()
         self._prefixes.release()
+        if self.draft_model is not None:
+            self.draft_model.release()
         if self._routes is not None:
             self._routes.release()
 
@@ -396,20 +402,25 @@ class NativeEngineCore:
     def _drafts(self, known: Mapping[int, torch.Tensor]) -> list[np.ndarray]:
         """Return the drafts of each row. Most rows have some, or none has: all are computed as wide as the longest."""
         rows, count = self._rows, len(self._rows)
-        drafts = [rows.tokens[0, :0]] * count
+        none = [rows.tokens[0, :0]] * count
         # Logits that came with a prompt are those of one place.
         if not self._num_draft_tokens or known or count > self._max_drafting:
-            return drafts
+            return none
         # Where the longest answer may end, rows end in the cache.
         room = int(rows.max_length[:count].max() - rows.length[:count].max())
-        for row, request in enumerate(rows.requests):
-            # Settings that look at the tokens so far have no drafts.
-            params = request.params
-            if params.repetition_penalty == 1 and not params.has_penalties and not params.return_kept_tokens:
-                length = int(rows.length[row])
-                num = min(self._num_draft_tokens, room, int(rows.max_length[row]) - length - 1)
-                drafts[row] = look_up(rows.tokens[row, :length], num)
-        return drafts if 2 * sum(map(bool, map(len, drafts))) >= count else [rows.tokens[0, :0]] * count
+        nums = np.minimum(min(self._num_draft_tokens, room), rows.max_length[:count] - rows.length[:count] - 1)
+        # Settings that look at the tokens so far have no drafts.
+        nums = [
+            int(num)
+            if params.repetition_penalty == 1 and not (params.has_penalties or params.return_kept_tokens)
+            else 0
+            for num, params in zip(nums, (request.params for request in rows.requests), strict=True)
+        ]
+        if self.draft_model is not None:
+            drafts = self.draft_model.drafts(rows, nums) if 2 * sum(map(bool, nums)) >= count else none
+        else:
+            drafts = [look_up(rows.tokens[row, : rows.length[row]], num) for row, num in enumerate(nums)]
+        return drafts if 2 * sum(map(bool, map(len, drafts))) >= count else none
 
     def _logits(self, known: Mapping[int, torch.Tensor], drafts: Sequence[np.ndarray], places: Places) -> torch.Tensor:
         """Compute [N, V] float32 logits at places: after every row's last token, and after its drafts.

@@ -40,6 +40,7 @@ from skyrl_train.inference_engines.native.core import (
     Outcome,
     Outcomes,
 )
+from skyrl_train.inference_engines.native.draft_model import DraftModel, check_same_tokens
 from skyrl_train.inference_engines.native.loading import (
     cache_bytes_of_token,
     context_length_of,
@@ -153,8 +154,10 @@ class NativeInferenceEngine(InferenceEngineInterface):
             in transformers. The engine uses their memory where device and dtype are its own (its packed copies of
             linear layers come beside, on a CPU), and nobody may change them
         return_expert_routes: completions come with the experts that each token of prompt and answer went to
-        num_speculative_tokens: tokens that an answer may repeat from its prompt or itself, verified in one pass (prompt
-            lookup). In float32 on a CPU answers are the same bits with any number. 0: none
+        num_speculative_tokens: tokens that are proposed for an answer and verified in one pass. In float32 on a CPU
+            answers are the same bits with any number. 0: none
+        speculative_model: a smaller model with the same tokens that proposes them, in the engine's dtype, with the
+            weights that it is loaded with. None: an answer's own words are proposed again (prompt lookup)
         speculative_max_seqs: running requests up to which tokens are proposed; more fill the processor by themselves
     """
 
@@ -183,8 +186,14 @@ class NativeInferenceEngine(InferenceEngineInterface):
         return_expert_routes: bool = False,
         num_speculative_tokens: int = 0,
         speculative_max_seqs: int = MAX_DRAFTING,
+        speculative_model: str | None = None,
     ):
         _check_sizes(max_num_seqs, prefix_cache_gib, num_speculative_tokens, speculative_max_seqs)
+        if speculative_model is not None and not (num_speculative_tokens and speculative_max_seqs):
+            raise ConfigError(
+                f"speculative_model={speculative_model} proposes nothing with num_speculative_tokens="
+                f"{num_speculative_tokens} and speculative_max_seqs={speculative_max_seqs}; set both above 0"
+            )
         self._device = torch.device(device)
         if self._device.type == "cpu" and dtype == "float32":
             use_strict_kernels()
@@ -210,10 +219,23 @@ class NativeInferenceEngine(InferenceEngineInterface):
         self._gpus = [] if gpu is None else [gpu]
         self._tokenizer = load_tokenizer(model_path, trust_remote_code)
         tokens_a_gib = 2**30 / cache_bytes_of_token(model)
+        max_length = context_length_of(model, max_model_len)
+        draft_model = None
+        if speculative_model is not None:
+            draft_tokens = load_tokenizer(speculative_model, trust_remote_code).get_vocab()
+            check_same_tokens(draft_tokens, self._tokenizer.get_vocab(), speculative_model, model_path)
+            small = load_model(
+                speculative_model,
+                device=self._device,
+                dtype=dtype,
+                model_config_kwargs=None,
+                trust_remote_code=trust_remote_code,
+            )
+            draft_model = DraftModel(small, max_rows=min(max_num_seqs, speculative_max_seqs), max_length=max_length)
         self._core = NativeEngineCore(
             model,
             max_num_seqs=max_num_seqs,
-            max_model_len=context_length_of(model, max_model_len),
+            max_model_len=max_length,
             eos_ids=eos_ids_of(model, self._tokenizer),
             decode=self._decode,
             max_prefill_tokens=max_prefill_tokens,
@@ -223,6 +245,7 @@ class NativeInferenceEngine(InferenceEngineInterface):
             max_prefix_tokens=int(prefix_cache_gib * tokens_a_gib) if enable_prefix_caching else 0,
             num_draft_tokens=num_speculative_tokens,
             max_drafting=speculative_max_seqs,
+            draft_model=draft_model,
             routing=RoutingReplay(model, "trainer.policy.routing_replay=R3") if return_expert_routes else None,
         )
         self._constraints = ConstraintCompiler(
@@ -381,7 +404,10 @@ class NativeInferenceEngine(InferenceEngineInterface):
                 )
             if not self._weights.asleep:
                 self._weights.sleep(level)
-                self._core.loras.to(torch.device("cpu"))  # no update brings them, so they are kept at both levels
+                # No update brings adapters and draft model, so they are kept at both levels.
+                self._core.loras.to(torch.device("cpu"))
+                if self._core.draft_model is not None:
+                    self._core.draft_model.to(torch.device("cpu"))
             self._core.release_cache()
             self._cache_asleep = True
             if self._device.type == "cuda":
@@ -396,6 +422,8 @@ class NativeInferenceEngine(InferenceEngineInterface):
             if "weights" in wanted and self._weights.asleep:
                 self._weights.wake_up()
                 self._core.loras.to(self._device)
+                if self._core.draft_model is not None:
+                    self._core.draft_model.to(self._device)
             if "kv_cache" in wanted:
                 self._cache_asleep = False  # its memory comes back with the requests
 
