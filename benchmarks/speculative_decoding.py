@@ -5,8 +5,8 @@
 
 Without `--model` a Qwen3 of 3.3 million untrained parameters, float32, one thread. Its greedy answers repeat themselves
 within a few tokens (nearly all drafts are accepted: the best case); those sampled at temperature 1 repeat nothing (the
-cost of looking). Both ways take turns, with the same tokens: the script checks it. Medians; prints a markdown table. Drafts are looked up,
-or come from `--draft-model`.
+cost of looking). Both ways take turns, with the same tokens: the script checks it. Medians; prints a markdown table.
+Drafts are looked up, or come from `--draft-model`.
 """
 
 import argparse
