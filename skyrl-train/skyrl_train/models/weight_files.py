@@ -272,10 +272,30 @@ def _keeps_rows(operations: Sequence[ConversionOps]) -> bool:
 def apply_dtype_plan(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Give weights on the meta device the precision that `from_pretrained` loads them in: in some models of bfloat16 or
     float16 a few stay float32."""
-    plan = {glob.replace("*", ".*"): planned for glob, planned in model._get_dtype_plan(dtype).items()}
+    planned = _planned_dtypes(model, dtype)
     for name, weight in _weights_of(model).items():
-        planned = next((planned for pattern, planned in plan.items() if re.search(pattern, name)), weight.dtype)
-        weight.data = weight.data.to(planned)
+        weight.data = weight.data.to(planned(name) or weight.dtype)
+
+
+def modules_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> list[nn.Module]:
+    """Return the largest modules whose parameters all stay float32 in a model of another precision, such as the routers
+    of ERNIE 4.5."""
+    planned = _planned_dtypes(model, dtype)
+    kept = {id(parameter) for name, parameter in model.named_parameters() if planned(name) == torch.float32}
+    found: list[nn.Module] = []
+    inside: set[int] = set()
+    for module in model.modules() if kept else ():  # parents first
+        parameters = {id(parameter) for parameter in module.parameters()}
+        if id(module) not in inside and parameters and parameters <= kept:
+            found.append(module)
+            inside.update(map(id, module.modules()))
+    return found
+
+
+def _planned_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], torch.dtype | None]:
+    """Return a function from the name of a weight to the precision that transformers keeps it in, None for `dtype`."""
+    plan = {glob.replace("*", ".*"): planned for glob, planned in model._get_dtype_plan(dtype).items()}
+    return lambda name: next((planned for pattern, planned in plan.items() if re.search(pattern, name)), None)
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from skyrl_train.inference_engines.native.requests import EngineSamplingParams, 
 from skyrl_train.inference_engines.native.weights import EngineWeights
 from skyrl_train.models.causal_lm import load_causal_lm
 from skyrl_train.models.lora import exported_parameters
+from skyrl_train.models.scoring import ScoringModel
 from skyrl_train_testing.architectures import ARCHITECTURES
 
 CPU = torch.device("cpu")
@@ -23,9 +24,9 @@ DAILY = {"gemma2", "gpt_oss", "deepseek_v3", "qwen3_5_moe"}
 EACH = [pytest.param(name, marks=[] if name in DAILY else pytest.mark.slow) for name in ARCHITECTURES]
 
 
-def reference(folder: str) -> Any:
+def reference(folder: str, dtype: torch.dtype = torch.float32) -> Any:
     """The model with attention and experts written out."""
-    model = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     if any(hasattr(module, "_is_expert_parallel") for module in model.modules()):
         model.set_experts_implementation("eager")
     return model
@@ -103,6 +104,29 @@ def test_bits_depend_on_nothing_else_that_runs(name, folder_of):
     assert rest.token_ids == whole.token_ids[5:]
     assert (rest.log_probs == whole.log_probs[5:]) or not ARCHITECTURES[name].bit_exact
     assert rest.log_probs == pytest.approx(whole.log_probs[5:], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "deepseek_v3" else pytest.mark.slow) for name in ARCHITECTURES]
+)
+@torch.no_grad()
+def test_bfloat16_is_as_near_to_float32_as_transformers_is_and_nearer_to_the_trainer(name, folder_of):
+    core = make_core(folder_of(name), dtype="bfloat16")
+    params = EngineSamplingParams(max_tokens=24, ignore_eos=True)
+    requests = [Request(p, params, (5, i)) for i, p in enumerate(random_prompts(2 * [50, 20, 40, 3, 1, 33, 9, 8]))]
+    completions = run(core, requests)
+    exact, rounded = reference(folder_of(name)), reference(folder_of(name), torch.bfloat16)
+    trained = ScoringModel(hf.AutoModelForCausalLM.from_pretrained(folder_of(name), dtype=torch.bfloat16))
+    found: list[torch.Tensor] = []
+    for request, completion in zip(requests, completions, strict=True):
+        ids = torch.tensor([[*request.prompt, *completion.token_ids]])
+        own = trained(ids, torch.ones_like(ids), 24, 1.0).log_probs[0]
+        theirs = [log_probs_of(model, request.prompt, completion.token_ids)[1] for model in (exact, rounded)]
+        found.append(torch.stack([torch.tensor(completion.log_probs), own, *theirs]).float())
+    engine, trainer, exact, rounded = torch.cat(found, dim=1)
+    error = (rounded - exact).abs().mean()
+    assert 0 < (engine - exact).abs().mean() < 1.5 * error
+    assert (engine - trainer).abs().mean() < error
 
 
 @pytest.mark.parametrize("name", EACH)

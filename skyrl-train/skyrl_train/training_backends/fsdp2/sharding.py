@@ -17,18 +17,27 @@ from torch.distributed.tensor import DTensor
 from skyrl_train.config import FSDPConfig
 from skyrl_train.distributed.broadcast import broadcast_buffers
 from skyrl_train.distributed.sharded_tensor import copy_into, gather_full_tensor, rows_of
-from skyrl_train.models.weight_files import WeightFiles, transformer_blocks
+from skyrl_train.models.build import transformer_of
+from skyrl_train.models.scoring import ScoringModel
+from skyrl_train.models.value_model import ValueModel
+from skyrl_train.models.weight_files import WeightFiles, modules_in_float32, transformer_blocks
 
 
-def shard_model(model: nn.Module, mesh: DeviceMesh, config: FSDPConfig, *, bf16: bool) -> nn.Module:
+def shard_model(
+    model: ScoringModel | ValueModel, mesh: DeviceMesh, config: FSDPConfig, *, bf16: bool
+) -> ScoringModel | ValueModel:
     """Shard each transformer block and then the rest, in place. Parameters stay float32 masters; with `bf16` they are
-    cast for forward and backward, and gradients are reduced in float32.
+    cast for forward and backward, but for those that transformers keeps in float32 then, and gradients are reduced in
+    float32.
 
     Args:
         model: float32 parameters, on the CPU or the mesh's device, the same on every rank; or (on some ranks) on the
             meta device, for `load_from_files` or `load_whole_state`.
     """
-    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32)
+    # Inputs of blocks come from weights in bfloat16 already; some models hand on rotary angles in float32.
+    precision = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if config.cpu_offload else OffloadPolicy()
     shard = partial(
         fully_shard,
@@ -36,6 +45,9 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, config: FSDPConfig, *, bf16:
         offload_policy=offload,
         reshard_after_forward=config.reshard_after_forward,
     )
+    # One precision for all parameters of a group: these are groups of their own, made before those around them.
+    for module in modules_in_float32(transformer_of(model), torch.bfloat16) if bf16 else ():
+        shard(module, mp_policy=replace(precision, param_dtype=None))
     for block in transformer_blocks(model):
         shard(block, mp_policy=precision)
     # Only what leaves the model is float32: between its layers that would meet weights in bfloat16.
