@@ -19,7 +19,7 @@ class RunningServer:
 
 
 Start = Callable[..., RunningServer]
-"""(folder of the base model, served=names) -> a server that runs until the tests of the file end"""
+"""(folder of the base model, options..., served=names) -> a server that runs until the tests of the file end"""
 
 
 @pytest.fixture(scope="module")
@@ -31,10 +31,10 @@ def running_server(tiny_model: Path, start_server: Start) -> RunningServer:
 def start_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     with ExitStack() as running:
 
-        def start(base_model: Path, served: list[str]) -> RunningServer:
+        def start(base_model: Path, *more: str, served: list[str]) -> RunningServer:
             names = [part for name in served for part in ("--served-model-name", name)]
             folder, tenants = tmp_path_factory.mktemp("server"), ("first", "second")
-            options = ["--base-model", str(base_model), *names, "--no-standby-engine"]
+            options = ["--base-model", str(base_model), *names, *more, "--no-standby-engine"]
             server = ServerProcess(folder, *options, tenants=tenants)
             running.enter_context(server)
             return RunningServer(server.url, served[0], (server.key("first"), server.key("second")), server.log)

@@ -13,7 +13,6 @@ from service_users import TIMEOUTS, Chain, Client, make_service, running, script
 
 from tx.tinker.engine.process import FROM_STDIN
 from tx.tinker.service import crash_bisector
-from tx.tinker.service.crash_bisector import DEATHS_TO_BE_SUSPECTED
 from tx.tinker.service.engine_link import EngineLink
 from tx.tinker.service.results import TryAgain
 from tx.tinker.service.service import TinkerService
@@ -44,7 +43,14 @@ async def test_a_killed_engine_costs_nobody_anything(tmp_path: Path):
         assert service._link.deaths == 3
 
 
+@pytest.fixture
+def suspected_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that was there at one death is suspected: each of them takes seconds in these tests."""
+    monkeypatch.setattr(crash_bisector, "DEATHS_TO_BE_SUSPECTED", 1)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("suspected_at_once")
 @STANDBY
 async def test_the_order_that_kills_fails_and_the_others_go_on(service: TinkerService, alice: Client, bob: Client):
     mine, his = await alice.model(), await bob.model()
@@ -77,8 +83,11 @@ async def crash(service: TinkerService) -> None:
 
 @pytest.mark.parametrize("together", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.slow
-async def test_a_request_that_takes_the_server_along_is_found_after_its_restarts(tmp_path: Path, together: bool):
-    for life in range(DEATHS_TO_BE_SUSPECTED + 1):
+async def test_a_request_that_takes_the_server_along_is_found_after_its_restarts(
+    tmp_path: Path, together: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(crash_bisector, "DEATHS_TO_BE_SUSPECTED", 2)  # each costs a start
+    for life in range(3):
         service = make_service(tmp_path)
         await service.start()
         if life == 0:
@@ -113,12 +122,6 @@ async def test_snapshots_of_a_dead_engine_that_nobody_recorded_go(tmp_path: Path
         kept = {path.name for path in folder.iterdir()}
         assert kept == {Path(service._state.runs[model].snapshot or "").name, "being-recorded"}
         assert (await alice.result(await alice.train(model, 2)))["state"] == Chain(model).train(1).train(2).state
-
-
-@pytest.fixture
-def suspected_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that was there at one death is suspected: each of them takes seconds in these tests."""
-    monkeypatch.setattr(crash_bisector, "DEATHS_TO_BE_SUSPECTED", 1)
 
 
 @pytest.mark.usefixtures("suspected_at_once")
