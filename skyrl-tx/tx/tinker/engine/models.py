@@ -9,7 +9,7 @@ Old snapshots are removed by the API process, once it has recorded a newer one. 
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -55,6 +55,14 @@ COST_RATIO = 10
 most a tenth of the time."""
 REPLAY_BYTES = 64 << 20
 """Maximum total size of requests kept for replay."""
+SWAP_RATIO = 3
+"""Minimum time between two swaps while models in memory have work, as a multiple of the duration of the last one: swaps
+take at most a quarter of the time."""
+LONGEST_WAIT_SECONDS = 30.0
+"""A model that has waited longer for a place in memory gets the next one, whatever swaps cost."""
+ACTIVE_SECONDS = 2.0
+"""Of models used more recently than this, the one that has been in memory longest leaves first, so that all of them
+take turns; others leave before, least recently used first."""
 REST_SECONDS = 5.0
 """Idle time after which a model is snapshotted, so that it needs no replay."""
 
@@ -83,6 +91,12 @@ class Model:
     snapshot_seconds: float = 0.0
     """Time of the training thread that the last snapshot took."""
     last_used: float = 0.0
+    loaded_at: float = 0.0
+
+    @property
+    def needs_no_place(self) -> bool:
+        """True if its commands can be executed, or refused, without a place in memory to be made for it."""
+        return self.in_memory or self.damaged is not None
 
 
 class Models:
@@ -100,6 +114,9 @@ class Models:
         self._training, self._folders, self._limit, self._now = training, folders, limit, now
         self._models: dict[str, Model] = {}
         self._completed: list[Snapshotted] = []
+        self._entering: set[str] = set()
+        """Models that may take the place of another one in memory now."""
+        self._next_swap = 0.0
 
     def add(self, model: Model) -> Model:
         self._models[model.model_id] = model
@@ -136,6 +153,24 @@ class Models:
 
     # ---- memory
 
+    def admitted(self, since: Mapping[str, float]) -> set[str]:
+        """Choose the models whose commands may run now.
+
+        Those in memory, and as many others as there is room for. Of the rest, which would have to take the place of
+        another one: the one that waits longest, if a swap is due or no model in memory has work; and those that have
+        waited for `LONGEST_WAIT_SECONDS`.
+
+        Args:
+            since: time since when each model with a command that is ready has waited.
+        """
+        at_hand = {model_id for model_id in since if (model := self._models.get(model_id)) and model.needs_no_place}
+        absent = sorted(since.keys() - at_hand, key=lambda model_id: since[model_id])
+        now, room = self._now(), max(0, self._limit - self.num_in_memory())
+        is_due = not at_hand or now >= self._next_swap
+        late = {model_id for model_id in absent if now - since[model_id] >= LONGEST_WAIT_SECONDS}
+        self._entering = late.union(absent[: room + is_due])
+        return at_hand | self._entering
+
     def onload(self, model: Model, is_busy: Callable[[str], bool]) -> bool:
         """Load the model into memory, and evict another one if there is no room.
 
@@ -149,21 +184,30 @@ class Models:
             ModelError: what is on disk cannot be read.
             Exception: of the backend, or of the disk: the other model cannot be written.
         """
-        model.last_used = self._now()
+        began = model.last_used = self._now()
         if model.in_memory:
             return True
+        is_swap = self.num_in_memory() >= self._limit
+        if is_swap and model.model_id not in self._entering:  # it has left since it was admitted
+            return False
         while self.num_in_memory() >= self._limit:
             leaving = [m for m in self._models.values() if m.in_memory and not m.being_written]
             leaving = [m for m in leaving if not is_busy(m.model_id)]
             if not leaving:
                 return False
-            self._offload(min(leaving, key=lambda m: m.last_used))
+            self._offload(min(leaving, key=self._order_of_leaving))
         if model.snapshot is None:
             self._training.create(model.model_id, model.lora)
         else:
             self._training.restore(model.model_id, model.lora, self._verified(model.snapshot))
-        model.in_memory = True
+        model.in_memory, model.loaded_at = True, self._now()
+        if is_swap:
+            self._next_swap = model.loaded_at + SWAP_RATIO * (model.loaded_at - began)
         return True
+
+    def _order_of_leaving(self, model: Model) -> tuple[bool, float]:
+        is_active = self._now() - model.last_used < ACTIVE_SECONDS
+        return is_active, model.loaded_at if is_active else model.last_used
 
     def _verified(self, snapshot: str) -> Path:
         try:

@@ -4,16 +4,20 @@ A turn has two halves: quick commands (all but passes) at the heads of queues, i
 one pass, made of one micro-batch of each of several models. So a command waits for at most one pass and one command of
 each other tenant.
 
+Models in memory come first (`Models.admitted`): queues of other models are not ready until a swap is due for them, and
+their tenants count as idle.
+
 A tenant's share of the passes is counted in tokens, whatever the number of its models. The one who has had least comes
 first, and when it has no more to send the pass is full, even if there were room: every further micro-batch of another
 would make its next one wait.
 """
 
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from tx.tinker.commands import ModelCommand, Train
+from tx.tinker.commands import ModelCommand, Train, Unload
 from tx.tinker.engine.shares import Shares
 
 MICRO_BATCH_COST = 64
@@ -30,12 +34,24 @@ class ModelQueue:
     held: bool = False
     """The first command waits for work outside the training thread."""
     last_turn: int = 0
+    since: float = 0.0
+    """Time at which the first command became the first."""
 
 
 class Scheduler:
-    """Queues of commands, and the choice of the next ones."""
+    """Queues of commands, and the choice of the next ones.
 
-    def __init__(self) -> None:
+    Args:
+        admitted: which of the models whose commands are ready may run now, by the time since when each waits.
+        now: seconds.
+    """
+
+    def __init__(
+        self,
+        admitted: Callable[[Mapping[str, float]], Collection[str]] = lambda since: since,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._admitted, self._now = admitted, now
         self._queues: dict[str, ModelQueue] = {}  # none of them empty
         self._shares = Shares()
         self._turn = 0
@@ -46,7 +62,7 @@ class Scheduler:
         queue = self._queues.get(command.model_id)
         if queue is None:
             queue = self._queues[command.model_id] = ModelQueue(
-                command.model_id, command.tenant, last_turn=self._next_turn()
+                command.model_id, command.tenant, last_turn=self._next_turn(), since=self._now()
             )
         queue.commands.append(command)
         self.num_commands += 1
@@ -54,7 +70,7 @@ class Scheduler:
     def finish(self, queue: ModelQueue) -> None:
         """Remove the first command, which is done or failed."""
         queue.commands.popleft()
-        queue.held = False
+        queue.held, queue.since = False, self._now()
         self.num_commands -= 1
         if not queue.commands:
             del self._queues[queue.model_id]
@@ -94,8 +110,12 @@ class Scheduler:
         self._shares.charge(queue.tenant, MICRO_BATCH_COST + tokens)
 
     def _ready(self, *, passes: bool) -> list[ModelQueue]:
-        ready = (q for q in self._queues.values() if not q.held and isinstance(q.commands[0], Train) == passes)
-        return sorted(ready, key=lambda queue: queue.last_turn)
+        ready = [queue for queue in self._queues.values() if not queue.held]
+        leaving = {queue.model_id for queue in ready if isinstance(queue.commands[0], Unload)}  # needs no memory
+        waiting = {queue.model_id: queue.since for queue in ready if queue.model_id not in leaving}
+        admitted = leaving.union(self._admitted(waiting))
+        of_kind = (q for q in ready if isinstance(q.commands[0], Train) == passes and q.model_id in admitted)
+        return sorted(of_kind, key=lambda queue: queue.last_turn)
 
     def _next_turn(self) -> int:
         self._turn += 1

@@ -61,7 +61,7 @@ class Trainer:
         self._training, self._models, self._send = training, models, send
         self._context = ExecutionContext(training, folders, models.forget)
         self._pass_tokens, self._now = pass_tokens, now
-        self._scheduler = Scheduler()
+        self._scheduler = Scheduler(models.admitted, now)
         self._turn_began: float | None = None
         self._running: dict[str, RunningPass] = {}
         self._held: set[str] = set()
