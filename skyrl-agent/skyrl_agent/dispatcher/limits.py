@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 Priority = Callable[[], Any]
-"""() -> something ordered; the lowest is served first. Read when a wait begins, and by `reorder`."""
+"""() -> something ordered; the lowest is served first. Read when a wait begins, and some time after `reorder`."""
+WAITERS_PER_CHANGE = 8
+"""Priorities are read again after one change for each so many waiters: reading costs as much as there are waiters."""
 
 
 class PrioritySemaphore:
@@ -22,6 +24,7 @@ class PrioritySemaphore:
         self.used = 0
         self._waiting: list[tuple[Any, int, Priority, asyncio.Future[None]]] = []
         self._arrivals = itertools.count()
+        self._num_changes = 0
 
     async def acquire(self, priority: Priority) -> None:
         """Wait for a slot."""
@@ -48,16 +51,19 @@ class PrioritySemaphore:
         self._serve()
 
     def reorder(self) -> None:
-        """Read the priorities of all waiters again."""
-        if self._waiting:
-            self._waiting = [(priority(), number, priority, wait) for _, number, priority, wait in self._waiting]
-            heapq.heapify(self._waiting)
+        """Note that priorities may have changed: they are read again before a slot is granted, with many waiters after
+        several changes."""
+        self._num_changes += 1
 
     @property
     def is_free(self) -> bool:
         return self.limit is None or self.used < self.limit
 
     def _serve(self) -> None:
+        if self._waiting and self.is_free and self._num_changes * WAITERS_PER_CHANGE >= len(self._waiting):
+            self._num_changes = 0
+            self._waiting = [(priority(), number, priority, wait) for _, number, priority, wait in self._waiting]
+            heapq.heapify(self._waiting)
         while self._waiting and self.is_free:
             granted = heapq.heappop(self._waiting)[-1]
             if not granted.done():
@@ -102,6 +108,6 @@ class QueueLimit:
         self.admitted.release()
 
     def reorder(self) -> None:
-        """Read the priorities of all waiters again."""
+        """Note that priorities may have changed."""
         self.running.reorder()
         self.admitted.reorder()

@@ -50,7 +50,6 @@ class StageEntry:
     """Entry of a trajectory into a stage: seconds of work that each model says to have been done by then."""
 
     clocks: tuple[float, ...]
-    began: float
 
 
 class StageSize:
@@ -88,7 +87,7 @@ class StageSize:
         self._advance(now)
         self._inside += 1
         self._entered.append(pressed)
-        return StageEntry(tuple(self._clocks), now)
+        return StageEntry(tuple(self._clocks))
 
     def ended(self, now: float, entry: StageEntry, instance: Hashable | None) -> bool:
         """Record a trajectory that leaves the stage.
@@ -101,10 +100,10 @@ class StageSize:
         """
         self._advance(now)
         self._inside -= 1
-        if instance is None or now <= entry.began:
+        work = [end - begin for begin, end in zip(entry.clocks, self._clocks, strict=True)]
+        if instance is None or min(work) <= 0:  # a clock that is far ahead does not move by a very short time
             return False
-        work = [math.log(end - begin) for begin, end in zip(entry.clocks, self._clocks, strict=True)]
-        self._ended.append((instance, work))
+        self._ended.append((instance, list(map(math.log, work))))
         self._unseen += 1
         if self._unseen < INTERVAL:
             return False

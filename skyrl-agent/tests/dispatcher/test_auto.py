@@ -9,6 +9,7 @@ from skyrl_agent.dispatcher import durations, virtual_time
 from skyrl_agent.dispatcher.capacity import Capacity
 from skyrl_agent.dispatcher.dispatch import Dispatch
 from skyrl_agent.dispatcher.durations import Durations
+from skyrl_agent.dispatcher.sizing import StageSize
 from skyrl_agent.testing.traces import FAMILIES, Family, SharedMachine, SharedStage, lower_bound, run_batches
 
 from .staged_trajectory import Staged, World, dispatched, section
@@ -148,3 +149,10 @@ def test_no_fixed_dispatcher_is_better_in_any_family(name):
         ]
     assert auto["dispatcher/seconds"] <= {"bimodal": 1.25}.get(name, 1.03) * min(fixed)
     assert auto["dispatcher/peak_alive"] <= (family.machine.lives or 512)
+
+
+def test_a_stage_shorter_than_the_clock_can_tell_is_no_evidence():
+    size = StageSize(4)
+    size.started(0.0, pressed=False)
+    entries = [size.started(1e9, pressed=False) for _ in range(8)]
+    assert not size.ended(1e9 + 1.2e-7, entries[0], "instance")  # at half speed, less than the clocks' last digit

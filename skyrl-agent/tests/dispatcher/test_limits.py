@@ -167,6 +167,40 @@ def test_a_place_given_to_one_who_is_cancelled_at_that_moment_goes_to_the_next()
     assert virtual_time.run(story()) == ["holder", "second"]
 
 
+def test_many_waiters_are_sorted_once_for_several_changes_and_served_by_their_priority_then():
+    num, reads = 512, 0
+
+    async def story() -> list[int]:
+        slots, served, sign = PrioritySemaphore(1), [], 1
+
+        async def take(number: int) -> None:
+            def priority() -> int:
+                nonlocal reads
+                reads += 1
+                return sign * number
+
+            await slots.acquire(priority)
+            served.append(number)
+
+        await slots.acquire(lambda: 0)
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(num):
+                tasks.create_task(take(number))
+            await asyncio.sleep(0)
+            sign = -1  # now the last one comes first
+            for _ in range(num):
+                slots.reorder()
+                slots.release()
+                await asyncio.sleep(0)
+        return served
+
+    served = virtual_time.run(story())
+    turn = served.index(num - 1)
+    assert 0 < turn <= num // 8
+    assert served == [*range(turn), *range(num - 1, turn - 1, -1)]
+    assert reads < 16 * num
+
+
 def test_the_clock_may_be_real():
     world = World()
     trajectories = batch(world, 3, 2, initialize=[0.01], generate=[0.02], evaluate=[0.01])
