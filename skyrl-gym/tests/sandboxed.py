@@ -10,8 +10,8 @@ import pytest
 
 from skyrl_gym.error import InfraError
 from skyrl_gym.sandbox import backends
-from skyrl_gym.sandbox.container_engine import EngineName, ensure_image
-from skyrl_gym.sandbox.machine_image import make_machine_image
+from skyrl_gym.sandbox.container_engine import EngineName
+from skyrl_gym.sandbox.machine_image import ensure_machine_image
 
 WALLS = shutil.which("bwrap") or shutil.which("docker") or shutil.which("podman")
 PROCESS_ONLY = os.environ.get(backends.KIND_VARIABLE) == "process"
@@ -25,11 +25,9 @@ TEST_IMAGE = "localhost/skyrl-machine"
 def needs_engine(engine: EngineName) -> None:
     """Skip the test where no container of this engine can be started, with its words; make the image of tests."""
     try:
-        ensure_image(engine, TEST_IMAGE, "never")
+        ensure_machine_image(engine, TEST_IMAGE)
     except InfraError as error:
-        if "has no image" not in str(error):
-            pytest.skip(f"{engine} does not work here: {error}")
-        make_machine_image(engine, TEST_IMAGE)
+        pytest.skip(f"{engine} does not work here: {error}")
 
 
 def sandboxed(test):
@@ -40,7 +38,7 @@ def sandboxed(test):
 def without_sandbox(monkeypatch):
     """Simulate a machine on which code should run in Docker, and Docker does not run."""
     monkeypatch.setenv(backends.KIND_VARIABLE, "docker")
-    monkeypatch.setitem(backends._found, ("docker", None), InfraError("Docker does not run"))
+    monkeypatch.setitem(backends._found, ("docker", None, "missing"), InfraError("Docker does not run"))
 
 
 def processes_with(text: str, file: str = "cmdline") -> list[int]:

@@ -13,8 +13,8 @@ from skyrl_agent.runtimes import Runtime, RuntimeSpec, make_runtime
 from skyrl_agent.runtimes.leases import FOLDER_VARIABLE
 from skyrl_gym.error import InfraError
 from skyrl_gym.sandbox import make_sandbox
-from skyrl_gym.sandbox.container_engine import EngineName, ensure_image
-from skyrl_gym.sandbox.machine_image import make_machine_image
+from skyrl_gym.sandbox.container_engine import EngineName
+from skyrl_gym.sandbox.machine_image import ensure_machine_image
 
 from .runtime_places import LIMITS, eventually, serving
 
@@ -63,11 +63,9 @@ TEST_IMAGE = "localhost/skyrl-machine"
 def needs_engine(engine: EngineName) -> None:
     """Skip the test where no container of this engine can be started, with its words; make the image of tests."""
     try:
-        ensure_image(engine, TEST_IMAGE, "never")
+        ensure_machine_image(engine, TEST_IMAGE)
     except InfraError as error:
-        if "has no image" not in str(error):
-            pytest.skip(f"{engine} does not work here: {error}")
-        make_machine_image(engine, TEST_IMAGE)
+        pytest.skip(f"{engine} does not work here: {error}")
 
 
 @pytest.fixture(

@@ -19,7 +19,7 @@ WALLED = ("local", "docker", "podman")
 KIND_VARIABLE = "SKYRL_GYM_SANDBOX"
 PROBE_LIMITS = Limits(wall_seconds=30.0)
 
-_found: dict[tuple[str, str | None], InfraError | None] = {}
+_found: dict[tuple[str, str | None, Pull], InfraError | None] = {}
 _finding = threading.Lock()
 
 
@@ -89,9 +89,9 @@ def _probe(kind: Kind, image: str | None = None, pull: Pull = "missing") -> Infr
     """Return the reason why that kind does not work here; None if it does. Tried once per process and image."""
     # Held during the trial: threads that ask meanwhile wait for its result instead of trying themselves.
     with _finding:
-        if (kind, image) not in _found:
-            _found[kind, image] = _try(kind, image, pull)
-        return _found[kind, image]
+        if (kind, image, pull) not in _found:
+            _found[kind, image, pull] = _try(kind, image, pull)
+        return _found[kind, image, pull]
 
 
 def _try(kind: Kind, image: str | None, pull: Pull) -> InfraError | None:

@@ -219,7 +219,7 @@ class Container:
     def write(self, path: str, data: bytes) -> None:
         ended = self._call(WRITE, *path_parts(path), stdin=data)
         if ended.returncode == 5:
-            raise ValueError(f"{path!r} cannot be written in the workspace")
+            raise ValueError(f"{path!r} cannot be written as a plain file of the workspace")
         self._check(ended)
 
     def read(self, path: str, max_bytes: int) -> bytes:

@@ -105,7 +105,7 @@ def ensure_image(engine: EngineName, image: str, pull: Pull) -> None:
     with _locks[engine, image]:
         if (engine, image) in _present:
             return
-        if pull == "always" or not _is_here(engine, image):
+        if pull == "always" or not has_image(engine, image):
             if pull == "never":
                 raise InfraError(
                     f"{engine} has no image {image!r}, and the pull policy is never: {_how_to_get(engine, image)}"
@@ -119,7 +119,8 @@ def forget_image(engine: EngineName, image: str) -> None:
     _present.discard((engine, image))
 
 
-def _is_here(engine: EngineName, image: str) -> bool:
+def has_image(engine: EngineName, image: str) -> bool:
+    """Raises InfraError if the engine does not answer."""
     try:
         run_engine(engine, ["image", "inspect", "--format", "{{.Id}}", image])
     except InfraError as error:

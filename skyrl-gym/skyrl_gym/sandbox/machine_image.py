@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import get_args
 
 from skyrl_gym.error import InfraError
-from skyrl_gym.sandbox.container_engine import START_SECONDS, EngineName, find_engine, run_engine
+from skyrl_gym.sandbox.container_engine import START_SECONDS, EngineName, find_engine, has_image, run_engine
 
 PROGRAMS = re.findall(
     r"\S+",
@@ -102,6 +102,12 @@ def make_machine_image(engine: EngineName, name: str, programs: Sequence[str] = 
         path = Path(folder, "image.tar")
         write_machine_image(path, [*PROGRAMS, *programs])
         run_engine(engine, ["import", str(path), name], timeout=START_SECONDS)
+
+
+def ensure_machine_image(engine: EngineName, name: str) -> None:
+    """Make an image of this machine's usual programs unless there is one of that name. Raises InfraError."""
+    if not has_image(engine, name):
+        make_machine_image(engine, name)
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -227,7 +227,8 @@ print("deep", flush=True)
 os.makedirs("a/b/c")
 write("a/b/c/file")
 for folder in ("a/b/c", "a/b", "a", "."):
-    os.chmod(folder, 0)
+    try: os.chmod(folder, 0)
+    except PermissionError: print("refused", folder)  # the workspace itself is not ours in a container of Podman
 print("closed", flush=True)
 @@ open files says Too many open files
 held = []
@@ -507,7 +508,7 @@ def traces_of(sandbox: Sandbox) -> Callable[[], list[str | int]]:
     if isinstance(workspace, Container):
         known = ("sleep 600", "sh -c", "COMMAND", *KEEPER.strip().splitlines())  # what the container itself runs
 
-        def in_container() -> list[str]:
+        def in_container() -> list[str | int]:
             wanted = ["pid", "args"] if workspace.engine == "podman" else ["-o", "pid,args"]
             top = subprocess.run([workspace.engine, "top", workspace.name, *wanted], capture_output=True, text=True)
             return ["container"] * (top.returncode == 0) + [
@@ -524,17 +525,21 @@ def traces_of(sandbox: Sandbox) -> Callable[[], list[str | int]]:
     "program", [pytest.param(p, id=p.name, marks=[pytest.mark.slow] * (p.name in SLOW)) for p in PROGRAMS]
 )
 def test_a_hostile_program_is_contained(walled, host, program):
-    if isinstance(walled, ContainerSandbox):  # its limits are the container's
+    limits = program.limits
+    if isinstance(
+        walled, ContainerSandbox
+    ):  # its limits are the container's, and an engine takes a second for a command
         walled.close()
-        walled = type(walled)(program.limits, engine=walled.engine, image=TEST_IMAGE)
+        limits = replace(limits, wall_seconds=max(5.0, limits.wall_seconds))
+        walled = type(walled)(limits, engine=walled.engine, image=TEST_IMAGE)
         walled.start()
     traces = traces_of(walled)
     arguments = ["-I", "-S", "-c", PRELUDE + program.source, json.dumps(host.described())]
     started = time.monotonic()
-    result = walled.exec([walled.python, *arguments], stdin=STDIN.get(program.name, b""), limits=program.limits)
+    result = walled.exec([walled.python, *arguments], stdin=STDIN.get(program.name, b""), limits=limits)
     assert len(traces()) == 1, traces()  # the folder or container
     said = result.stdout + result.stderr
-    assert time.monotonic() - started < program.limits.wall_seconds + 10
+    assert time.monotonic() - started < limits.wall_seconds + 10
     if isinstance(walled, ContainerSandbox) and set(program.outcomes) & {"memory", "workspace"}:
         assert result.outcome in (*program.outcomes, "wall_time") or "No space left" in said, said
     else:
@@ -543,7 +548,8 @@ def test_a_hostile_program_is_contained(walled, host, program):
     assert SECRET not in said
     assert [text for text in program.says if text not in said] == [], said
     host.check()
-    assert walled.exec(["echo", "well"]).stdout == "well\n" or result.outcome == "workspace"
+    after = walled.exec(["echo", "well"], limits=replace(limits, wall_seconds=20.0))
+    assert after.stdout == "well\n" or result.outcome == "workspace"
     walled.close()
     deletion.left_folders.wait()  # thousands of folders may take longer than `close` waits
     assert traces() == []
@@ -621,7 +627,7 @@ while True:
 def test_folders_that_turn_into_links_while_one_writes_and_reads_lead_nowhere(walled, host):
     walled.write("a/x", "")
     process = walled.popen([walled.python, "-I", "-S", "-c", SWAP, str(host.folders[0])])
-    for _ in range(300):
+    for _ in range(20 if isinstance(walled, ContainerSandbox) else 300):
         with suppress(ValueError, FileNotFoundError):
             walled.write(f"a/{host.canary}", "x")
         with suppress(ValueError, FileNotFoundError):

@@ -85,6 +85,7 @@ OPERATIONAL = (
     "generator.engine_control_timeout_seconds", "generator.engine_health_interval_seconds",
     "generator.enable_http_endpoint", "generator.http_endpoint_host", "generator.http_endpoint_port",
     "generator.http_endpoint_max_requests", "generator.harness.visible", "generator.harness.max_parallel",
+    "generator.harness.pull",
     "generator.served_model_name", "generator.max_rollout_retries", "generator.request_timeout_seconds",
 )
 """Settings that `settings_fingerprint` leaves out: a run that is started again with more memory, other intervals or

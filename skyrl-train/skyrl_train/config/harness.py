@@ -27,9 +27,16 @@ class HarnessConfig(BaseConfig):
     output, a function's result). null: the row's `grade` (`command`, and `files` written before it): 1 if its exit
     status is 0, else 0."""
 
-    sandbox: Literal["local", "process"] = "local"
-    """`local`: bubblewrap, in which nothing but the endpoint can be reached. `process`: no isolation, for programs and
-    models that you trust."""
+    sandbox: Literal["local", "docker", "podman", "process"] = "local"
+    """`local`: bubblewrap, in which nothing but the endpoint can be reached. `docker`, `podman`: as `local`, in a
+    container of `image`. `process`: no isolation, for programs and models that you trust."""
+
+    image: str | None = None
+    """Image of the container (`docker`, `podman`), with `sh`, `prlimit` and Python 3. null: `python:3.12-slim`, or that
+    of the environment variable SKYRL_GYM_SANDBOX_IMAGE."""
+
+    pull: Literal["always", "missing", "never"] = "missing"
+    """When that image is pulled: `always` (once in each process), if it is `missing`, or `never`."""
 
     visible: list[str] = field(default_factory=list)
     """Folders of this machine that commands in the sandbox can read, such as the agent's own Python environment."""

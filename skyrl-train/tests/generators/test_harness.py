@@ -5,7 +5,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -13,6 +13,8 @@ from openai import OpenAI
 
 from skyrl_gym.error import InfraError
 from skyrl_gym.sandbox import make_sandbox
+from skyrl_gym.sandbox.container_engine import EngineName
+from skyrl_gym.sandbox.machine_image import ensure_machine_image
 from skyrl_train.config import GeneratorConfig, SamplingParams
 from skyrl_train.config.harness import HarnessConfig
 from skyrl_train.errors import ConfigError
@@ -138,6 +140,39 @@ async def test_programs_in_a_sandbox_become_trajectories_and_each_failure_has_a_
     assert rollouts.metrics["harness/num_crashed"] == 1 and rollouts.metrics["harness/num_no_answer"] == 3
     assert rollouts.metrics["tokens/exact_share"] == 1.0
     assert time.monotonic() - started < 60
+
+
+AGENT = """
+import json, os, sys, urllib.request
+body = {"model": os.environ["SKYRL_MODEL"], "messages": [{"role": "user", "content": os.environ["SKYRL_TASK"]}]}
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+answer = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+print(answer, os.getuid(), file=open("result", "w"))
+try:
+    urllib.request.urlopen("http://192.0.2.1", timeout=1)
+except OSError:
+    sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("engine", get_args(EngineName))
+async def test_a_program_in_a_container_reaches_the_endpoint_alone(engine: EngineName, characters: Any):
+    image = "localhost/skyrl-machine"
+    try:
+        ensure_machine_image(engine, image)
+    except InfraError as error:
+        pytest.skip(f"{engine} does not work here: {error}")
+    grade = {"command": ["sh", "-c", "read answer user <result && test $answer = fixed && test $user -ge 30000"]}
+    rows = [{"files": {"agent.py": AGENT.replace("sys.argv[1]", status)}, "grade": grade} for status in ("0", "3")]
+    harness = HarnessConfig(command=["python", "agent.py"], sandbox=engine, image=image, pull="never")
+    (works, crashes), rollouts = await trajectories_of(Model(characters, lambda prompt: "fixed"), harness, rows)
+    assert (works.failure, works.reward) == (None, 1.0)
+    assert (certified(works).num_trained, certified(works).exact_share) == (len("fixed") + 1, 1.0)
+    assert crashes.failure is not None and crashes.failure.message.startswith("harness crashed: exit status 3")
+    assert rollouts.metrics["harness/num_crashed"] == 1
 
 
 @needs_sandbox

@@ -1,14 +1,20 @@
 """Rows for `generator.harness`: one trajectory each, of a function or a small program, on a tiny engine."""
 
 import asyncio
+import os
 import sys
+import tempfile
 import time
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import pytest
 from effects import Bench, Row, Settings, error
 from openai import OpenAI
 
+from skyrl_gym.error import InfraError
+from skyrl_gym.sandbox import backends
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.base import GeneratorInput
 from skyrl_train.generators.harness.generator import HarnessGenerator
@@ -89,6 +95,20 @@ def built(see: Any) -> Any:
     return found
 
 
+def sandboxed(bench: Bench, settings: Settings) -> Any:
+    """See what the container engine, a program that fails, was asked when a sandbox was made."""
+    harness = HarnessGenerator(bench.config(settings).generator, None, None)._harness("")  # type: ignore[arg-type]
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        engine = Path(folder, "podman")
+        engine.write_text(f'#!/bin/sh\necho "$@" >>{folder}/asked; echo image not known >&2; exit 1\n')
+        engine.chmod(0o755)
+        patch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+        patch.setattr(backends, "_found", {})
+        with pytest.raises(InfraError):
+            harness.sandbox()
+        return Path(folder, "asked").read_text()
+
+
 ROWS = [
     Row(f"{HARNESS}.command", COMMAND[f"{HARNESS}.command"], outcome, {**COMMAND, f"{HARNESS}.command": None}),
     Row(f"{HARNESS}.function", f"{__name__}:asks_never", outcome, FUNCTION),
@@ -99,6 +119,8 @@ ROWS = [
         built(lambda generator: generator._harness("").base_url("http://127.0.0.1:1/s/name/v1")),
         COMMAND,
     ),
+    Row(f"{HARNESS}.image", "an/image", sandboxed, COMMAND | {f"{HARNESS}.sandbox": "podman"}),
+    Row(f"{HARNESS}.pull", "never", sandboxed, COMMAND | {f"{HARNESS}.sandbox": "podman"}),
     Row(f"{HARNESS}.visible", ["no/whole/path"], error, FUNCTION),
     Row(f"{HARNESS}.env", {"MORE": "words"}, outcome, COMMAND),
     Row(f"{HARNESS}.deadline_seconds", 0.1, outcome, FUNCTION),

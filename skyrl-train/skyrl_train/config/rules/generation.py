@@ -116,6 +116,14 @@ def _check_harness(generator: GeneratorConfig) -> None:
     for name in ("deadline_seconds", "grade_seconds", "max_turns", "max_tokens", "max_parallel", "memory_gb"):
         value = getattr(harness, name)
         require(value is None or value > 0, f"generator.harness.{name} must be greater than 0; got {value}")
+    defaults = HarnessConfig()
+    for name in ("image", "pull"):
+        value = getattr(harness, name)
+        require(
+            harness.sandbox in ("docker", "podman") or value == getattr(defaults, name),
+            f"generator.harness.{name}={value!r} is read with generator.harness.sandbox=docker or podman alone; it is "
+            f"{harness.sandbox}: set it, or leave out generator.harness.{name}",
+        )
     for folder in harness.visible:
         path = Path(folder)
         require(

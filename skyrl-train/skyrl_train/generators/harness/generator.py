@@ -175,7 +175,7 @@ class HarnessGenerator(GeneratorInterface):
                 model=endpoint.model,
                 sandbox=sandbox,
                 deadline_seconds=self.generator_cfg.harness.deadline_seconds,
-                folder=TASK_FOLDER if self.generator_cfg.harness.sandbox == "local" else folder,
+                folder=folder if self.generator_cfg.harness.sandbox == "process" else TASK_FOLDER,
             )
             task.write_texts(folder)
             try:

@@ -90,7 +90,7 @@ class Harness:
         )
         visible = {SOCKET: self.socket_path} | {path: path for path in self.cfg.visible}
         visible |= {} if folder is None else {TASK_FOLDER: folder}
-        return make_sandbox(self.cfg.sandbox, limits=limits, visible=visible)
+        return make_sandbox(self.cfg.sandbox, limits=limits, visible=visible, image=self.cfg.image, pull=self.cfg.pull)
 
     def base_url(self, outside: str) -> str:
         """Return the endpoint's URL for a harness.
@@ -150,7 +150,7 @@ class Harness:
         env = task.environment() | self.cfg.env
         try:
             words = task.command(self.cfg.command)
-            if self.cfg.sandbox == "local":
+            if self.cfg.sandbox != "process":
                 words = [task.sandbox.python, "-I", "-S", "-c", _FORWARDER, SOCKET, str(PORT), *words]
             process = task.sandbox.popen(words, env=env)
         except ValueError as error:  # what no system can start: a zero byte or a megabyte in an argument
@@ -169,10 +169,10 @@ class Harness:
             return harness_failure("hung", f"it was ended after {deadline}; its last words: {said}")
         if result.outcome != "exited":
             return harness_failure("limit", f"it was ended by the sandbox's limit of {result.outcome}: {said}")
-        if result.returncode == UNREACHABLE and self.cfg.sandbox == "local":
+        if result.returncode == UNREACHABLE and self.cfg.sandbox != "process":
             return harness_failure("unreachable", said)
         if result.returncode == NOT_STARTED:
-            said += f"\nIs {(self.cfg.command or [''])[0]!r} visible in the sandbox (generator.harness.visible)?"
+            said += f"\nIs {(self.cfg.command or [''])[0]!r} in the sandbox (generator.harness.visible, .image)?"
         return harness_failure("crashed", f"exit status {result.returncode}: {said}")
 
     def _grade(self, task: HarnessTask, output: Any) -> float:
