@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from peft import PeftModel
 from random_data import PROMPT, spec
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tx.errors import ModelError
-from tx.tinker.types import SampleOutput, SampleSpec
+from tx.tinker.types import PromptTargets, SampleOutput, SampleSpec
 
 EOS = 1
 
@@ -127,6 +128,35 @@ async def test_the_likeliest_tokens_of_every_place(sampling, reference):
         assert place is not None and [token for token, _ in place] == ids.tolist()
         close([value for _, value in place], values)
     assert more.topk_prompt_logprobs is not None and len(more.topk_prompt_logprobs[1] or []) == 99  # all there are
+
+
+async def test_other_tokens_in_the_places_of_a_prompt_are_scored_dense_or_sparse_whatever_the_company(
+    sampling, reference
+):
+    prompt = np.random.default_rng(0).integers(3, 99, 300).tolist()
+    asked = [[7, -1], *[[-1, -1]] * 254, [5, 9], [11, 90], *[[-1, -1]] * 41, [4, 3]]  # on both sides of 256 tokens
+    dense = PromptTargets(shape=(299, 2), ids=[token for row in asked for token in row])
+    cells = [(row, column, token) for row, ids in enumerate(asked) for column, token in enumerate(ids) if token >= 0]
+    rows, columns, ids = map(list, zip(*cells, strict=True))
+    crow = np.searchsorted(rows, np.arange(300)).tolist()
+    sparse = PromptTargets(shape=(299, 2), ids=ids, crow=crow, columns=columns)
+    request = spec(prompt=prompt, max_tokens=1)
+    short = replace(spec(prompt=[5, 6, 7], max_tokens=1), targets=PromptTargets(shape=(2, 1), ids=[-1, 8]))
+    outputs = await asyncio.gather(
+        sampling.sample(replace(request, targets=dense), None),
+        sampling.sample(replace(request, targets=sparse), None),
+        sampling.sample(short, None),
+    )
+    of_dense, of_sparse, of_short = (output.target_prompt_logprobs for output in outputs)
+    expected = log_softmax(reference, prompt)[rows, ids]
+    close(of_sparse.values, expected)
+    assert (of_sparse.crow, of_sparse.columns, of_sparse.shape) == (crow, columns, (299, 2))
+    assert [value for value in of_dense.values if value is not None] == of_sparse.values
+    assert [index for index, value in enumerate(of_dense.values) if value is not None] == [
+        2 * row + column for row, column in zip(rows, columns, strict=True)
+    ]
+    assert of_short.values[0] is None
+    close(of_short.values[1:], log_softmax(reference, [5, 6, 7])[1:2, 8])
 
 
 async def test_a_prompt_is_computed_once_for_all_its_samples_and_scores(sampling):

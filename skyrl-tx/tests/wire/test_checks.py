@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tx.errors import RequestError
-from tx.tinker.types import LOSSES, Datum, LoraSpec, SampleParams, SampleSpec
+from tx.tinker.types import LOSSES, Datum, LoraSpec, PromptTargets, SampleParams, SampleSpec
 from tx.tinker.wire.checks import check_lora, check_sample, check_training
 from tx.tinker.wire.codec import TrainingRequest
 from tx.tinker.wire.losses import LOSS_RULES
@@ -160,6 +160,8 @@ def test_a_right_sample_passes(facts):
         ({"stop_token_ids": (2**70,)}, "sampling_params.stop"),
         ({"topk_prompt_logprobs": 101}, "topk_prompt_logprobs must be 0 to 100"),
         ({"topk_prompt_logprobs": -1}, "got -1"),
+        ({"targets": PromptTargets(shape=(2, 1), ids=[5, 5])}, "target_prompt_logprobs.shape must be [1, K]"),
+        ({"targets": PromptTargets(shape=(1, 1), ids=[100])}, "must be token ids below 100, or -1 for none; got 100"),
     ],
 )  # fmt: skip
 def test_bad_samples_are_refused(fields, says, facts):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from tx.errors import RequestError
-from tx.tinker.types import Datum, PassOutput, SampleOutput, Sequence
+from tx.tinker.types import Datum, PassOutput, SampleOutput, Sequence, TargetLogProbs
 from tx.tinker.wire import tinker_wire_pb2 as pb
 from tx.tinker.wire.codec import (
     TrainingRequest,
@@ -242,6 +242,17 @@ def test_samples_as_json_of_old_clients():
         "prompt_logprobs": [None, -2.0],
         "topk_prompt_logprobs": [None, [(7, -0.25), (0, -8.0)]],
     }
+
+
+@pytest.mark.parametrize("layout", [{}, {"crow": [0, 0, 2], "columns": [0, 1]}])
+def test_log_probs_of_targets_survive_the_wire_in_their_layout(layout):
+    values = [None, None, -0.5, None] if not layout else [-0.5, None]
+    output = SampleOutput([], target_prompt_logprobs=TargetLogProbs((2, 2), values, **layout))
+    encoded = encode_sample_output(output)
+    assert decode_sample_output(encoded) == output
+    tensor = sample_output_json(encoded)["target_prompt_logprobs"]
+    sparse = {"sparse_crow_indices": [0, 0, 2], "sparse_col_indices": [0, 1]} if layout else {}
+    assert tensor == {"data": values, "dtype": "float32", "shape": [2, 2]} | sparse
 
 
 def test_empty_slots_of_top_k_are_token_0_at_minus_99999_and_no_logprob_is_nan():

@@ -1,11 +1,13 @@
 """JSON bodies: what clients send is read; what is wrong is refused with its field; nothing asked for is ignored."""
 
 import json
+import re
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
+from tx.errors import RequestError
 from tx.tinker.types import AdamParams, LoraSpec, SampleParams, SampleSpec
 from tx.tinker.wire import schemas
 from tx.tinker.wire.schemas import (
@@ -88,13 +90,25 @@ def test_a_given_seed_is_kept_and_a_negative_one_is_as_good():
         ("topk_sample_logprobs", 0, 3),
         ("prompt_alt_tokens_k", 0, 1),
         ("prompt_logprobs_last_n", None, 5),
-        ("target_prompt_logprobs", None, {"data": [1], "dtype": "int64"}),
         ("an_option_of_next_year", 0, 1),
     ],
 )
 def test_options_that_are_not_here_are_refused_only_if_they_ask_for_something(option, nothing, something):
     AsampleRequest.model_validate(SAMPLE | {option: nothing})
     assert option in refused(AsampleRequest, SAMPLE | {option: something})
+
+
+def test_targets_of_a_prompt_that_do_not_hold_together_are_refused():
+    for change, says in (
+        ({"shape": [4]}, "shape must be [len(prompt) - 1, K]; got [4]"),
+        ({"shape": [3, 2]}, "target_prompt_logprobs.shape must hold as many numbers as there are, 4"),
+        ({"sparse_crow_indices": [0, 2, 4]}, "come together or not at all"),
+        ({"sparse_crow_indices": [0, 2, 4], "sparse_col_indices": [0, 1, 0, 2]}, "numbers from 0 to 1"),
+    ):
+        given = {"data": [1, 2, 3, -1], "dtype": "int64", "shape": [2, 2]} | change
+        request = AsampleRequest.model_validate(SAMPLE | {"target_prompt_logprobs": given})
+        with pytest.raises(RequestError, match=re.escape(says)):
+            request.to_spec(lambda: 0)
 
 
 def test_full_fine_tuning_names_what_to_use():

@@ -67,6 +67,34 @@ class SampleParams(msgspec.Struct, frozen=True, kw_only=True):
     """Only when the request says nothing of stops."""
 
 
+class PromptTargets(msgspec.Struct, frozen=True, kw_only=True):
+    """Token ids whose log-probs a request asks for, by place in its prompt of N tokens, in the layout of the wire: a
+    table [N - 1, K], dense or with the listed cells alone (CSR)."""
+
+    shape: tuple[int, int]
+    ids: list[int]
+    """-1 asks for nothing."""
+    crow: list[int] | None = None
+    columns: list[int] | None = None
+
+    def cells(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return of the cells that ask for something: index in `ids`, row, id; [C] each."""
+        ids = np.asarray(self.ids, np.int64)
+        rows = np.repeat(np.arange(self.shape[0]), self.shape[1] if self.crow is None else np.diff(self.crow))
+        asked = np.flatnonzero(ids >= 0)
+        return asked, rows[asked], ids[asked]
+
+
+class TargetLogProbs(NamedTuple):
+    """Log-probs of `PromptTargets`, in the same layout."""
+
+    shape: tuple[int, int]
+    values: list[float | None]
+    """None where nothing was asked for."""
+    crow: list[int] | None = None
+    columns: list[int] | None = None
+
+
 class SampleSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One `asample`."""
 
@@ -75,6 +103,7 @@ class SampleSpec(msgspec.Struct, frozen=True, kw_only=True):
     params: SampleParams
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0
+    targets: PromptTargets | None = None
 
 
 @dataclass(frozen=True)
@@ -127,6 +156,7 @@ class SampleOutput:
     """len(prompt); None first"""
     topk_prompt_logprobs: list[list[tuple[int, float]] | None] | None = None
     """len(prompt); None first; else the k likeliest (token, log-prob), likeliest first"""
+    target_prompt_logprobs: TargetLogProbs | None = None
 
 
 def request_id_of(owner_id: str, seq: int | str) -> str:

@@ -40,7 +40,9 @@ def score_prompts(requests: Sequence[Request], hidden: Sequence[torch.Tensor], h
     labels = torch.from_numpy(np.concatenate([request.prompt[1:] for request in requests])).to(device)
     temperatures = np.repeat(np.array([scoring.temperature for scoring in scorings], np.float32), lengths)
     divisor = torch.from_numpy(temperatures).to(device)[:, None]
+    places, ids, num_targets = _targets(requests, lengths)
     parts: list[tuple[torch.Tensor, ...]] = []
+    of_targets: list[torch.Tensor] = []
     for start in range(0, len(states), CHUNK):
         chunk = slice(start, min(start + CHUNK, len(states)))
         count = chunk.stop - start
@@ -51,7 +53,23 @@ def score_prompts(requests: Sequence[Request], hidden: Sequence[torch.Tensor], h
         # One topk for all: with equal values its choice depends on k, so requests of a batch ask for the same number.
         top = scores.topk(min(scorings[0].num_top, scores.shape[-1]), dim=-1)
         parts.append((scores.gather(1, labels[chunk, None])[:, 0], top.indices, top.values))
+        here = slice(*np.searchsorted(places, (chunk.start, chunk.stop)))
+        if here.start < here.stop:
+            rows, columns = (torch.from_numpy(index).to(device) for index in (places[here] - start, ids[here]))
+            of_targets.append(scores[rows, columns])
+    target_log_probs = torch.cat(of_targets).cpu().numpy() if of_targets else np.zeros(0, np.float32)
+    split = iter(np.split(target_log_probs, np.cumsum(num_targets)[:-1]))
     columns = [torch.cat(column).cpu().numpy() for column in zip(*parts, strict=True)]
     ends = np.cumsum(lengths).tolist()
     for start, end in zip([0, *ends[:-1]], ends, strict=True):
-        yield PromptScores(*(column[start:end] for column in columns))
+        yield PromptScores(*(column[start:end] for column in columns), target_log_probs=next(split))
+
+
+def _targets(requests: Sequence[Request], lengths: Sequence[int]) -> tuple[np.ndarray, np.ndarray, list[int]]:
+    """Return the targets' places among the states of all requests and their ids, in order, and how many each has."""
+    starts = np.cumsum([0, *lengths[:-1]])
+    nothing = np.zeros(0, np.int64), np.zeros(0, np.int64)
+    given = (request.scoring.targets if request.scoring is not None else None for request in requests)
+    found = [nothing if each is None else each for each in given]
+    places = np.concatenate([each[0] + start for each, start in zip(found, starts, strict=True)])
+    return places, np.concatenate([each[1] for each in found]), [len(each[0]) for each in found]

@@ -235,6 +235,9 @@ class PromptScoring:
     temperature: float = 1.0
     num_top: int = 0
     """Likeliest tokens of every place, beside the one that stands there."""
+    targets: tuple[np.ndarray, np.ndarray] | None = field(default=None, compare=False)
+    """Further tokens to score, C of them: their places in the prompt but one (0 for the second token), in order, and
+    their ids; [C] int64 each."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -247,6 +250,8 @@ class PromptScores:
     """[P - 1, k] int64, likeliest first"""
     top_log_probs: np.ndarray
     """[P - 1, k] float32"""
+    target_log_probs: np.ndarray
+    """[C] float32, of `PromptScoring.targets`"""
 
 
 @dataclass(eq=False)

@@ -174,11 +174,30 @@ def check_sample(spec: SampleSpec, facts: ModelBounds) -> None:
         raise RequestError(f"num_samples must be 1 to {MAX_SAMPLES}; got {spec.num_samples}")
     _check_distribution(spec.params)
     _check_stops(spec.params, facts)
+    _check_targets(spec, facts)
     k = spec.topk_prompt_logprobs
     if not 0 <= k <= min(MAX_TOPK, facts.vocab_size) or k * len(spec.prompt) > MAX_TOPK_NUMBERS:
         raise RequestError(
             f"topk_prompt_logprobs must be 0 to {min(MAX_TOPK, facts.vocab_size)}, "
             f"and at most {MAX_TOPK_NUMBERS} numbers over the whole prompt; got {k}"
+        )
+
+
+def _check_targets(spec: SampleSpec, facts: ModelBounds) -> None:
+    if (targets := spec.targets) is None:
+        return
+    if targets.shape[0] != len(spec.prompt) - 1:
+        raise RequestError(
+            f"target_prompt_logprobs.shape must be [{len(spec.prompt) - 1}, K], a row for each prompt token but the "
+            f"first; got {list(targets.shape)}"
+        )
+    if len(targets.ids) > MAX_TOPK_NUMBERS:
+        raise RequestError(f"target_prompt_logprobs must be at most {MAX_TOPK_NUMBERS} tokens; got {len(targets.ids)}")
+    ids = np.asarray(targets.ids)
+    if ids.size and not -1 <= ids.min() <= ids.max() < facts.vocab_size:
+        raise RequestError(
+            f"target_prompt_logprobs.data must be token ids below {facts.vocab_size}, or -1 for none; got "
+            f"{next(token for token in targets.ids if not -1 <= token < facts.vocab_size)}"
         )
 
 

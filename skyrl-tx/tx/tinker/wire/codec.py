@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from tx.errors import RequestError
-from tx.tinker.types import Datum, PassOutput, SampleOutput, Sequence
+from tx.tinker.types import Datum, PassOutput, SampleOutput, Sequence, TargetLogProbs
 from tx.tinker.wire import tinker_wire_pb2 as pb
 from tx.tinker.wire.losses import TARGETS, with_default_config, with_default_inputs
 from tx.tinker.wire.tensors import TensorReader, read_tokens, write_tensor
@@ -211,6 +211,8 @@ def encode_sample_output(output: SampleOutput) -> bytes:
         message.prompt_logprobs = np.asarray(output.prompt_logprobs, "<f4").tobytes()  # None becomes NaN
     if output.topk_prompt_logprobs is not None:
         _write_topk(output.topk_prompt_logprobs, message.topk_prompt_logprobs)
+    if output.target_prompt_logprobs is not None:
+        _write_targets(output.target_prompt_logprobs, message.target_prompt_logprobs)
     return message.SerializeToString(deterministic=True)
 
 
@@ -234,6 +236,9 @@ def decode_sample_output(data: bytes) -> SampleOutput:
         topk_prompt_logprobs=(
             _read_topk(message.topk_prompt_logprobs) if message.HasField("topk_prompt_logprobs") else None
         ),
+        target_prompt_logprobs=(
+            _read_targets(message.target_prompt_logprobs) if message.HasField("target_prompt_logprobs") else None
+        ),
     )
 
 
@@ -245,7 +250,35 @@ def sample_output_json(data: bytes) -> dict[str, object]:
         answer["prompt_logprobs"] = output.prompt_logprobs
     if output.topk_prompt_logprobs is not None:
         answer["topk_prompt_logprobs"] = output.topk_prompt_logprobs
+    if (targets := output.target_prompt_logprobs) is not None:
+        tensor = {"data": targets.values, "dtype": "float32", "shape": list(targets.shape)}
+        sparse = {"sparse_crow_indices": targets.crow, "sparse_col_indices": targets.columns}
+        answer["target_prompt_logprobs"] = tensor if targets.crow is None else tensor | sparse
     return answer
+
+
+def _write_targets(targets: TargetLogProbs, message: pb.Tensor) -> None:
+    message.dtype = pb.DTYPE_FLOAT32
+    message.shape.extend(targets.shape)
+    values = np.asarray(targets.values, "<f4").tobytes()  # None becomes NaN
+    if targets.crow is None or targets.columns is None:
+        message.dense = values
+        return
+    message.sparse_csr.values = values
+    message.sparse_csr.crow_indices = np.asarray(targets.crow, "<i8").tobytes()
+    message.sparse_csr.col_indices = np.asarray(targets.columns, "<i8").tobytes()
+
+
+def _read_targets(message: pb.Tensor) -> TargetLogProbs:
+    csr = message.sparse_csr if message.HasField("sparse_csr") else None
+    floats = np.frombuffer(message.dense if csr is None else csr.values, "<f4").tolist()
+    rows, columns = message.shape
+    return TargetLogProbs(
+        (rows, columns),
+        [None if x != x else x for x in floats],
+        None if csr is None else np.frombuffer(csr.crow_indices, "<i8").tolist(),
+        None if csr is None else np.frombuffer(csr.col_indices, "<i8").tolist(),
+    )
 
 
 def _write_topk(rows: list[list[tuple[int, float]] | None], message: pb.TopkLogprobs) -> None:

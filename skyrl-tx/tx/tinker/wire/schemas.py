@@ -21,7 +21,8 @@ from pydantic import (
 
 from skyrl_gym.suggestions import did_you_mean
 from tx.errors import RequestError
-from tx.tinker.types import AdamParams, LoraSpec, SampleParams, SampleSpec
+from tx.tinker.types import AdamParams, LoraSpec, PromptTargets, SampleParams, SampleSpec
+from tx.tinker.wire.tensors import JsonTensor, TensorReader
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=1024, pattern=r"^[^\x00-\x1f]*$")]
 """An id, a name, a path: without control characters, which databases and logs do not take."""
@@ -377,10 +378,33 @@ class SamplingParams(Body):
 _NOT_HERE = {
     "topk_sample_logprobs": 0,
     "prompt_alt_tokens_k": 0,
-    "target_prompt_logprobs": None,
     "prompt_logprobs_last_n": None,
 }
 """Options of an `asample` that this server has not, each with the value that asks for nothing."""
+
+
+class TargetTokens(Body):
+    """Token ids to score, a tensor [len(prompt) - 1, K]: those of row i in the place of prompt token i + 1; -1 for
+    none."""
+
+    data: list[int]
+    dtype: Literal["int64"] = "int64"
+    shape: list[int]
+    sparse_crow_indices: list[int] | None = None
+    sparse_col_indices: list[int] | None = None
+
+    def to_targets(self) -> PromptTargets:
+        """Raises: RequestError if data, shape and indices do not belong together."""
+        name, fields = "target_prompt_logprobs", dict(self)
+        if len(self.shape) != 2:
+            raise RequestError(f"{name}.shape must be [len(prompt) - 1, K]; got {self.shape[:8]}")
+        TensorReader().read_json(JsonTensor(**{field: fields[field] for field in JsonTensor.__struct_fields__}), name)
+        return PromptTargets(
+            shape=(self.shape[0], self.shape[1]),
+            ids=self.data,
+            crow=self.sparse_crow_indices,
+            columns=self.sparse_col_indices,
+        )
 
 
 class AsampleRequest(Body):
@@ -399,7 +423,7 @@ class AsampleRequest(Body):
     topk_prompt_logprobs: Index = 0
     topk_sample_logprobs: int = 0
     prompt_alt_tokens_k: int = 0
-    target_prompt_logprobs: object = None
+    target_prompt_logprobs: TargetTokens | None = None
     prompt_logprobs_last_n: int | None = None
     record_stability_info: bool | None = None
     """Belongs to the loss `stable_reinforce`: refused, or ignored where another loss is computed for it."""
@@ -428,6 +452,7 @@ class AsampleRequest(Body):
             params=self.sampling_params.to_params(draw_seed),
             prompt_logprobs=bool(self.prompt_logprobs),
             topk_prompt_logprobs=self.topk_prompt_logprobs,
+            targets=None if self.target_prompt_logprobs is None else self.target_prompt_logprobs.to_targets(),
         )
 
 

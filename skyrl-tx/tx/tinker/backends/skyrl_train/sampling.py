@@ -54,6 +54,11 @@ class EngineSampling(SamplingBackend):
         return self._num_running
 
     async def sample(self, spec: SampleSpec, adapter: Path | None, *, tenant: str = "") -> SampleOutput:
+        if spec.targets is not None:
+            raise ModelError(
+                "target_prompt_logprobs is not computed by the backend skyrl_train: ask for topk_prompt_logprobs, or "
+                "serve with --backend torch"
+            )
         self._num_running += spec.num_samples
         try:
             async with self._turns.take(tenant, spec.num_samples), self._slots.use(adapter) as name:

@@ -28,7 +28,7 @@ from skyrl_train.inference_engines.native.requests import EngineSamplingParams, 
 from tx.errors import ModelError
 from tx.tinker.backends.base import BackendLost, SamplingBackend
 from tx.tinker.backends.torch.adapter_slots import AdapterSlots
-from tx.tinker.types import SampleOutput, SampleSpec, Sequence
+from tx.tinker.types import PromptTargets, SampleOutput, SampleSpec, Sequence, TargetLogProbs
 
 _STEP_SECONDS = 86_400.0
 """The caller of `end_of_step` has a shorter timeout of its own."""
@@ -157,8 +157,10 @@ class NativeSampling(SamplingBackend):
         except ValueError as error:
             raise ModelError(str(error)) from error
         # The first sample brings the prompt's scores; the others share the prompt that was computed for it.
-        wants_scores = spec.prompt_logprobs or spec.topk_prompt_logprobs > 0
-        scoring = PromptScoring(temperature=1.0, num_top=spec.topk_prompt_logprobs) if wants_scores else None
+        scoring = None
+        if spec.prompt_logprobs or spec.topk_prompt_logprobs or spec.targets is not None:
+            targets = None if spec.targets is None else spec.targets.cells()[1:]
+            scoring = PromptScoring(temperature=1.0, num_top=spec.topk_prompt_logprobs, targets=targets)
         requests = [
             Request(
                 prompt,
@@ -197,12 +199,21 @@ def _output(spec: SampleSpec, completions: list[Completion], scores: PromptScore
         # Nothing predicts the first token of a prompt.
         prompt_logprobs=[None, *_log_probs(scores)] if spec.prompt_logprobs else None,
         topk_prompt_logprobs=[None, *_top(scores)] if spec.topk_prompt_logprobs else None,
+        target_prompt_logprobs=None if spec.targets is None else _of_targets(spec.targets, scores),
     )
 
 
 def _log_probs(scores: PromptScores | None) -> list[float]:
     """A prompt of one token has no scores."""
     return [] if scores is None else scores.log_probs.tolist()
+
+
+def _of_targets(targets: PromptTargets, scores: PromptScores | None) -> TargetLogProbs:
+    values: list[float | None] = [None] * len(targets.ids)
+    if scores is not None:
+        for index, value in zip(targets.cells()[0].tolist(), scores.target_log_probs.tolist(), strict=True):
+            values[index] = value
+    return TargetLogProbs(targets.shape, values, targets.crow, targets.columns)
 
 
 def _top(scores: PromptScores | None) -> list[list[tuple[int, float]]]:
