@@ -65,7 +65,8 @@ class Machine(Container):
 
     def run_arguments(self, image: str, limits: Limits) -> list[str]:
         spec, memory = self._spec, str(self.metered_bytes(limits))
-        rights = () if spec.user is not None else NEEDED_RIGHTS
+        is_root = spec.user is None or spec.user.partition(":")[0] in ("0", "root")
+        rights = NEEDED_RIGHTS if is_root else ()
         return [
             *(
                 "run",

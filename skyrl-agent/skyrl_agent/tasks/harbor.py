@@ -1,4 +1,4 @@
-"""Task folders of Harbor (https://harborframework.com/docs/tasks) and of Terminal-Bench before it, without a container.
+"""Task folders of Harbor (https://harborframework.com/docs/tasks) and of Terminal-Bench before it, in any runtime.
 
     harbor            terminal-bench
     task.toml         task.yaml           limits; the latter also has the instruction
@@ -7,8 +7,9 @@
     tests/test.sh     run-tests.sh        judge; tests/ is `/tests` while it runs, and not before
     solution/solve.sh solution.sh         oracle
 
-Of the Dockerfile the sandbox follows WORKDIR, COPY, ADD, ENV, ARG and RUN; the image of FROM is this machine, and there
-is no network. A RUN that fails here is an InfraError, never a reward of 0.
+Of the Dockerfile a runtime follows WORKDIR, COPY, ADD, ENV, ARG and RUN, without network. The image of FROM is this
+machine or, with `containers`, that image; an image of `environment.docker_image` then needs none of these steps. A RUN
+that fails here is an InfraError, never a reward of 0.
 
     python -m skyrl_agent.tasks.harbor FOLDER --output rows.jsonl      # rows of the task folders in a folder
     python -m skyrl_agent.validate harbor.yaml rows.jsonl              # oracles must pass, idle agents fail
@@ -44,6 +45,8 @@ FIRST_SECONDS = 60.0
 MAX_REWARD_BYTES = 1 << 16
 FILES_AT_A_TIME = 25
 """Files put in place by one command, whose length is limited to 128 KiB; a path may have 4 KiB."""
+FROM = re.compile(r"^\s*FROM\s+(?:--\S+\s+)*(\S+)", re.MULTILINE | re.IGNORECASE)
+CONTAINER_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 SKIPPED = (
     "FROM",
@@ -74,6 +77,8 @@ class TaskFolder:
     test_seconds: float
     test_env: Mapping[str, str] = field(default_factory=dict)
     solution_env: Mapping[str, str] = field(default_factory=dict)
+    docker_image: str | None = None
+    """Image in which the Dockerfile's steps are done already."""
     needs_reward_file: bool = True
     """The judge writes its reward; that of Terminal-Bench exits with 0."""
 
@@ -113,6 +118,7 @@ def _harbor(path: Path, config: Mapping[str, Any]) -> TaskFolder:
         test_seconds=float(verifier.get("timeout_sec") or DEFAULT_SECONDS),
         test_env=_env(path, verifier),
         solution_env=_env(path, config.get("solution", {})),
+        docker_image=config.get("environment", {}).get("docker_image"),
     )
 
 
@@ -163,18 +169,23 @@ class HarborTask(BaseTask):
 
     Args:
         memory_bytes: of each command.
+        containers: run each task in a container of its `environment.docker_image`, or of the image of its FROM with the
+            other steps done in it.
     """
 
     tools = ("bash", "finish")
 
-    def __init__(self, memory_bytes: int = 2 << 30) -> None:
+    def __init__(self, memory_bytes: int = 2 << 30, containers: bool = False) -> None:
         self.memory_bytes = memory_bytes
+        self.containers = containers
 
     def check_row(self, instance: Instance) -> None:
         folder = _folder(instance.row)
         if not folder.instruction:
             raise TaskRowError(f"task folder {folder.path} has no instruction")
-        dockerfile_steps(folder)
+        self._steps(folder)
+        if self.containers:
+            image_of(folder)
 
     def get_instruction(self, instance: Instance) -> list[Message]:
         return [
@@ -185,16 +196,18 @@ class HarborTask(BaseTask):
     def runtime_spec(self, instance: Instance) -> RuntimeSpec:
         folder = _folder(instance.row)
         seconds = folder.agent_seconds
-        env, workdir = {}, "/app"
-        for kind, value in dockerfile_steps(folder):
+        env, workdir = {}, None
+        for kind, value in self._steps(folder):
             if kind == "ENV":
                 env |= value
             elif kind == "WORKDIR":
                 workdir = value
-        links = {f"/{name}": f"{PLACE}/{name}" for name in FOLDERS} | {"/app": "/workspace"}
-        if workdir not in ("/", "/workspace", "/tmp") and Path(workdir).parent == Path("/"):
-            links[workdir] = "/workspace"
         limits = Limits(wall_seconds=seconds, cpu_seconds=seconds, memory_bytes=self.memory_bytes)
+        if self.containers:
+            return RuntimeSpec(image=image_of(folder), workdir=workdir, env=env, limits=limits)
+        links = {f"/{name}": f"{PLACE}/{name}" for name in FOLDERS} | {"/app": "/workspace"}
+        if workdir not in (None, "/", "/workspace", "/tmp") and Path(workdir).parent == Path("/"):
+            links[workdir] = "/workspace"
         return RuntimeSpec(env=env, links=links, limits=limits)
 
     async def initialize_runtime(self, instance: Instance, runtime: Runtime) -> None:
@@ -204,8 +217,8 @@ class HarborTask(BaseTask):
         # A container has no links yet, and its root may make them.
         link = "; ".join(f"[ -e /{name} ] || ln -s {PLACE}/{name} /{name}" for name in FOLDERS)
         await _run(runtime, f"mkdir -p {places} {PLACE}/logs/verifier {PLACE}/logs/agent; {link}")
-        workdir = "/app"
-        for kind, value in dockerfile_steps(folder):
+        workdir = runtime.workdir if self.containers else "/app"
+        for kind, value in self._steps(folder):
             if kind == "WORKDIR":
                 workdir = value
                 await _run(runtime, f"mkdir -p {shlex.quote(workdir)}")
@@ -213,6 +226,11 @@ class HarborTask(BaseTask):
                 await _run(runtime, f"cd {shlex.quote(workdir)} && ({value}\n)")
             elif kind == "COPY":
                 await self._copy(folder, value, workdir, runtime)
+
+    def _steps(self, folder: TaskFolder) -> list[tuple[str, Any]]:
+        if self.containers:
+            return [] if folder.docker_image else dockerfile_steps(folder, CONTAINER_PATH)
+        return dockerfile_steps(folder)
 
     async def _copy(self, folder: TaskFolder, arguments: list[str], workdir: str, runtime: Runtime) -> None:
         *sources, target = arguments
@@ -301,14 +319,28 @@ def _numbers(text: str) -> dict[str, float]:
         raise ValueError(f"its values must be numbers; got {text!r:.200}") from None
 
 
-def dockerfile_steps(folder: TaskFolder) -> list[tuple[str, Any]]:
+def image_of(folder: TaskFolder) -> str:
+    """Return the image of a task's container. Raises TaskRowError."""
+    if folder.docker_image:
+        return folder.docker_image
+    file = folder.path / folder.dockerfile
+    found = FROM.findall(file.read_text()) if file.is_file() else []
+    if len(found) != 1:
+        raise TaskRowError(
+            f"task folder {folder.path}: {folder.dockerfile} must have one FROM, whose image is the container's, or "
+            f"task.toml an environment.docker_image; it has {len(found)}"
+        )
+    return found[0]
+
+
+def dockerfile_steps(folder: TaskFolder, path: str = PATH) -> list[tuple[str, Any]]:
     """Return what a sandbox follows of the Dockerfile, as (`WORKDIR`, path), (`ENV`, mapping), (`RUN`, script),
     (`COPY`, arguments). A task without a Dockerfile has none. Raises TaskRowError."""
     file = folder.path / folder.dockerfile
     if not file.is_file():
         return []
     steps: list[tuple[str, Any]] = []
-    workdir, known = "/", {"PATH": PATH}
+    workdir, known = "/", {"PATH": path}
     exports = ""
     lines = [line for line in file.read_text().splitlines() if not line.lstrip().startswith("#")]
     for line in "\n".join(lines).replace("\\\n", " ").splitlines():

@@ -1,14 +1,17 @@
 """Task folders in the layouts of Harbor and Terminal-Bench, in a local sandbox."""
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from skyrl_agent.errors import InfraError, TaskRowError
-from skyrl_agent.runtimes import make_runtime
+from skyrl_agent.runtimes import container, make_runtime
 from skyrl_agent.tasks.base import Instance
 from skyrl_agent.tasks.harbor import HarborTask, harbor_rows
 from skyrl_agent.types import TrajectoryResult
+from skyrl_gym.sandbox.container_engine import EngineName
+from skyrl_gym.sandbox.machine_image import ensure_machine_image
 
 TOML = """
 version = "1.0"
@@ -79,9 +82,9 @@ def make_tasks(folder: Path, size: int) -> None:
         write(task / "tests" / "helper.txt", "")
 
 
-async def judged(row, solve):
+async def judged(row, solve, **settings):
     """Return the reward of an oracle, or of an agent that does nothing."""
-    task, instance = HarborTask(), Instance(row, row["id"])
+    task, instance = HarborTask(**settings), Instance(row, row["id"])
     async with make_runtime(task.runtime_spec(instance)) as runtime:
         if not solve:
             return (await task.evaluate_original(instance, runtime)).reward
@@ -96,6 +99,42 @@ async def test_harbor_oracle_passes_and_idle_agent_fails(sandboxed, tmp_path, si
     assert len(rows) == size and "Write the " in rows[0]["prompt"][1]["content"]
     assert [await judged(row, solve=True) for row in rows] == [1.0] * size
     assert [await judged(row, solve=False) for row in rows] == [0.0] * size
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("engine", get_args(EngineName))
+async def test_harbor_tasks_in_containers_of_their_images(engine, tmp_path, monkeypatch):
+    image = "localhost/skyrl-machine"
+    try:
+        ensure_machine_image(engine, image)
+    except InfraError as error:
+        pytest.skip(f"{engine} does not work here: {error}")
+    monkeypatch.setattr(container, "find_engine", lambda: engine)
+    make_tasks(tmp_path, 20)
+    for folder in tmp_path.iterdir():
+        [file] = folder.rglob("Dockerfile")
+        file.write_text(file.read_text().replace("debian:bookworm-slim", image))
+    rows = list(harbor_rows(tmp_path))
+    assert HarborTask(containers=True).runtime_spec(Instance(rows[0], "a")).image == image
+    assert [await judged(row, solve=True, containers=True) for row in rows] == [1.0] * 20
+    assert [await judged(row, solve=False, containers=True) for row in rows] == [0.0] * 20
+
+
+def test_harbor_image_is_the_tasks_or_that_of_its_only_from(tmp_path):
+    make_tasks(tmp_path, 1)
+    [row] = harbor_rows(tmp_path)
+    task, instance = HarborTask(containers=True), Instance(row, "a")
+    assert task.runtime_spec(instance).image == "debian:bookworm-slim"
+    assert task.runtime_spec(instance).workdir == "/app"
+    write(tmp_path / "sum-00" / "environment" / "Dockerfile", "FROM a AS b\nFROM c\n")
+    with pytest.raises(
+        TaskRowError, match=r"must have one FROM, .* or task.toml an environment.docker_image; it has 2"
+    ):
+        task.check_row(instance)
+    toml = tmp_path / "sum-00" / "task.toml"
+    write(toml, toml.read_text().replace("[environment]", '[environment]\ndocker_image = "built/already:1"'))
+    spec = task.runtime_spec(instance)
+    assert (spec.image, spec.workdir, spec.env) == ("built/already:1", None, {})
 
 
 async def test_harbor_expands_variables_of_the_dockerfile_and_copies_many_files_with_long_paths(sandboxed, tmp_path):
