@@ -4,7 +4,7 @@ import asyncio
 import json
 import random
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
@@ -47,25 +47,28 @@ async def test_killed_while_it_creates_saves_and_loads(tmp_path: Path, tiny_mode
         first = await Model.new(client, "tiny", rank=4, seed=1)
         await client.fetch(await first.train(data_of("cross_entropy", [20], 0)))  # the engine is there and warm
 
-        async def disturbed(work: Callable[[int], Awaitable[Model]]) -> list[Model]:
-            doing = asyncio.gather(*map(work, range(NUM_MODELS)))
+        async def disturbed(*work: Awaitable[Model]) -> list[Model]:
+            doing = asyncio.gather(*work)
             await kill(server)
             return await doing
 
         async def create(i: int) -> Model:
             return await Model.new(client, "tiny", session_id=first.session_id, number=1 + i, rank=1 + i, seed=i)
 
-        models = await disturbed(create)
-
-        async def train_and_save(i: int) -> Model:
-            model = models[i]
+        async def train_and_save(model: Model, i: int) -> Model:
             await model.train(data_of("cross_entropy", [30], i))
             await model.step(learning_rate=0.01)
             saved = json.loads(await client.fetch(await model.save("kept")))
             assert saved["path"] == f"tinker://{model.model_id}/weights/kept"
             return model
 
-        models = await disturbed(train_and_save)
+        # Each kill costs the start of an engine: some are created while others are saved.
+        half = NUM_MODELS // 2
+        earlier = [await create(i) for i in range(half)]
+        saves = [train_and_save(model, i) for i, model in enumerate(earlier)]
+        models = await disturbed(*saves, *(create(i) for i in range(half, NUM_MODELS)))
+        for i, model in enumerate(models[half:], half):
+            await train_and_save(model, i)
         listed = (await client.get("checkpoints")).json()["checkpoints"]
         assert {row["tinker_path"] for row in listed} == {f"tinker://{m.model_id}/weights/kept" for m in models}
 
@@ -74,7 +77,7 @@ async def test_killed_while_it_creates_saves_and_loads(tmp_path: Path, tiny_mode
             await client.call("load_weights", body | {"path": f"tinker://{models[i].model_id}/weights/kept"})
             return Model(client, first.session_id, f"{first.session_id}:train:{100 + i}")
 
-        loaded = await disturbed(load)
+        loaded = await disturbed(*map(load, range(NUM_MODELS)))
         for original, copy in zip(models, loaded, strict=True):
             assert await next_losses(client, original) == await next_losses(client, copy)
 
