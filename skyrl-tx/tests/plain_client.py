@@ -182,10 +182,12 @@ class Model:
         prompt: list[int],
         num_samples: int = 1,
         prompt_logprobs: bool = False,
+        topk_prompt_logprobs: int = 0,
         **params: Any,
     ) -> str:
         body = {"sampling_session_id": sampler, "seq_id": seq, "num_samples": num_samples}
         body |= {"prompt": {"chunks": [{"type": "encoded_text", "tokens": prompt}]}, "prompt_logprobs": prompt_logprobs}
+        body["topk_prompt_logprobs"] = topk_prompt_logprobs
         return await self._ask("asample", body | {"sampling_params": params})
 
     async def unload(self) -> None:

@@ -2,7 +2,16 @@
 
 import asyncio
 import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,13 +20,14 @@ import numpy as np
 import psutil
 import pytest
 from plain_client import Client, Failed, Model, Refused
-from tx_server import ServerProcess
+from tx_server import ServerProcess, free_port
 
 from skyrl_train_testing.tiny_models import character_tokenizer, tiny_qwen3
 from tx.tinker.types import Datum, SampleOutput
 from tx.tinker.wire.codec import decode_sample_output
 
 PROMPT = [50, 7, 33, 90]
+VOCABULARY = 99
 TOKENS = np.random.default_rng(0).integers(3, 99, 33)
 DATA = [Datum(TOKENS[:-1], {"target_tokens": TOKENS[1:], "weights": np.ones(32, np.float32)})]
 
@@ -61,6 +71,39 @@ async def two_models_learn_and_answer(client: Client) -> None:
     await client.fetch(await second.step(learning_rate=0.02))
 
 
+async def likeliest_tokens_of_a_prompt_agree_with_its_scores(client: Client) -> None:
+    """All of the vocabulary is asked for, so that each prompt token is among the likeliest in its place."""
+    model = await Model.new(client, "tiny", number=2, rank=8, seed=2, train_unembed=False)
+    scored = await answer(model, await sampler_of(model), 0, topk_prompt_logprobs=VOCABULARY)
+    assert scored.prompt_logprobs is not None and scored.topk_prompt_logprobs is not None
+    assert scored.topk_prompt_logprobs[0] is None and len(scored.topk_prompt_logprobs) == len(PROMPT)
+    for token, value, top in list(zip(PROMPT, scored.prompt_logprobs, scored.topk_prompt_logprobs, strict=True))[1:]:
+        assert top is not None and len(top) == VOCABULARY
+        assert [value for _, value in top] == sorted((value for _, value in top), reverse=True)
+        assert dict(top)[token] == pytest.approx(value, abs=1e-5)
+        assert sum(math.exp(value) for _, value in top) == pytest.approx(1.0, abs=1e-4)
+
+
+@contextmanager
+def ray_cluster(folder: Path) -> Iterator[str]:
+    """A cluster of one node on loopback, started as its operator starts it. Yields its address."""
+    ray, address = [sys.executable, "-m", "ray.scripts.scripts"], f"127.0.0.1:{free_port()}"
+    temp = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # its sockets have no room for a longer path
+    options = [f"--port={address.split(':')[1]}", "--node-ip-address=127.0.0.1", "--num-cpus=4", "--block"]
+    options += [f"--temp-dir={temp}", "--include-dashboard=false", "--object-store-memory=100000000"]
+    with (folder / "ray.log").open("wb") as log:
+        process = subprocess.Popen([*ray, "start", "--head", *options], stdout=log, stderr=log, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 120
+        while subprocess.run([*ray, "health-check", f"--address={address}"], capture_output=True).returncode:
+            assert process.poll() is None and time.monotonic() < deadline, (folder / "ray.log").read_text()
+        yield address
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        shutil.rmtree(temp, ignore_errors=True)
+
+
 def descendants(server: ServerProcess) -> list[psutil.Process]:
     return psutil.Process(server.pid).children(recursive=True)
 
@@ -97,7 +140,26 @@ async def test_vllm_serves_the_adapters(tmp_path: Path):
             with pytest.raises((Refused, Failed), match="train_unembed must be false"):
                 await Model.new(client, "tiny", rank=8, train_unembed=True)
             await two_models_learn_and_answer(client)
+            await likeliest_tokens_of_a_prompt_agree_with_its_scores(client)
         stopped_whole(server, least=5)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+async def test_a_cluster_that_runs_already_is_joined_and_goes_on_without_the_server(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # of both, as their operator has it
+    with ray_cluster(tmp_path) as address:
+        settings = {"generator.backend": "native", "device": "cpu", "ray_address": address}
+        with server_of(tmp_path / "server", tiny_model, **settings) as server:
+            async with Client(server.url) as client:
+                await two_models_learn_and_answer(client)
+                await likeliest_tokens_of_a_prompt_agree_with_its_scores(client)
+            assert not any("raylet" in process.name() for process in descendants(server)), "no cluster of its own"
+            assert server.stop() == 0
+        health = [sys.executable, "-m", "ray.scripts.scripts", "health-check", f"--address={address}"]
+        assert subprocess.run(health, capture_output=True).returncode == 0
 
 
 @pytest.mark.full
