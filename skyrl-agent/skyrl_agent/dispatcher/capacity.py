@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Hashable, Sequence
+from statistics import fmean
 
 from skyrl_agent.config.task_file import DispatcherSection
 from skyrl_agent.dispatcher.durations import Durations
@@ -11,6 +12,9 @@ from skyrl_agent.dispatcher.sizing import StageEntry, StageSize
 from skyrl_agent.types import Stage
 
 NEXT: dict[Stage, Stage] = {"initialize": "generate", "generate": "evaluate"}
+HEDGE, MARGIN = 4, 2
+"""Factor by which `generate` may exceed its size where one of the last trajectories may be the longest of all, and the
+one by which the estimate of what is left may be too high."""
 
 
 class Capacity:
@@ -41,10 +45,56 @@ class Capacity:
                 self._sizes[stage] = StageSize(first)
         self._named_instances = named_instances
         self._batches = itertools.count()
+        self._num_open = 0
+        self._hedges = False
 
     def new_batch(self) -> int:
-        """Return the number of a batch: trajectories of earlier batches go first."""
+        """Return the number of a batch: trajectories of earlier batches go first. `end_batch` ends it."""
+        self._num_open += 1
         return next(self._batches)
+
+    def end_batch(self) -> None:
+        """Record that a batch is over."""
+        self._num_open -= 1
+        self._hedge(False)
+
+    @property
+    def may_hedge(self) -> bool:
+        """True where `hedge` may have an effect: one batch alone, whose `generate` is sized."""
+        return self._num_open == 1 and not self._hedges and "generate" in self._sizes
+
+    def hedge(self, waiting: Sequence[Hashable], working: Sequence[Hashable]) -> None:
+        """Let `HEDGE` times as many trajectories generate if one that has not begun is likely to take longer than all
+        others together will: it is not known which one, and the batch would wait for it alone.
+
+        Args:
+            waiting: instances of the trajectories that have not begun to generate.
+            working: instances of those that generate.
+        """
+        longest = self.durations.longest(waiting)
+        left = max(self._seconds_left(stage, waiting, working) for stage in ("generate", "evaluate"))
+        if longest and MARGIN * longest >= left:
+            self._hedge(True)
+
+    def _seconds_left(self, stage: Stage, waiting: Sequence[Hashable], working: Sequence[Hashable]) -> float:
+        """Estimate the seconds until a stage has done its work, if all of its slots are used until then."""
+        limit = self.stages[stage].running.limit
+        expected = [[self.durations.stage(instance, stage) for instance in group] for group in (waiting, working)]
+        known = [seconds for group in expected for seconds in group if seconds is not None]
+        if limit is None or not known:
+            return 0.0
+        mean = fmean(known)  # of instances that are not known
+        whole, half = (sum(mean if seconds is None else seconds for seconds in group) for group in expected)
+        return (whole + half / 2) / limit
+
+    def _hedge(self, hedges: bool) -> None:
+        if hedges != self._hedges:
+            self._hedges = hedges
+            self._resize("generate")
+
+    def _resize(self, stage: Stage) -> None:
+        factor = HEDGE if stage == "generate" and self._hedges else 1
+        self.stages[stage].resize(factor * self._sizes[stage].limit)
 
     def slots(self, stage: Stage, total: int) -> int:
         """Return the number of trajectories, of `total`, that can be in a stage at a time."""
@@ -69,17 +119,24 @@ class Capacity:
         pressed = waited and (downstream is None or self.stages[downstream].admitted.is_free)
         return self._sizes[stage].started(now, pressed)
 
-    def ended(self, stage: Stage, now: float, entry: StageEntry | None, instance: Hashable | None) -> None:
+    def ended(self, stage: Stage, now: float, entry: StageEntry | None, instance: Hashable | None) -> float | None:
         """Record that a stage ended, and resize it.
 
         Args:
             instance: None: it failed.
+
+        Returns:
+            seconds that the stage would have taken alone; None: it is not sized.
         """
-        if entry is not None and self._sizes[stage].ended(now, entry, instance):
-            self.stages[stage].resize(self._sizes[stage].limit)
+        if entry is None:
+            return None
+        if self._sizes[stage].ended(now, entry, instance):
+            self._resize(stage)
+        return self._sizes[stage].work(entry)
 
     def record_durations(self, instance: Hashable, seconds: Sequence[float]) -> None:
-        """Record the seconds of the stages of a trajectory that ended without failure, and reorder those that wait."""
+        """Record the seconds of the stages (`Durations.add`) of a trajectory that ended without failure, and reorder
+        those that wait."""
         self.durations.add(instance, seconds)
         if self.longest_first and self.durations.predictive:
             self.alive.reorder()

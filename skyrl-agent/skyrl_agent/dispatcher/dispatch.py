@@ -26,6 +26,8 @@ T = TypeVar("T", bound=Trajectory)
 
 METHODS: dict[Stage, str] = {stage: f"{stage}_trajectory" for stage in STAGES}
 BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 1.0, 30.0
+HEDGE_CHECKS = 64
+"""Times that a batch is asked for whether its last trajectories should begin together."""
 
 
 def slots_of(stage: Stage) -> str:
@@ -78,6 +80,7 @@ class Dispatch:
         self._meters = {stage: StageMeter() for stage in STAGES}
         self._abandoned = 0
         self._make_environment, self._close_environment = make_environment, close_environment
+        self._batch: Sequence[TrajectoryState] = ()
         self._pool: EnvironmentPool | None = None
         self._clock, self._methods = clock, methods
         self._began = self._ended = 0.0
@@ -104,7 +107,7 @@ class Dispatch:
             return
         if self.plan.reuses_environments:
             self._pool = self._new_pool()
-        states = self._states(in_order)
+        states = self._batch = self._states(in_order)
         ended: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
         async with live_progress(self.total, self._state, self.section.progress):
             tasks = {asyncio.create_task(self._run_one(state)): state.position for state in states}
@@ -206,7 +209,8 @@ class Dispatch:
             state.waiting_since = self._now()
             meter.service.append(state.waiting_since - began)
             state.seconds[stage] += meter.service[-1]
-            self.capacity.ended(stage, state.waiting_since, entry, state.instance if is_whole else None)
+            alone = self.capacity.ended(stage, state.waiting_since, entry, state.instance if is_whole else None)
+            state.seconds_alone[stage] += meter.service[-1] if alone is None else alone
 
     async def _run_with_retries(self, state: TrajectoryState, stage: Stage) -> None:
         retries = 0 if stage == "generate" else self.plan.limits(stage).retries or 0
@@ -281,8 +285,14 @@ class Dispatch:
             self.capacity.alive.release()
         trajectory.result.stage_seconds = dict(state.seconds)
         if trajectory.result.failure is None:
-            self.capacity.record_durations(state.instance, [state.seconds[stage] for stage in STAGES])
+            self.capacity.record_durations(state.instance, [state.seconds_alone[stage] for stage in STAGES])
         self.done += 1
+        state.is_done = True
+        if self.capacity.may_hedge and self.done % max(1, self.total // HEDGE_CHECKS) == 0:
+            in_stage = {
+                stage: [it.instance for it in self._batch if it.stage == stage and not it.is_done] for stage in STAGES
+            }
+            self.capacity.hedge(waiting=in_stage["initialize"], working=in_stage["generate"])
 
     async def _close(self, trajectory: Trajectory) -> None:
         grace = self.section.close_timeout_seconds
@@ -300,6 +310,7 @@ class Dispatch:
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._pool:
             await self._pool.close()
+        self.capacity.end_batch()
         self._ended = self._now()
 
     def _release_slot(self, state: TrajectoryState) -> None:

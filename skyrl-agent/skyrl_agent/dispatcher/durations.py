@@ -11,6 +11,8 @@ from skyrl_agent.types import Stage
 WEIGHT_OF_LAST = 0.3
 """Weight of the newest trajectory in the mean of its instance: policies change from epoch to epoch."""
 MIN_PAIRS, MAX_PAIRS = 16, 256
+MIN_SURPRISE, SURPRISED = 3.0, 0.98
+"""Siblings do not predict the long tail where one trajectory in fifty exceeds its expectation by this factor."""
 MIN_CORRELATION = 0.2
 MAX_INSTANCES = 1 << 17
 """Instances remembered, the last ones: without `data.instance_id_key` each batch has new ones."""
@@ -35,7 +37,7 @@ class Durations:
         """Record a trajectory that ended without failure.
 
         Args:
-            seconds: of each stage, without waits.
+            seconds: of each stage, without waits; where it is known, those that the stage would take alone.
         """
         known = self._means.pop(instance, None)
         if len(self._means) == MAX_INSTANCES:
@@ -50,11 +52,32 @@ class Durations:
         if len(self._pairs) >= MIN_PAIRS:
             self._correlation = _correlation(self._pairs)
 
+    def longest(self, instances: Sequence[Hashable]) -> float:
+        """Return the seconds that one of these trajectories, unknown which, is likely to take beyond expectation: at
+        most those of the longest of late. 0 where siblings predict the long ones, or nothing is known yet."""
+        known = [sum(self._means[instance]) for instance in instances if instance in self._means]
+        if not known or len(self._pairs) < MIN_PAIRS:
+            return 0.0
+        surprises = sorted(actual - expected for expected, actual in self._pairs)
+        if math.exp(_quantile(surprises, SURPRISED)) < MIN_SURPRISE:
+            return 0.0
+        ever = max(math.expm1(actual) for _, actual in self._pairs)
+        return min(ever, max(known) * math.exp(_quantile(surprises, 1 - 1 / len(instances))))
+
+    def stage(self, instance: Hashable, stage: Stage) -> float | None:
+        """Return the expected seconds of a stage; None of an instance that is not known."""
+        known = self._means.get(instance)
+        return None if known is None else known[STAGES.index(stage)]
+
     def remaining(self, instance: Hashable, stage: Stage) -> float:
         """Return the expected seconds from the begin of a stage to the end, without waits. An instance of which no
         trajectory has ended yet has infinitely many: it is either new, or its first trajectories are long."""
         known = self._means.get(instance)
         return math.inf if known is None else sum(known[STAGES.index(stage) :])
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    return ordered[int(share * (len(ordered) - 1))]
 
 
 def _correlation(pairs: deque[tuple[float, float]]) -> float:

@@ -11,7 +11,8 @@ WINDOW = 512
 INTERVAL = 32
 """Number of trajectories between two estimates."""
 MIN_EVIDENCE, MUCH_EVIDENCE = 4.0, 12.0
-"""Least logarithm of the likelihood ratio for which a model replaces the one before; a gradual one a sudden one."""
+"""Least logarithm of the likelihood ratio for which a model replaces the one before; a gradual one a sudden one, and
+one of a higher limit."""
 SHARE_PRESSED = 0.5
 CAPACITIES = tuple(round(2 ** (exponent / 2)) for exponent in range(4, 23))  # 4, 6, 8, ... 2048
 PROBE_AFTER, PROBE_INTERVALS = 16, 2
@@ -63,7 +64,7 @@ class StageSize:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._inside = 0
+        self._inside = self._peak = 0
         self._now = 0.0
         self._clocks = [0.0] * len(MODELS)
         self._ended: deque[tuple[Hashable, list[float]]] = deque(maxlen=WINDOW)
@@ -86,6 +87,7 @@ class StageSize:
         """
         self._advance(now)
         self._inside += 1
+        self._peak = max(self._peak, self._inside)
         self._entered.append(pressed)
         return StageEntry(tuple(self._clocks))
 
@@ -111,6 +113,10 @@ class StageSize:
         self.limit = self._estimate()
         return self.limit != before
 
+    def work(self, entry: StageEntry) -> float:
+        """Return the seconds that a trajectory which has just ended would have taken alone, by the model that holds."""
+        return self._clocks[self._model] - entry.clocks[self._model]
+
     def _advance(self, now: float) -> None:
         seconds, self._now = now - self._now, now
         if self._inside and seconds:
@@ -125,10 +131,13 @@ class StageSize:
 
         best, simple = (min(models, key=deviations.__getitem__) for models in (range(len(MODELS)), SIMPLER))
         best = best if is_evident(best, simple, MUCH_EVIDENCE) else simple
-        if is_evident(best, self._model):
+        before, after = MODELS[self._model].limit, MODELS[best].limit
+        is_higher = before is not None and (after is None or after > before)
+        if is_evident(best, self._model, MUCH_EVIDENCE if is_higher else MIN_EVIDENCE):
             self._model = best
         known = MODELS[self._model].limit
-        is_pressed = sum(self._entered) >= SHARE_PRESSED * INTERVAL
+        is_pressed = self._peak >= self.limit and sum(self._entered) >= SHARE_PRESSED * INTERVAL
+        self._peak = self._inside
         if known is None:
             return GROWTH * self.limit if is_pressed else self.limit
         self._since_probe = (self._since_probe + 1) % (PROBE_AFTER + PROBE_INTERVALS)

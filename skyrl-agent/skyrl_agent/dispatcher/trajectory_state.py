@@ -41,6 +41,8 @@ class TrajectoryState:
     """Attempts at the current stage."""
     admitted: bool = False
     """Counted in the limit of `alive` trajectories."""
+    is_done: bool = False
+    """Closed for good."""
     is_open: bool = False
     """Between the begin of `initialize` and the end of `close`."""
     limit: QueueLimit | None = None
@@ -50,3 +52,5 @@ class TrajectoryState:
     environment_index: int | None = None
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """`TrajectoryResult.stage_seconds`"""
+    seconds_alone: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Seconds of each stage as if no other trajectory had run beside it, as far as that is known."""

@@ -125,6 +125,38 @@ def test_the_model_s_capacity_is_found_and_kept():
     assert metrics[0]["dispatcher/seconds"] > metrics[1]["dispatcher/seconds"]
 
 
+def test_last_trajectories_begin_together_where_a_long_one_may_be_among_them():
+    """One in five takes ten times as long, and siblings tell little of which."""
+    family = FAMILY["bimodal"]
+    batches = [family.batch(1000), family.batch(1001), family.batch(0, 2)]
+    metrics = run_batches(family, section("auto", **PATIENT), batches)[-1]
+    assert metrics["dispatcher/seconds"] < 1.2 * lower_bound(family, batches[-1])  # 1.39 without the hedge
+    assert metrics["dispatcher/generate/slots"] <= 128  # it ends with the batch
+
+
+def test_durations_tell_how_long_an_unpredicted_one_may_be():
+    known = Durations()
+    for number in range(200):
+        known.add(number % 4, [0.0, 10.0, 1.0])
+    assert known.longest([0, 1, 2]) == 0.0  # all as their siblings
+    for number in range(200):
+        known.add(number % 4, [0.0, 100.0 if number % 20 == 0 else 10.0, 1.0])
+    assert 40 < known.longest([0, 1, 2] * 100) <= 101.0 + 1e-6  # never more than the longest of late
+    assert known.longest(["unknown"]) == 0.0
+
+
+def test_a_limit_that_was_not_reached_does_not_grow():
+    size = StageSize(32)
+    for number in range(200):
+        entry = size.started(float(number), pressed=True)
+        size.ended(number + 0.5, entry, number)
+    assert size.limit == 32
+    entries = [size.started(300.0, pressed=True) for _ in range(64)]
+    for number, entry in enumerate(entries):
+        size.ended(301.0, entry, -number)
+    assert size.limit == 64
+
+
 def test_a_stage_that_is_given_a_limit_is_not_sized():
     family = Family("test fixed", FAMILY["search"].draw, SharedMachine())
     given = section("auto", 8, 8, **PATIENT | {"generate": {"timeout_seconds": 1e6, "parallel": 4}})
@@ -135,8 +167,7 @@ def test_a_stage_that_is_given_a_limit_is_not_sized():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILY)
 def test_no_fixed_dispatcher_is_better_in_any_family(name):
-    """Total time of the third epoch over the same instances, but for those of which one in five is long without a
-    sign."""
+    """Total time of the third epoch over the same instances."""
     family = FAMILY[name]
     lives = {"max_alive": family.machine.lives} if family.machine.lives else {}
     epochs = [family.batch(0, epoch) for epoch in range(3)]
@@ -147,7 +178,7 @@ def test_no_fixed_dispatcher_is_better_in_any_family(name):
             seconds_of(family, "async_batch_bounded", epochs[-1:], 64),
             seconds_of(family, "async_batch", epochs[-1:]),
         ]
-    assert auto["dispatcher/seconds"] <= {"bimodal": 1.25}.get(name, 1.03) * min(fixed)
+    assert auto["dispatcher/seconds"] <= 1.03 * min(fixed)
     assert auto["dispatcher/peak_alive"] <= (family.machine.lives or 512)
 
 
