@@ -263,6 +263,45 @@ def test_weights_with_nan_fail_the_request_and_leave_nothing_behind(tiny_models,
     assert same_bits(run(core, requests)[0], good)
 
 
+def test_weights_with_nan_leave_nothing_behind_of_a_prompt_in_chunks(tiny_models):
+    core = make_core(tiny_models("qwen3"), max_prefill_tokens=64)
+    short, long = (Request(p, EngineSamplingParams(max_tokens=5), (0, 0)) for p in random_prompts([5, 200]))
+    [good] = run(core, [short])
+    weight = next(p for name, p in core.model.named_parameters() if name.endswith("v_proj.weight"))
+    kept = weight.clone()
+    weight.fill_(float("nan"))
+    core.add_request(long)
+    core.step()
+    assert long.num_chunked == 64
+    core.abort([long])
+    weight.copy_(kept)
+    core.take_version(1)
+    assert same_bits(run(core, [short])[0], good)
+
+
+def cache_bytes(core: NativeEngineCore) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in core._cache.tensors())
+
+
+def test_memory_of_a_peak_is_given_back_after_a_batch_that_needs_less_than_half(tiny_models):
+    core = make_core(tiny_models("qwen3"))
+
+    def requests(num: int, length: int) -> list[Request]:
+        return [
+            Request(p, EngineSamplingParams(max_tokens=9), (0, i)) for i, p in enumerate(random_prompts([length] * num))
+        ]
+
+    many, few = requests(8, 200), requests(3, 20)
+    expected, peak = run(core, many), cache_bytes(core)
+    run(core, many[:6])
+    assert cache_bytes(core) == peak  # three quarters of it were used
+    run(core, few)
+    assert cache_bytes(core) == peak / 16  # 4 rows of 32 tokens, of 8 of 256
+    # Grown again, with prefixes kept from before: the same bits.
+    assert all(same_bits(one, other) for one, other in zip(run(core, many), expected, strict=True))
+    assert cache_bytes(core) == peak
+
+
 def test_an_unknown_dtype_is_a_config_error(tiny_models):
     with pytest.raises(ConfigError, match="dtype must be one of float32, bfloat16, float16; got 'int8'"):
         make_core(tiny_models("qwen3"), dtype="int8")

@@ -29,6 +29,7 @@ class SlotCache(Cache):
         self.max_length = round_up(max_length, KEY_BLOCK)
         self.num_rows = 0
         self.length = 0
+        self._used = 0, 0
         self._keys: list[torch.Tensor | None] = [None] * num_layers
         self._values: list[torch.Tensor | None] = [None] * num_layers
         self._states: dict[int, DeltaState] = {}
@@ -46,11 +47,26 @@ class SlotCache(Cache):
     def reserve(self, num_rows: int, length: int) -> None:
         """Make room for `num_rows` requests, of which the longest holds `length` tokens; what is held stays. Room that
         is there is kept for later, unless all of it would be above `max_tokens`."""
+        self._used = max(self._used[0], num_rows), max(self._used[1], length)
         if num_rows <= self.num_rows and length <= self.length:
             return
         rows, width = self.size_for(num_rows, length)
         if max(rows, self.num_rows) * max(width, self.length) <= self.max_tokens:
             rows, width = max(rows, self.num_rows), max(width, self.length)
+        self._resize(rows, width)
+
+    def trim(self) -> bool:
+        """Give memory back that was not needed since the last call, if it is half of all or more. Only while nothing
+        runs. Returns: True if it was."""
+        rows, width = self.size_for(*self._used)
+        self._used = 0, 0
+        is_too_large = 2 * rows * width <= self.num_rows * self.length
+        if is_too_large:
+            self._resize(rows, width)
+        return is_too_large
+
+    def _resize(self, rows: int, width: int) -> None:
+        """Move what is held to memory of another size."""
         self.num_rows, self.length = rows, width
         for tensors in (self._keys, self._values):
             for layer, held in enumerate(tensors):
@@ -61,7 +77,8 @@ class SlotCache(Cache):
         for layer, state in self._states.items():
             fresh_state = self._state_like(state)
             for fresh, held in zip(fresh_state, state, strict=True):
-                fresh[: len(held)] = held[:rows]
+                kept = held[:rows]
+                fresh[: len(kept)] = kept
             self._states[layer] = fresh_state
 
     def release(self) -> None:

@@ -284,6 +284,8 @@ class NativeEngineCore:
         self._prefixes.load([row], [self._prefixes.tree.match(request.prompt[:start], request.lora_serial)])
         self._runner.prefill([row], [request.prompt[:end]], [start], np.array([request.lora_slot]))
         self._keep_prompts([row], [request], [request.prompt[:end]], [start])
+        # What is not finite, since the weights are not, would reach whichever request gets the row.
+        self._cache.clear_row(row)
         self._chunk = request, end
         request.num_chunked += end - start
         self.num_prompt_tokens_computed += end - start
@@ -541,6 +543,12 @@ class NativeEngineCore:
                     self._routes.copy(last, row, int(rows.length[last]) - 1)
                 rows.move(last, row)
             rows.remove_last()
+        # A new batch may need less than one of long answers did.
+        if not rows and not self._waiting and self._cache.trim():
+            if self.draft_model is not None:
+                self.draft_model.release()
+            if self._routes is not None:
+                self._routes.release()
         return outcomes
 
     def _keep(self, ended: list[int]) -> None:
