@@ -5,13 +5,14 @@ response tokens that are scored.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from skyrl_train.distributed.ulysses import SequenceParallel
 
@@ -266,7 +267,14 @@ def packed(
         multiple_of: fill up to a multiple of this number of tokens.
         share_prefixes: tokens of a prompt that another row begins with, too, are laid out once.
     """
-    mask = attention_mask.bool()
+    layout = _end_to_end(sequences, attention_mask.bool(), num_response, share_prefixes)
+    if sequence_parallel is None:
+        return _filled_up(layout, multiple_of)
+    return _slice_of(_filled_up(layout, sequence_parallel.size), sequence_parallel)
+
+
+def _end_to_end(sequences: torch.Tensor, mask: torch.Tensor, num_response: int, share_prefixes: bool) -> Layout:
+    """Lay out real tokens alone, on one rank. See `packed`."""
     shared = _shared_prefixes(sequences, mask, num_response) if share_prefixes else None
     # Stable, so that rows of one length keep their order and the same batch has the same numbers on every run.
     order = mask.sum(dim=1).argsort(descending=True, stable=True) if shared is None else shared.order
@@ -281,47 +289,68 @@ def packed(
     columns = torch.arange(-mask.shape[1], 0, device=mask.device) + num_response
     input_ids, position_ids = sequences[mask], positions[mask]
     width = mask.shape[1]
-    cells = (order[:, None] * width + torch.arange(width, device=mask.device))[mask]
     # A row's first token has nothing before it: it is not scored.
     scored = (mask & (positions > 0) & (columns >= 0))[mask].nonzero()[:, 0]
-    # `order` maps sorted rows back to those of the batch.
-    destinations = (order[:, None] * num_response + columns)[mask][scored]
-    labels = input_ids[scored]
     predictors, prefixes, keys = scored - 1, (), None
     if shared is not None:
         prefixes, keys = shared.of_rows, shared.keys
         rows = order[:, None].expand_as(mask)[mask]
         predictors = shared.predictors(scored, rows[scored], position_ids[scored])
-
-    num_tokens, ranks = len(input_ids), sequence_parallel
-    unit = multiple_of if ranks is None else ranks.size
-    # Also a batch without tokens gets a row: its rank must meet the others in every forward and backward.
-    padding = -num_tokens % unit if num_tokens else unit
-    if padding:
-        # A row of its own: attention of real tokens does not see it.
-        lengths.append(padding)
-        if keys is not None:
-            prefixes = (*prefixes, 0)
-            keys = torch.cat([keys, torch.arange(num_tokens, num_tokens + padding, device=mask.device)])
-        input_ids = torch.cat([input_ids, input_ids.new_zeros(padding)])
-        position_ids = torch.cat([position_ids, torch.arange(padding, device=mask.device)])
-        cells = torch.cat([cells, cells.new_full((padding,), -1)])
-    real = torch.arange(len(input_ids), device=mask.device) < num_tokens
-    if ranks is not None:
-        input_ids, position_ids, real, cells = (ranks.shard(x, 0) for x in (input_ids, position_ids, real, cells))
     # int32 is what variable-length attention kernels take.
     boundaries = torch.tensor([0, *lengths]).cumsum(0).to(mask.device, torch.int32)
     return Layout(
         input_ids=input_ids[None],
         position_ids=position_ids[None],
-        real=real,
+        real=torch.ones_like(input_ids, dtype=torch.bool),
         attention_mask=None,
-        rows=PackedRows(tuple(lengths), boundaries, ranks, prefixes=prefixes, keys=keys),
+        rows=PackedRows(tuple(lengths), boundaries, prefixes=prefixes, keys=keys),
         predictors=predictors,
-        labels=labels,
-        destinations=destinations,
+        labels=input_ids[scored],
+        # `order` maps sorted rows back to those of the batch.
+        destinations=(order[:, None] * num_response + columns)[mask][scored],
         shape=(mask.shape[0], num_response),
-        cells=cells,
+        cells=(order[:, None] * width + torch.arange(width, device=mask.device))[mask],
+    )
+
+
+def _filled_up(layout: Layout, unit: int) -> Layout:
+    """Add a row of padding that makes the number of tokens a multiple of `unit`, if it is none or 0."""
+    rows, num_tokens = layout.rows, layout.input_ids.numel()
+    # Also a batch without tokens gets a row: its rank must meet the others in every forward and backward.
+    padding = -num_tokens % unit if num_tokens else unit
+    if not padding or rows is None:
+        return layout
+    places = torch.arange(padding, device=layout.input_ids.device)
+    prefixes, keys = rows.prefixes, rows.keys
+    if keys is not None:
+        prefixes, keys = (*prefixes, 0), torch.cat([keys, num_tokens + places])
+    return replace(
+        layout,
+        input_ids=F.pad(layout.input_ids, (0, padding)),
+        position_ids=torch.cat([layout.position_ids, places[None]], dim=1),
+        real=F.pad(layout.real, (0, padding)),
+        cells=F.pad(layout.cells, (0, padding), value=-1),
+        # A row of its own: attention of real tokens does not see it.
+        rows=replace(
+            rows,
+            lengths=(*rows.lengths, padding),
+            boundaries=torch.cat([rows.boundaries, rows.boundaries[-1:] + padding]),
+            prefixes=prefixes,
+            keys=keys,
+        ),
+    )
+
+
+def _slice_of(layout: Layout, ranks: SequenceParallel) -> Layout:
+    """Return this rank's slice of the tokens."""
+    assert layout.rows is not None
+    return replace(
+        layout,
+        input_ids=ranks.shard(layout.input_ids, 1),
+        position_ids=ranks.shard(layout.position_ids, 1),
+        real=ranks.shard(layout.real, 0),
+        cells=ranks.shard(layout.cells, 0),
+        rows=replace(layout.rows, sequence_parallel=ranks),
     )
 
 
