@@ -191,6 +191,10 @@ async def test_parse_of_the_official_client_gives_objects(chat_client):
         model="tiny", messages=HELLO, response_format=Tag, max_tokens=200, temperature=0.7, seed=1
     )
     assert parsed.choices[0].message.parsed.name in ("red", "blue")
+    answered = await chat_client.responses.parse(
+        model="tiny", input=HELLO, text_format=Tag, max_output_tokens=200, temperature=0
+    )
+    assert answered.output_parsed.name in ("red", "blue")
     async with chat_client.chat.completions.stream(
         model="tiny", messages=HELLO, response_format=Tag, max_tokens=200, temperature=0.7, seed=1
     ) as stream:
