@@ -10,6 +10,7 @@ together. A larger model makes the share smaller.
 
 import argparse
 import asyncio
+import gc
 import json
 import multiprocessing
 import os
@@ -79,6 +80,7 @@ def serve(pipe: Connection, folder: str, computes: bool, options: argparse.Names
         server = EndpointServer(engine, tokenizer, "tiny", recorder=recorder, api_key="secret")
         await server.start()
         pipe.send((server.url, [server.session_key(f"s{number}") for number in range(options.conversations)]))
+        gc.collect()  # what imports and the start left behind is not the endpoint's
         began = time.process_time()
         while not await asyncio.to_thread(pipe.poll, 1.0):
             pass

@@ -9,6 +9,8 @@ Message = dict[str, Any]
 """OpenAI chat message: `role`, `content`, and whatever else the chat template reads."""
 
 MAX_TEMPLATE_BYTES = 1024 * 1024
+MAX_HEADS, LONGEST_HEAD = 64, 64
+"""Number and length of texts whose ids `ChatTemplate.encode_after` remembers."""
 
 
 class ChatTokenizer(Protocol):
@@ -41,6 +43,8 @@ class ChatTemplate:
     ) -> None:
         self.tokenizer, self.chat_template = tokenizer, chat_template
         self.kwargs: Message = dict(kwargs or {})
+        self._backend = _backend_of(tokenizer)
+        self._heads: dict[str, list[int]] = {}
 
     @property
     def source(self) -> str | None:
@@ -69,18 +73,46 @@ class ChatTemplate:
 
     def encode(self, text: str) -> list[int]:
         """Encode a text without special tokens around it."""
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        backend = self._backend
+        # Settings of the backend that calls of others may have left behind.
+        if backend is None or backend.padding or backend.truncation or backend.encode_special_tokens:
+            return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def encode_after(self, before: str, text: str) -> list[int]:
         """Encode `text` as it is encoded behind `before`: some tokenizers treat the start of a text differently. If a
         token straddles the border, `text` is encoded by itself."""
-        head, whole = self.encode(before), self.encode(before + text)
+        head, whole = self._head(before), self.encode(before + text)
         return whole[len(head) :] if whole[: len(head)] == head else self.encode(text)
 
+    def _head(self, text: str) -> list[int]:
+        """Encode a text that others are encoded behind. The end of a turn is one in every turn, and remembered."""
+        if len(text) > LONGEST_HEAD:
+            return self.encode(text)
+        if text not in self._heads:
+            self._heads = {} if len(self._heads) >= MAX_HEADS else self._heads
+            self._heads[text] = self.encode(text)
+        return self._heads[text]
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        if self._backend is not None:
+            return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return self.tokenizer.decode(
             list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
+
+
+def _backend_of(tokenizer: ChatTokenizer) -> Any:
+    """Return the tokenizer of the library `tokenizers` behind one of transformers, which does the same with less work
+    around it; None if there is none, or if its class encodes or decodes in a way of its own."""
+    kind = type(tokenizer)
+    base = next((each for each in kind.__mro__ if each.__name__ == "TokenizersBackend"), None)
+    names = ("__call__", "_encode_plus", "decode", "_decode")
+    if base is None or any(getattr(kind, name, None) is not getattr(base, name, None) for name in names):
+        return None
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    splits = getattr(tokenizer, "split_special_tokens", False)
+    return None if splits or not hasattr(backend, "encode_batch_fast") else backend
 
 
 def bundled_template(name: str) -> str:

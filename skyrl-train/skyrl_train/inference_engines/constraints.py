@@ -17,7 +17,8 @@ MAX_DEPTH = 64
 """Levels of objects and arrays of a schema."""
 
 WHITESPACE = r"[\x20\n\t]{0,32}"
-"""White space between the tokens of JSON. Bounded: models, small ones above all, write it without end."""
+"""White space between the tokens of JSON, of which several may follow each other: the native engine bounds it
+(`native/constrained.py`), since models, small ones above all, write it without end."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_gym.waits import waiting
+from skyrl_train.errors import RolloutError
 from skyrl_train.inference_engines.base import InferenceEngineInput, InferenceEngineOutput, SamplingKeywords
 from skyrl_train.inference_engines.completion import Completion, to_completions
 from skyrl_train.inference_engines.continuation import EngineCall, depends_on_answer, join, next_call
@@ -22,6 +23,9 @@ from skyrl_train.inference_engines.supervision import EngineFailure, Supervisor
 
 SLOTS = "the queue of requests"
 """Name under which waits for a slot, and requests that hold one, are recorded."""
+
+MAX_NEW_BEGINNINGS = 8
+"""Times that an answer is begun anew after interruptions, where its engine cannot go on behind its tokens."""
 
 _RETRY_DELAY_SECONDS = 0.1
 """Delay of a request of which an engine generated nothing, though nobody here told it to abort."""
@@ -46,6 +50,7 @@ class ClientRequest:
     last_engine: int | None = None
     """Engine that it was sent to since it last waited."""
     was_interrupted: bool = False
+    num_new_beginnings: int = 0
 
 
 class RequestRunner:
@@ -196,6 +201,9 @@ class RequestRunner:
         if part.stop_reason == "abort" and part.token_ids and self._begins_anew(request):
             request.parts.clear()
             request.was_interrupted = True
+            request.num_new_beginnings += 1
+            if request.num_new_beginnings > MAX_NEW_BEGINNINGS:
+                raise self._interrupted_too_often(request)
             return False
         max_model_len = None if engine is None else self._supervisor.max_model_len(engine)
         step = next_call(request.prompt, request.params or {}, request.parts, self._decoder(request), max_model_len)
@@ -213,6 +221,18 @@ class RequestRunner:
             engine is not None
             and depends_on_answer(request.params or {})
             and self._supervisor.is_unsupported(engine, "answer_tokens")
+        )
+
+    def _interrupted_too_often(self, request: ClientRequest) -> RolloutError:
+        assert request.last_engine is not None
+        params = request.params or {}
+        budget = params.get("max_tokens")
+        return RolloutError(
+            "infrastructure",
+            f"an answer of at most {budget} tokens was interrupted {request.num_new_beginnings} times, and engine "
+            f"{request.last_engine} begins an answer under a constraint or penalties anew each time. Use "
+            "generator.weight_sync_pause=wait (or trainer.fully_async.pause=wait), so that a sync waits for such "
+            "answers, sync less often, or lower max_tokens",
         )
 
     def _is_aborted(self, request: ClientRequest) -> bool:

@@ -3,8 +3,10 @@ was drawn, and whatever they do wrong has a name."""
 
 import json
 import re
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -19,6 +21,7 @@ from skyrl_train.config import GeneratorConfig, SamplingParams
 from skyrl_train.config.harness import HarnessConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.base import BatchMetadata, GeneratorInput, TrajectoryID
+from skyrl_train.generators.harness.endpoint import socket_folder
 from skyrl_train.generators.harness.generator import HarnessGenerator
 from skyrl_train.generators.harness.task import HarnessTask, checked_reward
 from skyrl_train.inference_engines.base import EngineInfo, InferenceEngineInput, InferenceEngineOutput
@@ -397,3 +400,17 @@ async def test_files_and_grades_of_another_form_are_refused_or_fail_their_row(ro
     generator = HarnessGenerator(GeneratorConfig(model_name="m", harness=harness), None, characters)
     with pytest.raises(ConfigError, match=f"row 1 of data.train_data: {message}"):
         generator.check_rows([{}, row], "data.train_data")
+
+
+def test_folders_of_killed_endpoints_are_removed_and_those_in_use_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left, foreign = tmp_path / "skyrl-endpoint-left", tmp_path / "skyrl-endpoint-without-lock"
+    for folder in (left, foreign):
+        folder.mkdir()
+    (left / "lock").touch()
+    (left / "socket").touch()
+    with socket_folder() as used:
+        assert not left.exists()
+        with socket_folder() as other:
+            assert Path(used, "lock").exists() and used != other
+    assert list(tmp_path.iterdir()) == [foreign]

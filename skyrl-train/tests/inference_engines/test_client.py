@@ -10,7 +10,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from skyrl_train.config import SkyRLConfig
-from skyrl_train.errors import WeightSyncError, WorkerError
+from skyrl_train.errors import RolloutError, WeightSyncError, WorkerError
+from skyrl_train.inference_engines import request_runner
 from skyrl_train.inference_engines.base import EngineInfo, InferenceEngineInput, InferenceEngineOutput
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient, _common
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
@@ -248,6 +249,16 @@ async def test_interrupted_answers_that_depend_on_their_beginning(
         top.ids.tolist() for top in undisturbed["response_top_logprobs"] or []
     ]
     assert (max(prefixes) > 0) == continues
+    if continues:
+        return
+    monkeypatch.setattr(request_runner, "MAX_NEW_BEGINNINGS", 1)
+    answers = asyncio.create_task(client.generate(batch(params=params)))
+    for _ in range(2):
+        await under_way(client, len(PROMPTS))
+        await client.pause_generation("abort")
+        await client.resume_generation()
+    with pytest.raises(RolloutError, match=r"interrupted 2 times.*generator.weight_sync_pause=wait"):
+        await asyncio.wait_for(answers, 60)
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])

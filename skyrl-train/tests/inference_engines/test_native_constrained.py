@@ -39,6 +39,23 @@ PERSON = {
 PROMPT = list(range(10, 30))
 
 
+@pytest.mark.parametrize("kind", ["json_schema", "lark"])
+async def test_white_space_without_end_is_cut_where_something_else_may_come(chat_model, kind):
+    tokenizer = load_tokenizer(chat_model, False)
+    compiler = constrained.ConstraintCompiler(tokenizer, len(tokenizer), [END])
+    constraint = Constraint.of({kind: PERSON if kind == "json_schema" else f"start: %json {json.dumps(PERSON)}"})
+    opened, space, name, letter = (tokenizer.convert_tokens_to_ids(each) for each in ("{", " ", '"', "a"))
+    [matcher, behind] = await compiler.matchers(constraint, [[opened], [opened, *[space] * constrained.MOST_SPACE]])
+    for _ in range(constrained.MOST_SPACE):
+        assert matcher.allowed(np.zeros(0, np.int64))[0, space]
+        matcher.push(space)
+    for full in (matcher, behind):
+        [mask, *later] = full.allowed(np.array([name, letter]))
+        assert (mask[space], mask[name]) == (False, True)
+        assert later[0].any(), "what follows is what the schema allows"
+    compiler.close()
+
+
 def engine_of(model: str, **more: Any) -> NativeInferenceEngine:
     return NativeInferenceEngine(model, device="cpu", dtype="float32", **more)
 

@@ -2,12 +2,15 @@
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import secrets
+import shutil
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from skyrl_train.config import GeneratorConfig
 
 _CHUNK = 1 << 16
+_FOLDER_PREFIX, _LOCK = "skyrl-endpoint-", "lock"
 
 
 def endpoint_settings(cfg: "GeneratorConfig") -> dict[str, Any]:
@@ -103,7 +107,7 @@ class SharedEndpoint:
         async with contextlib.AsyncExitStack() as stack:
             await server.start()
             stack.push_async_callback(server.stop)
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="skyrl-endpoint-"))
+            folder = stack.enter_context(socket_folder())
             path = os.path.join(folder, "socket")
             port = urlsplit(server.url).port
             connections: set[asyncio.Task[None]] = set()
@@ -114,6 +118,20 @@ class SharedEndpoint:
             stack.callback(pipes.close)
             self._stack = stack.pop_all()
         return Endpoint(server, recorder, path)
+
+
+@contextlib.contextmanager
+def socket_folder() -> Iterator[str]:
+    """Have a folder of this process inside of the block. Those of processes that were killed are removed."""
+    for left in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
+        # One of another user, or without a lock: not ours to remove. A locked one is in use.
+        with contextlib.suppress(OSError), open(left / _LOCK, "rb+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(prefix=_FOLDER_PREFIX) as folder, open(os.path.join(folder, "new"), "wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        os.rename(lock.name, os.path.join(folder, _LOCK))  # never seen without being held
+        yield folder
 
 
 async def _forward(

@@ -11,7 +11,9 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from importlib.util import find_spec
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +27,13 @@ if TYPE_CHECKING:
 
 MOST_COMPILED = 64
 """Compiled constraints that are kept; the least recently used give way."""
+
+MOST_SPACE = 32
+"""Tokens of white space in a row, where others could come instead: models, small ones above all, write it without end,
+and the library's bound holds for each piece of it, not for their number."""
+
+_SPACES = "\u0120\u010a\u0109\u010d\u2581 \n\t\r"
+"""White space in the names of tokens: of byte-level vocabularies, of SentencePiece, and itself."""
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
@@ -50,30 +59,37 @@ class AnswerMatcher:
         matcher: behind the tokens of the answer so far.
         vocab_size: V.
         eos_ids: tokens that end an answer, once it is complete.
+        spaces: [V] bool, tokens of nothing but white space.
+        num_spaces: of them, at the end of the answer so far.
     """
 
-    def __init__(self, matcher: "LLMatcher", vocab_size: int, eos_ids: frozenset[int]):
+    def __init__(
+        self, matcher: "LLMatcher", vocab_size: int, eos_ids: frozenset[int], spaces: np.ndarray, num_spaces: int = 0
+    ):
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
+        self._spaces = spaces
+        self._num_spaces = num_spaces
 
     def allowed(self, drafts: np.ndarray) -> np.ndarray:
         """Return [T + 1, V] bool: tokens that may come next, and behind each of T drafts. Behind a draft that ends the
         answer or cannot come, everything: nothing is accepted there."""
         masks = np.ones((len(drafts) + 1, self._vocab_size), np.bool_)
-        masks[0] = self._mask()
-        num_consumed = 0
+        masks[0] = self._mask(self._num_spaces)
+        num_consumed, num_spaces = 0, self._num_spaces
         for number, draft in enumerate(drafts.tolist(), 1):
             # A complete answer's end is not counted by the matcher, and could not be taken back.
             if draft in self._eos_ids or not masks[number - 1, draft] or not self._matcher.consume_token(draft):
                 break
             num_consumed += 1
-            masks[number] = self._mask()
+            num_spaces = num_spaces + 1 if self._spaces[draft] else 0
+            masks[number] = self._mask(num_spaces)
         if num_consumed:
             self._matcher.rollback(num_consumed)
         return masks
 
-    def _mask(self) -> np.ndarray:
+    def _mask(self, num_spaces: int) -> np.ndarray:
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         # A matcher that gave up would allow the end alone, and pass an unfinished answer for a complete one.
         self._raise_if_failed()
@@ -82,12 +98,15 @@ class AnswerMatcher:
             raise ConstraintFailed(
                 "the constraint of the answer asks for text that the model's vocabulary has no token for"
             )
+        if num_spaces >= MOST_SPACE and (others := mask & ~self._spaces).any():
+            return others
         return mask
 
     def push(self, token: int) -> bool:
         """Take the next token of the answer. Returns: True if the answer is complete with it."""
         self._matcher.consume_token(token)
         self._raise_if_failed()
+        self._num_spaces = self._num_spaces + 1 if self._spaces[token] else 0
         return token in self._eos_ids or (not self._eos_ids and self._matcher.is_stopped())
 
     def _raise_if_failed(self) -> None:
@@ -136,7 +155,8 @@ class ConstraintCompiler:
                     f"the last {len(answer)} tokens of the prompt (num_answer_tokens) contradict the constraint of the "
                     f"answer: {_reason(matcher.get_error())}"
                 )
-            matchers.append(AnswerMatcher(matcher, self._vocab_size, self._eos_ids))
+            num_spaces = sum(1 for _ in takewhile(lambda token: self._spaces[token], reversed(answer)))
+            matchers.append(AnswerMatcher(matcher, self._vocab_size, self._eos_ids, self._spaces, num_spaces))
         return matchers
 
     def _compile(self, constraint: Constraint) -> "LLMatcher":
@@ -168,6 +188,16 @@ class ConstraintCompiler:
         if len(self._compiled) > MOST_COMPILED:
             self._compiled.popitem(last=False)
         return matcher
+
+    @cached_property
+    def _spaces(self) -> np.ndarray:
+        """[V] bool, tokens of nothing but white space."""
+        spaces = np.zeros(self._vocab_size, np.bool_)
+        num_known = min(self._vocab_size, len(self._tokenizer))
+        names: list[str | None] = self._tokenizer.convert_ids_to_tokens(list(range(num_known)))  # pyright: ignore
+        bytes_of_space = {f"<0x{ord(each):02X}>" for each in " \n\t\r"}
+        spaces[:num_known] = [bool(name) and (not name.strip(_SPACES) or name in bytes_of_space) for name in names]
+        return spaces
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)

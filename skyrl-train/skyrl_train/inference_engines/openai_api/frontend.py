@@ -5,7 +5,7 @@ Everything goes through `InferenceEngineInterface.generate`, so what an engine c
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -129,7 +129,7 @@ class OpenAIFrontend:
         """Generate the one answer to a chat request: again and again as it grows if the request asks for a stream,
         else once. The last has a stop reason, and is recorded. Raises ApiError."""
         self._num_requests += 1
-        with self._under_way(1):
+        async with self._under_way(asked, reply):
             if reply.request.stream:
                 async for answer in self._asker.pieces(reply.prompts[0], 0, reply.decode):
                     if answer.stop_reason is not None:
@@ -247,11 +247,9 @@ class OpenAIFrontend:
         if room < 1:
             self._sessions.context_is_full(session)
             raise ContextLengthExceeded(len(ids), info.max_model_len, param)
-        admission = self._sessions.admit(session, request.num_choices)
-        budget = admission.budget(budget, room)
-        records = self._sessions.records(session)
+        rules, records = self._sessions.rules(session), self._sessions.records(session)
         params = sampling_keywords(request, budget, room, self._sampling_defaults, log_probs=records)
-        params = admission.keywords(params)
+        params = rules.keywords(params)
         check_supported(params, constraint, constraint_param, info.unsupported)
         if constraint is not None:
             params["constraint"] = constraint.as_keyword()
@@ -259,7 +257,7 @@ class OpenAIFrontend:
             ids=ids,
             params=params,
             num_choices=request.num_choices,
-            seed=request.seed if admission.seed is None else admission.seed,
+            seed=request.seed,
             first_index=first_index,
             session=session,
             stop=request.stop_texts,
@@ -273,30 +271,33 @@ class OpenAIFrontend:
         self._num_requests += 1
         if reply.request.stream:
             return self._streamed(asked, reply)
-        with self._under_way(reply.num_answers):
+        async with self._under_way(asked, reply):
             answers = await self._all_answers(reply.prompts)
+            self._sessions.keep(asked, reply, answers)
         if scores_only:
             for answer in answers:
                 answer.truncate(0)
                 answer.stop_reason = "length"
-        self._sessions.keep(asked, reply, answers)
         return reply.whole(answers)
 
     async def _streamed(self, asked: Asked, reply: Reply) -> AsyncIterator[str]:
-        with self._under_way(reply.num_answers):
+        async with self._under_way(asked, reply):
             events = stream(self._asker, reply, lambda answers: self._sessions.keep(asked, reply, answers))
             async with contextlib.aclosing(events):
                 async for event in events:
                     yield event
 
-    @contextlib.contextmanager
-    def _under_way(self, num_answers: int) -> Iterator[None]:
-        """Count answers inside of the block. Raises ApiError if there would be too many."""
+    @contextlib.asynccontextmanager
+    async def _under_way(self, asked: Asked, reply: Reply) -> AsyncIterator[None]:
+        """Count answers inside of the block, and have their session admit them. Raises ApiError if there would be too
+        many, or the session's budget is used up."""
+        num_answers = reply.num_answers
         if self._num_under_way + num_answers > self._max_requests:
             raise too_busy(self._num_under_way, self._max_requests)
         self._num_under_way += num_answers
         try:
-            yield
+            async with self._sessions.admitted(asked.session, reply, self._asker.timeout_seconds):
+                yield
         finally:
             self._num_under_way -= num_answers
 

@@ -47,6 +47,19 @@ class Prompt:
     """Whether a stream may ask for the answer in pieces: not where a piece depends on the tokens before it and the
     engine cannot be told which of the prompt's are the answer's."""
 
+    def limited(self, seed: int | None, max_tokens: int | None) -> "Prompt":
+        """Return the prompt under the rules of its session.
+
+        Args:
+            seed: in place of its own; None: its own.
+            max_tokens: the most that an answer may have; None: no further limit.
+        """
+        params = dict(self.params)
+        for name in ("max_tokens", "min_tokens"):
+            if max_tokens is not None and params.get(name) is not None:
+                params[name] = min(params[name], max_tokens)
+        return replace(self, params=params, seed=self.seed if seed is None else seed)
+
     def seeds(self) -> list[list[int]] | None:
         """One pair for each choice."""
         if self.seed is None:

@@ -36,14 +36,16 @@ class EndpointKeys:
         """Return the session whose key is among the given ones; None: they may ask, but belong to no session.
 
         Raises:
-            ApiError: no key is one of this server's, and it asks for one.
+            ApiError: no key is one of this server's, and it asks for one; or they are of two sessions.
         """
-        for key in given:
-            if self._api_key is not None and hmac.compare_digest(key.encode(), self._api_key.encode()):
-                return None
-            if (session := self._session(key)) is not None:
-                return session
+        sessions = sorted({session for key in given if (session := self._session(key)) is not None})
+        if len(sessions) > 1:
+            raise ApiError(403, f"the keys are of two sessions, {sessions[0]!r} and {sessions[1]!r}; send one of them")
+        if sessions:  # beside the server's key, too: one header may hold each
+            return sessions[0]
         if self._api_key is None and not any(key.startswith(_PREFIX) for key in given):
+            return None
+        if self._api_key is not None and any(self._is_servers(key) for key in given):
             return None
         raise ApiError(
             401,
@@ -51,6 +53,9 @@ class EndpointKeys:
             "`x-api-key: KEY`",
             code="invalid_api_key",
         )
+
+    def _is_servers(self, key: str) -> bool:
+        return hmac.compare_digest(key.encode(), self._secret)
 
     def _session(self, key: str) -> str | None:
         name, _, signature = key.removeprefix(_PREFIX).partition(".")
@@ -81,7 +86,8 @@ class SessionUrls:
             # As it was sent: a session's name may have quoted slashes.
             name, _, rest = scope["raw_path"].removeprefix(b"/s/").partition(b"/")
             rest = b"/" + rest
-            scope = {**scope, _SESSION_OF_URL: unquote(name), "path": unquote(rest), "raw_path": rest}
+            if name:  # without one it is no route of ours
+                scope = {**scope, _SESSION_OF_URL: unquote(name), "path": unquote(rest), "raw_path": rest}
         await self._app(scope, receive, send)
 
 

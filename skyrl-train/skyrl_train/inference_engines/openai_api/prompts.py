@@ -7,6 +7,7 @@ was written, its tokens stand in the prompt as they were drawn.
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -89,6 +90,10 @@ class EndpointTemplate(ChatTemplate):
             "unsupported_value",
         )
 
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        return frozenset(self.tokenizer.all_special_ids)
+
     def text_of(self, token: int, skip_special_tokens: bool = False) -> str:
         """The text of one token. Remembered: a vocabulary is small, and answers ask for each of their tokens."""
         key = (token, skip_special_tokens)
@@ -120,17 +125,30 @@ class Said:
 
 
 @dataclass(frozen=True)
+class _Answer:
+    """An answer as its client was given it, its tokens, and their text with special tokens."""
+
+    said: Said
+    ids: np.ndarray
+    text: str
+
+
+@dataclass(frozen=True)
 class _Exchange:
     """A prompt as text and tokens, and what was answered."""
 
     num_messages: int
     prompt_text: str
     prompt_ids: np.ndarray
-    answers: list[tuple[Said, np.ndarray]]
+    answers: list[_Answer]
 
     @property
     def num_tokens(self) -> int:
-        return len(self.prompt_ids) + sum(len(ids) for _, ids in self.answers)
+        return len(self.prompt_ids) + sum(len(answer.ids) for answer in self.answers)
+
+    def ids_before(self, answer: _Answer, rest: Sequence[int]) -> list[int]:
+        """Return the ids of the prompt, the answer, and what follows."""
+        return [*self.prompt_ids.tolist(), *answer.ids.tolist(), *rest]
 
 
 class ConversationMemory:
@@ -160,7 +178,10 @@ class ConversationMemory:
             num_messages,
             prompt_text,
             np.asarray(prompt_ids, dtype=np.int32),
-            [(said, np.asarray(ids, dtype=np.int32)) for said, ids in answers],
+            [
+                _Answer(said, np.asarray(ids, dtype=np.int32), self._template.decode(ids, skip_special_tokens=False))
+                for said, ids in answers
+            ],
         )
         exchanges = self._sessions.setdefault(session, [])
         exchanges.append(exchange)
@@ -196,15 +217,28 @@ class ConversationMemory:
             if not text.startswith(exchange.prompt_text):
                 continue
             said = Said.of(messages[answered])
-            written = [ids for earlier, ids in exchange.answers if earlier == said]
+            for answer in reversed(exchange.answers):
+                if (rest := self._rest_as_drawn(answer, said, text, len(exchange.prompt_text))) is not None:
+                    return exchange.ids_before(answer, rest)
+            written = [answer for answer in exchange.answers if answer.said == said]
             tail = self._tail(messages, answered, text, options) if written else None
             if tail is None:
                 continue
             shown = text[len(exchange.prompt_text) : len(text) - len(tail)]
-            for ids in reversed(written):
-                if (rest := self._rest(ids.tolist(), said, shown, tail)) is not None:
-                    return [*exchange.prompt_ids.tolist(), *ids.tolist(), *rest]
+            for answer in reversed(written):
+                if (rest := self._rest(answer.ids.tolist(), said, shown, tail)) is not None:
+                    return exchange.ids_before(answer, rest)
         return None
+
+    def _rest_as_drawn(self, answer: _Answer, said: Said, text: str, start: int) -> list[int] | None:
+        """Return the ids of the text behind an answer that stands at `start` as it was drawn, character by character;
+        None if it does not. An answer that no special token ends must be the whole of the message, too."""
+        ends_itself = int(answer.ids[-1]) in self._template.special_ids
+        if not text.startswith(answer.text, start) or not (ends_itself or answer.said == said):
+            return None
+        tail = text[start + len(answer.text) :]
+        last = self._template.decode(answer.ids[-1:].tolist(), skip_special_tokens=False) if ends_itself else _MARK
+        return self._template.encode_after(last, tail)
 
     def _tail(self, messages: ConversationType, answered: int, text: str, options: ChatOptions) -> str | None:
         """Return the template's text after a completion: that after a mark in its place."""
@@ -219,7 +253,7 @@ class ConversationMemory:
 
     def _rest(self, ids: list[int], said: Said, shown: str, tail: str) -> list[int] | None:
         """The ids of `tail` behind an answer; None if the template does not show the answer as it was written."""
-        is_closed = ids[-1] in self._template.tokenizer.all_special_ids
+        is_closed = ids[-1] in self._template.special_ids
         text = ids[:-1] if is_closed else ids
         forms = [self._template.decode(text), self._template.decode(text, skip_special_tokens=False)]
         if not said.calls:

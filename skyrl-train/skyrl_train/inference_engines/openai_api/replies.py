@@ -47,6 +47,7 @@ class Reply(ABC):
         self.template = template
         self.envelope = envelope
         self.prompts = list(prompts)
+        self._complete: dict[int, tuple[GeneratedChoice, Written]] = {}
 
     @property
     def num_answers(self) -> int:
@@ -54,6 +55,13 @@ class Reply(ABC):
 
     def read(self, answer: GeneratedChoice) -> Written:
         """The answer as a client sees it: of one that still grows, what will stay whatever follows."""
+        if answer.stop_reason is None:
+            return self._written(answer)
+        if id(answer) not in self._complete:  # read for the client, for the memory and for the recorder
+            self._complete[id(answer)] = answer, self._written(answer)
+        return self._complete[id(answer)][1]
+
+    def _written(self, answer: GeneratedChoice) -> Written:
         text = self.decode(answer.token_ids)
         if answer.stop_reason is None:
             return Written(self._settled(text))
@@ -137,8 +145,8 @@ class ChatReply(Reply):
         self._tools: ToolSyntax | None = tools
         self._thought: ThoughtMode = thought
 
-    def read(self, answer: GeneratedChoice) -> Written:
-        written = super().read(answer)
+    def _written(self, answer: GeneratedChoice) -> Written:
+        written = super()._written(answer)
         if self._tools is None:
             return written
         if answer.stop_reason is None:

@@ -10,10 +10,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from typing import Any, TypeVar
 
 import uvicorn
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
 from loguru import logger
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.errors import ConfigError, WorkerError
@@ -40,77 +42,67 @@ _CLIENT_WENT_AWAY = 499
 _RETRY_SECONDS = "1"
 
 
-def create_app(frontend: OpenAIFrontend, keys: EndpointKeys, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
+def create_app(frontend: OpenAIFrontend, keys: EndpointKeys, max_body_bytes: int = MAX_BODY_BYTES) -> Starlette:
     """The routes of the API."""
-    app = FastAPI(title="SkyRL rollout endpoint", openapi_url=None)
     anthropic, responses = AnthropicFrontend(frontend), ResponsesFrontend(frontend)
+    generating: dict[str, Callable[[bytes, str | None], Awaitable[Any]]] = {
+        "/v1/chat/completions": frontend.chat,
+        "/v1/completions": frontend.completion,
+        "/v1/responses": responses.create,
+        "/v1/messages": anthropic.messages,
+    }
+    converting: dict[str, Callable[[bytes], Awaitable[Payload]]] = {
+        "/v1/messages/count_tokens": anthropic.count_tokens,
+        "/tokenize": frontend.tokenize,
+        "/detokenize": frontend.detokenize,
+    }
 
-    def route(method: str, path: str) -> Callable[[Handler], Handler]:
-        def add(handler: Handler) -> Handler:
-            async def answer(request: Request) -> Response:
-                try:
-                    request.state.session = _session(request, keys)
-                    return await handler(request)
-                except Exception as error:  # a client gets an error as JSON, whatever it is
-                    return _error_response(request, error_of_ours(error))
+    def route(method: str, path: str, handler: Handler) -> Route:
+        async def answer(request: Request) -> Response:
+            try:
+                request.state.session = _session(request, keys)
+                return await handler(request)
+            except Exception as error:  # a client gets an error as JSON, whatever it is
+                return _error_response(request, error_of_ours(error))
 
-            app.add_api_route(path, answer, methods=[method], response_model=None)
-            return handler
+        return Route(path, answer, methods=[method])
 
-        return add
+    def generated(generate: Callable[[bytes, str | None], Awaitable[Any]]) -> Handler:
+        async def handler(request: Request) -> Response:
+            body = await _body(request, max_body_bytes)
+            return await _while_connected(request, _generated(generate(body, request.state.session)))
 
-    async def generated(request: Request, generate: Callable[..., Awaitable[Any]]) -> Response:
-        body = await _body(request, max_body_bytes)
-        return await _while_connected(request, _generated(generate(body, request.state.session)))
+        return handler
 
-    async def converted(request: Request, convert: Callable[[bytes], Awaitable[Payload]]) -> Response:
-        return JSONResponse(await convert(await _body(request, max_body_bytes)))
+    def converted(convert: Callable[[bytes], Awaitable[Payload]]) -> Handler:
+        async def handler(request: Request) -> Response:
+            return JSONResponse(await convert(await _body(request, max_body_bytes)))
 
-    @route("POST", "/v1/chat/completions")
-    async def chat(request: Request) -> Response:
-        return await generated(request, frontend.chat)
+        return handler
 
-    @route("POST", "/v1/completions")
-    async def completion(request: Request) -> Response:
-        return await generated(request, frontend.completion)
+    async def response(request: Request) -> Response:
+        act = responses.delete if request.method == "DELETE" else responses.retrieve
+        return JSONResponse(act(request.path_params["name"], request.state.session))
 
-    @route("POST", "/v1/responses")
-    async def create_response(request: Request) -> Response:
-        return await generated(request, responses.create)
-
-    @route("GET", "/v1/responses/{name}")
-    async def retrieve_response(request: Request) -> Response:
-        return JSONResponse(responses.retrieve(request.path_params["name"], request.state.session))
-
-    @route("DELETE", "/v1/responses/{name}")
-    async def delete_response(request: Request) -> Response:
-        return JSONResponse(responses.delete(request.path_params["name"], request.state.session))
-
-    @route("POST", "/v1/messages")
-    async def messages(request: Request) -> Response:
-        return await generated(request, anthropic.messages)
-
-    @route("POST", "/v1/messages/count_tokens")
-    async def count_tokens(request: Request) -> Response:
-        return await converted(request, anthropic.count_tokens)
-
-    @route("POST", "/tokenize")
-    async def tokenize(request: Request) -> Response:
-        return await converted(request, frontend.tokenize)
-
-    @route("POST", "/detokenize")
-    async def detokenize(request: Request) -> Response:
-        return await converted(request, frontend.detokenize)
-
-    @route("GET", "/v1/models")
     async def models(request: Request) -> Response:
-        return JSONResponse(await frontend.models())
+        name = request.path_params.get("name")
+        return JSONResponse(await (frontend.models() if name is None else frontend.model(name)))
 
-    @route("GET", "/v1/models/{name:path}")
-    async def model(request: Request) -> Response:
-        return JSONResponse(await frontend.model(request.path_params["name"]))
+    return Starlette(
+        routes=[
+            *(route("POST", path, generated(generate)) for path, generate in generating.items()),
+            *(route("POST", path, converted(convert)) for path, convert in converting.items()),
+            *(route(method, "/v1/responses/{name}", response) for method in ("GET", "DELETE")),
+            *(route("GET", path, models) for path in ("/v1/models", "/v1/models/{name:path}")),
+            _health_route(frontend),
+        ],
+        exception_handlers={HTTPException: _unknown_route},
+    )
 
-    @app.get("/health")  # without a key: for whoever watches over processes
+
+def _health_route(frontend: OpenAIFrontend) -> Route:
+    """Return the route that needs no key: for whoever watches over processes."""
+
     async def health(request: Request) -> Response:
         try:
             await frontend.check_health()
@@ -118,12 +110,13 @@ def create_app(frontend: OpenAIFrontend, keys: EndpointKeys, max_body_bytes: int
             return _error_response(request, error)
         return JSONResponse({"status": "healthy"})
 
-    @app.exception_handler(HTTPException)
-    async def unknown_route(request: Request, error: HTTPException) -> Response:
-        message = f"{request.method} {request.url.path}: {error.detail}{_hint_for_path(request.url.path)}"
-        return _error_response(request, ApiError(error.status_code, message, code="unknown_route"))
+    return Route("/health", health, methods=["GET"])
 
-    return app
+
+async def _unknown_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}{_hint_for_path(request.url.path)}"
+    return _error_response(request, ApiError(error.status_code, message, code="unknown_route"))
 
 
 class EndpointServer:
@@ -195,6 +188,8 @@ class EndpointServer:
             log_level="warning",
             access_log=False,
             lifespan="off",
+            ws="none",
+            proxy_headers=False,
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=int(_GRACE_SECONDS),
         )
@@ -326,6 +321,8 @@ async def _disconnected(request: Request) -> None:
 
 def _hint_for_path(path: str) -> str:
     """Return what to change where a client's base URL has one `/v1` too many or too few; else nothing."""
+    if path.startswith("/s//"):
+        return "; the URL names no session: it must be /s/NAME/v1 (EndpointServer.session_url)"
     if path.startswith("/v1/v1/"):
         return "; the client adds /v1 by itself: leave it out of its base URL"
     if path in ("/chat/completions", "/completions", "/responses", "/models"):

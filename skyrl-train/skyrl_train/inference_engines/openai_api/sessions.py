@@ -1,20 +1,24 @@
 """Memory of a session's requests: their tokens for later prompts, their turns for the recorder."""
 
+import asyncio
+import contextlib
 import hashlib
-import json
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from skyrl_train.inference_engines.openai_api.errors import ApiError, refused
 from skyrl_train.inference_engines.openai_api.generation import GeneratedChoice
 from skyrl_train.inference_engines.openai_api.payloads import assistant_message
 from skyrl_train.inference_engines.openai_api.prompts import ChatOptions, ConversationMemory, EndpointTemplate, Said
-from skyrl_train.inference_engines.openai_api.recorder import Admission, RecordedTurn, RequestRecorder
+from skyrl_train.inference_engines.openai_api.recorder import RecordedTurn, RequestRecorder, SessionRules
 from skyrl_train.inference_engines.openai_api.replies import Reply
 from skyrl_train.inference_engines.openai_api.schema import Message
 from skyrl_train.inference_engines.openai_api.tool_calls import messages_for_template
 from skyrl_train.types import ConversationType, MessageType
+
+_NOTHING_GENERATED = (400, 413, 422, 429)
+"""Statuses of requests that an engine refused."""
 
 EXACT, RENDERED = "endpoint/exact_turns", "endpoint/rendered_turns"
 
@@ -43,11 +47,49 @@ class Sessions:
     def records(self, session: str | None) -> bool:
         return self._recorder is not None and session is not None
 
-    def admit(self, session: str | None, num_choices: int) -> Admission:
-        """Return how a request may be answered. Raises ApiError if its session's budget is used up."""
+    def rules(self, session: str | None) -> SessionRules:
+        """Return the rules of a request's session. Raises ApiError if it is not (or no longer) open."""
+        return SessionRules() if self._recorder is None or session is None else self._recorder.rules(session)
+
+    @contextlib.asynccontextmanager
+    async def admitted(self, session: str | None, reply: Reply, seconds: float) -> AsyncIterator[None]:
+        """Have a request admitted inside of the block: its prompts get the seeds and limits of its session, whose
+        tokens are reserved for it. One that is refused there uses no turn.
+
+        Args:
+            seconds: to wait for tokens that other requests of the session hold.
+
+        Raises:
+            ApiError: the session's budget is used up.
+        """
         if self._recorder is None or session is None:
-            return Admission()
-        return self._recorder.admit(session, num_choices)
+            yield
+            return
+        most, num_choices = max(prompt.params["max_tokens"] for prompt in reply.prompts), reply.request.num_choices
+        try:
+            async with asyncio.timeout(seconds):
+                admission = await self._recorder.admit(
+                    session, num_prompts=len(reply.prompts), num_choices=num_choices, most=most
+                )
+        except TimeoutError:
+            raise ApiError(
+                504,
+                f"other requests of the session {session!r} held the tokens of its budget for {seconds:g} seconds "
+                "(generator.request_timeout_seconds); give requests a max_tokens",
+                code="timeout",
+            ) from None
+        uses_turns = True
+        try:
+            reply.prompts = [
+                prompt.limited(seed, admission.max_tokens)
+                for prompt, seed in zip(reply.prompts, admission.seeds, strict=True)
+            ]
+            yield
+        except ApiError as error:
+            uses_turns = error.status not in _NOTHING_GENERATED
+            raise
+        finally:
+            self._recorder.settle(admission, uses_turns=uses_turns)
 
     def context_is_full(self, session: str | None) -> None:
         """Note that a prompt left no room for an answer."""
@@ -120,7 +162,7 @@ def _turn(asked: Asked, reply: Reply, index: int, message: MessageType | None, a
         temperature=prompt.params.get("temperature", 1.0),
         messages=asked.messages,
         answer=message,
-        request=hashlib.sha256(json.dumps(json.loads(asked.raw), sort_keys=True).encode()).hexdigest(),
+        request=hashlib.sha256(asked.raw).hexdigest(),
         started=asked.started,
         finished=time.monotonic(),
     )

@@ -5,7 +5,7 @@ import openai
 import pytest
 
 from skyrl_train.inference_engines.openai_api.keys import EndpointKeys
-from skyrl_train.inference_engines.openai_api.recorder import RequestRecorder
+from skyrl_train.inference_engines.openai_api.recorder import RequestRecorder, SessionRules
 
 from .conftest import client_of, serving
 
@@ -43,6 +43,49 @@ async def test_keys_and_urls_of_sessions_select_them_and_no_other(chat_engine, c
             answer = await plain.get("/models", headers={"x-api-key": server.session_key("a")})
             assert answer.status_code == 200
             assert (await plain.get(server.session_url("a"))).status_code == 404
+            for both in (("secret", "a"), ("a", "secret")):  # one key in each header
+                bearer, key = (each if each == "secret" else server.session_key(each) for each in both)
+                headers = {"Authorization": f"Bearer {bearer}", "x-api-key": key}
+                body = {"model": "tiny", "prompt": "ab", "max_tokens": 1}
+                assert (await plain.post("/completions", headers=headers, json=body)).status_code == 200
+                assert len(recorder.take("a")) == 1
+            headers["Authorization"], headers["x-api-key"] = (
+                f"Bearer {server.session_key('b')}",
+                server.session_key("a"),
+            )
+            answer = await plain.post("/completions", headers=headers, json=body)
+            assert (answer.status_code, "two sessions, 'a' and 'b'" in answer.text) == (403, True)
+            nameless = server.url.replace("/v1", "/s//v1/completions")
+            answer = await plain.post(nameless, headers={"x-api-key": "secret"}, json=body)
+            assert (answer.status_code, "names no session" in answer.text) == (404, True)
+
+
+async def test_only_requests_that_generate_use_the_turns_of_a_session(chat_engine, chat_model):
+    recorder = RequestRecorder(begun_only=True)
+    recorder.begin("s", SessionRules(max_turns=1, max_tokens=5))
+    async with (
+        serving(chat_engine, chat_model, recorder=recorder, max_requests=2) as server,
+        client_of(server, api_key=server.session_key("s")) as client,
+    ):
+
+        async def ask(**settings):
+            return await client.completions.create(**{"model": "tiny", "prompt": "ab", "max_tokens": 9} | settings)
+
+        for wrong in ({"temperature": -1.0}, {"logit_bias": {"9999999": 1}}, {"prompt": [[9999999]]}):
+            with pytest.raises(openai.BadRequestError):
+                await ask(**wrong)
+        with pytest.raises(openai.RateLimitError):
+            await ask(n=3)
+        scores = await ask(max_tokens=0, echo=True, logprobs=0)
+        assert scores.choices[0].text == "ab"
+        with pytest.raises(openai.PermissionDeniedError, match="1 turns is used up"):
+            await ask(prompt=["a", "b"])
+        answer = await ask(extra_body={"ignore_eos": True})
+        assert answer.usage.completion_tokens == 5
+        with pytest.raises(openai.PermissionDeniedError, match="1 turns is used up"):
+            await ask(stream=True)
+    taken = recorder.take_record("s")
+    assert (taken.num_admitted, taken.num_answered, taken.num_generated) == (1, 1, 5)
 
 
 async def test_a_server_without_a_key_knows_the_keys_of_its_sessions_and_takes_any_other(chat_engine, chat_model):

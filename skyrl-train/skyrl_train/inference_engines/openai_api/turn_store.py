@@ -1,0 +1,148 @@
+"""Turns of recorded sessions, and their compact memory: arrays in place of lists, common beginnings once."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from skyrl_train.types import ConversationType, MessageType
+
+BLOCK = 256
+"""Tokens of a block of a prompt. Prompts that begin alike share the whole blocks of their beginning."""
+
+_BYTES_OF_TURN, _BYTES_OF_OBJECT = 1200, 150
+"""Memory of a turn beside its arrays and messages, and of a block or message beside its content: measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedTurn:
+    """One answer to one request. The three lists are one entry a written token."""
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    log_probs: list[float]
+    weight_versions: list[int]
+    stop_reason: str
+    temperature: float
+    """The log-probs are those of this temperature."""
+    messages: ConversationType | None
+    """Messages of the prompt; None for requests that gave a text or tokens."""
+    answer: MessageType | None
+    """The assistant message that the agent was given."""
+    request: str
+    """Equal for equal requests."""
+    started: float
+    finished: float
+    """Seconds of one clock."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.response_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredTurn:
+    """A turn whose lists are arrays: the prompt's, int32, in blocks of bytes; those of the answer."""
+
+    rest: RecordedTurn
+    prompt: tuple[bytes, ...]
+    response: np.ndarray
+    log_probs: np.ndarray
+    versions: np.ndarray
+
+    def whole(self) -> RecordedTurn:
+        return replace(
+            self.rest,
+            prompt_ids=np.frombuffer(b"".join(self.prompt), np.int32).tolist(),
+            response_ids=self.response.tolist(),
+            log_probs=self.log_probs.tolist(),
+            weight_versions=self.versions.tolist(),
+        )
+
+
+class TurnStore:
+    """Turns of one session, in the order of their ends."""
+
+    def __init__(self) -> None:
+        self._turns: list[_StoredTurn] = []
+        self._blocks: dict[bytes, bytes] = {}
+        self._messages: dict[tuple[object, object], MessageType] = {}
+        self.num_bytes = 0
+        """Memory of the turns, about."""
+        self.num_generated = 0
+        """Tokens of the answers."""
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    def add(self, turns: Sequence[RecordedTurn]) -> int:
+        """Take the choices of one request. Returns: the bytes that they take."""
+        before = self.num_bytes
+        prompts: dict[int, tuple[bytes, ...]] = {}  # choices share the list
+        for turn in turns:
+            if id(turn.prompt_ids) not in prompts:
+                prompts[id(turn.prompt_ids)] = self._shared_blocks(turn.prompt_ids)
+            messages = None if turn.messages is None else [self._shared_message(each) for each in turn.messages]
+            answer = None if turn.answer is None else self._shared_message(turn.answer)
+            stored = _StoredTurn(
+                replace(
+                    turn,
+                    prompt_ids=[],
+                    response_ids=[],
+                    log_probs=[],
+                    weight_versions=[],
+                    messages=messages,
+                    answer=answer,
+                ),
+                prompts[id(turn.prompt_ids)],
+                np.asarray(turn.response_ids, np.int32),
+                _exact_floats(turn.log_probs),
+                _versions(turn.weight_versions),
+            )
+            self._turns.append(stored)
+            self.num_generated += len(turn.response_ids)
+            self.num_bytes += _BYTES_OF_TURN + stored.response.nbytes + stored.log_probs.nbytes
+            self.num_bytes += 8 * (len(stored.prompt) + len(messages or ()))
+            self.num_bytes += stored.versions.nbytes if stored.versions.flags.owndata else 0
+        return self.num_bytes - before
+
+    def turns(self) -> list[RecordedTurn]:
+        return [turn.whole() for turn in self._turns]
+
+    def _shared_blocks(self, ids: Sequence[int]) -> tuple[bytes, ...]:
+        raw, size = np.asarray(ids, np.int32).tobytes(), 4 * BLOCK
+        blocks = []
+        for start in range(0, len(raw), size):
+            block = raw[start : start + size]
+            if block not in self._blocks:
+                self._blocks[block] = block
+                self.num_bytes += len(block) + _BYTES_OF_OBJECT
+            blocks.append(self._blocks[block])
+        return tuple(blocks)
+
+    def _shared_message(self, message: MessageType) -> MessageType:
+        """Return the message of an earlier turn that is equal to this one, if there is one."""
+        content = message.get("content")
+        key = message.get("role"), content if isinstance(content, str) else None
+        known = self._messages.get(key)
+        if known is not None and known == message:
+            return known
+        self._messages[key] = message
+        others = {name: value for name, value in message.items() if name not in ("role", "content")}
+        self.num_bytes += 2 * _BYTES_OF_OBJECT + len(str(content)) + (2 * len(repr(others)) if others else 0)
+        return message
+
+
+def _exact_floats(values: Sequence[float]) -> np.ndarray:
+    """Return float32, which engines compute in, or float64 where that would change a value."""
+    doubles = np.asarray(values, np.float64)
+    with np.errstate(over="ignore"):
+        singles = doubles.astype(np.float32)
+    return singles if np.array_equal(singles.astype(np.float64), doubles, equal_nan=True) else doubles
+
+
+def _versions(values: Sequence[int]) -> np.ndarray:
+    """Return int64; equal ones, as in most answers, take no memory."""
+    if values and values.count(values[0]) == len(values):
+        return np.broadcast_to(np.int64(values[0]), len(values))
+    return np.asarray(values, np.int64)
