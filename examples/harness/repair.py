@@ -2,6 +2,7 @@
 
     python examples/harness/repair.py [--agent shell] [--seeds 0 1 2] [--steps 10] [--output runs/harness]
     MINI_SWE_AGENT=FOLDER python examples/harness/repair.py --agent mini_swe_agent
+    PROGRAM_ENV=FOLDER python examples/harness/repair.py --agent openai_agents_program    # or langgraph_program
 
 A row says what a function gives ("f(a) is a+7"); its file has another number. The agent looks at the file, and then
 writes the right number in place of the wrong one; the row's test runs in the workspace that it leaves. A model of 0.1
@@ -34,6 +35,8 @@ from skyrl_train_testing.tiny_models import character_tokenizer, tiny_qwen3
 
 HERE = Path(__file__).resolve().parent
 SCRIPTS = {name: HERE / f"run_{name}.sh" for name in ("shell_agent", "mini_swe_agent")}
+PROGRAMS = {name: HERE / f"{name}.py" for name in ("openai_agents_program", "langgraph_program")}
+"""Agents that call a tool, by `run_python_program.sh`."""
 
 SYSTEM, TASK, PROGRAM = "You repair programs.", "f(a) is a+", "def f(a):\n    return a+"
 FENCE, CLOSE = "```mswea_bash_command\n", "\n```"
@@ -48,6 +51,17 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}<start>{{ m['role'] }}\n{{ m['content'] }}<end>{% endfor %}"
     "{% if add_generation_prompt %}<start>assistant\n{% endif %}"
 )
+
+
+TOOL_CALL = '<tool_call>{"name": "shell", "arguments": {"command": "'
+TOOL_LOOK, TOOL_CHANGE = f'{TOOL_CALL}cat f.py"}}}}</tool_call>', f"{TOOL_CALL}sed -i s/"
+TOOL_SAVE, FINISH = '/ f.py"}}</tool_call>', "Done."
+TOOL_TEMPLATE = (
+    "{% for m in messages %}<start>{{ m['role'] }}\n{{ m['content'] or '' }}{% for call in m['tool_calls'] or [] %}"
+    "<tool_call>{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}</tool_call>"
+    "{% endfor %}<end>{% endfor %}{% if add_generation_prompt %}<start>assistant\n{% endif %}"
+)
+"""Template that shows calls and does not explain tools: a short context for a tiny model."""
 
 
 def row_of(right: str, wrong: str) -> dict[str, Any]:
@@ -77,14 +91,36 @@ def demonstrate(draw: random.Random) -> Messages:
     ]
 
 
-def prepare(folder: Path, seed: int, warm_up_steps: int) -> None:
+def demonstrate_tools(draw: random.Random) -> Messages:
+    """The same ways, by calls of a tool."""
+    tools = {LOOK: TOOL_LOOK, GIVE_UP: FINISH}
+    messages = [
+        {
+            "role": "tool" if place == 3 else message["role"],
+            "content": tools.get(message["content"], message["content"]),
+        }
+        for place, message in enumerate(demonstrate(draw))
+    ]
+    if messages[-1]["content"] == FINISH:
+        return messages
+    change = messages.pop()["content"].replace(CHANGE, TOOL_CHANGE).replace(SAVE, TOOL_SAVE)
+    return [
+        *messages,
+        {"role": "assistant", "content": change},
+        {"role": "tool", "content": ""},
+        {"role": "assistant", "content": FINISH},
+    ]
+
+
+def prepare(folder: Path, seed: int, warm_up_steps: int, with_tools: bool) -> None:
     """Make the model and the data of a seed, unless the folder has them."""
     if not (folder / "model" / "config.json").exists():
-        texts = ["system\n", "user\n", "assistant\n", SYSTEM, TASK, PROGRAM, GIVE_UP, LOOK, CHANGE, SAVE]
-        tokenizer = character_tokenizer(CHAT_TEMPLATE, added_tokens=texts)
+        texts = ["system\n", "user\n", "assistant\n", SYSTEM, TASK, PROGRAM]
+        texts += ["tool\n", TOOL_LOOK, TOOL_CHANGE, TOOL_SAVE, FINISH] if with_tools else [GIVE_UP, LOOK, CHANGE, SAVE]
+        tokenizer = character_tokenizer(TOOL_TEMPLATE if with_tools else CHAT_TEMPLATE, added_tokens=texts)
         model = tiny_qwen3(hidden_size=64, head_dim=32, vocab_size=len(tokenizer), max_position_embeddings=256)
         settings: dict[str, Any] = dict(steps=warm_up_steps, batch_size=32, learning_rate=4e-3, seed=seed)
-        warm_up(model, tokenizer, demonstrate, **settings)
+        warm_up(model, tokenizer, demonstrate_tools if with_tools else demonstrate, **settings)
         tokenizer.save_pretrained(folder / "model")
         model.save_pretrained(folder / "model")
     draw = random.Random(seed + 1000)
@@ -94,7 +130,10 @@ def prepare(folder: Path, seed: int, warm_up_steps: int) -> None:
 
 def run(agent: str, folder: Path, seed: int, steps: int, settings: list[str]) -> Metrics:
     variables = {"MODEL": str(folder / "model"), "DATA_DIR": str(folder)}
-    return train(SCRIPTS[agent], folder / agent, [f"trainer.seed={seed + 1}", *settings], variables, steps)
+    if agent in PROGRAMS:
+        variables["PROGRAM"] = str(PROGRAMS[agent])
+    script = SCRIPTS.get(agent, HERE / "run_python_program.sh")
+    return train(script, folder / agent, [f"trainer.seed={seed + 1}", *settings], variables, steps)
 
 
 def report(runs: dict[int, Metrics]) -> str:
@@ -112,13 +151,14 @@ def report(runs: dict[int, Metrics]) -> str:
 def main(argv: list[str] | None = None) -> None:
     parser = argument_parser(__doc__, "harness", steps=10, warm_up_steps=400)
     parser.set_defaults(output=REPOSITORY / "runs" / "harness")
-    parser.add_argument("--agent", choices=sorted(SCRIPTS), default="shell_agent")
+    parser.add_argument("--agent", choices=sorted(SCRIPTS | PROGRAMS), default="shell_agent")
     parser.add_argument("settings", nargs="*", help="further settings, key=value")
     options = parser.parse_args(argv)
     runs: dict[int, Metrics] = {}
     for seed in options.seeds:
-        folder = options.output.resolve() / str(seed)
-        prepare(folder, seed, options.warm_up_steps)
+        with_tools = options.agent in PROGRAMS
+        folder = options.output.resolve() / (f"tools-{seed}" if with_tools else str(seed))
+        prepare(folder, seed, options.warm_up_steps, with_tools)
         runs[seed] = run(options.agent, folder, seed, options.steps, options.settings)
     print(report(runs))
 
