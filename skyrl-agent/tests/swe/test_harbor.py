@@ -102,6 +102,7 @@ async def test_harbor_oracle_passes_and_idle_agent_fails(sandboxed, tmp_path, si
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("engine", get_args(EngineName))
 async def test_harbor_tasks_in_containers_of_their_images(engine, tmp_path, monkeypatch):
     image = "localhost/skyrl-machine"

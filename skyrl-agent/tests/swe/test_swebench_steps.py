@@ -1,13 +1,20 @@
 """The steps of SWE-bench tasks on a small repository made on the spot: everything but the image."""
 
+import os
+import shutil
+import subprocess
 from dataclasses import replace
-from typing import ClassVar
+from importlib.util import find_spec
+from pathlib import Path
+from typing import ClassVar, get_args
 
 import pytest
 
-from skyrl_agent.errors import TaskRowError
+from skyrl_agent.errors import InfraError, TaskRowError
 from skyrl_agent.runtimes.base import RuntimeSpec
 from skyrl_agent.tasks.swebench import SWEBenchTask, harness
+from skyrl_gym.sandbox.container_engine import EngineName, check_engine
+from skyrl_gym.sandbox.machine_image import make_machine_image
 
 WRONG = "def double(n):\n    return n\n"
 FIX = "sed -i 's/return n/return 2 * n/' double.py"
@@ -78,6 +85,53 @@ class HereSmith(HereTask):
         "git commit -qm bug; git checkout -q -b me__double-1; rm test_double.py; git commit -qam 'tests taken away'; "
         "git checkout -q master || git checkout -q main",
     )
+
+
+ENVIRONMENT = "/opt/miniconda3/envs/testbed"
+PACKAGES = ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments")
+
+
+def make_swebench_image(engine: EngineName, folder: Path) -> str:
+    """Make an image in the layout of SWE-bench's: the repository, and an environment with an interpreter of its own."""
+    repository, environment = folder / "testbed", folder / "environment"
+    (environment / "bin").mkdir(parents=True)
+    python = environment / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={ENVIRONMENT}/lib exec /usr/bin/python3 "$@"\n')
+    python.chmod(0o755)
+    for name in PACKAGES:
+        shutil.copytree(Path(find_spec(name).origin).parent, environment / "lib" / name)  # pyright: ignore
+        for metadata in Path(find_spec(name).origin).parents[1].glob(f"{name}-*.dist-info"):  # pyright: ignore
+            shutil.copytree(metadata, environment / "lib" / metadata.name)
+    shutil.copy(find_spec("py").origin, environment / "lib")  # pyright: ignore
+    repository.mkdir()
+    for name, text in {"double.py": WRONG, "test_double.py": OLD_TESTS}.items():
+        (repository / name).write_text(text)
+    subprocess.run(["bash", "-c", REPOSITORY], cwd=repository, env=os.environ | {"HOME": str(folder)}, check=True)
+    folders = {"/testbed": repository, ENVIRONMENT: environment}
+    make_machine_image(engine, "localhost/skyrl-swebench", ["git", "patch"], folders)
+    return "localhost/skyrl-swebench"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("engine", get_args(EngineName))
+async def test_an_image_in_the_layout_of_swebench(engine, play, tmp_path):
+    try:
+        check_engine(engine)
+    except InfraError as error:
+        pytest.skip(f"{engine} does not work here: {error}")
+    image = make_swebench_image(engine, tmp_path)
+
+    class ImageTask(SWEBenchTask):
+        def runtime_spec(self, instance):
+            return replace(super().runtime_spec(instance), kind=engine, image=image, pull="never")
+
+        evaluation_runtime_spec = runtime_spec
+
+    row = ROW | {"data_source": "swe-bench", "repo": "me/double"}
+    result, judgement = await play(ImageTask(), row, f"[ $(pwd) = /testbed ] && {FIX}; touch /etc/changed")
+    assert (judgement.reward, judgement.parts["pass_to_pass"]) == (1.0, 1.0)
+    assert result["git_patch"].startswith("diff --git a/double.py b/double.py")
+    assert (await play(ImageTask(), row, "echo '# hm' >> double.py"))[1].reward == 0.0
 
 
 @pytest.fixture(autouse=True)

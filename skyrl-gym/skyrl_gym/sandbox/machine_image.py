@@ -15,7 +15,7 @@ import sys
 import sysconfig
 import tarfile
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -52,8 +52,14 @@ TEXTS = {
 }
 
 
-def write_machine_image(path: Path, programs: Sequence[str] = tuple(PROGRAMS)) -> None:
-    """Write the root file system as a tar."""
+def write_machine_image(
+    path: Path, programs: Sequence[str] = tuple(PROGRAMS), folders: Mapping[str, Path] | None = None
+) -> None:
+    """Write the root file system as a tar.
+
+    Args:
+        folders: path inside -> folder of this machine that is copied.
+    """
     interpreter = Path(os.path.realpath(sys.executable))
     executables = [Path(found) for name in programs if (found := shutil.which(name, path=SYSTEM_PATH))]
     python_files = list(_files(Path(sysconfig.get_paths()["stdlib"])))
@@ -74,6 +80,8 @@ def write_machine_image(path: Path, programs: Sequence[str] = tuple(PROGRAMS)) -
         _add(image, "usr/bin/python", tarfile.SYMTYPE, link="python3")
         for name, file in content.items():
             image.add(os.path.realpath(file), name)
+        for name, folder in (folders or {}).items():
+            image.add(folder, name.lstrip("/"))
 
 
 def libraries(files: Sequence[Path]) -> list[str]:
@@ -96,11 +104,13 @@ def _add(
     image.addfile(entry, io.BytesIO(data))
 
 
-def make_machine_image(engine: EngineName, name: str, programs: Sequence[str] = ()) -> None:
+def make_machine_image(
+    engine: EngineName, name: str, programs: Sequence[str] = (), folders: Mapping[str, Path] | None = None
+) -> None:
     """Make an image of this machine's programs, the usual ones and further ones. Raises InfraError."""
     with tempfile.TemporaryDirectory(prefix="skyrl-image-") as folder:
         path = Path(folder, "image.tar")
-        write_machine_image(path, [*PROGRAMS, *programs])
+        write_machine_image(path, [*PROGRAMS, *programs], folders)
         run_engine(engine, ["import", str(path), name], timeout=START_SECONDS)
 
 
