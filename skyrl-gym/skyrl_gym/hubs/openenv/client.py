@@ -93,7 +93,7 @@ class Session:
             except _Full as full:
                 if time.monotonic() > self._deadline:
                     text = f"{self.base_url} had no free place within {self.seconds:g} s: {full}"
-                    raise InfraError(f"{text}; raise its max_concurrent_envs or lower max_env_workers") from None
+                    raise InfraError(f"{text}; it needs one for each episode at a time (max_concurrent_envs)") from None
                 time.sleep(FULL_WAIT)
                 self.close()
                 self._socket = self._connect()
