@@ -243,13 +243,14 @@ leave, the prefix cache, changed weights); adapters trained, sampled, resumed, a
 blocks of 512 queries, whose probabilities the backward computes again. With `trainer.use_sample_packing=false` such
 models take transformers' eager attention.
 
-**Latent attention** (DeepSeek). The native engine keeps keys and values of every head, not the latent vectors.
+**Latent attention** (DeepSeek). The native engine keeps the latent vectors and makes keys and values of all heads from
+them at each token; it has no fused kernel for that.
 
 **Linear attention** (Qwen3.5, Qwen3-Next). Rows that lie end to end begin with an empty state each. Prompts are not
 shared, and `sequence_parallel_size` must be 1. The native engine keeps a state a row in place of keys and values
-(float32, heads x key size x value size of each such layer), computes prompts whole, and has neither prefix cache nor
-speculative decoding for these models. Without `flash-linear-attention` and `causal_conv1d` transformers' functions in
-torch are used.
+(float32, heads x key size x value size of each such layer, and the last inputs of its convolution), computes prompts
+whole, and has neither prefix cache nor speculative decoding for these models. Without `flash-linear-attention` and
+`causal_conv1d` transformers' functions in torch are used.
 
 **bfloat16** (`trainer.bf16=true`, and engines in bfloat16). Log-probs of the trainer and of the native engine are as
 near to float32 as those of transformers in bfloat16 (mean difference at most 1.5 times its own). One FSDP2 rank gives

@@ -204,7 +204,7 @@ class EnginePlan:
     """Activations and logits of the largest step."""
 
     cache: float
-    """Keys and values."""
+    """Keys and values, and states of linear attention."""
 
     graphs: float
     """CUDA graphs of decoding steps."""
@@ -248,9 +248,7 @@ def engine_plan(cfg: SkyRLConfig, shape: ModelShape, device: Device) -> EnginePl
     replicas = generator.inference_engine_data_parallel_size
     experts_by = max(generator.inference_engine_expert_parallel_size, tensor) * stages
     weights = number * ((shape.parameters - shape.experts) / (tensor * stages) + shape.experts / experts_by)
-    # A rank holds at least one head of keys.
-    keys = shape.key / shape.num_key_value_heads * max(1.0, shape.num_key_value_heads / tensor)
-    bytes_a_token = 2 * number * keys * shape.num_layers / stages
+    bytes_a_token, bytes_beside = cache_bytes(shape, number, tensor=tensor, stages=stages)
     length = generator.longest_context
     samples = cfg.trainer.train_batch_size * generator.n_samples_per_prompt
     wanted = -(-samples // (generator.num_inference_engines * replicas))
@@ -260,8 +258,9 @@ def engine_plan(cfg: SkyRLConfig, shape: ModelShape, device: Device) -> EnginePl
         working = number * length * (4 * shape.hidden + 4 * shape.feed_forward) + 8 * full * shape.words
         traits = EngineRegistry.requirements(generator.backend)
         gib = generator.engine_init_kwargs.get("prefix_cache_gib", traits.prefix_cache_gib)
-        prefixes = min(gib * 2**30, wanted * length * bytes_a_token) if generator.enable_prefix_caching else 0.0
-        cache = full * length * bytes_a_token + prefixes
+        keeps_prefixes = generator.enable_prefix_caching and not shape.num_linear_layers
+        prefixes = min(gib * 2**30, wanted * length * bytes_a_token) if keeps_prefixes else 0.0
+        cache = full * (length * bytes_a_token + bytes_beside) + prefixes
         return EnginePlan(weights, working, cache, 0.0, bytes_a_token, full, wanted)
     tokens = max(generator.max_num_batched_tokens, generator.max_num_seqs)
     states = 2 * number * shape.hidden + 3 * number * shape.feed_forward / tensor
@@ -272,18 +271,33 @@ def engine_plan(cfg: SkyRLConfig, shape: ModelShape, device: Device) -> EnginePl
     if not generator.resolved_enforce_eager(device.kind):
         graphs = _graph_bytes(generator.max_num_seqs, shape.num_layers / stages)
     cache = budget - weights - working - graphs
-    answers = max(0, min(int(cache // (length * bytes_a_token)), generator.max_num_seqs))
+    answer = length * bytes_a_token + bytes_beside
+    answers = max(0, min(int(cache // answer), generator.max_num_seqs))
     shortage = ""
     if answers == 0:
         shortage = (
             f"generator.gpu_memory_utilization={generator.gpu_memory_utilization} gives the engine "
             f"{budget / 1e9:.1f} GB, of which weights take {weights / 1e9:.1f}, working memory {working / 1e9:.1f} and "
             f"CUDA graphs {graphs / 1e9:.1f}: "
-            f"no answer of {length} tokens with its prompt ({length * bytes_a_token / 1e9:.2f} GB of keys and values) "
+            f"no answer of {length} tokens with its prompt ({answer / 1e9:.2f} GB of keys and values) "
             "fits into the rest"
         )
-    lack = max(0.0, length * bytes_a_token - cache)
+    lack = max(0.0, answer - cache)
     return EnginePlan(weights, working, max(0.0, cache), graphs, bytes_a_token, answers, wanted, shortage, lack)
+
+
+def cache_bytes(shape: ModelShape, number: int, *, tensor: int = 1, stages: int = 1) -> tuple[float, float]:
+    """Return the bytes on each device that an engine caches of a token, and of an answer beside its tokens (states of
+    linear attention).
+
+    Args:
+        number: bytes of a number.
+        tensor, stages: devices that divide heads and layers.
+    """
+    # A rank holds at least one head of keys.
+    keys = shape.key / shape.num_key_value_heads * max(1.0, shape.num_key_value_heads / tensor)
+    token = number * (shape.latent or 2 * keys) * (shape.num_layers - shape.num_linear_layers) / stages
+    return token, (number * shape.state_inputs + 4 * shape.state) * shape.num_linear_layers / (tensor * stages)
 
 
 def _graph_bytes(max_num_seqs: int, num_layers: float) -> float:

@@ -7,6 +7,8 @@ from typing import Any
 from skyrl_train.config.models import LoRAConfig
 from skyrl_train.errors import ConfigError
 
+_DELTA_NET = ("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
@@ -40,7 +42,8 @@ class ModelShape:
     """Numbers of a token's queries: heads x size of a head."""
 
     key: int
-    """Numbers of a token's keys, and of its values: key-value heads x size of a head."""
+    """Numbers of a token's keys, and of its values: key-value heads x size of a head; of latent attention the mean of
+    both."""
 
     num_key_value_heads: int
     num_heads: int
@@ -53,6 +56,19 @@ class ModelShape:
     num_experts: int
     has_query_norms: bool
     """Queries and keys are normalized."""
+
+    latent: int = 0
+    """Numbers of a token that engines cache in a layer of latent attention, in place of keys and values, whole on each
+    device; 0: none."""
+
+    num_linear_layers: int = 0
+    """Layers of linear attention: an answer has a state there, and its tokens no keys and values."""
+
+    state_inputs: int = 0
+    """Numbers of the state of an answer in such a layer that its convolution keeps, in the model's number format."""
+
+    state: int = 0
+    """Numbers of the state of its recurrence, in float32."""
 
     @property
     def has_adapters(self) -> bool:
@@ -128,8 +144,15 @@ def model_shape(
     experts = sum(parameter.numel() for name, parameter in named.items() if ".experts." in name)
     if experts:
         experts_a_token = read("num_experts_per_tok", "top_k_experts") or 1
-    head = read("head_dim") or text.hidden_size // text.num_attention_heads
     key_value_heads = read("num_key_value_heads") or text.num_attention_heads
+    head = value = read("head_dim") or text.hidden_size // text.num_attention_heads
+    latent = 0
+    if read("kv_lora_rank"):
+        head, value = read("qk_nope_head_dim") + read("qk_rope_head_dim"), read("v_head_dim")
+        latent = read("kv_lora_rank") + read("qk_rope_head_dim")
+    num_linear_layers = (getattr(text, "layer_types", None) or []).count("linear_attention")
+    value_heads, key_size, value_size = map(read, _DELTA_NET)
+    channels = 2 * read("linear_num_key_heads") * key_size + value_heads * value_size
     width = read("intermediate_size", "n_inner") or 4 * text.hidden_size
     if experts:
         width = (read("moe_intermediate_size") or width) * experts_a_token
@@ -140,18 +163,22 @@ def model_shape(
         outside=parameters - sum(layers),
         experts=experts,
         active=parameters - (experts - experts * experts_a_token // num_experts if experts else 0),
-        num_layers=len(layers),
+        num_layers=text.num_hidden_layers,
         hidden=text.hidden_size,
         words=0 if is_critic else text.vocab_size,
         is_tied=bool(text.tie_word_embeddings) and not is_critic,
         query=text.num_attention_heads * head,
-        key=key_value_heads * head,
+        key=key_value_heads * (head + value) // 2,
         num_key_value_heads=key_value_heads,
         num_heads=text.num_attention_heads,
         feed_forward=width,
         experts_a_token=experts_a_token,
         num_experts=num_experts if experts else 0,
         has_query_norms=any(name.endswith("q_norm.weight") for name in named),
+        latent=latent,
+        num_linear_layers=num_linear_layers,
+        state_inputs=channels * max(0, read("linear_conv_kernel_dim") - 1),
+        state=value_heads * key_size * value_size,
     )
 
 

@@ -11,12 +11,15 @@ from native_runs import log_probs_of, make_core, random_prompts, run, same_bits
 from skyrl_train.errors import ConfigError
 from skyrl_train.inference_engines.completion import Completion
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
+from skyrl_train.inference_engines.native.loading import cache_bytes_of_token
 from skyrl_train.inference_engines.native.packed_linear import pack_linears
 from skyrl_train.inference_engines.native.requests import EngineSamplingParams, PromptScoring, Request
 from skyrl_train.inference_engines.native.weights import EngineWeights
 from skyrl_train.models.causal_lm import load_causal_lm
 from skyrl_train.models.lora import exported_parameters
 from skyrl_train.models.scoring import ScoringModel
+from skyrl_train.plan.memory import cache_bytes
+from skyrl_train.plan.model_shape import model_shape
 from skyrl_train_testing.architectures import ARCHITECTURES
 
 CPU = torch.device("cpu")
@@ -127,6 +130,24 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is_and_nearer_to_the_tra
     error = (rounded - exact).abs().mean()
     assert 0 < (engine - exact).abs().mean() < 1.5 * error
     assert (engine - trainer).abs().mean() < error
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in {"deepseek_v3", "qwen3_5"} else pytest.mark.slow)
+        for name in ARCHITECTURES
+    ],
+)
+def test_memory_of_rows_is_what_the_planner_counts(name, folder_of):
+    core = make_core(folder_of(name))
+    run(core, [Request(p, EngineSamplingParams(max_tokens=3), (0, i)) for i, p in enumerate(random_prompts([40] * 4))])
+    cache = core._cache
+    held = [*cache.tensors(), *(each for state in cache._states.values() for each in state)]
+    token, answer = cache_bytes(model_shape(core.model.config), number=4)
+    assert cache.length == 64
+    assert sum(tensor.nbytes for tensor in held) == cache.num_rows * (64 * token + answer)
+    assert cache_bytes_of_token(core.model) == token
 
 
 @pytest.mark.parametrize("name", EACH)

@@ -1,11 +1,13 @@
 """Estimates of memory: sums that one can check by hand."""
 
+from dataclasses import replace
+
 import pytest
 from settings_of_plans import settings, shape
 
 from skyrl_train.plan.backends import deepspeed, fsdp2, megatron
 from skyrl_train.plan.devices import Device, find_device
-from skyrl_train.plan.memory import engine_plan, memory_plan, worker_phases
+from skyrl_train.plan.memory import cache_bytes, engine_plan, memory_plan, worker_phases
 
 GPU = Device("a small one", "cuda", memory=10_000.0 + 3e9, flops=1e12, bandwidth=1e12, link=1e11)
 
@@ -231,3 +233,19 @@ def test_backend_of_a_user_is_not_estimated():
 def test_processor_of_this_machine_is_a_device():
     device = find_device("cpu")
     assert device.kind == "cpu" and device.memory > 1e8
+
+
+def test_states_of_linear_attention_are_counted_once_an_answer_and_latent_vectors_in_place_of_keys():
+    hybrid = shape(num_layers=4, num_linear_layers=3, state_inputs=24, state=50)
+    # One layer of keys and values of 4 numbers each; three states, of which the recurrence is in float32.
+    assert cache_bytes(hybrid, 2) == (2 * 2 * 4, 3 * (2 * 24 + 4 * 50))
+    assert cache_bytes(hybrid, 2, tensor=2) == (2 * 2 * 2, 3 * (2 * 24 + 4 * 50) / 2)
+    cfg = settings(**{"generator.backend": "native"})
+    engine = engine_plan(cfg, hybrid, find_device("cpu"))
+    assert engine.cache == 24 * (100 * 2 * 2 * 4 + 3 * (2 * 24 + 4 * 50))
+    vllm = settings(**{"generator.backend": "vllm", "trainer.placement.device": "cuda"})
+    large = Device("one", "cuda", memory=4e9, flops=1e12, bandwidth=1e12, link=1e11)
+    found = engine_plan(vllm, replace(hybrid, state=10**6), large)
+    assert found.answers == int(found.cache // (100 * 2 * 2 * 4 + 3 * (2 * 24 + 4 * 10**6)))
+    # Latent vectors are whole on each device.
+    assert cache_bytes(shape(latent=6), 2, tensor=2) == (2 * 6 * 2, 0)

@@ -124,9 +124,9 @@ def cache_bytes_of_token(model: PreTrainedModel) -> int:
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    widths = 2 * width
-    if getattr(config, "kv_lora_rank", None):  # latent attention: keys and values are kept as attention sees them
-        widths = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+    numbers = 2 * heads * width
+    if getattr(config, "kv_lora_rank", None):  # latent attention: transformers gives the cache what keys are made of
+        numbers = config.kv_lora_rank + config.qk_rope_head_dim
     kinds = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
     num_layers = sum(kind != LINEAR_ATTENTION for kind in kinds)
-    return num_layers * heads * widths * model.dtype.itemsize
+    return num_layers * numbers * model.dtype.itemsize
