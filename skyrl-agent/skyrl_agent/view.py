@@ -1,15 +1,19 @@
-"""`python -m skyrl_agent.view FILE`: the trajectories of a run, in the terminal. Works piped, too.
+"""`python -m skyrl_agent.view FILE`: the trajectories of a run, in the terminal or in the dashboard. Works piped, too.
 
 view FILE                                   a line each
 view FILE --reason FINISH_TOOL --max-reward 0.5
 view FILE --show 3                          one in full, by its number in the list
+view trajectories.jsonl --browser           turns, tools, branches and stages in the dashboard of skyrl-train
 """
 
 import argparse
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
@@ -21,10 +25,14 @@ from skyrl_agent.types import JsonObject
 
 _WRITTEN, _GIVEN = "green", "dim"
 _WIDTH_PIPED = 200
+DASHBOARD_NAME = "trajectories.jsonl"
+"""Name of the files that `skyrl_train.dashboard` knows as trajectories of agents."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
+    if options.browser:
+        return open_dashboard(options.file)
     console = Console(width=None if sys.stdout.isatty() else _WIDTH_PIPED, highlight=False)
     try:
         records = list(enumerate(last_records(options.file).values() if options.last else read_records(options.file)))
@@ -39,6 +47,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     list_all(console, [(number, record) for number, record in records if _wanted(record, options)])
     return 0
+
+
+def open_dashboard(path: str) -> int:
+    """Become the dashboard of a file. Returns: 1, if there is a reason not to."""
+    file = Path(path).expanduser()
+    if not file.is_file() or file.name != DASHBOARD_NAME:
+        why = "there is no such file" if not file.is_file() else f"the dashboard reads files named {DASHBOARD_NAME}"
+        print(f"{file}: {why}; name it so in output.trajectories, or leave --browser out", file=sys.stderr)
+        return 1
+    if find_spec("skyrl_train") is None:
+        print("--browser needs skyrl-train: install skyrl-agent[skyrl-train]", file=sys.stderr)
+        return 1
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "skyrl_train.dashboard", str(file), "--port", "0", "--open"])
 
 
 def list_all(console: Console, records: Sequence[tuple[int, JsonObject]]) -> None:
@@ -119,6 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m skyrl_agent.view", description="Look at trajectories.")
     parser.add_argument("file", help="what output.trajectories of the task file names")
     parser.add_argument("--show", type=int, metavar="N", help="one trajectory in full")
+    parser.add_argument("--browser", action="store_true", help="show the file in the dashboard (needs skyrl-train)")
     parser.add_argument("--reason", help="only of this finish reason")
     parser.add_argument("--instance", help="only of this instance id")
     parser.add_argument("--min-reward", type=float)

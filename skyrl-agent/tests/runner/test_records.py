@@ -156,3 +156,17 @@ def test_the_viewer_as_a_command_in_a_pipe(file: Path):
 
 def test_rows_are_plain_json(file: Path):
     assert all(json.loads(line) for line in file.read_text().splitlines())
+
+
+def test_the_browser_is_a_door_to_the_dashboard(tmp_path: Path, monkeypatch, capsys):
+    started: list[list[str]] = []
+    monkeypatch.setattr("os.execv", lambda _, command: started.append(command[1:]))
+    file, other = tmp_path / "trajectories.jsonl", tmp_path / "mine.jsonl"
+    for path in (file, other):
+        path.write_text("")
+    main([str(file), "--browser"])
+    assert started == [["-m", "skyrl_train.dashboard", str(file), "--port", "0", "--open"]]
+    assert main([str(other), "--browser"]) == main([str(tmp_path / "none" / file.name), "--browser"]) == 1
+    said = capsys.readouterr().err
+    assert "reads files named trajectories.jsonl" in said and "there is no such file" in said
+    assert len(started) == 1

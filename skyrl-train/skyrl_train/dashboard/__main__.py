@@ -10,6 +10,7 @@ from pathlib import Path
 
 import uvicorn
 
+from skyrl_train.dashboard import agent_files
 from skyrl_train.dashboard.defaults import Defaults
 from skyrl_train.dashboard.runs_folder import RunsFolder
 from skyrl_train.dashboard.server import make_app
@@ -27,7 +28,8 @@ def main(arguments: list[str] | None = None) -> int:
         if options.terminal:
             show(options.runs_dir)
             return 0
-        folder = RunsFolder(options.runs_dir)
+        is_file = options.runs_dir.name == agent_files.NAME and options.runs_dir.is_file()
+        folder = RunsFolder(options.runs_dir.parent if is_file else options.runs_dir)
         token = read_token(options.host, options.token_file)
     except (SkyRLError, OSError) as error:
         print(error, file=sys.stderr)
@@ -59,7 +61,11 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m skyrl_train.dashboard",
         description="Serves pages about runs, from the files of their folders alone. It writes nothing.",
     )
-    parser.add_argument("runs_dir", type=Path, help="the folder that holds run folders, or a run folder")
+    parser.add_argument(
+        "runs_dir",
+        type=Path,
+        help="the folder that holds run folders, a run folder, or trajectories.jsonl of skyrl-agent",
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8265, help="port, 0 for a free one (default: %(default)s)")
     parser.add_argument(

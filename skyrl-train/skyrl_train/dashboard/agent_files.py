@@ -4,15 +4,22 @@ A folder with `trajectories.jsonl` counts as a run of one evaluation. Of its tok
 a span, written by the model or given to it, stands for a token.
 """
 
+from itertools import takewhile
+
 from skyrl_train.types import JsonObject
 
 NAME = "trajectories.jsonl"
 PHASE, STEP = "eval", 0
 """Place of these trajectories among those of a run's steps."""
 
+STAGES = ("initialize", "generate", "evaluate")
+MAX_BRANCHES = 64
+"""Rows of a trajectory of which the tree is computed."""
+
 
 def to_row(record: JsonObject) -> JsonObject:
     """Return a record of skyrl-agent as a row of a trajectories file. What is not of its form is left out."""
+    seconds = record.get("stage_seconds")
     parts = [part for part in _list(record.get("rows")) if isinstance(part, dict)]
     spans = [span for part in parts for span in _list(part.get("spans")) if isinstance(span, list) and len(span) == 2]
     texts = [str(text) for _, text in spans]
@@ -30,8 +37,42 @@ def to_row(record: JsonObject) -> JsonObject:
         "tokens": {"text": texts, "loss_mask": [int(bool(is_written)) for is_written, _ in spans]},
         "tool_calls": _list(record.get("tool_calls")),
         "sandbox": _list(record.get("sandbox")),
-        "seconds": record.get("stage_seconds"),
+        "messages": _list(record.get("messages")),
+        "reward_parts": record.get("reward_parts") if isinstance(record.get("reward_parts"), dict) else {},
+        "branches": _branches(parts[:MAX_BRANCHES]),
+        "stages": _stages(seconds if isinstance(seconds, dict) else {}, record.get("time")),
     }
+
+
+def _stages(seconds: JsonObject, ended: object) -> list[list[object]]:
+    """Return the stages of the dispatcher and the waits before them as [name, begin, end], Unix seconds: a file tells
+    how long each took, and when the last ended. Attempts at a stage are one."""
+    if not isinstance(ended, int | float):
+        return []
+    spans: list[list[object]] = []
+    at = float(ended)
+    for name in reversed([f"{wait}{stage}" for stage in STAGES for wait in ("queue_", "")]):
+        took = seconds.get(name)
+        if isinstance(took, int | float) and took > 0:
+            spans.append([name, at - took, at])
+            at -= took
+    return spans[::-1]
+
+
+def _branches(parts: list[JsonObject]) -> list[list[int | None]]:
+    """Return the place of each row in the tree of a trajectory's rows, as [parent, common tokens]
+    (`rollouts.certificate.token_tree`)."""
+    rows = [_list(part.get("prompt_ids")) + _list(part.get("response_ids")) for part in parts]
+    found: list[list[int | None]] = []
+    for number, row in enumerate(rows):
+        shared = [_num_common(row, earlier) for earlier in rows[:number]]
+        start = max(shared, default=0)
+        found.append([shared.index(start) if start else None, start])
+    return found
+
+
+def _num_common(left: list[object], right: list[object]) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
 
 
 def _list(value: object) -> list:

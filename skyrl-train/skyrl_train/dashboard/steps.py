@@ -136,7 +136,17 @@ def summarize(row: JsonObject) -> JsonObject:
         "versions": [min(versions), max(versions)] if versions else None,
         "prompt": _tail(row.get("prompt")),
         "preview": _text(row.get("response"), PREVIEW),
+        "stages": [span for span in _list(row.get("stages")) if _is_span(span)],
     }
+
+
+def _is_span(value: object) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) == 3
+        and isinstance(value[0], str)
+        and all(isinstance(each, int | float) for each in value[1:])
+    )
 
 
 def _list(value: object) -> Sequence[object]:

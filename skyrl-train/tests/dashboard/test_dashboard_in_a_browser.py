@@ -77,12 +77,26 @@ def test_sample_of_an_agent_shows_tool_outputs_and_sandbox_log_as_text(browser: 
     command = {"stage": "evaluate", "command": f"make test {hostile}", "stdout": hostile, "stderr": "2 failed"}
     record = {
         "instance_id": "a", "trajectory_id": 0, "reward": 0.0, "finish_reason": "FINISH_TOOL",
-        "rows": [{"prompt": "Do it.", "spans": [[True, "call"], [False, "out"]], "response_ids": [1, 2]}],
+        "rows": [
+            {"prompt": "Do it.", "spans": [[True, f"<think>hm {hostile}</think>call"], [False, "out"]],
+             "prompt_ids": [7, 8], "response_ids": [1, 2]},
+            {"prompt": "Do it.", "spans": [[True, "again"]], "prompt_ids": [7, 8, 1], "response_ids": [3]},
+        ],
+        "messages": [
+            {"role": "user", "content": f"Do it. {hostile}"},
+            {"role": "assistant", "content": "On it.", "reasoning_content": f"secret plan {hostile}",
+             "tool_calls": [{"function": {"name": hostile, "arguments": {"command": hostile}}}]},
+            {"role": "tool", "name": hostile, "content": [{"type": "text", "text": hostile}, {"type": hostile}]},
+            None, 3, {"role": hostile, "content": None, "tool_calls": [None, 3]},
+        ],
+        "reward_parts": {hostile: 0.5}, "time": 1000.0,
+        "stage_seconds": {"queue_initialize": 1.0, "initialize": 2.0, "generate": 4.0, "evaluate": 3.0},
         "tool_calls": [{"step": 1, "name": "bash", "arguments": {"command": "ls"}, "output": hostile, "seconds": 0.2}],
         "sandbox": [command | {"outcome": "exited", "returncode": 2, "seconds": 1.5}],
     }  # fmt: skip
-    (tmp_path / "trajectories.jsonl").write_text(json.dumps(record) + "\n")
-    with serving(tmp_path) as (url, _), open_page(browser) as page:
+    file = tmp_path / "trajectories.jsonl"
+    file.write_text(json.dumps(record) + "\n")
+    with serving(file) as (url, _), open_page(browser) as page:
         page.goto(url + place(".", "sample", phase="eval", step=0, line=0))
         log = page.locator("section", has_text="Sandbox log").last
         log.wait_for()
@@ -90,7 +104,18 @@ def test_sample_of_an_agent_shows_tool_outputs_and_sandbox_log_as_text(browser: 
         log.locator("summary").click()
         assert "2 failed" in log.inner_text() and "<img src=x" in log.inner_text()
         page.locator("section", has_text="Tool calls").last.locator("summary").click()
-        assert page.locator("img").count() == 0
+        turns = page.locator("section", has=page.locator("h2", has_text="Turns")).last
+        assert "secret plan" not in turns.inner_text(), "thoughts are folded"
+        turns.locator("summary", has_text="thinking").click()
+        assert "secret plan <img src=x" in turns.inner_text() and "calls <img" in turns.inner_text()
+        branches = page.locator("section", has_text="branches off row 0 after 3 tokens").last
+        assert "row 0 begins on its own" in branches.inner_text()
+        assert page.locator("svg.lanes rect").count() == 4
+        page.goto(url + place(".", "time"))
+        page.wait_for_selector("text=Stages of the dispatcher")
+        table = page.locator("table", has_text="Stage of the dispatcher").inner_text()
+        assert "waits for initialize" in table and "evaluate" in table and "waits for evaluate" not in table
+        assert page.locator("img, [onerror]").count() == 0
 
 
 def test_hostile_text_stays_text_on_every_page(browser: Any, tmp_path: Path):
@@ -98,6 +123,8 @@ def test_hostile_text_stays_text_on_every_page(browser: Any, tmp_path: Path):
     run.write_config(f"trainer: {{run_name: {json.dumps(HOSTILE)}, algorithm: {{a: 1}}}}\n")
     run.append_metrics(4, {f"mine/{HOSTILE}": 1.0})
     huge = trajectory(HOSTILE, 0, tokens=["x" * 10_000_000, HOSTILE, "\n", "end"], failed=True)
+    account = {"drawn": 4, "trained": 4, "exact": 3, "not_trained": {HOSTILE: 1}, "new_rows": {HOSTILE: HOSTILE}}
+    huge["certificate"] = account | {"branches": [[None, 0], [0, HOSTILE], [HOSTILE, 2], None]}
     run.write_trajectories(4, "train", [huge, trajectory(HOSTILE, 1)])
     with open(run.trajectories_path(4, "train"), "ab") as file:
         file.write(
@@ -120,6 +147,7 @@ def test_hostile_text_stays_text_on_every_page(browser: Any, tmp_path: Path):
                     assert page.evaluate("document.documentElement.scrollWidth") <= width, (path, "fits the window")
                 page.goto(address + pages[5])
                 assert "onerror" in page.inner_text(".failure")
+                assert "3 of 4 (75.0 %)" in page.locator("section", has_text="Token certificate").last.inner_text()
                 page.goto(address + pages[8])
                 page.wait_for_selector("text=This line is not JSON")
                 page.goto(address + pages[1])

@@ -279,7 +279,10 @@ def test_trajectories_of_skyrl_agent_are_a_run_of_one_evaluation(client: TestCli
         "tool_calls": [{"step": 1, "name": "bash", "arguments": {"command": "ls"}, "ok": True, "seconds": 0.2}],
         "sandbox": [{"stage": "evaluate", "command": "make test", "stdout": "2 passed", "returncode": 0}],
         "rows": [{"prompt_ids": [1, 2], "response_ids": [3, 4, 5], "mask": [1, 1, 0], "log_probs": None,
-                  "prompt": "fix it", "spans": [[True, "ls"], [False, "a.py"]]}],
+                  "prompt": "fix it", "spans": [[True, "ls"], [False, "a.py"]]},
+                 {"prompt_ids": [1, 2, 3], "response_ids": [9]}, {"prompt_ids": [8], "response_ids": [9]}],
+        "messages": [{"role": "user", "content": "fix it"}], "reward_parts": {"tests": 1.0},
+        "time": 100.0, "stage_seconds": {"queue_generate": 2.0, "generate": 5.0, "evaluate": 1.0},
     }  # fmt: skip
     (runs / "agents").mkdir()
     (runs / "agents" / "trajectories.jsonl").write_text(json.dumps(record) + "\n" + '{"instance_id": 3}\n{"torn')
@@ -288,13 +291,17 @@ def test_trajectories_of_skyrl_agent_are_a_run_of_one_evaluation(client: TestCli
     assert ask(client, "run", run="agents")["steps"] == {"train": [], "eval": [0]}
     rows = ask(client, "step", run="agents", phase="eval", step=0)["rows"]
     assert [(row["uid"], row["sample"], row["tokens"], row["stop"]) for row in rows] == [
-        ("bug-7", 1, 3, "FINISH_TOOL"),
+        ("bug-7", 1, 5, "FINISH_TOOL"),
         ("3", None, 0, None),
     ]
     row = ask(client, "sample", run="agents", phase="eval", step=0, line=0)
     assert row["tokens"] == {"text": ["ls", "a.py"], "loss_mask": [1, 0]}
     assert row["tool_calls"][0]["name"] == "bash"
     assert row["sandbox"][0]["stdout"] == "2 passed"
+    assert row["branches"] == [[None, 0], [0, 3], [None, 0]]
+    assert (row["messages"], row["reward_parts"]) == (record["messages"], {"tests": 1.0})
+    assert row["stages"] == [["queue_generate", 92.0, 94.0], ["generate", 94.0, 99.0], ["evaluate", 99.0, 100.0]]
+    assert (rows[0]["stages"], rows[1]["stages"]) == (row["stages"], [])
 
 
 # ---- what environments show

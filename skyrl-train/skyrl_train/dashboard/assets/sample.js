@@ -1,4 +1,5 @@
 // A trajectory: the conversation, and its tokens coloured by any quantity that the run records of each.
+import { agentSections, withThoughts } from "./agent.js";
 import { address, api, badge, choice, colour, duration, el, facts, hoverTip, isDark, number, palette, section, textNodes, tipTable, visible } from "./dom.js";
 
 const NAMES = { log_probs: "engine log-prob", trainer_log_probs: "trainer log-prob", entropies: "entropy", advantages: "advantage", difference: "difference (trainer - engine)", rewards: "reward", loss_mask: "loss mask", trained: "trained on (after filters)", weight_versions: "weight version" };
@@ -34,20 +35,6 @@ function turns(tokens) {
   return found;
 }
 
-/** A line that unfolds to an output, if there is one. */
-function unfolded(line, output) {
-  const text = String(output ?? "");
-  return text ? el("details", {}, el("summary", {}, line), el("div", { class: "text long" }, textNodes(text))) : line;
-}
-
-/** A command in the sandbox of an agent. */
-function sandboxRow(entry) {
-  const isBad = entry?.outcome !== "exited" || entry?.returncode !== 0;
-  const end = entry?.outcome === "exited" ? `exit ${entry.returncode}` : String(entry?.outcome);
-  const output = [entry?.stdout, entry?.stderr].filter(Boolean).join("\n");
-  return el("tr", {}, el("td", { class: "quiet" }, String(entry?.stage)), el("td", {}, badge(end, isBad ? "bad" : "")), el("td", { class: "number" }, duration(entry?.seconds)), el("td", { class: "mono" }, unfolded(visible(String(entry?.command).slice(0, 2000)), output)));
-}
-
 function conversation(row, tokens) {
   const parts = messages(row.prompt).map(([role, text]) => el("div", { class: "segment context" }, el("h3", {}, role ?? "prompt"), el("div", { class: "text long" }, textNodes(text))));
   const found = turns(tokens);
@@ -55,7 +42,7 @@ function conversation(row, tokens) {
     const text = tokens.text.slice(start, end).join("");
     const calls = isPolicy ? toolCalls(text) : [];
     const title = isPolicy ? "policy" : "observation";
-    parts.push(el("div", { class: `segment ${isPolicy ? "policy" : "context"}` }, el("h3", {}, `${title} · ${end - start} tokens`, calls.map((name) => [" ", badge(`calls ${name}`)])), el("div", { class: isPolicy ? "text" : "text long" }, textNodes(text))));
+    parts.push(el("div", { class: `segment ${isPolicy ? "policy" : "context"}` }, el("h3", {}, `${title} · ${end - start} tokens`, calls.map((name) => [" ", badge(`calls ${name}`)])), el("div", { class: isPolicy ? "text" : "text long" }, isPolicy ? withThoughts(text) : textNodes(text))));
   }
   if (found.length > 200) parts.push(el("p", { class: "quiet" }, `${found.length - 200} further turns: see the tokens.`));
   return parts;
@@ -239,10 +226,11 @@ export async function samplePage({ run, query, head }, main, signal) {
   fetch(frame, { signal }).then(({ status }) => status === 200 && rendered.append(section("As the environment shows it", null, el("iframe", { class: "rendered", sandbox: "", src: frame, title: "The trajectory as its environment shows it" })))).catch(() => {});
   const again = typeof row.sample === "number" && row.is_replayable !== false ? el("p", { class: "quiet small mono" }, `python -m skyrl_train.replay ${run === "." ? head.name : run} --sample ${String(row.uid).slice(0, 200)}_${row.sample} --step ${step}${phase === "eval" ? " --phase eval" : ""}`) : null;
   const colouring = choice("Colour by", [...colours, ["", "nothing"]], current, recolour);
-  const called = Array.isArray(row.tool_calls) && row.tool_calls.length ? section("Tool calls", null, el("div", { class: "card scroll", style: { maxHeight: "360px" } }, el("table", {}, el("tbody", {}, row.tool_calls.slice(0, 500).map((call) => el("tr", {}, el("td", { class: "number" }, String(call?.step ?? "")), el("td", {}, badge(String(call?.name), call?.ok === false ? "bad" : "")), el("td", { class: "number" }, duration(call?.seconds)), el("td", { class: "mono" }, unfolded(visible(JSON.stringify(call?.arguments ?? null).slice(0, 2000)), call?.output)))))))) : "";
-  const commands = Array.isArray(row.sandbox) && row.sandbox.length ? section("Sandbox log", null, el("div", { class: "card scroll", style: { maxHeight: "360px" } }, el("table", {}, el("tbody", {}, row.sandbox.slice(0, 1000).map(sandboxRow))))) : "";
+  const sampleHref = (at) => `#/run/${encodeURIComponent(run)}/sample?${new URLSearchParams({ phase, step, line: at })}`;
+  const first = Number(line) - (row.step ?? 0); // rows of a trajectory stand one after another
+  const ofAgent = agentSections(row, typeof row.step === "number" ? (index) => sampleHref(first + index) : () => null);
   main.replaceChildren(
-    el("section", {}, bar), el("div", { class: "card" }, summary, failure, again), rendered, called, commands,
+    el("section", {}, bar), el("div", { class: "card" }, summary, failure, again), rendered, ...ofAgent,
     section("Tokens", el("div", { class: "row" }, legend, colouring, gapButton, find), el("div", { class: extremes.length ? "split" : "" }, view.node, extremes.length ? side : "")),
     section("Conversation", null, el("div", { class: "card" }, conversation(row, tokens))),
   );

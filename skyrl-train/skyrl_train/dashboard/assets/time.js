@@ -1,4 +1,5 @@
 // Where the time goes: stages of the steps, swim lanes of one step of asynchronous training, a trace for Perfetto.
+import { stagesSection } from "./agent.js";
 import { address, api, choice, colour, duration, el, hoverTip, number, palette, section, svg } from "./dom.js";
 import { chartCard } from "./plot.js";
 
@@ -96,6 +97,10 @@ export async function timePage({ run, query, head }, main, signal) {
     signal.addEventListener("abort", () => sized.disconnect());
     addEventListener("theme", draw, { signal });
   } else if (timing.length) parts.push(el("p", { class: "quiet small" }, "This run has recorded no lanes (rollouts/timeline.jsonl, with trainer.dump_trajectories=true)."));
+  if (head.steps?.eval?.includes(0)) { // trajectories of skyrl-agent are those of an evaluation at step 0
+    const stages = stagesSection((await api("step", { run, phase: "eval", step: 0 })).rows);
+    if (stages) parts.push(stages);
+  }
   main.replaceChildren(...(parts.length ? parts : [el("section", {}, el("p", { class: "quiet" }, "No step has ended yet."))]));
   return () => chart?.draw();
 }
