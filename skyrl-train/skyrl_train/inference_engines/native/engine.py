@@ -11,11 +11,12 @@ import platform
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import transformers
+from transformers import PreTrainedModel
 
 from skyrl_train.config.engine_kinds import PREFIX_CACHE_GIB
 from skyrl_train.errors import ConfigError, UnsupportedByEngine, WorkerError
@@ -95,9 +96,13 @@ class _PendingBatch:
 
 
 def _check_sizes(
-    max_num_seqs: int, prefix_cache_gib: float, num_speculative_tokens: int, speculative_max_seqs: int
+    max_num_seqs: int,
+    prefix_cache_gib: float,
+    num_speculative_tokens: int,
+    speculative_max_seqs: int,
+    speculative_model: str | None,
 ) -> None:
-    """Raise ConfigError on a size out of range."""
+    """Raise ConfigError on a size out of range, or on a draft model that has none."""
     if max_num_seqs < 1:
         raise ConfigError(f"max_num_seqs must be at least 1; got {max_num_seqs}")
     if prefix_cache_gib < 0:
@@ -109,6 +114,31 @@ def _check_sizes(
             "num_speculative_tokens and speculative_max_seqs must not be negative; got "
             f"{num_speculative_tokens} and {speculative_max_seqs} (0: no speculative decoding)"
         )
+    if speculative_model is not None and not (num_speculative_tokens and speculative_max_seqs):
+        raise ConfigError(
+            f"speculative_model={speculative_model} proposes nothing with num_speculative_tokens="
+            f"{num_speculative_tokens} and speculative_max_seqs={speculative_max_seqs}; set both above 0"
+        )
+
+
+def _loaded(model_path: str, num_speculative_tokens: int, **settings: Any) -> PreTrainedModel:
+    """Load a model (`load_model`), with numbers that do not depend on co-batched rows where the device has them.
+
+    Raises:
+        ConfigError: the model cannot go with speculative decoding.
+    """
+    if settings["device"].type == "cpu" and settings["dtype"] == "float32":
+        use_strict_kernels()
+        warn_if_rows_depend_on_their_number()
+    model = load_model(model_path, **settings)
+    if has_delta_nets(model.config):
+        if num_speculative_tokens:
+            raise ConfigError(
+                f"num_speculative_tokens={num_speculative_tokens} cannot go with {model_path}: the state of its "
+                "linear attention cannot go back behind a draft that was wrong. Set it to 0"
+            )
+        logger.info("%s has linear attention: prompts are computed whole, without a prefix cache", model_path)
+    return model
 
 
 class NativeInferenceEngine(InferenceEngineInterface):
@@ -188,55 +218,20 @@ class NativeInferenceEngine(InferenceEngineInterface):
         speculative_max_seqs: int = MAX_DRAFTING,
         speculative_model: str | None = None,
     ):
-        _check_sizes(max_num_seqs, prefix_cache_gib, num_speculative_tokens, speculative_max_seqs)
-        if speculative_model is not None and not (num_speculative_tokens and speculative_max_seqs):
-            raise ConfigError(
-                f"speculative_model={speculative_model} proposes nothing with num_speculative_tokens="
-                f"{num_speculative_tokens} and speculative_max_seqs={speculative_max_seqs}; set both above 0"
-            )
-        self._device = torch.device(device)
-        if self._device.type == "cpu" and dtype == "float32":
-            use_strict_kernels()
-            warn_if_rows_depend_on_their_number()
-        model = load_model(
-            model_path,
-            device=self._device,
-            dtype=dtype,
-            model_config_kwargs=model_config_kwargs,
-            trust_remote_code=trust_remote_code,
-            dummy_weights=dummy_weights,
-            shared_weights=shared_weights,
-        )
-        if has_delta_nets(model.config):
-            if num_speculative_tokens:
-                raise ConfigError(
-                    f"num_speculative_tokens={num_speculative_tokens} cannot go with {model_path}: the state of its "
-                    "linear attention cannot go back behind a draft that was wrong. Set it to 0"
-                )
-            logger.info("%s has linear attention: prompts are computed whole, without a prefix cache", model_path)
-        self._model_path, self._dtype = model_path, dtype
-        gpu = gpu_uuid(self._device)
-        self._gpus = [] if gpu is None else [gpu]
+        _check_sizes(max_num_seqs, prefix_cache_gib, num_speculative_tokens, speculative_max_seqs, speculative_model)
+        self._model_path, self._dtype, self._device = model_path, dtype, torch.device(device)
+        self._seed, self._max_lora_rank, self._command_timeout = seed, max_lora_rank, command_timeout_seconds
+        loading = {"device": self._device, "dtype": dtype, "trust_remote_code": trust_remote_code}
+        loading |= {"model_config_kwargs": model_config_kwargs, "dummy_weights": dummy_weights}
+        model = _loaded(model_path, num_speculative_tokens, shared_weights=shared_weights, **loading)
         self._tokenizer = load_tokenizer(model_path, trust_remote_code)
-        tokens_a_gib = 2**30 / cache_bytes_of_token(model)
+        eos_ids, tokens_a_gib = eos_ids_of(model, self._tokenizer), 2**30 / cache_bytes_of_token(model)
         max_length = context_length_of(model, max_model_len)
-        draft_model = None
-        if speculative_model is not None:
-            draft_tokens = load_tokenizer(speculative_model, trust_remote_code).get_vocab()
-            check_same_tokens(draft_tokens, self._tokenizer.get_vocab(), speculative_model, model_path)
-            small = load_model(
-                speculative_model,
-                device=self._device,
-                dtype=dtype,
-                model_config_kwargs=None,
-                trust_remote_code=trust_remote_code,
-            )
-            draft_model = DraftModel(small, max_rows=min(max_num_seqs, speculative_max_seqs), max_length=max_length)
         self._core = NativeEngineCore(
             model,
             max_num_seqs=max_num_seqs,
             max_model_len=max_length,
-            eos_ids=eos_ids_of(model, self._tokenizer),
+            eos_ids=eos_ids,
             decode=self._decode,
             max_prefill_tokens=max_prefill_tokens,
             max_loras=max_loras,
@@ -245,27 +240,44 @@ class NativeInferenceEngine(InferenceEngineInterface):
             max_prefix_tokens=int(prefix_cache_gib * tokens_a_gib) if enable_prefix_caching else 0,
             num_draft_tokens=num_speculative_tokens,
             max_drafting=speculative_max_seqs,
-            draft_model=draft_model,
+            draft_model=self._draft_model(
+                speculative_model, trust_remote_code, min(max_num_seqs, speculative_max_seqs), max_length
+            ),
             routing=RoutingReplay(model, "trainer.policy.routing_replay=R3") if return_expert_routes else None,
         )
-        self._constraints = ConstraintCompiler(
-            self._tokenizer, self._core.vocabulary, eos_ids_of(model, self._tokenizer)
-        )
-        check_generation(self._core, model_path)
-        self._max_lora_rank = max_lora_rank
-        self._leaving: list[tuple[Lora, Future[None]]] = []
+        self._constraints = ConstraintCompiler(self._tokenizer, self._core.vocabulary, eos_ids)
         self._weights = EngineWeights(model, self._device, update_timeout_seconds)
-        self._seed = seed
+        self._start()
+
+    def _draft_model(
+        self, path: str | None, trust_remote_code: bool, max_rows: int, max_length: int
+    ) -> DraftModel | None:
+        """Load the model that proposes tokens, if there is one. Raises ConfigError: it has other tokens."""
+        if path is None:
+            return None
+        tokens = load_tokenizer(path, trust_remote_code).get_vocab()
+        check_same_tokens(tokens, self._tokenizer.get_vocab(), path, self._model_path)
+        model = load_model(
+            path,
+            device=self._device,
+            dtype=self._dtype,
+            model_config_kwargs=None,
+            trust_remote_code=trust_remote_code,
+        )
+        return DraftModel(model, max_rows=max_rows, max_length=max_length)
+
+    def _start(self) -> None:
+        """Check that the model generates, and start the only thread that touches model, cache and requests. Calls reach
+        it by the mailbox, so nothing there has a lock."""
+        check_generation(self._core, self._model_path)
         self._num_unseeded = 0
-        self._command_timeout = command_timeout_seconds
+        self._leaving: list[tuple[Lora, Future[None]]] = []
         self._pending: dict[Request, _PendingBatch] = {}
         self._pause: PauseMode | None = None
         self._drained: list[Future[None]] = []
         self._cache_asleep = False
         self._mailbox = Mailbox("the native engine")
         self._num_threads = torch.get_num_threads()  # OpenMP counts them for each calling thread
-        # The only thread that touches model, cache and requests. Calls reach it by the mailbox, so nothing there has
-        # a lock.
         self._thread = threading.Thread(target=self._run, name="native-engine", daemon=True)
         self._thread.start()
 
@@ -280,7 +292,7 @@ class NativeInferenceEngine(InferenceEngineInterface):
             max_model_len=self._core.max_model_len,
             dtype=self._dtype,
             node=platform.node(),
-            gpus=self._gpus,
+            gpus=[] if (gpu := gpu_uuid(self._device)) is None else [gpu],
             unsupported=self._unsupported(),
         )
 

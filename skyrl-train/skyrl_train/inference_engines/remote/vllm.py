@@ -73,7 +73,7 @@ class VLLMProtocol(ServerProtocol):
                 f"{url} needs one of them (uv pip install pip), then start it again"
             ) from error
         config, variables = said["vllm_config"], said["vllm_env"]
-        model, parallel, lora = config["model_config"], config["parallel_config"], config["lora_config"]
+        model, parallel = config["model_config"], config["parallel_config"]
         if config.get("speculative_config"):
             raise ConfigError(
                 f"generator.remote_inference_engine_urls: the server at {url} decodes speculatively, and vLLM then "
@@ -87,34 +87,6 @@ class VLLMProtocol(ServerProtocol):
         self._log_prob_mode = model["logprobs_mode"]
         if self._extended:
             await self._workers("skyrl_prepare")
-        unsupported: dict[Feature, str] = {"answer_tokens": ANSWER_FROM_START}
-        if config.get("structured_outputs_config", {}).get("backend") != GRAMMAR_BACKEND:
-            unsupported["grammar"] = (
-                f"the server at {url} was started without --structured-outputs-config.backend {GRAMMAR_BACKEND}, which "
-                "tool_choice and thoughts before JSON need"
-            )
-        if not self._extended:
-            reason = f"the server at {url} was started without --worker-extension-cls {EXTENSION}"
-            unsupported["broadcast"] = reason
-            if config["device_config"]["device_type"] == "cpu":
-                unsupported["weight_update"] = (
-                    f"{reason}, and vLLM's own reload_weights keeps the old LM head of tied models on a "
-                    "CPU (vllm/model_executor/layers/utils.py, dispatch_cpu_unquantized_gemm)"
-                )
-        if lora is None or not variables.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING"):
-            unsupported["lora"] = (
-                f"the server at {url} was started without --enable-lora or VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
-            )
-        elif not self._extended and (not lora["target_modules"] or "lm_head" in lora["target_modules"]):
-            unsupported["prompt_log_probs"] = (
-                f"the server at {url} holds adapters of the LM head as well, which end vLLM at prompts' log-probs "
-                "(vllm/lora/layers/logits_processor.py); start it with --lora-target-modules q_proj k_proj v_proj "
-                "o_proj gate_proj up_proj down_proj"
-            )
-        if "prompt_log_probs" in unsupported:
-            unsupported["prompt_top_log_probs"] = unsupported["prompt_log_probs"]
-        if not model["enable_sleep_mode"]:
-            unsupported["sleep"] = f"the server at {url} was started without --enable-sleep-mode"
         info = EngineInfo(
             backend="vllm",
             release=(await self.server.get("/version"))["version"],
@@ -123,7 +95,7 @@ class VLLMProtocol(ServerProtocol):
             max_model_len=model["max_model_len"],
             dtype=str(model["dtype"]).removeprefix("torch."),
             num_weight_processes=(await self.server.get("/get_world_size"))["world_size"],
-            unsupported=unsupported,
+            unsupported=_unsupported(url, config, variables, self._extended),
         )
         names = dict.fromkeys(name for entry in base for name in (entry["id"], entry.get("root")) if name)
         return ServerFacts(
@@ -304,6 +276,45 @@ class VLLMProtocol(ServerProtocol):
 
     async def adapters(self) -> list[str]:
         return [entry["id"] for entry in (await self.server.get("/v1/models"))["data"] if entry.get("parent")]
+
+
+def _unsupported(url: str, config: JsonObject, variables: JsonObject, is_extended: bool) -> dict[Feature, str]:
+    """Return what a server lacks, and the setting that it was started without.
+
+    Args:
+        config, variables: vLLM's own configuration and its environment, as it reports them.
+        is_extended: it has our worker extension.
+    """
+    config: Any = config
+    lora: Any = config["lora_config"]
+    unsupported: dict[Feature, str] = {"answer_tokens": ANSWER_FROM_START}
+    if config.get("structured_outputs_config", {}).get("backend") != GRAMMAR_BACKEND:
+        unsupported["grammar"] = (
+            f"the server at {url} was started without --structured-outputs-config.backend {GRAMMAR_BACKEND}, which "
+            "tool_choice and thoughts before JSON need"
+        )
+    if not is_extended:
+        reason = f"the server at {url} was started without --worker-extension-cls {EXTENSION}"
+        unsupported["broadcast"] = reason
+        if config["device_config"]["device_type"] == "cpu":
+            unsupported["weight_update"] = (
+                f"{reason}, and vLLM's own reload_weights keeps the old LM head of tied models on a "
+                "CPU (vllm/model_executor/layers/utils.py, dispatch_cpu_unquantized_gemm)"
+            )
+    if lora is None or not variables.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING"):
+        unsupported["lora"] = (
+            f"the server at {url} was started without --enable-lora or VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+        )
+    elif not is_extended and (not lora["target_modules"] or "lm_head" in lora["target_modules"]):
+        reason = (
+            f"the server at {url} holds adapters of the LM head as well, which end vLLM at prompts' log-probs "
+            "(vllm/lora/layers/logits_processor.py); start it with --lora-target-modules q_proj k_proj v_proj "
+            "o_proj gate_proj up_proj down_proj"
+        )
+        unsupported["prompt_log_probs"] = unsupported["prompt_top_log_probs"] = reason
+    if not config["model_config"]["enable_sleep_mode"]:
+        unsupported["sleep"] = f"the server at {url} was started without --enable-sleep-mode"
+    return unsupported
 
 
 def _prompt_log_probs(given: list[JsonObject | None] | None, prompt: list[int]) -> list[float]:
