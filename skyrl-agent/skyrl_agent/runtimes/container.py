@@ -30,9 +30,18 @@ FOLDER = "/workspace"
 """Working directory of commands, unless the image sets one."""
 KEEPER = """
 trap '' HUP INT QUIT USR1 USR2 PIPE ALRM TERM
-while [ $(($(date +%s) - $(stat -c %Y "$1"))) -le "$2" ]; do sleep 1; done
+misses=0
+while [ $misses -lt 60 ]; do
+    now=$(date +%s) beat=$(stat -c %Y "$1")
+    if [ -z "$now" ] || [ -z "$beat" ]; then misses=$((misses + 1)); else
+        misses=0
+        [ $((now - beat)) -le "$2" ] || exit 0
+    fi
+    sleep 1
+done
 """
-"""Process 1: deaf to the commands beside it, and ends the container when the lease was not renewed for so long."""
+"""Process 1: deaf to the commands beside it, and ends the container when the lease was not renewed for so long. What it
+runs may be killed at any moment, with the processes that a command left: no output says nothing, unless it goes on."""
 LIMITED = 'ulimit -c 0; ulimit -t "$1" && ulimit -f "$2" && shift 2 && exec "$@"'
 WRITE = 'mkdir -p -- "$(dirname -- "$1")" && cat >"$1"'
 READ = 'test -e "$1" || exit 4; test -f "$1" || exit 5; head -c "$2" "$1"'
@@ -41,7 +50,8 @@ BLOCK_BYTES = 512
 
 NEEDED_RIGHTS = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "NET_BIND_SERVICE")
 """Capabilities that root keeps inside: those of installing packages, changing users and serving a port."""
-MAX_OPEN_FILES = 1 << 16
+MAX_OPEN_FILES, MAX_PROCESSES = 1 << 16, 1 << 15
+"""Bounds of a container's resource limits; control groups or polling limit its processes before."""
 
 
 class Machine(Container):
@@ -181,9 +191,14 @@ def _engine_of(lease: Lease) -> EngineName:
 
 def _own_ulimits() -> list[str]:
     """Return options with this process's own limits: Podman asks for more, which it may lack the right to set."""
-    files, processes = (resource.getrlimit(which)[1] for which in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
-    bounded = {"nofile": min(files, MAX_OPEN_FILES) if files >= 0 else MAX_OPEN_FILES, "nproc": processes}
-    return [part for name, value in bounded.items() if value >= 0 for part in ("--ulimit", f"{name}={value}")]
+    options = []
+    for name, which, most in (
+        ("nofile", resource.RLIMIT_NOFILE, MAX_OPEN_FILES),
+        ("nproc", resource.RLIMIT_NPROC, MAX_PROCESSES),
+    ):
+        _, own = resource.getrlimit(which)
+        options += ["--ulimit", f"{name}={most if own == resource.RLIM_INFINITY else min(own, most)}"]
+    return options
 
 
 def _relative(path: str) -> str:

@@ -180,3 +180,25 @@ def test_process_1_of_a_container_ends_with_the_lease(tmp_path):
     finally:
         keeper.kill()
         keeper.wait()
+
+
+def test_process_1_survives_the_end_of_the_programs_that_it_runs(tmp_path):
+    """They are killed with what a command left behind: `date` and `stat` then say nothing."""
+    lease = tmp_path / "lease"
+    lease.write_text("")
+    for name in ("date", "stat"):
+        (tmp_path / name).write_text("#!/bin/sh\nkill -9 $$\n")
+        (tmp_path / name).chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    quick = KEEPER.replace("sleep 1", "sleep 0.1")
+    keeper = subprocess.Popen(["sh", "-c", quick, "sh", lease, "60"], env=env, stderr=subprocess.DEVNULL)
+    try:
+        with pytest.raises(subprocess.TimeoutExpired):
+            keeper.wait(1.0)
+        for name in ("date", "stat"):
+            (tmp_path / name).unlink()
+        os.utime(lease, (time.time() - 100,) * 2)
+        keeper.wait(30)
+    finally:
+        keeper.kill()
+        keeper.wait()

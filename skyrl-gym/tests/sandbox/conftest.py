@@ -38,9 +38,15 @@ def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
 
 
 @pytest.fixture(params=["local", *CONTAINERS])
-def walled(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
+def walled_kind(request: pytest.FixtureRequest) -> Kind:
     """Each kind that contains hostile code."""
-    with backend(request.param) as started:
+    return request.param
+
+
+@pytest.fixture
+def walled(walled_kind: Kind) -> Iterator[Sandbox]:
+    """A sandbox of each of them."""
+    with backend(walled_kind) as started:
         yield started
 
 

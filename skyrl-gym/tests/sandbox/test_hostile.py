@@ -23,6 +23,7 @@ from skyrl_gym.sandbox import Limits, Sandbox, deletion, make_sandbox
 from skyrl_gym.sandbox.container import KEEPER, Container, ContainerSandbox
 
 from ..sandboxed import TEST_IMAGE, processes_with
+from .conftest import backend
 
 PRELUDE = r"""
 import ctypes, errno, json, mmap, os, platform, resource, signal, socket, struct, subprocess, sys, threading, time
@@ -70,7 +71,7 @@ SMALL = Limits(
     processes=24,
 )
 SHORT = Limits(wall_seconds=0.6, cpu_seconds=10, memory_bytes=256 * MEBIBYTE, processes=24)
-CPU = Limits(wall_seconds=15, cpu_seconds=1, memory_bytes=256 * MEBIBYTE, processes=24)
+CPU = Limits(wall_seconds=60, cpu_seconds=1, memory_bytes=256 * MEBIBYTE, processes=24)
 FEW = Limits(workspace_bytes=4 * MEBIBYTE)
 SLOW = {"files without a name or a descriptor"}
 STDIN = {"input that is never read": b"x" * 10_000_000}
@@ -524,15 +525,18 @@ def traces_of(sandbox: Sandbox) -> Callable[[], list[str | int]]:
 @pytest.mark.parametrize(
     "program", [pytest.param(p, id=p.name, marks=[pytest.mark.slow] * (p.name in SLOW)) for p in PROGRAMS]
 )
-def test_a_hostile_program_is_contained(walled, host, program):
-    limits = program.limits
+def test_a_hostile_program_is_contained(walled_kind, host, program):
+    walled, limits = backend(walled_kind), program.limits
     if isinstance(
         walled, ContainerSandbox
     ):  # its limits are the container's, and an engine takes a second for a command
-        walled.close()
         limits = replace(limits, wall_seconds=max(5.0, limits.wall_seconds))
-        walled = type(walled)(limits, engine=walled.engine, image=TEST_IMAGE)
-        walled.start()
+        walled = ContainerSandbox(limits, engine=walled.engine, image=TEST_IMAGE)
+    with walled:
+        contain(walled, host, program, limits)
+
+
+def contain(walled: Sandbox, host: Host, program: Hostile, limits: Limits) -> None:
     traces = traces_of(walled)
     arguments = ["-I", "-S", "-c", PRELUDE + program.source, json.dumps(host.described())]
     started = time.monotonic()
