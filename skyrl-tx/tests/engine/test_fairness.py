@@ -48,40 +48,39 @@ def test_more_busy_models_than_places_all_get_their_turn(make_bench: Any):
 
 def test_models_in_memory_go_first_and_all_others_get_their_turn_also_beside_a_flood(make_bench: Any):
     """Six tenants train without a pause, there is room for three models, and one has endless data."""
-    bench = make_bench(limit=3, pass_tokens=300)
+    bench = make_bench(limit=3, pass_tokens=140)
     for name in "abcdef":
         bench.do(f"create {name}1")
-    flood, began = bench.train("f1", *([1] * 100 for _ in range(2000))), bench.clock.seconds
+    flood, began = bench.train("f1", *([1] * 100 for _ in range(500))), bench.clock.seconds
     asked: dict[str, tuple[str, float]] = {}
     waits: dict[str, list[float]] = {name: [] for name in "abcde"}
     num_read = 0
-    while bench.clock.seconds < began + 120:
+    while bench.clock.seconds < began + 30:
         answered, num_read = set(bench.answered[num_read:]), len(bench.answered)
         for name, found in waits.items():
             request_id, asked_at = asked.get(name, ("", 0.0))
             if request_id in answered:
                 found.append(bench.clock.seconds - asked_at)
             if not request_id or request_id in answered:
-                bench.train(f"{name}1", [1] * 100)
+                bench.train(f"{name}1", [1] * 20)
                 asked[name] = bench.optimize(f"{name}1"), bench.clock.seconds
         bench.trainer.step(0.0)
     assert flood not in bench.answered and any("f1" in passed for passed in bench.backend.passes)
     num_steps = [len(found) for found in waits.values()]
     assert min(num_steps) > 0.5 * max(num_steps)
-    assert max(map(max, waits.values())) < 5  # nobody came near to the longest wait
-    in_passes = 0.1 * sum(
-        map(len, bench.backend.passes)
-    )  # each of 100 tokens; the rest is for snapshots of those that leave
-    assert in_passes > 0.7 * bench.clock.seconds
+    assert max(map(max, waits.values())) < 5
+    in_passes = sum(bench.trainer.train_tokens.values()) / 1000  # the rest is for snapshots of those that leave
+    assert in_passes > 0.65 * bench.clock.seconds
 
 
 def test_a_model_gets_a_place_after_the_longest_wait_whatever_swaps_cost(make_bench: Any):
     bench = make_bench(limit=1)
     bench.do("create a1, train a1 1")
     bench.do("create b1")
-    bench.models._next_swap = 1e9
-    waiting, since = bench.optimize("a1"), bench.clock.seconds
+    bench.models._swap_seconds = 1e9
+    bench.models._swaps_counted_to = since = bench.clock.seconds
+    waiting = bench.optimize("a1")
     while waiting not in bench.answered:
         bench.train("b1", [1] * 100, forward_only=True)
         bench.trainer.step(0.0)
-    assert 30 <= bench.clock.seconds - since < 31
+    assert 20 <= bench.clock.seconds - since < 21

@@ -55,11 +55,13 @@ COST_RATIO = 10
 most a tenth of the time."""
 REPLAY_BYTES = 64 << 20
 """Maximum total size of requests kept for replay."""
-SWAP_RATIO = 3
-"""Minimum time between two swaps while models in memory have work, as a multiple of the duration of the last one: swaps
-take at most a quarter of the time."""
-LONGEST_WAIT_SECONDS = 30.0
-"""A model that has waited longer for a place in memory gets the next one, whatever swaps cost."""
+SWAP_RATIO = 4
+"""Time between two swaps while models in memory have work, as a multiple of the duration of the last one: swaps take a
+quarter of the time, unless some would wait too long."""
+LONGEST_WAIT_SECONDS = 20.0
+"""Time within which each of the models that wait for a place in memory gets one: with many, swaps are more frequent."""
+MAX_SWAPS = 8
+"""Maximum number of swaps at a time that were due while a pass was under way."""
 ACTIVE_SECONDS = 2.0
 """Of models used more recently than this, the one that has been in memory longest leaves first, so that all of them
 take turns; others leave before, least recently used first."""
@@ -116,7 +118,9 @@ class Models:
         self._completed: list[Snapshotted] = []
         self._entering: set[str] = set()
         """Models that may take the place of another one in memory now."""
-        self._next_swap = 0.0
+        self._swap_seconds = self._swap_interval = 0.0
+        self._swaps_counted_to = 0.0
+        """Time until which due swaps were made."""
 
     def add(self, model: Model) -> Model:
         self._models[model.model_id] = model
@@ -157,8 +161,7 @@ class Models:
         """Choose the models whose commands may run now.
 
         Those in memory, and as many others as there is room for. Of the rest, which would have to take the place of
-        another one: the one that waits longest, if a swap is due or no model in memory has work; and those that have
-        waited for `LONGEST_WAIT_SECONDS`.
+        another one, those that wait longest, as many as swaps are due; one at least if no model in memory has work.
 
         Args:
             since: time since when each model with a command that is ready has waited.
@@ -166,9 +169,10 @@ class Models:
         at_hand = {model_id for model_id in since if (model := self._models.get(model_id)) and model.needs_no_place}
         absent = sorted(since.keys() - at_hand, key=lambda model_id: since[model_id])
         now, room = self._now(), max(0, self._limit - self.num_in_memory())
-        is_due = not at_hand or now >= self._next_swap
-        late = {model_id for model_id in absent if now - since[model_id] >= LONGEST_WAIT_SECONDS}
-        self._entering = late.union(absent[: room + is_due])
+        self._swap_interval = min(SWAP_RATIO * self._swap_seconds, LONGEST_WAIT_SECONDS / max(1, len(absent)))
+        self._swaps_counted_to = max(self._swaps_counted_to, now - MAX_SWAPS * self._swap_interval)
+        num_due = int((now - self._swaps_counted_to) / self._swap_interval) if self._swap_interval else 1
+        self._entering = set(absent[: room + max(num_due, not at_hand)])
         return at_hand | self._entering
 
     def onload(self, model: Model, is_busy: Callable[[str], bool]) -> bool:
@@ -202,7 +206,8 @@ class Models:
             self._training.restore(model.model_id, model.lora, self._verified(model.snapshot))
         model.in_memory, model.loaded_at = True, self._now()
         if is_swap:
-            self._next_swap = model.loaded_at + SWAP_RATIO * (model.loaded_at - began)
+            self._swap_seconds = model.loaded_at - began
+            self._swaps_counted_to = min(self._swaps_counted_to + self._swap_interval, model.loaded_at)
         return True
 
     def _order_of_leaving(self, model: Model) -> tuple[bool, float]:
