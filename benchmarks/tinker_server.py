@@ -133,10 +133,10 @@ class Tenant:
         self._samplers = 0
 
     @classmethod
-    async def new(cls, client: Client, base_model: str) -> "Tenant":
+    async def new(cls, client: Client, base_model: str, rank: int = RANK) -> "Tenant":
         tenant = cls(client, await client.session())
         body = {"session_id": tenant.session_id, "model_seq_id": 0, "base_model": base_model}
-        tenant.model_id = (await client.call("create_model", body | {"lora_config": {"rank": RANK}}))["model_id"]
+        tenant.model_id = (await client.call("create_model", body | {"lora_config": {"rank": rank}}))["model_id"]
         return tenant
 
     async def post_pass(self, num_rows: int, num_tokens: int, *, forward_only: bool = False) -> str:

@@ -2,15 +2,19 @@
 
     python benchmarks/tinker_tenants.py                                  # 100 tenants, all resident, then 16 of them
     python benchmarks/tinker_tenants.py --tenants 8 --seconds 10
+    python benchmarks/tinker_tenants.py --tenants 64 --rank 64 --processes 1 2 --resident 128 --seconds 0     # memory
 
 A server process with keys over a random Qwen3 of 0.1 million parameters; every tenant has a key, a model of rank 8, and
 trains without a pause: a pass of 4 x 64 tokens, then a step. All of them share one plain client (`tinker_server.py`),
 and the machine's cores with the server. Then the same beside one more tenant, who has 16 passes of 32 x 128 tokens
 under way at any time. A heartbeat is sent every 100 ms; its time counts from when it was due. Prints a markdown table.
+Memory is that of the process that grows most, with an accumulated gradient and moments of each tenant.
 """
 
 import argparse
 import asyncio
+import itertools
+import json
 import os
 import platform
 import re
@@ -26,11 +30,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; the server inheri
 
 import aiohttp
 import psutil
-from tinker_server import Client, Tenant, make_model, server
+from tinker_server import RANK, Client, Tenant, make_model, server
 
 ROWS, LENGTH = 4, 64
 FLOOD_ROWS, FLOOD_LENGTH, FLOOD_UNDER_WAY = 32, 128, 16
 HEARTBEAT_SECONDS = 0.1
+BUDGET_MB = 256
 FLOOD, ADMIN = "flood", "operator"
 _TOKENS = re.compile(r'^tx_engine_train_tokens_total\{tenant="([^"]+)"\} (\S+)$', re.MULTILINE)
 
@@ -126,8 +131,9 @@ async def phase(tenants: list[Tenant], flood: Tenant | None, scrape: Any, second
     return Phase(elapsed, steps, list(counts), await beating, tokens)
 
 
-def megabytes(api: psutil.Process) -> float:
-    return sum(process.memory_info().rss for process in (api, *api.children())) / 1e6
+def megabytes(api: psutil.Process) -> dict[int, float]:
+    """Return the memory (RSS) of each process of the server, by id."""
+    return {process.pid: process.memory_info().rss / 1e6 for process in (api, *api.children(recursive=True))}
 
 
 async def measure(url: str, api: psutil.Process, model: Path, options: argparse.Namespace, name: str) -> list[str]:
@@ -144,7 +150,7 @@ async def measure(url: str, api: psutil.Process, model: Path, options: argparse.
             return await stack.enter_async_context(session)
 
         async def tenant(called: str) -> Tenant:
-            return await Tenant.new(Client(await http(key_of(called)), url), str(model))
+            return await Tenant.new(Client(await http(key_of(called)), url), str(model), options.rank)
 
         operator = await http(key_of(ADMIN))
 
@@ -157,22 +163,28 @@ async def measure(url: str, api: psutil.Process, model: Path, options: argparse.
         before = megabytes(api)
         tenants = [await tenant(f"t{number}") for number in range(options.tenants)]
         await asyncio.gather(*(one.train(2, ROWS, LENGTH) for one in tenants))
-        memory = (megabytes(api) - before) / options.tenants
-        print(f"{name}: {memory:.2f} MB a tenant", file=sys.stderr, flush=True)
+        await asyncio.gather(*(one.run_pass(ROWS, LENGTH) for one in tenants))
+        growth = max(size - before.get(pid, 0.0) for pid, size in megabytes(api).items()) / options.tenants
+        memory = f"{growth:.2f} MB a tenant, so {BUDGET_MB / growth:,.0f} tenants in {BUDGET_MB} MB, {name}"
+        print(memory, file=sys.stderr, flush=True)
+        if not options.seconds:
+            return [memory]
         alone = await phase(tenants, None, scrape, options.seconds)
         print(alone.row(name), file=sys.stderr, flush=True)
         flooded = await phase(tenants, flood, scrape, options.seconds)
-    return [f"{memory:.2f} MB a tenant, {name}", alone.row(name), flooded.row(f"{name}, one floods")]
+    return [memory, alone.row(name), flooded.row(f"{name}, one floods")]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tenants", type=int, default=100)
-    parser.add_argument("--seconds", type=float, default=60, help="of each phase")
+    parser.add_argument("--seconds", type=float, default=60, help="of each phase; 0: measure memory alone")
+    parser.add_argument("--rank", type=int, default=RANK)
+    parser.add_argument("--processes", type=int, nargs="+", default=[1], help="that train together")
     parser.add_argument("--resident", type=int, nargs="+", default=[128, 16], help="models in memory at a time")
     options = parser.parse_args()
     load, lines = os.getloadavg()[0], []
-    for resident in options.resident:
+    for resident, processes in itertools.product(options.resident, options.processes):
         with tempfile.TemporaryDirectory(prefix="tinker_tenants_") as folder_name:
             folder = Path(folder_name)
             make_model("tiny", folder / "model")
@@ -180,12 +192,15 @@ def main() -> int:
             keys = [*(f"{name} {key_of(name)}" for name in names), f"{ADMIN} {key_of(ADMIN)} admin"]
             (folder / "keys").write_text("\n".join(keys))
             settings = ["--api-keys-file", str(folder / "keys"), "--no-standby-engine"]
-            settings += ["--backend-config", f'{{"max_resident_models": {resident}}}']
+            backend = {"max_resident_models": resident, "num_processes": processes}
+            settings += ["--backend-config", json.dumps(backend)]
             with server(folder / "model", folder, *settings) as (url, api):
                 name = "all resident" if resident > options.tenants else f"{resident} resident"
+                name += f", {processes} processes" if processes > 1 else ""
                 lines.append(asyncio.run(measure(url, api, folder / "model", options, name)))
-    print(f"\n| {options.tenants} tenants | tokens/s | of the flood | step p50, s | p99, s | steps of a tenant | "
-          "heartbeat p50, ms | p99, ms |\n|---|---|---|---|---|---|---|---|")  # fmt: skip
+    if options.seconds:
+        print(f"\n| {options.tenants} tenants | tokens/s | of the flood | step p50, s | p99, s | steps of a tenant | "
+              "heartbeat p50, ms | p99, ms |\n|---|---|---|---|---|---|---|---|")  # fmt: skip
     for _, *rows in lines:
         print(*rows, sep="\n")
     print(f"\nMemory: {'; '.join(memory for memory, *_ in lines)}.")

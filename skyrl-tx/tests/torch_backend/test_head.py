@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from skyrl_train.models.token_log_probs import LogitRule
-from tx.tinker.backends.torch.adapters import FrozenProduct, Matrices, Part
+from tx.tinker.backends.torch.adapters import FrozenProduct
 from tx.tinker.backends.torch.head import Head, Targets
+from tx.tinker.backends.torch.parts import Matrices, Part
 from tx.tinker.types import Datum
 
 RULES = [LogitRule(), LogitRule(multiplier=0.5), LogitRule(multiplier=2.0, softcap=3.0)]

@@ -39,6 +39,7 @@ TRAINING_SETTINGS = (
     "tokens_per_micro_batch",
     "chunk_size",
     "gradient_checkpointing",
+    "grouped_adapters",
     "max_resident_models",
     "trust_remote_code",
 )

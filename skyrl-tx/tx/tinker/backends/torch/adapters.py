@@ -20,6 +20,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from tx.tinker.backends.torch.adam import AdamState
+from tx.tinker.backends.torch.grouped import PartGroup, add_adapters, add_gradients, group_parts
+from tx.tinker.backends.torch.parts import Matrices, Part
 from tx.tinker.backends.torch.rank_group import ALONE, RankGroup
 from tx.tinker.types import LORA_ALPHA, LoraSpec
 
@@ -60,30 +62,6 @@ class Site(NamedTuple):
             side: () if self.num_experts is None or self.shared == side else (self.num_experts,) for side in "ab"
         }
         return (*stacked["a"], rank, self.num_in), (*stacked["b"], rank, self.num_out)
-
-
-class Matrices(NamedTuple):
-    a: torch.Tensor
-    """[r, in], of experts [E, r, in], or [r, in] if they share it"""
-    b: torch.Tensor
-    """[r, out], so B transposed: some products with it are several times faster so; of experts [E, r, out], or
-    [r, out]"""
-
-    def of_expert(self, expert: int) -> "Matrices":
-        return Matrices(*(matrix if matrix.dim() == 2 else matrix[expert] for matrix in self))
-
-
-class Part(NamedTuple):
-    """A model's share in a layer during a pass."""
-
-    start: int
-    end: int
-    matrices: Matrices
-    scaling: float
-    gradient: Matrices | None
-    """Added to in the backward. None: nothing is wanted."""
-    columns: slice = slice(None)
-    """Columns of the layer's output that the adapter adds to."""
 
 
 class Adapter:
@@ -256,6 +234,8 @@ class Adaptable:
         self.root: torch.Tensor | None = None
         """A scalar that the backward starts from: without it there would be none in the first layers, whose input has
         no gradient. None: no gradient is wanted."""
+        self.is_grouped = False
+        """True: by one product for all parts (`grouped`)."""
 
     def check(self, rows: torch.Tensor) -> None:
         """
@@ -277,7 +257,7 @@ class AdaptedLinear(Adaptable):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
         self.check(rows)
-        y = adapted_product(rows, self.product, self.parts, self.root)
+        y = adapted_product(rows, self.product, self.parts, self.root, self.is_grouped)
         return y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -290,36 +270,48 @@ class Product(Protocol):
 
 
 def adapted_product(
-    x: torch.Tensor, product: Product, parts: Sequence[Part], root: torch.Tensor | None
+    x: torch.Tensor, product: Product, parts: Sequence[Part], root: torch.Tensor | None, is_grouped: bool = False
 ) -> torch.Tensor:
     """The frozen product of rows, and what adapters add to it.
 
     Args:
         x: [N, in]
-        parts, root: as in `Adaptable`.
+        parts, root, is_grouped: as in `Adaptable`.
 
     Returns: [N, out]
     """
+    groups: list[PartGroup] = []
+    if is_grouped:
+        groups, parts = group_parts(parts)
     if root is None:
-        return _add_adapters(product.forward(x), x, parts)[0]
-    return _Adapted.apply(x, root, product, parts)  # type: ignore[return-value]
+        return _add_adapters(product.forward(x), x, parts, groups)[0]
+    return _Adapted.apply(x, root, product, parts, groups)  # type: ignore[return-value]
 
 
-def _add_adapters(y: torch.Tensor, x: torch.Tensor, parts: Sequence[Part]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Add scaling B A x to each part's rows of y, in place. Returns y, and scaling A x of each part."""
+def _add_adapters(
+    y: torch.Tensor, x: torch.Tensor, parts: Sequence[Part], groups: Sequence[PartGroup]
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Add scaling B A x to the rows of each part and group, in place. Returns y, and scaling A x of each."""
     inner = []
     for part in parts:
         low = torch.mm(x[part.start : part.end], part.matrices.a.t()).mul_(part.scaling)
         y[part.start : part.end, part.columns].addmm_(low, part.matrices.b)
         inner.append(low)
-    return y, inner
+    return y, inner + [add_adapters(y, x, group) for group in groups]
 
 
 class _Adapted(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, root: torch.Tensor, product: Product, parts: Sequence[Part]):
-        y, inner = _add_adapters(product.forward(x), x, parts)
-        ctx.product, ctx.parts = product, parts
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        root: torch.Tensor,
+        product: Product,
+        parts: Sequence[Part],
+        groups: Sequence[PartGroup],
+    ):
+        y, inner = _add_adapters(product.forward(x), x, parts, groups)
+        ctx.product, ctx.parts, ctx.groups = product, parts, groups
         ctx.save_for_backward(x, *inner)
         return y
 
@@ -328,11 +320,13 @@ class _Adapted(torch.autograd.Function):
         x, *inner = ctx.saved_tensors
         dy = dy.contiguous()
         dx = ctx.product.backward(dy) if ctx.needs_input_grad[0] else None
-        for part, low in zip(ctx.parts, inner, strict=True):
+        for part, low in zip(ctx.parts, inner, strict=False):  # those of groups follow
             rows = slice(part.start, part.end)
             add_gradient(part, x[rows], low, dy[rows, part.columns], None if dx is None else dx[rows])
+        for group, low in zip(ctx.groups, inner[len(ctx.parts) :], strict=True):
+            add_gradients(group, x, low, dy, dx)
         # `root` needs no gradient: it makes autograd call this function in layers whose input has no history.
-        return dx, None, None, None
+        return dx, None, None, None, None
 
 
 def add_gradient(part: Part, x: torch.Tensor, low: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor | None) -> None:

@@ -15,8 +15,9 @@ from torch import nn
 from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN, get_checkpoint_conversion_mapping
 
 from skyrl_train.inference_engines.native.experts import PROJECTIONS, is_plain, shape_of
-from tx.tinker.backends.torch.adapters import Adaptable, FrozenProduct, Part, Site, adapted_product
+from tx.tinker.backends.torch.adapters import Adaptable, FrozenProduct, Site, adapted_product
 from tx.tinker.backends.torch.layout import BLOCK, Exchange
+from tx.tinker.backends.torch.parts import Part
 
 
 class _Rows(NamedTuple):
@@ -91,9 +92,9 @@ class AdaptedExperts:
             for part in _parts(slots.rows, projection.parts, columns)
         ]
         product = _ExpertsProduct(lambda: self._module.gate_up_proj, slots.rows)
-        gated = self._module._apply_gate(adapted_product(x, product, of_gate_and_up, gate.root))
+        gated = self._module._apply_gate(adapted_product(x, product, of_gate_and_up, gate.root, gate.is_grouped))
         product = _ExpertsProduct(lambda: self._module.down_proj, slots.rows)
-        y: Any = adapted_product(gated, product, list(_parts(slots.rows, down.parts)), down.root)
+        y: Any = adapted_product(gated, product, list(_parts(slots.rows, down.parts)), down.root, down.is_grouped)
         # In the backward, padding slots get the gradient 0 here: their copies add nothing to the adapters' gradients.
         of_pairs: Any = Exchange.apply(y, slots.slot_of_pair, slots.pair_of_slot, slots.padding)
         # Some routers give float32 weights: then the sum over experts is float32, and only the result is rounded.

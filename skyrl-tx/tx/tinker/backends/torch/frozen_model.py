@@ -78,6 +78,8 @@ class FrozenModel:
                 self.sites += experts[name].sites(name)
                 for projection, layer in experts[name].projections.items():
                     self.layers[f"{name}.{projection}"] = layer
+        for layer in self.layers.values():
+            layer.is_grouped = settings.grouped_adapters
         if others and not any(site.num_experts for site in self.sites):
             logger.info("experts of %s have no adapters: train_mlp has no effect on them", folder)
         self.sites.append(Site(head_name, "unembed", head.in_features, head.out_features))

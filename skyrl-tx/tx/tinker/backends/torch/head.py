@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from skyrl_train.models.token_log_probs import LogitRule
-from tx.tinker.backends.torch.adapters import FrozenProduct, Part, add_gradient
+from tx.tinker.backends.torch.adapters import FrozenProduct, add_gradient
+from tx.tinker.backends.torch.parts import Part
 from tx.tinker.types import Datum
 
 

@@ -33,6 +33,11 @@ class TrainingSettings:
     """Recompute activations in the backward: less memory, a third more time."""
     max_resident_models: Annotated[int, AtLeast(1)] = 64
     """Maximum number of adapters in memory at a time."""
+    grouped_adapters: bool = False
+    """Compute the adapters of all models of a pass, and those of all experts of a layer, by one product each (torch's
+    `grouped_mm`), not by one for each. Written for CUDA, where starting many small products takes time, and tried on
+    CPUs alone, where it is slower in float32; ranks must be a multiple of 8 in bfloat16 (4 in float32), others are
+    computed one by one."""
     trust_remote_code: bool = False
     """Run the model's own code, if its folder contains some."""
     num_processes: Annotated[int, AtLeast(1)] = 1
