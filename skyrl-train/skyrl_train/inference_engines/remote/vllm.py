@@ -278,15 +278,14 @@ class VLLMProtocol(ServerProtocol):
         return [entry["id"] for entry in (await self.server.get("/v1/models"))["data"] if entry.get("parent")]
 
 
-def _unsupported(url: str, config: JsonObject, variables: JsonObject, is_extended: bool) -> dict[Feature, str]:
+def _unsupported(url: str, config: Any, variables: JsonObject, is_extended: bool) -> dict[Feature, str]:
     """Return what a server lacks, and the setting that it was started without.
 
     Args:
         config, variables: vLLM's own configuration and its environment, as it reports them.
         is_extended: it has our worker extension.
     """
-    config: Any = config
-    lora: Any = config["lora_config"]
+    lora = config["lora_config"]
     unsupported: dict[Feature, str] = {"answer_tokens": ANSWER_FROM_START}
     if config.get("structured_outputs_config", {}).get("backend") != GRAMMAR_BACKEND:
         unsupported["grammar"] = (
