@@ -158,12 +158,16 @@ class Run:
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
-        """Metrics of each step, without times."""
+        """Metrics of each step, without times, peaks of memory (which depend on what ran before in this process) and
+        prompt tokens that were cached (which depend on the requests that came together)."""
         return [
             {
                 name: value
                 for name, value in row.items()
-                if name != "time" and "seconds" not in name and "timing" not in name
+                if name not in ("time", "engines/prefix_cache_hit_rate", "engines/prompt_tokens_computed")
+                and "seconds" not in name
+                and "timing" not in name
+                and not name.startswith("memory/")
             }
             for row in RunFolder(self.folder / "run").read_metrics()
         ]
