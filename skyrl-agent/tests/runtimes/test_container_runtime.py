@@ -58,7 +58,7 @@ def docker(tmp_path, monkeypatch):
 
 
 def _is_ours(asked: list[str]) -> bool:
-    """Whether a call is of a runtime, and not of those that look at images and at what others left."""
+    """Return True for a call of a runtime, False for those that look at images and at what others left."""
     return asked[0] != "image" and (asked[0] != "ps" or "skyrl-agent-lease" in asked[-1])
 
 

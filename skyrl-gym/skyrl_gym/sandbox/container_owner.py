@@ -62,7 +62,7 @@ def process_start(pid: int) -> int | None:
 
 
 def _owner_ended(name: str) -> bool:
-    """Whether the owner in a container's name was a process of this boot and namespace, and is no more."""
+    """Return True if the owner in a container's name was a process of this boot and namespace, and is no more."""
     surroundings, pid, start, _ = name.removeprefix(PREFIX).rsplit("-", 3)
     return surroundings == _surroundings() and str(process_start(int(pid))) != start
 
