@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import transformers as hf
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from skyrl_train_testing.tiny_models import character_tokenizer
 
@@ -66,19 +66,25 @@ class Architecture:
     """An answer of the native engine in float32 on a CPU is the same bits when it is interrupted and continued."""
     prefix_cache: bool = True
     """The native engine reuses keys and values of earlier prompts."""
+    megatron: bool = False
+    """`trainer.strategy=megatron` has a map of its weights; else it refuses the model."""
     adapters: str = "attention, MLP"
     """Layers with adapters on `all-linear` and in the Tinker server."""
 
+    def make_config(self) -> PreTrainedConfig:
+        """Make the config of the tiny model."""
+        sizes = {name: value for name, value in (_SIZES | dict(self.fields)).items() if value is not None}
+        kind = getattr(hf, self.config)
+        if self.vision is None:
+            return kind(**sizes)
+        return kind(text_config=sizes, vision_config=dict(self.vision))
+
     def build(self) -> PreTrainedModel:
         """Make a model in float32 whose random weights are the same each time and large enough to tell tokens apart."""
-        sizes = {name: value for name, value in (_SIZES | dict(self.fields)).items() if value is not None}
+        kind = hf.AutoModelForCausalLM if self.vision is None else hf.AutoModelForMultimodalLM
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            if self.vision is None:
-                model = hf.AutoModelForCausalLM.from_config(getattr(hf, self.config)(**sizes), dtype=torch.float32)
-            else:
-                config = getattr(hf, self.config)(text_config=sizes, vision_config=dict(self.vision))
-                model = hf.AutoModelForMultimodalLM.from_config(config, dtype=torch.float32)
+            model = kind.from_config(self.make_config(), dtype=torch.float32)
             # What begins at zero or one would hide whether it is computed: sinks, biases of routers and experts, norms.
             for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
                 if name.endswith(("sinks", "bias", "e_score_correction_bias", "norm.weight")):
@@ -93,14 +99,17 @@ class Architecture:
 
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture("Llama 2, 3", "LlamaConfig"),
-    "qwen2": Architecture("Qwen2, Qwen2.5", "Qwen2Config", dict(tie_word_embeddings=True, head_dim=None)),
-    "qwen3": Architecture("Qwen3", "Qwen3Config", dict(tie_word_embeddings=True)),
+    "llama": Architecture("Llama 2, 3", "LlamaConfig", megatron=True),
+    "qwen2": Architecture(
+        "Qwen2, Qwen2.5", "Qwen2Config", dict(tie_word_embeddings=True, head_dim=None), megatron=True
+    ),
+    "qwen3": Architecture("Qwen3", "Qwen3Config", dict(tie_word_embeddings=True), megatron=True),
     "qwen3_moe": Architecture(
         "Qwen3-MoE",
         "Qwen3MoeConfig",
         dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
         shares_prefixes=False,
+        megatron=True,
         adapters="attention; Tinker: experts",
     ),
     "gemma2": Architecture(
@@ -232,6 +241,9 @@ leave, the prefix cache, changed weights); adapters trained, sampled, resumed, a
 
 {table}
 - *Prompts shared*: rows of a micro-batch compute a common beginning of their prompts once.
+- *Megatron*: `trainer.strategy=megatron` takes the model; it refuses the others at the start and names those that it
+  takes. Two FSDP2 ranks are compared with one (steps, checkpoints, weights for engines) for Gemma 2, gpt-oss,
+  DeepSeek-V3 and Qwen3.5.
 - *Resumed to the bit*: an answer of the native engine that is interrupted and sent again goes on with the same bits
   (float32 on a CPU). Elsewhere its log-probs agree to 1e-5. Checkpoints of the Tinker server are resumed to the bit
   for each row.
@@ -275,13 +287,13 @@ def page() -> str:
 def table() -> str:
     """Return the table of the page."""
     rows = [
-        "| model | training, packed | prompts shared | native engine | prefix cache | resumed to the bit | adapters |",
-        "|---|---|---|---|---|---|---|",
+        "| model | training, packed | prompts shared | Megatron | native engine | prefix cache | resumed to the bit "
+        "| adapters |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for each in ARCHITECTURES.values():
-        marks = (
-            "yes" if mark else "no" for mark in (True, each.shares_prefixes, True, each.prefix_cache, each.bit_exact)
-        )
+        training, engine = (True, each.shares_prefixes, each.megatron), (True, each.prefix_cache, each.bit_exact)
+        marks = ("yes" if mark else "no" for mark in (*training, *engine))
         rows.append(f"| {each.title} | {' | '.join(marks)} | {each.adapters} |")
     return "\n".join(rows) + "\n"
 

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.training_backends import TrainingBackendRegistry
 from skyrl_train.distributed.process_group import free_port
+from skyrl_train.models.persistent_buffers import persistent_buffers
 from skyrl_train.training_backends.base import (
     MakeBackend,
     MetricSums,
@@ -345,13 +346,14 @@ def _check_scores(findings: Findings, expected: RankOutcome, outcomes: list[Rank
 def _check_loaded(
     findings: Findings, model_path: str, expected: RankOutcome, outcome: RankOutcome, tolerance: float
 ) -> None:
-    """Compare parameters with those of the files; with those of one FSDP2 rank where the files have none (a critic's
-    head)."""
+    """Compare parameters and buffers with those of the files; with those of one FSDP2 rank where the files have none (a
+    critic's head)."""
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    in_files = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    buffers = dict(persistent_buffers(model))  # sent as they are: a routing bias in bfloat16 would choose other experts
+    in_files = {name: parameter.detach() for name, parameter in model.named_parameters()} | buffers
     wanted = {name: in_files.get(name, tensor) for name, tensor in expected.loaded.items()}
     _compare(findings, "agreement", "as loaded", wanted, outcome.loaded, tolerance)
-    in_bf16 = {name: tensor.to(torch.bfloat16) for name, tensor in wanted.items()}
+    in_bf16 = {name: tensor if name in buffers else tensor.to(torch.bfloat16) for name, tensor in wanted.items()}
     _compare(findings, "agreement", "as sent to engines in bfloat16", in_bf16, outcome.for_engines, 0.0)
 
 

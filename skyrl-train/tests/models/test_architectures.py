@@ -7,7 +7,8 @@ import pytest
 import torch
 import transformers as hf
 
-from skyrl_train.config import LoRAConfig
+from skyrl_train.config import LoRAConfig, SkyRLConfig
+from skyrl_train.config.training_backends import TrainingBackendRegistry
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.causal_lm import load_causal_lm
 from skyrl_train.models.lora import adapters_of, add_adapters, exported_parameters
@@ -109,6 +110,18 @@ def test_adapters_stand_on_the_layers_of_the_table_and_are_merged_exactly(name, 
     expected = reference(merged).detach()
     assert (expected - before).abs().max() > 0.1
     torch.testing.assert_close(log_probs.detach(), expected, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "deepspeed", "megatron"])
+def test_training_backends_take_the_models_of_the_table_and_refuse_the_others_by_name(strategy):
+    check, policy = TrainingBackendRegistry.requirements(strategy).check_model_config, SkyRLConfig().trainer.policy
+    for architecture in ARCHITECTURES.values():
+        config = architecture.make_config()
+        if strategy != "megatron" or architecture.megatron:
+            check(config, policy, "trainer.policy")
+        else:
+            with pytest.raises(ConfigError, match=f"no map of .*'{config.model_type}'.*use trainer.strategy=fsdp2"):
+                check(config, policy, "trainer.policy")
 
 
 def test_quantized_weights_are_refused_with_the_way_out(tmp_path: Path):
