@@ -136,9 +136,8 @@ class TurnStore:
 def _exact_floats(values: Sequence[float]) -> np.ndarray:
     """Return float32, which engines compute in, or float64 where that would change a value."""
     doubles = np.asarray(values, np.float64)
-    with np.errstate(over="ignore"):
-        singles = doubles.astype(np.float32)
-    return singles if np.array_equal(singles.astype(np.float64), doubles, equal_nan=True) else doubles
+    singles = doubles.astype(np.float32)
+    return singles if bool((singles == doubles).all()) else doubles
 
 
 def _versions(values: Sequence[int]) -> np.ndarray:
