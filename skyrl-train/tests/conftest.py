@@ -129,9 +129,9 @@ def ray_cpu():
     """One Ray cluster on this machine for the whole session."""
     import ray
 
-    from skyrl_train.utils.ray_cluster import worker_environment
+    from skyrl_train.utils.ray_cluster import LOCAL_CLUSTER, worker_environment
 
-    os.environ.update(RAY_ENABLE_UV_RUN_RUNTIME_ENV="0", RAY_AUTH_MODE="disabled")
+    os.environ.update(LOCAL_CLUSTER, RAY_ENABLE_UV_RUN_RUNTIME_ENV="0")
     ray.init(
         num_cpus=64,  # groups of workers stay for other tests
         include_dashboard=False,

@@ -12,6 +12,13 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.utils.gpus import GPU_REMEDY, NO_GPUS, check_gpus_here
 from skyrl_train.utils.nodes import set_node_address
 
+LOCAL_CLUSTER = {
+    "RAY_AUTH_MODE": "disabled",  # a cluster of this machine alone, on loopback
+    # Ray's own is 15: beside other programs the processes that compute would starve, and calls reach their deadlines.
+    "RAY_worker_niceness": "0",
+}
+"""Environment of a cluster that is started on this machine, unless it is set already."""
+
 
 def start_ray(cfg: SkyRLConfig) -> None:
     """Join the cluster named by RAY_ADDRESS, or start one on this machine with room for every process of the run.
@@ -40,7 +47,7 @@ def start_ray(cfg: SkyRLConfig) -> None:
         return
     if wants_gpus:
         check_gpus_here()
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a cluster of this machine alone, on loopback
+    os.environ.update(LOCAL_CLUSTER | os.environ)
     ray.init(
         address="local",  # not a cluster that somebody else started on this machine
         num_cpus=max(os.cpu_count() or 1, num_processes(cfg)),

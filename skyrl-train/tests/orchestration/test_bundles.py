@@ -1,5 +1,6 @@
 """Ranks take their places node by node, however Ray has laid them."""
 
+import os
 import random
 from pathlib import Path
 
@@ -61,3 +62,9 @@ def test_ranks_get_all_places_or_none_and_give_them_back(ray_cpu: None, tmp_path
     assert ranks.nodes == nodes_of_run() * 3
     ranks.kill()
     assert num_groups_with_places() == before
+
+
+@pytest.mark.slow
+def test_processes_of_a_cluster_started_here_have_the_drivers_priority(ray_cpu: None):
+    """Beside other programs of the machine, Ray's default (nice 15) would leave a run behind all of them."""
+    assert ray.get(ray.remote(os.nice).remote(0)) == os.nice(0)

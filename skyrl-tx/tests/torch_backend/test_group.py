@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from skyrl_train.orchestration.launcher import Ranks
 from skyrl_train.orchestration.process_ranks import ProcessRanks
 from skyrl_train.orchestration.ray_launcher import RayRanks
-from skyrl_train.utils.ray_cluster import worker_environment
+from skyrl_train.utils.ray_cluster import LOCAL_CLUSTER, worker_environment
 from tx.errors import ModelError
 from tx.tinker.backends.base import BackendLost, Failure, TrainingBackend
 from tx.tinker.backends.torch.adapters import Adapter
@@ -281,7 +281,7 @@ def ray_cluster() -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    os.environ.update(RAY_ENABLE_UV_RUN_RUNTIME_ENV="0", RAY_AUTH_MODE="disabled")
+    os.environ.update(LOCAL_CLUSTER, RAY_ENABLE_UV_RUN_RUNTIME_ENV="0")
     ray.init(
         num_cpus=4,
         include_dashboard=False,
