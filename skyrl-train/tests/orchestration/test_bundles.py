@@ -67,4 +67,4 @@ def test_ranks_get_all_places_or_none_and_give_them_back(ray_cpu: None, tmp_path
 @pytest.mark.slow
 def test_processes_of_a_cluster_started_here_have_the_drivers_priority(ray_cpu: None):
     """Beside other programs of the machine, Ray's default (nice 15) would leave a run behind all of them."""
-    assert ray.get(ray.remote(os.nice).remote(0)) == os.nice(0)
+    assert ray.get(ray.remote(lambda: os.nice(0)).remote()) == os.nice(0)
