@@ -1,6 +1,6 @@
 """Dispatchers of agents on families of stage times, and the cost of the scheduler itself.
 
-    python benchmarks/agent_dispatch.py [--seeds 5] [--families search pareto] [--skip-real]
+    python benchmarks/agent_dispatch.py [--seeds 5] [--families search pareto] [--skip-real] [--bounds]
 
 The real scheduler moves trajectories whose stages only take time, on machines whose capacities they share
 (`skyrl_agent.testing.traces`): in virtual time (an event loop that leaps to its next timer, so this computer does not
@@ -14,23 +14,30 @@ import math
 import os
 import platform
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from skyrl_agent.config.task_file import DispatcherSection
+from skyrl_agent.dispatcher import virtual_time
+from skyrl_agent.dispatcher.dispatch import Dispatch
+from skyrl_agent.dispatcher.limits import Priority
 from skyrl_agent.dispatcher.plan import STAGES
+from skyrl_agent.dispatcher.trajectory_state import TrajectoryState
 from skyrl_agent.testing.traces import (
     FAMILIES,
     HELD_OUT,
     Family,
     SharedMachine,
+    TracedTrajectory,
+    Work,
     lognormal,
     lower_bound,
     run_batch,
     run_batches,
 )
+from skyrl_agent.types import Stage
 
 EPOCHS = 3
 """Batches of which the last is measured."""
@@ -113,6 +120,56 @@ def families(names: list[str], seeds: int) -> None:
         print(f"| {' | '.join(columns)} |", flush=True)
 
 
+class KnownDurations(Dispatch):
+    """Dispatch that knows how long each trajectory will take: the longest go first."""
+
+    def _priority(self, state: TrajectoryState, stage: Stage) -> Priority:
+        trajectory = state.trajectory
+        assert isinstance(trajectory, TracedTrajectory)
+        left = sum(trajectory.work[STAGES.index(stage) :])
+        return lambda: (-left, state.position)
+
+
+def model_bound(family: Family, works: Sequence[Work]) -> float:
+    """Compute a lower bound of the seconds of a batch from the model alone: the shortest time, as spans in which n
+    trajectories generate, in which each set of the k longest can get its work (a linear program), with the shortest way
+    to the model and from it."""
+    import numpy as np
+    from scipy.optimize import linprog
+
+    longest = np.cumsum(sorted((work[1] for work in works), reverse=True))
+    num, first = np.arange(1, len(works) + 1), np.arange(1, len(works) + 1, 5)
+    throughput = np.array([family.machine.curves()[1](int(n)) for n in num])
+    shares = np.minimum(num, first[:, None]) / num * throughput
+    total = throughput[None]  # all of them
+    needs = np.concatenate([longest[first - 1], longest[-1:]])
+    solved = linprog(np.ones(len(num)), A_ub=-np.concatenate([shares, total]), b_ub=-needs, method="highs")
+    return solved.fun + min(work[0] for work in works) + min(work[2] for work in works)
+
+
+def bounds(names: list[str]) -> None:
+    """Print, for one draw of each family, both bounds and the best of some schedules that know all durations."""
+    print("| family | bound, s | bound by the model, s | known durations, s | of the higher bound |")
+    print("|---|---:|---:|---:|---:|")
+    for family in (*FAMILIES, *HELD_OUT):
+        if names and family.name not in names:
+            continue
+        works = family.batch(0, EPOCHS - 1)
+        low, by_model = lower_bound(family, works), model_bound(family, works)
+        patience = {"timeout_seconds": 1e9}
+        known = math.inf
+        for agents, judges in ((64, 48), (64, 96), (160, 96)):
+            limits = {"initialize": patience | {"parallel": 64}, "generate": patience}
+            limits["evaluate"] = patience | {"parallel": judges, "queue": len(works)}
+            given = section("async_pipeline", agents, family.machine.lives).model_dump(exclude_none=True) | limits
+            dispatch = virtual_time.run(
+                run_batch(family, DispatcherSection.model_validate(given), works, dispatch=KnownDurations)
+            )
+            known = min(known, dispatch["dispatcher/seconds"])
+        high = max(low, by_model)
+        print(f"| {family.name} | {low:,.0f} | {by_model:,.0f} | {known:,.0f} | {known / high:.2f} |", flush=True)
+
+
 COST = Family("cost", lognormal((20, 100, 30)), SharedMachine(starts=1e6, places=1e6, graders=1e6))
 """Stages without a capacity: the scheduler alone limits them."""
 
@@ -156,7 +213,11 @@ def main() -> None:
     parser.add_argument("--families", nargs="*", default=[], help="names; default: all")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--skip-real", action="store_true", help="virtual time alone")
+    parser.add_argument("--bounds", action="store_true", help="how near to the bounds known durations come (scipy)")
     options = parser.parse_args()
+    if options.bounds:
+        bounds(options.families)
+        return
     print(
         f"{os.cpu_count()} processors, load {os.getloadavg()[0]:.1f}, Python {platform.python_version()}; 64 x 8 "
         f"trajectories; medians of {options.seeds} draws\n"

@@ -11,8 +11,7 @@ WINDOW = 512
 INTERVAL = 32
 """Number of trajectories between two estimates."""
 MIN_EVIDENCE, MUCH_EVIDENCE = 4.0, 12.0
-"""Least logarithm of the likelihood ratio for which a model replaces the one before; a gradual one a sudden one, and
-one of a higher limit."""
+"""Least logarithm of the likelihood ratio for which a model replaces the one before; a gradual one a sudden one."""
 SHARE_PRESSED = 0.5
 CAPACITIES = tuple(round(2 ** (exponent / 2)) for exponent in range(4, 23))  # 4, 6, 8, ... 2048
 PROBE_AFTER, PROBE_INTERVALS = 16, 2
@@ -131,9 +130,7 @@ class StageSize:
 
         best, simple = (min(models, key=deviations.__getitem__) for models in (range(len(MODELS)), SIMPLER))
         best = best if is_evident(best, simple, MUCH_EVIDENCE) else simple
-        before, after = MODELS[self._model].limit, MODELS[best].limit
-        is_higher = before is not None and (after is None or after > before)
-        if is_evident(best, self._model, MUCH_EVIDENCE if is_higher else MIN_EVIDENCE):
+        if is_evident(best, self._model):
             self._model = best
         known = MODELS[self._model].limit
         is_pressed = self._peak >= self.limit and sum(self._entered) >= SHARE_PRESSED * INTERVAL

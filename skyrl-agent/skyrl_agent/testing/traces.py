@@ -267,6 +267,7 @@ async def run_batch(
     works: Sequence[Work],
     of_each: int = 8,
     capacity: Capacity | None = None,
+    dispatch: type[Dispatch] = Dispatch,
 ) -> dict[str, float]:
     """Run a batch by the clock of the event loop. Returns: the dispatcher's metrics."""
     stages = [SharedStage(curve) for curve in family.machine.curves()]
@@ -274,10 +275,10 @@ async def run_batch(
         TracedTrajectory(number, of_each, work, stages, fails)
         for number, (work, fails) in enumerate(zip(works, family.failing(works), strict=True))
     ]
-    dispatch = Dispatch(section, capacity=capacity)
-    async for trajectory in dispatch.run(trajectories):
+    scheduler = dispatch(section, capacity=capacity)
+    async for trajectory in scheduler.run(trajectories):
         assert not trajectory.failed, trajectory.result.failure
-    return dispatch.metrics()
+    return scheduler.metrics()
 
 
 def lower_bound(family: Family, works: Sequence[Work]) -> float:
