@@ -53,7 +53,7 @@ def test_what_is_visible_can_be_read_and_connected_to_and_not_changed(needs_loca
 @pytest.mark.parametrize("name", ["bubblewrap", "none", ""])
 def test_a_name_that_is_none_is_refused(name, monkeypatch):
     monkeypatch.setenv("SKYRL_GYM_SANDBOX", name)
-    with pytest.raises(ValueError, match="one of auto, local, docker, process"):
+    with pytest.raises(ValueError, match="one of auto, local, docker, podman, process"):
         make_sandbox()
 
 
