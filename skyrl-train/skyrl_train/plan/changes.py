@@ -45,6 +45,10 @@ def smallest_change(
             if len(overrides) < sum(map(len, together)):  # two values of one setting
                 continue
             if missing_with(overrides) == 0 and _is_accepted(overrides, check):
+                for move in together:  # not all smaller sets were tried
+                    rest = {name: value for name, value in overrides.items() if name not in move}
+                    if missing_with(rest) == 0 and _is_accepted(rest, check):
+                        overrides = rest
                 return overrides
         if number == 1:  # several together: those that help alone
             now = missing_with({})
