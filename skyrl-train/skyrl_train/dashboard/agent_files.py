@@ -49,6 +49,7 @@ def _stages(seconds: JsonObject, ended: object) -> list[list[object]]:
     how long each took, and when the last ended. Attempts at a stage are one."""
     if not isinstance(ended, int | float):
         return []
+    # Backwards from the end, as a record has no time of its beginning.
     spans: list[list[object]] = []
     at = float(ended)
     for name in reversed([f"{wait}{stage}" for stage in STAGES for wait in ("queue_", "")]):
@@ -66,6 +67,7 @@ def _branches(parts: list[JsonObject]) -> list[list[int | None]]:
     found: list[list[int | None]] = []
     for number, row in enumerate(rows):
         shared = [_num_common(row, earlier) for earlier in rows[:number]]
+        # The first of the earlier rows that share most is the parent, as in the certificate.
         start = max(shared, default=0)
         found.append([shared.index(start) if start else None, start])
     return found
