@@ -102,6 +102,7 @@ def ensure_image(engine: EngineName, image: str, pull: Pull) -> None:
     Raises:
         InfraError: it is not here and `pull` is `never`, or it cannot be pulled.
     """
+    # A lock for each image: a long pull of one does not keep containers of others waiting.
     with _locks[engine, image]:
         if (engine, image) in _present:
             return
@@ -111,6 +112,7 @@ def ensure_image(engine: EngineName, image: str, pull: Pull) -> None:
                     f"{engine} has no image {image!r}, and the pull policy is never: {_how_to_get(engine, image)}"
                 )
             run_engine(engine, ["pull", "--quiet", image], timeout=START_SECONDS)
+        # After a failure it is not noted, so the next thread in line tries again.
         _present.add((engine, image))
 
 

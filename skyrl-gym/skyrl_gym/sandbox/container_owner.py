@@ -78,10 +78,12 @@ def _start_watchdog(engine: EngineName, label: str) -> int:
     program = shutil.which(engine)
     if program is None:
         raise InfraError(f"the {engine} command is not installed")
+    # Python's pipes are not inherited, so that this process alone holds the writing end.
     reading, writing = os.pipe()
     actions = [(os.POSIX_SPAWN_DUP2, reading, 0)]
     actions += [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_WRONLY, 0) for number in (1, 2)]
     try:
+        # A session of its own: signals to our process group, as from Ctrl-C, must not end it before its work.
         os.posix_spawn("/bin/sh", ["sh", "-c", WATCHDOG, program, label], os.environ, file_actions=actions, setsid=True)
     finally:
         os.close(reading)

@@ -86,6 +86,7 @@ class DraftModel:
         batch = replace(rows.sampling(device), repetition_penalty=None, recorded=None)
         drafts = np.zeros((count, most), np.int64)
         for offset in range(most):
+            # The number that the verifying model will draw with at this place: alike distributions draw the same token.
             uniform = None if batch.all_greedy else uniforms(rows.key[:count], lengths + offset)
             chosen = sample(
                 _fit(logits, rows.vocabulary), batch, None if uniform is None else torch.from_numpy(uniform).to(device)

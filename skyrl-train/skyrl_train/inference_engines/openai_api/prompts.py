@@ -125,7 +125,7 @@ class Said:
 
 
 @dataclass(frozen=True)
-class _Answer:
+class _Reply:
     """An answer as its client was given it, its tokens, and their text with special tokens."""
 
     said: Said
@@ -140,13 +140,13 @@ class _Exchange:
     num_messages: int
     prompt_text: str
     prompt_ids: np.ndarray
-    answers: list[_Answer]
+    answers: list[_Reply]
 
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_ids) + sum(len(answer.ids) for answer in self.answers)
 
-    def ids_before(self, answer: _Answer, rest: Sequence[int]) -> list[int]:
+    def ids_before(self, answer: _Reply, rest: Sequence[int]) -> list[int]:
         """Return the ids of the prompt, the answer, and what follows."""
         return [*self.prompt_ids.tolist(), *answer.ids.tolist(), *rest]
 
@@ -179,7 +179,7 @@ class ConversationMemory:
             prompt_text,
             np.asarray(prompt_ids, dtype=np.int32),
             [
-                _Answer(said, np.asarray(ids, dtype=np.int32), self._template.decode(ids, skip_special_tokens=False))
+                _Reply(said, np.asarray(ids, dtype=np.int32), self._template.decode(ids, skip_special_tokens=False))
                 for said, ids in answers
             ],
         )
@@ -230,7 +230,7 @@ class ConversationMemory:
                     return exchange.ids_before(answer, rest)
         return None
 
-    def _rest_as_drawn(self, answer: _Answer, said: Said, text: str, start: int) -> list[int] | None:
+    def _rest_as_drawn(self, answer: _Reply, said: Said, text: str, start: int) -> list[int] | None:
         """Return the ids of the text behind an answer that stands at `start` as it was drawn, character by character;
         None if it does not. An answer that no special token ends must be the whole of the message, too."""
         ends_itself = int(answer.ids[-1]) in self._template.special_ids

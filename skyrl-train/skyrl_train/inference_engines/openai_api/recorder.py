@@ -104,7 +104,7 @@ class _Session:
 @dataclass(frozen=True, kw_only=True)
 class Admission:
     """Permission to answer one request: the seed of each of its prompts, and the tokens of each answer. What was
-    reserved for it is held until `RequestRecorder.settle`."""
+    reserved for it is held until `RequestRecorder.release`."""
 
     seeds: tuple[int | None, ...]
     max_tokens: int | None
@@ -166,13 +166,14 @@ class RequestRecorder:
             with self._lock:
                 opened = self._opened(str(session))
                 admission = _admission(opened, num_prompts, num_choices, most)
+                # Noted under the lock under which it was refused: no end of another request is missed between.
                 if admission is None:
                     opened.waiting.append((asyncio.get_running_loop(), changed))
             if admission is not None:
                 return admission
             await changed.wait()
 
-    def settle(self, admission: Admission, *, uses_turns: bool = True) -> None:
+    def release(self, admission: Admission, *, uses_turns: bool = True) -> None:
         """Give back the tokens that were reserved for a request that has ended; its answers were recorded before.
 
         Args:

@@ -89,7 +89,7 @@ class Sessions:
             uses_turns = error.status not in _NOTHING_GENERATED
             raise
         finally:
-            self._recorder.settle(admission, uses_turns=uses_turns)
+            self._recorder.release(admission, uses_turns=uses_turns)
 
     def context_is_full(self, session: str | None) -> None:
         """Note that a prompt left no room for an answer."""

@@ -93,7 +93,7 @@ async def test_a_session_has_a_budget_of_turns_and_of_tokens():
     assert rules.keywords({"top_k": 5, "top_p": 0.5}) == {"top_p": 0.5, "temperature": 1.0}
     three = await recorder.admit("tokens", num_choices=3)
     assert three.max_tokens == 1, "three answers of a token"
-    recorder.settle(three)
+    recorder.release(three)
     recorder.record("tokens", [turn([1], [2, 3], 0)])
     with pytest.raises(ApiError, match="3 tokens is used up"):
         await recorder.admit("tokens", num_choices=2)
@@ -112,13 +112,13 @@ async def test_parallel_requests_of_a_session_stay_within_its_tokens_and_get_wha
     await asyncio.sleep(0.01)
     assert (small.max_tokens, rest.done(), other.done()) == (4, False, True)
     recorder.record("s", [turn([1], [2], 0)])
-    recorder.settle(small)
-    recorder.settle(other.result())  # it failed: all of its tokens are free again
+    recorder.release(small)
+    recorder.release(other.result())  # it failed: all of its tokens are free again
     assert (await asyncio.wait_for(rest, 5)).max_tokens == 9, "all but the token that was generated"
     waits = asyncio.create_task(recorder.admit("s"))
     await asyncio.sleep(0.01)
     recorder.record("s", [turn([1], list(range(9)), 0)])
-    recorder.settle(rest.result())
+    recorder.release(rest.result())
     with pytest.raises(ApiError, match="10 tokens is used up"):
         await asyncio.wait_for(waits, 5)
 
@@ -128,8 +128,8 @@ async def test_a_request_for_which_nothing_was_generated_gives_its_turn_and_seed
     recorder.begin("s", SessionRules(max_turns=3, seed_of_turn=lambda turn: turn))
     refused, two = await recorder.admit("s"), await recorder.admit("s", num_prompts=2)
     assert (refused.seeds, two.seeds) == ((0,), (1, 2))
-    recorder.settle(two)
-    recorder.settle(refused, uses_turns=False)
+    recorder.release(two)
+    recorder.release(refused, uses_turns=False)
     assert (await recorder.admit("s")).seeds == (0,), "no other turn has that seed"
     with pytest.raises(ApiError, match="3 turns is used up"):
         await recorder.admit("s")
@@ -188,5 +188,5 @@ async def test_a_recorder_of_begun_sessions_refuses_those_that_have_ended():
     with pytest.raises(ApiError, match="not open"):
         await asyncio.wait_for(waits, 5)
     recorder.record("a", [turn([1], [2], 0)])  # a process that outlived its trajectory
-    recorder.settle(admission)
+    recorder.release(admission)
     assert (taken.num_admitted, taken.num_answered, recorder.take("a")) == (1, 0, [])
