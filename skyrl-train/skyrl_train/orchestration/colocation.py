@@ -375,7 +375,7 @@ class Colocation:
     def _is_free_for_engines(self) -> bool:
         return self._state.worker is None and self._inconsistent_since in (None, "recover")
 
-    def _existing_engines(self) -> SleepableEngine:
+    def _existing_engines(self) -> SyncedEngines:
         if self._engines is None:
             raise ValueError("this run has no engines")
         return self._engines

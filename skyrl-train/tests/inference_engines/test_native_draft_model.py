@@ -92,6 +92,17 @@ def test_other_model_as_draft_leaves_answers_as_they_are(tiny_models):
         assert same_bits(answer, expected)
 
 
+def test_ids_beyond_the_vocabulary_of_the_draft_model_end_nothing(tiny_models, tmp_path):
+    """Models of a family fill up the same tokens to vocabularies of different sizes."""
+    path = tiny_models("qwen3")
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, vocab_size=40)).save_pretrained(tmp_path)
+    requests = requests_of(SAMPLED, GREEDY, SAMPLED)
+    assert max(request.prompt.max() for request in requests) > 40
+    drafted = answers(core_with_draft(path, load(str(tmp_path))), requests)
+    assert all(same_bits(*pair) for pair in zip(drafted, answers(make_core(path), requests), strict=True))
+    assert sum(answer.drafts.num_drafted for answer in drafted if answer.drafts is not None) > 0
+
+
 def test_tokens_behind_drafts_have_the_distribution_of_the_model(tiny_models):
     """Chi-squared test of 1,500 second tokens after one first token, against exact probabilities."""
     path = tiny_models("qwen3")

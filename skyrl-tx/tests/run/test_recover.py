@@ -18,6 +18,7 @@ from tx.run import recover
 from tx.tinker.service.checkpoints import Checkpoints
 from tx.tinker.service.state import ServerState
 from tx.tinker.storage.checkpoint_places import place_of
+from tx.tinker.storage.db_models import SamplerRow
 from tx.tinker.storage.store import Store
 from tx.tinker.types import TinkerPath
 
@@ -86,6 +87,22 @@ async def test_checkpoints_are_listed_again_and_can_be_loaded(tmp_path: Path, op
     assert not orphan.exists() and newest.is_dir()
     assert await run(recover.main, ["anna", *options, "--remove-samplers"]) == 0
     assert "samplers" not in capsys.readouterr().out
+
+
+async def test_samplers_of_a_database_are_known_by_whatever_path_their_folder_is_named(
+    tmp_path: Path, options: list[str], capsys
+):
+    used = save(tmp_path / "checkpoints", "samplers", "0@5")
+    assert await run(recover.main, options) == 0
+    assert "unknown: 1 samplers" in capsys.readouterr().out
+    async with opened(f"sqlite:///{tmp_path / 'state' / 'tx.db'}") as store:
+        ids = {"sampler_id": "s:sample:0", "tenant": "local", "session_id": "s", "sampling_session_seq_id": 0}
+        row = SamplerRow(**ids, base_model="tiny", created_at=0.0, ephemeral=True, folder=str(used))
+        await store.write(lambda database: database.add(row))
+    (tmp_path / "link").symlink_to(tmp_path / "checkpoints")
+    options = [option.replace("/checkpoints", "/link") for option in options]
+    assert await run(recover.main, [*options, "--remove-samplers"]) == 0
+    assert "samplers" not in capsys.readouterr().out and used.is_dir()
 
 
 async def run(main, arguments: list[str]) -> int:

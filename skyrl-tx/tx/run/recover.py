@@ -142,7 +142,9 @@ async def register(
     try:
         states = await store.write(lambda database: [_insert(database, config, tenant, each) for each in found])
         known = await store.read(lambda database: set(database.scalars(select(col(SamplerRow.folder)))))
-        return states, [folder for folder in samplers if str(folder) not in known]
+        # Below the base, not whole: this command may name it by another path than the server (a link, another machine).
+        known_places = {Path(folder).parts[-3:] for folder in known if folder}
+        return states, [folder for folder in samplers if folder.parts[-3:] not in known_places]
     finally:
         await store.close()
 

@@ -69,6 +69,7 @@ class DraftModel:
         )
         if self._runner.has_states:
             raise ConfigError(f"{name} has linear attention, whose state cannot go back behind a rejected draft")
+        self._last_id = model.config.get_text_config().vocab_size - 1
         self._rows: list[_Row] = []
 
     def drafts(self, rows: RowTable, nums: Sequence[int]) -> list[np.ndarray]:
@@ -128,7 +129,7 @@ class DraftModel:
             row.length = min(row.length + int(np.cumprod(agrees).sum()), len(tokens) - 1)
             if len(tokens) - row.length > most:
                 for start in range(row.length, len(tokens) - 1, _CHUNK):
-                    prompt = tokens[: min(start + _CHUNK, len(tokens) - 1)]
+                    prompt = self._known(tokens[: min(start + _CHUNK, len(tokens) - 1)])
                     self._runner.prefill([place], [prompt], [start], np.array([NO_LORA]))
                 row.length = len(tokens) - 1
             lacking = max(lacking, len(tokens) - row.length)
@@ -136,7 +137,11 @@ class DraftModel:
 
     def _decode(self, ids: np.ndarray, positions: np.ndarray) -> torch.Tensor:
         """Compute [n, T] tokens. Returns: [n, V of the draft model] logits behind the last ones."""
-        return self._runner.decode(ids, positions, np.full(len(ids), NO_LORA), len(ids))[:, -1]
+        return self._runner.decode(self._known(ids), positions, np.full(len(ids), NO_LORA), len(ids))[:, -1]
+
+    def _known(self, ids: np.ndarray) -> np.ndarray:
+        """Replace ids that only the engine's model has: prompts may hold those without a token, too."""
+        return np.minimum(ids, self._last_id)
 
 
 def _fit(logits: torch.Tensor, vocabulary: int) -> torch.Tensor:
