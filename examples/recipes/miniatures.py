@@ -43,6 +43,7 @@ SIZES = [
     "trainer.epochs=1000",
     "trainer.curve_bands=null",
     "generator.model_dtype=float32",
+    "generator.enforce_eager=null",
 ]
 """Settings of every miniature: one process, float32, no checkpoints, `trainer.max_training_steps` instead of epochs,
 and no comparison with the published run's curves."""

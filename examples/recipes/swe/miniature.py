@@ -67,10 +67,9 @@ SETTINGS = [
     "trainer.micro_train_batch_size_per_gpu=64",
     "trainer.policy.optimizer_config.lr=1e-3",
     "trainer.eval_before_train=true",
-    "generator.enforce_eager=true",
     "generator.max_num_batched_tokens=8192",
 ]
-"""Sizes, defaults in place of two settings of engines that the native one does not read, and an evaluation before
+"""Sizes, the default in place of a setting of engines that the native one does not read, and an evaluation before
 training to compare with."""
 
 # ---- functions with one mistake

@@ -270,7 +270,9 @@ def test_a_user_trains_samples_and_takes_the_adapter_home(server, tmp_path):
         assert all(process.stacks for process in processes.values()), processes
         assert "the next call" in {wait.what for wait in processes["engine"].waits if not wait.ended}
 
-        with TestClient(Console(server.state / "runs", ApiKeys(), server.url), base_url="http://127.0.0.1") as console:
+        app = Console(server.state / "runs", ApiKeys(), server.url)
+        with TestClient(app, base_url="http://127.0.0.1") as console:
+            console.get("/", params={"token": app.token})
             listed = console.get("/playground/checkpoints").json()["checkpoints"]
             assert saved["path"] in {one["tinker_path"] for one in listed}
             asked = {"model": saved["path"], "prompt": "Hi", "max_tokens": 4, "temperature": 0, "n": 2}

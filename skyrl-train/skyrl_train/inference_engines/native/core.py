@@ -103,6 +103,7 @@ class NativeEngineCore:
         self._routes = None if routing is None else route_table(routing)
         self.model, self.loras = model, self._runner.loras
         self.weight_version = 0
+        self._num_updates = 0
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
         self.num_prompt_tokens_computed = 0
@@ -211,6 +212,7 @@ class NativeEngineCore:
         """Note that the weights have changed. Running requests continue behind the keys and values that they have; no
         other gets those."""
         self.weight_version = version
+        self._num_updates += 1
         self._rows.is_current[:] = False
         self.clear_prefixes()
 
@@ -354,7 +356,7 @@ class NativeEngineCore:
     def _add_row(self, request: Request) -> int:
         row = self._rows.add(
             request,
-            version=self.weight_version,
+            num_updates=self._num_updates,
             max_length=self._limit(request),
             eos_ids=self._eos_ids,
             decode=self._decode_text,

@@ -44,8 +44,8 @@ class RowTable:
         """True if all keys and values are of the present weights."""
         self.prompt_lora = np.zeros(0, np.int64)
         """Serial of the adapter that computed the prompt; 0: none."""
-        self.prompt_version = np.zeros(0, np.int64)
-        """Version of the weights that computed the prompt."""
+        self.prompt_updates = np.zeros(0, np.int64)
+        """Updates of the weights before the prompt was computed: two of them may have one version."""
         self.lora_slot = np.zeros(0, np.int64)
         self.num_top = np.zeros(0, np.int64)
         self.is_biased = np.zeros(0, np.bool_)
@@ -63,8 +63,10 @@ class RowTable:
     def __len__(self) -> int:
         return len(self.requests)
 
-    def add(self, request: Request, *, version: int, max_length: int, eos_ids: tuple[int, ...], decode: Decode) -> int:
-        """Append a request whose prompt weights of this version compute; return its row."""
+    def add(
+        self, request: Request, *, num_updates: int, max_length: int, eos_ids: tuple[int, ...], decode: Decode
+    ) -> int:
+        """Append a request whose prompt the weights compute after so many updates; return its row."""
         row, params = len(self), request.params
         stop_ids = tuple(dict.fromkeys(params.stop_token_ids + (() if params.ignore_eos else eos_ids)))
         self._reserve(row + 1, max_length, len(stop_ids))
@@ -76,7 +78,7 @@ class RowTable:
         self.num_cached[row] = self.num_drafted[row] = self.num_accepted[row] = 0
         self.is_current[row] = True
         self.prompt_lora[row] = request.lora_serial
-        self.prompt_version[row] = version
+        self.prompt_updates[row] = num_updates
         self.lora_slot[row] = request.lora_slot
         self.num_top[row] = params.logprobs or 0
         self.is_biased[row] = bool(params.logit_bias) or params.has_penalties
@@ -257,7 +259,7 @@ class RowTable:
         if np.count_nonzero(self.prompt_length[:count] > KEY_CHUNK) < 2:
             return None
         prompts = [request.prompt[:-1] for request in self.requests[:count]]
-        computed = list(zip(self.prompt_lora[:count].tolist(), self.prompt_version[:count].tolist(), strict=True))
+        computed = list(zip(self.prompt_lora[:count].tolist(), self.prompt_updates[:count].tolist(), strict=True))
         order = sorted(range(count), key=lambda row: (computed[row], self.requests[row].prefix))
         common = [
             _num_common(prompts[a], prompts[b]) // KEY_CHUNK * KEY_CHUNK if computed[a] == computed[b] else 0
@@ -283,7 +285,7 @@ class RowTable:
         flat = ("length", "prompt_length", "num_cached", "num_drafted", "num_accepted", "is_current")
         flat += (
             "prompt_lora",
-            "prompt_version",
+            "prompt_updates",
             "lora_slot",
             "num_top",
             "is_biased",
