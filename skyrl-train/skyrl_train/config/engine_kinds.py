@@ -55,6 +55,9 @@ class EngineTraits:
     is_in_process: bool = False
     """Runs in the process that builds it, and starts none: it fits `trainer.placement.launcher=inline`."""
 
+    copies_weights_asleep: bool = False
+    """Weights of a sleeping engine are in host memory at sleep level 2, too."""
+
     server_protocol: Callable[[], Any] | None = None
     """Factory of the `ServerProtocol` for servers of this kind started elsewhere
     (`generator.run_engines_locally=false`). None: such engines run only within a run."""

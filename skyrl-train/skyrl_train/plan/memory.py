@@ -405,7 +405,8 @@ def _on_gpus(plan: MemoryPlan, cfg: SkyRLConfig, shapes: Mapping[Role, ModelShap
         phases.insert(0, Phase("generate", "full cache", parts))
         if together and divisions["policy"] is not None:
             phases.append(_sync(cfg, shapes["policy"], divisions["policy"], engine, device, len(shares)))
-            if not cfg.generator.syncs_all_weights:  # else engines drop theirs
+            copies_weights = EngineRegistry.requirements(cfg.generator.backend).copies_weights_asleep
+            if copies_weights or not cfg.generator.syncs_all_weights:  # else engines drop theirs
                 host += placement.policy_num_gpus_per_node * engine.weights
     return replace(plan, phases=tuple(phases), host=host)
 

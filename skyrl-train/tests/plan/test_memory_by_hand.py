@@ -148,15 +148,16 @@ def test_engine_caches_what_weights_leave_of_its_share():
     assert (eager.graphs, eager.cache) == (0, plan.cache + plan.graphs)
 
 
-def test_engines_keep_weights_in_host_memory_where_syncs_bring_only_a_part():
-    def host(strategy: str) -> float:
+def test_engines_keep_weights_in_host_memory_where_syncs_bring_only_a_part_and_sglang_always():
+    def host(strategy: str, backend: str = "vllm") -> float:
         cfg = settings(**{
-            "generator.backend": "vllm", "trainer.placement.device": "cuda",
+            "generator.backend": backend, "trainer.placement.device": "cuda",
             "generator.weight_sync_strategy": strategy, "trainer.placement.policy_num_gpus_per_node": 4,
         })  # fmt: skip
         return memory_plan(cfg, {"policy": shape()}, GPU).host
 
     assert host("delta") - host("auto") == 4 * 2000
+    assert host("auto", "sglang") == host("delta")
 
 
 def test_tensor_parallel_engine_holds_one_head_of_keys_at_least():

@@ -45,6 +45,7 @@ def _server_protocol() -> Any:
     settings=EngineSettings,
     requires=EngineTraits(
         library="sglang",
+        copies_weights_asleep=True,  # `enable_weights_cpu_backup` in `arguments.py`
         server_protocol=_server_protocol,
         attention_choice=True,
         adapter_slots=("max_loras_per_batch", 2),  # one that is put out may answer for a moment yet
