@@ -13,7 +13,7 @@ from skyrl_train.dashboard.defaults import Defaults
 from skyrl_train.dashboard.runs_folder import RunsFolder
 from skyrl_train.dashboard.steps import StepTrajectories
 from tx.tinker.commands import Sample, Save, SaveEffect, StoredCommand
-from tx.tinker.service import run_files
+from tx.tinker.service import kept_samples, run_files
 from tx.tinker.service.kept_samples import KeptSamples
 from tx.tinker.service.run_files import RunFiles
 from tx.tinker.service.state import PendingRequest, Run
@@ -163,6 +163,20 @@ async def test_last_samples_of_each_step_are_kept_within_bounds_for_the_dashboar
     kept = list((tmp_path / "s_train_0" / "trajectories").iterdir())
     assert sum(path.stat().st_size for path in kept) <= 2_000
     assert max(path.name for path in kept) == "train_step_000020.jsonl" and len(kept) > 1
+
+
+def test_a_full_file_of_samples_is_not_written_anew_for_each_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    written = []
+    keep_last = kept_samples._keep_last
+    monkeypatch.setattr(kept_samples, "_keep_last", lambda *args: written.append(1) or keep_last(*args))
+    samples = KeptSamples(1000, 10_000, Texts(tmp_path))  # no tokenizer there
+    for number in range(100):
+        samples.add(tmp_path, 0, f"s:sample:0:{number}", [40, 41], SampleOutput([Sequence([50], [-0.5], "length")]))
+    (file,) = (tmp_path / "trajectories").iterdir()
+    kept = [json.loads(line)["uid"] for line in file.read_text().splitlines()]
+    assert kept == [f"s:sample:0:{number}" for number in range(100 - len(kept), 100)]
+    assert 4_000 < file.stat().st_size <= 10_000
+    assert 0 < len(written) < 10
 
 
 async def test_samples_are_not_kept_unless_asked_for(tmp_path: Path):

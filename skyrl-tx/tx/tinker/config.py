@@ -69,10 +69,11 @@ class EngineConfig(BaseModel):
     `record_stability_info` of their samples is accepted, and nothing is recorded. Results differ from the hosted
     service's. Default: both are refused."""
     keep_samples: int = Field(default=0, ge=0)
-    """Number of samples kept for each optimizer step of a model, the last ones, for `tx console`: prompts and responses
-    of clients, as text, in the state folder. 0: none are kept."""
+    """Number of samples kept for each optimizer step of a model, the last ones (up to twice as many until some are
+    dropped), for `tx console`: prompts and responses of clients, as text, in the state folder. 0: none are kept."""
     keep_samples_mb: int = Field(default=16, ge=1)
-    """Maximum size of a model's kept samples, in MB; those of the earliest steps are dropped first."""
+    """Maximum size of a model's kept samples, in MB; those of the earliest steps are dropped first, and of a step that
+    is larger alone, all but the last half of these MB."""
     share_expert_matrices: bool = False
     """Experts of a layer share, in adapters of new models, A of `gate_proj`, A of `up_proj` and B of `down_proj`: 3.6
     times fewer numbers for Qwen3-30B-A3B. Files hold a copy for each expert, as peft and engines read them. Models that

@@ -21,8 +21,8 @@ class KeptSamples:
     """Writer of samples. Used by one thread.
 
     Args:
-        most: samples kept for an optimizer step of a model, the last ones
-        most_bytes: size of a model's samples; the earliest steps go first
+        most: samples kept for an optimizer step of a model, the last ones; up to twice as many until some are dropped
+        most_bytes: size of a model's samples; the earliest steps go first, and of one step all but the last half
         texts: tokenizer of the base model; without one, rows have token ids alone
     """
 
@@ -46,8 +46,11 @@ class KeptSamples:
         with open(file, "ab") as written:
             written.write(b"".join(rows))
         self._num_rows[file] += len(rows)
-        if self._num_rows[file] >= 2 * self._most or file.stat().st_size > self._most_bytes:
-            self._num_rows[file] = _keep_last(file, self._most, self._most_bytes)
+        is_large = file.stat().st_size > self._most_bytes
+        if is_large or self._num_rows[file] >= 2 * self._most:
+            # Half of the bytes: a full file would else be written anew for each request.
+            most_bytes = self._most_bytes // 2 if is_large else self._most_bytes
+            self._num_rows[file] = _keep_last(file, self._most, most_bytes)
         _drop_earliest(folder, self._most_bytes)
 
     def _rows(self, request_id: str, prompt: Sequence[int], output: SampleOutput) -> list[bytes]:
