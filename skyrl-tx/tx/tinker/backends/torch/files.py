@@ -120,8 +120,8 @@ def _merged(adapter: Adapter, tensors: Mapping[str, torch.Tensor]) -> Mapping[st
         if any(not torch.equal(copy, copies[0]) for copy in copies):
             raise ModelError(
                 f"the checkpoint does not fit the model: {of_experts[0]} and those of other experts differ, and the "
-                "experts of this model share one (share_expert_matrices of the server). Load it into a model that was "
-                "made without"
+                "experts of this model share one. Load it into a model that was made by a server without "
+                "--share-expert-matrices"
             )
         if len(copies) == len(of_experts):
             merged[key] = copies[0]
@@ -178,6 +178,12 @@ def _vector(adapter: Adapter, tensors: Mapping[str, Any], prefix: str, what: str
     found = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
     result = torch.empty(adapter.num_weights)
     expected = _named(adapter, result)
+    of_sharing = {_key(site.name, side) for site in adapter.sites if site.num_experts is not None for side in "AB"}
+    if of_sharing & (found.keys() - expected.keys()):
+        raise ModelError(
+            f"the checkpoint's {what} does not fit the model: its experts share matrices, and those of this model do "
+            "not. Load it without optimizer, or into a model that was made by a server with --share-expert-matrices"
+        )
     for name in {**expected, **found}:
         given, wanted = (list(each[name].shape) if name in each else "missing" for each in (found, expected))
         if given != wanted:
