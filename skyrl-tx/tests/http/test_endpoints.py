@@ -15,6 +15,7 @@ from tx.tinker.http.app import create_app
 from tx.tinker.http.connections import Connections
 from tx.tinker.http.routes import futures
 from tx.tinker.storage.folders import Folders
+from tx.tinker.wire.codec import decode_training
 
 JSON = {"content-type": "application/json"}
 
@@ -164,6 +165,22 @@ async def test_a_body_of_unknown_length_is_read_up_to_the_limit(client):
             yield b"x" * 65536
 
     await said(413, client.post("/api/v1/forward_backward", content=pieces(), headers=JSON))
+
+
+async def test_the_hosted_services_loss_is_refused_unless_another_one_stands_in(served, service):
+    plain, standing_in = await served(), await served(stable_reinforce_as="importance_sampling")
+    session, lora = await session_of(plain), {"rank": 4}
+    asked = {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": lora}
+    model = (await said(200, plain.post("/api/v1/create_model", json=asked))).json()["model_id"]
+    tensors = {"target_tokens": ([6, 7], "int64"), "logprobs": ([-1, -2], "float32"), "advantages": ([1, 1], "float32")}
+    inputs = {name: {"data": data, "dtype": dtype, "shape": [2]} for name, (data, dtype) in tensors.items()}
+    datum = {"model_input": {"chunks": [{"type": "encoded_text", "tokens": [5, 6]}]}, "loss_fn_inputs": inputs}
+    body = {"model_id": model, "forward_backward_input": {"data": [datum], "loss_fn": "stable_reinforce"}}
+    refused = await said(400, plain.post("/api/v1/forward_backward", json=body | {"seq_id": 1}))
+    assert "--stable-reinforce-as importance_sampling" in refused.json()["detail"]
+    accepted = await said(200, standing_in.post("/api/v1/forward_backward", json=body | {"seq_id": 2}))
+    command = service._state.pending[accepted.json()["request_id"]].stored.command
+    assert decode_training(command.payload).loss_fn == "importance_sampling"
 
 
 async def test_every_address_needs_a_key_if_there_are_keys(served):
