@@ -270,11 +270,11 @@ def _keeps_rows(operations: Sequence[ConversionOps]) -> bool:
 
 
 def apply_dtype_plan(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Give weights on the meta device the precision that `from_pretrained` loads them in: in some models of bfloat16 or
-    float16 a few stay float32."""
+    """Give weights that were not loaded the precision that `from_pretrained` loads them in: in some models of bfloat16
+    or float16 a few stay float32."""
     planned = _planned_dtypes(model, dtype)
-    for name, weight in _weights_of(model).items():
-        weight.data = weight.data.to(planned(name) or weight.dtype)
+    for name, weight in model.state_dict(keep_vars=True).items():
+        weight.data = weight.data.to(planned(name_in_files(name)) or weight.dtype)
 
 
 def modules_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> list[nn.Module]:

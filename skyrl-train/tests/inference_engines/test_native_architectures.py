@@ -11,7 +11,7 @@ from native_runs import log_probs_of, make_core, random_prompts, run, same_bits
 from skyrl_train.errors import ConfigError
 from skyrl_train.inference_engines.completion import Completion
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
-from skyrl_train.inference_engines.native.loading import cache_bytes_of_token
+from skyrl_train.inference_engines.native.loading import cache_bytes_of_token, load_model
 from skyrl_train.inference_engines.native.packed_linear import pack_linears
 from skyrl_train.inference_engines.native.requests import EngineSamplingParams, PromptScoring, Request
 from skyrl_train.inference_engines.native.weights import EngineWeights
@@ -130,6 +130,29 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is_and_nearer_to_the_tra
     error = (rounded - exact).abs().mean()
     assert 0 < (engine - exact).abs().mean() < 1.5 * error
     assert (engine - trainer).abs().mean() < error
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "ernie"])
+def test_weights_stay_float32_as_in_transformers_where_none_are_loaded(name, folder_of, tmp_path):
+    """A trainer sends biases of routers in float32; another model of this process shares what it has."""
+    folder, sizes = str(tmp_path), dict(num_hidden_layers=2, hidden_size=32, num_attention_heads=4, head_dim=8)
+    if name == "ernie":
+        experts = dict(moe_num_experts=4, moe_k=2, moe_intermediate_size=16, moe_layer_start_index=0)
+        config = hf.Ernie4_5_MoeConfig(**sizes, **experts, intermediate_size=64, vocab_size=99)
+        hf.Ernie4_5_MoeForCausalLM(config).save_pretrained(folder)
+    else:
+        folder = folder_of(name)
+
+    def load(**settings: Any) -> dict[str, torch.Tensor]:
+        plain: dict[str, Any] = dict(dtype="bfloat16", model_config_kwargs=None, trust_remote_code=False)
+        model = load_model(folder, device=CPU, **plain, **settings)
+        return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+    loaded = load()
+    dtypes = {each: tensor.dtype for each, tensor in loaded.items()}
+    assert set(dtypes.values()) == {torch.bfloat16, torch.float32}
+    for others in (load(dummy_weights=True), load(shared_weights=loaded)):
+        assert {each: tensor.dtype for each, tensor in others.items()} == dtypes
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from skyrl_train.inference_engines.native.attention import ATTENTION_NAME
 from skyrl_train.inference_engines.native.experts import use_native_experts
 from skyrl_train.inference_engines.native.packed_linear import pack_linears
 from skyrl_train.models.linear_attention import LINEAR_ATTENTION
+from skyrl_train.models.weight_files import apply_dtype_plan
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -56,10 +57,11 @@ def load_model(
     if shared_weights is not None or dummy_weights:
         with device if shared_weights is None else torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, **options)
+        apply_dtype_plan(model, _DTYPES[dtype])
         with contextlib.suppress(OSError):  # there is none: what `from_config` made of the config holds
             model.generation_config = GenerationConfig.from_pretrained(model_path)
         if shared_weights is not None:
-            _share(model, shared_weights, device, _DTYPES[dtype])
+            _share(model, shared_weights, device)
     else:
         model = AutoModelForCausalLM.from_pretrained(model_path, config=config, **options)
     if device.type == "cpu":
@@ -70,9 +72,7 @@ def load_model(
     return model
 
 
-def _share(
-    model: PreTrainedModel, weights: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype
-) -> None:
+def _share(model: PreTrainedModel, weights: Mapping[str, torch.Tensor], device: torch.device) -> None:
     """Give a model on the meta device parameters and buffers that exist: their own memory if device and dtype fit."""
     for name, empty in [*model.named_parameters(), *model.named_buffers()]:
         given = weights.get(name)
@@ -82,7 +82,7 @@ def _share(
         owner, _, own_name = name.rpartition(".")
         tensor = given.detach().to(device)
         if isinstance(empty, torch.nn.Parameter):  # (buffers, such as rotary frequencies, keep their dtype)
-            tensor = torch.nn.Parameter(tensor.to(dtype), requires_grad=False)
+            tensor = torch.nn.Parameter(tensor.to(empty.dtype), requires_grad=False)
         setattr(model.get_submodule(owner), own_name, tensor)
     model.tie_weights()
 
