@@ -246,7 +246,7 @@ def test_samples_as_json_of_old_clients():
 
 @pytest.mark.parametrize("layout", [{}, {"crow": [0, 0, 2], "columns": [0, 1]}])
 def test_log_probs_of_targets_survive_the_wire_in_their_layout(layout):
-    values = [None, None, -0.5, None] if not layout else [-0.5, None]
+    values = [0.0, 0.0, -0.5, 0.0] if not layout else [-0.5, 0.0]
     output = SampleOutput([], target_prompt_logprobs=TargetLogProbs((2, 2), values, **layout))
     encoded = encode_sample_output(output)
     assert decode_sample_output(encoded) == output

@@ -89,8 +89,8 @@ class TargetLogProbs(NamedTuple):
     """Log-probs of `PromptTargets`, in the same layout."""
 
     shape: tuple[int, int]
-    values: list[float | None]
-    """None where nothing was asked for."""
+    values: list[float]
+    """0 where nothing was asked for."""
     crow: list[int] | None = None
     columns: list[int] | None = None
 

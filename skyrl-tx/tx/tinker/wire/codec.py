@@ -260,7 +260,7 @@ def sample_output_json(data: bytes) -> dict[str, object]:
 def _write_targets(targets: TargetLogProbs, message: pb.Tensor) -> None:
     message.dtype = pb.DTYPE_FLOAT32
     message.shape.extend(targets.shape)
-    values = np.asarray(targets.values, "<f4").tobytes()  # None becomes NaN
+    values = np.asarray(targets.values, "<f4").tobytes()
     if targets.crow is None or targets.columns is None:
         message.dense = values
         return
@@ -271,11 +271,10 @@ def _write_targets(targets: TargetLogProbs, message: pb.Tensor) -> None:
 
 def _read_targets(message: pb.Tensor) -> TargetLogProbs:
     csr = message.sparse_csr if message.HasField("sparse_csr") else None
-    floats = np.frombuffer(message.dense if csr is None else csr.values, "<f4").tolist()
     rows, columns = message.shape
     return TargetLogProbs(
         (rows, columns),
-        [None if x != x else x for x in floats],
+        np.frombuffer(message.dense if csr is None else csr.values, "<f4").tolist(),
         None if csr is None else np.frombuffer(csr.crow_indices, "<i8").tolist(),
         None if csr is None else np.frombuffer(csr.col_indices, "<i8").tolist(),
     )

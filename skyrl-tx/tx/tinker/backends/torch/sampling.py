@@ -209,7 +209,7 @@ def _log_probs(scores: PromptScores | None) -> list[float]:
 
 
 def _of_targets(targets: PromptTargets, scores: PromptScores | None) -> TargetLogProbs:
-    values: list[float | None] = [None] * len(targets.ids)
+    values = [0.0] * len(targets.ids)
     if scores is not None:
         for index, value in zip(targets.cells()[0].tolist(), scores.target_log_probs.tolist(), strict=True):
             values[index] = value
