@@ -9,6 +9,7 @@ adapters are wanted, they are written as peft reads them (`adapter_files.py`).
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
@@ -22,6 +23,7 @@ from skyrl_train.distributed.sharded_tensor import gather_full_tensor
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.cpu_linear import OneDnnLinear, use_onednn_linear
 from skyrl_train.models.persistent_buffers import persistent_buffers
+from skyrl_train.models.weight_files import name_in_files, planned_dtypes
 
 logger = logging.getLogger(__name__)
 
@@ -189,21 +191,24 @@ def exported_parameters(model: nn.Module, dtype: torch.dtype = torch.float32) ->
 
     Args:
         model: a transformers model, or what holds one as `causal_lm`; with or without adapters, sharded or not.
-        dtype: what parameters are cast to. Each rank casts its part before it travels: the same bits for half
-            the traffic; a weight with an adapter is cast after merging.
+        dtype: what parameters are cast to, but for those that transformers keeps in float32 then. Each rank casts its
+            part before it travels: the same bits for half the traffic; a weight with an adapter is cast after merging.
     """
-    causal_lm = transformers_model(model)
+    causal_lm: Any = transformers_model(model)
+    planned = planned_dtypes(causal_lm, dtype)
     adapters = {f"{adapter.layer}.base_layer.weight": adapter for adapter in adapters_of(causal_lm)}
     matrices = {id(matrix) for adapter in adapters.values() for matrix in adapter.matrices.values()}
     for name, parameter in causal_lm.named_parameters():
         # By identity: names of A and B differ with peft's version, and they are exported merged only.
         if id(parameter) in matrices:
             continue
+        own_name = name_in_files(name)
+        own_dtype = planned(own_name) or dtype
         if name in adapters:
-            tensor = adapters[name].merged_into(gather_full_tensor(parameter)).to(dtype)
+            tensor = adapters[name].merged_into(gather_full_tensor(parameter)).to(own_dtype)
         else:
-            tensor = gather_full_tensor(parameter, dtype)
-        yield name.replace(".base_layer.", "."), tensor
+            tensor = gather_full_tensor(parameter, own_dtype)
+        yield own_name, tensor
     # Every rank has them whole. They keep their dtype: a routing bias in bfloat16 would choose other experts.
     yield from persistent_buffers(causal_lm)
 

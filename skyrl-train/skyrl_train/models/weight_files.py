@@ -272,7 +272,7 @@ def _keeps_rows(operations: Sequence[ConversionOps]) -> bool:
 def apply_dtype_plan(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Give weights that were not loaded the precision that `from_pretrained` loads them in: in some models of bfloat16
     or float16 a few stay float32."""
-    planned = _planned_dtypes(model, dtype)
+    planned = planned_dtypes(model, dtype)
     for name, weight in model.state_dict(keep_vars=True).items():
         weight.data = weight.data.to(planned(name_in_files(name)) or weight.dtype)
 
@@ -280,7 +280,7 @@ def apply_dtype_plan(model: PreTrainedModel, dtype: torch.dtype) -> None:
 def modules_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> list[nn.Module]:
     """Return the largest modules whose parameters all stay float32 in a model of another precision, such as the routers
     of ERNIE 4.5."""
-    planned = _planned_dtypes(model, dtype)
+    planned = planned_dtypes(model, dtype)
     kept = {id(parameter) for name, parameter in model.named_parameters() if planned(name) == torch.float32}
     found: list[nn.Module] = []
     inside: set[int] = set()
@@ -292,7 +292,7 @@ def modules_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> list[nn.Mo
     return found
 
 
-def _planned_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], torch.dtype | None]:
+def planned_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], torch.dtype | None]:
     """Return a function from the name of a weight to the precision that transformers keeps it in, None for `dtype`."""
     plan = {glob.replace("*", ".*"): planned for glob, planned in model._get_dtype_plan(dtype).items()}
     return lambda name: next((planned for pattern, planned in plan.items() if re.search(pattern, name)), None)

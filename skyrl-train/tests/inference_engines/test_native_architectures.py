@@ -153,6 +153,8 @@ def test_weights_stay_float32_as_in_transformers_where_none_are_loaded(name, fol
     assert set(dtypes.values()) == {torch.bfloat16, torch.float32}
     for others in (load(dummy_weights=True), load(shared_weights=loaded)):
         assert {each: tensor.dtype for each, tensor in others.items()} == dtypes
+    trained = load_causal_lm(folder, device=CPU)
+    assert all(tensor.dtype == dtypes[each] for each, tensor in exported_parameters(trained, torch.bfloat16))
 
 
 @pytest.mark.parametrize(
