@@ -1,5 +1,6 @@
 """Run folders of models, as the dashboard reads them."""
 
+import asyncio
 import json
 import logging
 import os
@@ -177,6 +178,34 @@ def test_a_full_file_of_samples_is_not_written_anew_for_each_request(tmp_path: P
     assert kept == [f"s:sample:0:{number}" for number in range(100 - len(kept), 100)]
     assert 4_000 < file.stat().st_size <= 10_000
     assert 0 < len(written) < 10
+
+
+async def test_samples_that_wait_for_a_stalled_disk_are_few_and_later_ones_are_kept_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    request, body = sample(1)
+    monkeypatch.setattr(run_files, "MOST_SAMPLE_BYTES", 3 * len(body))
+    begun, goes_on, kept = threading.Event(), threading.Event(), []
+
+    class Stalled(KeptSamples):
+        def add(self, *args: object) -> None:
+            kept.append(1)
+            begun.set()
+            assert goes_on.wait(30)
+
+    files = RunFiles(tmp_path, Stalled(4, 10_000, Texts(tmp_path)))
+    files.done(pending("create"), {})
+    files.done(request, {}, RUN.model_id, body)
+    assert begun.wait(30)
+    for _ in range(10):
+        files.done(request, {}, RUN.model_id, body)
+    goes_on.set()
+    while files._sample_bytes:
+        await asyncio.sleep(0.01)
+    assert len(kept) == 3
+    files.done(request, {}, RUN.model_id, body)
+    files.close()
+    assert len(kept) == 4
 
 
 async def test_samples_are_not_kept_unless_asked_for(tmp_path: Path):

@@ -41,8 +41,9 @@ MODEL_LOG_BYTES = 4 << 20
 
 MOST_WAITING = 100_000
 """Lines that wait for a stalled disk; further ones are lost."""
-MOST_WAITING_SAMPLES = 1000
-"""Lines that wait at which samples are no longer kept: their results would fill the memory."""
+MOST_WAITING_SAMPLES, MOST_SAMPLE_BYTES = 1000, 64 << 20
+"""Lines that wait, and results of samples among them, at which further samples are not kept: they would fill the
+memory."""
 
 _TAIL_BYTES = 64 << 10
 _MAX_ERROR = 500
@@ -94,6 +95,7 @@ class RunFiles:
         self._thread = threading.Thread(target=self._write_all, name="run-files", daemon=True)
         self._writes: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._progress: dict[str, _Progress] = {}  # of live models; only that thread uses it
+        self._sample_bytes, self._lock = 0, threading.Lock()  # of samples that wait; used by both threads
         self._done: Counter[str] = Counter()
         self._is_failing = self._is_closed = False
 
@@ -128,7 +130,7 @@ class RunFiles:
         elif model_id is not None:  # a sample
             counts = {"requests": 1, "tokens": int(metrics.get("tokens", 0))}
             self._later(lambda: self._of(model_id).samples.update(counts))
-            if self._samples is not None and self._writes.qsize() < MOST_WAITING_SAMPLES:
+            if self._samples is not None and self._has_room_for(body):
                 self._later(partial(self._keep, self._samples, model_id, pending, body))
 
     def failed(self, pending: PendingRequest, error: str, category: str) -> None:
@@ -152,6 +154,14 @@ class RunFiles:
         self._is_closed = True
         self._writes.put(None)
         self._thread.join(seconds)
+
+    def _has_room_for(self, body: bytes) -> bool:
+        """Return whether a sample may wait, and count its bytes if so. `_keep` counts them off."""
+        with self._lock:
+            if self._writes.qsize() >= MOST_WAITING_SAMPLES or self._sample_bytes + len(body) > MOST_SAMPLE_BYTES:
+                return False
+            self._sample_bytes += len(body)
+            return True
 
     def _later(self, write: Callable[[], None]) -> None:
         if self._is_closed:  # a request may end after the server's stop
@@ -203,12 +213,16 @@ class RunFiles:
     def _keep(self, samples: KeptSamples, model_id: str, pending: PendingRequest, body: bytes) -> None:
         """Keep a sample of a model of the same tenant: others sample from weights that are public, or given to them,
         and their prompts are not for the owner's eyes."""
-        command, progress = pending.stored.command, self._of(model_id)
-        if progress.tenant is None:
-            progress.tenant = _tenant_of(self._path(model_id))
-        if isinstance(command, Sample) and progress.tenant == pending.tenant:
-            output = decode_sample_output(body)
-            samples.add(self._path(model_id), progress.step, pending.request_id, command.spec.prompt, output)
+        try:
+            command, progress = pending.stored.command, self._of(model_id)
+            if progress.tenant is None:
+                progress.tenant = _tenant_of(self._path(model_id))
+            if isinstance(command, Sample) and progress.tenant == pending.tenant:
+                output = decode_sample_output(body)
+                samples.add(self._path(model_id), progress.step, pending.request_id, command.spec.prompt, output)
+        finally:
+            with self._lock:
+                self._sample_bytes -= len(body)
 
     def _end(self, model_id: str) -> None:
         self._log(model_id, "INFO", "this run is finished: its model was unloaded")
