@@ -166,7 +166,9 @@ async def test_last_samples_of_each_step_are_kept_within_bounds_for_the_dashboar
     assert max(path.name for path in kept) == "train_step_000020.jsonl" and len(kept) > 1
 
 
-def test_a_full_file_of_samples_is_not_written_anew_for_each_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_kept_samples_are_private_and_a_full_file_is_not_written_anew_for_each_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     written = []
     keep_last = kept_samples._keep_last
     monkeypatch.setattr(kept_samples, "_keep_last", lambda *args: written.append(1) or keep_last(*args))
@@ -174,6 +176,7 @@ def test_a_full_file_of_samples_is_not_written_anew_for_each_request(tmp_path: P
     for number in range(100):
         samples.add(tmp_path, 0, f"s:sample:0:{number}", [40, 41], SampleOutput([Sequence([50], [-0.5], "length")]))
     (file,) = (tmp_path / "trajectories").iterdir()
+    assert file.parent.stat().st_mode & 0o077 == 0, "clients' data are not for other users of the machine"
     kept = [json.loads(line)["uid"] for line in file.read_text().splitlines()]
     assert kept == [f"s:sample:0:{number}" for number in range(100 - len(kept), 100)]
     assert 4_000 < file.stat().st_size <= 10_000

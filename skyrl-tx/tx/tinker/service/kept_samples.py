@@ -37,7 +37,7 @@ class KeptSamples:
             OSError: they cannot be written.
         """
         folder = run / "trajectories"
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # other users of the machine may read the rest of a run
         file = folder / f"train_step_{step:06d}.jsonl"
         rows = self._rows(request_id, prompt, output)
         if file not in self._num_rows:  # a new step, or this process has not seen it
