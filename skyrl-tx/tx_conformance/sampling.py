@@ -346,7 +346,7 @@ def new_options_are_not_ignored(server: ServerUnderTest) -> None:
     options = {
         "prompt_logprobs_last_n": 2,
         "prompt_alt_tokens_k": 2,
-        "target_prompt_logprobs": {"data": ask, "dtype": "int64", "shape": [6]},
+        "target_prompt_logprobs": {"data": ask[1:], "dtype": "int64", "shape": [len(ask) - 1, 1]},
         "topk_sample_logprobs": 2,
     }
     for name, value in options.items():
@@ -355,10 +355,11 @@ def new_options_are_not_ignored(server: ServerUnderTest) -> None:
             expect(name in answer.text, f"the refusal does not name {name}: {answer.text}")
             continue
         result = server.wire.result(answer)
+        scores, targets = result.get("prompt_logprobs") or [], result.get("target_prompt_logprobs")
         honoured = {
-            "prompt_logprobs_last_n": len(result.get("prompt_logprobs") or []) == 2,
+            "prompt_logprobs_last_n": len(scores) == 2,
             "prompt_alt_tokens_k": result.get("prompt_alt_tokens"),
-            "target_prompt_logprobs": result.get("target_prompt_logprobs"),
+            "target_prompt_logprobs": targets and np.allclose(targets["data"], scores[1:], atol=1e-3),
             "topk_sample_logprobs": "topk" in str(result["sequences"][0].keys()),
         }
         expect(honoured[name], f"{name} is passed over")
