@@ -63,8 +63,11 @@ def process_start(pid: int) -> int | None:
 
 def _owner_ended(name: str) -> bool:
     """Return True if the owner in a container's name was a process of this boot and namespace, and is no more."""
-    surroundings, pid, start, _ = name.removeprefix(PREFIX).rsplit("-", 3)
-    return surroundings == _surroundings() and str(process_start(int(pid))) != start
+    # A container of an earlier release has no owner in its name: it ends by itself.
+    parts = name.removeprefix(PREFIX).rsplit("-", 3)
+    if len(parts) != 4 or parts[0] != _surroundings():
+        return False
+    return str(process_start(int(parts[1]))) != parts[2]
 
 
 def _surroundings() -> str:
