@@ -70,14 +70,15 @@ INTERRUPT = 'kill -INT "$(cat "/tmp/$0.pid")"'
 END = """
 kill -9 -1
 cat /sys/fs/cgroup/memory.events /sys/fs/cgroup/memory/memory.oom_control 2>/dev/null
-stat --file-system --format "free %a %d" /workspace /tmp /dev/shm
+stat -f -c "free %a %d of %c" /workspace /tmp /dev/shm
 """
 """Script that kills the remaining processes and reports the limit that was reached. (In a shell `kill` spares the shell
-itself.)"""
+itself; `stat` has no longer options in busybox.)"""
 METERS = "cat /sys/fs/cgroup/memory.max /sys/fs/cgroup/memory/memory.limit_in_bytes 2>/dev/null"
 """Script that prints the memory limit of the container's control group, of either version."""
 OUT_OF_MEMORY = re.compile(r"^oom_kill (\d+)", re.MULTILINE)
-FULL = re.compile(r"^free (0 \d+|\d+ 0)$", re.MULTILINE)
+FULL = re.compile(r"^free (0 \d+ of \d+|\d+ 0 of [1-9]\d*)$", re.MULTILINE)
+"""Matches a file system without free blocks or free inodes. One that does not count inodes, as btrfs, has 0 of 0."""
 READ = """
 import os, stat, sys
 limit, *folders, name = sys.argv[1:]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 
 from skyrl_gym.error import InfraError
 from skyrl_gym.sandbox import Limits, container_engine, container_owner, make_sandbox
-from skyrl_gym.sandbox.container import READ, WRITE, ContainerSandbox
+from skyrl_gym.sandbox.container import END, FULL, READ, WRITE, ContainerSandbox
 
 LIMITS = Limits(memory_bytes=1 << 30, workspace_bytes=1 << 20, processes=7)
 
@@ -126,6 +127,7 @@ def test_the_containers_of_a_killed_process_are_removed_at_once_and_those_of_an_
     owner = container_owner.owner_of_containers(engine)
     boot, pid, start = owner.rsplit("-", 2)
     listed = [f"skyrl-gym-{owner}-a", f"skyrl-gym-{boot}-{pid}-{int(start) - 1}-b", f"skyrl-gym-other.1-{pid}-1-c"]
+    listed.append("skyrl-gym-0123456789abcdef")  # of a release without owners
     monkeypatch.setenv("LISTED", "\n".join(listed))
     ended = subprocess.run([sys.executable, "-c", KILLED, engine], timeout=60)
     assert ended.returncode == -signal.SIGKILL
@@ -208,6 +210,14 @@ def test_an_engine_answers(kind):
 def test_an_image_needs_a_container():
     with pytest.raises(ValueError, match="image='a' needs the sandbox 'docker' or 'podman'; got 'local'"):
         make_sandbox("local", image="a")
+
+
+def test_a_file_system_is_full_without_free_blocks_or_without_places_for_files_that_it_counts(tmp_path):
+    measure = END.split("\n")[-2].replace("/workspace", str(tmp_path))
+    said = subprocess.run(["sh", "-c", measure], capture_output=True, text=True).stdout
+    assert len(re.findall(r"^free \d+ \d+ of \d+$", said, re.MULTILINE)) == 3
+    assert FULL.search("free 5 5 of 9\nfree 0 5 of 9\n") and FULL.search("free 5 0 of 9\n")
+    assert not FULL.search("free 5 0 of 0\nfree 10 5 of 9\n")  # btrfs counts none
 
 
 @pytest.mark.parametrize("make, code", [("file", 0), ("folder", 5), ("link", 5), ("pipe", 5), ("nothing", 4)])
