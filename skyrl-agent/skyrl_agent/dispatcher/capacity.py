@@ -51,6 +51,7 @@ class Capacity:
     def new_batch(self) -> int:
         """Return the number of a batch: trajectories of earlier batches go first. `end_batch` ends it."""
         self._num_open += 1
+        self._hedge(False)  # what one batch may take alone is not for two
         return next(self._batches)
 
     def end_batch(self) -> None:

@@ -187,3 +187,14 @@ def test_a_stage_shorter_than_the_clock_can_tell_is_no_evidence():
     size.started(0.0, pressed=False)
     entries = [size.started(1e9, pressed=False) for _ in range(8)]
     assert not size.ended(1e9 + 1.2e-7, entries[0], "instance")  # at half speed, less than the clocks' last digit
+
+
+def test_a_second_batch_ends_the_hedge_of_the_first():
+    capacity = Capacity(section("auto", 8, 8, **PATIENT))
+    for number in range(200):
+        capacity.record_durations(0, [0.0, 1000.0 if number % 20 == 0 else 10.0, 1.0])
+    capacity.new_batch()
+    capacity.hedge(waiting=[0, 0], working=[])
+    assert capacity.slots("generate", 100) == 32
+    capacity.new_batch()
+    assert capacity.slots("generate", 100) == 8 and not capacity.may_hedge
