@@ -46,6 +46,7 @@ MAX_REWARD_BYTES = 1 << 16
 FILES_AT_A_TIME = 25
 """Files put in place by one command, whose length is limited to 128 KiB; a path may have 4 KiB."""
 FROM = re.compile(r"^\s*FROM\s+(?:--\S+\s+)*(\S+)", re.MULTILINE | re.IGNORECASE)
+ARG = re.compile(r"^\s*ARG\s+(\w+)=[\"']?([^\s\"']+)", re.MULTILINE | re.IGNORECASE)
 CONTAINER_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 SKIPPED = (
@@ -330,7 +331,14 @@ def image_of(folder: TaskFolder) -> str:
             f"task folder {folder.path}: {folder.dockerfile} must have one FROM, whose image is the container's, or "
             f"task.toml an environment.docker_image; it has {len(found)}"
         )
-    return found[0]
+    given = {name: value for name, value in ARG.findall(file.read_text().partition(found[0])[0])}
+    image = VARIABLE.sub(lambda name: given.get(name[1] or name[2], name[0]), found[0])
+    if "$" in image:
+        raise TaskRowError(
+            f"task folder {folder.path}: {folder.dockerfile} has FROM {found[0]}, whose variable has no value: give it "
+            "one by an ARG before, or task.toml an environment.docker_image"
+        )
+    return image
 
 
 def dockerfile_steps(folder: TaskFolder, path: str = PATH) -> list[tuple[str, Any]]:

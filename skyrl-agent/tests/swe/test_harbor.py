@@ -127,7 +127,15 @@ def test_harbor_image_is_the_tasks_or_that_of_its_only_from(tmp_path):
     task, instance = HarborTask(containers=True), Instance(row, "a")
     assert task.runtime_spec(instance).image == "debian:bookworm-slim"
     assert task.runtime_spec(instance).workdir == "/app"
-    write(tmp_path / "sum-00" / "environment" / "Dockerfile", "FROM a AS b\nFROM c\n")
+    dockerfile = tmp_path / "sum-00" / "environment" / "Dockerfile"
+    write(dockerfile, "ARG OS=debian\nARG TAG='12-slim'\nFROM ${OS}:$TAG\nARG OS=other\n")
+    assert task.runtime_spec(instance).image == "debian:12-slim"
+    write(dockerfile, "ARG TAG\nFROM debian:$TAG\n")
+    with pytest.raises(
+        TaskRowError, match=r"has FROM debian:\$TAG, whose variable has no value: give it one by an ARG"
+    ):
+        task.check_row(instance)
+    write(dockerfile, "FROM a AS b\nFROM c\n")
     with pytest.raises(
         TaskRowError, match=r"must have one FROM, .* or task.toml an environment.docker_image; it has 2"
     ):
