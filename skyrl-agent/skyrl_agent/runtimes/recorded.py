@@ -31,7 +31,7 @@ class RecordedRuntime:
     """Stage of the trajectory, for the log."""
 
     def __init__(self, inner: Runtime, log: list[SandboxCommand]) -> None:
-        self._inner, self._log, self._num_omitted = inner, log, 0
+        self._inner, self._log = inner, log
         self.id, self.spec, self.workdir, self.python = inner.id, inner.spec, inner.workdir, inner.python
         self._place = inner.spec.url or ""
 
@@ -85,10 +85,13 @@ class RecordedRuntime:
             names = ("command", "stdout", "stderr")
             self._log.append(replace(entry, **{name: clip(getattr(entry, name), MAX_CHARACTERS) for name in names}))
             return
-        if not self._num_omitted:
+        # Counted in the entry, as runtimes of one trajectory share the log.
+        num_omitted = 1
+        if len(self._log) == MAX_COMMANDS:
             logger.warning("runtime %s ran %d commands: its log holds no further ones", self.id, MAX_COMMANDS)
-        self._num_omitted += 1
-        note = f"[... {self._num_omitted} further commands left out: the log holds the first {MAX_COMMANDS} ...]"
+        else:
+            num_omitted += int(self._log[-1].command.split()[1])
+        note = f"[... {num_omitted} further commands left out: the log holds the first {MAX_COMMANDS} ...]"
         self._log[MAX_COMMANDS:] = [SandboxCommand(self.stage, note, "", "", "omitted", 0, 0.0)]
 
 

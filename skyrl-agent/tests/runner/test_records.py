@@ -39,6 +39,9 @@ async def test_log_of_commands_says_how_many_it_left_out(caplog):
         await runtime.exec("true")
     assert [entry.stdout for entry in log[299:]] == ["300", ""]
     assert log[-1].command == "[... 3 further commands left out: the log holds the first 300 ...]"
+    evaluation = RecordedRuntime(cast(Any, QuietRuntime()), log)  # the second of the trajectory
+    await evaluation.exec("true")
+    assert log[-1].command.startswith("[... 4 further commands left out") and len(log) == MAX_COMMANDS + 1
     assert caplog.text.count("its log holds no further ones") == 1
 
 
