@@ -55,7 +55,7 @@ def trained_config(script: Path, scratch: Path, **variables: str) -> Any:
     # Those two ask for it.
     is_tiny = "{MODEL:?" in text or any(name in text for name in ("/run_arithmetic.sh", "/run_shell_agent.sh"))
     if is_tiny:
-        variables["MODEL"] = "Qwen/Qwen2.5-0.5B-Instruct"
+        variables |= {"MODEL": "Qwen/Qwen2.5-0.5B-Instruct", "PROGRAM": "program.py"}
     for command in commands_of(script, scratch, **variables):
         if command.module.rpartition(".")[2] in TRAINS:
             names = {override.partition("=")[0] for override in command.overrides}

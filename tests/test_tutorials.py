@@ -94,7 +94,7 @@ def test_own_loss_and_estimator_train(play: Play):
     assert all(1 / 8 <= share < 1 for share in variables["shares"])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_supervised_training_gives_the_form_and_reinforcement_learning_the_content(play: Play):
     variables = play("105")
     assert variables["losses"][-1] < 0.2 * variables["losses"][0]

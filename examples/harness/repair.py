@@ -112,7 +112,7 @@ def demonstrate_tools(draw: random.Random) -> Messages:
     ]
 
 
-def prepare(folder: Path, seed: int, warm_up_steps: int, with_tools: bool) -> None:
+def prepare(folder: Path, seed: int, warm_up_steps: int, with_tools: bool = False) -> None:
     """Make the model and the data of a seed, unless the folder has them."""
     if not (folder / "model" / "config.json").exists():
         texts = ["system\n", "user\n", "assistant\n", SYSTEM, TASK, PROGRAM]

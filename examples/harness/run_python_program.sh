@@ -8,6 +8,9 @@ here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 root="$(cd "$here/../.." && pwd)"
 : "${PROGRAM:?set PROGRAM to the file of a program}"
 : "${PROGRAM_ENV:=$root/.venv}"
+# The sandbox shows whole paths alone.
+PROGRAM="$(cd "$(dirname "$PROGRAM")" && pwd)/$(basename "$PROGRAM")"
+PROGRAM_ENV="$(cd "$PROGRAM_ENV" && pwd)"
 
 RUN_DIR="${RUN_DIR:-$root/runs/harness-program}" bash "$here/run_shell_agent.sh" \
   trainer.run_name="$(basename "$PROGRAM" .py)" \

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 
 def test_more_layers_cost_more(run_script: Any, tmp_path: Path):

@@ -119,7 +119,7 @@ def killed_run(settings: Any, merged: Any, tmp_path: Path) -> Any:
 @pytest.mark.parametrize(
     "schedule",
     [
-        dict(max_staleness_steps=0, order="exact"),
+        pytest.param(dict(max_staleness_steps=0, order="exact"), marks=pytest.mark.full),
         dict(max_staleness_steps=1, order="exact", pause="wait", ckpt_async=True),
         pytest.param(
             dict(max_staleness_steps=2, order="exact", pause="wait", sync_every_steps=2), marks=pytest.mark.full

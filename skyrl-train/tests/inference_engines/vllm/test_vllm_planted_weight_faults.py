@@ -163,6 +163,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory, save_mixture: Callable[...
     )
 
 
+@pytest.mark.full
 async def test_faults_in_one_of_two_processes_are_named_after_small_bfloat16_steps_of_a_mixture(mixture: str):
     await _expect_all_named(mixture, "TP2", "bfloat16", list(DAILY))
 
