@@ -2,10 +2,12 @@
 was drawn, and whatever they do wrong has a name."""
 
 import json
+import os
 import re
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,6 +23,7 @@ from skyrl_train.config import GeneratorConfig, SamplingParams
 from skyrl_train.config.harness import HarnessConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.base import BatchMetadata, GeneratorInput, TrajectoryID
+from skyrl_train.generators.harness import generator
 from skyrl_train.generators.harness.endpoint import socket_folder
 from skyrl_train.generators.harness.generator import HarnessGenerator
 from skyrl_train.generators.harness.task import HarnessTask, checked_reward
@@ -414,3 +417,62 @@ def test_folders_of_killed_endpoints_are_removed_and_those_in_use_stay(tmp_path,
         with socket_folder() as other:
             assert Path(used, "lock").exists() and used != other
     assert list(tmp_path.iterdir()) == [foreign]
+
+
+def test_texts_of_a_task_can_be_read_by_another_user_whatever_the_umask(tmp_path):
+    texts: Any = {"base_url": "", "api_key": "", "model": "", "sandbox": None, "deadline_seconds": 1.0}
+    task = HarnessTask(prompt=[{"role": "user", "content": "fix it"}], row={}, **texts)
+    before = os.umask(0o077)
+    try:
+        task.write_texts(str(tmp_path))
+    finally:
+        os.umask(before)
+    assert {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {
+        "task.txt": 0o644,
+        "messages.json": 0o644,
+    }
+
+
+def place_of(task: HarnessTask) -> float:
+    endpoint = Path(task.folder).parent
+    assert endpoint.name.startswith("skyrl-endpoint-") and (endpoint / "lock").exists(), "removed after kill -9"
+    ask(task, ("user", "go"))
+    return 1.0
+
+
+class Stuck:
+    """Sandbox of an engine that neither starts nor removes containers."""
+
+    def __enter__(self) -> None:
+        time.sleep(1)
+        raise InfraError("it did not start")
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def close(self) -> None:
+        raise InfraError("podman rm did not end within 60 s")
+
+
+async def test_a_full_disk_and_a_sandbox_that_cannot_be_closed_fail_their_trajectory_alone(
+    characters: Any, monkeypatch: pytest.MonkeyPatch
+):
+    model = Model(characters, lambda _: "ok")
+    harness = HarnessConfig(function=f"{__name__}:place_of", sandbox="process", grade_seconds=0.2)
+    with monkeypatch.context() as patch:
+        written = HarnessTask.write_texts
+
+        def full(task: HarnessTask, folder: str) -> None:
+            if task.row["disk"] == "full":
+                raise OSError(28, "No space left on device")
+            written(task, folder)
+
+        patch.setattr(HarnessTask, "write_texts", full)
+        [works, fails], _ = await trajectories_of(model, harness, [{"disk": "large"}, {"disk": "full"}])
+    assert (works.failure, works.reward) == (None, 1.0)
+    assert fails.failure is not None and fails.failure.kind == "infrastructure"
+    assert "No space left on device" in fails.failure.message
+
+    monkeypatch.setattr(generator, "_FURTHER_SECONDS", 0.0)
+    monkeypatch.setattr(generator.Harness, "sandbox", lambda *_: Stuck())
+    [stuck], _ = await trajectories_of(model, replace(harness, deadline_seconds=0.2), [{}])
+    assert stuck.failure is not None and "harness hung: it could not be ended" in stuck.failure.message

@@ -1,6 +1,8 @@
 """Generator whose trajectories are made by a harness: an agent program that speaks to the endpoint."""
 
 import asyncio
+import contextlib
+import os
 import secrets
 import tempfile
 import time
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from loguru import logger
 
 from skyrl_gym.error import InfraError
+from skyrl_gym.sandbox import Sandbox
 from skyrl_gym.waits import waiting
 from skyrl_train.errors import ConfigError, WorkerError
 from skyrl_train.generators.base import (
@@ -162,29 +165,31 @@ class HarnessGenerator(GeneratorInterface):
         endpoint.recorder.begin(session, rules)
         close = partial(endpoint.recorder.take_record, session)
         harness: Harness = self._harness(endpoint.socket_path)
-        with tempfile.TemporaryDirectory(prefix="skyrl-task-") as folder:
+        # In the endpoint's folder: it keeps other users out, and is removed after kill -9.
+        place = os.path.dirname(endpoint.socket_path)
+        with contextlib.ExitStack() as stack:
             try:
-                sandbox = harness.sandbox(folder)
-            except InfraError as error:
+                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="task-", dir=place))
+                task = HarnessTask(
+                    prompt=prompt,
+                    row=row,
+                    base_url=harness.base_url(endpoint.server.session_url(session)),
+                    api_key=endpoint.server.session_key(session),
+                    model=endpoint.model,
+                    sandbox=harness.sandbox(folder),
+                    deadline_seconds=self.generator_cfg.harness.deadline_seconds,
+                    folder=folder if self.generator_cfg.harness.sandbox == "process" else TASK_FOLDER,
+                )
+                task.write_texts(folder)
+            except (InfraError, OSError) as error:  # OSError: a full disk
                 return Attempt(close(), failure=Failure("infrastructure", f"no sandbox: {error}"))
-            task = HarnessTask(
-                prompt=prompt,
-                row=row,
-                base_url=harness.base_url(endpoint.server.session_url(session)),
-                api_key=endpoint.server.session_key(session),
-                model=endpoint.model,
-                sandbox=sandbox,
-                deadline_seconds=self.generator_cfg.harness.deadline_seconds,
-                folder=folder if self.generator_cfg.harness.sandbox == "process" else TASK_FOLDER,
-            )
-            task.write_texts(folder)
             try:
                 return await self._threads.call(harness.attempt, task, close)
             except DeadlineExceeded as error:
                 return Attempt(close(), failure=harness_failure("hung", f"it could not be ended: it {error}"))
             finally:
                 close()  # what is left of a cancelled one
-                await asyncio.to_thread(task.sandbox.close)
+                await asyncio.to_thread(_close, task.sandbox)
 
     def _rules(self, params: SamplingKeywords, name: TrajectoryID, metadata: BatchMetadata | None) -> SessionRules:
         cfg = self.generator_cfg
@@ -218,6 +223,14 @@ class HarnessGenerator(GeneratorInterface):
         ends = Counter(failure.message.removeprefix("harness ").partition(":")[0] for failure in failures)
         metrics = rollout_metrics(trajectories) | recorded_metrics(trajectories)
         return RolloutBatch(grouped(trajectories), metrics | {f"harness/num_{end}": float(ends[end]) for end in KINDS})
+
+
+def _close(sandbox: Sandbox) -> None:
+    """Close a sandbox. One that cannot be closed is no reason to lose the other trajectories."""
+    try:
+        sandbox.close()
+    except InfraError as error:
+        logger.warning(f"the sandbox of a harness could not be closed, and is left to the end of this process: {error}")
 
 
 def _described(trajectory: Trajectory, attempt: Attempt, num_retries: int, span: tuple[float, float]) -> Trajectory:

@@ -70,9 +70,12 @@ class HarnessTask:
         Args:
             folder: as this process sees it.
         """
+        texts = {"task.txt": as_bytes(self.text), "messages.json": json.dumps(self.prompt).encode()}
+        for name, text in texts.items():
+            path = Path(folder, name)
+            path.write_bytes(text)
+            path.chmod(0o644)  # whatever the umask: a container's user is none of this machine's
         os.chmod(folder, 0o755)
-        Path(folder, "task.txt").write_bytes(as_bytes(self.text))
-        Path(folder, "messages.json").write_text(json.dumps(self.prompt))
 
     def command(self, words: Sequence[str]) -> list[str]:
         """Return a command line with `{task}`, `{task_file}`, `{model}`, `{base_url}` and `{api_key}` filled in.
