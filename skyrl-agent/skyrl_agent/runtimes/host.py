@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self, TypeVar
 
-from skyrl_agent.errors import InfraError
+from skyrl_agent.errors import ConfigError, InfraError
 from skyrl_agent.runtimes import heartbeat
 from skyrl_agent.runtimes.base import ExecResult, Limits, RuntimeSpec, Snapshot
 from skyrl_agent.runtimes.container import LeasedContainerSandbox
@@ -50,6 +50,7 @@ SHOWN_CHARACTERS = 2000
 def make_leased_sandbox(spec: RuntimeSpec) -> LeasedSandbox[Any]:
     """
     Raises:
+        ConfigError: a setting that this kind does not read.
         InfraError: that kind does not work on this machine.
     """
     if spec.kind == "docker" or spec.kind == "podman":
@@ -59,6 +60,12 @@ def make_leased_sandbox(spec: RuntimeSpec) -> LeasedSandbox[Any]:
     found = make_sandbox("auto" if spec.kind == "auto" else "local", limits=spec.limits)
     if isinstance(found, ContainerSandbox):
         return LeasedContainerSandbox(spec, found.engine)
+    of_containers = {name: value for name in ("user", "read_only", "cpus") if (value := getattr(spec, name))}
+    if of_containers:
+        named = ", ".join(f"runtime.{name}={value}" for name, value in of_containers.items())
+        raise ConfigError(
+            f"{named} is read by containers alone, and this runtime is none: set runtime.image, or leave it out"
+        )
     if isinstance(found, LocalSandbox):
         return LeasedLocalSandbox(spec.limits, links=spec.links)
     return LeasedProcessSandbox(spec.limits)

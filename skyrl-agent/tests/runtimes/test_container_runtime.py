@@ -102,6 +102,15 @@ async def test_a_container_is_restricted_further_by_its_section(docker, tmp_path
         spec_with(section.model_copy(update={"kind": "local"}), RuntimeSpec())
 
 
+async def test_settings_of_containers_are_refused_where_no_image_is_given(monkeypatch):
+    monkeypatch.setenv("SKYRL_GYM_SANDBOX", "process")
+    spec = spec_with(RuntimeSection(user="1000", cpus=0.5), RuntimeSpec())
+    with pytest.raises(
+        ConfigError, match=r"runtime\.user=1000, runtime\.cpus=0\.5 is read by containers alone, .*leave it out"
+    ):
+        await make_runtime(spec).probe()
+
+
 async def test_work_is_done_in_the_images_working_directory(docker, tmp_path):
     async with runtime_of(files={"a/b": "text"}, env={"ONE": "1"}) as runtime:
         assert runtime.workdir == str(tmp_path / "testbed")
