@@ -4,8 +4,6 @@ A folder with `trajectories.jsonl` counts as a run of one evaluation. Of its tok
 a span, written by the model or given to it, stands for a token.
 """
 
-from itertools import takewhile
-
 from skyrl_train.types import JsonObject
 
 NAME = "trajectories.jsonl"
@@ -27,6 +25,7 @@ def to_row(record: JsonObject) -> JsonObject:
     return {
         "uid": str(record.get("instance_id")),
         "sample": record.get("trajectory_id"),
+        "is_replayable": False,
         "prompt": str(first.get("prompt", "")),
         "response": "".join(texts),
         "reward": record.get("reward"),
@@ -39,7 +38,6 @@ def to_row(record: JsonObject) -> JsonObject:
         "sandbox": _list(record.get("sandbox")),
         "messages": _list(record.get("messages")),
         "reward_parts": record.get("reward_parts") if isinstance(record.get("reward_parts"), dict) else {},
-        "branches": _branches(parts[:MAX_BRANCHES]),
         "stages": _stages(seconds if isinstance(seconds, dict) else {}, record.get("time")),
     }
 
@@ -60,9 +58,10 @@ def _stages(seconds: JsonObject, ended: object) -> list[list[object]]:
     return spans[::-1]
 
 
-def _branches(parts: list[JsonObject]) -> list[list[int | None]]:
+def branches(record: JsonObject) -> list[list[int | None]]:
     """Return the place of each row in the tree of a trajectory's rows, as [parent, common tokens]
-    (`rollouts.certificate.token_tree`)."""
+    (`rollouts.certificate.token_tree`). Not for tables: it compares each row with all before."""
+    parts = [part for part in _list(record.get("rows")) if isinstance(part, dict)][:MAX_BRANCHES]
     rows = [_list(part.get("prompt_ids")) + _list(part.get("response_ids")) for part in parts]
     found: list[list[int | None]] = []
     for number, row in enumerate(rows):
@@ -74,7 +73,11 @@ def _branches(parts: list[JsonObject]) -> list[list[int | None]]:
 
 
 def _num_common(left: list[object], right: list[object]) -> int:
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
+    low, high = 0, min(len(left), len(right))
+    while low < high:  # by slices, which are compared faster than their elements
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if left[low:middle] == right[low:middle] else (low, middle - 1)
+    return low
 
 
 def _list(value: object) -> list:

@@ -47,7 +47,9 @@ class StepTrajectories:
         path, state = self._file(run, phase, step)
         line = self._line(path, state, number)
         record = parse(line) if path == join(run, agent_files.NAME) else None
-        return line if record is None else json.dumps(agent_files.to_row(record)).encode()
+        if record is None:
+            return line
+        return json.dumps(agent_files.to_row(record) | {"branches": agent_files.branches(record)}).encode()
 
     def columns(self, run: str, step: int, number: int) -> JsonObject:
         """Return what training knew of the tokens of a trajectory: `uid` and columns by name; empty if it was not

@@ -15,6 +15,7 @@ from starlette.testclient import TestClient
 from skyrl_gym.envs.base_text_env import BaseTextEnv
 from skyrl_gym.waits import HEADER_BYTES, start_ticks
 from skyrl_train.dashboard.__main__ import main, read_token
+from skyrl_train.dashboard.agent_files import to_row
 from skyrl_train.dashboard.catalog import log_facts
 from skyrl_train.dashboard.defaults import Defaults
 from skyrl_train.dashboard.json_lines import sampled_rows
@@ -299,6 +300,8 @@ def test_trajectories_of_skyrl_agent_are_a_run_of_one_evaluation(client: TestCli
     assert row["tool_calls"][0]["name"] == "bash"
     assert row["sandbox"][0]["stdout"] == "2 passed"
     assert row["branches"] == [[None, 0], [0, 3], [None, 0]]
+    assert "branches" not in to_row(record), "a table of many trajectories needs none: they are compared token by token"
+    assert row["is_replayable"] is False
     assert (row["messages"], row["reward_parts"]) == (record["messages"], {"tests": 1.0})
     assert row["stages"] == [["queue_generate", 92.0, 94.0], ["generate", 94.0, 99.0], ["evaluate", 99.0, 100.0]]
     assert (rows[0]["stages"], rows[1]["stages"]) == (row["stages"], [])
