@@ -1,5 +1,6 @@
 """Each backend that can run here keeps what backends promise."""
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -8,6 +9,8 @@ import pytest
 from skyrl_agent.integrations.base import build_backend
 from skyrl_agent.testing import ScriptedModel, byte_tokenizer
 from skyrl_agent.testing.backend_conformance import CHECKS, NOT_ASKED, Check, Subject, run_check
+from skyrl_train.config import SkyRLConfig
+from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
 
 PROMPT = "<start>user:what is 3 and 4?<end><start>assistant:"
 DEAD = "http://127.0.0.1:9"  # the discard port: nobody listens
@@ -50,3 +53,25 @@ def _retries() -> Any:
     from skyrl_agent.integrations.openai import RETRIES
 
     return RETRIES
+
+
+async def test_turn_that_a_weight_sync_interrupts_is_continued(engine: Any, tokenizer: Any):
+    """The trainer's client pauses the engine in the middle of an answer; the agent gets one answer, of both parts."""
+    client = InferenceEngineClient([engine], tokenizer, SkyRLConfig())
+    backend = build_backend("skyrl-train", infer_engine=client, tokenizer=tokenizer)
+
+    def ask() -> Any:
+        params: Any = {"temperature": 0.0, "max_tokens": 60, "min_tokens": 60}
+        return backend.async_generate_ids(input_ids=tokenizer.encode(PROMPT), sampling_params=params, request_id="a")
+
+    text, whole = await ask()
+    asked, before = asyncio.ensure_future(ask()), engine.progress()
+    while engine.progress() < before + 9:
+        await asyncio.sleep(0)
+    await client.pause_generation("abort")
+    assert not asked.done()
+    await client.resume_generation()
+    continued = await asked
+    assert client.take_metrics()["engines/continued_requests"] == 1
+    assert (continued[0], continued[1]["output_tokens"]) == (text, whole["output_tokens"])
+    assert len(whole["output_tokens"]) == len(continued[1]["logprobs"]) == len(continued[1]["weight_versions"]) == 60
