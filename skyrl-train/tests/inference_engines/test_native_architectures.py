@@ -135,9 +135,10 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is_and_nearer_to_the_tra
 @pytest.mark.parametrize("name", ["deepseek_v3", "ernie"])
 def test_weights_stay_float32_as_in_transformers_where_none_are_loaded(name, folder_of, tmp_path):
     """A trainer sends biases of routers in float32; another model of this process shares what it has."""
-    folder, sizes = str(tmp_path), dict(num_hidden_layers=2, hidden_size=32, num_attention_heads=4, head_dim=8)
+    folder = str(tmp_path)
+    sizes: dict[str, Any] = dict(num_hidden_layers=2, hidden_size=32, num_attention_heads=4, head_dim=8)
     if name == "ernie":
-        experts = dict(moe_num_experts=4, moe_k=2, moe_intermediate_size=16, moe_layer_start_index=0)
+        experts: dict[str, Any] = dict(moe_num_experts=4, moe_k=2, moe_intermediate_size=16, moe_layer_start_index=0)
         config = hf.Ernie4_5_MoeConfig(**sizes, **experts, intermediate_size=64, vocab_size=99)
         hf.Ernie4_5_MoeForCausalLM(config).save_pretrained(folder)
     else:
