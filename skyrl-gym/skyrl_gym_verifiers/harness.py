@@ -9,8 +9,6 @@ import verifiers.v1 as vf
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 
-CONNECT_SECONDS = 10.0
-
 
 class InProcessHarness(vf.Harness[vf.HarnessConfig]):
     """Ask for turns until one has no tool call. It executes nothing itself: tools are the taskset's MCP servers."""
@@ -33,7 +31,9 @@ class InProcessHarness(vf.Harness[vf.HarnessConfig]):
     ) -> vf.ProgramResult:
         messages = self._first_messages(data)
         servers = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
-        timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)  # a turn takes as long as the model; the run has a limit
+        # The run has a limit. The endpoint is in this process, whose event loop stands still while a taskset reads a
+        # dictionary: a limit for connections ran out without anything being wrong.
+        timeout = httpx.Timeout(None)
         async with AsyncExitStack() as stack:
             tools, dispatch, clients = await connect_mcp({"mcpServers": servers}, stack)
             http = await stack.enter_async_context(httpx.AsyncClient(timeout=timeout, trust_env=False))
