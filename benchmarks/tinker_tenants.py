@@ -162,8 +162,7 @@ async def measure(url: str, api: psutil.Process, model: Path, options: argparse.
         await flood.train(1, FLOOD_ROWS, FLOOD_LENGTH)
         before = megabytes(api)
         tenants = [await tenant(f"t{number}") for number in range(options.tenants)]
-        # One after the other: whole weights and gradients of the models in one pass, which are memory of the pass, count
-        # once.
+        # One after the other: a pass holds whole weights and gradients of its models, here of one.
         for one in tenants:
             await one.train(2, ROWS, LENGTH)
             await one.run_pass(ROWS, LENGTH)
