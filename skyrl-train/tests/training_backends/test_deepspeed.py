@@ -68,7 +68,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-@stages(*STAGES)
+@stages(2, 3)
 def test_two_ranks_equal_one_of_fsdp2(ranks: BackendRanks, model: str, stage: int):
     check_layout(ranks, model, layout(stage))
 
@@ -238,7 +238,7 @@ def keep_invariances(backend: TrainingBackend, model: str, settings: Mapping[str
     check_training_backend(type(backend), model, settings=settings)
 
 
-@stages(0, 1, 3, daily=2)
+@stages(3, daily=2)
 def test_backend_keeps_the_invariances(ranks: BackendRanks, tiny_model: str, stage: int):
     division = layout(stage, 1)
     ranks.run(division, tiny_model, keep_invariances, tiny_model, division.trainer)
