@@ -89,8 +89,8 @@ def test_each_trajectory_is_in_the_file_with_log_probs_and_what_it_called(traine
     records = list(read_records(trained.trajectories))
     of_training = [record for record in records if not record["val"]]
     assert len(of_training) == STEPS * 9 * 16
-    last = of_training[-1]
-    assert [c["name"] for c in last["tool_calls"]] == ["look", "finish"]
+    # Not every trajectory ends by a call of finish, and the last one to end is any of them.
+    last = [record for record in of_training if [c["name"] for c in record["tool_calls"]] == ["look", "finish"]][-1]
     [row] = last["rows"]
     said = [drawers.call(c["name"], **c["arguments"]) for c in last["tool_calls"]]
     assert [text for written, text in row["spans"] if written] == said
