@@ -1,6 +1,7 @@
 """Shape of a model from its config alone: the model is made on the meta device, where tensors have no content."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,9 +138,7 @@ def model_shape(
     named = dict(model.named_parameters())
     parameters = sum(parameter.numel() for parameter in named.values()) + is_critic * text.hidden_size
 
-    def read(*names: str) -> int:
-        return next((int(value) for name in names if (value := getattr(text, name, None))), 0)
-
+    read = partial(_first_of, text)
     num_experts, experts_a_token = read("num_experts", "num_local_experts", "n_routed_experts"), 0
     experts = sum(parameter.numel() for name, parameter in named.items() if ".experts." in name)
     if experts:
@@ -150,9 +149,7 @@ def model_shape(
     if read("kv_lora_rank"):
         head, value = read("qk_nope_head_dim") + read("qk_rope_head_dim"), read("v_head_dim")
         latent = read("kv_lora_rank") + read("qk_rope_head_dim")
-    num_linear_layers = (getattr(text, "layer_types", None) or []).count("linear_attention")
-    value_heads, key_size, value_size = map(read, _DELTA_NET)
-    channels = 2 * read("linear_num_key_heads") * key_size + value_heads * value_size
+    state_inputs, state = _states(text)
     width = read("intermediate_size", "n_inner") or 4 * text.hidden_size
     if experts:
         width = (read("moe_intermediate_size") or width) * experts_a_token
@@ -176,10 +173,23 @@ def model_shape(
         num_experts=num_experts if experts else 0,
         has_query_norms=any(name.endswith("q_norm.weight") for name in named),
         latent=latent,
-        num_linear_layers=num_linear_layers,
-        state_inputs=channels * max(0, read("linear_conv_kernel_dim") - 1),
-        state=value_heads * key_size * value_size,
+        num_linear_layers=(getattr(text, "layer_types", None) or []).count("linear_attention"),
+        state_inputs=state_inputs,
+        state=state,
     )
+
+
+def _first_of(config: Any, *names: str) -> int:
+    """Return the first of these fields that a config has and that is not 0; else 0."""
+    return next((int(value) for name in names if (value := getattr(config, name, None))), 0)
+
+
+def _states(config: Any) -> tuple[int, int]:
+    """Return how many numbers a layer of linear attention keeps of an answer: inputs of its convolution, its state."""
+    read = partial(_first_of, config)
+    value_heads, key_size, value_size = map(read, _DELTA_NET)
+    channels = 2 * read("linear_num_key_heads") * key_size + value_heads * value_size
+    return channels * max(0, read("linear_conv_kernel_dim") - 1), value_heads * key_size * value_size
 
 
 def _adapter_parameters(model: Any, lora: LoRAConfig) -> int:
