@@ -4,6 +4,7 @@ failed, records other failures, and returns trajectory groups."""
 import asyncio
 import contextlib
 import copy
+import itertools
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -66,6 +67,11 @@ class RolloutRequest:
     sampling_params: SamplingKeywords
     trajectory_id: TrajectoryID
     metadata: BatchMetadata | None
+
+    @property
+    def session_id(self) -> str:
+        """Session of its requests to engines."""
+        return self.trajectory_id.to_string()
 
 
 class SkyRLGymGenerator(GeneratorInterface):
@@ -130,9 +136,12 @@ class SkyRLGymGenerator(GeneratorInterface):
             WorkerError: an engine's process died.
         """
         requests = self._requests(input_batch)
+        groups = itertools.groupby(requests, key=lambda request: request.trajectory_id.instance_id)
+        sessions = [[request.session_id for request in samples] for _, samples in groups]
         try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._trajectory(request)) for request in requests]
+            with self.inference_engine_client.announced(sessions):
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(self._trajectory(request)) for request in requests]
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return self._batch([task.result() for task in tasks])
@@ -190,7 +199,7 @@ class SkyRLGymGenerator(GeneratorInterface):
         return EngineSession(
             self.inference_engine_client,
             request.sampling_params,
-            session_id=trajectory_id.to_string(),
+            session_id=request.session_id,
             seed_of_turn=lambda turn: request_seed(seed, metadata, trajectory_id, turn),
             timeout_seconds=self.generator_cfg.request_timeout_seconds,
         )

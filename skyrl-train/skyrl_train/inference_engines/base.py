@@ -4,7 +4,8 @@ Trainer, generators and client know engines only through this file. It imports n
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, NotRequired, TypedDict, get_args
 
@@ -224,6 +225,16 @@ class InferenceEngineInterface(ABC):
     @abstractmethod
     async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
         """Continue every prompt. A token id outside the vocabulary or a prompt over the context raises ValueError."""
+
+    @contextmanager
+    def announced(self, groups: Sequence[Sequence[str | int]]) -> Iterator[None]:
+        """Announce sessions (`session_ids`) whose requests come one by one within this context, so that a client over
+        many engines divides them evenly. One engine has nothing to divide.
+
+        Args:
+            groups: sessions with the same prompt.
+        """
+        yield
 
     @abstractmethod
     async def pause_generation(self, mode: PauseMode = "keep") -> None:

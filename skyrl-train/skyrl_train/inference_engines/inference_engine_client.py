@@ -6,7 +6,8 @@ Routing is in `routing`, the way of a request to its completion in `request_runn
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
@@ -118,6 +119,15 @@ class InferenceEngineClient(InferenceEngineInterface):
             raise TimeoutError(late + await asyncio.to_thread(explain_expiry, late)) from None
         self._num_continued += sum(request.was_interrupted for request in requests)
         return to_engine_output([request.completion for request in requests if request.completion is not None])
+
+    @contextmanager
+    def announced(self, groups: Sequence[Sequence[Session]]) -> Iterator[None]:
+        """See the interface."""
+        self._router.announce(groups)
+        try:
+            yield
+        finally:
+            self._router.withdraw_announcement(groups)
 
     def _requests(self, input_batch: InferenceEngineInput) -> list[ClientRequest]:
         prompts = self._prompt_token_ids(input_batch)

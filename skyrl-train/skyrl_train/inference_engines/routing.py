@@ -4,6 +4,9 @@ A request goes where its keys and values are cached: to the engine of its sessio
 prompt last, if that has not much more to do than the others (bounded loads, as Mirrokni et al. 2016, with remembered
 engines in place of hashes). Everything else goes to the engine with the fewest requests. With a limit on an engine's
 requests, further ones wait in the order of their arrival; one that is continued after an interruption keeps its place.
+
+Sessions that are announced before their requests come get their engines at once, a prompt's samples together and every
+engine as many: one by one they would be divided by how many have come so far.
 """
 
 import asyncio
@@ -66,6 +69,13 @@ class QueueEntry:
 class _Load:
     requests: int = 0
     tokens: int = 0
+    announced: int = 0
+    """Sessions announced for this engine that have made no request yet."""
+
+    @property
+    def sessions(self) -> int:
+        """Requests that are there or announced."""
+        return self.requests + self.announced
 
 
 class Router:
@@ -80,6 +90,7 @@ class Router:
         self._loads = [_Load() for _ in range(num_engines)]
         self._limit = max_requests_per_engine
         self._places: OrderedDict[Hashable, int] = OrderedDict()
+        self._announced: dict[Session, int] = {}
         self._open: list[int] = []
         self._doubtful: set[int] = set()
         self._pause_reasons: set[str] = set()
@@ -114,6 +125,42 @@ class Router:
     def resume_admission(self, reason: str) -> None:
         self._pause_reasons.discard(reason)
         self._serve()
+
+    def announce(self, groups: Sequence[Sequence[Session]]) -> None:
+        """Choose the engines of sessions that will make their first requests one by one.
+
+        Args:
+            groups: sessions with the same prompt; they stay together as far as all engines get equally many.
+        """
+        if not self._open:
+            return
+        mean = (self._num_sessions() + sum(map(len, groups))) / len(self._open)
+        for group in groups:
+            prompt = hash(("announced", *group))
+            for session in group:
+                engine = self._engine_for(SlotRequest(prompt=prompt), mean, 1.0)
+                if engine is None or session in self._announced:
+                    continue
+                self._places["prompt", prompt] = engine
+                self._announced[session] = engine
+                self._loads[engine].announced += 1
+            self._places.pop(("prompt", prompt), None)
+
+    def withdraw_announcement(self, groups: Sequence[Sequence[Session]]) -> None:
+        """Forget those of announced sessions that made no request."""
+        for group in groups:
+            for session in group:
+                self._announced_engine(session)
+
+    def _announced_engine(self, session: Session | None) -> int | None:
+        """Return the engine that was chosen for a session's first request, and forget it; None if there is none."""
+        engine = None if session is None else self._announced.pop(session, None)
+        if engine is not None:
+            self._loads[engine].announced -= 1
+        return engine
+
+    def _num_sessions(self) -> int:
+        return sum(self._loads[engine].sessions for engine in self._open)
 
     def request_slots(self, ticket: int, requests: Sequence[SlotRequest]) -> QueueEntry:
         """Queue up. `granted` of the entry is done when at least one request has a slot, or raises `Interrupted` or the
@@ -182,10 +229,13 @@ class Router:
         slots: dict[int, list[int]] = {}
         remaining: list[int] = []
         # Requests that come together count together: of many prompts with many samples each engine gets whole groups.
-        mean = (sum(self._loads[engine].requests for engine in self._open) + len(entry.indices)) / len(self._open)
+        num_new = sum(entry.requests[index].session not in self._announced for index in entry.indices)
+        mean = (self._num_sessions() + num_new) / len(self._open)
         for index in entry.indices:
             request = entry.requests[index]
-            engine = self._engine_for(request, mean, _PROMPT_LOAD if len(entry.requests) == 1 else 1.0)
+            engine = self._announced_engine(request.session)
+            if engine not in self._open or engine in self._doubtful or self._is_full(engine):
+                engine = self._engine_for(request, mean, _PROMPT_LOAD if len(entry.requests) == 1 else 1.0)
             if engine is None:
                 remaining.append(index)
                 continue
@@ -214,7 +264,7 @@ class Router:
         if engine in sure and self._has_room(engine, prompt_load * mean):
             return engine
         free = [engine for engine in sure or self._open if not self._is_full(engine)]
-        return min(free, key=lambda engine: (self._loads[engine].requests, self._loads[engine].tokens), default=None)
+        return min(free, key=lambda engine: (self._loads[engine].sessions, self._loads[engine].tokens), default=None)
 
     def _remember(self, request: SlotRequest, engine: int) -> None:
         for key in (("session", request.session), ("prompt", request.prompt)):
@@ -226,7 +276,7 @@ class Router:
 
     def _has_room(self, engine: int, num_requests: float) -> bool:
         """Check that an engine has at most so many requests with one more."""
-        return self._loads[engine].requests + 1 <= num_requests and not self._is_full(engine)
+        return self._loads[engine].sessions + 1 <= num_requests and not self._is_full(engine)
 
     def _is_full(self, engine: int) -> bool:
         return self._limit is not None and self._loads[engine].requests >= self._limit

@@ -1,6 +1,7 @@
 """Routing of requests to engines, and the queue before them."""
 
 import itertools
+from collections import Counter
 
 import pytest
 
@@ -94,6 +95,41 @@ async def test_samples_of_a_prompt_go_to_one_engine_as_far_as_the_load_is_even()
     assert 28 <= sum(engines) <= 36
     moves = sum(before != after for before, after in itertools.pairwise(engines))
     assert moves < 24, f"one by one, {moves} times another engine: 63 where the load alone decides"
+
+
+async def test_announced_sessions_are_divided_evenly_in_whole_groups_though_they_come_one_by_one():
+    router = open_router(2)
+    groups = [[f"{prompt}_{sample}" for sample in range(8)] for prompt in range(8)]
+    router.announce(groups)
+    engines = {session: place(router, session, prompt=int(session[0])) for group in groups for session in group}
+    assert sum(engines.values()) == 32
+    assert all(len({engines[session] for session in group}) == 1 for group in groups), "whole groups"
+    router.withdraw_announcement(groups)
+    assert [router.num_under_way(engine) for engine in range(2)] == [32, 32]
+
+
+async def test_one_announced_group_is_divided_over_all_engines():
+    router = open_router(3)
+    router.announce([[f"s{index}" for index in range(10)]])
+    assert sorted(Counter(place(router, f"s{index}") for index in range(10)).values()) == [3, 3, 4]
+
+
+async def test_sessions_that_never_came_are_no_load_once_their_announcement_is_withdrawn():
+    router = open_router(2)
+    groups = [["a", "b"], ["c", "d"], ["e"]]
+    router.announce(groups)  # three sessions on engine 0
+    assert place(router, "other") == 1
+    router.withdraw_announcement(groups)
+    assert place(router, "next") == 0
+
+
+async def test_announced_session_of_a_dead_engine_goes_to_another():
+    router = open_router(2)
+    router.announce([["a"], ["b"]])
+    router.set_engines([1])
+    assert place(router, "a") == 1
+    router.set_engines([0, 1])
+    assert place(router, "c") == 0, "the announcement of a session that came elsewhere is no load"
 
 
 async def test_suspect_engine_keeps_sessions_but_gets_no_new_requests():
