@@ -10,6 +10,8 @@ import contextvars
 import copy
 import inspect
 import math
+import os
+import queue
 import threading
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -21,6 +23,8 @@ from typing import Any, TypeVar
 from loguru import logger
 
 import skyrl_gym
+from skyrl_gym.core import Env
+from skyrl_gym.envs.base_text_env import BaseTextEnv
 from skyrl_gym.episode import accepts_seed
 from skyrl_gym.error import InfraError
 from skyrl_gym.waits import waiting
@@ -33,6 +37,13 @@ T = TypeVar("T")
 
 THREADS = "the threads of environments (environment.skyrl_gym.max_env_workers)"
 """Name under which waits for a thread, and calls that have one, are recorded."""
+
+_IMMEDIATE = (Env.close, BaseTextEnv.init, BaseTextEnv.close, BaseTextEnv.get_metrics)
+"""Methods that do nothing where an environment does not define its own: they need no thread."""
+
+_idle: list[queue.SimpleQueue[Callable[[], None]]] = []
+"""Threads that have nothing to do, by the queues that they wait at. A fork has none of its parent's threads."""
+os.register_at_fork(after_in_child=_idle.clear)
 
 DEADLINE_SETTING = "environment.skyrl_gym.env_timeout_seconds"
 
@@ -99,7 +110,7 @@ class DaemonThreads:
 
 
 def _in_daemon_thread(function: Callable[[], T], discard: Callable[[T], None] | None) -> "asyncio.Future[T]":
-    """Start `function` in a daemon thread of its own. Cancelling the future abandons the thread."""
+    """Start `function` in an idle daemon thread, or in a new one. Cancelling the future abandons the call."""
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[T] = loop.create_future()
 
@@ -130,8 +141,21 @@ def _in_daemon_thread(function: Callable[[], T], discard: Callable[[T], None] | 
             logger.debug("a call in a thread ended after its event loop had closed")
 
     context = contextvars.copy_context()
-    threading.Thread(target=work, name="skyrl-gym-env", daemon=True).start()
+    try:
+        _idle.pop().put(work)
+    except IndexError:
+        threading.Thread(target=_serve, args=(work,), name="skyrl-gym-env", daemon=True).start()
     return outcome
+
+
+def _serve(work: Callable[[], None]) -> None:
+    """Run `work`, and then whatever comes through a queue in `_idle`."""
+    works: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+    while True:
+        work()
+        del work  # its environment may hold much memory
+        _idle.append(works)
+        work = works.get()
 
 
 @dataclass(frozen=True)
@@ -222,6 +246,8 @@ class EnvironmentSession:
             await self._call("close", self._env.close)
 
     async def _call(self, method: str, function: Callable[..., T], *args: object, **kwargs: Any) -> T:
+        if getattr(function, "__func__", None) in _IMMEDIATE:
+            return function(*args)
         name = f"environment {self.env_class!r}"
         try:
             with waiting(f"{method} of {name}", deadline=self.threads.timeout_seconds):

@@ -4,6 +4,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -309,3 +310,15 @@ async def test_samples_of_one_prompt_share_the_seed_of_their_episodes_and_prompt
         return episode_seed(1, None, TrajectoryID(prompt, sample))
 
     assert seed(0) == seed(1) != seed(0, prompt="1")
+
+
+async def test_a_thread_that_returned_serves_the_next_call_and_one_that_hangs_serves_none():
+    threads, released = DaemonThreads(max_workers=2, timeout_seconds=0.1), threading.Event()
+    first = await threads.call(threading.get_ident)
+    assert await threads.call(threading.get_ident) == first
+    held = []
+    with pytest.raises(DeadlineExceeded):
+        await threads.call(lambda: held.append(threading.get_ident()) or released.wait(10))
+    others = {await threads.call(threading.get_ident) for _ in range(3)}
+    released.set()
+    assert held[0] not in others
