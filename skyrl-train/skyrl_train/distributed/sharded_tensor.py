@@ -1,10 +1,19 @@
 """Tensors that are divided over ranks (torch's DTensor, parameters of DeepSpeed's stage 3)."""
 
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple, TypeVar
+
 import torch
-from torch.distributed.tensor import DTensor
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from skyrl_train.distributed.zero_parameter import gather_zero_parameter, is_zero_parameter
+
+T = TypeVar("T")
+
+GATHERED_BYTES = 2**25
+"""Size of the tensors that are gathered together: beyond it the transfer takes longer than the call."""
 
 
 def gather_full_tensor(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -18,6 +27,64 @@ def gather_full_tensor(tensor: torch.Tensor, dtype: torch.dtype | None = None) -
         return gather_zero_parameter(tensor).to(dtype or tensor.dtype)
     tensor = tensor.detach().to(dtype or tensor.dtype)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def gather_full_tensors(tensors: Iterable[tuple[T, torch.Tensor, torch.dtype]]) -> Iterator[tuple[T, torch.Tensor]]:
+    """Yield the whole of each tensor, as `gather_full_tensor`, in order: small ones that are divided alike travel
+    together, up to `GATHERED_BYTES`. A collective of every rank, which must pass the same tensors.
+
+    Args:
+        tensors: of each, what names it, and the dtype that it is cast to.
+    """
+    batch: list[tuple[T, _EvenShard]] = []
+    num_bytes = 0
+    for name, tensor, dtype in tensors:
+        shard = _even_shard(tensor, dtype)
+        size = tensor.numel() * dtype.itemsize
+        fits = shard is not None and num_bytes + size <= GATHERED_BYTES
+        if batch and not (fits and shard is not None and shard.goes_with(batch[0][1])):
+            yield from _gather_together(batch)
+            batch, num_bytes = [], 0
+        if shard is None or size > GATHERED_BYTES:
+            yield name, gather_full_tensor(tensor, dtype)
+        else:
+            batch.append((name, shard))
+            num_bytes += size
+    if batch:
+        yield from _gather_together(batch)
+
+
+class _EvenShard(NamedTuple):
+    """This rank's part of a tensor whose rows are divided evenly over the ranks of a group."""
+
+    part: torch.Tensor
+    shape: torch.Size
+    group: dist.ProcessGroup
+
+    def goes_with(self, other: "_EvenShard") -> bool:
+        return self.group is other.group and self.part.dtype == other.part.dtype
+
+
+def _even_shard(tensor: torch.Tensor, dtype: torch.dtype) -> _EvenShard | None:
+    """Return this rank's part; None for a tensor that is divided in another way, or not at all."""
+    if not isinstance(tensor, DTensor):
+        return None
+    mesh = tensor.device_mesh
+    divided = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    if len(divided) != 1 or tensor.placements[divided[0]] != Shard(0) or tensor.shape[0] % mesh.size(divided[0]):
+        return None
+    return _EvenShard(tensor.to_local().detach().to(dtype), tensor.shape, mesh.get_group(divided[0]))
+
+
+def _gather_together(batch: list[tuple[T, _EvenShard]]) -> Iterator[tuple[T, torch.Tensor]]:
+    own = torch.cat([shard.part.reshape(-1) for _, shard in batch])
+    of_ranks = own.new_empty(dist.get_world_size(batch[0][1].group), own.numel())
+    dist.all_gather(list(of_ranks), own, group=batch[0][1].group)
+    start = 0
+    for name, shard in batch:
+        end = start + shard.part.numel()
+        yield name, of_ranks[:, start:end].reshape(shard.shape)
+        start = end
 
 
 def copy_into(tensor: torch.Tensor, whole: torch.Tensor) -> None:

@@ -106,7 +106,7 @@ def transformer_of(model: ScoringModel | ValueModel) -> PreTrainedModel:
 def gather_parameters(
     model: ScoringModel | ValueModel, dtype: torch.dtype = torch.float32
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every parameter whole, one at a time, adapters merged, under the names of transformers; a critic's head
+    """Yield every parameter whole, few at a time, adapters merged, under the names of transformers; a critic's head
     under the name that `load_value_model` reads. A collective."""
     yield from exported_parameters(transformer_of(model), dtype)
     if isinstance(model, ValueModel):

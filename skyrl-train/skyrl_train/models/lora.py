@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from skyrl_train.config import LoRAConfig
-from skyrl_train.distributed.sharded_tensor import gather_full_tensor
+from skyrl_train.distributed.sharded_tensor import gather_full_tensor, gather_full_tensors
 from skyrl_train.errors import ConfigError
 from skyrl_train.models.cpu_linear import OneDnnLinear, use_onednn_linear
 from skyrl_train.models.persistent_buffers import persistent_buffers
@@ -186,7 +186,7 @@ def adapters_of(model: nn.Module) -> Iterator[Adapter]:
 
 def exported_parameters(model: nn.Module, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every parameter whole, under the name that transformers gives it, with its adapter merged: W + (alpha /
-    rank) B A. One at a time, in the same order on every rank; tied parameters appear once. Then the buffers that
+    rank) B A. In the same order on every rank, few at a time; tied parameters appear once. Then the buffers that
     checkpoints hold, as they are. A collective.
 
     Args:
@@ -198,17 +198,19 @@ def exported_parameters(model: nn.Module, dtype: torch.dtype = torch.float32) ->
     planned = planned_dtypes(causal_lm, dtype)
     adapters = {f"{adapter.layer}.base_layer.weight": adapter for adapter in adapters_of(causal_lm)}
     matrices = {id(matrix) for adapter in adapters.values() for matrix in adapter.matrices.values()}
-    for name, parameter in causal_lm.named_parameters():
-        # By identity: names of A and B differ with peft's version, and they are exported merged only.
-        if id(parameter) in matrices:
-            continue
-        own_name = name_in_files(name)
-        own_dtype = planned(own_name) or dtype
-        if name in adapters:
-            tensor = adapters[name].merged_into(gather_full_tensor(parameter)).to(own_dtype)
-        else:
-            tensor = gather_full_tensor(parameter, own_dtype)
-        yield own_name, tensor
+
+    def travelling() -> Iterator[tuple[tuple[str, torch.dtype, Adapter | None], torch.Tensor, torch.dtype]]:
+        for name, parameter in causal_lm.named_parameters():
+            # By identity: names of A and B differ with peft's version, and they are exported merged only.
+            if id(parameter) in matrices:
+                continue
+            own_name = name_in_files(name)
+            own_dtype = planned(own_name) or dtype
+            adapter = adapters.get(name)
+            yield (own_name, own_dtype, adapter), parameter, own_dtype if adapter is None else parameter.dtype
+
+    for (name, own_dtype, adapter), whole in gather_full_tensors(travelling()):
+        yield name, whole if adapter is None else adapter.merged_into(whole).to(own_dtype)
     # Every rank has them whole. They keep their dtype: a routing bias in bfloat16 would choose other experts.
     yield from persistent_buffers(causal_lm)
 

@@ -211,7 +211,7 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def gather_parameters(self, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every parameter whole, one at a time in the same order on every rank, with adapters merged, under the
+        """Yield every parameter whole, few at a time in the same order on every rank, with adapters merged, under the
         names of transformers; then buffers that checkpoints hold (`models/persistent_buffers.py`), in their own dtype.
 
         Args:

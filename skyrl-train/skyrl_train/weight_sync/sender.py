@@ -1,6 +1,6 @@
 """The trainer's end of weight sync: parameters in, verified weights in every engine out.
 
-Parameters come one at a time and leave in buckets. While the engines copy one bucket out, the next is copied in: what
+Parameters come few at a time and leave in buckets. While the engines copy one bucket out, the next is copied in: what
 is in memory besides the models is one bucket being gathered, one being written, one being read.
 """
 
