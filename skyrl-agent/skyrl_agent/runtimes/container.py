@@ -8,6 +8,7 @@ Process 1 watches the lease's file, which the engine must be able to mount: it r
 """
 
 import math
+import os
 import resource
 import subprocess
 import uuid
@@ -19,9 +20,10 @@ from skyrl_agent.runtimes.base import Limits, RuntimeSpec
 from skyrl_agent.runtimes.leases import Lease
 from skyrl_agent.runtimes.local import LeasedSandbox
 from skyrl_gym.sandbox.base import MEBIBYTE
-from skyrl_gym.sandbox.command import Launch, as_bytes
+from skyrl_gym.sandbox.command import Launch
 from skyrl_gym.sandbox.container import IMAGE, SPARE_PROCESSES, Container, ContainerCommand
 from skyrl_gym.sandbox.container_engine import CALL_SECONDS, EngineName, find_engine, run_engine
+from skyrl_gym.sandbox.environment import carried
 from skyrl_gym.sandbox.workspace import path_parts
 
 LABEL = "skyrl-agent-lease"
@@ -107,9 +109,6 @@ class Machine(Container):
         options = ["--read-only", *(part for place in sized for part in ("--tmpfs", place))]
         return [*options, "--read-only-tmpfs=false"] if self.engine == "podman" else options
 
-    def exec_arguments(self, *command: str | bytes, workdir: str | None = None) -> list[str | bytes]:
-        return [self.engine, "exec", "--interactive", "--workdir", workdir or self.workdir, self.name, *command]
-
     def write(self, path: str, data: bytes) -> None:
         ended = self._script(WRITE, _relative(path), stdin=data)
         if ended.returncode != 0:
@@ -168,9 +167,9 @@ class LeasedContainerSandbox(LeasedSandbox[Machine]):
     def _launch(self, command: Sequence[str], env: Mapping[str, str] | None, limits: Limits) -> Launch:
         machine = self._started()
         bounds = (str(max(1, round(limits.cpu_seconds))), str(limits.file_bytes // BLOCK_BYTES))
-        variables = [as_bytes(f"{name}={value}") for name, value in (env or {}).items()]
-        argv = machine.exec_arguments("sh", "-c", LIMITED, "sh", *bounds, "env", *variables, *map(as_bytes, command))
-        return Launch(argv, ContainerCommand(machine, uuid.uuid4().hex, alone=True), None)
+        carriers, command_line = carried(env, command)
+        argv = machine.exec_arguments("sh", "-c", LIMITED, "sh", *bounds, *command_line, passed=carriers)
+        return Launch(argv, ContainerCommand(machine, uuid.uuid4().hex, alone=True), {**os.environ, **carriers})
 
 
 def containers_of(lease: Lease) -> list[str]:

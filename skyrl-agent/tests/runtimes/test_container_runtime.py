@@ -112,10 +112,11 @@ async def test_settings_of_containers_are_refused_where_no_image_is_given(monkey
 
 
 async def test_work_is_done_in_the_images_working_directory(docker, tmp_path):
-    async with runtime_of(files={"a/b": "text"}, env={"ONE": "1"}) as runtime:
+    async with runtime_of(files={"a/b": "text"}, env={"ONE": "its key"}) as runtime:
         assert runtime.workdir == str(tmp_path / "testbed")
         result = await runtime.exec('pwd; cat a/b; echo "$ONE"; exit 3', stdin="x")
-        assert (result.stdout, result.returncode) == (f"{runtime.workdir}\ntext1\n", 3)
+        assert (result.stdout, result.returncode) == (f"{runtime.workdir}\ntextits key\n", 3)
+        assert "its key" not in str(docker())  # every user of the machine can read command lines
         await runtime.write("a/ü c", b"\xff")
         assert await runtime.read("a/ü c") == b"\xff"
         for path, error in (("nothing", FileNotFoundError), ("a", ValueError), ("../log", ValueError)):

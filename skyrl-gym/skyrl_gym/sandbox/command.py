@@ -69,8 +69,8 @@ class Launch:
 
     argv: Sequence[str | bytes]
     containment: Containment
-    env: Mapping[str, str] | None = field(default_factory=dict)
-    """Environment variables of the started process; None: those of this process."""
+    env: Mapping[str, str | bytes] = field(default_factory=dict)
+    """Environment variables of the started process."""
     cwd: str = "/"
     descriptors: Sequence[int] = ()
     owner: int | None = None

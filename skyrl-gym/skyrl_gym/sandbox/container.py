@@ -12,12 +12,12 @@ import signal
 import subprocess
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
 from skyrl_gym.error import InfraError
 from skyrl_gym.sandbox.base import MEBIBYTE, Limits, Outcome
-from skyrl_gym.sandbox.command import Launch, as_bytes
+from skyrl_gym.sandbox.command import Launch
 from skyrl_gym.sandbox.container_engine import (
     CALL_SECONDS,
     START_SECONDS,
@@ -28,6 +28,7 @@ from skyrl_gym.sandbox.container_engine import (
     run_engine,
 )
 from skyrl_gym.sandbox.container_owner import LABEL, owner_of_containers
+from skyrl_gym.sandbox.environment import carried
 from skyrl_gym.sandbox.host import HostSandbox
 from skyrl_gym.sandbox.rlimits import ENVIRONMENT, OPEN_FILES, rlimits
 from skyrl_gym.sandbox.seccomp import MACHINES, seccomp_filter
@@ -127,6 +128,7 @@ class Container:
     """
 
     python = "python3"
+    workdir = "/workspace"
 
     def __init__(
         self,
@@ -187,8 +189,17 @@ class Container:
             *("--entrypoint", "sh", image, "-c", KEEPER),
         ]
 
-    def exec_arguments(self, *command: str | bytes) -> list[str | bytes]:
-        return [self.engine, "exec", "--interactive", "--workdir", "/workspace", self.name, *command]
+    def exec_arguments(
+        self, *command: str | bytes, workdir: str | None = None, passed: Iterable[str] = ()
+    ) -> list[str | bytes]:
+        """Return the engine's command line.
+
+        Args:
+            passed: names of variables that the engine takes from its own environment.
+        """
+        options = [part for name in passed for part in ("--env", name)]
+        place = ["--workdir", workdir or self.workdir, self.name]
+        return [self.engine, "exec", "--interactive", *options, *place, *command]
 
     def _measure(self, memory_bytes: int) -> None:
         """Find out whether the engine's limits hold. Rootless Podman ignores them where it has no control groups: usage
@@ -310,16 +321,16 @@ class ContainerSandbox(HostSandbox[Container]):
     def _launch(self, command: Sequence[str], env: Mapping[str, str] | None, limits: Limits) -> Launch:
         container = self._started()
         mark = uuid.uuid4().hex
-        variables = [f"{name}={value}" for name, value in (env or {}).items()]
+        carriers, command_line = carried(env, command)
         filters = ",".join(f"{machine}={seccomp_filter(machine).hex()}" for machine in MACHINES)
         argv = container.exec_arguments(
             *(self.python, "-I", "-S", "-c", BEGIN, mark, filters),
             *("prlimit", *rlimits(limits, processes=limits.processes), "--"),
-            *(["env", *map(as_bytes, variables)] if variables else []),
-            *map(as_bytes, command),
+            *command_line,
+            passed=carriers,
         )
         others = any(not running.ended for running in self._running)
-        return Launch(argv, ContainerCommand(container, mark, alone=not others), None)
+        return Launch(argv, ContainerCommand(container, mark, alone=not others), {**os.environ, **carriers})
 
 
 class ContainerCommand:

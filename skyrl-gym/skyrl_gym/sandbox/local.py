@@ -23,7 +23,8 @@ from pathlib import Path
 
 from skyrl_gym.error import InfraError
 from skyrl_gym.sandbox.base import Limits, Outcome
-from skyrl_gym.sandbox.command import Launch, as_bytes
+from skyrl_gym.sandbox.command import Launch
+from skyrl_gym.sandbox.environment import carried
 from skyrl_gym.sandbox.host import HostSandbox
 from skyrl_gym.sandbox.rlimits import ENVIRONMENT, PATH, rlimits, tool
 from skyrl_gym.sandbox.seccomp import seccomp_filter
@@ -80,7 +81,9 @@ class LocalSandbox(HostSandbox[Workspace]):
         workspace = self._started()
         workspace.open()
         user = self._user or USER
-        data = [seccomp_filter(), PASSWD % (user, user), HOSTS]
+        carriers, command_line = carried(env, command)
+        variables = b"".join(b"--setenv\0%s\0%s\0" % (name.encode(), value) for name, value in carriers.items())
+        data = [seccomp_filter(), PASSWD % (user, user), HOSTS, variables]
         descriptors = [_in_memory(content) for content in data]
         status, inner_status = os.pipe()
         argv: list[str | bytes] = [
@@ -89,6 +92,7 @@ class LocalSandbox(HostSandbox[Workspace]):
             *("--add-seccomp-fd", str(descriptors[0])),
             *("--file", str(descriptors[1]), "/etc/passwd"),
             *("--file", str(descriptors[2]), "/etc/hosts"),
+            *("--args", str(descriptors[3])),
             *("--bind", workspace.files, "/workspace"),
             *("--bind", workspace.tmp, "/tmp"),
             *("--bind", workspace.shm, "/dev/shm"),
@@ -104,10 +108,7 @@ class LocalSandbox(HostSandbox[Workspace]):
             argv += ["--bounding-set=-all", "--inh-caps=-all", "--"]
         # In a user namespace the shell counts as one of the user's processes.
         processes = limits.processes + (self._user is None)
-        argv += [tool("prlimit"), *rlimits(limits, processes), "--"]
-        if env:
-            argv += [tool("env"), *(as_bytes(f"{name}={value}") for name, value in env.items())]
-        argv += [as_bytes(part) for part in command]
+        argv += [tool("prlimit"), *rlimits(limits, processes), "--", *command_line]
         return Launch(argv, Bubblewrap(status, workspace), {}, "/", [inner_status, *descriptors], self._user)
 
 

@@ -1,17 +1,22 @@
 """Promises of the sandbox protocol, on every kind of sandbox that works here."""
 
 import copy
+import json
 import os
 import signal
 import sys
 import threading
 import time
+import uuid
 from unittest.mock import ANY
 
 import pytest
 
 from skyrl_gym.error import InfraError
-from skyrl_gym.sandbox import Limits, Sandbox, make_sandbox, rlimits
+from skyrl_gym.sandbox import ExecResult, Limits, Sandbox, make_sandbox, rlimits
+from skyrl_gym.sandbox.environment import CARRIER
+
+from ..sandboxed import processes_with
 
 ECHO = "import sys\nfor line in sys.stdin: print(line.upper(), end='', flush=True)"
 ANSWERING = """
@@ -68,6 +73,37 @@ def test_the_environment_is_what_one_gives(sandbox, monkeypatch):
     assert "'COLOUR': 'dark blue'" in result.stdout
     assert "'E': 'a=b'" in result.stdout
     assert "hunter2" not in result.stdout
+
+
+def test_values_of_variables_arrive_as_they_are_and_no_command_line_shows_them(sandbox):
+    """Every user of the machine can read command lines, and a variable may be a key."""
+    key = f"key-{uuid.uuid4().hex}"
+    texts = {"QUOTES": "'\"\\$(id)`id`\n\t' é\u4e2d ", "LONG": "\u4e2d" * 40_000, "EMPTY": "", "UID": "77", "SH": "-c"}
+    program = "import os, json; print(json.dumps(dict(os.environ)), flush=True); input()"
+    process = sandbox.popen(python(sandbox, program), env={"KEY": key, **texts})
+    seen = json.loads(process.stdout.readline())
+    assert processes_with(key, "environ"), "nothing has the key: this test shows nothing"
+    assert processes_with(key) == []
+    process.stdin.close()
+    process.wait(timeout=30)
+    assert {name: seen[name] for name in texts} == texts and seen["KEY"] == key
+    assert not [name for name in seen if name.startswith(CARRIER)]
+
+
+@pytest.mark.parametrize("env", [{"A": "a\0--bind\0/\0/host"}, {"A=B": "c"}, {"A": "a" * (3 << 20)}])
+def test_a_variable_that_no_system_can_pass_on_starts_nothing(sandbox, env):
+    assert sandbox.exec(["sh", "-c", "echo ran"], env=env) == ExecResult("exited", 126, "", ANY, 0.0)
+
+
+def test_variables_take_effect_for_the_command_alone(walled):
+    """What starts the command runs with rights that the command has not."""
+    walled.write("sh", "#!/bin/sh\necho mine >>/workspace/started\n")
+    path = {"PATH": "/workspace", "LD_PRELOAD": "/workspace/none.so", "LD_DEBUG": "all"}
+    result = walled.exec(["/bin/sh", "-c", "echo $PATH"], env=path)
+    assert result.stdout == "/workspace\n"
+    with pytest.raises(FileNotFoundError):
+        walled.read("started")
+    assert "setpriv" not in result.stderr and "prlimit" not in result.stderr
 
 
 def test_a_command_that_does_not_exist_is_a_result(sandbox):

@@ -1,0 +1,55 @@
+"""Environment variables of a command that stand in no command line: every user of a machine can read those in /proc.
+
+Variables of fixed names carry them, as lines of a shell, past the programs that start a command: what such a program
+would obey (`LD_PRELOAD`, `PATH`, `DOCKER_HOST`) takes effect for the command alone.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+
+from skyrl_gym.sandbox.command import as_bytes
+
+CARRIER = "SKYRL_GYM_ENVIRONMENT"
+CHUNK_CHARACTERS = 30_000
+"""Length of one carrier: Linux starts nothing with a variable of more than 128 KiB, and a character has up to four
+bytes."""
+MAX_BYTES = 1 << 20
+"""Size of all carriers: Linux allows 2 MiB for arguments and variables together, with the usual limit of the stack."""
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+OF_SHELLS = frozenset(
+    ("_", "UID", "EUID", "PPID", "GROUPS", "RANDOM", "SRANDOM", "SECONDS", "LINENO", "OPTIND", "BASHOPTS", "SHELLOPTS")
+)
+"""Names that a shell reserves for itself. `env` sets them, from the command line: they are no place for a key."""
+
+
+def carried(env: Mapping[str, str] | None, command: Sequence[str | bytes]) -> tuple[dict[str, bytes], list[bytes]]:
+    """Return the carriers for the environment of whatever starts the command, and the command line that unpacks them.
+
+    Args:
+        command: runs with `env` beside the variables of its surroundings.
+
+    Raises:
+        ValueError: a name that no shell can export, a zero byte, or more than Linux starts.
+    """
+    words = [as_bytes(part) for part in command]
+    if not env:
+        return {}, words
+    for name, value in env.items():
+        if NAME.fullmatch(name) is None:
+            raise ValueError(f"the environment variable {name!r} needs a name of letters, digits and underscores")
+        if "\0" in value:
+            raise ValueError(f"the environment variable {name} has a zero byte")
+    quoted = (f"{name}='{_quoted(value)}'" for name, value in env.items() if name not in OF_SHELLS)
+    lines = "".join(f"export {variable}\n" for variable in quoted)
+    chunks = [as_bytes(lines[at : at + CHUNK_CHARACTERS]) for at in range(0, len(lines), CHUNK_CHARACTERS)]
+    if (size := sum(map(len, chunks))) > MAX_BYTES:
+        raise ValueError(f"the environment variables have {size} bytes, more than {MAX_BYTES}")
+    carriers = {f"{CARRIER}_{number}": chunk for number, chunk in enumerate(chunks)}
+    if of_shells := [as_bytes(f"{name}={value}") for name, value in env.items() if name in OF_SHELLS]:
+        words = [b"env", *of_shells, *words]
+    unpack = f'eval "{"".join(f"${{{name}}}" for name in carriers)}"; unset {" ".join(carriers)}; exec "$@"'
+    return carriers, [b"sh", b"-c", unpack.encode(), b"sh", *words] if carriers else words
+
+
+def _quoted(value: str) -> str:
+    return value.replace("'", "'\\''")
