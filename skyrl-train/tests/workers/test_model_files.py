@@ -259,3 +259,17 @@ def test_offloading_frees_a_gpu_and_changes_nothing(config, ragged_batch):
         learn(worker, batch)
     finally:
         dist.destroy_process_group()
+
+
+def test_parameters_after_a_forward_are_the_float32_masters(start, config):
+    """`reshard_after_forward=false` leaves the model in the copy that it computes with, in bfloat16."""
+    cfg = config(bf16=True)
+    cfg.trainer.policy.fsdp_config.reshard_after_forward = False
+    policy = start(make_policy(cfg))
+    before = {name: tensor.clone() for name, tensor in policy.backend.gather_parameters()}
+    state = {name: tensor.clone() for name, tensor in policy.backend.training_state()}
+    policy.log_probs_of_tokens([[3, 4, 5, 6]])
+    after = dict(policy.backend.gather_parameters())
+    assert any(not tensor.bfloat16().float().equal(tensor) for tensor in before.values())
+    assert all(tensor.equal(after[name]) for name, tensor in before.items())
+    assert all(tensor.equal(state[name]) for name, tensor in policy.backend.training_state())

@@ -1,8 +1,8 @@
 """FSDP2: parameters, gradients and optimizer state of every block are divided over the ranks (`fully_shard`)."""
 
 import math
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 
 import torch
 from torch import nn
@@ -15,12 +15,14 @@ from skyrl_train.training_backends.fsdp2.sharding import (
     clip_grad_norm,
     load_from_files,
     load_whole_state,
+    reshard,
     shard_model,
     values_beside_files,
 )
 from skyrl_train.training_backends.fsdp2.training_state import gather_training_state, load_training_state
 from skyrl_train.training_backends.optimizer import move_optimizer_state, new_adamw, set_learning_rate
 from skyrl_train.training_backends.transformers_backend import TransformersBackend
+from skyrl_train.training_batch import MicroBatch, TrainingInputBatch
 
 
 class FSDP2Backend(TransformersBackend):
@@ -70,6 +72,38 @@ class FSDP2Backend(TransformersBackend):
 
     def _trained_parameters(self) -> Iterator[nn.Parameter]:
         return (parameter for parameter in self.model.parameters() if parameter.requires_grad)
+
+    # ---- passes without gradients
+
+    def forward(self, batch: TrainingInputBatch, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
+        with self._divided_afterwards():
+            return super().forward(batch, micro_batches)
+
+    def forward_top(
+        self, batch: TrainingInputBatch, micro_batches: Sequence[MicroBatch], num_top: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        with self._divided_afterwards():
+            return super().forward_top(batch, micro_batches, num_top)
+
+    def forward_recording_routes(
+        self, batch: TrainingInputBatch, micro_batches: Sequence[MicroBatch]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        with self._divided_afterwards():
+            return super().forward_recording_routes(batch, micro_batches)
+
+    def prompt_log_probs(self, tokens: torch.Tensor) -> torch.Tensor:
+        with self._divided_afterwards():
+            return super().prompt_log_probs(tokens)
+
+    @contextmanager
+    def _divided_afterwards(self) -> Iterator[None]:
+        """Give the modules their parts again after a pass. With `reshard_after_forward=false` it leaves them with the
+        whole parameters that it computed with, in bfloat16 under mixed precision; what reads parameters then
+        (checkpoints, exports, weight sync) expects the float32 masters."""
+        try:
+            yield
+        finally:
+            reshard(self.model)
 
     # ---- whole parameters, files
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from skyrl_train.config import FSDPConfig
@@ -53,6 +53,13 @@ def shard_model(
     # Only what leaves the model is float32: between its layers that would meet weights in bfloat16.
     shard(model, mp_policy=replace(precision, output_dtype=torch.float32))
     return model
+
+
+def reshard(model: nn.Module) -> None:
+    """Free the whole copies of parameters, and give the modules their parts again."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def load_whole_state(model: nn.Module, whole: dict[str, Any], config: FSDPConfig, device: torch.device) -> None:
