@@ -287,8 +287,7 @@ class RayPPOTrainer(TrainingRun):
                 rollouts = self.check_rollouts(await self.request_rollouts(prompts))
             else:
                 rollouts = await self._generate_informative(prompts, phase)
-        await self.colocation.after_generating()
-        self._record(rollouts)
+        await asyncio.gather(self.colocation.after_generating(), asyncio.to_thread(self._record, rollouts))
         self._sample_names = self.timeline.samples_ended(_spans(rollouts, self.global_step, self.weight_version))
         return rollouts
 

@@ -1,6 +1,7 @@
 """Weight sync from the policy to the engines: order of its steps, and recovery if an engine dies meanwhile.
 
-    stage (files, deltas)  ->  pause generation  ->  send, compare fingerprints  ->  resume  ->  compare log-probs
+    stage (files, deltas), log-probs of a few tokens  ->  pause generation  ->  send, compare fingerprints  ->  resume
+        ->  compare log-probs
 
 `weight_sync` has the transports, `policy_worker` the policy's side.
 """
@@ -31,7 +32,7 @@ from skyrl_train.weight_sync.base import LoraLoadRequest
 from skyrl_train.weight_sync.canary import CanaryTolerance, LogProbs, canary_prompts, check_canaries
 from skyrl_train.weight_sync.fingerprint import differences
 from skyrl_train.weight_sync.plan import RankPlace, Strategy, init_infos_for, plan_routes
-from skyrl_train.weight_sync.sender import EngineHandles
+from skyrl_train.weight_sync.sender import EngineHandles, needs_staging
 
 ADAPTER = "policy"
 """Name under which engines hold the policy's adapters."""
@@ -64,7 +65,7 @@ class WeightPublisher:
         self._kv_after_sync = asynchronous.kv_after_sync
         # A request that is continued from its tokens is computed anew up to the last of them.
         self._pause: PauseMode = "abort" if self._kv_after_sync == "recompute" else cfg.pause_at_sync
-        self._connected = False
+        self._connected = self._stages = False
         self._version = 0
         self._num_published = 0
         self._infos: list[EngineInfo] = []
@@ -121,8 +122,12 @@ class WeightPublisher:
     async def _send(self) -> dict[str, float]:
         if not self._connected:
             await self._connect()
-        stage = "write_adapters" if self._adapters_alone else "stage_weights"
-        staged, *_ = await self._policy.call_all(stage, self._version)
+        staged: dict[str, int] = {}
+        if self._adapters_alone:
+            staged, *_ = await self._policy.call_all("write_adapters", self._version)
+        elif self._stages:
+            await self._policy.call_all("stage_weights", self._version)
+        self._expected = await self._log_probs_of_policy() if self._canaries_are_due() else None
         paused = time.monotonic()
         await self._client.pause_generation(self._pause)
         if self._adapters_alone:
@@ -132,9 +137,7 @@ class WeightPublisher:
         if self._kv_after_sync != "keep":
             await self._client.reset_prefix_cache()
         await self._client.resume_generation()
-        metrics = metrics | {"pause_seconds": time.monotonic() - paused}
-        self._expected = await self._log_probs_of_policy() if self._canaries_are_due() else None
-        return metrics
+        return metrics | {"pause_seconds": time.monotonic() - paused}
 
     async def _compare_log_probs(self) -> dict[str, float]:
         """Compare the log-probs of fixed tokens, in syncs where that is due. Raises WeightSyncError if they differ."""
@@ -185,6 +188,7 @@ class WeightPublisher:
             verification=generator.weight_sync_verification,
             timeout_seconds=generator.engine_control_timeout_seconds,
         )
+        self._stages = needs_staging(init_infos[0])
         await self._policy.call_all("connect_engines", self._handles(engines), init_infos)
 
     def _handles(self, engines: Sequence[InferenceEngineInterface]) -> EngineHandles:
@@ -228,7 +232,8 @@ class WeightPublisher:
             is_near = any(place.node == infos[index].node for place in places)
             strategy = "shared_memory" if is_near else "broadcast"
         await self._connect_to([engine], [infos[index]], places, strategy)
-        await self._policy.call_all("stage_weights", self._version)
+        if self._stages:
+            await self._policy.call_all("stage_weights", self._version)
         await self._policy.call_all("send_weights", self._version)
 
     # ---- adapters alone

@@ -156,10 +156,9 @@ class PolicyWorker(Worker):
             )
 
     def stage_weights(self, version: int) -> None:
-        """Prepare what can be prepared while engines still generate: files, deltas. A collective: parameters are
-        gathered one by one."""
-        if self._stages:
-            self._connected.stage(self._buckets(), version)
+        """Prepare what can be prepared while engines still generate, where `needs_staging`: files, deltas. A
+        collective."""
+        self._connected.stage(self._buckets(), version)
 
     def send_weights(self, version: int) -> tuple[dict[str, float], dict[str, int]]:
         """Send the weights to every engine and compare fingerprints. A collective.

@@ -34,9 +34,13 @@ def test_settings_of_communication_and_engines_travel_and_facts_of_one_machine_d
 def test_workers_get_what_travels(monkeypatch):
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     environment = worker_environment()
     assert environment["NCCL_DEBUG"] == "INFO"
     assert environment["OMP_NUM_THREADS"] == "1"
+    assert environment["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=0")
+    assert worker_environment()["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=0"
 
 
 def test_install_page_lists_what_travels():
