@@ -173,7 +173,7 @@ class RuntimeSection(Section):
     skyrl_agent.services.runtime`. `auto`: the first possible one of remote (with `url`), a container (with `image`) and
     local."""
     image: str | None = None
-    """Image of containers."""
+    """Image of containers. Refused with kind `local`."""
     pull: Literal["always", "missing", "never"] | None = None
     """When the image of a container on this machine is pulled: `always` (once in each process), if it is `missing`
     (default), or `never`."""

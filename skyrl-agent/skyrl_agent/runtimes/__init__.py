@@ -64,7 +64,7 @@ def spec_with(section: RuntimeSection, spec: RuntimeSpec) -> RuntimeSpec:
     """Merge a task's runtime specification with the task file's `runtime`, which takes precedence.
 
     Raises:
-        ConfigError: `token_env` names a variable that is not set; a url that the kind does not read.
+        ConfigError: `token_env` names a variable that is not set; a url or an image that the kind does not read.
     """
     if section.url is not None and section.kind not in (None, "auto", "remote"):
         raise ConfigError(
@@ -75,6 +75,12 @@ def spec_with(section: RuntimeSection, spec: RuntimeSpec) -> RuntimeSpec:
     if of_containers and kind in ("local", "remote"):
         named = ", ".join(f"runtime.{name}={value}" for name, value in of_containers.items())
         raise ConfigError(f"{named} is read by containers of this machine alone; runtime.kind is {kind}: leave it out")
+    if kind == "local" and (image := section.image or spec.image):
+        source = "runtime.image" if section.image else "the task's image"
+        raise ConfigError(
+            f"{source}={image} is read by containers alone; runtime.kind is local: set it to auto, docker or podman, "
+            "or leave the image out"
+        )
     given = {name: value for name in ("kind", "image", "url", "lease_seconds") if (value := getattr(section, name))}
     given |= of_containers
     if section.token_env is not None:

@@ -60,12 +60,11 @@ def make_leased_sandbox(spec: RuntimeSpec) -> LeasedSandbox[Any]:
     found = make_sandbox("auto" if spec.kind == "auto" else "local", limits=spec.limits)
     if isinstance(found, ContainerSandbox):
         return LeasedContainerSandbox(spec, found.engine)
-    of_containers = {name: value for name in ("user", "read_only", "cpus") if (value := getattr(spec, name))}
+    of_containers = {name: value for name in ("image", "user", "read_only", "cpus") if (value := getattr(spec, name))}
     if of_containers:
         named = ", ".join(f"runtime.{name}={value}" for name, value in of_containers.items())
-        raise ConfigError(
-            f"{named} is read by containers alone, and this runtime is none: set runtime.image, or leave it out"
-        )
+        fix = "set runtime.kind to docker or podman" if spec.kind == "local" else "set runtime.image"
+        raise ConfigError(f"{named} is read by containers alone, and this runtime is none: {fix}, or leave it out")
     if isinstance(found, LocalSandbox):
         return LeasedLocalSandbox(spec.limits, links=spec.links)
     return LeasedProcessSandbox(spec.limits)

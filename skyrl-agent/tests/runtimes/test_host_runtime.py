@@ -113,11 +113,28 @@ def test_the_kind_follows_from_what_is_given(needs_local, monkeypatch):
     assert isinstance(make_runtime(RuntimeSpec(url="http://127.0.0.1:1")), RemoteRuntime)
     assert isinstance(make_runtime(RuntimeSpec(kind="local", url="http://127.0.0.1:1")), HostRuntime)
     assert isinstance(make_leased_sandbox(RuntimeSpec(image="some/image")), LeasedContainerSandbox)
-    assert isinstance(make_leased_sandbox(RuntimeSpec(kind="local", image="some/image")), LeasedLocalSandbox)
+    with pytest.raises(
+        ConfigError, match=r"image=some/image is read by containers alone, .* set runtime\.kind to docker"
+    ):
+        make_leased_sandbox(RuntimeSpec(kind="local", image="some/image"))
     assert isinstance(make_leased_sandbox(RuntimeSpec()), LeasedLocalSandbox)
     monkeypatch.setenv("SKYRL_GYM_SANDBOX", "process")
     assert isinstance(make_leased_sandbox(RuntimeSpec()), LeasedProcessSandbox)
     assert isinstance(make_leased_sandbox(RuntimeSpec(kind="local")), LeasedLocalSandbox)
+
+
+@pytest.mark.parametrize(
+    "section, spec, source",
+    [
+        (RuntimeSection(kind="local", image="a"), RuntimeSpec(), "runtime.image=a"),
+        (RuntimeSection(image="a"), RuntimeSpec(kind="local"), "runtime.image=a"),
+        (RuntimeSection(kind="local"), RuntimeSpec(image="a"), "the task's image=a"),
+    ],
+)
+def test_an_image_that_a_local_runtime_would_not_read_is_refused(section, spec, source):
+    with pytest.raises(ConfigError) as refused:
+        spec_with(section, spec)
+    assert str(refused.value).startswith(f"{source} is read by containers alone; runtime.kind is local: set it to auto")
 
 
 def test_a_section_is_laid_over_the_wishes_of_a_task(monkeypatch):

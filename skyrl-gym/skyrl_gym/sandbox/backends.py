@@ -1,7 +1,6 @@
 """Selection of the sandbox that works on this machine."""
 
 import os
-import threading
 from collections.abc import Mapping
 from functools import partial
 from typing import Literal, get_args
@@ -10,6 +9,7 @@ from skyrl_gym.error import InfraError
 from skyrl_gym.sandbox.base import Limits, Sandbox
 from skyrl_gym.sandbox.container import ContainerSandbox
 from skyrl_gym.sandbox.container_engine import Pull
+from skyrl_gym.sandbox.keyed_locks import KeyedLocks
 from skyrl_gym.sandbox.local import LocalSandbox
 from skyrl_gym.sandbox.process import ProcessSandbox
 
@@ -19,8 +19,8 @@ WALLED = ("local", "docker", "podman")
 KIND_VARIABLE = "SKYRL_GYM_SANDBOX"
 PROBE_LIMITS = Limits(wall_seconds=30.0)
 
-_found: dict[tuple[str, str | None, Pull], InfraError | None] = {}
-_finding = threading.Lock()
+_found: dict[tuple[Kind, str | None, Pull], InfraError | None] = {}
+_finding = KeyedLocks()
 
 
 def make_sandbox(
@@ -87,11 +87,12 @@ def _make(
 
 def _probe(kind: Kind, image: str | None = None, pull: Pull = "missing") -> InfraError | None:
     """Return the reason why that kind does not work here; None if it does. Tried once per process and image."""
-    # Held during the trial: threads that ask meanwhile wait for its result instead of trying themselves.
-    with _finding:
-        if (kind, image, pull) not in _found:
-            _found[kind, image, pull] = _try(kind, image, pull)
-        return _found[kind, image, pull]
+    key = (kind, image, pull)
+    # Held during the trial: threads that ask the same meanwhile wait for its result instead of trying themselves.
+    with _finding[key]:
+        if key not in _found:
+            _found[key] = _try(kind, image, pull)
+        return _found[key]
 
 
 def _try(kind: Kind, image: str | None, pull: Pull) -> InfraError | None:

@@ -2,12 +2,11 @@
 
 import re
 import subprocess
-import threading
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Literal, get_args
 
 from skyrl_gym.error import InfraError
+from skyrl_gym.sandbox.keyed_locks import KeyedLocks
 
 EngineName = Literal["docker", "podman"]
 Pull = Literal["always", "missing", "never"]
@@ -45,8 +44,9 @@ REMEDIES: dict[str, str] = {
 }
 """Pattern of an engine's message -> cause and remedy."""
 
-_present: set[tuple[str, str]] = set()
-_locks: dict[tuple[str, str], threading.Lock] = defaultdict(threading.Lock)
+_present: dict[tuple[EngineName, str], bool] = {}
+"""Images known to be here -> whether this process pulled them."""
+_locks = KeyedLocks()
 
 
 def run_engine(engine: EngineName, arguments: Sequence[str], timeout: float = CALL_SECONDS) -> bytes:
@@ -104,21 +104,23 @@ def ensure_image(engine: EngineName, image: str, pull: Pull) -> None:
     """
     # A lock for each image: a long pull of one does not keep containers of others waiting.
     with _locks[engine, image]:
-        if (engine, image) in _present:
+        was_pulled = _present.get((engine, image))  # None: not known to be here
+        if was_pulled or (was_pulled is not None and pull != "always"):
             return
-        if pull == "always" or not has_image(engine, image):
+        is_pulled = pull == "always" or not has_image(engine, image)
+        if is_pulled:
             if pull == "never":
                 raise InfraError(
                     f"{engine} has no image {image!r}, and the pull policy is never: {_how_to_get(engine, image)}"
                 )
             run_engine(engine, ["pull", "--quiet", image], timeout=START_SECONDS)
         # After a failure it is not noted, so the next thread in line tries again.
-        _present.add((engine, image))
+        _present[engine, image] = is_pulled
 
 
 def forget_image(engine: EngineName, image: str) -> None:
     """Look for the image again at the next start: somebody may have removed it."""
-    _present.discard((engine, image))
+    _present.pop((engine, image), None)
 
 
 def has_image(engine: EngineName, image: str) -> bool:

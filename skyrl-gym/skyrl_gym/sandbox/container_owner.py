@@ -8,12 +8,12 @@ machine finds them.
 
 import os
 import shutil
-import threading
 from contextlib import suppress
 from pathlib import Path
 
 from skyrl_gym.error import InfraError
 from skyrl_gym.sandbox.container_engine import EngineName, run_engine
+from skyrl_gym.sandbox.keyed_locks import KeyedLocks
 
 LABEL = "skyrl-gym-sandbox"
 PREFIX = "skyrl-gym-"
@@ -26,14 +26,14 @@ left=$("$0" ps --all --quiet --filter "label=$1")
 
 _watched: dict[EngineName, int] = {}
 """Engine -> writing end of its watchdog's pipe."""
-_lock = threading.Lock()
+_locks = KeyedLocks()
 
 
 def owner_of_containers(engine: EngineName) -> str:
     """Return this process's name as an owner of containers. The first call starts the watchdog and removes
     containers of processes that have ended."""
     owner = f"{_surroundings()}-{os.getpid()}-{process_start(os.getpid())}"
-    with _lock:
+    with _locks[engine]:
         if engine not in _watched:
             _watched[engine] = _start_watchdog(engine, f"{LABEL}={PREFIX}{owner}")
             remove_abandoned(engine)
@@ -95,8 +95,6 @@ def _start_watchdog(engine: EngineName, label: str) -> int:
 
 def _after_fork() -> None:
     """A forked process owns no containers, and must not hold its parent's watchdogs back."""
-    global _lock
-    _lock = threading.Lock()
     for writing in _watched.values():
         with suppress(OSError):
             os.close(writing)

@@ -8,20 +8,21 @@ import stat
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from skyrl_gym.error import InfraError
-from skyrl_gym.sandbox import Limits, container_engine, container_owner, make_sandbox
+from skyrl_gym.sandbox import Limits, backends, container_engine, container_owner, make_sandbox
 from skyrl_gym.sandbox.container import END, FULL, READ, WRITE, ContainerSandbox
 
 LIMITS = Limits(memory_bytes=1 << 30, workspace_bytes=1 << 20, processes=7)
 
 STAND_IN = """#!{python}
 # A container engine that keeps what it was asked, and runs what should run inside right here.
-import json, os, sys
+import json, os, sys, time
 asked = sys.argv[1:]
 with open({log!r}, "a") as log:
     print(json.dumps(asked), file=log)
@@ -33,8 +34,10 @@ if asked[0] == "ps" and "--quiet" in asked:
     print("abc")
 if asked[:2] == ["image", "inspect"] and "absent" in asked[-1]:
     sys.exit("Error: no such image " + asked[-1])
+while asked[0] == "pull" and "slow" in asked[-1] and not os.path.exists({log!r} + ".go"):
+    time.sleep(0.02)
 if asked[0] == "exec" and any("memory.max" in argument for argument in asked):
-    print((1 << 30) + (1 << 20))
+    print((1 << 30) + (1 << 20), (1 << 30) + (256 << 20))
 elif asked[0] == "exec":
     arguments = asked[asked.index("/workspace") + 2:]
     if not any("kill -9 -1" in argument for argument in arguments):
@@ -49,7 +52,8 @@ def engine(request, tmp_path, monkeypatch):
     program.write_text(STAND_IN.format(python=sys.executable, log=str(tmp_path / "log")))
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(container_engine, "_present", set())
+    monkeypatch.setattr(container_engine, "_present", {})
+    monkeypatch.setattr(backends, "_found", {})
     monkeypatch.setattr(container_owner, "_watched", watched := {})
     yield request.param
     for writing in watched.values():
@@ -159,6 +163,35 @@ def test_an_image_is_pulled_by_policy_and_once_in_a_process(engine, calls, pull,
     for _ in range(2):
         container_engine.ensure_image(engine, image, pull)
     assert calls() == [["pull", "--quiet", image]] * expected
+
+
+def test_an_image_that_was_found_here_is_still_pulled_by_always(engine, calls):
+    for pull in ("missing", "always", "missing", "always"):
+        container_engine.ensure_image(engine, "here", pull)
+    assert calls() == [["pull", "--quiet", "here"]]
+
+
+def test_a_long_pull_holds_back_no_sandbox_of_another_image(engine, tmp_path):
+    with ThreadPoolExecutor(2) as threads:
+        slow = threads.submit(make_sandbox, engine, image="slow/absent")
+        try:
+            while "slow/absent" not in ((tmp_path / "log").read_text() if (tmp_path / "log").exists() else ""):
+                time.sleep(0.02)
+            threads.submit(make_sandbox, engine, image="here").result(timeout=30)
+            assert not slow.done()
+        finally:
+            (tmp_path / "log.go").touch()
+        assert isinstance(slow.result(timeout=30), ContainerSandbox)
+
+
+@pytest.mark.parametrize("locks", [container_engine._locks, container_owner._locks, backends._finding])
+def test_locks_of_a_forked_process_are_free(locks):
+    with locks["held"]:
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if locks["held"].acquire(blocking=False) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert locks["held"].locked() and not locks["another"].locked()
 
 
 @pytest.mark.parametrize(
