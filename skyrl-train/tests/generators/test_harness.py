@@ -88,7 +88,9 @@ async def trajectories_of(
     cfg = GeneratorConfig(model_name="m", sampling_params=sampling, harness=harness, max_rollout_retries=0, **settings)
     generator = HarnessGenerator(cfg, engine, engine.tokenizer)
     batch = GeneratorInput(
-        prompts=[[{"role": "user", "content": f"{text} {number}"}] for number in range(len(rows))],
+        prompts=[
+            row.get("prompt") or [{"role": "user", "content": f"{text} {number}"}] for number, row in enumerate(rows)
+        ],
         env_classes=[""] * len(rows),
         env_extras=list(rows),
         trajectory_ids=[TrajectoryID(f"row {number}", 0) for number in range(len(rows))],
@@ -394,12 +396,22 @@ def test_what_cannot_work_is_said_before_anything_starts(settings: Any, message:
         ({"grade": "pytest -q"}, "grade must be an object with command and files; got 'pytest -q'"),
         ({"files": [{"path": "f.py", "content": ""}]}, "files must be an object of paths and texts"),
         ({"grade": PASSES | {"files": {"check.py": 3}}}, "grade.files must be an object of paths and texts"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "text", "text": "go"}, {"image": {"bytes": b"PNG"}}]}]},
+            r"prompt\[0\].content\[1\].image.bytes \(bytes b'PNG'\) has no form in JSON",
+        ),
+        (
+            {"prompt": [{"role": "user", "content": "go", b"at": 1}]},
+            r"the key b'at' in prompt\[0\] has no form in JSON",
+        ),
+        ({"prompt": [{"role": "user", "content": 5}]}, r"prompt\[0\].content must be text or a list of parts; got 5"),
     ],
 )
-async def test_files_and_grades_of_another_form_are_refused_or_fail_their_row(row: Any, message: str, characters: Any):
+async def test_columns_of_another_form_are_refused_or_fail_their_row(row: Any, message: str, characters: Any):
     harness = HarnessConfig(function=f"{__name__}:asynchronous", sandbox="process")
-    [trajectory], _ = await trajectories_of(Model(characters, lambda _: "yes"), harness, [row])
+    [trajectory, works], _ = await trajectories_of(Model(characters, lambda _: "yes"), harness, [row, {}])
     assert trajectory.failure is not None and re.search(message, trajectory.failure.message)
+    assert (trajectory.failure.kind, works.failure) == ("environment", None)
     generator = HarnessGenerator(GeneratorConfig(model_name="m", harness=harness), None, characters)
     with pytest.raises(ConfigError, match=f"row 1 of data.train_data: {message}"):
         generator.check_rows([{}, row], "data.train_data")

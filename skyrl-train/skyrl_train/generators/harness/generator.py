@@ -16,7 +16,7 @@ from loguru import logger
 from skyrl_gym.error import InfraError
 from skyrl_gym.sandbox import Sandbox
 from skyrl_gym.waits import waiting
-from skyrl_train.errors import ConfigError, WorkerError
+from skyrl_train.errors import ConfigError, RolloutError, WorkerError
 from skyrl_train.generators.base import (
     BatchMetadata,
     Failure,
@@ -29,7 +29,14 @@ from skyrl_train.generators.base import (
 from skyrl_train.generators.environment import DaemonThreads, DeadlineExceeded
 from skyrl_train.generators.harness.endpoint import Endpoint, SharedEndpoint
 from skyrl_train.generators.harness.run import KINDS, Attempt, Harness, harness_failure, load_function
-from skyrl_train.generators.harness.task import TASK_FOLDER, HarnessTask, check_row, check_task_fits, last_text
+from skyrl_train.generators.harness.task import (
+    TASK_FOLDER,
+    HarnessTask,
+    check_prompt,
+    check_row,
+    check_task_fits,
+    last_text,
+)
 from skyrl_train.generators.recorded import recorded_metrics, recorded_trajectory
 from skyrl_train.generators.sampling import get_sampling_params, request_seed
 from skyrl_train.inference_engines.base import InferenceEngineInterface, SamplingKeywords
@@ -84,8 +91,8 @@ class HarnessGenerator(GeneratorInterface):
         """Check that there is a sandbox, and for each row of a dataset its form and a reward.
 
         Raises:
-            ConfigError: neither the settings nor a row have a grader; files or a grade of another form; the sandbox
-                does not work here.
+            ConfigError: neither the settings nor a row have a grader; a prompt, files or a grade of another form; the
+                sandbox does not work here.
         """
         harness = self.generator_cfg.harness
         for number, row in enumerate(rows):
@@ -96,6 +103,7 @@ class HarnessGenerator(GeneratorInterface):
                 )
             try:
                 check_row(row, with_grade=harness.grader is None)
+                check_prompt(row.get("prompt"))
                 check_task_fits(harness.command or (), last_text(row.get("prompt")))
             except ValueError as error:
                 raise ConfigError(f"row {number} of {setting}: {error}") from error
@@ -183,6 +191,8 @@ class HarnessGenerator(GeneratorInterface):
                 task.write_texts(folder)
             except (InfraError, OSError) as error:  # OSError: a full disk
                 return Attempt(close(), failure=Failure("infrastructure", f"no sandbox: {error}"))
+            except RolloutError as error:
+                return Attempt(close(), failure=Failure(error.kind, str(error)))
             try:
                 return await self._threads.call(harness.attempt, task, close)
             except DeadlineExceeded as error:

@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
@@ -69,7 +69,14 @@ class HarnessTask:
 
         Args:
             folder: as this process sees it.
+
+        Raises:
+            RolloutError: kind `environment`: the prompt has a value that JSON has no form for.
         """
+        try:
+            check_prompt(self.prompt)
+        except ValueError as error:
+            raise RolloutError("environment", f"the row's {error}") from None
         texts = {"task.txt": as_bytes(self.text), "messages.json": json.dumps(self.prompt).encode()}
         for name, text in texts.items():
             path = Path(folder, name)
@@ -102,6 +109,29 @@ class HarnessTask:
 def last_text(prompt: ConversationType | None) -> str:
     """Return the text of the last message; of one with typed parts, their texts."""
     return text_of(prompt[-1]) if prompt else ""
+
+
+def check_prompt(prompt: ConversationType | None) -> None:
+    """Check that a prompt can be given to a harness as text and as JSON. Raises ValueError, which names the place."""
+    for place in _places_without_json(prompt, "prompt"):
+        raise ValueError(f"{place} has no form in JSON, as which a harness gets its messages: make it text or a number")
+    content = prompt[-1].get("content") if prompt else None
+    if not isinstance(content, str | list | tuple | None):
+        raise ValueError(
+            f"prompt[{len(prompt or ()) - 1}].content must be text or a list of parts; got {content!r:.60}"
+        )
+
+
+def _places_without_json(value: object, place: str) -> Iterator[str]:
+    if isinstance(value, dict):
+        yield from (f"the key {key!r:.60} in {place}" for key in value if not isinstance(key, str | int | float | None))
+        for key, inner in value.items():
+            yield from _places_without_json(inner, f"{place}.{key}")
+    elif isinstance(value, list | tuple):
+        for number, inner in enumerate(value):
+            yield from _places_without_json(inner, f"{place}[{number}]")
+    elif not isinstance(value, str | int | float | None):
+        yield f"{place} ({type(value).__name__} {value!r:.60})"
 
 
 def check_task_fits(words: Sequence[str], text: str) -> None:
