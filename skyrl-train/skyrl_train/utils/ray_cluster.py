@@ -21,9 +21,9 @@ LOCAL_CLUSTER = {
 
 WORKER_DEFAULTS = {
     "OMP_NUM_THREADS": "1",
-    # Activations are allocated and freed layer by layer: in pages of 4 KiB a tenth of a training step on a CPU is page
-    # faults, where ranks share the memory bus. Linux's C library (glibc 2.35 and later) reads it, others do not.
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+    # Activations are allocated and freed layer by layer. By default glibc gives freed memory back at once, and a tenth of
+    # a training step on a CPU is page faults; so a process keeps up to 256 MiB. Other C libraries do not read it.
+    "GLIBC_TUNABLES": "glibc.malloc.trim_threshold=268435456:glibc.malloc.mmap_threshold=33554432",
 }
 """Environment of the processes of a run, unless the driver has its own."""
 
