@@ -3,31 +3,16 @@
 import os
 import shutil
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 
 import pytest
 
 from skyrl_gym.error import InfraError
 from skyrl_gym.sandbox import backends
-from skyrl_gym.sandbox.container_engine import EngineName
-from skyrl_gym.sandbox.machine_image import ensure_machine_image
 
 WALLS = shutil.which("bwrap") or shutil.which("docker") or shutil.which("podman")
 PROCESS_ONLY = os.environ.get(backends.KIND_VARIABLE) == "process"
 """Limits, but no walls: some programs of these tests kill whatever they can reach."""
-
-
-TEST_IMAGE = "localhost/skyrl-machine"
-
-
-@cache
-def needs_engine(engine: EngineName) -> None:
-    """Skip the test where no container of this engine can be started, with its words; make the image of tests."""
-    try:
-        ensure_machine_image(engine, TEST_IMAGE)
-    except InfraError as error:
-        pytest.skip(f"{engine} does not work here: {error}")
 
 
 def sandboxed(test):

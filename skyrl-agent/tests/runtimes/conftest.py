@@ -3,7 +3,6 @@
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,7 +13,7 @@ from skyrl_agent.runtimes.leases import FOLDER_VARIABLE
 from skyrl_gym.error import InfraError
 from skyrl_gym.sandbox import make_sandbox
 from skyrl_gym.sandbox.container_engine import EngineName
-from skyrl_gym.sandbox.machine_image import ensure_machine_image
+from skyrl_gym.sandbox.testing import needed_image
 
 from .runtime_places import LIMITS, eventually, serving
 
@@ -56,16 +55,6 @@ def needs_local() -> None:
 
 
 ENGINES = get_args(EngineName)
-TEST_IMAGE = "localhost/skyrl-machine"
-
-
-@cache
-def needs_engine(engine: EngineName) -> None:
-    """Skip the test where no container of this engine can be started, with its words; make the image of tests."""
-    try:
-        ensure_machine_image(engine, TEST_IMAGE)
-    except InfraError as error:
-        pytest.skip(f"{engine} does not work here: {error}")
 
 
 @pytest.fixture(
@@ -75,8 +64,7 @@ def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Mak
     """`make(files=..., ...)`: a runtime of each kind, not started."""
     settings: dict[str, Any] = {"kind": request.param, "limits": LIMITS}
     if request.param in ENGINES:
-        needs_engine(request.param)
-        settings["image"] = TEST_IMAGE
+        settings["image"] = needed_image(request.param)
     else:
         request.getfixturevalue("needs_local")
     if request.param == "process":  # for trusted code: no kind of ours, but a choice of the gym's

@@ -11,7 +11,7 @@ from skyrl_agent.tasks.base import Instance
 from skyrl_agent.tasks.harbor import HarborTask, harbor_rows
 from skyrl_agent.types import TrajectoryResult
 from skyrl_gym.sandbox.container_engine import EngineName
-from skyrl_gym.sandbox.machine_image import ensure_machine_image
+from skyrl_gym.sandbox.testing import needed_image
 
 TOML = """
 version = "1.0"
@@ -105,11 +105,7 @@ async def test_harbor_oracle_passes_and_idle_agent_fails(sandboxed, tmp_path, si
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("engine", get_args(EngineName))
 async def test_harbor_tasks_in_containers_of_their_images(engine, tmp_path, monkeypatch):
-    image = "localhost/skyrl-machine"
-    try:
-        ensure_machine_image(engine, image)
-    except InfraError as error:
-        pytest.skip(f"{engine} does not work here: {error}")
+    image = needed_image(engine)
     monkeypatch.setattr(container, "find_engine", lambda: engine)
     make_tasks(tmp_path, 20)
     for folder in tmp_path.iterdir():

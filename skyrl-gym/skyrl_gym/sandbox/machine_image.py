@@ -85,9 +85,12 @@ def write_machine_image(
 
 
 def libraries(files: Sequence[Path]) -> list[str]:
-    """Return the paths of the shared libraries that these files are linked with, the loader among them."""
+    """Return the paths of the shared libraries that these files are linked with, the loader among them, and of what
+    glibc loads by itself: without libgcc_s a process ends by SIGABRT where a thread exits."""
     said = subprocess.run(["ldd", *files], capture_output=True, text=True, check=False).stdout
-    return sorted(set(LIBRARY.findall(said)))
+    found = set(LIBRARY.findall(said))
+    beside = {os.path.join(os.path.dirname(file), "libgcc_s.so.1") for file in found if "/libc.so" in file}
+    return sorted(found | set(filter(os.path.exists, beside)))
 
 
 def _files(folder: Path) -> Iterator[Path]:

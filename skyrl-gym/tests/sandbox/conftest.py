@@ -10,8 +10,7 @@ from skyrl_gym.error import InfraError
 from skyrl_gym.sandbox import Limits, Sandbox, make_sandbox
 from skyrl_gym.sandbox.backends import Kind
 from skyrl_gym.sandbox.container_engine import EngineName
-
-from ..sandboxed import TEST_IMAGE, needs_engine
+from skyrl_gym.sandbox.testing import needed_image
 
 TEST_LIMITS = Limits(wall_seconds=20.0)
 
@@ -23,8 +22,7 @@ CONTAINERS = [pytest.param(engine, marks=pytest.mark.full) for engine in get_arg
 def backend(kind: Kind) -> Sandbox:
     try:
         if kind == "docker" or kind == "podman":
-            needs_engine(kind)
-            return make_sandbox(kind, limits=TEST_LIMITS, image=TEST_IMAGE)
+            return make_sandbox(kind, limits=TEST_LIMITS, image=needed_image(kind))
         return make_sandbox(kind, limits=TEST_LIMITS)
     except InfraError as error:
         pytest.skip(f"no {kind} sandbox here: {error}")

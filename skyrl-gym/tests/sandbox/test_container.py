@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_gym.error import InfraError
-from skyrl_gym.sandbox import Limits, backends, container_engine, container_owner, make_sandbox
+from skyrl_gym.sandbox import Limits, backends, container_engine, container_owner, machine_image, make_sandbox
 from skyrl_gym.sandbox.container import END, FULL, READ, WRITE, ContainerSandbox
 
 LIMITS = Limits(memory_bytes=1 << 30, workspace_bytes=1 << 20, processes=7)
@@ -251,6 +251,10 @@ def test_a_file_system_is_full_without_free_blocks_or_without_places_for_files_t
     assert len(re.findall(r"^free \d+ \d+ of \d+$", said, re.MULTILINE)) == 3
     assert FULL.search("free 5 5 of 9\nfree 0 5 of 9\n") and FULL.search("free 5 0 of 9\n")
     assert not FULL.search("free 5 0 of 0\nfree 10 5 of 9\n")  # btrfs counts none
+
+
+def test_an_image_of_this_machine_has_what_glibc_needs_to_end_a_thread():
+    assert any(path.endswith("/libgcc_s.so.1") for path in machine_image.libraries([Path(sys.executable)]))
 
 
 @pytest.mark.parametrize("make, code", [("file", 0), ("folder", 5), ("link", 5), ("pipe", 5), ("nothing", 4)])

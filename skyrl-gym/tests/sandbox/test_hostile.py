@@ -21,8 +21,9 @@ import pytest
 
 from skyrl_gym.sandbox import Limits, Sandbox, deletion, make_sandbox
 from skyrl_gym.sandbox.container import KEEPER, Container, ContainerSandbox
+from skyrl_gym.sandbox.testing import needed_image
 
-from ..sandboxed import TEST_IMAGE, processes_with
+from ..sandboxed import processes_with
 from .conftest import backend
 
 PRELUDE = r"""
@@ -531,7 +532,7 @@ def test_a_hostile_program_is_contained(walled_kind, host, program):
         walled, ContainerSandbox
     ):  # its limits are the container's, and an engine takes a second for a command
         limits = replace(limits, wall_seconds=max(5.0, limits.wall_seconds))
-        walled = ContainerSandbox(limits, engine=walled.engine, image=TEST_IMAGE)
+        walled = ContainerSandbox(limits, engine=walled.engine, image=needed_image(walled.engine))
     with walled:
         contain(walled, host, program, limits)
 

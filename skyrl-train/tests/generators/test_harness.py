@@ -18,7 +18,7 @@ from openai import OpenAI
 from skyrl_gym.error import InfraError
 from skyrl_gym.sandbox import make_sandbox
 from skyrl_gym.sandbox.container_engine import EngineName
-from skyrl_gym.sandbox.machine_image import ensure_machine_image
+from skyrl_gym.sandbox.testing import needed_image
 from skyrl_train.config import GeneratorConfig, SamplingParams
 from skyrl_train.config.harness import HarnessConfig
 from skyrl_train.errors import ConfigError
@@ -168,11 +168,7 @@ except OSError:
 @pytest.mark.full
 @pytest.mark.parametrize("engine", get_args(EngineName))
 async def test_a_program_in_a_container_reaches_the_endpoint_alone(engine: EngineName, characters: Any):
-    image = "localhost/skyrl-machine"
-    try:
-        ensure_machine_image(engine, image)
-    except InfraError as error:
-        pytest.skip(f"{engine} does not work here: {error}")
+    image = needed_image(engine)
     grade = {"command": ["sh", "-c", "read answer user <result && test $answer = fixed && test $user -ge 30000"]}
     rows = [{"files": {"agent.py": AGENT.replace("sys.argv[1]", status)}, "grade": grade} for status in ("0", "3")]
     harness = HarnessConfig(command=["python", "agent.py"], sandbox=engine, image=image, pull="never")
