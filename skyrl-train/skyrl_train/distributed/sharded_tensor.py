@@ -26,7 +26,15 @@ def gather_full_tensor(tensor: torch.Tensor, dtype: torch.dtype | None = None) -
     if is_zero_parameter(tensor):
         return gather_zero_parameter(tensor).to(dtype or tensor.dtype)
     tensor = tensor.detach().to(dtype or tensor.dtype)
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.full_tensor() if _divided_dimensions(tensor) else tensor.to_local()
+
+
+def _divided_dimensions(tensor: DTensor) -> list[int]:
+    """Return the dimensions of the mesh over whose ranks a tensor is divided, or still to be summed."""
+    mesh = tensor.device_mesh
+    return [d for d, placement in enumerate(tensor.placements) if not placement.is_replicate() and mesh.size(d) > 1]
 
 
 def gather_full_tensors(tensors: Iterable[tuple[T, torch.Tensor, torch.dtype]]) -> Iterator[tuple[T, torch.Tensor]]:
@@ -69,8 +77,7 @@ def _even_shard(tensor: torch.Tensor, dtype: torch.dtype) -> _EvenShard | None:
     """Return this rank's part; None for a tensor that is divided in another way, or not at all."""
     if not isinstance(tensor, DTensor):
         return None
-    mesh = tensor.device_mesh
-    divided = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    mesh, divided = tensor.device_mesh, _divided_dimensions(tensor)
     if len(divided) != 1 or tensor.placements[divided[0]] != Shard(0) or tensor.shape[0] % mesh.size(divided[0]):
         return None
     return _EvenShard(tensor.to_local().detach().to(dtype), tensor.shape, mesh.get_group(divided[0]))

@@ -21,8 +21,8 @@ LOCAL_CLUSTER = {
 
 WORKER_DEFAULTS = {
     "OMP_NUM_THREADS": "1",
-    # Activations are allocated and freed layer by layer. By default glibc gives freed memory back at once, and a tenth of
-    # a training step on a CPU is page faults; so a process keeps up to 256 MiB. Other C libraries do not read it.
+    # Activations are allocated and freed layer by layer. By default glibc gives freed memory back at once, and a tenth
+    # of a training step on a CPU is page faults; so a process keeps up to 256 MiB. Other C libraries do not read it.
     "GLIBC_TUNABLES": "glibc.malloc.trim_threshold=268435456:glibc.malloc.mmap_threshold=33554432",
 }
 """Environment of the processes of a run, unless the driver has its own."""
