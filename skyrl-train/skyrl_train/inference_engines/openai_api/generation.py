@@ -43,22 +43,26 @@ class Prompt:
     stop: list[str] = field(default_factory=list)
     constraint_param: str | None = None
     """Field of the request that the constraint in `params` is of."""
+    waited_seconds: float = 0.0
+    """Part of the time of its request that went by before it was admitted."""
     in_pieces: bool = True
     """Whether a stream may ask for the answer in pieces: not where a piece depends on the tokens before it and the
     engine cannot be told which of the prompt's are the answer's."""
 
-    def limited(self, seed: int | None, max_tokens: int | None) -> "Prompt":
+    def limited(self, seed: int | None, max_tokens: int | None, waited_seconds: float) -> "Prompt":
         """Return the prompt under the rules of its session.
 
         Args:
             seed: in place of its own; None: its own.
             max_tokens: the most that an answer may have; None: no further limit.
+            waited_seconds: of the time of its request, until the session admitted it.
         """
         params = dict(self.params)
         for name in ("max_tokens", "min_tokens"):
             if max_tokens is not None and params.get(name) is not None:
                 params[name] = min(params[name], max_tokens)
-        return replace(self, params=params, seed=self.seed if seed is None else seed)
+        seed = self.seed if seed is None else seed
+        return replace(self, params=params, seed=seed, waited_seconds=waited_seconds)
 
     def seeds(self) -> list[list[int]] | None:
         """One pair for each choice."""
@@ -113,7 +117,7 @@ class Asker:
 
     async def whole(self, prompt: Prompt) -> list[GeneratedChoice]:
         """Generate the choices of a prompt. Raises ApiError."""
-        async with _Deadline(self.timeout_seconds):
+        async with _Deadline(self._seconds_left(prompt)):
             output = await self._ask(prompt, prompt.ids, prompt.params, prompt.num_choices, prompt.seeds())
         answers = []
         for row in range(prompt.num_choices):
@@ -132,7 +136,7 @@ class Asker:
         prompt = replace(prompt, session=f"stream {uuid4()}" if prompt.session is None else prompt.session)
         answer, seeds = GeneratedChoice(), prompt.seeds()
         loop = asyncio.get_running_loop()
-        ends_at = loop.time() + self.timeout_seconds
+        ends_at = loop.time() + self._seconds_left(prompt)
         most, fewest = prompt.params["max_tokens"], prompt.params.get("min_tokens") or 0
         size = FIRST_PIECE if prompt.in_pieces else most
         depends = depends_on_answer(prompt.params)
@@ -155,6 +159,10 @@ class Asker:
                 answer.stop_reason = stopped
             size = min(2 * size, LARGEST_PIECE)
             yield answer
+
+    def _seconds_left(self, prompt: Prompt) -> float:
+        """Return the time that a request has for its answers: one deadline is for these and its wait before them."""
+        return self.timeout_seconds - prompt.waited_seconds
 
     async def _ask(
         self, prompt: Prompt, ids: list[int], params: SamplingKeywords, num: int, seeds: list[list[int]] | None

@@ -233,12 +233,17 @@ class ConversationMemory:
     def _rest_as_drawn(self, answer: _Reply, said: Said, text: str, start: int) -> list[int] | None:
         """Return the ids of the text behind an answer that stands at `start` as it was drawn, character by character;
         None if it does not. An answer that no special token ends must be the whole of the message, too."""
-        ends_itself = int(answer.ids[-1]) in self._template.special_ids
+        ends_itself = self._is_closed(answer.ids)
         if not text.startswith(answer.text, start) or not (ends_itself or answer.said == said):
             return None
         tail = text[start + len(answer.text) :]
         last = self._template.decode(answer.ids[-1:].tolist(), skip_special_tokens=False) if ends_itself else _MARK
         return self._template.encode_after(last, tail)
+
+    def _is_closed(self, ids: Sequence[int] | np.ndarray) -> bool:
+        """Check whether a special token ends an answer; an empty one (of an engine that leaves out the token that
+        ended it) is closed by the template."""
+        return len(ids) > 0 and int(ids[-1]) in self._template.special_ids
 
     def _tail(self, messages: ConversationType, answered: int, text: str, options: ChatOptions) -> str | None:
         """Return the template's text after a completion: that after a mark in its place."""
@@ -253,7 +258,7 @@ class ConversationMemory:
 
     def _rest(self, ids: list[int], said: Said, shown: str, tail: str) -> list[int] | None:
         """The ids of `tail` behind an answer; None if the template does not show the answer as it was written."""
-        is_closed = ids[-1] in self._template.special_ids
+        is_closed = self._is_closed(ids)
         text = ids[:-1] if is_closed else ids
         forms = [self._template.decode(text), self._template.decode(text, skip_special_tokens=False)]
         if not said.calls:

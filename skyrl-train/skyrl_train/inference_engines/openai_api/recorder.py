@@ -305,7 +305,8 @@ def goes_on_from(later: RecordedTurn, earlier: RecordedTurn) -> bool:
     middle, end = len(earlier.prompt_ids), earlier.num_tokens
     prompt = later.prompt_ids
     # The last token is compared first: most pairs differ there, and the whole comparison is linear in the prompt.
-    if len(prompt) < end or prompt[end - 1] != earlier.response_ids[-1]:
+    last = (earlier.response_ids or earlier.prompt_ids)[-1]  # an answer may be empty, a prompt may not
+    if len(prompt) < end or prompt[end - 1] != last:
         return False
     return bool(
         np.array_equal(prompt[middle:end], earlier.response_ids) and np.array_equal(prompt[:middle], earlier.prompt_ids)

@@ -57,7 +57,7 @@ class Sessions:
         tokens are reserved for it. One that is refused there uses no turn.
 
         Args:
-            seconds: to wait for tokens that other requests of the session hold.
+            seconds: of the request, waiting for tokens that other requests of the session hold included.
 
         Raises:
             ApiError: the session's budget is used up.
@@ -65,6 +65,7 @@ class Sessions:
         if self._recorder is None or session is None:
             yield
             return
+        started = time.monotonic()
         most, num_choices = max(prompt.params["max_tokens"] for prompt in reply.prompts), reply.request.num_choices
         try:
             async with asyncio.timeout(seconds):
@@ -80,8 +81,9 @@ class Sessions:
             ) from None
         uses_turns = True
         try:
+            waited = time.monotonic() - started
             reply.prompts = [
-                prompt.limited(seed, admission.max_tokens)
+                prompt.limited(seed, admission.max_tokens, waited)
                 for prompt, seed in zip(reply.prompts, admission.seeds, strict=True)
             ]
             yield

@@ -1,5 +1,6 @@
 """Turns of recorded sessions, and their compact memory: arrays in place of lists, common beginnings once."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -129,7 +130,9 @@ class TurnStore:
             return known
         self._messages[key] = message
         others = {name: value for name, value in message.items() if name not in ("role", "content")}
-        self.num_bytes += 2 * _BYTES_OF_OBJECT + len(str(content)) + (2 * len(repr(others)) if others else 0)
+        # CPython stores a text in 1, 2 or 4 bytes a character, as its widest one needs.
+        self.num_bytes += 2 * _BYTES_OF_OBJECT + sys.getsizeof(content if isinstance(content, str) else repr(content))
+        self.num_bytes += 2 * sys.getsizeof(repr(others)) if others else 0
         return message
 
 

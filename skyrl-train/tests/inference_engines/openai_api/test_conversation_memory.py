@@ -50,6 +50,17 @@ def test_a_conversation_goes_on_from_the_tokens_that_were_drawn(template, memory
     assert ids[: len(template.encode(prompt + WRITTEN))] == template.encode(prompt + WRITTEN)
 
 
+def test_a_conversation_goes_on_behind_an_empty_answer(template):
+    memory, options = ConversationMemory(template), ChatOptions()
+    prompt = template.render(ASKED, options)
+    memory.remember("s", 1, prompt, template.encode(prompt), [(Said.of({"role": "assistant", "content": ""}), [])])
+    for content in ("", "Five."):
+        messages = [*ASKED, {"role": "assistant", "content": content}, *ASKED]
+        text = template.render(messages, options)
+        ids = memory.find_prompt("s", messages, text, options)
+        assert ids == (template.encode(text) if content == "" else None)
+
+
 @pytest.mark.parametrize("session, arguments", [("s", {"a": 2, "b": 4}), ("another", {"a": 2, "b": 3})])
 def test_a_conversation_is_rendered_where_the_answer_is_another(template, memory, session, arguments):
     messages = history(arguments)
@@ -74,9 +85,9 @@ def test_a_template_that_drops_thoughts_decides_what_the_model_reads(template, n
     thinking = EndpointTemplate(template.tokenizer, CUSTOM_CHAT_TEMPLATES[name])
     memory, options = ConversationMemory(thinking), ChatOptions()
     written = "<think>two and three</think>Five.<|im_end|>"
-    prompt = thinking.text(ASKED, options)
+    prompt = thinking.render(ASKED, options)
     answer = {"role": "assistant", "content": written.removesuffix("<|im_end|>")}
     memory.remember("s", 1, prompt, thinking.encode(prompt), [(Said.of(answer), thinking.encode(written))])
     messages = [*ASKED, answer, ASKED[0], {"role": "assistant", "content": "Five again."}, ASKED[0]]
-    ids = memory.find_prompt("s", messages, thinking.text(messages, options), options)
+    ids = memory.find_prompt("s", messages, thinking.render(messages, options), options)
     assert (ids is not None) == keeps_thoughts

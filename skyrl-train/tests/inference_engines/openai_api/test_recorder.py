@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import tracemalloc
+from dataclasses import replace
 
 import pytest
 
@@ -160,6 +161,21 @@ def test_recorder_stores_a_growing_conversation_once_and_returns_it_as_it_came()
     assert [(len(turn.prompt_ids), turn.response_ids, len(turn.messages or [])) for turn in turns] == said
     assert turns[-1].log_probs == [-1 / 3] * 100, "which float32 cannot hold"
     assert turns[-1].prompt_ids == prompt[: said[-1][0]]
+
+
+@pytest.mark.parametrize(
+    "character, size", [("a", 1), ("\N{LATIN SMALL LETTER E WITH ACUTE}", 1), ("\u6f22", 2), ("\U0001f600", 4)]
+)
+@pytest.mark.parametrize("content", [str, lambda text: [{"type": "text", "text": text}]])
+def test_memory_of_messages_is_counted_in_bytes_not_characters(character, size, content):
+    recorder = RequestRecorder()
+    message = {"role": "user", "content": content(character * 100_000)}
+    recorder.record("s", [replace(turn([1], [2], 0), messages=[message])])
+    assert recorder.num_bytes == pytest.approx(size * 100_000, rel=0.03)
+
+
+def test_an_empty_answer_is_a_turn_that_later_ones_go_on_from():
+    assert taken(turn([1], [], 0), turn([1, 5], [6], 2), turn([1, 7], [8], 4)) == [[], [6], [8]]
 
 
 async def test_a_full_context_is_no_end_for_an_agent_that_shortens_its_conversation():

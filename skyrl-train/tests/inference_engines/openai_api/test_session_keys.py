@@ -1,9 +1,16 @@
 """A key or a base URL of a session is all that an agent needs for its requests to be recorded as that session's."""
 
+import asyncio
+from typing import Any
+
 import httpx
 import openai
 import pytest
 
+from skyrl_train.inference_engines.base import InferenceEngineInput, InferenceEngineOutput
+from skyrl_train.inference_engines.native.loading import load_tokenizer
+from skyrl_train.inference_engines.openai_api import generation
+from skyrl_train.inference_engines.openai_api.frontend import OpenAIFrontend
 from skyrl_train.inference_engines.openai_api.keys import EndpointKeys
 from skyrl_train.inference_engines.openai_api.recorder import RequestRecorder, SessionRules
 
@@ -104,3 +111,74 @@ def test_a_sessions_key_is_the_same_in_each_process_that_has_the_servers():
     key = EndpointKeys("secret").of_session("größe/7")
     assert key == EndpointKeys("secret").of_session("größe/7")
     assert EndpointKeys("secret").session_of(["x", key]) == "größe/7"
+
+
+class EmptyAnswers:
+    """Engine that ends every answer at once and leaves the stop token out, as some servers do."""
+
+    def __init__(self, engine: Any):
+        self.describe = engine.describe
+
+    async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
+        num = len(input_batch.get("prompt_token_ids") or [])
+        return InferenceEngineOutput(
+            responses=[""] * num,
+            response_ids=[[] for _ in range(num)],
+            stop_reasons=["stop"] * num,
+            response_logprobs=[[] for _ in range(num)],
+            weight_versions=[[] for _ in range(num)],
+        )
+
+
+async def test_empty_answers_are_answers_and_conversations_go_on_behind_them(chat_engine, chat_model):
+    recorder = RequestRecorder()
+    engine: Any = EmptyAnswers(chat_engine)
+    async with (
+        serving(engine, chat_model, recorder=recorder) as server,
+        client_of(server, api_key=server.session_key("s")) as client,
+    ):
+        messages: list[Any] = [{"role": "user", "content": "Hello"}]
+        for stream in (False, True, False):
+            answer: Any = await client.chat.completions.create(
+                model="tiny", messages=messages, max_tokens=4, stream=stream
+            )
+            last = [chunk async for chunk in answer][-1] if stream else answer
+            assert last.choices[0].finish_reason == "stop"
+            messages += [{"role": "assistant", "content": ""}, {"role": "user", "content": "Well?"}]
+        for stream in (False, True):
+            answer = await client.completions.create(model="tiny", prompt="ab", max_tokens=4, echo=True, stream=stream)
+            texts = [each.choices[0].text async for each in answer] if stream else [answer.choices[0].text]
+            assert "".join(texts) == "ab"
+    assert [turn.response_ids for turn in recorder.take("s")] == [[]] * 5
+    assert server.frontend.take_metrics()["endpoint/exact_turns"] == 2
+
+
+async def test_a_requests_wait_for_tokens_of_its_session_is_part_of_its_time(chat_engine, chat_model, monkeypatch):
+    """Its deadline was counted anew once it was admitted: twice the limit in all."""
+    recorder, seconds, begun, goes_on = RequestRecorder(), [], asyncio.Event(), asyncio.Event()
+    recorder.begin("s", SessionRules(max_tokens=5))
+
+    class Deadline(generation._Deadline):
+        def __init__(self, left: float):
+            seconds.append(left)
+            super().__init__(left)
+
+    class Slow(EmptyAnswers):
+        async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
+            begun.set()
+            await goes_on.wait()
+            return await super().generate(input_batch)
+
+    monkeypatch.setattr(generation, "_Deadline", Deadline)
+    engine: Any = Slow(chat_engine)
+    settings: Any = {"recorder": recorder, "request_timeout_seconds": 60.0}
+    frontend = OpenAIFrontend(engine, load_tokenizer(chat_model, False), "tiny", **settings)
+    body = b'{"model": "tiny", "prompt": "ab", "max_tokens": 5, "stream": %s}'
+    first = asyncio.create_task(frontend.completion(body % b"false", "s"))
+    await begun.wait()
+    waiting = asyncio.create_task(frontend.completion(body % b"false", "s"))
+    await asyncio.sleep(0.2)
+    goes_on.set()
+    await asyncio.gather(first, waiting)
+    assert seconds[0] == pytest.approx(60, abs=0.05)
+    assert seconds[1] < 59.85
