@@ -264,7 +264,16 @@ class Colocation:
 
     async def _return_to_generation(self) -> None:
         """Move from a failed `send_between` to awake engines, which have requests to answer and kept their weights. An
-        engine that dies meanwhile is left out by the next attempt."""
+        engine that dies meanwhile is left out by the next attempt.
+
+        Raises:
+            ColocationError: they did not keep them: an earlier sleep dropped weights, and no sync brought others.
+        """
+        if self._weights_dropped:  # the state of the device stays unknown: only `recover` may follow
+            raise ColocationError(
+                "cannot return to generation: a sleep before a sync, which drops the engines' weights (level 2), "
+                "failed or was followed by no sync: some engines have none; first: recover, then sync all weights"
+            )
         for attempt in reversed(range(_RETURN_ATTEMPTS)):
             try:
                 await self._offload_all()

@@ -362,13 +362,33 @@ async def test_engines_that_dropped_weights_generate_only_after_sync(failing):
     diary.fails = set()
     await colocation.recover()
     async with colocation._lock:
-        with pytest.raises(ColocationError, match="no weights were sent since; first: send weights"):
+        with pytest.raises(ColocationError, match=r"drops the engines' weights .* first: recover, then sync"):
             await colocation._return_to_generation()
     await colocation.recover()
     await colocation.onload("policy")
     diary.take()
     await colocation.sync(diary.send)
     assert "weights travel" in diary.take()
+    colocation.check("generate")
+
+
+async def test_engine_restarted_after_half_a_sleep_that_drops_weights_moves_nothing_and_names_the_sleep():
+    colocation, diary = await started(("policy",), all_weights=True)
+    await colocation.sync(diary.send)
+    diary.fails = {"engines drop weights"}
+    with pytest.raises(OSError):
+        await colocation.after_generating()
+    diary.fails = set()
+    diary.take()
+    with pytest.raises(ColocationError, match=r"sleep before a sync.*level 2.*first: recover, then sync") as failure:
+        await colocation.send_between(diary.send)
+    assert "unknown since 'sleep' failed" in str(failure.value.__context__)
+    assert diary.take() == []
+    with pytest.raises(ColocationError, match="unknown since 'sleep' failed; first: recover"):
+        await colocation.onload("policy")
+    await colocation.recover()
+    await colocation.onload("policy")
+    await colocation.sync(diary.send)
     colocation.check("generate")
 
 
