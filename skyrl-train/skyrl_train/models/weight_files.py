@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,8 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 from transformers.modeling_utils import _get_resolved_checkpoint_files
+
+from skyrl_train.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -277,19 +279,63 @@ def apply_dtype_plan(model: PreTrainedModel, dtype: torch.dtype) -> None:
         weight.data = weight.data.to(planned(name_in_files(name)) or weight.dtype)
 
 
-def modules_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> list[nn.Module]:
-    """Return the largest modules whose parameters all stay float32 in a model of another precision, such as the routers
-    of ERNIE 4.5."""
+class Float32Module(NamedTuple):
+    """A module that stays float32 in a model of another precision."""
+
+    module: nn.Module
+    cast_inside: list[nn.Module]
+    """Modules inside that do not."""
+
+
+def modules_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> list[Float32Module]:
+    """Return, parents first, the largest modules whose parameters all stay float32 in a model of another precision,
+    such as the routers of ERNIE 4.5, and those whose own parameters do, such as an attention with sinks.
+
+    Raises:
+        ConfigError: only some of a module's own parameters do, or those of a module around transformer blocks.
+    """
     planned = planned_dtypes(model, dtype)
-    kept = {id(parameter) for name, parameter in model.named_parameters() if planned(name) == torch.float32}
-    found: list[nn.Module] = []
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    kept = {key for key, name in names.items() if planned(name) == torch.float32}
+    blocks = {id(block) for block in transformer_blocks(model)}
+    found: list[Float32Module] = []
     inside: set[int] = set()
-    for module in model.modules() if kept else ():  # parents first
-        parameters = {id(parameter) for parameter in module.parameters()}
-        if id(module) not in inside and parameters and parameters <= kept:
-            found.append(module)
+    for name, module in model.named_modules() if kept else ():  # parents first
+        own, every = ({id(parameter) for parameter in module.parameters(recurse)} for recurse in (False, True))
+        if id(module) in inside or not every & kept or not (own & kept or every <= kept):
+            continue
+        if every <= kept:
+            found.append(Float32Module(module, []))
             inside.update(map(id, module.modules()))
+            continue
+        first, others = names[min(own & kept, key=lambda key: names[key])], sorted(names[key] for key in own - kept)
+        rule = f"trainer.bf16=true: transformers keeps {first} in float32"
+        if others:
+            raise ConfigError(
+                f"{rule}, but not {', '.join(others[:3])} of the same module {name or 'model'} "
+                f"({type(module).__name__}), and parameters of a module are cast together; set trainer.bf16=false"
+            )
+        if blocks & {id(each) for each in module.modules()} - {id(module)}:
+            raise ConfigError(
+                f"{rule} in the module {name or 'model'} ({type(module).__name__}) around the transformer blocks, and "
+                "the parameters beside blocks are cast together; set trainer.bf16=false"
+            )
+        found.append(Float32Module(module, []))
+        for child in _called_inside(module):
+            if any(id(parameter) not in kept for parameter in child.parameters()):
+                found[-1].cast_inside.append(child)
+            else:  # it belongs to the module, which may read its weights without calling it
+                inside.update(map(id, child.modules()))
     return found
+
+
+def _called_inside(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules directly inside, those in lists and dicts of modules one by one."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _called_inside(child)
+        else:
+            yield child
 
 
 def planned_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], torch.dtype | None]:

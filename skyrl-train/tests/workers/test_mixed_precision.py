@@ -10,6 +10,7 @@ import transformers as hf
 from skyrl_train.config import FSDPConfig
 from skyrl_train.distributed.process_group import make_mesh
 from skyrl_train.distributed.sharded_tensor import gather_full_tensor
+from skyrl_train.errors import ConfigError
 from skyrl_train.models.causal_lm import load_causal_lm
 from skyrl_train.models.scoring import ScoringModel
 from skyrl_train.models.weight_files import modules_in_float32
@@ -99,3 +100,37 @@ def test_routers_that_transformers_keeps_in_float32_stay_so(tmp_path: Path, grou
     ids, mask = rows_and_mask()
     expected = ScoringModel(rounded)(ids, mask, 32, 1.0).log_probs.float()
     assert torch.equal(sharded_log_probs(str(tmp_path), bf16=True), expected)
+
+
+def test_own_parameters_that_transformers_keeps_in_float32_stay_so(folder_of: Any, group_of_one: None):
+    """The sinks of gpt-oss are parameters of the attention itself, beside linear layers that are cast."""
+    ids, mask = rows_and_mask()
+    exact = load_causal_lm(folder_of("gpt_oss"), device=CPU)
+    rounded = hf.AutoModelForCausalLM.from_pretrained(folder_of("gpt_oss"), dtype=torch.bfloat16)
+    for name, parameter in exact.named_parameters():
+        if name.endswith(".sinks"):
+            rounded.get_parameter(name).data = parameter.detach().clone()
+    exact._keep_in_fp32_modules_strict = {"sinks"}
+    model = shard_model(ScoringModel(exact), make_mesh(CPU), FSDPConfig(), bf16=True)
+    output = model(ids, mask, 32, 1.0).log_probs
+    assert torch.equal(output, ScoringModel(rounded)(ids, mask, 32, 1.0).log_probs.float())
+    output.sum().backward()
+    for name, parameter in exact.named_parameters():
+        assert parameter.grad is not None and parameter.grad.dtype == torch.float32, name
+
+
+@pytest.mark.parametrize(
+    "kept, says",
+    [
+        ("gate_up_proj_bias", r"keeps model.layers.0.mlp.experts.gate_up_proj_bias in float32, but not .*down_proj, "),
+        ("scale", r"model.scale in float32 in the module model \(GptOssModel\) around the transformer blocks"),
+    ],
+)
+def test_parameters_that_cannot_stay_in_float32_beside_others_are_refused_by_name(
+    kept: str, says: str, folder_of: Any, group_of_one: None
+):
+    exact = load_causal_lm(folder_of("gpt_oss"), device=CPU)
+    exact.model.register_parameter("scale", torch.nn.Parameter(torch.ones(1)))
+    exact._keep_in_fp32_modules_strict = {kept}
+    with pytest.raises(ConfigError, match=says + ".*trainer.bf16=false"):
+        shard_model(ScoringModel(exact), make_mesh(CPU), FSDPConfig(), bf16=True)

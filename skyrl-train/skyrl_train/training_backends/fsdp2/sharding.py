@@ -33,6 +33,9 @@ def shard_model(
     Args:
         model: float32 parameters, on the CPU or the mesh's device, the same on every rank; or (on some ranks) on the
             meta device, for `load_from_files` or `load_whole_state`.
+
+    Raises:
+        ConfigError: with `bf16`, a parameter that stays float32 cannot be in a group without others that are cast.
     """
     # Inputs of blocks come from weights in bfloat16 already; some models hand on rotary angles in float32.
     precision = MixedPrecisionPolicy(
@@ -46,10 +49,16 @@ def shard_model(
         reshard_after_forward=config.reshard_after_forward,
     )
     # One precision for all parameters of a group: these are groups of their own, made before those around them.
-    for module in modules_in_float32(transformer_of(model), torch.bfloat16) if bf16 else ():
+    in_float32 = modules_in_float32(transformer_of(model), torch.bfloat16) if bf16 else []
+    for module, cast_inside in reversed(in_float32):  # those inside first
+        for cast in cast_inside:
+            if not isinstance(cast, FSDPModule):
+                cast.register_forward_hook(_copy_of_view)  # before FSDP's own, which looks for gradients in the output
+                shard(cast, mp_policy=precision)
         shard(module, mp_policy=replace(precision, param_dtype=None))
     for block in transformer_blocks(model):
-        shard(block, mp_policy=precision)
+        if not isinstance(block, FSDPModule):
+            shard(block, mp_policy=precision)
     # Only what leaves the model is float32: between its layers that would meet weights in bfloat16.
     shard(model, mp_policy=replace(precision, output_dtype=torch.float32))
     return model
@@ -60,6 +69,12 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def _copy_of_view(module: nn.Module, inputs: Any, output: Any) -> Any:
+    """Return the output, or a copy of a view, as of a linear layer with bias: FSDP2 loses gradients of a view if it is
+    changed in place."""
+    return output.clone() if isinstance(output, torch.Tensor) and output._base is not None else output
 
 
 def load_whole_state(model: nn.Module, whole: dict[str, Any], config: FSDPConfig, device: torch.device) -> None:
