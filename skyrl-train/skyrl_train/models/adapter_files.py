@@ -9,10 +9,10 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from peft import LoraConfig
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import nn
@@ -23,6 +23,9 @@ from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.models.lora import ADAPTER, adapters_of, transformers_model
 from skyrl_train.types import JsonObject
 from skyrl_train.utils.io import write_atomically
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
@@ -95,11 +98,11 @@ def save_adapter(model: nn.Module, folder: str | Path, base_model_path: str) -> 
         _write(Path(folder), tensors, replace(_peft_config(model), base_model_name_or_path=base_model_path))
 
 
-def _peft_config(model: nn.Module) -> LoraConfig:
+def _peft_config(model: nn.Module) -> "LoraConfig":
     return vars(transformers_model(model))["peft_config"][ADAPTER]
 
 
-def _write(folder: Path, tensors: Mapping[str, torch.Tensor], config: LoraConfig) -> None:
+def _write(folder: Path, tensors: Mapping[str, torch.Tensor], config: "LoraConfig") -> None:
     """Write into a folder, whose other files stay. The weights last: a folder that has them is whole."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / WEIGHTS_FILE).unlink(missing_ok=True)

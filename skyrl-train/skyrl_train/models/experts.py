@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,7 @@ class Routers:
 def routers_of(model: nn.Module) -> Iterator[tuple[nn.Module, int]]:
     """Yield router modules in the order of layers, and which of their outputs are the logits."""
     for part in model.modules():
-        recorders = getattr(part, "_can_record_outputs", None) if isinstance(part, PreTrainedModel) else None
+        recorders = getattr(part, "_can_record_outputs", None)
         recorder = (recorders or {}).get("router_logits")
         if recorder is None:
             continue

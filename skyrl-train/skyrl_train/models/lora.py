@@ -9,14 +9,10 @@ adapters are wanted, they are written as peft reads them (`adapter_files.py`).
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora import Linear as AdaptedLinear
-from peft.tuners.lora import LoraLayer
 from torch import nn
-from transformers import PreTrainedModel
 
 from skyrl_train.config import LoRAConfig
 from skyrl_train.distributed.sharded_tensor import gather_full_tensor, gather_full_tensors
@@ -24,6 +20,10 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.models.cpu_linear import OneDnnLinear, use_onednn_linear
 from skyrl_train.models.persistent_buffers import persistent_buffers
 from skyrl_train.models.weight_files import name_in_files, planned_dtypes
+
+if TYPE_CHECKING:  # a process without adapters does without peft, which takes most of a second to import
+    from peft import LoraConfig
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def begins_with_weights(config: LoRAConfig) -> bool:
     return config.rank > 0 and config.init_method.startswith(("olora", "pissa"))
 
 
-def add_adapters(model: PreTrainedModel, config: LoRAConfig, *, setting: str = "model.lora") -> None:
+def add_adapters(model: "PreTrainedModel", config: LoRAConfig, *, setting: str = "model.lora") -> None:
     """Add adapters to layers of a model and freeze everything else, in place. Call it before sharding.
 
     `all-linear` means every linear layer of the decoder (none of a part for images) but the output layer. Experts that
@@ -52,6 +52,8 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig, *, setting: str = "
     Raises:
         ConfigError: a name fits no layer, or one that cannot have an adapter here; an unknown way to begin.
     """
+    from peft import inject_adapter_in_model
+
     try:
         inject_adapter_in_model(_peft_config(model, config, setting), model, adapter_name=ADAPTER)
     except ValueError as error:
@@ -72,7 +74,9 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig, *, setting: str = "
     )
 
 
-def _peft_config(model: PreTrainedModel, config: LoRAConfig, setting: str) -> LoraConfig:
+def _peft_config(model: "PreTrainedModel", config: LoRAConfig, setting: str) -> "LoraConfig":
+    from peft import LoraConfig
+
     if config.init_method.partition("_niter_")[0] not in INIT_METHODS:
         raise ConfigError(
             f"{setting}.init_method must be one of {', '.join(INIT_METHODS)} (or pissa_niter_N); "
@@ -94,7 +98,7 @@ def _peft_config(model: PreTrainedModel, config: LoRAConfig, setting: str) -> Lo
     )
 
 
-def has_fused_experts(model: PreTrainedModel) -> bool:
+def has_fused_experts(model: "PreTrainedModel") -> bool:
     """Return whether a model has experts whose matrices are one parameter."""
     return any(
         parameter.dim() == 3
@@ -104,7 +108,7 @@ def has_fused_experts(model: PreTrainedModel) -> bool:
     )
 
 
-def parts_beside_decoder(model: PreTrainedModel) -> set[str]:
+def parts_beside_decoder(model: "PreTrainedModel") -> set[str]:
     """Return the names of modules with parameters, beside decoder and output layer, that text does not reach: those for
     images."""
     decoder = model.get_decoder()
@@ -114,7 +118,7 @@ def parts_beside_decoder(model: PreTrainedModel) -> set[str]:
     return {name for name, module in model.named_modules() if id(module) not in inside | around}
 
 
-def _linear_layers_beside_experts(model: PreTrainedModel) -> list[str]:
+def _linear_layers_beside_experts(model: "PreTrainedModel") -> list[str]:
     output_layer, beside = model.get_output_embeddings(), parts_beside_decoder(model)
     of_experts = PARTS_OF_EXPERTS if has_fused_experts(model) else frozenset[str]()
     return [
@@ -127,9 +131,12 @@ def _linear_layers_beside_experts(model: PreTrainedModel) -> list[str]:
     ]
 
 
-def _refuse_what_cannot_be_merged(model: PreTrainedModel, config: LoRAConfig, setting: str) -> None:
+def _refuse_what_cannot_be_merged(model: "PreTrainedModel", config: LoRAConfig, setting: str) -> None:
     """Refuse adapters that log-probs or exports would miss: of embeddings and the output layer (log-probs come from
     hidden states and the output layer's weight), and of fused experts (exports)."""
+    from peft.tuners.lora import Linear as AdaptedLinear
+    from peft.tuners.lora import LoraLayer
+
     output_layer = model.get_output_embeddings()
     for name, module in model.named_modules():
         if not isinstance(module, LoraLayer):
@@ -173,6 +180,10 @@ class Adapter:
 
 def adapters_of(model: nn.Module) -> Iterator[Adapter]:
     """The adapters of a transformers model, in its order."""
+    if "peft_config" not in vars(model):  # peft leaves it where it puts adapters
+        return
+    from peft.tuners.lora import Linear as AdaptedLinear
+
     for name, module in model.named_modules():
         if isinstance(module, AdaptedLinear):
             yield Adapter(

@@ -9,10 +9,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import torch
-from transformers import PreTrainedModel
 
 from skyrl_train.config import CriticConfig, PolicyConfig, RefConfig, SkyRLConfig
 from skyrl_train.distributed.process_group import free_port, init_process_group
@@ -23,6 +22,9 @@ from skyrl_train.training_backends.checkpoint import BackgroundWrite, StateFiles
 from skyrl_train.training_backends.optimizer import LearningRateSchedule
 from skyrl_train.training_batch import MicroBatch, TrainingInputBatch
 from skyrl_train.utils.storage import Place
+
+if TYPE_CHECKING:  # the driver knows backends by this interface, and has no model
+    from transformers import PreTrainedModel
 
 ModelName = Literal["policy", "critic", "ref"]
 """Models of a run, as settings and metrics name them."""
@@ -185,7 +187,7 @@ class TrainingBackend(ABC):
 
     @property
     @abstractmethod
-    def transformer(self) -> PreTrainedModel:
+    def transformer(self) -> "PreTrainedModel":
         """The transformers model, whose config and class exports have."""
 
     @abstractmethod

@@ -5,7 +5,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from transformers import get_scheduler
 
 from skyrl_train.config import OptimizerConfig
 
@@ -20,6 +19,8 @@ class LearningRateSchedule:
     """
 
     def __init__(self, config: OptimizerConfig, num_training_steps: int):
+        from transformers import get_scheduler  # brings its trainer's modules, which the driver needs not
+
         carrier = torch.optim.SGD([torch.zeros(1)], lr=config.lr)  # transformers makes schedules for optimizers alone
         scheduler = get_scheduler(
             config.scheduler,

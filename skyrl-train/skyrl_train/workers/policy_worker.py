@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from skyrl_train.algorithms.losses import PolicyLoss, TokenSelector
 from skyrl_train.config import SkyRLConfig
-from skyrl_train.models.adapter_files import write_adapter_version
 from skyrl_train.models.experts import RouterStatistics, auxiliary_loss
 from skyrl_train.training_backends.base import Gradient, MakeBackend, MetricSums, ParallelInfo
 from skyrl_train.training_batch import MicroBatch, TrainingInputBatch, TrainingOutputBatch
@@ -175,6 +174,8 @@ class PolicyWorker(Worker):
         Returns:
             on rank 0, the fingerprint of each of their tensors.
         """
+        from skyrl_train.models.adapter_files import write_adapter_version  # heavy: the driver imports this module too
+
         folder = expand_path(self.cfg.generator.weight_sync_directory) / "adapters"
         written = write_adapter_version(
             self.backend.transformer, folder, version, self._engine_dtype, self.parallel.rank

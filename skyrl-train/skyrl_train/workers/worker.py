@@ -15,7 +15,6 @@ from transformers import CONFIG_NAME, PreTrainedTokenizerBase
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.training_backends import TrainingBackendRegistry
 from skyrl_train.distributed.process_group import free_port
-from skyrl_train.models.adapter_files import save_adapter
 from skyrl_train.training_backends.base import (
     Gradient,
     MakeBackend,
@@ -190,6 +189,10 @@ class Worker:
         with publishing(location(folder), seal=CONFIG_NAME) if is_writer else nullcontext() as draft:
             target = Path() if draft is None else draft.local  # only rank 0 writes
             if settings.model.lora.rank:
+                from skyrl_train.models.adapter_files import (
+                    save_adapter,  # heavy: the driver imports this module as well
+                )
+
                 save_adapter(transformer, target / "adapter", settings.model.path or "")
             if is_writer:
                 transformer.save_pretrained(target, state_dict=state)

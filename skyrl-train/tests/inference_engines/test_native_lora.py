@@ -23,10 +23,10 @@ from skyrl_train.inference_engines.native import packed_linear
 from skyrl_train.inference_engines.native.attention import MIN_ROWS
 from skyrl_train.inference_engines.native.core import NativeEngineCore
 from skyrl_train.inference_engines.native.experts import PROJECTIONS
-from skyrl_train.inference_engines.native.lora import NO_LORA, Lora, groups_of
+from skyrl_train.inference_engines.native.lora import Lora, groups_of
 from skyrl_train.inference_engines.native.lora_loading import read_lora
 from skyrl_train.inference_engines.native.packed_linear import pack_linears
-from skyrl_train.inference_engines.native.requests import EngineSamplingParams, Request
+from skyrl_train.inference_engines.native.requests import NO_LORA, EngineSamplingParams, Request
 from skyrl_train.weight_sync.base import LoraLoadRequest
 from skyrl_train.weight_sync.fingerprint import fingerprints_of
 

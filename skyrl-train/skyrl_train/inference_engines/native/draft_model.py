@@ -19,8 +19,7 @@ from transformers import PreTrainedModel
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.inference_engines.native.loading import context_length_of
-from skyrl_train.inference_engines.native.lora import NO_LORA
-from skyrl_train.inference_engines.native.requests import Request
+from skyrl_train.inference_engines.native.requests import NO_LORA, Request
 from skyrl_train.inference_engines.native.rows import RowTable
 from skyrl_train.inference_engines.native.runner import ModelRunner
 from skyrl_train.inference_engines.native.sampling import sample, uniforms

@@ -29,12 +29,11 @@ from torch import nn
 from skyrl_train.inference_engines.native.attention import MIN_ROWS, round_up
 from skyrl_train.inference_engines.native.experts import ExpertAdapters, use_native_experts
 from skyrl_train.inference_engines.native.lora_loading import LayerMatrices, features_of, tensor_names
+from skyrl_train.inference_engines.native.requests import NO_LORA
 from skyrl_train.weight_sync.base import LoraLoadRequest, WeightReport
 from skyrl_train.weight_sync.fingerprint import Verification, fingerprints_of
 
 RANK_BLOCK = 16
-NO_LORA = -1
-"""The slot of rows without adapter."""
 
 
 @dataclass(eq=False)

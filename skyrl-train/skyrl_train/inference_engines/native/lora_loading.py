@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft.utils.other import get_pattern_key
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -144,6 +143,8 @@ def _checked(
     config: Mapping[str, Any],
     max_rank: int,
 ) -> LayerMatrices:
+    from peft.utils.other import get_pattern_key  # heavy, and nothing to an engine without adapters
+
     if set(pair) != {"A", "B"}:
         raise _refusal(path, f"{layer} has no lora_{'B' if 'A' in pair else 'A'}")
     a, b = pair["A"], pair["B"]

@@ -4,16 +4,19 @@ import math
 import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from skyrl_gym.suggestions import did_you_mean
 from skyrl_train.inference_engines.base import SamplingKeywords
 from skyrl_train.inference_engines.constraints import Constraint
-from skyrl_train.inference_engines.native.constrained import AnswerMatcher
-from skyrl_train.inference_engines.native.lora import NO_LORA, Lora
 from skyrl_train.inference_engines.native.sampling import random_key
 from skyrl_train.inference_engines.native.stop_strings import Decode
+
+if TYPE_CHECKING:  # servers and other engines read requests without them
+    from skyrl_train.inference_engines.native.constrained import AnswerMatcher
+    from skyrl_train.inference_engines.native.lora import Lora
 
 SeedPair = tuple[int, int]
 """Seed and index: requests of one seed differ by their index."""
@@ -25,6 +28,9 @@ MAX_TOP = 20
 """Likeliest tokens that may be asked for in the place of each token of an answer."""
 
 MAX_BIAS = 100.0
+
+NO_LORA = -1
+"""The slot of rows without adapter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,11 +277,11 @@ class Request:
     prompt: np.ndarray
     params: EngineSamplingParams
     seed: SeedPair
-    lora: Lora | None = None
+    lora: "Lora | None" = None
     scoring: PromptScoring | None = None
     group: str | None = None
     decode: Decode | None = None
-    matcher: AnswerMatcher | None = None
+    matcher: "AnswerMatcher | None" = None
     prompt_scores: PromptScores | None = field(default=None, init=False)
     """Result of `scoring`, once the prompt is computed."""
     num_chunked: int = field(default=0, init=False)
