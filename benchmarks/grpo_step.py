@@ -227,7 +227,8 @@ def our_settings(options: argparse.Namespace, work: Work, dtype: str, folder: Pa
         "policy": {
             "model": {"path": str(folder / "model")},
             "optimizer_config": {"lr": LEARNING_RATE},
-            "fsdp_config": {"reshard_after_forward": False},  # TRL, too, keeps the whole model
+            # As TRL's processes do, each rank keeps the whole model.
+            "fsdp_config": {"fsdp_size": 1, "reshard_after_forward": False},
         },
         "placement": {"device": "cpu", "policy_num_gpus_per_node": options.ranks},
         "algorithm": {"use_kl_loss": False},
@@ -371,7 +372,7 @@ def trl_process(
     import torch
     from datasets import Dataset
     from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports, reportPrivateImportUsage]
+    from trl import GRPOTrainer  # pyright: ignore[reportMissingImports, reportPrivateImportUsage]
 
     torch.set_num_threads(shape.threads)
 
@@ -395,7 +396,23 @@ def trl_process(
     def reward(completions: list[list[dict[str, str]]], **_: Any) -> list[float | None]:
         return [reward_of(messages[0]["content"]) for messages in completions]
 
-    config = GRPOConfig(
+    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    trainer = GRPOTrainer(
+        model=str(folder / "model"),
+        reward_funcs=reward,
+        args=trl_config(shape, work, num_steps, dtype, folder),
+        train_dataset=Dataset.from_list(rows),
+        callbacks=[InTurn()],
+    )
+    trainer.train()
+    connection.recv()  # taking down a process is work: not while our last step is being timed
+
+
+def trl_config(shape: PeerShape, work: Work, num_steps: int, dtype: str, folder: Path) -> Any:
+    """GRPOConfig of one rank: the same work as ours."""
+    from trl import GRPOConfig  # pyright: ignore[reportMissingImports, reportPrivateImportUsage]
+
+    return GRPOConfig(
         output_dir=str(folder / "trl"),
         use_cpu=True,
         bf16=dtype == "bfloat16",
@@ -413,16 +430,6 @@ def trl_process(
         disable_tqdm=True,
         model_init_kwargs={"attn_implementation": "sdpa", "dtype": "float32"},
     )
-    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
-    trainer = GRPOTrainer(
-        model=str(folder / "model"),
-        reward_funcs=reward,
-        args=config,
-        train_dataset=Dataset.from_list(rows),
-        callbacks=[InTurn()],
-    )
-    trainer.train()
-    connection.recv()  # taking down a process is work: not while our last step is being timed
 
 
 # ---- the floor
