@@ -121,13 +121,39 @@ def test_an_adapter_whose_experts_differ_is_refused_and_optimizers_are_not_mixed
         trained(folder, data, lora).save("m", tmp_path / name, state=True)
     shared, whole = (trained(folder, data, LoraSpec(rank=4, share_experts=share)) for share in (True, False))
     before = shared._adapters["m"].weights.clone()
-    with pytest.raises(ModelError, match=r"experts differ.*by a server without --share-expert-matrices"):
+    with pytest.raises(ModelError, match=r"experts differ.*this model, which was trained, share one.*not trained yet"):
         shared.load("m", tmp_path / "whole", optimizer=False)
     assert torch.equal(shared._adapters["m"].weights, before)
-    with pytest.raises(ModelError, match=r"Load it without optimizer, or .* by a server with --share-expert-matrices"):
+    with pytest.raises(ModelError, match=r"Load it without optimizer\. A model that is created from the checkpoint"):
         whole.load("m", tmp_path / "shared", optimizer=True)
     whole.load("m", tmp_path / "shared", optimizer=False)
     shared.load("m", tmp_path / "shared", optimizer=True)
+
+
+@pytest.mark.parametrize("state", [True, False], ids=["with optimizer", "weights alone"])
+@pytest.mark.parametrize("share", [True, False], ids=["shared", "whole"])
+def test_an_untrained_model_takes_the_layout_of_the_checkpoint_and_keeps_it_in_snapshots(
+    share: bool, state: bool, model_folder: Make, supervised: Supervised, tmp_path: Path
+) -> None:
+    folder, data = model_folder("qwen3_moe"), supervised([20])
+    for name in ("checkpoint", "snapshot"):
+        (tmp_path / name).mkdir()
+    first = trained(folder, data, LoraSpec(rank=4, seed=1, share_experts=share))
+    first.save("m", tmp_path / "checkpoint", state=state)
+    created = LoraSpec(rank=4, seed=2, share_experts=not share)
+    second, third = TorchTraining(folder), TorchTraining(folder)
+    second.create("m", created)
+    second.load("m", tmp_path / "checkpoint", optimizer=state)
+    second.save("m", tmp_path / "snapshot", state=True)
+    third.restore("m", created, tmp_path / "snapshot")
+    if not state:
+        first.load("m", tmp_path / "checkpoint", optimizer=False)  # a new optimizer, as the others have
+    for each in (first, second, third):
+        assert each._adapters["m"].lora.share_experts == share
+        run(each, data)
+        each.optim_step("m", ADAM)
+    a, b, c = (each._adapters["m"].weights for each in (first, second, third))
+    assert torch.equal(a, b) and torch.equal(a, c)
 
 
 async def test_the_native_engine_samples_from_shared_matrices_with_the_log_probs_of_training(

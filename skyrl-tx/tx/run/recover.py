@@ -26,8 +26,6 @@ from tx.tinker.storage.store import Store
 from tx.tinker.types import TinkerPath
 
 _SAMPLERS = "*:train:*/samplers/*@*"
-_SHARED = re.compile(r"\.experts\.[a-z_]+\.lora_[AB]\.weight$")
-"""Name of a matrix that experts share, in an optimizer."""
 _RUN = re.compile(r"(?P<session>.+):train:(?P<number>\d+)")
 REMOVE_SAMPLERS = "--remove-samplers"
 """Option of this command alone: delete the weights of samplers without a name that the database does not know."""
@@ -46,8 +44,6 @@ class FoundCheckpoint:
     rank: int = 0
     layers: frozenset[str] = field(default_factory=frozenset)
     """Names of the tensors; none where they are encrypted."""
-    shares_experts: bool = False
-    """Known of checkpoints with an optimizer alone; others have a copy for each expert, and are loaded as such."""
 
     def has(self, part: str) -> bool:
         """Return True if the adapter has a layer with this in its name."""
@@ -118,11 +114,10 @@ def _read(found: FoundCheckpoint) -> FoundCheckpoint:
     rank = json.loads((folder / "adapter_config.json").read_text())["r"]
     with safe_open(folder / _WEIGHTS, "np") as file:
         layers = frozenset(file.keys())
-    shares_experts = False
     if found.path.kind == "weights":
-        with safe_open(folder / _OPTIMIZER, "np") as file:
-            shares_experts = any(_SHARED.search(key) for key in file.keys())  # noqa: SIM118  # it is no mapping
-    return FoundCheckpoint(found.path, found.seq, folder, rank, layers, shares_experts)
+        with safe_open(folder / _OPTIMIZER, "np"):
+            pass  # it can be read
+    return FoundCheckpoint(found.path, found.seq, folder, rank, layers)
 
 
 async def register(
@@ -175,7 +170,6 @@ def _insert(database: Database, config: EngineConfig, tenant: str, found: FoundC
             train_attn=found.has("self_attn"),
             train_mlp=found.has("mlp"),
             train_unembed=found.has("lm_head"),
-            share_experts=found.shares_experts,
             status="unloaded",
             created_at=now,
             last_request_at=now,

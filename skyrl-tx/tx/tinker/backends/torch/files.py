@@ -6,7 +6,8 @@ ranks.
 Shapes: P numbers of an adapter.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,17 @@ from peft import LoraConfig
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from skyrl_train.models.adapter_files import WEIGHTS_FILE, read_adapter
+from skyrl_train.models.adapter_files import WEIGHTS_FILE, AdapterFile, read_adapter
 from tx.errors import ModelError
-from tx.tinker.backends.torch.adapters import Adapter
+from tx.tinker.backends.torch.adapters import Adapter, Site
 from tx.tinker.types import LORA_ALPHA
 
 STATE_FILE = "optimizer.safetensors"
 """`mean.*`, `square.*` and `gradient.*` by the names of the matrices they belong to, where they exist; the number of
-steps in its metadata."""
+steps in its metadata; for adapters of experts, the flag `_SHARES_EXPERTS`."""
+_SHARES_EXPERTS = "shares_experts"
 _VECTORS = ("mean", "square", "gradient")
+_OTHER_LAYOUT = "A model that is created from the checkpoint, or was not trained yet, takes the checkpoint's layout"
 
 
 def write_adapter(
@@ -58,7 +61,38 @@ def write_state(adapter: Adapter, vectors: Mapping[str, torch.Tensor], folder: P
     tensors = {
         f"{kind}.{name}": tensor for kind, vector in vectors.items() for name, tensor in _named(adapter, vector).items()
     }
+    if any(site.num_experts is not None for site in adapter.sites):
+        tensors[_SHARES_EXPERTS] = torch.tensor(adapter.lora.share_experts)
     _save(tensors, folder / STATE_FILE, "step", str(adapter.step))
+
+
+def shares_experts(sites: Sequence[Site], folder: Path, *, by_weights: bool) -> bool | None:
+    """Return whether experts share matrices in a checkpoint; None without experts, or if it does not say.
+
+    Args:
+        sites: the layers of the model, in either layout.
+        by_weights: where the optimizer's file does not say (there is none, or it is an earlier release's of a model
+            without moments and gradient), compare the experts' copies of the matrices that may be shared.
+
+    Raises:
+        ModelError: the folder cannot be read.
+    """
+    sites = [site.sharing_experts() for site in sites if site.num_experts is not None]
+    if not sites:
+        return None
+    if (folder / STATE_FILE).exists():
+        with _open_state(folder) as file:
+            names = set(file.keys())
+            if _SHARES_EXPERTS in names:
+                return bool(file.get_tensor(_SHARES_EXPERTS))
+        if names:
+            matrices = {name.partition(".")[2] for name in names}
+            return any(key in matrices for key, _ in _shared(sites))
+    if not by_weights:
+        return None
+    tensors = _read_file(folder).tensors
+    copies = ([tensors[key] for key in of_experts if key in tensors] for _, of_experts in _shared(sites))
+    return all(torch.equal(copy, each[0]) for each in copies for copy in each)
 
 
 def read_into(adapter: Adapter, folder: Path, *, optimizer: bool, gradient: bool = False) -> None:
@@ -91,9 +125,9 @@ def _key(layer: str, side: str) -> str:
     return f"base_model.model.{layer}.lora_{side}.weight"
 
 
-def _shared(adapter: Adapter) -> Iterator[tuple[str, list[str]]]:
+def _shared(sites: Iterable[Site]) -> Iterator[tuple[str, list[str]]]:
     """Yield the key of each matrix that experts share, and the keys that peft has for it, one for each expert."""
-    for site in adapter.sites:
+    for site in sites:
         if site.shared is not None:
             side = site.shared.upper()
             yield _key(site.name, side), [_key(layer, side) for layer in site.layers]
@@ -102,7 +136,7 @@ def _shared(adapter: Adapter) -> Iterator[tuple[str, list[str]]]:
 def _expanded(adapter: Adapter, named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return matrices as peft and engines read them: a shared one as a copy for each expert, since they have no form
     of a shared one."""
-    for key, of_experts in _shared(adapter):
+    for key, of_experts in _shared(adapter.sites):
         matrix = named.pop(key)
         named |= {of_expert: matrix.clone() for of_expert in of_experts}
     return named
@@ -115,13 +149,12 @@ def _merged(adapter: Adapter, tensors: Mapping[str, torch.Tensor]) -> Mapping[st
         ModelError: the experts' differ.
     """
     merged = dict(tensors)
-    for key, of_experts in _shared(adapter):
+    for key, of_experts in _shared(adapter.sites):
         copies = [merged.pop(of_expert) for of_expert in of_experts if of_expert in merged]
         if any(not torch.equal(copy, copies[0]) for copy in copies):
             raise ModelError(
                 f"the checkpoint does not fit the model: {of_experts[0]} and those of other experts differ, and the "
-                "experts of this model share one. Load it into a model that was made by a server without "
-                "--share-expert-matrices"
+                f"experts of this model, which was trained, share one. {_OTHER_LAYOUT}"
             )
         if len(copies) == len(of_experts):
             merged[key] = copies[0]
@@ -134,12 +167,16 @@ def _save(tensors: Mapping[str, torch.Tensor], path: Path, key: str, value: str)
     save_file(contiguous, path, metadata={key: value})
 
 
-def _read_weights(adapter: Adapter, folder: Path) -> torch.Tensor:
-    """Return this rank's part of the weights, [p]."""
+def _read_file(folder: Path) -> AdapterFile:
     try:
-        file = read_adapter(folder)
+        return read_adapter(folder)
     except ValueError as error:
         raise ModelError(str(error).replace(str(folder), "the checkpoint")) from error  # the client sees no path
+
+
+def _read_weights(adapter: Adapter, folder: Path) -> torch.Tensor:
+    """Return this rank's part of the weights, [p]."""
+    file = _read_file(folder)
     rank, alpha = file.config.get("r"), file.config.get("lora_alpha")
     if rank != adapter.lora.rank or alpha != LORA_ALPHA:
         raise ModelError(
@@ -152,17 +189,22 @@ def _read_weights(adapter: Adapter, folder: Path) -> torch.Tensor:
     return _vector(adapter, _merged(adapter, file.tensors), "", "adapter")
 
 
-def _read_state(adapter: Adapter, folder: Path) -> tuple[int, dict[str, torch.Tensor]]:
-    """The number of steps, and the vectors that are there."""
-    path = folder / STATE_FILE
-    if not path.exists():
-        raise ModelError("the checkpoint holds no optimizer: it was saved to sample from. Load it without optimizer")
+@contextmanager
+def _open_state(folder: Path) -> Iterator[Any]:
     try:
-        with safe_open(path, framework="pt") as file:
-            step = int((file.metadata() or {})["step"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
+        with safe_open(folder / STATE_FILE, framework="pt") as file:
+            yield file
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise ModelError(f"the checkpoint's optimizer ({STATE_FILE}) is damaged: {error}", "server") from error
+
+
+def _read_state(adapter: Adapter, folder: Path) -> tuple[int, dict[str, torch.Tensor]]:
+    """The number of steps, and the vectors that are there."""
+    if not (folder / STATE_FILE).exists():
+        raise ModelError("the checkpoint holds no optimizer: it was saved to sample from. Load it without optimizer")
+    with _open_state(folder) as file:
+        step = int((file.metadata() or {})["step"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
     there = [kind for kind in _VECTORS if any(name.startswith(f"{kind}.") for name in tensors)]
     if step and not {"mean", "square"} <= set(there):
         raise ModelError(f"the checkpoint's optimizer ({STATE_FILE}) is damaged: it has no moments", "server")
@@ -181,8 +223,8 @@ def _vector(adapter: Adapter, tensors: Mapping[str, Any], prefix: str, what: str
     of_sharing = {_key(site.name, side) for site in adapter.sites if site.num_experts is not None for side in "AB"}
     if of_sharing & (found.keys() - expected.keys()):
         raise ModelError(
-            f"the checkpoint's {what} does not fit the model: its experts share matrices, and those of this model do "
-            "not. Load it without optimizer, or into a model that was made by a server with --share-expert-matrices"
+            f"the checkpoint's {what} does not fit the model: its experts share matrices, and those of this model, "
+            f"which was trained, do not. Load it without optimizer. {_OTHER_LAYOUT}"
         )
     for name in {**expected, **found}:
         given, wanted = (list(each[name].shape) if name in each else "missing" for each in (found, expected))

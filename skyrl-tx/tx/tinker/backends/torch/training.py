@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import nn
@@ -89,10 +90,15 @@ class TorchTraining(TrainingBackend):
                 files.write_state(adapter, vectors, folder)
 
     def load(self, model_id: str, folder: Path, *, optimizer: bool) -> None:
-        files.read_into(self._adapter(model_id), folder, optimizer=optimizer)
+        adapter = self._adapter(model_id)
+        if adapter.step == 0 and adapter.gradient is None:  # untrained
+            adapter = self._with_layout_of(folder, adapter, by_weights=True)
+        files.read_into(adapter, folder, optimizer=optimizer)
+        self._adapters[model_id] = adapter
 
     def restore(self, model_id: str, lora: LoraSpec, folder: Path) -> None:
-        adapter = self._empty(lora)
+        # `lora` is that of the model's creation; it may have loaded a checkpoint of the other layout since.
+        adapter = self._with_layout_of(folder, self._empty(lora), by_weights=False)
         files.read_into(adapter, folder, optimizer=True, gradient=True)
         # Known only once it is read: a damaged folder leaves no half-restored model.
         self._adapters[model_id] = adapter
@@ -159,6 +165,14 @@ class TorchTraining(TrainingBackend):
             wanted = ", ".join(f"train_{kind}" for kind, is_wanted in kinds.items() if is_wanted)
             raise ModelError(f"lora_config: nothing to train; {wanted or 'none of its parts is on'}")
         return Adapter(lora, sites, self._base.device, self._base.dtype, self._rank_group)
+
+    def _with_layout_of(self, folder: Path, adapter: Adapter, *, by_weights: bool) -> Adapter:
+        """Return the adapter, or an empty one in its place if experts share matrices in one of it and the checkpoint
+        alone. Args: by_weights: of `files.shares_experts`."""
+        shares_experts = files.shares_experts(adapter.sites, folder, by_weights=by_weights)
+        if shares_experts in (None, adapter.lora.share_experts):
+            return adapter
+        return self._empty(msgspec.structs.replace(adapter.lora, share_experts=shares_experts))
 
     def _target_modules(self, adapter: Adapter) -> list[str]:
         """Last parts of names where they say which layers are meant (engines know these), else whole names."""
