@@ -51,6 +51,18 @@ def test_doctor_without_a_model_checks_the_rest(options, capsys):
     assert any("give --base-model" in text for text in lines_of(capsys.readouterr().out)["note"])
 
 
+def test_doctor_tells_that_run_folders_are_above_their_limit(tmp_path, options, capsys):
+    logs = tmp_path / "state" / "runs" / "s_train_0" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "trainer.log").write_bytes(b"\n" * 3000)
+    for most, verdict in (("4e-6", "ok"), ("2e-6", "note")):
+        assert doctor.main([*options, "--max-runs-gb", most]) == 0
+        found = lines_of(capsys.readouterr().out)[verdict]
+        assert any(
+            text.startswith("run folders") and f"1 take 3e-06 GB; --max-runs-gb is {most[0]}" in text for text in found
+        )
+
+
 def test_a_wrong_option_is_no_finding_but_an_error(capsys):
     assert doctor.main(["--prot", "1"]) == 2
     assert "did you mean --port" in capsys.readouterr().err

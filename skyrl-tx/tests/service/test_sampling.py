@@ -1,14 +1,20 @@
 """A sampler has its weights for ever; a sample is drawn once."""
 
 import asyncio
+import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 from service_users import Chain, Client, refused, restarted, without_engine
 
 from tx.errors import Busy, RequestError
+from tx.tinker.base_model import BaseModelFacts
+from tx.tinker.service import sampling
 from tx.tinker.service.results import TryAgain
 from tx.tinker.service.service import TinkerService
+from tx.tinker.types import SampleSpec
+from tx.tinker.wire.checks import check_sample
 
 pytestmark = pytest.mark.process
 
@@ -42,6 +48,33 @@ async def test_samplers_of_a_name_outlive_the_name(service: TinkerService, alice
     await service.sessions.finish("alice", alice.session_id)
     await service._cleanup.collect_garbage()
     assert not folders[0].exists(), "with its last user the folder goes"
+
+
+async def test_targets_of_a_prompt_are_checked_in_a_thread_if_large_and_refused_before_anything_is_stored(
+    service: TinkerService, alice: Client, monkeypatch: pytest.MonkeyPatch
+):
+    sampler, threads = await alice.sampler(0, base_model="tiny"), []
+
+    def check(spec: SampleSpec, facts: BaseModelFacts) -> None:
+        threads.append(threading.current_thread())
+        check_sample(spec, facts)
+
+    monkeypatch.setattr(sampling, "check_sample", check)
+    for seq, width in enumerate((10, 10_000)):  # of the 2 prompt tokens that something predicts
+        targets = {"data": [7] * 2 * width, "shape": [2, width]}
+        await alice.result(await alice.sample(sampler, seq, target_prompt_logprobs=targets))
+    here = threading.main_thread()
+    assert threads[0] is here and threads[1] is not here
+    for seq, (data, says) in enumerate((([100] * 20_000, "ids below 100"), ([7] * 3, "as many numbers")), start=2):
+        wrong = {"data": data, "shape": [2, 10_000]}
+        await refused(400, alice.sample(sampler, seq, target_prompt_logprobs=wrong), says)
+    info = await service._link.known_info(30)
+    assert info is not None
+    service._link.info = msgspec.structs.replace(info, name="skyrl_train", scores_targets=False)
+    says = "target_prompt_logprobs is not computed by the backend skyrl_train: ask for topk_prompt_logprobs"
+    await refused(400, alice.sample(sampler, 4, target_prompt_logprobs={"data": [7] * 2, "shape": [2, 1]}), says)
+    assert not service._state.pending
+    await alice.result(await alice.sample(sampler, 4))  # its number is still free
 
 
 @pytest.mark.parametrize("service", [{"keep_samplers": 3, "sampler_idle_sec": 0}], indirect=True)

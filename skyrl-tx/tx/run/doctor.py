@@ -19,6 +19,7 @@ from tx.tinker.config import EngineConfig
 from tx.tinker.file_limit import FEW, raise_file_limit
 from tx.tinker.http.api_keys import read_api_keys
 from tx.tinker.http.connections import limit_of_connections
+from tx.tinker.service.run_folders import run_folders
 from tx.tinker.storage.database import Database
 from tx.tinker.storage.db_models import SCHEMA_VERSION
 from tx.tinker.storage.folders import Folders, without_local_scheme
@@ -64,6 +65,7 @@ def examine(config: EngineConfig) -> Iterator[Finding]:
     yield _probe("checkpoints", lambda: _checkpoints(config))
     yield _probe("database", lambda: _database(config))
     yield _disk(config)
+    yield _run_folders(config)
     yield _open_files()
     yield _sdk()
 
@@ -155,6 +157,15 @@ def _disk(config: EngineConfig) -> Finding:
     free = shutil.disk_usage(config.state_folder if config.state_folder.exists() else Path.home()).free / 2**30
     text = f"{free:,.1f} GiB free at the state folder"
     return Finding("disk", "ok", text) if free > LITTLE_DISK_GB else Finding("disk", "note", f"{text}: that is little")
+
+
+def _run_folders(config: EngineConfig) -> Finding:
+    folders = run_folders(config.state_folder / "runs")
+    num_gb = sum(folder.num_bytes for folder in folders) / 1e9
+    text = f"{len(folders)} take {num_gb:,.3g} GB; --max-runs-gb is {config.max_runs_gb:g}"
+    if num_gb <= config.max_runs_gb:
+        return Finding("run folders", "ok", text)
+    return Finding("run folders", "note", f"{text}: the server removes the oldest ones of models that are not live")
 
 
 def _open_files() -> Finding:

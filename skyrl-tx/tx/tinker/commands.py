@@ -51,6 +51,8 @@ INLINE_BYTES = 32 << 10
 """Larger payloads and results are stored as blobs."""
 THREAD_FROM_BYTES = 256 << 10
 """Larger training requests are checked in a thread, so that the event loop stays responsive."""
+THREAD_FROM_TOKENS = 1 << 14
+"""Sample requests with more token ids are checked in a thread; fewer take about a millisecond."""
 REPLAYED_KINDS = ("create", "train", "optimize", "load")
 """Kinds that are replayed to restore a model, until a snapshot contains them."""
 

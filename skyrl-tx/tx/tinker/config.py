@@ -74,10 +74,15 @@ class EngineConfig(BaseModel):
     keep_samples_mb: int = Field(default=16, ge=1)
     """Maximum size of a model's kept samples, in MB; those of the earliest steps are dropped first, and of a step that
     is larger alone, all but the last half of these MB."""
+    max_runs_gb: float = Field(default=10.0, gt=0)
+    """Maximum total size of the run folders in the state folder (curves, logs and kept samples of models, and the
+    server's own), in GB. Beyond it those of models that are unloaded are removed, longest unchanged first; those of
+    live models and of the server stay."""
     share_expert_matrices: bool = False
     """Experts of a layer share, in adapters of new models, A of `gate_proj`, A of `up_proj` and B of `down_proj`: 3.6
     times fewer numbers for Qwen3-30B-A3B. Files hold a copy for each expert, as peft and engines read them. Models that
-    exist stay as they are; without experts that are adapted it has no effect."""
+    exist stay as they are, and a model without an optimizer step takes the layout of the checkpoint that it loads;
+    without experts that are adapted it has no effect."""
     seq_gap_timeout_sec: int = Field(default=300, ge=1)
     """Time after which a request fails whose predecessor has not arrived, in seconds."""
 

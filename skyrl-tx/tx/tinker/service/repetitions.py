@@ -14,10 +14,11 @@ from sqlmodel import Session as Database
 from sqlmodel import col
 
 from tx.errors import RequestError
-from tx.tinker.commands import THREAD_FROM_BYTES
+from tx.tinker.commands import THREAD_FROM_BYTES, THREAD_FROM_TOKENS
 from tx.tinker.storage.db_models import RequestRow
 from tx.tinker.storage.store import Store
 from tx.tinker.wire.codec import TrainingRequest
+from tx.tinker.wire.schemas import AsampleRequest
 
 
 async def digest_of(request: object) -> bytes:
@@ -28,6 +29,12 @@ async def digest_of(request: object) -> bytes:
             return await asyncio.to_thread(_digest_of_pass, request)
         return _digest_of_pass(request)
     assert isinstance(request, BaseModel)
+    if isinstance(request, AsampleRequest) and request.num_tokens > THREAD_FROM_TOKENS:
+        return await asyncio.to_thread(_digest_of_model, request)
+    return _digest_of_model(request)
+
+
+def _digest_of_model(request: BaseModel) -> bytes:
     content = request.model_dump_json(exclude_defaults=True)
     return hashlib.sha256(f"{type(request).__name__}{content}".encode()).digest()[:16]
 

@@ -4,7 +4,7 @@ The database forgets a result once it is delivered, so what training looked like
 has `config.yaml`, `metrics.jsonl` with a line an optimizer step, and `logs/trainer.log`; the folder `server` has a line
 a minute. Prompts and responses are in them only if the settings ask for it (`kept_samples`). Nothing depends on these
 files: a line that cannot be written, or is lost with the process, costs its place in a curve. Any of the folders may be
-deleted.
+deleted; `limit` does so with the oldest ones.
 """
 
 import json
@@ -15,7 +15,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from logging.handlers import RotatingFileHandler
@@ -26,6 +26,7 @@ import msgspec
 from tx.tinker.commands import Sample
 from tx.tinker.config import EngineConfig
 from tx.tinker.service.kept_samples import KeptSamples
+from tx.tinker.service.run_folders import remove_oldest
 from tx.tinker.service.state import PendingRequest, Run
 from tx.tinker.types import SERVER, PassOutput, TinkerPath
 from tx.tinker.wire.codec import decode_sample_output
@@ -97,7 +98,7 @@ class RunFiles:
         self._progress: dict[str, _Progress] = {}  # of live models; only that thread uses it
         self._sample_bytes, self._lock = 0, threading.Lock()  # of samples that wait; used by both threads
         self._done: Counter[str] = Counter()
-        self._is_failing = self._is_closed = False
+        self._is_failing = self._is_full = self._is_closed = False
 
     def begin(self, config: EngineConfig) -> None:
         """Write that the server starts, with its settings: without the database's URL, which may hold a password."""
@@ -147,6 +148,10 @@ class RunFiles:
         row = {f"server/{name}": float(value) for name, value in sums.items()}
         row |= {f"requests/{kind}": float(count) for kind, count in self._done.items()}
         self._later(partial(self._note, row))
+
+    def limit(self, max_bytes: float, live: Iterable[str]) -> None:
+        """Remove the oldest run folders beyond a total size, but those of live models and of the server."""
+        self._later(partial(self._limit, max_bytes, {self._path(name).name for name in (SERVER, *live)}))
 
     def close(self, seconds: float | None = None) -> None:
         """Write that the server stops, and wait until all is written, but not longer than `seconds`."""
@@ -232,6 +237,20 @@ class RunFiles:
         progress = self._of(SERVER)
         progress.step += 1
         self._append(SERVER, "metrics.jsonl", json.dumps({"step": progress.step, "time": time.time(), **row}))
+
+    def _limit(self, max_bytes: float, live: set[str]) -> None:
+        removed, num_bytes = remove_oldest(self._folder, max_bytes, live)
+        if removed:
+            log.info("max_runs_gb=%g: run folders removed: %s", max_bytes / 1e9, ", ".join(removed))
+            gone = {model_id for model_id in self._progress if self._path(model_id).name in removed}
+            self._progress = {model_id: each for model_id, each in self._progress.items() if model_id not in gone}
+        is_full = num_bytes > max_bytes
+        if is_full and not self._is_full:
+            log.warning(
+                "run folders of live models take %.3g GB, above max_runs_gb=%g: unload models, or raise the limit",
+                num_bytes / 1e9, max_bytes / 1e9,
+            )  # fmt: skip
+        self._is_full = is_full
 
     def _of(self, name: str) -> _Progress:
         """Return the progress of a model; after a restart of the server, its last line tells how far it was."""

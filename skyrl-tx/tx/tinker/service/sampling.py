@@ -11,13 +11,14 @@ from sqlmodel import Session as Database
 
 from tx.errors import RequestError
 from tx.tinker.base_model import BaseModelFacts
-from tx.tinker.commands import Sample
+from tx.tinker.commands import THREAD_FROM_TOKENS, Sample
 from tx.tinker.service.checkpoints import Checkpoints
 from tx.tinker.service.dispatch import Dispatch
+from tx.tinker.service.engine_link import EngineLink
 from tx.tinker.service.limits import Limits
 from tx.tinker.service.repetitions import Repetitions, digest_of
 from tx.tinker.service.rows import insert_request
-from tx.tinker.service.runs import Runs, draw_seed
+from tx.tinker.service.runs import BACKEND_PATIENCE_SECONDS, Runs, draw_seed
 from tx.tinker.service.state import PendingRequest, Sampler, ServerState, start_shared
 from tx.tinker.storage.db_models import SamplerRow, SessionRow
 from tx.tinker.storage.store import Store
@@ -43,6 +44,7 @@ class Samplers:
         state: ServerState,
         limits: Limits,
         dispatch: Dispatch,
+        link: EngineLink,
         runs: Runs,
         checkpoints: Checkpoints,
         *,
@@ -50,7 +52,7 @@ class Samplers:
     ):
         self._records_stability = records_stability
         self._facts, self._store, self._state, self._limits = facts, store, state, limits
-        self._dispatch, self._runs, self._checkpoints = dispatch, runs, checkpoints
+        self._dispatch, self._link, self._runs, self._checkpoints = dispatch, link, runs, checkpoints
         self._repetitions = Repetitions(store)
 
     # ---- samplers
@@ -112,23 +114,22 @@ class Samplers:
             request_id = await self._sample_without_sampler(tenant, request, idempotency_key)
         else:
             assert request.seq_id is not None
-            sampler = self._state.sampler(tenant, request.sampling_session_id)
+            self._state.sampler(tenant, request.sampling_session_id)
+            spec, content = await self._spec(request), await digest_of(request)
+            sampler = self._state.sampler(tenant, request.sampling_session_id)  # it may have gone meanwhile
             request_id = request_id_of(sampler.sampler_id, request.seq_id)
-            content = await digest_of(request)
+            # No await between these checks and the start of the acceptance: of equal requests only one is accepted.
             if (accepting := sampler.accepting.get(request.seq_id)) is not None:
                 await asyncio.shield(accepting)
                 await self._repetitions.check(request_id, content)
             elif request_id in self._state.pending:
                 await self._repetitions.check(request_id, content)
             else:
-                await self._sample(sampler, request, request.seq_id, request_id, content)
+                await self._sample(sampler, spec, request.seq_id, request_id, content)
         ids = [f"{request_id}:{i}" for i in range(request.num_samples)]
         return {"request_id": request_id, "sample_sequence_ids": ids}
 
-    async def _sample(
-        self, sampler: Sampler, request: schemas.AsampleRequest, seq: int, request_id: str, content: bytes
-    ) -> None:
-        spec = self._spec(request)
+    async def _sample(self, sampler: Sampler, spec: SampleSpec, seq: int, request_id: str, content: bytes) -> None:
         pending = self._entry(sampler.tenant, request_id, spec, sampler.folder, content)
         pending.sampler_id = sampler.sampler_id
         self._limits.admit_sample(pending.tenant, pending.tokens)
@@ -141,19 +142,35 @@ class Samplers:
         if request_id in self._state.pending:
             await self._repetitions.check(request_id, content)
             return request_id
-        spec, folder = self._spec(request), None
+        spec, folder = await self._spec(request), None
         if request.base_model is not None:
             self._runs.check_base_model(request.base_model)
         if request.model_path is not None:
             folder = (await self._checkpoints.source(tenant, request.model_path, setting="model_path")).folder
+        if request_id in self._state.pending:  # the same request may have come while this one was checked
+            await self._repetitions.check(request_id, content)
+            return request_id
         pending = self._entry(tenant, request_id, spec, folder, content)
         self._limits.admit_sample(tenant, pending.tokens)
         await self._accept(pending)
         return request_id
 
-    def _spec(self, request: schemas.AsampleRequest) -> SampleSpec:
+    async def _spec(self, request: schemas.AsampleRequest) -> SampleSpec:
+        """Check a request. Raises: RequestError."""
         if request.record_stability_info and not self._records_stability:
             raise RequestError(f"record_stability_info belongs to the loss {STABLE_REINFORCE}: {_LOSS_IS_ELSEWHERE}")
+        if request.target_prompt_logprobs is not None:
+            info = await self._link.known_info(BACKEND_PATIENCE_SECONDS)
+            if info is not None and not info.scores_targets:
+                raise RequestError(
+                    f"target_prompt_logprobs is not computed by the backend {info.name}: ask for "
+                    "topk_prompt_logprobs, or serve with --backend torch"
+                )
+        if request.num_tokens > THREAD_FROM_TOKENS:
+            return await asyncio.to_thread(self._checked, request)
+        return self._checked(request)
+
+    def _checked(self, request: schemas.AsampleRequest) -> SampleSpec:
         spec = request.to_spec(draw_seed)
         check_sample(spec, self._facts)
         return spec

@@ -44,6 +44,8 @@ LAST_LINES_SECONDS = 5.0
 """Time for the last lines of curves when the server stops: if the disk is stalled, curves have a gap."""
 METRICS_SECONDS = 60.0
 """Time between two lines of the server's own curves."""
+RUN_FOLDERS_SECONDS = 600.0
+"""Time between two looks at the total size of run folders."""
 
 
 class TinkerService:
@@ -95,7 +97,7 @@ class TinkerService:
         self.sessions = Sessions(store, state, self.intake, self._dispatch)
         self.models = Runs(config, facts, store, state, limits, self.intake, self._dispatch, link, self.checkpoints)
         self.sampling = Samplers(
-            facts, store, state, limits, self._dispatch, self.models, self.checkpoints,
+            facts, store, state, limits, self._dispatch, link, self.models, self.checkpoints,
             records_stability=config.stable_reinforce_as is not None,
         )  # fmt: skip
         self._cleanup = BackgroundCleanup(
@@ -132,6 +134,8 @@ class TinkerService:
         self._run_files.begin(self._config)
         await self._note_metrics()
         self._cleanup.every(METRICS_SECONDS, self._note_metrics)
+        await self._limit_run_folders()
+        self._cleanup.every(RUN_FOLDERS_SECONDS, self._limit_run_folders)
 
     async def close(self) -> None:
         """Stop the engine and all background tasks. Accepted, unfinished requests stay in the database."""
@@ -144,6 +148,9 @@ class TinkerService:
 
     async def _note_metrics(self) -> None:
         self._run_files.note(self.metrics())
+
+    async def _limit_run_folders(self) -> None:
+        self._run_files.limit(self._config.max_runs_gb * 1e9, self._state.runs)
 
     async def _after_death(self, why: str) -> None:
         await self._dispatch.on_death(why)

@@ -444,6 +444,12 @@ class AsampleRequest(Body):
             raise ValueError("give sampling_session_id and seq_id, model_path or base_model")
         return self
 
+    @property
+    def num_tokens(self) -> int:
+        """Number of token ids of the prompt and of the targets."""
+        targets = self.target_prompt_logprobs
+        return sum(len(chunk.tokens) for chunk in self.prompt.chunks) + (len(targets.data) if targets else 0)
+
     def to_spec(self, draw_seed: Callable[[], int]) -> SampleSpec:
         """Args: draw_seed: gives a seed where the request has none."""
         return SampleSpec(
