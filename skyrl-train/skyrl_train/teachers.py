@@ -11,7 +11,12 @@ from typing import NamedTuple, Protocol
 import torch
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.inference_engines.base import Feature, InferenceEngineInput, InferenceEngineInterface
+from skyrl_train.inference_engines.base import (
+    Feature,
+    InferenceEngineInput,
+    InferenceEngineInterface,
+    raise_failures,
+)
 from skyrl_train.orchestration.actor_group import ActorGroup
 from skyrl_train.orchestration.batch_calls import forward, forward_top
 from skyrl_train.orchestration.schedule import Schedule
@@ -98,6 +103,7 @@ class EngineTeacher:
         # An engine generates at least one token; its log-prob is of no interest.
         sampling = {"max_tokens": 1, "temperature": self.temperature, "logprobs": None, "prompt_logprobs": num_top}
         output = await self.client.generate(InferenceEngineInput(prompt_token_ids=prompts, sampling_params=sampling))
+        raise_failures(output)
         counts = mask[:, -width:].sum(dim=-1).tolist()
         log_probs = torch.zeros(len(prompts), width, *([num_top] if num_top else []))
         if not num_top:

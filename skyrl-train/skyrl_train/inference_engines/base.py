@@ -16,9 +16,10 @@ from skyrl_train.kept_tokens import KeptTokens
 from skyrl_train.types import ConversationType
 from skyrl_train.weight_sync.base import LoraLoadRequest, WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 
-StopReason = Literal["stop", "length", "abort"]
+StopReason = Literal["stop", "length", "abort", "error"]
 """`stop`: an end-of-sequence or stop token, or a stop string. `length`: the token budget or the context is used up.
-`abort`: the engine was told to stop; what was written so far is returned and may be continued."""
+`abort`: the engine was told to stop; what was written so far is returned and may be continued.
+`error`: this request failed, others of its call did not (`InferenceEngineOutput.failures`); it has no token."""
 
 PauseMode = Literal["keep", "wait", "abort"]
 """Treatment of running requests at a pause. `keep`: they stay and continue after resume. `wait`: they run to their end
@@ -200,6 +201,15 @@ class InferenceEngineOutput(TypedDict):
     request. If asked for, from engines that know it."""
     draft_counts: NotRequired[list[DraftCounts] | None]
     """Speculative decoding of each request. If asked for, from engines that know it."""
+    failures: NotRequired[list[Exception | None]]
+    """Error of each request that failed; there only if one did. A call of which all requests fail raises the first."""
+
+
+def raise_failures(output: InferenceEngineOutput) -> None:
+    """Raise the first failure of a request, for callers that need every answer."""
+    for failure in output.get("failures") or []:
+        if failure is not None:
+            raise failure
 
 
 class InferenceEngineInterface(ABC):
@@ -224,7 +234,8 @@ class InferenceEngineInterface(ABC):
 
     @abstractmethod
     async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
-        """Continue every prompt. A token id outside the vocabulary or a prompt over the context raises ValueError."""
+        """Continue every prompt. A token id outside the vocabulary or a prompt over the context raises ValueError. An
+        answer that fails by itself (a constraint that became too complex) fails alone: see `failures`."""
 
     @contextmanager
     def announced(self, groups: Sequence[Sequence[str | int]]) -> Iterator[None]:

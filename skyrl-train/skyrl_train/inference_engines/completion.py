@@ -6,7 +6,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from skyrl_train.expert_routes import ExpertRoutes
-from skyrl_train.inference_engines.base import DraftCounts, InferenceEngineOutput, TopLogProbs, top_log_probs_of
+from skyrl_train.inference_engines.base import (
+    DraftCounts,
+    InferenceEngineOutput,
+    SamplingKeywords,
+    TopLogProbs,
+    top_log_probs_of,
+)
 from skyrl_train.kept_tokens import KeptTokens
 
 if TYPE_CHECKING:
@@ -37,6 +43,31 @@ class Completion:
     """Speculative decoding; None: not known."""
     top: TopLogProbs | None = None
     """Likeliest tokens in the place of each token; None if not asked for."""
+    failure: Exception | None = None
+    """Error for which there is no answer; the stop reason is `error` then."""
+
+
+def failed_completion(failure: Exception, params: SamplingKeywords | None = None) -> Completion:
+    """Return the completion of a request that failed beside others: no token, and the columns that `params` ask for."""
+    given = params or {}
+    num_top, num_prompt_top = given.get("logprobs"), given.get("prompt_logprobs")
+    return Completion(
+        token_ids=[],
+        stop_reason="error",
+        weight_versions=[],
+        log_probs=[],
+        prompt_log_probs=None if num_prompt_top is None else [],
+        prompt_top=top_log_probs_of([], num_prompt_top) if num_prompt_top else None,
+        top=top_log_probs_of([], num_top) if num_top else None,
+        failure=failure,
+    )
+
+
+def raise_if_all_failed(completions: Sequence[Completion]) -> None:
+    """Raise the first failure of a call without an answer, as of one with a single request."""
+    failures = [each.failure for each in completions if each.failure is not None]
+    if failures and len(failures) == len(completions):
+        raise failures[0]
 
 
 def to_completions(output: InferenceEngineOutput) -> list[Completion]:
@@ -45,6 +76,7 @@ def to_completions(output: InferenceEngineOutput) -> list[Completion]:
     routes, prompt_top = output.get("expert_routes"), output.get("prompt_top_logprobs")
     kept, cached = output.get("kept_tokens"), output.get("num_cached_prompt_tokens")
     drafts, top = output.get("draft_counts"), output.get("response_top_logprobs")
+    failures = output.get("failures")
     return [
         Completion(
             token_ids=list(token_ids),
@@ -59,6 +91,7 @@ def to_completions(output: InferenceEngineOutput) -> list[Completion]:
             kept_tokens=None if kept is None else kept[row],
             num_cached_prompt_tokens=None if cached is None else cached[row],
             drafts=None if drafts is None else DraftCounts(*drafts[row]),
+            failure=None if failures is None else failures[row],
         )
         for row, token_ids in enumerate(output["response_ids"])
     ]
@@ -93,6 +126,8 @@ def to_engine_output(completions: Sequence[Completion]) -> InferenceEngineOutput
     drafts = [each.drafts for each in completions if each.drafts is not None]
     if drafts and len(drafts) == len(completions):
         output["draft_counts"] = drafts
+    if any(each.failure is not None for each in completions):
+        output["failures"] = [each.failure for each in completions]
     return output
 
 

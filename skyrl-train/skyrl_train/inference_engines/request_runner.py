@@ -15,9 +15,15 @@ from transformers import PreTrainedTokenizerBase
 from skyrl_gym.waits import waiting
 from skyrl_train.errors import RolloutError
 from skyrl_train.inference_engines.base import InferenceEngineInput, InferenceEngineOutput, SamplingKeywords
-from skyrl_train.inference_engines.completion import Completion, to_completions
+from skyrl_train.inference_engines.completion import (
+    Completion,
+    failed_completion,
+    raise_if_all_failed,
+    to_completions,
+)
 from skyrl_train.inference_engines.continuation import EngineCall, depends_on_answer, join, next_call
 from skyrl_train.inference_engines.health import Health
+from skyrl_train.inference_engines.native.constrained import ConstraintFailed
 from skyrl_train.inference_engines.routing import Interrupted, QueueEntry, Router, SlotRequest
 from skyrl_train.inference_engines.supervision import EngineFailure, Supervisor
 
@@ -79,8 +85,8 @@ class RequestRunner:
     async def run(self, ticket: int, requests: list[ClientRequest]) -> None:
         """Complete all requests: wait for slots, call engines, continue what was interrupted.
 
-        Requests that get slots on one engine at the same time are sent there in one call. The first error ends all
-        other calls.
+        Requests that get slots on one engine at the same time are sent there in one call. The failure of one
+        answer is its completion's, raised only if all of them failed. The first other error ends all other calls.
         """
         queued: dict[QueueEntry, list[ClientRequest]] = {}
         calls: dict[asyncio.Task[InferenceEngineOutput], list[ClientRequest]] = {}
@@ -128,6 +134,7 @@ class RequestRunner:
             for request in requests:
                 self._release(request)
             await asyncio.gather(*calls, *delays, return_exceptions=True)
+        raise_if_all_failed([request.completion for request in requests if request.completion is not None])
 
     def _batches(self, engine: int, requests: list[ClientRequest]) -> list[list[ClientRequest]]:
         """Place requests on an engine; return them in batches that one call can take: all that nothing interrupted
@@ -175,6 +182,8 @@ class RequestRunner:
             for request in requests:
                 request.was_interrupted = True
             return requests
+        except (ConstraintFailed, FloatingPointError) as failure:  # of all requests of this call
+            parts = [failed_completion(failure, request.params) for request in requests]
         return [
             request
             for request, part in zip(requests, parts, strict=True)
@@ -194,6 +203,9 @@ class RequestRunner:
 
     def _is_complete(self, request: ClientRequest, part: Completion) -> bool:
         """Add a part to its request; True if the completion is whole with it."""
+        if part.failure is not None:
+            request.completion = part
+            return True
         request.parts.append(part)
         if part.stop_reason == "abort" and self._is_aborted(request):
             return True
@@ -203,8 +215,8 @@ class RequestRunner:
             request.was_interrupted = True
             request.num_new_beginnings += 1
             if request.num_new_beginnings > MAX_NEW_BEGINNINGS:
-                raise self._interrupted_too_often(request)
-            return False
+                request.completion = failed_completion(self._interrupted_too_often(request), request.params)
+            return request.completion is not None
         max_model_len = None if engine is None else self._supervisor.max_model_len(engine)
         step = next_call(request.prompt, request.params or {}, request.parts, self._decoder(request), max_model_len)
         if isinstance(step, EngineCall):

@@ -10,7 +10,12 @@ from typing import Any
 
 from skyrl_train.errors import SkyRLError
 from skyrl_train.expert_routes import ExpertRoutes
-from skyrl_train.inference_engines.base import EngineInfo, InferenceEngineInput, InferenceEngineInterface
+from skyrl_train.inference_engines.base import (
+    EngineInfo,
+    InferenceEngineInput,
+    InferenceEngineInterface,
+    raise_failures,
+)
 from skyrl_train.weight_sync.canary import canary_prompts
 
 
@@ -117,6 +122,7 @@ async def _answers(engine: InferenceEngineInterface, sampling: Sampling, questio
     params = {"logprobs": 0, "max_tokens": questions.max_tokens, "seed": questions.seed, **sampling.params}
     request = InferenceEngineInput(prompt_token_ids=questions.prompts, sampling_params=params)
     output = await asyncio.wait_for(engine.generate(request), questions.timeout_seconds)
+    raise_failures(output)
     log_probs = output["response_logprobs"]
     if log_probs is None:
         raise ValueError("the engine gave no log-probs of its answers")
@@ -130,6 +136,7 @@ async def _canary(engine: InferenceEngineInterface, info: EngineInfo, questions:
     params = {"max_tokens": 1, "temperature": 1.0, "logprobs": 0, "prompt_logprobs": 0, "seed": questions.seed}
     request = InferenceEngineInput(prompt_token_ids=rows, sampling_params=params)
     output = await asyncio.wait_for(engine.generate(request), questions.timeout_seconds)
+    raise_failures(output)
     log_probs = output.get("prompt_logprobs")
     if log_probs is None:
         raise ValueError("the engine gave no log-probs of its prompts")

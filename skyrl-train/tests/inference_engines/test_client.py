@@ -14,6 +14,7 @@ from skyrl_train.errors import RolloutError, WeightSyncError, WorkerError
 from skyrl_train.inference_engines import request_runner
 from skyrl_train.inference_engines.base import EngineInfo, InferenceEngineInput, InferenceEngineOutput
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient, _common
+from skyrl_train.inference_engines.native.constrained import AnswerMatcher, ConstraintFailed
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train.weight_sync.base import WeightReport
 
@@ -245,8 +246,8 @@ async def test_interrupted_answers_that_depend_on_their_beginning(
     disturbed = await answers
     for name in ("response_ids", "response_logprobs", "stop_reasons"):
         assert disturbed[name] == undisturbed[name]
-    assert [top.ids.tolist() for top in disturbed["response_top_logprobs"] or []] == [
-        top.ids.tolist() for top in undisturbed["response_top_logprobs"] or []
+    assert [top.ids.tolist() for top in disturbed.get("response_top_logprobs") or []] == [
+        top.ids.tolist() for top in undisturbed.get("response_top_logprobs") or []
     ]
     assert (max(prefixes) > 0) == continues
     if continues:
@@ -259,6 +260,59 @@ async def test_interrupted_answers_that_depend_on_their_beginning(
         await client.resume_generation()
     with pytest.raises(RolloutError, match=r"interrupted 2 times.*generator.weight_sync_pause=wait"):
         await asyncio.wait_for(answers, 60)
+
+
+async def test_an_answer_whose_constraint_fails_leaves_the_others_of_its_call(make_client, monkeypatch):
+    """Beside others on its engine, and alone there with others elsewhere; a call without any answer raises."""
+    client = make_client()
+    params = PARAMS | {"constraint": {"lark": "start: /[a-z]{6}/"}, "logprobs": 1, "prompt_logprobs": 1}
+    undisturbed = await client.generate(batch(params=params))
+    push, failing = AnswerMatcher.push, []
+
+    def fail_first(self: AnswerMatcher, token: int) -> bool:
+        failing.append(self)
+        if self is failing[0]:
+            raise ConstraintFailed("too complex: states")
+        return push(self, token)
+
+    monkeypatch.setattr(AnswerMatcher, "push", fail_first)
+    for prompts in (PROMPTS, PROMPTS[:2]):
+        failing.clear()
+        output = await client.generate(batch(prompts, params))
+        [failed] = [row for row, failure in enumerate(output.get("failures") or []) if failure is not None]
+        assert (output["response_ids"][failed], output["stop_reasons"][failed]) == ([], "error")
+        for row in {*range(len(prompts))} - {failed}:
+            for name in ("response_ids", "response_logprobs", "prompt_logprobs", "stop_reasons"):
+                assert output[name][row] == undisturbed[name][row]
+    failing.clear()
+    with pytest.raises(ConstraintFailed, match="too complex: states"):
+        await client.generate(batch(PROMPTS[:1], params))
+
+
+async def test_an_answer_that_is_interrupted_too_often_leaves_the_others_of_its_call(make_client, monkeypatch):
+    describe, generate = Watched.describe, Watched.generate
+
+    async def limited(self: Watched) -> EngineInfo:
+        return replace(await describe(self), unsupported={"answer_tokens": "not here"})
+
+    async def interrupted(self: Watched, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
+        output = await generate(self, input_batch)
+        rows = enumerate(input_batch.get("prompt_token_ids") or [])
+        output["stop_reasons"] = ["abort" if prompt == [20] else output["stop_reasons"][row] for row, prompt in rows]
+        return output
+
+    monkeypatch.setattr(Watched, "describe", limited)
+    client, params = make_client(), PARAMS | {"frequency_penalty": 0.5}
+    undisturbed = await client.generate(batch(params=params))
+    monkeypatch.setattr(Watched, "generate", interrupted)
+    output = await client.generate(batch(params=params))
+    *none, failure = output.get("failures") or []
+    assert none == [None] * 4
+    assert isinstance(failure, RolloutError)
+    assert "interrupted 9 times" in str(failure)
+    assert output["response_ids"] == [*undisturbed["response_ids"][:4], []]
+    with pytest.raises(RolloutError, match="interrupted 9 times"):
+        await client.generate(batch([[20]], params))
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])

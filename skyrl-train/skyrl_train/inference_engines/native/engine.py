@@ -32,8 +32,13 @@ from skyrl_train.inference_engines.base import (
     check_sleep_level,
     tags_to_wake,
 )
-from skyrl_train.inference_engines.completion import Completion, requested_output
-from skyrl_train.inference_engines.native.constrained import AnswerMatcher, ConstraintCompiler
+from skyrl_train.inference_engines.completion import (
+    Completion,
+    failed_completion,
+    raise_if_all_failed,
+    requested_output,
+)
+from skyrl_train.inference_engines.native.constrained import AnswerMatcher, ConstraintCompiler, ConstraintFailed
 from skyrl_train.inference_engines.native.core import (
     MAX_DRAFTING,
     MAX_PREFILL_TOKENS,
@@ -82,11 +87,13 @@ class _PendingBatch:
         if len(self._outcomes) < len(self._requests):
             return
         outcomes = [self._outcomes[request] for request in self._requests]
-        completions = [each for each in outcomes if isinstance(each, Completion)]
-        if len(completions) == len(outcomes):
-            self.done.set_result(completions)
+        completions = [each if isinstance(each, Completion) else failed_completion(each) for each in outcomes]
+        try:
+            raise_if_all_failed(completions)
+        except (FloatingPointError, ConstraintFailed) as failure:
+            self.done.set_exception(failure)
         else:
-            self.done.set_exception(next(each for each in outcomes if isinstance(each, Exception)))
+            self.done.set_result(completions)
 
     def fail_with(self, added: "Future[None]") -> None:
         """Fail with the error for which the requests could not be added."""
@@ -344,12 +351,13 @@ class NativeInferenceEngine(InferenceEngineInterface):
 
     def complete(self, requests: list[Request], lora_name: str | None = None) -> "asyncio.Future[list[Completion]]":
         """Complete native requests, each with its own settings, for callers in this process; completions have no text.
-        Cancelling the future aborts the requests.
+        Cancelling the future aborts the requests. A request that fails beside others has a completion with its
+        `failure`.
 
         Raises:
             ValueError: no adapter has that name.
-            FloatingPointError: the model's output was not finite.
-            ConstraintFailed: a constraint became too complex within its answer.
+            FloatingPointError: the model's output was not finite in any of them.
+            ConstraintFailed: a constraint became too complex within each.
         """
         batch = _PendingBatch(requests)
 

@@ -16,6 +16,7 @@ from skyrl_train.inference_engines.base import (
     SamplingKeywords,
     TopLogProbs,
     join_top_log_probs,
+    raise_failures,
 )
 from skyrl_train.inference_engines.continuation import depends_on_answer
 from skyrl_train.inference_engines.openai_api.errors import ApiError, error_of_engine, timed_out
@@ -174,6 +175,7 @@ class Asker:
         )
         try:
             output = await self.engine.generate(request)
+            raise_failures(output)  # a choice that failed is no answer to its request
         except Exception as error:  # the far side may be a Ray actor, a server or a library
             refusal = error_of_engine(error)
             if refusal.status == 400 and prompt.constraint_param is not None and _is_about_form(refusal.message):

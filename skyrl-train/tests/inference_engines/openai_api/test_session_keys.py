@@ -8,6 +8,7 @@ import openai
 import pytest
 
 from skyrl_train.inference_engines.base import InferenceEngineInput, InferenceEngineOutput
+from skyrl_train.inference_engines.native.constrained import ConstraintFailed
 from skyrl_train.inference_engines.native.loading import load_tokenizer
 from skyrl_train.inference_engines.openai_api import generation
 from skyrl_train.inference_engines.openai_api.frontend import OpenAIFrontend
@@ -151,6 +152,19 @@ async def test_empty_answers_are_answers_and_conversations_go_on_behind_them(cha
             assert "".join(texts) == "ab"
     assert [turn.response_ids for turn in recorder.take("s")] == [[]] * 5
     assert server.frontend.take_metrics()["endpoint/exact_turns"] == 2
+
+
+async def test_a_choice_that_fails_makes_its_request_fail(chat_engine, chat_model):
+    class OneFails(EmptyAnswers):
+        async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
+            output = await super().generate(input_batch)
+            output["failures"] = [None, ConstraintFailed("too complex: states")]
+            return output
+
+    engine: Any = OneFails(chat_engine)
+    async with serving(engine, chat_model) as server, client_of(server) as client:
+        with pytest.raises(openai.BadRequestError, match="too complex: states"):
+            await client.completions.create(model="tiny", prompt="ab", n=2)
 
 
 async def test_a_requests_wait_for_tokens_of_its_session_is_part_of_its_time(chat_engine, chat_model, monkeypatch):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.errors import UnsupportedByEngine, WeightSyncError, WorkerError
-from skyrl_train.inference_engines.base import InferenceEngineInput, InferenceEngineOutput
+from skyrl_train.inference_engines.base import InferenceEngineInput, InferenceEngineOutput, raise_failures
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
 from skyrl_train.inference_engines.supervision import Process
 from tx.errors import ConfigError, ModelError
@@ -113,13 +113,15 @@ class EngineSampling(SamplingBackend):
         self, prompt: list[int], params: dict[str, Any], seeds: list[tuple[int, int]], lora_name: str | None
     ) -> InferenceEngineOutput:
         """An answer a seed."""
-        return await self._client.generate(
+        output = await self._client.generate(
             InferenceEngineInput(
                 prompt_token_ids=[prompt] * len(seeds),
                 sampling_params=params | {"logprobs": 0, "seed": [list(seed) for seed in seeds]},
                 lora_name=lora_name,
             )
         )
+        raise_failures(output)
+        return output
 
 
 def _output(spec: SampleSpec, answers: InferenceEngineOutput, scored: InferenceEngineOutput) -> SampleOutput:

@@ -190,6 +190,8 @@ def _tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def _output(spec: SampleSpec, completions: list[Completion], scores: PromptScores | None) -> SampleOutput:
     sequences = []
     for completion in completions:
+        if completion.failure is not None:
+            raise completion.failure
         if completion.stop_reason == "abort":
             raise ModelError("the engine was told to abort all requests", "server")
         reason = "length" if completion.stop_reason == "length" else "stop"
