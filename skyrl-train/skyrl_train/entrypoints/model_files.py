@@ -6,11 +6,12 @@ from typing import Any
 
 import transformers
 from loguru import logger
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.training_backends import TrainingBackendRegistry
 from skyrl_train.errors import ConfigError
+from skyrl_train.utils.lean_imports import leave_out_unused_packages
 
 _TOKENIZER_FILES = ("tokenizer", "tokenization", "vocab", "spiece", "sentencepiece", "tekken", "merges", "encoder")
 """Beginnings of the names of a tokenizer's files. Without any, transformers makes an empty one of some models."""
@@ -66,6 +67,9 @@ def load_tokenizer(
         ConfigError: there is none; or without `use_fast`, there is no Python form of it (transformers then loads the
             fast one without a word).
     """
+    leave_out_unused_packages()
+    from transformers import AutoTokenizer  # brings half of what models need
+
     _check_folder(path, setting)
     folder = Path(path)
     if folder.is_dir() and not any(file.name.startswith(_TOKENIZER_FILES) for file in folder.iterdir()):

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Literal
 
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.orchestration.actor_group import ActorGroup
-from skyrl_train.orchestration.inline_launcher import InlineLauncher
 from skyrl_train.orchestration.launcher import Launcher, MakeWorker
 from skyrl_train.utils.run_folder import RunFolder
 
@@ -34,6 +33,8 @@ def make_launcher(cfg: SkyRLConfig, shared: "PlacementGroup | None" = None) -> L
         shared: on CUDA, the GPUs that workers and engines share.
     """
     if cfg.trainer.placement.launcher == "inline":
+        from skyrl_train.orchestration.inline_launcher import InlineLauncher  # torch's sharded tensors: heavy
+
         return InlineLauncher(cfg)
     from skyrl_train.orchestration.ray_launcher import RayLauncher  # Ray: heavy, and here only
 
