@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A Python program (openai_agents_program.py, langgraph_program.py, or yours) in place of the shell script of
+# A Python program (openai_agents_program.py, langgraph_program.py, smolagents_program.py, or yours) in place of the shell script of
 # run_shell_agent.sh, whose settings hold but for these. PROGRAM_ENV is the environment that has its packages.
 #
 #   PROGRAM=file PROGRAM_ENV=FOLDER MODEL=folder DATA_DIR=folder [RUN_DIR=folder] bash examples/harness/run_python_program.sh [key=value ...]

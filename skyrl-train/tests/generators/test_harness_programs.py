@@ -1,4 +1,5 @@
-"""Programs of agent frameworks as harnesses, unchanged: each turn's tokens are the drawn ones, in one row."""
+"""Programs of agent frameworks as harnesses, unchanged: each turn's tokens are the drawn ones, in one row where the
+framework sends answers back as they were."""
 
 import os
 import sys
@@ -12,23 +13,30 @@ from skyrl_train.config.harness import HarnessConfig
 from .test_harness import Model, certified, trajectories_of
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "harness"
-CALL = '<tool_call>\n{{"name": "shell", "arguments": {{"command": "{}"}}}}\n</tool_call>'
-TURNS = [CALL.format("cat f.py"), CALL.format("sed -i s/2/7/ f.py"), "Done."]
+CALL = '<tool_call>\n{{"name": "{}", "arguments": {{"{}": "{}"}}}}\n</tool_call>'
+TURNS = [CALL.format("shell", "command", line) for line in ("cat f.py", "sed -i s/2/7/ f.py")]
+END, FINAL_CALL = "Done.", CALL.format("final_answer", "answer", "Done.")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("program", "packages"),
-    [("openai_agents_program", ["agents"]), ("langgraph_program", ["langgraph", "langchain_openai"])],
+    ("program", "packages", "end", "new_rows"),
+    [
+        ("openai_agents_program", ["agents"], END, {}),
+        ("langgraph_program", ["langgraph", "langchain_openai"], END, {}),
+        ("smolagents_program", ["smolagents"], FINAL_CALL, {"edited": 2}),  # it writes its calls as texts of its own
+    ],
 )
-async def test_a_program_that_calls_a_tool_becomes_one_exact_row(program: str, packages: list[str], qwen: Any):
+async def test_a_program_that_calls_a_tool_becomes_exact_rows(
+    program: str, packages: list[str], end: str, new_rows: dict[str, int], qwen: Any
+):
     for package in packages:
         pytest.importorskip(package, reason=f"{package} is not installed")
     prompts: list[str] = []
 
     def answer(prompt: str) -> str:
         prompts.append(prompt)
-        return TURNS[prompt.count("\n<tool_response>")]
+        return [*TURNS, end][len(prompts) - 1]
 
     harness = HarnessConfig(
         command=[sys.executable, str(EXAMPLES / f"{program}.py"), "{task}"],
@@ -38,7 +46,8 @@ async def test_a_program_that_calls_a_tool_becomes_one_exact_row(program: str, p
     )
     row = {"files": {"f.py": "return a+2"}, "grade": {"command": ["grep", "-qx", "return a+7", "f.py"]}}
     [trajectory], _ = await trajectories_of(Model(qwen("Qwen-Qwen2.5-7B-Instruct"), answer, 4096), harness, [row])
-    assert (trajectory.failure, trajectory.reward, len(trajectory.samples)) == (None, 1.0, 1)
+    assert (trajectory.failure, trajectory.reward) == (None, 1.0)
     certificate = certified(trajectory)
     assert (certificate.exact_share, certificate.num_trained) == (1.0, certificate.num_drawn)
-    assert len(trajectory.turn_lengths) == 3 and "return a+2\n</tool_response>" in prompts[1]
+    assert (certificate.new_rows, len(trajectory.samples)) == (new_rows, 1 + sum(new_rows.values()))
+    assert len(prompts) == 3 and "\nreturn a+2" in prompts[1]
