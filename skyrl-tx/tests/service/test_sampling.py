@@ -4,7 +4,6 @@ import asyncio
 import threading
 from pathlib import Path
 
-import msgspec
 import pytest
 from service_users import Chain, Client, refused, restarted, without_engine
 
@@ -68,13 +67,18 @@ async def test_targets_of_a_prompt_are_checked_in_a_thread_if_large_and_refused_
     for seq, (data, says) in enumerate((([100] * 20_000, "ids below 100"), ([7] * 3, "as many numbers")), start=2):
         wrong = {"data": data, "shape": [2, 10_000]}
         await refused(400, alice.sample(sampler, seq, target_prompt_logprobs=wrong), says)
-    info = await service._link.known_info(30)
-    assert info is not None
-    service._link.info = msgspec.structs.replace(info, name="skyrl_train", scores_targets=False)
-    says = "target_prompt_logprobs is not computed by the backend skyrl_train: ask for topk_prompt_logprobs"
-    await refused(400, alice.sample(sampler, 4, target_prompt_logprobs={"data": [7] * 2, "shape": [2, 1]}), says)
     assert not service._state.pending
-    await alice.result(await alice.sample(sampler, 4))  # its number is still free
+    await alice.result(await alice.sample(sampler, 2))  # its number is still free
+
+
+@pytest.mark.parametrize("service", [{"backend": "skyrl_train"}], indirect=True)
+async def test_targets_of_a_prompt_are_refused_before_the_engine_of_another_backend_is_ready(
+    service: TinkerService, alice: Client
+):
+    targets = {"data": [7, 7], "shape": [2, 1]}
+    asked = alice.sample(None, base_model="tiny", target_prompt_logprobs=targets)
+    await refused(400, asked, "not computed by the backend of this server: ask for topk_prompt_logprobs")
+    assert not service._state.pending
 
 
 @pytest.mark.parametrize("service", [{"keep_samplers": 3, "sampler_idle_sec": 0}], indirect=True)

@@ -124,7 +124,7 @@ async def test_models_are_trained_in_ray_and_sampled_by_engines(tmp_path: Path, 
             await two_models_learn_and_answer(client)
             targets = {"data": [5], "shape": [1, 1]}
             asked = {"base_model": "tiny", "prompt": {"chunks": [{"type": "encoded_text", "tokens": [3, 4]}]}}
-            with pytest.raises(Refused, match="target_prompt_logprobs is not computed by the backend skyrl_train"):
+            with pytest.raises(Refused, match="target_prompt_logprobs is not computed by the backend of this server"):
                 await client.post("asample", asked | {"target_prompt_logprobs": targets})
         stopped_whole(server, least=3)
         assert "SIGTERM received" not in server.tail(), "Ray took the signal"

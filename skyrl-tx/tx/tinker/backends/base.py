@@ -33,8 +33,6 @@ class BackendInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of a prompt and its answer, and of a datum."""
     max_lora_rank: int
     can_train_unembed: bool = True
-    scores_targets: bool = True
-    """Samples may ask for `target_prompt_logprobs`."""
     max_resident_models: int = 64
     """Models in memory at a time; the engine puts the least recently used to disk."""
     pass_tokens: int = 2048

@@ -14,11 +14,10 @@ from tx.tinker.base_model import BaseModelFacts
 from tx.tinker.commands import THREAD_FROM_TOKENS, Sample
 from tx.tinker.service.checkpoints import Checkpoints
 from tx.tinker.service.dispatch import Dispatch
-from tx.tinker.service.engine_link import EngineLink
 from tx.tinker.service.limits import Limits
 from tx.tinker.service.repetitions import Repetitions, digest_of
 from tx.tinker.service.rows import insert_request
-from tx.tinker.service.runs import BACKEND_PATIENCE_SECONDS, Runs, draw_seed
+from tx.tinker.service.runs import Runs, draw_seed
 from tx.tinker.service.state import PendingRequest, Sampler, ServerState, start_shared
 from tx.tinker.storage.db_models import SamplerRow, SessionRow
 from tx.tinker.storage.store import Store
@@ -35,6 +34,7 @@ class Samplers:
 
     Args:
         records_stability: take requests that should record what `stable_reinforce` trains on, and record nothing
+        scores_targets: the backend computes `target_prompt_logprobs`
     """
 
     def __init__(
@@ -44,15 +44,15 @@ class Samplers:
         state: ServerState,
         limits: Limits,
         dispatch: Dispatch,
-        link: EngineLink,
         runs: Runs,
         checkpoints: Checkpoints,
         *,
         records_stability: bool = False,
+        scores_targets: bool = True,
     ):
-        self._records_stability = records_stability
+        self._records_stability, self._scores_targets = records_stability, scores_targets
         self._facts, self._store, self._state, self._limits = facts, store, state, limits
-        self._dispatch, self._link, self._runs, self._checkpoints = dispatch, link, runs, checkpoints
+        self._dispatch, self._runs, self._checkpoints = dispatch, runs, checkpoints
         self._repetitions = Repetitions(store)
 
     # ---- samplers
@@ -159,13 +159,11 @@ class Samplers:
         """Check a request. Raises: RequestError."""
         if request.record_stability_info and not self._records_stability:
             raise RequestError(f"record_stability_info belongs to the loss {STABLE_REINFORCE}: {_LOSS_IS_ELSEWHERE}")
-        if request.target_prompt_logprobs is not None:
-            info = await self._link.known_info(BACKEND_PATIENCE_SECONDS)
-            if info is not None and not info.scores_targets:
-                raise RequestError(
-                    f"target_prompt_logprobs is not computed by the backend {info.name}: ask for "
-                    "topk_prompt_logprobs, or serve with --backend torch"
-                )
+        if request.target_prompt_logprobs is not None and not self._scores_targets:
+            raise RequestError(
+                "target_prompt_logprobs is not computed by the backend of this server: ask for topk_prompt_logprobs, "
+                "or serve with --backend torch"
+            )
         if request.num_tokens > THREAD_FROM_TOKENS:
             return await asyncio.to_thread(self._checked, request)
         return self._checked(request)

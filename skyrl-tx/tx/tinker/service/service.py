@@ -97,8 +97,8 @@ class TinkerService:
         self.sessions = Sessions(store, state, self.intake, self._dispatch)
         self.models = Runs(config, facts, store, state, limits, self.intake, self._dispatch, link, self.checkpoints)
         self.sampling = Samplers(
-            facts, store, state, limits, self._dispatch, link, self.models, self.checkpoints,
-            records_stability=config.stable_reinforce_as is not None,
+            facts, store, state, limits, self._dispatch, self.models, self.checkpoints,
+            records_stability=config.stable_reinforce_as is not None, scores_targets=config.backend == "torch",
         )  # fmt: skip
         self._cleanup = BackgroundCleanup(
             config, store, blobs, folders, state, self.futures, self.sessions, self.intake,

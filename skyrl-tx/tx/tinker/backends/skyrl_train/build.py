@@ -99,9 +99,7 @@ class AdaptersForEngines(GroupTraining):
 
     def info(self) -> BackendInfo:
         can_train_unembed = self._takes_head or self._frozen_head
-        return msgspec.structs.replace(
-            super().info(), name="skyrl_train", can_train_unembed=can_train_unembed, scores_targets=False
-        )
+        return msgspec.structs.replace(super().info(), name="skyrl_train", can_train_unembed=can_train_unembed)
 
     def create(self, model_id: str, lora: LoraSpec) -> None:
         super().create(model_id, self._trained(lora))
