@@ -1,6 +1,7 @@
 """Declaration of the native engine: transformers models in our own loop, in one process."""
 
 import inspect
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from skyrl_gym.suggestions import did_you_mean
@@ -18,14 +19,20 @@ def _check_model(generator: GeneratorConfig) -> None:
     from transformers import AutoConfig
 
     from skyrl_train.inference_engines.native.architecture import check_architecture
+
+    if generator.engine_init_kwargs:
+        _check_keywords(generator.engine_init_kwargs)
+    check_architecture(AutoConfig.from_pretrained(generator.model_name, trust_remote_code=True), generator.model_name)
+
+
+def _check_keywords(keywords: Iterable[str]) -> None:
     from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 
     known = list(inspect.signature(NativeInferenceEngine).parameters)
-    for name in generator.engine_init_kwargs:
+    for name in keywords:
         if name not in known:
             hint = did_you_mean(name, known)
             raise ConfigError(f"generator.engine_init_kwargs.{name} is no keyword of the native engine; {hint}")
-    check_architecture(AutoConfig.from_pretrained(generator.model_name, trust_remote_code=True), generator.model_name)
 
 
 def _keywords(cfg: "SkyRLConfig", _device: str) -> dict[str, Any]:
