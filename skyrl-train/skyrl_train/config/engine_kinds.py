@@ -55,6 +55,10 @@ class EngineTraits:
     is_in_process: bool = False
     """Runs in the process that builds it, and starts none: it fits `trainer.placement.launcher=inline`."""
 
+    packs_weights: bool = False
+    """On a CPU a second copy of the linear layers' weights, in the order in which products read them, is beside the
+    first (float32 and bfloat16)."""
+
     copies_weights_asleep: bool = False
     """Weights of a sleeping engine are in host memory at sleep level 2, too."""
 

@@ -1,6 +1,7 @@
 """Estimates of memory: sums that one can check by hand."""
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 from settings_of_plans import settings, shape
@@ -250,3 +251,14 @@ def test_states_of_linear_attention_are_counted_once_an_answer_and_latent_vector
     assert found.answers == int(found.cache // (100 * 2 * 2 * 4 + 3 * (2 * 24 + 4 * 10**6)))
     # Latent vectors are whole on each device.
     assert cache_bytes(shape(latent=6), 2, tensor=2) == (2 * 6 * 2, 0)
+
+
+def test_packed_weights_of_the_native_engine_are_beside_the_others_on_a_processor_alone():
+    def weights(kind: Literal["cpu", "cuda"]) -> float:
+        cfg = settings(**{"generator.backend": "native", "trainer.placement.device": kind})
+        return engine_plan(cfg, found, Device("one", kind, 1e10, 1, 1, 1)).weights
+
+    found = shape()
+    number = weights("cuda") / found.parameters
+    packed = found.parameters - found.experts - found.words * found.hidden
+    assert packed > 0 and weights("cpu") == weights("cuda") + number * packed

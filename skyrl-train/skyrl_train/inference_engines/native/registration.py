@@ -57,6 +57,7 @@ def _keywords(cfg: "SkyRLConfig", _device: str) -> dict[str, Any]:
         is_in_process=True,
         reserves_memory=False,
         prefix_cache_gib=PREFIX_CACHE_GIB,
+        packs_weights=True,
         output_layer_adapters=True,
         expert_routes=True,
         kept_tokens=True,
