@@ -191,6 +191,21 @@ async def test_an_unloaded_model_does_first_what_was_accepted(
     await until(lambda: not list((tmp_path / "state" / "snapshots").glob("*/*")), 60)
 
 
+@pytest.mark.parametrize("service", [{"max_runs_gb": 1e-9}], indirect=True)
+async def test_run_folders_beyond_the_limit_go_with_unloaded_models_alone(
+    service: TinkerService, alice: Client, model: str, tmp_path: Path
+):
+    live = await alice.model(1)
+    for each in (model, live):
+        await alice.result(await alice.step(each, 1))
+    gone, stays = (tmp_path / "state" / "runs" / each.replace(":", "_") for each in (model, live))
+    await until(lambda: gone.is_dir() and stays.is_dir())
+    await alice.result(await service.models.unload("alice", model))
+    await service._limit_run_folders()
+    await until(lambda: not gone.exists())
+    assert stays.is_dir() and (tmp_path / "state" / "runs" / "server").is_dir()
+
+
 @pytest.mark.parametrize("service", [{"max_pending_per_tenant": 3, "max_sample_tokens_pending": 100}], indirect=True)
 async def test_too_much_is_refused_without_using_up_a_seq(service: TinkerService, alice: Client, model: str):
     early = [await alice.train(model, seq) for seq in (2, 3, 4)]
