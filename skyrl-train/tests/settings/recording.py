@@ -12,7 +12,7 @@ from skyrl_train.config import SkyRLConfig
 from skyrl_train.errors import WorkerError
 from skyrl_train.inference_engines.engine_handle import EngineHost, MakeEngine
 from skyrl_train.inference_engines.inline_engine import InlineCall, InlineEngine
-from skyrl_train.orchestration import placement, ray_launcher
+from skyrl_train.orchestration import inline_launcher, ray_launcher
 from skyrl_train.orchestration.inline_launcher import InlineLauncher, InlineRank, model_thread
 from skyrl_train.orchestration.launcher import Calls, MakeWorker
 
@@ -137,6 +137,6 @@ def recording() -> Iterator[Record]:
     """Replace both launchers by recording ones within the block."""
     record = Record()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(placement, "InlineLauncher", lambda cfg: RecordingLauncher(record, cfg))
+        patch.setattr(inline_launcher, "InlineLauncher", lambda cfg: RecordingLauncher(record, cfg))
         patch.setattr(ray_launcher, "RayLauncher", lambda cfg, shared: RecordingLauncher(record, cfg))
         yield record
