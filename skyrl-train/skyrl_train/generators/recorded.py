@@ -67,7 +67,7 @@ def recorded_trajectory(
     """Return a session as a step-wise trajectory with its certificate.
 
     Consecutive turns of which each begins with the whole of the one before are one sample, with loss mask 0 on what
-    came between; where none does, a new sample begins. The reward stands on the last token of the last sample.
+    came between; where none does, a new sample begins. The reward stands on the last token of an answer.
 
     Args:
         temperature: that of the trainer's log-probs. Turns drawn at another one do not train: their log-probs are those
@@ -78,8 +78,8 @@ def recorded_trajectory(
     if not turns:
         return _without_turns(trajectory_id, failure)
     samples = [_sample(turn, temperature) for turn in turns]
-    if samples[-1].rewards:
-        samples[-1].rewards[-1] = float(reward)
+    if (last := next((sample for sample in reversed(samples) if sample.rewards), None)) is not None:
+        last.rewards[-1] = float(reward)
     trajectory = Trajectory(
         trajectory_id,
         samples,

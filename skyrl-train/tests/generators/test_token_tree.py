@@ -109,6 +109,18 @@ def test_a_trajectory_ends_as_its_last_answer_did_whichever_row_that_is():
     assert trajectory.stop_reason == "stop"
 
 
+def test_reward_is_kept_where_the_last_answer_is_empty():
+    first = with_sub_agents()[0]
+    seen = [*first.prompt_ids, *first.response_ids, 50]
+    empty = replace(
+        first, prompt_ids=seen, response_ids=[], log_probs=[], weight_versions=[], started=98.0, finished=99.0
+    )
+    trajectory = recorded_trajectory(SessionRecord(turns=[first, empty]), 2.0, ID)
+    [sample] = trajectory.samples
+    assert sample.response_ids == [*first.response_ids, 50]
+    assert sample.rewards == [0.0] * (len(first.response_ids) - 1) + [2.0, 0.0]
+
+
 def gradients(samples: Sequence[TrainingSample], share: bool) -> tuple[dict[str, torch.Tensor], int]:
     """Gradients of a loss that weighs each token by its id; and the tokens that the model computed."""
     sequences, attention_mask, response_mask, _, loss_mask, _ = convert_prompts_responses_to_batch_tensors(
