@@ -4,7 +4,7 @@ size 1024; the same bits).
 
 A packed float32 product also gives a row the same bits in every batch of at least `attention.MIN_ROWS` rows. The packed
 copy doubles the memory of these weights and must be made anew when they change (`pack_linears` again). oneDNN looks for
-its kernel at each call, which takes 15 to 25 us: longer than the whole default product of a small layer.
+its kernel at each call, which takes 10 to 25 us: longer than the whole default product of a small layer.
 """
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from skyrl_train.weight_sync.fingerprint import VerificationSample
 from skyrl_train.weight_sync.one_hot import as_computed, columns_by_products
 
-SMALLEST = 128 * 1024
+SMALLEST = 32 * 1024
 """Weights of a float32 layer from which on packing pays."""
 _ROWS_HINT = 64
 """The batch size that the layout is chosen for; it works, with the same bits, for all."""
