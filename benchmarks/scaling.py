@@ -125,11 +125,13 @@ def draw(found: dict[str, dict[int, Cost]], path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 6), layout="constrained")
-    for axes, (name, costs) in zip(figure.subplots(2, math.ceil(len(found) / 2)).flat, found.items(), strict=False):
+    for place, (name, costs) in enumerate(found.items(), start=1):
+        axes = figure.add_subplot(2, math.ceil(len(found) / 2), place)
         sizes, steps = list(costs), [cost.step for cost in costs.values()]
         axes.loglog(sizes, steps, "o-", label="a step")
         axes.loglog(sizes, [steps[-1] * size / sizes[-1] for size in sizes], ":", color="grey", label="exponent 1")
         axes.set_xticks(sizes, [str(size) for size in sizes])
+        axes.set_yticks(steps, [f"{step:.2f}" for step in steps])
         axes.minorticks_off()
         axes.set_xlabel(name)
         axes.set_ylabel("CPU seconds")
