@@ -267,7 +267,9 @@ whole, and has neither prefix cache nor speculative decoding for these models. W
 **bfloat16** (`trainer.bf16=true`, and engines in bfloat16). Log-probs of the trainer and of the native engine are as
 near to float32 as those of transformers in bfloat16 (mean difference at most 1.5 times its own). One FSDP2 rank gives
 to the bit those of a model whose weights are bfloat16: biases of routers, and weights and rotary angles that
-transformers keeps in float32, stay so. On the tiny mixtures above up to 4% of the tokens go to other experts of a
+transformers keeps in float32, stay so. FSDP2 casts parameters of a module together: where transformers keeps only some
+of a module's own parameters in float32, or some that stand around the blocks, the run is refused with their names
+(`trainer.bf16=false` trains such a model). On the tiny mixtures above up to 4% of the tokens go to other experts of a
 layer than in float32, because hidden states are rounded before the router; their log-probs then differ by up to 1.8
 (DeepSeek-V3; 0.1 with the routes of float32 replayed), in transformers as here. `trainer.policy.routing_replay` keeps
 such differences out of the ratios of training.
