@@ -54,7 +54,8 @@ def test_doctor_without_a_model_checks_the_rest(options, capsys):
 def test_doctor_tells_that_run_folders_are_above_their_limit(tmp_path, options, capsys):
     logs = tmp_path / "state" / "runs" / "s_train_0" / "logs"
     logs.mkdir(parents=True)
-    (logs / "trainer.log").write_bytes(b"\n" * 3000)
+    (logs.parent / "config.yaml").write_text('{"tinker": {}}')
+    (logs / "trainer.log").write_bytes(b"\n" * 2986)
     for most, verdict in (("4e-6", "ok"), ("2e-6", "note")):
         assert doctor.main([*options, "--max-runs-gb", most]) == 0
         found = lines_of(capsys.readouterr().out)[verdict]

@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from tx.tinker.commands import Sample, Save, SaveEffect, StoredCommand
 from tx.tinker.service import kept_samples, run_files
 from tx.tinker.service.kept_samples import KeptSamples
 from tx.tinker.service.run_files import RunFiles
-from tx.tinker.service.run_folders import run_folders
+from tx.tinker.service.run_folders import remove_oldest, run_folders
 from tx.tinker.service.state import PendingRequest, Run
 from tx.tinker.texts import Texts
 from tx.tinker.types import LoraSpec, SampleOutput, SampleParams, SampleSpec, Sequence
@@ -212,7 +213,7 @@ async def test_samples_that_wait_for_a_stalled_disk_are_few_and_later_ones_are_k
     assert len(kept) == 4
 
 
-async def test_oldest_run_folders_of_models_that_are_not_live_go_beyond_the_limit(
+async def test_oldest_run_folders_of_unloaded_models_are_removed_beyond_the_limit_and_nothing_else(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     files = RunFiles(tmp_path, KeptSamples(4, 10_000, Texts(tmp_path)))
@@ -223,21 +224,41 @@ async def test_oldest_run_folders_of_models_that_are_not_live_go_beyond_the_limi
         files.done(request, {"tokens": 4.0}, run.model_id, body)
     files.note({"sessions": 1.0})
     await asyncio.to_thread(wait_until_written, files)
+    (tmp_path / "server" / "config.yaml").write_text('{"tinker": {}}')
     for age, number in enumerate((2, 0, 1, 3)):  # the server's folder is the newest
         for path in (tmp_path / f"s_train_{number}").rglob("*"):
             os.utime(path, (1000 + age, 1000 + age))
     sizes = {folder.path.name: folder.num_bytes for folder in run_folders(tmp_path)}
     assert list(sizes) == ["s_train_2", "s_train_0", "s_train_1", "s_train_3", "server"]
+    (tmp_path / "archive").mkdir()
+    (tmp_path / "archive" / "curves.jsonl").write_text("a user's own")
     with caplog.at_level(logging.INFO):
         files.limit(sum(sizes.values()) - sizes["s_train_2"] - 1, live=[runs[0].model_id])  # one byte too many
         for _ in range(3):
             files.limit(sizes["s_train_0"] + sizes["server"] - 1, live=[runs[0].model_id])
         files.done(request, {"tokens": 4.0}, runs[1].model_id, body)  # from a checkpoint of it
         files.close()
-    assert {path.name for path in tmp_path.iterdir()} == {"s_train_0", "server"}
+    assert {path.name for path in tmp_path.iterdir()} == {"s_train_0", "server", "archive"}
     removals = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
     assert [text.rpartition(": ")[2] for text in removals] == ["s_train_2, s_train_1", "s_train_3"]
     assert caplog.text.count("unload models, or raise the limit") == 1
+
+
+def test_a_folder_that_cannot_be_removed_keeps_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for age, name in enumerate(("first", "second", "third")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text('{"tinker": {}}')
+        os.utime(tmp_path / name / "config.yaml", (1000 + age, 1000 + age))
+    rmtree = shutil.rmtree
+
+    def refuse_first(path: Path) -> None:
+        if path.name == "first":
+            raise PermissionError("refused")
+        rmtree(path)
+
+    monkeypatch.setattr(shutil, "rmtree", refuse_first)
+    found = remove_oldest(tmp_path, 14 * 2, live={"third"})
+    assert found.removed == ["second"] and list(found.failed) == ["first"] and found.num_bytes == 14 * 2
 
 
 def wait_until_written(files: RunFiles) -> None:

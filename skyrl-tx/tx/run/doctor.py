@@ -160,7 +160,10 @@ def _disk(config: EngineConfig) -> Finding:
 
 
 def _run_folders(config: EngineConfig) -> Finding:
-    folders = run_folders(config.state_folder / "runs")
+    try:
+        folders = run_folders(config.state_folder / "runs")
+    except OSError as error:
+        return Finding("run folders", "note", f"cannot be read: {error}")
     num_gb = sum(folder.num_bytes for folder in folders) / 1e9
     text = f"{len(folders)} take {num_gb:,.3g} GB; --max-runs-gb is {config.max_runs_gb:g}"
     if num_gb <= config.max_runs_gb:

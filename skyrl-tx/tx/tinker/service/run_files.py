@@ -99,6 +99,7 @@ class RunFiles:
         self._sample_bytes, self._lock = 0, threading.Lock()  # of samples that wait; used by both threads
         self._done: Counter[str] = Counter()
         self._is_failing = self._is_full = self._is_closed = False
+        self._not_removed: set[str] = set()
 
     def begin(self, config: EngineConfig) -> None:
         """Write that the server starts, with its settings: without the database's URL, which may hold a password."""
@@ -239,15 +240,20 @@ class RunFiles:
         self._append(SERVER, "metrics.jsonl", json.dumps({"step": progress.step, "time": time.time(), **row}))
 
     def _limit(self, max_bytes: float, live: set[str]) -> None:
-        removed, num_bytes = remove_oldest(self._folder, max_bytes, live)
+        removed, failed, num_bytes = remove_oldest(self._folder, max_bytes, live)
         if removed:
             log.info("max_runs_gb=%g: run folders removed: %s", max_bytes / 1e9, ", ".join(removed))
             gone = {model_id for model_id in self._progress if self._path(model_id).name in removed}
             self._progress = {model_id: each for model_id, each in self._progress.items() if model_id not in gone}
+        for name, error in failed.items():
+            if name not in self._not_removed:
+                log.warning("max_runs_gb=%g: run folder %s cannot be removed: %s", max_bytes / 1e9, name, error)
+        self._not_removed = set(failed)
         is_full = num_bytes > max_bytes
         if is_full and not self._is_full:
             log.warning(
-                "run folders of live models take %.3g GB, above max_runs_gb=%g: unload models, or raise the limit",
+                "run folders of live models take %.3g GB, above max_runs_gb=%g, so that those of unloaded models are "
+                "removed at once: unload models, or raise the limit",
                 num_bytes / 1e9, max_bytes / 1e9,
             )  # fmt: skip
         self._is_full = is_full

@@ -1,5 +1,7 @@
-"""Total size of run folders. Beyond a limit those of models that are no longer live go, longest unchanged first."""
+"""Total size of run folders. Beyond a limit those of models that are no longer live go, longest unchanged first. Other
+folders beside them are a user's own, and stay."""
 
+import json
 import os
 import shutil
 from collections.abc import Iterator, Set
@@ -17,30 +19,51 @@ class RunFolder(NamedTuple):
 
 
 def run_folders(runs: Path) -> list[RunFolder]:
-    """Return the run folders, longest unchanged first; links to folders are none."""
+    """Return the folders that a server made for its models and itself, longest unchanged first; links to folders are
+    none."""
     entries = list(os.scandir(runs)) if runs.is_dir() else []
     folders = [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
-    return sorted((_measured(folder) for folder in folders), key=lambda folder: folder.changed_at)
+    return sorted((_measured(each) for each in folders if _is_of_server(each)), key=lambda folder: folder.changed_at)
 
 
-def remove_oldest(runs: Path, max_bytes: float, live: Set[str]) -> tuple[list[str], float]:
-    """Remove run folders until the rest takes at most `max_bytes`, or only those named in `live` are left.
+class Removal(NamedTuple):
+    """Result of `remove_oldest`."""
 
-    Returns: names of the removed ones, and the bytes of the rest.
+    removed: list[str]
+    """Names of the folders that are gone."""
+    failed: dict[str, OSError]
+    """Errors of those that could not be removed."""
+    num_bytes: float
+    """Bytes of the rest."""
 
-    Raises:
-        OSError: one cannot be removed.
-    """
-    folders, removed = run_folders(runs), []
+
+def remove_oldest(runs: Path, max_bytes: float, live: Set[str]) -> Removal:
+    """Remove run folders until the rest takes at most `max_bytes`, or only those named in `live` are left."""
+    folders = run_folders(runs)
+    removed: list[str] = []
+    failed: dict[str, OSError] = {}
     total = sum(folder.num_bytes for folder in folders)
     for path, _, num_bytes in folders:
         if total <= max_bytes:
             break
-        if path.name not in live:
+        if path.name in live:
+            continue
+        try:
             shutil.rmtree(path)
+        except OSError as error:
+            failed[path.name] = error
+        else:
             removed.append(path.name)
             total -= num_bytes
-    return removed, total
+    return Removal(removed, failed, total)
+
+
+def _is_of_server(folder: Path) -> bool:
+    try:
+        facts = json.loads((folder / "config.yaml").read_text())  # as `RunFiles` writes it
+    except (OSError, ValueError):
+        return False
+    return isinstance(facts, dict) and "tinker" in facts
 
 
 def _measured(folder: Path) -> RunFolder:
