@@ -64,6 +64,7 @@ def commands_of(script: Path, scratch: Path, *arguments: str, **variables: str) 
         "CAPTURED_COMMANDS": str(captured),
         "OUTPUT": str(scratch / "evaluations"),
         "DATA_DIR": "data",
+        "PROGRAM": str(Path(__file__).parents[1] / "examples/harness/openai_agents_program.py"),
         **(variables or {"MODEL": "tiny-model"}),
     }
     done = subprocess.run(

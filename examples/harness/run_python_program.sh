@@ -2,11 +2,11 @@
 # A Python program (openai_agents_program.py, langgraph_program.py, smolagents_program.py, or yours) in place of the shell script of
 # run_shell_agent.sh, whose settings hold but for these. PROGRAM_ENV is the environment that has its packages.
 #
-#   [PROGRAM=file] PROGRAM_ENV=FOLDER MODEL=folder DATA_DIR=folder [RUN_DIR=folder] bash examples/harness/run_python_program.sh [key=value ...]
+#   PROGRAM=file PROGRAM_ENV=FOLDER MODEL=folder DATA_DIR=folder [RUN_DIR=folder] bash examples/harness/run_python_program.sh [key=value ...]
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 root="$(cd "$here/../.." && pwd)"
-: "${PROGRAM:=$here/openai_agents_program.py}"
+: "${PROGRAM:?set PROGRAM to the file of a program}"
 : "${PROGRAM_ENV:=$root/.venv}"
 # The sandbox shows whole paths alone.
 PROGRAM="$(cd "$(dirname "$PROGRAM")" && pwd)/$(basename "$PROGRAM")"

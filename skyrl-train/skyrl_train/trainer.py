@@ -287,7 +287,11 @@ class RayPPOTrainer(TrainingRun):
                 rollouts = self.check_rollouts(await self.request_rollouts(prompts))
             else:
                 rollouts = await self._generate_informative(prompts, phase)
-        await asyncio.gather(self.colocation.after_generating(), asyncio.to_thread(self._record, rollouts))
+        recording = asyncio.ensure_future(asyncio.to_thread(self._record, rollouts))
+        try:
+            await self.colocation.after_generating()
+        finally:
+            await recording  # also behind an error, so that nothing is written while the run ends
         self._sample_names = self.timeline.samples_ended(_spans(rollouts, self.global_step, self.weight_version))
         return rollouts
 

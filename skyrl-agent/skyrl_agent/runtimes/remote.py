@@ -83,6 +83,11 @@ class RemoteRuntime:
             raise InfraError(f"the server refuses: {answer.text:.300} (runtime.token_env names the token's variable)")
         if not answer.is_success or "max_runtimes" not in answer.text:
             raise InfraError(_NO_SERVER.format(f"GET /health: status {answer.status_code}: {answer.text:.100}"))
+        if self.spec.image and answer.json().get("kind") == "local":
+            raise ConfigError(
+                f"runtime.image={self.spec.image} needs containers, and the runtime server at {self._server} has none "
+                "(--kind local): start it with --kind docker or podman, or leave the image out"
+            )
 
     async def start(self) -> None:
         if self._client is not None:

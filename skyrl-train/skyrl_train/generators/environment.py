@@ -142,20 +142,20 @@ def _in_daemon_thread(function: Callable[[], T], discard: Callable[[T], None] | 
 
     context = contextvars.copy_context()
     try:
-        _idle.pop().put(work)
+        works = _idle.pop()
     except IndexError:
-        threading.Thread(target=_serve, args=(work,), name="skyrl-gym-env", daemon=True).start()
+        works = queue.SimpleQueue()
+        threading.Thread(target=_serve, args=(works,), name="skyrl-gym-env", daemon=True).start()
+    works.put(work)
     return outcome
 
 
-def _serve(work: Callable[[], None]) -> None:
-    """Run `work`, and then whatever comes through a queue in `_idle`."""
-    works: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+def _serve(works: "queue.SimpleQueue[Callable[[], None]]") -> None:
+    """Run what comes through the queue, which is in `_idle` while there is nothing. Keeps no work that is done: its
+    environment may hold much memory."""
     while True:
-        work()
-        del work  # its environment may hold much memory
+        works.get()()
         _idle.append(works)
-        work = works.get()
 
 
 @dataclass(frozen=True)

@@ -182,7 +182,7 @@ class RequestRunner:
             for request in requests:
                 request.was_interrupted = True
             return requests
-        except (ConstraintFailed, FloatingPointError) as failure:  # of all requests of this call
+        except ConstraintFailed as failure:  # of all requests of this call
             parts = [failed_completion(failure, request.params) for request in requests]
         return [
             request

@@ -257,8 +257,11 @@ def engine_plan(cfg: SkyRLConfig, shape: ModelShape, device: Device) -> EnginePl
         # One layer's states of a prompt that is read, and the logits of all running requests.
         working = number * length * (4 * shape.hidden + 4 * shape.feed_forward) + 8 * full * shape.words
         traits = EngineRegistry.requirements(generator.backend)
-        if traits.packs_weights and device.kind == "cpu":  # all but experts and the table of embeddings
-            weights += number * (shape.parameters - shape.experts - shape.words * shape.hidden)
+        if (
+            traits.packs_weights and device.kind == "cpu"
+        ):  # all but experts, and a table that is no output layer as well
+            table = 0 if shape.is_tied else shape.words * shape.hidden
+            weights += number * (shape.parameters - shape.experts - table)
         gib = generator.engine_init_kwargs.get("prefix_cache_gib", traits.prefix_cache_gib)
         keeps_prefixes = generator.enable_prefix_caching and not shape.num_linear_layers
         prefixes = min(gib * 2**30, wanted * length * bytes_a_token) if keeps_prefixes else 0.0

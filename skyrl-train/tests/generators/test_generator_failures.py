@@ -1,11 +1,13 @@
 """A failed rollout is data: recorded by what failed, training nothing, ending neither the batch nor the others."""
 
 import asyncio
+import gc
 import json
 import subprocess
 import sys
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -322,3 +324,14 @@ async def test_a_thread_that_returned_serves_the_next_call_and_one_that_hangs_se
     others = {await threads.call(threading.get_ident) for _ in range(3)}
     released.set()
     assert held[0] not in others
+
+
+async def test_a_thread_keeps_nothing_of_the_calls_that_it_served():
+    class Environment:
+        pass
+
+    threads = DaemonThreads(max_workers=2, timeout_seconds=5)
+    alive = [weakref.ref(each) for each in await asyncio.gather(*(threads.call(Environment) for _ in range(6)))]
+    await threads.call(int)
+    gc.collect()
+    assert [each() for each in alive] == [None] * 6

@@ -258,7 +258,7 @@ def test_packed_weights_of_the_native_engine_are_beside_the_others_on_a_processo
         cfg = settings(**{"generator.backend": "native", "trainer.placement.device": kind})
         return engine_plan(cfg, found, Device("one", kind, 1e10, 1, 1, 1)).weights
 
-    found = shape()
-    number = weights("cuda") / found.parameters
-    packed = found.parameters - found.experts - found.words * found.hidden
-    assert packed > 0 and weights("cpu") == weights("cuda") + number * packed
+    for found in (shape(is_tied=False), shape(is_tied=True)):
+        number = weights("cuda") / found.parameters
+        packed = found.parameters - found.experts - (0 if found.is_tied else found.words * found.hidden)
+        assert packed > 0 and weights("cpu") == weights("cuda") + number * packed

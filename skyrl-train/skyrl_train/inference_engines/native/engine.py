@@ -89,6 +89,9 @@ class _PendingBatch:
         outcomes = [self._outcomes[request] for request in self._requests]
         completions = [each if isinstance(each, Completion) else failed_completion(each) for each in outcomes]
         try:
+            for each in outcomes:
+                if isinstance(each, FloatingPointError):  # of the weights, and so of every answer
+                    raise each
             raise_if_all_failed(completions)
         except (FloatingPointError, ConstraintFailed) as failure:
             self.done.set_exception(failure)
@@ -351,8 +354,8 @@ class NativeInferenceEngine(InferenceEngineInterface):
 
     def complete(self, requests: list[Request], lora_name: str | None = None) -> "asyncio.Future[list[Completion]]":
         """Complete native requests, each with its own settings, for callers in this process; completions have no text.
-        Cancelling the future aborts the requests. A request that fails beside others has a completion with its
-        `failure`.
+        Cancelling the future aborts the requests. A request whose constraint fails beside others has a completion with
+        its `failure`.
 
         Raises:
             ValueError: no adapter has that name.
