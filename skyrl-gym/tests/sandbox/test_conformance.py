@@ -96,7 +96,7 @@ def test_a_variable_that_no_system_can_pass_on_starts_nothing(sandbox, env):
 
 
 def test_variables_take_effect_for_the_command_alone(walled):
-    """What starts the command runs with rights that the command has not."""
+    """Programs that start the command have rights that it has not, and read none of its variables."""
     walled.write("sh", "#!/bin/sh\necho mine >>/workspace/started\n")
     path = {"PATH": "/workspace", "LD_PRELOAD": "/workspace/none.so", "LD_DEBUG": "all"}
     result = walled.exec(["/bin/sh", "-c", "echo $PATH"], env=path)

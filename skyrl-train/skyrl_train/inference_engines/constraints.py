@@ -21,6 +21,11 @@ WHITESPACE = r"[\x20\n\t]{0,32}"
 (`native/constrained.py`), since models, small ones above all, write it without end."""
 
 
+class ConstraintFailed(ValueError):
+    """A constraint that became too complex within an answer, or that no token of the vocabulary continues; the answer
+    alone fails."""
+
+
 @dataclass(frozen=True)
 class Constraint:
     """Constraint of one answer, checked in form and size. `text` is JSON or Lark."""

@@ -21,9 +21,9 @@ from skyrl_train.inference_engines.completion import (
     raise_if_all_failed,
     to_completions,
 )
+from skyrl_train.inference_engines.constraints import ConstraintFailed
 from skyrl_train.inference_engines.continuation import EngineCall, depends_on_answer, join, next_call
 from skyrl_train.inference_engines.health import Health
-from skyrl_train.inference_engines.native.constrained import ConstraintFailed
 from skyrl_train.inference_engines.routing import Interrupted, QueueEntry, Router, SlotRequest
 from skyrl_train.inference_engines.supervision import EngineFailure, Supervisor
 

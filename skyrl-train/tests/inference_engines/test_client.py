@@ -13,8 +13,9 @@ from skyrl_train.config import SkyRLConfig
 from skyrl_train.errors import RolloutError, WeightSyncError, WorkerError
 from skyrl_train.inference_engines import request_runner
 from skyrl_train.inference_engines.base import EngineInfo, InferenceEngineInput, InferenceEngineOutput
+from skyrl_train.inference_engines.constraints import ConstraintFailed
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient, _common
-from skyrl_train.inference_engines.native.constrained import AnswerMatcher, ConstraintFailed
+from skyrl_train.inference_engines.native.constrained import AnswerMatcher
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train.weight_sync.base import WeightReport
 

@@ -20,7 +20,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from skyrl_train.errors import UnsupportedByEngine
-from skyrl_train.inference_engines.constraints import WHITESPACE, Constraint
+from skyrl_train.inference_engines.constraints import WHITESPACE, Constraint, ConstraintFailed
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -36,11 +36,6 @@ _SPACES = "\u0120\u010a\u0109\u010d\u2581 \n\t\r"
 """White space in the names of tokens: of byte-level vocabularies, of SentencePiece, and itself."""
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-
-
-class ConstraintFailed(ValueError):
-    """A constraint that became too complex within an answer, or that no token of the vocabulary continues; the answer
-    alone fails."""
 
 
 def unsupported_reason(tokenizer: PreTrainedTokenizerBase) -> str | None:

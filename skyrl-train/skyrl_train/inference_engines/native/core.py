@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from skyrl_train.expert_routes import ExpertRoutes
 from skyrl_train.inference_engines.base import DraftCounts, StopReason, TopLogProbs, stack_top_log_probs
 from skyrl_train.inference_engines.completion import Completion
+from skyrl_train.inference_engines.constraints import ConstraintFailed
 from skyrl_train.inference_engines.native.attention import KEY_BLOCK, round_up
-from skyrl_train.inference_engines.native.constrained import ConstraintFailed
 from skyrl_train.inference_engines.native.draft_model import DraftModel
 from skyrl_train.inference_engines.native.prefix_cache import PrefixCache
 from skyrl_train.inference_engines.native.prompt_scores import score_prompts

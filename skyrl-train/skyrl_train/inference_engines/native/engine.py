@@ -38,7 +38,8 @@ from skyrl_train.inference_engines.completion import (
     raise_if_all_failed,
     requested_output,
 )
-from skyrl_train.inference_engines.native.constrained import AnswerMatcher, ConstraintCompiler, ConstraintFailed
+from skyrl_train.inference_engines.constraints import ConstraintFailed
+from skyrl_train.inference_engines.native.constrained import AnswerMatcher, ConstraintCompiler
 from skyrl_train.inference_engines.native.core import (
     MAX_DRAFTING,
     MAX_PREFILL_TOKENS,

@@ -6,8 +6,8 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from skyrl_train.inference_engines.constraints import ConstraintFailed
 from skyrl_train.inference_engines.native.attention import KEY_CHUNK, SharedKeys
-from skyrl_train.inference_engines.native.constrained import ConstraintFailed
 from skyrl_train.inference_engines.native.requests import Request
 from skyrl_train.inference_engines.native.sampling import Biases, SamplingBatch
 from skyrl_train.inference_engines.native.speculation import Places

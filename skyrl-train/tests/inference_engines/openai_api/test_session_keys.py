@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from skyrl_train.inference_engines.base import InferenceEngineInput, InferenceEngineOutput
-from skyrl_train.inference_engines.native.constrained import ConstraintFailed
+from skyrl_train.inference_engines.constraints import ConstraintFailed
 from skyrl_train.inference_engines.native.loading import load_tokenizer
 from skyrl_train.inference_engines.openai_api import generation
 from skyrl_train.inference_engines.openai_api.frontend import OpenAIFrontend
