@@ -4,8 +4,9 @@ state of a batch, so several may run concurrently; they share the dispatcher's l
 import asyncio
 import hashlib
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from skyrl_agent.integrations.base import TrainingRows, get_backend
 from skyrl_agent.records import TrajectoryFile
 from skyrl_agent.tasks.base import BaseTask, Instance
 from skyrl_agent.training_rows import check_batch, training_rows
-from skyrl_agent.types import JsonObject, Probeable, Row, SamplingParams, Tokenizer, TrajectoryResult
+from skyrl_agent.types import Announceable, JsonObject, Probeable, Row, SamplingParams, Tokenizer, TrajectoryResult
 
 
 @dataclass(frozen=True)
@@ -161,13 +162,14 @@ class AgentRunner:
         dispatch = self._dispatch(val_mode)
         try:
             trajectories = [trajectory for _, trajectory in numbered]
-            async with aclosing(dispatch.run(trajectories)) as run:  # pyright: ignore[reportArgumentType]
-                async for trajectory in run:
-                    position = running.pop(id(trajectory))
-                    result = replace(trajectory.result)  # an abandoned stage may still write to it
-                    if self.file is not None:
-                        await asyncio.to_thread(self.file.append, result, val_mode, position)
-                    yield position, result
+            with self._announced(numbered):
+                async with aclosing(dispatch.run(trajectories)) as run:  # pyright: ignore[reportArgumentType]
+                    async for trajectory in run:
+                        position = running.pop(id(trajectory))
+                        result = replace(trajectory.result)  # an abandoned stage may still write to it
+                        if self.file is not None:
+                            await asyncio.to_thread(self.file.append, result, val_mode, position)
+                        yield position, result
         finally:
             for position, trajectory in numbered:
                 is_cut_off = id(trajectory) in running and trajectory.result.stage_seconds  # none: it never began
@@ -191,6 +193,13 @@ class AgentRunner:
         if errors:
             raise UnavailableError("; ".join(dict.fromkeys(map(str, errors))))
         self._is_probed = True
+
+    def _announced(self, numbered: Sequence[tuple[int, BaseTrajectory]]) -> AbstractContextManager[None]:
+        """Announce the sessions of a batch's trajectories to a backend that wants to know them."""
+        if not isinstance(self.infer_engine, Announceable):
+            return nullcontext()
+        groups = groupby(numbered, key=lambda entry: entry[0])
+        return self.infer_engine.announced([[trajectory.session_id for _, trajectory in group] for _, group in groups])
 
     def _dispatch(self, val_mode: bool) -> Dispatch:
         return Dispatch(

@@ -1,12 +1,14 @@
 """Types shared by the parts of this package. Imports only the chat layer."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NotRequired, Protocol, TypedDict, runtime_checkable
 
 from skyrl_gym.chat.template import ChatTokenizer, Message
 
 __all__ = [
+    "Announceable",
     "Failure",
     "InferBackend",
     "JsonObject",
@@ -65,6 +67,15 @@ class InferBackend(Protocol):
             InfraError: the server failed or did not answer in time.
             BackendError: it refused the request.
         """
+        ...
+
+
+@runtime_checkable
+class Announceable(Protocol):
+    """Backend that wants to know the `request_id`s of a batch before the requests come."""
+
+    def announced(self, groups: Sequence[Sequence[str]]) -> AbstractContextManager[None]:
+        """Announce ids for the time of the context. `groups`: ids whose requests have the same prompt."""
         ...
 
 

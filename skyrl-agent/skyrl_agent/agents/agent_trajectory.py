@@ -1,7 +1,6 @@
 """Trajectory of one agent on one instance: runtime, conversation, evaluation."""
 
 import inspect
-import uuid
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -133,15 +132,17 @@ class AgentTrajectory(BaseTrajectory):
 
     def _make_agent(self) -> Agent:
         agent_cls = _agent_class(self.cfg)
-        return agent_cls(
+        agent = agent_cls(
             self.cfg.generator.model_copy(update={"sampling_params": self.sampling_params}),
             self.infer_engine,
             self.tokenizer,
             tools=agent_cls.tool_entries(self.cfg.tools, self.task),
             runtime=self.runtime,
-            trajectory_id=f"{self.instance.instance_id}-{self.trajectory_id}-{uuid.uuid4().hex[:8]}",
+            trajectory_id=f"{self.instance.instance_id}-{self.trajectory_id}-{self.session_id[:8]}",
             **self.cfg.agent_config,
         )
+        agent.agent_id = self.session_id
+        return agent
 
     def _record(self, agent: Agent) -> None:
         """Copy the agent's records to the result, after a failure too."""

@@ -1,6 +1,7 @@
 """Base class of trajectories: three stages, and the record of the end. Knows no queue and no batch."""
 
 import asyncio
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Sequence
 from typing import Any
@@ -42,6 +43,8 @@ class BaseTrajectory(ABC):
         self.sampling_params, self.val_mode = sampling_params, val_mode
         self.environment: Any = None
         """Environment from the pool of `async_fix_pool`."""
+        self.session_id = uuid.uuid4().hex
+        """`request_id` of the agent's requests; another one in each attempt."""
         self.result = self.blank_result()
 
     @classmethod
@@ -85,7 +88,7 @@ class BaseTrajectory(ABC):
     async def restart(self) -> None:
         """Discard the attempt that failed in `generate`, so that the stages may be repeated."""
         await self.close()
-        self.result = self.blank_result()
+        self.session_id, self.result = uuid.uuid4().hex, self.blank_result()
 
     @property
     def failed(self) -> bool:

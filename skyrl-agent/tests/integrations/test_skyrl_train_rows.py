@@ -1,9 +1,14 @@
 """Training rows that skyrl-train makes of trajectories: failures, several rows of one, advantages."""
 
 import asyncio
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import drawers
 import pytest
 
 from skyrl_agent.chat.transitions import Observation, TokensWithLogprobs, Transition
@@ -14,6 +19,7 @@ from skyrl_agent.integrations.skyrl_train.skyrl_train_backend import (
     instance_rows,
     rollout_batch,
 )
+from skyrl_agent.testing import byte_tokenizer
 from skyrl_agent.training_rows import repeat_for_rows, training_rows, trajectory_advantages
 from skyrl_agent.types import Failure, TrajectoryResult
 from skyrl_train.batch_preparation import prepare_training_batch
@@ -87,7 +93,45 @@ def test_a_prompt_is_asked_once_however_many_samples_it_has():
     assert [(row["prompt"][0]["content"], row["answer"]) for row in rows] == [("a", "a"), ("a", "a")]
 
 
-class DyingEngine:
+class ListeningEngine:
+    """Engine that notes the sessions which are announced, and those of the requests that follow."""
+
+    def __init__(self) -> None:
+        self.announcements: list[Any] = []
+        self.sessions: list[str] = []
+
+    @contextmanager
+    def announced(self, groups: Any) -> Iterator[None]:
+        assert not self.sessions
+        self.announcements.append(groups)
+        yield
+
+    async def generate(self, request: Any) -> Any:
+        self.sessions += request["session_ids"]
+        return {
+            "stop_reasons": ["stop"],
+            "response_ids": [[65]],
+            "response_logprobs": [[0.0]],
+            "weight_versions": [[1]],
+        }
+
+
+async def test_sessions_of_a_batch_are_announced_as_the_agents_requests_carry_them(tmp_path: Path):
+    path, engine = tmp_path / "task.yaml", ListeningEngine()
+    path.write_text(json.dumps(drawers.task()))
+    cfg = SkyRLConfig.from_dict({"generator": {"task": str(path), "n_samples_per_prompt": 2}}).generator
+    generator = SkyRLAgentGenerator(cfg, engine, byte_tokenizer())  # type: ignore[arg-type]
+    prompts = [
+        {"prompt": row["prompt"], "env_class": None, "env_extras": row, "uid": row["thing"]}
+        for row in drawers.rows()[:2]
+    ]
+    await generator.generate(prepare_generator_input(prompts, 2, None, None, "train", 1)[0])
+    [groups] = engine.announcements
+    assert [len(group) for group in groups] == [2, 2]
+    assert {session for group in groups for session in group} == set(engine.sessions) and len(set(engine.sessions)) == 4
+
+
+class DyingEngine(ListeningEngine):
     """Answers nobody: it died."""
 
     async def generate(self, request: Any) -> Any:
@@ -95,8 +139,6 @@ class DyingEngine:
 
 
 async def test_engines_that_will_not_come_back_end_the_batch_at_once(tmp_path, slow_agent):
-    from skyrl_agent.testing import byte_tokenizer
-
     path = tmp_path / "task.yaml"
     path.write_text(f"agent_cls: {slow_agent}\ntask: drawers.Drawers\n")
     cfg = SkyRLConfig.from_dict({"generator": {"task": str(path), "n_samples_per_prompt": 1}}).generator

@@ -4,7 +4,6 @@ failed, records other failures, and returns trajectory groups."""
 import asyncio
 import contextlib
 import copy
-import itertools
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -35,6 +34,7 @@ from skyrl_train.generators.dialogue import (
 )
 from skyrl_train.generators.environment import DaemonThreads, EnvironmentSession
 from skyrl_train.generators.sampling import episode_seed, get_sampling_params, request_seed
+from skyrl_train.generators.sessions import announced
 from skyrl_train.generators.step_wise_dialogue import StepWiseDialogue
 from skyrl_train.generators.tokenization import ChatFormat, ChatTemplateError
 from skyrl_train.inference_engines.base import InferenceEngineInterface, SamplingKeywords
@@ -136,10 +136,9 @@ class SkyRLGymGenerator(GeneratorInterface):
             WorkerError: an engine's process died.
         """
         requests = self._requests(input_batch)
-        groups = itertools.groupby(requests, key=lambda request: request.trajectory_id.instance_id)
-        sessions = [[request.session_id for request in samples] for _, samples in groups]
+        sessions = [(request.trajectory_id, request.session_id) for request in requests]
         try:
-            with self.inference_engine_client.announced(sessions):
+            with announced(self.inference_engine_client, sessions):
                 async with asyncio.TaskGroup() as group:
                     tasks = [group.create_task(self._trajectory(request)) for request in requests]
         except BaseExceptionGroup as errors:

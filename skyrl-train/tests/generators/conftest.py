@@ -3,7 +3,8 @@
 import asyncio
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,13 @@ class ScriptedEngine(InferenceEngineInterface):
         self.tokenizer = tokenizer
         self.scripts = {session: iter(script) for session, script in scripts.items()}
         self.requests: list[InferenceEngineInput] = []
+        self.announced_groups: list[Sequence[Sequence[str | int]]] = []
+        """Sessions of each batch, as they were announced."""
+
+    @contextmanager
+    def announced(self, groups: Sequence[Sequence[str | int]]) -> Iterator[None]:
+        self.announced_groups.append(groups)
+        yield
 
     async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
         self.requests.append(input_batch)

@@ -93,7 +93,7 @@ async def trajectories_of(
         ],
         env_classes=[""] * len(rows),
         env_extras=list(rows),
-        trajectory_ids=[TrajectoryID(f"row {number}", 0) for number in range(len(rows))],
+        trajectory_ids=[TrajectoryID(f"row {row.get('uid', number)}", number) for number, row in enumerate(rows)],
         batch_metadata=BatchMetadata(1, "train"),
     )
     rollouts = await generator.generate_groups(batch)
@@ -314,6 +314,17 @@ async def test_answers_are_drawn_as_training_needs_it_or_as_a_harness_asks(sampl
 
 async def asynchronous(task: HarnessTask) -> float:
     return float(len(ask(task, ("user", task.text))))
+
+
+async def test_sessions_of_a_batch_are_announced_with_those_of_one_prompt_together(characters: Any):
+    model = Model(characters, lambda _: f"after {len(model.announced_groups)}")
+    harness = HarnessConfig(function=f"{__name__}:asynchronous", sandbox="process")
+    rows = [{"prompt": [{"role": "user", "content": f"say {number}"}], "uid": number // 2} for number in range(4)]
+    trajectories, _ = await trajectories_of(model, harness, rows)
+    assert {trajectory.reward for trajectory in trajectories} == {float(len("after 1"))}
+    [[first, second]] = model.announced_groups
+    sessions = {(request.get("session_ids") or [None])[0] for request in model.requests}
+    assert len(first) == len(second) == 2 and {*first, *second} == sessions
 
 
 @pytest.mark.parametrize("value", [1, True, np.float32(1), np.int64(1), np.bool_(True)])

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from itertools import groupby
 
 from skyrl_agent.auto import AutoAgentRunner
@@ -51,6 +52,10 @@ class SkyRLBackend:
         self.engine, self.tokenizer = infer_engine, tokenizer
         self.broken: asyncio.Future[WorkerError] | None = None
         """Future that receives the error of engines that cannot be restarted."""
+
+    def announced(self, groups: Sequence[Sequence[str]]) -> AbstractContextManager[None]:
+        assert self.engine is not None
+        return self.engine.announced(groups)
 
     async def async_generate_ids(
         self, *, input_ids: list[int], sampling_params: SamplingParams, request_id: str

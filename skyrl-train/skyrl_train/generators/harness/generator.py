@@ -39,6 +39,7 @@ from skyrl_train.generators.harness.task import (
 )
 from skyrl_train.generators.recorded import recorded_metrics, recorded_trajectory
 from skyrl_train.generators.sampling import get_sampling_params, request_seed
+from skyrl_train.generators.sessions import announced
 from skyrl_train.inference_engines.base import InferenceEngineInterface, SamplingKeywords
 from skyrl_train.inference_engines.openai_api.recorder import SessionRules
 from skyrl_train.rollouts.adapter import to_generator_output
@@ -122,17 +123,21 @@ class HarnessGenerator(GeneratorInterface):
         Raises:
             WorkerError: the engines died and will not come back.
         """
-        assert self._endpoint is not None, "made without engines, to check settings"
+        assert self._endpoint is not None and self._client is not None, "made without engines, to check settings"
         prompts, metadata = input_batch["prompts"], input_batch.get("batch_metadata")
         params = input_batch.get("sampling_params") or get_sampling_params(self.generator_cfg.sampling_params)
         extras = input_batch.get("env_extras") or [{} for _ in prompts]
+        sessions = [(name, _new_session()) for name in trajectory_ids_of(input_batch)]
         async with self._endpoint.listening() as endpoint:
             try:
-                async with asyncio.TaskGroup() as group:
-                    tasks = [
-                        group.create_task(self._trajectory(endpoint, prompt, extra or {}, params, name, metadata))
-                        for prompt, extra, name in zip(prompts, extras, trajectory_ids_of(input_batch), strict=True)
-                    ]
+                with announced(self._client, sessions):
+                    async with asyncio.TaskGroup() as group:
+                        tasks = [
+                            group.create_task(
+                                self._trajectory(endpoint, prompt, extra or {}, params, name, session, metadata)
+                            )
+                            for prompt, extra, (name, session) in zip(prompts, extras, sessions, strict=True)
+                        ]
             except BaseExceptionGroup as errors:
                 raise errors.exceptions[0] from None
         return self._batch([task.result() for task in tasks])
@@ -144,14 +149,15 @@ class HarnessGenerator(GeneratorInterface):
         row: dict[str, Any],
         params: SamplingKeywords,
         name: TrajectoryID,
+        session: str,
         metadata: BatchMetadata | None,
     ) -> Trajectory:
-        """Return a trajectory, begun again when the infrastructure failed."""
+        """Return a trajectory, begun again in another session when the infrastructure failed."""
         began, num_retries = time.time(), 0
         rules = self._rules(params, name, metadata)
         while True:
             with waiting("a harness", who=f"sample {name.to_string()}"):
-                attempt = await self._attempt(endpoint, prompt, row, rules)
+                attempt = await self._attempt(endpoint, prompt, row, session, rules)
             failed = attempt.failure is not None
             if failed:
                 await self._raise_if_engines_died()
@@ -159,17 +165,15 @@ class HarnessGenerator(GeneratorInterface):
             if not again or num_retries >= self.generator_cfg.max_rollout_retries:
                 break
             await asyncio.sleep(_RETRY_SECONDS * 2**num_retries)
-            num_retries += 1
+            num_retries, session = num_retries + 1, _new_session()
         progress.advance(ANSWERS)
         temperature = None if params.get("temperature") is None else float(params["temperature"])
         trajectory = recorded_trajectory(attempt.record, attempt.reward, name, temperature, attempt.failure)
         return _described(trajectory, attempt, num_retries, (began, time.time()))
 
     async def _attempt(
-        self, endpoint: Endpoint, prompt: "ConversationType", row: dict[str, Any], rules: SessionRules
+        self, endpoint: Endpoint, prompt: "ConversationType", row: dict[str, Any], session: str, rules: SessionRules
     ) -> Attempt:
-        # A name that nobody can guess: a harness has the URL and the key of its own trajectory alone.
-        session = secrets.token_hex(8)
         endpoint.recorder.begin(session, rules)
         close = partial(endpoint.recorder.take_record, session)
         harness: Harness = self._harness(endpoint.socket_path)
@@ -233,6 +237,11 @@ class HarnessGenerator(GeneratorInterface):
         ends = Counter(failure.message.removeprefix("harness ").partition(":")[0] for failure in failures)
         metrics = rollout_metrics(trajectories) | recorded_metrics(trajectories)
         return RolloutBatch(grouped(trajectories), metrics | {f"harness/num_{end}": float(ends[end]) for end in KINDS})
+
+
+def _new_session() -> str:
+    """Return a name that nobody can guess: a harness has the URL and the key of its own trajectory alone."""
+    return secrets.token_hex(8)
 
 
 def _close(sandbox: Sandbox) -> None:
