@@ -57,8 +57,16 @@ class _Product(torch.autograd.Function):
         of_x, of_weight = ctx.needs_input_grad
         return (
             _times_transposed(grad, weight.t()) if of_x else None,
-            _times_transposed(grad.flatten(0, -2).t(), x.flatten(0, -2).t()) if of_weight else None,
+            _gradient_of_weight(grad.flatten(0, -2), x.flatten(0, -2)) if of_weight else None,
         )
+
+
+def _gradient_of_weight(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """dy^T x of dy [tokens, N] and x [tokens, K], as its own transpose x^T dy where N > K: the kernel transposes a copy
+    of its first matrix, so the first is the narrower one."""
+    if grad.shape[1] > x.shape[1]:
+        return _times_transposed(x.t(), grad.t()).t()
+    return _times_transposed(grad.t(), x.t())
 
 
 def _times_transposed(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -53,6 +53,24 @@ def test_each_row_sees_itself_and_not_the_future(lengths, key_heads, window):
         torch.testing.assert_close(actual, wanted, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_bfloat16_with_few_keys_is_computed_in_float32_and_rounded_once(window, autocast):
+    lengths = (9, 8, 2)
+    inputs = [x.detach().bfloat16().requires_grad_() for x in make_inputs(sum(lengths), 2)]
+    direction = torch.randn((1, sum(lengths), HEADS, SIZE), generator=torch.Generator().manual_seed(1)).bfloat16()
+    results = []
+    for change in (torch.Tensor.bfloat16, torch.Tensor.float):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast and change is torch.Tensor.bfloat16):
+            answer, _ = packed_attention(
+                nn.Identity(), *map(change, inputs), None, packed_rows=rows_of(lengths), sliding_window=window
+            )
+        assert answer.dtype == change(inputs[0]).dtype
+        results.append([answer.bfloat16(), *torch.autograd.grad((answer.bfloat16() * direction).sum(), inputs)])
+    for actual, expected in zip(*results, strict=True):
+        assert torch.equal(actual, expected)
+
+
 @pytest.mark.parametrize("window", [1, 100, 511, 512, 600])
 def test_a_window_over_rows_of_several_blocks(window):
     inputs = make_inputs(1300, 2)
