@@ -4,13 +4,14 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 from random_data import spec
 from transformers import AutoTokenizer
 
 from tx.errors import ModelError
 from tx.tinker.backends.base import BackendLost
 from tx.tinker.backends.torch.sampling import NativeSampling
-from tx.tinker.types import SampleParams, SampleSpec
+from tx.tinker.types import PromptTargets, SampleParams, SampleSpec
 
 SPECS = {
     "several": spec(5),
@@ -53,6 +54,9 @@ async def test_requests_that_engines_cannot_do_are_refused_by_name_and_the_users
             await engines.sampling.sample(spec(), adapter(3, train_unembed=True))
         with pytest.raises(ModelError, match="512") as too_long:
             await engines.sampling.sample(spec(prompt=[5] * 600), None)
+        targets = PromptTargets(shape=(len(spec().prompt) - 1, 1), ids=[5] * (len(spec().prompt) - 1))
+        with pytest.raises(ModelError, match="target_prompt_logprobs is not computed by the backend of this server"):
+            await engines.sampling.sample(structs.replace(spec(), targets=targets), None)
         assert refused.value.category == too_long.value.category == "user"
         assert engines.sampling.num_running() == 0
         await engines.sampling.sample(spec(), adapter(1))

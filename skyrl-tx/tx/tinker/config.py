@@ -81,8 +81,8 @@ class EngineConfig(BaseModel):
     share_expert_matrices: bool = False
     """Experts of a layer share, in adapters of new models, A of `gate_proj`, A of `up_proj` and B of `down_proj`: 3.6
     times fewer numbers for Qwen3-30B-A3B. Files hold a copy for each expert, as peft and engines read them. Models that
-    exist stay as they are, and a model without an optimizer step takes the layout of the checkpoint that it loads;
-    without experts that are adapted it has no effect."""
+    exist stay as they are, and a model that loads a checkpoint takes its layout; without experts that are adapted it
+    has no effect."""
     seq_gap_timeout_sec: int = Field(default=300, ge=1)
     """Time after which a request fails whose predecessor has not arrived, in seconds."""
 

@@ -67,6 +67,12 @@ class SampleParams(msgspec.Struct, frozen=True, kw_only=True):
     """Only when the request says nothing of stops."""
 
 
+TARGETS_REFUSED = (
+    "target_prompt_logprobs is not computed by the backend of this server: ask for topk_prompt_logprobs, or serve with "
+    "--backend torch"
+)
+
+
 class PromptTargets(msgspec.Struct, frozen=True, kw_only=True):
     """Token ids whose log-probs a request asks for, by place in its prompt of N tokens, in the layout of the wire: a
     table [N - 1, K], dense or with the listed cells alone (CSR)."""

@@ -21,7 +21,7 @@ from tx.tinker.service.runs import Runs, draw_seed
 from tx.tinker.service.state import PendingRequest, Sampler, ServerState, start_shared
 from tx.tinker.storage.db_models import SamplerRow, SessionRow
 from tx.tinker.storage.store import Store
-from tx.tinker.types import SampleSpec, request_id_of, sampler_id_of
+from tx.tinker.types import TARGETS_REFUSED, SampleSpec, request_id_of, sampler_id_of
 from tx.tinker.wire import schemas
 from tx.tinker.wire.checks import check_sample
 from tx.tinker.wire.losses import ELSEWHERE, STABLE_REINFORCE
@@ -160,10 +160,7 @@ class Samplers:
         if request.record_stability_info and not self._records_stability:
             raise RequestError(f"record_stability_info belongs to the loss {STABLE_REINFORCE}: {_LOSS_IS_ELSEWHERE}")
         if request.target_prompt_logprobs is not None and not self._scores_targets:
-            raise RequestError(
-                "target_prompt_logprobs is not computed by the backend of this server: ask for topk_prompt_logprobs, "
-                "or serve with --backend torch"
-            )
+            raise RequestError(TARGETS_REFUSED)
         if request.num_tokens > THREAD_FROM_TOKENS:
             return await asyncio.to_thread(self._checked, request)
         return self._checked(request)

@@ -19,7 +19,7 @@ from tx.tinker.backends.base import BackendLost, SamplingBackend
 from tx.tinker.backends.skyrl_train.adapters import SteadyAdapters
 from tx.tinker.backends.skyrl_train.turns import Turns
 from tx.tinker.backends.torch.adapter_slots import AdapterSlots
-from tx.tinker.types import SampleOutput, SampleSpec, Sequence
+from tx.tinker.types import TARGETS_REFUSED, SampleOutput, SampleSpec, Sequence
 
 
 class EngineSampling(SamplingBackend):
@@ -54,11 +54,8 @@ class EngineSampling(SamplingBackend):
         return self._num_running
 
     async def sample(self, spec: SampleSpec, adapter: Path | None, *, tenant: str = "") -> SampleOutput:
-        if spec.targets is not None:
-            raise ModelError(
-                "target_prompt_logprobs is not computed by the backend skyrl_train: ask for topk_prompt_logprobs, or "
-                "serve with --backend torch"
-            )
+        if spec.targets is not None:  # accepted before the server was started again with this backend
+            raise ModelError(TARGETS_REFUSED)
         self._num_running += spec.num_samples
         try:
             async with self._turns.take(tenant, spec.num_samples), self._slots.use(adapter) as name:

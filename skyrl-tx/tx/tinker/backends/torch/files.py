@@ -26,7 +26,6 @@ STATE_FILE = "optimizer.safetensors"
 steps in its metadata; for adapters of experts, the flag `_SHARES_EXPERTS`."""
 _SHARES_EXPERTS = "shares_experts"
 _VECTORS = ("mean", "square", "gradient")
-_OTHER_LAYOUT = "A model that is created from the checkpoint, or was not trained yet, takes the checkpoint's layout"
 
 
 def write_adapter(
@@ -153,8 +152,8 @@ def _merged(adapter: Adapter, tensors: Mapping[str, torch.Tensor]) -> Mapping[st
         copies = [merged.pop(of_expert) for of_expert in of_experts if of_expert in merged]
         if any(not torch.equal(copy, copies[0]) for copy in copies):
             raise ModelError(
-                f"the checkpoint does not fit the model: {of_experts[0]} and those of other experts differ, and the "
-                f"experts of this model, which was trained, share one. {_OTHER_LAYOUT}"
+                f"the checkpoint is damaged: {of_experts[0]} and those of other experts differ, and by its optimizer "
+                "they share one"
             )
         if len(copies) == len(of_experts):
             merged[key] = copies[0]
@@ -220,12 +219,6 @@ def _vector(adapter: Adapter, tensors: Mapping[str, Any], prefix: str, what: str
     found = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
     result = torch.empty(adapter.num_weights)
     expected = _named(adapter, result)
-    of_sharing = {_key(site.name, side) for site in adapter.sites if site.num_experts is not None for side in "AB"}
-    if of_sharing & (found.keys() - expected.keys()):
-        raise ModelError(
-            f"the checkpoint's {what} does not fit the model: its experts share matrices, and those of this model, "
-            f"which was trained, do not. Load it without optimizer. {_OTHER_LAYOUT}"
-        )
     for name in {**expected, **found}:
         given, wanted = (list(each[name].shape) if name in each else "missing" for each in (found, expected))
         if given != wanted:

@@ -90,9 +90,8 @@ class TorchTraining(TrainingBackend):
                 files.write_state(adapter, vectors, folder)
 
     def load(self, model_id: str, folder: Path, *, optimizer: bool) -> None:
-        adapter = self._adapter(model_id)
-        if adapter.step == 0 and adapter.gradient is None:  # untrained
-            adapter = self._with_layout_of(folder, adapter, by_weights=True)
+        # Nothing of the model outlives a load, so neither does its layout.
+        adapter = self._with_layout_of(folder, self._adapter(model_id), by_weights=True)
         files.read_into(adapter, folder, optimizer=optimizer)
         self._adapters[model_id] = adapter
 
