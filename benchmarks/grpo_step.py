@@ -4,9 +4,10 @@
 
 A step is everything between two batches of prompts: generating, rewards, log-probs, advantages, forward and backward,
 the optimizer, new weights in the engine, metrics and trajectories on disk. Ours is the real loop (`BasePPOExp`: policy
-ranks under FSDP2 and engines, each a Ray process of one thread). TRL generates with transformers, in one or several
-processes of its own; the quickest way it was run counts. Prints a markdown table. TRL comes with the dependency group
-`bench`.
+ranks under FSDP2 and engines, each a Ray process of one thread), once on policy and once with trajectories of weights
+one step older (`trainer.fully_async`), which are generated while the ranks train. TRL is on policy and generates with
+transformers, in one or several processes of its own; the quickest way it was run counts. Prints a markdown table. TRL
+comes with the dependency group `bench`.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch; TRL's processes set their own number
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -41,6 +42,7 @@ from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.distributed.process_group import free_port
 from skyrl_train.entrypoints.main_base import BasePPOExp
+from skyrl_train.fully_async_trainer import FullyAsyncRayPPOTrainer
 from skyrl_train.trainer import RayPPOTrainer
 from skyrl_train.utils import initialize_ray
 from skyrl_train.utils.process_log import capture_output, configure_logging
@@ -181,26 +183,71 @@ class Steps:
         return statistics.median(stages.get(name, 0.0) for stages in self.stages)
 
 
-class MeasuredTrainer(RayPPOTrainer):
-    """The trainer, with a watch from one batch of prompts to the next. Between two steps it is the others' turn."""
+class Watch:
+    """Times of a trainer's steps. Between two of them it is the others' turn."""
 
-    steps: Steps
-    between_steps: Callable[[], None]
-    cpu_clock: Callable[[], dict[str, float]]
+    def __init__(self, between_steps: Callable[[], None], cpu_clock: Callable[[], dict[str, float]]):
+        self.steps = Steps()
+        self._between_steps, self._cpu_clock = between_steps, cpu_clock
+        self._began: tuple[dict[str, float], float] | None = None
+
+    def begin(self) -> None:
+        """Begin a step after the others' turn."""
+        self._between_steps()
+        self._began = self._cpu_clock(), time.perf_counter()
+
+    def end(self) -> None:
+        """End the step that has begun, if one has."""
+        if self._began is None:
+            return
+        (cpu, began), self._began = self._began, None
+        self.steps.seconds.append(time.perf_counter() - began)
+        used = {kind: seconds - cpu.get(kind, 0.0) for kind, seconds in self._cpu_clock().items()}
+        self.steps.cpu_of_processes.append(used)
+        self.steps.cpu_seconds.append(sum(used.values()))
+
+
+class MeasuredTrainer(RayPPOTrainer):
+    """The trainer, with a watch from one batch of prompts to the next."""
+
+    watch: Watch
 
     def batches(self) -> Iterator[list[dict[str, Any]]]:
         for prompts in super().batches():
-            self.between_steps()
-            cpu, began = self.cpu_clock(), time.perf_counter()
+            self.watch.begin()
             yield prompts
-            self.steps.seconds.append(time.perf_counter() - began)
-            used = {kind: seconds - cpu.get(kind, 0.0) for kind, seconds in self.cpu_clock().items()}
-            self.steps.cpu_of_processes.append(used)
-            self.steps.cpu_seconds.append(sum(used.values()))
+            self.watch.end()
 
     def log(self) -> None:
         if self.global_step:
-            self.steps.stages.append(dict(self.all_timings))
+            self.watch.steps.stages.append(dict(self.all_timings))
+        super().log()
+
+
+class MeasuredAsyncTrainer(FullyAsyncRayPPOTrainer):
+    """The asynchronous trainer, with a watch from one step to the next. When a step ends, the groups of the next one are
+    finished and no other runs: each step has trained and generated one batch, and nothing goes on while it is the
+    others' turn."""
+
+    watch: Watch
+
+    async def sync_weights(self) -> None:
+        if self.pool is None:
+            return await super().sync_weights()
+        await self.pool.drain()
+        await RayPPOTrainer.sync_weights(self)
+
+    async def after_step(self) -> None:
+        await super().after_step()
+        assert self.pool is not None
+        self.watch.end()
+        if self.global_step < self.total_training_steps:
+            self.watch.begin()
+            self.pool.synced(self.weight_version)
+
+    def log(self) -> None:
+        if self.global_step > 1:  # the first step generates two batches and has no watch
+            self.watch.steps.stages.append(dict(self.all_timings))
         super().log()
 
 
@@ -209,20 +256,37 @@ class MeasuredExperiment(BasePPOExp):
 
     def __init__(self, cfg: SkyRLConfig, between_steps: Callable[[], None], cpu_clock: Callable[[], dict[str, float]]):
         super().__init__(cfg)
-        self.steps = Steps()
-        self._between_steps = between_steps
-        self._cpu_clock = cpu_clock
+        self.watch = Watch(between_steps, cpu_clock)
+
+    @property
+    def steps(self) -> Steps:
+        return self.watch.steps
 
     def get_trainer(self, **arguments: Any) -> RayPPOTrainer:
-        trainer = MeasuredTrainer(**arguments)
-        trainer.steps, trainer.between_steps, trainer.cpu_clock = self.steps, self._between_steps, self._cpu_clock
+        kind = MeasuredAsyncTrainer if self.cfg.trainer.fully_async.enabled else MeasuredTrainer
+        trainer = kind(**arguments)
+        trainer.watch = self.watch
         return trainer
 
 
-def our_settings(options: argparse.Namespace, work: Work, dtype: str, folder: Path) -> SkyRLConfig:
+Schedule = Literal["on policy", "one step off policy"]
+SCHEDULES: tuple[Schedule, ...] = "on policy", "one step off policy"
+
+
+def processes_of(options: argparse.Namespace, schedule: Schedule) -> tuple[int, int]:
+    """Return the numbers of ranks and engines: half as many of each where both compute at the same time."""
+    share = 1 if schedule == "on policy" else 2
+    return max(1, options.ranks // share), max(1, options.engines // share)
+
+
+def our_settings(
+    options: argparse.Namespace, work: Work, dtype: str, folder: Path, schedule: Schedule = "on policy"
+) -> SkyRLConfig:
     """One optimizer step a training step, without KL: what TRL does by default."""
-    num_steps = options.warmup + options.steps
-    rows_of_rank = work.answers // options.ranks
+    is_off_policy = schedule != "on policy"
+    num_steps = options.warmup + options.steps + is_off_policy  # whose first step fills the queue
+    ranks, engines = processes_of(options, schedule)
+    rows_of_rank = work.answers // ranks
     trainer = {
         "policy": {
             "model": {"path": str(folder / "model")},
@@ -230,8 +294,10 @@ def our_settings(options: argparse.Namespace, work: Work, dtype: str, folder: Pa
             # As TRL's processes do, each rank keeps the whole model.
             "fsdp_config": {"fsdp_size": 1, "reshard_after_forward": False},
         },
-        "placement": {"device": "cpu", "policy_num_gpus_per_node": options.ranks},
-        "algorithm": {"use_kl_loss": False},
+        "placement": {"device": "cpu", "policy_num_gpus_per_node": ranks, "colocate_all": not is_off_policy},
+        # The ratio to the weights that generated, where those are older.
+        "algorithm": {"use_kl_loss": False, "policy_loss_type": "rollout_is" if is_off_policy else "regular"},
+        "fully_async": {"enabled": True, "max_staleness_steps": 1, "pause": "wait"} if is_off_policy else {},
         "train_batch_size": work.prompts,
         "policy_mini_batch_size": work.prompts,
         "micro_train_batch_size_per_gpu": min(options.micro_batch, rows_of_rank),
@@ -244,11 +310,11 @@ def our_settings(options: argparse.Namespace, work: Work, dtype: str, folder: Pa
         "ckpt_interval": -1,
         "print_example_interval": -1,
         "resume_mode": "none",
-        "run_dir": str(folder / f"run-{dtype}"),
+        "run_dir": str(folder / f"run-{dtype}-{schedule.split()[0]}"),
     }
     generator = {
         "model_dtype": dtype,
-        "num_inference_engines": options.engines,
+        "num_inference_engines": engines,
         "n_samples_per_prompt": work.samples,
         "sampling_params": {"max_generate_length": work.new_tokens, "additional_kwargs": {"ignore_eos": True}},
     }
@@ -536,9 +602,10 @@ def products_process(
 
 @dataclass
 class Result:
-    """One number format: our steps and each peer's, warm-up taken off."""
+    """One number format and schedule: our steps and each peer's beside them, warm-up taken off."""
 
     dtype: str
+    schedule: Schedule
     work: Work
     ours: Steps
     peers: dict[str, Steps]
@@ -550,39 +617,51 @@ class Result:
         return min(trainers, key=lambda name: self.peers[name].median) if trainers else None
 
 
-def measure(options: argparse.Namespace, dtype: str, folder: Path) -> Result:
-    """Run the real experiment; before each of its steps every peer takes one."""
+def measure(options: argparse.Namespace, dtype: str, folder: Path) -> list[Result]:
+    """Measure each schedule beside the same peers."""
+    schedules: list[Schedule] = [SCHEDULES[0]] if options.on_policy_alone else list(SCHEDULES)
     num_steps, work = options.warmup + options.steps, Work.of(options)
     peers: list[Peer] = []
-    load: list[float] = []
-    if not options.skip_trl:
-        for shape in [PEER_SHAPES[name] for name in options.trl]:
-            arguments = shape, work, free_port(), num_steps, dtype, folder
-            peers.append(Peer(shape.name, shape.processes, trl_process, *arguments))
-    num_processes = max(options.ranks, options.engines)
-    for name in FLOORS:
-        shares = work, options.ranks, options.engines, name == FLOORS[0], dtype
-        peers.append(Peer(name, num_processes, products_process, *shares))
+    try:
+        if not options.skip_trl:
+            for shape in [PEER_SHAPES[name] for name in options.trl]:
+                arguments = shape, work, free_port(), num_steps * len(schedules), dtype, folder
+                peers.append(Peer(shape.name, shape.processes, trl_process, *arguments))
+        num_processes = max(options.ranks, options.engines)
+        for name in FLOORS:
+            shares = work, options.ranks, options.engines, name == FLOORS[0], dtype
+            peers.append(Peer(name, num_processes, products_process, *shares))
+        return [measure_beside(peers, options, dtype, folder, schedule) for schedule in schedules]
+    finally:
+        for peer in peers:
+            peer.stop()
+
+
+def measure_beside(
+    peers: Sequence[Peer], options: argparse.Namespace, dtype: str, folder: Path, schedule: Schedule
+) -> Result:
+    """Run the real experiment; before each of its steps every peer takes one."""
+    work, load = Work.of(options), list[float]()
+    for peer in peers:
+        peer.steps = Steps()
 
     def between_steps() -> None:
         load.append(os.getloadavg()[0])
         for peer in peers:
             peer.take_step()
 
+    cfg = our_settings(options, work, dtype, folder, schedule)
     try:
-        cfg = our_settings(options, work, dtype, folder)
         initialize_ray(MeasuredExperiment.validate(cfg))
         clock = cpu_clock_without([process.pid for peer in peers for process in peer.processes])
         experiment = MeasuredExperiment(cfg, between_steps, clock)
         experiment.run()
     finally:
         ray.shutdown()
-        for peer in peers:
-            peer.stop()
     for steps in [experiment.steps, *(peer.steps for peer in peers)]:
         for values in (steps.seconds, steps.cpu_seconds, steps.stages, steps.cpu_of_processes):
             del values[: options.warmup]
-    return Result(dtype, work, experiment.steps, {peer.name: peer.steps for peer in peers}, load)
+    return Result(dtype, schedule, work, experiment.steps, {peer.name: peer.steps for peer in peers}, load)
 
 
 # ---- telling
@@ -590,21 +669,24 @@ def measure(options: argparse.Namespace, dtype: str, folder: Path) -> Result:
 
 STAGES = (
     "generate",
+    "wait_for_generation_buffer",
     "fwd_logprobs_values_reward",
     "compute_advantages_and_returns",
     "train_critic_and_policy",
+    "run_training",
     "sync_weights",
 )
 
 
 def report(results: Sequence[Result], options: argparse.Namespace) -> str:
     """Format the measurements and the machine as Markdown."""
-    us = f"ours, {counted(options.ranks, 'rank')} + {counted(options.engines, 'engine')}"
     lines = [
         "| dtype | trainer | samples/s | seconds a step (median) | min - max | ours is | CPU seconds a step |",
         "|---|---|---|---|---|---|---|",
     ]
     for result in results:
+        ranks, engines = processes_of(options, result.schedule)
+        us = f"ours, {result.schedule}, {counted(ranks, 'rank')} + {counted(engines, 'engine')}"
         for name, steps in {us: result.ours, **result.peers}.items():
             ratio = "" if name == us else f"{steps.median / result.ours.median:.2f}x"  # of the floor: our share of it
             mark = " (its best)" if name == result.best_peer else ""
@@ -613,17 +695,18 @@ def report(results: Sequence[Result], options: argparse.Namespace) -> str:
                 f"{min(steps.seconds):.2f} - {max(steps.seconds):.2f} | {ratio} | "
                 f"{statistics.median(steps.cpu_seconds):.2f} |"
             )
-    header = " | ".join(f"timing/{name}" for name in STAGES)
-    lines += ["", f"| seconds of our step | {header} | all else |", "|---|" + "---|" * (len(STAGES) + 1)]
+    names = [name for name in STAGES if any(result.ours.median_stage(name) for result in results)]
+    header = " | ".join(f"timing/{name}" for name in names)
+    lines += ["", f"| seconds of our step | {header} | all else |", "|---|" + "---|" * (len(names) + 1)]
     for result in results:
-        stages = [result.ours.median_stage(name) for name in STAGES]
+        stages = [result.ours.median_stage(name) for name in names]
         cells = " | ".join(f"{seconds:.3f}" for seconds in [*stages, result.ours.median - sum(stages)])
-        lines.append(f"| {result.dtype} | {cells} |")
+        lines.append(f"| {result.dtype}, {result.schedule} | {cells} |")
     kinds = sorted({kind for result in results for used in result.ours.cpu_of_processes for kind in used})
     lines += ["", f"| CPU seconds of our step | {' | '.join(kinds)} |", "|---|" + "---|" * len(kinds)]
     for result in results:
         used = [statistics.median(step.get(kind, 0.0) for step in result.ours.cpu_of_processes) for kind in kinds]
-        lines.append(f"| {result.dtype} | {' | '.join(f'{seconds:.2f}' for seconds in used)} |")
+        lines.append(f"| {result.dtype}, {result.schedule} | {' | '.join(f'{seconds:.2f}' for seconds in used)} |")
     load = [value for result in results for value in result.load]
     return "\n".join([*lines, "", *machine(load), f"Steps counted: {options.steps}, after {options.warmup} others."])
 
@@ -668,6 +751,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--trl", nargs="+", default=list(PEER_SHAPES), choices=list(PEER_SHAPES), help="processes x threads of TRL"
     )
+    parser.add_argument("--on-policy-alone", action="store_true", help="without training one step off policy")
     parser.add_argument("--skip-trl", action="store_true", help="ours alone")
     Work.add_arguments(parser)
     return parser.parse_args()
@@ -681,9 +765,9 @@ def main() -> None:
         folder = Path(name)
         work = Work.of(options)
         make_model(folder / "model", work)
-        rows = make_prompts(work.prompts * (options.warmup + options.steps), work.prompt_tokens)
+        rows = make_prompts(work.prompts * (options.warmup + options.steps + 1), work.prompt_tokens)
         (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        results = [measure(options, dtype, folder) for dtype in options.dtypes]
+        results = [result for dtype in options.dtypes for result in measure(options, dtype, folder)]
     print(report(results, options))
 
 
