@@ -225,8 +225,8 @@ class MeasuredTrainer(RayPPOTrainer):
 
 
 class MeasuredAsyncTrainer(FullyAsyncRayPPOTrainer):
-    """The asynchronous trainer, with a watch from one step to the next. When a step ends, the groups of the next one are
-    finished and no other runs: each step has trained and generated one batch, and nothing goes on while it is the
+    """The asynchronous trainer, with a watch from one step to the next. When a step ends, the groups of the next one
+    are finished and no other runs: each step has trained and generated one batch, and nothing goes on while it is the
     others' turn."""
 
     watch: Watch
