@@ -4,9 +4,10 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import psutil
 import ray
@@ -15,6 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from skyrl_train.errors import WorkerError
 from skyrl_train.inference_engines.base import InferenceEngineInput, InferenceEngineOutput
+from skyrl_train.inference_engines.batched_calls import Outcomes, Requests, RequestSender, RequestServer
 from skyrl_train.inference_engines.engine_handle import (
     CONTROL,
     REQUEST,
@@ -24,13 +26,14 @@ from skyrl_train.inference_engines.engine_handle import (
     EngineHost,
     MakeEngine,
 )
+from skyrl_train.utils.call_errors import failure_of, timed_out
 from skyrl_train.utils.ray_calls import Call, answer_of, end_actors, errors_for_caller, wait_for_all
 from skyrl_train.utils.ray_process import prepare_process
 
 _KILL_SECONDS = 30.0
 _CONTROL_GROUP = "control"
-_REQUESTS_AT_A_TIME = 10_000
-"""Calls of `EngineProcess.generate` that Ray runs at a time; further ones wait in the process, behind these alone."""
+_CALLS_AT_A_TIME = 10_000
+"""Calls of `EngineProcess.exchange` that Ray runs at a time; further ones wait in the process, behind these alone."""
 _CONTROL_CALLS_AT_A_TIME = 1_000
 """Some of them take long: a pause that waits for requests, an adapter that is unloaded when nothing uses it."""
 
@@ -45,7 +48,7 @@ def engine_actor(cls: "type[EngineProcess] | None" = None, **options: object) ->
     """
     declare: Any = ray.remote  # whose types do not know of groups
     actor = declare(concurrency_groups={_CONTROL_GROUP: _CONTROL_CALLS_AT_A_TIME})(cls or EngineProcess)
-    return actor.options(**({"max_concurrency": _REQUESTS_AT_A_TIME} | options))
+    return actor.options(**({"max_concurrency": _CALLS_AT_A_TIME} | options))
 
 
 @dataclass(frozen=True)
@@ -74,10 +77,15 @@ class EngineProcess(EngineHost):
             os.setpgid(0, 0)  # what it starts can be found when it is dead itself
         with errors_for_caller():
             super().__init__(make_engine, name)
+        self._server = RequestServer(self._answered)
 
-    async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
+    async def exchange(self, sender: str, new: Requests, withdrawn: list[int]) -> Outcomes:
+        """See `RequestServer.exchange`, which runs in the engine's event loop."""
+        return await self._loop.call(self._server.exchange(sender, new, withdrawn))
+
+    async def _answered(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
         with errors_for_caller():
-            return await super().generate(input_batch)
+            return await self._recorded("generate", self._engine.generate(input_batch))
 
     @ray.method(concurrency_group=_CONTROL_GROUP)
     async def control(self, method: str, *args: object) -> object:
@@ -106,6 +114,7 @@ class RayWrappedInferenceEngine(EngineHandle):
         super().__init__(*more, **settings)
         self._actor = actor
         self._place: ProcessPlace | None = None
+        self._senders: WeakKeyDictionary[asyncio.AbstractEventLoop, RequestSender] = WeakKeyDictionary()
 
     def start(self, method: str, *args: object) -> Call:
         return self._named(self._actor.control.remote(method, *args))
@@ -132,15 +141,34 @@ class RayWrappedInferenceEngine(EngineHandle):
 
     async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
         await self._started()
-        call = self._named(self._actor.generate.remote(input_batch))
+        loop, seconds = asyncio.get_running_loop(), self._request_timeout_seconds
+        if (sender := self._senders.get(loop)) is None:
+            sender = self._senders[loop] = RequestSender(self._exchange)
+        deadline = asyncio.timeout(seconds)
         try:
-            with self._awaited("generate", self._request_timeout_seconds):
-                output = await answer_of(call, self._request_timeout_seconds, REQUEST)
-        except (asyncio.CancelledError, WorkerError):
-            ray.cancel(call.reference)  # nobody waits: the engine need not go on
-            raise
+            with self._awaited("generate", seconds):
+                async with deadline:
+                    output = await sender.send(input_batch)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            raise timed_out([(self._name, self._log_file)], seconds, REQUEST) from None
         self._num_answers += 1
         return output
+
+    def _exchange(self, sender: str, new: Requests, withdrawn: list[int]) -> Coroutine[None, None, Outcomes]:
+        call = self._named(self._actor.exchange.remote(sender, new, withdrawn))
+        return self._outcomes(call)
+
+    async def _outcomes(self, call: Call) -> Outcomes:
+        try:
+            outcomes = await call.reference
+        except RayError as error:
+            raise call.failure(error) from error
+        return {
+            number: failure_of(outcome, self._name, self._log_file) if isinstance(outcome, Exception) else outcome
+            for number, outcome in outcomes.items()
+        }
 
     async def teardown(self) -> None:
         """Let the engine end in order, within `TEARDOWN_SECONDS`, and then kill what is left of it."""

@@ -1,4 +1,4 @@
-"""A native engine in a Ray process with more requests than it takes at a time."""
+"""A native engine in a Ray process with more requests than calls that it takes at a time."""
 
 import asyncio
 from collections.abc import Callable
@@ -13,8 +13,10 @@ from skyrl_train.inference_engines.ray_wrapped_inference_engine import RayWrappe
 
 pytestmark = pytest.mark.slow
 
-REQUESTS_AT_A_TIME = 2
-BATCH = InferenceEngineInput(prompt_token_ids=[[5, 6, 7]], sampling_params={"max_tokens": 3, "ignore_eos": True})
+CALLS_AT_A_TIME = 2
+BATCH = InferenceEngineInput(
+    prompt_token_ids=[[5, 6, 7]], sampling_params={"max_tokens": 3, "ignore_eos": True, "seed": 1}
+)
 
 
 def engine_maker(model: str) -> Callable[[], Any]:
@@ -42,11 +44,11 @@ def engine_maker(model: str) -> Callable[[], Any]:
 
 async def test_control_calls_do_not_queue_behind_requests(ray_cpu: None, chat_model: str, tmp_path: Path):
     log_file = str(tmp_path / "engine.log")
-    actor = engine_actor(num_cpus=0, max_concurrency=REQUESTS_AT_A_TIME).remote(engine_maker(chat_model), log_file)
+    actor = engine_actor(num_cpus=0, max_concurrency=CALLS_AT_A_TIME).remote(engine_maker(chat_model), log_file)
     engine = RayWrappedInferenceEngine(actor, "engine 0", log_file, 300, 300, 300)
     try:
         await engine.pause_generation("keep")
-        requests = [asyncio.create_task(engine.generate(BATCH)) for _ in range(5 * REQUESTS_AT_A_TIME)]
+        requests = [asyncio.create_task(engine.generate(BATCH)) for _ in range(5 * CALLS_AT_A_TIME)]
         async with asyncio.timeout(60):  # the requests wait for the resume, so nothing queued behind them would come
             await engine.check_health()
             assert await engine.weight_version() == 0
@@ -54,6 +56,13 @@ async def test_control_calls_do_not_queue_behind_requests(ray_cpu: None, chat_mo
             outputs = await asyncio.gather(*requests)
         assert [len(ids) for output in outputs for ids in output["response_ids"]] == [3] * len(requests)
         assert engine.progress() == len(requests)
+
+        bad = BATCH | {"prompt_token_ids": [[10**6]]}  # of one tick: the error is that of one request
+        refused, output = await asyncio.gather(engine.generate(bad), engine.generate(BATCH), return_exceptions=True)
+        assert isinstance(refused, ValueError) and refused.__notes__ == [
+            f"raised in engine 0; whole traceback: {log_file}"
+        ]
+        assert not isinstance(output, BaseException) and output["response_ids"] == outputs[0]["response_ids"]
 
         await engine._control("occupy", 4.0, True)
         async with asyncio.timeout(60):

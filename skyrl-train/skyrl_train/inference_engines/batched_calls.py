@@ -1,0 +1,194 @@
+"""Requests of many callers in few calls to one engine, where a call costs more than a request. Knows no Ray.
+
+The requests that one tick of an event loop makes travel in one call, and a call returns every outcome that is there at
+the time. At least one call is under way while a request is:
+
+    caller      {0: a, 1: b} ──>                     {2: c} ──>                        {} ──>
+    engine                      ──> {1: outcome of b}          ──> {0: ..., 2: ...}
+"""
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import Awaitable, Callable
+from uuid import uuid4
+
+from skyrl_train.inference_engines.base import InferenceEngineInput, InferenceEngineOutput
+
+Requests = dict[int, InferenceEngineInput]
+Outcomes = dict[int, InferenceEngineOutput | Exception]
+
+Exchange = Callable[[str, Requests, list[int]], Awaitable[Outcomes]]
+"""`RequestServer.exchange`, wherever it is."""
+
+
+class RequestSender:
+    """Sender of the requests of one event loop.
+
+    Args:
+        exchange: starts a call at once, or raises an error if it cannot be sent.
+    """
+
+    def __init__(self, exchange: Exchange):
+        self._exchange = exchange
+        self._name = uuid4().hex
+        self._numbers = itertools.count()
+        self._pending: dict[int, asyncio.Future[InferenceEngineOutput]] = {}
+        self._new: Requests = {}
+        self._withdrawn: list[int] = []
+        self._calls: set[asyncio.Task[None]] = set()
+        self._is_flush_due = False
+
+    async def send(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
+        """Return the outcome of a request. Cancelled, it withdraws the request."""
+        number = next(self._numbers)
+        outcome = self._pending[number] = asyncio.get_running_loop().create_future()
+        self._new[number] = input_batch
+        self._flush_soon()
+        try:
+            return await outcome
+        finally:
+            if self._pending.pop(number, None) is not None and self._new.pop(number, None) is None:
+                self._withdrawn.append(number)
+                self._flush_soon()
+
+    def _flush_soon(self) -> None:
+        if not self._is_flush_due:
+            self._is_flush_due = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._is_flush_due = False
+        new, self._new = self._new, {}
+        withdrawn, self._withdrawn = self._withdrawn, []
+        if new or withdrawn or (self._pending and not self._calls):
+            self._start(new, withdrawn)
+
+    def _start(self, new: Requests, withdrawn: list[int]) -> None:
+        try:
+            answer = self._exchange(self._name, new, withdrawn)
+        except Exception as error:  # a request that cannot be pickled may raise anything
+            alone: list[tuple[Requests, list[int]]] = [({number: request}, []) for number, request in new.items()]
+            alone += [({}, withdrawn)] if withdrawn else []
+            if len(alone) < 2:
+                return self._fail(new or list(self._pending), error)
+            for part in alone:  # so that the others do not fail with it
+                self._start(*part)
+            return
+        call = asyncio.ensure_future(self._receive(answer, new))
+        self._calls.add(call)
+        call.add_done_callback(self._ended)
+
+    async def _receive(self, answer: Awaitable[Outcomes], sent: Requests) -> None:
+        try:
+            outcomes = await answer
+        except Exception as error:  # of the process: what it is, the callers must hear
+            # A request whose own call returned already fails with the next one, which carries none.
+            return self._fail(sent or list(self._pending), error)
+        for number, outcome in outcomes.items():
+            waiting = self._pending.pop(number, None)
+            if waiting is None or waiting.done():
+                continue
+            if isinstance(outcome, Exception):
+                waiting.set_exception(outcome)
+            else:
+                waiting.set_result(outcome)
+
+    def _ended(self, call: "asyncio.Task[None]") -> None:
+        self._calls.discard(call)
+        if self._pending and not self._calls and not call.cancelled():  # cancelled with its loop
+            self._flush_soon()
+
+    def _fail(self, numbers: Requests | list[int], error: Exception) -> None:
+        for number in numbers:
+            waiting = self._pending.pop(number, None)
+            if waiting is not None and not waiting.done():
+                waiting.set_exception(error)
+
+
+class RequestServer:
+    """Server of requests that arrive in calls of many senders, all in one event loop.
+
+    Args:
+        generate: completes one request.
+    """
+
+    def __init__(self, generate: Callable[[InferenceEngineInput], Awaitable[InferenceEngineOutput]]):
+        self._generate = generate
+        self._connections: dict[str, _Connection] = {}
+
+    async def exchange(self, sender: str, new: Requests, withdrawn: list[int]) -> Outcomes:
+        """Start requests, cancel withdrawn ones, and wait for outcomes of the sender's requests. Returns nothing if
+        there are fewer requests than calls that wait.
+
+        Args:
+            sender: name of it.
+            new, withdrawn: by their numbers.
+        """
+        connection = self._connections.setdefault(sender, _Connection(self._generate))
+        try:
+            return await connection.exchange(new, withdrawn)
+        finally:
+            if not connection.is_in_use:
+                self._connections.pop(sender, None)
+
+
+class _Connection:
+    """Requests of one sender."""
+
+    def __init__(self, generate: Callable[[InferenceEngineInput], Awaitable[InferenceEngineOutput]]):
+        self._generate = generate
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._outcomes: Outcomes = {}
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._is_leaving = False
+        """True while a call that will take the outcomes was woken and has not taken them."""
+
+    @property
+    def is_in_use(self) -> bool:
+        return bool(self._running or self._outcomes or self._waiting)
+
+    async def exchange(self, new: Requests, withdrawn: list[int]) -> Outcomes:
+        for number in withdrawn:
+            self._outcomes.pop(number, None)
+            if task := self._running.pop(number, None):
+                task.cancel()
+        for number, request in new.items():
+            self._running[number] = asyncio.ensure_future(self._run(number, request))
+        woken = asyncio.get_running_loop().create_future()
+        self._waiting.append(woken)
+        self._wake()
+        try:
+            await woken
+        except asyncio.CancelledError:
+            if woken in self._waiting:
+                self._waiting.remove(woken)
+            else:  # woken already: another call takes the outcomes
+                self._is_leaving = False
+                self._wake()
+            raise
+        outcomes, self._outcomes = self._outcomes, {}
+        self._is_leaving = False
+        return outcomes
+
+    async def _run(self, number: int, request: InferenceEngineInput) -> None:
+        try:
+            outcome = await self._generate(request)
+        except Exception as error:  # it belongs to the caller
+            outcome = error
+        if self._running.pop(number, None) is not None:  # else withdrawn
+            self._outcomes[number] = outcome
+            self._wake()
+
+    def _wake(self) -> None:
+        """Let the oldest call return, if there are outcomes, and calls without a request to wait for."""
+        if self._outcomes and self._waiting and not self._is_leaving:
+            self._is_leaving = True
+            self._wake_oldest()
+        while len(self._waiting) > len(self._running):
+            self._wake_oldest()
+
+    def _wake_oldest(self) -> None:
+        woken = self._waiting.popleft()
+        if not woken.done():
+            woken.set_result(None)
