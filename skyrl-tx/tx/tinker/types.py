@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from tx.errors import RequestError
+from tx.tinker.pieces import array_of
 
 LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
 SERVER, ENGINE = "server", "engine"
@@ -85,7 +86,7 @@ class PromptTargets(msgspec.Struct, frozen=True, kw_only=True):
 
     def cells(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return of the cells that ask for something: index in `ids`, row, id; [C] each."""
-        ids = np.asarray(self.ids, np.int64)
+        ids = array_of(self.ids).astype(np.int64, copy=False)
         rows = np.repeat(np.arange(self.shape[0]), self.shape[1] if self.crow is None else np.diff(self.crow))
         asked = np.flatnonzero(ids >= 0)
         return asked, rows[asked], ids[asked]

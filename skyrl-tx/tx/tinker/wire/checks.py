@@ -6,6 +6,7 @@ import numpy as np
 
 from skyrl_gym.suggestions import did_you_mean
 from tx.errors import RequestError
+from tx.tinker.pieces import array_of
 from tx.tinker.types import Datum, LoraSpec, SampleParams, SampleSpec, TrainingPass
 from tx.tinker.wire.codec import TrainingRequest
 from tx.tinker.wire.losses import ELSEWHERE, LOSS_RULES, TARGETS, LossRule, with_default_config
@@ -193,7 +194,7 @@ def _check_targets(spec: SampleSpec, facts: ModelBounds) -> None:
         )
     if len(targets.ids) > MAX_TOPK_NUMBERS:
         raise RequestError(f"target_prompt_logprobs must be at most {MAX_TOPK_NUMBERS} tokens; got {len(targets.ids)}")
-    ids = np.asarray(targets.ids)
+    ids = array_of(targets.ids)
     if ids.size and not -1 <= ids.min() <= ids.max() < facts.vocab_size:
         raise RequestError(
             f"target_prompt_logprobs.data must be token ids below {facts.vocab_size}, or -1 for none; got "

@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from tx.errors import RequestError
+from tx.tinker.pieces import array_of, list_of
 from tx.tinker.types import Datum, PassOutput, SampleOutput, Sequence, TargetLogProbs
 from tx.tinker.wire import tinker_wire_pb2 as pb
 from tx.tinker.wire.losses import TARGETS, with_default_config, with_default_inputs
@@ -260,13 +261,13 @@ def sample_output_json(data: bytes) -> dict[str, object]:
 def _write_targets(targets: TargetLogProbs, message: pb.Tensor) -> None:
     message.dtype = pb.DTYPE_FLOAT32
     message.shape.extend(targets.shape)
-    values = np.asarray(targets.values, "<f4").tobytes()
+    values = array_of(targets.values).astype("<f4").tobytes()
     if targets.crow is None or targets.columns is None:
         message.dense = values
         return
     message.sparse_csr.values = values
-    message.sparse_csr.crow_indices = np.asarray(targets.crow, "<i8").tobytes()
-    message.sparse_csr.col_indices = np.asarray(targets.columns, "<i8").tobytes()
+    message.sparse_csr.crow_indices = array_of(targets.crow).astype("<i8").tobytes()
+    message.sparse_csr.col_indices = array_of(targets.columns).astype("<i8").tobytes()
 
 
 def _read_targets(message: pb.Tensor) -> TargetLogProbs:
@@ -274,9 +275,9 @@ def _read_targets(message: pb.Tensor) -> TargetLogProbs:
     rows, columns = message.shape
     return TargetLogProbs(
         (rows, columns),
-        np.frombuffer(message.dense if csr is None else csr.values, "<f4").tolist(),
-        None if csr is None else np.frombuffer(csr.crow_indices, "<i8").tolist(),
-        None if csr is None else np.frombuffer(csr.col_indices, "<i8").tolist(),
+        list_of(np.frombuffer(message.dense if csr is None else csr.values, "<f4")),
+        None if csr is None else list_of(np.frombuffer(csr.crow_indices, "<i8")),
+        None if csr is None else list_of(np.frombuffer(csr.col_indices, "<i8")),
     )
 
 

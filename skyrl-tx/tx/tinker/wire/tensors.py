@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from tx.errors import RequestError
+from tx.tinker.pieces import array_of
 from tx.tinker.wire import tinker_wire_pb2 as pb
 
 MAX_DENSE_ELEMENTS = 2**25
@@ -124,11 +125,11 @@ def _from_numbers(numbers: Sequence[int | float], dtype: str, field: str) -> np.
     if dtype == "float32":
         try:
             with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused with the rest
-                return np.asarray(numbers, np.float64).astype(np.float32)
+                return array_of(numbers).astype(np.float64).astype(np.float32)
         except OverflowError:
             raise RequestError(f"{field} must be numbers that float32 can hold") from None
     try:
-        array = np.asarray(numbers)
+        array = array_of(numbers)
         with np.errstate(invalid="ignore"):  # of what int64 cannot hold something else becomes, as is seen below
             whole = array.astype(np.int64) if array.size else np.zeros(0, np.int64)
     except (OverflowError, TypeError, ValueError):

@@ -16,6 +16,7 @@ import functools
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import numpy as np
 import psutil
 import torch
 
@@ -28,6 +29,7 @@ from skyrl_train.inference_engines.native.requests import EngineSamplingParams, 
 from tx.errors import ModelError
 from tx.tinker.backends.base import BackendLost, SamplingBackend
 from tx.tinker.backends.torch.adapter_slots import AdapterSlots
+from tx.tinker.pieces import list_of
 from tx.tinker.types import PromptTargets, SampleOutput, SampleSpec, Sequence, TargetLogProbs
 
 _STEP_SECONDS = 86_400.0
@@ -211,11 +213,10 @@ def _log_probs(scores: PromptScores | None) -> list[float]:
 
 
 def _of_targets(targets: PromptTargets, scores: PromptScores | None) -> TargetLogProbs:
-    values = [0.0] * len(targets.ids)
+    values = np.zeros(len(targets.ids))
     if scores is not None:
-        for index, value in zip(targets.cells()[0].tolist(), scores.target_log_probs.tolist(), strict=True):
-            values[index] = value
-    return TargetLogProbs(targets.shape, values, targets.crow, targets.columns)
+        values[targets.cells()[0]] = scores.target_log_probs
+    return TargetLogProbs(targets.shape, list_of(values), targets.crow, targets.columns)
 
 
 def _top(scores: PromptScores | None) -> list[list[tuple[int, float]]]:

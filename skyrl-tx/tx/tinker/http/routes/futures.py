@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import orjson
 from fastapi import APIRouter, Request, Response
 
 from tx.tinker.http import responses
@@ -10,6 +9,7 @@ from tx.tinker.http.bodies import in_thread_if_large, read_json
 from tx.tinker.http.openapi import PROTOBUF, described, with_protobuf
 from tx.tinker.http.replies import as_json
 from tx.tinker.http.scope import service_of, tenant_of
+from tx.tinker.pieces import json_of
 from tx.tinker.service.results import StoredResult, TryAgain
 from tx.tinker.wire import schemas
 from tx.tinker.wire.codec import pass_output_json, sample_output_json
@@ -82,5 +82,5 @@ async def _answer(request: Request, result: StoredResult) -> Response:
     if PROTOBUF in request.headers.get("accept", ""):
         return Response(body, media_type=PROTOBUF)
     return Response(
-        await in_thread_if_large(request, len(body), lambda: orjson.dumps(read(body))), media_type="application/json"
+        await in_thread_if_large(request, len(body), lambda: json_of(read(body))), media_type="application/json"
     )

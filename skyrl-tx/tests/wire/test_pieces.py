@@ -1,0 +1,39 @@
+"""Long lists of numbers: divided, they are what they are whole."""
+
+import numpy as np
+import orjson
+import pytest
+
+from tx.errors import RequestError
+from tx.tinker import pieces
+from tx.tinker.wire.tensors import JsonTensor, TensorReader
+
+LISTS = [[], [3], [-1, 5, 2**40, 7], [0.5, -3.0, 1e-9], [1, 2, 3, 4.5], [2**70, 1, 1]]
+
+
+@pytest.mark.parametrize("numbers", LISTS, ids=str)
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_divided_lists_are_converted_as_whole_ones(numbers, size, monkeypatch):
+    value = {"a": {"data": numbers, "shape": [len(numbers)]}, "texts": ["x"] * 5, "rows": [[1, 2], None, [3]], "b": 1}
+    whole, values = np.asarray(numbers), np.asarray(numbers, np.float32)
+    monkeypatch.setattr(pieces, "PIECE", size)
+    array = pieces.array_of(numbers)
+    assert np.array_equal(array, whole) and (array.dtype == whole.dtype or 2**70 in numbers)
+    assert pieces.list_of(values) == values.tolist()
+    if 2**70 not in numbers:
+        assert orjson.loads(pieces.json_of(value)) == value and pieces.json_of(value) == orjson.dumps(value)
+
+
+def test_no_call_gets_more_than_a_piece_of_a_long_list(monkeypatch):
+    sizes = []
+
+    def asarray(numbers, *args):
+        sizes.append(len(numbers))
+        return np.array(numbers, *args)
+
+    monkeypatch.setattr(pieces.np, "asarray", asarray)
+    data: list[int | float] = [7] * (3 * pieces.PIECE + 1)
+    TensorReader().read_json(JsonTensor(data=data, dtype="int64"), "data")
+    assert sizes == [pieces.PIECE] * 3 + [1]
+    with pytest.raises(RequestError, match="integers of 64 bits"):
+        TensorReader().read_json(JsonTensor(data=[*data, 0.5], dtype="int64"), "data")
