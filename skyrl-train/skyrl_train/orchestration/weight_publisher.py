@@ -1,7 +1,8 @@
 """Weight sync from the policy to the engines: order of its steps, and recovery if an engine dies meanwhile.
 
-    stage (files, deltas), log-probs of a few tokens  ->  pause generation  ->  send, compare fingerprints  ->  resume
-        ->  compare log-probs
+    stage (files, deltas)  ->  pause generation  ->  send, compare fingerprints  ->  resume  ->  compare log-probs
+
+The policy's log-probs are computed beside the engines', or where it leaves their device, before the pause.
 
 `weight_sync` has the transports, `policy_worker` the policy's side.
 """
@@ -69,7 +70,9 @@ class WeightPublisher:
         self._version = 0
         self._num_published = 0
         self._infos: list[EngineInfo] = []
+        self._compares = False
         self._expected: LogProbs | None = None
+        """Log-probs of the policy, computed before it left the device; None: it stays beside the engines."""
         self.fingerprints: Mapping[str, int] = {}
         """Fingerprints of the tensors of the last sync; none without verification."""
         formats = (cfg.generator.model_dtype, "bfloat16" if cfg.trainer.bf16 else "float32")
@@ -127,7 +130,9 @@ class WeightPublisher:
             staged, *_ = await self._policy.call_all("write_adapters", self._version)
         elif self._stages:
             await self._policy.call_all("stage_weights", self._version)
-        self._expected = await self._log_probs_of_policy() if self._canaries_are_due() else None
+        self._compares = self._canaries_are_due()
+        moves = not self._colocation.stays_beside_engines("policy")
+        self._expected = await self._log_probs_of_policy() if self._compares and moves else None
         paused = time.monotonic()
         await self._client.pause_generation(self._pause)
         if self._adapters_alone:
@@ -141,12 +146,14 @@ class WeightPublisher:
 
     async def _compare_log_probs(self) -> dict[str, float]:
         """Compare the log-probs of fixed tokens, in syncs where that is due. Raises WeightSyncError if they differ."""
-        if self._expected is None:
+        if not self._compares:
             return {}
-        of_engines = await asyncio.gather(*(self._log_probs_of_engine(engine) for engine in self._client.engines))
-        tolerance = self._tolerance.now(self._expected)
-        gap = check_canaries(self._expected, of_engines, tolerance, self._version)
-        self._tolerance.update(gap, self._expected)
+        of_policy = self._log_probs_of_policy() if self._expected is None else _ready(self._expected)
+        of_engines = (self._log_probs_of_engine(engine) for engine in self._client.engines)
+        expected, *found = await asyncio.gather(of_policy, *of_engines)
+        tolerance = self._tolerance.now(expected)
+        gap = check_canaries(expected, found, tolerance, self._version)
+        self._tolerance.update(gap, expected)
         return {"canary_gap": gap, "canary_tolerance": tolerance}
 
     # ---- connections
@@ -274,6 +281,10 @@ class WeightPublisher:
             )
         )
         return output.get("prompt_logprobs") or []
+
+
+async def _ready(log_probs: LogProbs) -> LogProbs:
+    return log_probs
 
 
 def _first_line(error: Exception) -> str:
