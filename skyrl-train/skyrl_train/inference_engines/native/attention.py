@@ -105,6 +105,15 @@ class AttentionStep:
     is_decode: bool = False
     shared: SharedKeys | None = None
     _masks: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
+    _rotation: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def rotation(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin [B, T, D] of all layers' rotary embedding as [B, T, 1, D], sin negative in the first half. Made
+        once a step."""
+        if self._rotation is None:
+            first, second = sin.chunk(2, dim=-1)
+            self._rotation = cos[:, :, None], torch.cat([-first, second], dim=-1)[:, :, None]
+        return self._rotation
 
     def decode_mask(
         self, num_keys: int, sliding_window: int | None, dtype: torch.dtype, num_groups: int

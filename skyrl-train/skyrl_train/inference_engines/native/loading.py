@@ -18,6 +18,7 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.inference_engines.native.architecture import check_architecture
 from skyrl_train.inference_engines.native.attention import ATTENTION_NAME
 from skyrl_train.inference_engines.native.experts import use_native_experts
+from skyrl_train.inference_engines.native.fused_layers import fuse_layers
 from skyrl_train.inference_engines.native.packed_linear import pack_linears
 from skyrl_train.models.linear_attention import LINEAR_ATTENTION
 from skyrl_train.models.weight_files import apply_dtype_plan
@@ -68,6 +69,7 @@ def load_model(
         use_native_experts(model)
     model.to(device)  # pyright: ignore[reportArgumentType]
     model.eval().requires_grad_(False)
+    fuse_layers(model)
     pack_linears(model)
     return model
 

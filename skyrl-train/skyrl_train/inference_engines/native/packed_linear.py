@@ -4,10 +4,14 @@ size 1024; the same bits).
 
 A packed float32 product also gives a row the same bits in every batch of at least `attention.MIN_ROWS` rows. The packed
 copy doubles the memory of these weights and must be made anew when they change (`pack_linears` again). oneDNN looks for
-its kernel at each call, which takes 10 to 25 us: longer than the whole default product of a small layer.
+its kernel at each call, which takes 10 to 25 us: longer than the whole default product of a small layer, and reason to
+compute layers of one input by one product.
 """
 
+from collections.abc import Iterator, Sequence
+
 import torch
+import torch.nn.functional as F
 
 from skyrl_train.weight_sync.fingerprint import VerificationSample
 from skyrl_train.weight_sync.one_hot import as_computed, columns_by_products
@@ -18,36 +22,67 @@ _ROWS_HINT = 64
 """The batch size that the layout is chosen for; it works, with the same bits, for all."""
 
 
-class PackedForward:
-    """Replacement of one linear layer's `forward` that uses packed weights."""
+class PackedLinears:
+    """Linear layers of one input, computed as one product, with weights packed where it pays. Of one layer: in place of
+    its `forward`.
 
-    def __init__(self, linear: torch.nn.Linear):
-        self._linear = linear
+    Args:
+        layers: all with a bias, or none
+    """
+
+    def __init__(self, *layers: torch.nn.Linear):
+        self.layers = layers
         self._packed: torch.Tensor | None = None
-        self.pack()
+        self._bias: torch.Tensor | None = None
+
+    @property
+    def packed_linears(self) -> tuple["PackedLinears", ...]:
+        return (self,)
 
     def pack(self) -> None:
-        """Copy the weights as they are now."""
+        """Copy the weights as they are now, if that pays."""
         with torch.inference_mode():
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(self._linear.weight.detach(), _ROWS_HINT)
+            weights = [layer.weight.detach() for layer in self.layers]
+            if not is_worth_it(weights):
+                return
+            whole = weights[0] if len(weights) == 1 else torch.cat(weights)
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(whole, _ROWS_HINT)
+            if len(weights) > 1 and self.layers[0].bias is not None:
+                self._bias = torch.cat([layer.bias.detach() for layer in self.layers])
 
     def drop(self) -> None:
         """Free the copy."""
-        self._packed = None
+        self._packed = self._bias = None
 
-    def holds_its_weights(self, sampling: VerificationSample) -> bool:
-        """Return whether the sampled columns of the packed copy, read by products, are those of the layer's weight."""
-        weight = self._linear.weight.detach()
-        columns = sampling.of(weight.shape[1], weight.nbytes)
-        rows, width = weight.shape
-        held = columns_by_products(self._multiply, (rows, width), columns, weight.dtype, weight.device)
-        return torch.equal(held, as_computed(weight[:, columns].t()))
+    def stale_layers(self, sampling: VerificationSample) -> list[torch.nn.Linear]:
+        """Return the layers whose weights, in the sampled columns, are not those of the packed copy, read by products,
+        or whose biases are not the copied ones."""
+        if self._packed is None:
+            return []
+        weights = [layer.weight.detach() for layer in self.layers]
+        outputs, inputs = sum(map(len, weights)), weights[0].shape[1]
+        columns = sampling.of(inputs, sum(weight.nbytes for weight in weights))
+        held = columns_by_products(
+            lambda x: self._multiply(x, None), (outputs, inputs), columns, weights[0].dtype, weights[0].device
+        )
+        parts = held.split(list(map(len, weights)), dim=1)
+        biases = [None] * len(parts) if self._bias is None else self._bias.split(list(map(len, weights)))
+        return [
+            layer
+            for layer, part, bias in zip(self.layers, parts, biases, strict=True)
+            if not torch.equal(part, as_computed(layer.weight.detach()[:, columns].t()))
+            or (bias is not None and not torch.equal(bias, layer.bias))
+        ]
 
-    def _multiply(self, input: torch.Tensor) -> torch.Tensor:
-        return torch.ops.mkldnn._linear_pointwise(input, self._packed, None, "none", [], "")
+    def _multiply(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return torch.ops.mkldnn._linear_pointwise(input, self._packed, bias, "none", [], "")
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        return torch.ops.mkldnn._linear_pointwise(input, self._packed, self._linear.bias, "none", [], "")
+        """[..., in] -> [..., out of the first layer, of the second, ...]"""
+        if self._packed is not None:
+            return self._multiply(input, self.layers[0].bias if len(self.layers) == 1 else self._bias)
+        outputs = [F.linear(input, layer.weight, layer.bias) for layer in self.layers]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
 
 def can_pack() -> bool:
@@ -58,32 +93,39 @@ def pack_linears(model: torch.nn.Module) -> None:
     """Pack every linear layer on the CPU for which it pays, or pack it again, where that is possible."""
     if not can_pack():
         return
+    packed = list(_packed_linears(model))
+    in_groups = {layer for each in packed for layer in each.layers}
     for layer in model.modules():
-        if isinstance(layer.forward, PackedForward):
-            layer.forward.pack()
-        elif type(layer) is torch.nn.Linear and _is_worth_it(layer.weight):
-            layer.forward = PackedForward(layer)
+        if type(layer) is torch.nn.Linear and layer not in in_groups and is_worth_it([layer.weight]):
+            layer.forward = PackedLinears(layer)
+            packed.append(layer.forward)
+    for each in packed:
+        each.pack()
 
 
 def stale_copies(model: torch.nn.Module, sampling: VerificationSample) -> list[str]:
     """Names of the layers that do not multiply by their weights."""
-    return [
-        name
-        for name, layer in model.named_modules()
-        if isinstance(layer.forward, PackedForward) and not layer.forward.holds_its_weights(sampling)
-    ]
+    names = {layer: name for name, layer in model.named_modules()}
+    return [names[layer] for each in _packed_linears(model) for layer in each.stale_layers(sampling)]
 
 
-def _is_worth_it(weight: torch.Tensor) -> bool:
-    if weight.device.type != "cpu":
+def is_worth_it(weights: Sequence[torch.Tensor]) -> bool:
+    """Return whether layers of one input with these weights are faster packed."""
+    first = weights[0]
+    if first.device.type != "cpu" or not can_pack():
         return False
-    if weight.dtype == torch.bfloat16:  # oneDNN computes it in any case
+    if first.dtype == torch.bfloat16:  # oneDNN computes it in any case
         return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return weight.dtype == torch.float32 and weight.numel() >= SMALLEST
+    return first.dtype == torch.float32 and sum(weight.numel() for weight in weights) >= SMALLEST
 
 
 def drop_packed(model: torch.nn.Module) -> None:
     """Free the packed copies until the next `pack_linears`."""
-    for layer in model.modules():
-        if isinstance(layer.forward, PackedForward):
-            layer.forward.drop()
+    for each in _packed_linears(model):
+        each.drop()
+
+
+def _packed_linears(model: torch.nn.Module) -> Iterator[PackedLinears]:
+    """Yield what the `forward` of a module computes by packed weights."""
+    for module in model.modules():
+        yield from getattr(module.forward, "packed_linears", ())

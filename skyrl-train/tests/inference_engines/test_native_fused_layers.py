@@ -1,0 +1,76 @@
+"""Decoder layers with fewer kernels: the numbers of transformers' layers, and copies that are told from old ones."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from native_runs import log_probs_of, random_prompts, run
+
+from skyrl_train.inference_engines.native import fused_layers, packed_linear
+from skyrl_train.inference_engines.native.attention import ATTENTION_NAME
+from skyrl_train.inference_engines.native.core import NativeEngineCore
+from skyrl_train.inference_engines.native.fused_layers import FusedDecoderLayer, fuse_layers
+from skyrl_train.inference_engines.native.packed_linear import can_pack, pack_linears, stale_copies
+from skyrl_train.inference_engines.native.requests import EngineSamplingParams, Request
+from skyrl_train.weight_sync.fingerprint import VerificationSample
+
+_KINDS: dict[str, dict[str, Any]] = {
+    "llama": dict(attention_bias=True),
+    "mistral": dict(sliding_window=20),
+    "qwen2": {},
+    "qwen3": dict(head_dim=16),
+}
+
+
+def make_model(kind: str) -> Any:
+    """Two layers, whose biases and norms are not those of the start."""
+    config = hf.AutoConfig.for_model(
+        kind,
+        vocab_size=64,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.15,
+        **_KINDS[kind],
+    )
+    torch.manual_seed(0)
+    model: Any = hf.AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME).eval()
+    for name, parameter in model.requires_grad_(False).named_parameters():
+        if name.endswith(("bias", "norm.weight")):
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_fused_layers_have_the_log_probs_of_transformers(kind: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(packed_linear, "SMALLEST", 0)
+    monkeypatch.setattr(fused_layers, "_PART", 64)
+    model = make_model(kind)
+    reference = copy.deepcopy(model)
+    reference.set_attn_implementation("eager")
+    fuse_layers(model)
+    pack_linears(model)
+    assert all(isinstance(layer.forward, FusedDecoderLayer) for layer in model.model.layers)
+    core = NativeEngineCore(model, max_num_seqs=8, max_model_len=256, eos_ids=(), decode=lambda ids: "")
+    requests = [Request(p, EngineSamplingParams(max_tokens=9), (0, 0)) for p in random_prompts([150, 20, 1])]
+    for request, answer in zip(requests, run(core, requests), strict=True):
+        _, expected = log_probs_of(reference, request.prompt, answer.token_ids)
+        torch.testing.assert_close(torch.tensor(answer.log_probs), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.skipif(not can_pack(), reason="this torch packs no linear layers")
+@pytest.mark.parametrize("changed", ["k_proj.weight", "k_proj.bias"])
+def test_a_part_of_a_packed_copy_that_kept_old_numbers_is_named(changed: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(packed_linear, "SMALLEST", 0)
+    model, sampling = make_model("qwen2"), VerificationSample(1, "full")
+    fuse_layers(model)
+    pack_linears(model)
+    assert stale_copies(model, sampling) == []
+    model.get_parameter(f"model.layers.1.self_attn.{changed}").add_(1)
+    assert stale_copies(model, sampling) == ["model.layers.1.self_attn.k_proj"]
+    pack_linears(model)
+    assert stale_copies(model, sampling) == []
