@@ -12,6 +12,7 @@ from skyrl_train.generators.base import request_rollouts
 from skyrl_train.rollouts.adapter import GeneratorOutput, to_rollout_batch
 from skyrl_train.rollouts.advice import INTERVAL, Adviser
 from skyrl_train.rollouts.async_metrics import group_metrics, pool_metrics
+from skyrl_train.rollouts.faults import is_sound
 from skyrl_train.rollouts.filters import is_informative
 from skyrl_train.rollouts.groups import FinishedGroup, mask_stale, with_different_uids
 from skyrl_train.rollouts.journal import RolloutJournal
@@ -96,6 +97,7 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
             is_kept=is_informative if settings.sample_full_batch else lambda group: True,
             max_filtered=max_batches * groups_per_step if max_batches > 0 else None,
             timeline=self.timeline,
+            on_finished=lambda: self._offer_finished(self.pool) if self.pool is not None else None,
         )
 
     async def sync_weights(self) -> None:
@@ -136,9 +138,13 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
         return generator_output
 
     async def next_groups(self, pool: RolloutPool) -> list[FinishedGroup]:
-        """Wait for the groups of this step and record metrics of them."""
+        """Wait for the groups of this step and record metrics of them. Models that may compute meanwhile begin their
+        forward-only passes over those that are finished."""
         self.all_metrics["async/gen_buffer_qsize_at_wait_start"] = float(pool.num_finished)
-        groups = self._step_groups = await pool.next_batch()
+        self.forwards = self.early_forwards()
+        async with self.forwards.running():
+            self._offer_finished(pool)
+            groups = self._step_groups = await pool.next_batch()
         self._epochs_before = self.train_dataloader.num_epochs_dealt
         self.train_dataloader.skip_batch()
         settings = self.cfg.trainer.fully_async
@@ -147,6 +153,12 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
             groups, self.global_step - 1, settings.max_staleness_steps, keeps_cache=keeps_cache
         )
         return groups
+
+    def _offer_finished(self, pool: RolloutPool) -> None:
+        """Begin forward-only passes over finished groups that the step will probably take."""
+        if self.forwards:
+            groups = pool.foreseen_batch()
+            self.forwards.offer({place: group for place, group in groups.items() if is_sound(group, limits=None)})
 
     # ---- prepare the batch
 

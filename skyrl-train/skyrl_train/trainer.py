@@ -37,8 +37,9 @@ from skyrl_train.generators.sampling import get_sampling_params
 from skyrl_train.inference_engines.base import SamplingKeywords
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
 from skyrl_train.orchestration.actor_group import ActorGroup
-from skyrl_train.orchestration.batch_calls import forward, forward_recording_routes, train_on_batch
+from skyrl_train.orchestration.batch_calls import forward_recording_routes, train_on_batch
 from skyrl_train.orchestration.colocation import Colocation
+from skyrl_train.orchestration.early_forwards import EarlyForwards, ForwardPass, lengths_of
 from skyrl_train.orchestration.placement import Placement
 from skyrl_train.orchestration.schedule import Schedule
 from skyrl_train.orchestration.skipped_updates import skipped_updates
@@ -46,13 +47,14 @@ from skyrl_train.orchestration.step_metrics import first_ratio_metrics, step_met
 from skyrl_train.orchestration.weight_publisher import WeightPublisher
 from skyrl_train.plan.run_memory import RunMemory
 from skyrl_train.plan.steps import needs_old_log_probs, step_plan
+from skyrl_train.rollouts.arrivals import Arrivals
 from skyrl_train.rollouts.collate import collate, kept_token_metrics
 from skyrl_train.rollouts.dynamic_sampling import sample_batch, with_unique_uids
-from skyrl_train.rollouts.faults import LengthLimits, record_faults
+from skyrl_train.rollouts.faults import LengthLimits, is_sound, record_faults
 from skyrl_train.rollouts.metrics import scores_of_groups, version_lag_metrics
 from skyrl_train.rollouts.timeline import Outcome, Timeline
 from skyrl_train.rollouts.trajectory_rows import token_column_rows, trajectory_rows
-from skyrl_train.rollouts.types import RolloutBatch
+from skyrl_train.rollouts.types import RolloutBatch, TrajectoryGroup
 from skyrl_train.run_record import WeightRecord, describe_batch
 from skyrl_train.training_batch import TrainingInputBatch
 from skyrl_train.training_run import TrainingRun, num_training_steps
@@ -105,6 +107,9 @@ class RayPPOTrainer(TrainingRun):
         self.memory = RunMemory(cfg)
         self.critic_model: ActorGroup | None = None
         self.ref_model: ActorGroup | None = None
+        self.forwards = EarlyForwards()
+        """Forward-only passes of the step."""
+        self._arrivals = Arrivals(cfg.trainer.algorithm.dynamic_sampling.type)
         self.weight_version = 0
         """Version of the engines' weights: the number of training steps before them."""
         self._epochs_before = 0
@@ -281,12 +286,17 @@ class RayPPOTrainer(TrainingRun):
     # ---- generate
 
     async def generate(self, prompts: list[PromptRow]) -> RolloutBatch:
-        """Return `n_samples_per_prompt` trajectories for each prompt (or for others instead, by dynamic sampling)."""
-        with progress.phase("generate", len(prompts) * self.cfg.generator.n_samples_per_prompt, ANSWERS) as phase:
-            if self.cfg.trainer.algorithm.dynamic_sampling.type is None:
-                rollouts = self.check_rollouts(await self.request_rollouts(prompts))
-            else:
-                rollouts = await self._generate_informative(prompts, phase)
+        """Return `n_samples_per_prompt` trajectories for each prompt (or for others instead, by dynamic sampling).
+        Models that may compute meanwhile begin their forward-only passes over those that are finished."""
+        self.forwards = self.early_forwards()
+        self._arrivals = Arrivals(self.cfg.trainer.algorithm.dynamic_sampling.type)
+        num_answers = len(prompts) * self.cfg.generator.n_samples_per_prompt
+        with progress.phase("generate", num_answers, ANSWERS) as phase:
+            async with self.forwards.running():
+                if self.cfg.trainer.algorithm.dynamic_sampling.type is None:
+                    rollouts = self.check_rollouts(await self.request_rollouts(prompts))
+                else:
+                    rollouts = await self._generate_informative(prompts, phase)
         recording = asyncio.ensure_future(asyncio.to_thread(self._record, rollouts))
         try:
             await self.colocation.after_generating()
@@ -311,7 +321,18 @@ class RayPPOTrainer(TrainingRun):
     def request_rollouts(self, prompts: list[PromptRow]) -> Awaitable[RolloutBatch]:
         """Request the generator's trajectories for these prompts."""
         self.colocation.check("generate")
-        return request_rollouts(self.generator, self.generator_input(prompts))
+        generator_input = self.generator_input(prompts)
+        if self.forwards:
+            self._arrivals.request([row["uid"] for row in prompts])
+            generator_input["on_group"] = self._group_finished
+        return request_rollouts(self.generator, generator_input)
+
+    def _group_finished(self, group: TrajectoryGroup) -> None:
+        """Begin forward-only passes over a group. One with a failed trajectory waits: it may be cut, or left out."""
+        generator = self.cfg.generator
+        if is_sound(group, LengthLimits.of(generator, generator.sampling_params)):
+            self._arrivals.add(group)
+            self.forwards.offer(self._arrivals.places(self.cfg.trainer.train_batch_size))
 
     def check_rollouts(self, rollouts: RolloutBatch) -> RolloutBatch:
         """Record faults of the generator on its trajectories. The place for filters of your own: it comes before
@@ -372,16 +393,47 @@ class RayPPOTrainer(TrainingRun):
 
     def convert_to_training_input(self, rollouts: RolloutBatch) -> TrainingInputBatch:
         """Collate trajectories into padded tensors (see `collate`)."""
+        batch = self._collate(rollouts)
+        self.all_metrics |= kept_token_metrics(batch)
+        return batch
+
+    def _collate(self, rollouts: RolloutBatch) -> TrainingInputBatch:
         policy = self.cfg.trainer.policy
-        batch = collate(
+        return collate(
             rollouts,
             self.tokenizer,
             self.global_step,
             with_routes=policy.routing_replay == "R3",
             with_kept_tokens=policy.sampling_mask_replay,
         )
-        self.all_metrics |= kept_token_metrics(batch)
-        return batch
+
+    def early_forwards(self) -> EarlyForwards:
+        """Return the forward-only passes of the coming step that may begin while its groups are generated: the weights
+        that they read change at the end of a step alone."""
+        trainer, generator = self.cfg.trainer, self.cfg.generator
+        by_number = trainer.max_tokens_per_microbatch is None and not generator.step_wise_trajectories
+        groups = [self.ref_model, self.critic_model]
+        if needs_old_log_probs(self.cfg) and trainer.policy.routing_replay != "R2":  # R2 records routes besides
+            groups.append(self.policy_model)
+        return EarlyForwards(
+            [
+                ForwardPass(
+                    group,
+                    self._forward_schedule,
+                    self._collate,
+                    num_prompts=trainer.train_batch_size,
+                    prompts_each=trainer.policy_mini_batch_size,
+                    rows_each=generator.n_samples_per_prompt if by_number and generator.uses_environments else None,
+                )
+                for group in groups
+                if group is not None and self._computes_early(group)
+            ]
+        )
+
+    def _computes_early(self, group: ActorGroup) -> bool:
+        """Return True if the workers of a model may compute while engines generate: nothing on a CPU is moved away."""
+        on_cpu = self.cfg.trainer.placement.resolved_device() == "cpu"
+        return on_cpu or self.colocation.stays_beside_engines(group.name)
 
     async def fwd_logprobs_values_reward(self, batch: TrainingInputBatch) -> TrainingInputBatch:
         """Compute `base_action_log_probs` (reference model), `values` (critic) and `action_log_probs` (policy before
@@ -399,11 +451,13 @@ class RayPPOTrainer(TrainingRun):
             batch["action_log_probs"], batch["expert_routes"] = outputs
         elif needs_old_log_probs(self.cfg):
             batch["action_log_probs"] = await self._forward(self.policy_model, batch)
+        self.all_metrics |= self.forwards.metrics()
+        self.forwards = EarlyForwards()
         return batch
 
     async def _forward(self, group: ActorGroup, batch: TrainingInputBatch) -> torch.Tensor:
-        """Run a forward-only pass."""
-        return await forward(group, self._forward_schedule(group, batch), batch)
+        """Run a forward-only pass, or what is left of one that began while groups were generated."""
+        return await self.forwards.finish(group, self._forward_schedule(group, batch), batch)
 
     def _forward_schedule(self, group: ActorGroup, batch: TrainingInputBatch) -> Schedule:
         """Divide a forward-only pass. The policy takes its training micro-batches, so that its first ratios are exactly
@@ -418,7 +472,7 @@ class RayPPOTrainer(TrainingRun):
         """Divide `batch` into mini-batches of `prompts` prompts, and these over the group's ranks."""
         max_tokens = group.token_budget(self.cfg.trainer.max_tokens_per_microbatch)
         return Schedule.of(
-            batch.tensor("attention_mask").sum(dim=-1).tolist(),
+            lengths_of(batch),
             mini_batches_of_prompts(batch.metadata["uids"], prompts),
             group.data_parallel_size,
             micro_batch_size=micro_batch_size,

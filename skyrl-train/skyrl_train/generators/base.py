@@ -1,14 +1,16 @@
 """Interface of generators: prompts in, trajectories out, in the same order. Knows no engine and no environment."""
 
+import asyncio
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NotRequired, TypedDict
 
 from skyrl_train.inference_engines.base import SamplingKeywords
 from skyrl_train.rollouts.adapter import GeneratorOutput, to_rollout_batch
 from skyrl_train.rollouts.metrics import MetricsOutput
-from skyrl_train.rollouts.types import Failure, RolloutBatch, TrajectoryID
+from skyrl_train.rollouts.types import Failure, RolloutBatch, Trajectory, TrajectoryGroup, TrajectoryID
 from skyrl_train.types import ConversationType, MessageType
 
 __all__ = [
@@ -57,6 +59,9 @@ class GeneratorInput(TypedDict):
     sampling_params: NotRequired[SamplingKeywords | None]
     trajectory_ids: NotRequired[list[TrajectoryID] | None]
     batch_metadata: NotRequired[BatchMetadata | None]
+    on_group: NotRequired[Callable[[TrajectoryGroup], None] | None]
+    """Called with each group as soon as its trajectories are finished, while others are still generated. A generator
+    need not: what a trainer does with a group early it otherwise does when it has the batch."""
 
 
 class GeneratorInterface(ABC):
@@ -93,3 +98,27 @@ def request_rollouts(generator: GeneratorInterface, input_batch: GeneratorInput)
 def trajectory_ids_of(input_batch: GeneratorInput) -> list[TrajectoryID]:
     """Return the sample asked for in each place of an input; where it names none, each place is a prompt of its own."""
     return input_batch.get("trajectory_ids") or [TrajectoryID(str(i), 0) for i in range(len(input_batch["prompts"]))]
+
+
+def report_groups(
+    tasks: Sequence[asyncio.Task[Trajectory]], input_batch: GeneratorInput, report: Callable[[list[Trajectory]], None]
+) -> None:
+    """Call `report` with the trajectories of each prompt as soon as all of its tasks have succeeded.
+
+    Args:
+        tasks: of each place of the input.
+    """
+
+    def watch(own: list[asyncio.Task[Trajectory]]) -> None:
+        def ended(task: asyncio.Task[Trajectory]) -> None:
+            running.discard(task)
+            if not running and not any(each.cancelled() or each.exception() for each in own):
+                report([each.result() for each in own])
+
+        running = set(own)
+        for task in own:
+            task.add_done_callback(ended)
+
+    pairs = zip(trajectory_ids_of(input_batch), tasks, strict=True)
+    for _, samples in itertools.groupby(pairs, key=lambda pair: pair[0].instance_id):
+        watch([task for _, task in samples])

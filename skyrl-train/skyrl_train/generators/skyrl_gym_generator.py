@@ -24,6 +24,7 @@ from skyrl_train.generators.base import (
     GeneratorInterface,
     GeneratorOutput,
     TrajectoryID,
+    report_groups,
     trajectory_ids_of,
 )
 from skyrl_train.generators.dialogue import (
@@ -141,6 +142,8 @@ class SkyRLGymGenerator(GeneratorInterface):
             with announced(self.inference_engine_client, sessions):
                 async with asyncio.TaskGroup() as group:
                     tasks = [group.create_task(self._trajectory(request)) for request in requests]
+                    if (on_group := input_batch.get("on_group")) is not None:
+                        report_groups(tasks, input_batch, lambda own: on_group(*self._finished(own).groups))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return self._batch([task.result() for task in tasks])
@@ -265,9 +268,13 @@ class SkyRLGymGenerator(GeneratorInterface):
 
     def _batch(self, trajectories: list[Trajectory]) -> RolloutBatch:
         """Return trajectories in groups. Their metrics are computed before settings take rewards or tokens away."""
-        cfg = self.generator_cfg
         self._log_failures(trajectories)
-        batch = RolloutBatch(grouped(trajectories), rollout_metrics(trajectories))
+        return replace(self._finished(trajectories), metrics=rollout_metrics(trajectories))
+
+    def _finished(self, trajectories: list[Trajectory]) -> RolloutBatch:
+        """Return trajectories in groups, without the rewards, tokens and rows that settings take away."""
+        cfg = self.generator_cfg
+        batch = RolloutBatch(grouped(trajectories), {})
         if cfg.zero_reward_on_non_stop:
             batch = map_trajectories(batch, zero_reward_on_non_stop)
         if cfg.apply_overlong_filtering and cfg.overlong_filtering_by == "end_token":

@@ -74,14 +74,18 @@ async def forward_top(
     return schedule.gather(outputs, "teacher_ids"), schedule.gather(outputs, "teacher_log_probs")
 
 
-def _forward_args(group: ActorGroup, schedule: Schedule, batch: TrainingInputBatch) -> DataParallelArgs:
+def forward_inputs(group: ActorGroup, batch: TrainingInputBatch) -> TrainingInputBatch:
+    """Return the columns of a batch that a forward-only pass of this model reads."""
     names = ["sequences", "attention_mask"]
     if group.name == "policy" and batch.get("expert_routes") is not None:
         names.append("expert_routes")
     if group.name in ("policy", "ref") and batch.get("kept_ids") is not None:
         names += ["kept_counts", "kept_ids"]
-    inputs = batch.select(names, ["response_length"])
-    return list(zip(schedule.split(inputs), schedule.whole(), strict=True))
+    return batch.select(names, ["response_length"])
+
+
+def _forward_args(group: ActorGroup, schedule: Schedule, batch: TrainingInputBatch) -> DataParallelArgs:
+    return list(zip(schedule.split(forward_inputs(group, batch)), schedule.whole(), strict=True))
 
 
 async def train_on_batch(

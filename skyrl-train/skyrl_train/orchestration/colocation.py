@@ -146,6 +146,11 @@ class Colocation:
         if event in self._events:
             self._state_after(event)
 
+    def stays_beside_engines(self, worker: str) -> bool:
+        """Return True if a worker is on its device while engines generate: one that shares none, and the policy where
+        it shares with the reference model alone."""
+        return f"onload {worker}" not in self._events or (worker == "policy" and not self._engines_share_device)
+
     # ---- sequences of moves
 
     async def after_generating(self) -> None:

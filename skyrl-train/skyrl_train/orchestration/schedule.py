@@ -31,11 +31,16 @@ class Schedule:
     """
 
     def __init__(
-        self, rows: list[torch.Tensor], mini_batches: list[list[tuple[MicroBatch, ...]]], num_own: Sequence[int]
+        self,
+        rows: list[torch.Tensor],
+        mini_batches: list[list[tuple[MicroBatch, ...]]],
+        num_own: Sequence[int],
+        num_rows: int,
     ):
         self.rows = rows
         self.mini_batches = mini_batches
         self._num_own = num_own  # rows of each rank that are not copies for dummies; they come first
+        self._num_rows = num_rows
 
     @classmethod
     def of(
@@ -84,6 +89,20 @@ class Schedule:
         return cls._from_bins(bins, lengths, data_parallel_size)
 
     @classmethod
+    def of_micro_batches(cls, by_rank: Sequence[Sequence[Sequence[int]]], lengths: Sequence[int]) -> "Schedule":
+        """Return the schedule of given micro-batches, for a forward-only pass over some rows of a batch.
+
+        Args:
+            by_rank: [data-parallel rank][micro-batch] rows. Ranks that have fewer than others get dummies.
+            lengths: tokens of each row of the batch.
+        """
+        most = max(map(len, by_rank))
+        bins: list[list[list[Unit]]] = [
+            [[(row,) for row in rows] for rows in own] + [[] for _ in range(most - len(own))] for own in by_rank
+        ]
+        return cls._from_bins([bins], lengths, len(by_rank))
+
+    @classmethod
     def _from_bins(
         cls, bins: list[list[list[list[Unit]]]], lengths: Sequence[int], data_parallel_size: int
     ) -> "Schedule":
@@ -104,7 +123,7 @@ class Schedule:
             for mini_batch, by_rank in zip(schedule, bins, strict=True):
                 micros = [_micro_batch(micro or [spare], positions, is_dummy=not micro) for micro in by_rank[rank]]
                 mini_batch.append(tuple(micros))
-        return cls(rows, schedule, num_own)
+        return cls(rows, schedule, num_own, len(lengths))
 
     @property
     def data_parallel_size(self) -> int:
@@ -117,16 +136,24 @@ class Schedule:
             for rank in range(self.data_parallel_size)
         ]
 
+    def rows_of_micro_batches(self) -> list[list[tuple[int, ...]]]:
+        """Return the rows of the batch in each micro-batch of each rank, without dummies."""
+        return [
+            [tuple(own[list(micro.rows)].tolist()) for micro in micros if not micro.is_dummy]
+            for own, micros in zip(self.rows, self.whole(), strict=True)
+        ]
+
     def split(self, batch: TrainingInputBatch) -> list[TrainingInputBatch]:
         """Return the rows of each rank."""
         return [batch.rows(own) for own in self.rows]
 
     def gather(self, outputs: Sequence[TensorBatch], key: str) -> torch.Tensor:
-        """Concatenate the ranks' outputs `key`, one for each of their rows, in the order of the batch."""
+        """Concatenate the ranks' outputs `key`, one for each of their rows, in the order of the batch; 0 for its rows
+        that are in no micro-batch."""
         pairs = zip(outputs, self._num_own, strict=True)
         by_rank = torch.cat([output.tensor(key)[:num_own] for output, num_own in pairs])
         rows = torch.cat([own[:num_own] for own, num_own in zip(self.rows, self._num_own, strict=True)])
-        ordered = torch.empty_like(by_rank)
+        ordered = by_rank.new_zeros(self._num_rows, *by_rank.shape[1:])
         ordered[rows] = by_rank
         return ordered
 

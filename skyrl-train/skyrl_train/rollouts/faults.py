@@ -13,7 +13,7 @@ from loguru import logger
 from skyrl_train.errors import FailureKind
 from skyrl_train.rollouts.filters import map_samples, map_trajectories, to_failed_sample
 from skyrl_train.rollouts.metrics import failure_counts
-from skyrl_train.rollouts.types import Failure, RolloutBatch, TrainingSample, Trajectory
+from skyrl_train.rollouts.types import Failure, RolloutBatch, TrainingSample, Trajectory, TrajectoryGroup
 
 if TYPE_CHECKING:
     from skyrl_train.config import GeneratorConfig, SamplingParams
@@ -89,6 +89,11 @@ def record_faults(batch: RolloutBatch, limits: LengthLimits | None = None) -> Ro
     if not any(any(sample.loss_mask) for _, _, sample in checked.rows()):
         logger.warning("the loss mask of every trajectory of this batch is zero: nothing will be learned from it")
     return checked
+
+
+def is_sound(group: TrajectoryGroup, limits: LengthLimits | None) -> bool:
+    """Check that no trajectory of a group has failed or breaks a rule."""
+    return all(each.failure is None and _checked(each, limits) is each for each in group.trajectories)
 
 
 def _checked(trajectory: Trajectory, limits: LengthLimits | None) -> Trajectory:

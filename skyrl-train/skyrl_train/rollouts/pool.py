@@ -61,6 +61,7 @@ class RolloutPool:
         is_kept: decides whether a finished group is trained.
         max_filtered: number of groups in a row that `is_kept` may refuse.
         timeline: records when each group ran.
+        on_finished: called when another group is in the queue.
 
     Raises (from the block of the context manager, at once):
         SkyRLError: an error that ends the run (settings, a dead engine, a full disk); or as many groups as may run
@@ -78,6 +79,7 @@ class RolloutPool:
         is_kept: Callable[[TrajectoryGroup], bool] = lambda group: True,
         max_filtered: int | None = None,
         timeline: Timeline | None = None,
+        on_finished: Callable[[], None] = lambda: None,
     ):
         versions = {ticket: group.version_for(limits.on_stale) for ticket, group in recovered.groups.items()}
         self.scheduler = GroupScheduler(limits, replace(recovered.state, finished=versions))
@@ -87,6 +89,7 @@ class RolloutPool:
         self._journal = journal
         self._timeout = group_timeout_seconds
         self._is_kept, self._max_filtered = is_kept, max_filtered
+        self._on_finished = on_finished
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._left_behind: set[asyncio.Future[RolloutBatch]] = set()
         self._task_group = asyncio.TaskGroup()
@@ -141,6 +144,12 @@ class RolloutPool:
         if step not in self._begun:
             self._journal.batch(step, tickets)
         return [self._finished[ticket] for ticket in tickets]
+
+    def foreseen_batch(self) -> dict[int, TrajectoryGroup]:
+        """Return finished groups that the next training step will probably take, by their places in its batch."""
+        begun = self._begun.get(self.scheduler.num_trained_steps + 1)
+        tickets = self.scheduler.foreseen_batch() if begun is None else dict(enumerate(begun))
+        return {place: self._finished[ticket].group for place, ticket in tickets.items() if ticket in self._finished}
 
     def _tickets(self, step: int) -> list[int] | None:
         """Return the tickets of a step; before anything else those of a step that a killed run had begun."""
@@ -298,6 +307,7 @@ class RolloutPool:
             self._filtered_in_a_row = 0
             # With `on_stale=mask` it may be too old from the start: no token of it could be trained.
             self._take_stale()
+            self._on_finished()
             return
         self._journal.filtered(ticket)
         self.scheduler.filtered(ticket)

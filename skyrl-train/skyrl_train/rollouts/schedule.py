@@ -231,6 +231,19 @@ class GroupScheduler:
             rest.sort()
         return [*urgent, *rest][:num] if len(urgent) + len(rest) >= num else None
 
+    def foreseen_batch(self) -> dict[int, int]:
+        """Return finished groups that the next training step will probably take: ticket by place in its batch. It is
+        only known if it cannot change: nothing of order `oldest`, nor where restarted groups may go first."""
+        num, finished = self.limits.groups_per_step, self._state.finished
+        if self.limits.order == "exact":
+            first = sorted([*self._running, *finished, *self._state.waiting])[:num]
+        elif self.limits.order == "finished" and not self._state.restarted:
+            oldest, newest = self._oldest_version(), self.num_trained_steps
+            first = [ticket for ticket, version in finished.items() if oldest <= version <= newest][:num]
+        else:
+            first = []
+        return {place: ticket for place, ticket in enumerate(first) if ticket in finished}
+
     def _urgent(self) -> list[int] | None:
         """Return the restarted groups that this step must take for all of them to be taken in time; None: it must take
         more than are finished.

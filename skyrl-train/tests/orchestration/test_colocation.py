@@ -289,6 +289,15 @@ async def test_policy_and_reference_model_may_share_while_engines_do_not():
     assert diary.take() == ["policy off", "ref on", "ref off", "policy on"]
 
 
+@pytest.mark.parametrize(
+    "all_share, policy_and_ref_share, beside",
+    [(True, False, []), (False, True, ["policy", "critic"]), (False, False, ["policy", "critic", "ref"])],
+)
+def test_models_that_no_engine_or_other_model_moves_compute_beside_engines(all_share, policy_and_ref_share, beside):
+    colocation = Colocation(None, engines_share_device=all_share, policy_and_ref_share=policy_and_ref_share)
+    assert [name for name in ("policy", "critic", "ref") if colocation.stays_beside_engines(name)] == beside
+
+
 async def test_training_without_engines_swaps_models():
     diary = Diary()
     colocation = Colocation(None, engines_share_device=True)

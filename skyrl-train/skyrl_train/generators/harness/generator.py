@@ -15,6 +15,7 @@ from loguru import logger
 
 from skyrl_gym.error import InfraError
 from skyrl_gym.sandbox import Sandbox
+from skyrl_gym.sandbox.environment import check_variables
 from skyrl_gym.waits import waiting
 from skyrl_train.errors import ConfigError, RolloutError, WorkerError
 from skyrl_train.generators.base import (
@@ -24,6 +25,7 @@ from skyrl_train.generators.base import (
     GeneratorInterface,
     GeneratorOutput,
     TrajectoryID,
+    report_groups,
     trajectory_ids_of,
 )
 from skyrl_train.generators.environment import DaemonThreads, DeadlineExceeded
@@ -69,7 +71,7 @@ class HarnessGenerator(GeneratorInterface):
         client: an engine, or a client over many; None to check the settings alone.
 
     Raises:
-        ConfigError: a function or a grader that cannot be imported, no way to a reward, no sandbox.
+        ConfigError: a function or a grader that cannot be imported, a variable that no sandbox can pass on.
     """
 
     def __init__(
@@ -84,6 +86,11 @@ class HarnessGenerator(GeneratorInterface):
             load_function("generator.harness.function", harness.function),
             load_function("generator.harness.grader", harness.grader),
         )
+        if harness.sandbox != "process":
+            try:
+                check_variables(harness.env)
+            except ValueError as error:
+                raise ConfigError(f"generator.harness.env: {error}") from None
         self._endpoint = None if client is None else SharedEndpoint(cfg, client, tokenizer)
         seconds = harness.deadline_seconds + harness.grade_seconds + _FURTHER_SECONDS
         self._threads = DaemonThreads(harness.max_parallel, seconds)
@@ -138,6 +145,8 @@ class HarnessGenerator(GeneratorInterface):
                             )
                             for prompt, extra, (name, session) in zip(prompts, extras, sessions, strict=True)
                         ]
+                        if (on_group := input_batch.get("on_group")) is not None:
+                            report_groups(tasks, input_batch, lambda own: on_group(*grouped(own)))
             except BaseExceptionGroup as errors:
                 raise errors.exceptions[0] from None
         return self._batch([task.result() for task in tasks])

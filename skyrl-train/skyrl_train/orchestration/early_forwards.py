@@ -1,0 +1,230 @@
+"""Forward-only passes of a step (old log-probs, those of the reference model, values) that begin before all groups of
+the step are generated.
+
+The numbers of a micro-batch depend on its rows and their order alone: padding is dropped before the model, and other
+micro-batches are other forwards. A micro-batch of the step's schedule that can be foreseen is computed as soon as its
+groups are finished; it counts if the batch, once it is whole, has a micro-batch of the same tokens. What is missing
+then (without foresight all of it) is computed in one call. So a wrong guess costs time and changes nothing.
+"""
+
+import asyncio
+import hashlib
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+
+import torch
+
+from skyrl_train.orchestration.actor_group import ActorGroup
+from skyrl_train.orchestration.batch_calls import forward, forward_inputs
+from skyrl_train.orchestration.schedule import Schedule
+from skyrl_train.rollouts.filters import with_uid
+from skyrl_train.rollouts.types import RolloutBatch, TrajectoryGroup
+from skyrl_train.training_batch import TrainingInputBatch
+
+Divide = Callable[[ActorGroup, TrainingInputBatch], Schedule]
+"""Schedule of a forward-only pass of a model over a batch."""
+
+Collate = Callable[[RolloutBatch], TrainingInputBatch]
+
+Row = tuple[int, int]
+"""Place of a row's group in the batch of the step, and its number among the rows of the group."""
+
+Tokens = tuple[bytes, ...]
+"""Hash of all inputs of each row of a micro-batch."""
+
+
+class ForwardPass:
+    """Early part of the forward-only pass of one model over the batch of one step.
+
+    Args:
+        group: ranks of the model.
+        divide: schedule of the pass.
+        collate: finished groups to tensors.
+        num_prompts: of the step.
+        prompts_each: prompts of a mini-batch.
+        rows_each: rows of a prompt, if rows are divided by number: then all micro-batches are known from the start.
+            None: lengths decide, or a prompt may have any number of rows. Those of a mini-batch are known when all its
+            groups are finished.
+    """
+
+    def __init__(
+        self,
+        group: ActorGroup,
+        divide: Divide,
+        collate: Collate,
+        *,
+        num_prompts: int,
+        prompts_each: int,
+        rows_each: int | None,
+    ):
+        self.group, self._divide, self._collate, self._rows_each = group, divide, collate, rows_each
+        self._groups: dict[int, TrajectoryGroup] = {}
+        self._pending: list[list[tuple[Row, ...]]] = [[] for _ in range(group.data_parallel_size)]
+        self._mini_batches: list[range] = []  # those whose micro-batches are not known
+        if rows_each is None:
+            starts = range(0, num_prompts, prompts_each)
+            self._mini_batches = [range(start, min(start + prompts_each, num_prompts)) for start in starts]
+        else:
+            rows = [(place, number) for place in range(num_prompts) for number in range(rows_each)]
+            self._foresee(_batch_without_tokens(rows), rows)
+        self.computed: dict[Tokens, torch.Tensor] = {}
+        """Outputs [b, R] of the micro-batches that were computed."""
+        self.call: asyncio.Future[None] | None = None
+        """The last call of the ranks."""
+        self.seconds = 0.0
+        """Time of calls while groups were generated."""
+        self._changed = asyncio.Event()
+
+    def offer(self, groups: Mapping[int, TrajectoryGroup]) -> None:
+        """Tell which groups are finished, by the places that they will probably have in the batch."""
+        expected = self._rows_each  # another number of rows moves all that follow: these are left for the end
+        self._groups = {place: group for place, group in groups.items() if expected in (None, _num_rows(group))}
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Compute what is ready, until cancelled. A call goes on then."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            while any(ready := self._take_ready()):
+                began = time.perf_counter()
+                self.call = asyncio.ensure_future(self._compute(ready))
+                self.call.add_done_callback(_retrieve_error)
+                try:
+                    # Ranks cannot be interrupted: the end of generation ends the wait alone, `finish` goes on with it.
+                    await asyncio.shield(self.call)
+                finally:
+                    self.seconds += time.perf_counter() - began
+
+    def _take_ready(self) -> list[list[tuple[Row, ...]]]:
+        """Take the micro-batches whose groups are finished: as many for each rank, as ranks meet in every forward."""
+        arrived = self._groups.keys()
+        for places in [each for each in self._mini_batches if arrived >= set(each)]:
+            self._mini_batches.remove(places)
+            self._foresee(*self._collated(places))
+        ready = [[each for each in own if all(place in arrived for place, _ in each)] for own in self._pending]
+        # Which of its micro-batches a rank computes beside which of its peers does not matter, only how many.
+        ready = [own[: min(map(len, ready))] for own in ready]
+        for pending, own in zip(self._pending, ready, strict=True):
+            taken = set(own)
+            pending[:] = [each for each in pending if each not in taken]
+        return ready
+
+    def _foresee(self, batch: TrainingInputBatch, rows: Sequence[Row]) -> None:
+        """Note the micro-batches of a batch with these rows."""
+        by_rank = self._divide(self.group, batch).rows_of_micro_batches()
+        for pending, own in zip(self._pending, by_rank, strict=True):
+            pending += [tuple(rows[index] for index in micro_batch) for micro_batch in own]
+
+    def _collated(self, places: Sequence[int]) -> tuple[TrainingInputBatch, list[Row]]:
+        # Named by places, since two groups may be of one prompt: of two epochs.
+        groups = [with_uid(self._groups[place], str(place)) for place in places]
+        rows = [(place, number) for place in places for number in range(_num_rows(self._groups[place]))]
+        return self._collate(RolloutBatch(groups)), rows
+
+    async def _compute(self, micro_batches: list[list[tuple[Row, ...]]]) -> None:
+        batch, rows = self._collated(sorted({place for own in micro_batches for each in own for place, _ in each}))
+        index = {row: number for number, row in enumerate(rows)}
+        by_rank = [[tuple(index[row] for row in each) for each in own] for own in micro_batches]
+        outputs = await forward(self.group, Schedule.of_micro_batches(by_rank, lengths_of(batch)), batch)
+        tokens = _tokens_of_rows(self.group, batch)
+        for own in by_rank:
+            self.computed |= {tuple(tokens[row] for row in each): outputs[list(each)] for each in own}
+
+
+class EarlyForwards:
+    """Forward-only passes of one step that may begin while its groups are generated.
+
+    Args:
+        passes: of the models whose workers may compute then.
+    """
+
+    def __init__(self, passes: Sequence[ForwardPass] = ()):
+        self._passes = {each.group.name: each for each in passes}
+
+    def __bool__(self) -> bool:
+        return bool(self._passes)
+
+    def offer(self, groups: Mapping[int, TrajectoryGroup]) -> None:
+        """Tell which groups are finished, by the places that they will probably have in the batch."""
+        for each in self._passes.values():
+            each.offer(groups)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Compute what is ready while the block generates. An error of a forward cancels the block and is raised."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(each.run()) for each in self._passes.values()]
+                yield
+                # The group waits for its tasks, which by themselves never end.
+                for task in running:
+                    task.cancel()
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def finish(self, group: ActorGroup, schedule: Schedule, batch: TrainingInputBatch) -> torch.Tensor:
+        """Return the outputs [B, R] of a model for the whole batch: compute the micro-batches that are missing."""
+        early = self._passes.get(group.name)
+        if early is not None and early.call is not None:
+            await early.call
+        # By the tokens alone: nobody need know which filter, replacement or order changed the guess.
+        computed = {} if early is None else early.computed
+        tokens = _tokens_of_rows(group, batch) if computed else [b""] * len(batch)
+        known: dict[tuple[int, ...], torch.Tensor] = {}
+        missing: list[list[tuple[int, ...]]] = []
+        for own in schedule.rows_of_micro_batches():
+            keys = {rows: tuple(tokens[row] for row in rows) for rows in own}
+            known |= {rows: computed[keys[rows]] for rows in own if keys[rows] in computed}
+            missing.append([rows for rows in own if rows not in known])
+        outputs = torch.zeros(len(batch), batch.metadata["response_length"])
+        if any(missing):
+            outputs = await forward(group, Schedule.of_micro_batches(missing, lengths_of(batch)), batch)
+        for rows, own in known.items():
+            width = min(own.shape[1], outputs.shape[1])  # behind the last token of these rows both are 0
+            outputs[list(rows), :width] = own[:, :width]
+        return outputs
+
+    def metrics(self) -> dict[str, float]:
+        """Return `generate/forward_seconds`, the time of forward passes that ran while groups were generated, added up
+        over models; {} where none may."""
+        return {"generate/forward_seconds": sum(each.seconds for each in self._passes.values())} if self else {}
+
+
+def lengths_of(batch: TrainingInputBatch) -> list[int]:
+    """Return the number of tokens of each row."""
+    return batch.tensor("attention_mask").sum(dim=-1).tolist()
+
+
+def _batch_without_tokens(rows: Sequence[Row]) -> TrainingInputBatch:
+    """Return a batch of rows of equal lengths, for a schedule that lengths do not change."""
+    column = torch.ones(len(rows), 1, dtype=torch.int64)
+    return TrainingInputBatch(attention_mask=column, metadata={"uids": [place for place, _ in rows]})
+
+
+def _num_rows(group: TrajectoryGroup) -> int:
+    return sum(len(trajectory.samples) for trajectory in group.trajectories)
+
+
+def _retrieve_error(call: "asyncio.Future[None]") -> None:
+    """Retrieve the error of a call that nobody may wait for, so that asyncio does not report it once more."""
+    if not call.cancelled():
+        call.exception()
+
+
+def _tokens_of_rows(group: ActorGroup, batch: TrainingInputBatch) -> list[bytes]:
+    """Return a hash of all that a model's forward reads of each row, padding left out."""
+    inputs = forward_inputs(group, batch)
+    columns = {name: inputs.tensor(name).numpy() for name in inputs}
+    num_prompt = columns["attention_mask"].shape[1] - batch.metadata["response_length"]
+    hashes = []
+    for row, attention in enumerate(columns["attention_mask"] != 0):
+        parts = [columns["sequences"][row][attention], attention[:num_prompt].sum()]
+        if "expert_routes" in columns:
+            parts.append(columns["expert_routes"][row][attention])
+        if "kept_ids" in columns:
+            counts = columns["kept_counts"][row][attention[num_prompt:]]
+            parts += [counts, columns["kept_ids"][row][: counts.sum()]]
+        hashes.append(hashlib.blake2b(b"".join(part.tobytes() for part in parts), digest_size=16).digest())
+    return hashes
