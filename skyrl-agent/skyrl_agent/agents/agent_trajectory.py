@@ -8,7 +8,7 @@ from typing import Any
 from skyrl_agent.agents.loop import Agent
 from skyrl_agent.agents.mapping import class_at
 from skyrl_agent.agents.trajectory import BaseTrajectory
-from skyrl_agent.config.task_file import TaskFile
+from skyrl_agent.config.task_file import RuntimeSection, TaskFile
 from skyrl_agent.errors import ConfigError
 from skyrl_agent.runtimes import check_runtime_section, make_runtime, probe_runtime, spec_with
 from skyrl_agent.runtimes.base import Runtime, RuntimeSpec
@@ -63,9 +63,8 @@ class AgentTrajectory(BaseTrajectory):
     ) -> list[Coroutine[object, None, None]]:
         probes = super().probes(cfg, task, instances)
         probes += [_probe_tool(tool) for tool in make_tools(_agent_class(cfg).tool_entries(cfg.tools, task))]
-        spec = task.runtime_spec(instances[0]) if instances and task.make_environment is None else None
-        if spec is not None:
-            probes.append(_probe_runtime(spec_with(cfg.runtime, spec), task, instances[0]))
+        if task.make_environment is None:
+            probes.append(_probe_runtimes(cfg.runtime, task, instances))
         return probes
 
     async def initialize_trajectory(self) -> None:
@@ -159,6 +158,22 @@ async def _probe_tool(tool: BaseTool) -> None:
         await tool.probe()
     finally:
         await tool.close()
+
+
+async def _probe_runtimes(section: RuntimeSection, task: BaseTask, instances: Sequence[Instance]) -> None:
+    """Check the settings of all runtimes, and probe the first one with an image and the first one without: a server or
+    a machine may be able to make one of them alone."""
+    first: dict[bool, tuple[Instance, RuntimeSpec]] = {}
+    for instance in instances:
+        if (spec := task.runtime_spec(instance)) is None:
+            continue
+        try:
+            spec = spec_with(section, spec)
+        except ConfigError as error:
+            raise ConfigError(f"row {instance.instance_id}: {error}") from error
+        first.setdefault(bool(spec.image), (instance, spec))
+    for instance, spec in first.values():
+        await _probe_runtime(spec, task, instance)
 
 
 async def _probe_runtime(spec: RuntimeSpec, task: BaseTask, instance: Instance) -> None:

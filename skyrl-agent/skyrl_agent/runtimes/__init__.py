@@ -7,6 +7,7 @@ from skyrl_agent.config.task_file import RuntimeSection
 from skyrl_agent.errors import ConfigError, InfraError
 from skyrl_agent.runtimes.base import ExecResult, Limits, Runtime, RuntimeSpec, Snapshot
 from skyrl_agent.runtimes.host import HostRuntime
+from skyrl_gym.sandbox.environment import check_variables
 
 __all__ = [
     "ExecResult",
@@ -64,8 +65,13 @@ def spec_with(section: RuntimeSection, spec: RuntimeSpec) -> RuntimeSpec:
     """Merge a task's runtime specification with the task file's `runtime`, which takes precedence.
 
     Raises:
-        ConfigError: `token_env` names a variable that is not set; a url or an image that the kind does not read.
+        ConfigError: `token_env` names a variable that is not set; a url or an image that the kind does not read; a
+            variable that no command can be given.
     """
+    try:
+        check_variables(spec.env)
+    except ValueError as error:
+        raise ConfigError(f"the task's runtime: {error}") from None
     if section.url is not None and section.kind not in (None, "auto", "remote"):
         raise ConfigError(
             f"runtime.url={section.url!r} is read by kind remote alone; runtime.kind is {section.kind}: leave out one"

@@ -85,8 +85,9 @@ class RemoteRuntime:
             raise InfraError(_NO_SERVER.format(f"GET /health: status {answer.status_code}: {answer.text:.100}"))
         if self.spec.image and answer.json().get("kind") == "local":
             raise ConfigError(
-                f"runtime.image={self.spec.image} needs containers, and the runtime server at {self._server} has none "
-                "(--kind local): start it with --kind docker or podman, or leave the image out"
+                f"the image {self.spec.image} (runtime.image, or a task's own) needs containers, and the runtime "
+                f"server at {self._server} has none (--kind local): start it with --kind docker or podman, or leave "
+                "the image out"
             )
 
     async def start(self) -> None:

@@ -32,6 +32,7 @@ from skyrl_agent.errors import InfraError
 from skyrl_agent.runtimes.base import ExecResult, Limits, Runtime, RuntimeSpec
 from skyrl_agent.tasks.base import BaseTask, Instance, Judgement, TaskRowError
 from skyrl_agent.types import JsonObject, Message, Row, TrajectoryResult
+from skyrl_gym.sandbox.environment import check_variables
 from skyrl_gym.sandbox.rlimits import PATH
 
 SYSTEM = "You work at a shell, in small steps: run a command, read what it says, go on. There is no network."
@@ -128,6 +129,10 @@ def _env(path: Path, section: Mapping[str, Any]) -> dict[str, str]:
     for name, value in env.items():
         if value.startswith("${"):
             raise TaskRowError(f"task folder {path}: env {name}={value} is a variable of the host; set it in the file")
+    try:
+        check_variables(env)
+    except ValueError as error:
+        raise TaskRowError(f"task folder {path}: {error}") from None
     return env
 
 

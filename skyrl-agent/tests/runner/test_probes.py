@@ -97,6 +97,19 @@ async def test_runtime_server_is_probed_before_anything_starts(section, answer, 
             await agents.probe(agents.instances([SWE_ROW]))
 
 
+async def test_every_row_is_checked_against_what_can_make_its_runtime():
+    answer = 200, {"max_runtimes": 4, "kind": "local"}
+    with web_server(models) as model, web_server(lambda asked: answer) as server:
+        agents = runner_of(model.url, SWE, runtime={"kind": "remote", "url": server.url})
+        agents.task.runtime_spec = lambda instance: RuntimeSpec(**instance.row["runtime"])
+        instances = agents.instances([SWE_ROW | {"runtime": {}}, SWE_ROW | {"runtime": {"image": "of/a-row"}}])
+        with pytest.raises(UnavailableError, match=r"the image of/a-row .* needs containers, and the runtime server"):
+            await agents.probe(instances)
+        instances = agents.instances([SWE_ROW | {"runtime": {}}, SWE_ROW | {"runtime": {"env": {"a.b": "c"}}}])
+        with pytest.raises(UnavailableError, match=r"row 1: the task's runtime: the environment variable 'a\.b' needs"):
+            await agents.probe(instances)
+
+
 async def test_docker_is_probed_before_anything_starts(monkeypatch):
     monkeypatch.setenv("DOCKER_HOST", unused_url().replace("http", "tcp"))
     with web_server(models) as model:

@@ -16,10 +16,12 @@ bytes."""
 MAX_BYTES = 1 << 20
 """Size of all carriers: Linux allows 2 MiB for arguments and variables together, with the usual limit of the stack."""
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-OF_SHELLS = frozenset(
-    ("_", "UID", "EUID", "PPID", "GROUPS", "RANDOM", "SRANDOM", "SECONDS", "LINENO", "OPTIND", "BASHOPTS", "SHELLOPTS")
+OF_SHELLS = re.compile(
+    r"_|E?UID|PPID|GROUPS|S?RANDOM|SECONDS|EPOCH(SECONDS|REALTIME)|LINENO|OPTIND|SHELLOPTS|SHLVL|DIRSTACK|FUNCNAME|HISTCMD"
+    r"|GLOBIGNORE|BASH.*|LC_.*"
 )
-"""Names that a shell reserves for itself. `env` sets them, from the command line: they are no place for a key."""
+"""Names that a shell reserves for itself, or whose values it obeys or complains of, where `sh` is dash or bash. `env`
+sets them, from the command line: they are no place for a key."""
 
 
 def carried(env: Mapping[str, str] | None, command: Sequence[str | bytes]) -> tuple[dict[str, bytes], list[bytes]]:
@@ -34,21 +36,33 @@ def carried(env: Mapping[str, str] | None, command: Sequence[str | bytes]) -> tu
     words = [as_bytes(part) for part in command]
     if not env:
         return {}, words
-    for name, value in env.items():
-        if NAME.fullmatch(name) is None:
-            raise ValueError(f"the environment variable {name!r} needs a name of letters, digits and underscores")
-        if "\0" in value:
-            raise ValueError(f"the environment variable {name} has a zero byte")
-    quoted = (f"{name}='{_quoted(value)}'" for name, value in env.items() if name not in OF_SHELLS)
+    check_variables(env)
+    quoted = (f"{name}='{_quoted(value)}'" for name, value in env.items() if not OF_SHELLS.fullmatch(name))
     lines = "".join(f"export {variable}\n" for variable in quoted)
     chunks = [as_bytes(lines[at : at + CHUNK_CHARACTERS]) for at in range(0, len(lines), CHUNK_CHARACTERS)]
     if (size := sum(map(len, chunks))) > MAX_BYTES:
         raise ValueError(f"the environment variables have {size} bytes, more than {MAX_BYTES}")
     carriers = {f"{CARRIER}_{number}": chunk for number, chunk in enumerate(chunks)}
-    if of_shells := [as_bytes(f"{name}={value}") for name, value in env.items() if name in OF_SHELLS]:
+    if of_shells := [as_bytes(f"{name}={value}") for name, value in env.items() if OF_SHELLS.fullmatch(name)]:
         words = [b"env", *of_shells, *words]
     unpack = f'eval "{"".join(f"${{{name}}}" for name in carriers)}"; unset {" ".join(carriers)}; exec "$@"'
     return carriers, [b"sh", b"-c", unpack.encode(), b"sh", *words] if carriers else words
+
+
+def check_variables(env: Mapping[str, str]) -> None:
+    """Check variables of a sandbox's commands, before there is one.
+
+    Raises:
+        ValueError: a name that no shell can export, or a zero byte.
+    """
+    for name, value in env.items():
+        if NAME.fullmatch(name) is None:
+            raise ValueError(
+                f"the environment variable {name!r} needs a name of letters, digits and underscores, no digit first: "
+                "the shell that starts a command can pass on no other"
+            )
+        if "\0" in value:
+            raise ValueError(f"the environment variable {name} has a zero byte")
 
 
 def _quoted(value: str) -> str:

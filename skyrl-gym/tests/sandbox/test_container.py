@@ -184,14 +184,23 @@ def test_a_long_pull_holds_back_no_sandbox_of_another_image(engine, tmp_path):
         assert isinstance(slow.result(timeout=30), ContainerSandbox)
 
 
-@pytest.mark.parametrize("locks", [container_engine._locks, container_owner._locks, backends._finding])
-def test_locks_of_a_forked_process_are_free(locks):
+FORK_UNDER_LOCK = """
+import os
+from skyrl_gym.sandbox import backends, container_engine, container_owner
+
+for locks in (container_engine._locks, container_owner._locks, backends._finding):
     with locks["held"]:
         child = os.fork()
         if child == 0:
             os._exit(0 if locks["held"].acquire(blocking=False) else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert locks["held"].locked() and not locks["another"].locked()
+"""
+
+
+def test_locks_of_a_forked_process_are_free():
+    """In a process without other threads: a fork beside them may never come back."""
+    subprocess.run([sys.executable, "-c", FORK_UNDER_LOCK], check=True, timeout=60)
 
 
 @pytest.mark.parametrize(

@@ -384,6 +384,10 @@ def by_output(task: HarnessTask, output: Any) -> float:
     [
         ({"function": "no_such_module:run"}, "generator.harness.function='no_such_module:run' must be package.module"),
         ({"function": "json:no_such"}, "has no attribute 'no_such'"),
+        (
+            {"command": ["sh"], "env": {"a.b": "c"}},
+            "generator.harness.env: the environment variable 'a.b' needs a name",
+        ),
         ({"command": ["sh"]}, "row 0 of data.train_data has no column `grade`"),
     ],
 )
