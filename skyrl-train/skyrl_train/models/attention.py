@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
+from skyrl_train.models.cpu_attention import BackwardInFloat32, is_slow_backward
 from skyrl_train.models.packing import PackedRows, from_batch, to_batch
 
 PACKED_ATTENTION = "skyrl_packed"
@@ -219,28 +220,19 @@ def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: At
     """Attend from the last L' tokens of each row [rows, heads, L', D] to all L of it, rows of one length; see
     `packed_attention`."""
     is_whole = q.shape[2] == k.shape[2] and (rule.window is None or rule.window >= q.shape[2])
-    grouped = q.shape[1] != k.shape[1]
     if not rule.is_plain:
         return _in_blocks(q, k, v, rule, _written_out)
-    if _is_quicker_in_float32(k):
-        with torch.autocast(k.device.type, enabled=False):
-            return causal_attention(q.float(), k.float(), v.float(), rule).to(v.dtype)
-    if is_whole:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=rule.scaling, enable_gqa=grouped)
-
-    def fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, rule: AttentionRule):
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=rule.scaling, enable_gqa=grouped)
-
-    return _in_blocks(q, k, v, rule, fused)
+    return _fused(q, k, v, None, rule) if is_whole else _in_blocks(q, k, v, rule, _fused)
 
 
-_FEW_KEYS = 256
-
-
-def _is_quicker_in_float32(keys: torch.Tensor) -> bool:
-    """Check whether a CPU's kernel, which is slow backward in bfloat16 with few keys, had better compute in float32
-    (forward and backward with 96 keys: 9.0 ms where it takes 16.0; the same with 256; 1.3 times as long with 1024)."""
-    return keys.device.type == "cpu" and keys.dtype == torch.bfloat16 and keys.shape[2] < _FEW_KEYS
+def _fused(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor | None, rule: AttentionRule
+) -> torch.Tensor:
+    """Attend by torch's kernel. `seen`: [block, keys] bool; None: causal."""
+    if is_slow_backward(q, k, v):
+        return BackwardInFloat32.attend(q, k, v, seen, rule.scaling)
+    how: dict[str, Any] = dict(attn_mask=seen, is_causal=seen is None, scale=rule.scaling)
+    return F.scaled_dot_product_attention(q, k, v, **how, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def _in_blocks(
