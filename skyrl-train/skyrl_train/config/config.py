@@ -66,7 +66,8 @@ class PlacementConfig(BaseConfig):
     weights are broadcast over a process group. On a CPU they share the cores in both cases."""
 
     colocate_policy_ref: bool = True
-    """The policy and the reference model share GPUs. Read only with `colocate_all=false`."""
+    """The policy and the reference model share GPUs: log-probs of the reference model wait for the end of generation.
+    False: it computes those of finished groups meanwhile. Read only with `colocate_all=false`."""
 
     policy_num_nodes: int = 1
     """Machines that train the policy."""
