@@ -13,7 +13,7 @@ from skyrl_train.config import SkyRLConfig
 from skyrl_train.entrypoints.engines import check_engines
 from skyrl_train.errors import ConfigError
 from skyrl_train.inference_engines.base import InferenceEngineInput
-from skyrl_train.inference_engines.native import architecture
+from skyrl_train.inference_engines.native import architecture, fused_layers
 from skyrl_train.inference_engines.native.attention import native_attention
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train_testing.tiny_models import character_tokenizer, tiny_qwen3
@@ -127,7 +127,6 @@ def test_a_model_whose_numbers_differ_from_its_own_forward_is_refused(
     def unscaled(*args: Any, scaling: float | None = None, **kwargs: Any) -> Any:
         return native_attention(*args, scaling=5.0, **kwargs)
 
-    functions = transformers.AttentionInterface._global_mapping
-    monkeypatch.setitem(functions, "skyrl_native", unscaled)
+    monkeypatch.setattr(fused_layers, "native_attention", unscaled)
     with pytest.raises(ConfigError, match="differ from those of the model's own forward by"):
         NativeInferenceEngine(str(tmp_path), max_model_len=64)

@@ -11,7 +11,7 @@ from native_runs import log_probs_of, random_prompts, run
 from skyrl_train.inference_engines.native import fused_layers, packed_linear
 from skyrl_train.inference_engines.native.attention import ATTENTION_NAME
 from skyrl_train.inference_engines.native.core import NativeEngineCore
-from skyrl_train.inference_engines.native.fused_layers import FusedDecoderLayer, fuse_layers
+from skyrl_train.inference_engines.native.fused_layers import FusedDecoder, fuse_layers
 from skyrl_train.inference_engines.native.packed_linear import can_pack, pack_linears, stale_copies
 from skyrl_train.inference_engines.native.requests import EngineSamplingParams, Request
 from skyrl_train.weight_sync.fingerprint import VerificationSample
@@ -54,7 +54,7 @@ def test_fused_layers_have_the_log_probs_of_transformers(kind: str, monkeypatch:
     reference.set_attn_implementation("eager")
     fuse_layers(model)
     pack_linears(model)
-    assert all(isinstance(layer.forward, FusedDecoderLayer) for layer in model.model.layers)
+    assert isinstance(model.model.forward, FusedDecoder)
     core = NativeEngineCore(model, max_num_seqs=8, max_model_len=256, eos_ids=(), decode=lambda ids: "")
     requests = [Request(p, EngineSamplingParams(max_tokens=9), (0, 0)) for p in random_prompts([150, 20, 1])]
     for request, answer in zip(requests, run(core, requests), strict=True):

@@ -105,15 +105,6 @@ class AttentionStep:
     is_decode: bool = False
     shared: SharedKeys | None = None
     _masks: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
-    _rotation: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    def rotation(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin [B, T, D] of all layers' rotary embedding as [B, T, 1, D], sin negative in the first half. Made
-        once a step."""
-        if self._rotation is None:
-            first, second = sin.chunk(2, dim=-1)
-            self._rotation = cos[:, :, None], torch.cat([-first, second], dim=-1)[:, :, None]
-        return self._rotation
 
     def decode_mask(
         self, num_keys: int, sliding_window: int | None, dtype: torch.dtype, num_groups: int
@@ -175,15 +166,15 @@ def grouped_attention(
     num_shared = 0 if shared is None else shared.length
     # One batch of B * K products. A flatten of two leading dimensions of a contiguous cache is a view: no key is
     # copied.
-    keys, values = key.flatten(0, 1), value.flatten(0, 1)
+    keys, values = key.flatten(0, 1)[:, num_shared:], value.flatten(0, 1)[:, num_shared:]
     # The query is scaled, not the scores: T * D products instead of T * L. The order of the two roundings belongs to
     # the promise.
     query = query * scale
-    scores = torch.bmm(query.flatten(0, 1), keys[:, num_shared:].transpose(1, 2)).view(batch, heads, rows, -1)
+    scores = torch.bmm(query.flatten(0, 1), keys.mT).view(batch, heads, rows, -1)
     if shared is not None:
 
         def scores_of(row: int, queries: torch.Tensor) -> torch.Tensor:
-            return torch.bmm(queries, key[row, :, :num_shared].transpose(1, 2))
+            return torch.bmm(queries, key[row, :, :num_shared].mT)
 
         scores = torch.cat([shared.apply(scores_of, query, num_queries), scores], dim=-1)
     scores = capped(scores, rule.softcap).add_(mask)
@@ -195,8 +186,8 @@ def grouped_attention(
             return _weighted(weights, value[row, :, :num_shared])
 
         output = shared.apply(output_of, probabilities[..., :num_shared], num_queries).flatten(0, 1)
-    own = probabilities.flatten(0, 1)[:, :, num_shared:]
-    return _weighted(own, values[:, num_shared:], output).view(batch, heads, rows, -1)
+        probabilities = probabilities[..., num_shared:]
+    return _weighted(probabilities.flatten(0, 1), values, output).view(batch, heads, rows, -1)
 
 
 def _weighted(weights: torch.Tensor, values: torch.Tensor, output: torch.Tensor | None = None) -> torch.Tensor:

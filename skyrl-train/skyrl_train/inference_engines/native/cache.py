@@ -122,12 +122,14 @@ class SlotCache(Cache):
         keys, values = self._keys[layer_idx], self._values[layer_idx]
         assert keys is not None and values is not None
         if self._prefill is None:
-            batch = len(key_states)
-            # Rows that only fill up write what they hold already, but behind a state that has gone on they would not.
-            written = slice(self._num_advancing if self._states else batch)
-            rows, positions = self._rows[written], self._positions[written]
-            keys[rows, :, positions] = key_states[written].transpose(1, 2)
-            values[rows, :, positions] = value_states[written].transpose(1, 2)
+            batch, rows, positions = len(key_states), self._rows, self._positions
+            if self._states:
+                # Rows that only fill up write what they hold already; behind a state that has gone on they would not.
+                written = slice(self._num_advancing)
+                rows, positions = rows[written], positions[written]
+                key_states, value_states = key_states[written], value_states[written]
+            keys[rows, :, positions] = key_states.transpose(1, 2)
+            values[rows, :, positions] = value_states.transpose(1, 2)
             return keys[:batch, :, : self._num_keys], values[:batch, :, : self._num_keys]
         for index, (row, start, end) in enumerate(self._prefill):
             keys[row, :, start:end] = key_states[index, :, : end - start]

@@ -1,4 +1,4 @@
-"""Decoder layers with half the kernels of transformers' modules, for inference on a CPU: of the Llama family, whose
+"""Decoders with half the kernels of transformers' modules, for inference on a CPU: of the Llama family, whose
 layers are all
 
     h += W_o attention(rotate(W_q n), rotate(W_k n), W_v n)    with n = norm(h); Qwen3 norms each head before it rotates
@@ -14,13 +14,15 @@ Adapters (`lora.py`) are hooks of the linear layers, run on each one's part of a
 Dimensions: B rows, T tokens a row, H query heads, K key-value heads, D head width.
 """
 
-from functools import cache
+import functools
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from skyrl_train.inference_engines.native.attention import AttentionStep, native_attention
+from skyrl_train.inference_engines.native.cache import SlotCache
 from skyrl_train.inference_engines.native.packed_linear import PackedLinears
 
 _FAMILY = ("llama", "mistral", "qwen2", "qwen3")
@@ -30,20 +32,47 @@ _PART = 256
 
 
 def fuse_layers(model: nn.Module) -> None:
-    """Let the decoder layers on a CPU that this module knows compute by `FusedDecoderLayer`. Weights and their names
-    stay; `pack_linears` packs them."""
-    for layer in model.modules():
-        if _is_known(layer) and next(layer.parameters()).device.type == "cpu":
-            layer.forward = FusedDecoderLayer(layer)
+    """Let decoders on a CPU whose layers this module knows compute by `FusedDecoder`. Weights and their names stay;
+    `pack_linears` packs them."""
+    for module in model.modules():
+        if _is_known(module) and next(module.parameters()).device.type == "cpu":
+            module.forward = FusedDecoder(module)
 
 
-def _is_known(layer: nn.Module) -> bool:
-    name = f"{type(layer).__module__}.{type(layer).__name__}".lower()
-    return any(name == f"transformers.models.{kind}.modeling_{kind}.{kind}decoderlayer" for kind in _FAMILY)
+def _is_known(module: nn.Module) -> bool:
+    name = f"{type(module).__module__}.{type(module).__name__}".lower()
+    return any(name == f"transformers.models.{kind}.modeling_{kind}.{kind}model" for kind in _FAMILY)
+
+
+class FusedDecoder:
+    """Replacement of the `forward` of a decoder: embeddings, layers and the last norm."""
+
+    def __init__(self, decoder: Any):
+        self._decoder = decoder
+        self._layers = [FusedDecoderLayer(layer) for layer in decoder.layers]
+
+    @property
+    def packed_linears(self) -> tuple[PackedLinears, ...]:
+        return tuple(packed for layer in self._layers for packed in layer.packed_linears)
+
+    def __call__(self, *, native_step: AttentionStep | None = None, **keywords: Any) -> BaseModelOutputWithPast:
+        """Compute the states of tokens `input_ids` [B, T] at `position_ids`; transformers' calling convention."""
+        decoder = self._decoder
+        if native_step is None:  # not the engine's pass: no cache of ours, and attention of any kind
+            return type(decoder).forward(decoder, **keywords)
+        cache: SlotCache = keywords["past_key_values"]
+        hidden_states = decoder.embed_tokens(keywords["input_ids"])
+        cos, sin = decoder.rotary_emb(hidden_states, keywords["position_ids"])
+        first, second = sin.chunk(2, dim=-1)
+        rotation = cos[:, :, None], torch.cat([-first, second], dim=-1)[:, :, None]
+        for layer in self._layers:
+            hidden_states = layer(hidden_states, rotation, cache, native_step)
+        states: Any = _norm(hidden_states, decoder.norm)
+        return BaseModelOutputWithPast(last_hidden_state=states)
 
 
 class FusedDecoderLayer:
-    """Replacement of the `forward` of one decoder layer."""
+    """One layer of a decoder."""
 
     def __init__(self, layer: Any):
         self._layer = layer
@@ -62,18 +91,27 @@ class FusedDecoderLayer:
         return self._qkv, self._gate_up
 
     def __call__(
-        self, hidden_states: torch.Tensor, *, native_step: AttentionStep | None = None, **keywords: Any
+        self,
+        hidden_states: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        cache: SlotCache,
+        step: AttentionStep,
     ) -> torch.Tensor:
-        """[B, T, hidden] -> [B, T, hidden]; transformers' calling convention."""
-        if native_step is None:  # not the engine's pass: no cache of ours, and attention of any kind
-            return type(self._layer).forward(self._layer, hidden_states, **keywords)
-        rotation = native_step.rotation(*keywords["position_embeddings"])
-        hidden_states = self._attend(hidden_states, rotation, keywords["past_key_values"], native_step)
+        """[B, T, hidden] -> [B, T, hidden]
+
+        Args:
+            rotation: cos and sin of the rotary embedding [B, T, 1, D], sin negative in the first half
+        """
+        hidden_states = self._attend(hidden_states, rotation, cache, step)
         self._add_feed_forward(hidden_states.flatten(0, 1))
         return hidden_states
 
     def _attend(
-        self, hidden_states: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], cache: Any, step: AttentionStep
+        self,
+        hidden_states: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        cache: SlotCache,
+        step: AttentionStep,
     ) -> torch.Tensor:
         """Return the states with attention added."""
         layer, attention = self._layer, self._layer.self_attn
@@ -139,7 +177,7 @@ def _over_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
     return (full * factor).to(x.dtype)
 
 
-@cache
+@functools.cache
 def _constant(value: float) -> torch.Tensor:
     return torch.tensor(value)
 
@@ -151,7 +189,9 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> tor
 
     Args:
         x: [B, T, heads, D]
-        cos, signed_sin: [B, T, 1, D], see `AttentionStep.rotation`
+        cos, signed_sin: [B, T, 1, D], sin negative in the first half
     """
-    # `roll` copies, so the rest may be in place: three kernels for queries and keys, where there were ten.
-    return x.roll(x.shape[-1] // 2, dims=-1).mul_(signed_sin).addcmul_(x, cos)
+    # `roll` copies, so the rest may be in place: few kernels for queries and keys, where there were ten.
+    rotated = x.roll(x.shape[-1] // 2, dims=-1).mul_(signed_sin)
+    # In bfloat16 rounded as the trainer's model rounds: each product, then the sum.
+    return rotated.addcmul_(x, cos) if x.dtype == torch.float32 else rotated.add_(x * cos)
