@@ -203,8 +203,12 @@ class PrefixCache:
             self._tensors = [tensor.new_empty(0, tensor.shape[1], tensor.shape[3]) for tensor in held]
         self._grow(int(slot[-1]) + 1)
         from_row, from_position, to_slot = self._on_device(row, position, slot)
+        is_one_range = slot[-1] - slot[0] + 1 == len(slot)  # as long as nothing was evicted
         for own, tensor in zip(self._tensors, held, strict=True):
-            own[to_slot] = tensor[from_row, :, from_position]
+            if is_one_range:
+                _gather(tensor, from_row, from_position, own[slot[0] : slot[-1] + 1])
+            else:
+                own[to_slot] = tensor[from_row, :, from_position]
         if self._routes is not None:
             self._kept_routes[slot] = self._routes.array[row, position]
 
@@ -224,6 +228,15 @@ class PrefixCache:
             if len(self._kept_routes):
                 grown[: len(self._kept_routes)] = self._kept_routes
             self._kept_routes = grown
+
+
+def _gather(held: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy tokens from rows of the cache [rows, heads, length, width] to `target` [tokens, heads, width], in one pass
+    over whole vectors (indexing makes a copy between)."""
+    _, num_heads, length, width = held.shape
+    heads = torch.arange(num_heads, device=held.device)
+    places = (rows[:, None] * num_heads + heads) * length + positions[:, None]
+    torch.index_select(held.view(-1, width), 0, places.flatten(), out=target.view(-1, width))
 
 
 def _flat(
