@@ -1,11 +1,13 @@
 """Sampling by hand-checkable numbers, and stop strings across token borders."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from skyrl_train.inference_engines.native import sampling
 from skyrl_train.inference_engines.native.requests import EngineSamplingParams
 from skyrl_train.inference_engines.native.sampling import (
     SamplingBatch,
@@ -53,6 +55,18 @@ def test_large_vocabularies_draw_the_same_token_as_one_long_sum():
     ends = weights.double().cumsum(-1)
     expected = (ends <= (uniform * ends[:, -1])[:, None]).sum(-1)
     assert torch.equal(inverse_cdf(weights, uniform), expected)
+
+
+def test_rows_that_are_sampled_in_parts_get_the_same_bits_as_at_once(monkeypatch: pytest.MonkeyPatch):
+    torch.manual_seed(0)
+    logits, uniform = 3 * torch.randn(11, 100), torch.rand(11, dtype=torch.float64)
+    batch = replace(settings(11), top_k=torch.tensor([3, 5]), truncated=torch.tensor([1, 9]), any_greedy=True)
+    batch.temperature[4] = 0
+    at_once = sample(logits, batch, uniform)
+    monkeypatch.setattr(sampling, "_PART", 300)
+    in_parts = sample(logits, batch, uniform)
+    assert torch.equal(in_parts.tokens, at_once.tokens)
+    assert torch.equal(in_parts.log_probs, at_once.log_probs)
 
 
 def test_uniforms_are_uniform_and_unrelated_between_requests_and_positions():

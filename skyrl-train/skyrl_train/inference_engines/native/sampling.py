@@ -15,6 +15,9 @@ import numpy as np
 import torch
 
 _CDF_BLOCK = 256
+_PART = 2**19
+"""Logits whose rows are sampled together on a CPU, about. Parts use the same memory one after the other: fresh memory
+for all rows of a large vocabulary takes longer than what is computed in it."""
 _ONE_MINUS = 1 - 1e-15  # the largest fraction of a total mass that a uniform may point at
 
 
@@ -191,6 +194,14 @@ def sample(
         biases, truncation and `forbidden`. Of recorded rows (none of them greedy): the distribution that was drawn
         from, over the kept tokens alone.
     """
+    rows_of_part = max(1, _PART // logits.shape[1])
+    is_plain = tokens is None and biases is None and forbidden is None and batch.recorded is None and not num_top
+    if is_plain and rows_of_part < len(logits) and logits.device.type == "cpu":
+        parts = torch.arange(len(logits)).split(rows_of_part)
+        draws = [
+            sample(logits[rows], batch.repeated(rows), None if uniform is None else uniform[rows]) for rows in parts
+        ]
+        return Draw(torch.cat([draw.tokens for draw in draws]), torch.cat([draw.log_probs for draw in draws]), None)
     divisor = torch.where(batch.temperature > 0, batch.temperature, 1.0) if batch.any_greedy else batch.temperature
     log_probs = (logits / divisor[:, None]).log_softmax(-1)
     adjusted = logits
