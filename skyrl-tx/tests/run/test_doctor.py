@@ -1,8 +1,11 @@
 """`tx doctor` and `tx version`."""
 
+import json
 import socket
+from types import SimpleNamespace
 
 import pytest
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from tx import __version__
@@ -29,6 +32,15 @@ def test_doctor_has_nothing_to_say_if_all_is_well(tiny_model, options, capsys):
     found = lines_of(capsys.readouterr().out)
     assert "wrong" not in found
     assert any("Qwen3ForCausalLM, vocabulary 99, context 512" in text for text in found["ok"])
+
+
+def test_doctor_counts_the_packed_copy_of_the_weights_of_a_cpu(tiny_model, options, capsys, monkeypatch):
+    sizes = [tensor.numel() for tensor in load_file(tiny_model / "model.safetensors").values()]
+    free = 4 * sum(sizes) + 1000  # enough for the weights alone
+    monkeypatch.setattr(doctor.psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
+    for settings, verdict in (({"device": "cpu"}, "note"), ({"device": "cpu", "dtype": "bfloat16"}, "ok")):
+        assert doctor.main(["--base-model", str(tiny_model), *options, "--backend-config", json.dumps(settings)]) == 0
+        assert any("their packed copy" in text for text in lines_of(capsys.readouterr().out)[verdict]), settings
 
 
 def test_every_trouble_is_found_at_once_with_its_way_out(tmp_path, options, capsys):

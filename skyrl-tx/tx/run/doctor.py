@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+import math
 import os
 import shutil
 import sys
@@ -9,10 +10,13 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import psutil
+
+from skyrl_train.errors import ConfigError as TrainerConfigError
 from tx.errors import ConfigError
 from tx.run.integrity import Finding, check_integrity
 from tx.tinker.api import listen
-from tx.tinker.backends.build import check_backend
+from tx.tinker.backends.build import check_backend, without_sampling_settings
 from tx.tinker.base_model import read_base_model
 from tx.tinker.command_line import read_config
 from tx.tinker.config import EngineConfig
@@ -60,6 +64,7 @@ def examine(config: EngineConfig) -> Iterator[Finding]:
     )
     yield _probe("backend", lambda: _backend(config))
     yield _base_model(config)
+    yield from _memory(config)
     yield _probe("port", lambda: _port(config))
     yield _probe("state folder", lambda: _writable(config.state_folder))
     yield _probe("checkpoints", lambda: _checkpoints(config))
@@ -118,6 +123,44 @@ def _base_model(config: EngineConfig) -> Finding:
     if not list(facts.folder.glob("*.safetensors")):
         return Finding("base model", "wrong", f"{facts.folder} has no *.safetensors; save the model in that form")
     return Finding("base model", "ok", text)
+
+
+def _memory(config: EngineConfig) -> Iterator[Finding]:
+    """Compare the weights of the `torch` backend on a CPU with the free memory: those of the model (with several
+    processes that train, a copy divided over them besides), and the copy of linear layers that sampling packs."""
+    folder = Path(config.base_model).expanduser()
+    files = list(folder.glob("*.safetensors"))
+    if config.backend != "torch" or not files:
+        return
+    import torch  # heavy, as what is below it
+    from safetensors import safe_open
+
+    from tx.tinker.backends.torch.settings import DTYPES, TrainingSettings
+
+    try:
+        settings = TrainingSettings.from_dict(without_sampling_settings(config.backend_config))
+        facts = read_base_model(config.base_model)
+    except (ConfigError, TrainerConfigError):
+        return  # a finding of its own, or an error of the server's start
+    if not settings.device.startswith("cpu"):
+        return
+    total = packed = 0
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  # it is no mapping
+                shape = file.get_slice(name).get_shape()
+                is_table = shape[0] == facts.vocab_size and "head" not in name and not facts.tied_embeddings
+                total += math.prod(shape)
+                packed += math.prod(shape) if len(shape) == 2 and ".experts." not in name and not is_table else 0
+    size = torch.finfo(DTYPES[settings.dtype or "float32"]).bits // 8
+    weights, copies = size * total * (1 if settings.num_processes == 1 else 2) / 1e9, size * packed / 1e9
+    free = psutil.virtual_memory().available / 1e9
+    text = f"weights take {weights:,.1f} GB and their packed copy {copies:,.1f} of the {free:,.1f} GB that are free"
+    if weights + copies < free:
+        yield Finding("memory", "ok", text)
+    else:
+        fix = "; serve a smaller model" + ("" if size == 2 else ', or --backend-config \'{"dtype": "bfloat16"}\'')
+        yield Finding("memory", "note", text + fix)
 
 
 def _port(config: EngineConfig) -> str:

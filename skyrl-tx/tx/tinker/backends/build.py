@@ -1,5 +1,6 @@
 """Construction of a backend from settings: the only place that knows concrete ones. Light to import."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,11 @@ def check_backend(config: EngineConfig) -> None:
         from tx.tinker.backends.skyrl_train.settings import SkyRLTrainSettings
 
         SkyRLTrainSettings.from_dict(config.backend_config)
+
+
+def without_sampling_settings(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of the `torch` backend's settings that are `TrainingSettings`."""
+    return {name: value for name, value in values.items() if name not in SAMPLING_SETTINGS}
 
 
 def import_backend(config: EngineConfig) -> None:

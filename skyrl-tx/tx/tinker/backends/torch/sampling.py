@@ -52,7 +52,8 @@ class NativeSampling(SamplingBackend):
         prefix_cache_gib: memory for keys and values of earlier prompts and answers, for prompts that begin alike
         share_with: the same base model, already loaded in this process as transformers made it (before anything wrapped
             its layers). Its parameters are used, not copied, where device and dtype are the same; nobody may change
-            them. On a CPU in float32 the engine keeps a packed copy of the linear layers all the same
+            them. On a CPU the engine keeps a packed copy of the linear layers all the same: in bfloat16 104 million
+            parameters took 0.21 GB more with it, in float32 0.43
     """
 
     def __init__(
