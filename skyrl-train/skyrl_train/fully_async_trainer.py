@@ -54,11 +54,12 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
                         groups = await self.next_groups(pool)
                     with self.timed("convert_to_training_input"):
                         batch = self.convert_generation_group_mini_batch_to_training_input(groups)
-                    with self.timed("run_training"):
-                        batch = await self.fwd_logprobs_values_reward(batch)
-                        batch = self.compute_advantages_and_returns(batch)
-                        await self.train_critic(batch)
-                        await self.train_policy(batch)
+                    async with self._recorded(self._rollouts_of(groups)):
+                        with self.timed("run_training"):
+                            batch = await self.fwd_logprobs_values_reward(batch)
+                            batch = self.compute_advantages_and_returns(batch)
+                            await self.train_critic(batch)
+                            await self.train_policy(batch)
                     pool.trained(groups, sync_follows=self.is_sync_due())
                     if self.is_end_of_epoch():
                         await self.update_ref_with_policy()
@@ -164,13 +165,14 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
 
     def convert_generation_group_mini_batch_to_training_input(self, groups: list[FinishedGroup]) -> TrainingInputBatch:
         """Collate the groups of a step into padded tensors, less tokens that are too old (`on_stale=mask`)."""
+        return self.convert_to_training_input(self._rollouts_of(groups))
+
+    def _rollouts_of(self, groups: list[FinishedGroup]) -> RolloutBatch:
         rollouts = concatenate([group.rollouts for group in groups])
         if self.cfg.trainer.fully_async.on_stale == "mask":
             oldest = self.global_step - 1 - self.cfg.trainer.fully_async.max_staleness_steps
             rollouts = RolloutBatch([mask_stale(group, oldest) for group in rollouts.groups], rollouts.metrics)
-        rollouts = RolloutBatch(with_different_uids(rollouts.groups), rollouts.metrics)
-        self._record(rollouts)
-        return self.convert_to_training_input(rollouts)
+        return RolloutBatch(with_different_uids(rollouts.groups), rollouts.metrics)
 
     # ---- metrics, state in checkpoints
 

@@ -7,8 +7,8 @@ models."""
 import asyncio
 import hashlib
 import shutil
-from collections.abc import Awaitable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -297,11 +297,8 @@ class RayPPOTrainer(TrainingRun):
                     rollouts = self.check_rollouts(await self.request_rollouts(prompts))
                 else:
                     rollouts = await self._generate_informative(prompts, phase)
-        recording = asyncio.ensure_future(asyncio.to_thread(self._record, rollouts))
-        try:
+        async with self._recorded(rollouts):
             await self.colocation.after_generating()
-        finally:
-            await recording  # also behind an error, so that nothing is written while the run ends
         self._sample_names = self.timeline.samples_ended(_spans(rollouts, self.global_step, self.weight_version))
         return rollouts
 
@@ -366,9 +363,17 @@ class RayPPOTrainer(TrainingRun):
         params = get_sampling_params(self.cfg.generator.sampling_params)
         return params | {"return_kept_tokens": True} if self.cfg.trainer.policy.sampling_mask_replay else params
 
-    def _record(self, rollouts: RolloutBatch) -> None:
-        """Record metrics of the rollouts, write trajectories to disk, log an example every `print_example_interval`
-        steps."""
+    @asynccontextmanager
+    async def _recorded(self, rollouts: RolloutBatch) -> AsyncIterator[None]:
+        """Record metrics of rollouts, and write them in a thread beside the block."""
+        self._record_metrics(rollouts)
+        writing = asyncio.ensure_future(asyncio.to_thread(self._write, rollouts))
+        try:
+            yield
+        finally:
+            await writing  # also behind an error, so that nothing is written while the run ends
+
+    def _record_metrics(self, rollouts: RolloutBatch) -> None:
         n = self.cfg.generator.n_samples_per_prompt
         rewards = scores_of_groups(rollouts.groups)
         self.all_metrics |= rollouts.metrics | version_lag_metrics(rollouts.trajectories, self.global_step - 1)
@@ -378,6 +383,9 @@ class RayPPOTrainer(TrainingRun):
             "reward/avg_raw_reward": rewards["avg_score"],
             "reward/mean_positive_reward": rewards["mean_positive_reward"],
         }
+
+    def _write(self, rollouts: RolloutBatch) -> None:
+        """Write trajectories to disk, log an example every `print_example_interval` steps."""
         if self.cfg.trainer.dump_trajectories:
             rows = trajectory_rows(rollouts.groups, self.tokenizer)
             self.run_folder.write_trajectories(self.global_step, "train", rows)
