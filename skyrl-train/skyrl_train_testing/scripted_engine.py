@@ -1,5 +1,6 @@
 """Rollout engine that writes what a script says, for tests and benchmarks of what stands between engines and agents."""
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,12 @@ from skyrl_train.inference_engines.base import (
     InferenceEngineInput,
     InferenceEngineInterface,
     InferenceEngineOutput,
+    OnTokens,
+    TokenDelta,
 )
+
+_STEP, _STEP_SECONDS = 16, 0.002
+"""Tokens of a streamed answer that come together, and the time until the next ones."""
 
 
 class PromptScriptEngine(InferenceEngineInterface):
@@ -55,6 +61,16 @@ class PromptScriptEngine(InferenceEngineInterface):
             response_logprobs=[[-(j + 1) / 1000 for j in range(len(ids))] for ids, _ in answers] if asked else None,
             weight_versions=[[0] * len(ids) for ids, _ in answers],
         )
+
+    async def stream(self, input_batch: InferenceEngineInput, on_tokens: OnTokens) -> InferenceEngineOutput:
+        output = await self.generate(input_batch)
+        [ids], log_probs = output["response_ids"], output["response_logprobs"]
+        for start in range(0, len(ids) - _STEP, _STEP):
+            end = start + _STEP
+            own = None if log_probs is None else log_probs[0][start:end]
+            on_tokens(TokenDelta(ids[start:end], own, [0] * _STEP))
+            await asyncio.sleep(_STEP_SECONDS)
+        return output
 
     def _text(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids))

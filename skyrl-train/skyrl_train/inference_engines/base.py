@@ -4,7 +4,7 @@ Trainer, generators and client know engines only through this file. It imports n
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, NotRequired, TypedDict, get_args
@@ -66,10 +66,12 @@ Feature = Literal[
     "pause_wait",
     "sleep",
     "broadcast",
+    "streaming",
 ]
 """Optional features. `penalties`: `frequency_penalty` and `presence_penalty`. `json_schema`, `grammar`: a `constraint`
 of this kind. `answer_tokens`: `num_answer_tokens`; other engines generate an interrupted answer that depends on it
-anew. Tokens in and out, log-probs, aborts, weight versions and health checks are mandatory."""
+anew. `streaming`: `stream` hands out tokens as they come; a client asks other engines for a streamed answer in pieces.
+Tokens in and out, log-probs, aborts, weight versions and health checks are mandatory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +147,33 @@ def top_log_probs_of(places: Sequence[Sequence[tuple[int, float]]], num_top: int
     ids = np.array([[token for token, _ in place] for place in best], np.int64).reshape(len(best), num_top)
     values = np.array([[value for _, value in place] for place in best], np.float32).reshape(len(best), num_top)
     return TopLogProbs(ids, values)
+
+
+class TokenDelta(NamedTuple):
+    """Further tokens of an answer that grows. The columns have one entry a token."""
+
+    token_ids: list[int]
+    log_probs: list[float] | None
+    weight_versions: list[int]
+    top: TopLogProbs | None = None
+
+
+OnTokens = Callable[[TokenDelta], None]
+"""Function that takes the tokens of an answer as they come. It returns at once."""
+
+
+def join_deltas(deltas: Sequence[TokenDelta]) -> TokenDelta:
+    """Join successive tokens of one answer, at least one delta."""
+    if len(deltas) == 1:
+        return deltas[0]
+    log_probs = [delta.log_probs for delta in deltas if delta.log_probs is not None]
+    top = [delta.top for delta in deltas if delta.top is not None]
+    return TokenDelta(
+        [token for delta in deltas for token in delta.token_ids],
+        [value for part in log_probs for value in part] if log_probs else None,
+        [version for delta in deltas for version in delta.weight_versions],
+        join_top_log_probs(top) if top else None,
+    )
 
 
 class DraftCounts(NamedTuple):
@@ -236,6 +265,16 @@ class InferenceEngineInterface(ABC):
     async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
         """Continue every prompt. A token id outside the vocabulary or a prompt over the context raises ValueError. An
         answer that fails by itself (a constraint that became too complex) fails alone: see `failures`."""
+
+    async def stream(self, input_batch: InferenceEngineInput, on_tokens: OnTokens) -> InferenceEngineOutput:
+        """Continue one prompt as `generate` does, and hand out its tokens as they come, all but the last ones at the
+        latest. The output is the whole answer, equal to that of `generate`. Cancelled, it ends the request.
+
+        Args:
+            input_batch: of one prompt.
+            on_tokens: called in the caller's event loop. Tokens that it got stand: the answer begins with them.
+        """
+        return await self.generate(input_batch)
 
     @contextmanager
     def announced(self, groups: Sequence[Sequence[str | int]]) -> Iterator[None]:

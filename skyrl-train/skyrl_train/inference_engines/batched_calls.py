@@ -5,18 +5,42 @@ the time. At least one call is under way while a request is:
 
     caller      {0: a, 1: b} ──>                     {2: c} ──>                        {} ──>
     engine                      ──> {1: outcome of b}          ──> {0: ..., 2: ...}
+
+Tokens of streamed answers come the same way, those of all streams together, `TOKENS_EVERY_SECONDS` at the most often.
 """
 
 import asyncio
 import itertools
 from collections import deque
 from collections.abc import Awaitable, Callable
+from typing import NamedTuple
 from uuid import uuid4
 
-from skyrl_train.inference_engines.base import InferenceEngineInput, InferenceEngineOutput
+from skyrl_train.inference_engines.base import (
+    InferenceEngineInput,
+    InferenceEngineOutput,
+    OnTokens,
+    TokenDelta,
+    join_deltas,
+)
 
-Requests = dict[int, InferenceEngineInput]
-Outcomes = dict[int, InferenceEngineOutput | Exception]
+TOKENS_EVERY_SECONDS = 0.03
+"""Shortest time between two returns of calls for the sake of tokens, which wait meanwhile and are joined: a step of a
+small model is much cheaper than a call."""
+
+
+class SentRequest(NamedTuple):
+    """Request on its way to an engine."""
+
+    input_batch: InferenceEngineInput
+    is_streamed: bool
+
+
+Requests = dict[int, SentRequest]
+Outcomes = dict[int, InferenceEngineOutput | Exception | TokenDelta]
+"""By the numbers of the requests. A TokenDelta is no end: more comes."""
+
+Generate = Callable[[InferenceEngineInput, OnTokens | None], Awaitable[InferenceEngineOutput]]
 
 Exchange = Callable[[str, Requests, list[int]], Awaitable[Outcomes]]
 """`RequestServer.exchange`, wherever it is."""
@@ -34,20 +58,28 @@ class RequestSender:
         self._name = uuid4().hex
         self._numbers = itertools.count()
         self._pending: dict[int, asyncio.Future[InferenceEngineOutput]] = {}
+        self._on_tokens: dict[int, OnTokens] = {}
         self._new: Requests = {}
         self._withdrawn: list[int] = []
         self._calls: set[asyncio.Task[None]] = set()
         self._is_flush_due = False
 
-    async def send(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
-        """Return the outcome of a request. Cancelled, it withdraws the request."""
+    async def send(self, input_batch: InferenceEngineInput, on_tokens: OnTokens | None = None) -> InferenceEngineOutput:
+        """Return the outcome of a request. Cancelled, it withdraws the request.
+
+        Args:
+            on_tokens: takes the tokens of a streamed answer as they come.
+        """
         number = next(self._numbers)
         outcome = self._pending[number] = asyncio.get_running_loop().create_future()
-        self._new[number] = input_batch
+        self._new[number] = SentRequest(input_batch, on_tokens is not None)
+        if on_tokens is not None:
+            self._on_tokens[number] = on_tokens
         self._flush_soon()
         try:
             return await outcome
         finally:
+            self._on_tokens.pop(number, None)
             if self._pending.pop(number, None) is not None and self._new.pop(number, None) is None:
                 self._withdrawn.append(number)
                 self._flush_soon()
@@ -86,6 +118,10 @@ class RequestSender:
             # A request whose own call returned already fails with the next one, which carries none.
             return self._fail(sent or list(self._pending), error)
         for number, outcome in outcomes.items():
+            if isinstance(outcome, TokenDelta):
+                if (on_tokens := self._on_tokens.get(number)) is not None:
+                    on_tokens(outcome)
+                continue
             waiting = self._pending.pop(number, None)
             if waiting is None or waiting.done():
                 continue
@@ -110,12 +146,12 @@ class RequestServer:
     """Server of requests that arrive in calls of many senders, all in one event loop.
 
     Args:
-        generate: completes one request.
+        generate: completes one request; a streamed one has a function that takes its tokens.
     """
 
-    def __init__(self, generate: Callable[[InferenceEngineInput], Awaitable[InferenceEngineOutput]]):
+    def __init__(self, generate: Generate):
         self._generate = generate
-        self._connections: dict[str, _Connection] = {}
+        self._senders: dict[str, _SenderRequests] = {}
 
     async def exchange(self, sender: str, new: Requests, withdrawn: list[int]) -> Outcomes:
         """Start requests, cancel withdrawn ones, and wait for outcomes of the sender's requests. Returns nothing if
@@ -125,22 +161,27 @@ class RequestServer:
             sender: name of it.
             new, withdrawn: by their numbers.
         """
-        connection = self._connections.setdefault(sender, _Connection(self._generate))
+        requests = self._senders.setdefault(sender, _SenderRequests(self._generate))
         try:
-            return await connection.exchange(new, withdrawn)
+            return await requests.exchange(new, withdrawn)
         finally:
-            if not connection.is_in_use:
-                self._connections.pop(sender, None)
+            if not requests.is_in_use:
+                self._senders.pop(sender, None)
 
 
-class _Connection:
+class _SenderRequests:
     """Requests of one sender."""
 
-    def __init__(self, generate: Callable[[InferenceEngineInput], Awaitable[InferenceEngineOutput]]):
+    def __init__(self, generate: Generate):
         self._generate = generate
         self._running: dict[int, asyncio.Task[None]] = {}
         self._outcomes: Outcomes = {}
+        self._tokens: dict[int, list[TokenDelta]] = {}
         self._waiting: deque[asyncio.Future[None]] = deque()
+        self._returned = float("-inf")
+        """Time of the last return of a call."""
+        self._timer: asyncio.TimerHandle | None = None
+        """Until tokens may return."""
         self._is_leaving = False
         """True while a call that will take the outcomes was woken and has not taken them."""
 
@@ -151,6 +192,7 @@ class _Connection:
     async def exchange(self, new: Requests, withdrawn: list[int]) -> Outcomes:
         for number in withdrawn:
             self._outcomes.pop(number, None)
+            self._tokens.pop(number, None)
             if task := self._running.pop(number, None):
                 task.cancel()
         for number, request in new.items():
@@ -168,21 +210,38 @@ class _Connection:
                 self._wake()
             raise
         outcomes, self._outcomes = self._outcomes, {}
+        tokens, self._tokens = self._tokens, {}
         self._is_leaving = False
-        return outcomes
+        self._returned = asyncio.get_running_loop().time()
+        return outcomes | {number: join_deltas(deltas) for number, deltas in tokens.items()}
 
-    async def _run(self, number: int, request: InferenceEngineInput) -> None:
+    async def _run(self, number: int, request: SentRequest) -> None:
+        on_tokens = (lambda delta: self._take_tokens(number, delta)) if request.is_streamed else None
         try:
-            outcome = await self._generate(request)
+            outcome = await self._generate(request.input_batch, on_tokens)
         except Exception as error:  # it belongs to the caller
             outcome = error
         if self._running.pop(number, None) is not None:  # else withdrawn
             self._outcomes[number] = outcome
+            self._tokens.pop(number, None)  # a whole answer has them
             self._wake()
+
+    def _take_tokens(self, number: int, delta: TokenDelta) -> None:
+        if number not in self._running:
+            return
+        self._tokens.setdefault(number, []).append(delta)
+        if self._timer is None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_at(max(loop.time(), self._returned + TOKENS_EVERY_SECONDS), self._return_tokens)
+
+    def _return_tokens(self) -> None:
+        self._timer = None
+        self._wake()
 
     def _wake(self) -> None:
         """Let the oldest call return, if there are outcomes, and calls without a request to wait for."""
-        if self._outcomes and self._waiting and not self._is_leaving:
+        has_news = self._outcomes or (self._tokens and self._timer is None)
+        if has_news and self._waiting and not self._is_leaving:
             self._is_leaving = True
             self._wake_oldest()
         while len(self._waiting) > len(self._running):

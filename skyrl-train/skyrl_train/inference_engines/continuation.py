@@ -96,6 +96,26 @@ def join(
     )
 
 
+def may_end_at_border(parts: Sequence[Completion], params: SamplingKeywords, decode: Decode) -> bool:
+    """Check whether a stop string that begins before the last part, which is still written, may end in it: it does, or
+    the part is too short to know."""
+    stop = _stop_texts(params)
+    if not stop or len(parts) < 2:
+        return False
+    return len(parts[-1].token_ids) < _reach(stop) or _end_by_straddling_stop(parts, params, decode) is not None
+
+
+def _stop_texts(params: SamplingKeywords) -> tuple[str, ...]:
+    stop = params.get("stop") or ()
+    return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def _reach(stop: tuple[str, ...]) -> int:
+    """Return the number of tokens of which a stop string may consist: one character may take four, and special ones
+    have no text."""
+    return 4 * max(map(len, stop)) + 8
+
+
 def _prompt_log_probs(prompt: list[int], parts: Sequence[Completion]) -> list[float] | None:
     """Return the log-probs of the prompt alone, from the first part that has them: prompts of later parts hold
     generated tokens."""
@@ -145,12 +165,11 @@ def _end_by_straddling_stop(parts: Sequence[Completion], params: SamplingKeyword
     The engine of the later part does not see the text before it, and generates past such an end. Only the borders of
     parts are searched: stop strings within a part are found by their engine.
     """
-    stop = params.get("stop") or ()
-    stop = (stop,) if isinstance(stop, str) else tuple(stop)
+    stop = _stop_texts(params)
     if not stop:
         return None
     token_ids = [token for part in parts for token in part.token_ids]
-    reach = 4 * max(map(len, stop)) + 8  # tokens: one character may take four, and special ones have no text
+    reach = _reach(stop)
     border = 0
     for part in parts[:-1]:
         border += len(part.token_ids)

@@ -18,9 +18,11 @@ from skyrl_train.inference_engines.base import (
     InferenceEngineInput,
     InferenceEngineInterface,
     InferenceEngineOutput,
+    OnTokens,
     PauseMode,
+    TokenDelta,
 )
-from skyrl_train.inference_engines.loop_thread import LoopThread
+from skyrl_train.inference_engines.loop_thread import LoopCalls, LoopThread
 from skyrl_train.utils.call_errors import end_of_log
 from skyrl_train.utils.explanations import explain_expiry
 from skyrl_train.weight_sync.base import LoraLoadRequest, WeightReport, WeightSyncInitInfo, WeightUpdateRequest
@@ -52,12 +54,23 @@ class EngineHost:
         self._name = name
         self._engine = make_engine()
         self._loop = LoopThread("engine")
+        self._new_tokens = LoopCalls()
         self._check: asyncio.Future[None] | None = None
         self._progress = 0
         self._silent_since = 0.0
 
     def generate(self, input_batch: InferenceEngineInput) -> Awaitable[InferenceEngineOutput]:
         return self._loop.call(self._recorded("generate", self._engine.generate(input_batch)))
+
+    def stream(self, input_batch: InferenceEngineInput, on_tokens: OnTokens) -> Awaitable[InferenceEngineOutput]:
+        caller = asyncio.get_running_loop()
+
+        def hand_over(delta: TokenDelta) -> None:
+            if self._new_tokens.is_empty:  # tokens of other streams come in the same tick of this loop
+                asyncio.get_running_loop().call_soon(self._new_tokens.flush)
+            self._new_tokens.add(caller, lambda: on_tokens(delta))
+
+        return self._loop.call(self._recorded("generate", self._engine.stream(input_batch, hand_over)))
 
     def control(self, method: str, *args: object) -> Awaitable[object]:
         """Call any other method of the engine."""

@@ -6,9 +6,10 @@ Routing is in `routing`, the way of a request to its completion in `request_runn
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
+from uuid import uuid4
 
 from transformers import PreTrainedTokenizerBase
 
@@ -19,6 +20,7 @@ from skyrl_train.inference_engines.base import (
     InferenceEngineInput,
     InferenceEngineInterface,
     InferenceEngineOutput,
+    OnTokens,
     PauseMode,
     SamplingKeywords,
 )
@@ -28,6 +30,7 @@ from skyrl_train.inference_engines.health import ROUTED, Health
 from skyrl_train.inference_engines.request_runner import ClientRequest, RequestRunner
 from skyrl_train.inference_engines.routing import Router, Session, SlotRequest
 from skyrl_train.inference_engines.supervision import EngineFailure, Restart, Supervisor
+from skyrl_train.inference_engines.token_stream import TokenStream
 from skyrl_train.utils.chat_templates import configured_chat_template
 from skyrl_train.utils.explanations import explain_expiry
 from skyrl_train.weight_sync.base import LoraLoadRequest, WeightReport, WeightSyncInitInfo, WeightUpdateRequest
@@ -107,18 +110,35 @@ class InferenceEngineClient(InferenceEngineInterface):
             WorkerError: engines failed more often than they may.
         """
         requests = self._requests(input_batch)
+        async with self._answering(requests):
+            await self._runner.run(next(self._tickets), requests)
+        return to_engine_output([request.completion for request in requests if request.completion is not None])
+
+    async def stream(self, input_batch: InferenceEngineInput, on_tokens: OnTokens) -> InferenceEngineOutput:
+        """Continue one prompt, as `generate` does and with its errors, and hand out the tokens as they come: in pieces
+        where the engine does not stream, all at the end where it would begin an interrupted answer anew."""
+        if input_batch.get("session_ids") is None:  # so that each piece goes where the one before it is cached
+            input_batch = input_batch | {"session_ids": [f"stream {uuid4()}"]}
+        requests = self._requests(input_batch)
+        requests[0].stream = TokenStream(on_tokens)
+        async with self._answering(requests):
+            await self._runner.run(next(self._tickets), requests)
+        return to_engine_output([request.completion for request in requests if request.completion is not None])
+
+    @asynccontextmanager
+    async def _answering(self, requests: list[ClientRequest]) -> AsyncIterator[None]:
+        """Wait for the engines' start, and end the block at its deadline with an error about these requests."""
         self._supervisor.attach()
         try:
             async with asyncio.timeout(self._request_timeout) as deadline:
                 await self._supervisor.started()
-                await self._runner.run(next(self._tickets), requests)
+                yield
         except TimeoutError:
             if not deadline.expired():
                 raise
             late = self._runner.timeout_message(requests, self._request_timeout)
             raise TimeoutError(late + await asyncio.to_thread(explain_expiry, late)) from None
         self._num_continued += sum(request.was_interrupted for request in requests)
-        return to_engine_output([request.completion for request in requests if request.completion is not None])
 
     @contextmanager
     def announced(self, groups: Sequence[Sequence[Session]]) -> Iterator[None]:

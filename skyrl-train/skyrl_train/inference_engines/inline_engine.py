@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyrl_train.errors import WorkerError
-from skyrl_train.inference_engines.base import InferenceEngineInput, InferenceEngineOutput
+from skyrl_train.inference_engines.base import InferenceEngineInput, InferenceEngineOutput, OnTokens
 from skyrl_train.inference_engines.engine_handle import (
     CONTROL,
     REQUEST,
@@ -102,12 +102,21 @@ class InlineEngine(EngineHandle):
             await self._host.result().check_health(self.control_timeout_seconds)
 
     async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
+        async with self._request() as host:
+            return await host.generate(input_batch)
+
+    async def stream(self, input_batch: InferenceEngineInput, on_tokens: OnTokens) -> InferenceEngineOutput:
+        async with self._request() as host:
+            return await host.stream(input_batch, on_tokens)
+
+    @contextlib.asynccontextmanager
+    async def _request(self) -> AsyncIterator[EngineHost]:
+        """Provide the started engine for one request, under its deadline, and count the answer."""
         await self._started()
         with self._awaited("generate", self._request_timeout_seconds):
             async with self._deadline(self._request_timeout_seconds, REQUEST):
-                output = await self._host.result().generate(input_batch)
+                yield self._host.result()
         self._num_answers += 1
-        return output
 
     async def teardown(self) -> None:
         """Let the engine end in order, within `TEARDOWN_SECONDS`, and then end its event loop."""

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -62,6 +62,35 @@ class LoopThread:
         self._thread.join(timeout_seconds)
         if not self._thread.is_alive():
             self._loop.close()
+
+
+class LoopCalls:
+    """Calls of functions in other event loops, for one thread: those of a loop leave together, as waking it costs more
+    than a call."""
+
+    def __init__(self) -> None:
+        self._calls: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._calls
+
+    def add(self, loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+        self._calls.setdefault(loop, []).append(call)
+
+    def flush(self) -> None:
+        """Let the loops make the calls that were added."""
+        if not self._calls:
+            return
+        calls, self._calls = self._calls, {}
+        for loop, own in calls.items():
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(_run_all, own)
+
+
+def _run_all(calls: list[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
 
 
 def outcome_of(running: "Future[T]") -> "asyncio.Future[T]":

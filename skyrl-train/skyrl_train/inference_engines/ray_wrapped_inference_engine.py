@@ -15,7 +15,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from skyrl_train.errors import WorkerError
-from skyrl_train.inference_engines.base import InferenceEngineInput, InferenceEngineOutput
+from skyrl_train.inference_engines.base import InferenceEngineInput, InferenceEngineOutput, OnTokens
 from skyrl_train.inference_engines.batched_calls import Outcomes, Requests, RequestSender, RequestServer
 from skyrl_train.inference_engines.engine_handle import (
     CONTROL,
@@ -83,9 +83,11 @@ class EngineProcess(EngineHost):
         """See `RequestServer.exchange`, which runs in the engine's event loop."""
         return await self._loop.call(self._server.exchange(sender, new, withdrawn))
 
-    async def _answered(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
+    async def _answered(self, input_batch: InferenceEngineInput, on_tokens: OnTokens | None) -> InferenceEngineOutput:
+        engine = self._engine
         with errors_for_caller():
-            return await self._recorded("generate", self._engine.generate(input_batch))
+            answer = engine.generate(input_batch) if on_tokens is None else engine.stream(input_batch, on_tokens)
+            return await self._recorded("generate", answer)
 
     @ray.method(concurrency_group=_CONTROL_GROUP)
     async def control(self, method: str, *args: object) -> object:
@@ -140,6 +142,12 @@ class RayWrappedInferenceEngine(EngineHandle):
         await answer_of(call, self.control_timeout_seconds, CONTROL)
 
     async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
+        return await self._answer_to(input_batch, None)
+
+    async def stream(self, input_batch: InferenceEngineInput, on_tokens: OnTokens) -> InferenceEngineOutput:
+        return await self._answer_to(input_batch, on_tokens)
+
+    async def _answer_to(self, input_batch: InferenceEngineInput, on_tokens: OnTokens | None) -> InferenceEngineOutput:
         await self._started()
         loop, seconds = asyncio.get_running_loop(), self._request_timeout_seconds
         if (sender := self._senders.get(loop)) is None:
@@ -148,7 +156,7 @@ class RayWrappedInferenceEngine(EngineHandle):
         try:
             with self._awaited("generate", seconds):
                 async with deadline:
-                    output = await sender.send(input_batch)
+                    output = await sender.send(input_batch, on_tokens)
         except TimeoutError:
             if not deadline.expired():
                 raise

@@ -6,7 +6,7 @@ engines in `supervision`.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -14,7 +14,13 @@ from transformers import PreTrainedTokenizerBase
 
 from skyrl_gym.waits import waiting
 from skyrl_train.errors import RolloutError
-from skyrl_train.inference_engines.base import InferenceEngineInput, InferenceEngineOutput, SamplingKeywords
+from skyrl_train.inference_engines.base import (
+    InferenceEngineInput,
+    InferenceEngineInterface,
+    InferenceEngineOutput,
+    SamplingKeywords,
+    TokenDelta,
+)
 from skyrl_train.inference_engines.completion import (
     Completion,
     failed_completion,
@@ -22,10 +28,17 @@ from skyrl_train.inference_engines.completion import (
     to_completions,
 )
 from skyrl_train.inference_engines.constraints import ConstraintFailed
-from skyrl_train.inference_engines.continuation import EngineCall, depends_on_answer, join, next_call
+from skyrl_train.inference_engines.continuation import (
+    EngineCall,
+    depends_on_answer,
+    join,
+    may_end_at_border,
+    next_call,
+)
 from skyrl_train.inference_engines.health import Health
 from skyrl_train.inference_engines.routing import Interrupted, QueueEntry, Router, SlotRequest
 from skyrl_train.inference_engines.supervision import EngineFailure, Supervisor
+from skyrl_train.inference_engines.token_stream import TokenStream
 
 SLOTS = "the queue of requests"
 """Name under which waits for a slot, and requests that hold one, are recorded."""
@@ -49,6 +62,8 @@ class ClientRequest:
     lora_name: str | None
     num_aborts_before: int
     call: EngineCall
+    stream: TokenStream | None = None
+    """Where its tokens go as they come; None: nowhere. Such a request is alone in its call of `generate`."""
     parts: list[Completion] = field(default_factory=list)
     completion: Completion | None = None
     engine: int | None = None
@@ -156,6 +171,8 @@ class RequestRunner:
             params = params | {"seed": [request.seed for request in requests]}
         if "seed" in params and self._supervisor.has_no_seeds(engine):
             params = {name: value for name, value in params.items() if name != "seed"}
+        if first.stream is not None:
+            params = self._params_of_stream(first, first.stream, engine, params)
         sessions = [request.slot.session for request in requests if request.slot.session is not None]
         batch = InferenceEngineInput(
             prompt_token_ids=[request.call.prompt_token_ids for request in requests],
@@ -164,11 +181,41 @@ class RequestRunner:
             lora_name=first.lora_name,
             count_cached_tokens=True,
         )
-        return asyncio.create_task(self._generate(engine, batch))
+        return asyncio.create_task(self._generate(engine, batch, first))
 
-    async def _generate(self, engine: int, batch: InferenceEngineInput) -> InferenceEngineOutput:
+    async def _generate(self, engine: int, batch: InferenceEngineInput, first: ClientRequest) -> InferenceEngineOutput:
+        stream = first.stream
+        deltas = [] if stream is None else stream.deltas
+
+        def call(present: InferenceEngineInterface) -> Awaitable[InferenceEngineOutput]:
+            if stream is None:
+                return present.generate(batch)
+            return present.stream(batch, lambda delta: self._take_tokens(first, deltas, delta))
+
         with waiting("a request with a slot", who=SLOTS):
-            return await self._supervisor.run(engine, lambda present: present.generate(batch))
+            return await self._supervisor.run(engine, call)
+
+    def _params_of_stream(
+        self, request: ClientRequest, stream: TokenStream, engine: int, params: SamplingKeywords
+    ) -> SamplingKeywords:
+        """Return the settings of the next call of a streamed request."""
+        # Of any engine: the answer may be continued on another one.
+        engines = range(len(self._supervisor.engines))
+        begins_anew = any(self._supervisor.is_unsupported(each, "answer_tokens") for each in engines)
+        stream.is_held = begins_anew and depends_on_answer(request.params or {})
+        return stream.of_piece(params) if self._supervisor.is_unsupported(engine, "streaming") else params
+
+    def _take_tokens(self, request: ClientRequest, deltas: list[TokenDelta], delta: TokenDelta) -> None:
+        """Hand out tokens of a call, unless a stop string may end the answer before them."""
+        stream = request.stream
+        if stream is None or deltas is not stream.deltas:  # of a call that was given up
+            return
+        deltas.append(delta)
+        if not stream.is_border_passed and (part := stream.interrupted_part()) is not None:
+            parts = [*request.parts, part]
+            stream.is_border_passed = not may_end_at_border(parts, request.params or {}, self._decoder(request))
+        if stream.is_border_passed:
+            stream.give()
 
     def _finish(
         self, call: "asyncio.Task[InferenceEngineOutput]", requests: list[ClientRequest]
@@ -176,12 +223,22 @@ class RequestRunner:
         """Give back the slots of a call that ended; return those of its requests that must be continued."""
         for request in requests:
             self._release(request)
+        interrupted = self._interrupted(call, requests)
+        for request in requests:
+            if request.stream is not None:
+                request.stream.end_call()
+        return interrupted
+
+    def _interrupted(
+        self, call: "asyncio.Task[InferenceEngineOutput]", requests: list[ClientRequest]
+    ) -> list[ClientRequest]:
+        """Add the outcome of a call to its requests; return those that are not complete with it."""
         try:
             parts = to_completions(call.result())
         except EngineFailure:
             for request in requests:
                 request.was_interrupted = True
-            return requests
+            return [request for request in requests if not self._is_complete_with_streamed(request)]
         except ConstraintFailed as failure:  # of all requests of this call
             parts = [failed_completion(failure, request.params) for request in requests]
         return [
@@ -206,6 +263,9 @@ class RequestRunner:
         if part.failure is not None:
             request.completion = part
             return True
+        is_piece = request.stream is not None and request.stream.is_end_of_piece(part)
+        if is_piece:
+            part = replace(part, stop_reason="abort")
         request.parts.append(part)
         if part.stop_reason == "abort" and self._is_aborted(request):
             return True
@@ -220,10 +280,18 @@ class RequestRunner:
         max_model_len = None if engine is None else self._supervisor.max_model_len(engine)
         step = next_call(request.prompt, request.params or {}, request.parts, self._decoder(request), max_model_len)
         if isinstance(step, EngineCall):
-            request.call, request.was_interrupted = step, True
+            request.call, request.was_interrupted = step, request.was_interrupted or not is_piece
+            if request.stream is not None:
+                request.stream.give_rest(part)
             return False
         request.completion = step
         return True
+
+    def _is_complete_with_streamed(self, request: ClientRequest) -> bool:
+        """Add the tokens that were streamed before an engine failed to their request, whose caller has them; True if
+        the completion is whole with them."""
+        part = None if request.stream is None else request.stream.interrupted_part()
+        return part is not None and self._is_complete(request, part)
 
     def _begins_anew(self, request: ClientRequest) -> bool:
         """Check whether an interrupted answer must be generated anew: its tokens depend on those before, and its engine

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from skyrl_train.inference_engines.base import InferenceEngineOutput
+from skyrl_train.inference_engines.base import InferenceEngineOutput, TokenDelta, join_deltas
 from skyrl_train_testing.engine_conformance.registry import check, expect, expect_close
 from skyrl_train_testing.engine_conformance.subject import EngineUnderTest
 
@@ -71,6 +71,21 @@ async def answers_tell_tokens_text_log_probs_and_versions(subject: EngineUnderTe
             expect(reason == "stop" or len(ids) == 30, f"answer {row} ended by 'length' after {len(ids)} of 30 tokens")
         versions = {version for row in output["weight_versions"] for version in row}
         expect(versions == {subject.version}, f"all tokens have weight version {subject.version}; got {versions}")
+
+
+@check()
+async def a_streamed_answer_begins_with_the_tokens_handed_out(subject: EngineUnderTest) -> None:
+    """`stream` returns the answer of `generate`; the tokens, log-probs and versions handed out are its beginning."""
+    request = subject.batch([subject.prompt(9)], max_tokens=24, logprobs=0, ignore_eos=True, temperature=0.0)
+    deltas: list[TokenDelta] = []
+    output = await subject.in_time(subject.engine.stream(request, deltas.append))
+    whole = await subject.in_time(subject.engine.generate(request))
+    expect_form(subject, request.get("prompt_token_ids") or [], output)
+    expect(output["response_ids"] == whole["response_ids"], f"{output['response_ids']}, not {whole['response_ids']}")
+    columns = {"response_ids": 0, "response_logprobs": 1, "weight_versions": 2}
+    for name, column in columns.items() if deltas else ():
+        out, [row] = join_deltas(deltas)[column] or [], output[name]
+        expect(out == row[: len(out)], f"{name} of the tokens handed out: {out}, not the beginning of {row}")
 
 
 @check()

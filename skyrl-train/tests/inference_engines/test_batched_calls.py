@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from skyrl_train.errors import WorkerError
-from skyrl_train.inference_engines.base import InferenceEngineInput
+from skyrl_train.inference_engines.base import InferenceEngineInput, OnTokens, TokenDelta, join_deltas
 from skyrl_train.inference_engines.batched_calls import Outcomes, Requests, RequestSender, RequestServer
 
 
@@ -22,7 +22,7 @@ class Line:
         self.server = RequestServer(self._generate)
         self.sender = RequestSender(self._exchange)
 
-    async def _generate(self, input_batch: InferenceEngineInput) -> Any:
+    async def _generate(self, input_batch: InferenceEngineInput, on_tokens: OnTokens | None) -> Any:
         [[token]] = input_batch.get("prompt_token_ids") or []
         gate = self.gates.setdefault(token, asyncio.get_running_loop().create_future())
         try:
@@ -33,7 +33,7 @@ class Line:
         return {"response_ids": [[token]]}
 
     def _exchange(self, sender: str, new: Requests, withdrawn: list[int]) -> Any:
-        if any(request.get("lora_name") == "cannot be sent" for request in new.values()):
+        if any(request.input_batch.get("lora_name") == "cannot be sent" for request in new.values()):
             raise TypeError("cannot pickle it")
         return self._call(sender, new, withdrawn)
 
@@ -78,7 +78,7 @@ async def test_requests_of_one_tick_travel_together_and_so_do_their_answers():
     assert line.calls[0] == ([0, 1, 2, 3, 4, 5], [0, 2, 4])
     assert sorted(number for _, outcomes in line.calls for number in outcomes) == list(range(7))
     assert len(line.calls) <= 5
-    assert not line.server._connections  # nothing is left of senders without requests
+    assert not line.server._senders  # nothing is left of senders without requests
 
 
 async def test_requests_one_after_the_other_cost_one_call_each():
@@ -141,7 +141,7 @@ async def test_a_cancelled_request_ends_in_the_engine_and_the_others_go_on():
     await ticks()
     alone.cancel()
     await ticks()
-    assert line.cancelled == [1, 5] and not line.server._connections
+    assert line.cancelled == [1, 5] and not line.server._senders
 
 
 async def test_the_death_of_an_engine_fails_every_request_also_one_whose_call_has_returned():
@@ -154,3 +154,45 @@ async def test_the_death_of_an_engine_fails_every_request_also_one_whose_call_ha
     assert token_of(results[0]) == 0
     assert [str(error) for error in results[1:]] == ["engine 0 died"] * 2
     assert all(isinstance(error, WorkerError) for error in results[1:])
+
+
+async def test_tokens_of_all_streams_come_together_and_wait_for_a_slow_reader():
+    on_tokens: dict[int, OnTokens] = {}
+    ends = asyncio.Event()
+
+    async def generate(input_batch: InferenceEngineInput, take: OnTokens | None) -> Any:
+        [[token]] = input_batch.get("prompt_token_ids") or []
+        assert take is not None
+        on_tokens[token] = take
+        await ends.wait()
+        return {"response_ids": [[token] * 30]}
+
+    server, calls = RequestServer(generate), []
+
+    async def exchange(*request: Any) -> Outcomes:
+        outcomes = await server.exchange(*request)
+        calls.append(outcomes)
+        return outcomes
+
+    sender, got = RequestSender(exchange), {token: [] for token in range(3)}
+    asked = [
+        asyncio.ensure_future(sender.send(InferenceEngineInput(prompt_token_ids=[[token]]), got[token].append))
+        for token in range(3)
+    ]
+    await ticks()
+    for _ in range(10):
+        for token, take in on_tokens.items():
+            take(TokenDelta([token], [-1.0], [0]))
+        await ticks(1)
+    async with asyncio.timeout(20):
+        while any(sum(len(delta.token_ids) for delta in deltas) < 10 for deltas in got.values()):
+            await asyncio.sleep(0.001)
+    for token, deltas in got.items():
+        assert join_deltas(deltas) == ([token] * 10, [-1.0] * 10, [0] * 10, None)
+    assert len(calls) <= 4 and all(len(outcomes) == 3 for outcomes in calls)
+    asked[0].cancel()
+    await ticks()
+    ends.set()
+    assert [token_of(await task) for task in asked[1:]] == [1, 2]
+    await ticks()
+    assert not server._senders and not sender._on_tokens

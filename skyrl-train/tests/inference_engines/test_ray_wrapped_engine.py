@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from skyrl_train.errors import WorkerError
-from skyrl_train.inference_engines.base import InferenceEngineInput
+from skyrl_train.inference_engines.base import InferenceEngineInput, TokenDelta, join_deltas
 from skyrl_train.inference_engines.ray_wrapped_inference_engine import RayWrappedInferenceEngine, engine_actor
 
 pytestmark = pytest.mark.slow
 
 CALLS_AT_A_TIME = 2
+LONG = {"max_tokens": 200, "ignore_eos": True, "seed": 1, "logprobs": 0}
 BATCH = InferenceEngineInput(
     prompt_token_ids=[[5, 6, 7]], sampling_params={"max_tokens": 3, "ignore_eos": True, "seed": 1}
 )
@@ -32,6 +33,9 @@ def engine_maker(model: str) -> Callable[[], Any]:
 
             def progress(self) -> int:
                 return time.monotonic_ns() if self.counts else super().progress()
+
+            async def num_requests(self) -> int:
+                return self._core.num_running + self._core.num_waiting
 
             async def occupy(self, seconds: float, counts: bool) -> None:
                 self.counts = counts
@@ -63,6 +67,21 @@ async def test_control_calls_do_not_queue_behind_requests(ray_cpu: None, chat_mo
             f"raised in engine 0; whole traceback: {log_file}"
         ]
         assert not isinstance(output, BaseException) and output["response_ids"] == outputs[0]["response_ids"]
+
+        deltas: list[TokenDelta] = []
+        long = InferenceEngineInput(prompt_token_ids=[[5, 6, 7]], sampling_params=LONG)
+        whole, streamed = await asyncio.gather(engine.generate(long), engine.stream(long, deltas.append))
+        assert streamed == whole and len(deltas) > 1
+        first, num = join_deltas(deltas), sum(len(delta.token_ids) for delta in deltas)
+        assert first.token_ids == whole["response_ids"][0][:num]
+        assert first.log_probs == (whole["response_logprobs"] or [[]])[0][:num]
+        closed = asyncio.create_task(engine.stream(long, deltas.append))
+        async with asyncio.timeout(60):
+            while await engine._control("num_requests") == 0 and not closed.done():
+                await asyncio.sleep(0.01)
+            closed.cancel()
+            while await engine._control("num_requests"):
+                await asyncio.sleep(0.01)
 
         await engine._control("occupy", 4.0, True)
         async with asyncio.timeout(60):

@@ -9,7 +9,13 @@ import torch
 from transformers import PreTrainedModel
 
 from skyrl_train.expert_routes import ExpertRoutes
-from skyrl_train.inference_engines.base import DraftCounts, StopReason, TopLogProbs, stack_top_log_probs
+from skyrl_train.inference_engines.base import (
+    DraftCounts,
+    StopReason,
+    TokenDelta,
+    TopLogProbs,
+    stack_top_log_probs,
+)
 from skyrl_train.inference_engines.completion import Completion
 from skyrl_train.inference_engines.constraints import ConstraintFailed
 from skyrl_train.inference_engines.native.attention import KEY_BLOCK, round_up
@@ -206,7 +212,28 @@ class NativeEngineCore:
         draw = self._sample(self._logits(known, drafts, places), places, drafts)
         if draw.kept is not None:
             self._rows.append_kept(draw.kept)
-        return self._append(places, drafts, draw)
+        outcomes = self._append(places, drafts, draw)
+        self._hand_out_tokens()
+        return outcomes
+
+    def _hand_out_tokens(self) -> None:
+        """Give the new tokens of running requests to those that stream."""
+        # Rows that ended are out of the table: their last tokens come with their outcomes.
+        rows = self._rows
+        for row, request in enumerate(rows.requests):
+            if request.on_tokens is None:
+                continue
+            # With accepted drafts several tokens are new.
+            first, begin = int(rows.prompt_length[row]), request.num_handed_out
+            own = slice(first + begin, int(rows.length[row]))
+            delta = TokenDelta(
+                token_ids=rows.tokens[row, own].tolist(),
+                log_probs=None if request.params.logprobs is None else rows.log_probs[row, own].tolist(),
+                weight_versions=rows.versions[row, own].tolist(),
+                top=stack_top_log_probs(rows.top[row][begin:], int(rows.num_top[row])),
+            )
+            request.num_handed_out += len(delta.token_ids)
+            request.on_tokens(delta)
 
     def take_version(self, version: int) -> None:
         """Note that the weights have changed. Running requests continue behind the keys and values that they have; no

@@ -26,6 +26,7 @@ from skyrl_train.inference_engines.base import (
     InferenceEngineInput,
     InferenceEngineInterface,
     InferenceEngineOutput,
+    OnTokens,
     PauseMode,
     SamplingKeywords,
     check_pause_mode,
@@ -39,6 +40,7 @@ from skyrl_train.inference_engines.completion import (
     requested_output,
 )
 from skyrl_train.inference_engines.constraints import ConstraintFailed
+from skyrl_train.inference_engines.loop_thread import LoopCalls
 from skyrl_train.inference_engines.native.constrained import AnswerMatcher, ConstraintCompiler
 from skyrl_train.inference_engines.native.core import (
     MAX_DRAFTING,
@@ -288,6 +290,7 @@ class NativeInferenceEngine(InferenceEngineInterface):
         self._drained: list[Future[None]] = []
         self._cache_asleep = False
         self._mailbox = Mailbox("the native engine")
+        self._new_tokens = LoopCalls()
         self._num_threads = torch.get_num_threads()  # OpenMP counts them for each calling thread
         self._thread = threading.Thread(target=self._run, name="native-engine", daemon=True)
         self._thread.start()
@@ -322,6 +325,19 @@ class NativeInferenceEngine(InferenceEngineInterface):
         return self._core.num_forwards
 
     async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
+        params, requests = await self._requests(input_batch)
+        completions = await self.complete(requests, input_batch.get("lora_name"))
+        return requested_output(completions, params, self._decode, input_batch.get("count_cached_tokens", False))
+
+    async def stream(self, input_batch: InferenceEngineInput, on_tokens: OnTokens) -> InferenceEngineOutput:
+        params, [request] = await self._requests(input_batch)
+        loop = asyncio.get_running_loop()
+        request.on_tokens = lambda delta: self._new_tokens.add(loop, lambda: on_tokens(delta))
+        completions = await self.complete([request], input_batch.get("lora_name"))
+        return requested_output(completions, params, self._decode, input_batch.get("count_cached_tokens", False))
+
+    async def _requests(self, input_batch: InferenceEngineInput) -> tuple[EngineSamplingParams, list[Request]]:
+        """Check a batch. Returns: its settings, and a request for each prompt. Raises ValueError."""
         prompts = input_batch.get("prompt_token_ids")
         if prompts is None:
             raise ValueError("the native engine takes prompt_token_ids; the client turns conversations into them")
@@ -329,12 +345,10 @@ class NativeInferenceEngine(InferenceEngineInterface):
         decode = None if params.skip_special_tokens else self.text_of  # in which stop strings are looked for, too
         ids = [self.check_prompt(prompt) for prompt in prompts]
         matchers = await self._matchers(params, ids)
-        requests = [
+        return params, [
             Request(prompt, params, seed, decode=decode, matcher=matcher)
             for prompt, seed, matcher in zip(ids, seeds, matchers, strict=True)
         ]
-        completions = await self.complete(requests, input_batch.get("lora_name"))
-        return requested_output(completions, params, self._decode, input_batch.get("count_cached_tokens", False))
 
     async def _matchers(
         self, params: EngineSamplingParams, prompts: Sequence[np.ndarray]
@@ -540,6 +554,7 @@ class NativeInferenceEngine(InferenceEngineInterface):
             while self._mailbox.run_calls(self._has_work, self._weights.seconds_left()):
                 if self._has_work():
                     self._resolve(self._core.step(admit=self._pause is None))
+                    self._new_tokens.flush()
                     if self._pause == "wait" and not self._core.num_running:
                         self._release_drained()
                 if self._leaving:

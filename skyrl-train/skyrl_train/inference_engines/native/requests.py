@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from skyrl_gym.suggestions import did_you_mean
-from skyrl_train.inference_engines.base import SamplingKeywords
+from skyrl_train.inference_engines.base import OnTokens, SamplingKeywords
 from skyrl_train.inference_engines.constraints import Constraint
 from skyrl_train.inference_engines.native.sampling import random_key
 from skyrl_train.inference_engines.native.stop_strings import Decode
@@ -272,6 +272,7 @@ class Request:
         group: whose it is: groups share the engine fairly (`waiting.py`). None: of nobody in particular
         decode: the text that stop strings are looked for in; None: the engine's, without special tokens
         matcher: state of `params.constraint`, behind the tokens of the answer that the prompt ends with
+        on_tokens: called in the engine's thread with the tokens of every step but the last
     """
 
     prompt: np.ndarray
@@ -282,6 +283,9 @@ class Request:
     group: str | None = None
     decode: Decode | None = None
     matcher: "AnswerMatcher | None" = None
+    on_tokens: OnTokens | None = None
+    num_handed_out: int = field(default=0, init=False)
+    """Tokens that `on_tokens` got."""
     prompt_scores: PromptScores | None = field(default=None, init=False)
     """Result of `scoring`, once the prompt is computed."""
     num_chunked: int = field(default=0, init=False)

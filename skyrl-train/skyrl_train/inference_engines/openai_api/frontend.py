@@ -1,6 +1,7 @@
 """The OpenAI API over any rollout engine: request JSON -> token ids -> engine -> answer JSON. Knows no HTTP.
 
-Everything goes through `InferenceEngineInterface.generate`, so what an engine can do, every client can ask for.
+Everything goes through `generate` and `stream` of `InferenceEngineInterface`, so what an engine can do, every client
+can ask for.
 """
 
 import asyncio
@@ -12,7 +13,6 @@ from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.inference_engines.base import EngineInfo, InferenceEngineInterface
 from skyrl_train.inference_engines.constraints import Constraint
-from skyrl_train.inference_engines.continuation import depends_on_answer
 from skyrl_train.inference_engines.openai_api.answer_form import answer_form, constraint_of, thought_mode
 from skyrl_train.inference_engines.openai_api.errors import (
     ApiError,
@@ -131,10 +131,11 @@ class OpenAIFrontend:
         self._num_requests += 1
         async with self._under_way(asked, reply):
             if reply.request.stream:
-                async for answer in self._asker.pieces(reply.prompts[0], 0, reply.decode):
-                    if answer.stop_reason is not None:
-                        self._sessions.keep(asked, reply, [answer])
-                    yield answer
+                async with contextlib.aclosing(self._asker.growing(reply.prompts[0], 0)) as answers:
+                    async for answer in answers:
+                        if answer.stop_reason is not None:
+                            self._sessions.keep(asked, reply, [answer])
+                        yield answer
             else:
                 [answer] = await self._asker.whole(reply.prompts[0])
                 self._sessions.keep(asked, reply, [answer])
@@ -260,9 +261,7 @@ class OpenAIFrontend:
             seed=request.seed,
             first_index=first_index,
             session=session,
-            stop=request.stop_texts,
             constraint_param=constraint_param,
-            in_pieces="answer_tokens" not in info.unsupported or not depends_on_answer(params),
         )
 
     # From prompts to answers.

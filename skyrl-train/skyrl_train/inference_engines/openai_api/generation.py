@@ -4,29 +4,28 @@ Knows tokens, sampling keywords and deadlines; nothing of OpenAI, messages or HT
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field, replace
 from typing import Any
-from uuid import uuid4
 
 from skyrl_train.inference_engines.base import (
     InferenceEngineInput,
     InferenceEngineInterface,
     InferenceEngineOutput,
+    OnTokens,
     SamplingKeywords,
+    TokenDelta,
     TopLogProbs,
     join_top_log_probs,
     raise_failures,
 )
-from skyrl_train.inference_engines.continuation import depends_on_answer
+from skyrl_train.inference_engines.completion import to_completions
 from skyrl_train.inference_engines.openai_api.errors import ApiError, error_of_engine, timed_out
 
-Decode = Callable[[list[int]], str]
-
-FIRST_PIECE = 16
-LARGEST_PIECE = 256
-"""Tokens of the pieces of a streamed answer: each twice as long as the one before, up to the largest. Each is a request
-of its own behind prompt and pieces so far, which engines have in their prefix cache."""
+GROWTH_SECONDS = 0.03
+GROWTH_SECONDS_A_TOKEN = 5e-5
+"""Shortest time between two views of an answer that grows, and what each token adds to it: the answer is read anew each
+time, and a step of a small model is much cheaper than that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,14 +40,10 @@ class Prompt:
     first_index: int = 0
     """Choice i of this prompt draws from (`seed`, `first_index` + i)."""
     session: str | int | None = None
-    stop: list[str] = field(default_factory=list)
     constraint_param: str | None = None
     """Field of the request that the constraint in `params` is of."""
     waited_seconds: float = 0.0
     """Part of the time of its request that went by before it was admitted."""
-    in_pieces: bool = True
-    """Whether a stream may ask for the answer in pieces: not where a piece depends on the tokens before it and the
-    engine cannot be told which of the prompt's are the answer's."""
 
     def limited(self, seed: int | None, max_tokens: int | None, waited_seconds: float) -> "Prompt":
         """Return the prompt under the rules of its session.
@@ -86,19 +81,27 @@ class GeneratedChoice:
     """Likeliest tokens in the place of each token, if asked for."""
     prompt_top: TopLogProbs | None = None
 
-    def add(self, output: InferenceEngineOutput, row: int) -> None:
-        """Append the tokens that an engine generated behind the prompt and this choice."""
-        log_probs = output["response_logprobs"]
-        self.token_ids += output["response_ids"][row]
-        self.weight_versions += output["weight_versions"][row]
-        self.log_probs = None if log_probs is None or self.log_probs is None else self.log_probs + list(log_probs[row])
-        if (top := output.get("response_top_logprobs")) is not None:
-            self.top = top[row] if self.top is None else join_top_log_probs([self.top, top[row]])
-        if self.prompt_top is None and (prompt_top := output.get("prompt_top_logprobs")) is not None:
-            self.prompt_top = prompt_top[row]
-        of_prompt = output.get("prompt_logprobs")
-        if self.prompt_log_probs is None and of_prompt is not None:
-            self.prompt_log_probs = of_prompt[row]
+    @classmethod
+    def of(cls, output: InferenceEngineOutput, row: int) -> "GeneratedChoice":
+        """Return a complete choice."""
+        answer = to_completions(output)[row]
+        return cls(
+            token_ids=answer.token_ids,
+            log_probs=answer.log_probs,
+            weight_versions=answer.weight_versions,
+            stop_reason=answer.stop_reason,
+            prompt_log_probs=answer.prompt_log_probs,
+            top=answer.top,
+            prompt_top=answer.prompt_top,
+        )
+
+    def extend(self, delta: TokenDelta) -> None:
+        """Append tokens of a stream."""
+        self.token_ids += delta.token_ids
+        self.weight_versions += delta.weight_versions
+        self.log_probs = None if delta.log_probs is None or self.log_probs is None else self.log_probs + delta.log_probs
+        if delta.top is not None:
+            self.top = delta.top if self.top is None else join_top_log_probs([self.top, delta.top])
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens."""
@@ -118,69 +121,56 @@ class Asker:
 
     async def whole(self, prompt: Prompt) -> list[GeneratedChoice]:
         """Generate the choices of a prompt. Raises ApiError."""
-        async with _Deadline(self._seconds_left(prompt)):
-            output = await self._ask(prompt, prompt.ids, prompt.params, prompt.num_choices, prompt.seeds())
-        answers = []
-        for row in range(prompt.num_choices):
-            answer = GeneratedChoice(stop_reason=output["stop_reasons"][row])
-            answer.add(output, row)
-            answers.append(answer)
-        return answers
+        output = await self._ask(prompt, prompt.num_choices, prompt.seeds())
+        return [GeneratedChoice.of(output, row) for row in range(prompt.num_choices)]
 
-    async def pieces(self, prompt: Prompt, choice: int, decode: Decode) -> AsyncIterator[GeneratedChoice]:
-        """One choice of a prompt, again and again as it grows; the last has a stop reason. Raises ApiError.
+    async def growing(self, prompt: Prompt, choice: int) -> AsyncGenerator[GeneratedChoice]:
+        """One choice of a prompt, again and again as it grows; the last has a stop reason, and is that of `whole`.
+        Closed, it ends the request. Raises ApiError."""
+        seeds = prompt.seeds()
+        answer, has_grown = GeneratedChoice(), asyncio.Event()
 
-        With a seed, the tokens are those of `whole` in engines whose random numbers belong to places in the text
-        (native); others draw anew for each piece, from the same distribution.
-        """
-        # One session, so that each piece goes where the one before it is cached.
-        prompt = replace(prompt, session=f"stream {uuid4()}" if prompt.session is None else prompt.session)
-        answer, seeds = GeneratedChoice(), prompt.seeds()
-        loop = asyncio.get_running_loop()
-        ends_at = loop.time() + self._seconds_left(prompt)
-        most, fewest = prompt.params["max_tokens"], prompt.params.get("min_tokens") or 0
-        size = FIRST_PIECE if prompt.in_pieces else most
-        depends = depends_on_answer(prompt.params)
-        while answer.stop_reason is None:
-            done = len(answer.token_ids)
-            size = min(size, most - done)
-            params = prompt.params | {"max_tokens": size, "min_tokens": min(size, max(0, fewest - done))}
-            if depends and done:
-                params["num_answer_tokens"] = done
-            async with _Deadline(ends_at - loop.time()):
-                pair = None if seeds is None else [seeds[choice]]
-                output = await self._ask(prompt, prompt.ids + answer.token_ids, params, 1, pair)
-            answer.add(output, 0)
-            written = len(answer.token_ids)
-            stopped = output["stop_reasons"][0]
-            if (length := _length_at_stop(answer.token_ids, prompt.stop, max(done, fewest), decode)) is not None:
-                answer.truncate(length)
-                answer.stop_reason = "stop"
-            elif stopped != "length" or written >= most or written < done + size:  # less: the context is full
-                answer.stop_reason = stopped
-            size = min(2 * size, LARGEST_PIECE)
-            yield answer
+        def on_tokens(delta: TokenDelta) -> None:
+            answer.extend(delta)
+            has_grown.set()
 
-    def _seconds_left(self, prompt: Prompt) -> float:
-        """Return the time that a request has for its answers: one deadline is for these and its wait before them."""
-        return self.timeout_seconds - prompt.waited_seconds
+        pair = None if seeds is None else [seeds[choice]]
+        asking = asyncio.ensure_future(self._ask(prompt, 1, pair, on_tokens))
+        asking.add_done_callback(lambda _: has_grown.set())
+        try:
+            while True:
+                await has_grown.wait()
+                has_grown.clear()
+                if asking.done():
+                    break
+                yield answer
+                pause = GROWTH_SECONDS + GROWTH_SECONDS_A_TOKEN * len(answer.token_ids)
+                await asyncio.wait({asking}, timeout=pause)
+            yield GeneratedChoice.of(asking.result(), 0)
+        finally:
+            asking.cancel()
 
     async def _ask(
-        self, prompt: Prompt, ids: list[int], params: SamplingKeywords, num: int, seeds: list[list[int]] | None
+        self, prompt: Prompt, num: int, seeds: list[list[int]] | None, on_tokens: OnTokens | None = None
     ) -> InferenceEngineOutput:
+        """Ask for answers. One deadline is for a request and its wait before it was admitted. Raises ApiError."""
         request = InferenceEngineInput(
-            prompt_token_ids=[ids] * num,
-            sampling_params=params if seeds is None else params | {"seed": seeds},
+            prompt_token_ids=[prompt.ids] * num,
+            sampling_params=prompt.params if seeds is None else prompt.params | {"seed": seeds},
             session_ids=None if prompt.session is None else [prompt.session] * num,
         )
-        try:
-            output = await self.engine.generate(request)
-            raise_failures(output)  # a choice that failed is no answer to its request
-        except Exception as error:  # the far side may be a Ray actor, a server or a library
-            refusal = error_of_engine(error)
-            if refusal.status == 400 and prompt.constraint_param is not None and _is_about_form(refusal.message):
-                refusal.param = prompt.constraint_param
-            raise refusal from error
+        async with _Deadline(self.timeout_seconds - prompt.waited_seconds):
+            try:
+                if on_tokens is None:
+                    output = await self.engine.generate(request)
+                else:
+                    output = await self.engine.stream(request, on_tokens)
+                raise_failures(output)  # a choice that failed is no answer to its request
+            except Exception as error:  # the far side may be a Ray actor, a server or a library
+                refusal = error_of_engine(error)
+                if refusal.status == 400 and prompt.constraint_param is not None and _is_about_form(refusal.message):
+                    refusal.param = prompt.constraint_param
+                raise refusal from error
         if "abort" in output["stop_reasons"]:
             raise ApiError(503, "the request was aborted; send it again", code="aborted")
         return output
@@ -206,20 +196,6 @@ class _Deadline:
             await self._timeout.__aexit__(*raised)
         except TimeoutError:
             raise timed_out() from None
-
-
-def _length_at_stop(ids: list[int], stop: list[str], start: int, decode: Decode) -> int | None:
-    """Return the number of tokens up to the end of the first stop text, searched from token `start` on; None: no match.
-
-    An engine that continues an answer does not see a stop text that began before it.
-    """
-    if not stop or not any(text in decode(ids) for text in stop):
-        return None
-    for length in range(start + 1, len(ids) + 1):
-        known, text = decode(ids[: length - 1]), decode(ids[:length])
-        if any(end_of_stop(text, word, len(known)) is not None for word in stop):
-            return length
-    return None
 
 
 def end_of_stop(text: str, stop: str, known: int) -> int | None:

@@ -1,11 +1,11 @@
 """Server-sent events of an answer that grows.
 
-Engines answer whole requests, so a streamed answer is asked for in pieces (`generation.py`): the first events arrive
-after a few tokens, later ones in larger steps. A client may see text only when no stop text and no tool call can still
+A client may see text only when no stop text and no tool call can still
 swallow it; tool calls arrive whole, at the end.
 """
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
@@ -68,13 +68,13 @@ async def stream(asker: Asker, reply: Reply, finished: Callable[[list[GeneratedC
 async def _grow(
     asker: Asker, reply: Reply, index: int, choice: _ChoiceState, grown: "asyncio.Queue[int | Exception]"
 ) -> None:
-    """Generate one choice to its end. The queue tells the reader, who may be slower: it then sees several pieces as
-    one."""
+    """Generate one choice to its end. The queue tells the reader, who may be slower: several steps are one to it."""
     prompt = reply.prompt_of(index)
     try:
-        async for answer in asker.pieces(prompt, index % reply.request.num_choices, reply.decode):
-            choice.answer = answer
-            grown.put_nowait(index)
+        async with contextlib.aclosing(asker.growing(prompt, index % reply.request.num_choices)) as answers:
+            async for answer in answers:
+                choice.answer = answer
+                grown.put_nowait(index)
     except Exception as error:  # it belongs to the reader
         grown.put_nowait(error)
 

@@ -15,6 +15,8 @@ from skyrl_train.inference_engines.remote.connection import ServerConnection
 from skyrl_train.types import JsonObject
 from skyrl_train.weight_sync.base import WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 
+NO_STREAMS = "this client asks servers for whole answers"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerFacts:

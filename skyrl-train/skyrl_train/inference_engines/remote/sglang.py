@@ -28,6 +28,7 @@ from skyrl_train.inference_engines.native.sampling import random_key
 from skyrl_train.inference_engines.remote.connection import ServerError, ServerRefused
 from skyrl_train.inference_engines.remote.files import CheckpointFiles, adapter_fingerprints
 from skyrl_train.inference_engines.remote.protocol import (
+    NO_STREAMS,
     ServerFacts,
     ServerProtocol,
     version_of,
@@ -75,6 +76,7 @@ class SGLangProtocol(ServerProtocol):
         if not said.get("enable_memory_saver"):
             unsupported["sleep"] = f"the server at {self.server.url} was started without --enable-memory-saver"
         unsupported["answer_tokens"] = ANSWER_FROM_START
+        unsupported["streaming"] = NO_STREAMS
         unsupported["grammar"] = (
             "SGLang takes JSON schemas; tool_choice and thoughts before JSON are grammars in another library's words"
         )

@@ -31,6 +31,7 @@ from skyrl_train.inference_engines.remote.connection import ServerError, ServerR
 from skyrl_train.inference_engines.remote.files import CheckpointFiles, adapter_fingerprints
 from skyrl_train.inference_engines.remote.key_guard import is_loopback
 from skyrl_train.inference_engines.remote.protocol import (
+    NO_STREAMS,
     ServerFacts,
     ServerProtocol,
     version_of,
@@ -286,7 +287,7 @@ def _unsupported(url: str, config: Any, variables: JsonObject, is_extended: bool
         is_extended: it has our worker extension.
     """
     lora = config["lora_config"]
-    unsupported: dict[Feature, str] = {"answer_tokens": ANSWER_FROM_START}
+    unsupported: dict[Feature, str] = {"answer_tokens": ANSWER_FROM_START, "streaming": NO_STREAMS}
     if config.get("structured_outputs_config", {}).get("backend") != GRAMMAR_BACKEND:
         unsupported["grammar"] = (
             f"the server at {url} was started without --structured-outputs-config.backend {GRAMMAR_BACKEND}, which "

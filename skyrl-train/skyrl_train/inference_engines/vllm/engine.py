@@ -62,6 +62,9 @@ _NO_MASK = (
     f"vLLM's backend {GRAMMAR_BACKEND} could not prepare the constraint of the answer, as where it does not know the "
     "kind of the model's tokenizer; the engine's log says more"
 )
+_VERSIONS_AT_END = (
+    "vLLM tells the weight versions of an answer's tokens at its end (vllm/v1/engine/output_processor.py)"
+)
 _NO_LORA = "adapters need max_lora_rank > 0 (trainer.policy.model.lora.rank) when the engine starts"
 
 
@@ -147,7 +150,7 @@ class VLLMInferenceEngine(InferenceEngineInterface):
         )
 
     def _unsupported(self) -> dict[Feature, str]:
-        unsupported: dict[Feature, str] = {"answer_tokens": ANSWER_FROM_START}
+        unsupported: dict[Feature, str] = {"answer_tokens": ANSWER_FROM_START, "streaming": _VERSIONS_AT_END}
         if self._llm.vllm_config.structured_outputs_config.backend != GRAMMAR_BACKEND:
             unsupported["grammar"] = NO_GRAMMARS
         if not self._has_loras:

@@ -1,5 +1,6 @@
 """A scripted model that thinks, calls tools and tells results, behind a real server; and its turns as text."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -8,6 +9,8 @@ from transformers import PreTrainedTokenizerFast
 
 from skyrl_train.generators.base import TrajectoryID
 from skyrl_train.generators.recorded import recorded_groups
+from skyrl_train.inference_engines.base import InferenceEngineInput, InferenceEngineOutput, OnTokens, TokenDelta
+from skyrl_train.inference_engines.openai_api import generation
 from skyrl_train.inference_engines.openai_api.recorder import RequestRecorder
 from skyrl_train.inference_engines.openai_api.server import EndpointServer
 from skyrl_train.rollouts.adapter import to_generator_output
@@ -59,11 +62,27 @@ async def scripted(
     tokenizer = thinking_tokenizer()
     engine = PromptScriptEngine(tokenizer, script, max_model_len)
     server = EndpointServer(engine, tokenizer, "tiny", **settings)
+    pause, generation.GROWTH_SECONDS = generation.GROWTH_SECONDS, 0.0  # or short answers would be whole at once
     await server.start()
     try:
         yield server
     finally:
         await server.stop()
+        generation.GROWTH_SECONDS = pause
+
+
+def break_streams(server: EndpointServer, longest: int) -> None:
+    """Let streams fail behind 16 tokens, and at once behind prompts of more than `longest` tokens."""
+    engine: Any = server.frontend.engine
+
+    async def stream(batch: InferenceEngineInput, on_tokens: OnTokens) -> InferenceEngineOutput:
+        if len((batch.get("prompt_token_ids") or [[]])[0]) <= longest:
+            [ids] = (await engine.generate(batch))["response_ids"]
+            on_tokens(TokenDelta(ids[:16], None, [0] * 16))
+            await asyncio.sleep(0.05)
+        raise RuntimeError
+
+    engine.stream = stream
 
 
 def root_url(server: EndpointServer) -> str:

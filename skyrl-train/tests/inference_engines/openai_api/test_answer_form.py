@@ -199,7 +199,7 @@ async def test_parse_of_the_official_client_gives_objects(chat_client):
         model="tiny", messages=HELLO, response_format=Tag, max_tokens=200, temperature=0.7, seed=1
     ) as stream:
         final = await stream.get_final_completion()
-    # The same seed: pieces of a stream go on within the schema, token for token.
+    # The same seed: a stream is the same answer, token for token.
     assert final.choices[0].message.content == parsed.choices[0].message.content
     assert final.choices[0].message.parsed == parsed.choices[0].message.parsed
 

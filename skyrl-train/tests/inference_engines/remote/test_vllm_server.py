@@ -56,7 +56,7 @@ async def test_the_server_describes_itself(engine: RemoteInferenceEngine, served
         "float32",
         1,
     )
-    assert set(info.unsupported) == {"sleep", "answer_tokens"}
+    assert set(info.unsupported) == {"sleep", "answer_tokens", "streaming"}
     with pytest.raises(UnsupportedByEngine, match="--enable-sleep-mode"):
         await engine.sleep()
 

@@ -64,6 +64,7 @@ async def test_an_engine_in_a_ray_actor_answers_and_leaves_no_process_when_it_is
     untied_model: str, ray_cpu: None, tmp_path: Path
 ):
 
+    from skyrl_train.inference_engines.batched_calls import SentRequest
     from skyrl_train.inference_engines.ray_wrapped_inference_engine import engine_actor
 
     def make() -> Any:
@@ -72,8 +73,8 @@ async def test_an_engine_in_a_ray_actor_answers_and_leaves_no_process_when_it_is
         return VLLMInferenceEngine(untied_model, **SETTINGS)
 
     actor: Any = engine_actor(num_cpus=0, max_concurrency=8).remote(make, str(tmp_path / "engine.log"))
-    batch = {"prompt_token_ids": [[5, 6, 7]], "sampling_params": {"max_tokens": 4, "ignore_eos": True}}
-    [output] = (await actor.exchange.remote("test", {0: batch}, [])).values()
+    batch: Any = {"prompt_token_ids": [[5, 6, 7]], "sampling_params": {"max_tokens": 4, "ignore_eos": True}}
+    [output] = (await actor.exchange.remote("test", {0: SentRequest(batch, False)}, [])).values()
     assert [len(ids) for ids in output["response_ids"]] == [4]
     pid = (await actor.place.remote()).pid
     children = psutil.Process(pid).children(recursive=True)
