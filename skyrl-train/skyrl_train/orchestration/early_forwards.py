@@ -78,8 +78,13 @@ class ForwardPass:
 
     def offer(self, groups: Mapping[int, TrajectoryGroup]) -> None:
         """Tell which groups are finished, by the places that they will probably have in the batch."""
-        expected = self._rows_each  # another number of rows moves all that follow: these are left for the end
-        self._groups = {place: group for place, group in groups.items() if expected in (None, _num_rows(group))}
+        known, expected = self._groups, self._rows_each
+        self._groups = {
+            place: group
+            for place, group in groups.items()
+            # Another number of rows moves all that follow: these are left for the end.
+            if known.get(place) is group or expected in (None, _num_rows(group))
+        }
         self._changed.set()
 
     async def run(self) -> None:
