@@ -245,6 +245,8 @@ def _prefill_exact(
     positions = step.positions
     batch, heads, queries, _ = query.shape
     groups = heads // key.shape[1]
+    # Once: products of every chunk would copy those of a whole prompt, which lie token by token.
+    key, value = key.contiguous(), value.contiguous()
     outputs = []
     for start in range(0, queries, QUERY_CHUNK):
         end = min(start + QUERY_CHUNK, queries)
