@@ -92,6 +92,7 @@ class ForwardPass:
         while True:
             await self._changed.wait()
             self._changed.clear()
+            # What becomes ready during a call is computed in the next one together.
             while any(ready := self._take_ready()):
                 began = time.perf_counter()
                 self.call = asyncio.ensure_future(self._compute(ready))
@@ -112,6 +113,7 @@ class ForwardPass:
         # Which of its micro-batches a rank computes beside which of its peers does not matter, only how many.
         ready = [own[: min(map(len, ready))] for own in ready]
         for pending, own in zip(self._pending, ready, strict=True):
+            # Others keep their order: it is that of the schedule, and groups that start first tend to end first.
             taken = set(own)
             pending[:] = [each for each in pending if each not in taken]
         return ready
@@ -172,6 +174,7 @@ class EarlyForwards:
     async def finish(self, group: ActorGroup, schedule: Schedule, batch: TrainingInputBatch) -> torch.Tensor:
         """Return the outputs [B, R] of a model for the whole batch: compute the micro-batches that are missing."""
         early = self._passes.get(group.name)
+        # The call that the end of generation left running. Its error is raised here, as that of a whole pass.
         if early is not None and early.call is not None:
             await early.call
         # By the tokens alone: nobody need know which filter, replacement or order changed the guess.
@@ -204,6 +207,8 @@ def lengths_of(batch: TrainingInputBatch) -> list[int]:
 
 def _batch_without_tokens(rows: Sequence[Row]) -> TrainingInputBatch:
     """Return a batch of rows of equal lengths, for a schedule that lengths do not change."""
+    # Dividing by number reads prompts and the number of rows, and lengths only where ranks get unequally many rows:
+    # there a guess may be wrong.
     column = torch.ones(len(rows), 1, dtype=torch.int64)
     return TrainingInputBatch(attention_mask=column, metadata={"uids": [place for place, _ in rows]})
 
@@ -225,10 +230,12 @@ def _tokens_of_rows(group: ActorGroup, batch: TrainingInputBatch) -> list[bytes]
     num_prompt = columns["attention_mask"].shape[1] - batch.metadata["response_length"]
     hashes = []
     for row, attention in enumerate(columns["attention_mask"] != 0):
+        # With the number of prompt tokens, since it says which tokens are scored.
         parts = [columns["sequences"][row][attention], attention[:num_prompt].sum()]
         if "expert_routes" in columns:
             parts.append(columns["expert_routes"][row][attention])
         if "kept_ids" in columns:
+            # Rows of kept ids are as wide as the longest of their batch.
             counts = columns["kept_counts"][row][attention[num_prompt:]]
             parts += [counts, columns["kept_ids"][row][: counts.sum()]]
         hashes.append(hashlib.blake2b(b"".join(part.tobytes() for part in parts), digest_size=16).digest())
