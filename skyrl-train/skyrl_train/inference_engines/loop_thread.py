@@ -83,6 +83,7 @@ class LoopCalls:
         if not self._calls:
             return
         calls, self._calls = self._calls, {}
+        # One wake-up a loop: each writes to a pipe, and may cost the calling thread the interpreter's lock.
         for loop, own in calls.items():
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(_run_all, own)

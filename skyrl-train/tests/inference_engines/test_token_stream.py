@@ -25,6 +25,7 @@ from skyrl_train.inference_engines.base import (
 from skyrl_train.inference_engines.engine_handle import EngineHost
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
 from skyrl_train.inference_engines.inline_engine import InlineEngine
+from skyrl_train.inference_engines.native import engine as native_engine
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 
 PARAMS = {"max_tokens": 60, "temperature": 1.0, "ignore_eos": True, "logprobs": 2, "seed": [[3, 1]]}
@@ -97,6 +98,11 @@ class Streamed:
 
 def batch(**params: Any) -> InferenceEngineInput:
     return InferenceEngineInput(prompt_token_ids=[[5, 6, 7]], sampling_params=PARAMS | params)
+
+
+@pytest.fixture(autouse=True)
+def _every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_engine, "HAND_OUT_SECONDS", 0.0)
 
 
 @pytest.fixture(scope="module")

@@ -212,20 +212,19 @@ class NativeEngineCore:
         draw = self._sample(self._logits(known, drafts, places), places, drafts)
         if draw.kept is not None:
             self._rows.append_kept(draw.kept)
-        outcomes = self._append(places, drafts, draw)
-        self._hand_out_tokens()
-        return outcomes
+        return self._append(places, drafts, draw)
 
-    def _hand_out_tokens(self) -> None:
+    def hand_out_tokens(self) -> None:
         """Give the new tokens of running requests to those that stream."""
         # Rows that ended are out of the table: their last tokens come with their outcomes.
         rows = self._rows
         for row, request in enumerate(rows.requests):
             if request.on_tokens is None:
                 continue
-            # With accepted drafts several tokens are new.
             first, begin = int(rows.prompt_length[row]), request.num_handed_out
             own = slice(first + begin, int(rows.length[row]))
+            if own.start >= own.stop:
+                continue
             delta = TokenDelta(
                 token_ids=rows.tokens[row, own].tolist(),
                 log_probs=None if request.params.logprobs is None else rows.log_probs[row, own].tolist(),

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import platform
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -72,6 +73,9 @@ from skyrl_train.weight_sync.cuda_ipc import gpu_uuid
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+HAND_OUT_SECONDS = 0.02
+"""Shortest time between two deliveries of tokens to streams."""
 
 _NO_LORA = "the engine was started without adapters (max_lora_rank=0)"
 
@@ -291,6 +295,7 @@ class NativeInferenceEngine(InferenceEngineInterface):
         self._cache_asleep = False
         self._mailbox = Mailbox("the native engine")
         self._new_tokens = LoopCalls()
+        self._handed_out = float("-inf")
         self._num_threads = torch.get_num_threads()  # OpenMP counts them for each calling thread
         self._thread = threading.Thread(target=self._run, name="native-engine", daemon=True)
         self._thread.start()
@@ -332,6 +337,7 @@ class NativeInferenceEngine(InferenceEngineInterface):
     async def stream(self, input_batch: InferenceEngineInput, on_tokens: OnTokens) -> InferenceEngineOutput:
         params, [request] = await self._requests(input_batch)
         loop = asyncio.get_running_loop()
+        # Within the engine's thread it only takes note; all streams are told together.
         request.on_tokens = lambda delta: self._new_tokens.add(loop, lambda: on_tokens(delta))
         completions = await self.complete([request], input_batch.get("lora_name"))
         return requested_output(completions, params, self._decode, input_batch.get("count_cached_tokens", False))
@@ -554,7 +560,7 @@ class NativeInferenceEngine(InferenceEngineInterface):
             while self._mailbox.run_calls(self._has_work, self._weights.seconds_left()):
                 if self._has_work():
                     self._resolve(self._core.step(admit=self._pause is None))
-                    self._new_tokens.flush()
+                    self._hand_out_tokens()
                     if self._pause == "wait" and not self._core.num_running:
                         self._release_drained()
                 if self._leaving:
@@ -564,6 +570,16 @@ class NativeInferenceEngine(InferenceEngineInterface):
             failure.__cause__ = error
         finally:
             self._fail_all(failure)
+
+    def _hand_out_tokens(self) -> None:
+        """Hand out the tokens of all streams together, if the last time is long enough ago."""
+        now = time.monotonic()
+        # Waking a caller's loop and its streams takes 0.2 ms of processor time, a fifth of a small model's step.
+        if now - self._handed_out >= HAND_OUT_SECONDS:
+            self._core.hand_out_tokens()
+            if not self._new_tokens.is_empty:
+                self._handed_out = now
+                self._new_tokens.flush()
 
     def _has_work(self) -> bool:
         if self._weights.asleep or self._cache_asleep or self._weights.updating or not self._weights.complete:

@@ -272,7 +272,7 @@ class Request:
         group: whose it is: groups share the engine fairly (`waiting.py`). None: of nobody in particular
         decode: the text that stop strings are looked for in; None: the engine's, without special tokens
         matcher: state of `params.constraint`, behind the tokens of the answer that the prompt ends with
-        on_tokens: called in the engine's thread with the tokens of every step but the last
+        on_tokens: called in the engine's thread with new tokens, but for the last ones
     """
 
     prompt: np.ndarray

@@ -22,7 +22,7 @@ from skyrl_train.inference_engines.base import (
 from skyrl_train.inference_engines.completion import to_completions
 from skyrl_train.inference_engines.openai_api.errors import ApiError, error_of_engine, timed_out
 
-GROWTH_SECONDS = 0.03
+GROWTH_SECONDS = 0.05
 GROWTH_SECONDS_A_TOKEN = 5e-5
 """Shortest time between two views of an answer that grows, and what each token adds to it: the answer is read anew each
 time, and a step of a small model is much cheaper than that."""
@@ -130,20 +130,23 @@ class Asker:
         seeds = prompt.seeds()
         answer, has_grown = GeneratedChoice(), asyncio.Event()
 
+        # Called between two steps of this generator, in its loop, so that nothing here needs a lock.
         def on_tokens(delta: TokenDelta) -> None:
             answer.extend(delta)
             has_grown.set()
 
         pair = None if seeds is None else [seeds[choice]]
         asking = asyncio.ensure_future(self._ask(prompt, 1, pair, on_tokens))
-        asking.add_done_callback(lambda _: has_grown.set())
+        asking.add_done_callback(lambda _: has_grown.set())  # an answer of one token has no growth
         try:
             while True:
                 await has_grown.wait()
                 has_grown.clear()
+                # The whole answer holds all tokens so far, also those that nobody has seen.
                 if asking.done():
                     break
                 yield answer
+                # Tokens that come meanwhile join the answer: a slow reader makes fewer and larger steps.
                 pause = GROWTH_SECONDS + GROWTH_SECONDS_A_TOKEN * len(answer.token_ids)
                 await asyncio.wait({asking}, timeout=pause)
             yield GeneratedChoice.of(asking.result(), 0)

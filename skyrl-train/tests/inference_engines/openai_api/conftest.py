@@ -10,8 +10,10 @@ import pytest
 import torch
 from openai import AsyncOpenAI, OpenAI
 
+from skyrl_train.inference_engines.native import engine as native_engine
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train.inference_engines.native.loading import load_tokenizer
+from skyrl_train.inference_engines.openai_api import generation
 from skyrl_train.inference_engines.openai_api.server import EndpointServer
 from skyrl_train_testing.tiny_models import character_tokenizer, tiny_qwen3
 
@@ -79,6 +81,13 @@ def _conversation(tokenizer: Any) -> tuple[torch.Tensor, torch.Tensor]:
         ids += encoded
         written += [is_written] * len(encoded)
     return torch.tensor(ids), torch.tensor(written)
+
+
+@pytest.fixture(autouse=True)
+def _streams_in_small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens come as they are generated, or short answers would be whole at once."""
+    monkeypatch.setattr(native_engine, "HAND_OUT_SECONDS", 0.0)
+    monkeypatch.setattr(generation, "GROWTH_SECONDS", 0.0)
 
 
 def engine_of(model: str, **settings: Any) -> NativeInferenceEngine:

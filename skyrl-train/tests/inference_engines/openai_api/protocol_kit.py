@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerFast
 from skyrl_train.generators.base import TrajectoryID
 from skyrl_train.generators.recorded import recorded_groups
 from skyrl_train.inference_engines.base import InferenceEngineInput, InferenceEngineOutput, OnTokens, TokenDelta
-from skyrl_train.inference_engines.openai_api import generation
 from skyrl_train.inference_engines.openai_api.recorder import RequestRecorder
 from skyrl_train.inference_engines.openai_api.server import EndpointServer
 from skyrl_train.rollouts.adapter import to_generator_output
@@ -62,13 +61,11 @@ async def scripted(
     tokenizer = thinking_tokenizer()
     engine = PromptScriptEngine(tokenizer, script, max_model_len)
     server = EndpointServer(engine, tokenizer, "tiny", **settings)
-    pause, generation.GROWTH_SECONDS = generation.GROWTH_SECONDS, 0.0  # or short answers would be whole at once
     await server.start()
     try:
         yield server
     finally:
         await server.stop()
-        generation.GROWTH_SECONDS = pause
 
 
 def break_streams(server: EndpointServer, longest: int) -> None:

@@ -5,8 +5,6 @@ import asyncio
 import httpx
 import pytest
 
-from skyrl_train.inference_engines.openai_api import generation
-
 from .conftest import ADD, QUESTION, client_of, in_thread, serving
 
 EVERY_TOKEN = {"return_token_ids": True, "ignore_eos": True, "skip_special_tokens": False}
@@ -44,9 +42,8 @@ async def test_a_streamed_chat_is_the_whole_one_in_pieces(chat_client):
         )
 
 
-async def test_a_streamed_completion_is_the_whole_one_in_pieces(chat_engine, chat_model, monkeypatch):
+async def test_a_streamed_completion_is_the_whole_one_in_pieces(chat_engine, chat_model):
     settings = dict(model="tiny", prompt=["abc", "d"], seed=4, max_tokens=60, logprobs=0, echo=False)
-    monkeypatch.setattr(generation, "GROWTH_SECONDS", 0.0)
     async with serving(chat_engine, chat_model) as server:
         whole = await in_thread(server, lambda client: client.completions.create(**settings))
         chunks = await in_thread(server, lambda client: list(client.completions.create(**settings, stream=True)))
