@@ -48,7 +48,7 @@ def learned(repair: Any, folder: Path, agent: str, seed: int, steps: int, *setti
     [pytest.param((), id="synchronous"), pytest.param(ASYNCHRONOUS, id="asynchronous", marks=pytest.mark.full)],
 )
 def test_a_shell_script_with_curl_learns(repair: Any, settings: tuple[str, ...], tmp_path: Path):
-    learned(repair, tmp_path, "shell_agent", 0, 12, *settings)
+    learned(repair, tmp_path, "shell_agent", 0, 10, *settings)
 
 
 @pytest.mark.full

@@ -10,7 +10,7 @@ import pytest
 from composed_scripts import EXAMPLE_ENTRY_POINTS, REPOSITORY, Command, checked_config, commands_of
 
 from skyrl_train.plan.changes import with_overrides
-from skyrl_train.plan.devices import Device, find_device
+from skyrl_train.plan.devices import find_device
 from skyrl_train.plan.memory import MemoryPlan, memory_plan, roles_of
 from skyrl_train.plan.model_shape import ModelShape, model_config, model_shape
 from skyrl_train.plan.shapes import shapes_of
@@ -72,10 +72,10 @@ def trained_config(script: Path, scratch: Path, **variables: str) -> Any:
 PROCESSOR = replace(find_device("cpu"), memory=256e9)  # a workstation, whatever this machine has
 
 
-def plan_of(cfg: Any, device: Device | None = None) -> MemoryPlan:
+def plan_of(cfg: Any) -> MemoryPlan:
     models = {getattr(cfg.trainer, role).model.path for role in roles_of(cfg)}
     files = {model: str(config_file(model)) for model in models}
-    return memory_plan(cfg, shapes_of(cfg, files), device or find_device("h100-80"))
+    return memory_plan(cfg, shapes_of(cfg, files), find_device("h100-80"))
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
@@ -95,10 +95,10 @@ def test_script_passes_the_planner(script: Path, tmp_path: Path):
     if unknown := [model for model in models if config_file(model) is None]:
         pytest.skip(f"no config file of {', '.join(unknown)}")
     device = PROCESSOR if cfg.trainer.placement.device == "cpu" else find_device("h100-80")
-    plan = plan_of(cfg, device)
+    shapes = shapes_of(cfg, {model: str(config_file(model)) for model in models})
+    plan = memory_plan(cfg, shapes, device)
     name = str(script.relative_to(REPOSITORY / "examples"))
     assert (plan.shortages != []) == (name in NEED_SHORTER_SAMPLES), plan.shortages
-    shapes = shapes_of(cfg, {model: str(config_file(model)) for model in models})
     assert step_time(cfg, shapes, device, plan.engine).total > 0
 
 

@@ -1,6 +1,6 @@
 import importlib
 import random
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -132,14 +132,12 @@ def test_a_demonstration_has_the_ids_of_a_rollout(quickstart, tokenizer):
 
 
 @pytest.mark.slow
-def test_the_three_commands(tmp_path):
+def test_the_three_commands(quickstart, tmp_path, monkeypatch):
     def command(script, *arguments):
-        subprocess.run(
-            [sys.executable, QUICKSTART / script, "--task", "arithmetic", "--seed", "1", *arguments],
-            check=True,
-            timeout=240,
-            capture_output=True,
-        )
+        """Run a script as a program, in this process, which has imported torch and transformers already."""
+        command_line = [script, "--task", "arithmetic", "--seed", "1", *map(str, arguments)]
+        monkeypatch.setattr(sys, "argv", command_line)
+        runpy.run_path(str(QUICKSTART / script), run_name="__main__")
 
     command("model.py", "--output", tmp_path / "new")
     command("warm_up.py", "--model", tmp_path / "new", "--output", tmp_path / "warm", "--num_steps", "20")
