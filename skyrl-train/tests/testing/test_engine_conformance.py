@@ -368,6 +368,7 @@ async def test_wrong_control_is_named(tiny, monkeypatch, make, check, says):
 def without_packing(monkeypatch):
     """Linear layers compute with the copies of before."""
     monkeypatch.setattr(weights, "pack_linears", lambda _model: None)
+    monkeypatch.setattr(weights, "drop_packed", lambda _model: None)
 
 
 def without_one_tensor(monkeypatch):
