@@ -118,6 +118,13 @@ class RayWrappedInferenceEngine(EngineHandle):
         self._place: ProcessPlace | None = None
         self._senders: WeakKeyDictionary[asyncio.AbstractEventLoop, RequestSender] = WeakKeyDictionary()
 
+    def __getstate__(self) -> dict[str, object]:
+        """Policy ranks get a copy, which has senders of its own."""
+        return self.__dict__ | {"_senders": None}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        vars(self).update(state | {"_senders": WeakKeyDictionary()})
+
     def start(self, method: str, *args: object) -> Call:
         return self._named(self._actor.control.remote(method, *args))
 

@@ -1,6 +1,7 @@
 """Requests of many callers in few calls, with an engine that answers when the test says so."""
 
 import asyncio
+import pickle
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from skyrl_train.errors import WorkerError
 from skyrl_train.inference_engines.base import InferenceEngineInput, OnTokens, TokenDelta, join_deltas
 from skyrl_train.inference_engines.batched_calls import Outcomes, Requests, RequestSender, RequestServer
+from skyrl_train.inference_engines.ray_wrapped_inference_engine import RayWrappedInferenceEngine
 
 
 class Line:
@@ -196,3 +198,13 @@ async def test_tokens_of_all_streams_come_together_and_wait_for_a_slow_reader():
     assert [token_of(await task) for task in asked[1:]] == [1, 2]
     await ticks()
     assert not server._senders and not sender._on_tokens
+
+
+def test_a_handle_travels_to_the_ranks_that_send_weights():
+    """They get it in the first weight sync, when it has sent requests already."""
+    handle = RayWrappedInferenceEngine(None, "engine 0", "engine.log", 300)
+    loop = asyncio.new_event_loop()
+    handle._senders[loop] = RequestSender(handle._exchange)
+    copied = pickle.loads(pickle.dumps(handle))
+    assert copied.name == "engine 0" and len(copied._senders) == 0 and len(handle._senders) == 1
+    loop.close()

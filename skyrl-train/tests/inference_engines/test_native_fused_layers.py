@@ -62,6 +62,22 @@ def test_fused_layers_have_the_log_probs_of_transformers(kind: str, monkeypatch:
         torch.testing.assert_close(torch.tensor(answer.log_probs), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("kind", _KINDS)
+def test_fused_layers_round_bfloat16_where_transformers_layers_round(kind: str):
+    """Trainer and engine then have the same log-probs, but for sums of float32 that fall beside a rounding."""
+    found = []
+    for change in (lambda model: None, fuse_layers):
+        model = make_model(kind).to(torch.bfloat16)
+        change(model)
+        core = NativeEngineCore(model, max_num_seqs=8, max_model_len=256, eos_ids=(), decode=lambda ids: "")
+        params = EngineSamplingParams(max_tokens=1, prompt_logprobs=0)
+        answers = run(core, [Request(prompt, params, (0, 0)) for prompt in random_prompts([150, 20, 1])])
+        found.append(torch.cat([torch.tensor(answer.prompt_log_probs) for answer in answers]))
+    plain, fused = found
+    assert (plain == fused).float().mean() > 0.6
+    torch.testing.assert_close(fused, plain, atol=0.03, rtol=0)
+
+
 @pytest.mark.skipif(not can_pack(), reason="this torch packs no linear layers")
 @pytest.mark.parametrize("changed", ["k_proj.weight", "k_proj.bias"])
 def test_a_part_of_a_packed_copy_that_kept_old_numbers_is_named(changed: str, monkeypatch: pytest.MonkeyPatch):
