@@ -19,7 +19,7 @@ from skyrl_train.utils.run_folder import RunFolder
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 
 pytestmark = pytest.mark.slow  # what all look at is a run of half a minute
-STEPS = 16
+STEPS = 12
 WARM = {"sampling_params": {"temperature": 1.0}}
 TASK = drawers.task(**WARM, val_config={"num_trajectories": 1} | WARM)
 
