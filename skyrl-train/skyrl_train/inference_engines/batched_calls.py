@@ -24,7 +24,7 @@ from skyrl_train.inference_engines.base import (
     join_deltas,
 )
 
-TOKENS_EVERY_SECONDS = 0.03
+TOKENS_EVERY_SECONDS = 0.1
 """Shortest time between two returns of calls for the sake of tokens, which wait meanwhile and are joined: a step of a
 small model is much cheaper than a call."""
 

@@ -71,7 +71,7 @@ async def test_control_calls_do_not_queue_behind_requests(ray_cpu: None, chat_mo
         deltas: list[TokenDelta] = []
         long = InferenceEngineInput(prompt_token_ids=[[5, 6, 7]], sampling_params=LONG)
         whole, streamed = await asyncio.gather(engine.generate(long), engine.stream(long, deltas.append))
-        assert streamed == whole and len(deltas) > 1
+        assert streamed == whole and deltas
         first, num = join_deltas(deltas), sum(len(delta.token_ids) for delta in deltas)
         assert first.token_ids == whole["response_ids"][0][:num]
         assert first.log_probs == (whole["response_logprobs"] or [[]])[0][:num]
