@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 from uuid import uuid4
 
+from skyrl_train.errors import WorkerError
 from skyrl_train.inference_engines.base import (
     InferenceEngineInput,
     InferenceEngineOutput,
@@ -29,6 +30,10 @@ TOKENS_EVERY_SECONDS = 0.1
 small model is much cheaper than a call."""
 
 
+_FORGET_SECONDS = 600.0
+"""Time without a call after which a sender counts as dead: one with requests always has a call under way."""
+
+
 class SentRequest(NamedTuple):
     """Request on its way to an engine."""
 
@@ -36,9 +41,17 @@ class SentRequest(NamedTuple):
     is_streamed: bool
 
 
+class StreamedTokens(NamedTuple):
+    """Tokens of an answer that grows: no outcome yet, more comes."""
+
+    start: int
+    """Number of tokens before them: replies of several calls may overtake one another."""
+    delta: TokenDelta
+
+
 Requests = dict[int, SentRequest]
-Outcomes = dict[int, InferenceEngineOutput | Exception | TokenDelta]
-"""By the numbers of the requests. A TokenDelta is no end: more comes."""
+Outcomes = dict[int, InferenceEngineOutput | Exception | StreamedTokens]
+"""By the numbers of the requests."""
 
 Generate = Callable[[InferenceEngineInput, OnTokens | None], Awaitable[InferenceEngineOutput]]
 
@@ -46,8 +59,24 @@ Exchange = Callable[[str, Requests, list[int]], Awaitable[Outcomes]]
 """`RequestServer.exchange`, wherever it is."""
 
 
+class _Stream:
+    """Reader of a streamed answer, who gets its tokens in order."""
+
+    def __init__(self, on_tokens: OnTokens):
+        self._on_tokens = on_tokens
+        self._num_tokens = 0
+        self._early: dict[int, TokenDelta] = {}
+
+    def take(self, tokens: StreamedTokens) -> None:
+        self._early[tokens.start] = tokens.delta
+        while (delta := self._early.pop(self._num_tokens, None)) is not None:
+            self._num_tokens += len(delta.token_ids)
+            self._on_tokens(delta)
+
+
 class RequestSender:
-    """Sender of the requests of one event loop.
+    """Sender of the requests of one event loop. A call that fails, or a reply that is lost with it, fails all requests
+    that were sent: any of their outcomes may have been in it.
 
     Args:
         exchange: starts a call at once, or raises an error if it cannot be sent.
@@ -58,7 +87,7 @@ class RequestSender:
         self._name = uuid4().hex
         self._numbers = itertools.count()
         self._pending: dict[int, asyncio.Future[InferenceEngineOutput]] = {}
-        self._on_tokens: dict[int, OnTokens] = {}
+        self._streams: dict[int, _Stream] = {}
         self._new: Requests = {}
         self._withdrawn: list[int] = []
         self._calls: set[asyncio.Task[None]] = set()
@@ -74,12 +103,12 @@ class RequestSender:
         outcome = self._pending[number] = asyncio.get_running_loop().create_future()
         self._new[number] = SentRequest(input_batch, on_tokens is not None)
         if on_tokens is not None:
-            self._on_tokens[number] = on_tokens
+            self._streams[number] = _Stream(on_tokens)
         self._flush_soon()
         try:
             return await outcome
         finally:
-            self._on_tokens.pop(number, None)
+            self._streams.pop(number, None)
             if self._pending.pop(number, None) is not None and self._new.pop(number, None) is None:
                 self._withdrawn.append(number)
                 self._flush_soon()
@@ -103,7 +132,7 @@ class RequestSender:
             alone: list[tuple[Requests, list[int]]] = [({number: request}, []) for number, request in new.items()]
             alone += [({}, withdrawn)] if withdrawn else []
             if len(alone) < 2:
-                return self._fail(new or list(self._pending), error)
+                return self._fail(list(new or self._pending), error)
             for part in alone:  # so that the others do not fail with it
                 self._start(*part)
             return
@@ -114,13 +143,13 @@ class RequestSender:
     async def _receive(self, answer: Awaitable[Outcomes], sent: Requests) -> None:
         try:
             outcomes = await answer
-        except Exception as error:  # of the process: what it is, the callers must hear
-            # A request whose own call returned already fails with the next one, which carries none.
-            return self._fail(sent or list(self._pending), error)
+        except Exception as error:  # of the process, or of a reply that cannot travel
+            return self._fail_sent(error)
+        if not outcomes and not sent and len(self._calls) == 1:  # the only call: the engine computes nothing for it
+            return self._fail_sent(WorkerError("the engine does not know its requests any more"))
         for number, outcome in outcomes.items():
-            if isinstance(outcome, TokenDelta):
-                if (on_tokens := self._on_tokens.get(number)) is not None:
-                    on_tokens(outcome)
+            if isinstance(outcome, StreamedTokens):
+                self._take_tokens(number, outcome)
                 continue
             waiting = self._pending.pop(number, None)
             if waiting is None or waiting.done():
@@ -130,12 +159,32 @@ class RequestSender:
             else:
                 waiting.set_result(outcome)
 
+    def _take_tokens(self, number: int, tokens: StreamedTokens) -> None:
+        stream = self._streams.get(number)
+        if stream is None:
+            return
+        try:
+            stream.take(tokens)
+        except Exception as error:  # of its reader: other streams have tokens in this reply, too
+            self._withdraw([number])
+            self._fail([number], error)
+
     def _ended(self, call: "asyncio.Task[None]") -> None:
         self._calls.discard(call)
         if self._pending and not self._calls and not call.cancelled():  # cancelled with its loop
             self._flush_soon()
 
-    def _fail(self, numbers: Requests | list[int], error: Exception) -> None:
+    def _fail_sent(self, error: Exception) -> None:
+        sent = [number for number in self._pending if number not in self._new]
+        self._withdraw(sent)
+        self._fail(sent, error)
+
+    def _withdraw(self, numbers: list[int]) -> None:
+        if numbers:
+            self._withdrawn += numbers
+            self._flush_soon()
+
+    def _fail(self, numbers: list[int], error: Exception) -> None:
         for number in numbers:
             waiting = self._pending.pop(number, None)
             if waiting is not None and not waiting.done():
@@ -162,11 +211,18 @@ class RequestServer:
             new, withdrawn: by their numbers.
         """
         requests = self._senders.setdefault(sender, _SenderRequests(self._generate))
+        self._forget_dead_senders()
         try:
             return await requests.exchange(new, withdrawn)
         finally:
-            if not requests.is_in_use:
-                self._senders.pop(sender, None)
+            # Calls of one tick may have put another in its place.
+            if not requests.is_in_use and self._senders.get(sender) is requests:
+                del self._senders[sender]
+
+    def _forget_dead_senders(self) -> None:
+        """End the requests of senders whose process is gone: nobody takes their outcomes."""
+        for name in [name for name, requests in self._senders.items() if requests.is_abandoned]:
+            self._senders.pop(name).cancel()
 
 
 class _SenderRequests:
@@ -176,10 +232,14 @@ class _SenderRequests:
         self._generate = generate
         self._running: dict[int, asyncio.Task[None]] = {}
         self._outcomes: Outcomes = {}
+        self._withdrawn: set[int] = set()
+        """Withdrawn requests that are not here yet: small arguments overtake large ones."""
         self._tokens: dict[int, list[TokenDelta]] = {}
+        self._num_returned: dict[int, int] = {}
+        """Number of tokens of each stream that returned."""
         self._waiting: deque[asyncio.Future[None]] = deque()
-        self._returned = float("-inf")
-        """Time of the last return of a call."""
+        self._called, self._returned = asyncio.get_running_loop().time(), float("-inf")
+        """Times of the last call that came or returned, and of the last one that returned."""
         self._timer: asyncio.TimerHandle | None = None
         """Until tokens may return."""
         self._is_leaving = False
@@ -187,14 +247,29 @@ class _SenderRequests:
 
     @property
     def is_in_use(self) -> bool:
-        return bool(self._running or self._outcomes or self._waiting)
+        return bool(self._running or self._outcomes or self._waiting or self._withdrawn)
+
+    @property
+    def is_abandoned(self) -> bool:
+        """True if no call has waited for long."""
+        return not self._waiting and asyncio.get_running_loop().time() - self._called > _FORGET_SECONDS
+
+    def cancel(self) -> None:
+        for task in self._running.values():
+            task.cancel()
+        self._running.clear()
 
     async def exchange(self, new: Requests, withdrawn: list[int]) -> Outcomes:
+        self._called = asyncio.get_running_loop().time()
         for number in withdrawn:
-            self._outcomes.pop(number, None)
-            self._tokens.pop(number, None)
+            self._forget_tokens(number)
             if task := self._running.pop(number, None):
                 task.cancel()
+            elif self._outcomes.pop(number, None) is None:
+                self._withdrawn.add(number)
+        for number in new.keys() & self._withdrawn:
+            self._withdrawn.discard(number)
+            new = {each: request for each, request in new.items() if each != number}
         for number, request in new.items():
             self._running[number] = asyncio.ensure_future(self._run(number, request))
         woken = asyncio.get_running_loop().create_future()
@@ -212,18 +287,31 @@ class _SenderRequests:
         outcomes, self._outcomes = self._outcomes, {}
         tokens, self._tokens = self._tokens, {}
         self._is_leaving = False
-        self._returned = asyncio.get_running_loop().time()
-        return outcomes | {number: join_deltas(deltas) for number, deltas in tokens.items()}
+        self._called = self._returned = asyncio.get_running_loop().time()
+        return outcomes | {number: self._streamed(number, deltas) for number, deltas in tokens.items()}
+
+    def _streamed(self, number: int, deltas: list[TokenDelta]) -> StreamedTokens:
+        delta, start = join_deltas(deltas), self._num_returned.get(number, 0)
+        self._num_returned[number] = start + len(delta.token_ids)
+        return StreamedTokens(start, delta)
+
+    def _forget_tokens(self, number: int) -> None:
+        self._tokens.pop(number, None)
+        self._num_returned.pop(number, None)
 
     async def _run(self, number: int, request: SentRequest) -> None:
         on_tokens = (lambda delta: self._take_tokens(number, delta)) if request.is_streamed else None
         try:
             outcome = await self._generate(request.input_batch, on_tokens)
+        except asyncio.CancelledError:
+            if number not in self._running:  # withdrawn
+                raise
+            outcome = WorkerError("the engine cancelled this request")
         except Exception as error:  # it belongs to the caller
             outcome = error
         if self._running.pop(number, None) is not None:  # else withdrawn
             self._outcomes[number] = outcome
-            self._tokens.pop(number, None)  # a whole answer has them
+            self._forget_tokens(number)  # a whole answer has them
             self._wake()
 
     def _take_tokens(self, number: int, delta: TokenDelta) -> None:

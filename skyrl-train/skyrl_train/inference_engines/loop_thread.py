@@ -91,7 +91,10 @@ class LoopCalls:
 
 def _run_all(calls: list[Callable[[], None]]) -> None:
     for call in calls:
-        call()
+        try:
+            call()
+        except Exception as error:  # the caller's own; other callers' calls follow
+            asyncio.get_running_loop().call_exception_handler({"message": f"{call} failed", "exception": error})
 
 
 def outcome_of(running: "Future[T]") -> "asyncio.Future[T]":

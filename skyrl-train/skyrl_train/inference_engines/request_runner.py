@@ -148,6 +148,8 @@ class RequestRunner:
                 task.cancel()
             for request in requests:
                 self._release(request)
+                if request.stream is not None:
+                    request.stream.end_call()  # its caller hears no more of it
             await asyncio.gather(*calls, *delays, return_exceptions=True)
         raise_if_all_failed([request.completion for request in requests if request.completion is not None])
 
@@ -202,7 +204,9 @@ class RequestRunner:
         # Of any engine: the answer may be continued on another one.
         engines = range(len(self._supervisor.engines))
         begins_anew = any(self._supervisor.is_unsupported(each, "answer_tokens") for each in engines)
-        stream.is_held = begins_anew and depends_on_answer(request.params or {})
+        # A streamed part is without the tokens that truncation kept, so it cannot be continued with them.
+        keeps = bool(params.get("return_kept_tokens"))
+        stream.is_held = keeps or (begins_anew and depends_on_answer(request.params or {}))
         return stream.of_piece(params) if self._supervisor.is_unsupported(engine, "streaming") else params
 
     def _take_tokens(self, request: ClientRequest, deltas: list[TokenDelta], delta: TokenDelta) -> None:

@@ -7,8 +7,17 @@ from typing import Any
 import pytest
 
 from skyrl_train.errors import WorkerError
+from skyrl_train.inference_engines import batched_calls
 from skyrl_train.inference_engines.base import InferenceEngineInput, OnTokens, TokenDelta, join_deltas
-from skyrl_train.inference_engines.batched_calls import Outcomes, Requests, RequestSender, RequestServer
+from skyrl_train.inference_engines.batched_calls import (
+    Outcomes,
+    Requests,
+    RequestSender,
+    RequestServer,
+    SentRequest,
+    StreamedTokens,
+    _Stream,
+)
 from skyrl_train.inference_engines.ray_wrapped_inference_engine import RayWrappedInferenceEngine
 
 
@@ -20,7 +29,9 @@ class Line:
         self.cancelled: list[int] = []
         self.calls: list[tuple[list[int], list[int]]] = []
         """Numbers of new requests, and of outcomes, of every call that returned."""
-        self.is_dead = False
+        self.is_dead = self.loses_replies = False
+        self.held: asyncio.Event | None = None
+        """Calls wait for it on their way."""
         self.server = RequestServer(self._generate)
         self.sender = RequestSender(self._exchange)
 
@@ -42,8 +53,12 @@ class Line:
     async def _call(self, sender: str, new: Requests, withdrawn: list[int]) -> Outcomes:
         if self.is_dead:
             raise WorkerError("engine 0 died")
+        if self.held is not None:
+            await self.held.wait()
         outcomes = await self.server.exchange(sender, new, withdrawn)
         self.calls.append((list(new), list(outcomes)))
+        if self.loses_replies:
+            raise WorkerError("the reply is lost")
         return outcomes
 
     def ask(self, token: int, **more: Any) -> "asyncio.Task[Any]":
@@ -197,7 +212,122 @@ async def test_tokens_of_all_streams_come_together_and_wait_for_a_slow_reader():
     ends.set()
     assert [token_of(await task) for task in asked[1:]] == [1, 2]
     await ticks()
-    assert not server._senders and not sender._on_tokens
+    assert not server._senders and not sender._streams
+
+
+async def test_a_withdrawal_and_new_requests_may_reach_the_engine_in_one_tick():
+    line = Line()
+    first = line.ask(0)
+    await ticks()
+    line.held = asyncio.Event()  # the engine's loop is busy for a moment
+    first.cancel()
+    await ticks()
+    asked = [line.ask(1), line.ask(2)]
+    await ticks()
+    line.held.set()
+    await ticks()
+    for task, token in zip(asked, (1, 2), strict=True):
+        line.answer(token)
+        assert token_of(await task) == token
+    await ticks()
+    assert not line.server._senders
+
+
+async def test_a_withdrawal_that_overtakes_its_request_withdraws_it():
+    line = Line()
+    line.held = asyncio.Event()
+    task = line.ask(0)
+    await ticks()
+    late, line.held = line.held, None
+    task.cancel()
+    await ticks()
+    late.set()
+    await ticks()
+    assert line.gates == {} and not line.server._senders
+
+
+async def test_a_lost_reply_fails_every_request_and_none_runs_on():
+    line = Line()
+    asked = [line.ask(0)]
+    await ticks()
+    asked.append(line.ask(1))
+    await ticks()
+    line.loses_replies = True
+    line.answer(1)
+    results = await asyncio.gather(*asked, return_exceptions=True)
+    assert [str(result) for result in results] == ["the reply is lost"] * 2
+    await ticks()
+    assert line.cancelled == [0] and len(line.calls) <= 4
+
+
+async def test_an_engine_that_forgot_its_requests_is_an_error():
+    line = Line()
+    task = line.ask(0)
+    await ticks()
+    line.server._senders.clear()
+    line.sender._flush_soon()
+    [call] = line.sender._calls
+    call.cancel()
+    await ticks()
+    line.sender._start({}, [])
+    with pytest.raises(WorkerError, match="does not know"):
+        await task
+
+
+async def test_a_request_that_the_engine_cancels_is_an_error():
+    line = Line()
+    task = line.ask(0)
+    await ticks()
+    line.gates[0].cancel()
+    with pytest.raises(WorkerError, match="cancelled this request"):
+        await task
+
+
+async def test_tokens_of_replies_that_overtake_one_another_come_in_order():
+    got: list[TokenDelta] = []
+    stream = _Stream(got.append)
+    for start, ids in ((2, [3]), (0, [1, 2]), (5, [6]), (3, [4, 5])):
+        stream.take(StreamedTokens(start, TokenDelta(ids, None, [0] * len(ids))))
+    assert join_deltas(got).token_ids == [1, 2, 3, 4, 5, 6]
+
+
+async def test_the_error_of_a_reader_ends_its_own_stream():
+    line = Line()
+    got: list[TokenDelta] = []
+
+    def fail(delta: TokenDelta) -> None:
+        raise RuntimeError("the reader fails")
+
+    readers = (fail, got.append)
+    asked = [
+        asyncio.ensure_future(line.sender.send(InferenceEngineInput(prompt_token_ids=[[token]]), reader))
+        for token, reader in enumerate(readers)
+    ]
+    await ticks()
+    for number in range(2):
+        line.server._senders[line.sender._name]._take_tokens(number, TokenDelta([7], None, [0]))
+    with pytest.raises(RuntimeError, match="the reader fails"):
+        await asked[0]
+    await ticks()
+    assert line.cancelled == [0] and join_deltas(got).token_ids == [7]
+    line.answer(1)
+    assert token_of(await asked[1]) == 1
+
+
+async def test_requests_of_a_sender_that_died_end(monkeypatch: pytest.MonkeyPatch):
+    line = Line()
+    sent = {number: SentRequest(InferenceEngineInput(prompt_token_ids=[[number]]), False) for number in (1, 2)}
+    call = asyncio.ensure_future(line.server.exchange("dead", sent, []))
+    await ticks()
+    line.answer(1)
+    await call
+    monkeypatch.setattr(batched_calls, "_FORGET_SECONDS", 0.05)
+    await asyncio.sleep(0.1)
+    alive = line.ask(3)
+    await ticks()
+    assert line.cancelled == [2] and len(line.server._senders) == 1
+    line.answer(3)
+    assert token_of(await alive) == 3
 
 
 def test_a_handle_travels_to_the_ranks_that_send_weights():

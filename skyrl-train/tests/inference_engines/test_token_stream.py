@@ -221,6 +221,40 @@ async def test_tokens_are_held_where_an_interrupted_answer_begins_anew(
     assert not stream.deltas
 
 
+async def test_tokens_are_held_where_those_that_truncation_kept_go_with_them(client: InferenceEngineClient):
+    params = {"return_kept_tokens": True, "top_k": 5, "logprobs": 0}
+    whole, first = await client.generate(batch(**params)), engine_of(client)
+    stream = Streamed(client, **params)
+    async with asyncio.timeout(20):
+        while first._core.num_running == 0:
+            await asyncio.sleep(0.001)
+    first.die()
+    await stream.expect(whole, fewest=0)
+    [expected], [kept] = (output.get("kept_tokens") or [None] for output in (whole, stream.task.result()))
+    assert expected is not None and kept == expected
+    assert not stream.deltas
+
+
+async def test_a_paused_engine_has_handed_out_all_tokens(model: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(native_engine, "HAND_OUT_SECONDS", 1e9)
+    engine = Faulty(model)
+    try:
+        stream = Streamed(engine, max_tokens=200)
+        await stream.until(1)
+        while engine.progress() < 20:
+            await asyncio.sleep(0)
+        await engine.pause_generation("keep")
+        rows = engine._core._rows
+        async with asyncio.timeout(20):
+            while sum(len(delta.token_ids) for delta in stream.deltas) < rows.length[0] - rows.prompt_length[0]:
+                await asyncio.sleep(0.001)
+        assert len(stream.deltas) == 2
+        await engine.resume_generation()
+        assert len((await stream.task)["response_ids"][0]) == 200
+    finally:
+        await engine.teardown()
+
+
 async def test_streams_of_an_inline_engine_end_when_they_are_cancelled(model: str):
     """In the loop of the engine, from that of the caller."""
     host: Future[EngineHost] = Future()
