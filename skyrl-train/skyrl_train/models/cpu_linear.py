@@ -62,9 +62,11 @@ class _Product(torch.autograd.Function):
 
 
 def _gradient_of_weight(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """dy^T x of dy [tokens, N] and x [tokens, K], as its own transpose x^T dy where N > K: the kernel transposes a copy
-    of its first matrix, so the first is the narrower one."""
-    if grad.shape[1] > x.shape[1]:
+    """dy^T x of dy [tokens, N] and x [tokens, K], with N > K and many tokens as its own transpose x^T dy: the kernel
+    transposes a copy of its first matrix, so the first is the narrower one."""
+    num_tokens, num_outputs = grad.shape
+    # Whoever accumulates a transposed gradient reads it across its rows: of a large weight that costs more.
+    if num_outputs > x.shape[1] and num_tokens > 2 * num_outputs:
         return _times_transposed(x.t(), grad.t()).t()
     return _times_transposed(grad.t(), x.t())
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers as hf
 from native_runs import log_probs_of, random_prompts, run
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from skyrl_train.inference_engines.native import fused_layers, packed_linear
 from skyrl_train.inference_engines.native.attention import ATTENTION_NAME
@@ -45,6 +46,16 @@ def make_model(kind: str) -> Any:
     return model
 
 
+def expect_log_probs_of(reference: Any, model: Any, lengths: list[int], max_tokens: int) -> None:
+    """Generate behind random prompts of these lengths, and compare."""
+    core = NativeEngineCore(model, max_num_seqs=8, max_model_len=256, eos_ids=(), decode=lambda ids: "")
+    params = EngineSamplingParams(max_tokens=max_tokens)
+    requests = [Request(prompt, params, (0, 0)) for prompt in random_prompts(lengths)]
+    for request, answer in zip(requests, run(core, requests), strict=True):
+        _, expected = log_probs_of(reference, request.prompt, answer.token_ids)
+        torch.testing.assert_close(torch.tensor(answer.log_probs), expected, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("kind", _KINDS)
 def test_fused_layers_have_the_log_probs_of_transformers(kind: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(packed_linear, "SMALLEST", 0)
@@ -55,11 +66,64 @@ def test_fused_layers_have_the_log_probs_of_transformers(kind: str, monkeypatch:
     fuse_layers(model)
     pack_linears(model)
     assert isinstance(model.model.forward, FusedDecoder)
-    core = NativeEngineCore(model, max_num_seqs=8, max_model_len=256, eos_ids=(), decode=lambda ids: "")
-    requests = [Request(p, EngineSamplingParams(max_tokens=9), (0, 0)) for p in random_prompts([150, 20, 1])]
-    for request, answer in zip(requests, run(core, requests), strict=True):
-        _, expected = log_probs_of(reference, request.prompt, answer.token_ids)
-        torch.testing.assert_close(torch.tensor(answer.log_probs), expected, atol=1e-5, rtol=1e-5)
+    expect_log_probs_of(reference, model, [150, 20, 1], 9)
+
+
+class GatedMLP(LlamaMLP):
+    """A part of one's own that changes nothing until its gate is trained."""
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        self.gate = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (1 + self.gate) * super().forward(x)
+
+
+def replace_mlp(model: Any) -> None:
+    for layer in model.model.layers:
+        mlp = GatedMLP(model.config)
+        mlp.load_state_dict(layer.mlp.state_dict(), strict=False)
+        layer.mlp = mlp.requires_grad_(False)
+
+
+def add_hook(model: Any) -> None:
+    model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: 0.5 * output)
+
+
+def replace_forward(model: Any) -> None:
+    layer = model.model.layers[1].input_layernorm
+    layer.forward = lambda x: 2 * type(layer).forward(layer, x)
+
+
+@pytest.mark.parametrize("change", [replace_mlp, add_hook, replace_forward])
+def test_a_decoder_with_a_part_of_ones_own_computes_by_it(change: Any):
+    model = make_model("llama")
+    change(model)
+    reference = copy.deepcopy(model)
+    change(reference) if change is replace_forward else None  # its copy has the forward of the original
+    reference.set_attn_implementation("eager")
+    fuse_layers(model)
+    assert not isinstance(model.model.forward, FusedDecoder)
+    for each in (model, reference):
+        for name, parameter in each.named_parameters():
+            if name.endswith("gate"):
+                parameter.fill_(-0.7)
+    expect_log_probs_of(reference, model, [40], 5)
+
+
+def test_a_model_that_gives_its_decoder_embeddings_computes_with_them():
+    class Scaled(hf.LlamaForCausalLM):
+        def forward(self, input_ids: torch.Tensor, **keywords: Any) -> Any:
+            return super().forward(inputs_embeds=3 * self.get_input_embeddings()(input_ids), **keywords)
+
+    model = make_model("llama")
+    model.__class__ = Scaled
+    reference = copy.deepcopy(model)
+    reference.set_attn_implementation("eager")
+    fuse_layers(model)
+    assert isinstance(model.model.forward, FusedDecoder)
+    expect_log_probs_of(reference, model, [40], 5)
 
 
 @pytest.mark.parametrize("kind", _KINDS)

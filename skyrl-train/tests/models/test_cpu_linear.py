@@ -8,7 +8,7 @@ from skyrl_train.models.cpu_linear import OneDnnLinear, use_onednn_linear
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("shape", [(5, 24), (2, 3, 24), (1, 1, 24)])
+@pytest.mark.parametrize("shape", [(5, 24), (2, 3, 24), (1, 1, 24), (2, 60, 24)])
 def test_outputs_and_gradients_are_those_of_the_layer_replaced(shape, bias):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(24, 40, bias=bias), nn.SiLU(), nn.Linear(40, 8, bias=bias))

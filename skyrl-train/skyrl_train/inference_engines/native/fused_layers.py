@@ -15,6 +15,7 @@ Dimensions: B rows, T tokens a row, H query heads, K key-value heads, D head wid
 """
 
 import functools
+import sys
 from typing import Any
 
 import torch
@@ -39,9 +40,23 @@ def fuse_layers(model: nn.Module) -> None:
             module.forward = FusedDecoder(module)
 
 
-def _is_known(module: nn.Module) -> bool:
-    name = f"{type(module).__module__}.{type(module).__name__}".lower()
-    return any(name == f"transformers.models.{kind}.modeling_{kind}.{kind}model" for kind in _FAMILY)
+def _is_known(decoder: nn.Module) -> bool:
+    """Check that a decoder is one of the family's with all of its parts: a model of one's own may replace any of them,
+    and its numbers may be those of the family until it is trained."""
+    modeling = sys.modules[type(decoder).__module__]
+    family = {f"transformers.models.{kind}.modeling_{kind}" for kind in _FAMILY}
+    name = type(decoder).__name__.removesuffix("Model")
+    if modeling.__name__ not in family or not hasattr(modeling, f"{name}DecoderLayer"):
+        return False
+    own = (f"{name}{part}" for part in ("Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding"))
+    known = {getattr(modeling, part) for part in own} | {nn.Embedding, nn.Linear, nn.ModuleList}
+    activations = {getattr(module, "act_fn", None) for module in decoder.modules()}
+    return all(
+        (type(part) in known or part in activations)
+        and not (part._forward_hooks or part._forward_pre_hooks)
+        and "forward" not in vars(part)
+        for part in decoder.modules()
+    )
 
 
 class FusedDecoder:
@@ -56,12 +71,15 @@ class FusedDecoder:
         return tuple(packed for layer in self._layers for packed in layer.packed_linears)
 
     def __call__(self, *, native_step: AttentionStep | None = None, **keywords: Any) -> BaseModelOutputWithPast:
-        """Compute the states of tokens `input_ids` [B, T] at `position_ids`; transformers' calling convention."""
+        """Compute the states of tokens `input_ids` [B, T], or of `inputs_embeds` [B, T, hidden], at `position_ids`;
+        transformers' calling convention."""
         decoder = self._decoder
         if native_step is None:  # not the engine's pass: no cache of ours, and attention of any kind
             return type(decoder).forward(decoder, **keywords)
         cache: SlotCache = keywords["past_key_values"]
-        hidden_states = decoder.embed_tokens(keywords["input_ids"])
+        hidden_states = keywords.get("inputs_embeds")
+        if hidden_states is None:
+            hidden_states = decoder.embed_tokens(keywords["input_ids"])
         cos, sin = decoder.rotary_emb(hidden_states, keywords["position_ids"])
         first, second = sin.chunk(2, dim=-1)
         rotation = cos[:, :, None], torch.cat([-first, second], dim=-1)[:, :, None]
@@ -179,7 +197,8 @@ def _over_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
 
 @functools.cache
 def _constant(value: float) -> torch.Tensor:
-    return torch.tensor(value)
+    # The default dtype is that of a model while transformers loads one.
+    return torch.tensor(value, dtype=torch.float32)
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:

@@ -45,6 +45,7 @@ class PackedLinears:
             weights = [layer.weight.detach() for layer in self.layers]
             if not is_worth_it(weights):
                 return
+            self.drop()  # before the new one needs memory
             whole = weights[0] if len(weights) == 1 else torch.cat(weights)
             self._packed = torch.ops.mkldnn._reorder_linear_weight(whole, _ROWS_HINT)
             if len(weights) > 1 and self.layers[0].bias is not None:
