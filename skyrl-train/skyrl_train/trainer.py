@@ -7,9 +7,9 @@ models."""
 import asyncio
 import hashlib
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from functools import cached_property
+from collections.abc import Awaitable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,7 @@ from skyrl_train.run_record import WeightRecord, describe_batch
 from skyrl_train.training_batch import TrainingInputBatch
 from skyrl_train.training_run import TrainingRun, num_training_steps
 from skyrl_train.types import PromptRow
+from skyrl_train.utils.async_blocks import thread_beside
 from skyrl_train.utils.logging_utils import log_example
 from skyrl_train.utils.progress import ANSWERS, ConsolePhase, progress
 from skyrl_train.utils.storage import location
@@ -363,15 +364,10 @@ class RayPPOTrainer(TrainingRun):
         params = get_sampling_params(self.cfg.generator.sampling_params)
         return params | {"return_kept_tokens": True} if self.cfg.trainer.policy.sampling_mask_replay else params
 
-    @asynccontextmanager
-    async def _recorded(self, rollouts: RolloutBatch) -> AsyncIterator[None]:
+    def _recorded(self, rollouts: RolloutBatch) -> AbstractAsyncContextManager[None]:
         """Record metrics of rollouts, and write them in a thread beside the block."""
         self._record_metrics(rollouts)
-        writing = asyncio.ensure_future(asyncio.to_thread(self._write, rollouts))
-        try:
-            yield
-        finally:
-            await writing  # also behind an error, so that nothing is written while the run ends
+        return thread_beside(partial(self._write, rollouts), f"writing the trajectories of step {self.global_step}")
 
     def _record_metrics(self, rollouts: RolloutBatch) -> None:
         n = self.cfg.generator.n_samples_per_prompt

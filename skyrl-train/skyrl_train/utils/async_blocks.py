@@ -1,0 +1,33 @@
+"""Blocks of asynchronous code with something beside them, and which error such a block raises."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+
+from loguru import logger
+
+
+@asynccontextmanager
+async def thread_beside(function: Callable[[], object], purpose: str) -> AsyncIterator[None]:
+    """Call `function` in a thread beside the block, and wait for its end, also behind an error or a cancellation: it
+    does nothing while the run ends.
+
+    Args:
+        purpose: of the function, for the log.
+
+    Raises:
+        the error of the block; the function's is logged then, and is raised where the block has none.
+    """
+    call = asyncio.ensure_future(asyncio.to_thread(function))
+    try:
+        yield
+        await asyncio.shield(call)
+    except BaseException as error:
+        while not call.done():
+            # A thread cannot be cancelled: one more cancellation does not end the wait. The first error is raised.
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([call])
+        failure = None if call.cancelled() else call.exception()
+        if failure is not None and failure is not error:
+            logger.opt(exception=failure).error(f"{purpose} failed besides: {failure!r}")
+        raise

@@ -1,0 +1,61 @@
+"""Blocks with a thread beside them."""
+
+import asyncio
+import threading
+
+import pytest
+from loguru import logger
+
+from skyrl_train.utils.async_blocks import thread_beside
+
+
+def test_error_of_the_block_is_raised_and_that_of_the_thread_logged():
+    def write() -> None:
+        raise OSError(28, "No space left on device")
+
+    async def run(error: Exception | None) -> None:
+        async with thread_beside(write, "writing of step 3"):
+            await asyncio.sleep(0.001)
+            if error is not None:
+                raise error
+
+    lines: list[str] = []
+    sink = logger.add(lines.append, level="ERROR")
+    try:
+        with pytest.raises(OSError, match="No space"):
+            asyncio.run(run(None))
+        assert lines == [], "an error that is raised is not logged besides"
+        with pytest.raises(RuntimeError, match="the loss is NaN"):
+            asyncio.run(run(RuntimeError("the loss is NaN")))
+    finally:
+        logger.remove(sink)
+    assert len(lines) == 1 and "writing of step 3 failed besides: OSError(28" in lines[0]
+
+
+@pytest.mark.parametrize("in_block", [True, False])
+def test_block_that_is_cancelled_twice_ends_behind_its_thread(in_block: bool):
+    began, may_end, has_ended = threading.Event(), threading.Event(), threading.Event()
+
+    def write() -> None:
+        began.set()
+        assert may_end.wait(10)
+        has_ended.set()
+
+    async def block() -> None:
+        async with thread_beside(write, "writing"):
+            await asyncio.sleep(60 if in_block else 0)
+
+    async def run() -> None:
+        task = asyncio.ensure_future(block())
+        await asyncio.to_thread(began.wait, 10)
+        for _ in range(2):
+            task.cancel()
+            for _ in range(5):
+                await asyncio.sleep(0)
+        was_over = task.done()
+        may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not was_over and has_ended.is_set()
+
+    asyncio.run(run())
