@@ -45,6 +45,7 @@ from skyrl_train.rollouts.joining import merge_appending_turns
 from skyrl_train.rollouts.metrics import rollout_metrics
 from skyrl_train.rollouts.types import RolloutBatch, TrainingSample, Trajectory, grouped
 from skyrl_train.types import ConversationType
+from skyrl_train.utils.async_blocks import first_error
 from skyrl_train.utils.chat_templates import get_custom_chat_template
 from skyrl_train.utils.progress import ANSWERS, progress
 from skyrl_train.utils.tracebacks import last_place, log_traceback
@@ -138,14 +139,11 @@ class SkyRLGymGenerator(GeneratorInterface):
         """
         requests = self._requests(input_batch)
         sessions = [(request.trajectory_id, request.session_id) for request in requests]
-        try:
-            with announced(self.inference_engine_client, sessions):
-                async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(self._trajectory(request)) for request in requests]
-                    if (on_group := input_batch.get("on_group")) is not None:
-                        report_groups(tasks, input_batch, lambda own: on_group(*self._finished(own).groups))
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+        with first_error(), announced(self.inference_engine_client, sessions):
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._trajectory(request)) for request in requests]
+                if (on_group := input_batch.get("on_group")) is not None:
+                    report_groups(tasks, input_batch, lambda own: on_group(*self._finished(own).groups))
         return self._batch([task.result() for task in tasks])
 
     # -- one trajectory

@@ -21,6 +21,7 @@ from skyrl_train.orchestration.schedule import Schedule
 from skyrl_train.rollouts.filters import with_uid
 from skyrl_train.rollouts.types import RolloutBatch, TrajectoryGroup
 from skyrl_train.training_batch import TrainingInputBatch
+from skyrl_train.utils.async_blocks import first_error
 
 Divide = Callable[[ActorGroup, TrainingInputBatch], Schedule]
 """Schedule of a forward-only pass of a model over a batch."""
@@ -161,15 +162,16 @@ class EarlyForwards:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Compute what is ready while the block generates. An error of a forward cancels the block and is raised."""
-        try:
+        if not self:
+            yield
+            return
+        with first_error():
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(each.run()) for each in self._passes.values()]
                 yield
                 # The group waits for its tasks, which by themselves never end.
                 for task in running:
                     task.cancel()
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
 
     async def finish(self, group: ActorGroup, schedule: Schedule, batch: TrainingInputBatch) -> torch.Tensor:
         """Return the outputs [B, R] of a model for the whole batch: compute the micro-batches that are missing."""

@@ -24,6 +24,7 @@ from skyrl_train.rollouts.journal import RecoveredRollouts, RolloutJournal
 from skyrl_train.rollouts.schedule import GroupScheduler, ScheduleLimits, ScheduleState
 from skyrl_train.rollouts.timeline import Timeline
 from skyrl_train.rollouts.types import RolloutBatch, TrajectoryGroup
+from skyrl_train.utils.async_blocks import first_error
 from skyrl_train.utils.explanations import explain_expiry
 from skyrl_train.utils.tracebacks import last_place
 
@@ -114,9 +115,8 @@ class RolloutPool:
         for task in self._tasks.values():
             task.cancel()
         try:
-            await self._task_group.__aexit__(kind, error, traceback)
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+            with first_error():
+                await self._task_group.__aexit__(kind, error, traceback)
         finally:
             self._journal.close()
 

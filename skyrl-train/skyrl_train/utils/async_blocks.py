@@ -1,8 +1,8 @@
 """Blocks of asynchronous code with something beside them, and which error such a block raises."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 
 from loguru import logger
 
@@ -31,3 +31,17 @@ async def thread_beside(function: Callable[[], object], purpose: str) -> AsyncIt
         if failure is not None and failure is not error:
             logger.opt(exception=failure).error(f"{purpose} failed besides: {failure!r}")
         raise
+
+
+@contextmanager
+def first_error() -> Iterator[None]:
+    """Raise the first error of a task group alone, with the cause that it was raised with."""
+    try:
+        yield
+    except BaseExceptionGroup as errors:
+        error = errors.exceptions[0]
+        context = error.__context__
+        try:
+            raise error
+        finally:
+            error.__context__ = context  # `raise` has replaced it by the group

@@ -140,3 +140,16 @@ def test_an_error_of_a_forward_cancels_the_generation():
     with pytest.raises(WorkerError) as raised:
         asyncio.run(asyncio.wait_for(run(), 5))
     assert raised.value is error
+
+
+@pytest.mark.parametrize("has_passes", [True, False])
+def test_an_error_of_the_generation_keeps_its_cause(has_passes: bool):
+    cause = KeyError("table")
+
+    async def run() -> None:
+        async with EarlyForwards([pass_of(SummingRanks(), None)[0]] if has_passes else []).running():
+            raise RuntimeError("my filter failed") from cause
+
+    with pytest.raises(RuntimeError) as raised:
+        asyncio.run(run())
+    assert raised.value.__cause__ is cause

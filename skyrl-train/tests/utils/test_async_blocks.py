@@ -1,12 +1,13 @@
-"""Blocks with a thread beside them."""
+"""Blocks with a thread or tasks beside them."""
 
 import asyncio
+import itertools
 import threading
 
 import pytest
 from loguru import logger
 
-from skyrl_train.utils.async_blocks import thread_beside
+from skyrl_train.utils.async_blocks import first_error, thread_beside
 
 
 def test_error_of_the_block_is_raised_and_that_of_the_thread_logged():
@@ -59,3 +60,28 @@ def test_block_that_is_cancelled_twice_ends_behind_its_thread(in_block: bool):
         assert not was_over and has_ended.is_set()
 
     asyncio.run(run())
+
+
+def test_first_error_of_a_task_group_keeps_cause_and_context():
+    async def fail(with_cause: bool) -> None:
+        try:
+            {}["table"]
+        except KeyError as error:
+            if with_cause:
+                raise RuntimeError("my filter failed") from error
+            raise RuntimeError("my filter failed")  # noqa: B904
+
+    async def run(with_cause: bool, in_block: bool) -> None:
+        with first_error():
+            async with asyncio.TaskGroup() as tasks:
+                if in_block:
+                    await fail(with_cause)
+                tasks.create_task(fail(with_cause))
+
+    for with_cause, in_block in itertools.product((True, False), repeat=2):
+        with pytest.raises(RuntimeError, match="my filter failed") as raised:
+            asyncio.run(run(with_cause, in_block))
+        error = raised.value
+        assert isinstance(error.__context__, KeyError), "not the group"
+        assert error.__suppress_context__ == with_cause
+        assert error.__cause__ is (error.__context__ if with_cause else None)

@@ -47,6 +47,7 @@ from skyrl_train.inference_engines.openai_api.recorder import SessionRules
 from skyrl_train.rollouts.adapter import to_generator_output
 from skyrl_train.rollouts.metrics import rollout_metrics
 from skyrl_train.rollouts.types import RolloutBatch, Trajectory, grouped
+from skyrl_train.utils.async_blocks import first_error
 from skyrl_train.utils.progress import ANSWERS, progress
 
 if TYPE_CHECKING:
@@ -136,19 +137,16 @@ class HarnessGenerator(GeneratorInterface):
         extras = input_batch.get("env_extras") or [{} for _ in prompts]
         sessions = [(name, _new_session()) for name in trajectory_ids_of(input_batch)]
         async with self._endpoint.listening() as endpoint:
-            try:
-                with announced(self._client, sessions):
-                    async with asyncio.TaskGroup() as group:
-                        tasks = [
-                            group.create_task(
-                                self._trajectory(endpoint, prompt, extra or {}, params, name, session, metadata)
-                            )
-                            for prompt, extra, (name, session) in zip(prompts, extras, sessions, strict=True)
-                        ]
-                        if (on_group := input_batch.get("on_group")) is not None:
-                            report_groups(tasks, input_batch, lambda own: on_group(*grouped(own)))
-            except BaseExceptionGroup as errors:
-                raise errors.exceptions[0] from None
+            with first_error(), announced(self._client, sessions):
+                async with asyncio.TaskGroup() as group:
+                    tasks = [
+                        group.create_task(
+                            self._trajectory(endpoint, prompt, extra or {}, params, name, session, metadata)
+                        )
+                        for prompt, extra, (name, session) in zip(prompts, extras, sessions, strict=True)
+                    ]
+                    if (on_group := input_batch.get("on_group")) is not None:
+                        report_groups(tasks, input_batch, lambda own: on_group(*grouped(own)))
         return self._batch([task.result() for task in tasks])
 
     async def _trajectory(
