@@ -235,6 +235,22 @@ async def test_tokens_are_held_where_those_that_truncation_kept_go_with_them(cli
     assert not stream.deltas
 
 
+class Shouting(NativeInferenceEngine):
+    """Changes answers and says nothing of streams."""
+
+    async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
+        output = await super().generate(input_batch)
+        return output | {"responses": [text.upper() for text in output["responses"]]}
+
+
+async def test_streams_of_an_engine_that_changes_answers_are_its_answers(model: str):
+    engine = Shouting(model)
+    try:
+        await Streamed(engine).expect(await engine.generate(batch()), fewest=0)
+    finally:
+        await engine.teardown()
+
+
 async def test_a_paused_engine_has_handed_out_all_tokens(model: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(native_engine, "HAND_OUT_SECONDS", 1e9)
     engine = Faulty(model)

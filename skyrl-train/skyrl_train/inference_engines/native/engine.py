@@ -335,6 +335,12 @@ class NativeInferenceEngine(InferenceEngineInterface):
         return requested_output(completions, params, self._decode, input_batch.get("count_cached_tokens", False))
 
     async def stream(self, input_batch: InferenceEngineInput, on_tokens: OnTokens) -> InferenceEngineOutput:
+        if (
+            type(self).generate is not NativeInferenceEngine.generate
+            and type(self).stream is NativeInferenceEngine.stream
+        ):
+            # A subclass that changes answers says nothing of streams: they are its answers too.
+            return await super().stream(input_batch, on_tokens)
         params, [request] = await self._requests(input_batch)
         loop = asyncio.get_running_loop()
         # Within the engine's thread it only takes note; all streams are told together.
