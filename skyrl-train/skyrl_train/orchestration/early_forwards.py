@@ -165,13 +165,20 @@ class EarlyForwards:
         if not self:
             yield
             return
-        with first_error():
-            async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(each.run()) for each in self._passes.values()]
-                yield
-                # The group waits for its tasks, which by themselves never end.
-                for task in running:
-                    task.cancel()
+        try:
+            with first_error():
+                async with asyncio.TaskGroup() as tasks:
+                    running = [tasks.create_task(each.run()) for each in self._passes.values()]
+                    yield
+                    # The group waits for its tasks, which by themselves never end.
+                    for task in running:
+                        task.cancel()
+        except BaseException:
+            # Nobody will ask for the outputs, and the run's end waits for calls: one that has not begun is dropped.
+            for each in self._passes.values():
+                if each.call is not None:
+                    each.call.cancel()
+            raise
 
     async def finish(self, group: ActorGroup, schedule: Schedule, batch: TrainingInputBatch) -> torch.Tensor:
         """Return the outputs [B, R] of a model for the whole batch: compute the micro-batches that are missing."""

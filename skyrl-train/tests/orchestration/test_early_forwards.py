@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from skyrl_train.batch_preparation import mini_batches_of_prompts
 from skyrl_train.errors import WorkerError
 from skyrl_train.orchestration.actor_group import ActorGroup
 from skyrl_train.orchestration.early_forwards import Divide, EarlyForwards, ForwardPass, lengths_of
+from skyrl_train.orchestration.inline_launcher import InlineRank
 from skyrl_train.orchestration.schedule import Schedule
 from skyrl_train.rollouts.collate import collate
 from skyrl_train.rollouts.filters import with_uid
@@ -153,3 +155,48 @@ def test_an_error_of_the_generation_keeps_its_cause(has_passes: bool):
     with pytest.raises(RuntimeError) as raised:
         asyncio.run(run())
     assert raised.value.__cause__ is cause
+
+
+def test_a_call_that_waits_for_its_turn_does_not_begin_after_an_error_of_the_generation():
+    began, may_end = threading.Event(), threading.Event()
+    computed: list[str] = []
+
+    class Worker:
+        def __init__(self, name: str):
+            self.name = name
+
+        def forward(self, batch: TrainingInputBatch, micro_batches: Sequence[Any]) -> TrainingOutputBatch:
+            computed.append(self.name)
+            began.set()
+            assert may_end.wait(10)
+            return TrainingOutputBatch(output=torch.zeros(len(batch), batch.metadata["response_length"]))
+
+        def teardown(self) -> None: ...
+
+    def pass_in_this_process(name: str) -> ForwardPass:
+        group = ActorGroup(name, InlineRank(name, Worker, (name,), "cpu"), device="cpu", timeout_seconds=10)
+        group.parallel = [ParallelInfo(rank=0, world_size=1)]
+
+        def divide(group: ActorGroup, batch: TrainingInputBatch) -> Schedule:
+            return Schedule.of(
+                lengths_of(batch), mini_batches_of_prompts(batch.metadata["uids"], 4), 1, micro_batch_size=2
+            )
+
+        return ForwardPass(group, divide, collated, num_prompts=PROMPTS, prompts_each=4, rows_each=SAMPLES)
+
+    async def run() -> None:
+        passes = [pass_in_this_process(name) for name in ("ref", "critic")]
+        early = EarlyForwards(passes)
+        try:
+            with pytest.raises(RuntimeError, match="engine died"):
+                async with early.running():
+                    early.offer(dict(enumerate(groups_of_different_lengths())))
+                    await asyncio.to_thread(began.wait, 10)
+                    raise RuntimeError("engine died")
+            await asyncio.sleep(0)  # as the run's end, which waits for more
+        finally:
+            may_end.set()
+            await asyncio.gather(*(each.group.shutdown() for each in passes))
+
+    asyncio.run(run())
+    assert computed == ["ref"]
