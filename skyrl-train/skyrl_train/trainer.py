@@ -288,8 +288,11 @@ class RayPPOTrainer(TrainingRun):
 
     async def generate(self, prompts: list[PromptRow]) -> RolloutBatch:
         """Return `n_samples_per_prompt` trajectories for each prompt (or for others instead, by dynamic sampling).
-        Models that may compute meanwhile begin their forward-only passes over those that are finished."""
-        self.forwards = self.early_forwards()
+        Models that may compute meanwhile begin their forward-only passes over those that are finished, unless a
+        subclass overrides `check_rollouts`."""
+        # A filter of one's own may cut what would not fit, or change tokens: nothing is computed before it.
+        has_own_filter = type(self).check_rollouts is not RayPPOTrainer.check_rollouts
+        self.forwards = EarlyForwards() if has_own_filter else self.early_forwards()
         self._arrivals = Arrivals(self.cfg.trainer.algorithm.dynamic_sampling.type)
         num_answers = len(prompts) * self.cfg.generator.n_samples_per_prompt
         with progress.phase("generate", num_answers, ANSWERS) as phase:
@@ -334,7 +337,7 @@ class RayPPOTrainer(TrainingRun):
 
     def check_rollouts(self, rollouts: RolloutBatch) -> RolloutBatch:
         """Record faults of the generator on its trajectories. The place for filters of your own: it comes before
-        dynamic sampling and metrics."""
+        dynamic sampling and metrics, and in a subclass that overrides it before any forward pass."""
         generator = self.cfg.generator
         return record_faults(rollouts, LengthLimits.of(generator, generator.sampling_params))
 

@@ -10,6 +10,7 @@ from async_runs import APART, CORRECTED, assert_equal_runs
 
 from skyrl_train.entrypoints.main_base import BasePPOExp
 from skyrl_train.errors import WorkerError
+from skyrl_train.rollouts.types import RolloutBatch
 from skyrl_train.trainer import RayPPOTrainer
 from skyrl_train.training_backends.transformers_backend import TransformersBackend
 from skyrl_train_testing.tiny_runs import DifferentCharacters, registered
@@ -107,3 +108,27 @@ def test_error_of_an_early_forward_ends_run_and_generation(
     with pytest.raises(WorkerError, match="ref worker 0 raised KeyError: 'my bug'"):
         BasePPOExp(settings(tmp_path, merged(LATE, {"trainer": {"algorithm": REFERENCE}}))).run()
     assert LateForOnePrompt.num_late == 0, "its answer was not waited for"
+
+
+def test_nothing_is_computed_before_a_filter_of_ones_own(
+    settings: Any, merged: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    order: list[str] = []
+    score = TransformersBackend.score
+
+    def recorded(self: TransformersBackend, *args: Any, **kwargs: Any) -> Any:
+        order.append(self.name)
+        return score(self, *args, **kwargs)
+
+    class Filtering(RayPPOTrainer):
+        def check_rollouts(self, rollouts: RolloutBatch) -> RolloutBatch:
+            order.append("filter")
+            return super().check_rollouts(rollouts)
+
+    class FilteringExp(BasePPOExp):
+        def get_trainer(self, *args: Any, **kwargs: Any) -> RayPPOTrainer:
+            return Filtering(*args, **kwargs)
+
+    monkeypatch.setattr(TransformersBackend, "score", recorded)
+    FilteringExp(settings(tmp_path, merged(LATE, {"trainer": {"algorithm": REFERENCE, "max_training_steps": 1}}))).run()
+    assert order[0] == "filter" and "ref" in order
