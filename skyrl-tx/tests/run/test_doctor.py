@@ -1,11 +1,13 @@
 """`tx doctor` and `tx version`."""
 
 import json
+import shutil
 import socket
 from types import SimpleNamespace
 
 import pytest
-from safetensors.torch import load_file
+import torch
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from tx import __version__
@@ -41,6 +43,23 @@ def test_doctor_counts_the_packed_copy_of_the_weights_of_a_cpu(tiny_model, optio
     for settings, verdict in (({"device": "cpu"}, "note"), ({"device": "cpu", "dtype": "bfloat16"}, "ok")):
         assert doctor.main(["--base-model", str(tiny_model), *options, "--backend-config", json.dumps(settings)]) == 0
         assert any("their packed copy" in text for text in lines_of(capsys.readouterr().out)[verdict]), settings
+
+
+def test_doctor_names_files_of_weights_that_cannot_be_read(tiny_model, tmp_path, options, capsys):
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    save_file({"scale": torch.tensor(1.0)}, model / "scale.safetensors")
+    assert doctor.main(["--base-model", str(model), *options]) == 0, "a number is a tensor, too"
+    assert any("their packed copy" in text for text in lines_of(capsys.readouterr().out)["ok"])
+    with open(model / "model.safetensors", "r+b") as file:
+        file.truncate(100)
+    (model / "scale.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 3\n")
+    (model / "empty.safetensors").touch()
+    assert doctor.main(["--base-model", str(model), *options]) == 1
+    found = lines_of(capsys.readouterr().out)
+    for name in ("model", "scale", "empty"):
+        assert any(f"{model / name}.safetensors cannot be read" in text for text in found["wrong"])
+    assert all("git lfs pull" in text for text in found["wrong"])
+    assert any(text.startswith("database") for text in found["ok"]), "the table goes on"
 
 
 def test_every_trouble_is_found_at_once_with_its_way_out(tmp_path, options, capsys):

@@ -133,7 +133,6 @@ def _memory(config: EngineConfig) -> Iterator[Finding]:
     if config.backend != "torch" or not files:
         return
     import torch  # heavy, as what is below it
-    from safetensors import safe_open
 
     from tx.tinker.backends.torch.settings import DTYPES, TrainingSettings
 
@@ -144,14 +143,15 @@ def _memory(config: EngineConfig) -> Iterator[Finding]:
         return  # a finding of its own, or an error of the server's start
     if not settings.device.startswith("cpu"):
         return
+    shapes, damaged = _shapes(files)
+    if damaged:
+        yield from damaged
+        return
     total = packed = 0
-    for path in files:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  # it is no mapping
-                shape = file.get_slice(name).get_shape()
-                is_table = shape[0] == facts.vocab_size and "head" not in name and not facts.tied_embeddings
-                total += math.prod(shape)
-                packed += math.prod(shape) if len(shape) == 2 and ".experts." not in name and not is_table else 0
+    for name, shape in shapes:
+        is_table = shape[:1] == [facts.vocab_size] and "head" not in name and not facts.tied_embeddings
+        total += math.prod(shape)
+        packed += math.prod(shape) if len(shape) == 2 and ".experts." not in name and not is_table else 0
     size = torch.finfo(DTYPES[settings.dtype or "float32"]).bits // 8
     weights, copies = size * total * (1 if settings.num_processes == 1 else 2) / 1e9, size * packed / 1e9
     free = psutil.virtual_memory().available / 1e9
@@ -161,6 +161,21 @@ def _memory(config: EngineConfig) -> Iterator[Finding]:
     else:
         fix = "; serve a smaller model" + ("" if size == 2 else ', or --backend-config \'{"dtype": "bfloat16"}\'')
         yield Finding("memory", "note", text + fix)
+
+
+def _shapes(files: Sequence[Path]) -> tuple[list[tuple[str, list[int]]], list[Finding]]:
+    """Read name and shape of each tensor from the files' headers. Returns: them, and a finding for each other file."""
+    from safetensors import SafetensorError, safe_open
+
+    shapes, damaged = [], []
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as file:
+                shapes += [(name, file.get_slice(name).get_shape()) for name in file.keys()]  # noqa: SIM118  # no mapping
+        except (OSError, SafetensorError) as error:
+            text = f"{path} cannot be read ({error}): a download that was cut off, or a pointer of git-lfs"
+            damaged.append(Finding("weights", "wrong", f"{text}; fetch the file again (`git lfs pull`)"))
+    return shapes, damaged
 
 
 def _port(config: EngineConfig) -> str:
