@@ -59,7 +59,7 @@ Exchange = Callable[[str, Requests, list[int]], Awaitable[Outcomes]]
 """`RequestServer.exchange`, wherever it is."""
 
 
-class _Stream:
+class _StreamReader:
     """Reader of a streamed answer, who gets its tokens in order."""
 
     def __init__(self, on_tokens: OnTokens):
@@ -87,7 +87,7 @@ class RequestSender:
         self._name = uuid4().hex
         self._numbers = itertools.count()
         self._pending: dict[int, asyncio.Future[InferenceEngineOutput]] = {}
-        self._streams: dict[int, _Stream] = {}
+        self._streams: dict[int, _StreamReader] = {}
         self._new: Requests = {}
         self._withdrawn: list[int] = []
         self._calls: set[asyncio.Task[None]] = set()
@@ -103,7 +103,7 @@ class RequestSender:
         outcome = self._pending[number] = asyncio.get_running_loop().create_future()
         self._new[number] = SentRequest(input_batch, on_tokens is not None)
         if on_tokens is not None:
-            self._streams[number] = _Stream(on_tokens)
+            self._streams[number] = _StreamReader(on_tokens)
         self._flush_soon()
         try:
             return await outcome

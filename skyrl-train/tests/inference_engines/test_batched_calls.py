@@ -16,7 +16,7 @@ from skyrl_train.inference_engines.batched_calls import (
     RequestServer,
     SentRequest,
     StreamedTokens,
-    _Stream,
+    _StreamReader,
 )
 from skyrl_train.inference_engines.ray_wrapped_inference_engine import RayWrappedInferenceEngine
 
@@ -285,7 +285,7 @@ async def test_a_request_that_the_engine_cancels_is_an_error():
 
 async def test_tokens_of_replies_that_overtake_one_another_come_in_order():
     got: list[TokenDelta] = []
-    stream = _Stream(got.append)
+    stream = _StreamReader(got.append)
     for start, ids in ((2, [3]), (0, [1, 2]), (5, [6]), (3, [4, 5])):
         stream.take(StreamedTokens(start, TokenDelta(ids, None, [0] * len(ids))))
     assert join_deltas(got).token_ids == [1, 2, 3, 4, 5, 6]
