@@ -197,11 +197,7 @@ def sample(
     rows_of_part = max(1, _PART // logits.shape[1])
     is_plain = tokens is None and biases is None and forbidden is None and batch.recorded is None and not num_top
     if is_plain and rows_of_part < len(logits) and logits.device.type == "cpu":
-        parts = torch.arange(len(logits)).split(rows_of_part)
-        draws = [
-            sample(logits[rows], batch.repeated(rows), None if uniform is None else uniform[rows]) for rows in parts
-        ]
-        return Draw(torch.cat([draw.tokens for draw in draws]), torch.cat([draw.log_probs for draw in draws]), None)
+        return _sample_in_parts(logits, batch, uniform, rows_of_part)
     divisor = torch.where(batch.temperature > 0, batch.temperature, 1.0) if batch.any_greedy else batch.temperature
     log_probs = (logits / divisor[:, None]).log_softmax(-1)
     adjusted = logits
@@ -235,3 +231,12 @@ def sample(
         return Draw(chosen, of_chosen, kept)
     top = log_probs.topk(min(num_top, log_probs.shape[-1]), dim=-1)
     return Draw(chosen, of_chosen, kept, top.indices, top.values)
+
+
+def _sample_in_parts(logits: torch.Tensor, batch: SamplingBatch, uniform: torch.Tensor | None, rows: int) -> Draw:
+    """`sample` for a number of rows at a time, whose tensors stay in the processor's cache."""
+    draws = [
+        sample(logits[part], batch.repeated(part), None if uniform is None else uniform[part])
+        for part in torch.arange(len(logits)).split(rows)
+    ]
+    return Draw(torch.cat([draw.tokens for draw in draws]), torch.cat([draw.log_probs for draw in draws]), None)

@@ -99,7 +99,10 @@ class GeneratedChoice:
         """Append tokens of a stream."""
         self.token_ids += delta.token_ids
         self.weight_versions += delta.weight_versions
-        self.log_probs = None if delta.log_probs is None or self.log_probs is None else self.log_probs + delta.log_probs
+        if delta.log_probs is None:
+            self.log_probs = None
+        elif self.log_probs is not None:
+            self.log_probs += delta.log_probs
         if delta.top is not None:
             self.top = delta.top if self.top is None else join_top_log_probs([self.top, delta.top])
 
