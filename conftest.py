@@ -27,6 +27,8 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
+from skyrl_gym.sandbox.testing import needs_local, needs_sandbox  # noqa: F401 (fixtures)
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell's background job ignores it, and so would each process that a test starts and interrupts.
     signal.signal(signal.SIGINT, signal.default_int_handler)

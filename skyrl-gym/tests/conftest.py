@@ -6,6 +6,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from skyrl_gym.sandbox.testing import needs_local, needs_sandbox  # noqa: F401 (fixtures)
+
 # Elsewhere each run tries other cases; there a change should be judged by the same ones every time.
 hypothesis.settings.register_profile("repeatable", derandomize=True)
 if os.environ.get("CI"):

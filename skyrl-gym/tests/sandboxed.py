@@ -1,7 +1,6 @@
 """The mark of tests that run code in a sandbox, and the processes that are there."""
 
 import os
-import shutil
 from contextlib import suppress
 from pathlib import Path
 
@@ -10,14 +9,8 @@ import pytest
 from skyrl_gym.error import InfraError
 from skyrl_gym.sandbox import backends
 
-WALLS = shutil.which("bwrap") or shutil.which("docker") or shutil.which("podman")
-PROCESS_ONLY = os.environ.get(backends.KIND_VARIABLE) == "process"
-"""Limits, but no walls: some programs of these tests kill whatever they can reach."""
-
-
-def sandboxed(test):
-    """Skip the test on a machine without a sandbox."""
-    return pytest.mark.skipif(not WALLS or PROCESS_ONLY, reason="needs bubblewrap, Docker or Podman")(test)
+sandboxed = pytest.mark.usefixtures("needs_sandbox")
+"""Some programs of these tests kill every process they can reach."""
 
 
 def without_sandbox(monkeypatch):

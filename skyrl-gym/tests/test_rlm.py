@@ -13,6 +13,7 @@ from skyrl_gym.envs.rlm.repl import RESERVED_TOOL_NAMES, Opaque, PersistentREPL
 from skyrl_gym.episode import run_episode
 from skyrl_gym.error import Error, InfraError, TaskError
 from skyrl_gym.sandbox import make_sandbox
+from skyrl_gym.sandbox.testing import require_sandbox
 
 from .chat_server import ChatServer
 from .sandboxed import processes_with
@@ -22,10 +23,7 @@ QUESTION = [{"role": "user", "content": "What is the code word?"}]
 
 @pytest.fixture(autouse=True, scope="module")
 def _a_sandbox():
-    try:
-        make_sandbox()
-    except InfraError as reason:
-        pytest.skip(str(reason))
+    require_sandbox()
 
 
 class TwoAtATime:

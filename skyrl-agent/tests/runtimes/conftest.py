@@ -10,8 +10,6 @@ import pytest
 
 from skyrl_agent.runtimes import Runtime, RuntimeSpec, make_runtime
 from skyrl_agent.runtimes.leases import FOLDER_VARIABLE
-from skyrl_gym.error import InfraError
-from skyrl_gym.sandbox import make_sandbox
 from skyrl_gym.sandbox.container_engine import EngineName
 from skyrl_gym.sandbox.testing import needed_image
 
@@ -44,14 +42,6 @@ def nothing_is_left(lease_folder: Path, tmp_path: Path, monkeypatch: pytest.Monk
 def server() -> Iterator[str]:
     with serving() as url:
         yield url
-
-
-@pytest.fixture
-def needs_local() -> None:
-    try:
-        make_sandbox("local")
-    except InfraError as error:
-        pytest.skip(f"no local sandbox here: {error}")
 
 
 ENGINES = get_args(EngineName)

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from skyrl_agent.errors import InfraError
 from skyrl_agent.runtimes import make_runtime
 from skyrl_agent.tasks.base import BaseTask, Instance, Judgement
 from skyrl_agent.types import Row, TrajectoryResult
-from skyrl_gym.sandbox import make_sandbox
+from skyrl_gym.sandbox.testing import require_sandbox
 
 
 @pytest.fixture(scope="session")
@@ -29,10 +28,7 @@ def rows(test_data) -> Callable[[str], list[dict[str, Any]]]:
 @pytest.fixture(scope="session")
 def sandboxed() -> None:
     """Skips where untrusted code cannot be run."""
-    try:
-        make_sandbox("local")
-    except InfraError as error:
-        pytest.skip(f"no sandbox: {error}")
+    require_sandbox("local")
 
 
 @pytest.fixture

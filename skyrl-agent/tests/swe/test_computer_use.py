@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -34,10 +33,11 @@ def browser(monkeypatch) -> None:
     program = os.environ.get(PROGRAM_VARIABLE) or shutil.which("chromium") or shutil.which("google-chrome")
     if program:
         monkeypatch.setenv(PROGRAM_VARIABLE, program)
-        return
     with sync_api.sync_playwright() as playwright:
-        if not Path(playwright.chromium.executable_path).exists():
-            pytest.skip("no Chromium: playwright install chromium, or apt-get install chromium")
+        try:
+            playwright.chromium.launch(executable_path=program, args=["--no-sandbox"]).close()
+        except sync_api.Error as error:
+            pytest.skip(f"Chromium does not start (playwright install chromium): {error.message.splitlines()[0]}")
 
 
 def runner(answers, **dispatcher) -> AgentRunner:

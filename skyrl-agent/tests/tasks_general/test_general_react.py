@@ -1,7 +1,6 @@
 """General questions: what an agent is told, and what its answers are worth."""
 
 import json
-import shutil
 
 import pytest
 
@@ -54,7 +53,7 @@ async def test_reward_of_an_answer(fields, answer, expected):
     assert await reward(answer, **fields) == expected
 
 
-@pytest.mark.skipif(not (shutil.which("bwrap") or shutil.which("docker")), reason="needs bubblewrap or Docker")
+@pytest.mark.usefixtures("needs_sandbox")
 @pytest.mark.parametrize(
     "tests",
     [

@@ -1,7 +1,5 @@
 """Graders under their published names."""
 
-import shutil
-
 import pytest
 
 from skyrl_agent.errors import TaskRowError
@@ -26,7 +24,7 @@ def test_mathematics_by_value():
     assert naive_dapo.compute_score("\\boxed{\\frac{\\pi}{2}}", "\\pi/2")["acc"]
 
 
-@pytest.mark.skipif(not (shutil.which("bwrap") or shutil.which("docker")), reason="needs bubblewrap or Docker")
+@pytest.mark.usefixtures("needs_sandbox")
 def test_programs():
     assert (
         coder1.compute_score("```python\ndef f(x):\n    return x\n```", {"functional": "assert f(2) == 2"})["score"]

@@ -1,7 +1,6 @@
 """Python that a model wrote, in a runtime of the tool's own and in the trajectory's."""
 
 import os
-import shutil
 
 import pytest
 
@@ -11,9 +10,7 @@ from skyrl_agent.tools import make_tool
 
 from .agent_web_server import context_of
 
-pytestmark = pytest.mark.skipif(
-    not (shutil.which("bwrap") or shutil.which("docker")), reason="needs bubblewrap or Docker"
-)
+pytestmark = pytest.mark.usefixtures("needs_sandbox")
 
 
 @pytest.fixture(autouse=True)

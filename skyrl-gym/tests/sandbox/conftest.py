@@ -6,11 +6,10 @@ from typing import get_args
 
 import pytest
 
-from skyrl_gym.error import InfraError
 from skyrl_gym.sandbox import Limits, Sandbox, make_sandbox
 from skyrl_gym.sandbox.backends import Kind
 from skyrl_gym.sandbox.container_engine import EngineName
-from skyrl_gym.sandbox.testing import needed_image
+from skyrl_gym.sandbox.testing import needed_image, require_sandbox
 
 TEST_LIMITS = Limits(wall_seconds=20.0)
 
@@ -20,12 +19,10 @@ CONTAINERS = [pytest.param(engine, marks=pytest.mark.full) for engine in get_arg
 
 
 def backend(kind: Kind) -> Sandbox:
-    try:
-        if kind == "docker" or kind == "podman":
-            return make_sandbox(kind, limits=TEST_LIMITS, image=needed_image(kind))
-        return make_sandbox(kind, limits=TEST_LIMITS)
-    except InfraError as error:
-        pytest.skip(f"no {kind} sandbox here: {error}")
+    if kind == "docker" or kind == "podman":
+        return make_sandbox(kind, limits=TEST_LIMITS, image=needed_image(kind))
+    require_sandbox(kind)
+    return make_sandbox(kind, limits=TEST_LIMITS)
 
 
 @pytest.fixture(params=["local", "process", *CONTAINERS])
@@ -46,8 +43,3 @@ def walled(walled_kind: Kind) -> Iterator[Sandbox]:
     """A sandbox of each of them."""
     with backend(walled_kind) as started:
         yield started
-
-
-@pytest.fixture
-def needs_local() -> None:
-    backend("local")

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 import skyrl_gym
-from skyrl_gym.error import InfraError
-from skyrl_gym.sandbox import make_sandbox
+from skyrl_gym.sandbox.testing import require_sandbox
 
 NOBODY = 65534
 
@@ -29,10 +28,7 @@ DEPENDS_ON_USER = """contained and (bomb or processes or threads or memory or na
 def test_all_of_this_holds_for_a_user_who_is_not_root(tests):
     if os.geteuid() != 0:
         pytest.skip("we are not root: the other tests are this one")
-    try:
-        make_sandbox("local")
-    except InfraError as error:
-        pytest.skip(str(error))
+    require_sandbox("local")
     python = python_of_nobody()
     here = Path(__file__).parent
     options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(here.parents[1]), "--import-mode=importlib"]

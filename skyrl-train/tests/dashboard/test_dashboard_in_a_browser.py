@@ -32,9 +32,10 @@ def browser() -> Iterator[Any]:
     sync_api = pytest.importorskip("playwright.sync_api", reason="needs skyrl-agent[browser]")
     program = shutil.which("chromium") or shutil.which("google-chrome")
     with sync_api.sync_playwright() as playwright:
-        if not program and not Path(playwright.chromium.executable_path).exists():
-            pytest.skip("no Chromium: playwright install chromium, or apt-get install chromium")
-        chromium = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"], timeout=PATIENCE)
+        try:
+            chromium = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"], timeout=PATIENCE)
+        except sync_api.Error as error:
+            pytest.skip(f"Chromium does not start (playwright install chromium): {error.message.splitlines()[0]}")
         yield chromium
         chromium.close()
 

@@ -16,7 +16,6 @@ import pytest
 from openai import OpenAI
 
 from skyrl_gym.error import InfraError
-from skyrl_gym.sandbox import make_sandbox
 from skyrl_gym.sandbox.container_engine import EngineName
 from skyrl_gym.sandbox.testing import needed_image
 from skyrl_train.config import GeneratorConfig, SamplingParams
@@ -32,16 +31,7 @@ from skyrl_train.rollouts.types import RolloutBatch, Trajectory
 
 from .conftest import ScriptedEngine
 
-
-def sandbox_works() -> bool:
-    try:
-        make_sandbox("local")
-    except InfraError:
-        return False
-    return True
-
-
-needs_sandbox = pytest.mark.skipif(not sandbox_works(), reason="bubblewrap does not work here")
+needs_sandbox = pytest.mark.usefixtures("needs_local")
 
 ASK = """ask() {
     curl -sS --fail-with-body "$OPENAI_BASE_URL/chat/completions" \\
