@@ -18,4 +18,5 @@ fi
 
 # A folder of wheels that pip is told of by PIP_FIND_LINKS (one with a CPU build of torch, say) serves uv as well.
 export UV_FIND_LINKS="${UV_FIND_LINKS:-${PIP_FIND_LINKS:-}}"
-exec "${uv[@]}" sync --all-packages "$@"
+"${uv[@]}" sync --all-packages "$@"
+[ "${uv[0]}" = uv ] || echo "setup: uv is not on PATH; write 'python3 -m uv run …' for 'uv run …', or use .venv/bin/python"

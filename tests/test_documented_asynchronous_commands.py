@@ -53,8 +53,9 @@ def test_command_of_the_readme_is_valid_and_no_setting_of_it_is_superfluous():
 @pytest.mark.timeout(900)
 def test_documented_quickstart_trains_asynchronously(tmp_path: Path):
     """Two steps of the laptop's command, of a model without its warm-up."""
-    python, *words = documented_command("docs/asynchronous.md", "examples/quickstart/run.py")
-    assert python == ".venv/bin/python"
+    *uv_run, script = (words := documented_command("docs/asynchronous.md", "examples/quickstart/run.py"))[:3]
+    assert uv_run == ["uv", "run"] and script == "examples/quickstart/run.py"
+    words = words[2:]
     words[words.index("--output") + 1] = str(tmp_path)
 
     def run(*arguments: str) -> None:

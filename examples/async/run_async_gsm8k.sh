@@ -2,8 +2,8 @@
 # GRPO on GSM8K one step off: the prompts of the next step are answered, with the weights of one step before, while this
 # step trains. 4 GPUs train, 4 generate.
 #
-#   python examples/gsm8k/gsm8k_dataset.py --output_dir ~/data/gsm8k
-#   bash examples/async/run_async_gsm8k.sh [key=value ...]
+#   uv run examples/gsm8k/gsm8k_dataset.py --output_dir ~/data/gsm8k
+#   uv run bash examples/async/run_async_gsm8k.sh [key=value ...]
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 
@@ -15,7 +15,7 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 : "${LOGGER:=console}"
 : "${INFERENCE_BACKEND:=native}"
 
-PYTHONPATH="$root/examples/async" "${PYTHON:-$root/.venv/bin/python}" -m main_async \
+PYTHONPATH="$root/examples/async" "${PYTHON:-${VIRTUAL_ENV:-$root/.venv}/bin/python}" -m main_async \
   data.train_data="['$DATA_DIR/train.parquet']" \
   data.val_data="['$DATA_DIR/validation.parquet']" \
   environment.env_class=gsm8k \

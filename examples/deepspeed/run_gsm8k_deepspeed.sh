@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # GRPO on GSM8K with Qwen2.5-1.5B-Instruct under DeepSpeed's stage 3, on one machine with 4 GPUs.
 #
-#   bash examples/recipes/gsm8k/data.sh
-#   bash examples/deepspeed/run_gsm8k_deepspeed.sh [key=value ...]
+#   uv run bash examples/recipes/gsm8k/data.sh
+#   uv run bash examples/deepspeed/run_gsm8k_deepspeed.sh [key=value ...]
 #
 # Another stage: deepspeed_config.train.zero_optimization.stage=1
 set -euo pipefail

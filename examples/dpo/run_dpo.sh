@@ -2,7 +2,7 @@
 # DPO of Qwen2.5-1.5B-Instruct on preference pairs, on one machine with 4 GPUs. The rows have `prompt`, `chosen` and
 # `rejected`, each a text or messages.
 #
-#   bash examples/dpo/run_dpo.sh [key=value ...]
+#   uv run bash examples/dpo/run_dpo.sh [key=value ...]
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 
@@ -11,7 +11,7 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 : "${NUM_GPUS:=4}"
 : "${LOGGER:=console}"
 
-"${PYTHON:-$root/.venv/bin/python}" -m skyrl_train.entrypoints.main_dpo \
+"${PYTHON:-${VIRTUAL_ENV:-$root/.venv}/bin/python}" -m skyrl_train.entrypoints.main_dpo \
   data.train_data="['$TRAIN_DATA']" \
   data.val_data="['$VAL_DATA']" \
   data.max_length=2048 \

@@ -2,8 +2,8 @@
 # GRPO on GSM8K, fully asynchronous: groups are generated while the trainer computes, and none is trained whose tokens are
 # more than 4 steps old. 2 GPUs train, 2 generate.
 #
-#   python examples/gsm8k/gsm8k_dataset.py --output_dir ~/data/gsm8k
-#   bash examples/fully_async/run_fully_async_gsm8k.sh [key=value ...]
+#   uv run examples/gsm8k/gsm8k_dataset.py --output_dir ~/data/gsm8k
+#   uv run bash examples/fully_async/run_fully_async_gsm8k.sh [key=value ...]
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 
@@ -15,7 +15,7 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 : "${LOGGER:=console}"
 : "${INFERENCE_BACKEND:=native}"
 
-"${PYTHON:-$root/.venv/bin/python}" -m skyrl_train.entrypoints.main_base \
+"${PYTHON:-${VIRTUAL_ENV:-$root/.venv}/bin/python}" -m skyrl_train.entrypoints.main_base \
   data.train_data="['$DATA_DIR/train.parquet']" \
   data.val_data="['$DATA_DIR/validation.parquet']" \
   environment.env_class=gsm8k \

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Answers and grades the validation problems of GSM8K with Qwen2.5-0.5B-Instruct on one GPU. Nothing is trained.
 #
-#   python examples/gsm8k/gsm8k_dataset.py --output_dir ~/data/gsm8k
-#   bash examples/gsm8k/run_generation_gsm8k.sh [key=value ...]
+#   uv run examples/gsm8k/gsm8k_dataset.py --output_dir ~/data/gsm8k
+#   uv run bash examples/gsm8k/run_generation_gsm8k.sh [key=value ...]
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 
@@ -11,7 +11,7 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 : "${LOGGER:=console}"
 : "${INFERENCE_BACKEND:=native}"
 
-"${PYTHON:-$root/.venv/bin/python}" -m skyrl_train.entrypoints.main_generate \
+"${PYTHON:-${VIRTUAL_ENV:-$root/.venv}/bin/python}" -m skyrl_train.entrypoints.main_generate \
   data.val_data="['$DATA_DIR/validation.parquet']" \
   environment.env_class=gsm8k \
   trainer.policy.model.path=Qwen/Qwen2.5-0.5B-Instruct \

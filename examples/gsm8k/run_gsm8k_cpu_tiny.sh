@@ -2,7 +2,7 @@
 # The same loop without a GPU: a tiny local model on two CPU worker processes and one engine. It shows that everything
 # works together, not that such a model learns arithmetic.
 #
-#   python examples/gsm8k/gsm8k_dataset.py --output_dir ~/data/gsm8k
+#   uv run examples/gsm8k/gsm8k_dataset.py --output_dir ~/data/gsm8k
 #   MODEL=path/to/a/tiny/model bash examples/gsm8k/run_gsm8k_cpu_tiny.sh [key=value ...]
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
@@ -11,7 +11,7 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 : "${DATA_DIR:=$HOME/data/gsm8k}"
 : "${LOGGER:=console}"
 
-"${PYTHON:-$root/.venv/bin/python}" -m skyrl_train.entrypoints.main_base \
+"${PYTHON:-${VIRTUAL_ENV:-$root/.venv}/bin/python}" -m skyrl_train.entrypoints.main_base \
   data.train_data="['$DATA_DIR/train.parquet']" \
   data.val_data="['$DATA_DIR/validation.parquet']" \
   environment.env_class=gsm8k \

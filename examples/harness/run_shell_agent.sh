@@ -11,7 +11,7 @@ root="$(cd "$here/../.." && pwd)"
 : "${DATA_DIR:?set DATA_DIR to the folder of train.jsonl}"
 : "${RUN_DIR:=$root/runs/harness-shell}"
 
-"${PYTHON:-$root/.venv/bin/python}" -m skyrl_train.entrypoints.main_base \
+"${PYTHON:-${VIRTUAL_ENV:-$root/.venv}/bin/python}" -m skyrl_train.entrypoints.main_base \
   data.train_data="['$DATA_DIR/train.jsonl']" \
   data.val_data="[]" \
   environment.env_class=null \

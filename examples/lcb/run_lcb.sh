@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Competitive programming, graded by tests in a sandbox. GRPO with Qwen2.5-3B-Instruct.
 #
-#   python examples/lcb/lcb_dataset.py --output_dir ~/data/lcb
-#   bash examples/lcb/run_lcb.sh [key=value ...]
+#   uv run examples/lcb/lcb_dataset.py --output_dir ~/data/lcb
+#   uv run bash examples/lcb/run_lcb.sh [key=value ...]
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 
@@ -11,7 +11,7 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 : "${LOGGER:=console}"
 : "${INFERENCE_BACKEND:=native}"
 
-"${PYTHON:-$root/.venv/bin/python}" -m skyrl_train.entrypoints.main_base \
+"${PYTHON:-${VIRTUAL_ENV:-$root/.venv}/bin/python}" -m skyrl_train.entrypoints.main_base \
   data.train_data="['$DATA_DIR/train.parquet']" \
   data.val_data="['$DATA_DIR/validation.parquet']" \
   environment.env_class=lcb \

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # GRPO on GSM8K with adapters of rank 32 on Qwen2.5-0.5B-Instruct, on one machine with 4 GPUs.
 #
-#   python examples/gsm8k/gsm8k_dataset.py --output_dir ~/data/gsm8k
-#   bash examples/lora/run_grpo_lora_gsm8k.sh [key=value ...]
+#   uv run examples/gsm8k/gsm8k_dataset.py --output_dir ~/data/gsm8k
+#   uv run bash examples/lora/run_grpo_lora_gsm8k.sh [key=value ...]
 set -euo pipefail
 
 # Adapters take a learning rate some 30 times that of full training.

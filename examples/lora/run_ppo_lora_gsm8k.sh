@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # PPO with a critic on GSM8K, policy and critic with adapters of rank 32, on one machine with 4 GPUs.
 #
-#   python examples/gsm8k/gsm8k_dataset.py --output_dir ~/data/gsm8k
-#   bash examples/lora/run_ppo_lora_gsm8k.sh [key=value ...]
+#   uv run examples/gsm8k/gsm8k_dataset.py --output_dir ~/data/gsm8k
+#   uv run bash examples/lora/run_ppo_lora_gsm8k.sh [key=value ...]
 set -euo pipefail
 
 bash "$(dirname "${BASH_SOURCE[0]}")/run_grpo_lora_gsm8k.sh" \

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The run of run_megatron.sh with FSDP2, to compare with.
 #
-#   python examples/gsm8k/gsm8k_dataset.py --output_dir ~/data/gsm8k
-#   bash examples/megatron/run_fsdp_baseline.sh [key=value ...]
+#   uv run examples/gsm8k/gsm8k_dataset.py --output_dir ~/data/gsm8k
+#   uv run bash examples/megatron/run_fsdp_baseline.sh [key=value ...]
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # GRPO on GSM8K with Qwen3-0.6B, its layers in two stages and each divided over two ranks, on one machine with 4 GPUs.
 #
-#   bash examples/recipes/gsm8k/data.sh
-#   bash examples/megatron/run_megatron.sh [key=value ...]
+#   uv run bash examples/recipes/gsm8k/data.sh
+#   uv run bash examples/megatron/run_megatron.sh [key=value ...]
 set -euo pipefail
 
 export MODEL="${MODEL:-Qwen/Qwen3-0.6B}" INFERENCE_BACKEND="${INFERENCE_BACKEND:-vllm}"

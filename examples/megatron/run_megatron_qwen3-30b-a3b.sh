@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # GRPO on GSM8K with Qwen3-30B-A3B on two machines with 8 GPUs each: tensor 4, two stages, experts over 8 ranks.
 #
-#   python examples/gsm8k/gsm8k_dataset.py --output_dir ~/data/gsm8k
-#   bash examples/megatron/run_megatron_qwen3-30b-a3b.sh [key=value ...]
+#   uv run examples/gsm8k/gsm8k_dataset.py --output_dir ~/data/gsm8k
+#   uv run bash examples/megatron/run_megatron_qwen3-30b-a3b.sh [key=value ...]
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Multiplication, in up to five turns: an answer that is wrong may be tried again. GRPO with Qwen2.5-1.5B-Instruct.
 #
-#   python examples/multiply/multiply_dataset.py --output_dir ~/data/multiply --num_digits 4
-#   bash examples/multiply/run_multiply.sh [key=value ...]
+#   uv run examples/multiply/multiply_dataset.py --output_dir ~/data/multiply --num_digits 4
+#   uv run bash examples/multiply/run_multiply.sh [key=value ...]
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 
@@ -11,7 +11,7 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 : "${LOGGER:=console}"
 : "${INFERENCE_BACKEND:=native}"
 
-"${PYTHON:-$root/.venv/bin/python}" -m skyrl_train.entrypoints.main_base \
+"${PYTHON:-${VIRTUAL_ENV:-$root/.venv}/bin/python}" -m skyrl_train.entrypoints.main_base \
   data.train_data="['$DATA_DIR/train.parquet']" \
   data.val_data="['$DATA_DIR/validation.parquet']" \
   environment.env_class=multiply \

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # PPO with a critic on GSM8K with Qwen2.5-1.5B-Instruct, on one machine with 4 GPUs.
 #
-#   python examples/gsm8k/gsm8k_dataset.py --output_dir ~/data/gsm8k
-#   bash examples/ppo/run_ppo_gsm8k.sh [key=value ...]
+#   uv run examples/gsm8k/gsm8k_dataset.py --output_dir ~/data/gsm8k
+#   uv run bash examples/ppo/run_ppo_gsm8k.sh [key=value ...]
 set -euo pipefail
 
 # The critic begins as the policy's model with a head for values, and takes turns with it on the same GPUs.

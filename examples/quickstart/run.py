@@ -12,13 +12,15 @@ GRPO by `run_<task>.sh`, a script like that of any other run. What follows the o
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from skyrl_train.utils.learning_curve import save_learning_curve_png
+from skyrl_train.dashboard.terminal import block_curve
+from skyrl_train.utils.learning_curve import TRAINING_REWARD, curves, save_learning_curve_png
 from skyrl_train.utils.run_folder import RunFolder
 
 HERE = Path(__file__).resolve().parent
@@ -29,6 +31,7 @@ LAUNCHERS = {
     "ray": [],
 }
 """Settings of each launcher on top of the scripts', which are made for Ray."""
+OTHER_SETTING = ["--output", "runs/quickstart-2", "trainer.algorithm.grpo_norm_by_std=false"]
 
 
 def main() -> None:
@@ -94,9 +97,34 @@ def show(run: Path, seconds: float) -> None:
     first, last = min(scores), max(scores)
     for problem, before, after in changed_answers(run, first, last):
         say(f"{problem}\n    before: {before}\n    after:  {after}")
+    if sys.stdout.isatty():
+        say("\n".join(draw_curve(run)))
     say(f"mean evaluation reward {scores[first]:.3f} -> {scores[last]:.3f}, in {seconds:.0f} s")
     say(f"curve: {curve}")
-    say(f"all of it: python -m skyrl_train.dashboard {run}")
+    say("Try next:")
+    for purpose, command in next_commands(run):
+        say(f"    {shlex.join(command)}    # {purpose}")
+
+
+def draw_curve(run: Path, num_rows: int = 8) -> list[str]:
+    """Return the mean reward in training over the steps, as lines of text."""
+    steps, rewards = curves(RunFolder(run).read_metrics())[TRAINING_REWARD]
+    values = [reward for reward in rewards if reward is not None]
+    lines = block_curve(values, 80, num_rows)
+    labels = [f"{max(values):.2f}", *[""] * (num_rows - 2), f"{min(values):.2f}"]
+    chart = [f"{label:>6} ┤{line}" for label, line in zip(labels, lines, strict=True)]
+    return ["mean reward in training", *chart, f"{'step':>6} {steps[0]} to {steps[-1]}"]
+
+
+def next_commands(run: Path) -> list[tuple[str, list[str]]]:
+    """Return what to try after the quickstart, as purpose and command line."""
+    python = os.path.relpath(sys.executable)
+    script = os.path.relpath(HERE / "run.py")
+    return [
+        ("every step, sample and token of this run", [python, "-m", "skyrl_train.dashboard", os.path.relpath(run)]),
+        ("two turns with a tool", [python, script, "--task", "calculator"]),
+        ("advantages without a division by the standard deviation", [python, script, *OTHER_SETTING]),
+    ]
 
 
 def changed_answers(run: Path, first: int, last: int, at_most: int = 3) -> list[tuple[str, str, str]]:

@@ -5,7 +5,7 @@
 set -euo pipefail
 recipes="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 root="$(cd "$recipes/../.." && pwd)"
-: "${PYTHON:=$root/.venv/bin/python}"
+: "${PYTHON:=${VIRTUAL_ENV:-$root/.venv}/bin/python}"
 : "${DEVICE:=cuda}"
 : "${INFERENCE_BACKEND:=vllm}"
 : "${LOGGER:=console}"

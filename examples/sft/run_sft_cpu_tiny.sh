@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The same without a GPU: a tiny local model with a chat template, on two CPU worker processes.
 #
-#   python examples/sft/gsm8k_demonstrations.py --output_dir ~/data/gsm8k_sft
+#   uv run examples/sft/gsm8k_demonstrations.py --output_dir ~/data/gsm8k_sft
 #   MODEL=path/to/a/tiny/model bash examples/sft/run_sft_cpu_tiny.sh [key=value ...]
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
@@ -10,7 +10,7 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 : "${DATA_DIR:=$HOME/data/gsm8k_sft}"
 : "${LOGGER:=console}"
 
-"${PYTHON:-$root/.venv/bin/python}" -m skyrl_train.entrypoints.main_sft \
+"${PYTHON:-${VIRTUAL_ENV:-$root/.venv}/bin/python}" -m skyrl_train.entrypoints.main_sft \
   data.train_data="['$DATA_DIR/train.parquet']" \
   data.val_data="['$DATA_DIR/validation.parquet']" \
   data.max_length=512 \

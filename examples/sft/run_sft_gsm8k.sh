@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Supervised training of Qwen2.5-1.5B on GSM8K's solutions, on one machine with 4 GPUs.
 #
-#   python examples/sft/gsm8k_demonstrations.py --output_dir ~/data/gsm8k_sft
-#   bash examples/sft/run_sft_gsm8k.sh [key=value ...]
+#   uv run examples/sft/gsm8k_demonstrations.py --output_dir ~/data/gsm8k_sft
+#   uv run bash examples/sft/run_sft_gsm8k.sh [key=value ...]
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 
@@ -10,7 +10,7 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 : "${NUM_GPUS:=4}"
 : "${LOGGER:=console}"
 
-"${PYTHON:-$root/.venv/bin/python}" -m skyrl_train.entrypoints.main_sft \
+"${PYTHON:-${VIRTUAL_ENV:-$root/.venv}/bin/python}" -m skyrl_train.entrypoints.main_sft \
   data.train_data="['$DATA_DIR/train.parquet']" \
   data.val_data="['$DATA_DIR/validation.parquet']" \
   data.max_length=2048 \

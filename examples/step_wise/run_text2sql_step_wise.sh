@@ -4,8 +4,8 @@
 # stood before are joined again where that saves work (generator.merge_stepwise_output): with a chat template that
 # rewrites earlier turns (drops their thoughts, say) they stay apart, each exactly as the model saw it.
 #
-#   bash examples/recipes/skyrl_sql/data.sh
-#   bash examples/step_wise/run_text2sql_step_wise.sh [key=value ...]
+#   uv run bash examples/recipes/skyrl_sql/data.sh
+#   uv run bash examples/step_wise/run_text2sql_step_wise.sh [key=value ...]
 set -euo pipefail
 
 bash "$(dirname "${BASH_SOURCE[0]}")/../recipes/skyrl_sql/run_qwen2.5_coder_7b_conversation.sh" \

@@ -3,8 +3,8 @@
 # advantage of a turn is what was earned from it on, compared with the same turn of the prompt's other samples
 # (advantage_estimator=turn_grpo); gamma discounts a reward for each later turn. Qwen2.5-0.5B-Instruct on one GPU.
 #
-#   python examples/gsm8k_multi_turn/gsm8k_multi_turn_dataset.py --output_dir ~/data/gsm8k_multi_turn
-#   bash examples/turn_level_rewards/run_gsm8k_multi_turn.sh [key=value ...]
+#   uv run examples/gsm8k_multi_turn/gsm8k_multi_turn_dataset.py --output_dir ~/data/gsm8k_multi_turn
+#   uv run bash examples/turn_level_rewards/run_gsm8k_multi_turn.sh [key=value ...]
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 
@@ -13,7 +13,7 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 : "${LOGGER:=console}"
 : "${INFERENCE_BACKEND:=native}"
 
-"${PYTHON:-$root/.venv/bin/python}" -m skyrl_train.entrypoints.main_base \
+"${PYTHON:-${VIRTUAL_ENV:-$root/.venv}/bin/python}" -m skyrl_train.entrypoints.main_base \
   data.train_data="['$DATA_DIR/train.parquet']" \
   data.val_data="['$DATA_DIR/validation.parquet']" \
   environment.env_class=gsm8k_multi_turn \

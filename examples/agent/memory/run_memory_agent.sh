@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # An agent that reads long texts section by section: GRPO with Qwen3-8B, as in MemAgent.
 #
-#   python examples/agent/data/memagent.py --output_dir ~/data/agent_memory --num_documents 200
-#   bash examples/agent/memory/run_memory_agent.sh [key=value ...]
+#   uv run examples/agent/data/memagent.py --output_dir ~/data/agent_memory --num_documents 200
+#   uv run bash examples/agent/memory/run_memory_agent.sh [key=value ...]
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)"
 
@@ -10,7 +10,7 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)"
 : "${NUM_GPUS:=8}"
 : "${LOGGER:=console}"
 
-"${PYTHON:-$root/.venv/bin/python}" -m skyrl_train.entrypoints.main_base \
+"${PYTHON:-${VIRTUAL_ENV:-$root/.venv}/bin/python}" -m skyrl_train.entrypoints.main_base \
   generator.task="$root/examples/agent/memory/memory.yaml" \
   generator.n_samples_per_prompt=8 \
   data.train_data="['$DATA_DIR/train.parquet']" \

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # An agent that researches questions on the web: GRPO with Qwen3-8B.
 #
-#   python examples/agent/data/deep_research.py --output_dir ~/data/agent_research
+#   uv run examples/agent/data/deep_research.py --output_dir ~/data/agent_research
 #   export GOOGLE_SEARCH_KEY=... STEM_LLM_JUDGE_URL=http://...
-#   bash examples/agent/research/run_research_agent.sh [key=value ...]
+#   uv run bash examples/agent/research/run_research_agent.sh [key=value ...]
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)"
 
@@ -11,7 +11,7 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)"
 : "${NUM_GPUS:=4}"
 : "${LOGGER:=console}"
 
-"${PYTHON:-$root/.venv/bin/python}" -m skyrl_train.entrypoints.main_base \
+"${PYTHON:-${VIRTUAL_ENV:-$root/.venv}/bin/python}" -m skyrl_train.entrypoints.main_base \
   generator.task="$root/examples/agent/research/research.yaml" \
   generator.n_samples_per_prompt=8 \
   data.train_data="['$DATA_DIR/train.parquet']" \

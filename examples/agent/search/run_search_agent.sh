@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # An agent that answers questions with a search engine: GRPO with Qwen3-4B-Instruct.
 #
-#   python examples/agent/data/search-r1.py --output_dir ~/data/agent_search
+#   uv run examples/agent/data/search-r1.py --output_dir ~/data/agent_search
 #   python -m skyrl_gym.tools.retrieval --corpus corpus.jsonl --index bm25          # in a terminal of its own: port 8000
-#   bash examples/agent/search/run_search_agent.sh [key=value ...]
+#   uv run bash examples/agent/search/run_search_agent.sh [key=value ...]
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)"
 
@@ -11,7 +11,7 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)"
 : "${NUM_GPUS:=8}"
 : "${LOGGER:=console}"
 
-"${PYTHON:-$root/.venv/bin/python}" -m skyrl_train.entrypoints.main_base \
+"${PYTHON:-${VIRTUAL_ENV:-$root/.venv}/bin/python}" -m skyrl_train.entrypoints.main_base \
   generator.task="$root/examples/agent/search/search.yaml" \
   generator.n_samples_per_prompt=5 \
   data.train_data="['$DATA_DIR/train.parquet']" \

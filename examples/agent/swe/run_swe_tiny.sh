@@ -2,7 +2,7 @@
 # The same without a GPU or containers: programs that carry their own tests, and a tiny local model. It shows that
 # sandboxes, tests and trainer work together, not that such a model mends programs.
 #
-#   python examples/agent/swe/swe_dataset.py --output_dir ~/data/agent_swe
+#   uv run examples/agent/swe/swe_dataset.py --output_dir ~/data/agent_swe
 #   MODEL=path/to/a/tiny/model bash examples/agent/swe/run_swe_tiny.sh [key=value ...]
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)"
@@ -11,7 +11,7 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)"
 : "${DATA_DIR:=$HOME/data/agent_swe}"
 : "${LOGGER:=console}"
 
-"${PYTHON:-$root/.venv/bin/python}" -m skyrl_train.entrypoints.main_base \
+"${PYTHON:-${VIRTUAL_ENV:-$root/.venv}/bin/python}" -m skyrl_train.entrypoints.main_base \
   generator.task="$root/examples/agent/swe/swe_tiny.yaml" \
   generator.n_samples_per_prompt=2 \
   environment.env_class=null \

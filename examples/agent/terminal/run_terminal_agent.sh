@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # An agent at a shell: GRPO with Qwen3-4B-Instruct.
 #
-#   python examples/agent/terminal/terminal_dataset.py --output_dir ~/data/agent_terminal
-#   bash examples/agent/terminal/run_terminal_agent.sh [key=value ...]
+#   uv run examples/agent/terminal/terminal_dataset.py --output_dir ~/data/agent_terminal
+#   uv run bash examples/agent/terminal/run_terminal_agent.sh [key=value ...]
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)"
 
@@ -10,7 +10,7 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)"
 : "${NUM_GPUS:=8}"
 : "${LOGGER:=console}"
 
-"${PYTHON:-$root/.venv/bin/python}" -m skyrl_train.entrypoints.main_base \
+"${PYTHON:-${VIRTUAL_ENV:-$root/.venv}/bin/python}" -m skyrl_train.entrypoints.main_base \
   generator.task="$root/examples/agent/terminal/terminal.yaml" \
   generator.n_samples_per_prompt=8 \
   data.train_data="['$DATA_DIR/train.parquet']" \

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # CISPO (clipped importance weights, every token keeps its gradient) on GSM8K, on one machine with 4 GPUs.
 #
-#   python examples/gsm8k/gsm8k_dataset.py --output_dir ~/data/gsm8k
-#   bash examples/algorithms/cispo/run_cispo_gsm8k.sh [key=value ...]
+#   uv run examples/gsm8k/gsm8k_dataset.py --output_dir ~/data/gsm8k
+#   uv run bash examples/algorithms/cispo/run_cispo_gsm8k.sh [key=value ...]
 set -euo pipefail
 
 bash "$(dirname "${BASH_SOURCE[0]}")/../../gsm8k/run_gsm8k.sh" \

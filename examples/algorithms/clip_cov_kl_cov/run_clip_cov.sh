@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Clip-Cov (a few tokens that drive entropy down lose their gradient) on GSM8K, on one machine with 4 GPUs.
 #
-#   python examples/gsm8k/gsm8k_dataset.py --output_dir ~/data/gsm8k
-#   bash examples/algorithms/clip_cov_kl_cov/run_clip_cov.sh [key=value ...]
+#   uv run examples/gsm8k/gsm8k_dataset.py --output_dir ~/data/gsm8k
+#   uv run bash examples/algorithms/clip_cov_kl_cov/run_clip_cov.sh [key=value ...]
 set -euo pipefail
 
 bash "$(dirname "${BASH_SOURCE[0]}")/../../gsm8k/run_gsm8k.sh" \

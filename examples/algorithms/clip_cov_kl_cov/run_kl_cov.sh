@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # KL-Cov (the tokens that drive entropy down are held back by a penalty) on GSM8K, on one machine with 4 GPUs.
 #
-#   python examples/gsm8k/gsm8k_dataset.py --output_dir ~/data/gsm8k
-#   bash examples/algorithms/clip_cov_kl_cov/run_kl_cov.sh [key=value ...]
+#   uv run examples/gsm8k/gsm8k_dataset.py --output_dir ~/data/gsm8k
+#   uv run bash examples/algorithms/clip_cov_kl_cov/run_kl_cov.sh [key=value ...]
 set -euo pipefail
 
 bash "$(dirname "${BASH_SOURCE[0]}")/../../gsm8k/run_gsm8k.sh" \

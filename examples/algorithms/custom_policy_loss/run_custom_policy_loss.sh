@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # A policy loss of one's own on GSM8K, on one machine with 4 GPUs.
 #
-#   python examples/gsm8k/gsm8k_dataset.py --output_dir ~/data/gsm8k
-#   bash examples/algorithms/custom_policy_loss/run_custom_policy_loss.sh [key=value ...]
+#   uv run examples/gsm8k/gsm8k_dataset.py --output_dir ~/data/gsm8k
+#   uv run bash examples/algorithms/custom_policy_loss/run_custom_policy_loss.sh [key=value ...]
 set -euo pipefail
 folder="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 root="$(cd "$folder/../../.." && pwd)"
@@ -12,7 +12,7 @@ root="$(cd "$folder/../../.." && pwd)"
 : "${LOGGER:=console}"
 
 export PYTHONPATH="$folder${PYTHONPATH:+:$PYTHONPATH}"
-"${PYTHON:-$root/.venv/bin/python}" -m main_custom_policy_loss \
+"${PYTHON:-${VIRTUAL_ENV:-$root/.venv}/bin/python}" -m main_custom_policy_loss \
   data.train_data="['$DATA_DIR/train.parquet']" \
   data.val_data="['$DATA_DIR/validation.parquet']" \
   environment.env_class=gsm8k \

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # DAPO on GSM8K, on one machine with 4 GPUs: asymmetric clip, dynamic sampling, overlong filter and penalty.
 #
-#   python examples/gsm8k/gsm8k_dataset.py --output_dir ~/data/gsm8k
-#   bash examples/algorithms/dapo/run_dapo_gsm8k.sh [key=value ...]
+#   uv run examples/gsm8k/gsm8k_dataset.py --output_dir ~/data/gsm8k
+#   uv run bash examples/algorithms/dapo/run_dapo_gsm8k.sh [key=value ...]
 set -euo pipefail
 
 bash "$(dirname "${BASH_SOURCE[0]}")/../../gsm8k/run_gsm8k.sh" \

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Dr. GRPO (no division by lengths or standard deviations) on GSM8K, on one machine with 4 GPUs.
 #
-#   python examples/gsm8k/gsm8k_dataset.py --output_dir ~/data/gsm8k
-#   bash examples/algorithms/drgrpo/run_drgrpo_gsm8k.sh [key=value ...]
+#   uv run examples/gsm8k/gsm8k_dataset.py --output_dir ~/data/gsm8k
+#   uv run bash examples/algorithms/drgrpo/run_drgrpo_gsm8k.sh [key=value ...]
 set -euo pipefail
 
 # The divisor of every sequence is trainer.algorithm.max_seq_len, by default the longest prompt and answer.

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # GSPO (one ratio a sequence) on GSM8K, on one machine with 4 GPUs.
 #
-#   python examples/gsm8k/gsm8k_dataset.py --output_dir ~/data/gsm8k
-#   bash examples/algorithms/gspo/run_gspo_gsm8k.sh [key=value ...]
+#   uv run examples/gsm8k/gsm8k_dataset.py --output_dir ~/data/gsm8k
+#   uv run bash examples/algorithms/gspo/run_gspo_gsm8k.sh [key=value ...]
 set -euo pipefail
 
 # Ratios of sequences are close to 1, so their bounds are, too (https://arxiv.org/abs/2507.18071, section 5.1).

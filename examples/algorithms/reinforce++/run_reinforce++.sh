@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # REINFORCE++ (no critic and no groups) on GSM8K, on one machine with 4 GPUs.
 #
-#   python examples/gsm8k/gsm8k_dataset.py --output_dir ~/data/gsm8k
-#   bash examples/algorithms/reinforce++/run_reinforce++.sh [key=value ...]
+#   uv run examples/gsm8k/gsm8k_dataset.py --output_dir ~/data/gsm8k
+#   uv run bash examples/algorithms/reinforce++/run_reinforce++.sh [key=value ...]
 set -euo pipefail
 
 # reinforce++_baseline compares with the other answers to a prompt before it normalises over the batch.

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # RLOO (the other answers are the baseline) on GSM8K, on one machine with 4 GPUs.
 #
-#   python examples/gsm8k/gsm8k_dataset.py --output_dir ~/data/gsm8k
-#   bash examples/algorithms/rloo/run_rloo.sh [key=value ...]
+#   uv run examples/gsm8k/gsm8k_dataset.py --output_dir ~/data/gsm8k
+#   uv run bash examples/algorithms/rloo/run_rloo.sh [key=value ...]
 set -euo pipefail
 
 # The KL divergence is part of the reward, as in the paper.

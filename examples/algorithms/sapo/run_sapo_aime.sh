@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # SAPO (a soft gate in place of the clip) on DAPO-Math-17k, evaluated on AIME 2024, on one machine with 8 GPUs.
 #
-#   python examples/aime/aime_dataset.py --output_dir ~/data/dapo
-#   bash examples/algorithms/sapo/run_sapo_aime.sh [key=value ...]
+#   uv run examples/aime/aime_dataset.py --output_dir ~/data/dapo
+#   uv run bash examples/algorithms/sapo/run_sapo_aime.sh [key=value ...]
 set -euo pipefail
 
 bash "$(dirname "${BASH_SOURCE[0]}")/../dapo/run_dapo_aime.sh" \

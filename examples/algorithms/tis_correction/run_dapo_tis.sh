@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # DAPO on GSM8K with truncated importance sampling: a token's loss is weighted by trainer over engine, at most 2.
 #
-#   python examples/gsm8k/gsm8k_dataset.py --output_dir ~/data/gsm8k
-#   bash examples/algorithms/tis_correction/run_dapo_tis.sh [key=value ...]
+#   uv run examples/gsm8k/gsm8k_dataset.py --output_dir ~/data/gsm8k
+#   uv run bash examples/algorithms/tis_correction/run_dapo_tis.sh [key=value ...]
 set -euo pipefail
 
 # How far engine and trainer are apart is measured with or without it: policy/rollout_train_*.

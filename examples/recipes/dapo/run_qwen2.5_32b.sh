@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Qwen2.5-32B with responses of up to 20,480 tokens, every sequence over 4 ranks. "Several nodes": here four with 8 GPUs.
 #
-#   bash examples/recipes/dapo/run_qwen2.5_32b.sh [key=value ...]
+#   uv run bash examples/recipes/dapo/run_qwen2.5_32b.sh [key=value ...]
 set -euo pipefail
 
 export MODEL="${MODEL:-Qwen/Qwen2.5-32B}" FIGURES="${FIGURES:-later}"

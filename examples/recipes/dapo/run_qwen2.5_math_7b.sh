@@ -2,7 +2,7 @@
 # Qwen2.5-Math-7B on one machine with 8 GPUs. Its config says that it reads 4,096 tokens: engines would refuse longer
 # ones, or cut them. 32,768 replaces that, in training and in evaluation (run_evaluation.sh with the same setting).
 #
-#   bash examples/recipes/dapo/run_qwen2.5_math_7b.sh [key=value ...]
+#   uv run bash examples/recipes/dapo/run_qwen2.5_math_7b.sh [key=value ...]
 set -euo pipefail
 
 export MODEL="${MODEL:-Qwen/Qwen2.5-Math-7B}" TENSOR_PARALLEL="${TENSOR_PARALLEL:-4}"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Qwen3-1.7B-Base on two machines with 8 GPUs, weights divided within each; NUM_NODES=1 for one machine, as the table says.
 #
-#   bash examples/recipes/dapo/run_qwen3_1.7b_base.sh [key=value ...]                  # the first table
+#   uv run bash examples/recipes/dapo/run_qwen3_1.7b_base.sh [key=value ...]                  # the first table
 #   FIGURES=later bash examples/recipes/dapo/run_qwen3_1.7b_base.sh [key=value ...]    # later repeats
 set -euo pipefail
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Qwen3-30B-A3B-Base on two machines with 8 GPUs: tensor 4, experts over 8 ranks, weights of stale tokens truncated at 2.
 #
-#   bash examples/recipes/dapo/run_qwen3_30b_a3b_base_megatron.sh [key=value ...]
+#   uv run bash examples/recipes/dapo/run_qwen3_30b_a3b_base_megatron.sh [key=value ...]
 set -euo pipefail
 
 export MODEL="${MODEL:-Qwen/Qwen3-30B-A3B-Base}" FIGURES="${FIGURES:-later}"

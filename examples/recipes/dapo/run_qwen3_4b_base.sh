@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Qwen3-4B-Base on two machines with 8 GPUs, weights divided within each; NUM_NODES=1 for one machine, as the table says.
 #
-#   bash examples/recipes/dapo/run_qwen3_4b_base.sh [key=value ...]                    # FIGURES=later: later repeats
+#   uv run bash examples/recipes/dapo/run_qwen3_4b_base.sh [key=value ...]                    # FIGURES=later: later repeats
 set -euo pipefail
 
 export MODEL="${MODEL:-Qwen/Qwen3-4B-Base}"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Adapters on Qwen3-4B-Base, on one machine with 8 GPUs. The table gives neither rank nor learning rate: these are ours.
 #
-#   bash examples/recipes/dapo/run_qwen3_4b_base_lora.sh [key=value ...]
+#   uv run bash examples/recipes/dapo/run_qwen3_4b_base_lora.sh [key=value ...]
 set -euo pipefail
 
 export MODEL="${MODEL:-Qwen/Qwen3-4B-Base}" FIGURES="${FIGURES:-later}"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Qwen3-4B-Base divided by megatron-core (tensor 4, two stages) on one machine with 8 GPUs.
 #
-#   bash examples/recipes/dapo/run_qwen3_4b_base_megatron.sh [key=value ...]
+#   uv run bash examples/recipes/dapo/run_qwen3_4b_base_megatron.sh [key=value ...]
 set -euo pipefail
 
 export MODEL="${MODEL:-Qwen/Qwen3-4B-Base}" FIGURES="${FIGURES:-later}"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GSM8K: 7,473 problems to train on, 1,319 to evaluate on.
 #
-#   bash examples/recipes/gsm8k/data.sh [--input FILES ...]
+#   uv run bash examples/recipes/gsm8k/data.sh [--input FILES ...]
 source "$(dirname "${BASH_SOURCE[0]}")/settings.sh"
 "$PYTHON" "$root/examples/gsm8k/gsm8k_dataset.py" --output_dir "$DATA_DIR" "$@"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GRPO on GSM8K with Qwen2.5-0.5B-Instruct on one GPU: the smallest real run.
 #
-#   bash examples/recipes/gsm8k/run_qwen2.5_0.5b.sh [key=value ...]
+#   uv run bash examples/recipes/gsm8k/run_qwen2.5_0.5b.sh [key=value ...]
 set -euo pipefail
 
 export MODEL="${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}" NUM_GPUS="${NUM_GPUS:-1}"

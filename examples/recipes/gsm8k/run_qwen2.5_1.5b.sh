@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GRPO on GSM8K with Qwen2.5-1.5B-Instruct, on one machine with 4 GPUs.
 #
-#   bash examples/recipes/gsm8k/run_qwen2.5_1.5b.sh [key=value ...]
+#   uv run bash examples/recipes/gsm8k/run_qwen2.5_1.5b.sh [key=value ...]
 source "$(dirname "${BASH_SOURCE[0]}")/settings.sh"
 
 # The micro-batch sizes change memory and speed, not the result: these suit 80 GB and a vocabulary of 150,000 words.

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Qwen2.5-3B-Instruct with up to 4 turns: 3 searches and the answer. On one machine with 8 GPUs.
 #
-#   bash examples/recipes/search_r1/serve.sh                        # in a terminal of its own: e5, flat index
-#   bash examples/recipes/search_r1/run_qwen2.5_3b_4_turns.sh [key=value ...]
+#   uv run bash examples/recipes/search_r1/serve.sh                        # in a terminal of its own: e5, flat index
+#   uv run bash examples/recipes/search_r1/run_qwen2.5_3b_4_turns.sh [key=value ...]
 set -euo pipefail
 
 MAX_TURNS=4 bash "$(dirname "${BASH_SOURCE[0]}")/qwen2.5_3b.sh" "$@"

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Qwen3-30B-A3B with up to 4 turns on four machines with 8 GPUs: tensor 2, experts over 8 ranks, engines of 8 GPUs.
 #
-#   bash examples/recipes/search_r1/serve.sh                        # in a terminal of its own: e5, flat index
-#   bash examples/recipes/search_r1/run_qwen3_30b_a3b_megatron_4_turns.sh [key=value ...]
+#   uv run bash examples/recipes/search_r1/serve.sh                        # in a terminal of its own: e5, flat index
+#   uv run bash examples/recipes/search_r1/run_qwen3_30b_a3b_megatron_4_turns.sh [key=value ...]
 set -euo pipefail
 
 export MODEL="${MODEL:-Qwen/Qwen3-30B-A3B}" MAX_TURNS="${MAX_TURNS:-4}" FIGURES="${FIGURES:-later}"

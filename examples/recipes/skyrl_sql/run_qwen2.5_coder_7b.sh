@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Qwen2.5-Coder-7B-Instruct with up to six turns, five queries and the solution, on one machine with 8 GPUs.
 #
-#   bash examples/recipes/skyrl_sql/run_qwen2.5_coder_7b.sh [key=value ...]
+#   uv run bash examples/recipes/skyrl_sql/run_qwen2.5_coder_7b.sh [key=value ...]
 set -euo pipefail
 
 export MAX_TURNS="${MAX_TURNS:-6}" TENSOR_PARALLEL="${TENSOR_PARALLEL:-4}"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The later variant in which every turn is a message of its own, ended by the end token after the stop text.
 #
-#   bash examples/recipes/skyrl_sql/run_qwen2.5_coder_7b_conversation.sh [key=value ...]
+#   uv run bash examples/recipes/skyrl_sql/run_qwen2.5_coder_7b_conversation.sh [key=value ...]
 set -euo pipefail
 
 bash "$(dirname "${BASH_SOURCE[0]}")/run_qwen2.5_coder_7b.sh" \

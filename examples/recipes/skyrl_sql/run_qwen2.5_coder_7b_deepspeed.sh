@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The same run under DeepSpeed's stage 3, with parameters and optimizer in host memory.
 #
-#   bash examples/recipes/skyrl_sql/run_qwen2.5_coder_7b_deepspeed.sh [key=value ...]
+#   uv run bash examples/recipes/skyrl_sql/run_qwen2.5_coder_7b_deepspeed.sh [key=value ...]
 set -euo pipefail
 
 bash "$(dirname "${BASH_SOURCE[0]}")/run_qwen2.5_coder_7b.sh" \

@@ -2,7 +2,7 @@
 # OpenHands-7B-Agent, v0: 15 steps on the first set of tasks, then 25 on the second (run it again with the other DATA_DIR
 # and trainer.max_training_steps=40: it goes on from its checkpoint).
 #
-#   bash examples/recipes/swe/run_openhands_7b.sh [key=value ...]
+#   uv run bash examples/recipes/swe/run_openhands_7b.sh [key=value ...]
 set -euo pipefail
 
 export MODEL="${MODEL:-all-hands/openhands-lm-7b-v0.1}" TASK=openhands_7b.yaml

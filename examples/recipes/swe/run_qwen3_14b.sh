@@ -2,7 +2,7 @@
 # Qwen3-14B with thinking, v0: 35 steps. The published run has a critic (PPO, GAE), which needs whole trajectories; where
 # thoughts of earlier turns are removed every turn is a row of its own, so this one compares the answers of a group.
 #
-#   bash examples/recipes/swe/run_qwen3_14b.sh [key=value ...]
+#   uv run bash examples/recipes/swe/run_qwen3_14b.sh [key=value ...]
 set -euo pipefail
 
 export MODEL="${MODEL:-Qwen/Qwen3-14B}" TASK=qwen3_14b.yaml TENSOR_PARALLEL="${TENSOR_PARALLEL:-2}"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Qwen3-32B, SA-SWE: leave-one-out advantages on two machines with 8 GPUs, every sequence over 4 ranks.
 #
-#   bash examples/recipes/swe/run_qwen3_32b.sh [key=value ...]
+#   uv run bash examples/recipes/swe/run_qwen3_32b.sh [key=value ...]
 set -euo pipefail
 
 export MODEL="${MODEL:-Qwen/Qwen3-32B}" TASK=qwen3_32b.yaml

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Qwen3-8B without thinking, v0: 25 steps.
 #
-#   bash examples/recipes/swe/run_qwen3_8b.sh [key=value ...]
+#   uv run bash examples/recipes/swe/run_qwen3_8b.sh [key=value ...]
 set -euo pipefail
 
 export MODEL="${MODEL:-Qwen/Qwen3-8B}" TASK=qwen3_8b.yaml
