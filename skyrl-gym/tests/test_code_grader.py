@@ -96,7 +96,14 @@ def test_outputs_are_compared_line_by_line(printed, expected, same):
 
 @pytest.mark.parametrize(
     "returned, expected, same",
-    [("[1, 2]", "[1.0,2]", True), ("1", "2", False), ("[" * 100_000, "1", False), ("oops", "1", False)],
+    [
+        ("[1, 2]", "[1.0,2]", True),
+        ("1", "2", False),
+        ("[" * 100_000, "1", False),
+        ("oops", "1", False),
+        ("9" * 5000, "9" * 5000, True),
+        ("9" * 5000, "9" * 4999 + "8", False),
+    ],
 )
 def test_json_is_compared_by_value(returned, expected, same):
     assert same_json(returned, expected) is same
@@ -285,6 +292,15 @@ def error_of(grade):
 )
 def test_a_right_program_passes_however_it_is_written(program):
     assert grade_code(program, SUM) == Score(1.0, details={"passed": 2, "total": 2})
+
+
+@sandboxed
+def test_programs_print_and_read_long_integers():
+    number = "9" * 5000  # Python's own limit is 4,300 digits
+    assert value_of(grade_code("print(10**5000 - 1)", ProgramTests([Case("", number)]))) == 1.0
+    assert value_of(grade_code("print(int(input()) % 9)", ProgramTests([Case(number, "0")]))) == 1.0
+    functions = [{**FUNCTIONAL, "input": number, "output": number[:-1] + "8"}]
+    assert value_of(grade_code("def f(x): return x - 1", parse_tests(functions))) == 1.0
 
 
 @sandboxed

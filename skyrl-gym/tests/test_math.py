@@ -127,6 +127,15 @@ def test_any_text_gets_a_grade(pool, text, gold):
         (r"\text{(C)}", "C"),
         (r"\text{Evelyn}", "evelyn."),
         (r"\begin{pmatrix} 1/5 \\ -2 \end{pmatrix}", r"\begin{pmatrix} 0.2 \\ -2 \end{pmatrix}"),
+        (r"\frac{1}{2006!}", r"\frac{2007 \cdot 2008}{2008!}"),
+        (r"\frac{3}{2^{1100}}", r"\frac{6}{2^{1101}}"),
+        (r"1+\sqrt{2}", r"\sqrt{3+2\sqrt{2}}"),
+        ("1,2", "(1,2)"),
+        ("1000", "1e3"),
+        ("0.00015", "1.5E-4"),
+        ("42", "**42**"),
+        ("42", r"\boldsymbol{42}"),
+        (r"\frac{1}{2}", r"\bm{\mathbf{\frac{1}{2}}}"),
     ],
 )
 def test_answers_that_mean_the_same(pool, gold, answer):
@@ -153,6 +162,16 @@ def test_answers_that_mean_the_same(pool, gold, answer):
         (r"3 \pm 2\sqrt{2}", r"3+2\sqrt2"),
         ("x^2", "y^2"),
         ("10^{-8}", "0.0"),  # equal to six decimals
+        ("0", "0.0000001"),
+        ("10^{-401}", "10^{-400}"),  # both 0 as floats
+        (r"\frac{2^{100}+1}{3 \cdot 2^{101}}", r"\frac{1}{3 \cdot 2^{101}}"),
+        (r"1-\frac{1}{2^{99}}", r"1-\frac{1}{2^{100}}"),
+        (r"\sqrt{2}", r"\sqrt{2}+10^{-20}"),
+        ("x+10^{-401}", "x+10^{-400}"),
+        (r"\{1,10^{-401}\}", r"\{1,10^{-400}\}"),
+        ("(1,10^{-401})", "(1,10^{-400})"),
+        ("x=10^{-401}", "x=10^{-400}"),
+        ("100", "1e3"),
         (r"10^{-20}\pi", "0"),
         (r"\text{east}", "teas"),  # e * a * s * t, for algebra
         ("Sam", "mas"),

@@ -1,5 +1,6 @@
 import functools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -158,9 +159,17 @@ def test_metrics_average_over_the_episodes_that_have_them():
     assert default_aggregate_metrics([]) == {}
     episodes = [{"solved": True, "steps": 2, "note": "text"}, {"solved": False}]
     assert default_aggregate_metrics(episodes) == {"solved": 0.5, "steps": 2.0}
+    assert default_aggregate_metrics([{"a": 1.0}, {"a": math.nan}, {"a": 10**400}, {"a": 0.5}]) == {"a": 0.75}
     assert aggregate_for_environment("gsm8k_multi_turn", [{"steps": 1}, {"steps": 4}]) == {"avg_steps": 2.5}
     with pytest.raises(ValueError, match="No registered env with id: nowhere"):
         aggregate_for_environment("nowhere", [])
+
+
+def test_metrics_of_numpy_are_numbers():
+    numpy = pytest.importorskip("numpy")
+    scalars = [numpy.float32(0.5), numpy.int64(2), numpy.bool_(True), numpy.array(0.5), 0.25, True]
+    assert default_aggregate_metrics([{"a": scalar} for scalar in scalars]) == {"a": 5.25 / 6}
+    assert default_aggregate_metrics([{"a": numpy.ones(2), "b": numpy.str_("x"), "c": None}]) == {}
 
 
 def test_environments_of_different_threads_do_not_disturb_each_other():

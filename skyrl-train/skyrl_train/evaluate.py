@@ -3,6 +3,7 @@
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import chain, count
 from typing import TYPE_CHECKING
 
 from loguru import logger
@@ -24,6 +25,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from skyrl_train.config import SkyRLConfig
+
+
+AGGREGATED = "aggregated_results"
+"""Name of the file of metrics, next to the files of the data sources."""
+MAX_NAME_CHARACTERS = 100
+"""File systems allow 255 bytes."""
 
 
 async def evaluate(
@@ -121,8 +128,21 @@ def calculate_per_dataset_metrics(
 
 
 def sanitize_data_source(data_source: str | None) -> str:
-    """Convert a data source to a part of a metric's or a file's name."""
-    return "unknown" if data_source is None else str(data_source).replace("/", "_")
+    """Convert a data source to a part of a metric's or a file's name: None to `unknown`, `a/b` to `a_b`.
+
+    Every source of this process has a name of its own: `a_b` is `a_b_2` if `a/b` was first, and `all` is `all_2`, since
+    `eval/all/` is over all sources. Evaluation sets are read in the same order in every run, so names stay.
+    """
+    source = None if data_source is None else str(data_source)
+    if source not in _source_names:
+        wanted = "unknown" if source is None else source.replace("/", "_")[:MAX_NAME_CHARACTERS]
+        taken = {"all", AGGREGATED, *_source_names.values()}
+        candidates = chain([wanted], (f"{wanted}_{number}" for number in count(2)))
+        _source_names[source] = next(name for name in candidates if name not in taken)
+    return _source_names[source]
+
+
+_source_names: dict[str | None, str] = {}
 
 
 def _extras(requests: list[GeneratorInput]) -> list[JsonObject]:
@@ -157,7 +177,7 @@ def _write_results(
         )
     for source, rows in rows_of.items():
         write_whole(folder / f"{source}.jsonl", _json_lines(rows))
-    write_whole(folder / "aggregated_results.jsonl", _json_lines([metrics]))
+    write_whole(folder / f"{AGGREGATED}.jsonl", _json_lines([metrics]))
 
 
 def _json_lines(rows: list[JsonObject]) -> str:

@@ -92,6 +92,8 @@ def grade_equivalence(answer: str, gold: str, *, question: str = "", pool: Equiv
         return Invalid("the answer has numbers side by side")
     if _read_the_same(answer, gold):
         return Score(1.0, readable)
+    if (bare := _without_parentheses(answer, gold)) is not None:
+        return grade_equivalence(bare, gold, question=question, pool=pool)
     if _is_words(gold):
         return Score(float(_letters(answer) == _letters(gold)), readable)
     grade = _compare(answer, gold, question, pool)
@@ -145,6 +147,15 @@ _MIXED_NUMBER = re.compile(r"([+-]?)([0-9]*)\\frac\{([0-9]+)\}\{([0-9]+)\}")
 def _read_the_same(answer: str, gold: str) -> bool:
     """Also without thousands separators, which in "100,200" may separate two numbers as well."""
     return any(normalize_answer(form(answer)) == normalize_answer(form(gold)) for form in (str, join_thousands))
+
+
+def _without_parentheses(answer: str, gold: str) -> str | None:
+    """Return `1,2` of `(1,2)` where the gold is a bare list such as `1,2`; None for anything else."""
+    text, expected = clean(answer), clean(gold)
+    is_list = "," in join_thousands(expected) and not re.search(r"[(\[{]|\\", expected)
+    if is_list and text.startswith("(") and text.endswith(")") and not re.search(r"[()]", text[1:-1]):
+        return text[1:-1]
+    return None
 
 
 def _is_words(gold: str) -> bool:

@@ -65,6 +65,10 @@ _SHORT_FRACTION = re.compile(r"\\frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|
 _SHORT_ROOT = re.compile(r"\\sqrt\s*(\d)")
 TEXT_COMMAND = r"\\(?:text(?:bf|it|rm|sf|tt|up|normal)?|mbox|hbox|mathrm)(?![A-Za-z])"
 """Commands whose argument is text, such as a unit."""
+_FONT = re.compile(r"\\(?:boldsymbol|bm|pmb|mathbf|mathit|mathsf|mathtt|mathnormal|underline|emph)\s*\{")
+_BOLD = re.compile(r"\s*(\*\*|__)(?!\s)([^*_]+)(?<!\s)\1\s*")
+_EXPONENT = re.compile(r"(?<![\w.])([0-9]+(?:\.[0-9]+)?|\.[0-9]+)[eE]([+-]?[0-9]{1,3})(?![\w.^])")
+"""1e3 and 1.5E-7, as programs print numbers; longer exponents are no answers."""
 _TEXT = re.compile(rf"(?:{TEXT_COMMAND}|\\mathbf)\s*\{{([^{{}}]*)\}}")
 _TEXT_ALONE = re.compile(rf"\s*{TEXT_COMMAND}\s*\{{([^{{}}]*[0-9][^{{}}]*)\}}\s*")
 
@@ -75,12 +79,31 @@ def clean(answer: str) -> str:
 
     "5 1/2" becomes a mixed number, lest it read as 51/2.
     """
-    text = _THOUSANDS_COMMA.sub(",", answer.replace("−", "-").replace("{,}", ","))
+    text = bold[2] if (bold := _BOLD.fullmatch(answer)) else answer
+    text = _THOUSANDS_COMMA.sub(",", _strip_fonts(text).replace("−", "-").replace("{,}", ","))
     text = _NO_SPACE.sub("", _SIZES.sub("", _DELIMITERS.sub("", text)))
     text = _DEGREES.sub("", _FRACTION.sub(r"\\frac", text)).replace("\\%", "").replace("%", "")
     text = _MIXED.sub(r"\1\\frac{\2}{\3}", _WIDE_SPACE.sub(" ", text))
     text = _TEXT_ALONE.sub(r"\1", text) if _TEXT_ALONE.fullmatch(text) else text
+    text = _EXPONENT.sub(_to_power_of_ten, text)
     return _PLUS_SIGN.sub("", text.strip()).rstrip(".,;").strip()
+
+
+def _strip_fonts(text: str) -> str:
+    r"""Replace `\boldsymbol{...}` and other fonts by what they hold, nested braces included."""
+    while found := _FONT.search(text):
+        depth, end = 1, found.end()
+        while end < len(text) and depth:
+            depth += (text[end] == "{") - (text[end] == "}")
+            end += 1
+        if depth:  # it does not close: leave it to the parser
+            return text
+        text = text[: found.start()] + text[found.end() : end - 1] + text[end:]
+    return text
+
+
+def _to_power_of_ten(found: re.Match[str]) -> str:
+    return f"{found[1]} \\cdot 10^{{{int(found[2])}}}"
 
 
 def join_thousands(text: str) -> str:

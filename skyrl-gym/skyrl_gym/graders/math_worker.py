@@ -24,7 +24,12 @@ WORN_BYTES = 1 << 30
 
 SMALLEST_COMPARED_ABSOLUTELY = 1e-3
 RELATIVE_TOLERANCE = 1e-3
-"""math-verify compares to six decimals or 15 digits after the point, so that any tiny number equals 0."""
+"""math-verify compares decimals to six digits after the point, so that any tiny number equals 0."""
+
+EXACT_DIGITS = 400
+EXACT_TOLERANCE = 1e-100
+"""math-verify compares irrational numbers to 15 digits after the point. Here their relative difference is evaluated
+with up to `EXACT_DIGITS` digits; that of equal numbers vanishes in all of them."""
 
 
 def main() -> None:
@@ -50,7 +55,7 @@ def same(answer: str, gold: str) -> bool:
     expected, found = _parse(gold), _parse(answer)
     if not verify(expected, found, timeout_seconds=None):
         return False
-    return all(_close(e, f) for e, f in zip(expected[:1], found[:1], strict=True))
+    return all(_is_close(e, f) for e, f in zip(expected[:1], found[:1], strict=True))
 
 
 def _parse(answer: str) -> list[Any]:
@@ -61,13 +66,47 @@ def _parse(answer: str) -> list[Any]:
     return parse(box, extraction_config=[LatexExtractionConfig(boxed_match_priority=0)], parsing_timeout=0)
 
 
-def _close(expected: Any, found: Any) -> bool:
-    """Compare two numbers, the expected one tiny, relative to their size. Returns: True for everything else."""
-    try:
-        size, difference = (abs(complex(value.evalf())) for value in (expected, expected - found))
-    except (AttributeError, TypeError, ValueError, OverflowError):
+def _is_close(expected: Any, found: Any) -> bool:
+    """Compare again what the library takes for equal: exact numbers exactly, tiny decimals relative to their size,
+    lists element by element. Returns: True for everything else."""
+    import sympy
+
+    if isinstance(expected, sympy.MatrixBase) and isinstance(found, sympy.MatrixBase):
+        return all(map(_is_close, expected.flat(), found.flat()))
+    if isinstance(expected, sympy.FiniteSet) and isinstance(found, sympy.FiniteSet):
+        return all(any(_is_close(e, f) for f in found.args) for e in expected.args)
+    if isinstance(expected, sympy.Tuple) and isinstance(found, sympy.Tuple):
+        return all(map(_is_close, expected.args, found.args))
+    if isinstance(expected, sympy.core.relational.Relational) and expected.func == found.func:
+        sides: tuple[Any, ...] = (expected.lhs, expected.rhs, found.lhs, found.rhs)
+        if all(isinstance(side, sympy.Expr) for side in sides):  # not a set, as in `x = [1, 2]`
+            expected, found = sides[0] - sides[1], sides[2] - sides[3]
+    if not (isinstance(expected, sympy.Expr) and isinstance(found, sympy.Expr)):
         return True
-    return size >= SMALLEST_COMPARED_ABSOLUTELY or size == 0 or difference <= RELATIVE_TOLERANCE * size
+    try:
+        return _are_close_numbers(expected.doit(), found.doit())
+    except (AttributeError, TypeError, ValueError, OverflowError, ZeroDivisionError):
+        return True
+
+
+def _are_close_numbers(expected: Any, found: Any) -> bool:
+    """Compare two expressions. Their sizes stay numbers of sympy, whose exponents have no bounds: a float of 1e-400 is
+    0."""
+    import sympy
+
+    difference = expected - found
+    is_exact = not (expected.has(sympy.Float) or found.has(sympy.Float))
+    if expected.free_symbols or found.free_symbols:
+        difference = sympy.expand(difference)
+        return bool(difference == 0 or not (is_exact and difference.is_Rational))
+    if is_exact and expected.is_Rational and found.is_Rational:
+        return bool(expected == found)
+    size = abs(expected).evalf()
+    if size == 0:
+        return bool(abs(difference).evalf() == 0)
+    if is_exact:
+        return bool(abs(difference / expected).evalf(15, maxn=EXACT_DIGITS) <= EXACT_TOLERANCE)
+    return bool(size >= SMALLEST_COMPARED_ABSOLUTELY or abs(difference).evalf() <= RELATIVE_TOLERANCE * size)
 
 
 def _limit(kind: int, value: int) -> None:

@@ -1,6 +1,7 @@
 """Selection of the sandbox that works on this machine."""
 
 import os
+import sys
 from collections.abc import Mapping
 from functools import partial
 from typing import Literal, get_args
@@ -103,7 +104,10 @@ def _try(kind: Kind, image: str | None, pull: Pull) -> InfraError | None:
     except InfraError as error:
         return error
     if result.stdout != "42\n":
+        hint = ""
+        if "Permission denied" in result.stderr:  # as root, commands run as a user of their own
+            hint = f" (make {sys.prefix} readable for others: chmod -R go+rX, and install under umask 022)"
         return InfraError(
-            f"Python does not run in it: {result.outcome}, {result.returncode}, {result.stderr.strip()!r}"
+            f"Python does not run in it: {result.outcome}, {result.returncode}, {result.stderr.strip()!r}{hint}"
         )
     return None

@@ -19,6 +19,7 @@ ENVIRONMENT = {
     "TMPDIR": "/tmp",
     "LANG": "C.UTF-8",
     "PYTHONDONTWRITEBYTECODE": "1",
+    "PYTHONINTMAXSTRDIGITS": "0",  # Python's limit of 4,300 digits guards servers; a program here has a time limit
     # A thread takes address space for its stack and its arena: few of them, so that the memory limit means memory.
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",

@@ -50,10 +50,11 @@ def call_search_api(
         session: connections to use; else those that everything in this process shares for this server.
 
     Returns:
-        (answer, None), or (None, text) if the server finds fault with the request, or if its answer is not JSON.
+        (answer, None), or (None, text) if the server finds fault with the request.
 
     Raises:
-        InfraError: the server still failed at the last request, or the address or rights are wrong.
+        InfraError: the server still failed at the last request, the address or rights are wrong, or the body is not
+            JSON (the page of a proxy, say).
     """
     retries = Retries(max_retries, INITIAL_RETRY_DELAY, MAX_RETRY_DELAY, retry_seconds)
     service = Service(retrieval_service_url, timeout=timeout, retries=retries, connections=session)
@@ -71,7 +72,9 @@ def call_search_api(
     try:
         return json.loads(response.body), None
     except ValueError as failure:
-        return None, f"the answer is not JSON: {failure}"
+        raise InfraError(
+            f"Search error: {service.url} sent no JSON: {failure}; {_beginning(response.text)}"
+        ) from failure
 
 
 def _detail(text: str) -> str:
@@ -79,7 +82,11 @@ def _detail(text: str) -> str:
     try:
         return str(json.loads(text)["detail"])[:500]
     except (ValueError, KeyError, TypeError):
-        return text.strip()[:500]
+        return _beginning(text)
+
+
+def _beginning(text: str) -> str:
+    return text.strip()[:500] or "(an empty body)"
 
 
 @dataclass
@@ -134,7 +141,7 @@ class SearchToolGroup(ToolGroup):
             Nothing if there is no query.
 
         Raises:
-            InfraError: as `call_search_api`.
+            InfraError: as `call_search_api`, or the answer has no documents of the expected form.
         """
         if query is None:
             return ""
@@ -156,15 +163,18 @@ class SearchToolGroup(ToolGroup):
 
 
 def _result_text(answer: Any | None, error: str | None) -> str:
+    """Raises InfraError: what a server sends with status 200 says nothing about the query."""
     if error is not None:
         return f"Search error: {error}"
-    if answer is None:
-        return "Search error: unknown API state, neither an answer nor an error."
     try:
-        groups = answer["result"]
+        groups = answer["result"]  # pyright: ignore[reportOptionalSubscript]
         return "\n---\n".join(_documents_text(group) for group in groups if group) or "No search results found."
     except (KeyError, TypeError, AttributeError) as failure:
-        return f"Error processing search results: {type(failure).__name__}: {failure}"
+        raise InfraError(
+            "Search error: the server's answer must have the form "
+            '{"result": [[{"document": {"contents": "..."}}]]}; '
+            f"got {json.dumps(answer, default=str)[:500]} ({type(failure).__name__}: {failure})"
+        ) from failure
 
 
 def _documents_text(group: list[dict[str, Any]]) -> str:

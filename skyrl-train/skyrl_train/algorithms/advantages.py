@@ -306,8 +306,9 @@ def normalize_advantages(advantages: torch.Tensor, mask: torch.Tensor) -> torch.
     kept = mask != 0
     count = torch.count_nonzero(kept)
     centred = torch.where(kept, advantages, 0.0)
-    # A row's sum in its own precision, the rows' in float64: no large copy, and no error that grows with the batch.
-    mean = centred.sum(dim=-1).double().sum() / count.clamp(min=1)
+    # In float64: the mean of equal float32 values is then that value, and a batch without differences becomes 0 instead
+    # of a rounding error divided by itself. The sum casts as it goes, without a copy.
+    mean = centred.sum(dim=-1, dtype=torch.float64).sum() / count.clamp(min=1)
     centred.sub_(mean).masked_fill_(~kept, 0.0)
     variance = torch.linalg.vector_norm(centred, dim=-1).double().square().sum() / (count - 1).clamp(min=1)
     return centred.mul_(torch.rsqrt(variance + 1e-8))

@@ -89,7 +89,9 @@ def configure_logging(log_path: str | Path | None = None) -> None:
     logger.add(sink, level=level, format=_FORMAT, filter=is_shown, backtrace=False, diagnose=False, colorize=colorize)
     if log_path is not None:
         form = "{time:YYYY-MM-DD HH:mm:ss} {level: <7} {message}"
-        logger.add(log_path, level=level, format=form, encoding="utf-8", backtrace=False, diagnose=False)
+        # loguru takes a name for a format string, in which {time} is replaced
+        literal = str(log_path).replace("{", "{{").replace("}", "}}")
+        logger.add(literal, level=level, format=form, encoding="utf-8", backtrace=False, diagnose=False)
     logging.basicConfig(handlers=[_ToLoguru()], level=logger.level(level).no, force=True)
     for name in _CHATTY_LIBRARIES:
         logging.getLogger(name).setLevel(logging.WARNING if level == "INFO" else logging.NOTSET)

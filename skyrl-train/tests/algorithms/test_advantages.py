@@ -64,6 +64,17 @@ def test_equal_scores_have_no_advantage_however_large():
         assert torch.equal(advantages, torch.zeros(7, 2))
 
 
+@pytest.mark.parametrize("score", [0.5, 0.7, 123.456, 1e9 / 3])
+def test_reinforce_advantage_of_equal_scores_is_zero(score):
+    """Answers of different lengths: all tokens have the same return, so the mean must equal it."""
+    lengths = torch.tensor([3, 7, 11, 2, 9, 5, 13, 4])
+    positions = torch.arange(13)
+    mask = (positions < lengths[:, None]).float()
+    rewards = torch.where(positions == lengths[:, None] - 1, score, 0.0)
+    advantages, _ = reinforce_advantages(rewards, mask, mask)
+    assert torch.equal(advantages, torch.zeros(8, 13))
+
+
 def test_small_rewards_are_not_lost_beside_large_ones():
     # 1e8 + 1 - 1e8 is 0 in float32, which would make the two samples equal.
     rewards = torch.tensor([[1e8, 1.0, -1e8], [0.0, 0.0, 0.0]])

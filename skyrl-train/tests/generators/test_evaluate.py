@@ -7,7 +7,7 @@ import pytest
 
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.errors import AllRolloutsFailedError
-from skyrl_train.evaluate import evaluate
+from skyrl_train.evaluate import evaluate, sanitize_data_source
 from skyrl_train.generators.base import Failure, GeneratorInterface, GeneratorOutput
 from skyrl_train.utils.run_folder import RunFolder
 
@@ -61,6 +61,19 @@ async def test_a_source_that_failed_has_no_score_and_a_set_that_failed_is_an_err
     with pytest.raises(AllRolloutsFailedError, match=r"all 4 rollouts of the evaluation failed.*: tool: gone"):
         await evaluate(failing, Grader(characters), config, global_step=4, tokenizer=characters)
     assert (tmp_path / "dumped_evals" / "global_step_4_evals" / "code.jsonl").exists()
+
+
+async def test_data_sources_with_similar_names_stay_apart(characters, config, tmp_path):
+    worths = {"lab/set": 1.0, "lab_set": 0.0, "all": 0.25, "aggregated_results": 0.5, "s" * 300: 0.75}
+    batches = [rows((source, [worth, worth])) for source, worth in worths.items()]
+    for number, batch in enumerate(batches):
+        batch[0]["uid"] = str(number)
+    metrics = await evaluate(batches, Grader(characters), config, global_step=3, tokenizer=characters)
+    names = [sanitize_data_source(source) for source in worths]
+    assert [metrics[f"eval/{name}/avg_score"] for name in names] == list(worths.values())
+    assert metrics["eval/all/avg_score"] == 0.5
+    files = {path.name for path in (tmp_path / "dumped_evals" / "global_step_3_evals").iterdir()}
+    assert files == {f"{name}.jsonl" for name in names} | {"aggregated_results.jsonl"} and len(files) == 6
 
 
 async def test_scores_are_by_data_source_and_over_all(characters, config, tmp_path):

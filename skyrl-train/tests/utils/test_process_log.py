@@ -34,7 +34,7 @@ def run_python(code: str, *arguments: object, **environment: str) -> subprocess.
 
 
 def test_everything_a_process_says_is_in_its_log(tmp_path: Path):
-    path = tmp_path / "logs" / "policy_rank_0.log"
+    path = tmp_path / "logs of {step} {time}" / "policy_rank_0.log"  # loguru takes names for format strings
     process = run_python(TALKATIVE, path)
     assert process.returncode == 1
     assert process.stdout == process.stderr == ""

@@ -334,4 +334,5 @@ def _no_imports(name, *_, **__):
 
 
 if __name__ == "__main__":
+    sys.set_int_max_str_digits(0)  # programs may print any integer; what the host reads is bounded by `encode`
     Repl(max_output=int(sys.argv[1]), allow_imports=sys.argv[2] == "imports").serve()

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import cached_property
 from typing import Any
 
@@ -136,7 +137,7 @@ def _function_tests(first: Mapping[str, object], cases: Sequence[Case]) -> Funct
         for field, texts in (("input", argument_lines(case)), ("output", [case.output])):
             for text in texts:
                 try:
-                    json.loads(text)
+                    json.loads(text, parse_int=Decimal)  # of any number of digits
                 except ValueError as failure:
                     raise TaskError(
                         f"{field} of test {number} must be JSON, as it is functional; got {text!r:.200}"
