@@ -345,6 +345,7 @@ def test_text2sql_sets_to_evaluate_on_keep_every_question_and_the_published_word
 
 
 @pytest.mark.parametrize("name", ["humaneval", "mbpp"])
+@pytest.mark.usefixtures("needs_sandbox")
 def test_rows_with_assertions_are_solved_by_the_reference(tmp_path, test_data, name):
     problems = [row for row in read_json_lines(test_data / "code" / f"{name}.jsonl.gz") if row["verified"]][::40]
     path = write_json_lines(tmp_path / "set.jsonl", problems)
@@ -362,6 +363,7 @@ SUM = {
 SUM_PROGRAM = "```python\nprint(sum(map(int, input().split())))\n```"
 
 
+@pytest.mark.usefixtures("needs_sandbox")
 def test_rows_with_input_and_output_are_solved(tmp_path, test_data):
     write_json_lines(tmp_path / "train.jsonl", [SUM])
     write_json_lines(tmp_path / "test.jsonl", read_json_lines(test_data / "code" / "code_contests_test.jsonl.gz"))
@@ -372,6 +374,7 @@ def test_rows_with_input_and_output_are_solved(tmp_path, test_data):
         skyrl_gym.make("code", env_config={}, extras=extras_of(row)).close()
 
 
+@pytest.mark.usefixtures("needs_sandbox")
 def test_livecodebench_rows_are_solved(tmp_path, test_data):
     functional = {
         "question_content": "Add two numbers.",
@@ -399,6 +402,7 @@ def test_livecodebench_rows_are_solved(tmp_path, test_data):
         skyrl_gym.make("lcb", env_config={}, extras=extras_of(row)).close()
 
 
+@pytest.mark.usefixtures("needs_sandbox")
 def test_searchcode_rows_are_solved(tmp_path):
     rows = build("searchcode/searchcode_dataset.py", tmp_path, "--input", *gsm8k_files(tmp_path))
     for row in rows["train"]:
@@ -477,6 +481,7 @@ def test_tool_call_rows_are_solved(tmp_path):
         assert play(row, [wrong]).total_reward == 0.0
 
 
+@pytest.mark.usefixtures("needs_sandbox")
 def test_rlm_rows_are_solved(tmp_path, test_data):
     folder = test_data / "search_qa"
     corpus = ("--corpus", folder / "corpus.jsonl.gz", "--num_passages", 100)

@@ -9,6 +9,8 @@ import pytest
 from skyrl_gym.error import InfraError
 from skyrl_gym.sandbox import backends
 
+RUNS_CODE = frozenset({"code", "lcb", "rlm", "searchcode"})
+"""Environments that run what a model writes."""
 sandboxed = pytest.mark.usefixtures("needs_sandbox")
 """Some programs of these tests kill every process they can reach."""
 

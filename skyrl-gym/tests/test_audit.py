@@ -11,7 +11,9 @@ from skyrl_gym.audit.__main__ import main
 from skyrl_gym.audit.trial import play
 from skyrl_gym.check import check_env, examples_of, spec_of
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, Example, ground_truth_of
+from skyrl_gym.sandbox.testing import require_sandbox
 
+from .sandboxed import RUNS_CODE
 from .shipped import EVERY_ENVIRONMENT
 
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -253,6 +255,8 @@ def test_no_cheater_beats_a_shipped_environment(env_id):
 )
 def test_planted_answers_do_reach_the_observations(env_id, cheat):
     """Control: otherwise the audit would prove nothing."""
+    if env_id in RUNS_CODE:
+        require_sandbox()
     if env_id.startswith("search"):
         pytest.importorskip("bm25s", reason="the retrieval server needs bm25s")
     env_spec = spec_of(env_id)

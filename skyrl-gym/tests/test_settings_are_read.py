@@ -13,6 +13,9 @@ import skyrl_gym
 from skyrl_gym.check import examples_of, spec_of
 from skyrl_gym.envs.registration import env_class_of, registry
 from skyrl_gym.error import InfraError
+from skyrl_gym.sandbox.testing import require_sandbox
+
+from .sandboxed import RUNS_CODE
 
 CONFIGS: dict[str, type] = {
     env_id: config_class
@@ -68,6 +71,8 @@ async def settled(answer: Any) -> Any:
 
 @pytest.mark.parametrize("env_id", CONFIGS)
 def test_every_setting_of_an_environment_is_read(env_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if env_id in RUNS_CODE:
+        require_sandbox()
     config_class = CONFIGS[env_id]
     names = {field.name for field in dataclasses.fields(config_class)}
     read = watch(config_class, monkeypatch)

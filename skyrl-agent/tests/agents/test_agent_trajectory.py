@@ -92,7 +92,7 @@ async def play(trajectory: AgentTrajectory, *stages: str) -> None:
 
 
 @pytest.fixture
-def runtimes(monkeypatch):
+def runtimes(monkeypatch, needs_local):
     """The runtimes that were made, in order."""
     from skyrl_agent.agents import agent_trajectory
 

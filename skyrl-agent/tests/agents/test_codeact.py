@@ -47,6 +47,7 @@ async def run(script, **content):
 
 
 @pytest.mark.parametrize("tools", [None, {"enable_editor": True, "enable_prompt_extensions": False}])
+@pytest.mark.usefixtures("needs_sandbox")
 async def test_an_agent_mends_a_file_with_editor_and_shell(tools):
     script = [
         "Let me look.",
@@ -65,6 +66,7 @@ async def test_an_agent_mends_a_file_with_editor_and_shell(tools):
     assert [record.name for record in result.tool_calls] == ["bash", "str_replace_editor", "bash", "bash", "finish"]
 
 
+@pytest.mark.usefixtures("needs_sandbox")
 async def test_files_of_the_agent_are_judged_at_the_step_limit():
     script = [call("bash", command=f"sed -i 's/a - b/a + b/' add.py; echo {n}") for n in range(9)]
     result, _ = await run(script)

@@ -39,7 +39,13 @@ def recorded(tmp_path: Path) -> Iterator[None]:
     "task, name, script, cause",
     [
         (Sum(), "test_sleep", call("sleep", seconds=60), "does not finish tool sleep"),
-        (File(), "test_shell", call("shell", command="sleep 60"), "does not finish command 'sleep 60' in the runtime"),
+        pytest.param(
+            File(),
+            "test_shell",
+            call("shell", command="sleep 60"),
+            "does not finish command 'sleep 60' in the runtime",
+            marks=pytest.mark.usefixtures("needs_local"),
+        ),
     ],
 )
 async def test_late_stage_names_the_trajectory_and_what_it_waits_for(

@@ -21,7 +21,8 @@ from skyrl_gym.sandbox import container_owner
 
 LIMITS = Limits(wall_seconds=30.0, cpu_seconds=30.0, memory_bytes=1 << 30, processes=7)
 
-STAND_IN = """#!{python}
+STAND_IN = """#!/bin/sh
+"exec" "{python}" "$0" "$@"
 # A `docker` that keeps what it was asked, and runs what should run inside right here, in a folder.
 import json, os, sys
 with open({log!r}, "a") as log:

@@ -116,6 +116,7 @@ async def test_heartbeats_do_not_need_the_event_loop():
     lease.release()
 
 
+@pytest.mark.usefixtures("needs_sandbox")
 async def test_a_runtime_whose_lease_ended_says_so():
     runtime = make_runtime(RuntimeSpec(lease_seconds=7.0))
     await runtime.start()

@@ -90,6 +90,7 @@ def owner(*arguments, **settings) -> Iterator[Owner]:
 @pytest.mark.parametrize(
     "kinds, env", [(("local", "local"), {}), (("auto",), {"SKYRL_GYM_SANDBOX": "process"})], ids=["local", "process"]
 )
+@pytest.mark.usefixtures("needs_sandbox")
 def test_kill_9_of_the_owner_leaves_nothing(tmp_path, kinds, env):
     with owner(tmp_path, kinds, **env) as owning:
         assert len(owning.watchers()) == 1
@@ -115,6 +116,7 @@ def test_gc_removes_leftovers_of_a_dead_watcher(tmp_path):
         assert owning.left() == []
 
 
+@pytest.mark.usefixtures("needs_sandbox")
 def test_a_watcher_that_dies_is_replaced(tmp_path):
     with owner(tmp_path, lease_seconds=1.0) as owning:
         (watcher,) = owning.watchers()
@@ -123,6 +125,7 @@ def test_a_watcher_that_dies_is_replaced(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("needs_sandbox")
 def test_the_runtime_of_an_owner_that_is_stopped_ends_with_its_lease(tmp_path):
     with owner(tmp_path, lease_seconds=1.0) as owning:
         os.kill(owning.process.pid, signal.SIGSTOP)
@@ -156,6 +159,7 @@ def impatient(monkeypatch):
     monkeypatch.setattr(remote, "CANCEL_SECONDS", 1.0)
 
 
+@pytest.mark.usefixtures("needs_sandbox")
 async def test_a_server_that_is_killed_leaves_nothing_and_its_clients_hear_of_it(tmp_path, impatient):
     folder, sleep = tmp_path / "of-server", long_sleep()
     with server(folder) as (process, url):
@@ -173,6 +177,7 @@ async def test_a_server_that_is_killed_leaves_nothing_and_its_clients_hear_of_it
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("needs_sandbox")
 async def test_a_server_that_is_asked_to_end_closes_its_runtimes(tmp_path, impatient):
     folder = tmp_path / "of-server"
     with server(folder) as (process, url):

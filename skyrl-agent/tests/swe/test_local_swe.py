@@ -1,5 +1,6 @@
 """Software tasks with their own files: what is judged, and what does not help."""
 
+import shutil
 import subprocess
 
 import pytest
@@ -226,6 +227,7 @@ def test_plain_pytest_is_recognised(command, arguments):
     assert pytest_arguments(command) == arguments
 
 
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 def test_patches_apply(tmp_path):
     old = {"a.py": "1\n2\n3", "b/c.py": "x\r\ny\x0cz\n", "gone.py": "bye\n", "same.py": "s\n", "empty.py": ""}
     new = {"a.py": "1\n2\n4", "b/c.py": "x\r\ny\x0cw", "gone.py": None, "new/d.py": "no end", "empty.py": "now\n"}

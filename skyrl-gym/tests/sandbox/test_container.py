@@ -20,7 +20,8 @@ from skyrl_gym.sandbox.container import END, FULL, READ, WRITE, ContainerSandbox
 
 LIMITS = Limits(memory_bytes=1 << 30, workspace_bytes=1 << 20, processes=7)
 
-STAND_IN = """#!{python}
+STAND_IN = """#!/bin/sh
+"exec" "{python}" "$0" "$@"
 # A container engine that keeps what it was asked, and runs what should run inside right here.
 import json, os, sys, time
 asked = sys.argv[1:]

@@ -44,10 +44,11 @@ def rows(*sources_and_worth):
 
 
 @pytest.fixture
-def config(tmp_path):
+def config(tmp_path, tmp_path_factory):
     config = SkyRLConfig()
     config.generator.eval_n_samples_per_prompt = 2
     config.trainer.export_path = str(tmp_path)
+    config.trainer.run_dir = str(tmp_path_factory.mktemp("run"))
     return config
 
 

@@ -32,6 +32,10 @@ def test_peak_of_a_phase_is_what_it_held_at_once():
 
 def test_peak_is_without_freed_memory_that_malloc_keeps_and_without_shared_memory():
     peaks = MemoryPeaks(torch.device("cpu"))
+    try:
+        torch.ones(1).share_memory_()
+    except RuntimeError as error:
+        pytest.skip(f"shared memory does not work here: {error}")
     blocks = [torch.ones(10_000) for _ in range(1500)]  # 60 MB in blocks that come from the heap
     last = torch.ones(10_000)  # above them, so that free does not shrink it
     del blocks
