@@ -5,7 +5,7 @@
     PROGRAM_ENV=FOLDER python examples/harness/repair.py --agent openai_agents_program    # or langgraph_program
 
 A row says what a function gives ("f(a) is a+7"); its file has another number. The agent looks at the file, and then
-writes the right number in place of the wrong one; the row's test runs in the workspace that it leaves. A model of 0.1
+writes the right number in place of the wrong one; the row's test runs on the file that it leaves. A model of 0.1
 million parameters is warmed up on demonstrations most of which fail: they submit at once, or write a number of chance.
 Prints the resolve rate of the first and the last three steps, and the share of trained tokens that are exactly those
 drawn. Settings may follow `--`: of the asynchronous trainer, say.
@@ -69,10 +69,7 @@ def row_of(right: str, wrong: str) -> dict[str, Any]:
     return {
         "prompt": [{"role": "user", "content": TASK + right}],
         "files": {"f.py": f"{PROGRAM}{wrong}\n"},
-        "grade": {
-            "command": ["python", "check.py"],
-            "files": {"check.py": f"import f\nassert f.f(20) == 20+{right}\n"},
-        },
+        "grade": {"program": "f.py", "tests": [f"assert f(20) == 20+{right}"]},
     }
 
 

@@ -244,7 +244,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _runner(cfg: TaskFile, tokenizer: str) -> AgentRunner:
     from transformers import AutoTokenizer  # heavy, and an extra of this package
 
-    return AutoAgentRunner.from_task_file(cfg, None, AutoTokenizer.from_pretrained(tokenizer))
+    is_folder = Path(tokenizer).expanduser().is_dir()
+    if not is_folder:
+        print(
+            f"loading the tokenizer {tokenizer} from the hub; --tokenizer names another, or a folder", file=sys.stderr
+        )
+    try:
+        loaded = AutoTokenizer.from_pretrained(tokenizer, local_files_only=is_folder)
+    except (OSError, ValueError) as error:  # neither a folder nor on the hub: a served model may have any name
+        raise ConfigError(
+            f"no tokenizer {tokenizer!r} can be loaded; --tokenizer must name the folder or the hub's name of the "
+            f"served model's tokenizer (default: generator.backend_config.model_name): {str(error).splitlines()[0]}"
+        ) from error
+    return AutoAgentRunner.from_task_file(cfg, None, loaded)
 
 
 def _default_output(options: argparse.Namespace, cfg: TaskFile) -> Path:
@@ -260,7 +272,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("task", type=Path, help="task file")
     parser.add_argument("rows", type=Path, help="its rows: .parquet, .jsonl, .json (.gz)")
-    parser.add_argument("--tokenizer", help="name or folder; default: the model's name")
+    parser.add_argument("--tokenizer", help="the served model's: a folder or a hub's name; default: model_name")
     parser.add_argument("--limit", type=int, help="play only so many rows")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: output.trajectories, else eval/*.jsonl")
     return parser

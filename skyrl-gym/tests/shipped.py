@@ -6,8 +6,6 @@ import pytest
 
 import skyrl_gym
 
-from .sandboxed import RUNS_CODE
-
 PACKAGES = {
     "gymnasium": "gymnasium",
     "reasoning_gym": "reasoning_gym",
@@ -22,8 +20,6 @@ SLOW = {"code", "lcb", "math", "rlm", "textworld"}
 
 def _parameter(env_id):
     marks = [pytest.mark.slow] if env_id in SLOW else []
-    if env_id in RUNS_CODE:
-        marks.append(pytest.mark.usefixtures("needs_sandbox"))
     package = PACKAGES.get(env_id)
     if package is not None and importlib.util.find_spec(package) is None:
         marks.append(pytest.mark.skip(reason=f"{env_id} needs {package}"))

@@ -13,7 +13,9 @@ from skyrl_gym.check.__main__ import main
 from skyrl_gym.check.services import services_for
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, Example, ground_truth_of
 from skyrl_gym.error import InfraError
+from skyrl_gym.sandbox.testing import require_sandbox
 
+from .sandboxed import RUNS_CODE
 from .shipped import EVERY_ENVIRONMENT
 
 
@@ -271,6 +273,8 @@ def test_tasks_may_be_prompts_or_rows_and_an_environment_may_be_an_id_or_made():
 
 @EVERY_ENVIRONMENT
 def test_shipped_environments_keep_their_promises(env_id):
+    if env_id in RUNS_CODE:
+        require_sandbox()
     examples = examples_of(spec_of(env_id))
     with services_for(env_id) as env_config:
         check_env(env_id, examples, env_config=env_config, max_tasks=2)

@@ -10,14 +10,44 @@ from skyrl_agent.runtimes.base import Runtime, RuntimeSpec
 from skyrl_agent.types import Message, Row, TrajectoryResult
 
 
+class _Fields(dict[str, Any]):
+    """Row in which a missing field is an error that names the row and the fields that it has."""
+
+    def __init__(self, row: Row, instance_id: str) -> None:
+        super().__init__(row)
+        self._instance_id = instance_id
+
+    def __missing__(self, field: str) -> Any:
+        raise TaskRowError(
+            f"row {self._instance_id} has no field {field!r}; it has: {', '.join(map(str, self)) or 'none'}. Add it to "
+            "the rows, or name the part that has it by data.instance_key"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Fields, (dict(self), self._instance_id)
+
+
 @dataclass(frozen=True)
 class Instance:
-    """One problem, as a task reads it."""
+    """One problem, as a task reads it.
+
+    Example:
+        >>> instance = Instance({"question": "2 + 3", "answer": 5}, "7", "sums")
+        >>> instance.row["question"]
+        '2 + 3'
+        >>> instance.row["solution"]
+        Traceback (most recent call last):
+        skyrl_agent.errors.TaskRowError: row 7 has no field 'solution'; it has: question, answer. ...
+    """
 
     row: Row
     """Dataset row, or its part named by `data.instance_key`."""
     instance_id: str
     data_source: str = "default"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.row, Mapping):  # a task may name another part of the row by data.instance_key
+            object.__setattr__(self, "row", _Fields(self.row, self.instance_id))
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from skyrl_agent.config.task_file import DispatcherSection
 from skyrl_agent.dispatcher.dispatch import Dispatch
 from skyrl_agent.tasks.base import BaseTask
 from skyrl_agent.tools.base import BaseTool, ToolContext
+from skyrl_gym.sandbox.testing import require_sandbox
 from skyrl_gym.waits import begin_run, end_run
 from skyrl_train.explain.diagnosis import diagnose
 from skyrl_train.explain.evidence import observe
@@ -44,13 +45,14 @@ def recorded(tmp_path: Path) -> Iterator[None]:
             "test_shell",
             call("shell", command="sleep 60"),
             "does not finish command 'sleep 60' in the runtime",
-            marks=pytest.mark.usefixtures("needs_local"),
         ),
     ],
 )
 async def test_late_stage_names_the_trajectory_and_what_it_waits_for(
     recorded: None, task: BaseTask, name: str, script: str, cause: str
 ):
+    if isinstance(task, File):
+        require_sandbox("local")
     trajectory = trajectory_of(task, [script], tools=[name, "finish"])
     limits = {"generate": {"timeout_seconds": SECONDS, "retries": 0}, "close_timeout_seconds": 5.0}
     section = DispatcherSection.model_validate({"type": "async_pipeline", **limits})

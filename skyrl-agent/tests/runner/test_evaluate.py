@@ -183,3 +183,11 @@ def test_signal_keeps_finished_and_unfinished_trajectories(command, tmp_path, ca
         is_slow = False
         assert main(arguments) == 0
         assert "2 of 2 trajectories are scored, 0 not begun" in capsys.readouterr().out
+
+
+def test_unknown_tokenizer_names_option(command, capsys, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    arguments = command("http://127.0.0.1:9")
+    arguments[arguments.index("--tokenizer") + 1] = "nobody/no-such-tokenizer"
+    assert main(arguments) == 2
+    assert "--tokenizer" in capsys.readouterr().err

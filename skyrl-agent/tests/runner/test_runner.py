@@ -1,13 +1,19 @@
 """Runner: from a task file and rows to groups of trajectories."""
 
 import asyncio
+import copy
+import pickle
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from skyrl_agent import AutoAgentRunner
 from skyrl_agent.errors import ConfigError, TaskRowError
+from skyrl_agent.tasks.base import Instance
 from skyrl_agent.testing import byte_tokenizer
+from skyrl_agent.types import TrajectoryResult
 
 
 async def test_a_batch_in_its_order(runner, numbers):
@@ -162,3 +168,24 @@ def test_batches_of_a_runner_share_the_limits_of_training_or_of_evaluation(runne
     first, second, evaluation = (made._dispatch(val_mode) for val_mode in (False, False, True))
     assert first.capacity is second.capacity
     assert evaluation.capacity is not first.capacity
+
+
+def test_missing_field_of_row_is_named():
+    instance = Instance({"question": "2 + 3"}, "7")
+    assert instance.row["question"] == "2 + 3" and instance.row.get("answer") is None
+    for row in (instance.row, copy.deepcopy(instance.row), pickle.loads(pickle.dumps(instance.row))):
+        with pytest.raises(TaskRowError, match="row 7 has no field 'answer'; it has: question"):
+            row["answer"]
+
+
+async def test_custom_task_of_documentation_works():
+    page = Path(__file__).parents[3] / "docs" / "agents.md"
+    names: dict[str, Any] = {}
+    [code] = [block for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL) if "SumTask" in block]
+    exec(code, names)
+    task, instance = names["SumTask"](), Instance({"question": "2 + 3", "answer": 5}, "0")
+    task.check_row(instance)
+    ended = TrajectoryResult(finish_reason="FINISH_TOOL")
+    assert [await task.evaluate_result(text, instance, ended) for text in (" 5", "6", None)] == [1.0, 0.0, 0.0]
+    with pytest.raises(TaskRowError, match="has no field 'answer'"):
+        task.check_row(Instance({"question": "2 + 3"}, "1"))

@@ -36,6 +36,7 @@ def trajectory_rows(groups: Sequence[TrajectoryGroup], tokenizer: Detokenizer) -
                         weight_versions (or null)
     step, is_last_step  with step-wise trajectories: which row of its trajectory it is, from 0
     certificate         of a recorded agent (`TokenCertificate.to_json`): the same on all rows of a trajectory
+    program_output      end of what an agent's program printed, on the last row of its trajectory
     """
     pieces = _TokenTexts(tokenizer)
     return [
@@ -78,6 +79,8 @@ def _row(
         row |= {"step": step, "is_last_step": sample is trajectory.samples[-1]}
     if trajectory.certificate is not None:
         row["certificate"] = trajectory.certificate.to_json()
+    if trajectory.program_output is not None and sample is trajectory.samples[-1]:
+        row["program_output"] = trajectory.program_output
     return row
 
 

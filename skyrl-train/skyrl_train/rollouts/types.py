@@ -114,6 +114,9 @@ class Trajectory:
     certificate: TokenCertificate | None = None
     """Account of its tokens, of an agent whose traffic was recorded."""
 
+    program_output: str | None = None
+    """End of what an agent's program printed; None for agents that are no programs."""
+
     @property
     def reward(self) -> float:
         """Sum of the rewards of all samples."""

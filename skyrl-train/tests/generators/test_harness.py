@@ -16,6 +16,7 @@ import pytest
 from openai import OpenAI
 
 from skyrl_gym.error import InfraError
+from skyrl_gym.sandbox import make_sandbox
 from skyrl_gym.sandbox.container_engine import EngineName
 from skyrl_gym.sandbox.testing import needed_image
 from skyrl_train.config import GeneratorConfig, SamplingParams
@@ -25,9 +26,10 @@ from skyrl_train.generators.base import BatchMetadata, GeneratorInput, Trajector
 from skyrl_train.generators.harness import generator
 from skyrl_train.generators.harness.endpoint import socket_folder
 from skyrl_train.generators.harness.generator import HarnessGenerator
-from skyrl_train.generators.harness.task import HarnessTask, checked_reward
+from skyrl_train.generators.harness.task import HarnessTask, checked_reward, grade_workspace
 from skyrl_train.inference_engines.base import EngineInfo, InferenceEngineInput, InferenceEngineOutput
 from skyrl_train.rollouts.types import RolloutBatch, Trajectory
+from skyrl_train_testing.harness_audit import audit_grade
 
 from .conftest import ScriptedEngine
 
@@ -101,7 +103,7 @@ async def test_programs_in_a_sandbox_become_trajectories_and_each_failure_has_a_
     scripts = {
         "works": ASK + 'ask "[{\\"role\\": \\"user\\", \\"content\\": \\"$SKYRL_TASK\\"}]" > answer.json\n'
         "grep -o 'fixed[0-9]*' answer.json > result; test \"$(cat result)\" = fixed0\n"
-        "! curl -sS -m 1 http://192.0.2.1 2>/dev/null\n",
+        "! curl -sS -m 1 http://192.0.2.1 2>/dev/null && echo done && echo noted >&2\n",
         "crashes": ONCE + "exit 3\n",
         "hangs": ONCE + "sleep 60\n",
         "silent": "echo I need no model\n",
@@ -120,11 +122,12 @@ async def test_programs_in_a_sandbox_become_trajectories_and_each_failure_has_a_
     works = found["works"]
     assert (works.failure, works.reward, works.stop_reason) == (None, 1.0, "stop")
     assert (certified(works).num_trained, certified(works).exact_share) == (len("fixed0") + 1, 1.0)
+    assert works.program_output == "done\nnoted"
     assert works.samples[0].log_probs == [-0.5 - place for place in range(7)]
     assert all(request["sampling_params"]["temperature"] == 1.0 for request in model.requests), "not the harness's 0"
 
     messages = {name: each.failure.message for name, each in found.items() if each.failure is not None}
-    assert messages["crashes"].startswith("harness crashed: exit status 3")
+    assert found["crashes"].reward == 1.0, "graded: an exit status must not take a bad grade out of the baseline"
     assert messages["hangs"].startswith("harness hung: it was ended after generator.harness.deadline_seconds=3")
     assert messages["silent"].startswith("harness no_answer: it made no request that the endpoint accepted")
     assert "401" in messages["wrong key"] and "harness no_answer" in messages["wrong key"]
@@ -165,8 +168,38 @@ async def test_a_program_in_a_container_reaches_the_endpoint_alone(engine: Engin
     (works, crashes), rollouts = await trajectories_of(Model(characters, lambda prompt: "fixed"), harness, rows)
     assert (works.failure, works.reward) == (None, 1.0)
     assert (certified(works).num_trained, certified(works).exact_share) == (len("fixed") + 1, 1.0)
-    assert crashes.failure is not None and crashes.failure.message.startswith("harness crashed: exit status 3")
+    assert (crashes.failure, crashes.reward) == (None, 1.0)
     assert rollouts.metrics["harness/num_crashed"] == 1
+
+
+FILES = {"f.py": "def f(a):\n    return a+2\n"}
+
+
+@needs_sandbox
+def test_grade_by_tests_pays_no_cheat():
+    assert audit_grade({"files": FILES, "grade": {"program": "f.py", "tests": ["assert f(20) == 27"]}}) == []
+
+
+@needs_sandbox
+def test_audit_detects_grade_that_imports_program():
+    grade = {"command": ["python", "check.py"], "files": {"check.py": "import f\nassert f.f(20) == 27\n"}}
+    assert {"leaves at once", "equals everything", "reads the test"} <= set(
+        audit_grade({"files": FILES, "grade": grade})
+    )
+
+
+@needs_sandbox
+@pytest.mark.parametrize("inputs", [{}, {"inputs": ["result.txt"]}])
+def test_agent_cannot_veto_grade_of_command(inputs: dict[str, Any]):
+    """Folders, links and read-only files in the place of the grader's file."""
+    grade = {"command": ["sh", "tests/check.sh"], "files": {"tests/check.sh": "grep -qx 42 result.txt"}, **inputs}
+    assert audit_grade({"files": {"result.txt": "0"}, "grade": grade}) == []
+    right = HarnessTask(
+        prompt=[], row={"grade": grade}, base_url="", api_key="", model="", sandbox=make_sandbox(), deadline_seconds=5
+    )
+    with right.sandbox:
+        right.sandbox.write("result.txt", "42")
+        assert grade_workspace(right, 5.0, make_sandbox) == 1.0
 
 
 @needs_sandbox
@@ -393,9 +426,15 @@ def test_what_cannot_work_is_said_before_anything_starts(settings: Any, message:
     ("row", "message"),
     [
         ({"grade": {"command": "pytest -q"}}, "grade.command must be a list of words.* got 'pytest -q'"),
-        ({"grade": {"files": {"check.py": ""}}}, "grade.command must be a list of words.* got 'None'"),
+        ({"grade": {"files": {"check.py": ""}}}, "grade must have either program and tests"),
         ({"grade": "pytest -q"}, "grade must be an object with command and files; got 'pytest -q'"),
         ({"files": [{"path": "f.py", "content": ""}]}, "files must be an object of paths and texts"),
+        ({"grade": {"program": "f.py", "tests": []}}, "grade.tests cannot be used"),
+        (
+            {"grade": {"program": "f.py", "tests": ["x"], "command": ["true"]}},
+            "grade must have either program and tests .* or command",
+        ),
+        ({"grade": PASSES | {"inputs": "a"}}, "grade.inputs must be a list of paths"),
         ({"grade": PASSES | {"files": {"check.py": 3}}}, "grade.files must be an object of paths and texts"),
         (
             {"prompt": [{"role": "user", "content": [{"type": "text", "text": "go"}, {"image": {"bytes": b"PNG"}}]}]},

@@ -116,6 +116,7 @@ export function agentSections(row, href) {
   const parts = [];
   const account = certificateParts(row, href);
   if (account) parts.push(section("Token certificate and branches", null, el("div", { class: "card" }, account)));
+  if (typeof row.program_output === "string") parts.push(section("Output of the program", null, el("pre", { class: "card" }, visible(row.program_output) || "(nothing)")));
   const rewards = Object.entries(row.reward_parts ?? {});
   if (rewards.length) parts.push(section("Parts of the reward", null, el("div", { class: "card" }, facts(rewards.map(([name, value]) => [visible(name), number(value)])))));
   const stages = list(row.stages).filter((span) => Array.isArray(span) && typeof span[0] === "string" && Number.isFinite(span[1]) && Number.isFinite(span[2]));

@@ -30,7 +30,7 @@ from skyrl_train.generators.base import (
 )
 from skyrl_train.generators.environment import DaemonThreads, DeadlineExceeded
 from skyrl_train.generators.harness.endpoint import Endpoint, SharedEndpoint
-from skyrl_train.generators.harness.run import KINDS, Attempt, Harness, harness_failure, load_function
+from skyrl_train.generators.harness.run import KINDS, Attempt, Harness, end_of, harness_failure, load_function
 from skyrl_train.generators.harness.task import (
     TASK_FOLDER,
     HarnessTask,
@@ -136,18 +136,21 @@ class HarnessGenerator(GeneratorInterface):
         params = input_batch.get("sampling_params") or get_sampling_params(self.generator_cfg.sampling_params)
         extras = input_batch.get("env_extras") or [{} for _ in prompts]
         sessions = [(name, _new_session()) for name in trajectory_ids_of(input_batch)]
+        graded_ends: dict[str, Failure] = {}
         async with self._endpoint.listening() as endpoint:
             with first_error(), announced(self._client, sessions):
                 async with asyncio.TaskGroup() as group:
                     tasks = [
                         group.create_task(
-                            self._trajectory(endpoint, prompt, extra or {}, params, name, session, metadata)
+                            self._trajectory(
+                                endpoint, prompt, extra or {}, params, name, session, metadata, graded_ends
+                            )
                         )
                         for prompt, extra, (name, session) in zip(prompts, extras, sessions, strict=True)
                     ]
                     if (on_group := input_batch.get("on_group")) is not None:
                         report_groups(tasks, input_batch, lambda own: on_group(*grouped(own)))
-        return self._batch([task.result() for task in tasks])
+        return self._batch([task.result() for task in tasks], list(graded_ends.values()))
 
     async def _trajectory(
         self,
@@ -158,8 +161,10 @@ class HarnessGenerator(GeneratorInterface):
         name: TrajectoryID,
         session: str,
         metadata: BatchMetadata | None,
+        graded_ends: dict[str, Failure],
     ) -> Trajectory:
-        """Return a trajectory, begun again in another session when the infrastructure failed."""
+        """Return a trajectory, begun again in another session when the infrastructure failed. One that is graded
+        although its program crashed adds that end to `graded_ends`."""
         began, num_retries = time.time(), 0
         rules = self._rules(params, name, metadata)
         while True:
@@ -174,6 +179,8 @@ class HarnessGenerator(GeneratorInterface):
             await asyncio.sleep(_RETRY_SECONDS * 2**num_retries)
             num_retries, session = num_retries + 1, _new_session()
         progress.advance(ANSWERS)
+        if attempt.graded_end is not None:
+            graded_ends[name.to_string()] = attempt.graded_end
         temperature = None if params.get("temperature") is None else float(params["temperature"])
         trajectory = recorded_trajectory(attempt.record, attempt.reward, name, temperature, attempt.failure)
         return _described(trajectory, attempt, num_retries, (began, time.time()))
@@ -235,13 +242,17 @@ class HarnessGenerator(GeneratorInterface):
         except Exception as error:  # an engine that is being restarted; the failure is recorded already
             logger.warning(f"a harness failed while an engine is not well: {error}")
 
-    def _batch(self, trajectories: list[Trajectory]) -> RolloutBatch:
+    def _batch(self, trajectories: list[Trajectory], graded_ends: list[Failure]) -> RolloutBatch:
+        if graded_ends and len(graded_ends) == len(trajectories) and not any(each.reward for each in trajectories):
+            # More likely a harness that does not work than a policy that makes each of its programs crash.
+            trajectories = [replace(each, failure=graded_ends[0]) for each in trajectories]
+            graded_ends = []
         failures = [each.failure for each in trajectories if each.failure is not None]
         if failures:
             logger.warning(
                 "{} of {} harnesses failed; the first: {}", len(failures), len(trajectories), failures[0].message
             )
-        ends = Counter(failure.message.removeprefix("harness ").partition(":")[0] for failure in failures)
+        ends = Counter(map(end_of, [*failures, *graded_ends]))
         metrics = rollout_metrics(trajectories) | recorded_metrics(trajectories)
         return RolloutBatch(grouped(trajectories), metrics | {f"harness/num_{end}": float(ends[end]) for end in KINDS})
 
@@ -263,4 +274,11 @@ def _described(trajectory: Trajectory, attempt: Attempt, num_retries: int, span:
     stop_reason = trajectory.stop_reason
     if attempt.failure is None and attempt.record.used_up is not None:
         stop_reason = "length"
-    return replace(trajectory, stop_reason=stop_reason, env_class="harness", num_retries=num_retries, span=span)
+    return replace(
+        trajectory,
+        stop_reason=stop_reason,
+        env_class="harness",
+        num_retries=num_retries,
+        span=span,
+        program_output=attempt.output,
+    )

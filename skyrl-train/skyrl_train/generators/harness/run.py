@@ -20,7 +20,7 @@ from skyrl_train.generators.harness.task import (
     HarnessTask,
     check_row,
     checked_reward,
-    grade_by_command,
+    grade_workspace,
     write_files,
 )
 from skyrl_train.rollouts.types import Failure
@@ -33,6 +33,8 @@ SOCKET, PORT = "/endpoint.sock", 8000
 """Address of the endpoint inside of a sandbox: a Unix socket, and the port that leads to it."""
 _FORWARDER = Path(__file__).with_name("forwarder.py").read_text()
 _LAST_WORDS = 600
+_PRINTED_CHARACTERS = 4000
+"""Of each of a program's two streams, in the trajectories file."""
 _MEBIBYTE = 1 << 20
 _FURTHER_SECONDS = 60.0
 """Time for the start and the end of a sandbox, beside the time of a harness and of its grading."""
@@ -49,6 +51,14 @@ KINDS: dict[HarnessEnd, FailureKind] = {
 """Names of failures, which begin their messages and count in `harness/num_*`, and the boundary that each crossed."""
 
 
+CAUSED_BY_POLICY: tuple[HarnessEnd, ...] = ("crashed", "limit")
+"""Ends that commands of the model can cause: graded where the model has answered."""
+
+
+def end_of(failure: Failure) -> str:
+    return failure.message.removeprefix("harness ").partition(":")[0]
+
+
 def harness_failure(end: HarnessEnd, message: str) -> Failure:
     return Failure(KINDS[end], f"harness {end}: {message}")
 
@@ -60,6 +70,10 @@ class Attempt:
     record: "SessionRecord"
     reward: float = 0.0
     failure: Failure | None = None
+    graded_end: Failure | None = None
+    """How a harness ended that was graded nevertheless."""
+    output: str | None = None
+    """End of what a program printed, on standard output and standard error."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +106,10 @@ class Harness:
         visible |= {} if folder is None else {TASK_FOLDER: folder}
         return make_sandbox(self.cfg.sandbox, limits=limits, visible=visible, image=self.cfg.image, pull=self.cfg.pull)
 
+    def _new_sandbox(self, limits: Limits) -> Sandbox:
+        """Return a sandbox for grading: without the endpoint, the visible folders and the agent's files."""
+        return make_sandbox(self.cfg.sandbox, limits=limits, image=self.cfg.image, pull=self.cfg.pull)
+
     def base_url(self, outside: str) -> str:
         """Return the endpoint's URL for a harness.
 
@@ -109,6 +127,7 @@ class Harness:
             close: ends the session, and returns its traffic.
         """
         closed: list[SessionRecord] = []
+        printed: str | None = None
 
         def record() -> "SessionRecord":
             closed.extend([] if closed else [close()])
@@ -118,34 +137,36 @@ class Harness:
             check_row(task.row, with_grade=self.grader is None)
             with task.sandbox:
                 write_files(task.sandbox, task.row.get("files"))
-                output, failure = self._run(task)
-                failure = _judged(record(), failure)
+                output, printed, failure = self._run(task)
+                failure, graded_end = _judged(record(), failure)
                 if failure is not None:
-                    return Attempt(record(), failure=failure)
-                return Attempt(record(), self._grade(task, output))
+                    return Attempt(record(), failure=failure, output=printed)
+                reward = self._grade(task, output)
+                return Attempt(record(), reward, graded_end=graded_end, output=printed)
         except RolloutError as error:
-            return Attempt(record(), failure=Failure(error.kind, str(error)))
+            return Attempt(record(), failure=Failure(error.kind, str(error)), output=printed)
         except InfraError as error:
             return Attempt(record(), failure=Failure("infrastructure", f"the sandbox failed: {error}"))
         except (ValueError, TypeError, KeyError) as error:  # files or grade of the row
             message = f"the row's `files` or `grade` cannot be used: {type(error).__name__}: {error}"
             return Attempt(record(), failure=Failure("environment", message))
 
-    def _run(self, task: HarnessTask) -> tuple[Any, Failure | None]:
-        """Return the harness's output, and how it failed."""
+    def _run(self, task: HarnessTask) -> tuple[Any, str | None, Failure | None]:
+        """Return the harness's result (of a program its standard output), the end of what it printed, and how it
+        failed."""
         if self.function is None:
             return self._run_command(task)
         deadline = f"generator.harness.deadline_seconds={self.cfg.deadline_seconds:g}"
         try:
-            return call_before_deadline(self.cfg.deadline_seconds, _called, self.function, task), None
+            return call_before_deadline(self.cfg.deadline_seconds, _called, self.function, task), None, None
         except DeadlineExceeded:
-            return None, harness_failure("hung", f"{self.cfg.function} did not return within {deadline}")
+            return None, None, harness_failure("hung", f"{self.cfg.function} did not return within {deadline}")
         except InfraError:
             raise
         except Exception as error:  # the user's code may raise anything; it becomes the trajectory's failure
-            return None, harness_failure("error", f"{self.cfg.function} raised {type(error).__name__}: {error}")
+            return None, None, harness_failure("error", f"{self.cfg.function} raised {type(error).__name__}: {error}")
 
-    def _run_command(self, task: HarnessTask) -> tuple[str, Failure | None]:
+    def _run_command(self, task: HarnessTask) -> tuple[str, str | None, Failure | None]:
         assert self.cfg.command is not None
         env = task.environment() | self.cfg.env
         try:
@@ -154,11 +175,12 @@ class Harness:
                 words = [task.sandbox.python, "-I", "-S", "-c", _FORWARDER, SOCKET, str(PORT), *words]
             process = task.sandbox.popen(words, env=env)
         except ValueError as error:  # what no system can start: a zero byte or a megabyte in an argument
-            return "", harness_failure("crashed", f"the command cannot be started: {error}")
+            return "", None, harness_failure("crashed", f"the command cannot be started: {error}")
         process.stdin.close()
         output = _last_of(process.stdout, task.sandbox.limits.output_bytes)
         result = process.wait(_FURTHER_SECONDS)
-        return output, self._failure_of(result, output)
+        parts = (part.strip()[-_PRINTED_CHARACTERS:] for part in (output, result.stderr))
+        return output, "\n".join(filter(None, parts)), self._failure_of(result, output)
 
     def _failure_of(self, result: ExecResult, output: str) -> Failure | None:
         if result.ok:
@@ -178,7 +200,7 @@ class Harness:
     def _grade(self, task: HarnessTask, output: Any) -> float:
         """Return the reward. Raises RolloutError of kind `reward`, InfraError."""
         if self.grader is None and task.row.get("grade"):
-            return grade_by_command(task, self.cfg.grade_seconds)
+            return grade_workspace(task, self.cfg.grade_seconds, self._new_sandbox)
         if self.grader is None:
             return checked_reward(output, f"generator.harness.function={self.cfg.function} (there is no grader)")
         source = f"generator.harness.grader={self.cfg.grader}"
@@ -194,17 +216,25 @@ class Harness:
         return checked_reward(value, source)
 
 
-def _judged(record: "SessionRecord", failure: Failure | None) -> Failure | None:
-    """Return what a trajectory failed of, with what is known of its requests. One that used up its budget ended for
-    that reason, however its harness took the refusal."""
+def _judged(record: "SessionRecord", failure: Failure | None) -> tuple[Failure | None, Failure | None]:
+    """Return the failure of a trajectory, given its requests, and how it ended if it is graded nevertheless.
+
+    One that used up its budget ended for that reason, however its harness took the refusal. A program that ends with
+    another exit status, or at a limit of memory or files, after the model has answered is graded: commands of the model
+    can cause both, and a policy must not be able to take a bad grade out of the baseline.
+    """
     if failure is not None and failure.kind == "infrastructure":
-        return failure
+        return failure, None
     if not record.turns:
         message = f"{record.num_admitted} requests, none was answered in full"
         if not record.num_admitted:
             message = "it made no request that the endpoint accepted. Does it read OPENAI_BASE_URL and OPENAI_API_KEY?"
-        return harness_failure("no_answer", message + ("" if failure is None else f" ({failure.message})"))
-    return None if record.used_up else failure
+        return harness_failure("no_answer", message + ("" if failure is None else f" ({failure.message})")), None
+    if record.used_up:
+        return None, None
+    if failure is not None and end_of(failure) in CAUSED_BY_POLICY:
+        return None, failure
+    return failure, None
 
 
 def _called(function: Callable[..., Any], *args: object) -> Any:

@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
@@ -12,6 +12,9 @@ from typing import Any
 import numpy as np
 
 from skyrl_gym.envs.base_text_env import text_of
+from skyrl_gym.error import TaskError
+from skyrl_gym.graders import reward_of
+from skyrl_gym.graders.code import CodeSettings, grade_code, parse_tests
 from skyrl_gym.sandbox import ExecResult, Limits, Sandbox
 from skyrl_gym.sandbox.command import as_bytes
 from skyrl_train.errors import RolloutError
@@ -161,12 +164,38 @@ def check_row(row: Mapping[str, Any], with_grade: bool) -> None:
     if not isinstance(grade, Mapping):
         raise ValueError(f"grade must be an object with command and files; got {str(grade)[:100]!r}")
     _check_files("grade.files", grade.get("files"))
+    if (grade.get("program") is None) == (grade.get("command") is None):
+        raise ValueError(
+            "grade must have either program and tests (the agent's code is run apart from them) or command; got "
+            f"{sorted(name for name, value in grade.items() if value is not None)}"
+        )
+    if grade.get("program") is not None:
+        _check_tests(grade)
+        return
+    inputs = grade.get("inputs")
+    if inputs is not None and (
+        isinstance(inputs, str | Mapping)
+        or not isinstance(inputs, Iterable)
+        or not all(isinstance(path, str) for path in inputs)
+    ):
+        raise ValueError(f"grade.inputs must be a list of paths in the workspace; got {str(inputs)[:100]!r}")
     command = grade.get("command")
     if isinstance(command, str | Mapping) or not isinstance(command, Iterable) or not list(command):
         raise ValueError(
             f"grade.command must be a list of words, as ['python', 'check.py'] or ['sh', '-c', 'a shell's line']; got "
             f"{str(command)[:100]!r}"
         )
+
+
+def _check_tests(grade: Mapping[str, Any]) -> None:
+    if not isinstance(grade["program"], str):
+        raise ValueError(f"grade.program must be a path in the workspace; got {str(grade['program'])[:100]!r}")
+    if grade.get("files") or grade.get("inputs"):
+        raise ValueError("grade.files and grade.inputs belong to grade.command; grade.program is run alone")
+    try:
+        parse_tests(grade.get("tests"))
+    except TaskError as error:
+        raise ValueError(f"grade.tests cannot be used: {error}") from error
 
 
 def _check_files(column: str, files: object) -> None:
@@ -184,18 +213,64 @@ def write_files(sandbox: Sandbox, files: Mapping[str, str | None] | None) -> Non
             sandbox.write(path, content)
 
 
-def grade_by_command(task: HarnessTask, seconds: float) -> float:
-    """Write the files of the row's `grade` over those of the workspace and run its command there: 1 if its exit status
-    is 0, else 0 (also where a limit ended it: tests that hang have failed).
+NewSandbox = Callable[..., Sandbox]
+"""Makes a sandbox, not started, with the given `limits`."""
+
+
+def grade_workspace(task: HarnessTask, seconds: float, new_sandbox: NewSandbox) -> float:
+    """Return the reward of what an agent left in its workspace, by the row's `grade`. What the agent did to the
+    workspace is its own outcome: a missing program, or a folder where the grader's file belongs, gives 0.
 
     Raises:
-        RolloutError: kind `reward`: there is no such command.
-        InfraError: the sandbox failed.
+        RolloutError: kind `reward`: the row's command cannot be run.
+        InfraError: a sandbox failed.
     """
     grade = task.row["grade"]
-    write_files(task.sandbox, grade.get("files"))
+    if grade.get("program") is not None:
+        return _grade_by_tests(task, grade, seconds, new_sandbox)
     limits = Limits(**{**vars(task.sandbox.limits), "wall_seconds": seconds, "cpu_seconds": seconds})
-    result: ExecResult = task.sandbox.exec([str(word) for word in grade["command"]], limits=limits)
+    if grade.get("inputs") is None:
+        return _run_command(task.sandbox, grade, limits, is_fresh=False)
+    with new_sandbox(limits=limits) as sandbox:
+        for path in grade["inputs"]:
+            if (content := _read_or_none(task.sandbox, path)) is not None:
+                sandbox.write(path, content)
+        return _run_command(sandbox, grade, limits, is_fresh=True)
+
+
+def _grade_by_tests(task: HarnessTask, grade: Mapping[str, Any], seconds: float, new_sandbox: NewSandbox) -> float:
+    """Run the program in a sandbox of its own. Tests and expected values never enter that sandbox, so a program cannot
+    read them, end before them, or report in their name."""
+    content = _read_or_none(task.sandbox, grade["program"])
+    if content is None:
+        return 0.0
+    settings = CodeSettings(case_seconds=seconds, total_seconds=seconds)
+    code = content.decode(errors="replace")
+    return reward_of(grade_code(code, parse_tests(grade["tests"]), settings, new_sandbox=new_sandbox))
+
+
+def _read_or_none(sandbox: Sandbox, path: str) -> bytes | None:
+    """Return a file of an agent's workspace; None if it is missing, a folder or a link, unreadable, or too large."""
+    try:
+        return sandbox.read(path)
+    except (OSError, ValueError):
+        return None
+
+
+def _run_command(sandbox: Sandbox, grade: Mapping[str, Any], limits: Limits, is_fresh: bool) -> float:
+    """Write the grader's files over those of the workspace and run its command there: 1 if its exit status is 0, else 0
+    (also where a limit ended it: tests that hang have failed)."""
+    files = {path: text for path, text in (grade.get("files") or {}).items() if text is not None}
+    if files and not is_fresh:
+        # The agent may have left folders, links or full disks in their place. `write` says whether that helped.
+        sandbox.exec(["rm", "-rf", "--", *files])
+    try:
+        write_files(sandbox, files)
+    except (OSError, ValueError):
+        if is_fresh:
+            raise  # the row's own fault
+        return 0.0
+    result: ExecResult = sandbox.exec([str(word) for word in grade["command"]], limits=limits)
     if result.outcome == "exited" and result.returncode in NOT_RUNNABLE:
         raise RolloutError("reward", f"the row's grade.command cannot be run: {result.stderr.strip()[-300:]}")
     return float(result.ok)
