@@ -175,7 +175,7 @@ class Adapter:
         a, b = gather_full_tensor(self.a), gather_full_tensor(self.b)
         # (B A)^T = A^T B^T: for a layer that keeps [in, out] the product is transposed without a copy.
         left, right = (a.t(), b.t()) if self.is_transposed else (b, a)
-        return torch.addmm(weight, left, right, alpha=self.scaling)
+        return torch.addmm(weight.float(), left, right, alpha=self.scaling)
 
 
 def adapters_of(model: nn.Module) -> Iterator[Adapter]:

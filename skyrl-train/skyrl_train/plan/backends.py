@@ -89,19 +89,21 @@ class Division:
 
 
 def fsdp2(cfg: SkyRLConfig, role: Role, shape: ModelShape, kind: Kind) -> Division:
-    """Divide by `fully_shard`: float32 shards; a layer is gathered into a buffer and copied to its tensors, the next
-    one is gathered meanwhile; gradients are reduced in float32 from a buffer (torch/distributed/fsdp/_fully_shard)."""
+    """Divide by `fully_shard`: float32 shards (with `bf16` bfloat16 of what is frozen); a layer is gathered into a
+    buffer and copied to its tensors, the next one is gathered meanwhile; gradients are reduced in float32 from a buffer
+    (torch/distributed/fsdp/_fully_shard)."""
     settings = getattr(cfg.trainer, role)
     fsdp, world = settings.fsdp_config, getattr(cfg.trainer.placement, f"{role}_world_size")
     shards = world if fsdp.fsdp_size == -1 else fsdp.fsdp_size
     number = 2 if cfg.trainer.bf16 else 4
-    resting = shape.parameters + (shape.trained if shape.has_adapters else 0)
+    is_frozen = shape.has_adapters or isinstance(settings, RefConfig)
+    resting = (number if is_frozen else 4) * shape.parameters + (4 * shape.trained if shape.has_adapters else 0)
     layer, outside = number * shape.layer, number * shape.outside
     buffer = 1 if shards > 1 else 0  # one rank copies its weights without a buffer
     keeps = fsdp.reshard_after_forward is False
     gathered = number * shape.parameters + buffer * layer if keeps else outside + (1 + buffer) * layer
     common: dict[str, Any] = dict(
-        weights=4 * resting // shards,
+        weights=resting // shards,
         gathered_first=gathered if keeps else (1 + buffer) * outside + layer,
         gathered_head=gathered if keeps else outside + buffer * layer,
         gathered=gathered,

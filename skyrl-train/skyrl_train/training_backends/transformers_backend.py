@@ -49,12 +49,9 @@ class TransformersBackend(TrainingBackend):
         """
         random_state = torch.get_rng_state()
         model = self.build(path, with_weights=False)
-        lora = None if isinstance(self.settings, RefConfig) else self.settings.model.lora
         refusal = None
-        if lora is not None and self.is_trained and begins_with_weights(lora):
-            refusal = (
-                f"trainer.{self.name}.model.lora.init_method={lora.init_method} computes adapters from the weights"
-            )
+        if self._has_weights_in_adapters:
+            refusal = f"trainer.{self.name}.model.lora.init_method computes adapters from the weights"
         files = open_on_all_ranks(transformer_of(model), path, refusal)
         is_first = self.parallel.rank == 0
         if files is not None:
@@ -68,6 +65,12 @@ class TransformersBackend(TrainingBackend):
             with nullcontext() if files is None else values_in_forward(transformer_of(model), files, part):
                 check_scoring(model, path)
         return model, files
+
+    @property
+    def _has_weights_in_adapters(self) -> bool:
+        """Whether adapters begin as parts of the weights, which are then no longer those of the files."""
+        lora = None if isinstance(self.settings, RefConfig) else self.settings.model.lora
+        return lora is not None and self.is_trained and begins_with_weights(lora)
 
     @property
     def shares_prefixes(self) -> bool:

@@ -113,6 +113,27 @@ def test_bfloat16_training_keeps_adapters_in_float32(with_lora, start, ragged_ba
     worker.backend.load_model()
     assert take_step(worker, ragged_batch())["grad_norm"] == pytest.approx(expected, rel=0.2)
     assert {tensor.dtype for tensor in snapshot(worker, trained=True).values()} == {torch.float32}
+    frozen = {tensor.dtype for tensor in worker.backend.model.parameters() if not tensor.requires_grad}
+    assert frozen == {torch.bfloat16}, "half the memory of float32"
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_frozen_base_in_bfloat16_changes_no_bit(with_lora, start, ragged_batch, tiny_model, monkeypatch, tmp_path):
+    """Files in bfloat16, as models are published: mixed precision casts a base in float32 to the same values."""
+    AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    cfg = with_lora()
+    cfg.trainer.bf16, cfg.trainer.policy.model.path = True, str(tmp_path)
+    grad_norms, exports = [], []
+    for is_cast in (True, False):
+        if not is_cast:
+            monkeypatch.setattr(
+                "skyrl_train.training_backends.fsdp2.backend.cast_frozen_parameters", lambda *_, **__: 0
+            )
+        worker = start(policy_of(cfg))
+        grad_norms.append(take_step(worker, ragged_batch())["grad_norm"])
+        exports.append(worker.full_state())
+    assert grad_norms[0] == grad_norms[1]
+    assert all(torch.equal(exported, exports[1][name]) for name, exported in exports[0].items())
 
 
 @pytest.mark.parametrize("kind", [pytest.param("policy", marks=pytest.mark.slow), "critic"])

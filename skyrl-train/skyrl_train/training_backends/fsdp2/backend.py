@@ -12,6 +12,7 @@ from skyrl_train.models.weight_files import WeightFiles
 from skyrl_train.training_backends.base import Step
 from skyrl_train.training_backends.checkpoint import StateFiles
 from skyrl_train.training_backends.fsdp2.sharding import (
+    cast_frozen_parameters,
     clip_grad_norm,
     load_from_files,
     load_whole_state,
@@ -36,6 +37,8 @@ class FSDP2Backend(TransformersBackend):
         model, files = self.open_model(self.settings.model.path or "", check=True)
         if self.parallel.rank:  # the values that a model begins with are drawn: dropout of adapters differs by rank
             torch.manual_seed(self.cfg.trainer.seed + self.parallel.rank)
+        if self.cfg.trainer.bf16 and not self._has_weights_in_adapters:
+            cast_frozen_parameters(model, is_trained=self.is_trained)
         values = self._values(model, files)
         fsdp_config = self.settings.fsdp_config
         mesh = make_mesh(self.device, fsdp_config.fsdp_size)

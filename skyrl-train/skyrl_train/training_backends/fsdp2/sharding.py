@@ -20,19 +20,39 @@ from skyrl_train.distributed.sharded_tensor import copy_into, gather_full_tensor
 from skyrl_train.models.build import transformer_of
 from skyrl_train.models.scoring import ScoringModel
 from skyrl_train.models.value_model import ValueModel
-from skyrl_train.models.weight_files import WeightFiles, modules_in_float32, transformer_blocks
+from skyrl_train.models.weight_files import (
+    WeightFiles,
+    modules_in_float32,
+    name_in_files,
+    planned_dtypes,
+    transformer_blocks,
+)
+
+
+def cast_frozen_parameters(model: ScoringModel | ValueModel, *, is_trained: bool) -> None:
+    """Cast what no optimizer changes to bfloat16, in place, but for what transformers keeps in float32 then: half the
+    memory of a reference model, or of a base under adapters. Mixed precision computes with these values anyway.
+
+    Args:
+        model: before sharding; also on the meta device.
+        is_trained: False for a model that is only evaluated, whose parameters all count as frozen.
+    """
+    planned = planned_dtypes(transformer_of(model), torch.bfloat16)
+    for name, parameter in transformer_of(model).named_parameters():
+        if not (is_trained and parameter.requires_grad):
+            parameter.data = parameter.data.to(planned(name_in_files(name)) or torch.bfloat16)
 
 
 def shard_model(
     model: ScoringModel | ValueModel, mesh: DeviceMesh, config: FSDPConfig, *, bf16: bool
 ) -> ScoringModel | ValueModel:
-    """Shard each transformer block and then the rest, in place. Parameters stay float32 masters; with `bf16` they are
-    cast for forward and backward, but for those that transformers keeps in float32 then, and gradients are reduced in
-    float32.
+    """Shard each transformer block and then the rest, in place. Trained parameters stay float32 masters; with `bf16`
+    they are cast for forward and backward, but for those that transformers keeps in float32 then, and gradients are
+    reduced in float32.
 
     Args:
-        model: float32 parameters, on the CPU or the mesh's device, the same on every rank; or (on some ranks) on the
-            meta device, for `load_from_files` or `load_whole_state`.
+        model: trained parameters in float32, on the CPU or the mesh's device, the same on every rank; or (on some
+            ranks) on the meta device, for `load_from_files` or `load_whole_state`.
 
     Raises:
         ConfigError: with `bf16`, a parameter that stays float32 cannot be in a group without others that are cast.
