@@ -17,7 +17,7 @@ from skyrl_train.errors import ConfigError, SkyRLError
 from skyrl_train.plan.changes import Overrides, as_text, smallest_change
 from skyrl_train.plan.devices import DEVICES, Device, find_device, present_gpu
 from skyrl_train.plan.memory import memory_plan, roles_of
-from skyrl_train.plan.report import memory_lines, shape_lines, time_lines
+from skyrl_train.plan.report import memory_lines, shape_lines, slow_step_warning, time_lines, undivided_lines
 from skyrl_train.plan.shapes import shapes_of
 from skyrl_train.plan.speed import measured_factors, step_time
 from skyrl_train.plan.steps import step_plan
@@ -95,11 +95,12 @@ def _plan(options: argparse.Namespace, overrides: list[str]) -> int:
     if options.measured is not None:
         factors = _factors(options.measured, device, files, lengths)
     time = step_time(cfg, shapes, device, plan.engine, factors=factors, **lengths)
-    lines = [*shape_lines(cfg, shapes), "", *division.lines(), "", *memory_lines(plan), ""]
-    lines += time_lines(time, num_devices(cfg), options.price_per_hour, division.num_steps)
-    print("\n".join([*lines, *notes]))
+    lines = [*shape_lines(cfg, shapes), "", *division.lines(), "", *memory_lines(plan)]
+    if not plan.shortages:  # the time of a step that cannot be taken would be a number without meaning
+        lines += ["", *time_lines(time, num_devices(cfg), options.price_per_hour, division.num_steps)]
+    print("\n".join([*lines, *notes, *undivided_lines(cfg, shapes, plan)]))
     if not plan.shortages:
-        print("\nfits")
+        print("\nfits" + slow_step_warning(time, plan.engine))
         return 0
     print("\ndoes not fit: " + "; ".join(plan.shortages))
 

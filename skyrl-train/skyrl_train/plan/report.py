@@ -8,6 +8,10 @@ from skyrl_train.plan.memory import EnginePlan, MemoryPlan, Phase
 from skyrl_train.plan.model_shape import ModelShape
 from skyrl_train.plan.speed import StepTime
 
+SLOW_STEP_SECONDS = 3600
+"""A plan with longer steps fits in memory, and is hardly what was meant."""
+NAMES: Mapping[Role, str] = {"policy": "policy", "critic": "critic", "ref": "reference model"}
+
 
 def shape_lines(cfg: SkyRLConfig, shapes: Mapping[Role, ModelShape]) -> list[str]:
     """Say what models the plan is of."""
@@ -76,6 +80,10 @@ def time_lines(time: StepTime, num_devices: int, price_per_hour: float | None, n
     lines = [
         f"time of a step: {time.total:,.0f} s ({how} of {parts}), at {prompt} + {answer} tokens a sample; {time.source}"
     ]
+    if time.generation_rate:
+        lines.append(
+            f"an engine then generates {time.generation_rate:,.0f} tokens/s (published figures: docs/planner.md)"
+        )
     if price_per_hour is not None:
         a_step = time.total / 3600 * num_devices * price_per_hour
         lines.append(f"cost of a step: {a_step:,.2f} ({num_devices} devices at {price_per_hour:g} an hour each)")
@@ -83,6 +91,38 @@ def time_lines(time: StepTime, num_devices: int, price_per_hour: float | None, n
             lines.append(f"cost of the run: {a_step * num_steps:,.2f} ({num_steps} steps)")
     if num_steps is not None:
         lines.append(f"time of the run: {time.total * num_steps / 3600:,.1f} h ({num_steps} steps)")
+    return lines
+
+
+def slow_step_warning(time: StepTime, engine: EnginePlan | None) -> str:
+    """Return a warning for a step of over an hour, with the part that takes longest; empty otherwise."""
+    if time.total <= SLOW_STEP_SECONDS:
+        return ""
+    part = max(time.seconds, key=lambda name: time.seconds[name])
+    hint = "take more devices, or fewer samples a step"
+    if part == "generate" and engine is not None and engine.answers < engine.wanted:
+        hint = (
+            f"an engine holds {engine.answers} of the {engine.wanted} completions that it gets: divide the model over "
+            "more devices (generator.inference_engine_tensor_parallel_size), add engines, or shorten completions"
+        )
+    return f", but a step takes {time.total / 3600:.1f} h, most of it in `{part}`: {hint}"
+
+
+def undivided_lines(cfg: SkyRLConfig, shapes: Mapping[Role, ModelShape], plan: MemoryPlan) -> list[str]:
+    """Name models of which every rank holds all weights, where these take over a quarter of a device."""
+    lines = []
+    for role, phases in plan.workers.items():
+        ranks = getattr(cfg.trainer.placement, f"{role}_world_size")
+        weights = max((phase.parts.get("weights", 0.0) for phase in phases), default=0.0)
+        is_whole = weights >= 2 * shapes[role].parameters * 0.9
+        if plan.device.kind == "cuda" and ranks > 1 and is_whole and weights > plan.device.usable / 4:
+            section = {"megatron": "megatron_config", "deepspeed": "deepspeed_config"}.get(
+                cfg.trainer.strategy, "fsdp_config"
+            )
+            lines.append(
+                f"the {NAMES[role]} is not divided: each of {ranks} ranks holds all {weights / 1e9:.0f} GB of its "
+                f"weights; divide it by trainer.{role}.{section}, as the policy"
+            )
     return lines
 
 

@@ -36,9 +36,32 @@ def test_run_that_does_not_fit_gets_the_smallest_change_and_fits_with_it(capsys:
     lengths = ["generator.sampling_params.max_generate_length=8192", "trainer.micro_train_batch_size_per_gpu=32"]
     status, text = plan(capsys, *SEVEN, *lengths)
     assert status == 1 and "DOES NOT FIT" in text
+    assert "time of a step" not in text, "a step that cannot be taken has no time"
     change = text.strip().splitlines()[-1].split()
     status, text = plan(capsys, *SEVEN, *lengths, *change)
     assert status == 0, text
+
+
+def test_slow_step_is_named_with_its_cause(capsys: pytest.CaptureFixture[str]):
+    lengths = ["generator.sampling_params.max_generate_length=30000", "generator.n_samples_per_prompt=64"]
+    status, text = plan(capsys, *SEVEN, *lengths, "trainer.algorithm.use_kl_loss=false")
+    assert status == 0
+    verdict = text.strip().splitlines()[-1]
+    assert verdict.startswith("fits, but a step takes") and "`generate`" in verdict
+    assert "generator.inference_engine_tensor_parallel_size" in verdict
+
+
+def test_undivided_reference_is_named(capsys: pytest.CaptureFixture[str]):
+    overrides = [
+        "trainer.policy.model.path=Qwen/Qwen3-30B-A3B", f"--config-file={MODEL.with_name('Qwen3-30B-A3B.json')}",
+        "--device=h100-80", "trainer.strategy=megatron", "trainer.placement.policy_num_gpus_per_node=8",
+        "trainer.placement.ref_num_gpus_per_node=8", "generator.num_inference_engines=8",
+        "trainer.policy.megatron_config.expert_model_parallel_size=8",
+        "trainer.policy.megatron_config.expert_tensor_parallel_size=1", "trainer.algorithm.use_kl_loss=true",
+    ]  # fmt: skip
+    _, text = plan(capsys, *overrides)
+    assert "each of 8 ranks holds all 61 GB" in text and "trainer.ref.megatron_config" in text
+    assert "is not divided" not in plan(capsys, *SEVEN)[1]
 
 
 def test_measured_times_of_a_run_correct_the_estimate(capsys: pytest.CaptureFixture[str], tmp_path: Path):
