@@ -1,5 +1,6 @@
 """Checks of what `*.model.path` names, before anything starts: configs and tokenizers, from folders or the hub."""
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ def load_tokenizer(
             fast one without a word).
     """
     leave_out_unused_packages()
-    from transformers import AutoTokenizer  # brings half of what models need
+    from transformers import AutoTokenizer, GenerationConfig  # bring half of what models need
 
     _check_folder(path, setting)
     folder = Path(path)
@@ -85,6 +86,9 @@ def load_tokenizer(
             f"trainer.disable_fast_tokenizer=true: transformers {transformers.__version__} has no Python form of "
             f"{type(tokenizer).__name__}, the tokenizer of {path}; set it to false"
         )
+    if not folder.is_dir():
+        with contextlib.suppress(OSError):  # `skyrl_gym.chat.turn_ends` reads it from the cache
+            GenerationConfig.from_pretrained(path)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

@@ -52,9 +52,10 @@ class ChatFormat(ChatTemplate):
         if _MARK not in probe:
             raise ConfigError("the chat template drops assistant messages, so it cannot carry a conversation")
 
-    @property
-    def eos_token_id(self) -> int:
-        return self.tokenizer.eos_token_id  # pyright: ignore[reportReturnType]
+    @cached_property
+    def closing_ids(self) -> list[int]:
+        """Tokens that close an answer which did not end by itself."""
+        return self.encode(self.turn_ends.closing or str(self.tokenizer.eos_token))
 
     def ids_and_written_mask(self, messages: ConversationType) -> tuple[list[int], list[int]]:
         """The conversation's ids, and 1 where the template's `generation` blocks say that a model writes."""
@@ -77,18 +78,20 @@ class ChatFormat(ChatTemplate):
         """The conversation's token ids; with the generation prompt, what a model continues."""
         return self.encode(self.text(messages, add_generation_prompt))
 
-    def continuation_ids(self, observations: ConversationType, *, answer_is_closed: bool) -> list[int]:
+    def continuation_ids(
+        self, observations: ConversationType, *, answer_is_closed: bool, last_id: int | None = None
+    ) -> list[int]:
         """Return the template's tokens between a completion and the next one.
 
         Args:
             observations: the messages that follow the answer; there may be none.
-            answer_is_closed: the answer already ends with the end-of-sequence token, so it is not written again.
+            answer_is_closed: the answer already has the end of its turn, so it is not written again.
+            last_id: last token of the answer.
         """
         text = self.text([_QUESTION, _MARKED_ANSWER, *observations], add_generation_prompt=True)
         cut = text.index(_MARK) + len(_MARK)
-        end_of_turn = str(self.tokenizer.eos_token)
-        if answer_is_closed and text.startswith(end_of_turn, cut):
-            cut += len(end_of_turn)
+        if answer_is_closed:
+            cut += self.turn_ends.length_at_start(text[cut:], last_id)
         return self.encode_after(text[:cut], text[cut:])
 
     def subset_ids(self, messages: ConversationType) -> list[int]:
@@ -111,10 +114,14 @@ class ChatFormat(ChatTemplate):
         return self.encode_after(text[: cut + len(end_of_base)], text[cut + len(end_of_base) :])
 
     @cached_property
-    def generation_prompt_ids(self) -> list[int]:
+    def generation_prompt(self) -> str:
         """The header after which a model writes. Empty for templates without one."""
         before, text = self.text([_QUESTION]), self.text([_QUESTION], add_generation_prompt=True)
-        return self.encode_after(before, text[len(before) :]) if text.startswith(before) else []
+        return text[len(before) :] if text.startswith(before) else ""
+
+    @cached_property
+    def generation_prompt_ids(self) -> list[int]:
+        return self.encode_after(self.text([_QUESTION]), self.generation_prompt)
 
 
 def get_generation_prompt_ids(tokenizer: "PreTrainedTokenizerBase", chat_template: str | None = None) -> list[int]:
@@ -179,10 +186,8 @@ def _written_part(chat: ChatFormat, message_ids: list[int]) -> tuple[int, int]:
         if header_id != message_id:
             break
         start += 1
-    if chat.eos_token_id in message_ids[start:]:
-        last_eos = len(message_ids) - 1 - message_ids[::-1].index(chat.eos_token_id)
-        return start, last_eos + 1
-    return start, len(message_ids)
+    ends = [place for place, id in enumerate(message_ids) if id in chat.turn_ends.ids and place >= start]
+    return start, ends[-1] + 1 if ends else len(message_ids)
 
 
 def _logprobs_of_answer(assistant_logprobs: list[list[float]], number: int, num_tokens: int) -> list[float]:

@@ -251,6 +251,8 @@ class OpenAIFrontend:
         rules, records = self._sessions.rules(session), self._sessions.records(session)
         params = sampling_keywords(request, budget, room, self._sampling_defaults, log_probs=records)
         params = rules.keywords(params)
+        if isinstance(request, ChatRequest):
+            params = self._template.turn_ends.with_stop_ids(params)
         check_supported(params, constraint, constraint_param, info.unsupported)
         if constraint is not None:
             params["constraint"] = constraint.as_keyword()
