@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import chain, takewhile
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 NEVER = np.iinfo(np.int32).max
 """Position of the first token that is learnt, where there is none."""
+
+_MARKS = ("skyrl-mark", "mark-skyrl")
+"""Answers without a common beginning."""
 
 COLUMNS = {"chat": ("messages",), "preference": ("chosen", "rejected"), "alpaca": ("instruction", "output")}
 
@@ -198,6 +201,11 @@ class Encoder:
         self._train_on = config.train_on
 
     @cached_property
+    def _leaves_ends_out(self) -> bool:
+        """The template writes nothing after the last answer."""
+        return not self._chat.turn_ends.closing
+
+    @cached_property
     def _chat(self) -> ChatFormat:
         return ChatFormat(self.tokenizer)
 
@@ -213,43 +221,76 @@ class Encoder:
     def conversation(
         self, messages: ConversationType, tools: list[JsonObject] | None, *, last_only: bool = False
     ) -> list[Example]:
-        """The examples that a conversation makes: one, or where the template rewrites earlier turns (drops their
-        thoughts, say) one for each turn that is learnt, so that each is learnt behind the text that the model will see.
+        """Encode a conversation: one example, or where the template renders earlier turns differently later (without
+        their thoughts, say) one for each stretch of turns that it only appends. Each answer is learnt after the text
+        that the model will see before it.
         """
         chat = ChatFormat(self.tokenizer, None, {"tools": tools}) if tools else self._chat
         if self._train_on == "all":
             text = chat.text(messages)
+            if messages[-1]["role"] == "assistant" and self._leaves_ends_out:
+                text += self._missing_end(chat, messages, len(messages) - 1, text)
             return [self._example(text, [(0, len(text))])]
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if last_only or self._train_on == "last_assistant":
             answers = answers[-1:]
-        whole = chat.text(messages[: answers[-1] + 1]) if answers else chat.text(messages)
-        spans, alone = [], []
-        for i in answers:
-            up_to = whole if i == answers[-1] else chat.text(messages[: i + 1])
-            start = self._answer_start(chat, messages, i, up_to)
-            end = self._answer_end(up_to, start)
-            if whole.startswith(up_to[:end]):
-                spans.append((start, end))
+        if not answers:
+            return [self._example(chat.text(messages), [])]
+        stretches: list[tuple[str, list[tuple[int, int]]]] = []
+        for i in reversed(answers):
+            text, start = self._answer(chat, messages, i)
+            if stretches and stretches[-1][0].startswith(text):
+                stretches[-1][1].append((start, len(text)))
             else:
-                alone.append(self._example(up_to[:end], [(start, end)]))
-        last = [self._example(whole[: spans[-1][1]], spans)] if spans else []
-        return [*alone, *(last or ([] if alone else [self._example(whole, [])]))]
+                stretches.append((text, [(start, len(text))]))
+        return [self._example(text, spans[::-1]) for text, spans in reversed(stretches)]
 
-    def _answer_start(self, chat: ChatFormat, messages: ConversationType, i: int, up_to: str) -> int:
-        """Return the position in the text where answer i begins: behind the header that a model continues."""
+    def _answer(self, chat: ChatFormat, messages: ConversationType, i: int) -> tuple[str, int]:
+        """Return the text up to the end of answer i, as a model reads and writes it, and the position where it begins
+        to write."""
+        header = self._chat.generation_prompt
         before = chat.text(messages[:i], add_generation_prompt=True) if i else ""
-        if up_to.startswith(before):
-            return len(before)
-        same = takewhile(lambda pair: pair[0] == pair[1], zip(before, up_to, strict=False))
-        return sum(1 for _ in same)
+        up_to = chat.text(messages[: i + 1])
+        missing = self._missing_end(chat, messages, i, up_to) if self._leaves_ends_out else ""
+        if before and up_to.startswith(before):
+            start = len(before)
+        else:
+            start = self._answer_start(chat, messages, i, up_to, header)
+            if header and before.endswith(header) and up_to[:start].endswith(header):
+                # The template renders earlier turns differently after this answer: the model sees them as before it.
+                up_to, start = before + up_to[start:], len(before)
+        end = self._chat.turn_ends.find_last(up_to, start)
+        return up_to[:end] if end is not None else up_to + missing, start
 
-    def _answer_end(self, up_to: str, start: int) -> int:
-        """Return the position where an answer ends: behind the token that ends a turn. Text of the template after it
-        does not train."""
-        eos = str(self.tokenizer.eos_token)
-        last = up_to.rfind(eos, start)
-        return len(up_to) if last < 0 else last + len(eos)
+    def _answer_start(self, chat: ChatFormat, messages: ConversationType, i: int, up_to: str, header: str) -> int:
+        """Return the position in `up_to` after the header of answer i.
+
+        Two marks in place of the answer show where it begins: their texts agree up to there. The template may begin an
+        answer with an empty thought after the header; then the header is the last one after the message before.
+        """
+        shared = _common_prefix(
+            *(chat.text([*messages[:i], {"role": "assistant", "content": mark}]) for mark in _MARKS)
+        )
+        said = str(messages[i - 1].get("content") or "").strip() if i else ""
+        place = shared.rfind(header) if header else -1
+        start = place + len(header)
+        is_of_answer = not i or (bool(said) and said in shared[:start] and said not in shared[start:])
+        if place < 0 or not is_of_answer:  # (a space before the answer is part of its first token)
+            start = len(shared.rstrip(" "))
+        return len(_common_prefix(shared[:start], up_to))
+
+    def _missing_end(self, chat: ChatFormat, messages: ConversationType, i: int, up_to: str) -> str:
+        """Return the end of a turn that the template leaves to the next header: without one, a model would never learn
+        to end an answer. The header's token where the model's files declare it as an end (GLM), or the end of a
+        sequence."""
+        role = "tool" if messages[i].get("tool_calls") else "user"
+        following = messages[i + 1] if i + 1 < len(messages) else {"role": role, "content": "."}
+        try:
+            text = chat.text([*messages[: i + 1], following])
+        except ChatTemplateError:
+            text = ""
+        header = self._chat.turn_ends.find_declared(text[len(up_to) :] if text.startswith(up_to) else "")
+        return header or str(self.tokenizer.eos_token)
 
     def _example(self, text: str, spans: Sequence[tuple[int, int]]) -> Example:
         """The ids of a text; the mask is 1 on tokens that lie in a span of characters."""
@@ -262,6 +303,10 @@ class Encoder:
         of_token = np.maximum.accumulate(np.searchsorted(own[:-1, 1], starts, side="right"))
         mask = (own[of_token, 0] <= starts) & (ends <= own[of_token, 1])
         return Example(encoded["input_ids"], mask.astype(int).tolist())  # type: ignore[arg-type]
+
+
+def _common_prefix(a: str, b: str) -> str:
+    return a[: next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))]
 
 
 def _as_messages(value: object, role: str, where: str) -> ConversationType:
