@@ -12,7 +12,7 @@ from skyrl_gym.envs.registration import env_class_of
 PACKAGE = Path(skyrl_gym.__file__).parent
 
 LAYERS = [
-    {"error", "core", "deadline", "tags", "suggestions", "syntax_trees", "waits", "whole_folders"},
+    {"arrow_nulls", "error", "core", "deadline", "tags", "suggestions", "syntax_trees", "waits", "whole_folders"},
     {"services"},
     {"chat_model"},
     {"envs.registration"},

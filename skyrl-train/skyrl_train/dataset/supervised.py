@@ -1,5 +1,6 @@
 """Demonstrations and preference pairs as token ids, with a mask of what is learnt. Knows no batches and no workers."""
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -168,7 +169,7 @@ class SupervisedDataset(Sequence[Item]):
             question = "\n\n".join(str(row[name]) for name in ("instruction", "input") if row.get(name))
             return [(example,) for example in self._encoder.question_and_answer(question, str(row["output"]))]
         messages = checked_messages(row["messages"], f"{where}: messages")
-        return [(example,) for example in self._encoder.conversation(messages, row.get("tools"))]
+        return [(example,) for example in self._encoder.conversation(messages, _checked_tools(row.get("tools"), where))]
 
     def _format_of(self, row: Row, where: str) -> str:
         wanted = COLUMNS if self._config.format == "auto" else {self._config.format: COLUMNS[self._config.format]}
@@ -303,6 +304,20 @@ class Encoder:
         of_token = np.maximum.accumulate(np.searchsorted(own[:-1, 1], starts, side="right"))
         mask = (own[of_token, 0] <= starts) & (ends <= own[of_token, 1])
         return Example(encoded["input_ids"], mask.astype(int).tolist())  # type: ignore[arg-type]
+
+
+def _checked_tools(tools: object, where: str) -> list[JsonObject] | None:
+    """Return a row's tool schemas, which may be JSON text. Raises DataError."""
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise DataError(f"{where}: tools is text that is not JSON ({error}); got {tools[:60]!r}") from error
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise DataError(f"{where}: tools must be a list of schemas, or one as JSON text; got {str(tools)[:120]}")
+    return tools
 
 
 def _common_prefix(a: str, b: str) -> str:
