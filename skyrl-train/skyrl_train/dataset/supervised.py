@@ -19,7 +19,7 @@ from skyrl_train.dataset.fingerprint import rows_fingerprint
 from skyrl_train.dataset.sources import Chunk, Row, open_source
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.generators.tokenization import ChatFormat, ChatTemplateError
-from skyrl_train.types import ConversationType, JsonObject
+from skyrl_train.types import ConversationType, JsonObject, MessageType
 from skyrl_train.utils.progress import progress
 
 if TYPE_CHECKING:
@@ -116,8 +116,11 @@ class SupervisedDataset(Sequence[Item]):
         # Truncated ones learn up to the limit; those that are dropped for their length count as that alone.
         is_long = (lengths > limit).any(axis=1) & (self._config.too_long == "drop")
         is_empty = ~is_long & (first_learnt >= limit).any(axis=1)
-        places = np.flatnonzero(~is_long & ~is_empty) * size
         reasons = {f"over data.max_length={limit} tokens": is_long, "no token to learn": is_empty}
+        if self._with_pairs:  # their loss is log 2 for ever, without a gradient
+            is_same = self._rows.column("difference")[::size] >= limit
+            reasons["no difference between chosen and rejected"] = ~is_long & ~is_empty & is_same
+        places = np.flatnonzero(~np.any([*reasons.values()], axis=0)) * size
         return places, {why: int(flags.sum()) for why, flags in reasons.items()}
 
     def _tokenized(self, name: str) -> ArrowRows:
@@ -140,16 +143,20 @@ class SupervisedDataset(Sequence[Item]):
     def _encode(self, source: str, chunk: Chunk) -> tuple[int, pa.RecordBatch]:
         """Return the number of rows, and their examples; those of a pair are neighbours."""
         examples: list[Example] = []
+        differences: list[int] = []
         for number, row in enumerate(chunk.rows, chunk.first_row):
             where = f"{source}: row {number}"
             try:
-                examples += [example for item in self._examples(row, where) for example in item]
+                for item in self._examples(row, where):
+                    examples += item
+                    differences += [_first_difference(*item) if self._with_pairs else 0] * len(item)
             except ChatTemplateError as error:
                 raise DataError(f"{where}: {error}") from error
         columns = {
             "ids": pa.array([example.ids for example in examples], pa.list_(pa.int32())),
             "mask": pa.array([example.mask for example in examples], pa.list_(pa.uint8())),
             "length": pa.array([len(example.ids) for example in examples], pa.int32()),
+            "difference": pa.array(differences, pa.int32()),
             "first_learnt": pa.array([example.first_learnt for example in examples], pa.int32()),
         }
         return len(chunk.rows), pa.RecordBatch.from_pydict(columns)
@@ -157,11 +164,10 @@ class SupervisedDataset(Sequence[Item]):
     def _examples(self, row: Row, where: str) -> list[Item]:
         kind = self._format_of(row, where)
         if kind == "preference":
-            prompt = _as_messages(row.get("prompt") or [], "user", f"{where}: prompt")
+            prompt = _as_messages(given, "user", f"{where}: prompt") if (given := row.get("prompt")) else []
+            tools = _checked_tools(row.get("tools"), where)
             chosen, rejected = (
-                self._encoder.conversation(
-                    [*prompt, *_as_messages(row[name], "assistant", f"{where}: {name}")], None, last_only=True
-                )
+                self._encoder.conversation(_after_prompt(prompt, row[name], f"{where}: {name}"), tools, last_only=True)
                 for name in COLUMNS["preference"]
             )
             return [(chosen[-1], rejected[-1])]
@@ -322,6 +328,41 @@ def _checked_tools(tools: object, where: str) -> list[JsonObject] | None:
 
 def _common_prefix(a: str, b: str) -> str:
     return a[: next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))]
+
+
+def _first_difference(chosen: Example, rejected: Example) -> int:
+    """Return the first position at which the ids differ, `NEVER` without one."""
+    if chosen.ids == rejected.ids:
+        return NEVER
+    pairs = zip(chosen.ids, rejected.ids, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(chosen.ids), len(rejected.ids)))
+
+
+def _after_prompt(prompt: ConversationType, value: object, where: str) -> ConversationType:
+    """Return a conversation that begins with `prompt`. Datasets also give whole conversations beside their prompt."""
+    messages = _as_messages(value, "assistant", where)
+    has_system, size = messages[0]["role"] == "system", len(prompt)
+    if _same(messages[:size], prompt) or (has_system and _same(messages[1 : 1 + size], prompt)):
+        return messages
+    user_part = [message for message in prompt if message["role"] != "system"]
+    if user_part and _same(messages[: len(user_part)], user_part):
+        return [*prompt, *messages[len(user_part) :]]
+    if prompt and messages[0]["role"] not in ("assistant", "tool"):
+        raise DataError(
+            f"{where} begins with a message of the {messages[0]['role']} that is not the one of prompt: give the "
+            "assistant's messages alone, or the whole conversation with the same prompt"
+        )
+    return [*prompt, *messages]
+
+
+def _same(messages: ConversationType, others: ConversationType) -> bool:
+    """Compare messages, except for white space around their texts."""
+
+    def stripped(message: MessageType) -> MessageType:
+        content = message.get("content")
+        return {**message, "content": content.strip() if isinstance(content, str) else content}
+
+    return list(map(stripped, messages)) == list(map(stripped, others))
 
 
 def _as_messages(value: object, role: str, where: str) -> ConversationType:

@@ -17,6 +17,7 @@ DIALOGUE = [
     {"role": "user", "content": "two?"},
     {"role": "assistant", "content": "2"},
 ]
+KINDS = ("chosen", "rejected")
 FORGETS_THOUGHTS = (
     "{% for m in messages %}<start>{{ m['role'] }}:"
     "{{ m['content'] if loop.last else m['content'].split('/')[-1] }}<end>{% endfor %}"
@@ -99,6 +100,47 @@ def test_a_preference_row_is_a_pair_with_one_prompt(tokenizer, tmp_path):
     assert tokenizer.decode(chosen.ids) == "<start>user:q<end><start>assistant:yes<end>"
     assert learnt(tokenizer, chosen) == "yes<end>"
     assert learnt(tokenizer, rejected) == "no<end>"
+
+
+SYSTEM, USER = {"role": "system", "content": "s"}, {"role": "user", "content": "q"}
+
+
+@pytest.mark.parametrize(
+    "prompt, before, text",
+    [
+        ("q", [USER], "<start>user:q<end>"),
+        ("q\n", [USER], "<start>user:q<end>"),
+        ([USER], [USER], "<start>user:q<end>"),
+        ([SYSTEM, USER], [SYSTEM, USER], "<start>system:s<end><start>user:q<end>"),
+        ([SYSTEM, USER], [USER], "<start>system:s<end><start>user:q<end>"),
+        ([USER], [SYSTEM, USER], "<start>system:s<end><start>user:q<end>"),
+        (None, [SYSTEM, USER], "<start>system:s<end><start>user:q<end>"),
+        ([SYSTEM, USER], [], "<start>system:s<end><start>user:q<end>"),
+    ],
+)
+def test_prompt_of_whole_preference_conversations_stands_once(tokenizer, tmp_path, prompt, before, text):
+    rows = [{"prompt": prompt, **{kind: [*before, {"role": "assistant", "content": kind}] for kind in KINDS}}]
+    config = SupervisedDataConfig(cache_dir=str(tmp_path))
+    (pair,) = SupervisedDataset(write(tmp_path, rows), tokenizer, config, with_pairs=True)
+    assert [tokenizer.decode(example.ids) for example in pair] == [f"{text}<start>assistant:{k}<end>" for k in KINDS]
+
+
+def test_preference_conversations_of_another_prompt_name_their_row(tokenizer, tmp_path):
+    rows = [{"prompt": "other", **{kind: [USER, {"role": "assistant", "content": kind}] for kind in KINDS}}]
+    with pytest.raises(DataError, match=r"row 0: chosen .*prompt"):
+        SupervisedDataset(write(tmp_path, rows), tokenizer, SupervisedDataConfig(), with_pairs=True)
+
+
+@pytest.mark.parametrize(
+    "chosen, rejected, settings",
+    [("b", "b", {}), ("x" * 50 + "yes", "x" * 50 + "no", {"max_length": 60, "too_long": "truncate"})],
+)
+def test_pairs_without_difference_are_dropped_and_counted(tokenizer, tmp_path, log, chosen, rejected, settings):
+    rows = [{"prompt": "q", "chosen": chosen, "rejected": rejected}, {"prompt": "q", "chosen": "b", "rejected": "bc"}]
+    config = SupervisedDataConfig(cache_dir=str(tmp_path), **settings)
+    ((first, second),) = SupervisedDataset(write(tmp_path, rows), tokenizer, config, with_pairs=True)
+    assert (learnt(tokenizer, first), learnt(tokenizer, second)) == ("b<end>", "bc<end>")
+    assert any("1 dropped: no difference" in line for line in log)
 
 
 def test_too_long_examples_are_dropped_or_cut(tokenizer, tmp_path):
