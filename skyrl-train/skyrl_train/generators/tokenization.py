@@ -6,6 +6,7 @@ conversation whose last message carries a mark, and taking what the template put
 
 import re
 from functools import cached_property
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from skyrl_gym.chat.template import ChatTemplate, ChatTemplateError
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 _MARK = "skyrl-mark"
 _QUESTION: MessageType = {"role": "user", "content": "Hello."}
+_ANSWER: MessageType = {"role": "assistant", "content": "Hi."}
 _MARKED_QUESTION: MessageType = {"role": "user", "content": _MARK}
 _MARKED_ANSWER: MessageType = {"role": "assistant", "content": _MARK}
 
@@ -94,8 +96,12 @@ class ChatFormat(ChatTemplate):
             cut += self.turn_ends.length_at_start(text[cut:], last_id)
         return self.encode_after(text[:cut], text[cut:])
 
-    def subset_ids(self, messages: ConversationType) -> list[int]:
+    def subset_ids(self, messages: ConversationType, *, after: str | None = None) -> list[int]:
         """Return the tokens that `messages` add to a conversation before them.
+
+        Args:
+            after: role of the message before them; some templates write no header for an answer to a tool. None: user
+                before an answer, assistant before others.
 
         Raises:
             ValueError: no messages, or a template that rewrites the end of what stood before.
@@ -103,6 +109,9 @@ class ChatFormat(ChatTemplate):
         if not messages:
             raise ValueError("messages list cannot be empty")
         base = [_MARKED_QUESTION] if messages[0]["role"] == "assistant" else [_QUESTION, _MARKED_ANSWER]
+        if after in ("assistant", "tool"):
+            marked = {"role": after, "content": _MARK}
+            base = [_QUESTION, marked] if after == "assistant" else [_QUESTION, _ANSWER, marked]
         before, text = self.text(base), self.text([*base, *messages])
         end_of_base = before[before.index(_MARK) + len(_MARK) :]
         cut = text.index(_MARK) + len(_MARK)
@@ -166,15 +175,19 @@ def get_response_ids_and_loss_mask_from_messages(
     for message in messages:
         if message["role"] not in ("user", "assistant", "tool"):
             raise ValueError(f"Expected message role to be 'user' or 'assistant' (or 'tool'), got {message['role']!r}")
-        message_ids = chat.subset_ids([message])
-        start, end = _written_part(chat, message_ids) if message["role"] == "assistant" else (0, 0)
-        ids += message_ids
-        loss_mask += [0] * start + [1] * (end - start) + [0] * (len(message_ids) - end)
-        if message["role"] == "assistant":
-            num_answers += 1
-        if assistant_logprobs is not None and logprobs is not None:
-            given = _logprobs_of_answer(assistant_logprobs, num_answers, end - start) if end else []
-            logprobs += [0.0] * start + given + [0.0] * (len(message_ids) - end)
+    after = None
+    # Messages between two answers are encoded together: templates render results of parallel calls as one turn.
+    for is_answer, run in groupby(messages, key=lambda message: message["role"] == "assistant"):
+        for part in [[message] for message in run] if is_answer else [[*run]]:
+            message_ids = chat.subset_ids(part, after=after)
+            after = part[-1]["role"]
+            start, end = _written_part(chat, message_ids) if is_answer else (0, 0)
+            ids += message_ids
+            loss_mask += [0] * start + [1] * (end - start) + [0] * (len(message_ids) - end)
+            num_answers += is_answer
+            if assistant_logprobs is not None and logprobs is not None:
+                given = _logprobs_of_answer(assistant_logprobs, num_answers, end - start) if end else []
+                logprobs += [0.0] * start + given + [0.0] * (len(message_ids) - end)
     return ids, loss_mask, logprobs
 
 
