@@ -130,20 +130,19 @@ class PromptDataset:
     def _with_lengths(self, source: str, chunk: Chunk) -> pa.RecordBatch:
         """Return the stored rows with the lengths of their prompts."""
         lengths: list[int] = []
-        prompts = [
-            self._prompt(row, f"{source}: row {number}") for number, row in enumerate(chunk.rows, chunk.first_row)
-        ]
-        for start in range(0, len(prompts), _TEXTS_AT_ONCE):
-            try:
-                texts = [
-                    self.chat_template.text(prompt, add_generation_prompt=True)
-                    for prompt in prompts[start : start + _TEXTS_AT_ONCE]
-                ]
-            except ChatTemplateError as error:
-                raise DataError(f"a prompt of {source}: {error}") from error
+        rows = [(f"{source}: row {number}", row) for number, row in enumerate(chunk.rows, chunk.first_row)]
+        for start in range(0, len(rows), _TEXTS_AT_ONCE):
+            texts = [self._text(row, where) for where, row in rows[start : start + _TEXTS_AT_ONCE]]
             ids: Any = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
             lengths += [len(prompt_ids) for prompt_ids in ids]
         return chunk.stored.append_column(LENGTH, pa.array(lengths, pa.int32()))
+
+    def _text(self, row: Row, where: str) -> str:
+        prompt = self._prompt(row, where)
+        try:
+            return self.chat_template.text(prompt, add_generation_prompt=True)
+        except ChatTemplateError as error:
+            raise DataError(f"{where}: {self.prompt_key}: {error}") from error
 
     def _prompt(self, row: Row, where: str) -> ConversationType:
         if self.prompt_key not in row:
