@@ -21,6 +21,7 @@ LAYERS = [
         "tags",
         "suggestions",
         "syntax_trees",
+        "valid_unicode",
         "waits",
         "whole_folders",
     },

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from skyrl_gym.chat.turn_ends import TurnEnds, find_turn_ends
+from skyrl_gym.valid_unicode import replace_lone_surrogates
 
 Message = dict[str, Any]
 """OpenAI chat message: `role`, `content`, and whatever else the chat template reads."""
@@ -79,7 +80,7 @@ class ChatTemplate:
         from jinja2 import TemplateError  # comes with every tokenizer that has a template; environments need none
 
         try:
-            return self.tokenizer.apply_chat_template(
+            text = self.tokenizer.apply_chat_template(
                 list(messages),
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
@@ -88,10 +89,11 @@ class ChatTemplate:
             )
         except (TemplateError, TypeError, ValueError, AttributeError, LookupError) as error:
             raise ChatTemplateError(f"the chat template cannot render these messages: {error}") from error
+        return replace_lone_surrogates(text)
 
     def encode(self, text: str) -> list[int]:
         """Encode a text without special tokens around it."""
-        backend = self._backend
+        text, backend = replace_lone_surrogates(text), self._backend
         # Settings of the backend that calls of others may have left behind.
         if backend is None or backend.padding or backend.truncation or backend.encode_special_tokens:
             return self.tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -12,6 +12,7 @@ import pyarrow as pa
 from loguru import logger
 
 from skyrl_gym.chat.template import ChatTemplate
+from skyrl_gym.valid_unicode import replace_lone_surrogates
 from skyrl_train.config.supervised import SupervisedDataConfig
 from skyrl_train.dataset.cache import NUM_THREADS, ArrowRows, RowCache, in_threads
 from skyrl_train.dataset.dataset import checked_messages
@@ -222,7 +223,7 @@ class Encoder:
             messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
             return self.conversation(messages, None)
         start = len(question) + 2
-        text = f"{question}\n\n{answer}{self.tokenizer.eos_token}"
+        text = replace_lone_surrogates(f"{question}\n\n{answer}{self.tokenizer.eos_token}")
         return [self._example(text, [(0 if self._train_on == "all" else start, len(text))])]
 
     def conversation(

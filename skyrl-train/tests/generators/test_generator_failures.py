@@ -343,3 +343,9 @@ async def test_a_thread_keeps_nothing_of_the_calls_that_it_served():
     await threads.call(int)
     gc.collect()
     assert [each() for each in alive] == [None] * 6
+
+
+async def test_half_a_character_in_an_observation_is_replaced(game, say, characters):
+    extras = [{"steps": [{"says": "cut \ud83d"}, {"reward": 1.0}]}]
+    played = await game(characters, [[say("a"), say("b")]], extras).play()
+    assert played.output["failures"] == [None]

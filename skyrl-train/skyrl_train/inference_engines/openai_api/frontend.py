@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from skyrl_gym.valid_unicode import replace_lone_surrogates
 from skyrl_train.inference_engines.base import EngineInfo, InferenceEngineInterface
 from skyrl_train.inference_engines.constraints import Constraint
 from skyrl_train.inference_engines.openai_api.answer_form import answer_form, constraint_of, thought_mode
@@ -227,7 +228,7 @@ class OpenAIFrontend:
 
     def _encoded(self, text: str) -> list[int]:
         """Encode a text with the special tokens before it: a completion's prompt is a document."""
-        return self._template.tokenizer(text)["input_ids"]  # pyright: ignore[reportReturnType]
+        return self._template.tokenizer(replace_lone_surrogates(text))["input_ids"]  # pyright: ignore[reportReturnType]
 
     async def _prompt(
         self,
