@@ -233,7 +233,7 @@ class Encoder:
         their thoughts, say) one for each stretch of turns that it only appends. Each answer is learnt after the text
         that the model will see before it.
         """
-        chat = ChatFormat(self.tokenizer, None, {"tools": tools}) if tools else self._chat
+        chat = ChatTemplate(self.tokenizer, None, {"tools": tools}) if tools else self._chat
         if self._train_on == "all":
             text = chat.text(messages)
             if messages[-1]["role"] == "assistant" and self._leaves_ends_out:
@@ -253,7 +253,7 @@ class Encoder:
                 stretches.append((text, [(start, len(text))]))
         return [self._example(text, spans[::-1]) for text, spans in reversed(stretches)]
 
-    def _answer(self, chat: ChatFormat, messages: ConversationType, i: int) -> tuple[str, int]:
+    def _answer(self, chat: ChatTemplate, messages: ConversationType, i: int) -> tuple[str, int]:
         """Return the text up to the end of answer i, as a model reads and writes it, and the position where it begins
         to write."""
         header = self._chat.generation_prompt
@@ -270,7 +270,7 @@ class Encoder:
         end = self._chat.turn_ends.find_last(up_to, start)
         return up_to[:end] if end is not None else up_to + missing, start
 
-    def _answer_start(self, chat: ChatFormat, messages: ConversationType, i: int, up_to: str, header: str) -> int:
+    def _answer_start(self, chat: ChatTemplate, messages: ConversationType, i: int, up_to: str, header: str) -> int:
         """Return the position in `up_to` after the header of answer i.
 
         Two marks in place of the answer show where it begins: their texts agree up to there. The template may begin an
@@ -287,7 +287,7 @@ class Encoder:
             start = len(shared.rstrip(" "))
         return len(_common_prefix(shared[:start], up_to))
 
-    def _missing_end(self, chat: ChatFormat, messages: ConversationType, i: int, up_to: str) -> str:
+    def _missing_end(self, chat: ChatTemplate, messages: ConversationType, i: int, up_to: str) -> str:
         """Return the end of a turn that the template leaves to the next header: without one, a model would never learn
         to end an answer. The header's token where the model's files declare it as an end (GLM), or the end of a
         sequence."""

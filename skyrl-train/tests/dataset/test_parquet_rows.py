@@ -115,6 +115,15 @@ def test_tools_that_are_no_schemas_name_their_row(write, tokenizer, tmp_path, to
         SupervisedDataset(write(rows), tokenizer, SupervisedDataConfig(cache_dir=str(tmp_path / "cache")))
 
 
+def test_tools_that_the_template_cannot_render_name_their_row(tmp_path):
+    strict = character_tokenizer(WITH_CALLS.replace("{{ t | tojson }}", "{{ t['function']['name'] | upper }}"))
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"messages": TALKS[0], "tools": [{"function": {}}, {"other": 1}]}))
+    with pytest.raises(DataError, match=r"row 0: the chat template") as error:
+        SupervisedDataset([str(path)], strict, SupervisedDataConfig(cache_dir=str(tmp_path / "cache")))
+    assert "chat_template_kwargs" not in str(error.value)
+
+
 def test_reserved_column_name_is_refused_by_name(tokenizer, tmp_path):
     path = tmp_path / "rows.parquet"
     pyarrow.parquet.write_table(pa.Table.from_pylist([{**PROMPTS[0], "skyrl:length": 3}]), path)
