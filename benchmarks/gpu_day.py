@@ -58,7 +58,7 @@ class Size:
     """Amount of work.
 
     Args:
-        model: shape of the trained model, as `Qwen2Config` takes it.
+        model: shape of the trained model, as `Qwen3Config` takes it.
         checks: names of the conformance checks; None: all.
         batches: requests at once, of the engine alone.
     """
@@ -75,16 +75,16 @@ class Size:
 
 
 HALF_BILLION = Size(
-    model=dict(  # Qwen2.5-0.5B
+    model=dict(  # sizes of Qwen2.5-0.5B
         vocab_size=151_936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
-        num_key_value_heads=2, max_position_embeddings=2048,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=2048,
     ),
     num_prompts=8, num_samples=8, prompt_tokens=256, new_tokens=256, micro_batch=8, num_steps=4, batches=(1, 16, 64),
 )  # fmt: skip
 TINY = Size(
     model=dict(
         vocab_size=512, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=128,
     ),
     num_prompts=2, num_samples=4, prompt_tokens=8, new_tokens=8, micro_batch=8, num_steps=2, batches=(1, 4),
     checks=("log_probs_are_those_of_the_model_at_the_temperature", "prompt_log_probs_are_the_models",
@@ -259,13 +259,16 @@ SECTIONS: tuple[Callable[[Bench], dict[str, Any]], ...] = (machine, engine_check
 
 
 def model_folder(bench: Bench) -> str:
-    """Return the folder of the model, written at the first call: random weights, a word for each token."""
+    """Return the folder of the model, written at the first call: random weights, a word for each token.
+
+    Of Qwen3's kind: beside a config of Qwen2, transformers loads the tokenizer as Qwen2's, which loses the words.
+    """
     folder = bench.folder / "model"
     if folder.exists():
         return str(folder)
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
     words = [*WORDS, *(f"w{number}" for number in range(bench.size.model["vocab_size"] - len(WORDS)))]
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token=PAD))
@@ -275,10 +278,10 @@ def model_folder(bench: Bench) -> str:
         clean_up_tokenization_spaces=False,
     ).save_pretrained(folder)  # fmt: skip
     torch.manual_seed(0)
-    config = Qwen2Config(
+    config = Qwen3Config(
         **bench.size.model, tie_word_embeddings=True, eos_token_id=1, pad_token_id=0, bos_token_id=None
     )
-    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)  # pyright: ignore[reportArgumentType]
+    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)  # pyright: ignore[reportArgumentType]
     return str(folder)
 
 
@@ -296,14 +299,11 @@ def settings(bench: Bench) -> dict[str, Any]:
     """Return the settings of the run. One optimizer step a training step, exact lengths, no KL."""
     size = bench.size
     draw = random.Random(0)
-    rows = [
-        {
-            "prompt": [
-                {"role": "user", "content": " ".join(f"w{draw.randrange(400)}" for _ in range(size.prompt_tokens))}
-            ]
-        }
-        for _ in range(size.num_prompts * size.num_steps)
-    ]
+    num_words = size.prompt_tokens - NUM_TEMPLATE_TOKENS
+    texts = (
+        " ".join(f"w{draw.randrange(400)}" for _ in range(num_words)) for _ in range(size.num_prompts * size.num_steps)
+    )
+    rows = [{"prompt": [{"role": "user", "content": text}]} for text in texts]
     prompts = bench.folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return {

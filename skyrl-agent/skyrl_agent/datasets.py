@@ -6,6 +6,7 @@ from pathlib import Path
 
 from skyrl_agent.errors import ConfigError
 from skyrl_agent.types import Row
+from skyrl_gym.arrow_nulls import remove_null_fields
 
 
 def read_rows(path: str | Path) -> list[Row]:
@@ -23,15 +24,15 @@ def read_rows(path: str | Path) -> list[Row]:
         raise ConfigError(f"{path} must hold a list of JSON objects, or one JSON object a line")
     if not rows:
         raise ConfigError(f"{path} has no rows")
-    return list(rows)
+    return [row for row in rows if isinstance(row, dict)]
 
 
-def _parquet_rows(file: Path) -> list[Row]:
+def _parquet_rows(file: Path) -> list[object]:
     try:
         import pyarrow.parquet  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError as error:
         raise ValueError("reading .parquet needs pyarrow, which is not installed; .jsonl needs nothing") from error
-    return pyarrow.parquet.read_table(file).to_pylist()
+    return [remove_null_fields(row) for row in pyarrow.parquet.read_table(file).to_pylist()]
 
 
 def _json_rows(file: Path) -> list[Row]:

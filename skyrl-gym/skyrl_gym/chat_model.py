@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from skyrl_gym.error import Error
 from skyrl_gym.services import Service
+from skyrl_gym.valid_unicode import replace_lone_surrogates
 
 
 class ModelError(Error):
@@ -64,7 +65,7 @@ class ChatModel:
             choice = answer["choices"][0]
             usage = answer.get("usage") or {}
             return Reply(
-                text=_valid_unicode(choice["message"].get("content") or ""),
+                text=replace_lone_surrogates(choice["message"].get("content") or ""),
                 finish_reason=choice.get("finish_reason"),
                 stop_reason=choice.get("stop_reason"),
                 prompt_tokens=int(usage.get("prompt_tokens") or 0),
@@ -73,8 +74,3 @@ class ChatModel:
             )
         except (ValueError, LookupError, TypeError, AttributeError) as failure:
             raise ModelError(200, response.text) from failure
-
-
-def _valid_unicode(text: str) -> str:
-    """Halves of characters, which JSON can carry and UTF-8 cannot, become U+FFFD: the text has to be sent again."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

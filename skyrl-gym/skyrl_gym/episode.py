@@ -5,7 +5,6 @@ The trainer has a driver of its own, which knows tokens and deadlines. This one 
 
 import asyncio
 import inspect
-import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import Any, TypeVar
 
 from skyrl_gym.core import Env
 from skyrl_gym.envs.base_text_env import BaseTextEnvStepOutput, ConversationType
+from skyrl_gym.finite_numbers import describe, to_finite
 
 T = TypeVar("T")
 
@@ -122,9 +122,8 @@ def check_step_output(output: object) -> BaseTextEnvStepOutput:
     missing = [key for key in ("observations", "reward", "done") if key not in output]
     if missing:
         raise ContractError(f"step must give {', '.join(missing)}; it gave {', '.join(map(str, output))}")
-    reward = output["reward"]
-    if isinstance(reward, bool) or not isinstance(reward, Real) or not math.isfinite(reward):
-        raise ContractError(f"step must give a finite number as reward; got {reward!r:.200}")
+    if to_finite(output["reward"]) is None:
+        raise ContractError(f"step must give a finite number as reward; got {describe(output['reward'])}")
     if not isinstance(output["done"], bool):
         raise ContractError(f"step must give done as a bool; got {output['done']!r:.200}")
     truncated = output.get("truncated", False)

@@ -10,12 +10,11 @@ Knows no environments: whoever scores says what there is to judge.
 
 import asyncio
 import inspect
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any
 
+from skyrl_gym.finite_numbers import describe, to_finite
 from skyrl_gym.graders.results import InfraError, Invalid, Score, Timeout, reward_of
 
 ARGUMENTS = ("completion", "answer", "ground_truth", "prompt", "messages", "extras")
@@ -98,7 +97,7 @@ class Rubric:
             if value is not None and value not in names:
                 raise ValueError(f"{setting} must be one of the parts {', '.join(names)}; got {value!r}")
         for part in self.parts:
-            if isinstance(part.weight, bool) or not isinstance(part.weight, Real) or not math.isfinite(part.weight):
+            if to_finite(part.weight) is None:
                 raise ValueError(
                     f"the weight of rubric part {part.name!r} must be a finite number; got {part.weight!r}"
                 )
@@ -192,9 +191,10 @@ def _wanted_arguments(part: Part, available: Sequence[str]) -> tuple[list[str], 
 def _value_of(part: Part, grade: object) -> float:
     if isinstance(grade, Score | Invalid | Timeout | InfraError):
         grade = reward_of(grade)
-    if not isinstance(grade, Real) or not math.isfinite(grade):
-        raise TypeError(f"rubric part {part.name!r} must give a finite number or a grade; got {grade!r:.200}")
-    return float(grade)
+    number = to_finite(int(grade) if isinstance(grade, bool) else grade)
+    if number is None:
+        raise TypeError(f"rubric part {part.name!r} must give a finite number or a grade; got {describe(grade)}")
+    return number
 
 
 def _finish_without_waiting(coroutine: Any) -> RubricResult:

@@ -12,7 +12,19 @@ from skyrl_gym.envs.registration import env_class_of
 PACKAGE = Path(skyrl_gym.__file__).parent
 
 LAYERS = [
-    {"error", "core", "deadline", "tags", "suggestions", "syntax_trees", "waits", "whole_folders"},
+    {
+        "arrow_nulls",
+        "error",
+        "core",
+        "deadline",
+        "finite_numbers",
+        "tags",
+        "suggestions",
+        "syntax_trees",
+        "valid_unicode",
+        "waits",
+        "whole_folders",
+    },
     {"services"},
     {"chat_model"},
     {"envs.registration"},

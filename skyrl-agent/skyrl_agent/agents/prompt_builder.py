@@ -1,6 +1,7 @@
 """Messages around those of a task: explanations of tools and calls, results, reminders."""
 
 from collections.abc import Sequence
+from functools import cached_property
 
 from skyrl_agent.agents import prompts
 from skyrl_agent.agents.toolbox import Toolbox
@@ -8,9 +9,11 @@ from skyrl_agent.chat.chat_template import configured_chat_template
 from skyrl_agent.chat.encoding import MessageEncoder
 from skyrl_agent.config.task_file import GeneratorSection
 from skyrl_agent.errors import ConfigError
-from skyrl_agent.types import Message, Tokenizer
+from skyrl_agent.types import JsonObject, Message, Tokenizer
+from skyrl_gym.chat.template import ChatTemplate
 from skyrl_gym.chat.tool_calls import Invalid, ToolCall
 from skyrl_gym.chat.tool_formats import TOOL_FORMATS, Result
+from skyrl_gym.chat.turn_ends import TurnEnds
 
 
 class PromptBuilder:
@@ -34,10 +37,17 @@ class PromptBuilder:
             )
         self.chat_template = configured_chat_template(settings.chat_template, settings.qwen3_acc_thinking)
 
+    @cached_property
+    def _turn_ends(self) -> TurnEnds:
+        return ChatTemplate(self.tokenizer, self.chat_template).turn_ends
+
     @property
-    def sampling_params(self) -> dict[str, bool]:
-        """Sampling parameters that the tool format needs."""
-        return {"skip_special_tokens": False} if self.format.keeps_special_tokens else {}
+    def sampling_params(self) -> JsonObject:
+        """Sampling parameters that the tool format and the chat template need."""
+        shown = {"skip_special_tokens": False} if self.format.keeps_special_tokens else {}
+        if self.tokenizer is None:  # an agent that is made to check its settings alone
+            return dict(shown)
+        return self._turn_ends.with_stop_ids(self.settings.sampling_params) | shown
 
     def encoder(self, with_tools: bool = True) -> MessageEncoder:
         """Build an encoder for the settings."""
@@ -65,7 +75,7 @@ class PromptBuilder:
 
     def answer(self, text: str, calls: Sequence[ToolCall | Invalid]) -> Message:
         """Build the message of an answer."""
-        text = text.removesuffix(self.tokenizer.eos_token)  # some servers leave it there
+        text = self._turn_ends.strip(text)  # some servers leave it there
         return self.format.answer_message(text, [call for call in calls if isinstance(call, ToolCall)])
 
     def for_later_turns(self, answer: Message) -> Message:

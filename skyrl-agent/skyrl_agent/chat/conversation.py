@@ -140,8 +140,8 @@ class Conversation:
         self._texts.append(prompt.text)
         self._written = [*prompt.ids, *(written.token_ids or [])]
         self.messages.append(dict(message or {"role": "assistant", "content": text}))
-        if text.endswith(self.encoder.end_of_text) and isinstance(content := self.messages[-1].get("content"), str):
-            self.messages[-1]["content"] = content.removesuffix(self.encoder.end_of_text)
+        if isinstance(content := self.messages[-1].get("content"), str):
+            self.messages[-1]["content"] = self.encoder.turn_ends.strip(content)
         self._prompt = None
         return self.transitions[-1]
 

@@ -49,7 +49,6 @@ class MessageEncoder(ChatTemplate):
             raise ConfigError(
                 "the tokenizer has no chat template: use an instruct model, or set generator.chat_template"
             )
-        self._eos_token_id = tokenizer.eos_token_id
         tool_list = list(tools) if tools else None
         source = tokenizer.get_chat_template(chat_template, tool_list)
         super().__init__(tokenizer, source, {"tools": tool_list, **(template_kwargs or {})})
@@ -86,7 +85,8 @@ class MessageEncoder(ChatTemplate):
 
     @property
     def end_of_text(self) -> str:
-        return str(self.tokenizer.eos_token)
+        """Text that closes an answer."""
+        return self.turn_ends.closing or str(self.tokenizer.eos_token)
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._specials
@@ -152,7 +152,7 @@ class MessageEncoder(ChatTemplate):
     @cached_property
     def _specials(self) -> dict[int, str]:
         added = {id: str(token) for id, token in self.tokenizer.added_tokens_decoder.items() if token.special}
-        return {**added, self._eos_token_id: self.end_of_text}
+        return {**added, **{id: token for token, id in self.turn_ends.tokens.items()}}
 
     def _with_readable_calls(self, message: Message) -> Message:
         style = self._call_style

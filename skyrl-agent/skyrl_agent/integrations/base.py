@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from skyrl_agent.errors import ConfigError, TaskRowError
 from skyrl_agent.types import InferBackend, JsonObject, Row, Tokenizer
+from skyrl_gym.chat.template import turn_ends_of
 from skyrl_gym.suggestions import did_you_mean
 
 __all__ = ["BACKEND_REGISTRY", "Backend", "TrainingRows", "build_backend", "register_backend"]
@@ -137,7 +138,7 @@ def read_settings(kind: type[Settings], cfg: Mapping[str, object]) -> Settings:
 
 def answer_text(tokenizer: Tokenizer, ids: Sequence[int], finish_reason: str) -> str:
     """Decode the generated tokens, special ones included, without the token that ended the turn."""
-    if finish_reason == "stop" and ids and ids[-1] == tokenizer.eos_token_id:
+    if finish_reason == "stop" and turn_ends_of(tokenizer).are_in(ids):
         ids = ids[:-1]
     return tokenizer.decode(list(ids), skip_special_tokens=False)
 

@@ -114,7 +114,7 @@ class OpenAIBackend:
         dialects = [
             lambda: base | _EXTENSIONS | {"prompt": input_ids, "session_id": request_id},
             lambda: base | {"prompt": input_ids},
-            lambda: base | {"prompt": self.tokenizer.decode(input_ids, skip_special_tokens=False)},
+            lambda: self._with_texts(base, input_ids),
         ]
         known, first = self._dialect, None
         for number, body in enumerate(dialects) if known is None else [(known, dialects[known])]:
@@ -127,6 +127,15 @@ class OpenAIBackend:
                 break
         assert first is not None
         raise BackendError(f"{self.url} refused the request: HTTP {first.status}: {first.text.strip()[:500]}")
+
+    def _with_texts(self, base: JsonObject, input_ids: list[int]) -> JsonObject:
+        """Build a body for a server that reads no ids."""
+        body = base | {"prompt": self.tokenizer.decode(input_ids, skip_special_tokens=False)}
+        if ids := body.pop("stop_token_ids", None):
+            stop = body.get("stop") or []
+            ends = [self.tokenizer.decode([id], skip_special_tokens=False) for id in ids]
+            body["stop"] = [*([stop] if isinstance(stop, str) else stop), *ends]
+        return body
 
     async def _send(self, body: JsonObject) -> Response:
         service = self._service()

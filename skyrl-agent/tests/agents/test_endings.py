@@ -7,6 +7,7 @@ from skyrl_agent.chat.transitions import transitions_to_training_data
 from skyrl_agent.config.configuration_utils import TrajectoryConfig
 from skyrl_agent.errors import BackendError, InfraError
 from skyrl_agent.testing import ScriptedModel, byte_tokenizer
+from skyrl_agent.testing.tokenizer import CHATML
 
 from .agent_cases import QUESTION, agent_of, call, finish, prompts_of, ran
 
@@ -174,6 +175,16 @@ async def test_a_published_configuration_makes_an_agent():
     assert (finish_reason, result) == ("FINISH_TOOL", "5")
     assert agent.get_tool_profile() == {"tool_calls_total": 2, "tool_calls_by_name": {"add": 1, "finish": 1}}
     assert len(transitions_to_training_data(agent.get_transitions())) == 1  # its template keeps thoughts
+
+
+async def test_requests_stop_at_the_end_that_only_the_template_knows():
+    tokenizer = byte_tokenizer(CHATML.replace("<|im_end|>", "<|endoftext|>"))
+    agent = agent_of([call("add", a=2, b=3), finish()], tokenizer=tokenizer)
+    await agent.run(QUESTION)
+    end = tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    model = agent.model.infer_engine
+    assert isinstance(model, ScriptedModel)
+    assert [request.sampling_params["stop_token_ids"] for request in model.requests] == [[end], [end]]
 
 
 async def test_text_of_other_channels_is_not_the_answer():

@@ -11,6 +11,7 @@ from skyrl_agent.chat.conversation import Conversation
 from skyrl_agent.chat.encoding import MessageEncoder
 from skyrl_agent.chat.transitions import transitions_to_training_data
 from skyrl_agent.errors import BackendError, ConfigError
+from skyrl_agent.integrations.base import answer_text
 from skyrl_agent.testing import byte_tokenizer
 from skyrl_agent.testing.tokenizer import CHATML
 from skyrl_gym.chat.template import bundled_template
@@ -366,3 +367,19 @@ def test_a_tokenizer_that_treats_the_beginning_of_a_text_differently():
     conversation.add_answer("b", told([*encoder.ids_after("b"), tokenizer.eos_token_id]))
     conversation.add({"role": "user", "content": "a"})
     assert conversation.input_ids() == encoder.ids(conversation.messages)
+
+
+@pytest.mark.parametrize("is_kept_in_text", [False, True])
+def test_turn_that_ends_with_another_token_than_eos_ends_once(is_kept_in_text):
+    tokenizer = byte_tokenizer(CHATML.replace("<|im_end|>", "<|endoftext|>"))  # the tokenizer's eos_token: <|im_end|>
+    ids = tokenizer("four<|endoftext|>")["input_ids"]
+    text = answer_text(tokenizer, ids, "stop")
+    assert text == "four"
+    question, more = {"role": "user", "content": "2+2"}, {"role": "user", "content": "go on"}
+    talk = Conversation(MessageEncoder(tokenizer), [question])
+    text += "<|endoftext|>" if is_kept_in_text else ""
+    talk.add_answer(text, {"output_tokens": ids, "logprobs": [-1.0] * len(ids), "finish_reason": "stop"})
+    talk.add(more)
+    messages = [question, {"role": "assistant", "content": "four"}, more]
+    assert tokenizer.decode(talk.input_ids()) == talk.encoder.text(messages, add_generation_prompt=True)
+    assert not talk.breaks

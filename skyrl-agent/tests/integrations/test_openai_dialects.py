@@ -52,6 +52,19 @@ async def test_a_server_of_text_alone():
     )
 
 
+async def test_server_of_text_alone_stops_at_the_texts_of_stop_ids():
+    def reply(asked: Asked) -> Reply:
+        return choice() if not set(asked.body) - OPENAI_FIELDS and isinstance(asked.body["prompt"], str) else (400, {})
+
+    end = byte_tokenizer().convert_tokens_to_ids("<|im_end|>")
+    with web_server(reply) as server:
+        backend = OpenAIBackend(None, byte_tokenizer(), {"model_name": "m", "api_url": server.url})
+        params = {"stop": ["</call>"], "stop_token_ids": [end]}
+        await backend.async_generate_ids(input_ids=[1], sampling_params=params, request_id="r")
+    assert [asked.body.get("stop_token_ids") for asked in server.asked] == [[end], [end], None]
+    assert server.asked[-1].body["stop"] == ["</call>", "<|im_end|>"]
+
+
 async def test_a_stop_string_that_was_cut_off_is_put_back():
     with web_server(lambda asked: choice(text="<call>x", stop_reason="</call>")) as server:
         assert (await ask(server.url))[0] == "<call>x</call>"

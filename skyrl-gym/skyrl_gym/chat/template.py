@@ -1,9 +1,13 @@
 """Chat templates: messages to text and token ids. Knows no state of a conversation."""
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Protocol
+
+from skyrl_gym.chat.turn_ends import TurnEnds, find_turn_ends
+from skyrl_gym.valid_unicode import replace_lone_surrogates
 
 Message = dict[str, Any]
 """OpenAI chat message: `role`, `content`, and whatever else the chat template reads."""
@@ -11,6 +15,10 @@ Message = dict[str, Any]
 MAX_TEMPLATE_BYTES = 1024 * 1024
 MAX_HEADS, LONGEST_HEAD = 64, 64
 """Number and length of texts whose ids `ChatTemplate.encode_after` remembers."""
+
+_MARK = "skyrl-mark"
+_QUESTION: Message = {"role": "user", "content": "Hello."}
+_ANSWER: Message = {"role": "assistant", "content": _MARK}
 
 
 class ChatTokenizer(Protocol):
@@ -52,6 +60,17 @@ class ChatTemplate:
         template = self.chat_template or self.tokenizer.chat_template
         return template if isinstance(template, str) else None
 
+    @cached_property
+    def turn_ends(self) -> TurnEnds:
+        """Ends of the model's turns, as its files and this template define them."""
+        rests = []
+        for messages in ([_QUESTION, _ANSWER], [_QUESTION, _ANSWER, _QUESTION]):
+            try:
+                rests.append(ChatTemplate.text(self, messages).rpartition(_MARK)[2])
+            except ChatTemplateError:  # the template of completions, or none
+                rests.append("")
+        return find_turn_ends(self.tokenizer, *rests)
+
     def text(self, messages: Sequence[Message], add_generation_prompt: bool = False, **options: object) -> str:
         """Render a conversation. `options` override `kwargs`.
 
@@ -61,7 +80,7 @@ class ChatTemplate:
         from jinja2 import TemplateError  # comes with every tokenizer that has a template; environments need none
 
         try:
-            return self.tokenizer.apply_chat_template(
+            text = self.tokenizer.apply_chat_template(
                 list(messages),
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
@@ -70,10 +89,11 @@ class ChatTemplate:
             )
         except (TemplateError, TypeError, ValueError, AttributeError, LookupError) as error:
             raise ChatTemplateError(f"the chat template cannot render these messages: {error}") from error
+        return replace_lone_surrogates(text)
 
     def encode(self, text: str) -> list[int]:
         """Encode a text without special tokens around it."""
-        backend = self._backend
+        text, backend = replace_lone_surrogates(text), self._backend
         # Settings of the backend that calls of others may have left behind.
         if backend is None or backend.padding or backend.truncation or backend.encode_special_tokens:
             return self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -100,6 +120,16 @@ class ChatTemplate:
         return self.tokenizer.decode(
             list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
+
+
+def turn_ends_of(tokenizer: ChatTokenizer) -> TurnEnds:
+    """Return the ends of turns with the tokenizer's own chat template."""
+    return _turn_ends_of(tokenizer, str(tokenizer.chat_template))
+
+
+@lru_cache(maxsize=8)
+def _turn_ends_of(tokenizer: ChatTokenizer, template: str) -> TurnEnds:
+    return ChatTemplate(tokenizer).turn_ends
 
 
 def _backend_of(tokenizer: ChatTokenizer) -> Any:

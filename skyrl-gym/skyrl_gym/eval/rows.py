@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from skyrl_gym.arrow_nulls import remove_null_fields
 from skyrl_gym.check import examples_of, spec_of
 from skyrl_gym.envs.base_text_env import ConversationType, Example
 from skyrl_gym.error import Error, TaskError
@@ -81,14 +82,7 @@ def _parquet_rows(path: Path) -> Iterator[object]:
         ) from missing
     for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1000):
         for row in batch.to_pylist():
-            yield _without_none(row)
-
-
-def _without_none(value: object) -> object:
-    """Drop fields that are None, at all depths: Parquet gives all messages the fields of any."""
-    if isinstance(value, dict):
-        return {name: _without_none(each) for name, each in value.items() if each is not None}
-    return [_without_none(each) for each in value] if isinstance(value, list) else value
+            yield remove_null_fields(row)
 
 
 def _task(row: object, where: str) -> Example:

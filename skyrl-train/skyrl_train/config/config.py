@@ -35,7 +35,8 @@ class DataConfig(BaseConfig):
 
     train_data: list[str] = field(default_factory=lambda: ["~/data/gsm8k/train.parquet"])
     """Training sets: paths of .parquet, .json or .jsonl files, or names on the Hugging Face hub as `name[:split]`.
-    Several are concatenated."""
+    Several are concatenated. A null field of Parquet or of the hub counts as absent, as Arrow cannot tell the two
+    apart; nulls in lists and in JSON text stay."""
 
     val_data: list[str] = field(default_factory=lambda: ["~/data/gsm8k/validation.parquet"])
     """Evaluation sets, in the same forms. Empty: no evaluation."""

@@ -235,8 +235,8 @@ class GeneratorConfig(BaseConfig):
     """Add every turn as a message of its own. False: model and environment extend one assistant message."""
 
     append_eos_token_after_stop_str_in_multi_turn: bool = True
-    """Append the end-of-sequence token that the chat template expects to a turn that ended with a stop string. The
-    token is masked out of the loss."""
+    """Append the end that the chat template writes to a turn that ended with a stop string. It is masked out of the
+    loss."""
 
     chat_template: ChatTemplateConfig = field(default_factory=ChatTemplateConfig)
 
@@ -260,8 +260,8 @@ class GeneratorConfig(BaseConfig):
 
     overlong_filtering_by: Literal["stop_reason", "end_token"] = "stop_reason"
     """Criterion of `apply_overlong_filtering`. `stop_reason`: engine or generator reached a limit. `end_token`: the
-    last token is not the tokenizer's end-of-sequence token, which also excludes responses that ended at another stop
-    token or a stop string."""
+    last token is no end of a turn (the tokenizer's end-of-sequence token, those of `generation_config.json`, and the
+    one that the chat template writes), which also excludes responses that ended at a stop string."""
 
     max_rollout_retries: int = 2
     """Maximum number of retries of a rollout after an infrastructure failure, before it is excluded from the batch."""

@@ -27,7 +27,8 @@ class SupervisedDataConfig(BaseConfig):
 
     train_data: list[str] = field(default_factory=list)
     """Training sets: paths of .parquet, .json or .jsonl files, or names on the Hugging Face hub as `name[:split]`.
-    Several are concatenated."""
+    Several are concatenated. A null field of Parquet or of the hub counts as absent, as Arrow cannot tell the two
+    apart; nulls in lists and in JSON text stay."""
 
     val_data: list[str] = field(default_factory=list)
     """Evaluation sets, in the same forms. Empty: no evaluation."""
@@ -37,8 +38,9 @@ class SupervisedDataConfig(BaseConfig):
     folder beside those of Hugging Face's datasets (HF_DATASETS_CACHE)."""
 
     format: Literal["auto", "chat", "alpaca", "preference"] = "auto"
-    """Columns of a row. `chat`: `messages` (and optionally `tools`). `alpaca`: `instruction`, `input`, `output`.
-    `preference`: `prompt`, `chosen`, `rejected`, each text or messages. `auto`: inferred from the columns."""
+    """Columns of a row. `chat`: `messages` (and optionally `tools`, also as JSON text). `alpaca`: `instruction`,
+    `input`, `output`. `preference`: `prompt`, `chosen`, `rejected`, each text or messages. `auto`: inferred from the
+    columns."""
 
     train_on: Literal["all_assistant", "last_assistant", "all"] = "all_assistant"
     """Tokens in the loss: those of every assistant message, of the last assistant message, or all. An assistant message

@@ -11,7 +11,7 @@ from loguru import logger
 from skyrl_gym.chat.template import ChatTemplate, ChatTemplateError
 from skyrl_train.dataset.cache import NUM_THREADS, ArrowRows, RowCache, in_threads
 from skyrl_train.dataset.fingerprint import rows_fingerprint
-from skyrl_train.dataset.sources import OWN_COLUMN, Chunk, Row, open_source, rows_of
+from skyrl_train.dataset.sources import LENGTH, Chunk, Row, open_source, rows_of
 from skyrl_train.errors import DataError
 from skyrl_train.types import ConversationType, JsonObject, MessageType, PromptRow
 from skyrl_train.utils.progress import progress
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 PromptItem = tuple[ConversationType, str | None, Row, str]
 """Messages, environment id (None: the default one), the row's other columns, uid."""
 
-_LENGTH = f"{OWN_COLUMN}length"
 _TEXTS_AT_ONCE = 16
 """Prompts given to the tokenizer together: what it returns takes some hundred bytes a token."""
 
@@ -70,7 +69,7 @@ class PromptDataset:
         self._cache = RowCache(cache_dir)
         self._fingerprints: list[str | None] = []
         rows = ArrowRows.concatenated([self._tokenized(source) for source in self.sources])
-        lengths = rows.column(_LENGTH)
+        lengths = rows.column(LENGTH)
         kept = np.flatnonzero(lengths <= max_prompt_length)
         logger.info(
             "{}: {} prompts, {} dropped for being over {} tokens (the longest has {})",
@@ -131,20 +130,19 @@ class PromptDataset:
     def _with_lengths(self, source: str, chunk: Chunk) -> pa.RecordBatch:
         """Return the stored rows with the lengths of their prompts."""
         lengths: list[int] = []
-        prompts = [
-            self._prompt(row, f"{source}: row {number}") for number, row in enumerate(chunk.rows, chunk.first_row)
-        ]
-        for start in range(0, len(prompts), _TEXTS_AT_ONCE):
-            try:
-                texts = [
-                    self.chat_template.text(prompt, add_generation_prompt=True)
-                    for prompt in prompts[start : start + _TEXTS_AT_ONCE]
-                ]
-            except ChatTemplateError as error:
-                raise DataError(f"a prompt of {source}: {error}") from error
+        rows = [(f"{source}: row {number}", row) for number, row in enumerate(chunk.rows, chunk.first_row)]
+        for start in range(0, len(rows), _TEXTS_AT_ONCE):
+            texts = [self._text(row, where) for where, row in rows[start : start + _TEXTS_AT_ONCE]]
             ids: Any = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
             lengths += [len(prompt_ids) for prompt_ids in ids]
-        return chunk.stored.append_column(_LENGTH, pa.array(lengths, pa.int32()))
+        return chunk.stored.append_column(LENGTH, pa.array(lengths, pa.int32()))
+
+    def _text(self, row: Row, where: str) -> str:
+        prompt = self._prompt(row, where)
+        try:
+            return self.chat_template.text(prompt, add_generation_prompt=True)
+        except ChatTemplateError as error:
+            raise DataError(f"{where}: {self.prompt_key}: {error}") from error
 
     def _prompt(self, row: Row, where: str) -> ConversationType:
         if self.prompt_key not in row:
@@ -175,11 +173,17 @@ def checked_messages(prompt: Any, where: str) -> ConversationType:
             '[{"role": "user", "content": "…"}]'
         )
     is_conversation = isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt)
-    if not prompt or not is_conversation or any("role" not in m or "content" not in m for m in prompt):
+    if not prompt or not is_conversation or not all("role" in m and _has_content(m) for m in prompt):
         raise DataError(f"{where} must be a list of chat messages, each with role and content; got {str(prompt)[:120]}")
-    return [_without_empty_columns(message) for message in prompt]
+    return [_without_empty_fields(message) for message in prompt]
 
 
-def _without_empty_columns(message: MessageType) -> MessageType:
-    """Parquet gives every message every key, None where it had none; chat templates ask whether a key is there."""
-    return {key: value for key, value in message.items() if value is not None or key == "content"}
+def _has_content(message: MessageType) -> bool:
+    return "content" in message or bool(message.get("tool_calls"))
+
+
+def _without_empty_fields(message: MessageType) -> MessageType:
+    """Remove null fields, as chat templates ask whether a field is there. The content of calls may be null or left out;
+    templates expect it."""
+    present = {key: value for key, value in message.items() if value is not None}
+    return present if "content" in present else {**present, "content": None}

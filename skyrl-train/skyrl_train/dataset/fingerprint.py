@@ -12,7 +12,12 @@ from typing import Any
 
 from skyrl_gym.chat.template import ChatTemplate
 
-_CODE = ("skyrl_gym.chat.template", "skyrl_train.dataset.sources", "skyrl_train.dataset.json_list")
+_CODE = (
+    "skyrl_gym.chat.template",
+    "skyrl_gym.chat.turn_ends",
+    "skyrl_train.dataset.sources",
+    "skyrl_train.dataset.json_list",
+)
 _LIBRARIES = ("transformers", "tokenizers", "jinja2")
 
 
@@ -43,6 +48,7 @@ def rows_fingerprint(
         "tokenizer": [type(tokenizer).__qualname__, _rules(tokenizer)],
         "template": text,
         "variables": chat.kwargs,
+        "ends": sorted(chat.turn_ends.ids),
         "day": str(date.today()) if "strftime_now" in text else None,  # such a template writes today's date
         "libraries": {name: version(name) for name in _LIBRARIES},
         "code": [hashlib.sha256(source).hexdigest() for source in sources],

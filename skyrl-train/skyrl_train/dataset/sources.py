@@ -4,11 +4,12 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import pyarrow as pa
 import pyarrow.parquet
 
+from skyrl_gym.arrow_nulls import remove_null_fields
 from skyrl_train.dataset.json_list import items_of_list
 from skyrl_train.errors import DataError
 
@@ -17,9 +18,12 @@ Row = dict[str, Any]
 FILE_SUFFIXES = (".parquet", ".json", ".jsonl")
 OWN_COLUMN = "skyrl:"
 """Beginning of the names of columns that are ours, in a stored batch."""
+LENGTH = f"{OWN_COLUMN}length"
+"""Column of the numbers of tokens of prompts."""
 
 _JSON = f"{OWN_COLUMN}json"
 """Column of rows as JSON texts: rows of a JSON file may differ in keys and types, which no Arrow type holds."""
+OWN_COLUMNS = (LENGTH, _JSON)
 _CHUNK_ROWS = 512
 _CHUNK_BYTES = 2_000_000
 _BLOCK_BYTES = 1 << 20
@@ -59,7 +63,7 @@ def rows_of(batch: pa.RecordBatch) -> list[Row]:
     """Return the rows of a stored batch, without columns of ours."""
     if _JSON in batch.schema.names:
         return [json.loads(text) for text in batch.column(_JSON).to_pylist()]
-    return batch.select([name for name in batch.schema.names if not name.startswith(OWN_COLUMN)]).to_pylist()
+    return _without_null_fields(batch.select([name for name in batch.schema.names if name not in OWN_COLUMNS]))
 
 
 class FileSource:
@@ -86,7 +90,7 @@ class FileSource:
     def chunks(self) -> Iterator[Chunk]:
         read = _read_parquet if self._path.suffix == ".parquet" else _read_json
         try:
-            yield from _numbered(self._name, read(self._path))
+            yield from _numbered(self._name, read(self._name, self._path))
         except (OSError, pa.ArrowException, ValueError) as error:
             if isinstance(error, DataError):
                 raise
@@ -133,10 +137,11 @@ class HubSource:
         has_json = "Json(" in repr(self._rows.features)  # columns of mixed types, as texts
         for part in self._parts():
             if has_json:
-                yield from _json_pieces((row, json.dumps(row)) for row in part.to_list())
+                rows = (remove_null_fields(row, self._rows.features) for row in part.to_list())
+                yield from _json_pieces((row, json.dumps(row)) for row in rows)
             else:
                 for batch in part.with_format("arrow")[:].to_batches():
-                    yield from _pieces(batch)
+                    yield from _pieces(self._name, batch)
 
     def _parts(self) -> Iterator[Any]:
         for start in range(0, len(self._rows), _CHUNK_ROWS):
@@ -152,24 +157,30 @@ def _numbered(name: str, batches: Iterator[tuple[list[Row], pa.RecordBatch]]) ->
         raise DataError(f"{name}: the file has no rows")
 
 
-def _read_parquet(path: Path) -> Iterator[tuple[list[Row], pa.RecordBatch]]:
+def _read_parquet(name: str, path: Path) -> Iterator[tuple[list[Row], pa.RecordBatch]]:
     with pyarrow.parquet.ParquetFile(path) as file:
         for batch in file.iter_batches(_CHUNK_ROWS):
-            yield from _pieces(batch)
+            yield from _pieces(name, batch)
 
 
-def _pieces(batch: pa.RecordBatch) -> Iterator[tuple[list[Row], pa.RecordBatch]]:
+def _pieces(name: str, batch: pa.RecordBatch) -> Iterator[tuple[list[Row], pa.RecordBatch]]:
     """Divide a batch of large rows. An Arrow file has one dictionary a column: there is none here, batches have
     others."""
+    if reserved := sorted({*batch.schema.names} & {*OWN_COLUMNS}):
+        raise DataError(f"{name}: the column name {reserved[0]!r} is reserved for tokenized rows; rename the column")
     types = [(field.name, t.value_type if pa.types.is_dictionary(t := field.type) else t) for field in batch.schema]
     batch = batch.cast(pa.schema(types))
     num_rows = max(1, int(batch.num_rows * _CHUNK_BYTES / max(_CHUNK_BYTES, batch.nbytes)))
     for start in range(0, batch.num_rows, num_rows):
         piece = batch.slice(start, num_rows)
-        yield piece.to_pylist(), piece
+        yield _without_null_fields(piece), piece
 
 
-def _read_json(path: Path) -> Iterator[tuple[list[Row], pa.RecordBatch]]:
+def _without_null_fields(batch: pa.RecordBatch) -> list[Row]:
+    return [cast("Row", remove_null_fields(row)) for row in batch.to_pylist()]
+
+
+def _read_json(name: str, path: Path) -> Iterator[tuple[list[Row], pa.RecordBatch]]:
     """Read a JSON list, or one JSON object a line, unchanged: no column is converted to one type."""
     with open(path, encoding="utf-8") as file:
         while (first := file.read(1)).isspace():

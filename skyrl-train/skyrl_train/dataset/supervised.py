@@ -1,9 +1,10 @@
 """Demonstrations and preference pairs as token ids, with a mask of what is learnt. Knows no batches and no workers."""
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import chain, takewhile
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,6 +12,7 @@ import pyarrow as pa
 from loguru import logger
 
 from skyrl_gym.chat.template import ChatTemplate
+from skyrl_gym.valid_unicode import replace_lone_surrogates
 from skyrl_train.config.supervised import SupervisedDataConfig
 from skyrl_train.dataset.cache import NUM_THREADS, ArrowRows, RowCache, in_threads
 from skyrl_train.dataset.dataset import checked_messages
@@ -18,7 +20,7 @@ from skyrl_train.dataset.fingerprint import rows_fingerprint
 from skyrl_train.dataset.sources import Chunk, Row, open_source
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.generators.tokenization import ChatFormat, ChatTemplateError
-from skyrl_train.types import ConversationType, JsonObject
+from skyrl_train.types import ConversationType, JsonObject, MessageType
 from skyrl_train.utils.progress import progress
 
 if TYPE_CHECKING:
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
 
 NEVER = np.iinfo(np.int32).max
 """Position of the first token that is learnt, where there is none."""
+
+_MARKS = ("skyrl-mark", "mark-skyrl")
+"""Answers without a common beginning."""
 
 COLUMNS = {"chat": ("messages",), "preference": ("chosen", "rejected"), "alpaca": ("instruction", "output")}
 
@@ -112,8 +117,11 @@ class SupervisedDataset(Sequence[Item]):
         # Truncated ones learn up to the limit; those that are dropped for their length count as that alone.
         is_long = (lengths > limit).any(axis=1) & (self._config.too_long == "drop")
         is_empty = ~is_long & (first_learnt >= limit).any(axis=1)
-        places = np.flatnonzero(~is_long & ~is_empty) * size
         reasons = {f"over data.max_length={limit} tokens": is_long, "no token to learn": is_empty}
+        if self._with_pairs:  # their loss is log 2 for ever, without a gradient
+            is_same = self._rows.column("difference")[::size] >= limit
+            reasons["no difference between chosen and rejected"] = ~is_long & ~is_empty & is_same
+        places = np.flatnonzero(~np.any([*reasons.values()], axis=0)) * size
         return places, {why: int(flags.sum()) for why, flags in reasons.items()}
 
     def _tokenized(self, name: str) -> ArrowRows:
@@ -136,16 +144,20 @@ class SupervisedDataset(Sequence[Item]):
     def _encode(self, source: str, chunk: Chunk) -> tuple[int, pa.RecordBatch]:
         """Return the number of rows, and their examples; those of a pair are neighbours."""
         examples: list[Example] = []
+        differences: list[int] = []
         for number, row in enumerate(chunk.rows, chunk.first_row):
             where = f"{source}: row {number}"
             try:
-                examples += [example for item in self._examples(row, where) for example in item]
+                for item in self._examples(row, where):
+                    examples += item
+                    differences += [_first_difference(*item) if self._with_pairs else 0] * len(item)
             except ChatTemplateError as error:
                 raise DataError(f"{where}: {error}") from error
         columns = {
             "ids": pa.array([example.ids for example in examples], pa.list_(pa.int32())),
             "mask": pa.array([example.mask for example in examples], pa.list_(pa.uint8())),
             "length": pa.array([len(example.ids) for example in examples], pa.int32()),
+            "difference": pa.array(differences, pa.int32()),
             "first_learnt": pa.array([example.first_learnt for example in examples], pa.int32()),
         }
         return len(chunk.rows), pa.RecordBatch.from_pydict(columns)
@@ -153,11 +165,10 @@ class SupervisedDataset(Sequence[Item]):
     def _examples(self, row: Row, where: str) -> list[Item]:
         kind = self._format_of(row, where)
         if kind == "preference":
-            prompt = _as_messages(row.get("prompt") or [], "user", f"{where}: prompt")
+            prompt = _as_messages(given, "user", f"{where}: prompt") if (given := row.get("prompt")) else []
+            tools = _checked_tools(row.get("tools"), where)
             chosen, rejected = (
-                self._encoder.conversation(
-                    [*prompt, *_as_messages(row[name], "assistant", f"{where}: {name}")], None, last_only=True
-                )
+                self._encoder.conversation(_after_prompt(prompt, row[name], f"{where}: {name}"), tools, last_only=True)
                 for name in COLUMNS["preference"]
             )
             return [(chosen[-1], rejected[-1])]
@@ -165,7 +176,7 @@ class SupervisedDataset(Sequence[Item]):
             question = "\n\n".join(str(row[name]) for name in ("instruction", "input") if row.get(name))
             return [(example,) for example in self._encoder.question_and_answer(question, str(row["output"]))]
         messages = checked_messages(row["messages"], f"{where}: messages")
-        return [(example,) for example in self._encoder.conversation(messages, row.get("tools"))]
+        return [(example,) for example in self._encoder.conversation(messages, _checked_tools(row.get("tools"), where))]
 
     def _format_of(self, row: Row, where: str) -> str:
         wanted = COLUMNS if self._config.format == "auto" else {self._config.format: COLUMNS[self._config.format]}
@@ -198,6 +209,11 @@ class Encoder:
         self._train_on = config.train_on
 
     @cached_property
+    def _leaves_ends_out(self) -> bool:
+        """The template writes nothing after the last answer."""
+        return not self._chat.turn_ends.closing
+
+    @cached_property
     def _chat(self) -> ChatFormat:
         return ChatFormat(self.tokenizer)
 
@@ -207,49 +223,82 @@ class Encoder:
             messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
             return self.conversation(messages, None)
         start = len(question) + 2
-        text = f"{question}\n\n{answer}{self.tokenizer.eos_token}"
+        text = replace_lone_surrogates(f"{question}\n\n{answer}{self.tokenizer.eos_token}")
         return [self._example(text, [(0 if self._train_on == "all" else start, len(text))])]
 
     def conversation(
         self, messages: ConversationType, tools: list[JsonObject] | None, *, last_only: bool = False
     ) -> list[Example]:
-        """The examples that a conversation makes: one, or where the template rewrites earlier turns (drops their
-        thoughts, say) one for each turn that is learnt, so that each is learnt behind the text that the model will see.
+        """Encode a conversation: one example, or where the template renders earlier turns differently later (without
+        their thoughts, say) one for each stretch of turns that it only appends. Each answer is learnt after the text
+        that the model will see before it.
         """
-        chat = ChatFormat(self.tokenizer, None, {"tools": tools}) if tools else self._chat
+        chat = ChatTemplate(self.tokenizer, None, {"tools": tools}) if tools else self._chat
         if self._train_on == "all":
             text = chat.text(messages)
+            if messages[-1]["role"] == "assistant" and self._leaves_ends_out:
+                text += self._missing_end(chat, messages, len(messages) - 1, text)
             return [self._example(text, [(0, len(text))])]
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if last_only or self._train_on == "last_assistant":
             answers = answers[-1:]
-        whole = chat.text(messages[: answers[-1] + 1]) if answers else chat.text(messages)
-        spans, alone = [], []
-        for i in answers:
-            up_to = whole if i == answers[-1] else chat.text(messages[: i + 1])
-            start = self._answer_start(chat, messages, i, up_to)
-            end = self._answer_end(up_to, start)
-            if whole.startswith(up_to[:end]):
-                spans.append((start, end))
+        if not answers:
+            return [self._example(chat.text(messages), [])]
+        stretches: list[tuple[str, list[tuple[int, int]]]] = []
+        for i in reversed(answers):
+            text, start = self._answer(chat, messages, i)
+            if stretches and stretches[-1][0].startswith(text):
+                stretches[-1][1].append((start, len(text)))
             else:
-                alone.append(self._example(up_to[:end], [(start, end)]))
-        last = [self._example(whole[: spans[-1][1]], spans)] if spans else []
-        return [*alone, *(last or ([] if alone else [self._example(whole, [])]))]
+                stretches.append((text, [(start, len(text))]))
+        return [self._example(text, spans[::-1]) for text, spans in reversed(stretches)]
 
-    def _answer_start(self, chat: ChatFormat, messages: ConversationType, i: int, up_to: str) -> int:
-        """Return the position in the text where answer i begins: behind the header that a model continues."""
+    def _answer(self, chat: ChatTemplate, messages: ConversationType, i: int) -> tuple[str, int]:
+        """Return the text up to the end of answer i, as a model reads and writes it, and the position where it begins
+        to write."""
+        header = self._chat.generation_prompt
         before = chat.text(messages[:i], add_generation_prompt=True) if i else ""
-        if up_to.startswith(before):
-            return len(before)
-        same = takewhile(lambda pair: pair[0] == pair[1], zip(before, up_to, strict=False))
-        return sum(1 for _ in same)
+        up_to = chat.text(messages[: i + 1])
+        missing = self._missing_end(chat, messages, i, up_to) if self._leaves_ends_out else ""
+        if before and up_to.startswith(before):
+            start = len(before)
+        else:
+            start = self._answer_start(chat, messages, i, up_to, header)
+            if header and before.endswith(header) and up_to[:start].endswith(header):
+                # The template renders earlier turns differently after this answer: the model sees them as before it.
+                up_to, start = before + up_to[start:], len(before)
+        end = self._chat.turn_ends.find_last(up_to, start)
+        return up_to[:end] if end is not None else up_to + missing, start
 
-    def _answer_end(self, up_to: str, start: int) -> int:
-        """Return the position where an answer ends: behind the token that ends a turn. Text of the template after it
-        does not train."""
-        eos = str(self.tokenizer.eos_token)
-        last = up_to.rfind(eos, start)
-        return len(up_to) if last < 0 else last + len(eos)
+    def _answer_start(self, chat: ChatTemplate, messages: ConversationType, i: int, up_to: str, header: str) -> int:
+        """Return the position in `up_to` after the header of answer i.
+
+        Two marks in place of the answer show where it begins: their texts agree up to there. The template may begin an
+        answer with an empty thought after the header; then the header is the last one after the message before.
+        """
+        shared = _common_prefix(
+            *(chat.text([*messages[:i], {"role": "assistant", "content": mark}]) for mark in _MARKS)
+        )
+        said = str(messages[i - 1].get("content") or "").strip() if i else ""
+        place = shared.rfind(header) if header else -1
+        start = place + len(header)
+        is_of_answer = not i or (bool(said) and said in shared[:start] and said not in shared[start:])
+        if place < 0 or not is_of_answer:  # (a space before the answer is part of its first token)
+            start = len(shared.rstrip(" "))
+        return len(_common_prefix(shared[:start], up_to))
+
+    def _missing_end(self, chat: ChatTemplate, messages: ConversationType, i: int, up_to: str) -> str:
+        """Return the end of a turn that the template leaves to the next header: without one, a model would never learn
+        to end an answer. The header's token where the model's files declare it as an end (GLM), or the end of a
+        sequence."""
+        role = "tool" if messages[i].get("tool_calls") else "user"
+        following = messages[i + 1] if i + 1 < len(messages) else {"role": role, "content": "."}
+        try:
+            text = chat.text([*messages[: i + 1], following])
+        except ChatTemplateError:
+            text = ""
+        header = self._chat.turn_ends.find_declared(text[len(up_to) :] if text.startswith(up_to) else "")
+        return header or str(self.tokenizer.eos_token)
 
     def _example(self, text: str, spans: Sequence[tuple[int, int]]) -> Example:
         """The ids of a text; the mask is 1 on tokens that lie in a span of characters."""
@@ -262,6 +311,59 @@ class Encoder:
         of_token = np.maximum.accumulate(np.searchsorted(own[:-1, 1], starts, side="right"))
         mask = (own[of_token, 0] <= starts) & (ends <= own[of_token, 1])
         return Example(encoded["input_ids"], mask.astype(int).tolist())  # type: ignore[arg-type]
+
+
+def _checked_tools(tools: object, where: str) -> list[JsonObject] | None:
+    """Return a row's tool schemas, which may be JSON text. Raises DataError."""
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise DataError(f"{where}: tools is text that is not JSON ({error}); got {tools[:60]!r}") from error
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise DataError(f"{where}: tools must be a list of schemas, or one as JSON text; got {str(tools)[:120]}")
+    return tools
+
+
+def _common_prefix(a: str, b: str) -> str:
+    return a[: next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))]
+
+
+def _first_difference(chosen: Example, rejected: Example) -> int:
+    """Return the first position at which the ids differ, `NEVER` without one."""
+    if chosen.ids == rejected.ids:
+        return NEVER
+    pairs = zip(chosen.ids, rejected.ids, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(chosen.ids), len(rejected.ids)))
+
+
+def _after_prompt(prompt: ConversationType, value: object, where: str) -> ConversationType:
+    """Return a conversation that begins with `prompt`. Datasets also give whole conversations beside their prompt."""
+    messages = _as_messages(value, "assistant", where)
+    has_system, size = messages[0]["role"] == "system", len(prompt)
+    if _same(messages[:size], prompt) or (has_system and _same(messages[1 : 1 + size], prompt)):
+        return messages
+    user_part = [message for message in prompt if message["role"] != "system"]
+    if user_part and _same(messages[: len(user_part)], user_part):
+        return [*prompt, *messages[len(user_part) :]]
+    if prompt and messages[0]["role"] not in ("assistant", "tool"):
+        raise DataError(
+            f"{where} begins with a message of the {messages[0]['role']} that is not the one of prompt: give the "
+            "assistant's messages alone, or the whole conversation with the same prompt"
+        )
+    return [*prompt, *messages]
+
+
+def _same(messages: ConversationType, others: ConversationType) -> bool:
+    """Compare messages, except for white space around their texts."""
+
+    def stripped(message: MessageType) -> MessageType:
+        content = message.get("content")
+        return {**message, "content": content.strip() if isinstance(content, str) else content}
+
+    return list(map(stripped, messages)) == list(map(stripped, others))
 
 
 def _as_messages(value: object, role: str, where: str) -> ConversationType:

@@ -1,5 +1,6 @@
 """Checks of what `*.model.path` names, before anything starts: configs and tokenizers, from folders or the hub."""
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from skyrl_train.utils.lean_imports import leave_out_unused_packages
 
 _TOKENIZER_FILES = ("tokenizer", "tokenization", "vocab", "spiece", "sentencepiece", "tekken", "merges", "encoder")
 """Beginnings of the names of a tokenizer's files. Without any, transformers makes an empty one of some models."""
+
+_NUM_PROBES = 50
+"""About how many words of the vocabulary `load_tokenizer` looks at."""
 
 _HUB_HINT = (
     "check its spelling, the network, HF_TOKEN (for models that ask for one) and HF_HUB_OFFLINE, or give a folder"
@@ -68,7 +72,7 @@ def load_tokenizer(
             fast one without a word).
     """
     leave_out_unused_packages()
-    from transformers import AutoTokenizer  # brings half of what models need
+    from transformers import AutoTokenizer, GenerationConfig  # bring half of what models need
 
     _check_folder(path, setting)
     folder = Path(path)
@@ -85,9 +89,39 @@ def load_tokenizer(
             f"trainer.disable_fast_tokenizer=true: transformers {transformers.__version__} has no Python form of "
             f"{type(tokenizer).__name__}, the tokenizer of {path}; set it to false"
         )
+    _check_kind(tokenizer, folder, setting)
+    if not folder.is_dir():
+        with contextlib.suppress(OSError):  # `skyrl_gym.chat.turn_ends` reads it from the cache
+            GenerationConfig.from_pretrained(path)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _check_kind(tokenizer: PreTrainedTokenizerBase, folder: Path, setting: str) -> None:
+    """Check that transformers did not replace the rules of `tokenizer.json`: for some kinds of models it loads its own
+    class whatever the folder says, and engines do the same.
+
+    Raises:
+        ConfigError: a text of words of the vocabulary comes back from the file's tokenizer, and not from this one.
+    """
+    if not tokenizer.is_fast or not (folder / "tokenizer.json").is_file():
+        return
+    from tokenizers import Tokenizer
+
+    file = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    size = file.get_vocab_size()
+    pieces = (file.decode([id], skip_special_tokens=True).strip() for id in range(0, size, max(1, size // _NUM_PROBES)))
+    text = " ".join(piece for piece in pieces if piece.isprintable() and piece)
+    ids = file.encode(text, add_special_tokens=False).ids
+    given: Any = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if given != ids and file.decode(ids) == text and file.decode(given) != text:
+        raise ConfigError(
+            f"{setting}={folder}: transformers {transformers.__version__} loads this folder's tokenizer as "
+            f"{type(tokenizer).__name__}, because of model_type in config.json, and loses text: {text[:40]!r} becomes "
+            f"{file.decode(given)[:40]!r}, though tokenizer.json keeps it. Save a tokenizer of that class, or choose a "
+            "model_type that has no tokenizer class of its own (such as qwen3)"
+        )
 
 
 def _check_folder(path: str, setting: str) -> None:

@@ -113,7 +113,7 @@ class Dialogue(ABC):
         """Return the tokens so far of a trajectory that failed: nothing of it trains, no token has a reward."""
         response = self._partial_response()
         if not response.ids:
-            response.append_context([self.chat.eos_token_id])
+            response.append_context(self.chat.closing_ids)
         response.loss_mask = [0] * len(response)
         return [response.as_sample(self.prompt_ids, [])]
 
@@ -151,7 +151,7 @@ class TokenDialogue(Dialogue):
     def finish(self, stop_reason: str) -> list[TrainingSample]:
         self._truncate(self._turn_end)
         if not self.response.ids:
-            self.response.append_context([self.chat.eos_token_id])
+            self.response.append_context(self.chat.closing_ids)
         return [self.response.as_sample(self.prompt_ids, self.turn_rewards, self._routes)]
 
     def _partial_response(self) -> ResponseTokens:
@@ -198,8 +198,8 @@ class ConversationDialogue(TokenDialogue):
     """Conversation with one message a turn, and observations between them in the template's format.
 
     Args:
-        append_eos_after_stop_string: an answer that ended with one of `stop_strings` is closed with the end-of-sequence
-            token, which the model did not write (loss mask 0).
+        append_eos_after_stop_string: an answer that ended with one of `stop_strings` is closed with the end of a turn,
+            which the model did not write (loss mask 0).
     """
 
     def __init__(self, chat: ChatFormat, stop_strings: list[str], append_eos_after_stop_string: bool) -> None:
@@ -211,17 +211,23 @@ class ConversationDialogue(TokenDialogue):
             self._replace_answer(completion, step.postprocessed_action)
         text = completion.text if step.postprocessed_action is None else step.postprocessed_action
         self.turn_rewards.append(TurnReward(self._last_generated_token(), step.reward))
-        if self.stop_strings and text.endswith(self.stop_strings) and not self._ends_with_eos():
-            self.response.append_context([self.chat.eos_token_id])
+        if self.stop_strings and text.endswith(self.stop_strings) and not self._is_closed(text):
+            self.response.append_context(self.chat.closing_ids)
             self._turn_end = len(self.response)
+            text += self.chat.turn_ends.closing
         if not step.done:
             # An answer that was cut short still has to be closed before the next message opens.
             cut_short = completion.stop_reason == "length" or step.postprocessed_action is not None
-            closed = self._ends_with_eos() or not cut_short
-            self.response.append_context(self.chat.continuation_ids(step.observations, answer_is_closed=closed))
+            closed = self._is_closed(text) or not cut_short
+            last_id = self.response.ids[-1] if self.response.ids else None
+            self.response.append_context(
+                self.chat.continuation_ids(step.observations, answer_is_closed=closed, last_id=last_id)
+            )
 
-    def _ends_with_eos(self) -> bool:
-        return self._turn_end > self._turn_start and self.response.ids[self._turn_end - 1] == self.chat.eos_token_id
+    def _is_closed(self, text: str) -> bool:
+        ends = self.chat.turn_ends
+        closed_by_text = bool(ends.closing) and text.rstrip().endswith(ends.closing)
+        return closed_by_text or ends.are_in(self.response.ids[self._turn_start : self._turn_end])
 
 
 class SingleMessageDialogue(TokenDialogue):
@@ -232,7 +238,7 @@ class SingleMessageDialogue(TokenDialogue):
         if step.postprocessed_action is not None:
             self._replace_answer(completion, step.postprocessed_action)
         if not step.done:
-            self._drop_eos()
+            self._drop_end()
         self.turn_rewards.append(TurnReward(self._last_generated_token(), step.reward))
         if not step.done:
             for message in step.observations:
@@ -241,14 +247,14 @@ class SingleMessageDialogue(TokenDialogue):
     def finish(self, stop_reason: str) -> list[TrainingSample]:
         """Close the message if it came to its end; tokens of ours get loss mask 0."""
         self.response.truncate(self._turn_end)
-        if stop_reason != "length" and self.response.ids[-1:] != [self.chat.eos_token_id]:
-            self.response.append_context([self.chat.eos_token_id])
+        if stop_reason != "length" and not self.chat.turn_ends.are_in(self.response.ids):
+            self.response.append_context(self.chat.closing_ids)
             self._turn_end = len(self.response)
         return super().finish(stop_reason)
 
-    def _drop_eos(self) -> None:
-        """Remove the end-of-sequence token: the message continues."""
-        if self._turn_end > self._turn_start and self.response.ids[-1] == self.chat.eos_token_id:
+    def _drop_end(self) -> None:
+        """Remove the end of the turn: the message continues."""
+        if self.chat.turn_ends.are_in(self.response.ids[self._turn_start : self._turn_end]):
             self._truncate(self._turn_end - 1)
             self._turn_end -= 1
 
@@ -275,7 +281,7 @@ class RetokenizedDialogue(Dialogue):
         return self.chat.ids(self.messages, add_generation_prompt=True)
 
     def add_completion(self, completion: Completion) -> None:
-        text = completion.text.removesuffix(str(self.chat.tokenizer.eos_token))
+        text = self.chat.turn_ends.strip(completion.text)
         self.messages.append({"role": "assistant", "content": text})
         self._num_messages = len(self.messages)
         self.turns.append((completion, 0.0))
@@ -293,7 +299,7 @@ class RetokenizedDialogue(Dialogue):
             response.append_context(ids)
             turn_rewards = self._mark_answers(response, assistant_mask)
         else:
-            response.append_context([self.chat.eos_token_id])
+            response.append_context(self.chat.closing_ids)
         return [response.as_sample(self.prompt_ids, turn_rewards)]
 
     def _rendered(self) -> tuple[list[int], list[int]]:
@@ -316,10 +322,10 @@ class RetokenizedDialogue(Dialogue):
             )
         turn_rewards = []
         for (start, end), (completion, reward) in zip(spans, self.turns, strict=True):
-            eos = self.chat.eos_token_id
+            ends = self.chat.turn_ends
             # The template closes every message; where the model did not, that token is not its own.
-            wrote_end = completion.token_ids[-1:] == [eos]
-            written_end = end - 1 if response.ids[end - 1] == eos and not wrote_end else end
+            wrote_end = ends.are_in(completion.token_ids)
+            written_end = end - 1 if ends.are_in(response.ids[:end]) and not wrote_end else end
             num_written = written_end - start
             version = completion.weight_versions[-1] if completion.weight_versions else NO_VERSION
             response.loss_mask[start:written_end] = [1] * num_written

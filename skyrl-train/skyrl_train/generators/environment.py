@@ -9,15 +9,13 @@ import contextlib
 import contextvars
 import copy
 import inspect
-import math
 import os
 import queue
 import threading
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from numbers import Real
 from typing import Any, TypeVar
 
 from loguru import logger
@@ -27,6 +25,7 @@ from skyrl_gym.core import Env
 from skyrl_gym.envs.base_text_env import BaseTextEnv
 from skyrl_gym.episode import accepts_seed
 from skyrl_gym.error import InfraError
+from skyrl_gym.finite_numbers import describe, to_finite
 from skyrl_gym.waits import waiting
 from skyrl_train.errors import FailureKind, RolloutError
 from skyrl_train.types import ConversationType
@@ -218,15 +217,16 @@ class EnvironmentSession:
             raise self._fault(
                 "environment", "step", f"must return a dict with reward, done, observations; got {output!r}"
             )
-        reward = output.get("reward")
-        if isinstance(reward, bool) or not isinstance(reward, Real) or not math.isfinite(reward):
-            raise self._fault("reward", "step", f"must give a finite number as reward in every step; got {reward!r}")
+        reward = to_finite(output.get("reward"))
+        if reward is None:
+            given = describe(output.get("reward"))
+            raise self._fault("reward", "step", f"must give a finite number as reward in every step; got {given}")
         if "truncated" in output:
             self._truncated = bool(output["truncated"])
         observations = output.get("observations") or []
         self._check_messages("step", observations)
         return StepResult(
-            reward=float(reward),
+            reward=reward,
             done=bool(output["done"]),
             truncated=bool(output.get("truncated", False)),
             observations=list(observations),
@@ -238,7 +238,11 @@ class EnvironmentSession:
         known = {} if self._truncated is None else {"truncated": self._truncated}
         if not hasattr(self._env, "get_metrics"):
             return known
-        return known | dict(await self._call("get_metrics", self._env.get_metrics))
+        metrics = await self._call("get_metrics", self._env.get_metrics)
+        if not isinstance(metrics, Mapping):
+            given = describe(metrics)
+            raise self._fault("environment", "get_metrics", f"must return a dict of metrics, maybe empty; got {given}")
+        return known | dict(metrics)
 
     async def close(self) -> None:
         """Close the environment, if it was made."""

@@ -237,7 +237,7 @@ class SkyRLGymGenerator(GeneratorInterface):
             try:
                 prompt_ids = self.chat.ids(request.prompt, add_generation_prompt=True)
             except ChatTemplateError:  # already the trajectory's failure
-                prompt_ids = [self.chat.eos_token_id]
+                prompt_ids = self.chat.closing_ids
         has_log_probs = request.sampling_params.get("logprobs") is not None
         is_whole = len(prompt_ids) <= self.generator_cfg.max_input_length
         return replace(
@@ -252,6 +252,7 @@ class SkyRLGymGenerator(GeneratorInterface):
     def _requests(self, input_batch: GeneratorInput) -> list[RolloutRequest]:
         num_prompts = len(input_batch["prompts"])
         params = input_batch.get("sampling_params") or get_sampling_params(self.generator_cfg.sampling_params)
+        params = self.chat.turn_ends.with_stop_ids(params)
         ids = trajectory_ids_of(input_batch)
         extras = input_batch.get("env_extras") or [{} for _ in range(num_prompts)]
         self._check_env_classes(input_batch["env_classes"])
@@ -276,8 +277,7 @@ class SkyRLGymGenerator(GeneratorInterface):
         if cfg.zero_reward_on_non_stop:
             batch = map_trajectories(batch, zero_reward_on_non_stop)
         if cfg.apply_overlong_filtering and cfg.overlong_filtering_by == "end_token":
-            end_token_id: Any = self.tokenizer.eos_token_id  # typed by transformers as any of its special tokens
-            batch = map_trajectories(batch, partial(mask_unended, end_token_id=end_token_id))
+            batch = map_trajectories(batch, partial(mask_unended, end_token_id=self.chat.turn_ends.ids))
         elif cfg.apply_overlong_filtering:
             batch = map_trajectories(batch, mask_overlong)
         if cfg.merge_stepwise_output:

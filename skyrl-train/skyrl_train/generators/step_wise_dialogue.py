@@ -50,7 +50,7 @@ class StepWiseDialogue(Dialogue):
         turn.add_step(completion, replace(step, done=step.done or anew))
         text = step.postprocessed_action
         if text is None:
-            text = completion.text.removesuffix(str(self.chat.tokenizer.eos_token))
+            text = self.chat.turn_ends.strip(completion.text)
         self._messages += [{"role": "assistant", "content": text}, *step.observations]
         self._num_messages = len(self._messages)
         if not step.done:

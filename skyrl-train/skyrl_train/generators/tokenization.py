@@ -6,6 +6,7 @@ conversation whose last message carries a mark, and taking what the template put
 
 import re
 from functools import cached_property
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from skyrl_gym.chat.template import ChatTemplate, ChatTemplateError
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 _MARK = "skyrl-mark"
 _QUESTION: MessageType = {"role": "user", "content": "Hello."}
+_ANSWER: MessageType = {"role": "assistant", "content": "Hi."}
 _MARKED_QUESTION: MessageType = {"role": "user", "content": _MARK}
 _MARKED_ANSWER: MessageType = {"role": "assistant", "content": _MARK}
 
@@ -52,9 +54,10 @@ class ChatFormat(ChatTemplate):
         if _MARK not in probe:
             raise ConfigError("the chat template drops assistant messages, so it cannot carry a conversation")
 
-    @property
-    def eos_token_id(self) -> int:
-        return self.tokenizer.eos_token_id  # pyright: ignore[reportReturnType]
+    @cached_property
+    def closing_ids(self) -> list[int]:
+        """Tokens that close an answer which did not end by itself."""
+        return self.encode(self.turn_ends.closing or str(self.tokenizer.eos_token))
 
     def ids_and_written_mask(self, messages: ConversationType) -> tuple[list[int], list[int]]:
         """The conversation's ids, and 1 where the template's `generation` blocks say that a model writes."""
@@ -77,22 +80,28 @@ class ChatFormat(ChatTemplate):
         """The conversation's token ids; with the generation prompt, what a model continues."""
         return self.encode(self.text(messages, add_generation_prompt))
 
-    def continuation_ids(self, observations: ConversationType, *, answer_is_closed: bool) -> list[int]:
+    def continuation_ids(
+        self, observations: ConversationType, *, answer_is_closed: bool, last_id: int | None = None
+    ) -> list[int]:
         """Return the template's tokens between a completion and the next one.
 
         Args:
             observations: the messages that follow the answer; there may be none.
-            answer_is_closed: the answer already ends with the end-of-sequence token, so it is not written again.
+            answer_is_closed: the answer already has the end of its turn, so it is not written again.
+            last_id: last token of the answer.
         """
         text = self.text([_QUESTION, _MARKED_ANSWER, *observations], add_generation_prompt=True)
         cut = text.index(_MARK) + len(_MARK)
-        end_of_turn = str(self.tokenizer.eos_token)
-        if answer_is_closed and text.startswith(end_of_turn, cut):
-            cut += len(end_of_turn)
+        if answer_is_closed:
+            cut += self.turn_ends.length_at_start(text[cut:], last_id)
         return self.encode_after(text[:cut], text[cut:])
 
-    def subset_ids(self, messages: ConversationType) -> list[int]:
+    def subset_ids(self, messages: ConversationType, *, after: str | None = None) -> list[int]:
         """Return the tokens that `messages` add to a conversation before them.
+
+        Args:
+            after: role of the message before them; some templates write no header for an answer to a tool. None: user
+                before an answer, assistant before others.
 
         Raises:
             ValueError: no messages, or a template that rewrites the end of what stood before.
@@ -100,6 +109,9 @@ class ChatFormat(ChatTemplate):
         if not messages:
             raise ValueError("messages list cannot be empty")
         base = [_MARKED_QUESTION] if messages[0]["role"] == "assistant" else [_QUESTION, _MARKED_ANSWER]
+        if after in ("assistant", "tool"):
+            marked = {"role": after, "content": _MARK}
+            base = [_QUESTION, marked] if after == "assistant" else [_QUESTION, _ANSWER, marked]
         before, text = self.text(base), self.text([*base, *messages])
         end_of_base = before[before.index(_MARK) + len(_MARK) :]
         cut = text.index(_MARK) + len(_MARK)
@@ -111,10 +123,14 @@ class ChatFormat(ChatTemplate):
         return self.encode_after(text[: cut + len(end_of_base)], text[cut + len(end_of_base) :])
 
     @cached_property
-    def generation_prompt_ids(self) -> list[int]:
+    def generation_prompt(self) -> str:
         """The header after which a model writes. Empty for templates without one."""
         before, text = self.text([_QUESTION]), self.text([_QUESTION], add_generation_prompt=True)
-        return self.encode_after(before, text[len(before) :]) if text.startswith(before) else []
+        return text[len(before) :] if text.startswith(before) else ""
+
+    @cached_property
+    def generation_prompt_ids(self) -> list[int]:
+        return self.encode_after(self.text([_QUESTION]), self.generation_prompt)
 
 
 def get_generation_prompt_ids(tokenizer: "PreTrainedTokenizerBase", chat_template: str | None = None) -> list[int]:
@@ -159,15 +175,19 @@ def get_response_ids_and_loss_mask_from_messages(
     for message in messages:
         if message["role"] not in ("user", "assistant", "tool"):
             raise ValueError(f"Expected message role to be 'user' or 'assistant' (or 'tool'), got {message['role']!r}")
-        message_ids = chat.subset_ids([message])
-        start, end = _written_part(chat, message_ids) if message["role"] == "assistant" else (0, 0)
-        ids += message_ids
-        loss_mask += [0] * start + [1] * (end - start) + [0] * (len(message_ids) - end)
-        if message["role"] == "assistant":
-            num_answers += 1
-        if assistant_logprobs is not None and logprobs is not None:
-            given = _logprobs_of_answer(assistant_logprobs, num_answers, end - start) if end else []
-            logprobs += [0.0] * start + given + [0.0] * (len(message_ids) - end)
+    after = None
+    # Messages between two answers are encoded together: templates render results of parallel calls as one turn.
+    for is_answer, run in groupby(messages, key=lambda message: message["role"] == "assistant"):
+        for part in [[message] for message in run] if is_answer else [[*run]]:
+            message_ids = chat.subset_ids(part, after=after)
+            after = part[-1]["role"]
+            start, end = _written_part(chat, message_ids) if is_answer else (0, 0)
+            ids += message_ids
+            loss_mask += [0] * start + [1] * (end - start) + [0] * (len(message_ids) - end)
+            num_answers += is_answer
+            if assistant_logprobs is not None and logprobs is not None:
+                given = _logprobs_of_answer(assistant_logprobs, num_answers, end - start) if end else []
+                logprobs += [0.0] * start + given + [0.0] * (len(message_ids) - end)
     return ids, loss_mask, logprobs
 
 
@@ -179,10 +199,8 @@ def _written_part(chat: ChatFormat, message_ids: list[int]) -> tuple[int, int]:
         if header_id != message_id:
             break
         start += 1
-    if chat.eos_token_id in message_ids[start:]:
-        last_eos = len(message_ids) - 1 - message_ids[::-1].index(chat.eos_token_id)
-        return start, last_eos + 1
-    return start, len(message_ids)
+    ends = [place for place, id in enumerate(message_ids) if id in chat.turn_ends.ids and place >= start]
+    return start, ends[-1] + 1 if ends else len(message_ids)
 
 
 def _logprobs_of_answer(assistant_logprobs: list[list[float]], number: int, num_tokens: int) -> list[float]:

@@ -5,11 +5,11 @@ import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from numbers import Real
 from typing import TYPE_CHECKING
 
 from loguru import logger
 
+from skyrl_gym.finite_numbers import describe, to_finite
 from skyrl_train.errors import FailureKind
 from skyrl_train.rollouts.filters import map_samples, map_trajectories, to_failed_sample
 from skyrl_train.rollouts.metrics import failure_counts
@@ -124,12 +124,12 @@ def _fault(sample: TrainingSample, limits: LengthLimits | None) -> tuple[Failure
 
 def _first_odd(values: Sequence[float], mask: Sequence[int] | None = None) -> str | None:
     """Return the first value (where the mask is not 0) that is no finite number."""
-    with contextlib.suppress(TypeError):  # a value that is no number at all: it is found below
+    with contextlib.suppress(TypeError, OverflowError):  # a value that no float holds: it is found below
         if math.isfinite(sum(values)):
             return None
     for value, counts in zip(values, mask or [1] * len(values), strict=True):
-        if counts and not (isinstance(value, Real) and math.isfinite(value)):
-            return repr(value)
+        if counts and not isinstance(value, bool) and to_finite(value) is None:
+            return describe(value)
     return None
 
 

@@ -1,6 +1,6 @@
 """Filters: functions of a trajectory or of a group that decide what of it trains. They return new ones."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from skyrl_train.algorithms.sampling import informative_groups
@@ -45,11 +45,19 @@ def mask_overlong(trajectory: Trajectory) -> Trajectory:
     return without_loss(trajectory) if trajectory.stop_reason == "length" else trajectory
 
 
-def mask_unended(trajectory: Trajectory, end_token_id: int | None) -> Trajectory:
-    """Take a trajectory whose last token is not the tokenizer's end token out of the loss:
-    `generator.overlong_filtering_by=end_token`."""
+def mask_unended(trajectory: Trajectory, end_token_id: int | Collection[int] | None) -> Trajectory:
+    """Take a trajectory whose last token is no end of a turn out of the loss:
+    `generator.overlong_filtering_by=end_token`.
+
+    Args:
+        end_token_id: all ids that end a turn (`TurnEnds.ids`). A single id, such as `tokenizer.eos_token_id`, is one of
+            several that a model may have: a trajectory with the stop reason `stop` has then ended, too.
+    """
     response_ids = trajectory.samples[-1].response_ids if trajectory.samples else []
-    ended = bool(response_ids) and response_ids[-1] == end_token_id
+    if isinstance(end_token_id, Collection):
+        ended = bool(response_ids) and response_ids[-1] in end_token_id
+    else:
+        ended = response_ids[-1:] == [end_token_id] or trajectory.stop_reason == "stop"
     return trajectory if ended else without_loss(trajectory)
 
 

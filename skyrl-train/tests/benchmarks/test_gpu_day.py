@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from skyrl_train.dataset.dataset import PromptDataset
+from skyrl_train.entrypoints.model_files import load_tokenizer
+
 REPOSITORY = Path(__file__).parents[3]
 SCRIPT = REPOSITORY / "benchmarks" / "gpu_day.py"
 WITHOUT = ("ray", "vllm", "sglang", "deepspeed", "megatron", "trl", "datasets")
@@ -54,6 +57,16 @@ def test_tiny_run_on_a_cpu_has_figures_in_every_section(tmp_path: Path):
     assert grpo["weight_sync"]["weight_sync/bytes"] == 4 * grpo["parameters"]
     assert grpo["generated_tokens_per_second"] > 0 < grpo["trained_tokens_per_second"]
     assert list(sections["engine_speed"]["found"]["tokens_per_second_by_requests"]) == ["1", "4"]
+
+
+def test_prompts_have_the_tokens_that_are_counted(gpu_day: Any, tmp_path: Path):
+    bench = gpu_day.Bench("cpu", "float32", gpu_day.TINY, tmp_path)
+    prompts = gpu_day.settings(bench)["data"]["train_data"]
+    tokenizer = load_tokenizer(gpu_day.model_folder(bench))
+    dataset = PromptDataset(prompts, tokenizer, gpu_day.TINY.prompt_tokens, cache_dir=str(tmp_path / "cache"))
+    assert len(dataset) == gpu_day.TINY.num_prompts * gpu_day.TINY.num_steps
+    ids = tokenizer.apply_chat_template(dataset[0][0], add_generation_prompt=True, return_dict=False)
+    assert len(ids) == gpu_day.TINY.prompt_tokens
 
 
 def test_failed_section_is_written_with_its_error_and_the_others_run(gpu_day: Any, tmp_path: Path, capsys):

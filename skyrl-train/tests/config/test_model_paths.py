@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import ray
 import torch
+from transformers import Qwen2Config, Qwen3Config
 
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.entrypoints.model_files import check_models, load_tokenizer
 from skyrl_train.errors import ConfigError
 from skyrl_train.utils.ray_cluster import start_ray
+from skyrl_train_testing.tiny_models import character_tokenizer
 
 
 def config(path: str, sampling: dict[str, Any] | None = None, **generator: Any) -> SkyRLConfig:
@@ -52,6 +54,18 @@ def test_a_model_without_a_tokenizer_is_told_in_one_line(chat_model: str, tmp_pa
         load_tokenizer(str(tmp_path))
     assert len(str(error.value).splitlines()) == 1
     assert load_tokenizer(chat_model).pad_token is not None
+
+
+@pytest.mark.parametrize("make", [Qwen2Config, Qwen3Config])
+def test_tokenizer_that_another_class_replaces_is_refused(tmp_path: Path, make: Any):
+    character_tokenizer().save_pretrained(tmp_path)
+    make(vocab_size=99).save_pretrained(tmp_path)
+    if make is Qwen3Config:
+        tokenizer = load_tokenizer(str(tmp_path))
+        assert tokenizer.decode(tokenizer("a b", add_special_tokens=False)["input_ids"]) == "a b"
+        return
+    with pytest.raises(ConfigError, match=r"trainer\.policy\.model\.path.*Qwen2Tokenizer.*model_type.*tokenizer\.json"):
+        load_tokenizer(str(tmp_path))
 
 
 def test_answers_longer_than_the_context_are_refused(chat_model: str):

@@ -107,13 +107,20 @@ def test_experiment_filters_prompts_by_generator_chat_template(tmp_path, words):
 
 
 def test_prompt_that_the_template_cannot_render_is_named(tmp_path, words):
-    with pytest.raises(DataError, match=r"a prompt of .*rows\.jsonl: the chat template cannot render .*no weather"):
+    template = "{% if messages[0].content == 'c' %}{{ raise_exception('no weather') }}{% endif %}a"
+    with pytest.raises(DataError, match=r"rows\.jsonl: row 2: prompt: the chat template cannot render .*no weather"):
         PromptDataset(
-            [write(tmp_path / "rows.jsonl", [row("a")])],
+            [write(tmp_path / "rows.jsonl", [row("a"), row("b"), row("c")])],
             words,
             max_prompt_length=9,
-            chat_template=ChatTemplate(words, "{{ raise_exception('no weather') }}"),
+            chat_template=ChatTemplate(words, template),
         )
+
+
+def test_half_a_character_in_a_prompt_is_replaced(tmp_path, words):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row("a \ud83d")))
+    assert len(PromptDataset([str(path)], words, max_prompt_length=9)) == 1
 
 
 def test_a_key_that_parquet_filled_with_none_is_absent_again(tmp_path, words):

@@ -5,9 +5,11 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
+from skyrl_gym.chat.template import bundled_template
 from skyrl_train.config.supervised import SupervisedDataConfig
 from skyrl_train.dataset.supervised import Encoder, Example, SupervisedDataset
 from skyrl_train.errors import ConfigError, DataError
+from skyrl_train_testing.tiny_models import character_tokenizer
 
 DIALOGUE = [
     {"role": "user", "content": "one?"},
@@ -15,6 +17,7 @@ DIALOGUE = [
     {"role": "user", "content": "two?"},
     {"role": "assistant", "content": "2"},
 ]
+KINDS = ("chosen", "rejected")
 FORGETS_THOUGHTS = (
     "{% for m in messages %}<start>{{ m['role'] }}:"
     "{{ m['content'] if loop.last else m['content'].split('/')[-1] }}<end>{% endfor %}"
@@ -22,7 +25,7 @@ FORGETS_THOUGHTS = (
 )
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def tokenizer(chat_model):
     return AutoTokenizer.from_pretrained(chat_model)
 
@@ -99,6 +102,47 @@ def test_a_preference_row_is_a_pair_with_one_prompt(tokenizer, tmp_path):
     assert learnt(tokenizer, rejected) == "no<end>"
 
 
+SYSTEM, USER = {"role": "system", "content": "s"}, {"role": "user", "content": "q"}
+
+
+@pytest.mark.parametrize(
+    "prompt, before, text",
+    [
+        ("q", [USER], "<start>user:q<end>"),
+        ("q\n", [USER], "<start>user:q<end>"),
+        ([USER], [USER], "<start>user:q<end>"),
+        ([SYSTEM, USER], [SYSTEM, USER], "<start>system:s<end><start>user:q<end>"),
+        ([SYSTEM, USER], [USER], "<start>system:s<end><start>user:q<end>"),
+        ([USER], [SYSTEM, USER], "<start>system:s<end><start>user:q<end>"),
+        (None, [SYSTEM, USER], "<start>system:s<end><start>user:q<end>"),
+        ([SYSTEM, USER], [], "<start>system:s<end><start>user:q<end>"),
+    ],
+)
+def test_prompt_of_whole_preference_conversations_stands_once(tokenizer, tmp_path, prompt, before, text):
+    rows = [{"prompt": prompt, **{kind: [*before, {"role": "assistant", "content": kind}] for kind in KINDS}}]
+    config = SupervisedDataConfig(cache_dir=str(tmp_path))
+    (pair,) = SupervisedDataset(write(tmp_path, rows), tokenizer, config, with_pairs=True)
+    assert [tokenizer.decode(example.ids) for example in pair] == [f"{text}<start>assistant:{k}<end>" for k in KINDS]
+
+
+def test_preference_conversations_of_another_prompt_name_their_row(tokenizer, tmp_path):
+    rows = [{"prompt": "other", **{kind: [USER, {"role": "assistant", "content": kind}] for kind in KINDS}}]
+    with pytest.raises(DataError, match=r"row 0: chosen .*prompt"):
+        SupervisedDataset(write(tmp_path, rows), tokenizer, SupervisedDataConfig(), with_pairs=True)
+
+
+@pytest.mark.parametrize(
+    "chosen, rejected, settings",
+    [("b", "b", {}), ("x" * 50 + "yes", "x" * 50 + "no", {"max_length": 60, "too_long": "truncate"})],
+)
+def test_pairs_without_difference_are_dropped_and_counted(tokenizer, tmp_path, log, chosen, rejected, settings):
+    rows = [{"prompt": "q", "chosen": chosen, "rejected": rejected}, {"prompt": "q", "chosen": "b", "rejected": "bc"}]
+    config = SupervisedDataConfig(cache_dir=str(tmp_path), **settings)
+    ((first, second),) = SupervisedDataset(write(tmp_path, rows), tokenizer, config, with_pairs=True)
+    assert (learnt(tokenizer, first), learnt(tokenizer, second)) == ("b<end>", "bc<end>")
+    assert any("1 dropped: no difference" in line for line in log)
+
+
 def test_too_long_examples_are_dropped_or_cut(tokenizer, tmp_path):
     rows = [
         {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": answer}]}
@@ -166,3 +210,81 @@ def test_a_thinking_template_learns_the_thoughts_of_every_turn(test_data):
     ]
     examples = Encoder(tokenizer, SupervisedDataConfig()).conversation(messages, None)
     assert [learnt(tokenizer, example) for example in examples] == [f"{answer}<|im_end|>" for answer in answers]
+
+
+@pytest.mark.parametrize("train_on", ["all_assistant", "last_assistant"])
+@pytest.mark.parametrize(
+    "template",
+    ["qwen3_without_thinking", "Qwen-Qwen3-0.6B", "Qwen-QwQ-32B", "deepseek-ai-DeepSeek-R1-Distill-Llama-8B"],
+)
+def test_templates_that_rewrite_turns_learn_answers_alone(test_data, template, train_on):
+    tokenizer = AutoTokenizer.from_pretrained(test_data / "tokenizers" / "qwen2.5")
+    path = test_data / "tokenizers" / "chat_templates" / f"{template}.jinja"
+    tokenizer.chat_template = path.read_text() if path.is_file() else bundled_template(template)
+    end = "<｜end▁of▁sentence｜>" if "DeepSeek" in template else "<|im_end|>"
+    tokenizer.add_special_tokens({"eos_token": end})
+    messages = [
+        {"role": role, "content": content}
+        for role, content in (
+            ("user", "one"),
+            ("assistant", "<think>\nx\n</think>\n\nA."),
+            ("tool", "TOOL OUTPUT"),
+            ("assistant", "<think>\ny\n</think>\n\nB."),
+            ("user", "USER TEXT"),
+            ("assistant", "<think>\nz\n</think>\n\nC."),
+        )
+    ]
+    examples = Encoder(tokenizer, SupervisedDataConfig(train_on=train_on)).conversation(messages, None)
+    learned = "".join(learnt(tokenizer, example) for example in examples)
+    answers = learned.split(end)[:-1]
+    assert [answer[-2:] for answer in answers] == (["A.", "B.", "C."] if train_on == "all_assistant" else ["C."])
+    assert not any(word in learned for word in ("TEXT", "OUTPUT", "user", "tool", "assistant"))
+
+
+def test_answers_are_learnt_after_the_text_that_the_model_sees(tokenizer):
+    tokenizer.chat_template = FORGETS_THOUGHTS
+    answers = ["hm/1", "ah/2", "oh/3"]
+    messages = [{"role": r, "content": c} for a in answers for r, c in (("user", "next?"), ("assistant", a))]
+    examples = Encoder(tokenizer, SupervisedDataConfig()).conversation(messages, None)
+    for example, number in zip(examples, (1, 3, 5), strict=True):
+        seen = tokenizer.apply_chat_template(messages[:number], tokenize=False, add_generation_prompt=True)
+        assert tokenizer.decode(example.ids) == f"{seen}{messages[number]['content']}<end>"
+
+
+def test_conversation_begun_by_the_assistant_learns_no_header(tokenizer):
+    tokenizer.chat_template = (
+        "{% if messages[0]['role'] != 'system' %}<start>system:default<end>{% endif %}"
+        "{% for m in messages %}<start>{{ m['role'] }}:{{ m['content'] }}<end>{% endfor %}"
+        "{% if add_generation_prompt %}<start>assistant:{% endif %}"
+    )
+    (example,) = Encoder(tokenizer, SupervisedDataConfig()).conversation(DIALOGUE[1:], None)
+    assert learnt(tokenizer, example) == "1<end>2<end>"
+    assert tokenizer.decode(example.ids).startswith("<start>system:default<end><start>assistant:1<end>")
+
+
+def header_tokenizer(folder, eos_ids):
+    """Turns end with the next header, as in GLM: `<|user|>`, or `<|tool|>` after a call."""
+    tokenizer = character_tokenizer("", added_tokens=["<|user|>", "<|tool|>", "<|assistant|>"])
+    tokenizer.chat_template = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}" + (
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos_ids}))
+    tokenizer.name_or_path = str(folder)
+    return tokenizer
+
+
+def test_turns_that_the_next_header_ends_learn_that_header(tmp_path):
+    call = {"role": "assistant", "content": "c", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    messages = [DIALOGUE[0], call, {"role": "tool", "content": "t"}, *DIALOGUE[1:]]
+    tokenizer = header_tokenizer(tmp_path, [1, 99, 100])
+    (example,) = Encoder(tokenizer, SupervisedDataConfig()).conversation(messages, None)
+    assert learnt(tokenizer, example) == "c<|tool|>1<|user|>2<|user|>"
+    (example,) = Encoder(tokenizer, SupervisedDataConfig(train_on="all")).conversation(messages, None)
+    assert learnt(tokenizer, example).endswith("<|assistant|>2<|user|>")
+
+
+def test_turns_learn_eos_where_the_next_header_is_no_end(tmp_path):
+    tokenizer = header_tokenizer(tmp_path, 1)
+    examples = Encoder(tokenizer, SupervisedDataConfig()).conversation(DIALOGUE, None)
+    assert [learnt(tokenizer, example) for example in examples] == ["1<end>", "2<end>"]
+    assert tokenizer.decode(examples[1].ids) == "<|user|>one?<|assistant|>1<|user|>two?<|assistant|>2<end>"

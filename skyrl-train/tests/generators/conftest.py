@@ -144,7 +144,7 @@ class ScriptedEnv(BaseTextEnv):
 
     def get_metrics(self) -> dict[str, Any]:
         self.misbehave("get_metrics")
-        return {"turns": self.turns}
+        return self.extras.get("metrics", {"turns": self.turns})
 
     def close(self) -> None:
         ScriptedEnv.closed.append(str(self.extras.get("name")))

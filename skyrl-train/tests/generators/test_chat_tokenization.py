@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from skyrl_gym.chat.template import bundled_template
 from skyrl_train.config import ChatTemplateConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.tokenization import ChatFormat
@@ -50,6 +51,20 @@ def test_the_loss_mask_covers_what_the_assistant_wrote(characters):
     assert logprobs is not None and len(logprobs) == len(ids)
     assert [p for p, m in zip(logprobs, mask, strict=True) if m] == [-1.0, -2.0, -3.0, -4.0]
     assert not any(p for p, m in zip(logprobs, mask, strict=True) if not m)
+
+
+@pytest.mark.parametrize("template", ["Qwen-Qwen2.5-7B-Instruct", "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B", "acc"])
+def test_messages_of_text_are_the_conversation_with_parallel_results(qwen, template):
+    tokenizer = qwen("Qwen-Qwen3-0.6B" if template == "acc" else template)
+    tokenizer.chat_template = bundled_template("qwen3_acc_thinking") if template == "acc" else tokenizer.chat_template
+    results = [{"role": "tool", "content": text} for text in ("one", "two")]
+    said = [ASSISTANT, *results, ASSISTANT, USER, ASSISTANT]
+    before = tokenizer.apply_chat_template([USER], tokenize=False)
+    whole = tokenizer.apply_chat_template([USER, *said], tokenize=False)
+    ids, mask, _ = get_response_ids_and_loss_mask_from_messages(said, tokenizer)
+    assert before + tokenizer.decode(ids) == whole
+    learned = tokenizer.decode([id for id, flag in zip(ids, mask, strict=True) if flag])
+    assert learned.count("2") == 3 and not any(word in learned for word in ("one", "two", "user"))
 
 
 @pytest.mark.parametrize(

@@ -91,11 +91,19 @@ async def test_environments_can_run_without_threads(game, say, characters):
     assert played.output["rewards"] == [[0.0, 1.0]]
 
 
-@pytest.mark.parametrize("reward", [None, float("nan"), "1", True])
+@pytest.mark.parametrize("reward", [None, float("nan"), "1", True, -(10**309), pytest.param(10**5000, id="long")])
 async def test_a_reward_that_is_no_finite_number_is_a_reward_failure(game, say, characters, reward):
     played = await game(characters, [[say("a")]], [{"steps": [{"reward": reward}]}]).play()
     assert played.output["failures"][0].kind == "reward"
     assert played.output["rewards"] == [[0.0, 0.0]]
+
+
+@pytest.mark.parametrize("metrics", [None, 3, [("turns", 1)]])
+async def test_metrics_that_are_no_dict_are_the_environments_failure(game, say, characters, metrics):
+    extras = [{"steps": [{"reward": 1.0}], "metrics": metrics}]
+    played = await game(characters, [[say("a")]], extras, settings={"max_rollout_retries": 0}).play()
+    assert played.output["failures"][0].kind == "environment"
+    assert "get_metrics must return a dict" in played.output["failures"][0].message
 
 
 async def test_an_environment_may_say_itself_what_failed(game, say, characters):
@@ -335,3 +343,9 @@ async def test_a_thread_keeps_nothing_of_the_calls_that_it_served():
     await threads.call(int)
     gc.collect()
     assert [each() for each in alive] == [None] * 6
+
+
+async def test_half_a_character_in_an_observation_is_replaced(game, say, characters):
+    extras = [{"steps": [{"says": "cut \ud83d"}, {"reward": 1.0}]}]
+    played = await game(characters, [[say("a"), say("b")]], extras).play()
+    assert played.output["failures"] == [None]

@@ -19,6 +19,7 @@ from skyrl_agent.integrations.base import (
     seed_of_turn,
 )
 from skyrl_agent.types import MetaInfo, SamplingParams, Tokenizer
+from skyrl_gym.chat.template import turn_ends_of
 
 __all__ = ["BACKEND", "TinkerBackend", "settled"]
 
@@ -41,6 +42,8 @@ class TinkerBackend:
         params = {name: value for name, value in sampling_params.items() if value is not None and name != "logprobs"}
         if "seed" in params:
             params["seed"] = seed_of_turn(params["seed"], input_ids)
+        if (stop_ids := params.pop("stop_token_ids", None)) and not params.get("stop"):
+            params["stop"] = sorted({*stop_ids} | turn_ends_of(self.tokenizer).ids)
         unknown = sorted(set(params) - set(types.SamplingParams.model_fields))
         if unknown:
             raise BackendError(f"generator.sampling_params has {', '.join(unknown)}, which tinker does not know")

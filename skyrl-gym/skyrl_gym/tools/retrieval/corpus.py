@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from skyrl_gym.valid_unicode import replace_lone_surrogates
+
 Document = dict[str, Any]
 
 _BLOCK_BYTES = 1 << 20
@@ -70,8 +72,7 @@ def _document(row: object, number: int, where: str) -> Document:
 
 
 def _encodable(text: str | None) -> str | None:
-    """Text with a form in UTF-8: JSON can hold half of a surrogate pair, tokenizers cannot."""
-    return text if text is None or text.isascii() else text.encode("utf-8", errors="replace").decode("utf-8")
+    return None if text is None else replace_lone_surrogates(text)
 
 
 def _split(contents: str, title: str | None) -> tuple[str, str]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from skyrl_gym.valid_unicode import replace_lone_surrogates
 from skyrl_train.inference_engines.base import EngineInfo, InferenceEngineInterface
 from skyrl_train.inference_engines.constraints import Constraint
 from skyrl_train.inference_engines.openai_api.answer_form import answer_form, constraint_of, thought_mode
@@ -227,7 +228,7 @@ class OpenAIFrontend:
 
     def _encoded(self, text: str) -> list[int]:
         """Encode a text with the special tokens before it: a completion's prompt is a document."""
-        return self._template.tokenizer(text)["input_ids"]  # pyright: ignore[reportReturnType]
+        return self._template.tokenizer(replace_lone_surrogates(text))["input_ids"]  # pyright: ignore[reportReturnType]
 
     async def _prompt(
         self,
@@ -251,6 +252,8 @@ class OpenAIFrontend:
         rules, records = self._sessions.rules(session), self._sessions.records(session)
         params = sampling_keywords(request, budget, room, self._sampling_defaults, log_probs=records)
         params = rules.keywords(params)
+        if isinstance(request, ChatRequest):
+            params = self._template.turn_ends.with_stop_ids(params)
         check_supported(params, constraint, constraint_param, info.unsupported)
         if constraint is not None:
             params["constraint"] = constraint.as_keyword()

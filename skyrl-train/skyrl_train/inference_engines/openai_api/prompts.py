@@ -92,7 +92,7 @@ class EndpointTemplate(ChatTemplate):
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        return frozenset(self.tokenizer.all_special_ids)
+        return frozenset(self.tokenizer.all_special_ids) | self.turn_ends.ids
 
     def text_of(self, token: int, skip_special_tokens: bool = False) -> str:
         """The text of one token. Remembered: a vocabulary is small, and answers ask for each of their tokens."""
@@ -266,8 +266,9 @@ class ConversationMemory:
         if _squeezed(shown) not in map(_squeezed, forms):
             return None
         last = self._template.decode(ids[-1:], skip_special_tokens=False)
-        if is_closed and tail.startswith(last):
-            return self._template.encode_after(last, tail[len(last) :])
+        if is_closed:
+            cut = len(last) if tail.startswith(last) else self._template.turn_ends.length_at_start(tail, ids[-1])
+            return self._template.encode_after(last, tail[cut:])
         return self._template.encode_after(_MARK, tail)
 
 
