@@ -13,6 +13,7 @@
     rollouts/timeline.jsonl              when each sample (asynchronous training: group) was generated and what the
                                          trainer did meanwhile, one JSON object a step
     logs/<process>.log                   everything a process printed
+    owner.lock  owner.json               the driver that is running (`run_owner`)
     waits/  explanations/                what each process waits for, and explanations of hangs (`explanations`)
     ckpts/  exports/                     written by others
 
