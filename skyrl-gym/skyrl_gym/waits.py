@@ -171,8 +171,8 @@ class Recorder:
 
 
 def _allocate(descriptor: int) -> None:
-    """Give an empty file its bytes on the disk: a write into a mapped hole would end the process by SIGBUS on a full one.
-    Raises OSError."""
+    """Give an empty file its bytes: on a full disk a write into a mapped hole would end the process by SIGBUS. Raises
+    OSError."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, _BYTES)
     elif os.write(descriptor, bytes(_BYTES)) != _BYTES:

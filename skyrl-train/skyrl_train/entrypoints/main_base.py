@@ -44,6 +44,7 @@ from skyrl_train.training_run import check_before_start, says_finished
 from skyrl_train.utils import initialize_ray, shutdown_ray
 from skyrl_train.utils.chat_templates import configured_chat_template
 from skyrl_train.utils.explanations import record_waits
+from skyrl_train.utils.io import is_full_disk
 from skyrl_train.utils.process_log import configure_logging
 from skyrl_train.utils.progress import progress
 from skyrl_train.utils.run_folder import RunFolder
@@ -313,7 +314,8 @@ def run_experiment(
         sys.exit(128 + signal.SIGINT)
     except Exception as error:  # a user's code may raise anything
         log_traceback(error)
-        logger.error("{}\nwhole traceback: {}", described(error), log_path)
+        remedy = "\nmake room and give the same command again: it resumes exactly" if is_full_disk(error) else ""
+        logger.error("{}{}\nwhole traceback: {}", described(error), remedy, log_path)
         sys.exit(1)
     finally:
         shutdown_ray()

@@ -40,7 +40,7 @@ from loguru import logger
 from skyrl_gym.whole_folders import fsync_folder
 from skyrl_train.errors import DataError
 from skyrl_train.types import JsonObject
-from skyrl_train.utils.io import expand_path, remove_leftovers, write_atomically
+from skyrl_train.utils.io import expand_path, naming_file, remove_leftovers, write_atomically
 
 Phase = Literal["train", "eval"]
 TRAJECTORIES_NAME = re.compile(r"(train|eval)_step_(\d+)\.jsonl(\.gz)?")
@@ -284,7 +284,7 @@ def _append_line(path: Path, line: bytes) -> None:
     """Append a line, behind what a killed process left whole, and wait until it is on disk."""
     is_new = not path.exists()
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a+b") as file:
+    with naming_file(path), open(path, "a+b") as file:
         drop_torn_line(file)
         file.write(line)
         file.flush()
