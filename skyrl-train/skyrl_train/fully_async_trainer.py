@@ -20,6 +20,7 @@ from skyrl_train.rollouts.metrics import concatenate
 from skyrl_train.rollouts.pool import RolloutPool
 from skyrl_train.rollouts.schedule import ScheduleLimits, ScheduleState
 from skyrl_train.rollouts.types import RolloutBatch
+from skyrl_train.run_record import describe_sampling
 from skyrl_train.trainer import RayPPOTrainer
 from skyrl_train.training_batch import TrainingInputBatch
 
@@ -81,11 +82,7 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
             on_stale=settings.on_stale,
         )
         max_batches = algorithm.dynamic_sampling.max_sample_batches
-        experiment = self.provenance.defining()
-        if self.cfg.trainer.policy.routing_replay == "R3":
-            experiment["expert_routes"] = True  # groups of a run without them cannot be trained in one with them
-        if self.cfg.trainer.policy.sampling_mask_replay:
-            experiment["kept_tokens"] = True
+        experiment = self.provenance.sampled() | describe_sampling(self.cfg, self.train_dataset, self.tokenizer)
         journal = RolloutJournal(self.run_folder.journal_path, experiment)
         if self.cfg.trainer.resume_mode == "none":
             journal.discard()

@@ -2,7 +2,7 @@
 
 One JSON object a line, appended as it happens: a process that is killed loses at most the line that it was writing.
 
-    {"experiment": …}                                      the first line: settings and data that the groups belong to
+    {"experiment": …}                                      the first line: all on which samples and rewards depend
     {"finished": ticket, "group": …}                       a group, with its metrics and the version it was started at
     {"batch": step, "tickets": […]}                        groups that training step `step` takes, in this order
     {"failed": ticket}   {"filtered": ticket}   {"stale": [tickets], "deferred": …}
@@ -48,7 +48,7 @@ class RolloutJournal:
 
     Args:
         path: of the file; its folder is made.
-        experiment: what makes groups of another run useless here, as JSON values.
+        experiment: all on which samples and rewards depend, as JSON values: groups of another one are not used.
     """
 
     def __init__(self, path: Path, experiment: Mapping[str, object]):
@@ -199,8 +199,11 @@ class RolloutJournal:
         first = next(lines, None)
         if first is None:
             return []
-        if first.get("experiment") != self._experiment:
-            logger.warning(f"{self.path} is the journal of another experiment, whose rollouts are of no use here")
+        if changes := _changes(first.get("experiment"), self._experiment):
+            logger.warning(
+                f"{self.path} is the journal of a run that sampled or rewarded otherwise "
+                f"({', '.join(changes)} changed): its finished groups are generated again"
+            )
             self.discard()
             return []
         return list(lines)
@@ -226,6 +229,13 @@ def _merge(
     state.waiting = sorted(unfinished - deferred)
     state.restarted = restarted & open_tickets
     state.next_ticket = end
+
+
+def _changes(before: object, after: Mapping[str, object]) -> list[str]:
+    """Return the names of what differs between two experiments, sorted."""
+    if not isinstance(before, dict):
+        return ["its first line"]
+    return sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
 
 
 def _finished_line(group: FinishedGroup) -> bytes:
