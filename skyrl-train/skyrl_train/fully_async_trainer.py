@@ -191,11 +191,12 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
         counts = pool.take_counts()
         self.all_metrics |= pool_metrics(counts, limits.groups_per_step, limits.max_running, waited, seconds)
         self._adviser = self._adviser or Adviser(limits)
-        computed, stale = seconds - waited - timings["sync_weights"], self.all_metrics["async/stale_token_share"] or 0.0
-        self._adviser.measured(self._step_groups, computed, timings["sync_weights"], stale)
+        synced = timings["sync_weights"]
+        self._adviser.measured(self._step_groups, seconds - waited - synced, synced, waited, self.all_metrics)
         if self.global_step % INTERVAL == 0:
-            self.all_metrics |= self._adviser.predicted()
-            logger.info(self._adviser.advice(self.all_metrics))
+            predicted = self._adviser.predicted()
+            self.all_metrics |= predicted
+            logger.info(self._adviser.advice(predicted))
 
     def state(self) -> dict[str, Any]:
         """Return the state of the synchronous trainer and that of the schedule."""
