@@ -14,9 +14,11 @@ Nothing is written where `SKYRL_WAITS` names no folder.
 import asyncio
 import atexit
 import contextlib
+import errno
 import faulthandler
 import itertools
 import json
+import logging
 import mmap
 import os
 import re
@@ -32,6 +34,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
+
+logger = logging.getLogger(__name__)
 
 FOLDER = "SKYRL_WAITS"
 """Environment variable that names the folder of a run's records."""
@@ -105,9 +109,15 @@ class Recorder:
         folder.mkdir(parents=True, exist_ok=True)
         self.role, self.pid = role, os.getpid()
         self._path = folder / f"{re.sub(r'[^A-Za-z0-9]+', '_', role)}-{self.pid}.waits"
-        with open(self._path, "w+b") as file:
-            file.truncate(_BYTES)
-            self._map = mmap.mmap(file.fileno(), _BYTES)
+        try:
+            with open(self._path, "w+b", buffering=0) as file:
+                _allocate(file.fileno())
+                self._map = mmap.mmap(file.fileno(), _BYTES)
+            # A descriptor that stays open: a handler of signals writes into it.
+            self._stacks = os.open(self._path.with_suffix(".stacks"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError:
+            self._path.unlink(missing_ok=True)
+            raise
         self._facts: dict[str, object] = {
             "role": role,
             "pid": self.pid,
@@ -119,8 +129,6 @@ class Recorder:
         }
         self._free = deque(range(HEADER_BYTES, _BYTES, _SLOT_BYTES))
         self._ids = itertools.count(1)
-        # A descriptor that stays open: a handler of signals writes into it.
-        self._stacks = os.open(self._path.with_suffix(".stacks"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         faulthandler.register(SIGNAL, file=self._stacks, all_threads=True, chain=False)
         self.note(facts)
 
@@ -160,6 +168,15 @@ class Recorder:
             os.close(self._stacks)
             for path in (self._path, self._path.with_suffix(".stacks")):
                 path.unlink(missing_ok=True)
+
+
+def _allocate(descriptor: int) -> None:
+    """Give an empty file its bytes: on a full disk a write into a mapped hole would end the process by SIGBUS. Raises
+    OSError."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, _BYTES)
+    elif os.write(descriptor, bytes(_BYTES)) != _BYTES:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 _recorder: Recorder | None = None
@@ -225,8 +242,11 @@ def report_as(role: str, **facts: object) -> None:
     if not folder:
         return
     stop_reporting()
-    with contextlib.suppress(OSError, ValueError):  # a full disk, or one that maps no files, must not end a run
+    try:
         _recorder = Recorder(Path(folder), role, facts)
+    except (OSError, ValueError) as error:  # a full disk, or one that maps no files, must not end a run
+        logger.warning("%s: %s; the waits of this process (%s) are not recorded", folder, error, role)
+    else:
         atexit.register(_recorder.remove)
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextvars
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -150,6 +151,26 @@ def test_folder_that_refuses_is_no_error(tmp_path: Path, monkeypatch: pytest.Mon
     report_as("trainer")
     with waiting("nothing"):
         pass
+
+
+def test_record_has_its_bytes_on_disk(folder: Path):
+    [path] = folder.glob("*.waits")  # a hole would end the process by SIGBUS on a disk that is full later
+    assert path.stat().st_blocks * 512 >= path.stat().st_size > 0
+
+
+def test_disk_without_room_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setenv(waits.FOLDER, str(tmp_path / "waits"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        report_as("trainer")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with waiting("nothing"):
+        pass
+    assert str(tmp_path / "waits") in caplog.text and list((tmp_path / "waits").iterdir()) == []
 
 
 def test_end_of_the_record_deletes_its_files(folder: Path):

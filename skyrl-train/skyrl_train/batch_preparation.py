@@ -27,7 +27,7 @@ from skyrl_train.algorithms.off_policy import correct_off_policy, mismatch_metri
 from skyrl_train.algorithms.reduction import LossReduction, masked_mean, token_weights
 from skyrl_train.algorithms.sampling import overlong_penalty, zero_variance_rows
 from skyrl_train.config import AlgorithmConfig, GeneratorConfig, SkyRLConfig
-from skyrl_train.errors import ConfigError
+from skyrl_train.errors import ConfigError, RolloutGapError
 from skyrl_train.training_batch import TrainingInputBatch, shape_of
 
 Metrics = dict[str, float]
@@ -140,7 +140,7 @@ def mask_uninformative_groups(
 def correct_for_rollout_policy(batch: TrainingInputBatch, algorithm: AlgorithmConfig) -> PreparedBatch:
     """Measure the mismatch between engine and trainer and, with `off_policy_correction`, add `off_policy_weights` and
     reduce the loss mask. Batches without the trainer's log-probs: see `rollout_mismatch_metrics`."""
-    metrics = rollout_mismatch_metrics(batch)
+    metrics = rollout_mismatch_metrics(batch, algorithm.max_rollout_gap)
     if not algorithm.off_policy_correction.is_on:
         return batch, metrics
     correction = correct_off_policy(
@@ -153,13 +153,29 @@ def correct_for_rollout_policy(batch: TrainingInputBatch, algorithm: AlgorithmCo
     return corrected, metrics | correction.metrics
 
 
-def rollout_mismatch_metrics(batch: TrainingInputBatch) -> Metrics:
-    """Compute metrics of the distance between engine and trainer, where the batch has both log-probs."""
+def rollout_mismatch_metrics(batch: TrainingInputBatch, max_gap: float | None) -> Metrics:
+    """Compute metrics of the distance between engine and trainer, where the batch has both log-probs.
+
+    Args:
+        max_gap: `trainer.algorithm.max_rollout_gap`.
+
+    Raises:
+        RolloutGapError: the mean distance is above `max_gap`.
+    """
     if batch.get("rollout_logprobs") is None or batch.get("action_log_probs") is None:
         return {}
-    return mismatch_metrics(
+    metrics = mismatch_metrics(
         batch.tensor("action_log_probs"), batch.tensor("rollout_logprobs"), batch.tensor("loss_mask")
     )
+    gap = metrics.get("policy/rollout_train_logprobs_abs_diff_mean", 0.0)
+    if max_gap is not None and gap > max_gap:
+        raise RolloutGapError(
+            f"log-probs of engine and trainer differ by {gap:.3g} nats in the mean over this step's tokens, more than "
+            f"trainer.algorithm.max_rollout_gap={max_gap:g}: staleness does not explain that. Do sampling settings, "
+            "weights, tokenizer or model of the engines differ from the trainer's? python -m "
+            "skyrl_train.entrypoints.main_mismatch measures it"
+        )
+    return metrics
 
 
 def add_advantages(batch: TrainingInputBatch, algorithm: AlgorithmConfig) -> PreparedBatch:

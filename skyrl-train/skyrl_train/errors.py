@@ -42,6 +42,10 @@ class NonFiniteUpdateError(SkyRLError):
     not."""
 
 
+class RolloutGapError(SkyRLError):
+    """The log-probs of rollouts are not those of the trainer's policy, by far more than staleness explains."""
+
+
 class WeightSyncError(SkyRLError):
     """An engine's weights are not the trainer's after a sync (checksum), or the transfer failed."""
 

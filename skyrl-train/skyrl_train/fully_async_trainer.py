@@ -20,6 +20,7 @@ from skyrl_train.rollouts.metrics import concatenate
 from skyrl_train.rollouts.pool import RolloutPool
 from skyrl_train.rollouts.schedule import ScheduleLimits, ScheduleState
 from skyrl_train.rollouts.types import RolloutBatch
+from skyrl_train.run_record import describe_sampling
 from skyrl_train.trainer import RayPPOTrainer
 from skyrl_train.training_batch import TrainingInputBatch
 
@@ -81,11 +82,7 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
             on_stale=settings.on_stale,
         )
         max_batches = algorithm.dynamic_sampling.max_sample_batches
-        experiment = self.provenance.defining()
-        if self.cfg.trainer.policy.routing_replay == "R3":
-            experiment["expert_routes"] = True  # groups of a run without them cannot be trained in one with them
-        if self.cfg.trainer.policy.sampling_mask_replay:
-            experiment["kept_tokens"] = True
+        experiment = self.provenance.sampled() | describe_sampling(self.cfg, self.train_dataset, self.tokenizer)
         journal = RolloutJournal(self.run_folder.journal_path, experiment)
         if self.cfg.trainer.resume_mode == "none":
             journal.discard()
@@ -194,11 +191,12 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
         counts = pool.take_counts()
         self.all_metrics |= pool_metrics(counts, limits.groups_per_step, limits.max_running, waited, seconds)
         self._adviser = self._adviser or Adviser(limits)
-        computed, stale = seconds - waited - timings["sync_weights"], self.all_metrics["async/stale_token_share"] or 0.0
-        self._adviser.measured(self._step_groups, computed, timings["sync_weights"], stale)
+        synced = timings["sync_weights"]
+        self._adviser.measured(self._step_groups, seconds - waited - synced, synced, waited, self.all_metrics)
         if self.global_step % INTERVAL == 0:
-            self.all_metrics |= self._adviser.predicted()
-            logger.info(self._adviser.advice(self.all_metrics))
+            predicted = self._adviser.predicted()
+            self.all_metrics |= predicted
+            logger.info(self._adviser.advice(predicted))
 
     def state(self) -> dict[str, Any]:
         """Return the state of the synchronous trainer and that of the schedule."""

@@ -11,7 +11,7 @@ from typing import Any
 import xxhash
 
 from skyrl_train.config import SkyRLConfig
-from skyrl_train.config.fingerprint import DEFINING, flat_settings
+from skyrl_train.config.fingerprint import DEFINING, NOT_SAMPLED, flat_settings
 from skyrl_train.config.typed import is_among
 from skyrl_train.dataset.dataloader import Dataset
 from skyrl_train.errors import CheckpointError, ConfigError
@@ -57,9 +57,13 @@ class Provenance:
         text = json.dumps({"data": self.data, "settings": self.settings}, indent=1)
         write_atomically(folder / PROVENANCE_FILE, text)
 
-    def defining(self) -> dict[str, object]:
-        """Return what makes another experiment when it changes."""
-        settings = {name: value for name, value in self.settings.items() if is_among(name, DEFINING)}
+    def sampled(self) -> dict[str, object]:
+        """Return all that changes what is sampled or its rewards, or makes another experiment."""
+        settings = {
+            name: value
+            for name, value in self.settings.items()
+            if is_among(name, DEFINING) or not is_among(name, NOT_SAMPLED)
+        }
         return {"data": self.data, **settings}
 
     @classmethod

@@ -29,6 +29,7 @@ from skyrl_train.dataset.dataloader import Dataset
 from skyrl_train.provenance import data_digest
 from skyrl_train.training_batch import TrainingInputBatch
 from skyrl_train.types import JsonObject
+from skyrl_train.utils.chat_templates import get_custom_chat_template
 
 FORMAT = 1
 """Number of the form of these records."""
@@ -64,6 +65,20 @@ def describe_start(cfg: SkyRLConfig, dataset: Dataset | None, tokenizer: PreTrai
         "machine": machine(),
         "data": None if dataset is None else data_digest(dataset).to_json(),
         "tokenizer": describe_tokenizer(tokenizer),
+        "environments": {name: describe_environment(name) for name in environment_names(cfg, dataset)},
+    }
+
+
+def describe_sampling(
+    cfg: SkyRLConfig, dataset: Dataset | None, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, object]:
+    """Return hashes of what samples and rewards depend on besides settings and data: tokenizer, chat template, task
+    file and environments."""
+    task = Path(cfg.generator.task).expanduser() if cfg.generator.task else None
+    return {
+        "tokenizer": describe_tokenizer(tokenizer),
+        "chat template": _digest(str(get_custom_chat_template(cfg.generator.chat_template))),
+        "task file": _digest(task.read_text()) if task is not None and task.is_file() else None,
         "environments": {name: describe_environment(name) for name in environment_names(cfg, dataset)},
     }
 

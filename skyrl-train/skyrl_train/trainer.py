@@ -547,7 +547,7 @@ class RayPPOTrainer(TrainingRun):
             update = await train_on_batch(self.policy_model, schedule, batch, epochs, with_entropies=records_tokens)
         if update.old_log_probs is not None:
             batch["action_log_probs"] = update.old_log_probs
-            self.all_metrics |= rollout_mismatch_metrics(batch)
+            self.all_metrics |= rollout_mismatch_metrics(batch, algorithm.max_rollout_gap)
         if records_tokens:
             batch["entropies"] = update.entropies
             self.run_folder.write_token_columns(self.global_step, token_column_rows(batch))

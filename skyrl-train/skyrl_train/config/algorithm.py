@@ -223,6 +223,11 @@ class _DeclaredSettings(BaseConfig):
     """Tolerance of the check that the probability ratio of every token is 1 before the first optimizer step of a
     training step; a larger deviation raises an alarm. null: 1e-4 in float32, 0.2 with `trainer.bf16`."""
 
+    max_rollout_gap: float | None = 5.0
+    """Bound on the gap between engine and trainer: the mean absolute difference of their log-probs over the tokens of a
+    step, in nats. A step above it ends the run before its checkpoint. Staleness and rounding explain some tenths; 5
+    tells another temperature, other weights or shifted tokens. null: no bound."""
+
     use_kl_loss: bool = True
     """Add the KL divergence to the reference model to the loss. Excludes `use_kl_in_reward`."""
 

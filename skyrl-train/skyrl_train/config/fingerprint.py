@@ -91,6 +91,18 @@ OPERATIONAL = (
 """Settings that `settings_fingerprint` leaves out: a run that is started again with more memory, other intervals or
 more steps finds its folder."""
 
+NOT_SAMPLED = (
+    *(name for name in OPERATIONAL if name != "generator.engine_init_kwargs"),
+    "data.train_data",  # a place: the content is compared
+    "trainer.policy.optimizer_config.", "trainer.policy.megatron_config.",
+    "trainer.critic.", "trainer.ref.", "trainer.algorithm.", "trainer.fully_async.", "trainer.distillation.",
+    "trainer.update_epochs_per_batch", "trainer.update_ref_every_epoch",
+    "trainer.use_sample_packing", "trainer.sequence_parallel_backend", "trainer.flash_attn",
+    "generator.remote_inference_engine_api_key_file",
+)
+"""Settings that change neither what is sampled nor its rewards: a resumed run may change them and still train groups
+that were generated before. All settings that are not listed count, so that a new one cannot be forgotten."""
+
 _PATHS = (
     "data.train_data", "trainer.policy.model.path", "trainer.critic.model.path", "trainer.ref.model.path",
     "generator.model_name", "generator.task",

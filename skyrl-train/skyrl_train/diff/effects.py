@@ -24,7 +24,7 @@ WITHOUT_EFFECT = (
     "trainer.max_trajectories_gb",
     "trainer.compress_trajectories",
     "trainer.worker_timeout_seconds", "trainer.max_consecutive_skipped_updates", "trainer.distillation.memory_gb",
-    "trainer.algorithm.first_ratio_tolerance",
+    "trainer.algorithm.first_ratio_tolerance", "trainer.algorithm.max_rollout_gap",
     "trainer.policy.optimizer_config.offload_after_step", "trainer.critic.optimizer_config.offload_after_step",
     "generator.remote_inference_engine_api_key_file", "generator.served_model_name",
     "generator.weight_sync_directory", "generator.weight_sync_verification", "generator.weight_sync_canary_interval",

@@ -8,8 +8,8 @@ import asyncio
 import multiprocessing
 import signal
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -44,9 +44,11 @@ from skyrl_train.training_run import check_before_start, says_finished
 from skyrl_train.utils import initialize_ray, shutdown_ray
 from skyrl_train.utils.chat_templates import configured_chat_template
 from skyrl_train.utils.explanations import record_waits
+from skyrl_train.utils.io import is_full_disk
 from skyrl_train.utils.process_log import configure_logging
 from skyrl_train.utils.progress import progress
 from skyrl_train.utils.run_folder import RunFolder
+from skyrl_train.utils.run_owner import owning_run
 from skyrl_train.utils.tracebacks import described, log_traceback
 from skyrl_train.utils.tracking import Tracking
 
@@ -211,7 +213,8 @@ class BasePPOExp:
 
     def run(self) -> None:
         """Train to the end."""
-        asyncio.run(self._run())
+        with owning_run(self.cfg.trainer.run_dir, self.cfg.trainer.ckpt_path):
+            asyncio.run(self._run())
 
     async def _run(self) -> None:
         trainer = await self._setup_trainer()
@@ -253,13 +256,20 @@ class Experiment(Protocol):
     def run(self) -> None: ...
 
 
-def _begin_log(path: Path) -> None:
-    try:
-        configure_logging(path)
-    except OSError as error:
-        raise ConfigError(
-            f"trainer.run_dir={path.parents[1]} cannot be written: {error}; give a folder that you may write to"
-        ) from error
+@contextmanager
+def _own(cfg: SkyRLConfig) -> Iterator[Path]:
+    """Own the folder of the run while the context lasts, and log into it. Yields the path of the log."""
+    path = RunFolder(cfg.trainer.run_dir).log_path("trainer")
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(owning_run(cfg.trainer.run_dir, cfg.trainer.ckpt_path))
+            configure_logging(path)
+        except OSError as error:
+            raise ConfigError(
+                f"trainer.run_dir={path.parents[1]} cannot be written: {error}; give a folder that you may write to, "
+                "and room in it"
+            ) from error
+        yield path
 
 
 def run_experiment(
@@ -280,11 +290,11 @@ def run_experiment(
     SIGINT and SIGTERM end it in order: nothing of it keeps running.
     """
     log_path: Path | None = None
+    owned = ExitStack()  # until all is ended
     try:
         configure_logging()
         typed = cfg if isinstance(cfg, SkyRLConfig) else validate(cfg)
-        log_path = RunFolder(typed.trainer.run_dir).log_path("trainer")
-        _begin_log(log_path)
+        log_path = owned.enter_context(_own(typed))
         record_waits(log_path.parents[1])
         with progress.showing(typed.trainer.show_progress):
             prepared = experiment(typed)  # what is wrong with settings or data is seen before Ray starts
@@ -304,11 +314,13 @@ def run_experiment(
         sys.exit(128 + signal.SIGINT)
     except Exception as error:  # a user's code may raise anything
         log_traceback(error)
-        logger.error("{}\nwhole traceback: {}", described(error), log_path)
+        remedy = "\nmake room and give the same command again: it resumes exactly" if is_full_disk(error) else ""
+        logger.error("{}{}\nwhole traceback: {}", described(error), remedy, log_path)
         sys.exit(1)
     finally:
         shutdown_ray()
         end_run()
+        owned.close()
 
 
 @hydra.main(config_path=config_dir, config_name="ppo_base_config", version_base=None)

@@ -15,6 +15,7 @@ from skyrl_train.entrypoints.main_base import BasePPOExp, run_experiment
 from skyrl_train.errors import ConfigError
 from skyrl_train.evaluate import evaluate
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
+from skyrl_train.utils.run_owner import owning_run
 
 
 class EvalOnlyEntrypoint(BasePPOExp):
@@ -41,7 +42,8 @@ class EvalOnlyEntrypoint(BasePPOExp):
 
     def run(self) -> None:
         """Evaluate and log the metrics."""
-        asyncio.run(self.evaluate())
+        with owning_run(self.cfg.trainer.run_dir):
+            asyncio.run(self.evaluate())
 
     async def evaluate(self) -> dict[str, float | None]:
         """Evaluate the evaluation set. Returns: the metrics by name."""

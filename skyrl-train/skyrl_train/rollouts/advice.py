@@ -32,27 +32,33 @@ class Adviser:
     def __init__(self, limits: ScheduleLimits):
         self._limits = limits
         self._groups: deque[float] = deque(maxlen=INTERVAL * limits.groups_per_step)
-        self._steps: deque[tuple[float, float]] = deque(maxlen=INTERVAL)
-        self._stale: deque[float] = deque(maxlen=INTERVAL)
+        self._steps: deque[tuple[float, float, float]] = deque(maxlen=INTERVAL)
+        self._metrics: deque[Mapping[str, float | None]] = deque(maxlen=INTERVAL)
 
     def measured(
-        self, groups: list[FinishedGroup], step_seconds: float, sync_seconds: float, stale_token_share: float
+        self,
+        groups: list[FinishedGroup],
+        step_seconds: float,
+        sync_seconds: float,
+        waited_seconds: float,
+        metrics: Mapping[str, float | None],
     ) -> None:
         """Note a training step.
 
         Args:
             groups: that it trained.
             step_seconds: of the step without waiting for groups and without the weight sync.
-            stale_token_share: of the tokens of these groups, those that are not trained as they are too old.
+            waited_seconds: for groups.
+            metrics: of the step (`pool_metrics`, `group_metrics`, of the mismatch with the engines).
         """
-        self._stale.append(stale_token_share)
         self._groups.extend(group.seconds for group in groups)
-        self._steps.append((step_seconds, sync_seconds))
+        self._steps.append((step_seconds, sync_seconds, waited_seconds))
+        self._metrics.append(dict(metrics))
 
     def predicted(self) -> dict[str, float]:
         """Return the utilisation that a simulation of the measured durations has, under `async/`. Groups take as long
         as they took, however many run: what differs from the measurement is the engines' share in it."""
-        steps, syncs = zip(*self._steps, strict=True)
+        steps, syncs, _ = zip(*self._steps, strict=True)
         costs = Costs(
             num_engines=1,
             seconds_per_iteration=1e-9,
@@ -64,23 +70,33 @@ class Adviser:
         run = Simulation(self._limits, groups, costs).simulate(min(_SIMULATED_STEPS, self._limits.total_steps))
         return {"async/predicted_trainer_utilisation": run.trainer_utilisation}
 
-    def advice(self, metrics: Mapping[str, float | None]) -> str:
-        """Return one line for the log.
+    def advice(self, predicted: Mapping[str, float]) -> str:
+        """Return one line for the log, about the last steps: a single one may show the opposite of the rest.
 
         Args:
-            metrics: of the step (`pool_metrics`, of the mismatch with the engines), with those of `predicted`.
+            predicted: what `predicted` returned.
         """
-        return "; before that: ".join([self._of_throughput(metrics), *self._warnings(metrics)])
+        return "; before that: ".join([self._of_throughput(predicted), *self._warnings()])
 
-    def _warnings(self, metrics: Mapping[str, float | None]) -> list[str]:
+    def _mean(self, name: str) -> float | None:
+        """Return the mean of a metric over the steps that have it, by their seconds; None if none has."""
+        values = [
+            (value, sum(seconds))
+            for metrics, seconds in zip(self._metrics, self._steps, strict=True)
+            if (value := metrics.get(name)) is not None
+        ]
+        total = sum(weight for _, weight in values)
+        return sum(value * weight for value, weight in values) / total if total else None
+
+    def _warnings(self) -> list[str]:
         warnings = []
-        stale = sum(self._stale) / len(self._stale)
+        stale = self._mean("async/stale_token_share") or 0.0
         if stale > _MAX_STALE:
             warnings.append(
                 f"{stale:.0%} of the generated tokens are too old and not trained (trainer.fully_async.on_stale=mask), "
                 "mostly those of long answers: set on_stale=regenerate or order=exact, or raise max_staleness_steps"
             )
-        sample_size = metrics.get(_SAMPLE_SIZE)
+        sample_size = self._mean(_SAMPLE_SIZE)
         if self._limits.max_staleness_steps and sample_size is not None and sample_size < _MIN_SAMPLE_SIZE:
             warnings.append(
                 f"{_SAMPLE_SIZE}={sample_size:.2f} says that the policy has left the one that generated, which can "
@@ -88,10 +104,12 @@ class Adviser:
             )
         return warnings
 
-    def _of_throughput(self, metrics: Mapping[str, float | None]) -> str:
-        names = ("trainer_utilisation", "slot_utilisation", "predicted_trainer_utilisation")
-        trainer, slots, predicted = (metrics[f"async/{name}"] or 0.0 for name in names)
-        text = f"trainer busy {trainer:.0%} of the step (predicted {predicted:.0%}), {slots:.0%} of the slots in use: "
+    def _of_throughput(self, predicted: Mapping[str, float]) -> str:
+        trainer, slots = (self._mean(f"async/{name}_utilisation") or 0.0 for name in ("trainer", "slot"))
+        text = (
+            f"trainer busy {trainer:.0%} of the last {len(self._steps)} steps (predicted "
+            f"{predicted['async/predicted_trainer_utilisation']:.0%}), {slots:.0%} of the slots in use: "
+        )
         largest = self._limits.groups_per_step * (self._limits.max_staleness_steps + 1)
         if trainer >= 1 - _IDLE and slots >= 1 - _IDLE:
             return text + "both sides are busy"

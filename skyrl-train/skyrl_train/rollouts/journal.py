@@ -1,8 +1,9 @@
 """Journal of rollouts: a file of the finished groups that are not trained yet, and of the decisions about them.
 
 One JSON object a line, appended as it happens: a process that is killed loses at most the line that it was writing.
+The last key of a line, `sum`, is a checksum of the text before it: a line that was altered is refused.
 
-    {"experiment": …}                                      the first line: settings and data that the groups belong to
+    {"experiment": …}                                      the first line: all on which samples and rewards depend
     {"finished": ticket, "group": …}                       a group, with its metrics and the version it was started at
     {"batch": step, "tickets": […]}                        groups that training step `step` takes, in this order
     {"failed": ticket}   {"filtered": ticket}   {"stale": [tickets], "deferred": …}
@@ -12,13 +13,14 @@ With a checkpoint of the schedule it gives the state at the last line. A checkpo
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
 
 import numpy as np
 import torch
+import xxhash
 from loguru import logger
 from pydantic import ConfigDict, TypeAdapter
 
@@ -28,6 +30,7 @@ from skyrl_train.rollouts.schedule import ScheduleState
 from skyrl_train.utils.io import fsync_folder, write_atomically
 from skyrl_train.utils.run_folder import drop_torn_line, read_json_lines
 
+_SUM_BYTES = len(b', "sum": "0123456789abcdef"}\n')
 _GROUPS = TypeAdapter(list[FinishedGroup], config=ConfigDict(ser_json_inf_nan="constants"))
 
 
@@ -48,7 +51,7 @@ class RolloutJournal:
 
     Args:
         path: of the file; its folder is made.
-        experiment: what makes groups of another run useless here, as JSON values.
+        experiment: all on which samples and rewards depend, as JSON values: groups of another one are not used.
     """
 
     def __init__(self, path: Path, experiment: Mapping[str, object]):
@@ -191,16 +194,37 @@ class RolloutJournal:
         _merge(recovered, gone, trained, restarted, deferred)
         return recovered
 
+    def _verified_lines(self) -> Iterator[dict[str, object]]:
+        """Yield the lines without their checksums, less a torn last one.
+
+        Raises:
+            CheckpointError: a line is not what was written.
+        """
+        for number, (line, row) in enumerate(read_json_lines(self.path), start=1):
+            found = row.pop("sum", None)
+            if found is None and number == 1:
+                yield {}  # of a release without checksums: another experiment
+                return
+            if _with_sum(line[:-_SUM_BYTES] + b"}\n") != line:
+                raise CheckpointError(
+                    f"{self.path}, line {number} is not what was written (its checksum differs): the file was altered "
+                    "or its disk is faulty. To generate its finished groups again, remove the file"
+                )
+            yield row
+
     def _events(self) -> list[dict[str, object]]:
         """Return the lines after the first; none of a journal of another experiment."""
         if not self.path.exists():
             return []
-        lines = (row for _, row in read_json_lines(self.path))
+        lines = self._verified_lines()
         first = next(lines, None)
         if first is None:
             return []
-        if first.get("experiment") != self._experiment:
-            logger.warning(f"{self.path} is the journal of another experiment, whose rollouts are of no use here")
+        if changes := _changes(first.get("experiment"), self._experiment):
+            logger.warning(
+                f"{self.path} is the journal of a run that sampled or rewarded otherwise "
+                f"({', '.join(changes)} changed): its finished groups are generated again"
+            )
             self.discard()
             return []
         return list(lines)
@@ -228,9 +252,22 @@ def _merge(
     state.next_ticket = end
 
 
+def _with_sum(line: bytes) -> bytes:
+    """Add the checksum to a line of JSON."""
+    text = line.removesuffix(b"}\n")
+    return b'%s, "sum": "%016x"}\n' % (text, xxhash.xxh64_intdigest(text))
+
+
+def _changes(before: object, after: Mapping[str, object]) -> list[str]:
+    """Return the names of what differs between two experiments, sorted."""
+    if not isinstance(before, dict):
+        return ["its first line"]
+    return sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+
+
 def _finished_line(group: FinishedGroup) -> bytes:
     values = _GROUPS.dump_json([group], fallback=_plain)[1:-1]
-    return b'{"finished": %d, "group": %s}\n' % (group.ticket, values)
+    return _with_sum(b'{"finished": %d, "group": %s}\n' % (group.ticket, values))
 
 
 def _group_of(event: Mapping[str, object], path: Path) -> FinishedGroup:
@@ -244,7 +281,7 @@ def _group_of(event: Mapping[str, object], path: Path) -> FinishedGroup:
 
 
 def _json_line(event: Mapping[str, object]) -> bytes:
-    return json.dumps(event).encode() + b"\n"
+    return _with_sum(json.dumps(event).encode() + b"\n")
 
 
 def _plain(value: object) -> object:

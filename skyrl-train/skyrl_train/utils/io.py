@@ -1,5 +1,6 @@
 """Files that are either whole or absent. Knows paths and bytes, not what is in them."""
 
+import errno
 import hashlib
 import os
 import re
@@ -35,6 +36,22 @@ def expand_path(path: str | Path) -> Path:
     return Path(path).expanduser().absolute()
 
 
+@contextmanager
+def naming_file(path: str | Path) -> Iterator[None]:
+    """Add the path to an OSError of the block that names none, as those of a full disk do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+def is_full_disk(error: BaseException) -> bool:
+    """Return whether a disk, a quota or a limit of file sizes has no room for a write."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
 def write_atomically(path: str | Path, content: bytes | str) -> None:
     """Replace a file as a whole: a reader, or a process killed here, sees the old content or the new, nothing between.
 
@@ -52,7 +69,7 @@ def writing_atomically(path: str | Path) -> Iterator[BinaryIO]:
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
     try:
-        with open(temporary, "xb") as file:
+        with naming_file(path), open(temporary, "xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -89,12 +89,31 @@ def configure_logging(log_path: str | Path | None = None) -> None:
     logger.add(sink, level=level, format=_FORMAT, filter=is_shown, backtrace=False, diagnose=False, colorize=colorize)
     if log_path is not None:
         form = "{time:YYYY-MM-DD HH:mm:ss} {level: <7} {message}"
-        # loguru takes a name for a format string, in which {time} is replaced
-        literal = str(log_path).replace("{", "{{").replace("}", "}}")
-        logger.add(literal, level=level, format=form, encoding="utf-8", backtrace=False, diagnose=False)
+        logger.add(_LogFile(Path(log_path)), level=level, format=form, backtrace=False, diagnose=False)
     logging.basicConfig(handlers=[_ToLoguru()], level=logger.level(level).no, force=True)
     for name in _CHATTY_LIBRARIES:
         logging.getLogger(name).setLevel(logging.WARNING if level == "INFO" else logging.NOTSET)
+
+
+class _LogFile:
+    """Log file that a full disk does not spoil: lines without room are left out, with one line on standard error."""
+
+    def __init__(self, path: Path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115  as long as the process logs
+        self._has_warned = False
+
+    def write(self, text: str) -> None:
+        try:
+            self._file.write(text.encode("utf-8", "backslashreplace"))
+        except OSError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                print(f"{self._file.name}: {error}; lines without room are left out", file=sys.stderr)
+
+    def stop(self) -> None:
+        """Close the file, as loguru asks when it removes the log."""
+        self._file.close()
 
 
 def _above_bars(text: str) -> None:

@@ -13,6 +13,7 @@
     rollouts/timeline.jsonl              when each sample (asynchronous training: group) was generated and what the
                                          trainer did meanwhile, one JSON object a step
     logs/<process>.log                   everything a process printed
+    owner.lock  owner.json               the driver that is running (`run_owner`)
     waits/  explanations/                what each process waits for, and explanations of hangs (`explanations`)
     ckpts/  exports/                     written by others
 
@@ -39,7 +40,7 @@ from loguru import logger
 from skyrl_gym.whole_folders import fsync_folder
 from skyrl_train.errors import DataError
 from skyrl_train.types import JsonObject
-from skyrl_train.utils.io import expand_path, remove_leftovers, write_atomically
+from skyrl_train.utils.io import expand_path, naming_file, remove_leftovers, write_atomically
 
 Phase = Literal["train", "eval"]
 TRAJECTORIES_NAME = re.compile(r"(train|eval)_step_(\d+)\.jsonl(\.gz)?")
@@ -283,7 +284,7 @@ def _append_line(path: Path, line: bytes) -> None:
     """Append a line, behind what a killed process left whole, and wait until it is on disk."""
     is_new = not path.exists()
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a+b") as file:
+    with naming_file(path), open(path, "a+b") as file:
         drop_torn_line(file)
         file.write(line)
         file.flush()

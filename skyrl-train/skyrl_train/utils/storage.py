@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, Union
 from skyrl_gym.waits import waiting
 from skyrl_gym.whole_folders import replacing
 from skyrl_train.errors import ConfigError
-from skyrl_train.utils.io import expand_path, is_cloud_path, write_atomically
+from skyrl_train.utils.io import expand_path, is_cloud_path, naming_file, write_atomically
 
 if TYPE_CHECKING:
     from upath import UPath
@@ -98,7 +98,7 @@ def write_durably(file: Place, content: bytes) -> None:
             write_whole(file, content)
             return
         file.parent.mkdir(parents=True, exist_ok=True)
-        with open(file, "wb") as opened:
+        with naming_file(file), open(file, "wb") as opened:
             opened.write(content)
             opened.flush()
             os.fsync(opened.fileno())
@@ -251,4 +251,6 @@ def _os_errors(place: Place) -> Iterator[None]:
     except PermissionError as error:
         raise PermissionError(f"{place}: {error}") from error
     except Exception as error:  # each library has errors of its own: no credentials, no connection, a refusal
-        raise OSError(f"{place}: {type(error).__name__}: {error}") from error
+        named = OSError(f"{place}: {type(error).__name__}: {error}")
+        named.errno = getattr(error, "errno", None)  # by which a full disk is known
+        raise named from error

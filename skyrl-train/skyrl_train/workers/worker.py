@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
+from safetensors import SafetensorError
 from transformers import CONFIG_NAME, PreTrainedTokenizerBase
 
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.training_backends import TrainingBackendRegistry
 from skyrl_train.distributed.process_group import free_port
+from skyrl_train.errors import CheckpointError
 from skyrl_train.training_backends.base import (
     Gradient,
     MakeBackend,
@@ -186,17 +188,23 @@ class Worker:
         settings, transformer = self.backend.trained_settings, self.backend.transformer
         state = self.full_state()
         is_writer = self.parallel.rank == 0
-        with publishing(location(folder), seal=CONFIG_NAME) if is_writer else nullcontext() as draft:
-            target = Path() if draft is None else draft.local  # only rank 0 writes
-            if settings.model.lora.rank:
-                from skyrl_train.models.adapter_files import (
-                    save_adapter,  # heavy: the driver imports this module as well
-                )
+        try:
+            with publishing(location(folder), seal=CONFIG_NAME) if is_writer else nullcontext() as draft:
+                target = Path() if draft is None else draft.local  # only rank 0 writes
+                if settings.model.lora.rank:
+                    from skyrl_train.models.adapter_files import (
+                        save_adapter,  # heavy: the driver imports this module as well
+                    )
 
-                save_adapter(transformer, target / "adapter", settings.model.path or "")
-            if is_writer:
-                transformer.save_pretrained(target, state_dict=state)
-                tokenizer.save_pretrained(target)
+                    save_adapter(transformer, target / "adapter", settings.model.path or "")
+                if is_writer:
+                    transformer.save_pretrained(target, state_dict=state)
+                    tokenizer.save_pretrained(target)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"the model could not be exported to {folder}: {error}. Nothing of it is left; the same command "
+                "resumes from the newest checkpoint"
+            ) from error
 
     def full_state(self) -> dict[str, torch.Tensor]:
         """Gather all parameters on the CPU of rank 0 (elsewhere: empty). A collective."""

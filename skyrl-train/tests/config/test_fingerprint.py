@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 
 from skyrl_train.config import SkyRLConfig
-from skyrl_train.config.fingerprint import DEFINING, OPERATIONAL, flat_settings
+from skyrl_train.config.fingerprint import DEFINING, NOT_SAMPLED, OPERATIONAL, flat_settings
 from skyrl_train.config.supervised import PreferenceConfig, SupervisedConfig
 from skyrl_train.config.typed import is_among, setting_names
 from skyrl_train.config.validation import validate_cfg, validate_supervised_cfg
+from skyrl_train.provenance import Provenance
 
 
 def nested(changes: dict[str, Any]) -> dict[str, Any]:
@@ -31,7 +32,7 @@ def run_dir(**changes: Any) -> str:
 
 def test_every_listed_setting_exists_in_one_list_only():
     known = set(setting_names(SkyRLConfig)) | {"environment.skyrl_gym.env_configs"}
-    for name in (*DEFINING, *OPERATIONAL):
+    for name in (*DEFINING, *OPERATIONAL, *NOT_SAMPLED):
         assert name.rstrip(".") in known, name
     for name in flat_settings(SkyRLConfig()):
         assert not (is_among(name, DEFINING) and is_among(name, OPERATIONAL)), name
@@ -107,3 +108,29 @@ def test_default_folders_of_supervised_runs_differ_by_data_and_kind():
     folders = [folder(SupervisedConfig, "a.jsonl"), folder(SupervisedConfig, "b.jsonl"), run_dir()]
     folders.append(folder(PreferenceConfig, "a.jsonl"))
     assert len(set(folders)) == 4
+
+
+@pytest.mark.parametrize(
+    "name, value, is_sampled",
+    [
+        ("generator__sampling_params__temperature", 0.3, True),
+        ("generator__sampling_params__stop", ["x"], True),
+        ("generator__sampling_params__max_generate_length", 7, True),
+        ("generator__chat_template_kwargs", {"enable_thinking": False}, True),
+        ("generator__zero_reward_on_non_stop", True, True),
+        ("generator__max_turns", 3, True),
+        ("generator__engine_init_kwargs", {"seed": 2}, True),
+        ("environment__skyrl_gym__multiply", {"num_digits": 3}, True),
+        ("trainer__policy__routing_replay", "R3", True),
+        ("trainer__seed", 1, True),
+        ("trainer__policy__optimizer_config__lr", 1e-3, False),
+        ("trainer__algorithm__eps_clip_low", 0.1, False),
+        ("trainer__fully_async__max_staleness_steps", 1, False),
+        ("trainer__max_training_steps", 9, False),
+        ("data__train_data", ["moved.parquet"], False),
+    ],
+)
+def test_journal_belongs_to_settings_that_change_samples(name: str, value: Any, is_sampled: bool):
+    before = Provenance.of(SkyRLConfig(), None).sampled()
+    after = Provenance.of(SkyRLConfig.from_dict(nested({name.replace("__", "."): value})), None).sampled()
+    assert (before != after) == is_sampled

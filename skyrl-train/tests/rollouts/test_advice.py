@@ -9,8 +9,11 @@ from skyrl_train.rollouts.groups import FinishedGroup
 from skyrl_train.rollouts.schedule import ScheduleLimits
 from skyrl_train.rollouts.types import TrajectoryGroup
 
+PREDICTED = {"async/predicted_trainer_utilisation": 0.5}
+BUSY = {"async/trainer_utilisation": 1.0, "async/slot_utilisation": 1.0}
 
-def adviser(max_running: int, group_seconds: float, step_seconds: float, stale: float = 0.0) -> Adviser:
+
+def adviser(max_running: int, group_seconds: float, step_seconds: float, **metrics: float | None) -> Adviser:
     limits = ScheduleLimits(
         groups_per_step=2, max_staleness_steps=2, max_running=max_running, groups_per_epoch=200, total_steps=100
     )
@@ -19,7 +22,7 @@ def adviser(max_running: int, group_seconds: float, step_seconds: float, stale: 
         FinishedGroup(ticket=i, group=TrajectoryGroup("a", []), metrics={}, version=0, seconds=group_seconds)
         for i in range(2)
     ]
-    adviser.measured(groups, step_seconds, sync_seconds=0.0, stale_token_share=stale)
+    adviser.measured(groups, step_seconds, sync_seconds=0.0, waited_seconds=0.0, metrics=metrics)
     return adviser
 
 
@@ -45,29 +48,33 @@ def test_predicted_utilisation_is_that_of_the_slower_side(max_running: int, grou
     ],
 )
 def test_advice_names_the_setting_for_the_idle_side(max_running: int, trainer: float, slots: float, setting: str):
-    metrics = {
-        "async/trainer_utilisation": trainer,
-        "async/slot_utilisation": slots,
-        "async/predicted_trainer_utilisation": 0.5,
-    }
-    assert re.search(setting, adviser(max_running, 1.0, 1.0).advice(metrics))
+    one = adviser(max_running, 1.0, 1.0, **{"async/trainer_utilisation": trainer, "async/slot_utilisation": slots})
+    assert re.search(setting, one.advice(PREDICTED))
+
+
+def test_advice_judges_the_window_and_not_its_last_step():
+    """Nine steps of 4 s, busy for 1 s of them, and a last one that waits for nothing: busy 26 % of the time."""
+    one = adviser(3, 1.0, 1.0, **BUSY)
+    for _ in range(9):
+        idle = {"async/trainer_utilisation": 0.25, "async/slot_utilisation": 1.0}
+        one.measured([], 1.0, 0.0, waited_seconds=3.0, metrics=idle)
+    one.measured([], 0.5, 0.0, waited_seconds=0.0, metrics=BUSY)
+    advice = one.advice(PREDICTED)
+    assert "trainer busy 26% of the last 10 steps" in advice and "num_parallel_generation_workers" in advice
 
 
 @pytest.mark.parametrize(("sample_size", "is_warned"), [(None, False), (0.95, False), (0.6, True)])
 def test_advice_warns_of_a_policy_that_has_left_the_one_that_generated(sample_size: float | None, is_warned: bool):
-    names = ("trainer_utilisation", "slot_utilisation", "predicted_trainer_utilisation")
-    metrics: dict[str, float | None] = {f"async/{name}": 1.0 for name in names}
-    metrics["policy/rollout_train_ess"] = sample_size
-    advice = adviser(6, 1.0, 1.0).advice(metrics)
+    advice = adviser(6, 1.0, 1.0, **BUSY, **{"policy/rollout_train_ess": sample_size}).advice(PREDICTED)
     assert ("lower trainer.fully_async.max_staleness_steps, the learning rate" in advice) == is_warned
 
 
 @pytest.mark.parametrize(("shares", "warning"), [([0.0, 0.08], None), ([0.04, 0.08], "6% of the generated tokens")])
 def test_advice_warns_of_tokens_that_are_too_old_to_be_trained(shares: list[float], warning: str | None):
     """The mean over the last steps decides, not the last step alone."""
-    one = adviser(6, 1.0, 1.0, stale=shares[0])
-    one.measured([], 1.0, 0.0, stale_token_share=shares[1])
-    metrics = {f"async/{name}": 1.0 for name in ("trainer_utilisation", "slot_utilisation")}
-    advice = one.advice(metrics | {"async/predicted_trainer_utilisation": 1.0})
+    name = "async/stale_token_share"
+    one = adviser(6, 1.0, 1.0, **BUSY, **{name: shares[0]})
+    one.measured([], 1.0, 0.0, waited_seconds=0.0, metrics=BUSY | {name: shares[1]})
+    advice = one.advice(PREDICTED)
     assert ("set on_stale=regenerate or order=exact" in advice) == (warning is not None)
     assert warning is None or warning in advice

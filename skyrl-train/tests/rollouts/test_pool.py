@@ -273,6 +273,24 @@ async def test_groups_come_back_from_the_journal_as_they_were(tmp_path: Path):
     assert recovered.batches == {1: [group.ticket for group in groups]}
 
 
+async def test_journal_with_changed_digit_is_refused(tmp_path: Path):
+    run = Run(tmp_path, limits(total_steps=1))
+    async with run.pool() as pool:
+        await pool.next_batch()
+    path = tmp_path / "journal.jsonl"
+    whole = path.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    digits = [(number, at) for number, line in enumerate(lines) for at, byte in enumerate(line) if chr(byte).isdigit()]
+    for number, at in digits[:: len(digits) // 40]:
+        altered = [bytearray(line) for line in lines]
+        altered[number][at] = ord("3" if altered[number][at] != ord("3") else "4")
+        path.write_bytes(b"".join(altered))
+        with pytest.raises(CheckpointError, match=rf"journal\.jsonl, line {number + 1} "):
+            RolloutJournal(path, EXPERIMENT).recover(ScheduleState())
+    path.write_bytes(whole[:-5])  # the line that a killed process was writing
+    assert RolloutJournal(path, EXPERIMENT).recover(ScheduleState()).batches == {}
+
+
 class TicksThenCancels:
     """Canceller of a task after a number of rounds of the event loop: at each of its awaits, one after the other."""
 

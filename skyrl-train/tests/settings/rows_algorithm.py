@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from effects import Bench, Row, Settings, error, metrics, weights
-from rows_trainer import CRITIC, KL
+from rows_trainer import CRITIC, KL, quiet
 
 from skyrl_train.algorithms.losses import PolicyLossRegistry
 from skyrl_train.workers.policy_worker import PolicyWorker
@@ -48,6 +48,10 @@ def correction(name: str, value: Any, given: Settings) -> Row:
     section = f"{ALGORITHM}.off_policy_correction"
     needs = OTHER_NUMBERS | {f"{section}.{key}": other for key, other in given.items()}
     return Row(f"{section}.{name}", value, weights(), needs)
+
+
+def end_by_gap(bench: Bench, settings: Settings) -> Any:
+    return bench.run({**settings, "trainer.update_epochs_per_batch": 2}, policy_worker=Drifting).error[:60]
 
 
 class Drifting(PolicyWorker):
@@ -100,6 +104,7 @@ ROWS = [
     Row(f"{ALGORITHM}.use_tis", False, old_form, OTHER_NUMBERS | OLD_FORM),
     Row(f"{ALGORITHM}.tis_imp_ratio_cap", 2.0, old_form, OTHER_NUMBERS | OLD_FORM),
     Row(f"{ALGORITHM}.first_ratio_tolerance", 0.1, alarms),
+    Row(f"{ALGORITHM}.max_rollout_gap", 0.001, quiet(end_by_gap)),
     Row(f"{ALGORITHM}.use_kl_loss", True, weights(), KL_IN_REWARD | {f"{ALGORITHM}.use_kl_in_reward": False}),
     Row(f"{ALGORITHM}.use_kl_in_reward", True, weights(), KL_IN_REWARD | {f"{ALGORITHM}.use_kl_in_reward": False}),
     Row(f"{ALGORITHM}.kl_loss_coef", 0.1, weights(), OTHER_REFERENCE),

@@ -7,6 +7,7 @@ import torch
 
 from skyrl_train import batch_preparation
 from skyrl_train.config import SkyRLConfig
+from skyrl_train.errors import RolloutGapError
 from skyrl_train.training_batch import TrainingInputBatch
 
 NAN = float("nan")
@@ -53,6 +54,16 @@ def test_failed_rollout_enters_no_baseline():
     assert metrics["loss/avg_final_rewards"] == pytest.approx(1 / 3)
     assert metrics["loss/share_of_rows_trained"] == 0.75
     assert metrics["loss/num_lone_samples"] == 0
+
+
+def test_rollout_gap_beyond_staleness_ends_run():
+    """Temperatures 1.0 and 0.3 put 6 nats between the log-probs of each token."""
+    own = torch.full((2, 2), -9.0)
+    batch = batch_of([2, 2], [1, 0], ["a"] * 2, action_log_probs=own, rollout_logprobs=own + 6)
+    with pytest.raises(RolloutGapError, match=r"6 nats .* trainer\.algorithm\.max_rollout_gap=5"):
+        prepare(batch, settings())
+    _, metrics = prepare(batch, settings({"max_rollout_gap": None}))
+    assert metrics["policy/rollout_train_logprobs_abs_diff_mean"] == 6
 
 
 def test_only_survivor_of_a_group_leaves_the_loss_mask():

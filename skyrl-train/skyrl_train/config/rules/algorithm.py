@@ -16,6 +16,7 @@ _POSITIVE = (
     "kl_ctrl.kl_target",
     "value_clip",
     "first_ratio_tolerance",
+    "max_rollout_gap",
     "overlong_buffer.len",
     "off_policy_correction.token_tis_ratio_clip_high",
     "off_policy_correction.sequence_tis_ratio_clip_high",

@@ -1,0 +1,177 @@
+"""Ownership of a run's folders: one driver at a time writes there. Knows no trainer.
+
+    owner.lock   locked (`lockf`) by the driver; the kernel releases it however the driver ends
+    owner.json   host, process and start time of the driver, which touches the file every `HEARTBEAT_SECONDS`
+
+The lock decides where it works. Some file systems have no locks, or none that another machine sees: there the record
+decides. The process of a record of this host must have ended; a record of another host must not have been touched for
+`STALE_SECONDS`. Two drivers that start at the same instant are not distinguished by a record alone.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from loguru import logger
+
+from skyrl_gym.waits import has_ended, start_ticks
+from skyrl_train.errors import ConfigError
+from skyrl_train.utils.io import expand_path, is_cloud_path, write_atomically
+
+HEARTBEAT_SECONDS = 5.0
+STALE_SECONDS = 60.0
+"""Time without a heartbeat after which a driver of another host counts as ended."""
+
+LOCK, RECORD = "owner.lock", "owner.json"
+_HELD_ELSEWHERE = (errno.EAGAIN, errno.EACCES)
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
+
+_owned: set[tuple[int, Path]] = set()
+"""Folders that this process owns, with its id: a forked child owns none."""
+
+
+@contextmanager
+def owning_run(run_dir: str | Path, ckpt_path: str | Path | None = None) -> Iterator[None]:
+    """Own the folder of a run, and that of its checkpoints where it is another one on a file system, while the context
+    lasts. A nested context of the same process does nothing.
+
+    Raises:
+        ConfigError: another driver owns one. The text names its host and process.
+        OSError: the folder cannot be written.
+    """
+    with ExitStack() as stack:
+        folder = expand_path(run_dir).resolve()
+        stack.enter_context(_owning("trainer.run_dir", folder))
+        if ckpt_path is not None and not is_cloud_path(ckpt_path):
+            checkpoints = expand_path(ckpt_path).resolve()
+            if not checkpoints.is_relative_to(folder):
+                stack.enter_context(_owning("trainer.ckpt_path", checkpoints))
+        yield
+
+
+@contextmanager
+def _owning(setting: str, folder: Path) -> Iterator[None]:
+    entry = (os.getpid(), folder)
+    if entry in _owned:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    # The lock is a record lock: a forked child does not keep it, but closing any descriptor of the file releases it.
+    with open(folder / LOCK, "ab") as lock:
+        if not _try_lock(lock.fileno()):
+            raise ConfigError(_refusal(setting, folder, _read_record(folder)))
+        identity = os.fstat(lock.fileno()).st_ino
+        _check_recorded_owner(setting, folder, identity)
+        _write_record(folder, identity)
+        ended = threading.Event()
+        threading.Thread(target=_keep_touching, args=(folder / RECORD, ended), daemon=True, name="run owner").start()
+        _owned.add(entry)
+        try:
+            yield
+        finally:
+            ended.set()
+            _owned.discard(entry)
+            with suppress(OSError):
+                (folder / RECORD).unlink()
+
+
+def _try_lock(descriptor: int) -> bool:
+    """Return False if another process holds the lock; True if this one does, or the file system has none."""
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _HELD_ELSEWHERE:
+            return False
+        if error.errno not in _NO_LOCKS:
+            raise
+    return True
+
+
+def _write_record(folder: Path, identity: int) -> None:
+    """Write the owner of the folder. Args: `identity`, inode of the lock's file, which tells a copied folder."""
+    pid = os.getpid()
+    record = {
+        "host": socket.gethostname(),
+        "pid": pid,
+        "start": start_ticks(pid),
+        "began": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "lock": identity,
+    }
+    write_atomically(folder / RECORD, json.dumps(record))
+
+
+def _read_record(folder: Path) -> dict[str, Any]:
+    """Return the record of the owner; empty without one that can be read."""
+    try:
+        record = json.loads((folder / RECORD).read_text())
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _keep_touching(path: Path, ended: threading.Event) -> None:
+    while not ended.wait(HEARTBEAT_SECONDS):
+        with suppress(OSError):  # a full disk or a server that is away must not end the run
+            os.utime(path)
+
+
+def _check_recorded_owner(setting: str, folder: Path, identity: int) -> None:
+    """Raise ConfigError if the recorded owner is alive, which the lock does not tell on every file system.
+
+    Args:
+        identity: inode of the lock's file.
+    """
+    record = _read_record(folder)
+    if record.get("lock") != identity:
+        return
+    if record.get("host") == socket.gethostname():
+        # Without start times (no /proc) a process cannot be told from a later one of its id: the lock alone decides.
+        if record.get("start") and record.get("pid") != os.getpid() and not has_ended(record):
+            raise ConfigError(_refusal(setting, folder, record))
+        return
+    if not _is_stale(folder):
+        raise ConfigError(_refusal(setting, folder, record))
+    logger.warning(
+        f"{folder}: no heartbeat of its driver ({_describe(record)}) for {STALE_SECONDS:g} s: this one takes over"
+    )
+
+
+def _is_stale(folder: Path) -> bool:
+    """Return whether the record stays untouched until it is stale. Compares times of the file system, as the clocks of
+    hosts differ."""
+    os.utime(folder / LOCK)
+    path, now = folder / RECORD, (folder / LOCK).stat().st_mtime
+    with suppress(FileNotFoundError):  # its owner has ended in order
+        touched = path.stat().st_mtime
+        remaining = STALE_SECONDS - max(0.0, now - touched)
+        if remaining > 0:
+            logger.info(f"{folder} may have a driver on another host: waiting up to {remaining:.0f} s for a heartbeat")
+        deadline = time.monotonic() + remaining
+        while time.monotonic() < deadline:
+            time.sleep(min(1.0, STALE_SECONDS / 20))
+            _read_record(folder)  # opening the file makes a client of NFS ask the server for its times
+            if path.stat().st_mtime != touched:
+                return False
+    return True
+
+
+def _refusal(setting: str, folder: Path, record: dict[str, Any]) -> str:
+    return (
+        f"{setting}={folder} belongs to another driver that is running: {_describe(record)}. Two drivers of one "
+        "run would train and log its steps twice. Wait for it to end or stop it (SIGTERM); or give this run a folder "
+        "of its own (trainer.run_name or trainer.run_dir)"
+    )
+
+
+def _describe(record: dict[str, Any]) -> str:
+    if not record:
+        return f"its {RECORD} cannot be read"
+    return f"host {record.get('host')}, process {record.get('pid')}, started {record.get('began')}"
