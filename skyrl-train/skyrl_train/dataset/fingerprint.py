@@ -48,7 +48,6 @@ def rows_fingerprint(
         "tokenizer": [type(tokenizer).__qualname__, _rules(tokenizer)],
         "template": text,
         "variables": chat.kwargs,
-        "ends": sorted(chat.turn_ends.ids),
         "day": str(date.today()) if "strftime_now" in text else None,  # such a template writes today's date
         "libraries": {name: version(name) for name in _LIBRARIES},
         "code": [hashlib.sha256(source).hexdigest() for source in sources],

@@ -129,8 +129,10 @@ class SupervisedDataset(Sequence[Item]):
         content, num_rows = source.digest()
         read = ("format", "train_on")  # limits of length apply to what is in the cache
         settings = {"pairs": self._with_pairs, **{name: getattr(self._config, name) for name in read}}
+        chat = ChatTemplate(self._encoder.tokenizer)
+        settings["ends"] = sorted(chat.turn_ends.ids)  # of files besides the tokenizer's, too
         code = [ChatFormat.__module__, checked_messages.__module__, __name__]
-        fingerprint = rows_fingerprint(content, ChatTemplate(self._encoder.tokenizer), settings, code)
+        fingerprint = rows_fingerprint(content, chat, settings, code)
         self._fingerprints.append(fingerprint)
 
         def build() -> Iterator[pa.RecordBatch]:

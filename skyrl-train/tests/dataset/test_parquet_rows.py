@@ -94,10 +94,12 @@ def test_pairs_have_no_fields_of_other_rows(write, tokenizer, tmp_path):
 
 def test_prompts_and_extras_have_no_fields_of_other_rows(write, tokenizer, tmp_path):
     dataset = PromptDataset(write(PROMPTS), tokenizer, 10**6, cache_dir=str(tmp_path / "cache"))
-    for number, ((prompt, env_class, extras, _), row) in enumerate(zip(dataset, PROMPTS, strict=True)):
+    assert len(dataset) == len(PROMPTS)
+    for number, row in enumerate(PROMPTS):
+        prompt, env_class, extras, _ = dataset[number]
         assert prompt == row["prompt"]
         assert env_class == row.get("env_class")
-        assert extras == {key: value for key, value in row.items() if key not in ("prompt", "env_class")}, number
+        assert extras == {key: value for key, value in row.items() if key not in ("prompt", "env_class")}
 
 
 def test_tools_of_text_keep_their_nulls(write, tokenizer, tmp_path):
