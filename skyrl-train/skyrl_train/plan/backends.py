@@ -252,3 +252,9 @@ BACKENDS: dict[str, Callable[[SkyRLConfig, Role, ModelShape, Kind], Division]] =
     "megatron": megatron,
 }
 """Name in `TrainingBackendTraits.memory_like` -> division."""
+
+
+def section_of_division(cfg: SkyRLConfig) -> str:
+    """Return the section of a model's settings that divides it over ranks."""
+    sections = {"megatron": "megatron_config", "deepspeed": "deepspeed_config"}
+    return sections.get(cfg.trainer.strategy, "fsdp_config")

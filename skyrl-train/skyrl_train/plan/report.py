@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from skyrl_train.config import SkyRLConfig
-from skyrl_train.plan.backends import Role
+from skyrl_train.plan.backends import Role, section_of_division
 from skyrl_train.plan.memory import EnginePlan, MemoryPlan, Phase
 from skyrl_train.plan.model_shape import ModelShape
 from skyrl_train.plan.speed import StepTime
@@ -116,12 +116,9 @@ def undivided_lines(cfg: SkyRLConfig, shapes: Mapping[Role, ModelShape], plan: M
         weights = max((phase.parts.get("weights", 0.0) for phase in phases), default=0.0)
         is_whole = weights >= 2 * shapes[role].parameters * 0.9
         if plan.device.kind == "cuda" and ranks > 1 and is_whole and weights > plan.device.usable / 4:
-            section = {"megatron": "megatron_config", "deepspeed": "deepspeed_config"}.get(
-                cfg.trainer.strategy, "fsdp_config"
-            )
             lines.append(
                 f"the {NAMES[role]} is not divided: each of {ranks} ranks holds all {weights / 1e9:.0f} GB of its "
-                f"weights; divide it by trainer.{role}.{section}, as the policy"
+                f"weights; divide it by trainer.{role}.{section_of_division(cfg)}, as the policy"
             )
     return lines
 
