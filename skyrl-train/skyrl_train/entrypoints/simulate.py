@@ -215,10 +215,22 @@ def measured(folder: Path) -> Workload:
         num_engines=cfg.generator.num_inference_engines,
         seconds_per_iteration=per_iteration,
         seconds_per_sequence=per_sequence,
-        step_seconds=fmean(row["timing/step"] - row["timing/generate"] for row in used) - sync,
+        step_seconds=fmean(map(_whole_seconds, [None, *used], used))
+        - fmean(row["timing/generate"] for row in used)
+        - sync,
         sync_seconds=sync,
     )
     return Workload(groups, cfg.trainer.train_batch_size, costs, _corrections(cfg))
+
+
+def _whole_seconds(before: dict[str, Any] | None, row: dict[str, Any]) -> float:
+    """Return the seconds from one row of metrics to the next, with the logging between two steps, less evaluations,
+    exports and checkpoints."""
+    step = row["timing/step"]
+    if before is None or before["step"] != row["step"] - 1:
+        return step
+    others = sum(row.get(f"timing/{name}", 0.0) for name in ("eval", "save_checkpoints", "save_hf_model"))
+    return max(step, row["time"] - before["time"] - others)
 
 
 def config_of(run: RunFolder) -> "SkyRLConfig":
