@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from skyrl_gym.waits import end_run
 from skyrl_train.config import SkyRLConfig, config_dir, get_config_as_yaml_str, register_config_store
+from skyrl_train.config.config import EnvironmentConfig
 from skyrl_train.config.validation import validate_cfg, validate_environments
 from skyrl_train.dataset.dataset import PromptDataset
 from skyrl_train.entrypoints.agent import agent_generator, check_agent
@@ -97,6 +98,7 @@ class BasePPOExp:
             rows = {setting: dataset.rows for setting, dataset in datasets.items() if dataset is not None}
             check_agent(self.cfg.generator, self.tokenizer, rows)
         check_before_start(self.cfg, self.train_dataset)
+        warn_of_unused_environment(self.cfg, self.train_dataset)
 
     @cached_property
     def colocate_pg(self) -> "PlacementGroup | None":
@@ -243,6 +245,19 @@ class BasePPOExp:
         with trainer.memory.explaining():
             await trainer.build_models()
         return trainer
+
+
+def warn_of_unused_environment(cfg: SkyRLConfig, dataset: PromptDataset | None) -> None:
+    """Warn if `environment.env_class` is set and rows of the training data name other environments, which win."""
+    chosen = cfg.environment.env_class
+    if dataset is None or not cfg.generator.uses_environments or chosen in (None, EnvironmentConfig().env_class):
+        return
+    others = sorted({str(name) for name in dataset.distinct_values(dataset.env_class_key) if name} - {chosen})
+    if others:
+        logger.warning(
+            f"environment.env_class={chosen} is not used for rows whose env_class is {', '.join(others)}: a row's own "
+            "wins. Remove the column to use the setting for all"
+        )
 
 
 def _interrupt(*_: Any) -> None:

@@ -1,6 +1,6 @@
 """`python -m skyrl_train.entrypoints.simulate RUN`: what asynchronous training would gain, and with which settings.
 
-Takes the lengths of trajectories and the durations of phases from the folder of a synchronous run, the durations of
+Takes lengths and durations of samples and durations of phases from the folder of a synchronous run, the durations of
 groups from that of an asynchronous one, or both from options; simulates training in virtual time on the scheduler that
 asynchronous runs use, and prints throughput against synchronous training, utilisation of both sides, waits and ages for
 several bounds on staleness and orders of training. Only groups within the bound count as throughput.
@@ -190,12 +190,23 @@ def measured(folder: Path) -> Workload:
     if not steps:
         raise DataError(f"{folder} has no finished training step with trajectories (trainer.dump_trajectories=true)")
     cfg = config_of(run)
+    lengths = {step: _lengths(step, run.read_trajectories(step, "train")) for step in steps}
+    samples = {name: num for by_group in lengths.values() for group in by_group for name, num in group.items()}
+    spans = {
+        name: end - start
+        for record in run.read_timeline()
+        for name, _, start, end, _, _ in record["groups"]
+        if name in samples
+    }
+    per_token = seconds_per_token([(samples[name], seconds) for name, seconds in spans.items()])
     groups, equations = [], []
     for step in steps:
-        lengths = _lengths(run.read_trajectories(step, "train"))
-        groups += [[SampleCost(num) for num in group] for group in lengths]
-        tokens = [num for group in lengths for num in group]
-        seconds = metrics[step]["timing/generate"]
+        for group in lengths[step]:
+            waits = {name: max(0.0, spans.get(name, 0.0) - num * per_token) for name, num in group.items()}
+            groups.append([SampleCost(num, waits[name]) for name, num in group.items()])
+        tokens = [num for group in lengths[step] for num in group.values()]
+        # Without recorded times all of the time counts as the engines'.
+        seconds = max(tokens) * per_token if spans else metrics[step]["timing/generate"]
         equations.append((max(tokens), sum(tokens) / cfg.generator.num_inference_engines, seconds))
     per_iteration, per_sequence = fit_iteration(equations)
     used = [metrics[step] for step in steps]
@@ -204,10 +215,22 @@ def measured(folder: Path) -> Workload:
         num_engines=cfg.generator.num_inference_engines,
         seconds_per_iteration=per_iteration,
         seconds_per_sequence=per_sequence,
-        step_seconds=fmean(row["timing/step"] - row["timing/generate"] for row in used) - sync,
+        step_seconds=fmean(map(_whole_seconds, [None, *used], used))
+        - fmean(row["timing/generate"] for row in used)
+        - sync,
         sync_seconds=sync,
     )
     return Workload(groups, cfg.trainer.train_batch_size, costs, _corrections(cfg))
+
+
+def _whole_seconds(before: dict[str, Any] | None, row: dict[str, Any]) -> float:
+    """Return the seconds from one row of metrics to the next, with the logging between two steps, less evaluations,
+    exports and checkpoints."""
+    step = row["timing/step"]
+    if before is None or before["step"] != row["step"] - 1:
+        return step
+    others = sum(row.get(f"timing/{name}", 0.0) for name in ("eval", "save_checkpoints", "save_hf_model"))
+    return max(step, row["time"] - before["time"] - others)
 
 
 def config_of(run: RunFolder) -> "SkyRLConfig":
@@ -290,12 +313,30 @@ def replayed(folder: Path) -> tuple[float, float]:
     return trained / (rows[-1]["time"] - rows[0]["time"]), simulated.samples_per_second
 
 
-def _lengths(rows: list[dict]) -> list[list[int]]:
-    """Return the number of generated tokens of each sample, by group."""
-    groups: defaultdict[str, defaultdict[int, int]] = defaultdict(lambda: defaultdict(int))
+def _lengths(step: int, rows: list[dict]) -> list[dict[str, int]]:
+    """Return the number of generated tokens of each sample by its name in the timeline, for each group."""
+    groups: defaultdict[str, defaultdict[str, int]] = defaultdict(lambda: defaultdict(int))
     for row in rows:
-        groups[row["uid"]][row["sample"]] += max(1, sum(row["tokens"]["loss_mask"]))
-    return [list(samples.values()) for samples in groups.values()]
+        groups[row["uid"]][f"{step}:{row['uid']}_{row['sample']}"] += max(1, sum(row["tokens"]["loss_mask"]))
+    return [dict(samples) for samples in groups.values()]
+
+
+def seconds_per_token(samples: Sequence[tuple[int, float]]) -> float:
+    """Return the engines' part in the durations of samples: the slope of their durations over their lengths, from 0 to
+    the smallest ratio of both. What a sample takes beyond it is the time of its environment.
+
+    Args:
+        samples: (tokens, seconds) of each.
+    """
+    if not samples:
+        return 0.0
+    least = min(seconds / num for num, seconds in samples)
+    mean, mean_seconds = fmean(num for num, _ in samples), fmean(seconds for _, seconds in samples)
+    spread = sum((num - mean) ** 2 for num, _ in samples)
+    if not spread:  # equal lengths tell nothing
+        return least
+    slope = sum((num - mean) * (seconds - mean_seconds) for num, seconds in samples) / spread
+    return min(max(slope, 1e-9), least)
 
 
 def fit_iteration(equations: Sequence[tuple[float, float, float]]) -> tuple[float, float]:

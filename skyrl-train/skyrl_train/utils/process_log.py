@@ -89,8 +89,8 @@ def configure_logging(log_path: str | Path | None = None) -> None:
     logger.add(sink, level=level, format=_FORMAT, filter=is_shown, backtrace=False, diagnose=False, colorize=colorize)
     if log_path is not None:
         form = "{time:YYYY-MM-DD HH:mm:ss} {level: <7} {message}"
-        log_file: Any = _LogFile(Path(log_path))
-        logger.add(log_file, level=level, format=form, backtrace=False, diagnose=False)
+        file: Any = _LogFile(Path(log_path))
+        logger.add(file, level=level, format=form, backtrace=False, diagnose=False)
     logging.basicConfig(handlers=[_ToLoguru()], level=logger.level(level).no, force=True)
     for name in _CHATTY_LIBRARIES:
         logging.getLogger(name).setLevel(logging.WARNING if level == "INFO" else logging.NOTSET)

@@ -12,7 +12,7 @@ from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.asynchronous import FullyAsyncConfig
 from skyrl_train.config.config import get_config_as_yaml_str
 from skyrl_train.config.validation import validate_cfg
-from skyrl_train.entrypoints.simulate import STALENESS, fit_iteration, main, maximum, measured, replayed
+from skyrl_train.entrypoints.simulate import STALENESS, fit_iteration, main, maximum, measured, replayed, synchronous
 from skyrl_train.utils.run_folder import RunFolder
 
 OPTIONS = {
@@ -130,6 +130,30 @@ def test_folder_of_an_asynchronous_run_is_replayed(asynchronous_run: Path, capsy
 def test_gpus_cannot_be_split_by_durations_of_groups(asynchronous_run: Path, capsys: Any):
     assert main([str(asynchronous_run), "--gpus", "4"]) == 2
     assert "durations of groups alone" in capsys.readouterr().err
+
+
+def test_times_of_environments_are_those_of_the_run(tmp_path: Path):
+    """An engine takes 0.1 s a token. One sample of four waits for its environment for 6 s, the others not at all: the
+    synchronous step takes as long as the slow one."""
+    cfg = SkyRLConfig()
+    cfg.trainer.train_batch_size, cfg.generator.n_samples_per_prompt = 2, 2
+    run = RunFolder(tmp_path)
+    run.write_config(get_config_as_yaml_str(cfg))
+    waits, lengths = [6.0, 0.0, 0.0, 0.0], [5, 5, 10, 20]
+    for step in (1, 2):
+        names = [(str(prompt), sample) for prompt in range(2) for sample in range(2)]
+        mask = [{"tokens": {"loss_mask": [1] * num}} for num in lengths]
+        rows = [{"uid": uid, "sample": sample} | tokens for (uid, sample), tokens in zip(names, mask, strict=True)]
+        run.write_trajectories(step, "train", rows)
+        run.append_metrics(step, {"timing/generate": 6.5, "timing/sync_weights": 0.0, "timing/step": 7.5})
+        spans = zip(names, lengths, waits, strict=True)
+        groups = [[f"{step}:{uid}_{n}", 0, 0.0, num * 0.1 + wait, 0, "finished"] for (uid, n), num, wait in spans]
+        run.append_timeline(step, {"groups": groups})
+    workload = measured(tmp_path)
+    found = [sample.wait_seconds for group in workload.groups for sample in group]
+    seconds = [num * workload.costs.seconds_per_iteration + wait for num, wait in zip(lengths * 2, found, strict=True)]
+    assert seconds == pytest.approx([6.5, 0.5, 1.0, 2.0] * 2, abs=0.05)
+    assert synchronous(workload).run.samples_per_second == pytest.approx(4 / 7.5, rel=0.1)
 
 
 def test_cost_of_an_iteration_is_fitted():

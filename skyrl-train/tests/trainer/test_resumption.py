@@ -176,3 +176,15 @@ def test_state_of_a_checkpoint_has_the_counts_of_skipped_updates(settings: Make,
     resumed.load_state(json.loads(json.dumps(first.state())))
     found = resumed._skipped["policy"].count(UpdateResult([], steps[1:], None), batch, is_last_step=True)
     assert found == {"policy/consecutive_skipped_updates": 2.0}
+
+
+def test_environment_setting_that_rows_override_is_a_warning(settings: Make, tmp_path: Path, log: list[str]):
+    path = tmp_path / "rows.jsonl"
+    row = {"prompt": [{"role": "user", "content": "sing"}], "env_class": "different_characters"}
+    path.write_text("\n".join([json.dumps(row)] * 4))
+    data = {"data": {"train_data": [str(path)]}}
+    BasePPOExp(settings(tmp_path, data))
+    assert not [line for line in log if "environment.env_class" in line]
+    BasePPOExp(settings(tmp_path, data | {"environment": {"env_class": "up_to_three_turns"}}))
+    [line] = [line for line in log if "environment.env_class=up_to_three_turns" in line]
+    assert "different_characters" in line
