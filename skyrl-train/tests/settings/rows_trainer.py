@@ -423,7 +423,8 @@ ROWS += [
     Row("trainer.fully_async.group_timeout_seconds", 1e-6, error, ASYNC),
 ]
 PROFILER = "trainer.policy.torch_profiler_config"
-PROFILE = {f"{PROFILER}.enable": True, f"{PROFILER}.skip_first": 0, "trainer.max_training_steps": 4}
+PROFILE = {f"{PROFILER}.enable": True, f"{PROFILER}.skip_first": 0, f"{PROFILER}.with_stack": False}
+PROFILE |= {"trainer.max_training_steps": 4}
 ROWS += [
     Row(f"{PROFILER}.enable", False, profiled, PROFILE),
     Row(f"{PROFILER}.ranks", [1], error, PROFILE),
@@ -436,10 +437,10 @@ ROWS += [
     Row(f"{PROFILER}.activities", ["cuda"], profiled, PROFILE),
     Row(f"{PROFILER}.record_shapes", False, profiled, PROFILE),
     Row(f"{PROFILER}.profile_memory", True, profiled, PROFILE),
-    Row(f"{PROFILER}.with_stack", False, profiled, PROFILE),
+    Row(f"{PROFILER}.with_stack", True, profiled, PROFILE),
     Row(f"{PROFILER}.with_flops", True, profiled, PROFILE),
     Row(f"{PROFILER}.with_modules", True, profiled, PROFILE),
-    Row(f"{PROFILER}.export_type", "stacks", profiled, PROFILE),
+    Row(f"{PROFILER}.export_type", "stacks", profiled, PROFILE | {f"{PROFILER}.with_stack": True}),
 ]
 for name, needs in {"policy": {}, "critic": CRITIC, "ref": KL}.items():
     section = f"trainer.{name}"
