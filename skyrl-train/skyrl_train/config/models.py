@@ -108,8 +108,8 @@ class FSDPConfig(BaseConfig):
 
 @dataclass(kw_only=True)
 class TorchProfilerConfig(BaseConfig):
-    """Profile of the policy's training (`torch.profiler`). A step is the training of one batch; evaluation, generation
-    and forward-only passes are not recorded."""
+    """Profile of ranks of the policy (`torch.profiler`). A step is a training step: all that the rank computes from the
+    end of one to the end of the next. A cycle that the end of the run cuts off is not written."""
 
     enable: bool = False
     """Record traces. Steps that are recorded are slower."""
