@@ -48,7 +48,7 @@ from skyrl_train.utils.explanations import record_waits
 from skyrl_train.utils.io import is_full_disk
 from skyrl_train.utils.process_log import configure_logging
 from skyrl_train.utils.progress import progress
-from skyrl_train.utils.run_folder import RunFolder
+from skyrl_train.utils.run_folder import RunFolder, link_logs
 from skyrl_train.utils.run_owner import owning_run
 from skyrl_train.utils.tracebacks import described, log_traceback
 from skyrl_train.utils.tracking import Tracking
@@ -177,6 +177,7 @@ class BasePPOExp:
             backends=trainer.logger,
             config=self.cfg,
             run_folder=self.run_folder,
+            tags=trainer.tags,
         )
 
     def get_trainer(
@@ -274,15 +275,18 @@ class Experiment(Protocol):
 @contextmanager
 def _own(cfg: SkyRLConfig) -> Iterator[Path]:
     """Own the folder of the run while the context lasts, and log into it. Yields the path of the log."""
-    path = RunFolder(cfg.trainer.run_dir).log_path("trainer")
+    trainer, run_folder = cfg.trainer, RunFolder(cfg.trainer.run_dir)
+    path = run_folder.log_path("trainer")
     with ExitStack() as stack:
         try:
-            stack.enter_context(owning_run(cfg.trainer.run_dir, cfg.trainer.ckpt_path))
+            stack.enter_context(owning_run(trainer.run_dir, trainer.ckpt_path))
+            if trainer.log_folder is not None:
+                link_logs(run_folder, trainer.log_folder)
             configure_logging(path)
         except OSError as error:
             raise ConfigError(
-                f"trainer.run_dir={path.parents[1]} cannot be written: {error}; give a folder that you may write to, "
-                "and room in it"
+                f"trainer.run_dir={path.parents[1]} or trainer.log_path={trainer.log_path} cannot be written: {error}; "
+                "give a folder that you may write to, and room in it"
             ) from error
         yield path
 
