@@ -233,7 +233,7 @@ def test_logs_are_linked_to_another_folder(tmp_path: Path):
         link_logs(run, logs)
     run.log_path("trainer").write_text("line")
     assert (logs / run.log_path("trainer").name).read_text() == "line"
-    with pytest.raises(ConfigError, match="trainer.log_path"):
+    with pytest.raises(ConfigError, match=r"trainer\.log_path"):
         link_logs(run, tmp_path / "elsewhere")
     shutil.rmtree(logs)
     link_logs(run, tmp_path / "elsewhere")  # nothing is there any more
