@@ -367,7 +367,9 @@ class SkyRLGymConfig(BaseConfig):
     """
 
     max_env_workers: int = 32
-    """Threads that run environments. 0: environments run on the generator's event loop (they must not block)."""
+    """Threads that run environments. 0: environments run on the generator's event loop (they must not block).
+    Environments that wait for services or programs need as many as there are rollouts in flight; a warning says when
+    calls wait for threads."""
 
     env_timeout_seconds: float = 600.0
     """Timeout of one call to an environment, in seconds; the rollout then fails as an environment failure."""

@@ -12,6 +12,7 @@ import inspect
 import os
 import queue
 import threading
+import time
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -34,6 +35,8 @@ from skyrl_train.utils.tracebacks import last_place
 
 T = TypeVar("T")
 
+LONG_WAIT_SECONDS = 60.0
+"""Time that calls of environments wait for threads, all together, before a warning."""
 THREADS = "the threads of environments (environment.skyrl_gym.max_env_workers)"
 """Name under which waits for a thread, and calls that have one, are recorded."""
 
@@ -62,6 +65,8 @@ class DaemonThreads:
     def __init__(self, max_workers: int, timeout_seconds: float) -> None:
         self.max_workers = max_workers
         self.timeout_seconds = timeout_seconds
+        self._waited_seconds = 0.0
+        self._has_warned = False
         self._slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
             weakref.WeakKeyDictionary()
         )
@@ -91,11 +96,26 @@ class DaemonThreads:
     async def _slot(self) -> AsyncIterator[None]:
         slots = self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.max_workers))
         with waiting("a free one", on=THREADS) if slots.locked() else contextlib.nullcontext():
+            began = time.monotonic()
             await slots.acquire()
+            self._note_wait(time.monotonic() - began)
         try:
             yield
         finally:
             slots.release()
+
+    def _note_wait(self, seconds: float) -> None:
+        """Warn once when calls have waited for threads for long: rollouts then wait, and engines with them."""
+        self._waited_seconds += seconds
+        if self._waited_seconds > LONG_WAIT_SECONDS and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "calls of environments waited {:.0f} s for one of {} threads so far: if your environments wait (for "
+                "services, programs) rather than compute, set environment.skyrl_gym.max_env_workers to the number of "
+                "rollouts in flight",
+                self._waited_seconds,
+                self.max_workers,
+            )
 
     async def _before_deadline(self, awaitable: Awaitable[T]) -> T:
         deadline = asyncio.timeout(self.timeout_seconds)

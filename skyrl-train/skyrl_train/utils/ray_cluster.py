@@ -4,6 +4,7 @@ import os
 import sys
 
 import ray
+from loguru import logger
 
 from skyrl_gym.waits import note
 from skyrl_train.config import SkyRLConfig
@@ -55,6 +56,7 @@ def start_ray(cfg: SkyRLConfig) -> None:
         return
     if wants_gpus:
         check_gpus_here()
+    warn_of_few_cpus(cfg)
     os.environ.update(LOCAL_CLUSTER | os.environ)
     ray.init(
         address="local",  # not a cluster that somebody else started on this machine
@@ -65,6 +67,16 @@ def start_ray(cfg: SkyRLConfig) -> None:
         _node_ip_address="127.0.0.1",
     )
     note(ray=ray.get_runtime_context().gcs_address)
+
+
+def warn_of_few_cpus(cfg: SkyRLConfig) -> None:
+    """Warn where a model has more ranks than this machine has CPUs: they take turns, and a step takes longer."""
+    placement, num_cpus = cfg.trainer.placement, os.cpu_count() or 1
+    if placement.device == "cpu" and placement.policy_world_size > num_cpus:
+        logger.warning(
+            f"the policy has {placement.policy_world_size} ranks on {num_cpus} CPUs, which take turns: set "
+            f"trainer.placement.policy_num_gpus_per_node to at most {num_cpus}"
+        )
 
 
 def num_processes(cfg: SkyRLConfig) -> int:

@@ -349,3 +349,13 @@ async def test_half_a_character_in_an_observation_is_replaced(game, say, charact
     extras = [{"steps": [{"says": "cut \ud83d"}, {"reward": 1.0}]}]
     played = await game(characters, [[say("a"), say("b")]], extras).play()
     assert played.output["failures"] == [None]
+
+
+async def test_long_wait_for_threads_is_warned_of_once(log, monkeypatch):
+    monkeypatch.setattr("skyrl_train.generators.environment.LONG_WAIT_SECONDS", 0.0)
+    threads, go = DaemonThreads(max_workers=1, timeout_seconds=5), threading.Event()
+    calls = [asyncio.ensure_future(threads.call(go.wait)) for _ in range(4)]
+    await asyncio.sleep(0)
+    go.set()
+    assert await asyncio.gather(*calls) == [True] * 4
+    assert sum("max_env_workers" in line for line in log) == 1

@@ -3,8 +3,9 @@
 import re
 from pathlib import Path
 
+from skyrl_train.config import SkyRLConfig
 from skyrl_train.env_vars import FORWARDED_NAMES, FORWARDED_PREFIXES, NOT_FORWARDED, forwarded_environment
-from skyrl_train.utils.ray_cluster import worker_environment
+from skyrl_train.utils.ray_cluster import warn_of_few_cpus, worker_environment
 
 INSTALL = Path(__file__).parents[3] / "INSTALL.md"
 
@@ -47,3 +48,12 @@ def test_install_page_lists_what_travels():
     [paragraph] = [part for part in INSTALL.read_text().split("\n\n") if part.startswith("Environment variables")]
     named = set(re.findall(r"`([A-Z_]+)`", paragraph))
     assert named == {*FORWARDED_PREFIXES, *FORWARDED_NAMES, *NOT_FORWARDED}
+
+
+def test_more_ranks_than_cpus_are_warned_of(log):
+    cfg = SkyRLConfig()
+    cfg.trainer.placement.device = "cpu"
+    for ranks, num_warnings in ((1, 0), (100_000, 1)):
+        cfg.trainer.placement.policy_num_gpus_per_node = ranks
+        warn_of_few_cpus(cfg)
+        assert sum("policy_num_gpus_per_node" in line for line in log) == num_warnings
