@@ -130,7 +130,7 @@ def mask_uninformative_groups(
     if AdvantageEstimatorRegistry.requirements(algorithm.advantage_estimator).groups:
         masked_B |= _lone_rows(batch)
         metrics["loss/num_lone_samples"] = float(len(_prompts_of(uids, masked_B)))
-    zero_variance_B = zero_variance_rows(_of_first_rows(batch, scores), uids)
+    zero_variance_B = zero_variance_rows(_of_first_rows(batch, scores), uids, algorithm.zero_variance_filter_tol)
     metrics["loss/zero_variance_share"] = len(_prompts_of(uids, zero_variance_B)) / len(set(uids))
     if algorithm.zero_variance_filter:
         masked_B |= zero_variance_B

@@ -13,7 +13,7 @@ from skyrl_train.generators.sampling import get_sampling_params
 from skyrl_train.rollouts.faults import LengthLimits, record_faults
 from skyrl_train.rollouts.joining import whole_sample
 from skyrl_train.rollouts.metrics import check_not_all_failed, concatenate, scores_of_groups
-from skyrl_train.rollouts.trajectory_rows import trajectory_rows
+from skyrl_train.rollouts.trajectory_rows import sample_table, trajectory_rows
 from skyrl_train.rollouts.types import Trajectory, TrajectoryGroup, grouped
 from skyrl_train.types import JsonObject, PromptRow
 from skyrl_train.utils.progress import ANSWERS, progress
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from skyrl_train.config import SkyRLConfig
+    from skyrl_train.utils.tracking import Tracking
 
 
 async def evaluate(
@@ -32,6 +33,7 @@ async def evaluate(
     cfg: "SkyRLConfig",
     global_step: int | None,
     tokenizer: "PreTrainedTokenizerBase",
+    tracker: "Tracking | None" = None,
 ) -> dict[str, float | None]:
     """Evaluate one pass over the evaluation set with `generator.eval_sampling_params`.
 
@@ -49,6 +51,7 @@ async def evaluate(
     Args:
         eval_dataloader: batches of dataset rows.
         global_step: the trainer's step, part of the sampling seed and of the folder's name; None without a trainer.
+        tracker: receives the first `trainer.num_logger_eval_samples` samples.
     """
     limits = LengthLimits.of(cfg.generator, cfg.generator.eval_sampling_params)
     requests: list[GeneratorInput] = []
@@ -69,6 +72,9 @@ async def evaluate(
     if cfg.trainer.dump_trajectories:
         run_folder = RunFolder(cfg.trainer.run_dir, compress=cfg.trainer.compress_trajectories)
         _write_trajectories(run_folder, global_step, trajectory_rows(rollouts.groups, tokenizer))
+    if tracker is not None and (num := cfg.trainer.num_logger_eval_samples) > 0:
+        samples = sample_table(rollouts.trajectories[:num], tokenizer)
+        tracker.log_samples("trajectories/eval", samples, global_step or 0)
     check_not_all_failed(rollouts.trajectories, "the evaluation failed, so there is no score")
     return metrics
 

@@ -4,6 +4,7 @@
 keeps finished ones over a kill. The rest of a step is that of the synchronous trainer.
 """
 
+from functools import partial
 from typing import Any
 
 from loguru import logger
@@ -95,7 +96,9 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
             journal.recover(self._schedule_state or ScheduleState()),
             journal,
             group_timeout_seconds=settings.group_timeout_seconds,
-            is_kept=is_informative if settings.sample_full_batch else lambda group: True,
+            is_kept=partial(is_informative, tolerance=algorithm.zero_variance_filter_tol)
+            if settings.sample_full_batch
+            else lambda group: True,
             max_filtered=max_batches * groups_per_step if max_batches > 0 else None,
             timeline=self.timeline,
             on_finished=lambda: self._offer_finished(self.pool) if self.pool is not None else None,

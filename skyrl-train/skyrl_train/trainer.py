@@ -53,7 +53,7 @@ from skyrl_train.rollouts.dynamic_sampling import sample_batch, with_unique_uids
 from skyrl_train.rollouts.faults import LengthLimits, is_sound, record_faults
 from skyrl_train.rollouts.metrics import scores_of_groups, version_lag_metrics
 from skyrl_train.rollouts.timeline import Outcome, Timeline
-from skyrl_train.rollouts.trajectory_rows import token_column_rows, trajectory_rows
+from skyrl_train.rollouts.trajectory_rows import sample_table, token_column_rows, trajectory_rows
 from skyrl_train.rollouts.types import RolloutBatch, TrajectoryGroup
 from skyrl_train.run_record import WeightRecord, describe_batch
 from skyrl_train.training_batch import TrainingInputBatch
@@ -384,12 +384,16 @@ class RayPPOTrainer(TrainingRun):
         }
 
     def _write(self, rollouts: RolloutBatch) -> None:
-        """Write trajectories to disk, log an example every `print_example_interval` steps."""
+        """Write trajectories to disk, send the first to the tracker, log an example every `print_example_interval`
+        steps."""
         if self.cfg.trainer.dump_trajectories:
             rows = trajectory_rows(rollouts.groups, self.tokenizer)
             self.run_folder.write_trajectories(self.global_step, "train", rows)
             if (limit := self.cfg.trainer.max_trajectories_gb) is not None:
                 self.run_folder.delete_oldest_trajectories(int(limit * 1e9))
+        if (num := self.cfg.trainer.num_logger_train_samples) > 0:
+            samples = sample_table(rollouts.trajectories[:num], self.tokenizer)
+            self.tracker.log_samples("trajectories/train", samples, self.global_step)
         interval = self.cfg.trainer.print_example_interval
         if interval > 0 and (self.global_step - 1) % interval == 0:
             _, _, sample = next(rollouts.rows())
@@ -574,7 +578,7 @@ class RayPPOTrainer(TrainingRun):
             return
         with self.timed("eval"):
             self.all_metrics |= await evaluate(
-                self.eval_dataloader, self.generator, self.cfg, self.global_step, self.tokenizer
+                self.eval_dataloader, self.generator, self.cfg, self.global_step, self.tokenizer, self.tracker
             )
 
     @property

@@ -21,6 +21,7 @@ from skyrl_train.orchestration.actor_group import ActorGroup
 from skyrl_train.provenance import Change, Provenance, changes_between, check_changes, lines_of
 from skyrl_train.run_record import describe_start
 from skyrl_train.types import JsonObject
+from skyrl_train.utils.gpu_monitor import load_metrics
 from skyrl_train.utils.io import write_atomically
 from skyrl_train.utils.progress import progress
 from skyrl_train.utils.run_folder import RunFolder
@@ -104,6 +105,7 @@ class TrainingRun(ABC):
         from it has nothing of this step left to do."""
         trainer = self.cfg.trainer
         await self.saver.raise_failure()
+        await self._observe_workers()
         if self.is_due(trainer.eval_interval):
             await self.evaluate()
         self.log()
@@ -114,6 +116,15 @@ class TrainingRun(ABC):
         if self.is_last_step():
             with self.timed("save_checkpoints"):
                 await self.saver.wait()
+
+    async def _observe_workers(self) -> None:
+        """Advance the policy's profile by a step, and add the load of its GPUs to the metrics, where that is asked
+        for."""
+        trainer, policy = self.cfg.trainer, self.trainable_groups[0]
+        if trainer.policy.torch_profiler_config.enable:
+            await policy.call_all("end_profiled_step", self.global_step)
+        if trainer.enable_ray_gpu_monitor and trainer.placement.device == "cuda":
+            self.all_metrics |= load_metrics(await policy.call_all("take_gpu_load"))
 
     def is_due(self, interval: int) -> bool:
         """Return True every `interval` steps and after the last one; never if the interval is not positive."""

@@ -13,16 +13,17 @@ import torch
 
 from skyrl_train.algorithms.advantages import group_numbers
 
-_TOLERANCE = 1e-6
+TOLERANCE = 1e-6
+"""Difference of rewards that are the same but for rounding."""
 
 
 def informative_groups(
-    rewards: Sequence[float | None], uids: Sequence[Hashable], tolerance: float = _TOLERANCE
+    rewards: Sequence[float | None], uids: Sequence[Hashable], tolerance: float = TOLERANCE
 ) -> list[Hashable]:
     """Return the groups whose rewards differ, in order of first appearance.
 
-    A group is informative if the population standard deviation of its rewards is above `tolerance`, or if it is a group
-    of one (which is compared with nothing). A group in which everything failed is not.
+    A group is informative if its highest and lowest reward differ by more than `tolerance`, or if it is a group of one
+    (which is compared with nothing). A group in which everything failed is not.
 
     Args:
         rewards: B numbers, one a rollout (summed over its tokens).
@@ -32,7 +33,7 @@ def informative_groups(
 
 
 def zero_variance_rows(
-    rewards: Sequence[float | None], uids: Sequence[Hashable], tolerance: float = _TOLERANCE
+    rewards: Sequence[float | None], uids: Sequence[Hashable], tolerance: float = TOLERANCE
 ) -> torch.Tensor:
     """Return the rows [B] bool of groups that are not informative and should not train (`zero_variance_filter`)."""
     informative = _informative_by_uid(rewards, uids, tolerance)
@@ -92,14 +93,11 @@ def _informative_by_uid(
     if len(rewards) != len(uids):
         raise ValueError(f"every rollout needs a reward and a uid; got {len(rewards)} rewards and {len(uids)} uids")
     names = list(dict.fromkeys(uids))
-    # float64: the variance of equal rewards such as 0.1 must come out far below the tolerance.
     scores_B = torch.tensor([math.nan if reward is None else float(reward) for reward in rewards], dtype=torch.float64)
     counts_B = scores_B.isfinite()
     group_B, scores_B = group_numbers(uids)[counts_B], scores_B[counts_B]
     size_G = torch.bincount(group_B, minlength=len(names))
     nothing_G = torch.zeros(len(names), dtype=torch.float64)
-    mean_G = nothing_G.scatter_add(0, group_B, scores_B) / size_G.clamp(min=1)
-    # Squared distances from the mean, not E[x^2] - E[x]^2, which cancels where rewards are large and close.
-    squares_G = nothing_G.scatter_add(0, group_B, (scores_B - mean_G[group_B]).square())
-    std_G = (squares_G / size_G.clamp(min=1)).sqrt()
-    return dict(zip(names, ((std_G > tolerance) | (size_G == 1)).tolist(), strict=True))
+    highest_G = nothing_G.scatter_reduce(0, group_B, scores_B, "amax", include_self=False)
+    lowest_G = nothing_G.scatter_reduce(0, group_B, scores_B, "amin", include_self=False)
+    return dict(zip(names, ((highest_G - lowest_G > tolerance) | (size_G == 1)).tolist(), strict=True))

@@ -197,6 +197,10 @@ class _DeclaredSettings(BaseConfig):
     zero_variance_filter: bool = False
     """Exclude prompts from training if all their responses have the same reward."""
 
+    zero_variance_filter_tol: float = 1e-6
+    """Largest difference between the rewards of a prompt that count as the same, with `zero_variance_filter` and
+    `trainer.fully_async.sample_full_batch`."""
+
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
 
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)

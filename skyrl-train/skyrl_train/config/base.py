@@ -1,10 +1,11 @@
 """Base class of all sections of settings."""
 
 from collections.abc import Mapping
+from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any
 
 from skyrl_train.config.other_releases import translated
-from skyrl_train.config.typed import build
+from skyrl_train.config.typed import build, to_dict
 from skyrl_train.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,12 +24,20 @@ class BaseConfig:
 
         Raises ConfigError on a name that does not exist, a type or choice that does not fit, a value that is missing.
         """
-        return build(cls, translated(plain(values)))
+        return build(cls, translated(plain(values), lambda: default_values(cls)))
 
     @classmethod
     def from_dict_config(cls, values: "Mapping[str, object] | DictConfig") -> "Self":
         """The same as `from_dict`, under the name that other SkyRL releases use."""
         return cls.from_dict(values)
+
+
+def default_values(config_type: type[Any]) -> dict[str, Any]:
+    """The defaults as plain values, references to other settings kept as text (so that Hydra may resolve them last)."""
+    return {
+        field.name: to_dict(field.default if field.default_factory is MISSING else field.default_factory())
+        for field in fields(config_type)
+    }
 
 
 def plain(values: "Mapping[str, object] | DictConfig") -> dict[str, Any]:

@@ -6,7 +6,8 @@ section made on its own keeps the text. Imports no torch, no Ray, no Hydra.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
@@ -27,6 +28,11 @@ if TYPE_CHECKING:
 TrackerName = Literal[
     "console", "tensorboard", "wandb", "mlflow", "swanlab", "trackio", "aim", "clearml", "comet_ml", "dvclive"
 ]
+
+TAG_TRACKERS = ("wandb", "swanlab", "clearml")
+"""Trackers that `trainer.tags` reach."""
+SAMPLE_TRACKERS = ("wandb", "tensorboard", "swanlab")
+"""Trackers that show samples (`trainer.num_logger_train_samples`)."""
 
 
 @dataclass(kw_only=True)
@@ -116,6 +122,14 @@ class TrainerConfig(BaseConfig):
     """Training: models, batches, evaluation, checkpoints, logs."""
 
     placement: PlacementConfig = field(default_factory=PlacementConfig)
+
+    use_expandable_segments: bool = False
+    """Let CUDA's allocator of training workers grow its segments (`expandable_segments`), which leaves less memory
+    unused in fragments. No effect on a CPU. (For engines set PYTORCH_CUDA_ALLOC_CONF where the run starts.)"""
+
+    enable_ray_gpu_monitor: bool = True
+    """Log utilization and memory of every GPU that trains the policy, and memory of its machine, as means over the step
+    (`gpu/…`). No effect without GPUs and nvidia-smi. (The name is that of other releases.)"""
 
     strategy: Annotated[str, Choices(TrainingBackendRegistry.registrations)] = "fsdp2"
     """Training backend: how model parameters are stored, sharded over ranks and updated."""
@@ -217,9 +231,23 @@ class TrainerConfig(BaseConfig):
     run_dir: str = "~/skyrl-runs/${trainer.project_name}/${trainer.run_name}"
     """Folder of the run: settings, metrics, trajectories, logs, and (unless set otherwise) checkpoints and exports."""
 
+    log_path: str | None = None
+    """Folder for the logs of processes: those of this run are in its subfolder `project_name`/`run_name`, to which
+    `run_dir`/logs then links. With several nodes, on a file system that all share. null: `run_dir`/logs itself."""
+
     logger: TrackerName | list[TrackerName] = "console"
     """Destinations of metrics, one name or several: the console, and services of accelerate.tracking (the extra
     `tracking` installs the first four). metrics.jsonl in the run folder is always written."""
+
+    tags: list[str] | None = None
+    """Tags of this run in the experiment tracker (wandb, swanlab, clearml)."""
+
+    num_logger_train_samples: int = -1
+    """Number of training samples of each step, the first of the batch, that are sent to the experiment tracker as a
+    table of prompt, response and reward (wandb, tensorboard, swanlab). <= 0: none."""
+
+    num_logger_eval_samples: int = -1
+    """The same for the samples of each evaluation."""
 
     print_example_interval: int = 10
     """Training steps between trajectories printed on the console. <= 0: never."""
@@ -318,6 +346,15 @@ class TrainerConfig(BaseConfig):
         """Names of `logger`, as a list."""
         return [self.logger] if isinstance(self.logger, str) else list(self.logger)
 
+    @property
+    def log_folder(self) -> Path | None:
+        """Folder of this run's logs below `log_path`."""
+        return (
+            None
+            if self.log_path is None
+            else Path(self.log_path).expanduser().absolute() / self.project_name / self.run_name
+        )
+
     def __post_init__(self) -> None:
         self.resume_mode = self.resume_mode or "none"
 
@@ -375,11 +412,6 @@ class SkyRLConfig(BaseConfig):
         resolve_references(self)
         if self.trainer.algorithm.max_seq_len is None:
             self.trainer.algorithm.max_seq_len = self.generator.longest_context
-
-
-def default_values(config_type: type[BaseConfig] = SkyRLConfig) -> dict[str, Any]:
-    """The defaults as plain values, references to other settings kept as text (so that Hydra may resolve them last)."""
-    return {section.name: to_dict(section.default_factory()) for section in fields(config_type)}  # type: ignore[misc]
 
 
 def get_config_as_dict(config: "BaseConfig | Mapping[str, Any] | DictConfig") -> dict[str, Any]:

@@ -11,8 +11,9 @@ from functools import cache
 from typing import Any, get_type_hints
 
 from skyrl_gym.envs.registration import env_class_of, registry
-from skyrl_train.config.config import SkyRLConfig, default_values
-from skyrl_train.config.other_releases import OTHER_RELEASES, REFUSED_CHOICES, Refusal
+from skyrl_train.config.base import default_values
+from skyrl_train.config.config import SkyRLConfig
+from skyrl_train.config.other_releases import OTHER_RELEASES, REFUSED_CHOICES, Moved, Refusal, Repeated, Unset
 from skyrl_train.config.typed import REST, SECTIONS, expectation, join, sections_of
 
 _INTRODUCTION = """\
@@ -40,8 +41,8 @@ Every setting of a run. This page is made from `skyrl_train/config` and the regi
 
 def page() -> str:
     """Return the text of the page."""
-    parts = [_INTRODUCTION, *_sections(SkyRLConfig, "", default_values()), *_environments(), _other_releases()]
-    return "\n".join(parts)
+    sections = _sections(SkyRLConfig, "", default_values(SkyRLConfig))
+    return "\n".join([_INTRODUCTION, *sections, *_environments(), _other_releases()])
 
 
 def _environments() -> list[str]:
@@ -96,16 +97,34 @@ def field_meanings(config_type: type) -> dict[str, str]:
 
 
 def _other_releases() -> str:
+    """Return the tables of settings that exist in other releases, or have another name or null there."""
+    refused = {name: each for name, each in OTHER_RELEASES.items() if isinstance(each, Refusal)}
+    moved = {name: each for name, each in OTHER_RELEASES.items() if isinstance(each, Moved)}
+    repeated = {name: each for name, each in OTHER_RELEASES.items() if isinstance(each, Repeated)}
+    unset = {name: each for name, each in OTHER_RELEASES.items() if isinstance(each, Unset)}
     lines = [
         "## Settings of other releases",
         "",
-        "Known from other SkyRL releases, DeepSpeed or Megatron. A value of the second column asks for what is done "
+        "Known from other SkyRL releases, DeepSpeed or Megatron. Some have another name here, which they set; both "
+        "names with different values are an error.",
+        "",
+        "| setting there | setting here |",
+        "|---|---|",
+        *(f"| `{name}` | `{each.setting}`{_changes_of_value(each)} |" for name, each in moved.items()),
+        *(f"| `{name}` | null, or as `{each.setting}`: {each.reason} |" for name, each in repeated.items()),
+        "",
+        "These values of settings here are those of other releases that mean the default: "
+        + ", ".join(f"`{name}={_default(value)}`" for name, each in unset.items() for value in each.values)
+        + ".",
+        "",
+        "A value of the second column asks for what is done "
         "anyway and is accepted; any other is an error with the reason. Those of `trainer.policy.megatron_config` are "
-        "those of critic and reference too, those of `deepspeed_config.train` those of `deepspeed_config.eval`.",
+        "those of critic and reference too, those of `deepspeed_config.train` those of `deepspeed_config.eval`, those "
+        "of `generator` those of `generator.inference_engine`.",
         "",
         "| setting or section | accepted | otherwise refused |",
         "|---|---|---|",
-        *(f"| `{name}` | {_accepted(each)} | {each.reason} |" for name, each in OTHER_RELEASES.items()),
+        *(f"| `{name}` | {_accepted(each)} | {each.reason} |" for name, each in refused.items()),
         "",
         "| choice | refused |",
         "|---|---|",
@@ -115,10 +134,21 @@ def _other_releases() -> str:
     return "\n".join(lines) + "\n"
 
 
+def _changes_of_value(moved: Moved) -> str:
+    """Return the values that differ in words."""
+    changed = [f"`{_default(there)}` is `{_default(here)}`" for there, here in moved.values]
+    ignored = [f"`{_default(value)}` changes nothing" for value in moved.accepted]
+    return "".join(f"; {text}" for text in (*changed, *ignored))
+
+
 def _accepted(refusal: Refusal) -> str:
     if refusal.accepted is None:
         return "any"
-    warned = [f"`{_default(value)}` with a warning" for value in refusal.warned]
+    warned = (
+        ["any other with a warning"]
+        if refusal.warned is None
+        else [f"`{_default(value)}` with a warning" for value in refusal.warned]
+    )
     return ", ".join([*(f"`{_default(value)}`" for value in refusal.accepted), *warned])
 
 

@@ -1,9 +1,10 @@
 """Settings of the models: which, how they are optimized, how they are divided over workers."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from skyrl_train.config.base import BaseConfig
+from skyrl_train.config.bounds import AtLeast
 from skyrl_train.config.deepspeed import DeepSpeedEvalConfig, DeepSpeedTrainConfig, shared
 from skyrl_train.config.megatron import MegatronConfig, MegatronModelConfig
 from skyrl_train.config.typed import reference
@@ -106,6 +107,58 @@ class FSDPConfig(BaseConfig):
 
 
 @dataclass(kw_only=True)
+class TorchProfilerConfig(BaseConfig):
+    """Profile of ranks of the policy (`torch.profiler`). A step is a training step: all that the rank computes from the
+    end of one to the end of the next. A cycle that the end of the run cuts off is not written."""
+
+    enable: bool = False
+    """Record traces. Steps that are recorded are slower."""
+
+    ranks: list[int] = field(default_factory=lambda: [0])
+    """Ranks of the policy that record."""
+
+    save_path: str | None = None
+    """Folder of the traces. null: `trainer.run_dir`/profiles."""
+
+    skip_first: Annotated[int, AtLeast(0)] = 10
+    """Steps before the first cycle, counted from the start of the process."""
+
+    wait: Annotated[int, AtLeast(0)] = 0
+    """Steps at the beginning of a cycle that are not recorded."""
+
+    warmup: Annotated[int, AtLeast(0)] = 1
+    """Steps after these whose record is dropped, as it includes the profiler's own start."""
+
+    active: Annotated[int, AtLeast(1)] = 1
+    """Steps after these that are recorded."""
+
+    repeat: Annotated[int, AtLeast(0)] = 1
+    """Number of cycles; each writes a file. 0: until the run ends."""
+
+    activities: list[Literal["cpu", "cuda"]] = field(default_factory=lambda: ["cpu", "cuda"])
+    """Devices whose work is recorded; `cuda` is left out on a machine without."""
+
+    record_shapes: bool = True
+    """Record the shapes of operators' inputs."""
+
+    profile_memory: bool = False
+    """Record allocations of memory."""
+
+    with_stack: bool = True
+    """Record source lines of operators."""
+
+    with_flops: bool = False
+    """Estimate floating-point operations of matrix products and convolutions."""
+
+    with_modules: bool = False
+    """Record the modules that called an operator (TorchScript models alone)."""
+
+    export_type: Literal["chrome_trace", "stacks"] = "chrome_trace"
+    """`chrome_trace`: a file for https://ui.perfetto.dev. `stacks`: lines for a flame graph, of self CPU time, or of
+    CUDA time where that is recorded (needs `with_stack`)."""
+
+
+@dataclass(kw_only=True)
 class PolicyConfig(BaseConfig):
     """The trained model."""
 
@@ -116,6 +169,8 @@ class PolicyConfig(BaseConfig):
     deepspeed_config: DeepSpeedTrainConfig = field(
         default_factory=lambda: shared(DeepSpeedTrainConfig, "deepspeed_config.train")
     )
+
+    torch_profiler_config: TorchProfilerConfig = field(default_factory=TorchProfilerConfig)
 
     sequence_parallel_size: int = 1
     """Workers that share each sequence (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509): each holds a part of the

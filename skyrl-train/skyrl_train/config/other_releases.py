@@ -1,12 +1,14 @@
-"""Settings and choices known from other SkyRL releases, DeepSpeed or Megatron that do not exist here.
+"""Settings and choices known from other SkyRL releases, DeepSpeed or Megatron that do not exist here, or have another
+name here.
 
-Nothing is ignored silently: setting one of them is an error that gives the reason and what to use, unless the value
-asks for what is done anyway. An entry leaves these tables in the change that makes it do something.
+Nothing is ignored silently: one that has another name sets that setting; any other is an error that gives the reason
+and what to use, unless the value asks for what is done anyway. An entry leaves these tables in the change that makes
+it do something.
 """
 
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +25,46 @@ class Refusal:
     accepted: tuple[object, ...] | None = ()
     """Values that ask for what is done anyway. None: every value does."""
 
-    warned: tuple[object, ...] = ()
-    """Values that change speed alone: accepted, with a warning."""
+    warned: tuple[object, ...] | None = ()
+    """Values that change speed alone: accepted, with a warning. None: every value that is not in `accepted`."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Setting that has another name here."""
+
+    setting: str
+    """Name here."""
+
+    values: tuple[tuple[object, object], ...] = ()
+    """Pairs (value there, value here) that differ."""
+
+    accepted: tuple[object, ...] = ()
+    """Values that leave the setting here as it is."""
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """Setting that other releases have twice: its value must be that of the setting here."""
+
+    setting: str
+    """Name here."""
+
+    reason: str
+    """Reason why it cannot differ."""
+
+    accepted: tuple[object, ...] = ()
+    """Values that stand for that of the setting here."""
+
+
+@dataclass(frozen=True)
+class Unset:
+    """Values of an existing setting that mean its default here."""
+
+    values: tuple[object, ...] = (None,)
+
+
+Entry = Refusal | Moved | Repeated | Unset
 
 
 def _off(reason: str, *accepted: object) -> Refusal:
@@ -33,6 +73,7 @@ def _off(reason: str, *accepted: object) -> Refusal:
 
 
 _NO_BALANCE = "the loss is the objective's alone, as in other runs that train by reinforcement; leave it out"
+_NO_PROFILE = "the policy alone is profiled: use trainer.policy.torch_profiler_config"
 _NO_MTP = "heads that predict several tokens are not trained"
 _ANY_LAYOUT = "checkpoints hold whole tensors, fit any layout, and are written by all ranks"
 _ASYNC = "checkpoints have one format; use trainer.ckpt_async=true, which writes them beside training"
@@ -43,8 +84,6 @@ _STEPPED = (
 )
 
 _MEGATRON = {
-    "torch_profiler_config": Refusal("profiles of single ranks are not built"),
-    "torch_profiler_config.enable": _off("profiles of single ranks are not built"),
     "lora_config": Refusal("use trainer.strategy=fsdp2 or deepspeed, which train adapters (trainer.policy.model.lora)"),
     "lora_config.lora_type": Refusal("use trainer.strategy=fsdp2 or deepspeed for adapters", ("lora",)),
     "lora_config.merge_lora": Refusal("use trainer.strategy=fsdp2 or deepspeed for adapters", (True,)),
@@ -147,37 +186,212 @@ _DEEPSPEED = {
 }
 """Settings of DeepSpeed's JSON, by their names in the shared groups; those of `train` are refused in `eval` as well."""
 
-OTHER_RELEASES: dict[str, Refusal] = {
-    "trainer.policy.model.lora.lora_sync_path": Refusal("use generator.weight_sync_directory for adapters"),
+_NO_QUANTIZATION = "training for quantized weights is not built; give the engines weights in generator.model_dtype"
+_QUANTIZATION = {
+    "fake_int4_qat.enabled": _off(_NO_QUANTIZATION),
+    "fake_int4_qat.group_size": Refusal(_NO_QUANTIZATION, (32,)),
+    "fake_int4_qat.symmetric": Refusal(_NO_QUANTIZATION, (True,)),
+    "fake_int4_qat.scale_divisor": Refusal(_NO_QUANTIZATION, (7.5,)),
+    "fake_int4_qat.q_min": Refusal(_NO_QUANTIZATION, (-8.0,)),
+    "fake_int4_qat.bf16_base_path": Refusal(_NO_QUANTIZATION, (None,)),
+    "fake_int4_qat": Refusal(_NO_QUANTIZATION),
+}
+_ONE_ADAPTER = "a run trains one adapter, and engines make room for its versions; for many adapters use skyrl-tx"
+_ADAPTERS = {
+    "lora.lora_sync_path": Refusal("use generator.weight_sync_directory for adapters", ("/tmp/skyrl_lora_sync",)),
+    "lora.max_loras": Refusal(_ONE_ADAPTER, (1,)),
+    "lora.max_cpu_loras": Refusal(_ONE_ADAPTER, (None,)),
+}
+_NO_ADAPTERS = "the reference model is the base without adapters; use trainer.policy.model.lora"
+_ADAPTERS_OF_REFERENCE = {
+    "lora": Refusal(_NO_ADAPTERS),
+    "lora.rank": Refusal(_NO_ADAPTERS, (0,)),
+    "lora.alpha": Refusal(_NO_ADAPTERS, (16,)),
+    "lora.dropout": Refusal(_NO_ADAPTERS, (0,)),
+    "lora.target_modules": Refusal(_NO_ADAPTERS, ("all-linear",)),
+    "lora.exclude_modules": Refusal(_NO_ADAPTERS, (None,)),
+    "lora.init_method": Refusal(_NO_ADAPTERS, ("kaiming",)),
+}
+_PRECISION = "use trainer.bf16: it computes in bfloat16, and adds gradients up in float32"
+_SHARDING = {
+    "fsdp_config.mixed_precision": Refusal(_PRECISION, (None,)),
+    "fsdp_config.mixed_precision.param_dtype": Refusal(_PRECISION, ("bf16",)),
+    "fsdp_config.mixed_precision.reduce_dtype": Refusal(_PRECISION, ("fp32",)),
+    "fsdp_config.mixed_precision.buffer_dtype": Refusal(_PRECISION, ("fp32",)),
+    "fsdp_config.wrap_policy": Refusal("every block of a model is sharded by itself; leave it out", (None,)),
+}
+_LANGUAGE_MODEL = Refusal("models read text alone, of one with images its language model", (True, False))
+
+_ENGINE = {
+    "model_dtype": "model_dtype",
+    "run_engines_locally": "run_engines_locally",
+    "num_engines": "num_inference_engines",
+    "backend": "backend",
+    "weight_sync_backend": "weight_sync_backend",
+    "weight_transfer_threshold_cuda_ipc_GB": "weight_transfer_threshold_cuda_ipc_GB",
+    "tensor_parallel_size": "inference_engine_tensor_parallel_size",
+    "pipeline_parallel_size": "inference_engine_pipeline_parallel_size",
+    "expert_parallel_size": "inference_engine_expert_parallel_size",
+    "data_parallel_size": "inference_engine_data_parallel_size",
+    "enable_prefix_caching": "enable_prefix_caching",
+    "enable_chunked_prefill": "enable_chunked_prefill",
+    "max_num_batched_tokens": "max_num_batched_tokens",
+    "enforce_eager": "enforce_eager",
+    "fully_sharded_loras": "fully_sharded_loras",
+    "gpu_memory_utilization": "gpu_memory_utilization",
+    "max_num_seqs": "max_num_seqs",
+    "served_model_name": "served_model_name",
+    "engine_init_kwargs": "engine_init_kwargs",
+    "remote_urls": "remote_inference_engine_urls",
+    "enable_http_endpoint": "enable_http_endpoint",
+    "http_endpoint_host": "http_endpoint_host",
+    "http_endpoint_port": "http_endpoint_port",
+}
+"""Setting of `generator.inference_engine` -> setting of `generator`."""
+
+_NO_DISAGGREGATION = "every engine both reads prompts and generates; use generator.num_inference_engines"
+
+OTHER_RELEASES: dict[str, Entry] = {
+    "data.dataloader.num_workers": Refusal("rows are read from memory, without loader processes", (None, 0), None),
+    "data.dataloader.persistent_workers": Refusal(
+        "rows are read from memory, without loader processes", (False,), warned=(True,)
+    ),
+    **{
+        f"trainer.{model}.model.{name}": refusal
+        for model in ("policy", "critic", "ref")
+        for name, refusal in (_QUANTIZATION | _ADAPTERS).items()
+    },
+    **{f"trainer.ref.model.{name}": refusal for name, refusal in _ADAPTERS_OF_REFERENCE.items()},
+    **{
+        f"trainer.{model}.{name}": refusal
+        for model in ("policy", "critic", "ref")
+        for name, refusal in _SHARDING.items()
+    },
     "trainer.policy.record_memory": _off("CUDA's history of memory is not recorded"),
+    "trainer.policy.language_model_only": _LANGUAGE_MODEL,
+    "trainer.policy.inference_only_init": _off("use skyrl_train.entrypoints.main_generate, which trains nothing"),
     **{f"trainer.policy.megatron_config.{name}": refusal for name, refusal in _MEGATRON.items()},
+    "trainer.policy.megatron_config.moe_enable_routing_replay": Moved(
+        "trainer.policy.routing_replay", ((True, "R3"),), (False, None)
+    ),
+    **{
+        f"trainer.policy.megatron_config.torch_profiler_config.{name}": Moved(
+            f"trainer.policy.torch_profiler_config.{name}", accepted=accepted
+        )
+        for name, accepted in {"enable": (), "ranks": ([],), "save_path": ()}.items()
+    },
+    **{
+        f"trainer.{model}.megatron_config.torch_profiler_config{name}": refusal
+        for model in ("critic", "ref")
+        for name, refusal in {"": Refusal(_NO_PROFILE), ".enable": _off(_NO_PROFILE)}.items()
+    },
+    **{
+        f"trainer.{model}.megatron_config.moe_enable_routing_replay": _MEGATRON["moe_enable_routing_replay"]
+        for model in ("critic", "ref")
+    },
+    "trainer.ref.model.path": Unset(),
+    "trainer.ref.language_model_only": _LANGUAGE_MODEL,
     "trainer.ref.megatron_config.ddp_config": Refusal(_NOT_TRAINED),
+    "trainer.ref.megatron_config.ddp_config.grad_reduce_in_fp32": Refusal(_NOT_TRAINED, (True,)),
+    "trainer.ref.megatron_config.ddp_config.overlap_grad_reduce": Refusal(_NOT_TRAINED, (False,)),
+    "trainer.ref.megatron_config.ddp_config.overlap_param_gather": Refusal(_NOT_TRAINED, (False,)),
+    "trainer.ref.megatron_config.ddp_config.average_in_collective": Refusal(_NOT_TRAINED, (True,)),
     "trainer.ref.megatron_config.optimizer_config_kwargs": Refusal(_NOT_TRAINED),
+    **{
+        f"trainer.ref.megatron_config.{name}": Refusal(_NOT_TRAINED, refusal.accepted)
+        for name, refusal in _MEGATRON.items()
+        if name.startswith("optimizer_config_kwargs.")
+    },
     "trainer.ref.megatron_config.freeze_moe_router": Refusal(_NOT_TRAINED, (True, False)),
     "trainer.ref.megatron_config.empty_cuda_cache": Refusal(_NOT_TRAINED, (True, False)),
+    "trainer.algorithm.temperature": Repeated(
+        "generator.sampling_params.temperature",
+        "log-probs of training are those of the distribution that was sampled from",
+        (None,),
+    ),
+    "trainer.algorithm.dppo.dppo_type": Moved("trainer.algorithm.dppo.divergence"),
+    "trainer.algorithm.overlong_buffer_len": Moved("trainer.algorithm.overlong_buffer.len"),
+    "trainer.algorithm.overlong_buffer_penalty_factor": Moved("trainer.algorithm.overlong_buffer.penalty_factor"),
+    "trainer.mtp.enabled": _off(_NO_MTP),
+    "trainer.mtp.num_speculative_tokens": Refusal(_NO_MTP, (1,)),
+    "trainer.mtp.loss_weight": Refusal(_NO_MTP, (0.1,)),
+    "trainer.mtp": Refusal(_NO_MTP),
+    "trainer.fully_async.num_parallel_generation_workers": Unset((768,)),
     "trainer.fully_async.simulate_training": _off("use skyrl_train.entrypoints.simulate"),
     "trainer.fully_async.simulate_training_step_seconds": Refusal("use skyrl_train.entrypoints.simulate", (30,)),
     "trainer.fully_async.simulate_weight_sync_seconds": Refusal("use skyrl_train.entrypoints.simulate", (0,)),
-    "generator.use_cache_salt": Refusal("prefixes of other weights are never used by a new request", (True,)),
+    "trainer.max_tokens_per_microbatch": Unset((-1,)),
+    "trainer.remove_microbatch_padding": Moved("trainer.use_sample_packing"),
+    "trainer.recompute_old_logprobs_per_minibatch": Refusal(
+        "log-probs at the start of a step are computed in the micro-batches of training, so that first ratios are 1",
+        (True,),
+        warned=(False,),
+    ),
+    "trainer.fused_lm_head_logprob": Refusal(
+        "logits are never whole: use trainer.logprobs_chunk_size for their size", (True, False)
+    ),
+    "trainer.fused_lm_head_logprob_backend": Refusal(
+        "log-probs are computed by torch; trainer.policy.use_torch_compile fuses its kernels",
+        ("torch",),
+        warned=("triton",),
+    ),
+    "trainer.eval.batch_size": Moved("trainer.eval_batch_size"),
+    "trainer.eval.before_train": Moved("trainer.eval_before_train"),
+    "trainer.eval.interval": Moved("trainer.eval_interval"),
+    "trainer.log_example_interval": Moved("trainer.print_example_interval", accepted=(-1, 0)),
     "trainer.rope_scaling": Refusal(_ROPE, (None,)),
     "trainer.rope_theta": Refusal(_ROPE, (None,)),
     "trainer.num_dummy_steps": Refusal("the full-context memory check is not built"),
+    **{f"generator.inference_engine.{name}": Moved(f"generator.{here}") for name, here in _ENGINE.items()},
+    "generator.inference_engine.language_model_only": Moved(
+        "generator.engine_init_kwargs.language_model_only", accepted=(False,)
+    ),
+    "generator.inference_engine.speculative_config": Moved(
+        "generator.engine_init_kwargs.speculative_config", accepted=(None,)
+    ),
+    "generator.inference_engine.enable_return_routed_experts": Moved(
+        "trainer.policy.routing_replay", ((True, "R3"),), (False,)
+    ),
+    "generator.inference_engine.use_expandable_segments": _off(
+        "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True where the run starts: its processes get it"
+    ),
+    "generator.inference_engine.distributed_executor_backend": Refusal(
+        "an engine of several GPUs has a process for each, on one machine", ("ray", "mp")
+    ),
+    "generator.inference_engine.enable_pd": _off(_NO_DISAGGREGATION),
+    "generator.inference_engine.num_prefill": Refusal(_NO_DISAGGREGATION, (0,)),
+    "generator.inference_engine.router_init_kwargs": Refusal(
+        "the trainer's client spreads requests over engines, and keeps a conversation on its engine; leave it out"
+    ),
+    "generator.use_cache_salt": Refusal("prefixes of other weights are never used by a new request", (True,)),
     "generator.external_proxy_url": Refusal("use generator.remote_inference_engine_urls", (None,)),
     "generator.external_server_urls": Refusal("use generator.remote_inference_engine_urls", (None,)),
     "generator.override_existing_update_group": Refusal(
         "an engine that is connected anew leaves its former group; leave it out", ("auto", "enable")
     ),
-    "generator.async_engine": Refusal("engines always serve requests asynchronously; leave it out", (True,)),
+    "generator.async_engine": Refusal(
+        "engines always serve requests asynchronously; leave it out", (True,), warned=(False,)
+    ),
     "generator.batched": Refusal("engines batch what arrives together", (True, False)),
-    "generator.vllm_v1_disable_multiproc": _off("vLLM engines have processes of their own"),
-    "generator.enable_ray_prometheus_stats": _off("metrics of engines do not go through Ray"),
+    "generator.vllm_v1_disable_multiproc": Refusal("vLLM engines have processes of their own", (True, False)),
+    "generator.enable_ray_prometheus_stats": Refusal(
+        "metrics of engines do not go through Ray: they are in metrics.jsonl and trainer.logger", (True, False)
+    ),
     "generator.rope_scaling": Refusal(_ROPE, (None,)),
     "generator.rope_theta": Refusal(_ROPE, (None,)),
+    "generator.max_input_length": Unset(),
+    "generator.eval_sampling_params": Unset(),
+    **{
+        f"generator.{section}.{name}": unset
+        for section in ("sampling_params", "eval_sampling_params")
+        for name, unset in {"additional_kwargs": Unset(), "logprobs": Unset((1,))}.items()
+    },
+    "generator.vision_language_generator": _off("models read text alone"),
     "generator.miniswe_config_path": Refusal("the mini-SWE-agent example has other settings; see examples/"),
     "generator.miniswe_traj_dir": Refusal("the mini-SWE-agent example has other settings; see examples/"),
     **{f"deepspeed_config.{name}": refusal for name, refusal in _DEEPSPEED.items()},
 }
-"""A setting, or the section that holds it -> why it is refused."""
+"""Setting, or section that holds it -> its name here, or why it is refused."""
 
 _NVME = {"nvme": "parameters and optimizer state on disk are not built; use cpu"}
 REFUSED_CHOICES: dict[str, dict[str, str]] = {
@@ -192,40 +406,91 @@ REFUSED_CHOICES: dict[str, dict[str, str]] = {
 """A setting -> a choice known from other releases -> why it is refused and what to use."""
 
 
-def translated(values: Mapping[str, Any], name: str = "") -> dict[str, Any]:
-    """Return settings without those of other releases that ask for what is done anyway, and with their present names
-    for those that have one.
+def translated(values: Mapping[str, Any], defaults: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+    """Return settings under their names here, without those of other releases that ask for what is done anyway.
 
     Args:
-        name: of the section.
+        defaults: returns the default values.
+
+    Raises:
+        ConfigError: a setting is given under two names with different values.
     """
+    elsewhere: dict[str, Any] = {}
+    settings = _split(values, "", elsewhere)
+    for name, value in elsewhere.items():
+        entry = OTHER_RELEASES[name]
+        if isinstance(entry, Moved):
+            here = next((here for there, here in entry.values if there == value), value)
+            _move(settings, entry.setting, here, f"{name}={_formatted(value)}", defaults)
+        elif isinstance(entry, Repeated):
+            expected = _value_of(settings, entry.setting, _value_of(defaults(), entry.setting, None))
+            if value != expected:
+                raise ConfigError(
+                    f"{name}={_formatted(value)} is refused: {entry.reason}; it must be {entry.setting}="
+                    f"{_formatted(expected)}, or left out"
+                )
+    return settings
+
+
+def _split(values: Mapping[str, Any], name: str, elsewhere: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of the section `name` without those of other releases. The ones that concern a setting here
+    are added to `elsewhere`, by their full name."""
     kept: dict[str, Any] = {}
     for key, value in values.items():
         full_name = f"{name}.{key}" if name else str(key)
-        if isinstance(value, Mapping):
-            inner = translated(value, full_name)
-            if inner or not is_refused(full_name):
+        entry = OTHER_RELEASES.get(full_name)
+        if isinstance(entry, Moved | Repeated):
+            if value not in entry.accepted:
+                elsewhere[full_name] = value
+        elif isinstance(entry, Unset) and value in entry.values:
+            continue
+        elif isinstance(value, Mapping):
+            inner = _split(value, full_name, elsewhere)
+            if inner or not (value or is_refused(full_name)):
                 kept[key] = inner
         elif not _accepts(full_name, value):
             kept[key] = value
     if is_refused(name) and any(key in values and key not in kept for key in ("enabled", "enable")):
         return {}  # the section is switched off: what else it says has no effect
-    return _with_routing_replay(kept) if name == "trainer.policy" else kept
+    return kept
 
 
-def _with_routing_replay(policy: dict[str, Any]) -> dict[str, Any]:
-    """Replace SkyRL's switch of routing replay by the setting here."""
-    megatron = policy.get("megatron_config")
-    if isinstance(megatron, dict) and megatron.get("moe_enable_routing_replay") is True:
-        del megatron["moe_enable_routing_replay"]
-        other = policy.get("routing_replay")
-        if other not in (None, "off", "R3"):
-            raise ConfigError(
-                "trainer.policy.megatron_config.moe_enable_routing_replay=true means trainer.policy.routing_replay=R3, "
-                f"which is {other!r}: leave one of them out"
-            )
-        policy["routing_replay"] = "R3"
-    return policy
+def _move(
+    settings: dict[str, Any], target: str, value: Any, origin: str, defaults: Callable[[], Mapping[str, Any]]
+) -> None:
+    """Set the setting `target`, in place. A value there that is the default counts as not given: Hydra adds them all.
+
+    Args:
+        origin: setting and value of the other release, for errors.
+    """
+    if isinstance(value, Mapping):  # a dict setting: its entries may come under both names
+        for key, item in value.items():
+            _move(settings, f"{target}.{key}", item, origin, defaults)
+        return
+    *sections, key = target.split(".")
+    section = settings
+    for part in sections:
+        section = section.setdefault(part, {})
+    if key in section and section[key] not in (value, _value_of(defaults(), target, value)):
+        raise ConfigError(
+            f"{origin} means {target}={_formatted(value)}, which is {_formatted(section[key])}: leave one of them out"
+        )
+    section[key] = value
+
+
+def _value_of(settings: Mapping[str, Any], name: str, default: Any) -> Any:
+    """Return the value of the setting `name`, or `default` if there is none."""
+    value: Any = settings
+    for part in name.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return default
+        value = value[part]
+    return value
+
+
+def moved_names(section: str) -> list[str]:
+    """Return the names of other releases in a section that have another name here."""
+    return [name for name, each in OTHER_RELEASES.items() if isinstance(each, Moved) and name.startswith(f"{section}.")]
 
 
 def is_refused(name: str) -> bool:
@@ -235,13 +500,12 @@ def is_refused(name: str) -> bool:
 
 def reason_refused(name: str, value: object) -> str | None:
     """Return an error's text for the setting or section `name` of other releases; None if it is not one."""
+    if isinstance(value, Mapping) and value:  # accepted values have been taken out
+        reasons = (reason_refused(f"{name}.{key}", item) for key, item in value.items())
+        return next((reason for reason in reasons if reason is not None), None)
     entry = _entry(name)
     if entry is None:
         return None
-    if isinstance(value, Mapping) and value:
-        # One of those that are refused: those that are accepted have been taken out.
-        key, item = next(iter(value.items()))
-        return reason_refused(f"{name}.{key}", item)
     return f"{name}={_formatted(value)} is refused: {entry[1].reason}"
 
 
@@ -266,25 +530,30 @@ def _accepts(name: str, value: object) -> bool:
     known, refusal = entry
     if refusal.accepted is None:
         return True
-    if known in _names(name) and value in refusal.warned:
+    if known not in _names(name):
+        return False
+    if value in refusal.accepted:
+        return True
+    if refusal.warned is None or value in refusal.warned:
         warnings.warn(f"{name}={_formatted(value)} has no effect: {refusal.reason}", stacklevel=2)
         return True
-    return known in _names(name) and value in refusal.accepted
+    return False
 
 
 def _entry(name: str) -> tuple[str, Refusal] | None:
-    """Return the entry of a setting, or of the innermost section that holds it."""
+    """Return the refusal of a setting, or of the innermost section that holds it."""
     for each in _names(name):
         while each:
-            if each in OTHER_RELEASES:
-                return each, OTHER_RELEASES[each]
+            if isinstance(refusal := OTHER_RELEASES.get(each), Refusal):
+                return each, refusal
             each = each.rpartition(".")[0]
     return None
 
 
 def _names(name: str) -> list[str]:
-    """Return the names in the tables of a setting that several models have, its own first."""
+    """Return the names in the tables of a setting that several models or sections have, its own first."""
     own = re.sub(r"^trainer\.(policy|critic)\.deepspeed_config", "deepspeed_config.train", name)
     own = re.sub(r"^trainer\.ref\.deepspeed_config", "deepspeed_config.eval", own)
+    own = re.sub(r"^generator\.inference_engine\.", "generator.", own)
     shared = re.sub(r"^trainer\.(critic|ref)\.megatron_config", "trainer.policy.megatron_config", own)
-    return [own, shared.replace("deepspeed_config.eval", "deepspeed_config.train")]
+    return [name, own, shared.replace("deepspeed_config.eval", "deepspeed_config.train")]

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skyrl_train.config.base import BaseConfig
-from skyrl_train.config.config import SkyRLConfig, default_values
+from skyrl_train.config.base import BaseConfig, default_values
+from skyrl_train.config.config import SkyRLConfig
 from skyrl_train.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.base import BaseConfig, plain
-from skyrl_train.config.config import PlacementConfig, SkyRLConfig, TrainerConfig, default_values
+from skyrl_train.config.base import BaseConfig, default_values, plain
+from skyrl_train.config.config import PlacementConfig, SkyRLConfig, TrainerConfig
 from skyrl_train.config.deepspeed import DeepSpeedConfig
+from skyrl_train.config.other_releases import translated
 from skyrl_train.config.typed import build, is_among, leaves, resolve_references
 from skyrl_train.errors import ConfigError
 
@@ -69,7 +70,8 @@ class SupervisedConfig(BaseConfig):
     @classmethod
     def from_dict(cls, values: "Mapping[str, object] | DictConfig") -> "Self":
         """Build the settings. Missing ones have the defaults of this class, not those of reinforcement learning."""
-        return build(cls, _merged(default_values(cls), plain(values)))
+        defaults = default_values(cls)
+        return build(cls, _merged(defaults, translated(plain(values), lambda: defaults)))
 
     def __post_init__(self) -> None:
         resolve_references(self)
@@ -117,6 +119,7 @@ _SHARED = (
     "use_sample_packing", "use_shared_prefixes", "logprobs_chunk_size", "sequence_parallel_backend",
     "eval_batch_size", "eval_before_train",
     "eval_interval", "bf16", "flash_attn", "gradient_checkpointing", "gradient_checkpointing_use_reentrant",
+    "use_expandable_segments", "enable_ray_gpu_monitor", "log_path", "tags",
     "project_name", "run_name", "run_dir", "logger", "ckpt_path", "ckpt_interval", "ckpt_async",
     "max_ckpts_to_keep", "resume_mode", "resume_path", "resume_allow_changes", "export_path",
     "hf_save_interval", "worker_timeout_seconds", "max_consecutive_skipped_updates",

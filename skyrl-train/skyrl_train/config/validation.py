@@ -21,7 +21,7 @@ from skyrl_train.config.rules.generation import check_generation
 from skyrl_train.config.rules.launcher import check_cluster, check_inline_engines, check_ranks
 from skyrl_train.config.rules.models import check_adapters, check_division, check_models, check_optimizer
 from skyrl_train.config.rules.routing_replay import check_routing_replay
-from skyrl_train.config.rules.run import check_checkpoints, check_loggers, check_paths
+from skyrl_train.config.rules.run import check_checkpoints, check_loggers, check_paths, check_profiler
 from skyrl_train.config.rules.sampling_mask_replay import check_sampling_mask_replay
 from skyrl_train.config.rules.training_backend import check_training_backend
 from skyrl_train.config.supervised import PreferenceConfig, SupervisedConfig, check_read
@@ -64,6 +64,7 @@ def validate_cfg(cfg: "SkyRLConfig | Mapping[str, Any] | DictConfig") -> SkyRLCo
     replace_old_forms(config)
     replace_old_forms_of_asynchronous(config)
     check_checkpoints(config)
+    check_profiler(config)
     check_models(config)
     check_training_backend(config)
     check_routing_replay(config)
@@ -120,6 +121,7 @@ def validate_supervised_cfg(cfg: "Mapping[str, Any] | DictConfig", config_type: 
     check_paths(config)
     check_loggers(config)
     check_checkpoints(config)
+    check_profiler(config)
     check_optimizer(trainer.policy.optimizer_config, "trainer.policy.optimizer_config")
     with_pairs = isinstance(settings, PreferenceConfig)  # the reference must see what the policy sees
     check_adapters(trainer.policy.model.lora, "trainer.policy.model.lora", dropout_allowed=not with_pairs)

@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_gym.waits import end_run
-from skyrl_train.config import SkyRLConfig, config_dir, get_config_as_yaml_str, register_config_store
+from skyrl_train.config import SkyRLConfig, TrainerConfig, config_dir, get_config_as_yaml_str, register_config_store
 from skyrl_train.config.validation import validate_cfg, validate_environments
 from skyrl_train.dataset.dataset import PromptDataset
 from skyrl_train.entrypoints.agent import agent_generator, check_agent
@@ -46,7 +46,7 @@ from skyrl_train.utils.chat_templates import configured_chat_template
 from skyrl_train.utils.explanations import record_waits
 from skyrl_train.utils.process_log import configure_logging
 from skyrl_train.utils.progress import progress
-from skyrl_train.utils.run_folder import RunFolder
+from skyrl_train.utils.run_folder import RunFolder, link_logs
 from skyrl_train.utils.tracebacks import described, log_traceback
 from skyrl_train.utils.tracking import Tracking
 
@@ -173,6 +173,7 @@ class BasePPOExp:
             backends=trainer.logger,
             config=self.cfg,
             run_folder=self.run_folder,
+            tags=trainer.tags,
         )
 
     def get_trainer(
@@ -253,13 +254,19 @@ class Experiment(Protocol):
     def run(self) -> None: ...
 
 
-def _begin_log(path: Path) -> None:
+def _begin_log(trainer: TrainerConfig) -> Path:
+    """Log to the run folder from here on. Returns: the path of the log."""
+    path = RunFolder(trainer.run_dir).log_path("trainer")
     try:
+        if trainer.log_folder is not None:
+            link_logs(RunFolder(trainer.run_dir), trainer.log_folder)
         configure_logging(path)
     except OSError as error:
         raise ConfigError(
-            f"trainer.run_dir={path.parents[1]} cannot be written: {error}; give a folder that you may write to"
+            f"trainer.run_dir={path.parents[1]} or trainer.log_path={trainer.log_path} cannot be written: {error}; "
+            "give a folder that you may write to"
         ) from error
+    return path
 
 
 def run_experiment(
@@ -283,8 +290,7 @@ def run_experiment(
     try:
         configure_logging()
         typed = cfg if isinstance(cfg, SkyRLConfig) else validate(cfg)
-        log_path = RunFolder(typed.trainer.run_dir).log_path("trainer")
-        _begin_log(log_path)
+        log_path = _begin_log(typed.trainer)
         record_waits(log_path.parents[1])
         with progress.showing(typed.trainer.show_progress):
             prepared = experiment(typed)  # what is wrong with settings or data is seen before Ray starts

@@ -60,7 +60,7 @@ class EvalOnlyEntrypoint(BasePPOExp):
         )
         generator = self.get_generator(self.cfg, self.tokenizer, client)
         try:
-            metrics = await evaluate(dataloader, generator, self.cfg, None, self.tokenizer)
+            metrics = await evaluate(dataloader, generator, self.cfg, None, self.tokenizer, tracker)
         finally:
             await client.teardown()
         tracker.log(metrics, step=0, commit=True)

@@ -67,6 +67,7 @@ class SupervisedExp:
             backends=trainer.logger,
             config=self.settings,
             run_folder=self.run_folder,
+            tags=trainer.tags,
         )
         run = SupervisedTrainer(self.cfg, tracker, self.tokenizer, self.train_dataset, self.eval_dataset)
         await run.build_models()

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from skyrl_train.algorithms.sampling import informative_groups
+from skyrl_train.algorithms.sampling import TOLERANCE, informative_groups
 from skyrl_train.rollouts.types import NO_VERSION, RolloutBatch, TrainingSample, Trajectory, TrajectoryGroup
 
 
@@ -77,9 +77,10 @@ def scores(group: TrajectoryGroup) -> list[float | None]:
     return [None if too_few or each.failure is not None else each.reward for each in group.trajectories]
 
 
-def is_informative(group: TrajectoryGroup) -> bool:
-    """Check that the rewards of a group differ, so that it has a gradient (see `algorithms.sampling`)."""
-    return bool(informative_groups(scores(group), [group.uid] * len(group.trajectories)))
+def is_informative(group: TrajectoryGroup, tolerance: float = TOLERANCE) -> bool:
+    """Check that the rewards of a group differ by more than `tolerance`, so that it has a gradient (see
+    `algorithms.sampling`)."""
+    return bool(informative_groups(scores(group), [group.uid] * len(group.trajectories), tolerance))
 
 
 def with_uid(group: TrajectoryGroup, uid: str) -> TrajectoryGroup:

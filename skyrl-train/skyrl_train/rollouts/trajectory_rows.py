@@ -6,9 +6,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from skyrl_train.rollouts.joining import whole_sample
 from skyrl_train.rollouts.types import Failure, TrainingSample, Trajectory, TrajectoryGroup
 from skyrl_train.training_batch import TrainingInputBatch
 from skyrl_train.utils.token_columns import encode_columns
+from skyrl_train.utils.tracking import SampleRow
 
 _REPLACEMENT = "\ufffd"
 _MAX_TOKENS_OF_A_CHARACTER = 4
@@ -43,6 +45,15 @@ def trajectory_rows(groups: Sequence[TrajectoryGroup], tokenizer: Detokenizer) -
         for group in groups
         for trajectory in group.trajectories
         for step, sample in enumerate(trajectory.samples)
+    ]
+
+
+def sample_table(trajectories: Sequence[Trajectory], tokenizer: Detokenizer) -> list[SampleRow]:
+    """Return prompt, response and reward of whole trajectories, for `Tracking.log_samples`."""
+    samples = [whole_sample(each) for each in trajectories]
+    return [
+        (tokenizer.decode(sample.prompt_ids), tokenizer.decode(sample.response_ids), each.reward)
+        for each, sample in zip(trajectories, samples, strict=True)
     ]
 
 

@@ -33,7 +33,7 @@ def capture_output(path: str | Path) -> None:
     line tells one start from the next. For processes that nobody watches; there is no way back.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.resolve().mkdir(parents=True, exist_ok=True)  # it may be a link to a folder that this node lacks
     sys.stdout.flush()
     sys.stderr.flush()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -37,7 +37,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 from loguru import logger
 
 from skyrl_gym.whole_folders import fsync_folder
-from skyrl_train.errors import DataError
+from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.types import JsonObject
 from skyrl_train.utils.io import expand_path, remove_leftovers, write_atomically
 
@@ -52,6 +52,26 @@ UNREADABLE = (gzip.BadGzipFile, EOFError, zlib.error)
 def token_columns_name(step: int) -> str:
     """Return the name of the file of what training knew of the tokens of a step."""
     return f"train_step_{step:06d}_tokens.jsonl"
+
+
+def link_logs(run_folder: "RunFolder", target: Path) -> None:
+    """Make the run's folder of logs a link to `target`, which is made if needed.
+
+    Raises:
+        ConfigError: the run has logs elsewhere.
+    """
+    link = run_folder.logs_folder
+    target.mkdir(parents=True, exist_ok=True)
+    if link.exists() and link.resolve() == target.resolve():
+        return
+    if link.exists():
+        raise ConfigError(
+            f"trainer.log_path: the logs of this run are in {link.resolve()} already, and cannot begin in {target}; "
+            "leave trainer.log_path as it was, or give another trainer.run_name"
+        )
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.unlink(missing_ok=True)  # a link whose target was deleted
+    link.symlink_to(target)
 
 
 class TrajectoryFile(NamedTuple):

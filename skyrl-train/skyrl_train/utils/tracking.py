@@ -1,5 +1,6 @@
 """Sinks of a run's metrics: the console, the run folder, and the tracking services that accelerate supports."""
 
+import html
 import importlib
 import os
 import secrets
@@ -11,17 +12,22 @@ from typing import Any, Protocol, Self, get_args
 from loguru import logger
 from omegaconf import DictConfig, OmegaConf
 
-from skyrl_train.config.config import TrackerName
+from skyrl_train.config.config import SAMPLE_TRACKERS, TAG_TRACKERS, TrackerName
 from skyrl_train.config.typed import to_dict
 from skyrl_train.errors import ConfigError
 from skyrl_train.utils.process_log import log_level
 from skyrl_train.utils.run_folder import RunFolder
+
+SampleRow = tuple[str, str, float | None]
+"""Prompt, response and reward of a sample."""
 
 
 class TrackingBackend(Protocol):
     """Sink of metrics."""
 
     def log(self, data: Mapping[str, object], step: int, commit: bool) -> None: ...
+
+    def log_samples(self, name: str, samples: Sequence[SampleRow], step: int) -> None: ...
 
     def finish(self) -> None: ...
 
@@ -35,6 +41,7 @@ class Tracking:
         backends: one or several of `supported_backends`.
         config: the run's settings (a dataclass, a mapping or an OmegaConf node), shown by the services.
         run_folder: folder of `metrics.jsonl` and of the services' local files.
+        tags: of this run, for services that have such.
 
     Raises:
         ConfigError: a backend is unknown, not installed, or cannot start (no API key, say).
@@ -49,6 +56,7 @@ class Tracking:
         backends: str | Sequence[str] = "console",
         config: Any = None,
         run_folder: RunFolder | None = None,
+        tags: Sequence[str] | None = None,
     ):
         names = [backends] if isinstance(backends, str) else list(backends)
         if unknown := [name for name in names if name not in self.supported_backends]:
@@ -63,7 +71,7 @@ class Tracking:
             if name == "console":
                 self._backends.append(_ConsoleBackend(lambda: self.total_steps))
             else:
-                self._backends.append(_ServiceBackend(name, project_name, experiment_name, settings, run_folder))
+                self._backends.append(_ServiceBackend(name, project_name, experiment_name, settings, run_folder, tags))
 
     def log(self, data: Mapping[str, object], step: int, commit: bool = False) -> None:
         """Record metrics of a step at once. Several calls for a step add up.
@@ -74,6 +82,11 @@ class Tracking:
         """
         for backend in self._backends:
             backend.log(data, step, commit)
+
+    def log_samples(self, name: str, samples: Sequence[SampleRow], step: int) -> None:
+        """Record samples of a step as a table, in the services of `SAMPLE_TRACKERS`."""
+        for backend in self._backends:
+            backend.log_samples(name, samples, step)
 
     def finish(self) -> None:
         """Wait until everything is written or sent. Later calls do nothing."""
@@ -148,6 +161,9 @@ class _ConsoleBackend:
         if self._in_full:
             logger.debug("{}", "  ".join(f"{name}: {_four_decimals(value)}" for name, value in data.items()))
 
+    def log_samples(self, name: str, samples: Sequence[SampleRow], step: int) -> None:
+        """Show nothing: `trainer.print_example_interval` does."""
+
     def finish(self) -> None:
         pass
 
@@ -158,6 +174,9 @@ class _RunFolderBackend:
 
     def log(self, data: Mapping[str, object], step: int, commit: bool) -> None:
         self._run_folder.append_metrics(step, data)
+
+    def log_samples(self, name: str, samples: Sequence[SampleRow], step: int) -> None:
+        """Write nothing: all trajectories are in the run folder."""
 
     def finish(self) -> None:
         pass
@@ -170,7 +189,15 @@ class _ServiceBackend:
     """Tracker of a service, made by accelerate (`accelerate.tracking`), with local files below the run folder. A
     failure after the start is logged once and does not end the run."""
 
-    def __init__(self, name: str, project: str, run_name: str, config: dict[str, object], run_folder: RunFolder | None):
+    def __init__(
+        self,
+        name: str,
+        project: str,
+        run_name: str,
+        config: dict[str, object],
+        run_folder: RunFolder | None,
+        tags: Sequence[str] | None,
+    ):
         try:
             importlib.import_module(name)
         except ModuleNotFoundError as error:
@@ -191,6 +218,8 @@ class _ServiceBackend:
         self._has_warned = False
         self._has_started = False
         options = _options(name, project, run_name, config, run_folder)
+        if tags and name in TAG_TRACKERS:
+            options["tags"] = list(tags)
         try:
             self._tracker = LOGGER_TYPE_TO_CLASS[name](**options)
             if name != "tensorboard":  # which must know the first step
@@ -210,15 +239,34 @@ class _ServiceBackend:
         values = _numbers(data)
         if self._name == "mlflow":  # refuses `@` in names
             values = {name.replace("@", "_at_"): value for name, value in values.items()}
+        options = {"commit": commit} if self._name == "wandb" else {}
+        self._send(step, lambda: self._tracker.log(values, step=step, **options))
+
+    def log_samples(self, name: str, samples: Sequence[SampleRow], step: int) -> None:
+        if self._name in SAMPLE_TRACKERS:
+            self._send(step, lambda: self._log_table(name, samples, step))
+
+    def _log_table(self, name: str, samples: Sequence[SampleRow], step: int) -> None:
+        if self._name == "wandb":
+            self._tracker.log_table(name, columns=[*_COLUMNS], data=[list(sample) for sample in samples], step=step)
+        elif self._name == "tensorboard":
+            self._tracker.writer.add_text(name, markdown_table(samples), step)
+        else:
+            texts = [f"{prompt}\n{response}\nreward: {reward}" for prompt, response, reward in samples]
+            text = importlib.import_module("swanlab").Text
+            self._tracker.log({name: [text(each) for each in texts]}, step=step)
+
+    def _send(self, step: int, send: Callable[[], None]) -> None:
+        """Start the service if it has not started, and call `send`. The first failure is logged."""
         try:
             if not self._has_started:
                 # A resumed run starts earlier than the last event: purge_step makes TensorBoard forget what it repeats.
                 self._tracker.init_kwargs["purge_step"] = step
                 self._start()
-            self._tracker.log(values, step=step, **({"commit": commit} if self._name == "wandb" else {}))
+            send()
         except Exception as error:  # every service has error types of its own, and may be away for a while
             if not self._has_warned:
-                logger.warning(f"{self._name} did not take the metrics of step {step} (logged once): {error}")
+                logger.warning(f"{self._name} did not take what was logged in step {step} (logged once): {error}")
             self._has_warned = True
 
     def finish(self) -> None:
@@ -299,6 +347,20 @@ def _stored_run_id(run_folder: RunFolder | None, service: str, starts_anew: bool
     run_id = secrets.token_hex(4)
     path.write_text(run_id + "\n")
     return run_id, is_resumed
+
+
+_COLUMNS = ("prompt", "response", "reward")
+
+
+def markdown_table(samples: Sequence[SampleRow]) -> str:
+    """Format samples as a table whose cells show line breaks and markup as text."""
+
+    def cell(value: object) -> str:
+        text = html.escape(str(value)).replace("|", "&#124;")
+        return "<br>".join(text.splitlines())
+
+    rows = [" | ".join(map(cell, row)) for row in samples]
+    return "\n".join(f"| {row} |" for row in (" | ".join(_COLUMNS), "---|---|---", *rows))
 
 
 def _numbers(data: Mapping[str, Any]) -> dict[str, float]:

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from skyrl_train.algorithms.losses import PolicyLoss, TokenSelector
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.models.experts import RouterStatistics, auxiliary_loss
-from skyrl_train.training_backends.base import Gradient, MakeBackend, MetricSums, ParallelInfo
+from skyrl_train.training_backends.base import Gradient, MakeBackend, MetricSums, ParallelInfo, RankInfo
 from skyrl_train.training_batch import MicroBatch, TrainingInputBatch, TrainingOutputBatch
+from skyrl_train.utils.gpu_monitor import GpuMonitor, start_monitor
 from skyrl_train.utils.io import expand_path
 from skyrl_train.weight_sync.base import WeightSyncInitInfo
 from skyrl_train.weight_sync.cuda_ipc import gpu_uuid
@@ -22,6 +23,7 @@ from skyrl_train.weight_sync.plan import RankPlace
 from skyrl_train.weight_sync.rank_part import RankPart
 from skyrl_train.weight_sync.sender import EngineHandles, WeightSender, needs_staging
 from skyrl_train.workers.objectives.policy import PolicyObjective
+from skyrl_train.workers.profiler import StepProfiler, create_profiler
 from skyrl_train.workers.worker import Worker, create_backend
 
 
@@ -52,6 +54,25 @@ class PolicyWorker(Worker):
         self._scored: set[int] = set()
         self._sender: WeightSender | RankPart | None = None
         self._stages = False
+        self._profiler: StepProfiler | None = None
+        self._monitor: GpuMonitor | None = None
+
+    def init_model(self, info: RankInfo) -> ParallelInfo:
+        """Join the group and load the model. A collective: every rank must call it."""
+        parallel = super().init_model(info)
+        self._profiler = create_profiler(self.cfg, info.rank, self.backend.device)
+        if self.cfg.trainer.enable_ray_gpu_monitor:
+            self._monitor = start_monitor(gpu_uuid(self.backend.device))
+        return parallel
+
+    def end_profiled_step(self, step: int) -> None:
+        """Tell the profiler of this rank, if it has one, that a training step has ended."""
+        if self._profiler is not None:
+            self._profiler.end_step(step)
+
+    def take_gpu_load(self) -> dict[str, float]:
+        """Return the load of this rank's GPU and machine since the last call; empty without a GPU."""
+        return {} if self._monitor is None else self._monitor.take()
 
     # ---- training
 
@@ -139,7 +160,7 @@ class PolicyWorker(Worker):
 
     def connect_engines(self, engines: EngineHandles, init_infos: Sequence[WeightSyncInitInfo]) -> None:
         """Connect to the engines, in place of those before. Rank 0 calls them, other ranks hand over their part."""
-        self.teardown()
+        self._disconnect_engines()
         self._stages = needs_staging(init_infos[0])
         device, ranks = self.backend.device, PolicyRanks(self.parallel.rank, self.parallel.world_size)
         if ranks.rank > 0:
@@ -192,6 +213,15 @@ class PolicyWorker(Worker):
         return getattr(torch, self.cfg.generator.model_dtype)
 
     def teardown(self) -> None:
+        """End weight sync, profile and monitor."""
+        self._disconnect_engines()
+        if self._profiler is not None:
+            self._profiler.close()
+        if self._monitor is not None:
+            self._monitor.close()
+        self._profiler = self._monitor = None
+
+    def _disconnect_engines(self) -> None:
         """Close this rank's end of weight sync, which holds memory that engines read."""
         if self._sender is not None:
             self._sender.close()

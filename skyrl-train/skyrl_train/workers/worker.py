@@ -27,6 +27,7 @@ from skyrl_train.training_backends.base import (
 )
 from skyrl_train.training_backends.checkpoint import BackgroundWrite, WrittenFiles
 from skyrl_train.training_batch import MicroBatch, TrainingInputBatch, TrainingOutputBatch
+from skyrl_train.utils.cuda_allocator import use_expandable_segments
 from skyrl_train.utils.io import FileRecord
 from skyrl_train.utils.memory_peaks import MemoryPeaks
 from skyrl_train.utils.nodes import node_address
@@ -71,6 +72,8 @@ class Worker:
 
     def init_model(self, info: RankInfo) -> ParallelInfo:
         """Join the group and load the model. A collective: every rank must call it."""
+        if self.cfg.trainer.use_expandable_segments and torch.device(info.device).type == "cuda":
+            use_expandable_segments()  # before anything is allocated
         self.backend.join(info)
         self.memory_peaks = MemoryPeaks(self.backend.device)
         with self.memory_peaks.measuring("load"):

@@ -30,11 +30,11 @@ def test_a_group_of_one_is_kept():
     assert informative_groups([0.0, 1.0, 1.0], ["alone", "b", "b"]) == ["alone"]
 
 
-def test_the_tolerance_is_on_the_population_standard_deviation():
-    # 0 and 2e-6: mean 1e-6, so the standard deviation is 1e-6 exactly, which is not above it.
-    assert informative_groups([0.0, 2e-6], ["a", "a"]) == []
-    assert informative_groups([0.0, 2.1e-6], ["a", "a"]) == ["a"]
-    assert informative_groups([0.0, 0.2], ["a", "a"], tolerance=0.11) == []
+def test_tolerance_bounds_difference_of_highest_and_lowest_reward():
+    assert informative_groups([0.0, 0.5e-6, 1e-6], ["a"] * 3) == []
+    assert informative_groups([0.0, 0.5e-6, 1.1e-6], ["a"] * 3) == ["a"]
+    assert informative_groups([0.0, 0.2], ["a", "a"], tolerance=0.2) == []
+    assert informative_groups([0.0, 1e-9], ["a", "a"], tolerance=0.0) == ["a"]
 
 
 def test_large_equal_rewards_are_equal():

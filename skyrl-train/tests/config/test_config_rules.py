@@ -109,7 +109,7 @@ def remote(urls: list[str], **settings) -> dict:
         # sampling
         (dict(sampling_params__temperature=0), "sampling_params.temperature=0.0 must be greater than 0"),
         (dict(eval_sampling_params__temperature=-1), "eval_sampling_params.temperature must be 0"),
-        (dict(sampling_params__logprobs=1), "sampling_params.logprobs=1 is not supported"),
+        (dict(sampling_params__logprobs=2), "sampling_params.logprobs=2 is not supported"),
         (dict(sampling_params__top_k=0), "sampling_params.top_k must be -1"),
         (dict(sampling_params__top_p=1.5), "sampling_params.top_p must be above 0"),
         (dict(sampling_params__min_p=-0.1), "sampling_params.min_p must be from 0"),

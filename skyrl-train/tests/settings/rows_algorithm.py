@@ -94,6 +94,7 @@ ROWS = [
     Row(f"{ALGORITHM}.value_clip", 1e-6, weights("critic"), SLOW_CRITIC),
     Row(f"{ALGORITHM}.value_head_prefix", "score", weights("critic"), CRITIC),
     Row(f"{ALGORITHM}.zero_variance_filter", True, metrics, UNIFORM),
+    Row(f"{ALGORITHM}.zero_variance_filter_tol", 100.0, metrics, {f"{ALGORITHM}.zero_variance_filter": True}),
     loss("regular", "eps_clip_low", 0.001),
     loss("regular", "eps_clip_high", 0.001),
     loss("dual_clip", "clip_ratio_c", 1.001, {"trainer.policy.optimizer_config.lr": 0.05}),

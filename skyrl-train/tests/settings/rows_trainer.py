@@ -1,6 +1,7 @@
 """Rows for `data` and `trainer`, without `trainer.algorithm`."""
 
 import asyncio
+import gzip
 import shutil
 import sys
 import tempfile
@@ -24,6 +25,7 @@ from effects import (
     files,
     model,
     of_run,
+    refusal,
     start_error,
     trajectories,
     weights,
@@ -34,9 +36,15 @@ from skyrl_train.algorithms.losses import PolicyLossRegistry
 from skyrl_train.entrypoints import main_base
 from skyrl_train.fully_async_trainer import FullyAsyncRayPPOTrainer
 from skyrl_train.orchestration.actor_group import ActorGroup
+from skyrl_train.training_backends.base import RankInfo
 from skyrl_train.training_backends.fsdp2 import backend as fsdp2_backend
 from skyrl_train.utils.progress import progress
+from skyrl_train.utils.run_folder import RunFolder, link_logs
+from skyrl_train.utils.tracking import Tracking
+from skyrl_train.workers import policy_worker as policy_worker_module
+from skyrl_train.workers import worker as worker_module
 from skyrl_train.workers.policy_worker import PolicyWorker
+from skyrl_train.workers.profiler import create_profiler
 from skyrl_train.workers.worker import CriticWorker, RefWorker
 from skyrl_train_testing.rank_processes import ForkedRanks
 
@@ -165,11 +173,66 @@ def tracker(bench: Bench, settings: Settings) -> Any:
     told: list[Any] = []
     package = ModuleType("swanlab")
     vars(package)["config"] = {}
-    vars(package)["init"] = lambda **given: told.append((given["project"], given["name"]))
+    vars(package)["init"] = lambda **given: told.append((given["project"], given["name"], given.get("tags")))
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "swanlab", package)
         Experiment(bench.config(settings, bench.folder / "tracked")).get_tracker()
     return told
+
+
+def samples(bench: Bench, settings: Settings) -> Any:
+    """Return the tables of samples that a run sends to its tracker."""
+    sent: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tracking, "log_samples", lambda _, name, rows, step: sent.append((name, len(rows), step)))
+        bench.forget()
+        with warnings.catch_warnings(action="ignore"):
+            bench.run(settings)
+    return sent
+
+
+def log_folder(bench: Bench, settings: Settings) -> Any:
+    """Return where a run's folder of logs is."""
+    config = bench.config(settings, Path(tempfile.mkdtemp(dir=bench.folder)) / "run")
+    folder = config.trainer.log_folder
+    if folder is not None:
+        link_logs(RunFolder(config.trainer.run_dir), folder)
+    return RunFolder(config.trainer.run_dir).logs_folder.resolve().relative_to(bench.folder.resolve()).parts[1:]
+
+
+def on_cuda(bench: Bench, settings: Settings) -> Any:
+    """Return what a worker does besides where its device is a GPU; it is not, so the start fails there."""
+    config = bench.config(settings)
+    done: list[str] = []
+    worker: Any = PolicyWorker(config, PolicyLossRegistry.get("regular"), 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker_module, "use_expandable_segments", lambda: done.append("expandable"))
+        patch.setattr(policy_worker_module, "start_monitor", lambda uuid: done.append("monitor"))
+        patch.setattr(worker.backend, "join", lambda info: None)
+        patch.setattr(worker.backend, "load_model", lambda: None)
+        patch.setattr(type(worker.backend), "shares_prefixes", True)
+        worker.init_model(RankInfo(rank=0, world_size=1, device="cuda:0"))
+    return done
+
+
+def profiled(bench: Bench, settings: Settings) -> Any:
+    """Return the names of the files of a profile and what they record."""
+    run = bench.run(settings)
+    assert not run.error, run.error
+    found = {}
+    for path in sorted(run.folder.rglob("rank_*_step_*")):
+        text = path.read_bytes() if path.suffix != ".gz" else gzip.decompress(path.read_bytes())
+        marks = (b"Input Dims", b"[memory]", b"python_function", b"flops", b"aten::mm", b"Module Hierarchy")
+        found[str(path.relative_to(run.folder))] = [mark in text for mark in marks]
+    return found
+
+
+def with_modules(bench: Bench, settings: Settings) -> Any:
+    """Return whether the modules of TorchScript, of which there are none in a run, would be recorded."""
+    profiler = create_profiler(bench.config(settings, bench.folder / "profiled"), 0, torch.device("cpu"))
+    assert profiler is not None
+    profiler.close()
+    return profiler._profile.with_modules
 
 
 def resumed(bench: Bench, settings: Settings) -> Any:
@@ -325,6 +388,12 @@ ROWS += [
     Row("trainer.logger", "swanlab", tracker),
     Row("trainer.project_name", "mine", tracker, {"trainer.logger": "swanlab"}),
     Row("trainer.run_name", "mine", tracker, {"trainer.logger": "swanlab"}),
+    Row("trainer.tags", ["mine"], tracker, {"trainer.logger": "swanlab"}),
+    Row("trainer.num_logger_train_samples", 2, samples),
+    Row("trainer.num_logger_eval_samples", 2, samples, EVALUATION),
+    Row("trainer.log_path", "{run}/../elsewhere", log_folder),
+    Row("trainer.use_expandable_segments", True, on_cuda),
+    Row("trainer.enable_ray_gpu_monitor", False, on_cuda),
     Row("trainer.resume_mode", "none", resumed),
     Row("trainer.max_consecutive_skipped_updates", 2, quiet(end_of_diverged_run)),
     Row("trainer.resume_allow_changes", True, resumed, {"environment.env_class": "sometimes_toy"}),
@@ -362,6 +431,26 @@ ROWS += [
         ASYNC,
     ),
     Row("trainer.fully_async.group_timeout_seconds", 1e-6, error, ASYNC),
+]
+PROFILER = "trainer.policy.torch_profiler_config"
+PROFILE = {f"{PROFILER}.enable": True, f"{PROFILER}.skip_first": 0, f"{PROFILER}.with_stack": False}
+PROFILE |= {"trainer.max_training_steps": 4}
+ROWS += [
+    Row(f"{PROFILER}.enable", False, profiled, PROFILE),
+    Row(f"{PROFILER}.ranks", [1], error, PROFILE),
+    Row(f"{PROFILER}.save_path", "{run}/../elsewhere", profiled, PROFILE),
+    Row(f"{PROFILER}.skip_first", 1, profiled, PROFILE),
+    Row(f"{PROFILER}.wait", 1, profiled, PROFILE),
+    Row(f"{PROFILER}.warmup", 2, profiled, PROFILE),
+    Row(f"{PROFILER}.active", 2, profiled, PROFILE),
+    Row(f"{PROFILER}.repeat", 2, profiled, PROFILE),
+    Row(f"{PROFILER}.activities", ["cuda"], refusal, PROFILE),
+    Row(f"{PROFILER}.record_shapes", False, profiled, PROFILE),
+    Row(f"{PROFILER}.profile_memory", True, profiled, PROFILE),
+    Row(f"{PROFILER}.with_stack", True, profiled, PROFILE),
+    Row(f"{PROFILER}.with_flops", True, profiled, PROFILE),
+    Row(f"{PROFILER}.with_modules", True, with_modules, PROFILE),
+    Row(f"{PROFILER}.export_type", "stacks", profiled, PROFILE | {f"{PROFILER}.with_stack": True}),
 ]
 for name, needs in {"policy": {}, "critic": CRITIC, "ref": KL}.items():
     section = f"trainer.{name}"

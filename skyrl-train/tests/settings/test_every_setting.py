@@ -34,7 +34,7 @@ SLOW = re.compile(
     r"trainer\.critic\.(fsdp_config|model\.lora|optimizer_config|megatron_config)\.(?!cpu_offload|rank|lr|context)"
     r"|trainer\.(critic|ref)\.sequence_parallel_size"
     r"|trainer\.(algorithm\.\w+|distillation|fully_async)\."
-    r"|trainer\.(policy\.sequence_parallel_size|policy\.megatron_config|eval_|update_|resume_|print_example|ckpt_)"
+    r"|trainer\.(num_logger_|policy\.torch_profiler_config|policy\.sequence_parallel_size|policy\.megatron_config|eval_|update_|resume_|print_example|ckpt_)"
     r"|trainer\.(max_|dump_|export_path|epochs|critic_mini|critic\.model|micro_)"
     r"|data\.|generator\.(?!sampling_params|max_turns|n_samples)"
 )

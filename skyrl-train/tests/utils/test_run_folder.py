@@ -1,6 +1,7 @@
 import gzip
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -11,8 +12,8 @@ import pytest
 import torch
 from loguru import logger
 
-from skyrl_train.errors import DataError
-from skyrl_train.utils.run_folder import RunFolder
+from skyrl_train.errors import ConfigError, DataError
+from skyrl_train.utils.run_folder import RunFolder, link_logs
 
 
 @pytest.fixture
@@ -197,7 +198,7 @@ def test_configs_of_earlier_starts_are_kept_where_they_differ(run: RunFolder):
 
 WRITER = """
 import sys
-from skyrl_train.utils.run_folder import RunFolder
+from skyrl_train.utils.run_folder import RunFolder, link_logs
 run = RunFolder(sys.argv[1])
 for step in range(10**6):
     run.append_metrics(step, {"loss": 0.5})
@@ -224,3 +225,16 @@ def test_killed_at_any_time_a_run_keeps_every_step_it_told_of(tmp_path: Path):
             *(f"train_step_{step:06d}.jsonl" for step in range(5)),
         ]
         assert [json.loads(line)["step"] for line in run.metrics_path.read_text().splitlines()] == list(range(5))
+
+
+def test_logs_are_linked_to_another_folder(tmp_path: Path):
+    run, logs = RunFolder(tmp_path / "run"), tmp_path / "logs" / "run"
+    for _ in range(2):  # a resumed run finds its link
+        link_logs(run, logs)
+    run.log_path("trainer").write_text("line")
+    assert (logs / run.log_path("trainer").name).read_text() == "line"
+    with pytest.raises(ConfigError, match=r"trainer\.log_path"):
+        link_logs(run, tmp_path / "elsewhere")
+    shutil.rmtree(logs)
+    link_logs(run, tmp_path / "elsewhere")  # nothing is there any more
+    assert run.logs_folder.resolve() == tmp_path / "elsewhere"

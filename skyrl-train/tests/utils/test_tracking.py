@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.utils.run_folder import RunFolder
-from skyrl_train.utils.tracking import Tracking, console_line, plain_config
+from skyrl_train.utils.tracking import Tracking, console_line, markdown_table, plain_config
 
 STEP = {
     "reward/avg_raw_reward": 0.43125,
@@ -35,6 +35,15 @@ def test_the_console_shows_a_step_in_a_line():
 def test_metrics_the_console_does_not_know_are_shown_as_they_come():
     assert console_line({f"mine/{i}": i / 3 for i in range(60)}, 1).startswith("step 1  mine/0 0.0000  mine/1 0.3333  ")
     assert len(console_line({f"mine/{i}": i / 3 for i in range(60)}, 1)) < 200
+
+
+def test_samples_are_one_row_of_text_each():
+    assert markdown_table([("2+2?", "4 | <b>\nfour", 1.0), ("a", "b", None)]).splitlines() == [
+        "| prompt | response | reward |",
+        "| ---|---|--- |",
+        "| 2+2? | 4 &#124; &lt;b&gt;<br>four | 1.0 |",
+        "| a | b | None |",
+    ]
 
 
 @pytest.fixture
@@ -105,8 +114,10 @@ TWO_STEPS = """
 import sys
 from skyrl_train.utils.run_folder import RunFolder
 from skyrl_train.utils.tracking import Tracking
-tracking = Tracking("project", "first run", sys.argv[1], {"trainer": {"lr": 0.5}}, RunFolder(sys.argv[2]))
+tracking = Tracking("project", "first run", sys.argv[1], {"trainer": {"lr": 0.5}}, RunFolder(sys.argv[2]),
+                    tags=["mine"])
 first = int(sys.argv[3])
+tracking.log_samples("trajectories/train", [("What is 2+2?", "4 | <b>four</b>\\nor so", 1.0)], first)
 tracking.log({"reward/avg": first / 10, "pass@1": 0.5, "bad": float("nan")}, step=first, commit=True)
 tracking.log({"reward/avg": (first + 1) / 10}, step=first + 1, commit=True)
 tracking.finish()
@@ -143,6 +154,8 @@ def test_tensorboard_events_can_be_read_back_and_a_resumed_run_replaces_what_it_
     scalars = tensorboard_scalars(tmp_path / "trackers" / "tensorboard")
     assert scalars["reward/avg"] == [(1, pytest.approx(0.1)), (2, pytest.approx(0.2)), (3, pytest.approx(0.3))]
     assert scalars["pass@1"] == [(1, 0.5), (2, 0.5)]
+    events = [path.read_bytes() for path in (tmp_path / "trackers" / "tensorboard").rglob("events*")]
+    assert any(b"trajectories/train" in event and b"What is 2+2?" in event for event in events)
 
 
 @pytest.mark.slow
@@ -185,6 +198,7 @@ def test_swanlab_offline_keeps_a_run_to_send_later(tmp_path: Path):
     assert process.returncode == 0, process.stderr
     [file] = (tmp_path / "trackers" / "swanlab").glob("run-*/run-*.swanlab")
     assert b"reward/avg" in file.read_bytes()
+    assert any("What is 2+2?" in path.read_text(errors="ignore") for path in file.parent.rglob("*") if path.is_file())
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ _POSITIVE = (
 _NOT_NEGATIVE = (
     "kl_loss_coef",
     "entropy_loss_coef",
+    "zero_variance_filter_tol",
     "eps_clip_low",
     "eps_clip_high",
     "overlong_buffer.penalty_factor",

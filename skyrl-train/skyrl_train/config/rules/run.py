@@ -1,11 +1,14 @@
 """Rules of the run around the training: paths, trackers, checkpoints."""
 
 import os
+import warnings
 
-from skyrl_train.config.config import SkyRLConfig
+from skyrl_train.config.bounds import check_bounds
+from skyrl_train.config.config import SAMPLE_TRACKERS, TAG_TRACKERS, SkyRLConfig
 from skyrl_train.config.rules.checks import require, value_of
 
-_PATHS = ("trainer.run_dir", "trainer.ckpt_path", "trainer.export_path", "trainer.resume_path")
+_PATHS = ("trainer.run_dir", "trainer.ckpt_path", "trainer.export_path", "trainer.resume_path", "trainer.log_path")
+_LOCAL = ("trainer.log_path", "trainer.policy.torch_profiler_config.save_path")
 _MODELS = ("trainer.policy.model.path", "trainer.ref.model.path", "trainer.critic.model.path", "generator.model_name")
 
 
@@ -22,12 +25,31 @@ def check_paths(config: SkyRLConfig) -> None:
         "asynchronous training are appended to line by line, which an object store cannot do. Set trainer.ckpt_path "
         "and trainer.export_path to URLs instead",
     )
+    for name in _LOCAL:
+        path = value_of(config, name)
+        require(
+            path is None or (path != "" and "://" not in path),
+            f"{name}={path} must be a folder on a file system; leave it out for one in trainer.run_dir",
+        )
     for name in _MODELS:
         require(value_of(config, name) != "", f"{name} is empty; give a folder or a name on the Hugging Face hub")
 
 
 def check_loggers(config: SkyRLConfig) -> None:
-    """A tracker that needs a key has one."""
+    """Check that a tracker that needs a key has one, and that one takes what it is to be sent."""
+    trainer = config.trainer
+    sent = {
+        "trainer.tags": (bool(trainer.tags), TAG_TRACKERS),
+        "trainer.num_logger_train_samples": (trainer.num_logger_train_samples > 0, SAMPLE_TRACKERS),
+        "trainer.num_logger_eval_samples": (trainer.num_logger_eval_samples > 0, SAMPLE_TRACKERS),
+    }
+    for name, (is_set, trackers) in sent.items():
+        if is_set and not set(trackers) & set(trainer.loggers):
+            warnings.warn(
+                f"{name} has no effect with trainer.logger={','.join(trainer.loggers)}: these take it: "
+                f"{', '.join(trackers)}",
+                stacklevel=4,
+            )
     if "wandb" not in config.trainer.loggers or os.environ.get("WANDB_API_KEY"):
         return
     require(
@@ -59,4 +81,25 @@ def check_checkpoints(config: SkyRLConfig) -> None:
         trainer.resume_mode == "from_path" or trainer.resume_path is None,
         f"trainer.resume_path={trainer.resume_path} is read only with trainer.resume_mode=from_path; got "
         f"trainer.resume_mode={trainer.resume_mode}",
+    )
+
+
+def check_profiler(config: SkyRLConfig) -> None:
+    """Check the settings of the policy's profile."""
+    name, settings = "trainer.policy.torch_profiler_config", config.trainer.policy.torch_profiler_config
+    check_bounds(settings, name)
+    if not settings.enable:
+        return
+    size = config.trainer.placement.policy_world_size
+    require(
+        bool(settings.ranks) and all(0 <= rank < size for rank in settings.ranks),
+        f"{name}.ranks={settings.ranks} must name ranks of the policy, from 0 to {size - 1}",
+    )
+    require(
+        "cpu" in settings.activities or ("cuda" in settings.activities and config.trainer.placement.device != "cpu"),
+        f"{name}.activities={settings.activities} records nothing on {config.trainer.placement.device}; add cpu",
+    )
+    require(
+        settings.export_type != "stacks" or settings.with_stack,
+        f"{name}.export_type=stacks needs {name}.with_stack=true",
     )
