@@ -488,6 +488,11 @@ def _value_of(settings: Mapping[str, Any], name: str, default: Any) -> Any:
     return value
 
 
+def moved_names(section: str) -> list[str]:
+    """Return the names of other releases in a section that have another name here."""
+    return [name for name, each in OTHER_RELEASES.items() if isinstance(each, Moved) and name.startswith(f"{section}.")]
+
+
 def is_refused(name: str) -> bool:
     """Return whether `name` is a setting or section of other releases, or in such a section."""
     return _entry(name) is not None
@@ -495,13 +500,12 @@ def is_refused(name: str) -> bool:
 
 def reason_refused(name: str, value: object) -> str | None:
     """Return an error's text for the setting or section `name` of other releases; None if it is not one."""
+    if isinstance(value, Mapping) and value:  # accepted values have been taken out
+        reasons = (reason_refused(f"{name}.{key}", item) for key, item in value.items())
+        return next((reason for reason in reasons if reason is not None), None)
     entry = _entry(name)
     if entry is None:
         return None
-    if isinstance(value, Mapping) and value:
-        # One of those that are refused: those that are accepted have been taken out.
-        key, item = next(iter(value.items()))
-        return reason_refused(f"{name}.{key}", item)
     return f"{name}={_formatted(value)} is refused: {entry[1].reason}"
 
 

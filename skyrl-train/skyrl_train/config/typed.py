@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import SequenceMatcher
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from skyrl_train.config.other_releases import is_refused, reason_choice_refused, reason_refused
+from skyrl_train.config.other_releases import is_refused, moved_names, reason_choice_refused, reason_refused
 from skyrl_train.errors import ConfigError
 
 T = TypeVar("T")
@@ -240,7 +240,10 @@ def _unknown_setting(name: str, value: object, root: type) -> ConfigError:
     reason = reason_refused(name, value)
     if reason:
         return ConfigError(reason)
-    nearest = nearest_name(name, list(setting_names(root)))
+    moved = moved_names(name)
+    if moved and isinstance(value, Mapping) and value:  # a section of other releases: the unknown name is in it
+        name = join(name, str(next(iter(value))))
+    nearest = nearest_name(name, [*setting_names(root), *moved])
     return ConfigError(f"unknown setting {name}" + (f"; did you mean {nearest}?" if nearest else ""))
 
 

@@ -208,7 +208,7 @@ def test_setting_of_another_release_is_refused_for_every_model(name, value, erro
     "name, value",
     [
         ("trainer.critic.megatron_config.mtp_num_layers", None),
-        ("trainer.policy.megatron_config.torch_profiler_config", {"enable": False, "ranks": [0], "save_path": "x"}),
+        ("trainer.policy.megatron_config.torch_profiler_config", {"enable": False, "ranks": [0], "save_path": None}),
         ("trainer.policy.megatron_config.optimizer_config_kwargs", {"optimizer_offload_fraction": 0.0}),
         ("trainer.ref.deepspeed_config.fp16", {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16}),
         ("trainer.ref.deepspeed_config.data_types", {"grad_accum_dtype": "fp32"}),

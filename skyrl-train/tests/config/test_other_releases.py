@@ -137,6 +137,13 @@ def test_both_names_with_different_values_are_refused():
         )
 
 
+def test_unknown_name_in_moved_section_gets_nearest():
+    with pytest.raises(
+        ConfigError, match=r"inference_engine\.num_engnes; did you mean .*inference_engine\.num_engines"
+    ):
+        changes({"generator.inference_engine.num_engnes": 4, "generator.inference_engine.backend": "vllm"})
+
+
 def test_entries_of_a_dict_setting_may_come_under_both_names():
     values = {
         "generator.inference_engine.engine_init_kwargs.max_model_len": 512,

@@ -25,6 +25,7 @@ from effects import (
     files,
     model,
     of_run,
+    refusal,
     start_error,
     trajectories,
     weights,
@@ -43,6 +44,7 @@ from skyrl_train.utils.tracking import Tracking
 from skyrl_train.workers import policy_worker as policy_worker_module
 from skyrl_train.workers import worker as worker_module
 from skyrl_train.workers.policy_worker import PolicyWorker
+from skyrl_train.workers.profiler import create_profiler
 from skyrl_train.workers.worker import CriticWorker, RefWorker
 from skyrl_train_testing.rank_processes import ForkedRanks
 
@@ -202,7 +204,7 @@ def on_cuda(bench: Bench, settings: Settings) -> Any:
     """Return what a worker does besides where its device is a GPU; it is not, so the start fails there."""
     config = bench.config(settings)
     done: list[str] = []
-    worker = PolicyWorker(config, PolicyLossRegistry.get("regular"), 1)
+    worker: Any = PolicyWorker(config, PolicyLossRegistry.get("regular"), 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker_module, "use_expandable_segments", lambda: done.append("expandable"))
         patch.setattr(policy_worker_module, "start_monitor", lambda uuid: done.append("monitor"))
@@ -223,6 +225,14 @@ def profiled(bench: Bench, settings: Settings) -> Any:
         marks = (b"Input Dims", b"[memory]", b"python_function", b"flops", b"aten::mm", b"Module Hierarchy")
         found[str(path.relative_to(run.folder))] = [mark in text for mark in marks]
     return found
+
+
+def with_modules(bench: Bench, settings: Settings) -> Any:
+    """Return whether the modules of TorchScript, of which there are none in a run, would be recorded."""
+    profiler = create_profiler(bench.config(settings, bench.folder / "profiled"), 0, torch.device("cpu"))
+    assert profiler is not None
+    profiler.close()
+    return profiler._profile.with_modules
 
 
 def resumed(bench: Bench, settings: Settings) -> Any:
@@ -434,12 +444,12 @@ ROWS += [
     Row(f"{PROFILER}.warmup", 2, profiled, PROFILE),
     Row(f"{PROFILER}.active", 2, profiled, PROFILE),
     Row(f"{PROFILER}.repeat", 2, profiled, PROFILE),
-    Row(f"{PROFILER}.activities", ["cuda"], profiled, PROFILE),
+    Row(f"{PROFILER}.activities", ["cuda"], refusal, PROFILE),
     Row(f"{PROFILER}.record_shapes", False, profiled, PROFILE),
     Row(f"{PROFILER}.profile_memory", True, profiled, PROFILE),
     Row(f"{PROFILER}.with_stack", True, profiled, PROFILE),
     Row(f"{PROFILER}.with_flops", True, profiled, PROFILE),
-    Row(f"{PROFILER}.with_modules", True, profiled, PROFILE),
+    Row(f"{PROFILER}.with_modules", True, with_modules, PROFILE),
     Row(f"{PROFILER}.export_type", "stacks", profiled, PROFILE | {f"{PROFILER}.with_stack": True}),
 ]
 for name, needs in {"policy": {}, "critic": CRITIC, "ref": KL}.items():

@@ -69,7 +69,7 @@ def test_profiler_is_created_on_selected_ranks(tmp_path: Path):
         ({"ranks": [0, 1]}, "from 0 to 0"),
         ({"active": 0}, "active must be 1 or greater"),
         ({"skip_first": -1}, "skip_first must be 0 or greater"),
-        ({"activities": []}, "activities is empty"),
+        ({"activities": []}, r"activities=\[\] records nothing"),
         ({"export_type": "stacks", "with_stack": False}, "needs .*with_stack=true"),
     ],
 )

@@ -95,7 +95,10 @@ def check_profiler(config: SkyRLConfig) -> None:
         bool(settings.ranks) and all(0 <= rank < size for rank in settings.ranks),
         f"{name}.ranks={settings.ranks} must name ranks of the policy, from 0 to {size - 1}",
     )
-    require(bool(settings.activities), f"{name}.activities is empty; give cpu, cuda or both")
+    require(
+        "cpu" in settings.activities or ("cuda" in settings.activities and config.trainer.placement.device != "cpu"),
+        f"{name}.activities={settings.activities} records nothing on {config.trainer.placement.device}; add cpu",
+    )
     require(
         settings.export_type != "stacks" or settings.with_stack,
         f"{name}.export_type=stacks needs {name}.with_stack=true",
