@@ -434,6 +434,10 @@ def test_what_cannot_work_is_said_before_anything_starts(settings: Any, message:
             {"grade": {"program": "f.py", "tests": ["x"], "command": ["true"]}},
             "grade must have either program and tests .* or command",
         ),
+        ({"grade": PASSES | {"files": {"../check.py": ""}}}, "grade.files: '../check.py' is not a path inside"),
+        ({"grade": PASSES | {"inputs": ["/f.py"]}}, "grade.inputs: '/f.py' is not a path inside"),
+        ({"grade": {"program": "../f.py", "tests": ["x"]}}, "grade.program: '../f.py' is not a path inside"),
+        ({"grade": PASSES | {"inputs": ["d"], "files": {"d/check.py": ""}}}, "grade.inputs must not lie in, or around"),
         ({"grade": PASSES | {"inputs": "a"}}, "grade.inputs must be a list of paths"),
         ({"grade": PASSES | {"files": {"check.py": 3}}}, "grade.files must be an object of paths and texts"),
         (
