@@ -143,6 +143,16 @@ async def test_programs_in_a_sandbox_become_trajectories_and_each_failure_has_a_
     assert time.monotonic() - started < 60
 
 
+@needs_sandbox
+@pytest.mark.parametrize("names", ["aa", "ab"])
+async def test_crashes_of_one_prompt_are_graded_and_those_of_all_fail(names: str, characters: Any):
+    grade = {"command": ["false"]}
+    rows = [{"uid": name, "files": {"agent.sh": ONCE + "exit 3"}, "grade": grade} for name in names]
+    harness = HarnessConfig(command=["sh", "agent.sh"])
+    trajectories, _ = await trajectories_of(Model(characters, lambda _: "ok"), harness, rows)
+    assert [each.failure is None for each in trajectories] == [names == "aa"] * 2
+
+
 AGENT = """
 import json, os, sys, urllib.request
 body = {"model": os.environ["SKYRL_MODEL"], "messages": [{"role": "user", "content": os.environ["SKYRL_TASK"]}]}
