@@ -16,6 +16,15 @@ def to_finite(value: object) -> float | None:
     return number if math.isfinite(number) else None
 
 
+def to_finite_scalar(value: object) -> float | None:
+    """Convert as `to_finite`, and booleans (0 or 1) and scalars of numpy or torch too."""
+    try:
+        scalar = value.item() if hasattr(value, "item") else value  # pyright: ignore[reportAttributeAccessIssue]
+    except (RuntimeError, TypeError, ValueError):  # more than one element
+        return None
+    return float(scalar) if isinstance(scalar, bool) else to_finite(scalar)
+
+
 def describe(value: object) -> str:
     """Return a short text of a value that is no finite number, for an error."""
     if isinstance(value, int) and not isinstance(value, bool):  # Python refuses to write integers of 4,300 digits

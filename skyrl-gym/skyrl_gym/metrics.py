@@ -1,12 +1,11 @@
 """Aggregation of the metrics of many episodes."""
 
-import math
 from collections import defaultdict
-from numbers import Real
 from typing import Any
 
 from skyrl_gym import error
 from skyrl_gym.envs.registration import env_class_of, spec
+from skyrl_gym.finite_numbers import to_finite_scalar
 
 
 def default_aggregate_metrics(metrics: list[dict[str, object]]) -> dict[str, float]:
@@ -14,22 +13,9 @@ def default_aggregate_metrics(metrics: list[dict[str, object]]) -> dict[str, flo
     values: defaultdict[str, list[float]] = defaultdict(list)
     for episode in metrics:
         for key, value in episode.items():
-            if (number := to_finite_number(value)) is not None:
+            if (number := to_finite_scalar(value)) is not None:
                 values[key].append(number)
     return {key: sum(numbers) / len(numbers) for key, numbers in values.items()}
-
-
-def to_finite_number(value: object) -> float | None:
-    """Convert a number, a boolean (0 or 1), or a scalar of numpy or torch to a float; None for anything else, NaN and
-    infinities included."""
-    try:
-        scalar = value.item() if hasattr(value, "item") else value  # pyright: ignore[reportAttributeAccessIssue]
-        if not isinstance(scalar, Real):
-            return None
-        number = float(scalar)
-    except (OverflowError, RuntimeError, TypeError, ValueError):  # more than one element, or beyond a float
-        return None
-    return number if math.isfinite(number) else None
 
 
 def aggregate_for_environment(env_name: str, metrics: list[dict[str, object]]) -> dict[str, Any]:

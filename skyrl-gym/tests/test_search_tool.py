@@ -112,7 +112,7 @@ def test_retrying_ends_with_its_time():
 def test_half_a_surrogate_pair_in_a_query_is_replaced():
     with serving((200, GOOD)) as server:
         call_search_api(server.url, "a\ud800b")
-        assert server.requests[0]["query"] == "a?b"
+        assert server.requests[0]["query"] == "a\ufffdb"
 
 
 def test_a_wrong_address_is_refused_before_the_first_search():

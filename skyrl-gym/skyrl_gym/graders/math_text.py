@@ -1,6 +1,7 @@
 r"""Mathematical answers as text: finding them in a response, and writing them in one way. Knows no equivalence."""
 
 import re
+from decimal import Decimal
 
 __all__ = ["extract_number", "first_boxed", "last_boxed_only_string", "normalize_answer", "remove_boxed"]
 
@@ -85,7 +86,7 @@ def clean(answer: str) -> str:
     text = _DEGREES.sub("", _FRACTION.sub(r"\\frac", text)).replace("\\%", "").replace("%", "")
     text = _MIXED.sub(r"\1\\frac{\2}{\3}", _WIDE_SPACE.sub(" ", text))
     text = _TEXT_ALONE.sub(r"\1", text) if _TEXT_ALONE.fullmatch(text) else text
-    text = _EXPONENT.sub(_to_power_of_ten, text)
+    text = _EXPONENT.sub(_write_out, text)
     return _PLUS_SIGN.sub("", text.strip()).rstrip(".,;").strip()
 
 
@@ -102,8 +103,9 @@ def _strip_fonts(text: str) -> str:
     return text
 
 
-def _to_power_of_ten(found: re.Match[str]) -> str:
-    return f"{found[1]} \\cdot 10^{{{int(found[2])}}}"
+def _write_out(found: re.Match[str]) -> str:
+    """Return all digits: a product with a power of ten would be read apart in `1/2e3` and `2^1e3`."""
+    return f"{Decimal(found[0]):f}"
 
 
 def join_thousands(text: str) -> str:

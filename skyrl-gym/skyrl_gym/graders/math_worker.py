@@ -71,6 +71,8 @@ def _is_close(expected: Any, found: Any) -> bool:
     lists element by element. Returns: True for everything else."""
     import sympy
 
+    if expected == found:  # evaluating towers of powers would take the worker's time
+        return True
     if isinstance(expected, sympy.MatrixBase) and isinstance(found, sympy.MatrixBase):
         return all(map(_is_close, expected.flat(), found.flat()))
     if isinstance(expected, sympy.FiniteSet) and isinstance(found, sympy.FiniteSet):

@@ -13,6 +13,7 @@ from typing import Any
 from skyrl_gym.error import InfraError
 from skyrl_gym.services import FAULTS_OF_THE_REQUEST, Connections, Retries, Service, connections_to, origin_of
 from skyrl_gym.tools.core import ToolGroup, tool
+from skyrl_gym.valid_unicode import replace_lone_surrogates
 
 DEFAULT_SEARCH_URL = "http://127.0.0.1:8000/retrieve"
 DEFAULT_TIMEOUT = 30
@@ -58,8 +59,7 @@ def call_search_api(
     """
     retries = Retries(max_retries, INITIAL_RETRY_DELAY, MAX_RETRY_DELAY, retry_seconds)
     service = Service(retrieval_service_url, timeout=timeout, retries=retries, connections=session)
-    question = query.encode("utf-8", errors="replace").decode("utf-8")  # half of a surrogate pair has no UTF-8 form
-    payload = {"query": question, "topk": topk, "return_scores": return_scores}
+    payload = {"query": replace_lone_surrogates(query), "topk": topk, "return_scores": return_scores}
     label = f"search {uuid.uuid4().hex[:8]} {query!r}" if log_requests else None
     try:
         response = service.request(payload, label=label)

@@ -7,7 +7,8 @@ from typing import Any, TypedDict, get_args
 
 import numpy as np
 
-from skyrl_gym.metrics import aggregate_for_environment, to_finite_number
+from skyrl_gym.finite_numbers import to_finite_scalar
+from skyrl_gym.metrics import aggregate_for_environment
 from skyrl_train.errors import AllRolloutsFailedError, FailureKind
 from skyrl_train.rollouts.joining import whole_sample
 from skyrl_train.rollouts.types import NO_VERSION, Failure, RolloutBatch, Trajectory, TrajectoryGroup
@@ -244,7 +245,7 @@ def _environment_metrics(
     found: dict[str, float] = {}
     for env_class, episodes in by_class.items():
         for key, value in aggregate_for_environment(env_class, episodes).items():
-            if (number := to_finite_number(value)) is not None:
+            if (number := to_finite_scalar(value)) is not None:
                 found[f"environment/{key}"] = number
     return found
 

@@ -50,8 +50,8 @@ class TransformersBackend(TrainingBackend):
         random_state = torch.get_rng_state()
         model = self.build(path, with_weights=False)
         refusal = None
-        if self._has_weights_in_adapters:
-            refusal = f"trainer.{self.name}.model.lora.init_method computes adapters from the weights"
+        if method := self._init_method_from_weights:
+            refusal = f"trainer.{self.name}.model.lora.init_method={method} computes adapters from the weights"
         files = open_on_all_ranks(transformer_of(model), path, refusal)
         is_first = self.parallel.rank == 0
         if files is not None:
@@ -67,10 +67,10 @@ class TransformersBackend(TrainingBackend):
         return model, files
 
     @property
-    def _has_weights_in_adapters(self) -> bool:
-        """Whether adapters begin as parts of the weights, which are then no longer those of the files."""
+    def _init_method_from_weights(self) -> str | None:
+        """Return `lora.init_method` if adapters begin as parts of the weights, which are then not those of the files."""
         lora = None if isinstance(self.settings, RefConfig) else self.settings.model.lora
-        return lora is not None and self.is_trained and begins_with_weights(lora)
+        return lora.init_method if lora is not None and self.is_trained and begins_with_weights(lora) else None
 
     @property
     def shares_prefixes(self) -> bool:

@@ -143,6 +143,16 @@ async def test_programs_in_a_sandbox_become_trajectories_and_each_failure_has_a_
     assert time.monotonic() - started < 60
 
 
+@needs_sandbox
+@pytest.mark.parametrize("names", ["aa", "ab"])
+async def test_crashes_of_one_prompt_are_graded_and_those_of_all_fail(names: str, characters: Any):
+    grade = {"command": ["false"]}
+    rows = [{"uid": name, "files": {"agent.sh": ONCE + "exit 3"}, "grade": grade} for name in names]
+    harness = HarnessConfig(command=["sh", "agent.sh"])
+    trajectories, _ = await trajectories_of(Model(characters, lambda _: "ok"), harness, rows)
+    assert [each.failure is None for each in trajectories] == [names == "aa"] * 2
+
+
 AGENT = """
 import json, os, sys, urllib.request
 body = {"model": os.environ["SKYRL_MODEL"], "messages": [{"role": "user", "content": os.environ["SKYRL_TASK"]}]}
@@ -434,6 +444,10 @@ def test_what_cannot_work_is_said_before_anything_starts(settings: Any, message:
             {"grade": {"program": "f.py", "tests": ["x"], "command": ["true"]}},
             "grade must have either program and tests .* or command",
         ),
+        ({"grade": PASSES | {"files": {"../check.py": ""}}}, "grade.files: '../check.py' is not a path inside"),
+        ({"grade": PASSES | {"inputs": ["/f.py"]}}, "grade.inputs: '/f.py' is not a path inside"),
+        ({"grade": {"program": "../f.py", "tests": ["x"]}}, "grade.program: '../f.py' is not a path inside"),
+        ({"grade": PASSES | {"inputs": ["d"], "files": {"d/check.py": ""}}}, "grade.inputs must not lie in, or around"),
         ({"grade": PASSES | {"inputs": "a"}}, "grade.inputs must be a list of paths"),
         ({"grade": PASSES | {"files": {"check.py": 3}}}, "grade.files must be an object of paths and texts"),
         (

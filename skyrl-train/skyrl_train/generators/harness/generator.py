@@ -243,7 +243,12 @@ class HarnessGenerator(GeneratorInterface):
             logger.warning(f"a harness failed while an engine is not well: {error}")
 
     def _batch(self, trajectories: list[Trajectory], graded_ends: list[Failure]) -> RolloutBatch:
-        if graded_ends and len(graded_ends) == len(trajectories) and not any(each.reward for each in trajectories):
+        is_each_crashed = len(graded_ends) == len(trajectories) and not any(each.reward for each in trajectories)
+        if graded_ends and is_each_crashed and len(grouped(trajectories)) == 1:
+            # One prompt (fully asynchronous runs generate them one by one): the policy may have caused it, and must not
+            # take its own bad grades away.
+            logger.warning("all {} programs of a prompt crashed: {}", len(trajectories), graded_ends[0].message)
+        elif graded_ends and is_each_crashed:
             # More likely a harness that does not work than a policy that makes each of its programs crash.
             trajectories = [replace(each, failure=graded_ends[0]) for each in trajectories]
             graded_ends = []

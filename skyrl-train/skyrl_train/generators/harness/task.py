@@ -17,6 +17,7 @@ from skyrl_gym.graders import reward_of
 from skyrl_gym.graders.code import CodeSettings, grade_code, parse_tests
 from skyrl_gym.sandbox import ExecResult, Limits, Sandbox
 from skyrl_gym.sandbox.command import as_bytes
+from skyrl_gym.sandbox.workspace import path_parts
 from skyrl_train.errors import RolloutError
 from skyrl_train.types import ConversationType
 
@@ -179,6 +180,7 @@ def check_row(row: Mapping[str, Any], with_grade: bool) -> None:
         or not all(isinstance(path, str) for path in inputs)
     ):
         raise ValueError(f"grade.inputs must be a list of paths in the workspace; got {str(inputs)[:100]!r}")
+    _check_places(list(inputs or []), [path for path, text in (grade.get("files") or {}).items() if text is not None])
     command = grade.get("command")
     if isinstance(command, str | Mapping) or not isinstance(command, Iterable) or not list(command):
         raise ValueError(
@@ -190,7 +192,8 @@ def check_row(row: Mapping[str, Any], with_grade: bool) -> None:
 def _check_tests(grade: Mapping[str, Any]) -> None:
     if not isinstance(grade["program"], str):
         raise ValueError(f"grade.program must be a path in the workspace; got {str(grade['program'])[:100]!r}")
-    if grade.get("files") or grade.get("inputs"):
+    _check_path("grade.program", grade["program"])
+    if any(text is not None for text in (grade.get("files") or {}).values()) or grade.get("inputs"):
         raise ValueError("grade.files and grade.inputs belong to grade.command; grade.program is run alone")
     try:
         parse_tests(grade.get("tests"))
@@ -203,6 +206,29 @@ def _check_files(column: str, files: object) -> None:
         return
     if not isinstance(files, Mapping) or not all(isinstance(text, str | None) for text in files.values()):
         raise ValueError(f"{column} must be an object of paths and texts; got {str(files)[:100]!r}")
+    for path in (path for path, text in files.items() if text is not None):
+        _check_path(column, path)
+
+
+def _check_places(inputs: Sequence[str], files: Sequence[str]) -> None:
+    """Check that no path of an input can take the place of a grader's file, or of its folder: whether that file can be
+    written would be up to the agent."""
+    for path in inputs:
+        given = _check_path("grade.inputs", path)
+        for file in files:
+            own = path_parts(file)
+            if given != own and given[: len(own)] == own[: len(given)]:
+                raise ValueError(
+                    "grade.inputs must not lie in, or around, the path of a file of grade.files; got "
+                    f"{path!r} and {file!r}"
+                )
+
+
+def _check_path(column: str, path: object) -> list[str]:
+    try:
+        return path_parts(str(path))
+    except ValueError as error:
+        raise ValueError(f"{column}: {error}; use a relative path, without '..'") from None
 
 
 def write_files(sandbox: Sandbox, files: Mapping[str, str | None] | None) -> None:

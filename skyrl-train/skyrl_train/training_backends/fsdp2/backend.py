@@ -37,7 +37,7 @@ class FSDP2Backend(TransformersBackend):
         model, files = self.open_model(self.settings.model.path or "", check=True)
         if self.parallel.rank:  # the values that a model begins with are drawn: dropout of adapters differs by rank
             torch.manual_seed(self.cfg.trainer.seed + self.parallel.rank)
-        if self.cfg.trainer.bf16 and not self._has_weights_in_adapters:
+        if self.cfg.trainer.bf16 and self._init_method_from_weights is None:
             cast_frozen_parameters(model, is_trained=self.is_trained)
         values = self._values(model, files)
         fsdp_config = self.settings.fsdp_config
