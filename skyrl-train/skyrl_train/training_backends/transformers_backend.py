@@ -68,7 +68,7 @@ class TransformersBackend(TrainingBackend):
 
     @property
     def _init_method_from_weights(self) -> str | None:
-        """Return `lora.init_method` if adapters begin as parts of the weights, which are then not those of the files."""
+        """Return `lora.init_method` if adapters begin as parts of the weights, which then differ from the files."""
         lora = None if isinstance(self.settings, RefConfig) else self.settings.model.lora
         return lora.init_method if lora is not None and self.is_trained and begins_with_weights(lora) else None
 
