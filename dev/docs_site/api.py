@@ -53,6 +53,7 @@ CLASSES: dict[str, tuple[str, ...]] = {
         "skyrl_train.training_backends.base.RankInfo",
         "skyrl_train.training_backends.base.ParallelInfo",
         "skyrl_train.training_backends.base.Objective",
+        "skyrl_train.training_backends.transformers_backend.TransformersBackend",
         "skyrl_train.training_backends.fsdp2.backend.FSDP2Backend",
         "skyrl_train.config.training_backends.TrainingBackendTraits",
     ),

@@ -31,6 +31,8 @@ REMEDIES = {
     "UnsupportedByEngine": "use an engine that has it ([engines](../engines.md))",
     "AllRolloutsFailedError": "correct the commonest cause, which the message quotes: environment, tool or engine",
     "NonFiniteUpdateError": "correct what was not finite ([numerical checks](../algorithms.md#numerical-checks))",
+    "RolloutGapError": "find what differs between engine and trainer "
+    "([numerical checks](../algorithms.md#numerical-checks)), or raise trainer.algorithm.max_rollout_gap",
     "RolloutError": "one trajectory failed, the batch continues; the run's report has the failures of each step",
     "Error": "correct the argument that the message names",
     "RegistrationError": "choose an id that exists, or register it before use ([environments](../environments.md))",

@@ -15,7 +15,9 @@ EVALUATION = StepPart.EVALUATION
 # fmt: off
 WITHOUT_EFFECT = (
     "data.train_data", "data.cache_dir",  # places: the content is compared
-    "trainer.project_name", "trainer.run_name", "trainer.run_dir", "trainer.logger",
+    "trainer.project_name", "trainer.run_name", "trainer.run_dir", "trainer.logger", "trainer.log_path", "trainer.tags",
+    "trainer.num_logger_train_samples", "trainer.num_logger_eval_samples",
+    "trainer.use_expandable_segments", "trainer.enable_ray_gpu_monitor",
     "trainer.ckpt_path", "trainer.ckpt_interval", "trainer.ckpt_async", "trainer.max_ckpts_to_keep",
     "trainer.resume_mode", "trainer.resume_path", "trainer.resume_allow_changes",
     "trainer.export_path", "trainer.hf_save_interval", "trainer.print_example_interval", "trainer.curve_bands",

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skyrl_gym.whole_folders import replacing
 from skyrl_train.algorithms.losses import PolicyLossRegistry
+from skyrl_train.errors import CheckpointError
 from skyrl_train.orchestration.actor_group import ActorGroup
 from skyrl_train.training_backends.base import RankInfo
 from skyrl_train.training_backends.checkpoint import FileRecord
@@ -157,7 +158,7 @@ def test_an_export_that_fails_leaves_the_one_before(start, config, chat_model, t
     policy = start(make_policy(config()))
     policy.save_hf_model(str(tmp_path / "policy"), AutoTokenizer.from_pretrained(chat_model))
     before = {path.name: path.read_bytes() for path in (tmp_path / "policy").iterdir()}
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(CheckpointError, match="no space"):
         policy.save_hf_model(str(tmp_path / "policy"), FullDisk())
     assert {path.name: path.read_bytes() for path in (tmp_path / "policy").iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["policy"]
