@@ -159,4 +159,4 @@ def test_r3_begins_a_journal_of_its_own(run_mixture: Any, merged: Any, tmp_path:
     before = first_line()
     steps = run_mixture(merged(merged(resumable, R3), {"trainer": {"max_training_steps": 3}}))
     assert [step["step"] for step in steps] == [1, 2, 3]
-    assert first_line() == before | {"expert_routes": True, "trainer.policy.routing_replay": "R3"}
+    assert first_line() == before | {"trainer.policy.routing_replay": "R3"}

@@ -145,6 +145,5 @@ def test_replay_begins_a_journal_of_its_own(train: Any, tmp_path: Path):
     steps = train(resumable, {"trainer": {"max_training_steps": 2}})
     assert [step["step"] for step in steps] == [1, 2]
     assert json.loads(journal.read_text().splitlines()[0])["experiment"] == before | {
-        "kept_tokens": True,
         "trainer.policy.sampling_mask_replay": True,
     }
