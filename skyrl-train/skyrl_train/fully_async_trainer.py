@@ -53,7 +53,7 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
                 self.global_step += 1
                 with self.timed("step"):
                     with self.timed("wait_for_generation_buffer"):
-                        groups = await self.next_groups(pool)
+                        groups = await self.unless_stopped(self.next_groups(pool))
                     with self.timed("convert_to_training_input"):
                         batch = self.convert_generation_group_mini_batch_to_training_input(groups)
                     async with self._recorded(self._rollouts_of(groups)):

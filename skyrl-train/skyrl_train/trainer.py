@@ -114,6 +114,8 @@ class RayPPOTrainer(TrainingRun):
         self.weight_version = 0
         """Version of the engines' weights: the number of training steps before them."""
         self._epochs_before = 0
+        self._position: dict[str, int] | None = None
+        """Place in the data where this step began; None if it takes none in order."""
         self._sample_names: list[str] = []
         self._weight_record = WeightRecord()
         self._warned_of_negative_groups = False
@@ -143,7 +145,7 @@ class RayPPOTrainer(TrainingRun):
             self.global_step += 1
             with self.timed("step"):
                 with self.timed("generate"):
-                    rollouts = await self.generate(prompts)
+                    rollouts = await self.unless_stopped(self.generate(prompts))
                 batch = self.convert_to_training_input(rollouts)
                 with self.timed("fwd_logprobs_values_reward"):
                     batch = await self.fwd_logprobs_values_reward(batch)
@@ -177,7 +179,14 @@ class RayPPOTrainer(TrainingRun):
         """Yield the prompts of each remaining step, epoch after epoch. (Dynamic sampling may take more.)"""
         for _ in range(self.global_step, self.total_training_steps):
             self._epochs_before = self.train_dataloader.num_epochs_dealt
+            self._position = self.train_dataloader.state_dict()
             yield self.train_dataloader.next_batch()
+
+    def rewind_step(self) -> None:
+        """Return to the end of the step before; its prompts are the next again."""
+        super().rewind_step()
+        if self._position is not None:
+            self.train_dataloader.load_state_dict(self._position)
 
     async def after_step(self) -> None:
         """Do what is due after a step. The first step of a process tells how much memory was needed."""

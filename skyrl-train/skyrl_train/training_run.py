@@ -3,11 +3,11 @@
 import asyncio
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 from loguru import logger
 from transformers import PreTrainedTokenizerBase
@@ -25,9 +25,12 @@ from skyrl_train.utils.gpu_monitor import load_metrics
 from skyrl_train.utils.io import write_atomically
 from skyrl_train.utils.progress import progress
 from skyrl_train.utils.run_folder import RunFolder
+from skyrl_train.utils.stop_request import StopRequest
 from skyrl_train.utils.storage import Place, check_access, location
 from skyrl_train.utils.timer import Timer
 from skyrl_train.utils.tracking import Tracking
+
+T = TypeVar("T")
 
 _SHOWN = {
     "wait_for_generation_buffer": "wait for groups",
@@ -72,6 +75,8 @@ class TrainingRun(ABC):
         self.all_timings: dict[str, float] = {}
         self.fingerprints: JsonObject = {}
         """Hashes of the step's batch and weights, for comparisons with other runs."""
+        self.stop_request = StopRequest()
+        self._saved_step = 0
 
     # ---- a subclass defines these
 
@@ -116,6 +121,34 @@ class TrainingRun(ABC):
         if self.is_last_step():
             with self.timed("save_checkpoints"):
                 await self.saver.wait()
+        elif self.stop_request.is_made:
+            await self._stop()
+
+    async def unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await the part of a step that changes no model. If the run is told to stop meanwhile, it ends with a
+        checkpoint of the step before."""
+        task, stopped = asyncio.create_task(work), asyncio.create_task(self.stop_request.wait())
+        try:
+            await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            task.cancel()
+            self.rewind_step()
+            await self._stop()
+        finally:
+            task.cancel()
+            stopped.cancel()
+
+    def rewind_step(self) -> None:
+        """Return to the end of the step before, while no model has changed since."""
+        self.global_step -= 1
+
+    async def _stop(self) -> NoReturn:
+        """End the run, which was told to, with a checkpoint of the last step that ended."""
+        if self._saved_step < self.global_step:
+            await self.save_checkpoint()
+        await self.saver.wait()
+        self.stop_request.end()
 
     async def _observe_workers(self) -> None:
         """Advance the policy's profile by a step, and add the load of its GPUs to the metrics, where that is asked
@@ -165,6 +198,7 @@ class TrainingRun(ABC):
 
     async def save_checkpoint(self) -> None:
         """Save everything that the rest of the run depends on, whole or not at all."""
+        self._saved_step = self.global_step
         with self.timed("save_checkpoints"):
             await self.saver.wait()  # before the state is taken: only then the one before is complete
             state = {"global_step": self.global_step, **self.state()}
@@ -192,7 +226,7 @@ class TrainingRun(ABC):
             self.checkpoints.rename_later(than=None)
             await self.load_more(None)
             self.run_folder.truncate_after(-1)
-            self._record_start()
+            self._begin()
             return
         folder = found.folder
         with (
@@ -207,7 +241,7 @@ class TrainingRun(ABC):
         self.load_state(state)
         self.global_step = extract_step_from_path(folder)
         self.run_folder.truncate_after(self.global_step)
-        self._record_start()
+        self._begin()
         if self.curve_watch is not None:
             self.curve_watch.replay(self.run_folder.read_metrics())
         logger.info(f"resumed after step {self.global_step} from {folder}")
@@ -216,8 +250,11 @@ class TrainingRun(ABC):
         if self.global_step >= self.total_training_steps:
             logger.info(finished_message(folder, self.total_training_steps))
 
-    def _record_start(self) -> None:
-        """Record what this start is made of."""
+    def _begin(self) -> None:
+        """Record what this start is made of. From here on a checkpoint can answer a request to stop."""
+        self._saved_step = self.global_step
+        if self.cfg.trainer.ckpt_interval > 0:
+            self.stop_request.accept(self.cfg.trainer.stop_timeout_seconds)
         start = describe_start(self.cfg, self.train_dataset, self.tokenizer)
         self.run_folder.append_start(self.global_step, start)
         progress.at_step(self.global_step, self.total_training_steps)

@@ -327,6 +327,11 @@ class TrainerConfig(BaseConfig):
     error that names the non-finite quantity. A run that ends without a single update is an error, too. null: no limit.
     """
 
+    stop_timeout_seconds: float = 20.0
+    """Time for a checkpoint after SIGTERM, in seconds. While answers are generated it is of the step before, otherwise
+    of the current step when that ends. A second SIGTERM ends the run at once. 0, or `trainer.ckpt_interval` <= 0: no
+    checkpoint. Choose less than the scheduler's time between SIGTERM and SIGKILL (30 s in Kubernetes and Slurm)."""
+
     worker_timeout_seconds: float = 3600.0
     """Timeout of one call to a training worker, in seconds; the run then ends with an error that names the worker and
     the call."""

@@ -42,7 +42,7 @@ OPERATIONAL = (
     "trainer.dump_data_batch", "trainer.dump_eval_results", "trainer.dump_trajectories", "trainer.dump_token_columns",
     "trainer.max_trajectories_gb", "trainer.compress_trajectories",
     "trainer.eval_batch_size", "trainer.eval_before_train", "trainer.eval_interval",
-    "trainer.placement.", "trainer.strategy", "trainer.worker_timeout_seconds",
+    "trainer.placement.", "trainer.strategy", "trainer.worker_timeout_seconds", "trainer.stop_timeout_seconds",
     "trainer.max_consecutive_skipped_updates", "trainer.distillation.memory_gb",
     "trainer.micro_train_batch_size_per_gpu", "trainer.micro_forward_batch_size_per_gpu",
     "trainer.max_tokens_per_microbatch", "trainer.use_shared_prefixes", "trainer.logprobs_chunk_size",

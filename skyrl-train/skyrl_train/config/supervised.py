@@ -124,7 +124,7 @@ _SHARED = (
     "use_expandable_segments", "enable_ray_gpu_monitor", "log_path", "tags",
     "project_name", "run_name", "run_dir", "logger", "ckpt_path", "ckpt_interval", "ckpt_async",
     "max_ckpts_to_keep", "resume_mode", "resume_path", "resume_allow_changes", "export_path",
-    "hf_save_interval", "worker_timeout_seconds", "max_consecutive_skipped_updates",
+    "hf_save_interval", "worker_timeout_seconds", "stop_timeout_seconds", "max_consecutive_skipped_updates",
 )
 # fmt: on
 _OF_DEMONSTRATIONS = ("algorithm.loss_reduction", "algorithm.max_seq_len")

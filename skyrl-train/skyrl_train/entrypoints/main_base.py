@@ -306,7 +306,8 @@ def run_experiment(
     What fails ends the process with exit code 1 and a plain text: for an error of ours its message, for any other
     exception (of a user's code, say) its message and the user's frames. The whole traceback is in
     `<run>/logs/trainer.log`.
-    SIGINT and SIGTERM end it in order: nothing of it keeps running.
+    SIGINT and SIGTERM end it in order: nothing of it keeps running. After SIGTERM training first saves a checkpoint
+    (`trainer.stop_timeout_seconds`).
     """
     log_path: Path | None = None
     owned = ExitStack()  # until all is ended

@@ -36,7 +36,7 @@ from skyrl_train.utils.tracebacks import last_place
 T = TypeVar("T")
 
 LONG_WAIT_SECONDS = 60.0
-"""Time that calls of environments wait for threads, all together, before a warning."""
+"""Time that calls of environments wait for threads while the process is idle, all together, before a warning."""
 THREADS = "the threads of environments (environment.skyrl_gym.max_env_workers)"
 """Name under which waits for a thread, and calls that have one, are recorded."""
 
@@ -96,23 +96,24 @@ class DaemonThreads:
     async def _slot(self) -> AsyncIterator[None]:
         slots = self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.max_workers))
         with waiting("a free one", on=THREADS) if slots.locked() else contextlib.nullcontext():
-            began = time.monotonic()
+            began, computed = time.monotonic(), time.process_time()
             await slots.acquire()
-            self._note_wait(time.monotonic() - began)
+            self._note_wait(time.monotonic() - began, time.process_time() - computed)
         try:
             yield
         finally:
             slots.release()
 
-    def _note_wait(self, seconds: float) -> None:
-        """Warn once when calls have waited for threads for long: rollouts then wait, and engines with them."""
-        self._waited_seconds += seconds
+    def _note_wait(self, seconds: float, computed: float) -> None:
+        """Warn once when calls have waited for threads for long although the process hardly computed: rollouts then
+        wait, and engines with them. More threads do not help environments that compute."""
+        if computed < seconds / 2:
+            self._waited_seconds += seconds
         if self._waited_seconds > LONG_WAIT_SECONDS and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "calls of environments waited {:.0f} s for one of {} threads so far: if your environments wait (for "
-                "services, programs) rather than compute, set environment.skyrl_gym.max_env_workers to the number of "
-                "rollouts in flight",
+                "calls of environments waited {:.0f} s for one of {} threads so far, while this process was idle: set "
+                "environment.skyrl_gym.max_env_workers to the number of rollouts in flight",
                 self._waited_seconds,
                 self.max_workers,
             )

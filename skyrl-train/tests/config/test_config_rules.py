@@ -130,6 +130,7 @@ def remote(urls: list[str], **settings) -> dict:
         (dict(epochs=0), "trainer.epochs must be greater than 0"),
         (dict(max_training_steps=0), "trainer.max_training_steps must be greater than 0"),
         (dict(worker_timeout_seconds=0), "trainer.worker_timeout_seconds must be greater than 0"),
+        (dict(stop_timeout_seconds=-1), "trainer.stop_timeout_seconds must be 0 or greater"),
         (dict(max_ckpts_to_keep=0), "max_ckpts_to_keep must be -1 .* set trainer.ckpt_interval=0"),
         (
             dict(max_trajectories_gb=0),

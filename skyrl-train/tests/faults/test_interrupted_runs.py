@@ -53,6 +53,7 @@ def test_an_interrupted_run_leaves_no_process(chat_model: str, tmp_path: Path, n
         "trainer.policy_mini_batch_size": 4,
         "trainer.max_prompt_length": 40,
         "trainer.epochs": 100_000,
+        "trainer.ckpt_interval": 100_000,
         "trainer.update_epochs_per_batch": 5,
         "trainer.algorithm.use_kl_loss": "false",
         "generator.n_samples_per_prompt": 2,
@@ -93,3 +94,5 @@ def test_an_interrupted_run_leaves_no_process(chat_model: str, tmp_path: Path, n
     said = (tmp_path / "console.log").read_text()
     assert "told to stop; the same command goes on from the newest checkpoint" in said
     assert "Traceback" not in said, said
+    num_checkpoints = len(list((tmp_path / "run" / "ckpts").glob("global_step_*")))
+    assert num_checkpoints == (1 if number is signal.SIGTERM else 0), "the interval has not come yet"

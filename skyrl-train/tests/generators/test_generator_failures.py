@@ -351,11 +351,15 @@ async def test_half_a_character_in_an_observation_is_replaced(game, say, charact
     assert played.output["failures"] == [None]
 
 
-async def test_long_wait_for_threads_is_warned_of_once(log, monkeypatch):
-    monkeypatch.setattr("skyrl_train.generators.environment.LONG_WAIT_SECONDS", 0.0)
-    threads, go = DaemonThreads(max_workers=1, timeout_seconds=5), threading.Event()
-    calls = [asyncio.ensure_future(threads.call(go.wait)) for _ in range(4)]
-    await asyncio.sleep(0)
-    go.set()
-    assert await asyncio.gather(*calls) == [True] * 4
-    assert sum("max_env_workers" in line for line in log) == 1
+def compute(seconds: float) -> None:
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+@pytest.mark.parametrize("work, num_warnings", [(time.sleep, 1), (compute, 0)])
+async def test_long_wait_for_threads_is_warned_of_unless_they_compute(log, monkeypatch, work, num_warnings):
+    monkeypatch.setattr("skyrl_train.generators.environment.LONG_WAIT_SECONDS", 0.2)
+    threads = DaemonThreads(max_workers=1, timeout_seconds=5)
+    await asyncio.gather(*(threads.call(work, 0.1) for _ in range(4)))
+    assert sum("max_env_workers" in line for line in log) == num_warnings

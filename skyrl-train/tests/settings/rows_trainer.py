@@ -2,11 +2,14 @@
 
 import asyncio
 import gzip
+import os
 import shutil
+import signal
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -248,6 +251,24 @@ def resumed(bench: Bench, settings: Settings) -> Any:
     return [row["step"] for row in run.metrics], run.error[:30]
 
 
+def checkpoints_of_stopped_run(bench: Bench, settings: Settings) -> Any:
+    """The checkpoints of a run that gets SIGTERM in its first update."""
+    place = Path(tempfile.mkdtemp(dir=bench.folder))
+    handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+    class Stopped(PolicyWorker):
+        def forward_backward(self, *args: Any, **keywords: Any) -> Any:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return super().forward_backward(*args, **keywords)
+
+    try:
+        with suppress(KeyboardInterrupt):
+            bench.run({**THREE_STEPS, **settings, "trainer.ckpt_path": str(place)}, policy_worker=Stopped)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    return [path.name for path in place.iterdir()]
+
+
 def shows_progress(bench: Bench, settings: Settings) -> Any:
     """Whether progress is shown while an experiment is made."""
     found: list[bool] = []
@@ -364,6 +385,7 @@ ROWS: list[Row | OneChoice] = [
     Row("trainer.compress_trajectories", True, files),
     Row("trainer.max_trajectories_gb", 1e-9, files, THREE_STEPS),
     Row("trainer.worker_timeout_seconds", 1e-4, error),
+    Row("trainer.stop_timeout_seconds", 0, checkpoints_of_stopped_run, {"trainer.ckpt_interval": 10}),
     Row("trainer.placement.launcher", "ray", of_run(lambda run: run.record.launchers)),
     Row("trainer.placement.device", "cuda", num_processes, {"trainer.placement.colocate_all": False}),
     Row("trainer.placement.colocate_all", False, of_run(called)),

@@ -2,7 +2,7 @@
 
 from skyrl_train.config.config import SkyRLConfig
 from skyrl_train.config.models import FSDPConfig, LoRAConfig, OptimizerConfig
-from skyrl_train.config.rules.checks import check_positive, require
+from skyrl_train.config.rules.checks import check_not_negative, check_positive, require
 
 
 def check_models(config: SkyRLConfig) -> None:
@@ -19,6 +19,7 @@ def check_models(config: SkyRLConfig) -> None:
             "trainer.max_consecutive_skipped_updates",
         ),
     )
+    check_not_negative(config, ["trainer.stop_timeout_seconds"])
     check_optimizer(trainer.policy.optimizer_config, "trainer.policy.optimizer_config")
     check_adapters(trainer.policy.model.lora, "trainer.policy.model.lora")
     check_division(trainer.policy, "policy", placement.policy_world_size)

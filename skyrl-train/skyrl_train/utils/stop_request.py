@@ -1,0 +1,50 @@
+"""Request to end a run (SIGTERM), which the run answers with a checkpoint."""
+
+import asyncio
+import signal
+import threading
+from typing import NoReturn
+
+from loguru import logger
+
+
+class StopRequest:
+    """Request to end the run of the running event loop.
+
+    Once it accepts requests, a run looks at `is_made`, or waits, and calls `end` when its checkpoint is complete. After
+    the deadline, and at a second signal, KeyboardInterrupt ends it wherever it is.
+    """
+
+    def __init__(self) -> None:
+        self._made = asyncio.Event()
+        self._deadline: asyncio.TimerHandle | None = None
+
+    @property
+    def is_made(self) -> bool:
+        return self._made.is_set()
+
+    def accept(self, timeout_seconds: float) -> None:
+        """Accept requests until the loop is closed; the run then has `timeout_seconds`. 0: accept none."""
+        if timeout_seconds and threading.current_thread() is threading.main_thread():  # only there signals arrive
+            loop = asyncio.get_running_loop()
+            loop.add_signal_handler(signal.SIGTERM, self._receive, loop, timeout_seconds)
+
+    async def wait(self) -> None:
+        """Return when a request is made."""
+        await self._made.wait()
+
+    def end(self) -> NoReturn:
+        """End the run. Raises KeyboardInterrupt."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+        raise KeyboardInterrupt
+
+    def _receive(self, loop: asyncio.AbstractEventLoop, timeout_seconds: float) -> None:
+        if self.is_made:
+            self.end()
+        logger.warning(
+            f"SIGTERM: a checkpoint follows within {timeout_seconds:g} s (trainer.stop_timeout_seconds); a second signal "
+            "ends the run at once"
+        )
+        self._made.set()
+        self._deadline = loop.call_later(timeout_seconds, self.end)
