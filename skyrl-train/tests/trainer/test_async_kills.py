@@ -16,6 +16,7 @@ from async_runs import assert_equal_runs, asynchronous, fork_server, train, trai
 
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.utils.run_folder import RunFolder
+from skyrl_train_testing.tiny_runs import merged
 
 pytestmark = pytest.mark.process
 
@@ -33,6 +34,10 @@ class KilledRun:
         self._settings = json.loads(json.dumps(get_config_as_dict(cfg)))
         self.num_starts = self.num_kills = 0
         folder.mkdir(parents=True, exist_ok=True)
+
+    def change(self, changes: dict[str, Any]) -> None:
+        """Change settings of the following starts."""
+        self._settings = merged(self._settings, changes)
 
     def start(self) -> BaseProcess:
         self.num_starts += 1
@@ -99,7 +104,7 @@ def processes_of(driver: int | None, role: str) -> list[int]:
 
 
 @pytest.fixture
-def killed_run(settings: Any, merged: Any, tmp_path: Path) -> Any:
+def killed_run(settings: Any, tmp_path: Path) -> Any:
     def make(name: str, **fully_async: Any) -> KilledRun:
         launcher = fully_async.pop("launcher", "inline")
         is_background = fully_async.pop("ckpt_async", False)
@@ -150,6 +155,25 @@ def test_a_run_that_depends_on_the_clock_trains_every_sample_once_an_epoch(
     trained = trained_samples(run.cfg)
     assert len(trained) == 16 * 4 and set(trained.values()) == {2}
     assert [row["step"] for row in RunFolder(run.cfg.trainer.run_dir).read_metrics()] == list(range(1, 9))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_killed_run_generates_anew_at_another_temperature(killed_run: Any) -> None:
+    run = killed_run("killed", order="finished")
+    folder, process = RunFolder(run.cfg.trainer.run_dir), run.start()
+    deadline = time.monotonic() + 120
+    while len(folder.read_metrics()) < 4:
+        assert process.exitcode is None and time.monotonic() < deadline, run.log()
+        time.sleep(0.01)
+    process.kill()
+    process.join()
+    run.change({"generator": {"sampling_params": {"temperature": 0.3}}, "trainer": {"resume_allow_changes": True}})
+    run.run_whole()
+    rows = folder.read_metrics()
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    # Log-probs at temperature 1 of a token that is likely at 0.3 are nats away from those that the trainer computes.
+    assert all(row["policy/rollout_train_logprobs_abs_diff_max"] < 0.5 for row in rows)
 
 
 @pytest.mark.full
