@@ -242,7 +242,7 @@ def engine_speed(bench: Bench) -> dict[str, Any]:
                 prompts = torch.randint(2, size.model["vocab_size"], shape, generator=draw).tolist()
                 params = {"max_tokens": size.new_tokens, "ignore_eos": True, "temperature": 1.0, "logprobs": 0}
                 began = time.perf_counter()
-                await engine.generate(InferenceEngineInput(prompt_token_ids=prompts, sampling_params=params))
+                await engine.generate_batch(InferenceEngineInput(prompt_token_ids=prompts, sampling_params=params))
                 if turn:
                     found[str(batch)] = batch * size.new_tokens / (time.perf_counter() - began)
         finally:

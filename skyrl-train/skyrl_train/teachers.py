@@ -11,16 +11,12 @@ from typing import NamedTuple, Protocol
 import torch
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.inference_engines.base import (
-    Feature,
-    InferenceEngineInput,
-    InferenceEngineInterface,
-    raise_failures,
-)
+from skyrl_train.inference_engines.base import Feature, GenerationRequest, InferenceEngineInterface
 from skyrl_train.orchestration.actor_group import ActorGroup
 from skyrl_train.orchestration.batch_calls import forward, forward_top
 from skyrl_train.orchestration.schedule import Schedule
 from skyrl_train.training_batch import TrainingInputBatch
+from skyrl_train.utils.async_blocks import gather_or_cancel
 
 
 class TeacherScores(NamedTuple):
@@ -102,17 +98,24 @@ class EngineTeacher:
         prompts = [row[real].tolist() for row, real in zip(batch.tensor("sequences"), mask, strict=True)]
         # An engine generates at least one token; its log-prob is of no interest.
         sampling = {"max_tokens": 1, "temperature": self.temperature, "logprobs": None, "prompt_logprobs": num_top}
-        output = await self.client.generate(InferenceEngineInput(prompt_token_ids=prompts, sampling_params=sampling))
-        raise_failures(output)
+        completions = await gather_or_cancel(
+            [
+                self.client.generate(GenerationRequest(prompt_token_ids=prompt, sampling_params=sampling))
+                for prompt in prompts
+            ]
+        )
         counts = mask[:, -width:].sum(dim=-1).tolist()
         log_probs = torch.zeros(len(prompts), width, *([num_top] if num_top else []))
         if not num_top:
-            for row, (count, values) in enumerate(zip(counts, output.get("prompt_logprobs") or [], strict=True)):
+            for row, (count, completion) in enumerate(zip(counts, completions, strict=True)):
                 # The response ends a sequence: its tokens are the last ones.
+                values = completion.prompt_log_probs or []
                 log_probs[row, :count] = torch.tensor(values[len(values) - count :])
             return TeacherScores(log_probs)
         ids = torch.zeros(log_probs.shape, dtype=torch.int32)
-        for row, (count, top) in enumerate(zip(counts, output.get("prompt_top_logprobs") or [], strict=True)):
+        for row, (count, completion) in enumerate(zip(counts, completions, strict=True)):
+            top = completion.prompt_top
+            assert top is not None
             ids[row, :count] = torch.from_numpy(top.ids[len(top.ids) - count :])
             log_probs[row, :count] = torch.from_numpy(top.log_probs[len(top.ids) - count :])
         return TeacherScores(log_probs, ids)

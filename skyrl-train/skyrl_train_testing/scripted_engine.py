@@ -7,10 +7,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.inference_engines.base import (
+    Completion,
     EngineInfo,
-    InferenceEngineInput,
+    GenerationRequest,
     InferenceEngineInterface,
-    InferenceEngineOutput,
     OnTokens,
     TokenDelta,
 )
@@ -49,28 +49,21 @@ class PromptScriptEngine(InferenceEngineInterface):
             dtype=None,
         )
 
-    async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
-        params = input_batch.get("sampling_params") or {}
-        prompts = input_batch.get("prompt_token_ids") or []
-        answers = [self._answer(prompt, params) for prompt in prompts]
-        asked = params.get("logprobs") is not None
-        return InferenceEngineOutput(
-            responses=[self._text(ids) for ids, _ in answers],
-            response_ids=[ids for ids, _ in answers],
-            stop_reasons=[reason for _, reason in answers],
-            response_logprobs=[[-(j + 1) / 1000 for j in range(len(ids))] for ids, _ in answers] if asked else None,
-            weight_versions=[[0] * len(ids) for ids, _ in answers],
-        )
+    async def generate(self, request: GenerationRequest) -> Completion:
+        ids, reason = self._answer(request.prompt_token_ids, request.sampling_params)
+        asked = request.sampling_params.get("logprobs") is not None
+        log_probs = [-(j + 1) / 1000 for j in range(len(ids))] if asked else None
+        return Completion(ids, reason, [0] * len(ids), log_probs, self._text(ids))
 
-    async def stream(self, input_batch: InferenceEngineInput, on_tokens: OnTokens) -> InferenceEngineOutput:
-        output = await self.generate(input_batch)
-        [ids], log_probs = output["response_ids"], output["response_logprobs"]
+    async def stream(self, request: GenerationRequest, on_tokens: OnTokens) -> Completion:
+        completion = await self.generate(request)
+        ids, log_probs = completion.token_ids, completion.log_probs
         for start in range(0, len(ids) - _STEP, _STEP):
             end = start + _STEP
-            own = None if log_probs is None else log_probs[0][start:end]
+            own = None if log_probs is None else log_probs[start:end]
             on_tokens(TokenDelta(ids[start:end], own, [0] * _STEP))
             await asyncio.sleep(_STEP_SECONDS)
-        return output
+        return completion
 
     def _text(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids))

@@ -12,13 +12,8 @@ from dataclasses import dataclass, field
 from skyrl_train.errors import RolloutError, WorkerError
 from skyrl_train.generators.dialogue import Dialogue
 from skyrl_train.generators.environment import EnvironmentSession
-from skyrl_train.inference_engines.base import (
-    InferenceEngineInput,
-    InferenceEngineInterface,
-    InferenceEngineOutput,
-    SamplingKeywords,
-)
-from skyrl_train.inference_engines.completion import Completion, to_completions
+from skyrl_train.inference_engines.base import InferenceEngineInterface
+from skyrl_train.inference_engines.request import Completion, GenerationRequest, SamplingKeywords
 from skyrl_train.types import ConversationType
 from skyrl_train.utils.explanations import explain_expiry
 
@@ -66,10 +61,10 @@ class EngineSession:
     turn_lengths: list[int] = field(default_factory=list)
     """Number of tokens of every completion so far."""
 
-    def request(self, input_ids: list[int], turn: int, max_tokens: int) -> InferenceEngineInput:
+    def request(self, input_ids: list[int], turn: int, max_tokens: int) -> GenerationRequest:
         """Return the request of a turn: continue `input_ids` by at most `max_tokens` tokens."""
         params = self.sampling_params | {"max_tokens": max_tokens, "seed": self.seed_of_turn(turn)}
-        return InferenceEngineInput(prompt_token_ids=[input_ids], sampling_params=params, session_ids=[self.session_id])
+        return GenerationRequest(prompt_token_ids=input_ids, sampling_params=params, session_id=self.session_id)
 
     @contextlib.asynccontextmanager
     async def deadline(self) -> AsyncIterator[None]:
@@ -92,9 +87,8 @@ class EngineSession:
                 what = f"raised {type(error).__name__}: {error}"
             raise RolloutError("infrastructure", f"the engine {what}") from error
 
-    def completion_of(self, output: InferenceEngineOutput) -> Completion:
-        """Return the completion of a request. Raises RolloutError if it was aborted or has no log-probs."""
-        [completion] = to_completions(output)
+    def check(self, completion: Completion) -> None:
+        """Raise RolloutError if a completion was aborted or has no log-probs; count its tokens."""
         if completion.stop_reason == "abort":
             raise RolloutError("infrastructure", "the engine aborted the request")
         if completion.log_probs is None and self.sampling_params.get("logprobs") is not None:
@@ -102,7 +96,6 @@ class EngineSession:
                 "infrastructure", "the engine gave no log-probs though sampling_params.logprobs asks for them"
             )
         self.turn_lengths.append(len(completion.token_ids))
-        return completion
 
 
 async def run_agent_loop(
@@ -124,8 +117,8 @@ async def run_agent_loop(
     turn, input_ids = 0, dialogue.input_ids()
     while max_tokens := budget.tokens_left(len(input_ids)):
         async with session.deadline():
-            output = await session.engine.generate(session.request(input_ids, turn, max_tokens))
-        completion = session.completion_of(output)
+            completion = await session.engine.generate(session.request(input_ids, turn, max_tokens))
+        session.check(completion)
         dialogue.add_completion(completion)
         step = await env.step(completion.text)
         dialogue.add_step(completion, step)

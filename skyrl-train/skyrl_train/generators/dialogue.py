@@ -15,7 +15,7 @@ from skyrl_train.expert_routes import ExpertRoutes, join_routes
 from skyrl_train.generators.environment import StepResult
 from skyrl_train.generators.rewards import TurnReward, token_rewards
 from skyrl_train.generators.tokenization import ChatFormat
-from skyrl_train.inference_engines.completion import Completion
+from skyrl_train.inference_engines.request import Completion
 from skyrl_train.kept_tokens import KeptTokens, join_kept_tokens
 from skyrl_train.rollouts.types import NO_VERSION, TrainingSample
 from skyrl_train.types import ConversationType

@@ -6,7 +6,7 @@ from dataclasses import replace
 from skyrl_train.generators.dialogue import ConversationDialogue, Dialogue
 from skyrl_train.generators.environment import StepResult
 from skyrl_train.generators.tokenization import ChatFormat
-from skyrl_train.inference_engines.completion import Completion
+from skyrl_train.inference_engines.request import Completion
 from skyrl_train.rollouts.types import TrainingSample
 from skyrl_train.types import ConversationType
 

@@ -4,22 +4,53 @@ Trainer, generators and client know engines only through this file. It imports n
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, NotRequired, TypedDict, get_args
+from typing import Literal, get_args
 
-import numpy as np
-
-from skyrl_train.expert_routes import ExpertRoutes
-from skyrl_train.kept_tokens import KeptTokens
-from skyrl_train.types import ConversationType
+from skyrl_train.inference_engines.columns import (
+    InferenceEngineInput,
+    InferenceEngineOutput,
+    RequestFailure,
+    to_batch,
+    to_completion,
+    to_output,
+    to_requests,
+)
+from skyrl_train.inference_engines.request import (
+    Completion,
+    DraftCounts,
+    GenerationRequest,
+    OnTokens,
+    SamplingKeywords,
+    StopReason,
+    TokenDelta,
+    TopLogProbs,
+)
+from skyrl_train.utils.async_blocks import gather_or_cancel
 from skyrl_train.weight_sync.base import LoraLoadRequest, WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 
-StopReason = Literal["stop", "length", "abort", "error"]
-"""`stop`: an end-of-sequence or stop token, or a stop string. `length`: the token budget or the context is used up.
-`abort`: the engine was told to stop; what was written so far is returned and may be continued.
-`error`: this request failed, others of its call did not (`InferenceEngineOutput.failures`); it has no token."""
+__all__ = [
+    "WAKE_TAGS",
+    "Completion",
+    "DraftCounts",
+    "EngineInfo",
+    "Feature",
+    "GenerationRequest",
+    "InferenceEngineInput",
+    "InferenceEngineInterface",
+    "InferenceEngineOutput",
+    "OnTokens",
+    "PauseMode",
+    "SamplingKeywords",
+    "StopReason",
+    "TokenDelta",
+    "TopLogProbs",
+    "check_pause_mode",
+    "check_sleep_level",
+    "tags_to_wake",
+]
 
 PauseMode = Literal["keep", "wait", "abort"]
 """Treatment of running requests at a pause. `keep`: they stay and continue after resume. `wait`: they run to their end
@@ -101,146 +132,6 @@ class EngineInfo:
     `UnsupportedByEngine`."""
 
 
-SamplingKeywords = dict[str, Any]
-"""Sampling settings, the same keywords for every engine: `max_tokens`, `temperature`, `top_p`, `top_k`, `min_p`,
-`repetition_penalty`, `frequency_penalty`, `presence_penalty`, `logit_bias`, `constraint`, `num_answer_tokens`, `stop`,
-`stop_token_ids`, `ignore_eos`, `min_tokens`, `seed`, `logprobs`, `prompt_logprobs`, `skip_special_tokens`,
-`return_kept_tokens` (`EngineTraits.kept_tokens`). An unknown one raises ValueError.
-
-Request i of a batch with `seed` s uses (s, i); `seed` may also be a list of such pairs, one for each request, so that a
-batch can be split or sent again. `max_tokens` is at least 1; text that matches `stop` stays in the response, as does a
-stop token. `logit_bias` is a mapping of token ids to numbers. `constraint` is a schema or grammar of the whole answer
-(`constraints.py`): only tokens that it allows are drawn, and the response ends by itself only where it is satisfied.
-`num_answer_tokens` tells how many tokens at the end of the prompt belong to the answer already: constraint, frequency
-and presence penalty go on behind them. `logprobs`: None, 0 (of the token drawn) or K (besides, those of the K likeliest
-tokens in its place, up to 20). `prompt_logprobs`: None, 0 (the log-prob of every prompt token but the first), or K
-(besides, those of the K most likely tokens in its place)."""
-
-
-class TopLogProbs(NamedTuple):
-    """Most likely tokens in the place of each token of an answer, or of a prompt but for its first one. T tokens."""
-
-    ids: np.ndarray
-    """[T, K] int, likeliest first."""
-    log_probs: np.ndarray
-    """[T, K] float32."""
-
-
-def stack_top_log_probs(places: Sequence[tuple[np.ndarray, np.ndarray]], num_top: int) -> TopLogProbs | None:
-    """Arrange the ids and log-probs [K] of each place; None if K = `num_top` is 0."""
-    if not num_top:
-        return None
-    if not places:
-        return top_log_probs_of([], num_top)
-    ids, log_probs = zip(*places, strict=True)
-    return TopLogProbs(np.stack(ids), np.stack(log_probs))
-
-
-def join_top_log_probs(parts: Sequence[TopLogProbs]) -> TopLogProbs:
-    """Join those of successive tokens."""
-    return TopLogProbs(np.concatenate([part.ids for part in parts]), np.concatenate([part.log_probs for part in parts]))
-
-
-def top_log_probs_of(places: Sequence[Sequence[tuple[int, float]]], num_top: int) -> TopLogProbs:
-    """Arrange tokens and log-probs of each position, in any order and with the position's own token among them."""
-    best = [sorted(place, key=lambda entry: -entry[1])[:num_top] for place in places]
-    ids = np.array([[token for token, _ in place] for place in best], np.int64).reshape(len(best), num_top)
-    values = np.array([[value for _, value in place] for place in best], np.float32).reshape(len(best), num_top)
-    return TopLogProbs(ids, values)
-
-
-class TokenDelta(NamedTuple):
-    """Further tokens of an answer that grows. The columns have one entry a token."""
-
-    token_ids: list[int]
-    log_probs: list[float] | None
-    weight_versions: list[int]
-    top: TopLogProbs | None = None
-
-
-OnTokens = Callable[[TokenDelta], None]
-"""Function that takes the tokens of an answer as they come. It returns at once."""
-
-
-def join_deltas(deltas: Sequence[TokenDelta]) -> TokenDelta:
-    """Join successive tokens of one answer, at least one delta."""
-    if len(deltas) == 1:
-        return deltas[0]
-    log_probs = [delta.log_probs for delta in deltas if delta.log_probs is not None]
-    top = [delta.top for delta in deltas if delta.top is not None]
-    return TokenDelta(
-        [token for delta in deltas for token in delta.token_ids],
-        [value for part in log_probs for value in part] if log_probs else None,
-        [version for delta in deltas for version in delta.weight_versions],
-        join_top_log_probs(top) if top else None,
-    )
-
-
-class DraftCounts(NamedTuple):
-    """Speculative decoding of a request."""
-
-    num_drafted: int
-    """Draft tokens that were verified."""
-    num_accepted: int
-    """Those of them in the response."""
-
-
-class InferenceEngineInput(TypedDict):
-    """A batch of requests. Exactly one of `prompts` and `prompt_token_ids`; engines themselves take only the latter."""
-
-    prompts: NotRequired[list[ConversationType] | None]
-    prompt_token_ids: NotRequired[list[list[int]] | None]
-    sampling_params: NotRequired[SamplingKeywords | None]
-    session_ids: NotRequired[list[str | int] | None]
-    """Requests of one session go to one engine, so that its prefix cache is of use."""
-    lora_name: NotRequired[str | None]
-    """Loaded adapter that generates (its tokens carry the adapter's version); None: the base model. An unknown name
-    raises ValueError."""
-    count_cached_tokens: NotRequired[bool]
-    """Ask for `num_cached_prompt_tokens` and `draft_counts`: unlike all else in an output, they depend on other
-    requests."""
-
-
-class InferenceEngineOutput(TypedDict):
-    """Completions in the order of the requests."""
-
-    responses: list[str]
-    response_ids: list[list[int]]
-    stop_reasons: list[str]
-    response_logprobs: list[list[float]] | None
-    """log softmax(logits / temperature) at each generated token (temperature 1 if sampling is greedy), before
-    penalties, biases, constraints and truncation (top-p, top-k, min-p): the distribution the trainer computes. With
-    `return_kept_tokens` renormalized over the kept tokens."""
-    response_top_logprobs: NotRequired[list[TopLogProbs] | None]
-    """The K most likely tokens of that distribution in the place of each generated token, if asked for."""
-    weight_versions: list[list[int]]
-    """Version of the weights that generated each token."""
-    prompt_logprobs: NotRequired[list[list[float]] | None]
-    """Log-prob of each prompt token but the first, if asked for; of the same distribution (log softmax(logits /
-    temperature))."""
-    prompt_top_logprobs: NotRequired[list[TopLogProbs] | None]
-    """The K most likely tokens in the place of each of them, of the same distribution, if asked for."""
-    expert_routes: NotRequired[list[ExpertRoutes | None] | None]
-    """Experts of a mixture that each token of prompt and response went to, but for the last token of the response,
-    which no pass computed. From engines that were started to return them (`EngineTraits.expert_routes`)."""
-    kept_tokens: NotRequired[list[KeptTokens | None] | None]
-    """Tokens that truncation kept when each token of the response was drawn, if asked for (`return_kept_tokens`)."""
-    num_cached_prompt_tokens: NotRequired[list[int] | None]
-    """Number of tokens at the beginning of each prompt that were not computed for it: cached, or shared with another
-    request. If asked for, from engines that know it."""
-    draft_counts: NotRequired[list[DraftCounts] | None]
-    """Speculative decoding of each request. If asked for, from engines that know it."""
-    failures: NotRequired[list[Exception | None]]
-    """Error of each request that failed; there only if one did. A call of which all requests fail raises the first."""
-
-
-def raise_failures(output: InferenceEngineOutput) -> None:
-    """Raise the first failure of a request, for callers that need every answer."""
-    for failure in output.get("failures") or []:
-        if failure is not None:
-            raise failure
-
-
 class InferenceEngineInterface(ABC):
     """One engine, or a client over many. Every coroutine ends, with a result or with an error."""
 
@@ -261,20 +152,38 @@ class InferenceEngineInterface(ABC):
         (silent, but the number grows) from one that hangs. 0 for engines that do not know."""
         return 0
 
-    @abstractmethod
-    async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
-        """Continue every prompt. A token id outside the vocabulary or a prompt over the context raises ValueError. An
-        answer that fails by itself (a constraint that became too complex) fails alone: see `failures`."""
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """Continue a prompt. Cancelled, it ends the request. An engine defines this method, or `generate_batch`.
 
-    async def stream(self, input_batch: InferenceEngineInput, on_tokens: OnTokens) -> InferenceEngineOutput:
-        """Continue one prompt as `generate` does, and hand out its tokens as they come, all but the last ones at the
-        latest. The output is the whole answer, equal to that of `generate`. Cancelled, it ends the request.
+        Raises:
+            ValueError: a token id outside the vocabulary, a prompt over the context, a bad sampling parameter.
+            ConstraintFailed: the constraint became too complex within the answer.
+        """
+        if type(self).generate_batch is InferenceEngineInterface.generate_batch:
+            raise NotImplementedError(f"{type(self).__name__} must define generate or generate_batch")
+        return to_completion(await self.generate_batch(to_batch(request)))
+
+    async def stream(self, request: GenerationRequest, on_tokens: OnTokens) -> Completion:
+        """Continue a prompt as `generate` does, and hand out its tokens as they come, all but the last ones at the
+        latest. The completion is the whole answer, equal to that of `generate`.
 
         Args:
-            input_batch: of one prompt.
             on_tokens: called in the caller's event loop. Tokens that it got stand: the answer begins with them.
         """
-        return await self.generate(input_batch)
+        return await self.generate(request)
+
+    async def generate_batch(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
+        """Continue every prompt of a batch. A request that fails by itself fails alone (`failures`); any other error
+        ends the requests of the whole batch."""
+
+        async def outcome(request: GenerationRequest) -> Completion | Exception:
+            try:
+                return await self.generate(request)
+            except RequestFailure as failure:
+                return failure
+
+        outcomes = await gather_or_cancel([outcome(request) for request in to_requests(input_batch)])
+        return to_output(outcomes, input_batch.get("sampling_params") or {})
 
     @contextmanager
     def announced(self, groups: Sequence[Sequence[str | int]]) -> Iterator[None]:
@@ -351,6 +260,6 @@ class InferenceEngineInterface(ABC):
         self, prompt_token_ids: list[int], num_samples: int, sampling_params: SamplingKeywords
     ) -> InferenceEngineOutput:
         """Generate `num_samples` continuations of one prompt."""
-        return await self.generate(
+        return await self.generate_batch(
             InferenceEngineInput(prompt_token_ids=[prompt_token_ids] * num_samples, sampling_params=sampling_params)
         )

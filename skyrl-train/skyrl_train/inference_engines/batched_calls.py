@@ -17,13 +17,7 @@ from typing import NamedTuple
 from uuid import uuid4
 
 from skyrl_train.errors import WorkerError
-from skyrl_train.inference_engines.base import (
-    InferenceEngineInput,
-    InferenceEngineOutput,
-    OnTokens,
-    TokenDelta,
-    join_deltas,
-)
+from skyrl_train.inference_engines.request import Completion, GenerationRequest, OnTokens, TokenDelta, join_deltas
 
 TOKENS_EVERY_SECONDS = 0.1
 """Shortest time between two returns of calls for the sake of tokens, which wait meanwhile and are joined: a step of a
@@ -37,7 +31,7 @@ _FORGET_SECONDS = 600.0
 class SentRequest(NamedTuple):
     """Request on its way to an engine."""
 
-    input_batch: InferenceEngineInput
+    request: GenerationRequest
     is_streamed: bool
 
 
@@ -50,10 +44,10 @@ class StreamedTokens(NamedTuple):
 
 
 Requests = dict[int, SentRequest]
-Outcomes = dict[int, InferenceEngineOutput | Exception | StreamedTokens]
+Outcomes = dict[int, Completion | Exception | StreamedTokens]
 """By the numbers of the requests."""
 
-Generate = Callable[[InferenceEngineInput, OnTokens | None], Awaitable[InferenceEngineOutput]]
+Generate = Callable[[GenerationRequest, OnTokens | None], Awaitable[Completion]]
 
 Exchange = Callable[[str, Requests, list[int]], Awaitable[Outcomes]]
 """`RequestServer.exchange`, wherever it is."""
@@ -86,14 +80,14 @@ class RequestSender:
         self._exchange = exchange
         self._name = uuid4().hex
         self._numbers = itertools.count()
-        self._pending: dict[int, asyncio.Future[InferenceEngineOutput]] = {}
+        self._pending: dict[int, asyncio.Future[Completion]] = {}
         self._streams: dict[int, _StreamReader] = {}
         self._new: Requests = {}
         self._withdrawn: list[int] = []
         self._calls: set[asyncio.Task[None]] = set()
         self._is_flush_due = False
 
-    async def send(self, input_batch: InferenceEngineInput, on_tokens: OnTokens | None = None) -> InferenceEngineOutput:
+    async def send(self, request: GenerationRequest, on_tokens: OnTokens | None = None) -> Completion:
         """Return the outcome of a request. Cancelled, it withdraws the request.
 
         Args:
@@ -101,7 +95,7 @@ class RequestSender:
         """
         number = next(self._numbers)
         outcome = self._pending[number] = asyncio.get_running_loop().create_future()
-        self._new[number] = SentRequest(input_batch, on_tokens is not None)
+        self._new[number] = SentRequest(request, on_tokens is not None)
         if on_tokens is not None:
             self._streams[number] = _StreamReader(on_tokens)
         self._flush_soon()
@@ -302,7 +296,7 @@ class _SenderRequests:
     async def _run(self, number: int, request: SentRequest) -> None:
         on_tokens = (lambda delta: self._take_tokens(number, delta)) if request.is_streamed else None
         try:
-            outcome = await self._generate(request.input_batch, on_tokens)
+            outcome = await self._generate(request.request, on_tokens)
         except asyncio.CancelledError:
             if number not in self._running:  # withdrawn
                 raise

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from skyrl_train.expert_routes import ExpertRoutes, join_routes
-from skyrl_train.inference_engines.base import SamplingKeywords, TopLogProbs, join_top_log_probs
-from skyrl_train.inference_engines.completion import Completion
+from skyrl_train.inference_engines.base import SamplingKeywords, TopLogProbs
 from skyrl_train.inference_engines.native.stop_strings import StopStringFinder
+from skyrl_train.inference_engines.request import Completion, join_top_log_probs
 from skyrl_train.kept_tokens import KeptTokens, join_kept_tokens
 
 Decode = Callable[[list[int]], str]

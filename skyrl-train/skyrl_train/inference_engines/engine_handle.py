@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 from skyrl_gym.waits import waiting
 from skyrl_train.errors import WorkerError
 from skyrl_train.inference_engines.base import (
+    Completion,
     EngineInfo,
-    InferenceEngineInput,
+    GenerationRequest,
     InferenceEngineInterface,
-    InferenceEngineOutput,
     OnTokens,
     PauseMode,
     TokenDelta,
@@ -59,10 +59,10 @@ class EngineHost:
         self._progress = 0
         self._silent_since = 0.0
 
-    def generate(self, input_batch: InferenceEngineInput) -> Awaitable[InferenceEngineOutput]:
-        return self._loop.call(self._recorded("generate", self._engine.generate(input_batch)))
+    def generate(self, request: GenerationRequest) -> Awaitable[Completion]:
+        return self._loop.call(self._recorded("generate", self._engine.generate(request)))
 
-    def stream(self, input_batch: InferenceEngineInput, on_tokens: OnTokens) -> Awaitable[InferenceEngineOutput]:
+    def stream(self, request: GenerationRequest, on_tokens: OnTokens) -> Awaitable[Completion]:
         caller = asyncio.get_running_loop()
 
         def hand_over(delta: TokenDelta) -> None:
@@ -70,7 +70,7 @@ class EngineHost:
                 asyncio.get_running_loop().call_soon(self._new_tokens.flush)
             self._new_tokens.add(caller, lambda: on_tokens(delta))
 
-        return self._loop.call(self._recorded("generate", self._engine.stream(input_batch, hand_over)))
+        return self._loop.call(self._recorded("generate", self._engine.stream(request, hand_over)))
 
     def control(self, method: str, *args: object) -> Awaitable[object]:
         """Call any other method of the engine."""

@@ -6,8 +6,8 @@ Routing is in `routing`, the way of a request to its completion in `request_runn
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from uuid import uuid4
 
@@ -16,19 +16,19 @@ from transformers import PreTrainedTokenizerBase
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.errors import WeightSyncError, WorkerError
 from skyrl_train.inference_engines.base import (
+    Completion,
     EngineInfo,
+    GenerationRequest,
     InferenceEngineInput,
     InferenceEngineInterface,
     InferenceEngineOutput,
     OnTokens,
     PauseMode,
-    SamplingKeywords,
 )
-from skyrl_train.inference_engines.completion import to_engine_output
 from skyrl_train.inference_engines.continuation import EngineCall
 from skyrl_train.inference_engines.health import ROUTED, Health
 from skyrl_train.inference_engines.request_runner import ClientRequest, RequestRunner
-from skyrl_train.inference_engines.routing import Router, Session, SlotRequest
+from skyrl_train.inference_engines.routing import Router, Session
 from skyrl_train.inference_engines.supervision import EngineFailure, Restart, Supervisor
 from skyrl_train.inference_engines.token_stream import TokenStream
 from skyrl_train.utils.chat_templates import configured_chat_template
@@ -101,44 +101,64 @@ class InferenceEngineClient(InferenceEngineInterface):
 
     # ---- requests
 
-    async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
-        """Continue every prompt.
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """Continue a prompt.
 
         Raises:
             ValueError: a bad request.
-            TimeoutError: a request was not answered within `generator.request_timeout_seconds`, waiting included.
+            RolloutError: it was interrupted too often.
+            TimeoutError: it was not answered within `generator.request_timeout_seconds`, waiting included.
             WorkerError: engines failed more often than they may.
         """
-        requests = self._requests(input_batch)
-        async with self._answering(requests):
-            await self._runner.run(next(self._tickets), requests)
-        return to_engine_output([request.completion for request in requests if request.completion is not None])
+        return await self._run(self._prepared(request))
 
-    async def stream(self, input_batch: InferenceEngineInput, on_tokens: OnTokens) -> InferenceEngineOutput:
-        """Continue one prompt, as `generate` does and with its errors, and hand out the tokens as they come: in pieces
+    async def stream(self, request: GenerationRequest, on_tokens: OnTokens) -> Completion:
+        """Continue a prompt, as `generate` does and with its errors, and hand out the tokens as they come: in pieces
         where the engine does not stream, all at the end where it would begin an interrupted answer anew."""
-        if input_batch.get("session_ids") is None:  # so that each piece goes where the one before it is cached
-            input_batch = input_batch | {"session_ids": [f"stream {uuid4()}"]}
-        requests = self._requests(input_batch)
-        requests[0].stream = TokenStream(on_tokens)
-        async with self._answering(requests):
-            await self._runner.run(next(self._tickets), requests)
-        return to_engine_output([request.completion for request in requests if request.completion is not None])
+        if request.session_id is None:  # so that each piece goes where the one before it is cached
+            request = replace(request, session_id=f"stream {uuid4()}")
+        prepared = self._prepared(request)
+        prepared.stream = TokenStream(on_tokens)
+        return await self._run(prepared)
 
-    @asynccontextmanager
-    async def _answering(self, requests: list[ClientRequest]) -> AsyncIterator[None]:
-        """Wait for the engines' start, and end the block at its deadline with an error about these requests."""
+    async def generate_batch(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
+        """Continue every prompt, which may be a conversation. The engines get equally many, and those of equal prompts
+        stay together."""
+        prompts = self._prompt_token_ids(input_batch)
+        name = uuid4().hex
+        sessions = input_batch.get("session_ids") or [f"batch {name} {row}" for row in range(len(prompts))]
+        groups: dict[tuple[int, ...], list[Session]] = {}
+        for prompt, session in zip(prompts, sessions, strict=False):
+            groups.setdefault(tuple(prompt), []).append(session)
+        batch = {**input_batch, "prompts": None, "prompt_token_ids": prompts, "session_ids": sessions}
+        self._supervisor.attach()
+        await self._supervisor.started()  # only engines that are up can be divided among
+        with self.announced(list(groups.values())):
+            return await super().generate_batch(InferenceEngineInput(**batch))
+
+    def _prepared(self, request: GenerationRequest) -> ClientRequest:
+        params, seed = request.sampling_params, request.sampling_params.get("seed")
+        if isinstance(seed, int) and not isinstance(seed, bool):  # what is wrong with another one, the engine says
+            params = params | {"seed": [seed, 0]}
+        request = replace(request, sampling_params=params, lora_name=request.lora_name or self.lora_name)
+        return ClientRequest(
+            request, next(self._tickets), self._runner.num_aborts, EngineCall(request.prompt_token_ids, params)
+        )
+
+    async def _run(self, request: ClientRequest) -> Completion:
+        """Wait for the engines' start, and complete a request before its deadline."""
         self._supervisor.attach()
         try:
             async with asyncio.timeout(self._request_timeout) as deadline:
                 await self._supervisor.started()
-                yield
+                completion = await self._runner.run(request)
         except TimeoutError:
             if not deadline.expired():
                 raise
-            late = self._runner.timeout_message(requests, self._request_timeout)
+            late = self._runner.timeout_message(request, self._request_timeout)
             raise TimeoutError(late + await asyncio.to_thread(explain_expiry, late)) from None
-        self._num_continued += sum(request.was_interrupted for request in requests)
+        self._num_continued += request.was_interrupted
+        return completion
 
     @contextmanager
     def announced(self, groups: Sequence[Sequence[Session]]) -> Iterator[None]:
@@ -148,28 +168,6 @@ class InferenceEngineClient(InferenceEngineInterface):
             yield
         finally:
             self._router.withdraw_announcement(groups)
-
-    def _requests(self, input_batch: InferenceEngineInput) -> list[ClientRequest]:
-        prompts = self._prompt_token_ids(input_batch)
-        sessions: Sequence[Session | None] = input_batch.get("session_ids") or [None] * len(prompts)
-        if len(sessions) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts need as many session_ids; got {len(sessions)}")
-        params = input_batch.get("sampling_params")
-        seeds = _seeds(params, len(prompts))
-        lora_name = input_batch.get("lora_name") or self.lora_name
-        num_aborts = self._runner.num_aborts
-        return [
-            ClientRequest(
-                prompt=prompt,
-                params=params,
-                seed=seed,
-                slot=SlotRequest(session, len(prompt), hash(tuple(prompt))),
-                lora_name=lora_name,
-                num_aborts_before=num_aborts,
-                call=EngineCall(prompt, params or {}),
-            )
-            for prompt, session, seed in zip(prompts, sessions, seeds, strict=True)
-        ]
 
     def _prompt_token_ids(self, input_batch: InferenceEngineInput) -> list[list[int]]:
         conversations, token_ids = input_batch.get("prompts"), input_batch.get("prompt_token_ids")
@@ -316,21 +314,6 @@ class InferenceEngineClient(InferenceEngineInterface):
 
     async def teardown(self) -> None:
         await self._supervisor.close()
-
-
-def _seeds(params: SamplingKeywords | None, num: int) -> list[object]:
-    """Return the seed of each request, the same on every engine; None: the engine's choice."""
-    seed = (params or {}).get("seed")
-    if isinstance(seed, list | tuple):
-        if len(seed) != num:
-            raise ValueError(
-                f"sampling parameter seed must be an integer, or one [seed, index] pair for each of the {num} "
-                f"requests; got {len(seed)} pairs"
-            )
-        return list(seed)
-    if isinstance(seed, int) and not isinstance(seed, bool):
-        return [[seed, index] for index in range(num)]
-    return [None] * num  # what is wrong with it, the engine says
 
 
 def _common(reports: Sequence[WeightReport]) -> WeightReport:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyrl_train.errors import WorkerError
-from skyrl_train.inference_engines.base import InferenceEngineInput, InferenceEngineOutput, OnTokens
+from skyrl_train.inference_engines.base import Completion, GenerationRequest, OnTokens
 from skyrl_train.inference_engines.engine_handle import (
     CONTROL,
     REQUEST,
@@ -101,13 +101,13 @@ class InlineEngine(EngineHandle):
         async with self._deadline(self.control_timeout_seconds, CONTROL):
             await self._host.result().check_health(self.control_timeout_seconds)
 
-    async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
+    async def generate(self, request: GenerationRequest) -> Completion:
         async with self._request() as host:
-            return await host.generate(input_batch)
+            return await host.generate(request)
 
-    async def stream(self, input_batch: InferenceEngineInput, on_tokens: OnTokens) -> InferenceEngineOutput:
+    async def stream(self, request: GenerationRequest, on_tokens: OnTokens) -> Completion:
         async with self._request() as host:
-            return await host.stream(input_batch, on_tokens)
+            return await host.stream(request, on_tokens)
 
     @contextlib.asynccontextmanager
     async def _request(self) -> AsyncIterator[EngineHost]:

@@ -15,7 +15,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from skyrl_train.errors import WorkerError
-from skyrl_train.inference_engines.base import InferenceEngineInput, InferenceEngineOutput, OnTokens
+from skyrl_train.inference_engines.base import Completion, GenerationRequest, OnTokens
 from skyrl_train.inference_engines.batched_calls import Outcomes, Requests, RequestSender, RequestServer
 from skyrl_train.inference_engines.engine_handle import (
     CONTROL,
@@ -83,10 +83,10 @@ class EngineProcess(EngineHost):
         """See `RequestServer.exchange`, which runs in the engine's event loop."""
         return await self._loop.call(self._server.exchange(sender, new, withdrawn))
 
-    async def _answered(self, input_batch: InferenceEngineInput, on_tokens: OnTokens | None) -> InferenceEngineOutput:
+    async def _answered(self, request: GenerationRequest, on_tokens: OnTokens | None) -> Completion:
         engine = self._engine
         with errors_for_caller():
-            answer = engine.generate(input_batch) if on_tokens is None else engine.stream(input_batch, on_tokens)
+            answer = engine.generate(request) if on_tokens is None else engine.stream(request, on_tokens)
             return await self._recorded("generate", answer)
 
     @ray.method(concurrency_group=_CONTROL_GROUP)
@@ -148,13 +148,13 @@ class RayWrappedInferenceEngine(EngineHandle):
         call = self._named(self._actor.check_health.remote(self.control_timeout_seconds))
         await answer_of(call, self.control_timeout_seconds, CONTROL)
 
-    async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
-        return await self._answer_to(input_batch, None)
+    async def generate(self, request: GenerationRequest) -> Completion:
+        return await self._answer_to(request, None)
 
-    async def stream(self, input_batch: InferenceEngineInput, on_tokens: OnTokens) -> InferenceEngineOutput:
-        return await self._answer_to(input_batch, on_tokens)
+    async def stream(self, request: GenerationRequest, on_tokens: OnTokens) -> Completion:
+        return await self._answer_to(request, on_tokens)
 
-    async def _answer_to(self, input_batch: InferenceEngineInput, on_tokens: OnTokens | None) -> InferenceEngineOutput:
+    async def _answer_to(self, request: GenerationRequest, on_tokens: OnTokens | None) -> Completion:
         await self._started()
         loop, seconds = asyncio.get_running_loop(), self._request_timeout_seconds
         if (sender := self._senders.get(loop)) is None:
@@ -163,13 +163,13 @@ class RayWrappedInferenceEngine(EngineHandle):
         try:
             with self._awaited("generate", seconds):
                 async with deadline:
-                    output = await sender.send(input_batch, on_tokens)
+                    completion = await sender.send(request, on_tokens)
         except TimeoutError:
             if not deadline.expired():
                 raise
             raise timed_out([(self._name, self._log_file)], seconds, REQUEST) from None
         self._num_answers += 1
-        return output
+        return completion
 
     def _exchange(self, sender: str, new: Requests, withdrawn: list[int]) -> Coroutine[None, None, Outcomes]:
         call = self._named(self._actor.exchange.remote(sender, new, withdrawn))

@@ -7,27 +7,13 @@ engines in `supervision`.
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_gym.waits import waiting
 from skyrl_train.errors import RolloutError
-from skyrl_train.inference_engines.base import (
-    InferenceEngineInput,
-    InferenceEngineInterface,
-    InferenceEngineOutput,
-    SamplingKeywords,
-    TokenDelta,
-)
-from skyrl_train.inference_engines.completion import (
-    Completion,
-    failed_completion,
-    raise_if_all_failed,
-    to_completions,
-)
-from skyrl_train.inference_engines.constraints import ConstraintFailed
+from skyrl_train.inference_engines.base import InferenceEngineInterface
 from skyrl_train.inference_engines.continuation import (
     EngineCall,
     depends_on_answer,
@@ -36,7 +22,8 @@ from skyrl_train.inference_engines.continuation import (
     next_call,
 )
 from skyrl_train.inference_engines.health import Health
-from skyrl_train.inference_engines.routing import Interrupted, QueueEntry, Router, SlotRequest
+from skyrl_train.inference_engines.request import Completion, GenerationRequest, SamplingKeywords, TokenDelta
+from skyrl_train.inference_engines.routing import Interrupted, Router, SlotRequest
 from skyrl_train.inference_engines.supervision import EngineFailure, Supervisor
 from skyrl_train.inference_engines.token_stream import TokenStream
 
@@ -52,26 +39,29 @@ _RETRY_DELAY_SECONDS = 0.1
 
 @dataclass(eq=False)
 class ClientRequest:
-    """One prompt of a call of `generate`, until it is completed."""
+    """Request, until it is completed."""
 
-    prompt: list[int]
-    params: SamplingKeywords | None
-    seed: object
-    """Seed of the prompt as [seed, index]; None if sampling is not seeded."""
-    slot: SlotRequest
-    lora_name: str | None
+    given: GenerationRequest
+    ticket: int
+    """Place in the queue for slots."""
     num_aborts_before: int
     call: EngineCall
     stream: TokenStream | None = None
-    """Where its tokens go as they come; None: nowhere. Such a request is alone in its call of `generate`."""
+    """Where its tokens go as they come; None: nowhere."""
     parts: list[Completion] = field(default_factory=list)
     completion: Completion | None = None
     engine: int | None = None
-    """Engine that computes it, on which it holds a slot."""
-    last_engine: int | None = None
     """Engine that it was sent to since it last waited."""
     was_interrupted: bool = False
     num_new_beginnings: int = 0
+
+    @property
+    def prompt(self) -> list[int]:
+        return self.given.prompt_token_ids
+
+    @property
+    def params(self) -> SamplingKeywords:
+        return self.given.sampling_params
 
 
 class RequestRunner:
@@ -97,105 +87,77 @@ class RequestRunner:
         self.num_aborts += 1
         self._router.interrupt()
 
-    async def run(self, ticket: int, requests: list[ClientRequest]) -> None:
-        """Complete all requests: wait for slots, call engines, continue what was interrupted.
+    async def run(self, request: ClientRequest) -> Completion:
+        """Complete a request: wait for a slot, call the engine, continue what was interrupted.
 
-        Requests that get slots on one engine at the same time are sent there in one call. The failure of one
-        answer is its completion's, raised only if all of them failed. The first other error ends all other calls.
+        Raises:
+            RolloutError: it was interrupted too often to be generated anew.
+            Exception: the error of its engine, unless the engine failed.
         """
-        queued: dict[QueueEntry, list[ClientRequest]] = {}
-        calls: dict[asyncio.Task[InferenceEngineOutput], list[ClientRequest]] = {}
-        delays: dict[asyncio.Task[None], list[ClientRequest]] = {}
-
-        def enqueue(requests: list[ClientRequest]) -> None:
-            waiting = [request for request in requests if not self._is_aborted(request)]
-            if waiting:
-                for request in waiting:
-                    request.last_engine = None
-                queued[self._router.request_slots(ticket, [request.slot for request in waiting])] = waiting
-
-        enqueue(requests)
+        prompt = request.prompt
+        slot = SlotRequest(request.given.session_id, len(prompt), hash(tuple(prompt)))
         try:
-            while queued or calls or delays:
-                futures = [*(entry.granted for entry in queued), *calls, *delays]
-                if not any(future.done() for future in futures):
-                    with waiting("a slot on an engine", on=SLOTS) if queued else nullcontext():
-                        await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
-                for entry in [entry for entry in queued if entry.granted.done()]:
-                    members = queued.pop(entry)
-                    try:
-                        grant = entry.granted.result()
-                    except Interrupted:
-                        enqueue(members)
-                        continue
-                    if grant.rest is not None:
-                        queued[grant.rest] = members
-                    for engine, indices in grant.slots.items():
-                        for batch in self._batches(engine, [members[index] for index in indices]):
-                            calls[self._start(engine, batch)] = batch
-                for call in [call for call in calls if call.done()]:
-                    interrupted = self._finish(call, calls.pop(call))
-                    if self._was_refused(interrupted):
-                        delays[asyncio.create_task(asyncio.sleep(_RETRY_DELAY_SECONDS))] = interrupted
-                    else:
-                        enqueue(interrupted)
-                for delay in [delay for delay in delays if delay.done()]:
-                    enqueue(delays.pop(delay))
-        finally:
-            for entry in queued:
-                self._router.withdraw(entry)
-            for task in (*calls, *delays):
-                task.cancel()
-            for request in requests:
-                self._release(request)
+            while not self._is_aborted(request):
+                request.engine = None
+                if (engine := await self._granted(request.ticket, slot)) is None:
+                    continue
+                request.engine = engine
+                try:
+                    part = await self._call(request, engine)
+                except EngineFailure:  # the caller has the tokens that were streamed before
+                    request.was_interrupted = True
+                    part = None if request.stream is None else request.stream.interrupted_part()
+                finally:
+                    self._router.release(engine, slot)
+                if part is not None:
+                    self._add_part(request, part)
                 if request.stream is not None:
-                    request.stream.end_call()  # its caller hears no more of it
-            await asyncio.gather(*calls, *delays, return_exceptions=True)
-        raise_if_all_failed([request.completion for request in requests if request.completion is not None])
+                    request.stream.end_call()
+                if request.completion is None and part is not None and self._was_refused(part):
+                    await asyncio.sleep(_RETRY_DELAY_SECONDS)
+        finally:
+            if request.stream is not None:
+                request.stream.end_call()  # its caller hears no more of it
+        assert request.completion is not None
+        return request.completion
 
-    def _batches(self, engine: int, requests: list[ClientRequest]) -> list[list[ClientRequest]]:
-        """Place requests on an engine; return them in batches that one call can take: all that nothing interrupted
-        yet, and interrupted ones with equal budgets."""
-        batches: dict[tuple[object, ...], list[ClientRequest]] = {}
-        for request in requests:
-            request.engine = request.last_engine = engine
-            params = request.call.sampling_params
-            budget = (params.get("max_tokens"), params.get("min_tokens"), "prompt_logprobs" in params)
-            budget += (params.get("num_answer_tokens"),)
-            batches.setdefault(budget if request.parts else (), []).append(request)
-        return list(batches.values())
+    async def _granted(self, ticket: int, slot: SlotRequest) -> int | None:
+        """Wait for a slot. Returns: its engine; None if the wait was interrupted."""
+        entry = self._router.request_slot(ticket, slot)
+        if not entry.granted.done():
+            try:
+                with waiting("a slot on an engine", on=SLOTS):
+                    await asyncio.wait({entry.granted})
+            except asyncio.CancelledError:
+                self._router.withdraw(entry)
+                raise
+        try:
+            return entry.granted.result()
+        except Interrupted:
+            return None
 
-    def _start(self, engine: int, requests: list[ClientRequest]) -> "asyncio.Task[InferenceEngineOutput]":
-        """Start one call of an engine for requests that `_batches` put together."""
-        first = requests[0]
-        params = first.call.sampling_params
-        if first.seed is not None:
-            params = params | {"seed": [request.seed for request in requests]}
+    async def _call(self, request: ClientRequest, engine: int) -> Completion:
+        """Call an engine for the present part of a request."""
+        params, stream = request.call.sampling_params, request.stream
         if "seed" in params and self._supervisor.has_no_seeds(engine):
             params = {name: value for name, value in params.items() if name != "seed"}
-        if first.stream is not None:
-            params = self._params_of_stream(first, first.stream, engine, params)
-        sessions = [request.slot.session for request in requests if request.slot.session is not None]
-        batch = InferenceEngineInput(
-            prompt_token_ids=[request.call.prompt_token_ids for request in requests],
-            sampling_params=params or None,
-            session_ids=sessions if len(sessions) == len(requests) else None,
-            lora_name=first.lora_name,
+        if stream is not None:
+            params = self._params_of_stream(request, stream, engine, params)
+        sent = replace(
+            request.given,
+            prompt_token_ids=request.call.prompt_token_ids,
+            sampling_params=params,
             count_cached_tokens=True,
         )
-        return asyncio.create_task(self._generate(engine, batch, first))
-
-    async def _generate(self, engine: int, batch: InferenceEngineInput, first: ClientRequest) -> InferenceEngineOutput:
-        stream = first.stream
         deltas = [] if stream is None else stream.deltas
 
-        def call(present: InferenceEngineInterface) -> Awaitable[InferenceEngineOutput]:
+        def call(present: InferenceEngineInterface) -> Awaitable[Completion]:
             if stream is None:
-                return present.generate(batch)
-            return present.stream(batch, lambda delta: self._take_tokens(first, deltas, delta))
+                return present.generate(sent)
+            return present.stream(sent, lambda delta: self._take_tokens(request, deltas, delta))
 
         with waiting("a request with a slot", who=SLOTS):
-            return await self._supervisor.run(engine, call)
+            return self._counted(request, await self._supervisor.run(engine, call))
 
     def _params_of_stream(
         self, request: ClientRequest, stream: TokenStream, engine: int, params: SamplingKeywords
@@ -206,7 +168,7 @@ class RequestRunner:
         begins_anew = any(self._supervisor.is_unsupported(each, "answer_tokens") for each in engines)
         # A streamed part is without the tokens that truncation kept, so it cannot be continued with them.
         keeps = bool(params.get("return_kept_tokens"))
-        stream.is_held = keeps or (begins_anew and depends_on_answer(request.params or {}))
+        stream.is_held = keeps or (begins_anew and depends_on_answer(request.params))
         return stream.of_piece(params) if self._supervisor.is_unsupported(engine, "streaming") else params
 
     def _take_tokens(self, request: ClientRequest, deltas: list[TokenDelta], delta: TokenDelta) -> None:
@@ -217,39 +179,9 @@ class RequestRunner:
         deltas.append(delta)
         if not stream.is_border_passed and (part := stream.interrupted_part()) is not None:
             parts = [*request.parts, part]
-            stream.is_border_passed = not may_end_at_border(parts, request.params or {}, self._decoder(request))
+            stream.is_border_passed = not may_end_at_border(parts, request.params, self._decoder(request))
         if stream.is_border_passed:
             stream.give()
-
-    def _finish(
-        self, call: "asyncio.Task[InferenceEngineOutput]", requests: list[ClientRequest]
-    ) -> list[ClientRequest]:
-        """Give back the slots of a call that ended; return those of its requests that must be continued."""
-        for request in requests:
-            self._release(request)
-        interrupted = self._interrupted(call, requests)
-        for request in requests:
-            if request.stream is not None:
-                request.stream.end_call()
-        return interrupted
-
-    def _interrupted(
-        self, call: "asyncio.Task[InferenceEngineOutput]", requests: list[ClientRequest]
-    ) -> list[ClientRequest]:
-        """Add the outcome of a call to its requests; return those that are not complete with it."""
-        try:
-            parts = to_completions(call.result())
-        except EngineFailure:
-            for request in requests:
-                request.was_interrupted = True
-            return [request for request in requests if not self._is_complete_with_streamed(request)]
-        except ConstraintFailed as failure:  # of all requests of this call
-            parts = [failed_completion(failure, request.params) for request in requests]
-        return [
-            request
-            for request, part in zip(requests, parts, strict=True)
-            if not self._is_complete(request, self._counted(request, part))
-        ]
 
     def _counted(self, request: ClientRequest, part: Completion) -> Completion:
         """Count the prompt tokens and drafts of a call; return its completion without them: it depends on its request
@@ -262,59 +194,50 @@ class RequestRunner:
             self.num_accepted += part.drafts.num_accepted
         return replace(part, num_cached_prompt_tokens=None, drafts=None)
 
-    def _is_complete(self, request: ClientRequest, part: Completion) -> bool:
-        """Add a part to its request; True if the completion is whole with it."""
-        if part.failure is not None:
-            request.completion = part
-            return True
+    def _add_part(self, request: ClientRequest, part: Completion) -> None:
+        """Add a part to its request, which is completed if the answer is whole with it.
+
+        Raises:
+            RolloutError: it was begun anew too often.
+        """
         is_piece = request.stream is not None and request.stream.is_end_of_piece(part)
         if is_piece:
             part = replace(part, stop_reason="abort")
         request.parts.append(part)
         if part.stop_reason == "abort" and self._is_aborted(request):
-            return True
-        engine = request.last_engine
+            return
         if part.stop_reason == "abort" and part.token_ids and self._begins_anew(request):
             request.parts.clear()
             request.was_interrupted = True
             request.num_new_beginnings += 1
             if request.num_new_beginnings > MAX_NEW_BEGINNINGS:
-                request.completion = failed_completion(self._interrupted_too_often(request), request.params)
-            return request.completion is not None
-        max_model_len = None if engine is None else self._supervisor.max_model_len(engine)
-        step = next_call(request.prompt, request.params or {}, request.parts, self._decoder(request), max_model_len)
+                raise self._interrupted_too_often(request)
+            return
+        max_model_len = None if request.engine is None else self._supervisor.max_model_len(request.engine)
+        step = next_call(request.prompt, request.params, request.parts, self._decoder(request), max_model_len)
         if isinstance(step, EngineCall):
             request.call, request.was_interrupted = step, request.was_interrupted or not is_piece
             if request.stream is not None:
                 request.stream.give_rest(part)
-            return False
+            return
         request.completion = step
-        return True
-
-    def _is_complete_with_streamed(self, request: ClientRequest) -> bool:
-        """Add the tokens that were streamed before an engine failed to their request, whose caller has them; True if
-        the completion is whole with them."""
-        part = None if request.stream is None else request.stream.interrupted_part()
-        return part is not None and self._is_complete(request, part)
 
     def _begins_anew(self, request: ClientRequest) -> bool:
         """Check whether an interrupted answer must be generated anew: its tokens depend on those before, and its engine
         cannot be told which of the prompt's are the answer's."""
-        engine = request.last_engine
+        engine = request.engine
         return (
             engine is not None
-            and depends_on_answer(request.params or {})
+            and depends_on_answer(request.params)
             and self._supervisor.is_unsupported(engine, "answer_tokens")
         )
 
     def _interrupted_too_often(self, request: ClientRequest) -> RolloutError:
-        assert request.last_engine is not None
-        params = request.params or {}
-        budget = params.get("max_tokens")
+        budget = request.params.get("max_tokens")
         return RolloutError(
             "infrastructure",
             f"an answer of at most {budget} tokens was interrupted {request.num_new_beginnings} times, and engine "
-            f"{request.last_engine} begins an answer under a constraint or penalties anew each time. Use "
+            f"{request.engine} begins an answer under a constraint or penalties anew each time. Use "
             "generator.weight_sync_pause=wait (or trainer.fully_async.pause=wait), so that a sync waits for such "
             "answers, sync less often, or lower max_tokens",
         )
@@ -325,17 +248,12 @@ class RequestRunner:
             request.completion = join(request.prompt, request.parts, self._decoder(request), "abort")
         return request.completion is not None
 
-    def _was_refused(self, requests: list[ClientRequest]) -> bool:
+    def _was_refused(self, part: Completion) -> bool:
         """Check whether an engine took nothing of a request though admission was not paused."""
-        return any(each.parts and not each.parts[-1].token_ids for each in requests) and not self._router.pause_reasons
-
-    def _release(self, request: ClientRequest) -> None:
-        if request.engine is not None:
-            self._router.release(request.engine, [request.slot])
-            request.engine = None
+        return not part.token_ids and not self._router.pause_reasons
 
     def _decoder(self, request: ClientRequest) -> Callable[[list[int]], str]:
-        skip = (request.params or {}).get("skip_special_tokens", True)
+        skip = request.params.get("skip_special_tokens", True)
 
         def decode(token_ids: list[int]) -> str:
             text = self._tokenizer.decode(token_ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
@@ -344,12 +262,10 @@ class RequestRunner:
 
         return decode
 
-    def timeout_message(self, requests: list[ClientRequest], timeout_seconds: float) -> str:
-        """Describe how many of these requests are not completed, and where they are."""
-        late = [request for request in requests if request.completion is None]
-        engines = sorted({request.last_engine for request in late if request.last_engine is not None})
-        if engines:
-            where = f"under way on engine {', '.join(map(str, engines))}"
+    def timeout_message(self, request: ClientRequest, timeout_seconds: float) -> str:
+        """Describe where a request is that is not completed in time."""
+        if request.engine is not None:
+            where = f"under way on engine {request.engine}"
         elif self._router.pause_reasons:
             where = f"waiting: {', '.join(sorted(self._router.pause_reasons))}"
         else:
@@ -357,5 +273,4 @@ class RequestRunner:
                 f"{health}: {len(ids)}" for health in Health if (ids := self._supervisor.with_health(health))
             )
             where = f"waiting for an engine ({states})"
-        number = f"{len(late)} of {len(requests)} requests were" if len(requests) > 1 else "the request was"
-        return f"{number} not answered within generator.request_timeout_seconds={timeout_seconds:g}; {where}"
+        return f"the request was not answered within generator.request_timeout_seconds={timeout_seconds:g}; {where}"

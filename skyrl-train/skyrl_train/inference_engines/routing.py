@@ -39,30 +39,19 @@ class SlotRequest:
     """Hash of the prompt."""
 
 
-@dataclass
-class SlotGrant:
-    """Slots granted to some requests of a queue entry."""
-
-    slots: dict[int, list[int]]
-    """Engine -> indices of the requests."""
-    rest: "QueueEntry | None"
-    """Entry of the other requests, in the same place of the queue."""
-
-
 class Interrupted(Exception):
     """The wait was ended by `Router.interrupt`."""
 
 
 @dataclass(eq=False)
 class QueueEntry:
-    """Requests that came together and wait for slots."""
+    """Request that waits for a slot."""
 
     ticket: int
     """Place in the queue: lower goes first."""
-    requests: Sequence[SlotRequest]
-    indices: list[int]
-    """Indices of the requests that still wait."""
-    granted: "asyncio.Future[SlotGrant]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    request: SlotRequest
+    granted: "asyncio.Future[int]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    """Engine on which it has a slot."""
 
 
 @dataclass
@@ -104,7 +93,7 @@ class Router:
 
     @property
     def num_waiting(self) -> int:
-        return sum(len(entry.indices) for entry in self._queue)
+        return len(self._queue)
 
     def num_under_way(self, engine: int) -> int:
         return self._loads[engine].requests
@@ -162,10 +151,10 @@ class Router:
     def _num_sessions(self) -> int:
         return sum(self._loads[engine].sessions for engine in self._open)
 
-    def request_slots(self, ticket: int, requests: Sequence[SlotRequest]) -> QueueEntry:
-        """Queue up. `granted` of the entry is done when at least one request has a slot, or raises `Interrupted` or the
-        error of `fail`. Each slot must be given back by `release`; `withdraw` ends the wait."""
-        entry = QueueEntry(ticket, requests, list(range(len(requests))))
+    def request_slot(self, ticket: int, request: SlotRequest) -> QueueEntry:
+        """Queue up. `granted` of the entry is the engine, or raises `Interrupted` or the error of `fail`. The slot must
+        be given back by `release`; `withdraw` ends the wait."""
+        entry = QueueEntry(ticket, request)
         if self._failure is not None:
             entry.granted.set_exception(self._failure)
             return entry
@@ -173,25 +162,19 @@ class Router:
         self._serve()
         return entry
 
-    def withdraw(self, entry: QueueEntry | None) -> None:
-        """End the wait of an entry, and give back slots that it was just granted."""
-        if entry is None:
-            return
+    def withdraw(self, entry: QueueEntry) -> None:
+        """End the wait of an entry, and give back a slot that it was just granted."""
         if entry in self._queue:
             self._queue.remove(entry)
         elif entry.granted.done() and not entry.granted.cancelled() and entry.granted.exception() is None:
-            grant = entry.granted.result()
-            for engine, indices in grant.slots.items():
-                self.release(engine, [entry.requests[index] for index in indices])
-            self.withdraw(grant.rest)
-            return
+            self.release(entry.granted.result(), entry.request)
         entry.granted.cancel()
 
-    def release(self, engine: int, requests: Sequence[SlotRequest]) -> None:
-        """Give back the slots of these requests on an engine."""
+    def release(self, engine: int, request: SlotRequest) -> None:
+        """Give back the slot of a request on an engine."""
         load = self._loads[engine]
-        load.requests -= len(requests)
-        load.tokens -= sum(request.num_tokens for request in requests)
+        load.requests -= 1
+        load.tokens -= request.num_tokens
         self._serve()
 
     def interrupt(self) -> None:
@@ -219,35 +202,24 @@ class Router:
             if self._all_full():
                 waiting += self._queue[place:]
                 break
-            rest = self._serve_one(entry)
-            if rest is not None:
-                waiting.append(rest)
+            if not self._grant(entry):
+                waiting.append(entry)
         self._queue = waiting
 
-    def _serve_one(self, entry: QueueEntry) -> QueueEntry | None:
-        """Grant the slots there are; return the entry that waits for the rest."""
-        slots: dict[int, list[int]] = {}
-        remaining: list[int] = []
-        # Requests that come together count together: of many prompts with many samples each engine gets whole groups.
-        num_new = sum(entry.requests[index].session not in self._announced for index in entry.indices)
-        mean = (self._num_sessions() + num_new) / len(self._open)
-        for index in entry.indices:
-            request = entry.requests[index]
-            engine = self._announced_engine(request.session)
-            if engine not in self._open or engine in self._doubtful or self._is_full(engine):
-                engine = self._engine_for(request, mean, _PROMPT_LOAD if len(entry.requests) == 1 else 1.0)
-            if engine is None:
-                remaining.append(index)
-                continue
-            self._remember(request, engine)
-            slots.setdefault(engine, []).append(index)
-            self._loads[engine].requests += 1
-            self._loads[engine].tokens += request.num_tokens
-        if not slots:
-            return entry
-        rest = QueueEntry(entry.ticket, entry.requests, remaining) if remaining else None
-        entry.granted.set_result(SlotGrant(slots, rest))
-        return rest
+    def _grant(self, entry: QueueEntry) -> bool:
+        """Grant a slot if there is one for this request now."""
+        request = entry.request
+        mean = (self._num_sessions() + (request.session not in self._announced)) / len(self._open)
+        engine = self._announced_engine(request.session)
+        if engine not in self._open or engine in self._doubtful or self._is_full(engine):
+            engine = self._engine_for(request, mean, _PROMPT_LOAD)
+        if engine is None:
+            return False
+        self._remember(request, engine)
+        self._loads[engine].requests += 1
+        self._loads[engine].tokens += request.num_tokens
+        entry.granted.set_result(engine)
+        return True
 
     def _engine_for(self, request: SlotRequest, mean: float, prompt_load: float) -> int | None:
         """Return the engine that a request goes to now; None where it must wait.

@@ -6,8 +6,8 @@ interrupted one and is continued.
 
 from dataclasses import dataclass, field
 
-from skyrl_train.inference_engines.base import OnTokens, SamplingKeywords, TokenDelta, TopLogProbs, join_deltas
-from skyrl_train.inference_engines.completion import Completion
+from skyrl_train.inference_engines.base import OnTokens, SamplingKeywords, TokenDelta, TopLogProbs
+from skyrl_train.inference_engines.request import Completion, join_deltas
 
 FIRST_PIECE = 16
 LARGEST_PIECE = 256

@@ -11,11 +11,13 @@ from typing import Any
 from skyrl_train.errors import SkyRLError
 from skyrl_train.expert_routes import ExpertRoutes
 from skyrl_train.inference_engines.base import (
+    Completion,
     EngineInfo,
-    InferenceEngineInput,
+    GenerationRequest,
     InferenceEngineInterface,
-    raise_failures,
+    SamplingKeywords,
 )
+from skyrl_train.utils.async_blocks import gather_or_cancel
 from skyrl_train.weight_sync.canary import canary_prompts
 
 
@@ -25,7 +27,7 @@ class Sampling:
 
     name: str
     params: dict[str, Any]
-    """Keywords of `InferenceEngineInput.sampling_params`, without lengths and seed."""
+    """Keywords of `GenerationRequest.sampling_params`, without lengths and seed."""
 
     @property
     def temperature(self) -> float:
@@ -120,13 +122,25 @@ def _reason(error: Exception) -> str:
 
 async def _answers(engine: InferenceEngineInterface, sampling: Sampling, questions: Questions) -> Answers:
     params = {"logprobs": 0, "max_tokens": questions.max_tokens, "seed": questions.seed, **sampling.params}
-    request = InferenceEngineInput(prompt_token_ids=questions.prompts, sampling_params=params)
-    output = await asyncio.wait_for(engine.generate(request), questions.timeout_seconds)
-    raise_failures(output)
-    log_probs = output["response_logprobs"]
-    if log_probs is None:
+    completions = await _complete_all(engine, questions.prompts, params, questions)
+    log_probs = [completion.log_probs for completion in completions if completion.log_probs is not None]
+    if len(log_probs) < len(completions):
         raise ValueError("the engine gave no log-probs of its answers")
-    return _complete(questions.prompts, output["response_ids"], log_probs, output.get("expert_routes"))
+    routes = [completion.routes for completion in completions]
+    responses = [completion.token_ids for completion in completions]
+    return _answered(questions.prompts, responses, log_probs, routes if any(routes) else None)
+
+
+async def _complete_all(
+    engine: InferenceEngineInterface, prompts: Sequence[list[int]], params: SamplingKeywords, questions: Questions
+) -> list[Completion]:
+    """Complete all prompts within the deadline; prompt i draws from the seed pair (seed, i)."""
+    requests = [
+        GenerationRequest(prompt_token_ids=prompt, sampling_params=params | {"seed": [params["seed"], index]})
+        for index, prompt in enumerate(prompts)
+    ]
+    calls = gather_or_cancel([engine.generate(request) for request in requests])
+    return await asyncio.wait_for(calls, questions.timeout_seconds)
 
 
 async def _canary(engine: InferenceEngineInterface, info: EngineInfo, questions: Questions) -> Answers:
@@ -134,16 +148,14 @@ async def _canary(engine: InferenceEngineInterface, info: EngineInfo, questions:
         raise ValueError(info.unsupported["prompt_log_probs"])
     rows = canary_prompts(info.vocab_size, info.max_model_len)
     params = {"max_tokens": 1, "temperature": 1.0, "logprobs": 0, "prompt_logprobs": 0, "seed": questions.seed}
-    request = InferenceEngineInput(prompt_token_ids=rows, sampling_params=params)
-    output = await asyncio.wait_for(engine.generate(request), questions.timeout_seconds)
-    raise_failures(output)
-    log_probs = output.get("prompt_logprobs")
-    if log_probs is None:
+    completions = await _complete_all(engine, rows, params, questions)
+    log_probs = [each.prompt_log_probs for each in completions if each.prompt_log_probs is not None]
+    if len(log_probs) < len(completions):
         raise ValueError("the engine gave no log-probs of its prompts")
-    return _complete([row[:1] for row in rows], [row[1:] for row in rows], log_probs)
+    return _answered([row[:1] for row in rows], [row[1:] for row in rows], log_probs)
 
 
-def _complete(
+def _answered(
     prompts: Sequence[Sequence[int]],
     responses: Sequence[Sequence[int]],
     log_probs: Sequence[Sequence[float]],

@@ -19,7 +19,7 @@ from skyrl_train.config import SkyRLConfig
 from skyrl_train.errors import WeightSyncError, WorkerError
 from skyrl_train.inference_engines.base import (
     EngineInfo,
-    InferenceEngineInput,
+    GenerationRequest,
     InferenceEngineInterface,
     PauseMode,
 )
@@ -28,6 +28,7 @@ from skyrl_train.inference_engines.inference_engine_client import InferenceEngin
 from skyrl_train.inference_engines.remote.handles import RemoteEngines
 from skyrl_train.orchestration.actor_group import ActorGroup
 from skyrl_train.orchestration.colocation import Colocation
+from skyrl_train.utils.async_blocks import gather_or_cancel
 from skyrl_train.utils.io import expand_path
 from skyrl_train.weight_sync.base import LoraLoadRequest
 from skyrl_train.weight_sync.canary import CanaryTolerance, LogProbs, canary_prompts, check_canaries
@@ -273,14 +274,16 @@ class WeightPublisher:
         return log_probs
 
     async def _log_probs_of_engine(self, engine: InferenceEngineInterface) -> LogProbs:
-        output = await engine.generate(
-            InferenceEngineInput(
-                prompt_token_ids=self._canaries(),
-                sampling_params={"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0},
-                lora_name=self._client.lora_name,
-            )
+        params = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        completions = await gather_or_cancel(
+            [
+                engine.generate(
+                    GenerationRequest(prompt_token_ids=prompt, sampling_params=params, lora_name=self._client.lora_name)
+                )
+                for prompt in self._canaries()
+            ]
         )
-        return output.get("prompt_logprobs") or []
+        return [completion.prompt_log_probs or [] for completion in completions]
 
 
 async def _ready(log_probs: LogProbs) -> LogProbs:

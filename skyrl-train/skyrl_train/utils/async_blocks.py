@@ -1,10 +1,21 @@
 """Blocks of asynchronous code with something beside them, and which error such a block raises."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import Any, TypeVar
 
 from loguru import logger
+
+T = TypeVar("T")
+
+
+async def gather_or_cancel(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return the results in order. The first error cancels the other calls and is raised."""
+    with first_error():
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(call) for call in calls]
+    return [task.result() for task in tasks]
 
 
 @asynccontextmanager

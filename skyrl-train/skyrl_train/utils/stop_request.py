@@ -43,7 +43,7 @@ class StopRequest:
         if self.is_made:
             self.end()
         logger.warning(
-            f"SIGTERM: a checkpoint follows within {timeout_seconds:g} s (trainer.stop_timeout_seconds); a second signal "
+            f"SIGTERM: a checkpoint follows within {timeout_seconds:g} s (trainer.stop_timeout_seconds); a second one "
             "ends the run at once"
         )
         self._made.set()

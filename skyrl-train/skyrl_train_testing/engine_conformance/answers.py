@@ -4,7 +4,9 @@ from typing import Any
 
 import torch
 
-from skyrl_train.inference_engines.base import InferenceEngineOutput, TokenDelta, join_deltas
+from skyrl_train.inference_engines.base import InferenceEngineOutput, TokenDelta
+from skyrl_train.inference_engines.columns import to_output
+from skyrl_train.inference_engines.request import join_deltas
 from skyrl_train_testing.engine_conformance.registry import check, expect, expect_close
 from skyrl_train_testing.engine_conformance.subject import EngineUnderTest
 
@@ -76,15 +78,14 @@ async def answers_tell_tokens_text_log_probs_and_versions(subject: EngineUnderTe
 @check()
 async def a_streamed_answer_begins_with_the_tokens_handed_out(subject: EngineUnderTest) -> None:
     """`stream` returns the answer of `generate`; the tokens, log-probs and versions handed out are its beginning."""
-    request = subject.batch([subject.prompt(9)], max_tokens=24, logprobs=0, ignore_eos=True, temperature=0.0)
+    request = subject.request(subject.prompt(9), max_tokens=24, logprobs=0, ignore_eos=True, temperature=0.0)
     deltas: list[TokenDelta] = []
-    output = await subject.in_time(subject.engine.stream(request, deltas.append))
+    streamed = await subject.in_time(subject.engine.stream(request, deltas.append))
     whole = await subject.in_time(subject.engine.generate(request))
-    expect_form(subject, request.get("prompt_token_ids") or [], output)
-    expect(output["response_ids"] == whole["response_ids"], f"{output['response_ids']}, not {whole['response_ids']}")
-    columns = {"response_ids": 0, "response_logprobs": 1, "weight_versions": 2}
-    for name, column in columns.items() if deltas else ():
-        out, [row] = join_deltas(deltas)[column] or [], output[name]
+    expect_form(subject, [request.prompt_token_ids], to_output([streamed], request.sampling_params))
+    expect(streamed.token_ids == whole.token_ids, f"{streamed.token_ids}, not {whole.token_ids}")
+    for name in ("token_ids", "log_probs", "weight_versions") if deltas else ():
+        out, row = getattr(join_deltas(deltas), name) or [], getattr(streamed, name)
         expect(out == row[: len(out)], f"{name} of the tokens handed out: {out}, not the beginning of {row}")
 
 

@@ -18,7 +18,7 @@ async def teardown_ends_everything(subject: EngineUnderTest) -> None:
     await subject.in_time(subject.engine.teardown())
     with contextlib.suppress(SkyRLError):  # or it was quick enough
         await subject.in_time(running)
-    request = subject.batch([subject.prompt(3)], max_tokens=2)
+    request = subject.request(subject.prompt(3), max_tokens=2)
     calls: dict[str, Callable[[], Awaitable[Any]]] = {
         "generate": lambda: subject.engine.generate(request),
         "check_health": subject.engine.check_health,

@@ -134,7 +134,7 @@ async def expect_refusal(subject: "EngineUnderTest", feature: Feature) -> None:
 
     def generate(**params: Any) -> Awaitable[Any]:
         prompts = [subject.prompt(4)]
-        return engine.generate(
+        return engine.generate_batch(
             InferenceEngineInput(prompt_token_ids=prompts, sampling_params={"max_tokens": 2, **params})
         )
 

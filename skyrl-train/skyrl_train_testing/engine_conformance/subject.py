@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from skyrl_train.inference_engines.base import (
     EngineInfo,
+    GenerationRequest,
     InferenceEngineInput,
     InferenceEngineInterface,
     InferenceEngineOutput,
@@ -117,16 +118,24 @@ class EngineUnderTest:
             found.update(ids if isinstance(ids, list) else [ids])
         return found - {None}
 
-    def batch(self, prompts: Sequence[list[int]], *, lora: str | None = None, **params: Any) -> InferenceEngineInput:
-        """A request; without a seed of its own it has one where the engine takes any."""
+    def params(self, **params: Any) -> dict[str, Any]:
+        """Sampling parameters; without a seed of their own they have one where the engine takes any."""
         if "seed" not in params and "seed" not in self.info.unsupported and params.get("temperature") != 0:
             params["seed"] = 7
-        return InferenceEngineInput(prompt_token_ids=list(prompts), sampling_params=params, lora_name=lora)
+        return params
+
+    def request(self, prompt: list[int], **params: Any) -> GenerationRequest:
+        return GenerationRequest(prompt_token_ids=prompt, sampling_params=self.params(**params))
+
+    def batch(self, prompts: Sequence[list[int]], *, lora: str | None = None, **params: Any) -> InferenceEngineInput:
+        return InferenceEngineInput(
+            prompt_token_ids=list(prompts), sampling_params=self.params(**params), lora_name=lora
+        )
 
     async def generate(
         self, prompts: Sequence[list[int]], *, lora: str | None = None, **params: Any
     ) -> InferenceEngineOutput:
-        return await self.in_time(self.engine.generate(self.batch(prompts, lora=lora, **params)))
+        return await self.in_time(self.engine.generate_batch(self.batch(prompts, lora=lora, **params)))
 
     def begin(
         self, prompts: Sequence[list[int]], *, lora: str | None = None, **params: Any

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,11 @@ class EarlyCharacters(WorthCharacters):
 class CoarseEngine(NativeInferenceEngine):
     """The native engine with log-probs of 12 binary digits less."""
 
-    async def generate(self, input_batch: Any) -> Any:
-        output = await super().generate(input_batch)
-        log_probs = output.get("response_logprobs")
-        if log_probs is not None:
-            output["response_logprobs"] = [[round(value * 2048) / 2048 for value in row] for row in log_probs]
-        return output
+    async def generate(self, request: Any) -> Any:
+        completion = await super().generate(request)
+        if completion.log_probs is None:
+            return completion
+        return replace(completion, log_probs=[round(value * 2048) / 2048 for value in completion.log_probs])
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -23,7 +23,11 @@ from skyrl_train.generators.base import (
     TrajectoryID,
 )
 from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
-from skyrl_train.inference_engines.base import InferenceEngineInput, InferenceEngineInterface, InferenceEngineOutput
+from skyrl_train.inference_engines.base import (
+    Completion,
+    GenerationRequest,
+    InferenceEngineInterface,
+)
 from skyrl_train_testing.tiny_models import character_tokenizer
 
 CHATML = (
@@ -70,7 +74,7 @@ class ScriptedEngine(InferenceEngineInterface):
     def __init__(self, tokenizer: PreTrainedTokenizerBase, scripts: dict[str, list[Say | Exception]]) -> None:
         self.tokenizer = tokenizer
         self.scripts = {session: iter(script) for session, script in scripts.items()}
-        self.requests: list[InferenceEngineInput] = []
+        self.requests: list[GenerationRequest] = []
         self.announced_groups: list[Sequence[Sequence[str | int]]] = []
         """Sessions of each batch, as they were announced."""
 
@@ -79,22 +83,21 @@ class ScriptedEngine(InferenceEngineInterface):
         self.announced_groups.append(groups)
         yield
 
-    async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
-        self.requests.append(input_batch)
-        (session,) = input_batch.get("session_ids") or []
-        say = next(self.scripts[str(session)])
+    async def generate(self, request: GenerationRequest) -> Completion:
+        self.requests.append(request)
+        say = next(self.scripts[str(request.session_id)])
         if isinstance(say, Exception):
             raise say
         ids: Any = self.tokenizer(say.text, add_special_tokens=False)["input_ids"]
         if say.eos and say.stop_reason == "stop":
             ids = [*ids, self.tokenizer.eos_token_id]
-        asked = (input_batch.get("sampling_params") or {}).get("logprobs") is not None
-        return InferenceEngineOutput(
-            responses=[say.text],
-            response_ids=[ids],
-            stop_reasons=[say.stop_reason],
-            response_logprobs=[[-(j + 1.0) for j in range(len(ids))]] if asked else None,
-            weight_versions=[[7] * (len(ids) - 1) + [say.last_version]] if ids else [[]],
+        asked = request.sampling_params.get("logprobs") is not None
+        return Completion(
+            token_ids=ids,
+            stop_reason=say.stop_reason,
+            weight_versions=[7] * (len(ids) - 1) + [say.last_version] if ids else [],
+            log_probs=[-(j + 1.0) for j in range(len(ids))] if asked else None,
+            text=say.text,
         )
 
     async def weight_version(self) -> int:

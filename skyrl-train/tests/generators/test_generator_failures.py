@@ -172,7 +172,7 @@ async def test_a_request_that_the_engine_refuses_is_not_tried_again(game, say, c
 
 async def test_an_engine_that_does_not_answer_is_given_up(characters, say, scripted_engine):
     class SilentEngine(scripted_engine):
-        async def generate(self, input_batch):
+        async def generate(self, request):
             await asyncio.sleep(60)
 
     session = EngineSession(SilentEngine(characters, {}), {}, "0_0", lambda turn: turn, 0.1)

@@ -27,7 +27,11 @@ from skyrl_train.generators.harness import generator
 from skyrl_train.generators.harness.endpoint import socket_folder
 from skyrl_train.generators.harness.generator import HarnessGenerator
 from skyrl_train.generators.harness.task import HarnessTask, checked_reward, grade_workspace
-from skyrl_train.inference_engines.base import EngineInfo, InferenceEngineInput, InferenceEngineOutput
+from skyrl_train.inference_engines.base import (
+    Completion,
+    EngineInfo,
+    GenerationRequest,
+)
 from skyrl_train.rollouts.types import RolloutBatch, Trajectory
 from skyrl_train_testing.harness_audit import audit_grade
 
@@ -57,20 +61,15 @@ class Model(ScriptedEngine):
         size = self.max_model_len
         return EngineInfo(backend="scripted", release="0", model="m", vocab_size=200, max_model_len=size, dtype=None)
 
-    async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
-        self.requests.append(input_batch)
-        [prompt], params = input_batch["prompt_token_ids"] or [], input_batch.get("sampling_params") or {}
-        text = self.answer(self.tokenizer.decode(prompt))
+    async def generate(self, request: GenerationRequest) -> Completion:
+        self.requests.append(request)
+        params = request.sampling_params
+        text = self.answer(self.tokenizer.decode(request.prompt_token_ids))
         ids: Any = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id]
         is_cut = len(ids) > params["max_tokens"]
         ids = ids[: params["max_tokens"]]
-        return InferenceEngineOutput(
-            responses=[text],
-            response_ids=[ids],
-            stop_reasons=["length" if is_cut else "stop"],
-            response_logprobs=[[-0.5 - place for place in range(len(ids))]],
-            weight_versions=[[7] * len(ids)],
-        )
+        log_probs = [-0.5 - place for place in range(len(ids))]
+        return Completion(ids, "length" if is_cut else "stop", [7] * len(ids), log_probs, text)
 
 
 async def trajectories_of(

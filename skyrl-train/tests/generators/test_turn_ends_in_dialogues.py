@@ -8,7 +8,7 @@ from skyrl_train.generators.dialogue import ConversationDialogue, SingleMessageD
 from skyrl_train.generators.environment import StepResult
 from skyrl_train.generators.step_wise_dialogue import StepWiseDialogue
 from skyrl_train.generators.tokenization import ChatFormat, get_response_ids_and_loss_mask_from_messages
-from skyrl_train.inference_engines.completion import Completion
+from skyrl_train.inference_engines.request import Completion
 from skyrl_train.rollouts.filters import mask_unended
 from skyrl_train.rollouts.types import TrainingSample, Trajectory, TrajectoryID
 

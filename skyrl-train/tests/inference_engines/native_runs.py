@@ -11,13 +11,15 @@ import torch
 from transformers import AutoTokenizer
 
 from skyrl_train.config import SkyRLConfig
-from skyrl_train.inference_engines.base import InferenceEngineInput
-from skyrl_train.inference_engines.completion import Completion, to_completions
+from skyrl_train.inference_engines.base import InferenceEngineInput, InferenceEngineInterface
+from skyrl_train.inference_engines.columns import to_requests
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
 from skyrl_train.inference_engines.native.core import NativeEngineCore
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train.inference_engines.native.loading import load_model
 from skyrl_train.inference_engines.native.requests import Request
+from skyrl_train.inference_engines.request import Completion
+from skyrl_train.utils.async_blocks import gather_or_cancel
 from skyrl_train_testing.engine_conformance.transfer import WeightPath
 
 PROMPT = [5, 9, 12, 30, 7]
@@ -87,15 +89,24 @@ async def interrupted(
     it: that happens once."""
     async with engine_of(folder, **settings) as one, engine_of(folder, **settings) as other:
         client = InferenceEngineClient([one, other], AutoTokenizer.from_pretrained(folder), SkyRLConfig())
-        asked = asyncio.create_task(client.generate(batch(*prompts, **params)))
+        asked = asyncio.create_task(completions_of(client, *prompts, **params))
         before = one.progress()
         while one.progress() < before + 9:
             await asyncio.sleep(0)
         await client.pause_generation("abort")
         await client.resume_generation()
-        completions = to_completions(await asked)
+        completions = await asked
         assert client.take_metrics()["engines/continued_requests"] > 0
     return completions
+
+
+async def completions_of(
+    engine: InferenceEngineInterface, *prompts: list[int], lora: str | None = None, **params: Any
+) -> list[Completion]:
+    """Return the completions of prompts; prompt i draws from the seed pair (seed, i)."""
+    return await gather_or_cancel(
+        [engine.generate(request) for request in to_requests(batch(*prompts, lora=lora, **params))]
+    )
 
 
 def batch(*prompts: list[int], lora: str | None = None, **params: Any) -> InferenceEngineInput:

@@ -8,7 +8,7 @@ import pytest
 
 from skyrl_train.errors import WorkerError
 from skyrl_train.inference_engines import batched_calls
-from skyrl_train.inference_engines.base import InferenceEngineInput, OnTokens, TokenDelta, join_deltas
+from skyrl_train.inference_engines.base import Completion, GenerationRequest, OnTokens, TokenDelta
 from skyrl_train.inference_engines.batched_calls import (
     Outcomes,
     Requests,
@@ -19,6 +19,7 @@ from skyrl_train.inference_engines.batched_calls import (
     _StreamReader,
 )
 from skyrl_train.inference_engines.ray_wrapped_inference_engine import RayWrappedInferenceEngine
+from skyrl_train.inference_engines.request import join_deltas
 
 
 class Line:
@@ -35,18 +36,18 @@ class Line:
         self.server = RequestServer(self._generate)
         self.sender = RequestSender(self._exchange)
 
-    async def _generate(self, input_batch: InferenceEngineInput, on_tokens: OnTokens | None) -> Any:
-        [[token]] = input_batch.get("prompt_token_ids") or []
+    async def _generate(self, request: GenerationRequest, on_tokens: OnTokens | None) -> Completion:
+        [token] = request.prompt_token_ids
         gate = self.gates.setdefault(token, asyncio.get_running_loop().create_future())
         try:
             await gate
         except asyncio.CancelledError:
             self.cancelled.append(token)
             raise
-        return {"response_ids": [[token]]}
+        return Completion([token], "stop", [0])
 
     def _exchange(self, sender: str, new: Requests, withdrawn: list[int]) -> Any:
-        if any(request.input_batch.get("lora_name") == "cannot be sent" for request in new.values()):
+        if any(sent.request.lora_name == "cannot be sent" for sent in new.values()):
             raise TypeError("cannot pickle it")
         return self._call(sender, new, withdrawn)
 
@@ -62,7 +63,7 @@ class Line:
         return outcomes
 
     def ask(self, token: int, **more: Any) -> "asyncio.Task[Any]":
-        return asyncio.ensure_future(self.sender.send(InferenceEngineInput(prompt_token_ids=[[token]], **more)))
+        return asyncio.ensure_future(self.sender.send(GenerationRequest(prompt_token_ids=[token], **more)))
 
     def answer(self, *tokens: int) -> None:
         for token in tokens:
@@ -74,8 +75,8 @@ async def ticks(count: int = 12) -> None:
         await asyncio.sleep(0)
 
 
-def token_of(output: Any) -> int:
-    return output["response_ids"][0][0]
+def token_of(completion: Any) -> int:
+    return completion.token_ids[0]
 
 
 async def test_requests_of_one_tick_travel_together_and_so_do_their_answers():
@@ -177,12 +178,12 @@ async def test_tokens_of_all_streams_come_together_and_wait_for_a_slow_reader():
     on_tokens: dict[int, OnTokens] = {}
     ends = asyncio.Event()
 
-    async def generate(input_batch: InferenceEngineInput, take: OnTokens | None) -> Any:
-        [[token]] = input_batch.get("prompt_token_ids") or []
+    async def generate(request: GenerationRequest, take: OnTokens | None) -> Completion:
+        [token] = request.prompt_token_ids
         assert take is not None
         on_tokens[token] = take
         await ends.wait()
-        return {"response_ids": [[token] * 30]}
+        return Completion([token] * 30, "length", [0] * 30)
 
     server, calls = RequestServer(generate), []
 
@@ -193,7 +194,7 @@ async def test_tokens_of_all_streams_come_together_and_wait_for_a_slow_reader():
 
     sender, got = RequestSender(exchange), {token: [] for token in range(3)}
     asked = [
-        asyncio.ensure_future(sender.send(InferenceEngineInput(prompt_token_ids=[[token]]), got[token].append))
+        asyncio.ensure_future(sender.send(GenerationRequest(prompt_token_ids=[token]), got[token].append))
         for token in range(3)
     ]
     await ticks()
@@ -300,7 +301,7 @@ async def test_the_error_of_a_reader_ends_its_own_stream():
 
     readers = (fail, got.append)
     asked = [
-        asyncio.ensure_future(line.sender.send(InferenceEngineInput(prompt_token_ids=[[token]]), reader))
+        asyncio.ensure_future(line.sender.send(GenerationRequest(prompt_token_ids=[token]), reader))
         for token, reader in enumerate(readers)
     ]
     await ticks()
@@ -316,7 +317,7 @@ async def test_the_error_of_a_reader_ends_its_own_stream():
 
 async def test_requests_of_a_sender_that_died_end(monkeypatch: pytest.MonkeyPatch):
     line = Line()
-    sent = {number: SentRequest(InferenceEngineInput(prompt_token_ids=[[number]]), False) for number in (1, 2)}
+    sent = {number: SentRequest(GenerationRequest(prompt_token_ids=[number]), False) for number in (1, 2)}
     call = asyncio.ensure_future(line.server.exchange("dead", sent, []))
     await ticks()
     line.answer(1)

@@ -16,7 +16,11 @@ from transformers import AutoTokenizer
 
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.errors import WorkerError
-from skyrl_train.inference_engines.base import InferenceEngineInput, InferenceEngineOutput
+from skyrl_train.inference_engines.base import (
+    Completion,
+    GenerationRequest,
+    InferenceEngineInput,
+)
 from skyrl_train.inference_engines.health import Health
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
 from skyrl_train.inference_engines.ray_wrapped_inference_engine import RayWrappedInferenceEngine, engine_actor
@@ -72,13 +76,11 @@ class Engines:
         engines = self
 
         class Counted(RayWrappedInferenceEngine):
-            async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
-                prompts = input_batch.get("prompt_token_ids") or []
-                output = await super().generate(input_batch)
-                for prompt, reason in zip(prompts, output["stop_reasons"], strict=True):
-                    if reason != "abort":
-                        engines.answered[tuple(prompt[:3])] += 1
-                return output
+            async def generate(self, request: GenerationRequest) -> Completion:
+                completion = await super().generate(request)
+                if completion.stop_reason != "abort":
+                    engines.answered[tuple(request.prompt_token_ids[:3])] += 1
+                return completion
 
         self.num_starts += 1
         log_file = str(self._folder / f"engine_{index}_{self.num_starts}.log")
@@ -126,11 +128,11 @@ def assert_each_was_answered_once(engines: Engines, num_times: int = 1) -> None:
 
 async def test_an_engine_killed_while_it_generates(start: Start):
     async with start([0.03, 0.03]) as (client, engines):
-        undisturbed = await client.generate(batch())
+        undisturbed = await client.generate_batch(batch())
         engines.answered.clear()
         victim, children = pid(client, 1), psutil.Process(pid(client, 1)).children(recursive=True)
         assert children
-        answers = asyncio.create_task(client.generate(batch()))
+        answers = asyncio.create_task(client.generate_batch(batch()))
         await asyncio.sleep(0.5)
         os.kill(victim, signal.SIGKILL)
         assert await answers == undisturbed
@@ -140,7 +142,7 @@ async def test_an_engine_killed_while_it_generates(start: Start):
         assert not any(child.is_running() for child in children), "what it had started is gone before another starts"
         metrics = client.take_metrics()
         assert metrics | {"engines/deaths": 1, "engines/restarts": 1, "engines/continued_requests": 6} == metrics
-        assert await client.generate(batch()) == undisturbed
+        assert await client.generate_batch(batch()) == undisturbed
         processes = [pid(client, index) for index in (0, 1)]
     assert not any(map(psutil.pid_exists, processes)), "they end with the client"
 
@@ -148,10 +150,10 @@ async def test_an_engine_killed_while_it_generates(start: Start):
 @pytest.mark.full
 async def test_an_engine_killed_while_all_are_paused(start: Start):
     async with start([0.03, 0.03]) as (client, engines):
-        undisturbed = await client.generate(batch())
+        undisturbed = await client.generate_batch(batch())
         for mode in ("keep", "abort"):
             engines.answered.clear()
-            answers = asyncio.create_task(client.generate(batch()))
+            answers = asyncio.create_task(client.generate_batch(batch()))
             await asyncio.sleep(0.5)
             await client.pause_generation(mode)
             os.kill(pid(client, 0), signal.SIGKILL)
@@ -165,10 +167,10 @@ async def test_an_engine_killed_while_all_are_paused(start: Start):
 @pytest.mark.full
 async def test_a_stopped_engine_counts_as_dead_and_is_replaced(start: Start):
     async with start([0.03, 0.03]) as (client, engines):
-        undisturbed = await client.generate(batch())
+        undisturbed = await client.generate_batch(batch())
         engines.answered.clear()
         victim = pid(client, 0)
-        answers = asyncio.create_task(client.generate(batch()))
+        answers = asyncio.create_task(client.generate_batch(batch()))
         await asyncio.sleep(0.5)
         os.kill(victim, signal.SIGSTOP)
         began = time.monotonic()
@@ -189,7 +191,7 @@ async def test_a_stopped_engine_counts_as_dead_and_is_replaced(start: Start):
 async def test_an_engine_in_a_long_prompt_is_not_taken_for_dead(start: Start):
     async with start([0.0], seconds_of_first_prompt=5.0, engine_health_interval_seconds=1.2) as (client, _):
         began = time.monotonic()
-        await client.generate(batch(PROMPTS[:1]))
+        await client.generate_batch(batch(PROMPTS[:1]))
         assert time.monotonic() - began > 5
         assert client.take_metrics()["engines/deaths"] == 0
 
@@ -198,7 +200,7 @@ async def test_an_engine_in_a_long_prompt_is_not_taken_for_dead(start: Start):
 async def test_engines_die_again_and_again(start: Start):
     """Each time others: every answer is that of an undisturbed run, and none is given twice."""
     async with start([0.03, 0.03, 0.03], max_engine_restarts=9, max_requests_per_engine=3) as (client, engines):
-        undisturbed = await client.generate(batch())
+        undisturbed = await client.generate_batch(batch())
         engines.answered.clear()
 
         async def kill_now_and_then() -> None:
@@ -210,7 +212,8 @@ async def test_engines_die_again_and_again(start: Start):
 
         killing = asyncio.create_task(kill_now_and_then())
         rows = [
-            asyncio.create_task(client.generate(batch([p], PARAMS | {"seed": [[3, i]]}))) for i, p in enumerate(PROMPTS)
+            asyncio.create_task(client.generate_batch(batch([p], PARAMS | {"seed": [[3, i]]})))
+            for i, p in enumerate(PROMPTS)
         ]
         answers = [await row for row in rows]
         await killing

@@ -12,7 +12,12 @@ from transformers import AutoTokenizer
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.errors import RolloutError, WeightSyncError, WorkerError
 from skyrl_train.inference_engines import request_runner
-from skyrl_train.inference_engines.base import EngineInfo, InferenceEngineInput, InferenceEngineOutput
+from skyrl_train.inference_engines.base import (
+    Completion,
+    EngineInfo,
+    GenerationRequest,
+    InferenceEngineInput,
+)
 from skyrl_train.inference_engines.constraints import ConstraintFailed
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient, _common
 from skyrl_train.inference_engines.native.constrained import AnswerMatcher
@@ -27,21 +32,18 @@ LONG = PARAMS | {"max_tokens": 120}
 class Watched(NativeInferenceEngine):
     """A native engine that counts what it got."""
 
-    num_calls = 0
     num_requests = 0
     most_at_a_time = 0
     _now = 0
 
-    async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
-        num = len(input_batch.get("prompt_token_ids") or [])
-        self.num_calls += 1
-        self.num_requests += num
-        self._now += num
+    async def generate(self, request: GenerationRequest) -> Completion:
+        self.num_requests += 1
+        self._now += 1
         self.most_at_a_time = max(self.most_at_a_time, self._now)
         try:
-            return await super().generate(input_batch)
+            return await super().generate(request)
         finally:
-            self._now -= num
+            self._now -= 1
 
 
 MakeClient = Callable[..., InferenceEngineClient]
@@ -97,31 +99,30 @@ async def under_way(client: InferenceEngineClient, num: int) -> None:
 
 
 async def test_a_split_batch_gives_what_one_engine_would(client, engines):
-    alone = await engines[0].generate(batch())
+    alone = await engines[0].generate_batch(batch())
     before = [engine.num_requests for engine in engines]
-    split = await client.generate(batch())
+    split = await client.generate_batch(batch())
     taken = [engine.num_requests - count for engine, count in zip(engines, before, strict=True)]
     assert sorted(taken) == [2, 3]
     assert split == alone
 
 
-async def test_a_batch_is_one_call_of_each_engine(client, engines):
-    output = await client.generate(batch([[5, 6]] * 64))
+async def test_batch_is_divided_evenly(client, engines):
+    output = await client.generate_batch(batch([[5, 6]] * 64))
     assert len(output["response_ids"]) == 64
-    assert [engine.num_calls for engine in engines] == [1, 1]
     assert [engine.num_requests for engine in engines] == [32, 32]
 
 
 async def test_an_empty_batch_has_an_empty_answer(client, engines):
-    assert (await client.generate(batch([])))["response_ids"] == []
-    assert [engine.num_calls for engine in engines] == [0, 0]
+    assert (await client.generate_batch(batch([])))["response_ids"] == []
+    assert [engine.num_requests for engine in engines] == [0, 0]
 
 
 async def test_a_session_stays_and_others_go_where_least_is_to_do(client, engines):
-    await asyncio.gather(*(client.generate(batch([[5, 6]])) for _ in range(8)))
+    await asyncio.gather(*(client.generate_batch(batch([[5, 6]])) for _ in range(8)))
     assert [engine.num_requests for engine in engines] == [4, 4]
     for _ in range(3):
-        await client.generate(batch([[5, 6]], session_ids=["s1"]))
+        await client.generate_batch(batch([[5, 6]], session_ids=["s1"]))
     assert sorted(engine.num_requests for engine in engines) == [4, 7]
 
 
@@ -129,7 +130,7 @@ async def test_turns_of_sessions_compute_only_what_is_new(client, engines):
     """Six conversations over two engines, three turns at the same time: each goes where its last turn is cached."""
     prompts = [[5 + index] * 40 for index in range(6)]
     for _ in range(3):
-        ask = [client.generate(batch([p], session_ids=[f"s{i}"])) for i, p in enumerate(prompts)]
+        ask = [client.generate_batch(batch([p], session_ids=[f"s{i}"])) for i, p in enumerate(prompts)]
         answers = [output["response_ids"][0] for output in await asyncio.gather(*ask)]
         prompts = [[*prompt, *answer, 9, 8, 7] for prompt, answer in zip(prompts, answers, strict=True)]
     assert sorted(engine.num_requests for engine in engines) == [9, 9]
@@ -143,8 +144,8 @@ async def test_turns_of_sessions_compute_only_what_is_new(client, engines):
 async def test_draft_tokens_are_counted(make_client: MakeClient):
     client = make_client(num_speculative_tokens=3)
     asked = batch(params={"temperature": 0.0, "max_tokens": 60})
-    drafted = await client.generate(asked)
-    assert drafted == await make_client().generate(asked)
+    drafted = await client.generate_batch(asked)
+    assert drafted == await make_client().generate_batch(asked)
     metrics = client.take_metrics()
     assert metrics["engines/draft_tokens"] > 0
     assert 0 <= metrics["engines/draft_acceptance_rate"] <= 1
@@ -153,23 +154,23 @@ async def test_draft_tokens_are_counted(make_client: MakeClient):
 
 async def test_an_engine_has_no_more_requests_than_it_may_have(make_client: MakeClient):
     client = make_client(max_requests_per_engine=3)
-    limited = await asyncio.gather(client.generate(batch([[5, 6]] * 10)), client.generate(batch()))
+    limited = await asyncio.gather(client.generate_batch(batch([[5, 6]] * 10)), client.generate_batch(batch()))
     assert [engine.most_at_a_time for engine in client.engines] == [3, 3]  # type: ignore[attr-defined]
-    assert limited[1] == await make_client().generate(batch())
+    assert limited[1] == await make_client().generate_batch(batch())
 
 
 async def test_conversations_are_templated_and_other_requests_refused(client):
     conversation = [{"role": "user", "content": "hi"}]
     tokens = client.tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=True)
-    by_text = await client.generate(InferenceEngineInput(prompts=[conversation], sampling_params=PARAMS))
-    by_ids = await client.generate(batch([tokens["input_ids"]]))
+    by_text = await client.generate_batch(InferenceEngineInput(prompts=[conversation], sampling_params=PARAMS))
+    by_ids = await client.generate_batch(batch([tokens["input_ids"]]))
     assert by_text == by_ids
     with pytest.raises(ValueError, match="either prompts or prompt_token_ids"):
-        await client.generate(InferenceEngineInput(sampling_params=PARAMS))
+        await client.generate_batch(InferenceEngineInput(sampling_params=PARAMS))
     with pytest.raises(ValueError, match="2 prompts need as many session_ids; got 1"):
-        await client.generate(InferenceEngineInput(prompt_token_ids=[[5], [6]], session_ids=["a"]))
+        await client.generate_batch(InferenceEngineInput(prompt_token_ids=[[5], [6]], session_ids=["a"]))
     with pytest.raises(ValueError, match=r"one .seed, index. pair for each of the 2 requests; got 1"):
-        await client.generate(batch([[5], [6]], PARAMS | {"seed": [[1, 2]]}))
+        await client.generate_batch(batch([[5], [6]], PARAMS | {"seed": [[1, 2]]}))
     with pytest.raises(ValueError, match="at least one engine"):
         InferenceEngineClient([], client.tokenizer, SkyRLConfig())
 
@@ -179,33 +180,32 @@ async def test_conversations_follow_the_configured_template(make_client: MakeCli
     template = {"source": "file", "name_or_path": str(tmp_path / "template.jinja")}
     client = make_client(chat_template=template, chat_template_kwargs={"note": "abc"})
     conversation = [{"role": "user", "content": "hi"}]
-    by_text = await client.generate(InferenceEngineInput(prompts=[conversation], sampling_params=PARAMS))
+    by_text = await client.generate_batch(InferenceEngineInput(prompts=[conversation], sampling_params=PARAMS))
     ids = client.tokenizer("abchi", add_special_tokens=False)["input_ids"]
-    assert by_text == await client.generate(batch([ids]))
+    assert by_text == await client.generate_batch(batch([ids]))
 
 
 async def test_a_bad_request_is_refused_at_once_and_costs_no_engine(client, engines):
     with pytest.raises(ValueError, match="in the vocabulary"):
-        await client.generate(batch([[5], [99_999], [6]]))
+        await client.generate_batch(batch([[5], [99_999], [6]]))
     with pytest.raises(ValueError, match="unknown sampling parameter tempurature"):
-        await client.generate(batch(params={"tempurature": 1}))
-    assert [engine.num_calls for engine in engines] in ([2, 1], [1, 2], [2, 2])
+        await client.generate_batch(batch(params={"tempurature": 1}))
     assert counts(client) == {"engines/deaths": 0, "engines/restarts": 0, "engines/continued_requests": 0}
-    assert await client.generate(batch()) == await engines[0].generate(batch()), "no place stays taken"
+    assert await client.generate_batch(batch()) == await engines[0].generate_batch(batch()), "no place stays taken"
 
 
 async def test_requests_that_name_no_adapter_get_the_clients(client):
     client.lora_name = "policy"
     with pytest.raises(ValueError, match="no adapter named 'policy'"):
-        await client.generate(batch())
+        await client.generate_batch(batch())
     with pytest.raises(ValueError, match="no adapter named 'critic'"):
-        await client.generate(batch(lora_name="critic"))
+        await client.generate_batch(batch(lora_name="critic"))
 
 
 async def test_requests_aborted_by_a_pause_go_on_after_it_as_if_never_stopped(client):
-    undisturbed = await client.generate(batch(params=LONG))
+    undisturbed = await client.generate_batch(batch(params=LONG))
     client.take_metrics()
-    answers = asyncio.create_task(client.generate(batch(params=LONG)))
+    answers = asyncio.create_task(client.generate_batch(batch(params=LONG)))
     for _ in range(3):
         await under_way(client, len(PROMPTS))
         await client.pause_generation("abort")
@@ -231,16 +231,16 @@ async def test_interrupted_answers_that_depend_on_their_beginning(
         info = await describe(self)
         return info if continues else replace(info, unsupported={"answer_tokens": "not here"})
 
-    async def noted(self: Watched, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
-        prefixes.append((input_batch.get("sampling_params") or {}).get("num_answer_tokens", 0))
-        return await generate(self, input_batch)
+    async def noted(self: Watched, request: GenerationRequest) -> Completion:
+        prefixes.append(request.sampling_params.get("num_answer_tokens", 0))
+        return await generate(self, request)
 
     monkeypatch.setattr(Watched, "describe", limited)
     monkeypatch.setattr(Watched, "generate", noted)
     client = make_client()
     params = LONG | {"constraint": {"lark": "start: /([a-m][n-z]){60}/"}, "frequency_penalty": 0.5, "logprobs": 1}
-    undisturbed = await client.generate(batch(params=params))
-    answers = asyncio.create_task(client.generate(batch(params=params)))
+    undisturbed = await client.generate_batch(batch(params=params))
+    answers = asyncio.create_task(client.generate_batch(batch(params=params)))
     await under_way(client, len(PROMPTS))
     await client.pause_generation("abort")
     await client.resume_generation()
@@ -254,7 +254,7 @@ async def test_interrupted_answers_that_depend_on_their_beginning(
     if continues:
         return
     monkeypatch.setattr(request_runner, "MAX_NEW_BEGINNINGS", 1)
-    answers = asyncio.create_task(client.generate(batch(params=params)))
+    answers = asyncio.create_task(client.generate_batch(batch(params=params)))
     for _ in range(2):
         await under_way(client, len(PROMPTS))
         await client.pause_generation("abort")
@@ -267,7 +267,7 @@ async def test_an_answer_whose_constraint_fails_leaves_the_others_of_its_call(ma
     """Beside others on its engine, and alone there with others elsewhere; a call without any answer raises."""
     client = make_client()
     params = PARAMS | {"constraint": {"lark": "start: /[a-z]{6}/"}, "logprobs": 1, "prompt_logprobs": 1}
-    undisturbed = await client.generate(batch(params=params))
+    undisturbed = await client.generate_batch(batch(params=params))
     push, failing = AnswerMatcher.push, []
 
     def fail_first(self: AnswerMatcher, token: int) -> bool:
@@ -279,7 +279,7 @@ async def test_an_answer_whose_constraint_fails_leaves_the_others_of_its_call(ma
     monkeypatch.setattr(AnswerMatcher, "push", fail_first)
     for prompts in (PROMPTS, PROMPTS[:2]):
         failing.clear()
-        output = await client.generate(batch(prompts, params))
+        output = await client.generate_batch(batch(prompts, params))
         [failed] = [row for row, failure in enumerate(output.get("failures") or []) if failure is not None]
         assert (output["response_ids"][failed], output["stop_reasons"][failed]) == ([], "error")
         for row in {*range(len(prompts))} - {failed}:
@@ -287,7 +287,7 @@ async def test_an_answer_whose_constraint_fails_leaves_the_others_of_its_call(ma
                 assert output[name][row] == undisturbed[name][row]
     failing.clear()
     with pytest.raises(ConstraintFailed, match="too complex: states"):
-        await client.generate(batch(PROMPTS[:1], params))
+        await client.generate_batch(batch(PROMPTS[:1], params))
 
 
 async def test_an_answer_that_is_interrupted_too_often_leaves_the_others_of_its_call(make_client, monkeypatch):
@@ -296,106 +296,104 @@ async def test_an_answer_that_is_interrupted_too_often_leaves_the_others_of_its_
     async def limited(self: Watched) -> EngineInfo:
         return replace(await describe(self), unsupported={"answer_tokens": "not here"})
 
-    async def interrupted(self: Watched, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
-        output = await generate(self, input_batch)
-        rows = enumerate(input_batch.get("prompt_token_ids") or [])
-        output["stop_reasons"] = ["abort" if prompt == [20] else output["stop_reasons"][row] for row, prompt in rows]
-        return output
+    async def interrupted(self: Watched, request: GenerationRequest) -> Completion:
+        completion = await generate(self, request)
+        return replace(completion, stop_reason="abort") if request.prompt_token_ids == [20] else completion
 
     monkeypatch.setattr(Watched, "describe", limited)
     client, params = make_client(), PARAMS | {"frequency_penalty": 0.5}
-    undisturbed = await client.generate(batch(params=params))
+    undisturbed = await client.generate_batch(batch(params=params))
     monkeypatch.setattr(Watched, "generate", interrupted)
-    output = await client.generate(batch(params=params))
+    output = await client.generate_batch(batch(params=params))
     *none, failure = output.get("failures") or []
     assert none == [None] * 4
     assert isinstance(failure, RolloutError)
     assert "interrupted 9 times" in str(failure)
     assert output["response_ids"] == [*undisturbed["response_ids"][:4], []]
     with pytest.raises(RolloutError, match="interrupted 9 times"):
-        await client.generate(batch([[20]], params))
+        await client.generate_batch(batch([[20]], params))
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 async def test_requests_that_arrive_during_a_pause_wait(client, engines, mode):
     await client.pause_generation(mode)
     await client.pause_generation(mode)  # a sync that is repeated pauses again
-    answer = asyncio.create_task(client.generate(batch()))
+    answer = asyncio.create_task(client.generate_batch(batch()))
     await asyncio.sleep(0.1)
-    assert [engine.num_calls for engine in engines] == [0, 0]
+    assert [engine.num_requests for engine in engines] == [0, 0]
     await client.resume_generation()
     assert len((await answer)["response_ids"]) == len(PROMPTS)
 
 
 async def test_requests_wait_while_engines_sleep(client, engines):
     await client.sleep()
-    answer = asyncio.create_task(client.generate(batch()))
+    answer = asyncio.create_task(client.generate_batch(batch()))
     await client.wake_up(["weights"])
     await asyncio.sleep(0.1)
-    assert [engine.num_calls for engine in engines] == [0, 0]
+    assert [engine.num_requests for engine in engines] == [0, 0]
     await client.wake_up(["kv_cache"])
     assert len((await answer)["response_ids"]) == len(PROMPTS)
 
 
 async def test_a_refused_sleep_holds_nobody(client):
-    answers = asyncio.create_task(client.generate(batch(params=LONG)))
+    answers = asyncio.create_task(client.generate_batch(batch(params=LONG)))
     await under_way(client, len(PROMPTS))
     with pytest.raises(RuntimeError, match="cannot sleep while"):
         await client.sleep()
-    await client.generate(batch())
+    await client.generate_batch(batch())
     await answers
 
 
 async def test_a_callers_abort_ends_what_runs_and_what_waits(client):
-    undisturbed = await client.generate(batch(params=LONG))
-    running = asyncio.create_task(client.generate(batch(params=LONG)))
+    undisturbed = await client.generate_batch(batch(params=LONG))
+    running = asyncio.create_task(client.generate_batch(batch(params=LONG)))
     await under_way(client, len(PROMPTS))
     await client.abort_generation()
     written = await running
     assert written["stop_reasons"] == ["abort"] * len(PROMPTS)
     for part, whole in zip(written["response_ids"], undisturbed["response_ids"], strict=True):
         assert 0 < len(part) < len(whole) and whole[: len(part)] == part
-    running = asyncio.create_task(client.generate(batch(params=LONG)))
+    running = asyncio.create_task(client.generate_batch(batch(params=LONG)))
     await under_way(client, len(PROMPTS))
     await client.pause_generation("abort")
-    waiting = asyncio.create_task(client.generate(batch()))
+    waiting = asyncio.create_task(client.generate_batch(batch()))
     await asyncio.sleep(0.05)
     await client.abort_generation()
     assert (await waiting)["response_ids"] == [[]] * len(PROMPTS)
     assert all(0 < len(ids) < 120 for ids in (await running)["response_ids"])
     await client.resume_generation()
-    assert await client.generate(batch(params=LONG)) == undisturbed
+    assert await client.generate_batch(batch(params=LONG)) == undisturbed
 
 
 async def test_a_deadline_covers_waiting_and_leaves_no_place_taken(make_client: MakeClient):
     client = make_client(request_timeout_seconds=1.0, max_requests_per_engine=1)
     await asyncio.gather(*(engine.pause_generation() for engine in client.engines))  # the client does not know
-    expected = "3 of 3 requests were not answered within generator.request_timeout_seconds=1; "
-    with pytest.raises(TimeoutError, match=expected + "under way on engine 0, 1"):
-        await client.generate(batch(PROMPTS[:3]))
+    expected = "the request was not answered within generator.request_timeout_seconds=1; "
+    with pytest.raises(TimeoutError, match=expected + "under way on engine [01]"):
+        await client.generate_batch(batch(PROMPTS[:3]))
     await client.resume_generation()
-    await client.generate(batch())
+    await client.generate_batch(batch())
     await client.pause_generation()
     with pytest.raises(TimeoutError, match=r"the request was not answered .*; waiting: generation is paused"):
-        await client.generate(batch(PROMPTS[:1]))
+        await client.generate_batch(batch(PROMPTS[:1]))
 
 
 async def test_an_engine_that_ends_costs_no_request(client, engines):
-    undisturbed = await client.generate(batch(params=LONG))
+    undisturbed = await client.generate_batch(batch(params=LONG))
     given: list[int] = []
 
     async def give_weights(index: int) -> None:
         given.append(index)
 
     client.give_weights = give_weights
-    answers = asyncio.create_task(client.generate(batch(params=LONG)))
+    answers = asyncio.create_task(client.generate_batch(batch(params=LONG)))
     await under_way(client, len(PROMPTS))
     await engines[1].teardown()
     assert await answers == undisturbed
     assert await client.wait_until_healthy()
     assert given == [1]
     assert counts(client) == {"engines/deaths": 1, "engines/restarts": 1, "engines/continued_requests": 2}
-    await client.generate(batch())
+    await client.generate_batch(batch())
     assert client.engines[1].num_requests == 2, "the new one takes its share"
 
 
@@ -413,13 +411,19 @@ async def test_an_engine_that_ends_during_a_control_call_fails_the_call_by_name(
 
 async def test_exhausted_restarts_fail_all_requests_with_the_reason(make_client: MakeClient):
     client = make_client(max_engine_restarts=0)
-    running = asyncio.create_task(client.generate(batch(params=LONG)))
+    running = asyncio.create_task(client.generate_batch(batch(params=LONG)))
     await under_way(client, len(PROMPTS))
     await client.pause_generation("abort")
-    waiting = asyncio.create_task(client.generate(batch()))
+    waiting = asyncio.create_task(client.generate_batch(batch()))
     await client.engines[0].teardown()
     expected = "the native engine is closed\nit is not started again: generator.max_engine_restarts=0 are used up"
-    for call in (client.wait_until_healthy(), running, waiting, client.generate(batch()), client.pause_generation()):
+    for call in (
+        client.wait_until_healthy(),
+        running,
+        waiting,
+        client.generate_batch(batch()),
+        client.pause_generation(),
+    ):
         with pytest.raises(WorkerError, match=expected):
             await call
 

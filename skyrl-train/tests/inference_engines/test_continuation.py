@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from skyrl_train.inference_engines.base import InferenceEngineInput
-from skyrl_train.inference_engines.completion import Completion
 from skyrl_train.inference_engines.continuation import EngineCall, join, next_call
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
+from skyrl_train.inference_engines.request import Completion, GenerationRequest
 
 PROMPT = [65, 66, 67]
 
@@ -161,14 +160,7 @@ async def test_an_interrupted_answer_is_bit_equal_to_an_uninterrupted_one(engine
     generator = random.Random(5)
 
     async def ask(prompt: list[int], sampling_params: dict[str, Any]) -> Completion:
-        output = await engine.generate(InferenceEngineInput(prompt_token_ids=[prompt], sampling_params=sampling_params))
-        of_prompt = output.get("prompt_logprobs")
-        log_probs = output["response_logprobs"]
-        assert log_probs is not None
-        return Completion(
-            output["response_ids"][0], output["stop_reasons"][0], output["weight_versions"][0], log_probs[0],
-            output["responses"][0], None if of_prompt is None else of_prompt[0],
-        )  # fmt: skip
+        return await engine.generate(GenerationRequest(prompt_token_ids=prompt, sampling_params=sampling_params))
 
     def decode(token_ids: list[int]) -> str:
         text = tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -176,7 +168,7 @@ async def test_an_interrupted_answer_is_bit_equal_to_an_uninterrupted_one(engine
         return text
 
     for seed in range(3):
-        given = {"temperature": 1.0, "seed": [[seed, 4]]} | params
+        given = {"temperature": 1.0, "seed": [seed, 4]} | params
         prompt = [generator.randrange(4, 99) for _ in range(generator.randrange(1, 40))]
         if "stop" in given:
             free = await ask(prompt, given | {"stop": None})

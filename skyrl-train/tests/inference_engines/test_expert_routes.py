@@ -6,16 +6,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from native_runs import PROMPT, batch, engine_of, interrupted, make_core, random_prompts, run
+from native_runs import PROMPT, batch, completions_of, engine_of, interrupted, make_core, random_prompts, run
 from transformers import AutoModelForCausalLM
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.expert_routes import ExpertRoutes, join_routes
-from skyrl_train.inference_engines.completion import Completion, to_completions
 from skyrl_train.inference_engines.continuation import join
 from skyrl_train.inference_engines.native.core import NativeEngineCore
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train.inference_engines.native.requests import EngineSamplingParams, Request
+from skyrl_train.inference_engines.request import Completion
 from skyrl_train.models.routing_replay import RoutingReplay
 from skyrl_train.models.scoring import ScoringModel
 
@@ -68,17 +68,17 @@ def test_routes_are_those_of_the_trainer_whoever_else_is_computed(tiny_models: A
 async def test_an_answer_in_parts_has_the_routes_of_one_without_a_break(tiny_models: Any, trainer: ScoringModel):
     settings: dict[str, Any] = dict(max_tokens=300, temperature=1.0, seed=3, ignore_eos=True)
     async with engine_of(tiny_models("qwen3_moe"), return_expert_routes=True) as engine:
-        [whole] = to_completions(await engine.generate(batch(PROMPT, **settings)))
+        [whole] = await completions_of(engine, PROMPT, **settings)
         assert_routes(whole, PROMPT, trainer)
         before = engine.progress()
-        asked = asyncio.create_task(engine.generate(batch(PROMPT, **settings)))
+        asked = asyncio.create_task(completions_of(engine, PROMPT, **settings))
         while engine.progress() < before + 5:
             await asyncio.sleep(0)
         await engine.abort_generation()
-        [part] = to_completions(await asked)
+        [part] = await asked
         assert part.stop_reason == "abort"
         rest = settings | {"max_tokens": 300 - len(part.token_ids)}
-        [other] = to_completions(await engine.generate(batch([*PROMPT, *part.token_ids], **rest)))
+        [other] = await completions_of(engine, [*PROMPT, *part.token_ids], **rest)
     joined = join(PROMPT, [part, other], lambda ids: "", "length")
     assert joined.token_ids == whole.token_ids
     assert joined.routes == whole.routes
@@ -112,7 +112,7 @@ def test_tokens_keep_the_routes_that_gave_their_log_probs():
 
 async def test_engine_without_the_switch_returns_no_routes(tiny_models: Any):
     async with engine_of(tiny_models("qwen3_moe")) as engine:
-        assert "expert_routes" not in await engine.generate(batch(PROMPT, max_tokens=3))
+        assert "expert_routes" not in await engine.generate_batch(batch(PROMPT, max_tokens=3))
 
 
 def test_a_model_without_experts_is_refused(tiny_models: Any):

@@ -9,11 +9,11 @@ from native_runs import PROMPT, interrupted, make_core, random_prompts, run, sam
 from transformers import AutoModelForCausalLM
 
 from skyrl_train.errors import UnsupportedByEngine
-from skyrl_train.inference_engines.completion import Completion
 from skyrl_train.inference_engines.continuation import join
 from skyrl_train.inference_engines.native.requests import EngineSamplingParams, Request
 from skyrl_train.inference_engines.native.sampling import SamplingBatch, random_key, sample, uniforms
-from skyrl_train.inference_engines.vllm.sampling import vllm_split_seeds
+from skyrl_train.inference_engines.request import Completion
+from skyrl_train.inference_engines.vllm.sampling import vllm_split_seed
 from skyrl_train.kept_tokens import KeptTokens, pad_kept_tokens
 from skyrl_train.models.scoring import ScoringModel
 
@@ -139,4 +139,4 @@ def test_settings_that_kept_tokens_cannot_reproduce_are_refused(changes: dict[st
 
 def test_vllm_and_servers_refuse_to_return_kept_tokens():
     with pytest.raises(UnsupportedByEngine, match="return_kept_tokens: the native engine alone"):
-        vllm_split_seeds(RECORDED, 1)
+        vllm_split_seed(RECORDED)

@@ -10,18 +10,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_runs import log_probs_of
+from native_runs import completions_of, log_probs_of
 from transformers import AutoModelForCausalLM
 
 from skyrl_train.errors import UnsupportedByEngine
 from skyrl_train.inference_engines.base import InferenceEngineInput
-from skyrl_train.inference_engines.completion import Completion, to_completions
 from skyrl_train.inference_engines.constraints import MAX_CHARACTERS, MAX_DEPTH, Constraint
 from skyrl_train.inference_engines.continuation import EngineCall, next_call
 from skyrl_train.inference_engines.native import constrained
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train.inference_engines.native.loading import load_tokenizer
 from skyrl_train.inference_engines.native.sampling import SamplingBatch, inverse_cdf, random_key, sample, uniforms
+from skyrl_train.inference_engines.request import Completion
 
 pytest.importorskip("llguidance", reason="the extra constrained is not installed")
 
@@ -45,7 +45,8 @@ async def test_white_space_without_end_is_cut_where_something_else_may_come(chat
     compiler = constrained.ConstraintCompiler(tokenizer, len(tokenizer), [END])
     constraint = Constraint.of({kind: PERSON if kind == "json_schema" else f"start: %json {json.dumps(PERSON)}"})
     opened, space, name, letter = (tokenizer.convert_tokens_to_ids(each) for each in ("{", " ", '"', "a"))
-    [matcher, behind] = await compiler.matchers(constraint, [[opened], [opened, *[space] * constrained.MOST_SPACE]])
+    matcher = await compiler.matcher(constraint, [opened])
+    behind = await compiler.matcher(constraint, [opened, *[space] * constrained.MOST_SPACE])
     for _ in range(constrained.MOST_SPACE):
         assert matcher.allowed(np.zeros(0, np.int64))[0, space]
         matcher.push(space)
@@ -68,9 +69,7 @@ def engine(chat_model: str):
 
 
 async def ask(engine: NativeInferenceEngine, prompts: list[list[int]], **params: Any) -> list[Completion]:
-    return to_completions(
-        await engine.generate(InferenceEngineInput(prompt_token_ids=prompts, sampling_params={"seed": 3} | params))
-    )
+    return await completions_of(engine, *prompts, **{"seed": 3} | params)
 
 
 def text_of(engine: NativeInferenceEngine, completion: Completion) -> str:
@@ -207,7 +206,7 @@ async def test_speculation_changes_no_bit_of_constrained_answers(chat_model, eng
                 assert (plain.token_ids, plain.log_probs) == (drafted.token_ids, drafted.log_probs)
                 np.testing.assert_array_equal(plain.top.ids, drafted.top.ids)
                 assert len(plain.top.ids) == len(plain.token_ids)
-        output = await fast.generate(
+        output = await fast.generate_batch(
             InferenceEngineInput(
                 prompt_token_ids=[PROMPT],
                 sampling_params={"constraint": {"json_schema": listing}, "max_tokens": 80},

@@ -11,12 +11,12 @@ from native_runs import log_probs_of, make_core, random_prompts, run, same_bits
 from transformers import AutoModelForCausalLM
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.inference_engines.completion import Completion
 from skyrl_train.inference_engines.native import packed_linear
 from skyrl_train.inference_engines.native.attention import SharedKeys
 from skyrl_train.inference_engines.native.core import NativeEngineCore
 from skyrl_train.inference_engines.native.packed_linear import can_pack, pack_linears, stale_copies
 from skyrl_train.inference_engines.native.requests import EngineSamplingParams, PromptScoring, Request
+from skyrl_train.inference_engines.request import Completion
 from skyrl_train.weight_sync.fingerprint import VerificationSample
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "qwen3_moe", "qwen2_window"]

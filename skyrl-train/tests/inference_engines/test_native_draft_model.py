@@ -10,12 +10,12 @@ from native_runs import batch, engine_of, make_core, random_prompts, run, same_b
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.inference_engines.completion import Completion
 from skyrl_train.inference_engines.native.core import NativeEngineCore
 from skyrl_train.inference_engines.native.draft_model import DraftModel
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train.inference_engines.native.loading import load_model
 from skyrl_train.inference_engines.native.requests import EngineSamplingParams, Request
+from skyrl_train.inference_engines.request import Completion
 
 SAMPLED = EngineSamplingParams(max_tokens=40)
 GREEDY = replace(SAMPLED, temperature=0.0)
@@ -135,10 +135,10 @@ async def test_engine_counts_drafts_of_its_draft_model_and_keeps_it_over_sleep(t
     path = tiny_models("qwen3")
     asked = batch([5, 9, 12], max_tokens=20, temperature=1.0, seed=3) | {"count_cached_tokens": True}
     async with engine_of(path) as engine:
-        expected = await engine.generate(asked)  # pyright: ignore
+        expected = await engine.generate_batch(asked)  # pyright: ignore
     async with engine_of(path, num_speculative_tokens=2, speculative_model=path) as engine:
         for _ in range(2):
-            output: Any = await engine.generate(asked)  # pyright: ignore
+            output: Any = await engine.generate_batch(asked)  # pyright: ignore
             assert output["response_ids"] == expected["response_ids"]
             assert output["response_logprobs"] == expected["response_logprobs"]
             [(drafted, accepted)] = output["draft_counts"]

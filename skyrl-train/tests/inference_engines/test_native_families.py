@@ -78,7 +78,7 @@ async def test_a_family_that_passes_the_trial_generates(name: str, saved: Callab
     engine = NativeInferenceEngine(saved(name, RUN[name]))
     try:
         params = {"max_tokens": 5, "ignore_eos": True}
-        output = await engine.generate(InferenceEngineInput(prompt_token_ids=[[5, 6, 7]], sampling_params=params))
+        output = await engine.generate_batch(InferenceEngineInput(prompt_token_ids=[[5, 6, 7]], sampling_params=params))
         assert len(output["response_ids"][0]) == 5
         assert engine._core.num_running == 0 and engine._core.num_prompt_tokens_computed == 3
     finally:

@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from skyrl_train.errors import UnsupportedByEngine
-from skyrl_train.inference_engines.completion import Completion
 from skyrl_train.inference_engines.native import packed_linear
 from skyrl_train.inference_engines.native.attention import MIN_ROWS
 from skyrl_train.inference_engines.native.core import NativeEngineCore
@@ -27,6 +26,7 @@ from skyrl_train.inference_engines.native.lora import Lora, groups_of
 from skyrl_train.inference_engines.native.lora_loading import read_lora
 from skyrl_train.inference_engines.native.packed_linear import pack_linears
 from skyrl_train.inference_engines.native.requests import NO_LORA, EngineSamplingParams, Request
+from skyrl_train.inference_engines.request import Completion
 from skyrl_train.weight_sync.base import LoraLoadRequest
 from skyrl_train.weight_sync.fingerprint import fingerprints_of
 
@@ -295,22 +295,24 @@ async def test_adapters_by_name(tiny_models, adapter):
     async with engine_of(path, max_loras=2) as engine:
         assert "lora" not in (await engine.describe()).unsupported
         with pytest.raises(ValueError, match="no adapter named 'policy' is loaded; none is loaded"):
-            await engine.generate(batch(PROMPT, lora="policy"))
+            await engine.generate_batch(batch(PROMPT, lora="policy"))
         for number, name in enumerate(["policy", "other"]):
             await engine.load_lora(LoraLoadRequest(name=name, path=adapter(path, number), version=number + 3))
         with pytest.raises(ValueError, match=r"max_loras=2 adapters are loaded \(policy, other\)"):
             await engine.load_lora(LoraLoadRequest(name="third", path=adapter(path)))
-        asked = [engine.generate(batch(PROMPT, lora=name, seed=1, max_tokens=9)) for name in (None, "policy", "other")]
+        asked = [
+            engine.generate_batch(batch(PROMPT, lora=name, seed=1, max_tokens=9)) for name in (None, "policy", "other")
+        ]
         plain, policy, other = await asyncio.gather(*asked)
         assert [answer["weight_versions"][0] for answer in (plain, policy, other)] == [[0] * 9, [3] * 9, [4] * 9]
         assert len({tuple((a["response_logprobs"] or [])[0]) for a in (plain, policy, other)}) == 3
         await engine.unload_lora("policy")
         with pytest.raises(ValueError, match="no adapter named 'policy' is loaded; loaded are other"):
             await engine.unload_lora("policy")
-        again = await engine.generate(batch(PROMPT, lora="other", seed=1, max_tokens=9))
+        again = await engine.generate_batch(batch(PROMPT, lora="other", seed=1, max_tokens=9))
         assert again["response_logprobs"] == other["response_logprobs"]
         await engine.load_lora(LoraLoadRequest(name="third", path=adapter(path, 0)))  # the slot of "policy"
-        third = await engine.generate(batch(PROMPT, lora="third", seed=1, max_tokens=9))
+        third = await engine.generate_batch(batch(PROMPT, lora="third", seed=1, max_tokens=9))
         assert third["response_logprobs"] == policy["response_logprobs"]
 
 
@@ -332,7 +334,9 @@ async def test_a_replaced_adapter_writes_the_rest_of_running_answers(tiny_models
     first, second = adapter(path, 1), adapter(path, 2)
     async with engine_of(path) as engine:
         await engine.load_lora(LoraLoadRequest(name="policy", path=first, version=1))
-        running = asyncio.ensure_future(engine.generate(batch(PROMPT, lora="policy", max_tokens=300, ignore_eos=True)))
+        running = asyncio.ensure_future(
+            engine.generate_batch(batch(PROMPT, lora="policy", max_tokens=300, ignore_eos=True))
+        )
         while not len(engine._core._rows) or engine._core._rows.length[0] < 20:
             await asyncio.sleep(0.005)
         await engine.load_lora(LoraLoadRequest(name="policy", path=second, version=2))
@@ -345,14 +349,14 @@ async def test_an_adapter_goes_when_its_last_request_ended(tiny_models, adapter)
     async with engine_of(path) as engine:
         await engine.load_lora(LoraLoadRequest(name="policy", path=adapter(path, 1), version=1))
         ask = batch(PROMPT, lora="policy", max_tokens=200, ignore_eos=True, seed=1)
-        expected = await engine.generate(ask)
-        running = asyncio.ensure_future(engine.generate(ask))
+        expected = await engine.generate_batch(ask)
+        running = asyncio.ensure_future(engine.generate_batch(ask))
         await engine.pause_generation("keep")
         leaving = asyncio.ensure_future(engine.unload_lora("policy"))
         await asyncio.sleep(0.05)
         assert not leaving.done()
         with pytest.raises(ValueError, match="no adapter named 'policy'"):
-            await engine.generate(ask)
+            await engine.generate_batch(ask)
         await engine.resume_generation()
         assert await running == expected
         await asyncio.wait_for(leaving, 10)
@@ -366,7 +370,7 @@ async def test_adapters_outlast_sleep(tiny_models, adapter, tmp_path, level):
     first, second = (adapter(path, seed, target_modules=ATTENTION) for seed in (1, 2))
     async with engine_of(path) as engine:
         await engine.load_lora(LoraLoadRequest(name="policy", path=first))
-        before = await engine.generate(batch(PROMPT, lora="policy", max_tokens=9, seed=1))
+        before = await engine.generate_batch(batch(PROMPT, lora="policy", max_tokens=9, seed=1))
         await engine.sleep(level)
         await engine.load_lora(LoraLoadRequest(name="other", path=second))
         await engine.wake_up()
@@ -374,8 +378,8 @@ async def test_adapters_outlast_sleep(tiny_models, adapter, tmp_path, level):
             weights = dict(AutoModelForCausalLM.from_pretrained(path).named_parameters())
             async with way_to(engine, tmp_path) as sender:
                 await sender.send({name: weight.detach() for name, weight in weights.items()}, 1)
-        assert await engine.generate(batch(PROMPT, lora="policy", max_tokens=9, seed=1)) == before
-        assert await engine.generate(batch(PROMPT, lora="other", max_tokens=9, seed=1)) != before
+        assert await engine.generate_batch(batch(PROMPT, lora="policy", max_tokens=9, seed=1)) == before
+        assert await engine.generate_batch(batch(PROMPT, lora="other", max_tokens=9, seed=1)) != before
 
 
 async def test_an_engine_without_adapters_says_so(tiny_models, adapter):

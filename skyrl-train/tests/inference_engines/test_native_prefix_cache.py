@@ -8,10 +8,10 @@ import pytest
 import torch
 from native_runs import make_core, random_prompts, run, same_bits
 
-from skyrl_train.inference_engines.completion import Completion
 from skyrl_train.inference_engines.native.core import NativeEngineCore
 from skyrl_train.inference_engines.native.prefix_cache import PrefixTree
 from skyrl_train.inference_engines.native.requests import EngineSamplingParams, Request
+from skyrl_train.inference_engines.request import Completion
 
 
 def check_tree(tree: PrefixTree, num_steps: int = 400) -> None:

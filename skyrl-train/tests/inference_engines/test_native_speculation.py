@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from native_runs import batch, engine_of, make_core, random_prompts, run, same_bits
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.inference_engines.completion import Completion
 from skyrl_train.inference_engines.native.core import NativeEngineCore
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train.inference_engines.native.requests import EngineSamplingParams, Request
 from skyrl_train.inference_engines.native.speculation import MAX_NGRAM, MIN_NGRAM, Places, look_up
+from skyrl_train.inference_engines.request import Completion
 from skyrl_train.models.routing_replay import RoutingReplay
 
 GREEDY = EngineSamplingParams(max_tokens=60, temperature=0.0)
@@ -193,5 +193,5 @@ async def test_engine_proposes_nothing_beyond_its_number_of_requests(tiny_models
     for max_seqs in (0, 1):
         settings: dict[str, Any] = {"num_speculative_tokens": 3, "speculative_max_seqs": max_seqs}
         async with engine_of(tiny_models("qwen3"), **settings) as engine:
-            drafted.append((await engine.generate(asked))["draft_counts"][0].num_drafted)  # pyright: ignore
+            drafted.append((await engine.generate_batch(asked))["draft_counts"][0].num_drafted)  # pyright: ignore
     assert drafted[0] == 0 < drafted[1]

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from skyrl_train.config import SkyRLConfig, validate_cfg
 from skyrl_train.config.engine_kinds import EngineRegistry, EngineTraits, register_engine
 from skyrl_train.entrypoints.engines import check_engines, engine_factory
 from skyrl_train.errors import ConfigError
-from skyrl_train.inference_engines.base import InferenceEngineInput
+from skyrl_train.inference_engines.base import Completion, GenerationRequest, InferenceEngineInput
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train_testing.engine_conformance import (
@@ -31,10 +32,11 @@ class ShortEngine(NativeInferenceEngine):
         super().__init__(**keywords)
         self._longest = longest
 
-    async def generate(self, input_batch: InferenceEngineInput) -> Any:
-        params = dict(input_batch.get("sampling_params") or {})
-        params["max_tokens"] = min(params.get("max_tokens", self._longest), self._longest)
-        return await super().generate({**input_batch, "sampling_params": params})
+    async def generate(self, request: GenerationRequest) -> Completion:
+        longest = min(request.sampling_params.get("max_tokens", self._longest), self._longest)
+        return await super().generate(
+            replace(request, sampling_params=request.sampling_params | {"max_tokens": longest})
+        )
 
 
 def even_number_of_sequences(generator: Any) -> None:
@@ -78,7 +80,7 @@ def test_own_engine_generates_for_the_client_by_its_registration_alone(tiny_mode
         client = InferenceEngineClient([engine_factory(cfg, "cpu")()], tokenizer, cfg)
         try:
             prompts = [[1, 2, 3], [4, 5]]
-            return await client.generate(
+            return await client.generate_batch(
                 InferenceEngineInput(
                     prompt_token_ids=prompts, sampling_params={"max_tokens": 8, "ignore_eos": True, "logprobs": 0}
                 )

@@ -99,7 +99,7 @@ async def check_schemas(engine: NativeInferenceEngine, seeds: range) -> int:
     schemas = [random_schema(random.Random(seed)) for seed in seeds]
     outputs = await asyncio.gather(
         *(
-            engine.generate(
+            engine.generate_batch(
                 InferenceEngineInput(
                     prompt_token_ids=[PROMPT] * 3,
                     sampling_params={

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from skyrl_train.errors import WorkerError
-from skyrl_train.inference_engines.base import InferenceEngineInput, TokenDelta, join_deltas
+from skyrl_train.inference_engines.base import GenerationRequest, InferenceEngineInput, TokenDelta
 from skyrl_train.inference_engines.ray_wrapped_inference_engine import RayWrappedInferenceEngine, engine_actor
+from skyrl_train.inference_engines.request import join_deltas
 
 pytestmark = pytest.mark.slow
 
@@ -52,7 +53,7 @@ async def test_control_calls_do_not_queue_behind_requests(ray_cpu: None, chat_mo
     engine = RayWrappedInferenceEngine(actor, "engine 0", log_file, 300, 300, 300)
     try:
         await engine.pause_generation("keep")
-        requests = [asyncio.create_task(engine.generate(BATCH)) for _ in range(5 * CALLS_AT_A_TIME)]
+        requests = [asyncio.create_task(engine.generate_batch(BATCH)) for _ in range(5 * CALLS_AT_A_TIME)]
         async with asyncio.timeout(60):  # the requests wait for the resume, so nothing queued behind them would come
             await engine.check_health()
             assert await engine.weight_version() == 0
@@ -62,19 +63,21 @@ async def test_control_calls_do_not_queue_behind_requests(ray_cpu: None, chat_mo
         assert engine.progress() == len(requests)
 
         bad = BATCH | {"prompt_token_ids": [[10**6]]}  # of one tick: the error is that of one request
-        refused, output = await asyncio.gather(engine.generate(bad), engine.generate(BATCH), return_exceptions=True)
+        refused, output = await asyncio.gather(
+            engine.generate_batch(bad), engine.generate_batch(BATCH), return_exceptions=True
+        )
         assert isinstance(refused, ValueError) and refused.__notes__ == [
             f"raised in engine 0; whole traceback: {log_file}"
         ]
         assert not isinstance(output, BaseException) and output["response_ids"] == outputs[0]["response_ids"]
 
         deltas: list[TokenDelta] = []
-        long = InferenceEngineInput(prompt_token_ids=[[5, 6, 7]], sampling_params=LONG)
+        long = GenerationRequest(prompt_token_ids=[5, 6, 7], sampling_params=LONG)
         whole, streamed = await asyncio.gather(engine.generate(long), engine.stream(long, deltas.append))
         assert streamed == whole and deltas
         first, num = join_deltas(deltas), sum(len(delta.token_ids) for delta in deltas)
-        assert first.token_ids == whole["response_ids"][0][:num]
-        assert first.log_probs == (whole["response_logprobs"] or [[]])[0][:num]
+        assert first.token_ids == whole.token_ids[:num]
+        assert first.log_probs == (whole.log_probs or [])[:num]
         closed = asyncio.create_task(engine.stream(long, deltas.append))
         async with asyncio.timeout(60):
             while await engine._control("num_requests") == 0 and not closed.done():

@@ -15,20 +15,20 @@ from skyrl_train.config import SkyRLConfig
 from skyrl_train.errors import WorkerError
 from skyrl_train.inference_engines import token_stream
 from skyrl_train.inference_engines.base import (
+    Completion,
     EngineInfo,
-    InferenceEngineInput,
+    GenerationRequest,
     InferenceEngineInterface,
-    InferenceEngineOutput,
     TokenDelta,
-    join_deltas,
 )
 from skyrl_train.inference_engines.engine_handle import EngineHost
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
 from skyrl_train.inference_engines.inline_engine import InlineEngine
 from skyrl_train.inference_engines.native import engine as native_engine
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
+from skyrl_train.inference_engines.request import join_deltas
 
-PARAMS = {"max_tokens": 60, "temperature": 1.0, "ignore_eos": True, "logprobs": 2, "seed": [[3, 1]]}
+PARAMS = {"max_tokens": 60, "temperature": 1.0, "ignore_eos": True, "logprobs": 2, "seed": [3, 1]}
 GRAMMAR = {"constraint": {"lark": "start: /([a-m][n-z]){30}/"}}
 
 
@@ -47,15 +47,15 @@ class Faulty(NativeInferenceEngine):
             raise WorkerError("the engine died")
         await super().check_health()
 
-    async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
+    async def generate(self, request: GenerationRequest) -> Completion:
         self.num_calls += 1
-        return await super().generate(input_batch)
+        return await super().generate(request)
 
-    async def stream(self, input_batch: InferenceEngineInput, on_tokens: Any) -> InferenceEngineOutput:
+    async def stream(self, request: GenerationRequest, on_tokens: Any) -> Completion:
         if "streaming" in self.lacking:
-            return await InferenceEngineInterface.stream(self, input_batch, on_tokens)
+            return await InferenceEngineInterface.stream(self, request, on_tokens)
         self.num_calls += 1
-        return await super().stream(input_batch, on_tokens)
+        return await super().stream(request, on_tokens)
 
     def die(self) -> None:
         self.is_dead = True
@@ -67,7 +67,7 @@ class Streamed:
 
     def __init__(self, engine: InferenceEngineInterface, **params: Any):
         self.deltas: list[TokenDelta] = []
-        self.task = asyncio.ensure_future(engine.stream(batch(**params), self.deltas.append))
+        self.task = asyncio.ensure_future(engine.stream(request(**params), self.deltas.append))
 
     async def until(self, num_tokens: int) -> None:
         async with asyncio.timeout(20):
@@ -75,29 +75,26 @@ class Streamed:
                 assert not self.task.done(), self.task
                 await asyncio.sleep(0)
 
-    async def expect(self, whole: InferenceEngineOutput, *, fewest: int = 2) -> None:
+    async def expect(self, whole: Completion, *, fewest: int = 2) -> None:
         """Check that the answer is `whole`, and that it begins with the tokens handed out."""
-        output = await self.task
-        assert output["response_ids"] == whole["response_ids"]
-        assert output["response_logprobs"] == whole["response_logprobs"]
-        assert (output["responses"], output["stop_reasons"]) == (whole["responses"], whole["stop_reasons"])
+        completion = await self.task
+        assert completion.token_ids == whole.token_ids
+        assert completion.log_probs == whole.log_probs
+        assert (completion.text, completion.stop_reason) == (whole.text, whole.stop_reason)
         assert len(self.deltas) >= fewest
         if not self.deltas:
             return
         token_ids, log_probs, versions, top = join_deltas(self.deltas)
         num = len(token_ids)
-        assert (
-            token_ids == whole["response_ids"][0][:num] and log_probs == (whole["response_logprobs"] or [[]])[0][:num]
-        )
-        assert versions == output["weight_versions"][0][:num]
-        [whole_top] = whole.get("response_top_logprobs") or [None]
-        assert top is not None and whole_top is not None
-        np.testing.assert_array_equal(top.ids, whole_top.ids[:num])
-        np.testing.assert_array_equal(top.log_probs, whole_top.log_probs[:num])
+        assert token_ids == whole.token_ids[:num] and log_probs == (whole.log_probs or [])[:num]
+        assert versions == completion.weight_versions[:num]
+        assert top is not None and whole.top is not None
+        np.testing.assert_array_equal(top.ids, whole.top.ids[:num])
+        np.testing.assert_array_equal(top.log_probs, whole.top.log_probs[:num])
 
 
-def batch(**params: Any) -> InferenceEngineInput:
-    return InferenceEngineInput(prompt_token_ids=[[5, 6, 7]], sampling_params=PARAMS | params)
+def request(**params: Any) -> GenerationRequest:
+    return GenerationRequest(prompt_token_ids=[5, 6, 7], sampling_params=PARAMS | params)
 
 
 @pytest.fixture(autouse=True)
@@ -131,44 +128,44 @@ def engine_of(client: InferenceEngineClient) -> Faulty:
 
 async def stop_text(client: InferenceEngineClient, place: int) -> dict[str, Any]:
     """Parameters by which the answer ends behind token `place` + 3, and not before."""
-    ids = (await client.generate(batch()))["response_ids"][0]
+    ids = (await client.generate(request())).token_ids
     text = str(client.tokenizer.decode(ids[place : place + 4]))
     assert str(client.tokenizer.decode(ids)).index(text) == place, "the model has one token a character"
     return {"stop": [text]}
 
 
 async def test_streams_of_an_engine_are_its_answers(client: InferenceEngineClient):
-    settings: list[dict[str, Any]] = [{}, {"seed": [[3, 2]]}, await stop_text(client, 20), {"frequency_penalty": 0.5}]
-    wholes = [await client.generate(batch(**params)) for params in settings]
+    settings: list[dict[str, Any]] = [{}, {"seed": [3, 2]}, await stop_text(client, 20), {"frequency_penalty": 0.5}]
+    wholes = [await client.generate(request(**params)) for params in settings]
     streams = [Streamed(client, **params) for params in settings]
     for stream, whole in zip(streams, wholes, strict=True):
         await stream.expect(whole, fewest=10)
     await Streamed(engine_of(client)).expect(wholes[0], fewest=10)
-    assert len(wholes[2]["response_ids"][0]) == 24
+    assert len(wholes[2].token_ids) == 24
 
 
 async def test_a_stream_under_a_grammar_is_the_whole_answer(client: InferenceEngineClient):
     pytest.importorskip("llguidance", reason="the extra constrained is not installed")
-    await Streamed(client, **GRAMMAR).expect(await client.generate(batch(**GRAMMAR)), fewest=10)
+    await Streamed(client, **GRAMMAR).expect(await client.generate(request(**GRAMMAR)), fewest=10)
 
 
 @pytest.mark.parametrize("place", [None, 8])
 async def test_a_stream_goes_on_behind_a_weight_sync(client: InferenceEngineClient, place: int | None):
     """An interruption within the stop text of the second case: no token behind its end is handed out."""
     params = {} if place is None else await stop_text(client, place)
-    whole, engine = await client.generate(batch(**params)), engine_of(client)
+    whole, engine = await client.generate(request(**params)), engine_of(client)
     stream = Streamed(client, **params)
     await stream.until(10)
     await client.pause_generation("abort")
     await engine._command(lambda: engine._core.take_version(4))  # new weights, with the same numbers
     await client.resume_generation()
     await stream.expect(whole)
-    versions = set(stream.task.result()["weight_versions"][0])
+    versions = set(stream.task.result().weight_versions)
     assert versions == {0, 4} or (place is not None and versions == {0})
 
 
 async def test_a_stream_goes_on_where_its_engine_died(client: InferenceEngineClient):
-    whole, first = await client.generate(batch()), engine_of(client)
+    whole, first = await client.generate(request()), engine_of(client)
     stream = Streamed(client)
     await stream.until(10)
     first.die()
@@ -177,14 +174,14 @@ async def test_a_stream_goes_on_where_its_engine_died(client: InferenceEngineCli
 
 
 async def test_an_aborted_stream_returns_what_it_handed_out(client: InferenceEngineClient):
-    whole = await client.generate(batch())
+    whole = await client.generate(request())
     stream = Streamed(client)
     await stream.until(10)
     await client.abort_generation()
     output = await stream.task
-    [ids] = output["response_ids"]
-    assert output["stop_reasons"] == ["abort"] and 10 <= len(ids) < 60
-    assert ids == whole["response_ids"][0][: len(ids)]
+    ids = output.token_ids
+    assert output.stop_reason == "abort" and 10 <= len(ids) < 60
+    assert ids == whole.token_ids[: len(ids)]
     assert ids[:10] == join_deltas(stream.deltas).token_ids[:10]
 
 
@@ -196,7 +193,7 @@ async def test_an_engine_that_does_not_stream_is_asked_in_pieces(
     monkeypatch.setattr(token_stream, "LARGEST_PIECE", 20)
     monkeypatch.setattr(Faulty, "lacking", ("streaming",))
     params = {} if place is None else await stop_text(client, place)
-    whole = await client.generate(batch(**params))
+    whole = await client.generate(request(**params))
     engine_of(client).num_calls = 0
     stream = Streamed(client, **params)
     await stream.expect(whole, fewest=1)
@@ -210,7 +207,7 @@ async def test_tokens_are_held_where_an_interrupted_answer_begins_anew(
 ):
     monkeypatch.setattr(Faulty, "lacking", ("answer_tokens",))
     params = {"frequency_penalty": 0.5}
-    whole = await client.generate(batch(**params))
+    whole = await client.generate(request(**params))
     stream = Streamed(client, **params)
     async with asyncio.timeout(20):
         while engine_of(client)._core.num_running == 0:
@@ -223,30 +220,29 @@ async def test_tokens_are_held_where_an_interrupted_answer_begins_anew(
 
 async def test_tokens_are_held_where_those_that_truncation_kept_go_with_them(client: InferenceEngineClient):
     params = {"return_kept_tokens": True, "top_k": 5, "logprobs": 0}
-    whole, first = await client.generate(batch(**params)), engine_of(client)
+    whole, first = await client.generate(request(**params)), engine_of(client)
     stream = Streamed(client, **params)
     async with asyncio.timeout(20):
         while first._core.num_running == 0:
             await asyncio.sleep(0.001)
     first.die()
     await stream.expect(whole, fewest=0)
-    [expected], [kept] = (output.get("kept_tokens") or [None] for output in (whole, stream.task.result()))
-    assert expected is not None and kept == expected
+    assert whole.kept_tokens is not None and stream.task.result().kept_tokens == whole.kept_tokens
     assert not stream.deltas
 
 
 class Shouting(NativeInferenceEngine):
     """Changes answers and says nothing of streams."""
 
-    async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
-        output = await super().generate(input_batch)
-        return output | {"responses": [text.upper() for text in output["responses"]]}
+    async def generate(self, request: GenerationRequest) -> Completion:
+        completion = await super().generate(request)
+        return replace(completion, text=completion.text.upper())
 
 
 async def test_streams_of_an_engine_that_changes_answers_are_its_answers(model: str):
     engine = Shouting(model)
     try:
-        await Streamed(engine).expect(await engine.generate(batch()), fewest=0)
+        await Streamed(engine).expect(await engine.generate(request()), fewest=0)
     finally:
         await engine.teardown()
 
@@ -266,7 +262,7 @@ async def test_a_paused_engine_has_handed_out_all_tokens(model: str, monkeypatch
                 await asyncio.sleep(0.001)
         assert len(stream.deltas) == 2
         await engine.resume_generation()
-        assert len((await stream.task)["response_ids"][0]) == 200
+        assert len((await stream.task).token_ids) == 200
     finally:
         await engine.teardown()
 
@@ -277,7 +273,7 @@ async def test_streams_of_an_inline_engine_end_when_they_are_cancelled(model: st
     host.set_result(EngineHost(lambda: Faulty(model)))
     engine = InlineEngine(host, "engine 0", "no log", 60.0)
     try:
-        whole = await engine.generate(batch())
+        whole = await engine.generate(request())
         streams = [Streamed(engine) for _ in range(3)]
         await streams[0].until(5)
         streams[0].task.cancel()
@@ -289,7 +285,7 @@ async def test_streams_of_an_inline_engine_end_when_they_are_cancelled(model: st
             assert time.monotonic() < deadline, "the cancelled stream goes on in the engine"
             await asyncio.sleep(0.001)
         seen = len(streams[0].deltas)
-        await engine.generate(batch())
+        await engine.generate(request())
         assert len(streams[0].deltas) <= seen + 1 and engine.progress() == 4
     finally:
         await engine.teardown()

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.inference_engines.base import (
+    Completion,
     EngineInfo,
-    InferenceEngineInput,
+    GenerationRequest,
     InferenceEngineInterface,
-    InferenceEngineOutput,
 )
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train.mismatch.answers import SAMPLINGS, EngineAnswers, Questions, ask
@@ -74,15 +74,12 @@ class LateLogProbs(NativeInferenceEngine):
         super().__init__(model)
         self.other = AutoModelForCausalLM.from_pretrained(model)
 
-    async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
-        output = await super().generate(input_batch)
-        params: dict[str, Any] = input_batch.get("sampling_params") or {}
-        prompts = input_batch.get("prompt_token_ids") or []
-        if "prompt_logprobs" in params:
-            return output
-        rows = zip(prompts, output["response_ids"], strict=True)
-        output["response_logprobs"] = [self.late(prompt, response, params) for prompt, response in rows]
-        return output
+    async def generate(self, request: GenerationRequest) -> Completion:
+        completion = await super().generate(request)
+        if "prompt_logprobs" in request.sampling_params:
+            return completion
+        late = self.late(request.prompt_token_ids, completion.token_ids, request.sampling_params)
+        return replace(completion, log_probs=late)
 
     @torch.no_grad()
     def late(self, prompt: list[int], response: list[int], params: dict[str, Any]) -> list[float]:
@@ -110,11 +107,10 @@ class IgnoresTemperature(NativeInferenceEngine):
         super().__init__(model)
         self.temperature = temperature
 
-    async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
-        params: dict[str, Any] = input_batch.get("sampling_params") or {}
-        if "prompt_logprobs" not in params:
-            params = params | {"temperature": self.temperature}
-        return await super().generate({**input_batch, "sampling_params": params})
+    async def generate(self, request: GenerationRequest) -> Completion:
+        if "prompt_logprobs" not in request.sampling_params:
+            request = replace(request, sampling_params=request.sampling_params | {"temperature": self.temperature})
+        return await super().generate(request)
 
 
 class AltersLogProbs(NativeInferenceEngine):
@@ -124,10 +120,9 @@ class AltersLogProbs(NativeInferenceEngine):
         super().__init__(model)
         self.alter = alter
 
-    async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
-        output = await super().generate(input_batch)
-        output["response_logprobs"] = [self.alter(row) for row in output["response_logprobs"] or []]
-        return output
+    async def generate(self, request: GenerationRequest) -> Completion:
+        completion = await super().generate(request)
+        return replace(completion, log_probs=self.alter(completion.log_probs or []))
 
 
 class WithoutPromptLogProbs(NativeInferenceEngine):

@@ -122,7 +122,7 @@ async def test_an_engine_answers_with_the_policys_adapters_and_proves_it(chat_mo
     engine = NativeInferenceEngine(chat_model, max_lora_rank=4)
     try:
         report = await engine.load_lora(LoraLoadRequest(name="policy", path=str(tmp_path / "7"), version=7))
-        answer = await engine.generate(
+        answer = await engine.generate_batch(
             InferenceEngineInput(
                 prompt_token_ids=[[5, 9, 12, 30]], sampling_params={"max_tokens": 12}, lora_name="policy"
             )

@@ -83,7 +83,7 @@ class RecordedEngine(InlineEngine):
             raise WorkerError("the engine has died")
         await super().check_health()
 
-    async def generate(self, input_batch: Any) -> Any:
+    async def generate(self, request: Any) -> Any:
         if self._record.num_to_die:
             self._record.num_to_die -= 1
             self._is_dead = True
@@ -92,7 +92,7 @@ class RecordedEngine(InlineEngine):
         self._num_requests += 1
         self._record.most_requests = max(self._record.most_requests, self._num_requests)
         try:
-            return await super().generate(input_batch)
+            return await super().generate(request)
         finally:
             self._num_requests -= 1
 

@@ -106,8 +106,8 @@ def answers(change: Callable[[Any, dict[str, Any], Any], dict[str, Any]]) -> typ
     """An engine with other columns in its answers: those that `change(engine, sampling parameters, answer)` returns."""
 
     class Answers(NativeInferenceEngine):
-        async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
-            output: Any = await super().generate(input_batch)
+        async def generate_batch(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
+            output: Any = await super().generate_batch(input_batch)
             if output["response_ids"]:
                 output.update(change(self, dict(input_batch.get("sampling_params") or {}), output))
             return output
@@ -119,8 +119,8 @@ def asks(change: Callable[[Any, Any], dict[str, Any]]) -> type[NativeInferenceEn
     """An engine that is asked something else: what `change(engine, request)` returns."""
 
     class Asks(NativeInferenceEngine):
-        async def generate(self, input_batch: Any) -> InferenceEngineOutput:
-            return await super().generate({**input_batch, **change(self, input_batch)})
+        async def generate_batch(self, input_batch: Any) -> InferenceEngineOutput:
+            return await super().generate_batch({**input_batch, **change(self, input_batch)})
 
     return Asks
 
@@ -454,10 +454,10 @@ class WithoutSeeds(NativeInferenceEngine):
 
 async def test_an_engine_that_lacks_a_feature_must_refuse_it(tiny):
     class Refusing(WithoutSeeds):
-        async def generate(self, input_batch):
-            if "seed" in (input_batch.get("sampling_params") or {}):
+        async def generate(self, request):
+            if "seed" in request.sampling_params:
                 raise engine.UnsupportedByEngine("it has no random generator")
-            return await super().generate(input_batch)
+            return await super().generate(request)
 
     name = "a_seed_fixes_answers_whatever_runs_beside_them"
     outcome = await outcome_of(tiny, name, Refusing)

@@ -20,9 +20,9 @@ class CountingEngine(NativeInferenceEngine):
 
     num_requests = 0
 
-    async def generate(self, input_batch: Any) -> Any:
-        CountingEngine.num_requests += len(input_batch["prompt_token_ids"])
-        return await super().generate(input_batch)
+    async def generate(self, request: Any) -> Any:
+        CountingEngine.num_requests += 1
+        return await super().generate(request)
 
 
 @pytest.fixture

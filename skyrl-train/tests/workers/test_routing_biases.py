@@ -90,7 +90,7 @@ async def test_native_engine_that_begins_at_random_routes_as_the_policy(policy: 
         await asyncio.to_thread(policy.connect_engines, handles, INFOS)
         await asyncio.to_thread(policy.send_weights, 1)
         params = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
-        output = await engine.generate(InferenceEngineInput(prompt_token_ids=[PROMPT], sampling_params=params))
+        output = await engine.generate_batch(InferenceEngineInput(prompt_token_ids=[PROMPT], sampling_params=params))
         given = output.get("prompt_logprobs")
         torch.testing.assert_close(given, policy.log_probs_of_tokens([PROMPT]), atol=1e-4, rtol=0)
     finally:

@@ -11,7 +11,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from skyrl_train.inference_engines.base import InferenceEngineInput
+from skyrl_train.inference_engines.base import GenerationRequest
 from skyrl_train.weight_sync.base import LoraLoadRequest
 from skyrl_train_testing.engine_conformance import make_tiny_model
 
@@ -32,9 +32,9 @@ async def log_probs_of_vllm(model: Path, adapter: str) -> list[float]:
     engine = VLLMInferenceEngine(str(model), device="cpu", dtype="float32", max_lora_rank=8)
     try:
         await engine.load_lora(LoraLoadRequest(name="served", path=adapter, version=1))
-        asked = {"prompt_token_ids": [TOKENS], "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0}}
-        [found] = (await engine.generate(InferenceEngineInput(**asked, lora_name="served")))["prompt_logprobs"] or []
-        return found
+        params = {"max_tokens": 1, "prompt_logprobs": 0}
+        asked = GenerationRequest(prompt_token_ids=TOKENS, sampling_params=params, lora_name="served")
+        return (await engine.generate(asked)).prompt_log_probs or []
     finally:
         await engine.teardown()
 

@@ -107,7 +107,7 @@ async def test_the_native_engine_samples_with_the_log_probs_of_training(
         params = {"max_tokens": 40, "ignore_eos": True, "seed": 3}
         prompt = [5, 9, 12]
         request = InferenceEngineInput(prompt_token_ids=[prompt], sampling_params=params, lora_name="m")
-        answer = await engine.generate(request)
+        answer = await engine.generate_batch(request)
     finally:
         await engine.teardown()
     tokens = np.array(prompt + answer["response_ids"][0])

@@ -166,7 +166,7 @@ async def test_the_native_engine_samples_from_shared_matrices_with_the_log_probs
         await engine.load_lora(LoraLoadRequest(name="m", path=str(tmp_path), version=1))
         params, prompt = {"max_tokens": 20, "ignore_eos": True, "seed": 3}, [5, 9, 12]
         request = InferenceEngineInput(prompt_token_ids=[prompt], sampling_params=params, lora_name="m")
-        answer = await engine.generate(request)
+        answer = await engine.generate_batch(request)
     finally:
         await engine.teardown()
     response = answer["response_ids"][0]

@@ -30,7 +30,7 @@ from skyrl_train.generators.base import (
     trajectory_ids_of,
 )
 from skyrl_train.generators.sampling import episode_seed
-from skyrl_train.inference_engines.base import InferenceEngineInput, InferenceEngineInterface
+from skyrl_train.inference_engines.base import GenerationRequest, InferenceEngineInterface
 from skyrl_train.rollouts.adapter import to_generator_output
 from skyrl_train.rollouts.metrics import token_metrics
 from skyrl_train.rollouts.types import RolloutBatch, TrainingSample, Trajectory, grouped
@@ -64,9 +64,9 @@ class SkyRLBackend:
         params = {"logprobs": 0, **sampling_params}
         if params.get("seed") is not None:
             params["seed"] = seed_of_turn(params["seed"], input_ids)
-        request = InferenceEngineInput(prompt_token_ids=[input_ids], sampling_params=params, session_ids=[request_id])
+        request = GenerationRequest(prompt_token_ids=input_ids, sampling_params=params, session_id=request_id)
         try:
-            output = await self.engine.generate(request)
+            completion = await self.engine.generate(request)
         except WorkerError as error:
             if self.broken is not None and not self.broken.done():
                 self.broken.set_result(error)
@@ -78,15 +78,14 @@ class SkyRLBackend:
             raise BackendError(f"the engine refused the request: {error}") from error
         except Exception as error:  # the far side may be a Ray actor, an HTTP server or a library
             raise InfraError(f"the engine raised {type(error).__name__}: {error}") from error
-        reason, ids = output["stop_reasons"][0], list(output["response_ids"][0])
+        reason, ids = completion.stop_reason, completion.token_ids
         if reason == "abort":
             raise InfraError("the engine aborted the request")
-        logprobs = output["response_logprobs"]
         return answer_text(self.tokenizer, ids, reason), MetaInfo(
             output_tokens=ids,
             finish_reason=reason,
-            logprobs=None if logprobs is None else list(logprobs[0]),
-            weight_versions=list(output["weight_versions"][0]),
+            logprobs=completion.log_probs,
+            weight_versions=completion.weight_versions,
         )
 
 

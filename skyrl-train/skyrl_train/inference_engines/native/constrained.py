@@ -128,31 +128,27 @@ class ConstraintCompiler:
         self._ll_tokenizer: LLTokenizer | None = None
         self._compiled: OrderedDict[Constraint, LLMatcher] = OrderedDict()
 
-    async def matchers(self, constraint: Constraint, answers: Sequence[Sequence[int]]) -> list[AnswerMatcher]:
-        """Return the matcher of each answer, given its tokens so far.
+    async def matcher(self, constraint: Constraint, answer: Sequence[int]) -> AnswerMatcher:
+        """Return the matcher of an answer, given its tokens so far.
 
         Raises:
             UnsupportedByEngine: the library is missing, or the tokenizer is no fast one.
-            ValueError: the constraint cannot be compiled, or an answer so far contradicts it.
+            ValueError: the constraint cannot be compiled, or the answer so far contradicts it.
         """
         if self.unsupported is not None:
             raise UnsupportedByEngine(self.unsupported)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._matchers, constraint, answers)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._matcher, constraint, answer)
 
-    def _matchers(self, constraint: Constraint, answers: Sequence[Sequence[int]]) -> list[AnswerMatcher]:
-        compiled = self._compile(constraint)
-        matchers = []
+    def _matcher(self, constraint: Constraint, answer: Sequence[int]) -> AnswerMatcher:
         # Copies share the lexer's tables, under locks of the library's own: each belongs to one row.
-        for answer in answers:
-            matcher = compiled.deep_copy()
-            if not matcher.consume_tokens(list(answer)):
-                raise ValueError(
-                    f"the last {len(answer)} tokens of the prompt (num_answer_tokens) contradict the constraint of the "
-                    f"answer: {_reason(matcher.get_error())}"
-                )
-            num_spaces = sum(1 for _ in takewhile(lambda token: self._spaces[token], reversed(answer)))
-            matchers.append(AnswerMatcher(matcher, self._vocab_size, self._eos_ids, self._spaces, num_spaces))
-        return matchers
+        matcher = self._compile(constraint).deep_copy()
+        if not matcher.consume_tokens(list(answer)):
+            raise ValueError(
+                f"the last {len(answer)} tokens of the prompt (num_answer_tokens) contradict the constraint of the "
+                f"answer: {_reason(matcher.get_error())}"
+            )
+        num_spaces = sum(1 for _ in takewhile(lambda token: self._spaces[token], reversed(answer)))
+        return AnswerMatcher(matcher, self._vocab_size, self._eos_ids, self._spaces, num_spaces)
 
     def _compile(self, constraint: Constraint) -> "LLMatcher":
         from llguidance import LLMatcher

@@ -9,14 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from skyrl_train.expert_routes import ExpertRoutes
-from skyrl_train.inference_engines.base import (
-    DraftCounts,
-    StopReason,
-    TokenDelta,
-    TopLogProbs,
-    stack_top_log_probs,
-)
-from skyrl_train.inference_engines.completion import Completion
+from skyrl_train.inference_engines.base import DraftCounts, StopReason, TokenDelta, TopLogProbs
 from skyrl_train.inference_engines.constraints import ConstraintFailed
 from skyrl_train.inference_engines.native.attention import KEY_BLOCK, round_up
 from skyrl_train.inference_engines.native.draft_model import DraftModel
@@ -30,6 +23,7 @@ from skyrl_train.inference_engines.native.sampling import Draw, sample, uniforms
 from skyrl_train.inference_engines.native.speculation import Places, look_up
 from skyrl_train.inference_engines.native.stop_strings import Decode
 from skyrl_train.inference_engines.native.waiting import Waiting
+from skyrl_train.inference_engines.request import Completion, stack_top_log_probs
 from skyrl_train.kept_tokens import KeptTokens
 from skyrl_train.models.routing_replay import RoutingReplay
 

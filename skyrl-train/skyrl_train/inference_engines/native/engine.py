@@ -10,7 +10,7 @@ import logging
 import platform
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -22,11 +22,11 @@ from transformers import PreTrainedModel
 from skyrl_train.config.engine_kinds import PREFIX_CACHE_GIB
 from skyrl_train.errors import ConfigError, UnsupportedByEngine, WorkerError
 from skyrl_train.inference_engines.base import (
+    Completion,
     EngineInfo,
     Feature,
-    InferenceEngineInput,
+    GenerationRequest,
     InferenceEngineInterface,
-    InferenceEngineOutput,
     OnTokens,
     PauseMode,
     SamplingKeywords,
@@ -34,20 +34,12 @@ from skyrl_train.inference_engines.base import (
     check_sleep_level,
     tags_to_wake,
 )
-from skyrl_train.inference_engines.completion import (
-    Completion,
-    failed_completion,
-    raise_if_all_failed,
-    requested_output,
-)
-from skyrl_train.inference_engines.constraints import ConstraintFailed
 from skyrl_train.inference_engines.loop_thread import LoopCalls
-from skyrl_train.inference_engines.native.constrained import AnswerMatcher, ConstraintCompiler
+from skyrl_train.inference_engines.native.constrained import ConstraintCompiler
 from skyrl_train.inference_engines.native.core import (
     MAX_DRAFTING,
     MAX_PREFILL_TOKENS,
     NativeEngineCore,
-    Outcome,
     Outcomes,
 )
 from skyrl_train.inference_engines.native.draft_model import DraftModel, check_same_tokens
@@ -61,7 +53,13 @@ from skyrl_train.inference_engines.native.loading import (
 from skyrl_train.inference_engines.native.lora import Lora
 from skyrl_train.inference_engines.native.lora_loading import read_lora
 from skyrl_train.inference_engines.native.mailbox import Mailbox
-from skyrl_train.inference_engines.native.requests import EngineSamplingParams, Request, SeedPair, split_seeds
+from skyrl_train.inference_engines.native.requests import (
+    EngineSamplingParams,
+    Request,
+    SeedPair,
+    select_requested,
+    split_seed,
+)
 from skyrl_train.inference_engines.native.trial import check_generation
 from skyrl_train.inference_engines.native.weights import EngineWeights
 from skyrl_train.models.linear_attention import has_delta_nets
@@ -78,38 +76,6 @@ HAND_OUT_SECONDS = 0.02
 """Shortest time between two deliveries of tokens to streams."""
 
 _NO_LORA = "the engine was started without adapters (max_lora_rank=0)"
-
-
-class _PendingBatch:
-    """Requests of one `generate` call: done when the last of them is."""
-
-    def __init__(self, requests: list[Request]):
-        self.done: Future[list[Completion]] = Future()
-        self.done.set_running_or_notify_cancel()  # a caller that goes away must not cancel what the thread will set
-        self._requests = requests
-        self._outcomes: Outcomes = {}
-
-    def take(self, request: Request, outcome: Outcome) -> None:
-        self._outcomes[request] = outcome
-        if len(self._outcomes) < len(self._requests):
-            return
-        outcomes = [self._outcomes[request] for request in self._requests]
-        completions = [each if isinstance(each, Completion) else failed_completion(each) for each in outcomes]
-        try:
-            for each in outcomes:
-                if isinstance(each, FloatingPointError):  # of the weights, and so of every answer
-                    raise each
-            raise_if_all_failed(completions)
-        except (FloatingPointError, ConstraintFailed) as failure:
-            self.done.set_exception(failure)
-        else:
-            self.done.set_result(completions)
-
-    def fail_with(self, added: "Future[None]") -> None:
-        """Fail with the error for which the requests could not be added."""
-        error = added.exception()
-        if error is not None:
-            self.done.set_exception(error)
 
 
 def _check_sizes(
@@ -163,8 +129,6 @@ class NativeInferenceEngine(InferenceEngineInterface):
     Before it is ready it generates a few tokens, and refuses a model that it cannot run (ConfigError, with the backend
     that can).
 
-    Differences from the interface, all of them additions: `seed` may be a list with one `[seed, index]` pair a request
-    (so that a client can split a batch, or send an aborted request again, without changing what it draws);
     `skip_special_tokens` concerns the response text. Without a seed a request draws from the engine's own.
 
     In float32 on a CPU (one thread) an answer's tokens and log-probs are the same bits whatever runs beside it, and an
@@ -289,7 +253,7 @@ class NativeInferenceEngine(InferenceEngineInterface):
         check_generation(self._core, self._model_path)
         self._num_unseeded = 0
         self._leaving: list[tuple[Lora, Future[None]]] = []
-        self._pending: dict[Request, _PendingBatch] = {}
+        self._pending: dict[Request, Future[Completion]] = {}
         self._pause: PauseMode | None = None
         self._drained: list[Future[None]] = []
         self._cache_asleep = False
@@ -329,47 +293,33 @@ class NativeInferenceEngine(InferenceEngineInterface):
     def progress(self) -> int:
         return self._core.num_forwards
 
-    async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
-        params, requests = await self._requests(input_batch)
-        completions = await self.complete(requests, input_batch.get("lora_name"))
-        return requested_output(completions, params, self._decode, input_batch.get("count_cached_tokens", False))
+    async def generate(self, request: GenerationRequest) -> Completion:
+        own = await self._request(request)
+        completion = await self.complete(own, request.lora_name)
+        return select_requested(completion, own.params, self._decode, request.count_cached_tokens)
 
-    async def stream(self, input_batch: InferenceEngineInput, on_tokens: OnTokens) -> InferenceEngineOutput:
+    async def stream(self, request: GenerationRequest, on_tokens: OnTokens) -> Completion:
         if (
             type(self).generate is not NativeInferenceEngine.generate
             and type(self).stream is NativeInferenceEngine.stream
         ):
             # A subclass that changes answers says nothing of streams: they are its answers too.
-            return await super().stream(input_batch, on_tokens)
-        params, [request] = await self._requests(input_batch)
-        loop = asyncio.get_running_loop()
+            return await super().stream(request, on_tokens)
+        own, loop = await self._request(request), asyncio.get_running_loop()
         # Within the engine's thread it only takes note; all streams are told together.
-        request.on_tokens = lambda delta: self._new_tokens.add(loop, lambda: on_tokens(delta))
-        completions = await self.complete([request], input_batch.get("lora_name"))
-        return requested_output(completions, params, self._decode, input_batch.get("count_cached_tokens", False))
+        own.on_tokens = lambda delta: self._new_tokens.add(loop, lambda: on_tokens(delta))
+        completion = await self.complete(own, request.lora_name)
+        return select_requested(completion, own.params, self._decode, request.count_cached_tokens)
 
-    async def _requests(self, input_batch: InferenceEngineInput) -> tuple[EngineSamplingParams, list[Request]]:
-        """Check a batch. Returns: its settings, and a request for each prompt. Raises ValueError."""
-        prompts = input_batch.get("prompt_token_ids")
-        if prompts is None:
-            raise ValueError("the native engine takes prompt_token_ids; the client turns conversations into them")
-        params, seeds = self._sampling(input_batch.get("sampling_params"), len(prompts))
+    async def _request(self, given: GenerationRequest) -> Request:
+        """Check a request. Raises ValueError."""
+        params, seed = self._sampling(given.sampling_params)
+        prompt, matcher = self.check_prompt(given.prompt_token_ids), None
+        if params.constraint is not None:  # behind the tokens of the answer that the prompt ends with
+            answer = prompt[len(prompt) - min(len(prompt), params.num_answer_tokens) :].tolist()
+            matcher = await self._constraints.matcher(params.constraint, answer)
         decode = None if params.skip_special_tokens else self.text_of  # in which stop strings are looked for, too
-        ids = [self.check_prompt(prompt) for prompt in prompts]
-        matchers = await self._matchers(params, ids)
-        return params, [
-            Request(prompt, params, seed, decode=decode, matcher=matcher)
-            for prompt, seed, matcher in zip(ids, seeds, matchers, strict=True)
-        ]
-
-    async def _matchers(
-        self, params: EngineSamplingParams, prompts: Sequence[np.ndarray]
-    ) -> Sequence[AnswerMatcher | None]:
-        """Return the state of the constraint in each answer, behind the tokens that its prompt ends with."""
-        if params.constraint is None:
-            return [None] * len(prompts)
-        answers = [prompt[len(prompt) - min(len(prompt), params.num_answer_tokens) :].tolist() for prompt in prompts]
-        return await self._constraints.matchers(params.constraint, answers)
+        return Request(prompt, params, seed, decode=decode, matcher=matcher)
 
     def check_prompt(self, prompt: list[int]) -> np.ndarray:
         """Return a prompt for a `Request`. Raises ValueError like `generate`."""
@@ -379,39 +329,38 @@ class NativeInferenceEngine(InferenceEngineInterface):
         """Decode tokens, special ones as well."""
         return self._decode(token_ids, skip_special_tokens=False)
 
-    def complete(self, requests: list[Request], lora_name: str | None = None) -> "asyncio.Future[list[Completion]]":
-        """Complete native requests, each with its own settings, for callers in this process; completions have no text.
-        Cancelling the future aborts the requests. A request whose constraint fails beside others has a completion with
-        its `failure`.
+    def complete(self, request: Request, lora_name: str | None = None) -> "asyncio.Future[Completion]":
+        """Complete a native request, for callers in this process; the completion has no text. Cancelling the future
+        aborts the request.
 
         Raises:
             ValueError: no adapter has that name.
-            FloatingPointError: the model's output was not finite in any of them.
-            ConstraintFailed: a constraint became too complex within each.
+            FloatingPointError: the model's output was not finite.
+            ConstraintFailed: the constraint became too complex.
         """
-        batch = _PendingBatch(requests)
+        outcome: Future[Completion] = Future()
+        outcome.set_running_or_notify_cancel()  # a caller that goes away must not cancel what the thread will set
 
         def add() -> None:
             if not self._weights.complete and not self._weights.updating:
                 raise RuntimeError("the weights were dropped by sleep(level=2); a full weight update must come first")
-            lora = self._core.loras.named(lora_name)
-            for request in requests:
-                request.lora = lora
-                self._pending[request] = batch
-                self._core.add_request(request)
+            request.lora = self._core.loras.named(lora_name)
+            self._pending[request] = outcome
+            self._core.add_request(request)
 
-        def abort(completions: "asyncio.Future[list[Completion]]") -> None:
-            if completions.cancelled():
+        def fail(added: "Future[None]") -> None:
+            if (error := added.exception()) is not None:
+                outcome.set_exception(error)
+
+        def abort(completion: "asyncio.Future[Completion]") -> None:
+            if completion.cancelled():
                 with contextlib.suppress(WorkerError):
-                    self._mailbox.post(lambda: self._resolve(self._core.abort(requests)))
+                    self._mailbox.post(lambda: self._resolve(self._core.abort([request])))
 
-        if requests:
-            self._mailbox.post(add).add_done_callback(batch.fail_with)
-        else:
-            batch.done.set_result([])
-        completions = asyncio.wrap_future(batch.done)
-        completions.add_done_callback(abort)
-        return completions
+        self._mailbox.post(add).add_done_callback(fail)
+        completion = asyncio.wrap_future(outcome)
+        completion.add_done_callback(abort)
+        return completion
 
     async def pause_generation(self, mode: PauseMode = "keep") -> None:
         check_pause_mode(mode)
@@ -524,9 +473,9 @@ class NativeInferenceEngine(InferenceEngineInterface):
 
     # From a caller's words to requests.
 
-    def _sampling(self, given: SamplingKeywords | None, num: int) -> tuple[EngineSamplingParams, list[SeedPair]]:
-        """Return the checked settings, and the seed pair of each of `num` requests."""
-        params, seeds = split_seeds(given, num)
+    def _sampling(self, given: SamplingKeywords) -> tuple[EngineSamplingParams, SeedPair]:
+        """Return the checked settings of a request and its seed pair."""
+        params, seed = split_seed(given)
         named = {"stop_token_ids": params.stop_token_ids, "logit_bias": [token for token, _ in params.logit_bias]}
         for name, token in [(name, token) for name, tokens in named.items() for token in tokens]:
             if not 0 <= token < self._core.vocabulary:
@@ -534,10 +483,11 @@ class NativeInferenceEngine(InferenceEngineInterface):
                     f"sampling parameter {name} must lie in the vocabulary, 0 to {self._core.vocabulary - 1}; "
                     f"got {token}"
                 )
-        first = self._num_unseeded
-        self._num_unseeded += seeds.count(None)
-        # Negative indices: apart from those of requests with a seed of the same value.
-        return params, [pair or (self._seed, -1 - first - index) for index, pair in enumerate(seeds)]
+        if seed is None:
+            # Negative indices: apart from those of requests with a seed of the same value.
+            self._num_unseeded += 1
+            seed = (self._seed, -self._num_unseeded)
+        return params, seed
 
     def _decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         text = self._tokenizer.decode(
@@ -610,7 +560,10 @@ class NativeInferenceEngine(InferenceEngineInterface):
 
     def _resolve(self, outcomes: Outcomes) -> None:
         for request, outcome in outcomes.items():
-            self._pending.pop(request).take(request, outcome)
+            if isinstance(outcome, Exception):
+                self._pending.pop(request).set_exception(outcome)
+            else:
+                self._pending.pop(request).set_result(outcome)
 
     def _free_unused_loras(self) -> None:
         used = {request.lora for request in self._pending}
@@ -626,7 +579,7 @@ class NativeInferenceEngine(InferenceEngineInterface):
 
     def _fail_all(self, failure: WorkerError) -> None:
         waiting = self._mailbox.fail(failure) + self._drained + [unused for _, unused in self._leaving]
-        waiting += {id(batch): batch.done for batch in self._pending.values()}.values()
+        waiting += self._pending.values()
         self._drained, self._leaving, self._pending = [], [], {}
         self._weights.close()
         for done in waiting:  # an exception of its own each: those who raise one add to its traceback

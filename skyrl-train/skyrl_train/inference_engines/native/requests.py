@@ -2,17 +2,17 @@
 
 import math
 import numbers
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from skyrl_gym.suggestions import did_you_mean
-from skyrl_train.inference_engines.base import OnTokens, SamplingKeywords
 from skyrl_train.inference_engines.constraints import Constraint
 from skyrl_train.inference_engines.native.sampling import random_key
 from skyrl_train.inference_engines.native.stop_strings import Decode
+from skyrl_train.inference_engines.request import Completion, OnTokens, SamplingKeywords, top_log_probs_of
 
 if TYPE_CHECKING:  # servers and other engines read requests without them
     from skyrl_train.inference_engines.native.constrained import AnswerMatcher
@@ -211,27 +211,49 @@ def _checked(name: str, value: object) -> object:
     return converted
 
 
-def split_seeds(given: SamplingKeywords | None, num: int) -> tuple[EngineSamplingParams, list[SeedPair | None]]:
-    """Check sampling settings whose `seed` may be one number or a [seed, index] pair for each of `num` requests.
+def split_seed(given: SamplingKeywords) -> tuple[EngineSamplingParams, SeedPair | None]:
+    """Check the sampling settings of a request, whose `seed` may be a number or a [seed, index] pair.
 
     Returns:
-        the settings, and the pair of each request: None where no seed was given.
+        the settings, and the pair: None if no seed was given.
 
     Raises:
         ValueError: an unknown keyword, or a value out of range.
     """
-    values = dict(given or {})
-    pairs = values.pop("seed") if isinstance(values.get("seed"), list | tuple) else None
-    params = EngineSamplingParams.from_dict(values)
-    if pairs is None:
-        return params, [None if params.seed is None else (params.seed, index) for index in range(num)]
-    checked = [pair for pair in map(_integers, pairs) if pair is not None and len(pair) == 2]
-    if len(pairs) != num or len(checked) != num:
-        raise ValueError(
-            f"sampling parameter seed must be an integer, or one [seed, index] pair for each of the {num} requests; "
-            f"got {pairs!r}"
-        )
-    return params, [(seed, index) for seed, index in checked]
+    pair = given.get("seed")
+    if not isinstance(pair, list | tuple):
+        params = EngineSamplingParams.from_dict(given)
+        return params, None if params.seed is None else (params.seed, 0)
+    numbers_of_pair = _integers(pair)
+    if numbers_of_pair is None or len(numbers_of_pair) != 2:
+        raise ValueError(f"sampling parameter seed must be an integer or a [seed, index] pair; got {pair!r}")
+    seed, index = numbers_of_pair
+    return EngineSamplingParams.from_dict({**given, "seed": None}), (seed, index)
+
+
+def select_requested(
+    completion: Completion,
+    params: EngineSamplingParams,
+    decode: Callable[[list[int], bool], str],
+    count_cached_tokens: bool = False,
+) -> Completion:
+    """Return a completion with its text and only what `params` ask for.
+
+    Args:
+        decode: (token ids, skip special tokens) -> text.
+    """
+    num_top = params.prompt_logprobs or 0
+    return replace(
+        completion,
+        text=decode(completion.token_ids, params.skip_special_tokens),
+        log_probs=None if params.logprobs is None else completion.log_probs,
+        top=(completion.top or top_log_probs_of([], params.logprobs)) if params.logprobs else None,
+        prompt_log_probs=None if params.prompt_logprobs is None else completion.prompt_log_probs or [],
+        # A prompt of one token has no place that was scored.
+        prompt_top=(completion.prompt_top or top_log_probs_of([], num_top)) if num_top else None,
+        num_cached_prompt_tokens=completion.num_cached_prompt_tokens if count_cached_tokens else None,
+        drafts=completion.drafts if count_cached_tokens else None,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,7 +318,7 @@ class Request:
 
     def __post_init__(self) -> None:
         if (self.matcher is None) != (self.params.constraint is None):
-            raise ValueError("a request with a constraint needs its matcher (ConstraintCompiler.matchers)")
+            raise ValueError("a request with a constraint needs its matcher (ConstraintCompiler.matcher)")
         if self.params.num_answer_tokens > len(self.prompt):
             raise ValueError(
                 f"sampling parameter num_answer_tokens={self.params.num_answer_tokens} must be at most the "

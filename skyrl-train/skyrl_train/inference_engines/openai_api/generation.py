@@ -8,19 +8,18 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from skyrl_train.inference_engines.base import (
-    InferenceEngineInput,
-    InferenceEngineInterface,
-    InferenceEngineOutput,
+from skyrl_train.inference_engines.base import InferenceEngineInterface
+from skyrl_train.inference_engines.openai_api.errors import ApiError, error_of_engine, timed_out
+from skyrl_train.inference_engines.request import (
+    Completion,
+    GenerationRequest,
     OnTokens,
     SamplingKeywords,
     TokenDelta,
     TopLogProbs,
     join_top_log_probs,
-    raise_failures,
 )
-from skyrl_train.inference_engines.completion import to_completions
-from skyrl_train.inference_engines.openai_api.errors import ApiError, error_of_engine, timed_out
+from skyrl_train.utils.async_blocks import gather_or_cancel
 
 GROWTH_SECONDS = 0.05
 GROWTH_SECONDS_A_TOKEN = 5e-5
@@ -60,11 +59,12 @@ class Prompt:
         seed = self.seed if seed is None else seed
         return replace(self, params=params, seed=seed, waited_seconds=waited_seconds)
 
-    def seeds(self) -> list[list[int]] | None:
-        """One pair for each choice."""
-        if self.seed is None:
-            return None
-        return [[self.seed, self.first_index + choice] for choice in range(self.num_choices)]
+    def request(self, choice: int) -> GenerationRequest:
+        """Return the request of a choice."""
+        params = self.params
+        if self.seed is not None:
+            params = params | {"seed": [self.seed, self.first_index + choice]}
+        return GenerationRequest(prompt_token_ids=self.ids, sampling_params=params, session_id=self.session)
 
 
 @dataclass
@@ -82,17 +82,16 @@ class GeneratedChoice:
     prompt_top: TopLogProbs | None = None
 
     @classmethod
-    def of(cls, output: InferenceEngineOutput, row: int) -> "GeneratedChoice":
+    def of(cls, completion: Completion) -> "GeneratedChoice":
         """Return a complete choice."""
-        answer = to_completions(output)[row]
         return cls(
-            token_ids=answer.token_ids,
-            log_probs=answer.log_probs,
-            weight_versions=answer.weight_versions,
-            stop_reason=answer.stop_reason,
-            prompt_log_probs=answer.prompt_log_probs,
-            top=answer.top,
-            prompt_top=answer.prompt_top,
+            token_ids=completion.token_ids,
+            log_probs=completion.log_probs,
+            weight_versions=completion.weight_versions,
+            stop_reason=completion.stop_reason,
+            prompt_log_probs=completion.prompt_log_probs,
+            top=completion.top,
+            prompt_top=completion.prompt_top,
         )
 
     def extend(self, delta: TokenDelta) -> None:
@@ -124,13 +123,11 @@ class Asker:
 
     async def whole(self, prompt: Prompt) -> list[GeneratedChoice]:
         """Generate the choices of a prompt. Raises ApiError."""
-        output = await self._ask(prompt, prompt.num_choices, prompt.seeds())
-        return [GeneratedChoice.of(output, row) for row in range(prompt.num_choices)]
+        return await gather_or_cancel([self._choice(prompt, choice) for choice in range(prompt.num_choices)])
 
     async def growing(self, prompt: Prompt, choice: int) -> AsyncGenerator[GeneratedChoice]:
         """One choice of a prompt, again and again as it grows; the last has a stop reason, and is that of `whole`.
         Closed, it ends the request. Raises ApiError."""
-        seeds = prompt.seeds()
         answer, has_grown = GeneratedChoice(), asyncio.Event()
 
         # Called between two steps of this generator, in its loop, so that nothing here needs a lock.
@@ -138,8 +135,7 @@ class Asker:
             answer.extend(delta)
             has_grown.set()
 
-        pair = None if seeds is None else [seeds[choice]]
-        asking = asyncio.ensure_future(self._ask(prompt, 1, pair, on_tokens))
+        asking = asyncio.ensure_future(self._choice(prompt, choice, on_tokens))
         asking.add_done_callback(lambda _: has_grown.set())  # an answer of one token has no growth
         try:
             while True:
@@ -152,34 +148,27 @@ class Asker:
                 # Tokens that come meanwhile join the answer: a slow reader makes fewer and larger steps.
                 pause = GROWTH_SECONDS + GROWTH_SECONDS_A_TOKEN * len(answer.token_ids)
                 await asyncio.wait({asking}, timeout=pause)
-            yield GeneratedChoice.of(asking.result(), 0)
+            yield asking.result()
         finally:
             asking.cancel()
 
-    async def _ask(
-        self, prompt: Prompt, num: int, seeds: list[list[int]] | None, on_tokens: OnTokens | None = None
-    ) -> InferenceEngineOutput:
-        """Ask for answers. One deadline is for a request and its wait before it was admitted. Raises ApiError."""
-        request = InferenceEngineInput(
-            prompt_token_ids=[prompt.ids] * num,
-            sampling_params=prompt.params if seeds is None else prompt.params | {"seed": seeds},
-            session_ids=None if prompt.session is None else [prompt.session] * num,
-        )
+    async def _choice(self, prompt: Prompt, choice: int, on_tokens: OnTokens | None = None) -> GeneratedChoice:
+        """Generate a choice. One deadline is for a request and its wait before it was admitted. Raises ApiError."""
+        request = prompt.request(choice)
         async with _Deadline(self.timeout_seconds - prompt.waited_seconds):
             try:
                 if on_tokens is None:
-                    output = await self.engine.generate(request)
+                    completion = await self.engine.generate(request)
                 else:
-                    output = await self.engine.stream(request, on_tokens)
-                raise_failures(output)  # a choice that failed is no answer to its request
+                    completion = await self.engine.stream(request, on_tokens)
             except Exception as error:  # the far side may be a Ray actor, a server or a library
                 refusal = error_of_engine(error)
                 if refusal.status == 400 and prompt.constraint_param is not None and _is_about_form(refusal.message):
                     refusal.param = prompt.constraint_param
                 raise refusal from error
-        if "abort" in output["stop_reasons"]:
+        if completion.stop_reason == "abort":
             raise ApiError(503, "the request was aborted; send it again", code="aborted")
-        return output
+        return GeneratedChoice.of(completion)
 
 
 def _is_about_form(message: str) -> bool:

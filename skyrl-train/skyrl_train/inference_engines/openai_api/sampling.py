@@ -28,7 +28,7 @@ def sampling_keywords(
     defaults: Mapping[str, Any],
     log_probs: bool,
 ) -> SamplingKeywords:
-    """The keywords of `InferenceEngineInput.sampling_params`, without `seed`.
+    """The keywords of `GenerationRequest.sampling_params`, without `seed`.
 
     Args:
         budget: the most tokens that the request allows; None: what the context leaves.

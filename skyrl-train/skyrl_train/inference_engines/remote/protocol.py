@@ -9,9 +9,9 @@ from transformers import AutoConfig
 
 from skyrl_train.errors import ConfigError, WorkerError
 from skyrl_train.inference_engines.base import EngineInfo, PauseMode
-from skyrl_train.inference_engines.completion import Completion
 from skyrl_train.inference_engines.native.requests import EngineSamplingParams, SeedPair
 from skyrl_train.inference_engines.remote.connection import ServerConnection
+from skyrl_train.inference_engines.request import Completion
 from skyrl_train.types import JsonObject
 from skyrl_train.weight_sync.base import WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 

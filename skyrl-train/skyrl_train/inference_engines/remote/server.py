@@ -10,7 +10,7 @@ every process that asks the server knows which is the newest.
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
@@ -24,24 +24,23 @@ from skyrl_train.config.engine_kinds import EngineRegistry
 from skyrl_train.errors import ConfigError, UnsupportedByEngine
 from skyrl_train.inference_engines.base import (
     WAKE_TAGS,
+    Completion,
     EngineInfo,
     Feature,
-    InferenceEngineInput,
+    GenerationRequest,
     InferenceEngineInterface,
-    InferenceEngineOutput,
     PauseMode,
     check_pause_mode,
     check_sleep_level,
     tags_to_wake,
 )
-from skyrl_train.inference_engines.completion import Completion, requested_output
 from skyrl_train.inference_engines.gate import Gate
-from skyrl_train.inference_engines.native.requests import EngineSamplingParams, SeedPair
+from skyrl_train.inference_engines.native.requests import EngineSamplingParams, SeedPair, select_requested
 from skyrl_train.inference_engines.remote.connection import ServerConnection, ServerRefused, run_to_end
 from skyrl_train.inference_engines.remote.key_guard import is_loopback
 from skyrl_train.inference_engines.remote.protocol import ServerFacts, ServerProtocol
 from skyrl_train.inference_engines.remote.running_requests import RunningRequests
-from skyrl_train.inference_engines.vllm.sampling import vllm_split_seeds
+from skyrl_train.inference_engines.vllm.sampling import vllm_split_seed
 from skyrl_train.weight_sync.base import LoraLoadRequest, WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 
 T = TypeVar("T")
@@ -164,22 +163,16 @@ class RemoteInferenceEngine(InferenceEngineInterface):
 
     # ---- requests
 
-    async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
-        prompts = input_batch.get("prompt_token_ids")
-        if prompts is None:
-            raise ValueError("a remote engine takes prompt_token_ids; the client turns conversations into them")
-        params, seeds = vllm_split_seeds(input_batch.get("sampling_params"), len(prompts))
-        self._check_request(prompts, params, seeds)
-        adapter = input_batch.get("lora_name")
+    async def generate(self, request: GenerationRequest) -> Completion:
+        prompt, adapter = request.prompt_token_ids, request.lora_name
+        params, seed = vllm_split_seed(request.sampling_params)
+        self._check_request(prompt, params, seed)
         if adapter is not None:
             why = self._facts.info.unsupported.get("lora")
             if why is not None:
                 raise ValueError(f"no adapter {adapter!r} is loaded at {self.url}: {why}")
             await self._adapter_version(adapter)
-        completions = await _all_or_none(
-            [self._answer(prompt, params, seed, adapter) for prompt, seed in zip(prompts, seeds, strict=True)]
-        )
-        return requested_output(completions, params, self._text)
+        return select_requested(await self._answer(prompt, params, seed, adapter), params, self._text)
 
     async def _answer(
         self, prompt: list[int], params: EngineSamplingParams, seed: SeedPair | None, adapter: str | None
@@ -209,21 +202,18 @@ class RemoteInferenceEngine(InferenceEngineInterface):
                 return replace(answer, weight_versions=[adapter_version] * len(answer.token_ids))
             return answer
 
-    def _check_request(
-        self, prompts: list[list[int]], params: EngineSamplingParams, seeds: Sequence[SeedPair | None]
-    ) -> None:
+    def _check_request(self, prompt: list[int], params: EngineSamplingParams, seed: SeedPair | None) -> None:
         info = self._facts.info
-        for prompt in prompts:
-            if not prompt:
-                raise ValueError("a prompt needs at least one token")
-            if len(prompt) >= info.max_model_len:
-                raise ValueError(
-                    f"a prompt of {len(prompt)} tokens leaves no room for an answer in the context of "
-                    f"{info.max_model_len} at {self.url}"
-                )
-            _check_ids("a prompt's token ids", prompt, info.vocab_size)
+        if not prompt:
+            raise ValueError("a prompt needs at least one token")
+        if len(prompt) >= info.max_model_len:
+            raise ValueError(
+                f"a prompt of {len(prompt)} tokens leaves no room for an answer in the context of "
+                f"{info.max_model_len} at {self.url}"
+            )
+        _check_ids("a prompt's token ids", prompt, info.vocab_size)
         _check_ids("sampling parameter stop_token_ids", params.stop_token_ids, info.vocab_size)
-        if any(seed is not None for seed in seeds):
+        if seed is not None:
             self._require("seed")
         if params.prompt_logprobs is not None:
             self._require("prompt_top_log_probs" if params.prompt_logprobs else "prompt_log_probs")
@@ -429,13 +419,3 @@ def _check_ids(what: str, ids: Sequence[int], vocabulary: int) -> None:
     if ids and not (min(ids) >= 0 and max(ids) < vocabulary):
         wrong = next(token for token in ids if not 0 <= token < vocabulary)
         raise ValueError(f"{what} must lie in the vocabulary, 0 to {vocabulary - 1}; got {wrong}")
-
-
-async def _all_or_none(calls: list[Coroutine[None, None, T]]) -> list[T]:
-    """The answers in order. The first failure ends the others."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(call) for call in calls]
-    except BaseExceptionGroup as failures:
-        raise failures.exceptions[0] from None
-    return [task.result() for task in tasks]

@@ -14,15 +14,7 @@ import torch
 from loguru import logger
 
 from skyrl_train.errors import UnsupportedByEngine, WeightSyncError
-from skyrl_train.inference_engines.base import (
-    EngineInfo,
-    Feature,
-    PauseMode,
-    StopReason,
-    TopLogProbs,
-    top_log_probs_of,
-)
-from skyrl_train.inference_engines.completion import Completion
+from skyrl_train.inference_engines.base import EngineInfo, Feature, PauseMode, StopReason, TopLogProbs
 from skyrl_train.inference_engines.native.requests import EngineSamplingParams, SeedPair
 from skyrl_train.inference_engines.native.sampling import random_key
 from skyrl_train.inference_engines.remote.connection import ServerError, ServerRefused
@@ -35,6 +27,7 @@ from skyrl_train.inference_engines.remote.protocol import (
     versions_of,
     vocabulary_of,
 )
+from skyrl_train.inference_engines.request import Completion, top_log_probs_of
 from skyrl_train.inference_engines.vllm.sampling import ANSWER_FROM_START
 from skyrl_train.types import JsonObject
 from skyrl_train.weight_sync.base import WeightReport, WeightSyncInitInfo, WeightUpdateRequest

@@ -17,15 +17,7 @@ from typing import Any
 import httpx
 
 from skyrl_train.errors import ConfigError, UnsupportedByEngine, WeightSyncError
-from skyrl_train.inference_engines.base import (
-    EngineInfo,
-    Feature,
-    PauseMode,
-    StopReason,
-    TopLogProbs,
-    top_log_probs_of,
-)
-from skyrl_train.inference_engines.completion import Completion
+from skyrl_train.inference_engines.base import EngineInfo, Feature, PauseMode, StopReason, TopLogProbs
 from skyrl_train.inference_engines.native.requests import EngineSamplingParams, SeedPair
 from skyrl_train.inference_engines.remote.connection import ServerError, ServerRefused
 from skyrl_train.inference_engines.remote.files import CheckpointFiles, adapter_fingerprints
@@ -38,6 +30,7 @@ from skyrl_train.inference_engines.remote.protocol import (
     versions_of,
     vocabulary_of,
 )
+from skyrl_train.inference_engines.request import Completion, top_log_probs_of
 from skyrl_train.inference_engines.vllm.adapters import check_adapter
 from skyrl_train.inference_engines.vllm.arguments import EXTENSION, GRAMMAR_BACKEND
 from skyrl_train.inference_engines.vllm.sampling import ANSWER_FROM_START, http_sampling, seed_of

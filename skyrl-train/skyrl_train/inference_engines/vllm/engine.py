@@ -16,20 +16,19 @@ from typing import TYPE_CHECKING, Any
 from skyrl_train.errors import UnsupportedByEngine, WeightSyncError, WorkerError
 from skyrl_train.inference_engines.base import (
     WAKE_TAGS,
+    Completion,
     EngineInfo,
     Feature,
-    InferenceEngineInput,
+    GenerationRequest,
     InferenceEngineInterface,
-    InferenceEngineOutput,
     PauseMode,
     check_pause_mode,
     check_sleep_level,
     tags_to_wake,
 )
-from skyrl_train.inference_engines.completion import requested_output
 from skyrl_train.inference_engines.engine_settings import EngineSettings
 from skyrl_train.inference_engines.gate import Gate
-from skyrl_train.inference_engines.native.requests import EngineSamplingParams, SeedPair
+from skyrl_train.inference_engines.native.requests import EngineSamplingParams, SeedPair, select_requested
 from skyrl_train.inference_engines.vllm.adapters import check_adapter
 from skyrl_train.inference_engines.vllm.arguments import (
     GRAMMAR_BACKEND,
@@ -45,7 +44,7 @@ from skyrl_train.inference_engines.vllm.sampling import (
     seed_of,
     structured_outputs,
     vllm_sampling,
-    vllm_split_seeds,
+    vllm_split_seed,
 )
 from skyrl_train.weight_sync.base import (
     LoraLoadRequest,
@@ -178,61 +177,39 @@ class VLLMInferenceEngine(InferenceEngineInterface):
 
     # ---- requests
 
-    async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
-        prompts = input_batch.get("prompt_token_ids")
-        if prompts is None:
-            raise ValueError("the vllm engine takes prompt_token_ids; the client turns conversations into them")
-        params, pairs = vllm_split_seeds(input_batch.get("sampling_params"), len(prompts))
+    async def generate(self, request: GenerationRequest) -> Completion:
+        prompt, lora_name = request.prompt_token_ids, request.lora_name
+        params, seed = vllm_split_seed(request.sampling_params)
         self._processes.raise_if_dead()
-        self._check(prompts, params)
-        lora_name = input_batch.get("lora_name")
+        self._check(prompt, params)
         if lora_name is not None:
             self._adapters.named(lora_name)
-        answers = await self._processes.run(self._answer_all(prompts, params, pairs, lora_name))
-        completions = [answer.completion() for answer in answers]
-        return requested_output(completions, params, self._decode, input_batch.get("count_cached_tokens", False))
+        answer = await self._processes.run(self._answer(prompt, params, seed, lora_name))
+        return select_requested(answer.completion(), params, self._decode, request.count_cached_tokens)
 
-    def _check(self, prompts: list[list[int]], params: EngineSamplingParams) -> None:
+    def _check(self, prompt: list[int], params: EngineSamplingParams) -> None:
         if params.constraint is not None:
             structured_outputs(params.constraint)
         vocabulary, longest = self._llm.model_config.get_vocab_size(), self._llm.model_config.max_model_len
         named = [("stop_token_ids", params.stop_token_ids), ("logit_bias", [token for token, _ in params.logit_bias])]
-        for name, tokens in [*(("prompt_token_ids", p) for p in prompts), *named]:
+        for name, tokens in [("prompt_token_ids", prompt), *named]:
             outside = [token for token in tokens if not 0 <= token < vocabulary]
             if outside:
                 raise ValueError(
                     f"{name} must be in the vocabulary, 0 to {vocabulary - 1}; got {outside[0]}; "
                     "is the tokenizer the model's?"
                 )
-        for prompt in prompts:
-            if not prompt:
-                raise ValueError("prompt_token_ids must hold at least one token; got an empty prompt")
-            if len(prompt) >= longest:
-                raise ValueError(
-                    f"prompt_token_ids must be shorter than max_model_len={longest}, to leave room to answer; got "
-                    f"{len(prompt)} tokens. Shorten the prompt or raise max_model_len"
-                )
+        if not prompt:
+            raise ValueError("prompt_token_ids must hold at least one token; got an empty prompt")
+        if len(prompt) >= longest:
+            raise ValueError(
+                f"prompt_token_ids must be shorter than max_model_len={longest}, to leave room to answer; got "
+                f"{len(prompt)} tokens. Shorten the prompt or raise max_model_len"
+            )
 
     def _decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
         tokenizer = self._llm.get_tokenizer()
         return tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
-
-    async def _answer_all(
-        self,
-        prompts: list[list[int]],
-        params: EngineSamplingParams,
-        pairs: list[SeedPair | None],
-        lora_name: str | None,
-    ) -> list[RequestState]:
-        tasks = [
-            asyncio.ensure_future(self._answer(prompt, params, pair, lora_name))
-            for prompt, pair in zip(prompts, pairs, strict=True)
-        ]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
 
     async def _answer(
         self, prompt: list[int], params: EngineSamplingParams, pair: SeedPair | None, lora_name: str | None

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from skyrl_train.inference_engines.base import StopReason, TopLogProbs, top_log_probs_of
-from skyrl_train.inference_engines.completion import Completion
+from skyrl_train.inference_engines.base import StopReason, TopLogProbs
+from skyrl_train.inference_engines.request import Completion, top_log_probs_of
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from skyrl_train.errors import UnsupportedByEngine
 from skyrl_train.inference_engines.base import SamplingKeywords
 from skyrl_train.inference_engines.constraints import Constraint
-from skyrl_train.inference_engines.native.requests import EngineSamplingParams, SeedPair, split_seeds
+from skyrl_train.inference_engines.native.requests import EngineSamplingParams, SeedPair, split_seed
 from skyrl_train.inference_engines.native.sampling import random_key
 
 if TYPE_CHECKING:
@@ -24,10 +24,10 @@ ANSWER_FROM_START = (
 )
 
 
-def vllm_split_seeds(given: SamplingKeywords | None, num: int) -> tuple[EngineSamplingParams, list[SeedPair | None]]:
-    """Check sampling settings as `split_seeds` does, and that vLLM takes the temperature for what it is. Used for
-    remote servers of every kind."""
-    params, seeds = split_seeds(given, num)
+def vllm_split_seed(given: SamplingKeywords) -> tuple[EngineSamplingParams, SeedPair | None]:
+    """Check sampling settings as `split_seed` does, and that vLLM takes the temperature for what it is. Used for remote
+    servers of every kind."""
+    params, seed = split_seed(given)
     if params.return_kept_tokens:
         raise UnsupportedByEngine("return_kept_tokens: the native engine alone returns the tokens that truncation kept")
     if params.num_answer_tokens and params.depends_on_answer:
@@ -37,7 +37,7 @@ def vllm_split_seeds(given: SamplingKeywords | None, num: int) -> tuple[EngineSa
             f"sampling parameter temperature must be 0 (greedy) or at least {SMALLEST_TEMPERATURE}, which vLLM takes "
             f"smaller ones for; got {params.temperature!r}"
         )
-    return params, seeds
+    return params, seed
 
 
 def seed_of(pair: SeedPair | None, num_prompt_tokens: int) -> int | None:

@@ -9,7 +9,12 @@ from transformers import PreTrainedTokenizerFast
 
 from skyrl_train.generators.base import TrajectoryID
 from skyrl_train.generators.recorded import recorded_groups
-from skyrl_train.inference_engines.base import InferenceEngineInput, InferenceEngineOutput, OnTokens, TokenDelta
+from skyrl_train.inference_engines.base import (
+    Completion,
+    GenerationRequest,
+    OnTokens,
+    TokenDelta,
+)
 from skyrl_train.inference_engines.openai_api.recorder import RequestRecorder
 from skyrl_train.inference_engines.openai_api.server import EndpointServer
 from skyrl_train.rollouts.adapter import to_generator_output
@@ -72,9 +77,9 @@ def break_streams(server: EndpointServer, longest: int) -> None:
     """Let streams fail behind 16 tokens, and at once behind prompts of more than `longest` tokens."""
     engine: Any = server.frontend.engine
 
-    async def stream(batch: InferenceEngineInput, on_tokens: OnTokens) -> InferenceEngineOutput:
-        if len((batch.get("prompt_token_ids") or [[]])[0]) <= longest:
-            [ids] = (await engine.generate(batch))["response_ids"]
+    async def stream(request: GenerationRequest, on_tokens: OnTokens) -> Completion:
+        if len(request.prompt_token_ids) <= longest:
+            ids = (await engine.generate(request)).token_ids
             on_tokens(TokenDelta(ids[:16], None, [0] * 16))
             await asyncio.sleep(0.05)
         raise RuntimeError

@@ -22,7 +22,7 @@ async def test_a_chat_answer_is_what_the_engine_writes_behind_the_rendered_messa
         model="tiny", messages=HELLO, max_completion_tokens=9, temperature=0.0, extra_body={"return_token_ids": True}
     )
     prompt = rendered(chat_model, HELLO)
-    expected = await chat_engine.generate(
+    expected = await chat_engine.generate_batch(
         {"prompt_token_ids": [prompt], "sampling_params": {"max_tokens": 9, "temperature": 0.0}}
     )
     [choice] = answer.choices
@@ -42,7 +42,7 @@ async def test_choices_draw_from_one_seed_each_its_own(chat_client, chat_engine,
         model="tiny", messages=HELLO, n=3, seed=11, max_tokens=12, extra_body={"return_token_ids": True}
     )
     prompt = rendered(chat_model, HELLO)
-    expected = await chat_engine.generate(
+    expected = await chat_engine.generate_batch(
         {"prompt_token_ids": [prompt] * 3, "sampling_params": {"max_tokens": 12, "seed": 11}}
     )
     assert [choice.token_ids for choice in answer.choices] == expected["response_ids"]
@@ -55,7 +55,7 @@ async def test_chat_log_probs_are_the_engines(chat_client, chat_engine, chat_mod
     answer = await chat_client.chat.completions.create(
         model="tiny", messages=HELLO, logprobs=True, seed=3, max_tokens=6, temperature=0.7
     )
-    expected = await chat_engine.generate(
+    expected = await chat_engine.generate_batch(
         {
             "prompt_token_ids": [rendered(chat_model, HELLO)],
             "sampling_params": {"max_tokens": 6, "seed": 3, "temperature": 0.7, "logprobs": 0},
@@ -80,7 +80,7 @@ async def test_completions_take_prompts_as_texts_and_as_ids(chat_client, chat_en
     ids = [[36 + 33, 37 + 33], [38 + 33]] if isinstance(prompt, str) or isinstance(prompt[0], str) else [[36, 37], [38]]
     ids = ids[:num_prompts]
     assert [choice.prompt_token_ids for choice in answer.choices] == [each for each in ids for _ in range(2)]
-    expected = await chat_engine.generate(
+    expected = await chat_engine.generate_batch(
         {
             "prompt_token_ids": [each for each in ids for _ in range(2)],
             "sampling_params": {"max_tokens": 4, "seed": 1},
@@ -93,7 +93,7 @@ async def test_completions_take_prompts_as_texts_and_as_ids(chat_client, chat_en
 async def test_echo_scores_the_prompt(chat_client, chat_engine):
     answer = await chat_client.completions.create(model="tiny", prompt="abc", echo=True, logprobs=0, max_tokens=0)
     [choice] = answer.choices
-    expected = await chat_engine.generate(
+    expected = await chat_engine.generate_batch(
         {"prompt_token_ids": [[69, 70, 71]], "sampling_params": {"max_tokens": 1, "logprobs": 0, "prompt_logprobs": 0}}
     )
     assert choice.text == "abc"

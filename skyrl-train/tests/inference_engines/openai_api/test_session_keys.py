@@ -7,7 +7,11 @@ import httpx
 import openai
 import pytest
 
-from skyrl_train.inference_engines.base import InferenceEngineInput, InferenceEngineOutput, OnTokens
+from skyrl_train.inference_engines.base import (
+    Completion,
+    GenerationRequest,
+    OnTokens,
+)
 from skyrl_train.inference_engines.constraints import ConstraintFailed
 from skyrl_train.inference_engines.native.loading import load_tokenizer
 from skyrl_train.inference_engines.openai_api import generation
@@ -120,18 +124,11 @@ class EmptyAnswers:
     def __init__(self, engine: Any):
         self.describe = engine.describe
 
-    async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
-        num = len(input_batch.get("prompt_token_ids") or [])
-        return InferenceEngineOutput(
-            responses=[""] * num,
-            response_ids=[[] for _ in range(num)],
-            stop_reasons=["stop"] * num,
-            response_logprobs=[[] for _ in range(num)],
-            weight_versions=[[] for _ in range(num)],
-        )
+    async def generate(self, request: GenerationRequest) -> Completion:
+        return Completion([], "stop", [], [])
 
-    async def stream(self, input_batch: InferenceEngineInput, on_tokens: OnTokens) -> InferenceEngineOutput:
-        return await self.generate(input_batch)
+    async def stream(self, request: GenerationRequest, on_tokens: OnTokens) -> Completion:
+        return await self.generate(request)
 
 
 async def test_empty_answers_are_answers_and_conversations_go_on_behind_them(chat_engine, chat_model):
@@ -159,10 +156,13 @@ async def test_empty_answers_are_answers_and_conversations_go_on_behind_them(cha
 
 async def test_a_choice_that_fails_makes_its_request_fail(chat_engine, chat_model):
     class OneFails(EmptyAnswers):
-        async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
-            output = await super().generate(input_batch)
-            output["failures"] = [None, ConstraintFailed("too complex: states")]
-            return output
+        num_requests = 0
+
+        async def generate(self, request: GenerationRequest) -> Completion:
+            self.num_requests += 1
+            if self.num_requests == 2:
+                raise ConstraintFailed("too complex: states")
+            return await super().generate(request)
 
     engine: Any = OneFails(chat_engine)
     async with serving(engine, chat_model) as server, client_of(server) as client:
@@ -181,10 +181,10 @@ async def test_a_requests_wait_for_tokens_of_its_session_is_part_of_its_time(cha
             super().__init__(left)
 
     class Slow(EmptyAnswers):
-        async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
+        async def generate(self, request: GenerationRequest) -> Completion:
             begun.set()
             await goes_on.wait()
-            return await super().generate(input_batch)
+            return await super().generate(request)
 
     monkeypatch.setattr(generation, "_Deadline", Deadline)
     engine: Any = Slow(chat_engine)

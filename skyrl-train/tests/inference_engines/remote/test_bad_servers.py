@@ -144,12 +144,12 @@ async def test_a_plain_server_answers_what_it_can_and_refuses_the_rest(served_mo
     app = like_vllm(served_model, vocab_size=SIZE, tokenize=spelled, generate=lambda: ANSWER)
     with serving(app) as url:
         engine = connect(url, served_model)
-        output = await engine.generate(request([3, 4]))
+        output = await engine.generate_batch(request([3, 4]))
         assert output["response_ids"] == [[5, 6]]
         assert output["response_logprobs"] == [[-1.5, -2.5]]
         assert output["weight_versions"] == [[0, 0]]
         with pytest.raises(UnsupportedByEngine, match=r"raw_logprobs.*--worker-extension-cls"):
-            await engine.generate(request([3, 4], temperature=0.7))
+            await engine.generate_batch(request([3, 4], temperature=0.7))
         with pytest.raises(UnsupportedByEngine, match=r"checkpoints only .*, not by shared_memory"):
             await engine.init_weight_update_communicator(WeightSyncInitInfo(transport="shared_memory"))
         await engine.teardown()
@@ -160,7 +160,7 @@ async def test_a_request_that_is_never_answered_ends_at_its_deadline(served_mode
     with serving(app) as url:
         engine = connect(url, served_model, request_timeout_seconds=0.5)
         with pytest.raises(WorkerError, match=r"within 0\.5 s \(generator\.request_timeout_seconds\)"):
-            await engine.generate(request([3, 4]))
+            await engine.generate_batch(request([3, 4]))
         await engine.teardown()
 
 
@@ -180,7 +180,7 @@ async def test_a_server_that_dies_in_mid_request_is_named_and_then_cannot_be_rea
         assert server.stdout.readline() == b"up\n"
         engine = connect(f"127.0.0.1:{port}", served_model)
         with pytest.raises(WorkerError, match=f"127.0.0.1:{port} ended the connection during POST"):
-            await engine.generate(request([3, 4]))
+            await engine.generate_batch(request([3, 4]))
         server.wait(10)
         with pytest.raises(WorkerError, match=r"cannot be reached|ended the connection"):
             await engine.check_health()

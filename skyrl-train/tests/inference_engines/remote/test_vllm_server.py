@@ -105,7 +105,7 @@ async def test_weights_arrive_through_handles_that_travelled_to_another_process(
         version += 1
         await engine.pause_generation("keep")
         asked = asyncio.ensure_future(
-            engine.generate(
+            engine.generate_batch(
                 InferenceEngineInput(
                     prompt_token_ids=[PROMPT], sampling_params={"max_tokens": 8, "ignore_eos": True, "seed": 1}
                 )
@@ -145,13 +145,13 @@ async def test_another_process_learns_which_adapter_is_the_newest(
     asked = InferenceEngineInput(prompt_token_ids=[PROMPT], sampling_params={"max_tokens": 3}, lora_name="policy")
     report = await other.load_lora(LoraLoadRequest(name="policy", path=folders[0], version=7))
     assert len(report.fingerprints) == 4  # A and B of two layers, as vLLM holds them
-    versions = (await engine.generate(asked))["weight_versions"][0]
+    versions = (await engine.generate_batch(asked))["weight_versions"][0]
     await other.load_lora(LoraLoadRequest(name="policy", path=folders[1], version=8))
-    versions += (await engine.generate(asked))["weight_versions"][0]
+    versions += (await engine.generate_batch(asked))["weight_versions"][0]
     assert set(versions) == {7, 8}
     await other.unload_lora("policy")
     with pytest.raises(ValueError, match="no adapter 'policy' is loaded"):
-        await engine.generate(asked)
+        await engine.generate_batch(asked)
     await other.teardown()
 
 

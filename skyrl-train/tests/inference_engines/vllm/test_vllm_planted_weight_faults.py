@@ -89,7 +89,7 @@ class Syncs:
         with self.reference.holding(self.weights):
             expected = [self.reference.prompt_log_probs(prompt).tolist() for prompt in prompts]
         params = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
-        output = await self.engine.generate({"prompt_token_ids": prompts, "sampling_params": params})
+        output = await self.engine.generate_batch({"prompt_token_ids": prompts, "sampling_params": params})
         return expected, output.get("prompt_logprobs") or []
 
     async def gap(self) -> float:

@@ -11,17 +11,12 @@ from skyrl_train.inference_engines.remote import sglang as remote_sglang
 from skyrl_train.inference_engines.remote import vllm as remote_vllm
 from skyrl_train.inference_engines.remote.connection import ServerConnection
 from skyrl_train.inference_engines.remote.sglang import SGLangProtocol
-from skyrl_train.inference_engines.vllm.sampling import http_sampling, seed_of, vllm_split_seeds
+from skyrl_train.inference_engines.vllm.sampling import http_sampling, seed_of, vllm_split_seed
 from skyrl_train.inference_engines.vllm.tempered_sampler import tempered_log_softmax
 
 
-def test_request_i_of_a_batch_with_seed_s_is_made_of_s_and_i():
-    _, seeds = vllm_split_seeds({"seed": 5}, 3)
-    assert seeds == [(5, 0), (5, 1), (5, 2)]
-    _, seeds = vllm_split_seeds({"seed": [[5, 2], [5, 0]]}, 2)
-    assert seeds == [(5, 2), (5, 0)]
-    _, seeds = vllm_split_seeds({}, 2)
-    assert seeds == [None, None]
+def test_seed_is_number_or_pair():
+    assert [vllm_split_seed(given)[1] for given in ({"seed": 5}, {"seed": [5, 2]}, {})] == [(5, 0), (5, 2), None]
 
 
 def test_seeds_differ_by_seed_by_index_and_by_the_length_of_the_prompt():
@@ -37,13 +32,13 @@ def test_seeds_differ_by_seed_by_index_and_by_the_length_of_the_prompt():
     [
         ({"temperatur": 1.0}, "temperature"),
         ({"temperature": 0.001}, "0.01"),  # vLLM would take 0.01 for it and say so in its log alone
-        ({"seed": [[1, 2]]}, "one .* each of the 2 requests"),
-        ({"seed": [[1], [2]]}, "seed"),
+        ({"seed": [[1, 2]]}, "seed"),
+        ({"seed": [1]}, "seed"),
     ],
 )
 def test_settings_that_vllm_changes_silently_are_refused(given: dict, named: str):
     with pytest.raises(ValueError, match=named):
-        vllm_split_seeds(given, 2)
+        vllm_split_seed(given)
 
 
 def test_a_server_is_told_every_keyword_so_that_its_own_defaults_change_nothing():
@@ -67,7 +62,7 @@ def test_constraints_penalties_and_biases_in_vllms_words():
     plain = http_sampling(EngineSamplingParams(), None)
     assert plain["structured_outputs"] is None and plain["logit_bias"] is None
     with pytest.raises(UnsupportedByEngine, match="num_answer_tokens=3"):
-        vllm_split_seeds(given | {"num_answer_tokens": 3}, 1)
+        vllm_split_seed(given | {"num_answer_tokens": 3})
     with pytest.raises(ValueError, match="no JSON schema"):
         http_sampling(EngineSamplingParams.from_dict({"constraint": {"json_schema": "{"}}), None)
 

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.errors import UnsupportedByEngine, WeightSyncError, WorkerError
-from skyrl_train.inference_engines.base import InferenceEngineInput, InferenceEngineOutput, raise_failures
+from skyrl_train.inference_engines.base import Completion, GenerationRequest
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
 from skyrl_train.inference_engines.supervision import Process
+from skyrl_train.utils.async_blocks import gather_or_cancel
 from tx.errors import ConfigError, ModelError
 from tx.tinker.backends.base import BackendLost, SamplingBackend
 from tx.tinker.backends.skyrl_train.adapters import SteadyAdapters
@@ -88,7 +89,7 @@ class EngineSampling(SamplingBackend):
         params, num_top = spec.params, spec.topk_prompt_logprobs
         is_scored = spec.prompt_logprobs or num_top > 0
         together = is_scored and spec.num_samples == 1 and params.temperature in (0.0, 1.0)
-        scores = None
+        scores: list[Completion] = []
         if is_scored and not together:
             score = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": num_top, "ignore_eos": True}
             scores = await self._generate(spec.prompt, score, [(params.seed, 0)], lora_name)
@@ -104,46 +105,44 @@ class EngineSampling(SamplingBackend):
         } | ({"prompt_logprobs": num_top} if together else {})
         seeds = [(params.seed, index) for index in range(spec.num_samples)]
         answers = await self._generate(spec.prompt, values, seeds, lora_name)
-        return _output(spec, answers, scores or answers)
+        return _output(spec, answers, (scores or answers)[0])
 
     async def _generate(
         self, prompt: list[int], params: dict[str, Any], seeds: list[tuple[int, int]], lora_name: str | None
-    ) -> InferenceEngineOutput:
-        """An answer a seed."""
-        output = await self._client.generate(
-            InferenceEngineInput(
-                prompt_token_ids=[prompt] * len(seeds),
-                sampling_params=params | {"logprobs": 0, "seed": [list(seed) for seed in seeds]},
+    ) -> list[Completion]:
+        """Generate a completion for each seed."""
+        requests = [
+            GenerationRequest(
+                prompt_token_ids=prompt,
+                sampling_params=params | {"logprobs": 0, "seed": list(seed)},
                 lora_name=lora_name,
             )
-        )
-        raise_failures(output)
-        return output
+            for seed in seeds
+        ]
+        return await gather_or_cancel([self._client.generate(request) for request in requests])
 
 
-def _output(spec: SampleSpec, answers: InferenceEngineOutput, scored: InferenceEngineOutput) -> SampleOutput:
-    log_probs = answers["response_logprobs"]
-    assert log_probs is not None
+def _output(spec: SampleSpec, completions: list[Completion], scored: Completion) -> SampleOutput:
     sequences = []
-    for tokens, values, reason in zip(answers["response_ids"], log_probs, answers["stop_reasons"], strict=True):
+    for completion in completions:
+        reason, log_probs = completion.stop_reason, completion.log_probs
+        assert log_probs is not None
         if reason not in ("stop", "length"):
             raise ModelError("the engines were told to abort all requests", "server")
-        if not all(map(math.isfinite, values)):
+        if not all(map(math.isfinite, log_probs)):
             raise ModelError("the model's output was not finite", "server")
-        sequences.append(Sequence(tokens, values, reason))
+        sequences.append(Sequence(completion.token_ids, log_probs, reason))
     scores: list[float | None] | None = None
     if spec.prompt_logprobs:
-        of_prompts = scored.get("prompt_logprobs")
-        assert of_prompts is not None
-        scores = [None, *of_prompts[0]]
+        assert scored.prompt_log_probs is not None
+        scores = [None, *scored.prompt_log_probs]
     return SampleOutput(sequences=sequences, prompt_logprobs=scores, topk_prompt_logprobs=_top(spec, scored))
 
 
-def _top(spec: SampleSpec, scored: InferenceEngineOutput) -> list[list[tuple[int, float]] | None] | None:
+def _top(spec: SampleSpec, scored: Completion) -> list[list[tuple[int, float]] | None] | None:
     """Return the likeliest tokens in the place of each prompt token; nothing predicts the first one."""
     if not spec.topk_prompt_logprobs:
         return None
-    of_prompts = scored.get("prompt_top_logprobs")
-    assert of_prompts is not None
-    places = zip(of_prompts[0].ids.tolist(), of_prompts[0].log_probs.tolist(), strict=True)
+    assert scored.prompt_top is not None
+    places = zip(scored.prompt_top.ids.tolist(), scored.prompt_top.log_probs.tolist(), strict=True)
     return [None, *(list(zip(ids, log_probs, strict=True)) for ids, log_probs in places)]

@@ -22,10 +22,11 @@ import torch
 
 from skyrl_train.config.engine_kinds import PREFIX_CACHE_GIB
 from skyrl_train.errors import WorkerError
-from skyrl_train.inference_engines.completion import Completion
 from skyrl_train.inference_engines.native.core import MAX_PREFILL_TOKENS
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train.inference_engines.native.requests import EngineSamplingParams, PromptScores, PromptScoring, Request
+from skyrl_train.inference_engines.request import Completion
+from skyrl_train.utils.async_blocks import gather_or_cancel
 from tx.errors import ModelError
 from tx.tinker.backends.base import BackendLost, SamplingBackend
 from tx.tinker.backends.torch.adapter_slots import AdapterSlots
@@ -176,7 +177,12 @@ class NativeSampling(SamplingBackend):
             )
             for index in range(spec.num_samples)
         ]
-        return _output(spec, await engine.complete(requests, lora_name), requests[0].prompt_scores)
+        completions = await gather_or_cancel([_complete(engine, request, lora_name) for request in requests])
+        return _output(spec, completions, requests[0].prompt_scores)
+
+
+async def _complete(engine: NativeInferenceEngine, request: Request, lora_name: str | None) -> Completion:
+    return await engine.complete(request, lora_name)
 
 
 def _share_of_free_memory(device: str) -> float:
@@ -193,8 +199,6 @@ def _tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def _output(spec: SampleSpec, completions: list[Completion], scores: PromptScores | None) -> SampleOutput:
     sequences = []
     for completion in completions:
-        if completion.failure is not None:
-            raise completion.failure
         if completion.stop_reason == "abort":
             raise ModelError("the engine was told to abort all requests", "server")
         reason = "length" if completion.stop_reason == "length" else "stop"
