@@ -27,6 +27,7 @@ from skyrl_train.config import SkyRLConfig
 from skyrl_train.errors import WorkerError
 from skyrl_train.generators.base import GeneratorInput, TrajectoryID
 from skyrl_train.generators.inputs import prepare_generator_input
+from skyrl_train.inference_engines.base import Completion
 from skyrl_train.rollouts.adapter import to_generator_output, to_rollout_batch
 from skyrl_train.rollouts.collate import collate
 from skyrl_train.rollouts.faults import record_faults
@@ -107,13 +108,8 @@ class ListeningEngine:
         yield
 
     async def generate(self, request: Any) -> Any:
-        self.sessions += request["session_ids"]
-        return {
-            "stop_reasons": ["stop"],
-            "response_ids": [[65]],
-            "response_logprobs": [[0.0]],
-            "weight_versions": [[1]],
-        }
+        self.sessions.append(request.session_id)
+        return Completion([65], "stop", [1], [0.0])
 
 
 async def test_sessions_of_a_batch_are_announced_as_the_agents_requests_carry_them(tmp_path: Path):

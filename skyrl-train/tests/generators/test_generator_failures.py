@@ -261,7 +261,7 @@ async def test_every_request_has_a_seed_of_its_own_and_the_same_again_when_repea
         answers = [[say("a"), say("b")], [say("a"), say("b")]]
         extras = [{"steps": [{"says": "x"}, {}]} for _ in answers]
         played = await game(characters, answers, extras, settings={"seed": seed}).play()
-        return sorted(request["sampling_params"]["seed"] for request in played.engine.requests)
+        return sorted(request.sampling_params["seed"] for request in played.engine.requests)
 
     first = await seeds(1)
     assert len(set(first)) == 4 and all(0 <= seed < 2**63 for seed in first)
@@ -351,15 +351,10 @@ async def test_half_a_character_in_an_observation_is_replaced(game, say, charact
     assert played.output["failures"] == [None]
 
 
-def compute(seconds: float) -> None:
-    end = time.thread_time() + seconds
-    while time.thread_time() < end:
-        pass
-
-
-@pytest.mark.parametrize("work, num_warnings", [(time.sleep, 1), (compute, 0)])
-async def test_long_wait_for_threads_is_warned_of_unless_they_compute(log, monkeypatch, work, num_warnings):
+@pytest.mark.parametrize("processor_time, num_warnings", [(lambda: 0.0, 1), (time.monotonic, 0)], ids=["idle", "busy"])
+async def test_long_wait_for_threads_is_warned_of_in_idle_process(log, monkeypatch, processor_time, num_warnings):
     monkeypatch.setattr("skyrl_train.generators.environment.LONG_WAIT_SECONDS", 0.2)
+    monkeypatch.setattr("skyrl_train.generators.environment.time.process_time", processor_time)
     threads = DaemonThreads(max_workers=1, timeout_seconds=5)
-    await asyncio.gather(*(threads.call(work, 0.1) for _ in range(4)))
+    await asyncio.gather(*(threads.call(time.sleep, 0.1) for _ in range(4)))
     assert sum("max_env_workers" in line for line in log) == num_warnings

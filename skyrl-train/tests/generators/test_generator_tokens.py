@@ -43,7 +43,7 @@ async def test_turns_are_messages_and_each_reward_stands_at_its_turns_last_token
     assert output["rollout_logprobs"] == [[-1.0, -2.0] + [0.0] * n + [-1.0, -2.0]]
     assert output["weight_versions"] == [[7, 7] + [-1] * n + [7, 7]]
     # token in, token out: the second request is the first, its answer, and what came between
-    first, second = [request["prompt_token_ids"][0] for request in played.engine.requests]
+    first, second = [request.prompt_token_ids for request in played.engine.requests]
     assert second == first + output["response_ids"][0][: 2 + n]
 
 
@@ -233,7 +233,7 @@ class TestLength:
         prompt_tokens = len(characters.tokenize(PROMPT))
         settings = {"engine_init_kwargs": {"max_model_len": prompt_tokens + 3}}
         played = await game(characters, [[say("a")]], [{"steps": [{"says": "x"}]}], settings=settings).play()
-        assert [r["sampling_params"]["max_tokens"] for r in played.engine.requests] == [3]
+        assert [r.sampling_params["max_tokens"] for r in played.engine.requests] == [3]
         assert played.output["stop_reasons"] == ["length"]
 
     async def test_an_answer_without_a_token_gives_its_reward_to_the_token_before(self, game, say, characters):

@@ -123,7 +123,7 @@ async def test_programs_in_a_sandbox_become_trajectories_and_each_failure_has_a_
     assert (certified(works).num_trained, certified(works).exact_share) == (len("fixed0") + 1, 1.0)
     assert works.program_output == "done\nnoted"
     assert works.samples[0].log_probs == [-0.5 - place for place in range(7)]
-    assert all(request["sampling_params"]["temperature"] == 1.0 for request in model.requests), "not the harness's 0"
+    assert all(request.sampling_params["temperature"] == 1.0 for request in model.requests), "not the harness's 0"
 
     messages = {name: each.failure.message for name, each in found.items() if each.failure is not None}
     assert found["crashes"].reward == 1.0, "graded: an exit status must not take a bad grade out of the baseline"
@@ -333,7 +333,7 @@ async def test_answers_are_drawn_as_training_needs_it_or_as_a_harness_asks(sampl
     model = Model(characters, lambda _: "yes")
     harness = HarnessConfig(function=f"{__name__}:with_biases", sandbox="process", sampling=sampling)
     [trajectory], _ = await trajectories_of(model, harness, [{}])
-    params = model.requests[0]["sampling_params"]
+    params = model.requests[0].sampling_params
     assert params is not None
     biases = {name for name in ("logit_bias", "frequency_penalty") if params.get(name)}
     if sampling == "trainer":
@@ -355,7 +355,7 @@ async def test_sessions_of_a_batch_are_announced_with_those_of_one_prompt_togeth
     trajectories, _ = await trajectories_of(model, harness, rows)
     assert {trajectory.reward for trajectory in trajectories} == {float(len("after 1"))}
     [[first, second]] = model.announced_groups
-    sessions = {(request.get("session_ids") or [None])[0] for request in model.requests}
+    sessions = {request.session_id for request in model.requests}
     assert len(first) == len(second) == 2 and {*first, *second} == sessions
 
 

@@ -62,7 +62,7 @@ async def test_every_turn_is_a_sample_whose_prompt_is_what_the_engine_was_given(
     first = "<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n"
     second = f"{first}a<|im_end|>\n<|im_start|>user\nno<|im_end|>\n<|im_start|>assistant\n"
     assert texts(characters, output["prompt_token_ids"]) == [first, second, first]
-    asked = [request["prompt_token_ids"][0] for request in played.engine.requests]
+    asked = [request.prompt_token_ids for request in played.engine.requests]
     assert sorted(output["prompt_token_ids"]) == sorted(asked)
     assert texts(characters, output["response_ids"]) == ["a<|im_end|>", "b<|im_end|>", "c<|im_end|>"]
     assert output["rewards"] == [[0.0, 0.25], [0.0, 1.0], [0.0, 0.5]]
@@ -248,7 +248,7 @@ class TestRewrittenHistory:
             f"{first}<think>hm</think>\n\na{x}",
             f"{first}a{x}<think>ah</think>b{y}",
         ]
-        assert output["prompt_token_ids"] == [r["prompt_token_ids"][0] for r in played.engine.requests]
+        assert output["prompt_token_ids"] == [r.prompt_token_ids for r in played.engine.requests]
         assert texts(characters, output["response_ids"]) == [f"{text}<|im_end|>" for text in self.answers]
         lengths = [len(text) + 1 for text in self.answers]
         assert output["loss_masks"] == [[1] * n for n in lengths]
@@ -284,7 +284,7 @@ class TestRewrittenHistory:
         ]
         assert texts(characters, played.output["response_ids"]) == ["a<|im_end|>", "b<|im_end|>"]
         # a conversation that is one sample only ever grows
-        assert "hint 0" in characters.decode(normal.engine.requests[1]["prompt_token_ids"][0])
+        assert "hint 0" in characters.decode(normal.engine.requests[1].prompt_token_ids)
 
 
 @pytest.mark.slow  # starts a REPL

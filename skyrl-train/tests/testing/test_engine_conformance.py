@@ -235,15 +235,15 @@ class SharesPromptsOfOlderWeights(NativeInferenceEngine):
 
 
 class SeedsByArrival(NativeInferenceEngine):
-    def _sampling(self, given, num):
-        params, _ = super()._sampling(given, num)
-        self._num_unseeded += num
-        return params, [(0, self._num_unseeded - index) for index in range(num)]
+    def _sampling(self, given):
+        params, _ = super()._sampling(given)
+        self._num_unseeded += 1
+        return params, (0, self._num_unseeded)
 
 
 class OneSeedForAll(NativeInferenceEngine):
-    def _sampling(self, given, num):
-        return super()._sampling(given, num)[0], [(0, 0)] * num
+    def _sampling(self, given):
+        return super()._sampling(given)[0], (0, 0)
 
 
 class ForgetsAdaptersAtUpdates(NativeInferenceEngine):

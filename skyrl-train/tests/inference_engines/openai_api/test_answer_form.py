@@ -65,7 +65,7 @@ def matcher_of(values: dict[str, Any], template: str, prompt: str = "assistant:"
     syntax = "llama3_json" if "parameters" in template else "hermes"
     constraint = constraint_of(form, thought_mode(endpoint, prompt), endpoint, syntax)
     assert constraint is not None
-    return ConstraintCompiler(tokenizer, len(tokenizer), [1])._matchers(constraint, [[]])[0], tokenizer
+    return ConstraintCompiler(tokenizer, len(tokenizer), [1])._matcher(constraint, []), tokenizer
 
 
 def accepts(matcher_and_tokenizer: Any, text: str) -> bool:
