@@ -76,11 +76,9 @@ def describe_machine(*packages: str, load_before: float | None = None) -> str:
             continue
     command = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False).stdout
-    before = "" if load_before is None else f"{load_before:.1f} before, "
-    return (
-        f"{os.cpu_count()} CPUs ({_processor()}), {', '.join(versions)}, commit {commit.strip() or 'unknown'}, "
-        f"load {before}{os.getloadavg()[0]:.1f} after"
-    )
+    load = f"{os.getloadavg()[0]:.1f}" if load_before is None else f"{load_before:.1f} to {os.getloadavg()[0]:.1f}"
+    commit = commit.strip() or "unknown"
+    return f"{os.cpu_count()} CPUs ({_processor()}), {', '.join(versions)}, commit {commit}, load {load}"
 
 
 def _processor() -> str:
