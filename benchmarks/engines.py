@@ -118,7 +118,7 @@ def installed(backends: Sequence[str]) -> list[str]:
 
 async def generate(engine: Any, work: Work) -> int:
     """Tokens written, asked for in one call."""
-    output = await engine.generate({"prompt_token_ids": work.prompts(), "sampling_params": work.sampling()})
+    output = await engine.generate_batch({"prompt_token_ids": work.prompts(), "sampling_params": work.sampling()})
     assert (output["response_logprobs"] is not None) == work.logprobs
     return sum(map(len, output["response_ids"]))
 
