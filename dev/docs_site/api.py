@@ -44,8 +44,10 @@ CLASSES: dict[str, tuple[str, ...]] = {
     "Rollout engines": (
         "skyrl_train.inference_engines.base.InferenceEngineInterface",
         "skyrl_train.inference_engines.base.EngineInfo",
-        "skyrl_train.inference_engines.base.InferenceEngineInput",
-        "skyrl_train.inference_engines.base.InferenceEngineOutput",
+        "skyrl_train.inference_engines.request.GenerationRequest",
+        "skyrl_train.inference_engines.request.Completion",
+        "skyrl_train.inference_engines.columns.InferenceEngineInput",
+        "skyrl_train.inference_engines.columns.InferenceEngineOutput",
         "skyrl_train.config.engine_kinds.EngineTraits",
     ),
     "Training backends": (
