@@ -15,18 +15,17 @@ whose speed is not that of a real one. Prints a markdown table.
 import argparse
 import asyncio
 import os
-import platform
 import shutil
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: each rank has a core
 
 import torch
+from benchmark_tools import describe_machine, print_table
 
 from skyrl_train.algorithms.losses import PolicyLossRegistry
 from skyrl_train.checkpoint_saver import CheckpointSaver
@@ -45,6 +44,8 @@ HIDDEN = 1024
 BYTES_A_PARAMETER = 12
 PARAMETERS_A_LAYER = 9_441_280
 TIMEOUT_SECONDS = 500.0
+PEAK = "peak memory of a rank (GB)"
+HEADER = ["where", "how", "training waits (s)", "complete (s)", PEAK, "verify (s)", "load (s)", PEAK]
 
 
 class BenchmarkedWorker(PolicyWorker):
@@ -85,8 +86,8 @@ class Measurement:
         return seconds, max(await self._group.call_all("peak")) / 1e9
 
 
-async def measure(group: ActorGroup, root: str, *, in_background: bool) -> None:
-    """Write a checkpoint, verify and load it. Prints a row."""
+async def measure(group: ActorGroup, root: str, *, in_background: bool) -> list[str]:
+    """Write a checkpoint, verify and load it. Returns a row of the table."""
     store = CheckpointStore(root)
     saver = CheckpointSaver(store, in_background=in_background, timeout_seconds=TIMEOUT_SECONDS)
     measurement = Measurement(group)
@@ -110,11 +111,8 @@ async def measure(group: ActorGroup, root: str, *, in_background: bool) -> None:
     loading, load_peak = await measurement.of(lambda: load_group(group, found))
     place = "object store" if "://" in root else "disk"
     how = "beside the training" if in_background else "at once"
-    print(
-        f"| {place} | {how} | {waits[0]:.1f} | {completed[0] - started:.1f} | {peak:.2f} | {verifying:.1f} | "
-        f"{loading:.1f} | {load_peak:.2f} |",
-        flush=True,
-    )
+    figures = f"{waits[0]:.1f} {completed[0] - started:.1f} {peak:.2f} {verifying:.1f} {loading:.1f} {load_peak:.2f}"
+    return [place, how, *figures.split()]
 
 
 async def run(folder: Path, megabytes: int) -> None:
@@ -130,19 +128,13 @@ async def run(folder: Path, megabytes: int) -> None:
     try:
         await group.init_model()
         await group.call_all("make_moments")
-        print(
-            f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, "
-            f"torch {version_of('torch')}; {num_bytes / 1e9:.2f} GB, {NUM_RANKS} FSDP2 ranks\n"
-        )
-        print(
-            "| where | how | training waits (s) | complete (s) | peak memory of a rank (GB) | verify (s) | load (s) | ",
-            end="",
-        )
-        print("peak memory of a rank (GB) |\n|---|---|---:|---:|---:|---:|---:|---:|", flush=True)
+        print(f"{describe_machine()}; {num_bytes / 1e9:.2f} GB, {NUM_RANKS} FSDP2 ranks\n")
+        rows = []
         for place in (str(folder / "disk"), f"{BUCKET}/benchmark"):
             for in_background in (False, True):
-                await measure(group, place, in_background=in_background)
+                rows.append(await measure(group, place, in_background=in_background))
                 shutil.rmtree(folder / "disk", ignore_errors=True)
+        print_table(HEADER, rows)
     finally:
         group.kill()
 

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
 
 import httpx
 
-from skyrl_train.inference_engines.base import InferenceEngineInput, InferenceEngineOutput
+from skyrl_train.inference_engines.base import Completion, GenerationRequest
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train.inference_engines.openai_api.recorder import RequestRecorder
 from skyrl_train.inference_engines.openai_api.server import EndpointServer
@@ -42,25 +43,16 @@ PATHS = {"chat": "chat/completions", "messages": "messages", "responses": "respo
 class LongAnswers(NativeInferenceEngine):
     """Native engine whose answers have as many tokens as they may."""
 
-    async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
-        params = input_batch.get("sampling_params") or {}
-        return await super().generate({**input_batch, "sampling_params": params | {"ignore_eos": True}})
+    async def generate(self, request: GenerationRequest) -> Completion:
+        return await super().generate(replace(request, sampling_params=request.sampling_params | {"ignore_eos": True}))
 
 
 class NoWork(PromptScriptEngine):
     """Engine whose answers take no computation."""
 
-    async def generate(self, input_batch: InferenceEngineInput) -> InferenceEngineOutput:
-        params = input_batch.get("sampling_params") or {}
-        count, rows = params["max_tokens"], len(input_batch.get("prompt_token_ids") or [])
-        ids = [40 + place % 50 for place in range(count)]
-        return InferenceEngineOutput(
-            responses=[""] * rows,
-            response_ids=[list(ids) for _ in range(rows)],
-            stop_reasons=["length"] * rows,
-            response_logprobs=[[-1.0] * count for _ in range(rows)],
-            weight_versions=[[0] * count for _ in range(rows)],
-        )
+    async def generate(self, request: GenerationRequest) -> Completion:
+        count = request.sampling_params["max_tokens"]
+        return Completion([40 + place % 50 for place in range(count)], "length", [0] * count, [-1.0] * count)
 
 
 def serve(pipe: Connection, folder: str, computes: bool, options: argparse.Namespace) -> None:

@@ -14,19 +14,14 @@ import argparse
 import json
 import multiprocessing
 import os
-import platform
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from functools import partial
-from importlib.metadata import version
-from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
@@ -36,6 +31,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import psutil
 import ray
+from benchmark_tools import NUM_TEMPLATE_TOKENS, describe_machine, make_word_model
 
 import skyrl_gym
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
@@ -47,16 +43,6 @@ from skyrl_train.trainer import RayPPOTrainer
 from skyrl_train.utils import initialize_ray
 from skyrl_train.utils.process_log import capture_output, configure_logging
 
-VOCABULARY = 512
-PAD, END, START = "<pad>", "<end>", "<start>"
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<start> ' + message['role'] + ' ' + message['content'] + ' <end> ' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<start> assistant ' }}{% endif %}"
-)
-NUM_TEMPLATE_TOKENS = 5  # <start> user ... <end> <start> assistant
-HEAD_WIDTH = 64
 LEARNING_RATE = 1e-5
 DEADLINE_SECONDS = 600.0
 """Timeout of one step of a peer, its start included."""
@@ -82,14 +68,6 @@ class Work:
     def answers(self) -> int:
         return self.prompts * self.samples
 
-    @property
-    def heads(self) -> int:
-        return self.hidden // HEAD_WIDTH
-
-    @property
-    def key_heads(self) -> int:
-        return max(1, self.heads // 2)
-
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
         for size in fields(cls):
@@ -99,43 +77,6 @@ class Work:
     @classmethod
     def of(cls, options: argparse.Namespace) -> "Work":
         return cls(**{size.name: getattr(options, size.name) for size in fields(cls)})
-
-
-def make_model(folder: Path, work: Work) -> None:
-    """Write an untrained model and its tokenizer, one word per token."""
-    import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-
-    words = [PAD, END, START, "system", "user", "assistant"]
-    words += [f"w{number}" for number in range(VOCABULARY - len(words))]
-    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token=PAD))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        eos_token=END,
-        additional_special_tokens=[START],
-        chat_template=CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-    ).save_pretrained(folder)
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=work.hidden,
-        intermediate_size=3 * work.hidden,
-        num_hidden_layers=work.layers,
-        num_attention_heads=work.heads,
-        num_key_value_heads=work.key_heads,
-        head_dim=HEAD_WIDTH,
-        max_position_embeddings=2 * (work.prompt_tokens + work.new_tokens),
-        tie_word_embeddings=True,
-        eos_token_id=words.index(END),
-        pad_token_id=words.index(PAD),
-        bos_token_id=None,
-        dtype="float32",
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
 
 
 def make_prompts(count: int, num_tokens: int) -> list[dict[str, Any]]:
@@ -498,105 +439,6 @@ def trl_config(shape: PeerShape, work: Work, num_steps: int, dtype: str, folder:
     )
 
 
-# ---- the floor
-
-
-FLOORS = "products alone", "products alone, a prompt for each sample"
-
-
-class Products:
-    """The matrix products of a share of one step alone, each by the fastest kernel of this torch: forward and
-    backward of linear layers and attention over prompts and answers, and those of decoding.
-
-    Args:
-        ranks, engines: among which training and decoding are divided; 0: this process has no share in it.
-        is_shared: a prompt is trained once, not once for every sample.
-    """
-
-    def __init__(self, work: Work, ranks: int, engines: int, is_shared: bool, dtype: str):
-        import torch
-
-        self._torch, self._dtype = torch, getattr(torch, dtype)
-        self._calls: list[tuple[Callable[[], Any], int]] = []
-        hidden, inner, width, layers = work.hidden, 3 * work.hidden, HEAD_WIDTH, work.layers
-        linears = [(hidden, work.heads * width), *[(hidden, work.key_heads * width)] * 2, (work.heads * width, hidden)]
-        linears += [(hidden, inner), (hidden, inner), (inner, hidden)]
-        if ranks:
-            answers = work.answers * work.new_tokens // ranks
-            prompts = work.prompts if is_shared else work.answers
-            for columns, rows in linears:
-                tokens = prompts * work.prompt_tokens // ranks + answers
-                self._linear(tokens, columns, rows, layers, backward=True)
-            self._linear(answers, hidden, VOCABULARY, 1, backward=True)
-            # Of each sample's queries, those of its answer; forward two products, backward four.
-            keys = work.prompt_tokens + work.new_tokens
-            self._attention(work.answers * work.heads // ranks, work.new_tokens, width, keys, 3 * layers)
-        if engines:
-            rows, steps = work.answers // engines, work.new_tokens
-            for columns, outputs in linears:
-                self._linear(rows, columns, outputs, layers * steps, backward=False)
-            self._linear(rows, hidden, VOCABULARY, steps, backward=False)
-            mean_length = work.prompt_tokens + steps // 2
-            self._attention(rows * work.key_heads, work.heads // work.key_heads, width, mean_length, layers * steps)
-
-    def __call__(self) -> None:
-        with self._torch.inference_mode():
-            for call, count in self._calls:
-                for _ in range(count):
-                    call()
-
-    def _tensor(self, *shape: int) -> Any:
-        return self._torch.randn(shape, dtype=self._dtype)
-
-    def _linear(self, tokens: int, columns: int, rows: int, count: int, *, backward: bool) -> None:
-        products = [(tokens, columns, rows)]
-        products += [(tokens, rows, columns), (rows, tokens, columns)] if backward else []
-        for outer, inner, other in products:
-            a, b = self._tensor(outer, inner), self._tensor(other, inner)
-            self._calls.append((self._fastest(a, b), count))
-
-    def _attention(self, batch: int, queries: int, width: int, keys: int, count: int) -> None:
-        query, key = self._tensor(batch, queries, width), self._tensor(batch, keys, width)
-        shares = self._tensor(batch, queries, keys)
-        self._calls.append((lambda: self._torch.bmm(query, key.transpose(1, 2)), count))
-        self._calls.append((lambda: self._torch.bmm(shares, key), count))
-
-    def _fastest(self, a: Any, b: Any) -> Callable[[], Any]:
-        """Return the fastest way to compute a b^T."""
-        mkldnn, torch = self._torch.ops.mkldnn, self._torch
-        ways: list[Callable[[], Any]] = [lambda: a @ b.t()]
-        if torch.backends.mkldnn.is_available() and self._dtype == torch.float32:
-            packed = mkldnn._reorder_linear_weight(b, len(a))
-            ways += [partial(mkldnn._linear_pointwise, a, weight, None, "none", [], "") for weight in (b, packed)]
-
-        def seconds(way: Callable[[], Any]) -> float:
-            times = []
-            for _ in range(5):
-                began = time.perf_counter()
-                way()
-                times.append(time.perf_counter() - began)
-            return min(times)
-
-        with torch.inference_mode():
-            return min(ways, key=seconds)
-
-
-def products_process(
-    connection: Connection, rank: int, work: Work, ranks: int, engines: int, is_shared: bool, dtype: str
-) -> None:
-    """Steps of `Products`, each when the parent says so."""
-    import torch
-
-    torch.set_num_threads(1)
-    products = Products(work, ranks if rank < ranks else 0, engines if rank < engines else 0, is_shared, dtype)
-    products()
-    connection.send((0.0, 0.0))
-    while connection.recv() == "step":
-        began = time.perf_counter(), time.process_time()
-        products()
-        connection.send((time.perf_counter() - began[0], time.process_time() - began[1]))
-
-
 # ---- both
 
 
@@ -613,8 +455,7 @@ class Result:
 
     @property
     def best_peer(self) -> str | None:
-        trainers = self.peers.keys() - set(FLOORS)
-        return min(trainers, key=lambda name: self.peers[name].median) if trainers else None
+        return min(self.peers, key=lambda name: self.peers[name].median, default=None)
 
 
 def measure(options: argparse.Namespace, dtype: str, folder: Path) -> list[Result]:
@@ -627,10 +468,6 @@ def measure(options: argparse.Namespace, dtype: str, folder: Path) -> list[Resul
             for shape in [PEER_SHAPES[name] for name in options.trl]:
                 arguments = shape, work, free_port(), num_steps * len(schedules), dtype, folder
                 peers.append(Peer(shape.name, shape.processes, trl_process, *arguments))
-        num_processes = max(options.ranks, options.engines)
-        for name in FLOORS:
-            shares = work, options.ranks, options.engines, name == FLOORS[0], dtype
-            peers.append(Peer(name, num_processes, products_process, *shares))
         return [measure_beside(peers, options, dtype, folder, schedule) for schedule in schedules]
     finally:
         for peer in peers:
@@ -688,7 +525,7 @@ def report(results: Sequence[Result], options: argparse.Namespace) -> str:
         ranks, engines = processes_of(options, result.schedule)
         us = f"ours, {result.schedule}, {counted(ranks, 'rank')} + {counted(engines, 'engine')}"
         for name, steps in {us: result.ours, **result.peers}.items():
-            ratio = "" if name == us else f"{steps.median / result.ours.median:.2f}x"  # of the floor: our share of it
+            ratio = "" if name == us else f"{steps.median / result.ours.median:.2f}x"
             mark = " (its best)" if name == result.best_peer else ""
             lines.append(
                 f"| {result.dtype} | {name}{mark} | {result.work.answers / steps.median:.1f} | {steps.median:.2f} | "
@@ -708,36 +545,20 @@ def report(results: Sequence[Result], options: argparse.Namespace) -> str:
         used = [statistics.median(step.get(kind, 0.0) for step in result.ours.cpu_of_processes) for kind in kinds]
         lines.append(f"| {result.dtype}, {result.schedule} | {' | '.join(f'{seconds:.2f}' for seconds in used)} |")
     load = [value for result in results for value in result.load]
-    return "\n".join([*lines, "", *machine(load), f"Steps counted: {options.steps}, after {options.warmup} others."])
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"{describe_machine('transformers', 'ray', 'trl')}.",
+            f"Load average while measuring: {min(load):.1f} to {max(load):.1f}, median {statistics.median(load):.1f}.",
+            f"Steps counted: {options.steps}, after {options.warmup} others.",
+        ]
+    )
 
 
 def counted(number: int, noun: str) -> str:
     """ "1 rank", "2 ranks", "2 processes"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('s') else 's'}"
-
-
-def machine(load: Sequence[float]) -> list[str]:
-    """Describe the machine and versions. `load`: one-minute load averages, one per step."""
-    packages = ["torch", "transformers", "ray", "trl"]
-    versions = ", ".join(f"{name} {version(name)}" for name in packages if find_spec(name) is not None)
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    ).stdout.strip()
-    return [
-        f"{os.cpu_count()} CPUs ({cpu_name()}), Python {platform.python_version()}, {versions}, "
-        f"commit {commit or 'unknown'}.",
-        f"Load average while measuring: {min(load):.1f} to {max(load):.1f}, median {statistics.median(load):.1f}.",
-    ]
-
-
-def cpu_name() -> str:
-    """The processor, as the system names it."""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -764,7 +585,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="grpo-step-") as name:
         folder = Path(name)
         work = Work.of(options)
-        make_model(folder / "model", work)
+        context = 2 * (work.prompt_tokens + work.new_tokens)
+        make_word_model(folder / "model", hidden=work.hidden, layers=work.layers, context=context)
         rows = make_prompts(work.prompts * (options.warmup + options.steps + 1), work.prompt_tokens)
         (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         results = [result for dtype in options.dtypes for result in measure(options, dtype, folder)]

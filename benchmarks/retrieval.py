@@ -11,7 +11,6 @@ neither what it reads nor what it finds changes the work.
 import argparse
 import json
 import os
-import platform
 import random
 import re
 import subprocess
@@ -22,10 +21,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 import httpx
+from benchmark_tools import describe_machine, print_table
 
 NUM_WORDS = 50_000
 WORDS_PER_DOCUMENT = 60
@@ -54,10 +53,10 @@ class Result:
         ordered = sorted(self.seconds)
         return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)]
 
-    def row(self) -> str:
-        p50, p95 = (1000 * self.percentile(percent) for percent in (50, 95))
-        figures = f"{self.queries_per_second:.0f} | {p50:.1f} | {p95:.1f} | {1000 * self.server_cpu_seconds:.2f}"
-        return f"| {self.server} | {self.asked} | {figures} |"
+    def row(self) -> list[str]:
+        times = [f"{1000 * self.percentile(percent):.1f}" for percent in (50, 95)]
+        cpu = f"{1000 * self.server_cpu_seconds:.2f}"
+        return [self.server, self.asked, f"{self.queries_per_second:.0f}", *times, cpu]
 
 
 def make_words() -> tuple[list[str], list[float]]:
@@ -202,11 +201,10 @@ def main() -> None:
             dense = ["--index", "dense", "--index_path", place / "vectors.faiss", "--device", "cpu"]
             with server("--corpus", corpus, *dense, "--retriever_model", place / "model") as running:
                 results += measure("dense, workers: 1", *running, make_query, options.seconds)
-    print("\n| server | asked by | queries/s | p50 ms | p95 ms | server CPU ms a query |\n|---|---|---|---|---|---|")
-    print("\n".join(result.row() for result in results))
-    packages = ", ".join(f"{name} {version(name)}" for name in ("bm25s", "faiss-cpu", "uvicorn", "httpx", "numpy"))
-    print(f"\n{options.documents} documents; {os.cpu_count()} CPUs, Python {platform.python_version()}, {packages}.")
-    print(f"Load average {load_before:.1f} before, {os.getloadavg()[0]:.1f} after, the benchmark's own included.")
+    header = ["server", "asked by", "queries/s", "p50 ms", "p95 ms", "server CPU ms a query"]
+    print_table(header, (result.row() for result in results))
+    versions = describe_machine("bm25s", "faiss-cpu", "uvicorn", "httpx", "numpy", load_before=load_before)
+    print(f"\n{options.documents} documents; {versions}, the benchmark's own load included")
 
 
 if __name__ == "__main__":

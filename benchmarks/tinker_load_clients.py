@@ -1,4 +1,4 @@
-"""Clients of a Tinker-like server that live their lives side by side: what `tinker_load.py` starts several of.
+"""Concurrent clients of a Tinker-compatible server, started by `tinker_server.py load`.
 
     SDK_ENVIRONMENT/bin/python benchmarks/tinker_load_clients.py --url URL --model NAME --clients 16 --seconds 60
 

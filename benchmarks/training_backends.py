@@ -10,7 +10,6 @@ with one strategy after the other, from the same model and data.
 
 import argparse
 import os
-import platform
 import resource
 import shutil
 import statistics
@@ -25,6 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import torch
+from benchmark_tools import VOCABULARY, describe_machine, print_table
 from ray import cloudpickle
 
 from skyrl_train.training_backends.base import TrainingBackend
@@ -36,7 +36,6 @@ from skyrl_train_testing.backend_layouts import BackendRanks, Layout
 from skyrl_train_testing.tiny_models import tiny_qwen3
 
 NUM_ROWS, NUM_PROMPT, NUM_RESPONSE, MICRO_BATCH_SIZE = 16, 32, 96, 8
-VOCABULARY = 512
 MODELS = {
     "0.85M": dict(hidden_size=128, num_hidden_layers=4, intermediate_size=384),
     "20M": dict(hidden_size=512, num_hidden_layers=6, intermediate_size=1536),
@@ -112,17 +111,17 @@ def steps(options: argparse.Namespace) -> None:
                 for name, division in LAYOUTS.items():
                     answers = ranks.run(division, path, measure, options.steps)
                     found[name].append((max(s for s, _ in answers), max(mb for _, mb in answers)))
-            print_table(size, sum(p.numel() for p in model.parameters()), found)
+            print_results(size, sum(p.numel() for p in model.parameters()), found)
 
 
-def print_table(size: str, num_parameters: int, found: dict[str, list[tuple[float, float]]]) -> None:
-    machine = platform.processor() or platform.machine()
-    print(f"\n{size}: {num_parameters:,} parameters, {machine}, torch {torch.__version__}\n")
-    print("| backend | seconds a step | x fsdp2 | peak MB of a rank |\n|---|---:|---:|---:|")
-    base = statistics.median(seconds for seconds, _ in found["fsdp2"])
-    for name, rows in found.items():
-        seconds = statistics.median(seconds for seconds, _ in rows)
-        print(f"| {name} | {seconds:.2f} | {seconds / base:.2f} | {max(mb for _, mb in rows):,.0f} |", flush=True)
+def print_results(size: str, num_parameters: int, found: dict[str, list[tuple[float, float]]]) -> None:
+    print(f"\n{size}: {num_parameters:,} parameters, {describe_machine('deepspeed', 'megatron-core')}\n")
+    medians = {name: statistics.median(seconds for seconds, _ in rows) for name, rows in found.items()}
+    rows = [
+        [name, f"{seconds:.2f}", f"{seconds / medians['fsdp2']:.2f}", f"{max(mb for _, mb in found[name]):,.0f}"]
+        for name, seconds in medians.items()
+    ]
+    print_table(["backend", "seconds a step", "x fsdp2", "peak MB of a rank"], rows)
 
 
 def draw_curves(options: argparse.Namespace) -> None:

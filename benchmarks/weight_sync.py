@@ -13,18 +13,17 @@ take turns in one run, the plain copy of as many bytes beside them; medians. Pri
 
 import argparse
 import os
-import platform
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import version as version_of
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: sender and engine have a core each
 
 import torch
+from benchmark_tools import describe_machine, print_table
 
 from skyrl_train.distributed.process_group import free_port
 from skyrl_train.weight_sync.base import Encoding, Transport
@@ -207,39 +206,38 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--directory", default=None, help="for files; default: the system's temporary folder")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    print(
-        f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, torch {version_of('torch')}; "
-        f"{options.engines} engine(s), medians of {options.turns} turns\n"
-    )
-    print("| weights | strategy | seconds | pause seconds | bytes | of the weights' | times a plain copy |")
-    print("|---|---|---|---|---|---|---|")
+    print(f"{describe_machine()}; {options.engines} engine(s), medians of {options.turns} turns\n")
     with tempfile.TemporaryDirectory(dir=options.directory) as folder:
-        for megabytes in options.megabytes:
-            shapes = shapes_of(megabytes)
-            num_bytes = 2 * sum(torch.Size(shape).numel() for _, shape in shapes)
-            timings, copy_seconds = measure_strategies(shapes, options.engines, options.turns, folder)
-            for name, timing in timings.items():
-                seconds, pause = statistics.median(timing.seconds), statistics.median(timing.pause)
-                payload = statistics.median(timing.payload_bytes)
-                print(
-                    f"| {num_bytes / 1e6:.0f} MB | {name} | {seconds:.3f} | {pause:.3f} | {payload:,.0f} | "
-                    f"{payload / num_bytes:.1%} | {seconds / copy_seconds:.1f} |",
-                    flush=True,
-                )
-            print(f"| {num_bytes / 1e6:.0f} MB | (a plain copy) | {copy_seconds:.3f} | | | | 1.0 |", flush=True)
-        print("\nEvery engine held the very bits that were sent.\n")
-        print("| weights | verification | seconds (min - max) | more than without |")
-        print("|---|---|---|---|")
-        shapes = shapes_of(max(options.megabytes))
-        proof = measure_proof(shapes, 3 * options.turns, folder)
-        without = statistics.median(proof["off"])
-        for verification, seconds in proof.items():
-            median = statistics.median(seconds)
-            print(
-                f"| {max(options.megabytes)} MB | {verification} "
-                f"| {median:.4f} ({min(seconds):.4f} - {max(seconds):.4f}) | "
-                f"{median / without - 1:+.1%} |"
-            )
+        header = ["weights", "strategy", "seconds", "pause seconds", "bytes", "of the weights'", "times a plain copy"]
+        print_table(header, strategy_rows(options, folder))
+        print("\nEvery engine held exactly the bits that were sent.\n")
+        header = ["weights", "verification", "seconds (min - max)", "more than without"]
+        print_table(header, verification_rows(max(options.megabytes), 3 * options.turns, folder))
+
+
+def strategy_rows(options: argparse.Namespace, folder: str) -> Iterator[list[str]]:
+    """Measure every strategy at every size."""
+    for megabytes in options.megabytes:
+        shapes = shapes_of(megabytes)
+        num_bytes = 2 * sum(torch.Size(shape).numel() for _, shape in shapes)
+        size = f"{num_bytes / 1e6:.0f} MB"
+        timings, copy_seconds = measure_strategies(shapes, options.engines, options.turns, folder)
+        for name, timing in timings.items():
+            seconds, pause = statistics.median(timing.seconds), statistics.median(timing.pause)
+            payload = statistics.median(timing.payload_bytes)
+            cells = [f"{seconds:.3f}", f"{pause:.3f}", f"{payload:,.0f}", f"{payload / num_bytes:.1%}"]
+            yield [size, name, *cells, f"{seconds / copy_seconds:.1f}"]
+        yield [size, "(a plain copy)", f"{copy_seconds:.3f}", "", "", "", "1.0"]
+
+
+def verification_rows(megabytes: int, turns: int, folder: str) -> Iterator[list[str]]:
+    """Measure a sync with each way of verifying."""
+    proof = measure_proof(shapes_of(megabytes), turns, folder)
+    without = statistics.median(proof["off"])
+    for verification, seconds in proof.items():
+        median = statistics.median(seconds)
+        span = f"{median:.4f} ({min(seconds):.4f} - {max(seconds):.4f})"
+        yield [f"{megabytes} MB", verification, span, f"{median / without - 1:+.1%}"]
 
 
 if __name__ == "__main__":

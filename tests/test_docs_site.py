@@ -7,17 +7,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from docs_site import api, error_index, links, pages, settings
+from docs_site import api, links, pages, settings
 from docs_site.__main__ import build, site_config, stage
 
 ROOT = Path(__file__).parents[1]
 MIGRATIONS = sorted((ROOT / "docs/migration").glob("*.md"))
 NAMES = settings.meanings(ROOT)
-
-
-@pytest.fixture(scope="module")
-def errors() -> list[error_index.ErrorText]:
-    return error_index.collect(ROOT)
 
 
 def test_every_page_is_in_the_table_of_contents_once():
@@ -27,7 +22,7 @@ def test_every_page_is_in_the_table_of_contents_once():
 
 
 def test_sections_of_the_table_of_contents_are_not_empty():
-    generated = {"docs/reference/errors.md", *(f"docs/api/{api.file_name(title)}" for title in api.CLASSES)}
+    generated = {f"docs/api/{api.file_name(title)}" for title in api.CLASSES}
     nav = site_config({*map(str, pages.pages(ROOT)), *generated})["nav"]
     assert [title for section in nav for title, entries in section.items() if not entries] == []
 
@@ -83,23 +78,14 @@ def test_migration_chooses_values_that_are_settings_choices():
     assert [(name, value) for name, value in chosen if name in choices and value not in choices[name]] == []
 
 
-def test_error_index_has_rule_and_fix_of_a_setting(errors):
-    of_schedule = [error for error in errors if "is not read by" in error.text and ".num_warmup_steps" in error.text]
-    assert [error.remedy for error in of_schedule] == ["use constant_with_warmup"]
-    assert "trainer.policy.optimizer_config.num_warmup_steps" in of_schedule[0].settings(NAMES)
-
-
-def test_error_index_reads_constants_that_a_message_is_put_together_of(errors):
-    texts = [error.text for error in errors]
-    assert any(text.startswith("trainer.fully_async.num_parallel_generation_workers=… must be from") for text in texts)
-
-
-def test_every_class_of_errors_has_a_way_out():
-    assert error_index.REMEDIES.keys() >= error_index.descriptions(ROOT).keys()
-
-
-def test_error_page_escapes_what_markdown_would_read():
-    assert error_index._cell("a|b <c> `d` *e*") == "a&#124;b &lt;c&gt; &#96;d&#96; &#42;e&#42;"
+def test_reference_describes_every_error_class():
+    modules = {name.rpartition(".")[0] for name in api.CLASSES["Errors"]}
+    assert modules == {"skyrl_train.errors", "skyrl_gym.error", "skyrl_agent.errors", "tx.errors"}
+    for module in modules:
+        path = api.source_of(f"{module}.Error", ROOT)
+        assert path is not None
+        classes = [node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
+        assert {f"{module}.{name}" for name in classes} <= set(api.CLASSES["Errors"])
 
 
 def test_classes_of_the_reference_exist():
@@ -169,7 +155,7 @@ def test_stylesheet_that_loads_a_font_is_found(tmp_path):
 def test_staged_configuration_lists_generated_pages(tmp_path):
     stage(tmp_path)
     listed = list(pages.paths_of(yaml.safe_load((tmp_path / "mkdocs.yml").read_text())["nav"]))
-    assert {"docs/reference/errors.md", "docs/api/environments.md"} <= set(listed)
+    assert {"docs/api/errors.md", "docs/api/environments.md"} <= set(listed)
     assert [path for path in listed if not (tmp_path / "source" / path).exists()] == []
 
 

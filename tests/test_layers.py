@@ -70,6 +70,27 @@ AGENT_LAYERS = [
 ]
 
 GYM = REPOSITORY / "skyrl-gym" / "skyrl_gym"
+GYM_LAYERS = [
+    {"arrow_nulls", "error", "core", "deadline", "finite_numbers", "tags", "suggestions", "syntax_trees"}
+    | {"valid_unicode", "waits", "whole_folders"},
+    {"services"},
+    {"chat_model"},
+    {"envs.registration"},
+    {"metrics"},
+    {"tools.core", "tools.signature"},
+    {"envs.base_text_env"},
+    {"sandbox"},
+    {"graders"},
+    {"chat"},
+    {"tools"},
+    {"rubrics"},
+    {"envs"},
+    {"episode", "datasets"},
+    {"wrappers", "check", "gymnasium_envs"},
+    {"audit", "eval"},
+    {"hubs"},
+]
+GYM_LAYERS = [{f"skyrl_gym.{part}" for part in parts} for parts in GYM_LAYERS]
 MAY_IMPORT_THE_TRAINER = [
     (SERVER, ("tx.tinker.backends", "tx.run")),
     (AGENTS, ("skyrl_agent.integrations.skyrl_train",)),
@@ -94,9 +115,59 @@ PUBLIC_NAMES = {
         "compute_approx_kl",
     ],
     "skyrl_train.config": ["SkyRLConfig", "config_dir"],
-    "skyrl_gym": ["make", "register", "spec", "Env"],
-    "skyrl_gym.envs.base_text_env": ["BaseTextEnv", "BaseTextEnvStepOutput"],
     "skyrl_gym.tools.core": ["tool", "ToolGroup"],
+    "skyrl_gym": [
+        "Env",
+        "check_env",
+        "deregister",
+        "envs",
+        "error",
+        "make",
+        "pprint_registry",
+        "register",
+        "registry",
+        "spec",
+        "tools",
+    ],
+    "skyrl_gym.core": ["Env", "EnvStepOutput", "ObsType", "ActType"],
+    "skyrl_gym.error": ["Error", "RegistrationError", "TaskError", "InfraError"],
+    "skyrl_gym.metrics": ["aggregate_for_environment", "default_aggregate_metrics"],
+    "skyrl_gym.envs": ["register", "deregister"],
+    "skyrl_gym.envs.base_text_env": ["BaseTextEnv", "BaseTextEnvStepOutput", "MessageType", "ConversationType"],
+    "skyrl_gym.envs.registration": ["EnvSpec", "register", "registry", "make", "spec", "load_env_creator"],
+    "skyrl_gym.envs.aime.env": ["AIMEEnv"],
+    "skyrl_gym.envs.aime.utils": ["compute_score", "normalize_final_answer", "last_boxed_only_string", "remove_boxed"],
+    "skyrl_gym.envs.gsm8k.env": ["GSM8kEnv"],
+    "skyrl_gym.envs.gsm8k.multi_turn_env": ["GSM8kMultiTurnEnv"],
+    "skyrl_gym.envs.gsm8k.utils": ["extract_solution", "compute_score"],
+    "skyrl_gym.envs.lcb.env": ["LCBEnv"],
+    "skyrl_gym.envs.lcb.livecodebench": [
+        "compute_score",
+        "extract_code_from_model",
+        "lcb_check_correctness",
+        "run_test",
+    ],
+    "skyrl_gym.envs.search.env": ["SearchEnv", "SearchEnvConfig"],
+    "skyrl_gym.envs.search.utils": ["extract_solution", "em_check", "subem_check", "normalize_answer", "compute_score"],
+    "skyrl_gym.envs.searchcode.env": ["SearchCodeEnv"],
+    "skyrl_gym.envs.sql.env": ["SQLEnv", "Text2SQLEnvConfig"],
+    "skyrl_gym.envs.sql.utils": ["verify_format_and_extract", "compute_score_single"],
+    "skyrl_gym.envs.llm_as_a_judge.env": ["GSM8kLLMJudgeEnv", "GSM8kLLMJudgeEnvConfig"],
+    "skyrl_gym.envs.multiply.env": ["MultiplyEnv"],
+    "skyrl_gym.envs.rlm.env": ["BaseRLMEnv"],
+    "skyrl_gym.envs.rlm.repl": ["PersistentREPL", "REPLResult", "RESERVED_TOOL_NAMES"],
+    "skyrl_gym.graders": ["Score", "Invalid", "Timeout", "InfraError"],
+    "skyrl_gym.sandbox": ["Sandbox", "Limits", "ExecResult", "make_sandbox"],
+    "skyrl_gym.tools": [
+        "tool",
+        "ToolGroup",
+        "PythonCodeExecutorToolGroup",
+        "SQLCodeExecutorToolGroup",
+        "SearchToolGroup",
+        "MCPToolGroup",
+    ],
+    "skyrl_gym.tools.search": ["call_search_api", "SearchToolGroup"],
+    "skyrl_gym.tools.retrieval": ["RetrievalServer"],
     "skyrl_agent": ["AutoAgentRunner"],
     "skyrl_agent.agents.base": ["AgentRunner", "BaseTrajectory", "TrajectoryResult"],
     "skyrl_agent.agents.mapping": ["AGENT_GENERATOR_REGISTRY", "AGENT_TRAJECTORY_REGISTRY"],
@@ -151,7 +222,9 @@ def modules_of(package: Path) -> dict[str, Path]:
     return {".".join([package.name, *parts]).removesuffix(".__init__"): path for path, parts in names.items()}
 
 
-@pytest.mark.parametrize("package, layers", [(PACKAGE, LAYERS), (SERVER, SERVER_LAYERS), (AGENTS, AGENT_LAYERS)])
+@pytest.mark.parametrize(
+    "package, layers", [(PACKAGE, LAYERS), (SERVER, SERVER_LAYERS), (AGENTS, AGENT_LAYERS), (GYM, GYM_LAYERS)]
+)
 def test_imports_point_down(package, layers):
     """Parts are modules or packages; the longest name that fits a module is its part."""
     layer_of = {part: number for number, parts in enumerate(layers) for part in parts}
@@ -171,6 +244,16 @@ def test_imports_point_down(package, layers):
                 f"{module} imports {name}" for name, part in others.items() if part and layer_of[part] > layer_of[own]
             ]
     assert not upward
+
+
+def test_environments_do_not_import_each_other():
+    """Each folder of `envs` can be read, copied or deleted alone, except two that extend another."""
+    crossing = set()
+    for path in (GYM / "envs").rglob("*/*.py"):
+        own = path.relative_to(GYM / "envs").parts[0]
+        others = {name.split(".")[2] for name in imports_of(path, "skyrl_gym.envs")}
+        crossing |= {f"{own} imports {other}" for other in others - {own, "base_text_env", "registration"}}
+    assert crossing == {"calculator imports arithmetic", "lcb imports code"}
 
 
 @pytest.mark.parametrize("package, except_in", MAY_IMPORT_THE_TRAINER)

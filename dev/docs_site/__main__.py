@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from docs_site import api, error_index, links, pages, settings
+from docs_site import api, links, pages, settings
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
@@ -20,8 +20,7 @@ def stage(folder: Path, root: Path = ROOT) -> dict[str, Any]:
     source = folder / "source"
     names = settings.meanings(root)
     copied = pages.pages(root)
-    generated = {"docs/reference/errors.md": error_index.page(root, names)}
-    generated |= {f"docs/api/{api.file_name(title)}": api.page(title) for title in api.CLASSES}
+    generated = {f"docs/api/{api.file_name(title)}": api.page(title) for title in api.CLASSES}
     existing = {*map(str, copied), *generated}
     for page in copied:
         text = pages.resolve_links((root / page).read_text(), page, root, existing)

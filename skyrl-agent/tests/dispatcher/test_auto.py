@@ -10,9 +10,9 @@ from skyrl_agent.dispatcher.capacity import Capacity
 from skyrl_agent.dispatcher.dispatch import Dispatch
 from skyrl_agent.dispatcher.durations import Durations
 from skyrl_agent.dispatcher.sizing import StageSize
-from skyrl_agent.testing.traces import FAMILIES, Family, SharedMachine, SharedStage, lower_bound, run_batches
 
 from .staged_trajectory import Staged, World, dispatched, section
+from .traces import FAMILIES, Family, SharedMachine, SharedStage, lower_bound, run_batches
 
 PATIENT = {stage: {"timeout_seconds": 1e6} for stage in ("initialize", "generate", "evaluate")}
 FAMILY = {family.name: family for family in FAMILIES}

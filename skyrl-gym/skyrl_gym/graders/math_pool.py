@@ -238,8 +238,8 @@ _of_parents: list[EquivalencePool | None] = []
 
 
 def _forget_pool_of_parent() -> None:
-    """A forked process would talk over its parent's pipes; it gets a pool of its own. (The old one is kept, unused: to
-    let go of it would complain of processes that are not ended.)"""
+    """A forked process would talk over its parent's pipes; it gets a pool of its own. (The old one stays
+    referenced but unused: its finalizer would complain of processes that have not exited.)"""
     global _default, _default_lock
     if _default is not None:
         atexit.unregister(_default.close)

@@ -112,7 +112,7 @@ class ToolGroup:
         """Answer a call as a model wrote it, with text for the model whatever it wrote and whatever the tool did.
 
         Raises:
-            InfraError: what the tool stands on did not work; that is not for the model to mend.
+            InfraError: a dependency of the tool failed, which the model cannot fix.
             TypeError: the tool is written with a type hint that JSON cannot express.
         """
         if name not in self._tool_registry:

@@ -63,11 +63,6 @@ class DistillationConfig(BaseConfig):
         return bool(self.teachers)
 
     @property
-    def compares_words(self) -> bool:
-        """Whether the loss contains a divergence over several tokens."""
-        return self.is_on and self.tokens != "sampled"
-
-    @property
     def rewards_tokens(self) -> bool:
         """Whether sampled tokens have advantages of the teacher."""
         return self.is_on and self.tokens == "sampled"

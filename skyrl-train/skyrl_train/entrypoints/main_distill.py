@@ -83,7 +83,7 @@ class DistillationExp(BasePPOExp):
             if not teacher.urls:
                 raise
             # The server's tokenizer was compared with the student's text by text; only sizes are unknown.
-            logger.info("{} is not at hand here, only at its server: {}", setting, error)
+            logger.info("{} is not available locally, only at its server: {}", setting, error)
             return self.vocab_sizes[0]
         if not (teacher.engines or teacher.urls):
             check = TrainingBackendRegistry.requirements(self.cfg.trainer.strategy).check_model_config

@@ -20,31 +20,10 @@ from skyrl_train.inference_engines.openai_api.recorder import (
 from skyrl_train.rollouts.certificate import certificate_metrics, certify
 from skyrl_train.rollouts.filters import map_samples, to_failed_sample
 from skyrl_train.rollouts.joining import merge_appending_turns
-from skyrl_train.rollouts.types import NO_VERSION, RolloutBatch, TrainingSample, Trajectory, grouped
+from skyrl_train.rollouts.types import NO_VERSION, TrainingSample, Trajectory
 
 _PLACEHOLDER = 0
 """A token id that every vocabulary has."""
-
-
-def recorded_groups(
-    trajectories: Sequence[Sequence[RecordedTurn]],
-    rewards: Sequence[float],
-    trajectory_ids: Sequence[TrajectoryID],
-    temperature: float | None = None,
-) -> RolloutBatch:
-    """Return what a generator would have returned for these trajectories.
-
-    Args:
-        trajectories: the turns of each, as `RequestRecorder.take` returns them. One without turns is a failure.
-        rewards: one a trajectory.
-        trajectory_ids: which sample of which prompt each is.
-        temperature: as in `recorded_trajectory`.
-    """
-    recorded = [
-        recorded_trajectory(SessionRecord(turns=list(turns)), reward, trajectory_id, temperature)
-        for turns, reward, trajectory_id in zip(trajectories, rewards, trajectory_ids, strict=True)
-    ]
-    return RolloutBatch(grouped(recorded), recorded_metrics(recorded))
 
 
 def recorded_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -20,7 +20,7 @@ from skyrl_train.errors import WorkerError
 from skyrl_train.inference_engines.request import Completion, GenerationRequest, OnTokens, TokenDelta, join_deltas
 
 TOKENS_EVERY_SECONDS = 0.1
-"""Shortest time between two returns of calls for the sake of tokens, which wait meanwhile and are joined: a step of a
+"""Shortest time between two calls that return tokens alone. Tokens wait meanwhile and are joined, because a step of a
 small model is much cheaper than a call."""
 
 

@@ -1,4 +1,4 @@
-"""Findings from the measured numbers: faults between engine and trainer, and settings that mend them. Decisions
+"""Findings from the measured numbers: faults between engine and trainer, and settings that fix them. Decisions
 only."""
 
 import math

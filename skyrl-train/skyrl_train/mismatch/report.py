@@ -121,7 +121,7 @@ def _add_scores(cell: Cell, dtype: TrainerDtype, model: TrainerModel) -> None:
 
 
 class _Explainer:
-    """`best_explanation` with the trainer's model at hand; a cell is looked at once."""
+    """Compute `best_explanation` with the trainer's model; each cell is examined once."""
 
     def __init__(self, reference: Reference):
         self._reference = reference

@@ -406,7 +406,7 @@ def _shortest_prompts_first(by_tokens: list[int], common: list[int], num_prompt:
         ordered = sorted(subtrees, key=lambda subtree: subtree[0])  # stable: equal ones stay sorted by tokens
         return ordered[0][0], [row for _, rows in ordered for row in rows]
 
-    # The nodes from the root to the row at hand: tokens of each, and its subtrees that are complete.
+    # The nodes from the root to the current row: tokens of each, and its subtrees that are complete.
     path: list[tuple[int, list[tuple[int, list[int]]]]] = [(-1, [])]
     subtrees = [(num_prompt[row], [row]) for row in by_tokens]
     complete = subtrees[0]

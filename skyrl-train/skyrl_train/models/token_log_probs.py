@@ -73,52 +73,6 @@ class _Settings:
     compile: bool
 
 
-def token_log_probs(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    *,
-    bias: torch.Tensor | None = None,
-    temperature: float = 1.0,
-    rule: LogitRule = LogitRule(),
-    chunk_size: int = 1024,
-    with_entropy: bool = False,
-    compile: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute the log-prob of each label under softmax(z / temperature), z = rule(hidden W^T + b), and the entropy in
-    nats:
-
-        log p(label) = z_label - logsumexp(z)        H = logsumexp(z) - sum_v p_v z_v
-
-    Both are differentiable in hidden, weight and bias. The gradient of the entropy is only computed if the loss
-    depends on it.
-
-    Args:
-        hidden: [N, H], any float dtype; N may be 0.
-        weight, bias: [V, H] and [V]. The product is computed in the weight's dtype (that of autocast, where it is on),
-            the softmax in float32 (float64 for a float64 weight).
-        labels: [N] int64.
-        chunk_size: C.
-        compile: by torch.compile, one kernel each way in place of many.
-
-    Returns:
-        log_probs [N] and, if asked for, entropy [N]. The bits of the former do not depend on the latter being asked.
-    """
-    log_probs, entropy, _ = candidate_log_probs(
-        hidden,
-        weight,
-        labels,
-        None,
-        bias=bias,
-        temperature=temperature,
-        rule=rule,
-        chunk_size=chunk_size,
-        with_entropy=with_entropy,
-        compile=compile,
-    )
-    return log_probs, entropy
-
-
 def candidate_log_probs(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -133,10 +87,22 @@ def candidate_log_probs(
     compile: bool = False,
     kept: KeptIds | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Compute what `token_log_probs` does, and in the same pass the log-probs of further ids in place of each label.
+    """Compute the log-prob of each label under softmax(z / temperature), z = rule(hidden W^T + b), the entropy in nats
+    and, in the same pass, the log-probs of further ids in place of each label:
+
+        log p(label) = z_label - logsumexp(z)        H = logsumexp(z) - sum_v p_v z_v
+
+    All are differentiable in hidden, weight and bias. The gradient of the entropy is only computed if the loss depends
+    on it.
 
     Args:
+        hidden: [N, H], any float dtype; N may be 0.
+        weight, bias: [V, H] and [V]. The product is computed in the weight's dtype (that of autocast, where it is on),
+            the softmax in float32 (float64 for a float64 weight).
+        labels: [N] int64.
         candidates: [N, K] ids, of any integer dtype; None: no further ids.
+        chunk_size: C.
+        compile: by torch.compile, one kernel each way in place of many.
         kept: tokens S_n that the n-th distribution is restricted to (https://arxiv.org/abs/2512.02556): log-prob and
             entropy are those of z / temperature over them alone,
 
@@ -145,7 +111,8 @@ def candidate_log_probs(
             and no other token gets a gradient. A label outside has log-prob -1e30. None: the vocabulary.
 
     Returns:
-        log_probs [N], entropy [N] or None, log-probs of the candidates [N, K] or None; all differentiable.
+        log_probs [N], entropy [N] or None, log-probs of the candidates [N, K] or None. The bits of the first do not
+        depend on the others being asked for.
     """
     device_type = weight.device.type
     if torch.is_autocast_enabled(device_type):
@@ -167,7 +134,7 @@ def top_log_probs(
     chunk_size: int = 1024,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ids [N, K] int64 and log-probs [N, K] of the K = `num_top` most likely tokens at each position, likeliest
-    first, under the distribution of `token_log_probs`. Without gradients."""
+    first, under the distribution of `candidate_log_probs`. Without gradients."""
     settings = _Settings(rule, temperature, chunk_size, with_entropy=False, compile=False)
     dtype = torch.promote_types(weight.dtype, torch.float32)
     ids = torch.zeros(len(hidden), num_top, dtype=torch.long, device=hidden.device)

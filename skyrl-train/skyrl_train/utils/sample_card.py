@@ -10,8 +10,6 @@ BASE_PROMPT_COLOR: Colour = "blue"
 POSITIVE_RESPONSE_COLOR: Colour = "green"
 NEGATIVE_RESPONSE_COLOR: Colour = "yellow"
 _FAILURE_COLOUR: Colour = "red"
-_ANSI: dict[Colour, str] = {"red": "\x1b[31m", "green": "\x1b[32m", "yellow": "\x1b[33m", "blue": "\x1b[34m"}
-_RESET = "\x1b[0m"
 _JOINERS = "\u200c\u200d"
 """Format characters that emoji and several scripts need, and that harm nothing."""
 
@@ -47,32 +45,6 @@ def card_blocks(
     if failure:
         blocks.append(Block("failed", readable(failure, max_chars), _FAILURE_COLOUR))
     return blocks
-
-
-def sample_card(
-    prompt: object,
-    response: object,
-    reward: float | None = None,
-    *,
-    stop_reason: str = "",
-    failure: str = "",
-    max_chars: int = 1200,
-    colour: bool = True,
-) -> str:
-    """A card to print: prompt, response, and what came of it. Control characters are escaped, long texts clipped.
-
-    Args:
-        prompt: text, or a conversation (a list of messages).
-        reward: None if unknown. A positive one makes the response green.
-        max_chars: length of each text from which on its middle is left out.
-        colour: with ANSI colours; without them for files and pipes.
-    """
-    lines = []
-    for block in card_blocks(prompt, response, reward, stop_reason, failure, max_chars):
-        start, end = (_ANSI[block.colour], _RESET) if colour else ("", "")
-        lines.append(f"── {block.title}")
-        lines += [f"{start}│ {line}{end}" for line in block.text.split("\n")]
-    return "\n".join(lines)
 
 
 def readable(text: str, max_chars: int = 1200) -> str:

@@ -11,7 +11,7 @@ import pytest
 def test_every_strategy_brings_the_bits_and_changes_take_a_twentieth_of_the_bytes(tmp_path: Path, run_script: Any):
     sizes = ["--megabytes", "4", "--turns", "2"]
     printed = run_script("benchmarks/weight_sync.py", *sizes, "--directory", str(tmp_path))
-    assert "Every engine held the very bits that were sent." in printed
+    assert "Every engine held exactly the bits that were sent." in printed
     found = re.findall(r"\| 4 MB \| ([^|]+) \| [\d.]+ \| [\d.]+ \| ([\d,]+) \| ([\d.]+)% \|", printed)
     shares = {strategy: float(share) for strategy, _, share in found}
     assert [shares[name] for name in ("shared_memory", "broadcast (gloo)", "checkpoint")] == [100.0] * 3

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from skyrl_train.generators.base import Failure, TrajectoryID
-from skyrl_train.generators.recorded import recorded_groups, recorded_trajectory
+from skyrl_train.generators.recorded import recorded_trajectory
 from skyrl_train.inference_engines.openai_api.recorder import RecordedTurn, SessionRecord
 from skyrl_train.models.packing import packed
 from skyrl_train.models.scoring import ScoringModel
 from skyrl_train.rollouts.certificate import Branch, certificate_metrics, certify
 from skyrl_train.rollouts.padding import convert_prompts_responses_to_batch_tensors
 from skyrl_train.rollouts.trajectory_rows import trajectory_rows
-from skyrl_train.rollouts.types import TrainingSample, Trajectory
+from skyrl_train.rollouts.types import TrainingSample, grouped
 from skyrl_train_testing.tiny_models import character_tokenizer, tiny_qwen3
 
 SYSTEM = list(range(20, 38))
@@ -214,10 +214,10 @@ def test_tokens_that_do_not_train_have_a_reason():
 
 
 def test_each_row_of_the_trajectories_file_has_the_certificate():
-    batch = recorded_groups([compacting()], [1.0], [ID])
-    rows = trajectory_rows(batch.groups, character_tokenizer())
-    [expected] = [each.certificate for each in batch.trajectories]
+    trajectory = recorded_trajectory(SessionRecord(turns=compacting()), 1.0, ID)
+    rows = trajectory_rows(grouped([trajectory]), character_tokenizer())
+    expected = trajectory.certificate
     assert expected is not None
     assert [row["certificate"] for row in rows] == [expected.to_json()] * 2
     assert expected.to_json()["branches"] == [[None, 0], [0, len(SYSTEM)]]
-    assert batch.metrics["tokens/exact_share"] == 1.0 and isinstance(batch.trajectories[0], Trajectory)
+    assert certificate_metrics([expected])["tokens/exact_share"] == 1.0

@@ -4,30 +4,20 @@ import pytest
 from loguru import logger as global_logger
 
 from skyrl_train.utils.logging_utils import log_example
-from skyrl_train.utils.sample_card import readable, sample_card
+from skyrl_train.utils.sample_card import card_blocks, readable
 
 
-def test_a_card_shows_prompt_response_and_what_came_of_it():
-    card = sample_card("12+34=", "46\n<eos>", 1.0, stop_reason="stop", colour=False)
-    assert card == "── prompt\n│ 12+34=\n── response · reward 1 · stop\n│ 46\n│ <eos>"
+@pytest.mark.parametrize("reward, colour", [(1.0, "green"), (0.0, "yellow"), (-1.0, "yellow"), (None, "yellow")])
+def test_response_colour_follows_reward(reward: float | None, colour: str):
+    assert card_blocks("12+34=", "46", reward)[1].colour == colour
 
 
-@pytest.mark.parametrize(
-    "reward, colour", [(1.0, "\x1b[32m"), (0.0, "\x1b[33m"), (-1.0, "\x1b[33m"), (None, "\x1b[33m")]
-)
-def test_a_rewarded_response_is_green_and_others_yellow(reward: float | None, colour: str):
-    assert f"{colour}│ 46\x1b[0m" in sample_card("12+34=", "46", reward)
-
-
-def test_a_conversation_is_shown_by_role():
-    card = sample_card(
-        [{"role": "user", "content": "12+34?"}, {"role": "assistant", "content": None}], "46", colour=False
-    )
-    assert card.startswith("── prompt\n│ user: 12+34?\n│ assistant: None\n")
-
-
-def test_a_failure_is_told():
-    assert sample_card("p", "", 0.0, failure="tool: timed out", colour=False).endswith("── failed\n│ tool: timed out")
+def test_card_shows_messages_by_role_and_failure():
+    messages = [{"role": "user", "content": "12+34?"}, {"role": "assistant", "content": None}]
+    prompt, response, failed = card_blocks(messages, "46", 0.0, stop_reason="stop", failure="tool: timed out")
+    assert prompt.text == "user: 12+34?\nassistant: None"
+    assert response[:2] == ("response · reward 0 · stop", "46")
+    assert failed[:2] == ("failed", "tool: timed out")
 
 
 @pytest.mark.parametrize(

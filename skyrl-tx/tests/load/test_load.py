@@ -1,4 +1,4 @@
-"""Short load test with a few real clients; the full one is `benchmarks/tinker_load.py`."""
+"""Short load test with a few real clients; the full one is `benchmarks/tinker_server.py load`."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 @pytest.mark.full
 def test_eight_real_clients_meet_no_error_and_every_heartbeat_is_answered():
-    command = [sys.executable, BENCHMARKS / "tinker_load.py", "--clients", "8", "--processes", "1"]
+    command = [sys.executable, BENCHMARKS / "tinker_server.py", "load", "--clients", "8", "--processes", "1"]
     command += ["--minutes", "0.5", "--warm-up-seconds", "20", "--sdk-python", sdk_environment("0.38.0")]
     command += ["--max-growth-percent", "50", "--max-heartbeat-seconds", "10"]  # nothing is warm, and machines are busy
     load = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=240)

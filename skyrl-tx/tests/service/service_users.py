@@ -51,7 +51,7 @@ def make_service(
     )  # fmt: skip
     facts = BaseModelFacts(
         name="tiny", folder=folder, vocab_size=100, max_context=64, architecture="Tiny", tied_embeddings=False,
-        eos_token_ids=(1,), tokenizer_id=None,
+        tokenizer_id=None,
     )  # fmt: skip
     return service_of(config, facts, command=command or scripted(config.state_folder), timeouts=timeouts)
 

@@ -17,6 +17,5 @@ def facts() -> BaseModelFacts:
         max_context=16,
         architecture="Qwen3ForCausalLM",
         tied_embeddings=False,
-        eos_token_ids=(1,),
         tokenizer_id=None,
     )

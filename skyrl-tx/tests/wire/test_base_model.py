@@ -14,7 +14,6 @@ CONFIG = {
     "vocab_size": 99,
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
-    "eos_token_id": 5,
 }
 
 
@@ -24,46 +23,24 @@ def write(folder, **files):
     return str(folder)
 
 
-def test_a_model_without_tokenizer_ends_where_its_config_says(tmp_path):
+def test_model_without_tokenizer_is_read(tmp_path):
     facts = read_base_model(write(tmp_path, config=CONFIG))
     assert facts.folder == tmp_path
     assert (facts.name, facts.vocab_size, facts.max_context) == (str(tmp_path), 99, 512)
     assert (facts.architecture, facts.tied_embeddings) == ("Qwen3ForCausalLM", False)
-    assert facts.eos_token_ids == (5,)
     assert facts.tokenizer_id is None
 
 
-def test_the_tokenizer_and_the_settings_of_generation_say_what_ends_an_answer(tmp_path):
-    name = write(
-        tmp_path,
-        config=CONFIG,
-        generation_config={"eos_token_id": [7, 8]},
-        tokenizer_config={"eos_token": "<end>"},
-        tokenizer={"added_tokens": [{"id": 8, "content": "<end>"}]},
-    )
-    facts = read_base_model(name)
-    assert facts.eos_token_ids == (8, 7)
-    assert facts.tokenizer_id == str(tmp_path)
-
-
-def test_an_end_token_may_be_an_object_and_its_number_in_the_older_table(tmp_path):
-    table = {"3": {"content": "</s>"}}
-    name = write(
-        tmp_path, config=CONFIG, tokenizer_config={"eos_token": {"content": "</s>"}, "added_tokens_decoder": table}
-    )
-    assert read_base_model(name).eos_token_ids == (3,)
-
-
 def test_the_text_part_of_a_larger_model_counts(tmp_path):
-    text = {"vocab_size": 50, "max_position_embeddings": 64, "eos_token_id": 2}
+    text = {"vocab_size": 50, "max_position_embeddings": 64}
     facts = read_base_model(write(tmp_path, config={"architectures": ["X"], "text_config": text}))
-    assert (facts.vocab_size, facts.max_context, facts.eos_token_ids) == (50, 64, (2,))
+    assert (facts.vocab_size, facts.max_context) == (50, 64)
     assert facts.tied_embeddings  # transformers' default where nothing is said
 
 
 def test_a_saved_model_and_tokenizer_are_read(tiny_model):
     facts = read_base_model(str(tiny_model))
-    assert (facts.vocab_size, facts.max_context, facts.eos_token_ids) == (99, 512, (1,))
+    assert (facts.vocab_size, facts.max_context) == (99, 512)
     assert facts.tokenizer_id == str(tiny_model)
     assert not facts.tied_embeddings
 

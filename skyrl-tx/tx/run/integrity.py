@@ -57,7 +57,7 @@ def check_integrity(config: EngineConfig) -> Iterator[Finding]:
                 raise ConfigError(f"database_url: {config.store_url} has no tables of a server")
             kept = _rows(database)
     except ConfigError as error:
-        yield Finding("integrity", "wrong", f"{error}; stop the server for this check, or mend the database first")
+        yield Finding("integrity", "wrong", f"{error}; stop the server for this check, or fix the database first")
         return
     # Remote checkpoints are read through copies, for which the server's cache is not used.
     with tempfile.TemporaryDirectory() as cache:

@@ -25,8 +25,6 @@ class BaseModelFacts:
     """Tokens of a datum, and of a prompt with its answer."""
     architecture: str
     tied_embeddings: bool
-    eos_token_ids: tuple[int, ...]
-    """Tokens that end a response if a request names no stops."""
     tokenizer_id: str | None
     """Argument of `AutoTokenizer.from_pretrained` for clients: a hub name or folder; None without a tokenizer."""
 
@@ -52,7 +50,6 @@ def read_base_model(name_or_dir: str) -> BaseModelFacts:
         max_context=_number(text, _CONTEXT_FIELDS, folder),
         architecture=next(iter(config.get("architectures") or ["unknown"])),
         tied_embeddings=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", True))),
-        eos_token_ids=_eos_token_ids(folder, text),
         tokenizer_id=(str(folder) if is_local else name_or_dir) if has_tokenizer else None,
     )
 
@@ -82,25 +79,3 @@ def _number(config: dict[str, Any], fields: tuple[str, ...], folder: Path) -> in
         if isinstance(config.get(name), int):
             return config[name]
     raise ConfigError(f"config.json of {folder} must say {' or '.join(fields)}")
-
-
-def _eos_token_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
-    """The tokenizer's, and what the model's author generates with; the config's where neither says."""
-    generation = _json(folder / "generation_config.json").get("eos_token_id")
-    ids = [*_tokenizer_eos(folder), *_ids(generation)] or _ids(config.get("eos_token_id"))
-    return tuple(dict.fromkeys(ids))
-
-
-def _ids(value: Any) -> list[int]:
-    return [i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int)]
-
-
-def _tokenizer_eos(folder: Path) -> list[int]:
-    settings = _json(folder / "tokenizer_config.json")
-    token = settings.get("eos_token")
-    text = token.get("content") if isinstance(token, dict) else token
-    tokenizer = _json(folder / "tokenizer.json")
-    named = {t.get("content"): t.get("id") for t in tokenizer.get("added_tokens", []) if isinstance(t, dict)}
-    for number, t in settings.get("added_tokens_decoder", {}).items():
-        named.setdefault(t.get("content"), int(number))
-    return _ids(named.get(text)) if text else []

@@ -11,7 +11,7 @@ from skyrl_gym.tools.retrieval.settings import BM25Settings, DenseSettings, Retr
 from skyrl_gym.tools.retrieval.store import build_index
 
 WRONG_USE = 2
-"""Exit status for what the person who started this can mend."""
+"""Exit status for errors that the user can fix."""
 
 INTERRUPTED = 130
 

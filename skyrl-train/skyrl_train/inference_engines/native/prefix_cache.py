@@ -3,7 +3,7 @@
 `PrefixTree` says where the tokens of a prefix are kept, `PrefixCache` keeps their keys and values. Prefixes are found
 by the tokens themselves, not by hashes of them, so no two can be confused; and to the token, not in blocks: the next
 turn of a conversation computes only what is new in it. Neither knows requests or weights: `clear` must be called when
-the weights change, and adapters are told apart by a number.
+the weights change, and adapters are distinguished by a number.
 """
 
 from collections import OrderedDict

@@ -359,7 +359,7 @@ class RemoteInferenceEngine(InferenceEngineInterface):
         return [int(version) for base, _, version in loaded if base == name and version.isdigit()]
 
     async def teardown(self) -> None:
-        """Let go of the server, which runs on; requests under way end by an error."""
+        """Release the server without stopping it; requests in flight end with an error."""
         self._gate.dismiss()
         await self._server.shut()
 

@@ -7,17 +7,18 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from skyrl_train.generators.base import TrajectoryID
-from skyrl_train.generators.recorded import recorded_groups
+from skyrl_train.generators.base import GeneratorOutput, TrajectoryID
+from skyrl_train.generators.recorded import recorded_metrics, recorded_trajectory
 from skyrl_train.inference_engines.base import (
     Completion,
     GenerationRequest,
     OnTokens,
     TokenDelta,
 )
-from skyrl_train.inference_engines.openai_api.recorder import RequestRecorder
+from skyrl_train.inference_engines.openai_api.recorder import RecordedTurn, RequestRecorder, SessionRecord
 from skyrl_train.inference_engines.openai_api.server import EndpointServer
 from skyrl_train.rollouts.adapter import to_generator_output
+from skyrl_train.rollouts.types import RolloutBatch, grouped
 from skyrl_train_testing.scripted_engine import PromptScriptEngine
 from skyrl_train_testing.tiny_models import character_tokenizer
 
@@ -92,9 +93,15 @@ def root_url(server: EndpointServer) -> str:
     return server.url.removesuffix("/v1")
 
 
+def recorded_output(turns: list[RecordedTurn], temperature: float | None = None) -> GeneratorOutput:
+    """Return what a generator returns for one trajectory with reward 1 and these turns."""
+    trajectory = recorded_trajectory(SessionRecord(turns=turns), 1.0, TrajectoryID("p", 0), temperature)
+    return to_generator_output(RolloutBatch(grouped([trajectory]), recorded_metrics([trajectory])))
+
+
 def one_row(recorder: RequestRecorder, session: str) -> tuple[list[str], str]:
     """Return the parts that the model wrote in the one training row of a session, and the whole row as text."""
-    output = to_generator_output(recorded_groups([recorder.take(session)], [1.0], [TrajectoryID("p", 0)]))
+    output = recorded_output(recorder.take(session))
     assert len(output["response_ids"]) == 1, "the conversation is not one row"
     [prompt], [response], [mask] = output["prompt_token_ids"], output["response_ids"], output["loss_masks"]
     tokenizer = thinking_tokenizer()

@@ -4,13 +4,11 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from skyrl_train.generators.base import TrajectoryID
-from skyrl_train.generators.recorded import recorded_groups
 from skyrl_train.inference_engines.native.loading import load_tokenizer
 from skyrl_train.inference_engines.openai_api.recorder import RecordedTurn, RequestRecorder
-from skyrl_train.rollouts.adapter import to_generator_output
 
 from .conftest import ANSWER, CALL, FAREWELL, client_of, run_agent, serving
+from .protocol_kit import recorded_output
 
 
 async def test_an_agents_conversation_becomes_one_sample_with_the_models_own_tokens(tool_engine, tool_model):
@@ -24,7 +22,7 @@ async def test_an_agents_conversation_becomes_one_sample_with_the_models_own_tok
 
     turns = recorder.take("episode-7")
     assert [len(turn.messages or []) for turn in turns] == [1, 3, 5]
-    output = to_generator_output(recorded_groups([turns], [1.0], [TrajectoryID("prompt", 0)], temperature=0.0))
+    output = recorded_output(turns, temperature=0.0)
 
     [prompt], [response] = output["prompt_token_ids"], output["response_ids"]
     [mask], [log_probs] = output["loss_masks"], output["rollout_logprobs"]
@@ -61,7 +59,7 @@ async def test_a_history_that_the_agent_rewrote_begins_a_new_row(tool_engine, to
             model="tiny", messages=history, max_tokens=5, seed=1, extra_headers=session
         )
         assert server.frontend.take_metrics()["endpoint/rendered_turns"] == 1
-    output = to_generator_output(recorded_groups([recorder.take("s")], [1.0], [TrajectoryID("prompt", 0)]))
+    output = recorded_output(recorder.take("s"))
     assert len(output["response_ids"]) == 2
     assert output["is_last_step"] == [False, True]
     assert [sum(reward) for reward in output["rewards"]] == [0.0, 1.0]
@@ -78,7 +76,7 @@ async def test_turns_of_another_temperature_do_not_train(chat_engine, chat_model
                 temperature=temperature,
                 extra_body={"session_id": 5},
             )
-    output = to_generator_output(recorded_groups([recorder.take(5)], [1.0], [TrajectoryID("p", 0)], temperature=1.0))
+    output = recorded_output(recorder.take(5), temperature=1.0)
     assert output["loss_masks"] == [[1, 1, 1], [0, 0, 0]]
     metrics = output["rollout_metrics"]
     assert (metrics["tokens/not_trained/other_temperature"], metrics["tokens/trained_share"]) == (3, 0.5)
@@ -98,12 +96,12 @@ def test_a_session_of_one_turn_earns_the_reward_on_its_last_token():
         started=0.0,
         finished=1.0,
     )
-    output = to_generator_output(recorded_groups([[turn]], [1.0], [TrajectoryID("p", 0)]))
+    output = recorded_output([turn])
     assert output["rewards"] == [[0.0, 1.0]]
 
 
 def test_an_agent_that_asked_nothing_is_a_failure_and_trains_nothing():
-    output = to_generator_output(recorded_groups([[]], [1.0], [TrajectoryID("p", 0)]))
+    output = recorded_output([])
     assert output["loss_masks"] == [[0]]
     assert output["failures"][0].kind == "infrastructure"
     assert output["rewards"] == [[0.0]]

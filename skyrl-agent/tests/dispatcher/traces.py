@@ -41,16 +41,12 @@ class SharedMachine:
     """Runtimes that it can hold; None: as many as there are trajectories."""
     saturates: bool = False
     """The model approaches its capacity gradually: n trajectories have the speed places * (1 - exp(-n / places))."""
-    thrashes: float = 0.0
-    """Share of its speed that the model loses with twice as many trajectories as it has places, and so on."""
     failing_starts: float = 0.0
     """Share of starts that fail at the end of their time."""
-    failures_at_once: int = 1
-    """Starts in a row that fail together."""
 
     def curves(self) -> tuple[Curve, Curve, Curve]:
         places = self.places
-        model: Curve = lambda n: min(n, places) / (1 + self.thrashes * max(0.0, n / places - 1))  # noqa: E731
+        model: Curve = lambda n: min(n, places)  # noqa: E731
         if self.saturates:
             model = lambda n: places * (1 - math.exp(-n / places))  # noqa: E731
         return (lambda n: min(n, self.starts)), model, (lambda n: min(n, self.graders))
@@ -109,24 +105,18 @@ class Family:
     name: str
     draw: Draw
     machine: SharedMachine = field(default_factory=SharedMachine)
-    drift: float = 0.0
-    """Amplitude of the drift of evaluation, of one period from the first to the last trajectories of the instances."""
 
     def batch(self, seed: int, epoch: int = 0, instances: int = 64, of_each: int = 8) -> list[Work]:
         """Draw a batch, instance by instance. Batches of one seed have the same instances."""
         values = random.Random(f"{self.name} {seed}")
         generator = random.Random(f"{self.name} {seed} {epoch}")
         drawn = [(values.gauss(0, 1), values.gauss(0, 1), values.gauss(0, 1)) for _ in range(instances)]
-        works = [self.draw(generator, value) for value in drawn for _ in range(of_each)]
-        drifts = [1 + self.drift * math.sin(2 * math.pi * number / of_each) for number in range(of_each)]
-        return [(a, b, c * drifts[number % of_each]) for number, (a, b, c) in enumerate(works)]
+        return [self.draw(generator, value) for value in drawn for _ in range(of_each)]
 
     def failing(self, works: Sequence[Work]) -> list[bool]:
         """Return which trajectories of a batch need two starts."""
         generator = random.Random(repr(works[0]))
-        at_once = self.machine.failures_at_once
-        fail = [generator.random() < self.machine.failing_starts for _ in range(0, len(works), at_once)]
-        return [fail[number // at_once] for number in range(len(works))]
+        return [generator.random() < self.machine.failing_starts for _ in works]
 
 
 FAMILIES = (
@@ -141,41 +131,6 @@ FAMILIES = (
     Family("search", lognormal((0.1, 30, 0.1)), SharedMachine(starts=512, graders=512)),
     Family("saturating GPU", lognormal((20, 100, 30)), SharedMachine(places=48, saturates=True)),
 )
-
-LENGTHS = (2, 113, 137, 154, 168, 183, 197, 209, 222, 236, 252, 269, 286, 304, 325, 348, 375, 410, 459, 546, 1571)
-"""Quantiles (0, 5, ... 100 %) of the lengths of 5,276 solutions of GSM8K's problems by models, in characters."""
-
-
-def _weibull(generator: random.Random, values: Values) -> Work:
-    return 20.0, 80 * (-math.log(1 - min(_rank(generator, values[1]), 1 - 1e-9))) ** (1 / 0.7), 30.0
-
-
-def _three_kinds(generator: random.Random, values: Values) -> Work:
-    rank = _rank(generator, values[1])
-    seconds = 30.0 if rank < 0.6 else 120.0 if rank < 0.9 else 500.0
-    return 20.0, seconds * generator.uniform(0.7, 1.3), 30.0
-
-
-def _solution_lengths(generator: random.Random, values: Values) -> Work:
-    place = _rank(generator, values[1]) * (len(LENGTHS) - 1)
-    below = min(int(place), len(LENGTHS) - 2)
-    characters = LENGTHS[below] + (place - below) * (LENGTHS[below + 1] - LENGTHS[below])
-    return 2.0, characters / 4, 5.0
-
-
-HELD_OUT = (
-    Family("Weibull", _weibull),
-    Family("three kinds", _three_kinds),
-    Family(
-        "bursts of failures",
-        lognormal((40, 100, 20)),
-        SharedMachine(starts=24, failing_starts=0.2, failures_at_once=16),
-    ),
-    Family("solution lengths", _solution_lengths, SharedMachine(starts=256)),
-    Family("drifting grader", lognormal((20, 100, 90), (0.5, 0.5, 0.5)), SharedMachine(graders=48), drift=0.8),
-    Family("thrashing model", lognormal((20, 100, 30)), SharedMachine(thrashes=0.3)),
-)
-"""Families that took no part in choosing the policy of `auto` or its constants."""
 
 
 class SharedStage:
@@ -256,26 +211,20 @@ def run_batches(
 
     async def run() -> list[dict[str, float]]:
         capacity = Capacity(section, named_instances=named_instances)
-        return [await run_batch(family, section, works, of_each, capacity) for works in batches]
+        return [await _run_batch(family, section, works, of_each, capacity) for works in batches]
 
     return virtual_time.run(run())
 
 
-async def run_batch(
-    family: Family,
-    section: DispatcherSection,
-    works: Sequence[Work],
-    of_each: int = 8,
-    capacity: Capacity | None = None,
-    dispatch: type[Dispatch] = Dispatch,
+async def _run_batch(
+    family: Family, section: DispatcherSection, works: Sequence[Work], of_each: int, capacity: Capacity
 ) -> dict[str, float]:
-    """Run a batch by the clock of the event loop. Returns: the dispatcher's metrics."""
     stages = [SharedStage(curve) for curve in family.machine.curves()]
     trajectories = [
         TracedTrajectory(number, of_each, work, stages, fails)
         for number, (work, fails) in enumerate(zip(works, family.failing(works), strict=True))
     ]
-    scheduler = dispatch(section, capacity=capacity)
+    scheduler = Dispatch(section, capacity=capacity)
     async for trajectory in scheduler.run(trajectories):
         assert not trajectory.failed, trajectory.result.failure
     return scheduler.metrics()
