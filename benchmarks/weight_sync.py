@@ -17,7 +17,7 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version as version_of
@@ -89,10 +89,6 @@ class Policy:
             parameter.grad = None
             self.sent[name].copy_(parameter.detach())
 
-    def buckets(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        for item in self.sent.items():
-            yield [item]
-
 
 class BenchmarkedHolder(WeightHolder):
     """A holder that can tell whether it holds exactly the bytes of a file of tensors."""
@@ -116,9 +112,9 @@ class Timings:
     def add(self, sender: WeightSender, policy: Policy, version: int, stages: bool) -> dict[str, float]:
         began = time.perf_counter()
         if stages:
-            sender.stage(policy.buckets(), version)
+            sender.stage(policy.sent.items(), version)
         paused = time.perf_counter()
-        metrics = sender.send(None if stages else policy.buckets(), version).metrics
+        metrics = sender.send(None if stages else policy.sent.items(), version).metrics
         ended = time.perf_counter()
         self.seconds.append(ended - began)
         self.pause.append(ended - paused)

@@ -18,7 +18,7 @@ from skyrl_train.errors import SkyRLError, WeightSyncError
 from skyrl_train.weight_sync.base import Place, WeightReport, WeightSyncInitInfo
 from skyrl_train.weight_sync.fingerprint import Verification, differences, fingerprints_of, some_of
 from skyrl_train.weight_sync.lockstep import LockstepRanks, PolicyRanks, in_lockstep
-from skyrl_train.weight_sync.payload import Bucket, Payload, most_bytes_of, num_bytes_of, payloads_of
+from skyrl_train.weight_sync.payload import NamedTensor, Payload, most_bytes_of, num_bytes_of, payloads_of
 from skyrl_train.weight_sync.staging import CheckpointStage, DeltaStage, Stage
 from skyrl_train.weight_sync.writer import RankWriter, place_for
 
@@ -66,8 +66,8 @@ class WeightSender:
         init_infos: of each engine (`skyrl_train.weight_sync.plan.init_infos_for`).
         device: where the parameters are.
         ranks: of the policy.
-        max_bucket_bytes: of the buckets that come. They leave in pieces of at most a quarter, so that two of those (one
-            being written, one being read) are little beside the bucket being gathered.
+        max_bucket_bytes: bound of the memory that a sync needs. A bucket has at most a quarter: one is gathered, one
+            written, one read.
         verification: what the engines' fingerprints read; `off`: nothing is compared.
 
     Raises:
@@ -111,7 +111,7 @@ class WeightSender:
             self.close()
             raise
 
-    def stage(self, buckets: Iterable[Bucket], version: int) -> None:
+    def stage(self, tensors: Iterable[NamedTensor], version: int) -> None:
         """Do the work that needs no engine, where `needs_staging`: write files, encode.
 
         Raises:
@@ -119,7 +119,7 @@ class WeightSender:
         """
         stage = self._stage
         if stage is None:
-            raise ValueError("this way of weights has no stage; give the buckets to `send`")
+            raise ValueError("this way of weights has no stage; give the tensors to `send`")
         began = perf_counter()
         self._staged_version, self._staged_fingerprints = None, {}
 
@@ -130,27 +130,27 @@ class WeightSender:
             self._staged_fingerprints |= fingerprints_of(payload.bucket, version, self._verification)
             return Place()
 
-        in_lockstep(self._ranks, payloads_of(buckets, self._most_bytes), prepare)
+        in_lockstep(self._ranks, payloads_of(tensors, self._most_bytes), prepare)
         stage.end(version)
         self._staged_version = version
         self._stage_seconds = perf_counter() - began
 
-    def send(self, buckets: Iterable[Bucket] | None, version: int) -> SyncResult:
-        """Stream the buckets to every engine, which then takes on `version`.
+    def send(self, tensors: Iterable[NamedTensor] | None, version: int) -> SyncResult:
+        """Stream the tensors to every engine, which then takes on `version`.
 
         Args:
-            buckets: None: those that were staged.
+            tensors: None: those that were staged.
 
         Raises:
             WeightSyncError: an engine failed, or holds other weights than the trainer; names both.
         """
-        if self._stage is not None and buckets is not None:
-            self.stage(buckets, version)
+        if self._stage is not None and tensors is not None:
+            self.stage(tensors, version)
         # Unknown until the sync has ended: after a failure no change may be sent on top of it.
         held, self._held = self._held, None
         self._seconds = dict.fromkeys(("write", "wait", "fingerprint", "finish"), 0.0)
         began = perf_counter()
-        sums, expected = self._stream(buckets, version, held)
+        sums, expected = self._stream(tensors, version, held)
         with self._timed("finish"):
             finishing = self._engines.call_all("finish_weight_update", version)
             reports: list[WeightReport] = self._wait(finishing, f"at the end of version {version}")
@@ -185,7 +185,7 @@ class WeightSender:
     # ---- one sync
 
     def _stream(
-        self, buckets: Iterable[Bucket] | None, version: int, held: int | None
+        self, tensors: Iterable[NamedTensor] | None, version: int, held: int | None
     ) -> tuple[dict[str, float], dict[str, int]]:
         """Send every bucket to every engine, one at a time, since nothing promises the order of two calls. Returns:
         metrics and the fingerprints of the tensors sent."""
@@ -218,9 +218,9 @@ class WeightSender:
             sums["buckets"] += 1
 
         if self._stage is None:
-            if buckets is None:
-                raise ValueError("nothing was staged; give the buckets to `send`")
-            in_lockstep(self._ranks, payloads_of(buckets, self._most_bytes), prepare, announce)
+            if tensors is None:
+                raise ValueError("nothing was staged; give the tensors to `send`")
+            in_lockstep(self._ranks, payloads_of(tensors, self._most_bytes), prepare, announce)
         else:
             if self._staged_version != version:
                 raise ValueError(f"version {version} is to be sent, but {self._staged_version} was staged")

@@ -12,7 +12,6 @@ import torch
 from skyrl_train.distributed.process_group import free_port
 from skyrl_train.inference_engines.base import InferenceEngineInterface
 from skyrl_train.weight_sync.base import Encoding, Transport, WeightReport, WeightUpdateRequest
-from skyrl_train.weight_sync.payload import in_buckets
 from skyrl_train.weight_sync.plan import Route, init_infos_for
 from skyrl_train.weight_sync.sender import SyncResult, WeightSender, needs_staging
 
@@ -132,8 +131,7 @@ class WeightPath:
 
     def _send(self, sender: WeightSender, weights: Mapping[str, torch.Tensor], version: int) -> SyncResult:
         cast = ((name, tensor.detach().to(self._dtype)) for name, tensor in weights.items())
-        buckets = in_buckets(cast, self._max_bucket_bytes)
         if not self._is_staged:
-            return sender.send(buckets, version)
-        sender.stage(buckets, version)
+            return sender.send(cast, version)
+        sender.stage(cast, version)
         return sender.send(None, version)
