@@ -140,7 +140,7 @@ def check_exact(engines: HolderProcesses, policy: Policy, folder: str) -> None:
     """End the run unless the engines hold exactly the bits that were sent."""
     file = os.path.join(folder, "expected.pt")
     torch.save(policy.sent, file)
-    different = engines.wait(engines.call_all("num_different", file))
+    different = engines.wait(engines.call_all(BenchmarkedHolder.num_different, file))
     os.remove(file)
     if any(different):
         raise SystemExit(f"engines hold other weights than were sent: {different} tensors differ")

@@ -129,7 +129,7 @@ class SyncRank:
 
     def be_slow(self, engine: int, seconds: float) -> None:
         if self._engines is not None:
-            self._engines.wait(self._engines.call_one(engine, "be_slow", seconds))
+            self._engines.wait([self._engines.start(engine, HeldWeights.be_slow, seconds)])
 
     def restart(self, engine: int) -> None:
         if self._engines is not None:
@@ -140,7 +140,7 @@ class SyncRank:
         if self._engines is None:
             return []
         expected = fingerprints_of(weights_of(self._shapes, version), version, "full")
-        reports: list[dict[str, int]] = self._engines.wait(self._engines.call_all("held", version))
+        reports: list[dict[str, int]] = self._engines.wait(self._engines.call_all(HeldWeights.held, version))
         return [sum(report[name] != expected[name] for name in expected) for report in reports]
 
 

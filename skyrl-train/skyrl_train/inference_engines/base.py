@@ -3,7 +3,7 @@
 Trainer, generators and client know engines only through this file. It imports no engine and no Ray.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ import numpy as np
 from skyrl_train.expert_routes import ExpertRoutes
 from skyrl_train.kept_tokens import KeptTokens
 from skyrl_train.types import ConversationType
-from skyrl_train.weight_sync.base import LoraLoadRequest, WeightReport, WeightSyncInitInfo, WeightUpdateRequest
+from skyrl_train.weight_sync.base import LoraLoadRequest, WeightReport, WeightUpdates
 
 StopReason = Literal["stop", "length", "abort", "error"]
 """`stop`: an end-of-sequence or stop token, or a stop string. `length`: the token budget or the context is used up.
@@ -241,7 +241,7 @@ def raise_failures(output: InferenceEngineOutput) -> None:
             raise failure
 
 
-class InferenceEngineInterface(ABC):
+class InferenceEngineInterface(WeightUpdates):
     """One engine, or a client over many. Every coroutine ends, with a result or with an error."""
 
     @abstractmethod
@@ -307,19 +307,6 @@ class InferenceEngineInterface(ABC):
         """Undo `sleep`. `tags` selects what comes back: `weights`, `kv_cache`; None means both."""
 
     @abstractmethod
-    async def init_weight_update_communicator(self, init_info: WeightSyncInitInfo) -> None: ...
-
-    @abstractmethod
-    async def update_named_weights(self, request: WeightUpdateRequest) -> None:
-        """Receive one bucket of named parameters. No token is computed until `finish_weight_update`; running requests
-        stay, and new ones wait, with or without `pause_generation`."""
-
-    @abstractmethod
-    async def finish_weight_update(self, version: int) -> WeightReport:
-        """Finish the update after its last bucket: take on `version`, stop using cached prefixes of older versions, and
-        report a fingerprint of every tensor of this update as the engine holds it now."""
-
-    @abstractmethod
     async def load_lora(self, request: LoraLoadRequest) -> WeightReport:
         """Load an adapter from a folder, in place of one with the same name; requests that name it use it from now on,
         under `request.version`."""
@@ -327,10 +314,6 @@ class InferenceEngineInterface(ABC):
     @abstractmethod
     async def unload_lora(self, name: str) -> None:
         """Unload an adapter after the running requests that use it. An unknown name raises ValueError."""
-
-    @abstractmethod
-    async def weight_version(self) -> int:
-        """Return the version that the next token will have; 0 until a first update."""
 
     @abstractmethod
     async def reset_prefix_cache(self) -> None: ...

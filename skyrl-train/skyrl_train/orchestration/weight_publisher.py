@@ -29,11 +29,11 @@ from skyrl_train.inference_engines.remote.handles import RemoteEngines
 from skyrl_train.orchestration.actor_group import ActorGroup
 from skyrl_train.orchestration.colocation import Colocation
 from skyrl_train.utils.io import expand_path
-from skyrl_train.weight_sync.base import LoraLoadRequest
+from skyrl_train.weight_sync.base import EngineHandles, LoraLoadRequest
 from skyrl_train.weight_sync.canary import CanaryTolerance, LogProbs, canary_prompts, check_canaries
 from skyrl_train.weight_sync.fingerprint import differences
 from skyrl_train.weight_sync.plan import RankPlace, Strategy, init_infos_for, plan_routes
-from skyrl_train.weight_sync.sender import EngineHandles, needs_staging
+from skyrl_train.weight_sync.sender import needs_staging
 
 ADAPTER = "policy"
 """Name under which engines hold the policy's adapters."""

@@ -9,33 +9,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from loguru import logger
 
 from skyrl_train.errors import SkyRLError, WeightSyncError
-from skyrl_train.weight_sync.base import Place, WeightReport, WeightSyncInitInfo
+from skyrl_train.weight_sync.base import EngineHandles, Place, WeightReport, WeightSyncInitInfo, WeightUpdates
 from skyrl_train.weight_sync.fingerprint import Verification, differences, fingerprints_of, some_of
 from skyrl_train.weight_sync.lockstep import LockstepRanks, PolicyRanks, in_lockstep
 from skyrl_train.weight_sync.payload import NamedTensor, Payload, most_bytes_of, num_bytes_of, payloads_of
 from skyrl_train.weight_sync.staging import CheckpointStage, DeltaStage, Stage
 from skyrl_train.weight_sync.writer import RankWriter, place_for
-
-
-class EngineHandles(Protocol):
-    """The engines, wherever they run. Calls start at once; `wait` ends them, by their answers or an error that names
-    the engine, before a deadline of its own."""
-
-    def call_all(self, method: str, *args: object) -> list[Any]:
-        """The same call to every engine."""
-        ...
-
-    def call_each(self, method: str, args: Sequence[object]) -> list[Any]:
-        """The i-th argument to the i-th engine."""
-        ...
-
-    def wait(self, calls: list[Any]) -> list[Any]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +137,7 @@ class WeightSender:
         began = perf_counter()
         sums, expected = self._stream(tensors, version, held)
         with self._timed("finish"):
-            finishing = self._engines.call_all("finish_weight_update", version)
+            finishing = self._engines.call_all(WeightUpdates.finish_weight_update, version)
             reports: list[WeightReport] = self._wait(finishing, f"at the end of version {version}")
         if self._stage is not None:
             self._seconds["stage"], expected = self._stage_seconds, self._staged_fingerprints
@@ -174,10 +159,11 @@ class WeightSender:
 
     def _meet(self, device: torch.device) -> None:
         engines = self._engines
-        self._wait(engines.call_all("weight_version"), "before it began")  # a group waits long for a dead engine
+        # First, as a group waits long for a dead engine.
+        self._wait(engines.call_all(WeightUpdates.weight_version), "before it began")
         # Both ends meet in a group, so neither may wait for the other before it has begun: engines first, without
         # waiting.
-        joining = engines.call_each("init_weight_update_communicator", self._init_infos)
+        joining = engines.call_each(WeightUpdates.init_weight_update_communicator, self._init_infos)
         meeting = self._threads.submit(RankWriter, self._init_infos, self._ranks.rank, device)
         self._wait(joining, "while the engines joined")
         self._writer = meeting.result()
@@ -208,7 +194,7 @@ class WeightSender:
                 payload.request(version=version, index=index, **place_for(info, places)) for info in self._init_infos
             ]
             self._receiving_what = f"at {payload.name(version, index)}"
-            self._receiving = self._engines.call_each("update_named_weights", requests)
+            self._receiving = self._engines.call_each(WeightUpdates.update_named_weights, requests)
             # Beside the fingerprints: broadcasting waits for the network, hashing for the processor.
             self._transmission = self._threads.submit(writer.transmit, requests[0])
             with self._timed("fingerprint"):

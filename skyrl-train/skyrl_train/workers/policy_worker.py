@@ -14,14 +14,14 @@ from skyrl_train.training_backends.base import Gradient, MakeBackend, MetricSums
 from skyrl_train.training_batch import MicroBatch, TrainingInputBatch, TrainingOutputBatch
 from skyrl_train.utils.gpu_monitor import GpuMonitor, start_monitor
 from skyrl_train.utils.io import expand_path
-from skyrl_train.weight_sync.base import WeightSyncInitInfo
+from skyrl_train.weight_sync.base import EngineHandles, WeightSyncInitInfo
 from skyrl_train.weight_sync.cuda_ipc import gpu_uuid
 from skyrl_train.weight_sync.fingerprint import fingerprints_of
 from skyrl_train.weight_sync.lockstep import PolicyRanks
 from skyrl_train.weight_sync.payload import NamedTensor
 from skyrl_train.weight_sync.plan import RankPlace
 from skyrl_train.weight_sync.rank_part import RankPart
-from skyrl_train.weight_sync.sender import EngineHandles, WeightSender, needs_staging
+from skyrl_train.weight_sync.sender import WeightSender, needs_staging
 from skyrl_train.workers.objectives.policy import PolicyObjective
 from skyrl_train.workers.profiler import StepProfiler, create_profiler
 from skyrl_train.workers.worker import Worker, create_backend

@@ -12,7 +12,7 @@ import torch
 
 from skyrl_train.distributed.process_group import free_port
 from skyrl_train.errors import WorkerError
-from skyrl_train.weight_sync.base import WeightUpdateRequest
+from skyrl_train.weight_sync.base import WeightUpdateRequest, WeightUpdates
 from skyrl_train.weight_sync.lockstep import PolicyRanks
 from skyrl_train.weight_sync.payload import NamedTensor
 from skyrl_train.weight_sync.plan import Route, init_infos_for
@@ -76,8 +76,12 @@ class FailingHandles(HoldersInThreads):
 
     has_failed = False
 
-    def call_each(self, method: str, args: Sequence[Any]) -> list[Any]:
-        if method == "update_named_weights" and not self.has_failed and (args[0].version, args[0].index) == (2, 1):
+    def call_each(self, method: Callable[..., object], args: Sequence[Any]) -> list[Any]:
+        if (
+            method is WeightUpdates.update_named_weights
+            and not self.has_failed
+            and (args[0].version, args[0].index) == (2, 1)
+        ):
             self.has_failed = True
             raise ConnectionError("no connection")
         return super().call_each(method, args)
