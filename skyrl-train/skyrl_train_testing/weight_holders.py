@@ -20,6 +20,7 @@ import torch
 from skyrl_train.errors import SkyRLError, WorkerError
 from skyrl_train.weight_sync.base import EngineHandles, WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 from skyrl_train.weight_sync.fingerprint import Verification, fingerprints_of
+from skyrl_train.weight_sync.lockstep import PolicyRanks
 from skyrl_train.weight_sync.receiver import WeightReceiver
 
 CPU = torch.device("cpu")
@@ -107,7 +108,7 @@ class HoldersInThreads(EngineHandles):
 
 
 class RanksInThreads:
-    """LockstepRanks of a policy, each in a thread of this process (`skyrl_train.weight_sync.lockstep.LockstepRanks`).
+    """Ranks of a policy, each in a thread of this process.
 
     Args:
         timeout_seconds: the longest that one rank waits for the others in a collective.
@@ -132,13 +133,12 @@ class RanksInThreads:
         return of_ranks
 
 
-class RankInThread:
+class RankInThread(PolicyRanks):
     """One of `RanksInThreads`, as it sees them."""
 
     def __init__(self, ranks: RanksInThreads, rank: int):
+        super().__init__(rank, ranks.world_size)
         self._ranks = ranks
-        self.rank = rank
-        self.world_size = ranks.world_size
 
     def all_gather(self, own: object) -> list[Any]:
         return self._ranks.meet(self.rank, own)

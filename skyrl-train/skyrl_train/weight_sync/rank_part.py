@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from skyrl_train.weight_sync.base import Place, WeightSyncInitInfo
-from skyrl_train.weight_sync.lockstep import LockstepRanks, in_lockstep
+from skyrl_train.weight_sync.lockstep import PolicyRanks, in_lockstep
 from skyrl_train.weight_sync.payload import NamedTensor, most_bytes_of, payloads_of
 from skyrl_train.weight_sync.sender import SyncResult
 from skyrl_train.weight_sync.writer import RankWriter
@@ -25,7 +25,7 @@ class RankPart:
         self,
         init_infos: Sequence[WeightSyncInitInfo],
         device: torch.device,
-        ranks: LockstepRanks,
+        ranks: PolicyRanks,
         *,
         max_bucket_bytes: int,
     ):

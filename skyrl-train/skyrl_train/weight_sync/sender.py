@@ -17,9 +17,9 @@ from loguru import logger
 from skyrl_train.errors import SkyRLError, WeightSyncError
 from skyrl_train.weight_sync.base import EngineHandles, Place, WeightReport, WeightSyncInitInfo, WeightUpdates
 from skyrl_train.weight_sync.fingerprint import Verification, differences, fingerprints_of, some_of
-from skyrl_train.weight_sync.lockstep import LockstepRanks, PolicyRanks, in_lockstep
+from skyrl_train.weight_sync.lockstep import PolicyRanks, in_lockstep
 from skyrl_train.weight_sync.payload import NamedTensor, Payload, most_bytes_of, num_bytes_of, payloads_of
-from skyrl_train.weight_sync.staging import CheckpointStage, DeltaStage, Stage
+from skyrl_train.weight_sync.staging import CheckpointStage, DeltaStage
 from skyrl_train.weight_sync.writer import RankWriter, place_for
 
 
@@ -64,7 +64,7 @@ class WeightSender:
         engines: EngineHandles,
         init_infos: Sequence[WeightSyncInitInfo],
         device: torch.device,
-        ranks: LockstepRanks | None = None,
+        ranks: PolicyRanks | None = None,
         *,
         max_bucket_bytes: int,
         verification: Verification,
@@ -303,7 +303,7 @@ def _words_on(shares: dict[str, float], received_only: set[str]) -> str:
     )
 
 
-def _stage(init_info: WeightSyncInitInfo) -> Stage | None:
+def _stage(init_info: WeightSyncInitInfo) -> DeltaStage | CheckpointStage | None:
     if init_info.encoding == "delta":
         return DeltaStage(init_info.directory)
     return CheckpointStage(init_info.directory) if init_info.transport == "checkpoint" else None
