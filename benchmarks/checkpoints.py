@@ -79,11 +79,11 @@ class Measurement:
 
     async def of(self, call: Callable[[], Awaitable[Any]]) -> tuple[float, float]:
         """Return the seconds that a call takes, and the peak memory of a rank in GB."""
-        await self._group.call_all("forget_peak")
+        await self._group.call_all(BenchmarkedWorker.forget_peak)
         started = time.monotonic()
         await call()
         seconds = time.monotonic() - started
-        return seconds, max(await self._group.call_all("peak")) / 1e9
+        return seconds, max(await self._group.call_all(BenchmarkedWorker.peak)) / 1e9
 
 
 async def measure(group: ActorGroup, root: str, *, in_background: bool) -> list[str]:
@@ -127,7 +127,7 @@ async def run(folder: Path, megabytes: int) -> None:
     group = ActorGroup("policy", ranks, device="cpu", timeout_seconds=TIMEOUT_SECONDS)
     try:
         await group.init_model()
-        await group.call_all("make_moments")
+        await group.call_all(BenchmarkedWorker.make_moments)
         print(f"{describe_machine()}; {num_bytes / 1e9:.2f} GB, {NUM_RANKS} FSDP2 ranks\n")
         rows = []
         for place in (str(folder / "disk"), f"{BUCKET}/benchmark"):

@@ -88,10 +88,6 @@ class Policy:
             parameter.grad = None
             self.sent[name].copy_(parameter.detach())
 
-    def buckets(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        for item in self.sent.items():
-            yield [item]
-
 
 class BenchmarkedHolder(WeightHolder):
     """A holder that can tell whether it holds exactly the bytes of a file of tensors."""
@@ -115,9 +111,9 @@ class Timings:
     def add(self, sender: WeightSender, policy: Policy, version: int, stages: bool) -> dict[str, float]:
         began = time.perf_counter()
         if stages:
-            sender.stage(policy.buckets(), version)
+            sender.stage(policy.sent.items(), version)
         paused = time.perf_counter()
-        metrics = sender.send(None if stages else policy.buckets(), version).metrics
+        metrics = sender.send(None if stages else policy.sent.items(), version).metrics
         ended = time.perf_counter()
         self.seconds.append(ended - began)
         self.pause.append(ended - paused)
@@ -143,7 +139,7 @@ def check_exact(engines: HolderProcesses, policy: Policy, folder: str) -> None:
     """End the run unless the engines hold exactly the bits that were sent."""
     file = os.path.join(folder, "expected.pt")
     torch.save(policy.sent, file)
-    different = engines.wait(engines.call_all("num_different", file))
+    different = engines.wait(engines.call_all(BenchmarkedHolder.num_different, file))
     os.remove(file)
     if any(different):
         raise SystemExit(f"engines hold other weights than were sent: {different} tensors differ")

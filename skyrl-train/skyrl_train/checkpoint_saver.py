@@ -15,6 +15,7 @@ from skyrl_train.errors import CheckpointError
 from skyrl_train.orchestration.actor_group import ActorGroup
 from skyrl_train.training_backends.checkpoint import WrittenFiles
 from skyrl_train.utils.explanations import explain_expiry
+from skyrl_train.workers.worker import Worker
 
 T = TypeVar("T")
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0  # seconds between two looks at what ranks have written
@@ -59,7 +60,7 @@ class CheckpointSaver:
         if not self._in_background:
             async with _in_thread(self._store.writing(step)) as draft:
                 for group in groups:
-                    reports = await group.call_all("save_checkpoint", str(draft.shared / group.name))
+                    reports = await group.call_all(Worker.save_checkpoint, str(draft.shared / group.name))
                     await asyncio.to_thread(draft.add, group.name, reports)
                 await write_rest(draft.folder)
             when_complete()
@@ -71,7 +72,7 @@ class CheckpointSaver:
             started = time.monotonic()
             async with _in_thread(self._store.writing(step)) as draft:
                 for group in groups:
-                    await group.call_all("start_checkpoint", str(draft.shared / group.name))
+                    await group.call_all(Worker.start_checkpoint, str(draft.shared / group.name))
                 await write_rest(draft.folder)
                 copied.set()
                 for group in groups:
@@ -131,7 +132,7 @@ async def _files_of(group: ActorGroup) -> list[WrittenFiles]:
     """Wait until all ranks have written. Asks between their other calls: they train meanwhile."""
     pause = _FIRST_PAUSE
     while True:
-        reports: list[WrittenFiles | None] = await group.call_all("checkpoint_files")
+        reports = await group.call_all(Worker.checkpoint_files)
         if all(reports):
             return [report for report in reports if report is not None]
         await asyncio.sleep(pause)

@@ -274,13 +274,13 @@ class RayPPOTrainer(TrainingRun):
     async def update_ref_with_policy(self) -> None:
         """Replace the reference model by the current policy (`update_ref_every_epoch`)."""
         with self.timed("update_ref_with_policy"):
-            await self.policy_model.call_all("save_hf_model", str(self._reference_folder), self.tokenizer)
+            await self.policy_model.call_all(PolicyWorker.save_hf_model, str(self._reference_folder), self.tokenizer)
             await self._load_reference()
 
     async def _load_reference(self) -> None:
         assert self.ref_model is not None
         async with self.colocation.swapped_in("ref"):
-            await self.ref_model.call_all("load_weights", str(self._reference_folder))
+            await self.ref_model.call_all(RefWorker.load_weights, str(self._reference_folder))
 
     @property
     def _reference_folder(self) -> Path:

@@ -29,6 +29,8 @@ from skyrl_train.utils.stop_request import StopRequest
 from skyrl_train.utils.storage import Place, check_access, location
 from skyrl_train.utils.timer import Timer
 from skyrl_train.utils.tracking import Tracking
+from skyrl_train.workers.policy_worker import PolicyWorker
+from skyrl_train.workers.worker import Worker
 
 T = TypeVar("T")
 
@@ -155,9 +157,9 @@ class TrainingRun(ABC):
         for."""
         trainer, policy = self.cfg.trainer, self.trainable_groups[0]
         if trainer.policy.torch_profiler_config.enable:
-            await policy.call_all("end_profiled_step", self.global_step)
+            await policy.call_all(PolicyWorker.end_profiled_step, self.global_step)
         if trainer.enable_ray_gpu_monitor and trainer.placement.device == "cuda":
-            self.all_metrics |= load_metrics(await policy.call_all("take_gpu_load"))
+            self.all_metrics |= load_metrics(await policy.call_all(PolicyWorker.take_gpu_load))
 
     def is_due(self, interval: int) -> bool:
         """Return True every `interval` steps and after the last one; never if the interval is not positive."""
@@ -265,7 +267,7 @@ class TrainingRun(ABC):
         folder = location(self.cfg.trainer.export_path) / f"global_step_{self.global_step}"
         with self.timed("save_hf_model"):
             for group in self.trainable_groups:
-                await group.call_all("save_hf_model", str(folder / group.name), self.tokenizer)
+                await group.call_all(Worker.save_hf_model, str(folder / group.name), self.tokenizer)
 
 
 async def load_group(group: ActorGroup, checkpoint: Checkpoint) -> None:
@@ -277,8 +279,8 @@ async def load_group(group: ActorGroup, checkpoint: Checkpoint) -> None:
     folder = checkpoint.folder / group.name
     with checkpoint.naming_remedy():
         if not isinstance(folder, Path):
-            await group.call_all("fetch_checkpoint", str(folder), checkpoint.records_of(group.name))
-    await group.call_all("load_checkpoint", str(folder))
+            await group.call_all(Worker.fetch_checkpoint, str(folder), checkpoint.records_of(group.name))
+    await group.call_all(Worker.load_checkpoint, str(folder))
 
 
 def num_training_steps(trainer: TrainerConfig, num_rows: int) -> int:

@@ -28,7 +28,7 @@ from skyrl_train.orchestration.process_ranks import ProcessRanks
 from skyrl_train.weight_sync.base import WeightSyncInitInfo, WeightUpdateRequest
 from skyrl_train.weight_sync.fingerprint import Verification, fingerprints_of
 from skyrl_train.weight_sync.lockstep import PolicyRanks
-from skyrl_train.weight_sync.payload import Bucket
+from skyrl_train.weight_sync.payload import NamedTensor
 from skyrl_train.weight_sync.plan import Route, init_infos_for
 from skyrl_train.weight_sync.rank_part import RankPart
 from skyrl_train.weight_sync.sender import WeightSender
@@ -109,7 +109,7 @@ class SyncRank:
         assert self._end is not None
         delays = random.Random(f"{self._ranks.rank} {version}")
         wait: Callable[[], None] = lambda: time.sleep(delays.uniform(0, most_delay))  # noqa: E731
-        return self._end.send(self._buckets(wait, kill_engine), version).metrics
+        return self._end.send(self._gathered(wait, kill_engine), version).metrics
 
     def outcome_of_send(self, *args: Any) -> str:
         """Return the error of a `send`; empty: there was none."""
@@ -119,17 +119,17 @@ class SyncRank:
             return str(error)
         return ""
 
-    def _buckets(self, wait: Callable[[], None], kill_engine: int | None) -> Iterator[Bucket]:
+    def _gathered(self, wait: Callable[[], None], kill_engine: int | None) -> Iterator[NamedTensor]:
         for index, (name, part) in enumerate(self._parts.items()):
             if kill_engine is not None and self._engines is not None and index == len(self._parts) // 2:
                 os.kill(self._engines.processes[kill_engine].pid, signal.SIGKILL)
             wait()
-            yield [(name, gather_full_tensor(part))]
+            yield name, gather_full_tensor(part)
             wait()
 
     def be_slow(self, engine: int, seconds: float) -> None:
         if self._engines is not None:
-            self._engines.wait(self._engines.call_one(engine, "be_slow", seconds))
+            self._engines.wait([self._engines.start(engine, HeldWeights.be_slow, seconds)])
 
     def restart(self, engine: int) -> None:
         if self._engines is not None:
@@ -140,7 +140,7 @@ class SyncRank:
         if self._engines is None:
             return []
         expected = fingerprints_of(weights_of(self._shapes, version), version, "full")
-        reports: list[dict[str, int]] = self._engines.wait(self._engines.call_all("held", version))
+        reports: list[dict[str, int]] = self._engines.wait(self._engines.call_all(HeldWeights.held, version))
         return [sum(report[name] != expected[name] for name in expected) for report in reports]
 
 

@@ -18,8 +18,9 @@ from typing import Any, Self
 import torch
 
 from skyrl_train.errors import SkyRLError, WorkerError
-from skyrl_train.weight_sync.base import WeightReport, WeightSyncInitInfo, WeightUpdateRequest
+from skyrl_train.weight_sync.base import EngineHandles, WeightReport, WeightSyncInitInfo, WeightUpdateRequest
 from skyrl_train.weight_sync.fingerprint import Verification, fingerprints_of
+from skyrl_train.weight_sync.lockstep import PolicyRanks
 from skyrl_train.weight_sync.receiver import WeightReceiver
 
 CPU = torch.device("cpu")
@@ -83,19 +84,17 @@ class WeightHolder:
         return WeightReport(version=version, fingerprints=fingerprints_of(held, version, self._verification))
 
 
-class HoldersInThreads:
-    """Engines of this process, each in a thread (`skyrl_train.weight_sync.sender.EngineHandles`)."""
+class HoldersInThreads(EngineHandles):
+    """Engines of this process, each in a thread."""
 
     def __init__(self, holders: Sequence[Any], timeout_seconds: float = 20.0):
         self._holders = list(holders)
         self._timeout_seconds = timeout_seconds
         self._threads = [ThreadPoolExecutor(1) for _ in holders]
+        self.num_engines = len(self._holders)
 
-    def call_all(self, method: str, *args: Any) -> list[Future[Any]]:
-        return [self._start(index, method, *args) for index in range(len(self._holders))]
-
-    def call_each(self, method: str, args: Sequence[Any]) -> list[Future[Any]]:
-        return [self._start(index, method, arg) for index, arg in enumerate(args)]
+    def start(self, index: int, method: Callable[..., object], *args: object) -> Future[Any]:
+        return self._threads[index].submit(getattr(self._holders[index], method.__name__), *args)
 
     def wait(self, calls: list[Future[Any]]) -> list[Any]:
         done, pending = wait_for_futures(calls, self._timeout_seconds, FIRST_EXCEPTION)
@@ -107,12 +106,9 @@ class HoldersInThreads:
             raise WorkerError(f"engines {silent} did not answer within {self._timeout_seconds:g} s")
         return [call.result() for call in calls]
 
-    def _start(self, index: int, method: str, *args: Any) -> Future[Any]:
-        return self._threads[index].submit(getattr(self._holders[index], method), *args)
-
 
 class RanksInThreads:
-    """LockstepRanks of a policy, each in a thread of this process (`skyrl_train.weight_sync.lockstep.LockstepRanks`).
+    """Ranks of a policy, each in a thread of this process.
 
     Args:
         timeout_seconds: the longest that one rank waits for the others in a collective.
@@ -137,21 +133,19 @@ class RanksInThreads:
         return of_ranks
 
 
-class RankInThread:
+class RankInThread(PolicyRanks):
     """One of `RanksInThreads`, as it sees them."""
 
     def __init__(self, ranks: RanksInThreads, rank: int):
+        super().__init__(rank, ranks.world_size)
         self._ranks = ranks
-        self.rank = rank
-        self.world_size = ranks.world_size
 
     def all_gather(self, own: object) -> list[Any]:
         return self._ranks.meet(self.rank, own)
 
 
-class HolderProcesses:
-    """Engines in processes of their own (`skyrl_train.weight_sync.sender.EngineHandles`). A context manager: leaving
-    it ends them.
+class HolderProcesses(EngineHandles):
+    """Engines in processes of their own. A context manager: leaving it ends them.
 
     Args:
         make_holder: creates each engine, there; must be importable from there.
@@ -160,6 +154,7 @@ class HolderProcesses:
     def __init__(self, count: int, make_holder: Callable[[], Any], timeout_seconds: float = 60.0):
         self._timeout_seconds = timeout_seconds
         self._num_calls = 0
+        self.num_engines = count
         self._make_holder = make_holder
         self._pipes: list[Connection] = []
         self.processes: list[Any] = []
@@ -170,8 +165,8 @@ class HolderProcesses:
 
     def wait_for_start(self, timeout_seconds: float = 120.0) -> None:
         """Wait until all processes answer: imports take longer than calls."""
-        calls, self._timeout_seconds, usual = self.call_all("weight_version"), timeout_seconds, self._timeout_seconds
-        self.wait(calls)
+        usual, self._timeout_seconds = self._timeout_seconds, timeout_seconds
+        self.wait(self.call_all(WeightHolder.weight_version))
         self._timeout_seconds = usual
 
     def restart(self, index: int) -> None:
@@ -196,15 +191,6 @@ class HolderProcesses:
         for process in self.processes:
             process.kill()
             process.join(10)
-
-    def call_all(self, method: str, *args: Any) -> list[tuple[int, int]]:
-        return [self._start(index, method, *args) for index in range(len(self._pipes))]
-
-    def call_each(self, method: str, args: Sequence[Any]) -> list[tuple[int, int]]:
-        return [self._start(index, method, arg) for index, arg in enumerate(args)]
-
-    def call_one(self, index: int, method: str, *args: Any) -> list[tuple[int, int]]:
-        return [self._start(index, method, *args)]
 
     def wait(self, calls: list[tuple[int, int]]) -> list[Any]:
         deadline = time.monotonic() + self._timeout_seconds
@@ -233,10 +219,10 @@ class HolderProcesses:
                 del open_calls[index]
         return [answers[index] for index, _ in calls]
 
-    def _start(self, index: int, method: str, *args: Any) -> tuple[int, int]:
+    def start(self, index: int, method: Callable[..., object], *args: object) -> tuple[int, int]:
         self._num_calls += 1
         with suppress(ConnectionError):  # the wait says who died
-            self._pipes[index].send((self._num_calls, method, args))
+            self._pipes[index].send((self._num_calls, method.__name__, args))
         return index, self._num_calls
 
 

@@ -1,11 +1,13 @@
 """Turns of a model as tokens, and the training rows they make. Knows no tokenizer and no agent."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TypeVar
 
 from skyrl_agent.errors import BackendError
 from skyrl_agent.types import MetaInfo
+from skyrl_gym.chat.turns import TurnTokens, join_column, join_optional_column, split_appending, tokens_between
 
 T = TypeVar("T")
 
@@ -98,21 +100,13 @@ def transitions_to_training_data(transitions: Sequence[Transition]) -> list[Trai
     Raises:
         ValueError: token ids are unknown, or log-probs or versions are not one per token.
     """
-    rows: list[TrainingDatum] = []
-    stretch: list[Transition] = []
-    sequence: list[int] = []
     for index, transition in enumerate(transitions):
-        ids = _checked_ids(transition.ac, index)
-        read = transition.ob.input_ids
-        if stretch and read[: len(sequence)] != sequence:
-            rows += _row(stretch)
-            stretch = []
-        stretch.append(transition)
-        sequence = [*read, *ids]
-    return rows + list(_row(stretch))
+        _check(transition.ac, index)
+    runs = split_appending(transitions, _tokens_of)
+    return [_row(run) for run in runs if any(transition.ac.token_ids for transition in run)]
 
 
-def _checked_ids(action: TokensWithLogprobs, index: int) -> list[int]:
+def _check(action: TokensWithLogprobs, index: int) -> None:
     ids = action.token_ids
     if ids is None:
         raise ValueError(
@@ -124,24 +118,22 @@ def _checked_ids(action: TokensWithLogprobs, index: int) -> list[int]:
             raise ValueError(
                 f"transition {index} has {len(values)} {what} for {len(ids)} tokens; it must have one each"
             )
-    return ids
 
 
-def _row(stretch: list[Transition]) -> Iterator[TrainingDatum]:
-    if not any(transition.ac.token_ids for transition in stretch):
-        return
-    actions = [transition.ac for transition in stretch if transition.ac.token_ids]
-    prompt = stretch[0].ob.input_ids
-    row = TrainingDatum(list(prompt), [], [], [])
-    logprobs: list[float] = []
-    versions: list[int] = []
-    for transition in stretch:
-        ids = transition.ac.token_ids or []
-        given = transition.ob.input_ids[len(prompt) + len(row.response_tokens) :]
-        row.response_tokens += [*given, *ids]
-        row.response_mask += [0] * len(given) + [1] * len(ids)
-        logprobs += [0.0] * len(given) + (transition.ac.logprobs or [])
-        versions += [NO_VERSION] * len(given) + (transition.ac.weight_versions or [])
-    row.response_logprobs = None if any(action.logprobs is None for action in actions) else logprobs
-    row.weight_versions = None if any(action.weight_versions is None for action in actions) else versions
-    yield row
+def _tokens_of(transition: Transition) -> TurnTokens:
+    return list(transition.ob.input_ids), transition.ac.token_ids or []
+
+
+def _row(run: list[Transition]) -> TrainingDatum:
+    turns = [_tokens_of(transition) for transition in run]
+    gaps = [len(tokens_between(before, turn) or []) for before, turn in pairwise(turns)]
+    (prompt, _), (last_prompt, last_ids) = turns[0], turns[-1]
+    # A turn without tokens needs no log-probs.
+    actions = [it.ac if it.ac.token_ids else TokensWithLogprobs([], [], weight_versions=[]) for it in run]
+    return TrainingDatum(
+        input_tokens=prompt,
+        response_tokens=(last_prompt + last_ids)[len(prompt) :],
+        response_logprobs=join_optional_column([action.logprobs for action in actions], gaps, 0.0),
+        response_mask=join_column([[1] * len(ids) for _, ids in turns], gaps, 0),
+        weight_versions=join_optional_column([action.weight_versions for action in actions], gaps, NO_VERSION),
+    )

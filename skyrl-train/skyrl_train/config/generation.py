@@ -146,8 +146,8 @@ class GeneratorConfig(BaseConfig):
     """
 
     weight_transfer_threshold_cuda_ipc_GB: float = 1.0
-    """Size of the buckets in which weights are sent, in GB (1e9 bytes); also the extra memory of a sync. A larger
-    tensor is sent alone."""
+    """Limit of the extra memory of a weight sync, in GB (1e9 bytes). Weights are sent in buckets of at most a quarter
+    of it and 64 MiB (files: all of it). A larger tensor is sent alone."""
 
     weight_sync_strategy: Literal[
         "auto", "shared_memory", "cuda_ipc", "broadcast", "checkpoint", "adapter", "delta"

@@ -3,7 +3,7 @@
 Trainer, generators and client know engines only through this file. It imports no engine and no Ray.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ from skyrl_train.inference_engines.request import (
     TopLogProbs,
 )
 from skyrl_train.utils.async_blocks import gather_or_cancel
-from skyrl_train.weight_sync.base import LoraLoadRequest, WeightReport, WeightSyncInitInfo, WeightUpdateRequest
+from skyrl_train.weight_sync.base import LoraLoadRequest, WeightReport, WeightUpdates
 
 __all__ = [
     "WAKE_TAGS",
@@ -132,7 +132,7 @@ class EngineInfo:
     `UnsupportedByEngine`."""
 
 
-class InferenceEngineInterface(ABC):
+class InferenceEngineInterface(WeightUpdates):
     """One engine, or a client over many. Every coroutine ends, with a result or with an error."""
 
     @abstractmethod
@@ -216,19 +216,6 @@ class InferenceEngineInterface(ABC):
         """Undo `sleep`. `tags` selects what comes back: `weights`, `kv_cache`; None means both."""
 
     @abstractmethod
-    async def init_weight_update_communicator(self, init_info: WeightSyncInitInfo) -> None: ...
-
-    @abstractmethod
-    async def update_named_weights(self, request: WeightUpdateRequest) -> None:
-        """Receive one bucket of named parameters. No token is computed until `finish_weight_update`; running requests
-        stay, and new ones wait, with or without `pause_generation`."""
-
-    @abstractmethod
-    async def finish_weight_update(self, version: int) -> WeightReport:
-        """Finish the update after its last bucket: take on `version`, stop using cached prefixes of older versions, and
-        report a fingerprint of every tensor of this update as the engine holds it now."""
-
-    @abstractmethod
     async def load_lora(self, request: LoraLoadRequest) -> WeightReport:
         """Load an adapter from a folder, in place of one with the same name; requests that name it use it from now on,
         under `request.version`."""
@@ -236,10 +223,6 @@ class InferenceEngineInterface(ABC):
     @abstractmethod
     async def unload_lora(self, name: str) -> None:
         """Unload an adapter after the running requests that use it. An unknown name raises ValueError."""
-
-    @abstractmethod
-    async def weight_version(self) -> int:
-        """Return the version that the next token will have; 0 until a first update."""
 
     @abstractmethod
     async def reset_prefix_cache(self) -> None: ...

@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, TypeVarTuple, cast
 
 from skyrl_gym.waits import waiting
 from skyrl_train.errors import WorkerError
@@ -25,7 +25,13 @@ from skyrl_train.inference_engines.base import (
 from skyrl_train.inference_engines.loop_thread import LoopCalls, LoopThread
 from skyrl_train.utils.call_errors import end_of_log
 from skyrl_train.utils.explanations import explain_expiry
-from skyrl_train.weight_sync.base import LoraLoadRequest, WeightReport, WeightSyncInitInfo, WeightUpdateRequest
+from skyrl_train.weight_sync.base import (
+    EngineHandles,
+    LoraLoadRequest,
+    WeightReport,
+    WeightSyncInitInfo,
+    WeightUpdateRequest,
+)
 
 CONTROL = "generator.engine_control_timeout_seconds"
 REQUEST = "generator.request_timeout_seconds"
@@ -39,6 +45,7 @@ _ANSWER_SECONDS = 1.0
 
 MakeEngine = Callable[[], InferenceEngineInterface]
 
+Args = TypeVarTuple("Args")
 T = TypeVar("T")
 
 
@@ -146,8 +153,8 @@ class EngineHandle(InferenceEngineInterface):
     # ---- where the engine lives
 
     @abstractmethod
-    def start(self, method: str, *args: object) -> Any:
-        """Start a control call, from any thread. `wait_for_all` and `_answer` wait for it."""
+    def start(self, method: Callable[..., object], *args: object) -> Any:
+        """Start a control call from any thread. `wait_for_all` and `_answer` wait for it."""
 
     @abstractmethod
     def wait_for_all(self, calls: Sequence[object], timeout_seconds: float) -> list[object]:
@@ -167,69 +174,69 @@ class EngineHandle(InferenceEngineInterface):
 
     # ---- the interface
 
-    async def _control(self, method: str, *args: object) -> Any:
+    async def _control(self, method: Callable[[Any, *Args], Awaitable[T]], *args: *Args) -> T:
         await self._started()
-        with self._awaited(method, self.control_timeout_seconds):
-            return await self._answer(self.start(method, *args), self.control_timeout_seconds, CONTROL)
+        with self._awaited(method.__name__, self.control_timeout_seconds):
+            return cast(T, await self._answer(self.start(method, *args), self.control_timeout_seconds, CONTROL))
 
     def _awaited(self, what: str, timeout_seconds: float) -> AbstractContextManager[None]:
         """Record a wait for this engine."""
         return waiting(what, on=self._name, deadline=timeout_seconds)
 
     async def describe(self) -> EngineInfo:
-        return await self._control("describe")
+        return await self._control(InferenceEngineInterface.describe)
 
     def progress(self) -> int:
         return self._num_answers
 
     async def pause_generation(self, mode: PauseMode = "keep") -> None:
         if mode != "wait":
-            return await self._control("pause_generation", mode)
+            return await self._control(InferenceEngineInterface.pause_generation, mode)
         await self._started()  # the requests that it waits for have their own deadline
         timeout = max(self._request_timeout_seconds, self.control_timeout_seconds)
         with self._awaited("pause_generation", timeout):
-            await self._answer(self.start("pause_generation", mode), timeout, REQUEST)
+            await self._answer(self.start(InferenceEngineInterface.pause_generation, mode), timeout, REQUEST)
 
     async def resume_generation(self) -> None:
-        await self._control("resume_generation")
+        await self._control(InferenceEngineInterface.resume_generation)
 
     async def abort_generation(self) -> None:
-        await self._control("abort_generation")
+        await self._control(InferenceEngineInterface.abort_generation)
 
     async def sleep(self, level: int = 1) -> None:
-        await self._control("sleep", level)
+        await self._control(InferenceEngineInterface.sleep, level)
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
-        await self._control("wake_up", tags)
+        await self._control(InferenceEngineInterface.wake_up, tags)
 
     async def init_weight_update_communicator(self, init_info: WeightSyncInitInfo) -> None:
-        await self._control("init_weight_update_communicator", init_info)
+        await self._control(InferenceEngineInterface.init_weight_update_communicator, init_info)
 
     async def update_named_weights(self, request: WeightUpdateRequest) -> None:
-        await self._control("update_named_weights", request)
+        await self._control(InferenceEngineInterface.update_named_weights, request)
 
     async def finish_weight_update(self, version: int) -> WeightReport:
-        return await self._control("finish_weight_update", version)
+        return await self._control(InferenceEngineInterface.finish_weight_update, version)
 
     async def load_lora(self, request: LoraLoadRequest) -> WeightReport:
-        return await self._control("load_lora", request)
+        return await self._control(InferenceEngineInterface.load_lora, request)
 
     async def unload_lora(self, name: str) -> None:
-        await self._control("unload_lora", name)
+        await self._control(InferenceEngineInterface.unload_lora, name)
 
     async def weight_version(self) -> int:
-        return await self._control("weight_version")
+        return await self._control(InferenceEngineInterface.weight_version)
 
     async def reset_prefix_cache(self) -> None:
-        await self._control("reset_prefix_cache")
+        await self._control(InferenceEngineInterface.reset_prefix_cache)
 
     def log(self) -> str:
         """Return the end of the log of the engine's process, with a headline."""
         return end_of_log(self._log_file)
 
 
-class LocalEngines:
-    """All engines of the run, for the weight sender beside the policy (`skyrl_train.weight_sync.sender.EngineHandles`).
+class LocalEngines(EngineHandles):
+    """All engines of the run, for the weight sender beside the policy.
 
     Args:
         engines: handles of one class.
@@ -237,12 +244,10 @@ class LocalEngines:
 
     def __init__(self, engines: Sequence[EngineHandle]):
         self._engines = list(engines)
+        self.num_engines = len(engines)
 
-    def call_all(self, method: str, *args: object) -> list[Any]:
-        return [engine.start(method, *args) for engine in self._engines]
-
-    def call_each(self, method: str, args: Sequence[object]) -> list[Any]:
-        return [engine.start(method, arg) for engine, arg in zip(self._engines, args, strict=True)]
+    def start(self, index: int, method: Callable[..., object], *args: object) -> Any:
+        return self._engines[index].start(method, *args)
 
     def wait(self, calls: list[Any]) -> list[Any]:
         timeout = max(engine.control_timeout_seconds for engine in self._engines)

@@ -4,13 +4,13 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass
 from typing import Any
 
 from skyrl_train.errors import WorkerError
-from skyrl_train.inference_engines.base import Completion, GenerationRequest, OnTokens
+from skyrl_train.inference_engines.base import Completion, GenerationRequest, InferenceEngineInterface, OnTokens
 from skyrl_train.inference_engines.engine_handle import (
     CONTROL,
     REQUEST,
@@ -44,7 +44,7 @@ class InlineEngine(EngineHandle):
         self._host = host
         self._has_ended = threading.Event()
 
-    def start(self, method: str, *args: object) -> InlineCall:
+    def start(self, method: Callable[..., object], *args: object) -> InlineCall:
         answer: Future[object] = Future()
         if self._has_ended.is_set():
             answer.set_exception(LoopStopped())
@@ -53,7 +53,7 @@ class InlineEngine(EngineHandle):
         elif (error := self._host.exception()) is not None:
             answer.set_exception(error)
         else:
-            answer = self._host.result().submit(method, *args)
+            answer = self._host.result().submit(method.__name__, *args)
         return InlineCall(answer, self)
 
     def wait_for_all(self, calls: Sequence[InlineCall], timeout_seconds: float) -> list[object]:
@@ -124,7 +124,7 @@ class InlineEngine(EngineHandle):
             return
         await asyncio.to_thread(wait, [self._host], TEARDOWN_SECONDS)
         with contextlib.suppress(WorkerError):
-            await self._answer(self.start("teardown"), TEARDOWN_SECONDS, CONTROL)
+            await self._answer(self.start(InferenceEngineInterface.teardown), TEARDOWN_SECONDS, CONTROL)
         await asyncio.to_thread(self._end)
 
     def _end(self) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,7 +15,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from skyrl_train.errors import WorkerError
-from skyrl_train.inference_engines.base import Completion, GenerationRequest, OnTokens
+from skyrl_train.inference_engines.base import Completion, GenerationRequest, InferenceEngineInterface, OnTokens
 from skyrl_train.inference_engines.batched_calls import Outcomes, Requests, RequestSender, RequestServer
 from skyrl_train.inference_engines.engine_handle import (
     CONTROL,
@@ -125,8 +125,8 @@ class RayWrappedInferenceEngine(EngineHandle):
     def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state | {"_senders": WeakKeyDictionary()})
 
-    def start(self, method: str, *args: object) -> Call:
-        return self._named(self._actor.control.remote(method, *args))
+    def start(self, method: Callable[..., object], *args: object) -> Call:
+        return self._named(self._actor.control.remote(method.__name__, *args))
 
     def wait_for_all(self, calls: Sequence[Call], timeout_seconds: float) -> list[object]:
         return wait_for_all(calls, timeout_seconds, CONTROL)
@@ -188,7 +188,7 @@ class RayWrappedInferenceEngine(EngineHandle):
     async def teardown(self) -> None:
         """Let the engine end in order, within `TEARDOWN_SECONDS`, and then kill what is left of it."""
         with contextlib.suppress(WorkerError):
-            await answer_of(self.start("teardown"), TEARDOWN_SECONDS, CONTROL)
+            await answer_of(self.start(InferenceEngineInterface.teardown), TEARDOWN_SECONDS, CONTROL)
         await asyncio.to_thread(self._end)
 
     def _end(self) -> None:

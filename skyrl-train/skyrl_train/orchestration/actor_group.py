@@ -1,8 +1,8 @@
 """Group of the ranks of one model, as the trainer calls it. The worker classes compute; launchers decide where they
 run."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, TypeVarTuple
 
 from skyrl_train.env_vars import scheduling_timeout_seconds
 from skyrl_train.models.packing import PrefixOrder, prefix_order
@@ -10,6 +10,8 @@ from skyrl_train.orchestration.launcher import Calls, Ranks
 from skyrl_train.training_backends.base import ParallelInfo, RankInfo
 from skyrl_train.training_batch import TrainingInputBatch
 
+Args = TypeVarTuple("Args")
+R = TypeVar("R")
 DataParallelArgs = Sequence[tuple[Any, ...]]
 """Arguments of a call for each data-parallel rank, in order."""
 
@@ -88,9 +90,9 @@ class ActorGroup:
         columns = batch.tensor("sequences"), batch.tensor("attention_mask")
         return prefix_order(*columns, batch.metadata["response_length"])
 
-    async def call_all(self, method: str, *args: object) -> list[Any]:
+    async def call_all(self, method: Callable[[Any, *Args], R], *args: *Args) -> list[R]:
         """Call a method on every rank. Returns: the answers in rank order."""
-        answers = await self.ranks.call([[(method, args)]] * self.num_ranks, *self._deadline)
+        answers = await self.ranks.call([[(method.__name__, args)]] * self.num_ranks, *self._deadline)
         return [answer for [answer] in answers]
 
     async def call_data_parallel(self, method: str, args: DataParallelArgs) -> list[Any]:

@@ -19,7 +19,7 @@ Knows neither Ray nor engines, only coroutines to call.
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from skyrl_gym.waits import waiting
 from skyrl_train.errors import WorkerError
@@ -39,6 +39,7 @@ from skyrl_train.orchestration.colocation_protocol import (
     next_state,
 )
 from skyrl_train.utils.explanations import TRAINER, explain_expiry
+from skyrl_train.workers.worker import Worker as ModelWorker
 
 __all__ = ["Colocation", "ColocationError", "DeviceState", "Engines"]
 
@@ -73,7 +74,7 @@ class OffloadableGroup(Protocol):
 
     async def init_model(self) -> None: ...
 
-    async def call_all(self, method: str) -> object: ...
+    async def call_all(self, method: Callable[[Any], None]) -> object: ...
 
 
 EngineT = TypeVar("EngineT", bound=SleepableEngine)
@@ -263,7 +264,7 @@ class Colocation:
     async def _offload_all(self) -> None:
         for worker in self._groups:
             if f"onload {worker}" in self._events:
-                await self._call(worker, "offload_to_cpu")
+                await self._call(worker, ModelWorker.offload_to_cpu)
         self._state = EMPTY
         self._lock.notify_all()
 
@@ -304,16 +305,16 @@ class Colocation:
         for group in self._groups[worker]:
             await group.init_model()
 
-    async def _call(self, worker: str, method: str) -> None:
+    async def _call(self, worker: str, method: Callable[[Any], None]) -> None:
         """Call a method of all groups of one name (the reference model, and teachers): they move together."""
         for group in self._groups[worker]:
             await group.call_all(method)
 
     async def _onload(self, worker: str) -> None:
-        await self._move(f"onload {worker}", lambda: self._call(worker, "backload_to_gpu"))
+        await self._move(f"onload {worker}", lambda: self._call(worker, ModelWorker.backload_to_gpu))
 
     async def _offload(self, worker: str) -> None:
-        await self._move(f"offload {worker}", lambda: self._call(worker, "offload_to_cpu"))
+        await self._move(f"offload {worker}", lambda: self._call(worker, ModelWorker.offload_to_cpu))
 
     async def _sleep(self, level: int) -> None:
         """Free the engines' memory. They must have nothing to compute."""

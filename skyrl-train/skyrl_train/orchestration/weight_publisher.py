@@ -30,11 +30,12 @@ from skyrl_train.orchestration.actor_group import ActorGroup
 from skyrl_train.orchestration.colocation import Colocation
 from skyrl_train.utils.async_blocks import gather_or_cancel
 from skyrl_train.utils.io import expand_path
-from skyrl_train.weight_sync.base import LoraLoadRequest
+from skyrl_train.weight_sync.base import EngineHandles, LoraLoadRequest
 from skyrl_train.weight_sync.canary import CanaryTolerance, LogProbs, canary_prompts, check_canaries
 from skyrl_train.weight_sync.fingerprint import differences
 from skyrl_train.weight_sync.plan import RankPlace, Strategy, init_infos_for, plan_routes
-from skyrl_train.weight_sync.sender import EngineHandles, needs_staging
+from skyrl_train.weight_sync.sender import needs_staging
+from skyrl_train.workers.policy_worker import PolicyWorker
 
 ADAPTER = "policy"
 """Name under which engines hold the policy's adapters."""
@@ -128,9 +129,9 @@ class WeightPublisher:
             await self._connect()
         staged: dict[str, int] = {}
         if self._adapters_alone:
-            staged, *_ = await self._policy.call_all("write_adapters", self._version)
+            staged, *_ = await self._policy.call_all(PolicyWorker.write_adapters, self._version)
         elif self._stages:
-            await self._policy.call_all("stage_weights", self._version)
+            await self._policy.call_all(PolicyWorker.stage_weights, self._version)
         self._compares = self._canaries_are_due()
         moves = not self._colocation.stays_beside_engines("policy")
         self._expected = await self._log_probs_of_policy() if self._compares and moves else None
@@ -139,7 +140,7 @@ class WeightPublisher:
         if self._adapters_alone:
             metrics, self.fingerprints = await self._load_adapters(staged), staged
         else:
-            (metrics, self.fingerprints), *_ = await self._policy.call_all("send_weights", self._version)
+            (metrics, self.fingerprints), *_ = await self._policy.call_all(PolicyWorker.send_weights, self._version)
         if self._kv_after_sync != "keep":
             await self._client.reset_prefix_cache()
         await self._client.resume_generation()
@@ -162,7 +163,7 @@ class WeightPublisher:
     async def _connect(self) -> None:
         self._infos = await self._client.infos()
         if not self._adapters_alone:
-            places = await self._policy.call_all("place")
+            places = await self._policy.call_all(PolicyWorker.place)
             strategy = self._cfg.generator.weight_sync_strategy
             await self._connect_to(self._client.engines, self._infos, places, strategy)
         self._connected = True
@@ -175,7 +176,7 @@ class WeightPublisher:
         strategy: Strategy,
     ) -> None:
         generator, placement = self._cfg.generator, self._cfg.trainer.placement
-        (address, port), *_ = await self._policy.call_all("rendezvous_point")
+        (address, port), *_ = await self._policy.call_all(PolicyWorker.rendezvous_point)
         routes = plan_routes(
             strategy,
             infos,
@@ -197,7 +198,7 @@ class WeightPublisher:
             timeout_seconds=generator.engine_control_timeout_seconds,
         )
         self._stages = needs_staging(init_infos[0])
-        await self._policy.call_all("connect_engines", self._handles(engines), init_infos)
+        await self._policy.call_all(PolicyWorker.connect_engines, self._handles(engines), init_infos)
 
     def _handles(self, engines: Sequence[InferenceEngineInterface]) -> EngineHandles:
         if not self._cfg.generator.run_engines_locally:
@@ -233,7 +234,7 @@ class WeightPublisher:
         if self._adapters_alone:
             await engine.load_lora(self._adapter())
             return
-        places: list[RankPlace] = await self._policy.call_all("place")
+        places = await self._policy.call_all(PolicyWorker.place)
         strategy: Strategy = "checkpoint"
         if self._cfg.generator.run_engines_locally:
             # Not through a GPU's memory: between syncs it may belong to the engines.
@@ -241,8 +242,8 @@ class WeightPublisher:
             strategy = "shared_memory" if is_near else "broadcast"
         await self._connect_to([engine], [infos[index]], places, strategy)
         if self._stages:
-            await self._policy.call_all("stage_weights", self._version)
-        await self._policy.call_all("send_weights", self._version)
+            await self._policy.call_all(PolicyWorker.stage_weights, self._version)
+        await self._policy.call_all(PolicyWorker.send_weights, self._version)
 
     # ---- adapters alone
 
@@ -270,7 +271,7 @@ class WeightPublisher:
         return canary_prompts(min([self._vocabulary, *(info.vocab_size for info in self._infos)]), shortest)
 
     async def _log_probs_of_policy(self) -> LogProbs:
-        log_probs, *_ = await self._policy.call_all("log_probs_of_tokens", self._canaries())
+        log_probs, *_ = await self._policy.call_all(PolicyWorker.log_probs_of_tokens, self._canaries())
         return log_probs
 
     async def _log_probs_of_engine(self, engine: InferenceEngineInterface) -> LogProbs:

@@ -16,6 +16,7 @@ from skyrl_train.plan.memory import MemoryPlan, memory_plan
 from skyrl_train.plan.model_shape import ModelShape
 from skyrl_train.plan.report import comparison_lines, memory_lines
 from skyrl_train.plan.shapes import shapes_of
+from skyrl_train.workers.worker import Worker
 
 
 class RunMemory:
@@ -51,7 +52,7 @@ class RunMemory:
     async def measure(self, groups: Sequence[ActorGroup]) -> dict[str, float]:
         """Take the peaks of the steps so far and log them beside the estimates. Returns: metrics in GB."""
         for group in groups:
-            ranks: list[dict[str, int]] = await group.call_all("take_memory_peaks")
+            ranks = await group.call_all(Worker.take_memory_peaks)
             phases = {phase for peaks in ranks for phase in peaks}
             self.measured[group.name] = {phase: max(peaks.get(phase, 0) for peaks in ranks) for phase in phases}
         if lines := self._comparison():

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+from skyrl_gym.chat.turns import TurnTokens, join_column, join_optional_column, split_appending, tokens_between
 from skyrl_train.expert_routes import ExpertRoutes, join_routes
 from skyrl_train.kept_tokens import KeptTokens, join_kept_tokens
 from skyrl_train.rollouts.types import NO_VERSION, TrainingSample, Trajectory
@@ -18,12 +19,7 @@ def merge_appending_turns(trajectory: Trajectory) -> Trajectory:
     """
     if len(trajectory.samples) == 1:
         return trajectory
-    runs: list[list[TrainingSample]] = [[trajectory.samples[0]]]
-    for sample in trajectory.samples[1:]:
-        if _tokens_between(runs[-1][-1], sample) is None:
-            runs.append([sample])
-        else:
-            runs[-1].append(sample)
+    runs = split_appending(trajectory.samples, _tokens_of)
     return replace(trajectory, samples=[join_samples(run) for run in runs])
 
 
@@ -38,44 +34,38 @@ def join_samples(samples: Sequence[TrainingSample]) -> TrainingSample:
     first = samples[0]
     if len(samples) == 1:
         return first
-    ids, mask, rewards = list(first.response_ids), list(first.loss_mask), list(first.rewards)
-    log_probs: list[float] = list(first.log_probs or [])
-    versions: list[int] = list(first.weight_versions or [])
-    kept = [_kept_tokens(first)]
-    for before, sample in pairwise(samples):
-        between = _tokens_between(before, sample) or []
-        ids += between + sample.response_ids
-        mask += [0] * len(between) + sample.loss_mask
-        rewards += [0.0] * len(between) + sample.rewards
-        log_probs += [0.0] * len(between) + (sample.log_probs or [])
-        versions += [NO_VERSION] * len(between) + (sample.weight_versions or [])
-        kept += [KeptTokens.whole_vocabulary(len(between)), _kept_tokens(sample)]
+    between = [tokens_between(_tokens_of(one), _tokens_of(other)) or [] for one, other in pairwise(samples)]
+    gaps = [len(tokens) for tokens in between]
+    ids = list(first.response_ids)
+    for tokens, sample in zip(between, samples[1:], strict=True):
+        ids += tokens + sample.response_ids
     return TrainingSample(
         prompt_ids=first.prompt_ids,
         response_ids=ids,
-        loss_mask=mask,
-        rewards=rewards,
-        log_probs=None if any(sample.log_probs is None for sample in samples) else log_probs,
-        weight_versions=None if any(sample.weight_versions is None for sample in samples) else versions,
+        loss_mask=join_column([sample.loss_mask for sample in samples], gaps, 0),
+        rewards=join_column([sample.rewards for sample in samples], gaps, 0.0),
+        log_probs=join_optional_column([sample.log_probs for sample in samples], gaps, 0.0),
+        weight_versions=join_optional_column([sample.weight_versions for sample in samples], gaps, NO_VERSION),
         routes=_joined_routes(samples),
-        kept_tokens=None if any(sample.kept_tokens is None for sample in samples) else join_kept_tokens(kept),
+        kept_tokens=_joined_kept_tokens(samples, gaps),
     )
 
 
-def _kept_tokens(sample: TrainingSample) -> KeptTokens:
-    return sample.kept_tokens or KeptTokens.whole_vocabulary(len(sample.response_ids))
+def _joined_kept_tokens(samples: Sequence[TrainingSample], gaps: Sequence[int]) -> KeptTokens | None:
+    parts: list[KeptTokens] = []
+    for gap, sample in zip([0, *gaps], samples, strict=True):
+        if sample.kept_tokens is None:
+            return None
+        parts += [KeptTokens.whole_vocabulary(gap), sample.kept_tokens]
+    return join_kept_tokens(parts)
 
 
 def _joined_routes(samples: Sequence[TrainingSample]) -> ExpertRoutes | None:
     """Return the routes of samples that were joined; of the first alone where the history was rewritten, since later
     ones then belong to other places."""
-    is_appending = all(_tokens_between(before, sample) is not None for before, sample in pairwise(samples))
+    is_appending = len(split_appending(samples, _tokens_of)) == 1
     return join_routes([sample.routes for sample in samples]) if is_appending else samples[0].routes
 
 
-def _tokens_between(before: TrainingSample, sample: TrainingSample) -> list[int] | None:
-    """Return the tokens between the response of `before` and that of `sample`; None if the prompt of `sample` does not
-    begin with the whole of `before`."""
-    beginning = before.prompt_ids + before.response_ids
-    prompt = sample.prompt_ids
-    return prompt[len(beginning) :] if prompt[: len(beginning)] == beginning else None
+def _tokens_of(sample: TrainingSample) -> TurnTokens:
+    return sample.prompt_ids, sample.response_ids

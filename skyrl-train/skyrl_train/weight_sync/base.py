@@ -1,11 +1,15 @@
 """The vocabulary of weight sync: what the trainer sends and what an engine receives. Knows neither of them."""
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict, TypeVar, TypeVarTuple
 
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.types import JsonObject
+
+Args = TypeVarTuple("Args")
+T = TypeVar("T")
 
 Transport = Literal["shared_memory", "cuda_ipc", "broadcast", "checkpoint"]
 """Transport of bytes to an engine. `shared_memory`: a memory segment mapped by both processes (one machine).
@@ -161,3 +165,47 @@ class WeightReport:
             held_bytes=sum(report.held_bytes for report in reports),
             read_bytes=sum(report.read_bytes for report in reports),
         )
+
+
+class WeightUpdates(ABC):
+    """Calls of a weight sync that every engine takes."""
+
+    @abstractmethod
+    async def weight_version(self) -> int:
+        """Return the version that the next token will have; 0 until a first update."""
+
+    @abstractmethod
+    async def init_weight_update_communicator(self, init_info: WeightSyncInitInfo) -> None: ...
+
+    @abstractmethod
+    async def update_named_weights(self, request: WeightUpdateRequest) -> None:
+        """Receive one bucket of named parameters. No token is computed until `finish_weight_update`; running requests
+        stay, and new ones wait, with or without `pause_generation`."""
+
+    @abstractmethod
+    async def finish_weight_update(self, version: int) -> WeightReport:
+        """Finish the update after its last bucket: take on `version`, stop using cached prefixes of older versions, and
+        report a fingerprint of every tensor of this update as the engine holds it now."""
+
+
+class EngineHandles(ABC):
+    """The engines, wherever they run. Calls start at once; `wait` ends them, by their answers or an error that names
+    the engine, before a deadline of its own."""
+
+    num_engines: int
+
+    def call_all(self, method: Callable[[Any, *Args], object], *args: *Args) -> list[Any]:
+        """Start the same call to every engine."""
+        return [self.start(index, method, *args) for index in range(self.num_engines)]
+
+    def call_each(self, method: Callable[[Any, T], object], args: Sequence[T]) -> list[Any]:
+        """Start a call to every engine, with the i-th argument to the i-th engine."""
+        return [self.start(index, method, arg) for index, arg in enumerate(args)]
+
+    @abstractmethod
+    def start(self, index: int, method: Callable[..., object], *args: object) -> Any:
+        """Start a call to engine `index`, of its method that has this name."""
+
+    @abstractmethod
+    def wait(self, calls: list[Any]) -> list[Any]:
+        """Return the answers of started calls."""

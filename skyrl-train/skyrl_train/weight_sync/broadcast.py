@@ -9,6 +9,7 @@ from torch.distributed import ProcessGroupGloo, TCPStore  # pyright: ignore[repo
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.weight_sync.base import Place, WeightSyncInitInfo, WeightUpdateRequest
 from skyrl_train.weight_sync.payload import Buffer, Payload
+from skyrl_train.weight_sync.transport import Reader, Writer
 
 
 class BroadcastGroup:
@@ -70,7 +71,7 @@ class BroadcastGroup:
         self._group = None
 
 
-class BroadcastWriter:
+class BroadcastWriter(Writer):
     """The trainer's end."""
 
     def __init__(self, init_info: WeightSyncInitInfo, device: torch.device):
@@ -88,9 +89,6 @@ class BroadcastWriter:
         if request.num_bytes:
             self._group.broadcast(self._buffers[request.index % 2].first(request.num_bytes))
 
-    def finish(self, version: int) -> None:
-        """Do nothing: no state remains."""
-
     def abort(self) -> None:
         self._group.abort()
 
@@ -98,7 +96,7 @@ class BroadcastWriter:
         self._group.close()
 
 
-class BroadcastReader:
+class BroadcastReader(Reader):
     """The end of one process of an engine."""
 
     def __init__(self, init_info: WeightSyncInitInfo, device: torch.device, process_index: int):

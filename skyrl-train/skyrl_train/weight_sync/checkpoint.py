@@ -20,6 +20,7 @@ from skyrl_train.errors import WeightSyncError
 from skyrl_train.utils.io import write_atomically
 from skyrl_train.weight_sync.base import Place, WeightUpdateRequest
 from skyrl_train.weight_sync.payload import Payload, num_bytes_of
+from skyrl_train.weight_sync.transport import Reader, Writer
 
 INDEX = "model.safetensors.index.json"
 _UNFINISHED = ".unfinished"
@@ -73,8 +74,8 @@ class CheckpointVersion:
         return [self._folder / name for name in names]
 
 
-class CheckpointWriter:
-    """The trainer's end."""
+class CheckpointWriter(Writer):
+    """The trainer's end. The last version's files stay for servers that start again."""
 
     def __init__(self, directory: str):
         self._directory = Path(directory)
@@ -95,9 +96,6 @@ class CheckpointWriter:
             raise WeightSyncError(f"{file} cannot be written (generator.weight_sync_directory): {error}") from error
         return {"location": str(file)}
 
-    def transmit(self, request: WeightUpdateRequest) -> None:
-        """The engines read on their own."""
-
     def finish(self, version: int) -> None:
         """Delete all other versions and unfinished files."""
         for folder in self._directory.iterdir():
@@ -105,14 +103,8 @@ class CheckpointWriter:
             if folder.is_dir() and number.isdecimal() and folder.name != str(version):
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def abort(self) -> None:
-        """The files stay for another try."""
 
-    def close(self) -> None:
-        """The last version's files stay for servers that start again."""
-
-
-class CheckpointReader:
+class CheckpointReader(Reader):
     """An engine's end, for engines that take tensors instead of a folder."""
 
     def read(self, request: WeightUpdateRequest) -> torch.Tensor:
@@ -138,9 +130,6 @@ class CheckpointReader:
                 f"{request.location} cannot be read here: {error}. Trainer and engines must see "
                 "generator.weight_sync_directory under one name"
             ) from error
-
-    def close(self) -> None:
-        """Do nothing: no file stays open."""
 
 
 def _header(payload: Payload) -> bytes:

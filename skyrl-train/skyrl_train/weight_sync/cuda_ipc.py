@@ -9,6 +9,7 @@ from skyrl_train.types import JsonObject
 from skyrl_train.utils.cuda_allocator import shareable_memory
 from skyrl_train.weight_sync.base import Place, WeightUpdateRequest
 from skyrl_train.weight_sync.payload import Payload
+from skyrl_train.weight_sync.transport import Reader, Writer
 
 NUM_SLOTS = 2
 """The engines copy out of one while the trainer fills the other."""
@@ -21,7 +22,7 @@ def gpu_uuid(device: torch.device) -> str | None:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-class CudaIpcWriter:
+class CudaIpcWriter(Writer):
     """The trainer's end."""
 
     def __init__(self, device: torch.device):
@@ -41,20 +42,11 @@ class CudaIpcWriter:
         torch.cuda.synchronize(self._device)  # other processes do not see this one's streams
         return {"handles": self._handles[slot]}
 
-    def transmit(self, request: WeightUpdateRequest) -> None:
-        """The engines read on their own."""
-
-    def finish(self, version: int) -> None:
-        """The memory stays for the next sync."""
-
-    def abort(self) -> None:
-        """A later sync writes over what is there."""
-
     def close(self) -> None:
         self._slots.clear()
 
 
-class CudaIpcReader:
+class CudaIpcReader(Reader):
     """An engine's end. What it returns is the trainer's memory: copy it, never write to it."""
 
     def __init__(self, device: torch.device):

@@ -10,7 +10,7 @@ finds the other ranks in the exchange, which also carries errors. All ranks then
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch.distributed as dist
 
@@ -20,19 +20,8 @@ from skyrl_train.weight_sync.base import Place
 from skyrl_train.weight_sync.payload import Payload
 
 
-class LockstepRanks(Protocol):
-    """The ranks of the policy, as one of them sees them."""
-
-    rank: int
-    world_size: int
-
-    def all_gather(self, own: object) -> list[Any]:
-        """Return what each rank gave, in rank order. A collective."""
-        ...
-
-
 class PolicyRanks:
-    """The ranks of the default process group.
+    """The ranks of the policy in the default process group, as one of them sees them.
 
     Args:
         rank: of this worker, as the driver counts. (Megatron counts otherwise in its process group.)
@@ -43,6 +32,7 @@ class PolicyRanks:
         self.world_size = world_size
 
     def all_gather(self, own: object) -> list[Any]:
+        """Return what each rank gave, in rank order. A collective."""
         if self.world_size == 1:
             return [own]
         of_ranks: list[Any] = [None] * self.world_size
@@ -52,7 +42,7 @@ class PolicyRanks:
 
 
 def in_lockstep(
-    ranks: LockstepRanks,
+    ranks: PolicyRanks,
     payloads: Iterable[Payload],
     prepare: Callable[[Payload, int], Place],
     announce: Callable[[Payload, int, list[Place]], None] = lambda payload, index, places: None,
@@ -82,7 +72,7 @@ def in_lockstep(
         raise failure
 
 
-def _exchange(ranks: LockstepRanks, own: Place | Exception) -> list[Place]:
+def _exchange(ranks: PolicyRanks, own: Place | Exception) -> list[Place]:
     failed = isinstance(own, Exception)
     # Errors travel as text: one that cannot be pickled would leave the other ranks waiting.
     answers = ranks.all_gather((failed, str(own) or type(own).__name__ if failed else own))

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Unpack
 
 import numpy as np
@@ -12,7 +11,8 @@ import torch
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.weight_sync.base import Place, WeightSyncInitInfo, WeightUpdateRequest
 
-Bucket = list[tuple[str, torch.Tensor]]
+NamedTensor = tuple[str, torch.Tensor]
+Bucket = list[NamedTensor]
 """Named tensors that travel together."""
 
 MOST_BYTES_ON_THE_WAY = 1 << 26
@@ -104,7 +104,7 @@ class Payload:
             start += part.numel()
 
 
-def in_buckets(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[Bucket]:
+def in_buckets(tensors: Iterable[NamedTensor], max_bytes: int) -> Iterator[Bucket]:
     """Collect consecutive tensors until a bucket would pass `max_bytes` (one larger stands alone)."""
     bucket: Bucket = []
     size = 0
@@ -120,15 +120,15 @@ def in_buckets(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> I
 
 
 def most_bytes_of(init_info: WeightSyncInitInfo, max_bucket_bytes: int) -> int:
-    """Return the most bytes of the pieces in which buckets leave: the same on every rank."""
+    """Return the most bytes of a bucket: the same on every rank."""
     if init_info.transport == "checkpoint":
         return max_bucket_bytes  # files take no memory
     return min(MOST_BYTES_ON_THE_WAY, max_bucket_bytes // _SLOTS_IN_MEMORY)
 
 
-def payloads_of(buckets: Iterable[Bucket], most_bytes: int) -> Iterator[Payload]:
-    """Divide buckets into the pieces in which they leave."""
-    return map(Payload.of, in_buckets(chain.from_iterable(buckets), most_bytes))
+def payloads_of(tensors: Iterable[NamedTensor], most_bytes: int) -> Iterator[Payload]:
+    """Divide tensors into the buckets in which they are sent."""
+    return map(Payload.of, in_buckets(tensors, most_bytes))
 
 
 def check_announced(request: WeightUpdateRequest) -> None:

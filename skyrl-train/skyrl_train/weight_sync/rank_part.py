@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from skyrl_train.weight_sync.base import Place, WeightSyncInitInfo
-from skyrl_train.weight_sync.lockstep import LockstepRanks, in_lockstep
-from skyrl_train.weight_sync.payload import Bucket, most_bytes_of, payloads_of
+from skyrl_train.weight_sync.lockstep import PolicyRanks, in_lockstep
+from skyrl_train.weight_sync.payload import NamedTensor, most_bytes_of, payloads_of
 from skyrl_train.weight_sync.sender import SyncResult
 from skyrl_train.weight_sync.writer import RankWriter
 
@@ -25,7 +25,7 @@ class RankPart:
         self,
         init_infos: Sequence[WeightSyncInitInfo],
         device: torch.device,
-        ranks: LockstepRanks,
+        ranks: PolicyRanks,
         *,
         max_bucket_bytes: int,
     ):
@@ -33,21 +33,21 @@ class RankPart:
         self._most_bytes = most_bytes_of(init_infos[0], max_bucket_bytes)
         self._writer = RankWriter(init_infos, ranks.rank, device)
 
-    def stage(self, buckets: Iterable[Bucket], version: int) -> None:
+    def stage(self, tensors: Iterable[NamedTensor], version: int) -> None:
         """Gather what rank 0 stages."""
-        in_lockstep(self._ranks, payloads_of(buckets, self._most_bytes), lambda payload, index: Place())
+        in_lockstep(self._ranks, payloads_of(tensors, self._most_bytes), lambda payload, index: Place())
 
-    def send(self, buckets: Iterable[Bucket] | None, version: int) -> SyncResult:
+    def send(self, tensors: Iterable[NamedTensor] | None, version: int) -> SyncResult:
         """Hand over every bucket. Returns: nothing of its own, since rank 0 reports.
 
         Args:
-            buckets: None: they were staged.
+            tensors: None: they were staged.
 
         Raises:
             WeightSyncError: this rank or another one failed; names the rank.
         """
-        if buckets is not None:
-            payloads = payloads_of(buckets, self._most_bytes)
+        if tensors is not None:
+            payloads = payloads_of(tensors, self._most_bytes)
             in_lockstep(self._ranks, payloads, lambda payload, index: self._writer.write(payload, version, index))
         return SyncResult(metrics={}, reports=[], fingerprints={})
 

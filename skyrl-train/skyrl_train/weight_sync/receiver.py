@@ -1,7 +1,5 @@
 """An engine's end of weight sync: named tensors out of requests, whichever way the bytes came."""
 
-from typing import Protocol
-
 import torch
 
 from skyrl_train.errors import WeightSyncError
@@ -12,16 +10,7 @@ from skyrl_train.weight_sync.cuda_ipc import CudaIpcReader
 from skyrl_train.weight_sync.delta_decoder import DeltaDecoder
 from skyrl_train.weight_sync.payload import Bucket, check_announced, split_bytes
 from skyrl_train.weight_sync.shared_memory import SharedMemoryReader
-
-
-class Reader(Protocol):
-    """The end of a transport."""
-
-    def read(self, request: WeightUpdateRequest) -> torch.Tensor:
-        """The bucket's bytes. [num_bytes] uint8"""
-        ...
-
-    def close(self) -> None: ...
+from skyrl_train.weight_sync.transport import Reader
 
 
 class WeightReceiver:

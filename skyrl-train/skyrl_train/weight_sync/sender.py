@@ -9,33 +9,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from loguru import logger
 
 from skyrl_train.errors import SkyRLError, WeightSyncError
-from skyrl_train.weight_sync.base import Place, WeightReport, WeightSyncInitInfo
+from skyrl_train.weight_sync.base import EngineHandles, Place, WeightReport, WeightSyncInitInfo, WeightUpdates
 from skyrl_train.weight_sync.fingerprint import Verification, differences, fingerprints_of, some_of
-from skyrl_train.weight_sync.lockstep import LockstepRanks, PolicyRanks, in_lockstep
-from skyrl_train.weight_sync.payload import Bucket, Payload, most_bytes_of, num_bytes_of, payloads_of
-from skyrl_train.weight_sync.staging import CheckpointStage, DeltaStage, Stage
+from skyrl_train.weight_sync.lockstep import PolicyRanks, in_lockstep
+from skyrl_train.weight_sync.payload import NamedTensor, Payload, most_bytes_of, num_bytes_of, payloads_of
+from skyrl_train.weight_sync.staging import CheckpointStage, DeltaStage
 from skyrl_train.weight_sync.writer import RankWriter, place_for
-
-
-class EngineHandles(Protocol):
-    """The engines, wherever they run. Calls start at once; `wait` ends them, by their answers or an error that names
-    the engine, before a deadline of its own."""
-
-    def call_all(self, method: str, *args: object) -> list[Any]:
-        """The same call to every engine."""
-        ...
-
-    def call_each(self, method: str, args: Sequence[object]) -> list[Any]:
-        """The i-th argument to the i-th engine."""
-        ...
-
-    def wait(self, calls: list[Any]) -> list[Any]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +51,8 @@ class WeightSender:
         init_infos: of each engine (`skyrl_train.weight_sync.plan.init_infos_for`).
         device: where the parameters are.
         ranks: of the policy.
-        max_bucket_bytes: of the buckets that come. They leave in pieces of at most a quarter, so that two of those (one
-            being written, one being read) are little beside the bucket being gathered.
+        max_bucket_bytes: bound of the memory that a sync needs. A bucket has at most a quarter: one is gathered, one
+            written, one read.
         verification: what the engines' fingerprints read; `off`: nothing is compared.
 
     Raises:
@@ -79,7 +64,7 @@ class WeightSender:
         engines: EngineHandles,
         init_infos: Sequence[WeightSyncInitInfo],
         device: torch.device,
-        ranks: LockstepRanks | None = None,
+        ranks: PolicyRanks | None = None,
         *,
         max_bucket_bytes: int,
         verification: Verification,
@@ -111,7 +96,7 @@ class WeightSender:
             self.close()
             raise
 
-    def stage(self, buckets: Iterable[Bucket], version: int) -> None:
+    def stage(self, tensors: Iterable[NamedTensor], version: int) -> None:
         """Do the work that needs no engine, where `needs_staging`: write files, encode.
 
         Raises:
@@ -119,7 +104,7 @@ class WeightSender:
         """
         stage = self._stage
         if stage is None:
-            raise ValueError("this way of weights has no stage; give the buckets to `send`")
+            raise ValueError("this way of weights has no stage; give the tensors to `send`")
         began = perf_counter()
         self._staged_version, self._staged_fingerprints = None, {}
 
@@ -130,29 +115,29 @@ class WeightSender:
             self._staged_fingerprints |= fingerprints_of(payload.bucket, version, self._verification)
             return Place()
 
-        in_lockstep(self._ranks, payloads_of(buckets, self._most_bytes), prepare)
+        in_lockstep(self._ranks, payloads_of(tensors, self._most_bytes), prepare)
         stage.end(version)
         self._staged_version = version
         self._stage_seconds = perf_counter() - began
 
-    def send(self, buckets: Iterable[Bucket] | None, version: int) -> SyncResult:
-        """Stream the buckets to every engine, which then takes on `version`.
+    def send(self, tensors: Iterable[NamedTensor] | None, version: int) -> SyncResult:
+        """Stream the tensors to every engine, which then takes on `version`.
 
         Args:
-            buckets: None: those that were staged.
+            tensors: None: those that were staged.
 
         Raises:
             WeightSyncError: an engine failed, or holds other weights than the trainer; names both.
         """
-        if self._stage is not None and buckets is not None:
-            self.stage(buckets, version)
+        if self._stage is not None and tensors is not None:
+            self.stage(tensors, version)
         # Unknown until the sync has ended: after a failure no change may be sent on top of it.
         held, self._held = self._held, None
         self._seconds = dict.fromkeys(("write", "wait", "fingerprint", "finish"), 0.0)
         began = perf_counter()
-        sums, expected = self._stream(buckets, version, held)
+        sums, expected = self._stream(tensors, version, held)
         with self._timed("finish"):
-            finishing = self._engines.call_all("finish_weight_update", version)
+            finishing = self._engines.call_all(WeightUpdates.finish_weight_update, version)
             reports: list[WeightReport] = self._wait(finishing, f"at the end of version {version}")
         if self._stage is not None:
             self._seconds["stage"], expected = self._stage_seconds, self._staged_fingerprints
@@ -174,10 +159,11 @@ class WeightSender:
 
     def _meet(self, device: torch.device) -> None:
         engines = self._engines
-        self._wait(engines.call_all("weight_version"), "before it began")  # a group waits long for a dead engine
+        # First, as a group waits long for a dead engine.
+        self._wait(engines.call_all(WeightUpdates.weight_version), "before it began")
         # Both ends meet in a group, so neither may wait for the other before it has begun: engines first, without
         # waiting.
-        joining = engines.call_each("init_weight_update_communicator", self._init_infos)
+        joining = engines.call_each(WeightUpdates.init_weight_update_communicator, self._init_infos)
         meeting = self._threads.submit(RankWriter, self._init_infos, self._ranks.rank, device)
         self._wait(joining, "while the engines joined")
         self._writer = meeting.result()
@@ -185,7 +171,7 @@ class WeightSender:
     # ---- one sync
 
     def _stream(
-        self, buckets: Iterable[Bucket] | None, version: int, held: int | None
+        self, tensors: Iterable[NamedTensor] | None, version: int, held: int | None
     ) -> tuple[dict[str, float], dict[str, int]]:
         """Send every bucket to every engine, one at a time, since nothing promises the order of two calls. Returns:
         metrics and the fingerprints of the tensors sent."""
@@ -208,7 +194,7 @@ class WeightSender:
                 payload.request(version=version, index=index, **place_for(info, places)) for info in self._init_infos
             ]
             self._receiving_what = f"at {payload.name(version, index)}"
-            self._receiving = self._engines.call_each("update_named_weights", requests)
+            self._receiving = self._engines.call_each(WeightUpdates.update_named_weights, requests)
             # Beside the fingerprints: broadcasting waits for the network, hashing for the processor.
             self._transmission = self._threads.submit(writer.transmit, requests[0])
             with self._timed("fingerprint"):
@@ -218,9 +204,9 @@ class WeightSender:
             sums["buckets"] += 1
 
         if self._stage is None:
-            if buckets is None:
-                raise ValueError("nothing was staged; give the buckets to `send`")
-            in_lockstep(self._ranks, payloads_of(buckets, self._most_bytes), prepare, announce)
+            if tensors is None:
+                raise ValueError("nothing was staged; give the tensors to `send`")
+            in_lockstep(self._ranks, payloads_of(tensors, self._most_bytes), prepare, announce)
         else:
             if self._staged_version != version:
                 raise ValueError(f"version {version} is to be sent, but {self._staged_version} was staged")
@@ -317,7 +303,7 @@ def _words_on(shares: dict[str, float], received_only: set[str]) -> str:
     )
 
 
-def _stage(init_info: WeightSyncInitInfo) -> Stage | None:
+def _stage(init_info: WeightSyncInitInfo) -> DeltaStage | CheckpointStage | None:
     if init_info.encoding == "delta":
         return DeltaStage(init_info.directory)
     return CheckpointStage(init_info.directory) if init_info.transport == "checkpoint" else None

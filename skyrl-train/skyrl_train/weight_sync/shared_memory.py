@@ -13,6 +13,7 @@ import torch
 from skyrl_train.errors import WeightSyncError
 from skyrl_train.weight_sync.base import Place, WeightUpdateRequest
 from skyrl_train.weight_sync.payload import Payload
+from skyrl_train.weight_sync.transport import Reader, Writer
 
 NUM_SLOTS = 2
 """The engines copy out of one while the trainer fills the other."""
@@ -60,7 +61,7 @@ def map_file(fd: int, num_bytes: int) -> torch.Tensor:
     return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
-class SharedMemoryWriter:
+class SharedMemoryWriter(Writer):
     """The trainer's end."""
 
     def __init__(self) -> None:
@@ -74,21 +75,12 @@ class SharedMemoryWriter:
             payload.copy_to(slot.first(payload.num_bytes))
         return {"location": slot.name}
 
-    def transmit(self, request: WeightUpdateRequest) -> None:
-        """The engines read on their own."""
-
-    def finish(self, version: int) -> None:
-        """The memory stays for the next sync."""
-
-    def abort(self) -> None:
-        """A later sync writes over what is there."""
-
     def close(self) -> None:
         for slot in self._slots:
             slot.close()
 
 
-class SharedMemoryReader:
+class SharedMemoryReader(Reader):
     """An engine's end. What it returns is the trainer's memory: copy it, never write to it.
 
     Args:

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 import torch
 import xxhash
@@ -15,28 +14,6 @@ from skyrl_train.weight_sync.checkpoint import CheckpointVersion
 from skyrl_train.weight_sync.delta import encode
 from skyrl_train.weight_sync.last_weights import LastWeights
 from skyrl_train.weight_sync.payload import Buffer, Payload, integers_of
-
-
-class Stage(Protocol):
-    """Buckets, held ready outside of memory."""
-
-    def begin(self, version: int) -> None:
-        """Forget the buckets of the version before."""
-        ...
-
-    def add(self, payload: Payload) -> None:
-        """Prepare one bucket."""
-        ...
-
-    def end(self, version: int) -> None:
-        """All buckets are there."""
-        ...
-
-    def payloads(self, held: int | None) -> Iterator[Payload]:
-        """Yield the prepared buckets, for engines that hold version `held` (None: unknown)."""
-        ...
-
-    def close(self) -> None: ...
 
 
 class DeltaStage:
@@ -52,6 +29,7 @@ class DeltaStage:
         self._sizes: list[int] = []
 
     def begin(self, version: int) -> None:
+        """Forget the buckets of the version before."""
         self._base_version, self._last.version = self._last.version, None
         self._buckets, self._sizes = [], []
         self._changes.seek(0)

@@ -1,7 +1,6 @@
 """A rank's end of the transports: where it puts buckets for the engines that take them from it."""
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 import torch
 
@@ -12,29 +11,7 @@ from skyrl_train.weight_sync.checkpoint import CheckpointWriter
 from skyrl_train.weight_sync.cuda_ipc import CudaIpcWriter
 from skyrl_train.weight_sync.payload import Payload
 from skyrl_train.weight_sync.shared_memory import SharedMemoryWriter
-
-
-class Writer(Protocol):
-    """The beginning of a transport."""
-
-    def write(self, payload: Payload, version: int, index: int) -> Place:
-        """Put a bucket where the engines can read it, while they may still read the one before. Returns: its place, as
-        fields of a request."""
-        ...
-
-    def transmit(self, request: WeightUpdateRequest) -> None:
-        """The trainer's part while the engines receive a bucket; the next one may be written meanwhile."""
-        ...
-
-    def finish(self, version: int) -> None:
-        """Record that all engines hold `version`."""
-        ...
-
-    def abort(self) -> None:
-        """An engine failed: ends what waits for it, here and elsewhere."""
-        ...
-
-    def close(self) -> None: ...
+from skyrl_train.weight_sync.transport import Writer
 
 
 class RankWriter:

@@ -14,14 +14,14 @@ from skyrl_train.training_backends.base import Gradient, MakeBackend, MetricSums
 from skyrl_train.training_batch import MicroBatch, TrainingInputBatch, TrainingOutputBatch
 from skyrl_train.utils.gpu_monitor import GpuMonitor, start_monitor
 from skyrl_train.utils.io import expand_path
-from skyrl_train.weight_sync.base import WeightSyncInitInfo
+from skyrl_train.weight_sync.base import EngineHandles, WeightSyncInitInfo
 from skyrl_train.weight_sync.cuda_ipc import gpu_uuid
 from skyrl_train.weight_sync.fingerprint import fingerprints_of
 from skyrl_train.weight_sync.lockstep import PolicyRanks
-from skyrl_train.weight_sync.payload import Bucket, in_buckets
+from skyrl_train.weight_sync.payload import NamedTensor
 from skyrl_train.weight_sync.plan import RankPlace
 from skyrl_train.weight_sync.rank_part import RankPart
-from skyrl_train.weight_sync.sender import EngineHandles, WeightSender, needs_staging
+from skyrl_train.weight_sync.sender import WeightSender, needs_staging
 from skyrl_train.workers.objectives.policy import PolicyObjective
 from skyrl_train.workers.profiler import StepProfiler, create_profiler
 from skyrl_train.workers.worker import Worker, create_backend
@@ -178,7 +178,7 @@ class PolicyWorker(Worker):
     def stage_weights(self, version: int) -> None:
         """Prepare what can be prepared while engines still generate, where `needs_staging`: files, deltas. A
         collective."""
-        self._connected.stage(self._buckets(), version)
+        self._connected.stage(self._parameters(), version)
 
     def send_weights(self, version: int) -> tuple[dict[str, float], dict[str, int]]:
         """Send the weights to every engine and compare fingerprints. A collective.
@@ -186,7 +186,7 @@ class PolicyWorker(Worker):
         Returns:
             on rank 0, the metrics of doing so, and the fingerprint of each tensor.
         """
-        result = self._connected.send(None if self._stages else self._buckets(), version)
+        result = self._connected.send(None if self._stages else self._parameters(), version)
         return result.metrics, result.fingerprints
 
     def write_adapters(self, version: int) -> dict[str, int]:
@@ -235,8 +235,8 @@ class PolicyWorker(Worker):
     def _verification(self) -> Literal["sampled", "full", "off"]:
         return self.cfg.generator.weight_sync_verification
 
-    def _buckets(self) -> Iterator[Bucket]:
-        return in_buckets(self.backend.gather_parameters(self._engine_dtype), self._bucket_bytes)
+    def _parameters(self) -> Iterator[NamedTensor]:
+        return self.backend.gather_parameters(self._engine_dtype)
 
     @property
     def _connected(self) -> WeightSender | RankPart:

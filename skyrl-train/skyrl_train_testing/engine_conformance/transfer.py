@@ -11,8 +11,14 @@ import torch
 
 from skyrl_train.distributed.process_group import free_port
 from skyrl_train.inference_engines.base import InferenceEngineInterface
-from skyrl_train.weight_sync.base import Encoding, Transport, WeightReport, WeightUpdateRequest
-from skyrl_train.weight_sync.payload import in_buckets
+from skyrl_train.weight_sync.base import (
+    Encoding,
+    EngineHandles,
+    Transport,
+    WeightReport,
+    WeightUpdateRequest,
+    WeightUpdates,
+)
 from skyrl_train.weight_sync.plan import Route, init_infos_for
 from skyrl_train.weight_sync.sender import SyncResult, WeightSender, needs_staging
 
@@ -21,8 +27,8 @@ Tamper = Callable[[WeightUpdateRequest], Sequence[WeightUpdateRequest]]
 
 
 @dataclass
-class EnginesHere:
-    """Engines of this process as the sender wants them (`EngineHandles`). The sender blocks, so it runs in a thread.
+class EnginesHere(EngineHandles):
+    """Engines of this process. The sender blocks, so it runs in a thread.
 
     Attributes:
         loop: the engines' event loop.
@@ -34,20 +40,19 @@ class EnginesHere:
     timeout_seconds: float
     tamper: Tamper | None = None
 
-    def call_all(self, method: str, *args: Any) -> list["Future[Any]"]:
-        return [self._start(engine, method, *args) for engine in self.engines]
+    def __post_init__(self) -> None:
+        self.num_engines = len(self.engines)
 
-    def call_each(self, method: str, args: Sequence[Any]) -> list["Future[Any]"]:
-        calls = zip(self.engines, args, strict=True)
-        if method == "update_named_weights" and self.tamper is not None:
-            return [self._start(engine, method, sent) for engine, arg in calls for sent in self.tamper(arg)]
-        return [self._start(engine, method, arg) for engine, arg in calls]
+    def call_each(self, method: Callable[..., object], args: Sequence[Any]) -> list["Future[Any]"]:
+        if method is not WeightUpdates.update_named_weights or self.tamper is None:
+            return super().call_each(method, args)
+        return [self.start(index, method, sent) for index, arg in enumerate(args) for sent in self.tamper(arg)]
 
     def wait(self, calls: list["Future[Any]"]) -> list[Any]:
         return [call.result(self.timeout_seconds) for call in calls]
 
-    def _start(self, engine: InferenceEngineInterface, method: str, *args: Any) -> "Future[Any]":
-        call: Coroutine[Any, Any, Any] = getattr(engine, method)(*args)
+    def start(self, index: int, method: Callable[..., object], *args: object) -> "Future[Any]":
+        call: Coroutine[Any, Any, Any] = getattr(self.engines[index], method.__name__)(*args)
         return asyncio.run_coroutine_threadsafe(call, self.loop)
 
 
@@ -132,8 +137,7 @@ class WeightPath:
 
     def _send(self, sender: WeightSender, weights: Mapping[str, torch.Tensor], version: int) -> SyncResult:
         cast = ((name, tensor.detach().to(self._dtype)) for name, tensor in weights.items())
-        buckets = in_buckets(cast, self._max_bucket_bytes)
         if not self._is_staged:
-            return sender.send(buckets, version)
-        sender.stage(buckets, version)
+            return sender.send(cast, version)
+        sender.stage(cast, version)
         return sender.send(None, version)

@@ -111,13 +111,12 @@ def test_planted_learning_rate_at_step_7_is_the_first_cause(train: Callable[...,
 class FlippingPolicy(PolicyWorker):
     """A policy that sends one weight with its sign flipped, in the sync after step 2."""
 
-    def _buckets(self) -> Any:
-        for bucket in super()._buckets():
-            for name, tensor in bucket:
-                if self._version == 2 and name == "model.layers.1.mlp.up_proj.weight":
-                    tensor = tensor.clone()
-                    tensor.view(-1)[3] *= -1
-                yield [(name, tensor)]
+    def _parameters(self) -> Any:
+        for name, tensor in super()._parameters():
+            if self._version == 2 and name == "model.layers.1.mlp.up_proj.weight":
+                tensor = tensor.clone()
+                tensor.view(-1)[3] *= -1
+            yield name, tensor
 
     def send_weights(self, version: int) -> Any:
         self._version = version

@@ -38,12 +38,12 @@ OWN_DEVICES = {"placement": {"colocate_all": False}} | LEARNS
 class SlowPolicy(PolicyWorker):
     """A policy whose weights take their time on the way out."""
 
-    def _buckets(self) -> Iterator[Any]:
+    def _parameters(self) -> Iterator[Any]:
         import time
 
-        for bucket in super()._buckets():
-            time.sleep(0.1)
-            yield bucket
+        for parameter in super()._parameters():
+            time.sleep(0.05)
+            yield parameter
 
 
 def with_slow_weights(experiment: type[Any]) -> type[Any]:

@@ -371,7 +371,7 @@ def bad_grader(task: HarnessTask, output: Any) -> float:
 
 async def test_functions_that_fail_are_named_and_those_that_return_a_number_are_rewarded(characters: Any):
     def harness(function: str, **settings: Any) -> HarnessConfig:
-        return HarnessConfig(function=f"{__name__}:{function}", sandbox="process", deadline_seconds=1, **settings)
+        return HarnessConfig(function=f"{__name__}:{function}", sandbox="process", deadline_seconds=3, **settings)
 
     rows = [{"does": does} for does in ("well", "raise", "hang", "nothing", "words", "nan")]
     model = Model(characters, lambda _: "yes")

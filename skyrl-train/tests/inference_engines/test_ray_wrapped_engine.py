@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 
@@ -21,13 +21,19 @@ BATCH = InferenceEngineInput(
 )
 
 
+class Stoppable(Protocol):
+    async def num_requests(self) -> int: ...
+
+    async def occupy(self, seconds: float, counts: bool) -> None: ...
+
+
 def engine_maker(model: str) -> Callable[[], Any]:
     def make() -> Any:
         import time
 
         from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 
-        class Stoppable(NativeInferenceEngine):
+        class StoppableEngine(NativeInferenceEngine):
             """Can be given a long step: its thread sleeps, and counts as progress or does not."""
 
             counts = False
@@ -42,7 +48,7 @@ def engine_maker(model: str) -> Callable[[], Any]:
                 self.counts = counts
                 self._mailbox.post(lambda: time.sleep(seconds))
 
-        return Stoppable(model)
+        return StoppableEngine(model)
 
     return make
 
@@ -80,18 +86,18 @@ async def test_control_calls_do_not_queue_behind_requests(ray_cpu: None, chat_mo
         assert first.log_probs == (whole.log_probs or [])[:num]
         closed = asyncio.create_task(engine.stream(long, deltas.append))
         async with asyncio.timeout(60):
-            while await engine._control("num_requests") == 0 and not closed.done():
+            while await engine._control(Stoppable.num_requests) == 0 and not closed.done():
                 await asyncio.sleep(0.01)
             closed.cancel()
-            while await engine._control("num_requests"):
+            while await engine._control(Stoppable.num_requests):
                 await asyncio.sleep(0.01)
 
-        await engine._control("occupy", 4.0, True)
+        await engine._control(Stoppable.occupy, 4.0, True)
         async with asyncio.timeout(60):
             for _ in range(3):  # a second each: longer than the patience, but something is computed
                 await actor.check_health.remote(0.5)
             await engine.weight_version()
-            await engine._control("occupy", 300.0, False)
+            await engine._control(Stoppable.occupy, 300.0, False)
             await actor.check_health.remote(0.5)
             with pytest.raises(WorkerError, match=r"neither answered nor computed anything for 0.5 s"):
                 while True:

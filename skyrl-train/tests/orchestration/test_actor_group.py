@@ -47,7 +47,7 @@ def test_rows_go_to_all_stages_of_a_replica_and_answers_come_from_the_last():
         group = ActorGroup("policy", RanksHere(4), device="cpu", timeout_seconds=10)
         await group.init_model()
         assert (group.data_parallel_size, group.token_budget(100)) == (2, 200)
-        assert await group.call_all("answer", "same") == [(rank, "same") for rank in range(4)]
+        assert await group.call_all(PipelineRank.answer, "same") == [(rank, "same") for rank in range(4)]
         return await group.call_data_parallel("answer", [("first half",), ("second half",)])
 
     assert asyncio.run(answers()) == [(1, "first half"), (3, "second half")]

@@ -1,6 +1,7 @@
 """Colocation: the protocol as a table, and its driver with engines and workers that log their calls."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from skyrl_train.orchestration.colocation_protocol import (
     missing_steps,
     next_state,
 )
+from skyrl_train.workers.worker import Worker
 
 CRITIC, REF = DeviceState(Engines.ASLEEP, "critic"), DeviceState(Engines.ASLEEP, "ref")
 STATES = {"awake": ENGINES_ONLY, "weights": WEIGHTS, "sync": SYNC, "empty": EMPTY, "policy": POLICY}
@@ -181,9 +183,9 @@ class Group:
     async def init_model(self) -> None:
         await self.diary.write(f"{self.name} loads")
 
-    async def call_all(self, method: str, *args: Any) -> list[Any]:
-        await self.diary.write(f"{self.name} {'off' if method == 'offload_to_cpu' else 'on'}")
-        assert method in ("offload_to_cpu", "backload_to_gpu")
+    async def call_all(self, method: Callable[..., None]) -> list[Any]:
+        move = {Worker.offload_to_cpu: "off", Worker.backload_to_gpu: "on"}[method]
+        await self.diary.write(f"{self.name} {move}")
         return []
 
 

@@ -1,6 +1,6 @@
 """The inline launcher, with a record of what it starts and what is called."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -73,8 +73,8 @@ class RecordedEngine(InlineEngine):
         self._num_requests = 0
         self._is_dead = False
 
-    def start(self, method: str, *args: Any) -> InlineCall:
-        self._record.calls.append((method, args))
+    def start(self, method: Callable[..., object], *args: object) -> InlineCall:
+        self._record.calls.append((method.__name__, args))
         return super().start(method, *args)
 
     async def check_health(self) -> None:

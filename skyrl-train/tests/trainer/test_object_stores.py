@@ -293,9 +293,9 @@ async def test_ranks_upload_their_files_and_download_each_once(
     store = CheckpointStore(bucket)
     try:
         await group.init_model()
-        before = await group.call_all("checksum")
+        before = await group.call_all(CountingWorker.checksum)
         with store.writing(1) as draft:
-            reports = await group.call_all("save_checkpoint", str(draft.shared / "policy"))
+            reports = await group.call_all(CountingWorker.save_checkpoint, str(draft.shared / "policy"))
             draft.add("policy", reports)
         names = [set(report.files) for report in reports]
         assert names[0] & names[1] == set() and all(any(n.startswith("state_") for n in own) for own in names)
@@ -306,7 +306,7 @@ async def test_ranks_upload_their_files_and_download_each_once(
 
         await saver.save(2, [group], write_nothing, lambda: completed.append("global_step_2"))
         while not completed:  # ranks answer other calls meanwhile
-            assert await group.call_all("checksum") == before
+            assert await group.call_all(CountingWorker.checksum) == before
         await saver.wait()
         assert {r.sha256 for r in verify(f"{bucket}/global_step_1").values()} == {
             r.sha256 for r in verify(f"{bucket}/global_step_2").values()
@@ -314,8 +314,8 @@ async def test_ranks_upload_their_files_and_download_each_once(
         found = await asyncio.to_thread(store.find, latest(f"{bucket}/global_step_1"))
         assert found is not None and found.records_of("policy").keys() == names[0] | names[1]
         await load_group(group, found)
-        assert await group.call_all("checksum") == before
-        counts = await group.call_all("count")
+        assert await group.call_all(CountingWorker.checksum) == before
+        counts = await group.call_all(CountingWorker.count)
         assert sorted(counts) == [0, len(names[0] | names[1])]
         [copies] = tmp_path.glob("skyrl-downloads-*")
         assert list(copies.iterdir()) == []

@@ -85,8 +85,8 @@ def test_the_version_before_stays_until_the_engines_have_finished(connect, tmp_p
     engine = WeightHolder((name, torch.zeros_like(tensor)) for name, tensor in WEIGHTS)
     sender = connect(("checkpoint", "full"), engine)
     folder = tmp_path / "weights"
-    sender.send([WEIGHTS], 1)
-    sender.stage([WEIGHTS], 2)
+    sender.send(WEIGHTS, 1)
+    sender.stage(WEIGHTS, 2)
     assert sorted(entry.name for entry in folder.iterdir()) == ["1", "2"]
     sender.send(None, 2)
     assert [entry.name for entry in folder.iterdir()] == ["2"]
@@ -97,4 +97,4 @@ def test_a_full_or_forbidden_directory_is_named(connect, tmp_path):
     sender = connect(("checkpoint", "full"), engine)
     (tmp_path / "weights").write_text("a file where the folder should be")
     with pytest.raises(WeightSyncError, match=r"version 1 cannot be written to .*generator.weight_sync_directory"):
-        sender.stage([WEIGHTS], 1)
+        sender.stage(WEIGHTS, 1)

@@ -33,5 +33,5 @@ def test_an_engine_on_the_same_gpu_holds_the_trainers_weights(most: int):
         sender = WeightSender(engines, infos, device, max_bucket_bytes=most, verification="full")
         for version in (1, 2, 3):
             weights = [(name, torch.randn(shape, device=device)) for name, shape in SHAPES]
-            assert sender.send([weights], version).metrics["bytes"] == 32_000_000
+            assert sender.send(weights, version).metrics["bytes"] == 32_000_000
         sender.close()

@@ -231,10 +231,10 @@ def test_a_planted_fault_is_caught_and_names_engine_and_tensors(name, ways, veri
     sender = connect(ways, good, bad, verification=verification, max_bucket_bytes=most, timeout_seconds=10.0)
     for version in range(1, FAULTY_VERSION):
         step(weights, version)
-        assert sender.send([weights[:2], weights[2:4], weights[4:]], version).metrics["buckets"] == 3
+        assert sender.send(weights, version).metrics["buckets"] == 3
     step(weights, FAULTY_VERSION)
     with pytest.raises(WeightSyncError, match=message) as raised:
-        sender.send([weights[:2], weights[2:4], weights[4:]], FAULTY_VERSION)
+        sender.send(weights, FAULTY_VERSION)
     assert "engine 1" in str(raised.value) and "engine 0" not in str(raised.value)
 
 
@@ -246,7 +246,7 @@ def test_a_clean_run_never_alarms(ways, verification, connect):
     sender = connect(ways, engine, verification=verification, max_bucket_bytes=8 * TENSOR_BYTES)
     for version in range(1, 21):
         step(weights, version)
-        sender.send([weights[:3], weights[3:]], version)
+        sender.send(weights, version)
         assert all(torch.equal(engine.parameters[name], tensor) for name, tensor in weights)
 
 
@@ -266,7 +266,7 @@ def test_a_wrong_bit_in_a_large_tensor_is_caught_within_the_rotation_by_sampled_
     caught = []
     for version in range(turns):
         try:
-            sender.send([[("large", large)]], version)
+            sender.send([("large", large)], version)
         except WeightSyncError as error:
             assert "engine 0: 1 differ: large" in str(error)
             caught.append(version)
@@ -275,7 +275,7 @@ def test_a_wrong_bit_in_a_large_tensor_is_caught_within_the_rotation_by_sampled_
         ("shared_memory", "full"), WrongBitForEver([("large", torch.zeros_like(large))]), verification="full"
     )
     with pytest.raises(WeightSyncError, match="engine 0: 1 differ: large"):
-        sender.send([[("large", large)]], 1)
+        sender.send([("large", large)], 1)
 
 
 def test_order_of_buckets_is_checked_even_with_verification_off(connect):
@@ -284,5 +284,5 @@ def test_order_of_buckets_is_checked_even_with_verification_off(connect):
     sender = connect(("shared_memory", "full"), engine, verification="off")
     for version in range(1, FAULTY_VERSION + 1):
         step(weights, version)
-        assert sender.send([weights], version).reports == [WeightReport(version=version, fingerprints={})]
+        assert sender.send(weights, version).reports == [WeightReport(version=version, fingerprints={})]
     assert not torch.equal(engine.parameters["p3"], dict(weights)["p3"])

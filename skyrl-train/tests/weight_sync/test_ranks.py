@@ -12,9 +12,9 @@ import torch
 
 from skyrl_train.distributed.process_group import free_port
 from skyrl_train.errors import WorkerError
-from skyrl_train.weight_sync.base import WeightUpdateRequest
+from skyrl_train.weight_sync.base import WeightUpdateRequest, WeightUpdates
 from skyrl_train.weight_sync.lockstep import PolicyRanks
-from skyrl_train.weight_sync.payload import Bucket
+from skyrl_train.weight_sync.payload import NamedTensor
 from skyrl_train.weight_sync.plan import Route, init_infos_for
 from skyrl_train.weight_sync.rank_part import RankPart
 from skyrl_train.weight_sync.sender import WeightSender
@@ -76,8 +76,12 @@ class FailingHandles(HoldersInThreads):
 
     has_failed = False
 
-    def call_each(self, method: str, args: Sequence[Any]) -> list[Any]:
-        if method == "update_named_weights" and not self.has_failed and (args[0].version, args[0].index) == (2, 1):
+    def call_each(self, method: Callable[..., object], args: Sequence[Any]) -> list[Any]:
+        if (
+            method is WeightUpdates.update_named_weights
+            and not self.has_failed
+            and (args[0].version, args[0].index) == (2, 1)
+        ):
             self.has_failed = True
             raise ConnectionError("no connection")
         return super().call_each(method, args)
@@ -122,14 +126,14 @@ class Policy:
         def call(rank: RankInThread) -> Any:
             end = self.ends[rank.rank]
             if staged:
-                end.stage(self._buckets(rank, version, gather), version)
-            return end.send(None if staged else self._buckets(rank, version, gather), version)
+                end.stage(self._gathered(rank, version, gather), version)
+            return end.send(None if staged else self._gathered(rank, version, gather), version)
 
         return self._ranks.run(call)
 
-    def _buckets(self, rank: RankInThread, version: int, gather: Gather) -> Iterator[Bucket]:
+    def _gathered(self, rank: RankInThread, version: int, gather: Gather) -> Iterator[NamedTensor]:
         for name in NAMES:
-            yield [(name, gather(rank, name, version))]
+            yield name, gather(rank, name, version)
 
     def check(self, version: int) -> None:
         for engine in self.engines:

@@ -163,9 +163,9 @@ def test_two_engines_hold_the_trainers_weights(ways, max_bucket_bytes: int, num_
     sender = connect(ways, *engines, max_bucket_bytes=max_bucket_bytes)
     for version in (1, 2, 4):
         weights = at_version(version)
-        result = sender.send(in_buckets(weights, max_bucket_bytes), version)
+        result = sender.send(weights, version)
         assert result.metrics["bytes"] == 68
-        if ways[0] != "checkpoint":  # a file a bucket, as they come
+        if ways[0] != "checkpoint":  # its files have up to `max_bucket_bytes`
             assert result.metrics["buckets"] == num_buckets
         assert [report.version for report in result.reports] == [version, version]
         for engine in engines:
@@ -174,10 +174,10 @@ def test_two_engines_hold_the_trainers_weights(ways, max_bucket_bytes: int, num_
 
 
 @every_way
-def test_a_whole_bucket_of_any_size_may_be_given(ways, connect):
+def test_tensor_larger_than_bucket_is_sent_alone(ways, connect):
     engine = holder()
     sender = connect(ways, engine, max_bucket_bytes=1)
-    sender.send([at_version(1)], 1)
+    sender.send(at_version(1), 1)
     assert torch.equal(engine.parameters["last"], at_version(1)[2][1])
 
 
@@ -186,7 +186,7 @@ def test_staged_weights_are_sent(ways, connect):
     engine = holder()
     sender = connect(ways, engine)
     weights = at_version(1)
-    sender.stage([weights], 1)
+    sender.stage(weights, 1)
     for _, tensor in weights:
         tensor.zero_()  # the trainer may go on
     sender.send(None, 1)
@@ -202,14 +202,14 @@ def test_sending_what_was_not_staged_is_a_mistake_of_the_caller(connect):
     with pytest.raises(ValueError, match="nothing was staged"):
         connect(WAYS[0], holder()).send(None, 1)
     sender = connect(WAYS[2], holder())
-    sender.stage([at_version(1)], 1)
+    sender.stage(at_version(1), 1)
     with pytest.raises(ValueError, match="version 2 is to be sent, but 1 was staged"):
         sender.send(None, 2)
 
 
 def test_metrics_tell_where_the_time_went(connect):
     sender = connect(("checkpoint", "full"), holder())
-    sender.stage([at_version(1)], 1)
+    sender.stage(at_version(1), 1)
     metrics = sender.send(None, 1).metrics
     phases = {name for name in metrics if name.endswith("_seconds")}
     assert phases == {f"{p}_seconds" for p in ("stage", "write", "wait", "fingerprint", "finish", "send")}
@@ -228,7 +228,7 @@ class PartlyRead(WeightHolder):
 
 
 def shares_of(connect: Any, *engines: WeightHolder, verification: str = "sampled") -> dict[str, Any]:
-    metrics = connect(WAYS[0], *engines, verification=verification).send([at_version(1)], 1).metrics
+    metrics = connect(WAYS[0], *engines, verification=verification).send(at_version(1), 1).metrics
     return {name: pytest.approx(value) for name, value in metrics.items() if name.endswith("_share")}
 
 
@@ -288,9 +288,9 @@ def test_only_changes_travel_once_an_engine_has_the_version_before(connect):
     weights = large_weights()
     engine = WeightHolder((name, torch.zeros_like(tensor)) for name, tensor in weights)
     sender = connect(("shared_memory", "delta"), engine)
-    assert sender.send([weights], 1).metrics["payload_bytes"] == 4 * 200 * 100 * 2
+    assert sender.send(weights, 1).metrics["payload_bytes"] == 4 * 200 * 100 * 2
     weights[2][1][0, ::10] += 1  # ten numbers
-    metrics = sender.send([weights], 2).metrics
+    metrics = sender.send(weights, 2).metrics
     assert metrics["bytes"] == 4 * 200 * 100 * 2 and metrics["payload_bytes"] < 200
     assert torch.equal(engine.parameters["layer.2"], weights[2][1])
 
@@ -301,18 +301,18 @@ def test_engines_receive_whole_tensors_after_a_failure(ways, connect):
     weights = large_weights()
     engines = [WeightHolder((name, torch.zeros_like(tensor)) for name, tensor in weights) for _ in range(2)]
     sender = connect(ways, *engines, timeout_seconds=3.0)
-    sender.send([weights], 1)
+    sender.send(weights, 1)
     weights[0][1].zero_()
     assert engines[1].receiver is not None and engines[1].receiver._changes is not None
     engines[1].receiver._changes._last.version = None  # as after an update that did not end
-    sender.stage([weights], 2)
+    sender.stage(weights, 2)
     with pytest.raises(
         WeightSyncError, match="engine 1: changes to version 1 came to an engine that holds version Non"
     ):
         sender.send(None, 2)
     if ways[0] == "broadcast":
         sender = connect(ways, *engines)  # a broken group is met anew
-        sender.stage([weights], 2)
+        sender.stage(weights, 2)
     metrics = sender.send(None, 2).metrics
     assert metrics["payload_bytes"] == metrics["bytes"]
     for engine in engines:
@@ -322,8 +322,8 @@ def test_engines_receive_whole_tensors_after_a_failure(ways, connect):
 def test_a_tensor_that_was_not_sent_before_makes_a_whole_send(connect):
     engine = WeightHolder([("a", torch.zeros(6)), ("b", torch.zeros(6))])
     sender = connect(("shared_memory", "delta"), engine)
-    sender.send([[("a", torch.ones(6))]], 1)
-    metrics = sender.send([[("a", torch.ones(6)), ("b", torch.ones(6))]], 2).metrics
+    sender.send([("a", torch.ones(6))], 1)
+    metrics = sender.send([("a", torch.ones(6)), ("b", torch.ones(6))], 2).metrics
     assert metrics["payload_bytes"] == metrics["bytes"]
 
 
@@ -345,11 +345,11 @@ def test_python_keeps_no_second_model(ways, connect):
     weights = [(f"layer.{i}", torch.randn(500, 1000).bfloat16()) for i in range(64)]
     engine = WeightHolder((name, torch.zeros_like(tensor)) for name, tensor in weights)
     sender = connect(ways, engine, max_bucket_bytes=4_000_000)
-    sender.send([weights], 1)
+    sender.send(weights, 1)
     tracemalloc.start()
     for _, tensor in weights:
         tensor[::7] += 1
-    sender.send(in_buckets(weights, 4_000_000), 2)
+    sender.send(weights, 2)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 8_000_000
@@ -373,7 +373,7 @@ def test_an_engine_that_dies_on_the_way_is_named_with_bucket_and_tensors(ways, c
     sender = connect(ways, *engines, timeout_seconds=5.0)
     began = time.monotonic()
     with pytest.raises(WeightSyncError, match=r"bucket 0 of version 1 \(first to last\): .*engine [01]"):
-        sender.send([at_version(1)], 1)
+        sender.send(at_version(1), 1)
     assert time.monotonic() - began < 15
 
 
@@ -401,6 +401,6 @@ def test_an_engine_that_falls_silent_is_an_error_on_both_sides_in_time(connect):
     sender = connect(("broadcast", "full"), SilentHolder([]), waiting, timeout_seconds=2.0)
     began = time.monotonic()
     with pytest.raises(WeightSyncError, match=r"at bucket 0 of version 1 .*(engines .* did not answer|group died)"):
-        sender.send([at_version(1)], 1)
+        sender.send(at_version(1), 1)
     assert time.monotonic() - began < 10
     assert waiting.version == 0

@@ -84,7 +84,7 @@ class Learners:
             ranks = ForkedRanks(name, worker, args, num_ranks=num_ranks, log_folder=self.folder)
             self.groups[key] = ActorGroup(name, ranks, device="cpu", timeout_seconds=120)
             await self.groups[key].init_model()
-        await self.groups[key].call_all("begin_again", cfg)
+        await self.groups[key].call_all(PolicyAgain.begin_again, cfg)
         return self.groups[key]
 
     def step(self, *args: Any, **kwargs: Any) -> Step:
@@ -122,8 +122,8 @@ class Learners:
             selected = schedule.gather(
                 await group.call_data_parallel("selected_tokens", [()] * group.data_parallel_size), "output"
             )
-        stepped, *_ = await group.call_all("optim_step")
-        weights, *_ = await group.call_all("full_state")
+        stepped, *_ = await group.call_all(Worker.optim_step)
+        weights, *_ = await group.call_all(Worker.full_state)
         return Step(sums, stepped["grad_norm"], before, weights, selected)
 
 

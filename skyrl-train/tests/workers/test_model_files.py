@@ -91,7 +91,7 @@ def test_log_probs_of_fixed_tokens_are_at_temperature_1(start, config, tiny_mode
 def test_two_ranks_hold_the_bits_that_rank_0_read(learners, config, tiny_model, kind):
     async def weights() -> dict[str, torch.Tensor]:
         group = await learners.group(kind, config(), 2)
-        first, second = await group.call_all("full_state")
+        first, second = await group.call_all(Worker.full_state)
         assert not second
         return first
 
@@ -119,8 +119,8 @@ def test_the_reference_becomes_the_policy_as_it_is(start, config, ragged_batch, 
         group = ActorGroup("ref", ranks, device="cpu", timeout_seconds=120)
         try:
             await group.init_model()
-            await group.call_all("load_weights", str(tmp_path / "policy"))
-            first, _ = await group.call_all("forward", batch, [MicroBatch((0, 1, 2, 3))])
+            await group.call_all(RefWorker.load_weights, str(tmp_path / "policy"))
+            first, _ = await group.call_all(RefWorker.forward, batch, [MicroBatch((0, 1, 2, 3))])
             return first.tensor("output")
         finally:
             group.kill()

@@ -11,6 +11,7 @@ import torch
 from skyrl_train.expert_routes import no_route
 from skyrl_train.orchestration.schedule import Schedule
 from skyrl_train.training_batch import TrainingInputBatch
+from skyrl_train.workers.worker import Worker
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ async def take_step(
     await group.call_data_parallel("load_batch", [(own,) for own in schedule.split(full)])
     [micro_batches] = schedule.mini_batches
     sums = await group.call_data_parallel("forward_backward", [(own,) for own in micro_batches])
-    stepped, *_ = await group.call_all("optim_step")
+    stepped, *_ = await group.call_all(Worker.optim_step)
     total = {name: float(sum(each[name] for each in sums)) for name in sums[0] if not name.startswith("max/")}
     return Step(log_probs, routes, replayed, total, stepped["grad_norm"])
 

@@ -9,11 +9,11 @@ from skyrl_train.errors import SkyRLError, WorkerError
 from skyrl_train.inference_engines.base import InferenceEngineInterface
 from skyrl_train.inference_engines.loop_thread import LoopThread
 from skyrl_train.inference_engines.remote.server import RemoteInferenceEngine
+from skyrl_train.weight_sync.base import EngineHandles
 
 
-class RemoteEngines:
-    """All engines (`skyrl_train.weight_sync.sender.EngineHandles`). Can be pickled; connects when first used, from an
-    event loop in a thread of its own.
+class RemoteEngines(EngineHandles):
+    """All engines. Can be pickled; connects when first used, from an event loop in a thread of its own.
 
     Args:
         engines: `RemoteInferenceEngine`s.
@@ -33,17 +33,19 @@ class RemoteEngines:
                 control_timeout_seconds=engine.control_timeout_seconds,
             )
             self._connect.append(connect)
+        self.num_engines = len(self._connect)
         self._engines: list[RemoteInferenceEngine] = []
         self._loop: LoopThread | None = None
 
     def __getstate__(self) -> dict[str, object]:
-        return {"_connect": self._connect, "_engines": [], "_loop": None}
+        return vars(self) | {"_engines": [], "_loop": None}
 
-    def call_all(self, method: str, *args: object) -> list["Future[Any]"]:
-        return [self._start(engine, method, *args) for engine in self._connected()]
-
-    def call_each(self, method: str, args: Sequence[object]) -> list["Future[Any]"]:
-        return [self._start(engine, method, arg) for engine, arg in zip(self._connected(), args, strict=True)]
+    def start(self, index: int, method: Callable[..., object], *args: object) -> "Future[Any]":
+        if self._loop is None:
+            self._engines = [connect() for connect in self._connect]
+            self._loop = LoopThread("remote-engines")
+        engine = self._engines[index]
+        return self._loop.submit(_named(engine, getattr(engine, method.__name__), args))
 
     def wait(self, calls: list["Future[Any]"]) -> list[Any]:
         """Every call has the deadline of its engine. The first failure is raised when all have ended or failed."""
@@ -62,17 +64,6 @@ class RemoteEngines:
         if self._loop is not None:
             self._loop.stop()
             self._loop = None
-            self._engines = []
-
-    def _connected(self) -> list[RemoteInferenceEngine]:
-        if not self._engines:
-            self._engines = [connect() for connect in self._connect]
-        return self._engines
-
-    def _start(self, engine: RemoteInferenceEngine, method: str, *args: object) -> "Future[Any]":
-        if self._loop is None:
-            self._loop = LoopThread("remote-engines")
-        return self._loop.submit(_named(engine, getattr(engine, method), args))
 
 
 async def _named(engine: RemoteInferenceEngine, call: Callable[..., Awaitable[Any]], args: Sequence[object]) -> Any:

@@ -86,7 +86,7 @@ def test_the_trainer_opens_a_server_by_the_key_of_a_file_or_the_environment(
         start_engines(config(url, served_model), tokenizer)
 
         handles = pickle.loads(pickle.dumps(RemoteEngines([engine])))
-        assert handles.wait(handles.call_all("weight_version")) == [0]
+        assert handles.wait(handles.call_all(RemoteInferenceEngine.weight_version)) == [0]
         handles.close()
         logger.warning(f"{engine} {vars(engine)} {vars(engine._server)} {handles._connect} {cfg}")
     assert not any(KEY in line for line in log)

@@ -20,7 +20,6 @@ from skyrl_train.inference_engines.remote.check import check_server
 from skyrl_train.inference_engines.remote.handles import RemoteEngines
 from skyrl_train.inference_engines.remote.server import RemoteInferenceEngine
 from skyrl_train.inference_engines.server_child import ServerChild
-from skyrl_train.weight_sync.payload import in_buckets
 from skyrl_train.weight_sync.plan import Route, init_infos_for
 from skyrl_train.weight_sync.sender import WeightSender
 from skyrl_train_testing.engine_conformance import CHECKS, Check, EngineUnderTest, Reference, make_tiny_model, run_check
@@ -111,8 +110,7 @@ async def test_weights_arrive_through_handles_that_travelled_to_another_process(
                 )
             )
         )
-        buckets = in_buckets(weights.items(), 1 << 16)
-        result = await asyncio.to_thread(sender.send, buckets, version)
+        result = await asyncio.to_thread(sender.send, weights.items(), version)
         assert result.reports[0].version == version
         assert not asked.done()
         await engine.resume_generation()

@@ -10,6 +10,7 @@ from skyrl_train.orchestration.actor_group import ActorGroup
 from skyrl_train.orchestration.launcher import Ranks
 from tx.tinker.backends.base import BackendInfo, BackendLost, Failure, TrainingBackend
 from tx.tinker.backends.torch.layout import micro_batches
+from tx.tinker.backends.torch.training_rank import TrainingRank
 from tx.tinker.types import AdamParams, Datum, LoraSpec, PassOutput, TrainingPass
 
 
@@ -47,7 +48,7 @@ class TrainingRanks:
         Raises:
             BackendLost: one of them has ended, or did not answer in time. No call can succeed after that.
         """
-        return self._run(self._group.call_all("answer", method, args, options))
+        return self._run(self._group.call_all(TrainingRank.answer, method, args, options))
 
     def close(self) -> None:
         """End the processes."""
