@@ -4,7 +4,7 @@
 
 A tiny model answers in an environment that takes a time of `--workload` to grade. The same prompts are trained
 synchronously and asynchronously, in turn, with one engine each and in one process (`launcher=inline`). The command
-`simulate` predicts the gain of each schedule from the folder of the synchronous run, as for any run. `replayed` is a
+`simulate` predicts the gain of each schedule from the folder of the synchronous run, as for any run. `replay` is a
 simulation with the asynchronous run's own durations. Only samples of groups within the
 bound on staleness count. Prints a markdown table.
 """
@@ -33,8 +33,8 @@ from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.validation import validate_cfg
 from skyrl_train.entrypoints.main_base import BasePPOExp
-from skyrl_train.entrypoints.simulate import main as simulate
-from skyrl_train.entrypoints.simulate import replayed
+from skyrl_train.rollouts.simulation import main as simulate
+from skyrl_train.rollouts.simulation import replay
 from skyrl_train.utils.run_folder import RunFolder
 from skyrl_train_testing.tiny_models import character_tokenizer, tiny_qwen3
 
@@ -163,13 +163,13 @@ def main() -> None:
             Uneven.num_begun.clear()
             cfg = settings(folder, f"run_{number}", options.steps, {"fully_async": {"enabled": True, **schedule}})
             rows = train(cfg)
-            speed, replay = replayed(Path(cfg.trainer.run_dir))
+            speed, replayed = replay(Path(cfg.trainer.run_dir))
             gain = predicted(Path(synchronous.trainer.run_dir), text)
             age, stale = (
                 fmean(row[f"async/{name}"] for row in rows) for name in ("staleness_mean", "stale_token_share")
             )
             lines.append(
-                f"| S = {staleness}, `{selection}`, `{on_stale}` | {speed:.2f} | {replay:.2f} | {speed / base:.2f}x "
+                f"| S = {staleness}, `{selection}`, `{on_stale}` | {speed:.2f} | {replayed:.2f} | {speed / base:.2f}x "
                 f"| {gain:.2f}x | {age:.1f} | {stale:.0%} |"
             )
     machine = f"{os.cpu_count()} CPUs, Python {platform.python_version()}, torch {version('torch')}"

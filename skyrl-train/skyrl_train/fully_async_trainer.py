@@ -11,7 +11,6 @@ from loguru import logger
 
 from skyrl_train.generators.base import request_rollouts
 from skyrl_train.rollouts.adapter import GeneratorOutput, to_rollout_batch
-from skyrl_train.rollouts.advice import INTERVAL, Adviser
 from skyrl_train.rollouts.async_metrics import group_metrics, pool_metrics
 from skyrl_train.rollouts.faults import is_sound
 from skyrl_train.rollouts.filters import is_informative
@@ -20,6 +19,7 @@ from skyrl_train.rollouts.journal import RolloutJournal
 from skyrl_train.rollouts.metrics import concatenate
 from skyrl_train.rollouts.pool import RolloutPool
 from skyrl_train.rollouts.schedule import ScheduleLimits, ScheduleState
+from skyrl_train.rollouts.simulation import INTERVAL, Adviser
 from skyrl_train.rollouts.types import RolloutBatch
 from skyrl_train.run_record import describe_sampling
 from skyrl_train.trainer import RayPPOTrainer
@@ -188,18 +188,18 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
         self.run_folder.append_timeline(self.global_step, self.timeline.take(trained))
 
     def _record_utilisation(self, pool: RolloutPool) -> None:
-        """Record how busy both sides were, and every `advice.INTERVAL` steps what a simulation predicts."""
+        """Record how busy both sides were, and every `simulation.INTERVAL` steps what a simulation predicts."""
         limits, timings = pool.scheduler.limits, self.all_timings
         waited, seconds = timings["wait_for_generation_buffer"], timings["step"]
         counts = pool.take_counts()
         self.all_metrics |= pool_metrics(counts, limits.groups_per_step, limits.max_running, waited, seconds)
         self._adviser = self._adviser or Adviser(limits)
         synced = timings["sync_weights"]
-        self._adviser.measured(self._step_groups, seconds - waited - synced, synced, waited, self.all_metrics)
+        self._adviser.record(self._step_groups, seconds - waited - synced, synced, waited, self.all_metrics)
         if self.global_step % INTERVAL == 0:
-            predicted = self._adviser.predicted()
+            predicted = self._adviser.predict()
             self.all_metrics |= predicted
-            logger.info(self._adviser.advice(predicted))
+            logger.info(self._adviser.advise(predicted))
 
     def state(self) -> dict[str, Any]:
         """Return the state of the synchronous trainer and that of the schedule."""

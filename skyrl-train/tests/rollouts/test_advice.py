@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from skyrl_train.rollouts.advice import Adviser
 from skyrl_train.rollouts.groups import FinishedGroup
 from skyrl_train.rollouts.schedule import ScheduleLimits
+from skyrl_train.rollouts.simulation import Adviser
 from skyrl_train.rollouts.types import TrajectoryGroup
 
 PREDICTED = {"async/predicted_trainer_utilisation": 0.5}
@@ -22,7 +22,7 @@ def adviser(max_running: int, group_seconds: float, step_seconds: float, **metri
         FinishedGroup(ticket=i, group=TrajectoryGroup("a", []), metrics={}, version=0, seconds=group_seconds)
         for i in range(2)
     ]
-    adviser.measured(groups, step_seconds, sync_seconds=0.0, waited_seconds=0.0, metrics=metrics)
+    adviser.record(groups, step_seconds, sync_seconds=0.0, waited_seconds=0.0, metrics=metrics)
     return adviser
 
 
@@ -33,7 +33,7 @@ def adviser(max_running: int, group_seconds: float, step_seconds: float, **metri
 )
 def test_predicted_utilisation_is_that_of_the_slower_side(max_running: int, group_seconds: float, utilisation: float):
     """A step of 1 s trains 2 groups; `max_running` groups run at once, a group takes `group_seconds`."""
-    predicted = adviser(max_running, group_seconds, step_seconds=1.0).predicted()
+    predicted = adviser(max_running, group_seconds, step_seconds=1.0).predict()
     assert predicted["async/predicted_trainer_utilisation"] == pytest.approx(utilisation, abs=0.1)
 
 
@@ -49,7 +49,7 @@ def test_predicted_utilisation_is_that_of_the_slower_side(max_running: int, grou
 )
 def test_advice_names_the_setting_for_the_idle_side(max_running: int, trainer: float, slots: float, setting: str):
     one = adviser(max_running, 1.0, 1.0, **{"async/trainer_utilisation": trainer, "async/slot_utilisation": slots})
-    assert re.search(setting, one.advice(PREDICTED))
+    assert re.search(setting, one.advise(PREDICTED))
 
 
 def test_advice_judges_the_window_and_not_its_last_step():
@@ -57,15 +57,15 @@ def test_advice_judges_the_window_and_not_its_last_step():
     one = adviser(3, 1.0, 1.0, **BUSY)
     for _ in range(9):
         idle = {"async/trainer_utilisation": 0.25, "async/slot_utilisation": 1.0}
-        one.measured([], 1.0, 0.0, waited_seconds=3.0, metrics=idle)
-    one.measured([], 0.5, 0.0, waited_seconds=0.0, metrics=BUSY)
-    advice = one.advice(PREDICTED)
+        one.record([], 1.0, 0.0, waited_seconds=3.0, metrics=idle)
+    one.record([], 0.5, 0.0, waited_seconds=0.0, metrics=BUSY)
+    advice = one.advise(PREDICTED)
     assert "trainer busy 26% of the last 10 steps" in advice and "num_parallel_generation_workers" in advice
 
 
 @pytest.mark.parametrize(("sample_size", "is_warned"), [(None, False), (0.95, False), (0.6, True)])
 def test_advice_warns_of_a_policy_that_has_left_the_one_that_generated(sample_size: float | None, is_warned: bool):
-    advice = adviser(6, 1.0, 1.0, **BUSY, **{"policy/rollout_train_ess": sample_size}).advice(PREDICTED)
+    advice = adviser(6, 1.0, 1.0, **BUSY, **{"policy/rollout_train_ess": sample_size}).advise(PREDICTED)
     assert ("lower trainer.fully_async.max_staleness_steps, the learning rate" in advice) == is_warned
 
 
@@ -74,7 +74,7 @@ def test_advice_warns_of_tokens_that_are_too_old_to_be_trained(shares: list[floa
     """The mean over the last steps decides, not the last step alone."""
     name = "async/stale_token_share"
     one = adviser(6, 1.0, 1.0, **BUSY, **{name: shares[0]})
-    one.measured([], 1.0, 0.0, waited_seconds=0.0, metrics=BUSY | {name: shares[1]})
-    advice = one.advice(PREDICTED)
+    one.record([], 1.0, 0.0, waited_seconds=0.0, metrics=BUSY | {name: shares[1]})
+    advice = one.advise(PREDICTED)
     assert ("set on_stale=regenerate or order=exact" in advice) == (warning is not None)
     assert warning is None or warning in advice

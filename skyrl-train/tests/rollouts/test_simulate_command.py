@@ -12,7 +12,15 @@ from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.asynchronous import FullyAsyncConfig
 from skyrl_train.config.config import get_config_as_yaml_str
 from skyrl_train.config.validation import validate_cfg
-from skyrl_train.entrypoints.simulate import STALENESS, fit_iteration, main, maximum, measured, replayed, synchronous
+from skyrl_train.rollouts.simulation import (
+    STALENESS,
+    fit_iteration,
+    main,
+    maximum,
+    read_workload,
+    replay,
+    simulate_synchronous,
+)
 from skyrl_train.utils.run_folder import RunFolder
 
 OPTIONS = {
@@ -120,7 +128,7 @@ def asynchronous_run(tmp_path: Path) -> Path:
 
 
 def test_folder_of_an_asynchronous_run_is_replayed(asynchronous_run: Path, capsys: Any):
-    assert replayed(asynchronous_run) == pytest.approx((1 / 6, 2 / 6))
+    assert replay(asynchronous_run) == pytest.approx((1 / 6, 2 / 6))
     assert main([str(asynchronous_run)]) == 0
     out = capsys.readouterr().out
     assert "this run: 0.167 samples/s; 0.333 in a simulation of its schedule" in out
@@ -149,11 +157,11 @@ def test_times_of_environments_are_those_of_the_run(tmp_path: Path):
         spans = zip(names, lengths, waits, strict=True)
         groups = [[f"{step}:{uid}_{n}", 0, 0.0, num * 0.1 + wait, 0, "finished"] for (uid, n), num, wait in spans]
         run.append_timeline(step, {"groups": groups})
-    workload = measured(tmp_path)
+    workload = read_workload(tmp_path)
     found = [sample.wait_seconds for group in workload.groups for sample in group]
     seconds = [num * workload.costs.seconds_per_iteration + wait for num, wait in zip(lengths * 2, found, strict=True)]
     assert seconds == pytest.approx([6.5, 0.5, 1.0, 2.0] * 2, abs=0.05)
-    assert synchronous(workload).run.samples_per_second == pytest.approx(4 / 7.5, rel=0.1)
+    assert simulate_synchronous(workload).run.samples_per_second == pytest.approx(4 / 7.5, rel=0.1)
 
 
 def test_cost_of_an_iteration_is_fitted():
@@ -177,7 +185,7 @@ def test_workload_of_a_run_folder(tmp_path, capsys):
         run.write_trajectories(step, "train", rows)
         timing = {"timing/generate": 8 * step * 0.5, "timing/sync_weights": 1.0, "timing/step": 8 * step * 0.5 + 4.0}
         run.append_metrics(step, timing)
-    workload = measured(tmp_path)
+    workload = read_workload(tmp_path)
     assert [[sample.num_tokens for sample in group] for group in workload.groups] == [[4, 4], [8, 8], [8, 8], [16, 16]]
     assert (workload.costs.step_seconds, workload.costs.sync_seconds) == pytest.approx((3.0, 1.0))
     assert workload.costs.seconds_per_iteration == pytest.approx(0.5)
