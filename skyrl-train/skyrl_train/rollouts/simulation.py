@@ -1,6 +1,6 @@
 """Simulation of asynchronous training in virtual time, on the scheduler that a run uses.
 
-`python -m skyrl_train.entrypoints.simulate RUN` predicts what asynchronous training would gain, and with which settings.
+`python -m skyrl_train.entrypoints.simulate RUN` predicts what asynchronous training gains, and with which settings.
 
 Takes lengths and durations of samples and durations of phases from the folder of a synchronous run, the durations of
 groups from an asynchronous one, or both from options; prints throughput against synchronous training, utilisation of
@@ -31,7 +31,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, mode
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -76,6 +76,10 @@ class Costs:
 
     sync_seconds: float = 0.0
     """Time for which engines pause at each weight sync."""
+
+    repeatability: float = 1.0
+    """Probability that a group which is generated anew takes as long as before; otherwise it takes as long as another
+    group. In a measured run: the share of the variance of samples' durations that lies between prompts."""
 
 
 @dataclass
@@ -283,11 +287,12 @@ class Simulation:
         return run
 
     def _samples(self, ticket: int) -> Sequence[SampleCost]:
-        if self._in_order:
-            return self._groups[ticket % len(self._groups)]
         while len(self._drawn) <= ticket:
-            self._drawn.append(self._random.randrange(len(self._groups)))
+            self._drawn.append(len(self._drawn) % len(self._groups) if self._in_order else self._draw_group())
         return self._groups[self._drawn[ticket]]
+
+    def _draw_group(self) -> int:
+        return self._random.randrange(len(self._groups))
 
     def _call_later(self, seconds: float, kind: int, function: Callable[[], None]) -> None:
         self._num_timers += 1
@@ -353,6 +358,8 @@ class Simulation:
     def _restart_stale(self) -> None:
         for ticket in self._scheduler.take_stale():
             self.run.num_restarted += 1
+            if self._random.random() >= self._costs.repeatability:
+                self._drawn[ticket] = self._draw_group()
             self._finished_at.pop(ticket, None)
             group = self._open.pop(ticket, None)
             for sequence in group.sequences if group else ():
@@ -456,6 +463,9 @@ def read_workload(folder: Path) -> Workload:
         seconds_per_sequence=per_sequence,
         step_seconds=fmean(map(_whole_seconds, [None, *used], used)) - generating - sync,
         sync_seconds=sync,
+        repeatability=between_share(
+            [[each.num_tokens * per_token + each.wait_seconds for each in group] for group in groups]
+        ),
     )
     return Workload(groups, cfg.trainer.train_batch_size, costs, _corrections(cfg))
 
@@ -561,6 +571,22 @@ def seconds_per_token(samples: Sequence[tuple[int, float]]) -> float:
     return min(max(statistics.linear_regression(lengths, durations).slope, 1e-9), least)
 
 
+def between_share(groups: Sequence[Sequence[float]]) -> float:
+    """Return the share of the variance that lies between groups, from 0 to 1: the intraclass correlation of one-way
+    analysis of variance, over groups of the commonest size. 1 where it cannot be told."""
+    size = mode(map(len, groups))
+    rows = [group for group in groups if len(group) == size]
+    if size < 2 or len(rows) < 2:
+        return 1.0
+    means = [fmean(row) for row in rows]
+    mean = fmean(means)
+    between = size * sum((each - mean) ** 2 for each in means) / (len(rows) - 1)
+    within = sum((value - own) ** 2 for row, own in zip(rows, means, strict=True) for value in row)
+    within /= len(rows) * (size - 1)
+    total = between + (size - 1) * within
+    return max(0.0, (between - within) / total) if total else 1.0
+
+
 def fit_iteration(equations: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
     """Fit (a, b) >= 0 of seconds = a * longest + b * tokens per engine by least squares.
 
@@ -611,6 +637,9 @@ STALENESS = (1, 2, 4, 8)
 Schedule = tuple[Order, OnStale]
 SCHEDULES: tuple[Schedule, ...] = (("exact", "regenerate"), ("finished", "regenerate"), ("finished", "mask"))
 
+_NUM_DRAWS = 7
+"""Simulations of a schedule that generates groups anew."""
+
 _NEAR = 0.97
 """Share of the highest throughput from which a choice is as good."""
 
@@ -631,14 +660,21 @@ def simulate(
     workload: Workload, costs: Costs, staleness: int, max_running: int, schedule: Schedule = SCHEDULES[0]
 ) -> Choice:
     """Simulate the first 60 steps of a longer run (at its end engines would idle), or fewer large ones, but at least
-    three times as many as make the first group too old."""
+    three times as many as make the first group too old. Where groups are generated anew, with other durations, take the
+    run of the median throughput of several."""
     num = workload.groups_per_step
     limits = ScheduleLimits(
         groups_per_step=num, max_staleness_steps=staleness, max_running=max_running,
         groups_per_epoch=num * 60, total_steps=1000, order=schedule[0], on_stale=schedule[1],
     )  # fmt: skip
     num_steps = max(3 * (staleness + 2), min(60, 12_000 // (num * len(workload.groups[0]))))
-    return Choice(limits, costs.num_engines, Simulation(limits, workload.groups, costs).simulate(num_steps))
+    runs: list[SimulatedRun] = []
+    for seed in range(_NUM_DRAWS):
+        runs.append(Simulation(limits, workload.groups, costs, seed, in_order=True).simulate(num_steps))
+        if not runs[0].num_restarted or costs.repeatability == 1:
+            break
+    runs.sort(key=attrgetter("samples_per_second"))
+    return Choice(limits, costs.num_engines, runs[len(runs) // 2])
 
 
 def simulate_synchronous(workload: Workload) -> Choice:

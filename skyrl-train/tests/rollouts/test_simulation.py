@@ -3,7 +3,7 @@
 import pytest
 
 from skyrl_train.rollouts.schedule import OnStale, ScheduleLimits
-from skyrl_train.rollouts.simulation import Costs, SampleCost, SimulatedRun, Simulation
+from skyrl_train.rollouts.simulation import Costs, SampleCost, SimulatedRun, Simulation, between_share
 
 
 def limits(**changes) -> ScheduleLimits:
@@ -116,6 +116,23 @@ def test_stale_group_is_generated_again_and_waited_for():
     assert run.num_samples == [2, 2, 2, 2]
     assert run.ages == {0: 4, 1: 4}
     assert (run.num_masked, run.num_restarted, run.restarted_share) == (0, 1, 1 / 9)
+
+
+@pytest.mark.parametrize("repeatability, is_slow_again", [(1.0, True), (0.0, False)])
+def test_group_generated_anew_is_slow_again_as_far_as_durations_repeat(repeatability: float, is_slow_again: bool):
+    schedule = limits(max_staleness_steps=1, max_running=4, order="finished", total_steps=40, groups_per_epoch=80)
+    groups = [[SampleCost(200)], *[[SampleCost(4)]] * 79]
+    run = Simulation(schedule, groups, costs(repeatability=repeatability), in_order=True).simulate()
+    assert run.num_restarted > 0
+    assert (run.seconds > 200) == is_slow_again
+
+
+def test_share_of_variance_between_groups():
+    assert between_share([[1.0, 1.0], [5.0, 5.0]]) == 1.0
+    assert between_share([[1.0, 5.0], [1.0, 5.0]]) == 0.0
+    # Mean squares: 2 * (1 + 1) / 1 between, (0.5 + 0.5) / 2 within; (4 - 0.5) / (4 + 0.5).
+    assert between_share([[0.0, 1.0], [2.0, 3.0]]) == pytest.approx(7 / 9)
+    assert between_share([[1.0], [2.0]]) == 1.0
 
 
 @pytest.mark.parametrize("on_stale", ["drop", "regenerate", "mask"])
