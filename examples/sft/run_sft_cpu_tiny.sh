@@ -1,30 +1,11 @@
 #!/usr/bin/env bash
-# The same without a GPU: a tiny local model with a chat template, on two CPU worker processes.
-#
-#   uv run examples/sft/gsm8k_demonstrations.py --output_dir ~/data/gsm8k_sft
-#   MODEL=path/to/a/tiny/model bash examples/sft/run_sft_cpu_tiny.sh [key=value ...]
-set -euo pipefail
-root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
-
-: "${MODEL:?set MODEL to the folder of a tiny causal language model}"
-: "${DATA_DIR:=$HOME/data/gsm8k_sft}"
-: "${LOGGER:=console}"
-
-"${PYTHON:-${VIRTUAL_ENV:-$root/.venv}/bin/python}" -m skyrl_train.entrypoints.main_sft \
-  data.train_data="['$DATA_DIR/train.parquet']" \
-  data.val_data="['$DATA_DIR/validation.parquet']" \
-  data.max_length=512 \
-  trainer.policy.model.path="$MODEL" \
-  trainer.policy.optimizer_config.lr=1e-3 \
-  trainer.placement.device=cpu \
-  trainer.placement.policy_num_gpus_per_node=2 \
-  trainer.bf16=false \
-  trainer.max_training_steps=10 \
-  trainer.train_batch_size=16 \
-  trainer.max_tokens_per_microbatch=2048 \
-  trainer.eval_interval=-1 \
-  trainer.ckpt_interval=5 \
-  trainer.logger="$LOGGER" \
-  trainer.project_name=sft \
-  trainer.run_name=gsm8k_sft_cpu_tiny \
-  "$@"
+# Supervised training without a GPU: a tiny local model (MODEL is its folder) with a chat template, on two CPU processes.
+# Data: uv run examples/sft/gsm8k_demonstrations.py --output_dir ~/data/gsm8k_sft
+: "${MODEL:?set MODEL to the folder of a tiny causal language model}" "${DATA_DIR:=$HOME/data/gsm8k_sft}"
+source "$(dirname "$0")/../common.sh"
+"$PYTHON" -m skyrl_train.entrypoints.main_sft "${data[@]}" data.max_length=512 \
+  trainer.policy.model.path="$MODEL" trainer.policy.optimizer_config.lr=1e-3 trainer.bf16=false \
+  trainer.placement.device=cpu trainer.placement.policy_num_gpus_per_node=2 \
+  trainer.max_training_steps=10 trainer.train_batch_size=16 trainer.max_tokens_per_microbatch=2048 \
+  trainer.eval_interval=-1 trainer.ckpt_interval=5 \
+  trainer.logger="$LOGGER" trainer.project_name=sft trainer.run_name=gsm8k_sft_cpu_tiny "$@"

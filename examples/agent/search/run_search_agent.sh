@@ -1,41 +1,12 @@
 #!/usr/bin/env bash
 # An agent that answers questions with a search engine: GRPO with Qwen3-4B-Instruct.
-#
-#   uv run examples/agent/data/search-r1.py --output_dir ~/data/agent_search
-#   python -m skyrl_gym.tools.retrieval --corpus corpus.jsonl --index bm25          # in a terminal of its own: port 8000
-#   uv run bash examples/agent/search/run_search_agent.sh [key=value ...]
-set -euo pipefail
-root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)"
-
+# Data: uv run examples/agent/data/search-r1.py --output_dir ~/data/agent_search
+# Server on port 8000: python -m skyrl_gym.tools.retrieval --corpus corpus.jsonl --index bm25
 : "${DATA_DIR:=$HOME/data/agent_search}"
-: "${NUM_GPUS:=8}"
-: "${LOGGER:=console}"
-
-"${PYTHON:-${VIRTUAL_ENV:-$root/.venv}/bin/python}" -m skyrl_train.entrypoints.main_base \
-  generator.task="$root/examples/agent/search/search.yaml" \
-  generator.n_samples_per_prompt=5 \
-  data.train_data="['$DATA_DIR/train.parquet']" \
-  data.val_data="['$DATA_DIR/validation.parquet']" \
-  trainer.policy.model.path=Qwen/Qwen3-4B-Instruct-2507 \
-  trainer.placement.device=cuda \
-  trainer.placement.colocate_all=true \
-  trainer.placement.policy_num_gpus_per_node="$NUM_GPUS" \
-  trainer.placement.ref_num_gpus_per_node="$NUM_GPUS" \
-  trainer.strategy=fsdp2 \
-  trainer.algorithm.advantage_estimator=grpo \
-  trainer.algorithm.use_kl_loss=false \
-  trainer.policy.optimizer_config.lr=2e-6 \
-  trainer.epochs=1 \
-  trainer.train_batch_size=512 \
-  trainer.policy_mini_batch_size=512 \
-  trainer.micro_forward_batch_size_per_gpu=4 \
-  trainer.micro_train_batch_size_per_gpu=2 \
-  trainer.max_prompt_length=2048 \
-  trainer.eval_batch_size=512 \
-  trainer.eval_interval=20 \
-  trainer.ckpt_interval=20 \
-  trainer.logger="$LOGGER" \
-  trainer.project_name=agent \
-  trainer.run_name=search \
-  generator.num_inference_engines="$NUM_GPUS" \
-  "$@"
+source "$(dirname "$0")/../../common.sh"
+train generator.task="$here/search.yaml" trainer.policy.model.path=Qwen/Qwen3-4B-Instruct-2507 \
+  trainer.algorithm.use_kl_loss=false trainer.policy.optimizer_config.lr=2e-6 trainer.max_prompt_length=2048 \
+  trainer.epochs=1 trainer.train_batch_size=512 trainer.policy_mini_batch_size=512 generator.n_samples_per_prompt=5 \
+  trainer.micro_forward_batch_size_per_gpu=4 trainer.micro_train_batch_size_per_gpu=2 \
+  trainer.eval_batch_size=512 trainer.eval_interval=20 trainer.ckpt_interval=20 \
+  trainer.project_name=agent trainer.run_name=search "$@"

@@ -2,9 +2,7 @@
 # The 653 questions that SkyRL-SQL trains on (two splits), and the five Spider sets of its table, all questions of each.
 # The databases are those of OmniSQL's release (data.zip), unpacked to $DB_PATH: SynSQL-2.5M, spider, Spider-DK,
 # Spider-Syn, spider-realistic. The prompts of the five sets have the words of the training rows.
-#
-#   uv run bash examples/recipes/skyrl_sql/data.sh
-source "$(dirname "${BASH_SOURCE[0]}")/settings.sh"
+source "$(dirname "$0")/settings.sh"
 build() { "$PYTHON" "$root/examples/text2sql/text2sql_dataset.py" --db_path "$DB_PATH" "$@"; }
 build --output_dir "$DATA_DIR"
 

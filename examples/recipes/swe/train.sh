@@ -1,30 +1,12 @@
 #!/usr/bin/env bash
-# Trains an agent that resolves issues in container images: what the runs of both tables have in common. $TASK is the
+# Trains an agent that resolves issues in container images: settings that the runs of both tables share. $TASK is the
 # task file of the run: agent, turns, lengths, sampling, parallel agents.
-source "$(dirname "${BASH_SOURCE[0]}")/settings.sh"
-: "${MODEL:?set MODEL, or run one of the scripts run_*.sh}"
-: "${TASK:?set TASK, or run one of the scripts run_*.sh}"
-
-"$PYTHON" -m skyrl_train.entrypoints.main_base "${machines[@]}" \
-  generator.task="$swe/$TASK" \
-  environment.env_class=null \
-  data.train_data="['$DATA_DIR/train.parquet']" \
-  data.val_data="['$DATA_DIR/validation.parquet']" \
-  trainer.policy.model.path="$MODEL" \
-  trainer.strategy=fsdp2 \
-  trainer.policy.optimizer_config.lr=1e-6 \
-  trainer.micro_forward_batch_size_per_gpu=1 \
-  trainer.micro_train_batch_size_per_gpu=1 \
-  trainer.eval_before_train=false \
-  trainer.eval_batch_size=128 \
-  trainer.eval_interval=10 \
-  trainer.ckpt_interval=2 \
-  trainer.max_ckpts_to_keep=20 \
-  trainer.dump_data_batch=true \
-  trainer.resume_mode=latest \
-  trainer.seed=1 \
-  trainer.project_name=swe \
-  generator.enforce_eager=false \
-  generator.enable_prefix_caching=true \
-  generator.max_num_batched_tokens=16384 \
-  "$@"
+source "$(dirname "$0")/settings.sh"
+: "${MODEL:?set MODEL, or run one of the scripts run_*.sh}" "${TASK:?set TASK, or run one of the scripts run_*.sh}"
+train generator.task="$here/$TASK" environment.env_class=null trainer.policy.model.path="$MODEL" \
+  trainer.strategy=fsdp2 trainer.policy.optimizer_config.lr=1e-6 \
+  trainer.micro_forward_batch_size_per_gpu=1 trainer.micro_train_batch_size_per_gpu=1 \
+  trainer.eval_before_train=false trainer.eval_batch_size=128 trainer.eval_interval=10 \
+  trainer.ckpt_interval=2 trainer.max_ckpts_to_keep=20 trainer.dump_data_batch=true trainer.resume_mode=latest \
+  trainer.seed=1 trainer.project_name=swe \
+  generator.enforce_eager=false generator.enable_prefix_caching=true generator.max_num_batched_tokens=16384 "$@"
