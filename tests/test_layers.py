@@ -5,6 +5,7 @@ import importlib
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -198,7 +199,7 @@ def imports_of(path: Path, package: str = "skyrl_train") -> set[str]:
     return {name for name in all_imports_of(path) if name.startswith(f"{package}.")}
 
 
-def all_imports_of(path: Path) -> set[str]:
+def all_imports_of(path: Path, for_types: bool = False) -> set[str]:
     """Modules that a file imports when it is imported (not those it imports later, inside functions)."""
     found = set()
     pending: list[ast.AST] = list(ast.parse(path.read_text()).body)
@@ -206,7 +207,7 @@ def all_imports_of(path: Path) -> set[str]:
         node = pending.pop()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        if not for_types and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             continue
         if isinstance(node, ast.ImportFrom) and node.module:
             found.add(node.module)
@@ -222,24 +223,36 @@ def modules_of(package: Path) -> dict[str, Path]:
     return {".".join([package.name, *parts]).removesuffix(".__init__"): path for path, parts in names.items()}
 
 
+def part_of(module: str, parts: Iterable[str]) -> str | None:
+    """Return the part with the longest name that fits a module."""
+    return max((part for part in parts if module == part or module.startswith(f"{part}.")), key=len, default=None)
+
+
+@pytest.mark.parametrize("package, layers", [(PACKAGE, LAYERS), (SERVER, SERVER_LAYERS), (AGENTS, AGENT_LAYERS)])
+def test_parts_do_not_import_each_other_even_for_types(package, layers):
+    parts = set().union(*layers)
+    edges = {
+        (part_of(module, parts), part_of(name, parts))
+        for module, path in modules_of(package).items()
+        if module != LEADS_UPWARD
+        for name in all_imports_of(path, for_types=True)
+    }
+    assert not [(a, b) for a, b in edges if a and b and a < b and (b, a) in edges]
+
+
 @pytest.mark.parametrize(
     "package, layers", [(PACKAGE, LAYERS), (SERVER, SERVER_LAYERS), (AGENTS, AGENT_LAYERS), (GYM, GYM_LAYERS)]
 )
 def test_imports_point_down(package, layers):
     """Parts are modules or packages; the longest name that fits a module is its part."""
     layer_of = {part: number for number, parts in enumerate(layers) for part in parts}
-    longest_first = sorted(layer_of, key=len, reverse=True)
-
-    def part_of(module: str) -> str | None:
-        return next((part for part in longest_first if module == part or module.startswith(f"{part}.")), None)
-
     upward = []
     for module, path in modules_of(package).items():
-        own = part_of(module)
+        own = part_of(module, layer_of)
         if own is None:
             assert path.name == "__init__.py", f"{module} is in no layer: add it"
         elif module != LEADS_UPWARD:
-            others = {imported: part_of(imported) for imported in imports_of(path, package.name)}
+            others = {imported: part_of(imported, layer_of) for imported in imports_of(path, package.name)}
             upward += [
                 f"{module} imports {name}" for name, part in others.items() if part and layer_of[part] > layer_of[own]
             ]

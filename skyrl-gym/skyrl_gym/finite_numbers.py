@@ -2,6 +2,7 @@
 
 import math
 import reprlib
+from collections import defaultdict
 from numbers import Real
 
 
@@ -30,3 +31,13 @@ def describe(value: object) -> str:
     if isinstance(value, int) and not isinstance(value, bool):  # Python refuses to write integers of 4,300 digits
         return f"an integer of {value.bit_length()} bits"
     return reprlib.repr(value)
+
+
+def default_aggregate_metrics(metrics: list[dict[str, object]]) -> dict[str, float]:
+    """Average every numeric key over the episodes that report a finite number for it; other values are dropped."""
+    values: defaultdict[str, list[float]] = defaultdict(list)
+    for episode in metrics:
+        for key, value in episode.items():
+            if (number := to_finite_scalar(value)) is not None:
+                values[key].append(number)
+    return {key: sum(numbers) / len(numbers) for key, numbers in values.items()}

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NotRequired, TypeVar, cast
 from skyrl_gym.core import Env, EnvStepOutput
 from skyrl_gym.deadline import outcome_of
 from skyrl_gym.error import TaskError
-from skyrl_gym.metrics import default_aggregate_metrics
+from skyrl_gym.finite_numbers import default_aggregate_metrics
 from skyrl_gym.suggestions import did_you_mean
 from skyrl_gym.tools.core import ToolGroup
 

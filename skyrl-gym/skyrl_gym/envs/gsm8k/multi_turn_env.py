@@ -4,9 +4,9 @@ from typing import Any
 
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, Example, ground_truth_of, max_turns_of
 from skyrl_gym.envs.gsm8k import problems
+from skyrl_gym.finite_numbers import default_aggregate_metrics
 from skyrl_gym.graders import Score, reward_of
 from skyrl_gym.graders.math import grade_number
-from skyrl_gym.metrics import default_aggregate_metrics
 
 DEFAULT_MAX_TURNS = 5
 FORMAT_SCORE = 0.2
