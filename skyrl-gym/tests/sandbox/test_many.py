@@ -68,13 +68,18 @@ def test_commands_end_with_the_process_that_started_them(needs_local, end):
         [sys.executable, "-c", HOST.replace("END", end)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
     with host:
-        assert host.stdout is not None
-        folder = host.stdout.readline().strip()
-        assert "skyrl-sandbox" in folder
-        if "sleep" in end:
-            assert len(processes_with(os.path.basename(folder), "mountinfo")) >= 5
-            host.send_signal(signal.SIGKILL)
-        host.wait(timeout=30)
+        try:
+            assert host.stdout is not None
+            folder = host.stdout.readline().strip()
+            assert "skyrl-sandbox" in folder
+            deadline = time.monotonic() + 60
+            while "sleep" in end and len(processes_with(os.path.basename(folder), "mountinfo")) < 5:
+                assert time.monotonic() < deadline, "the commands do not start"
+                time.sleep(0.02)
+            if "sleep" not in end:
+                host.wait(timeout=30)
+        finally:
+            host.kill()
     deadline = time.monotonic() + 10
     while processes_with(os.path.basename(folder), "mountinfo") and time.monotonic() < deadline:
         time.sleep(0.02)
