@@ -1,7 +1,6 @@
 """Many concurrent commands, and their end when the host process is gone."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
