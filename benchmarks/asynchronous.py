@@ -30,11 +30,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: trainer and engin
 
 from skyrl_gym import register
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
+from skyrl_inspect.simulate.__main__ import main as simulate
+from skyrl_inspect.simulate.workloads import replay
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.validation import validate_cfg
 from skyrl_train.entrypoints.main_base import BasePPOExp
-from skyrl_train.rollouts.simulation import main as simulate
-from skyrl_train.rollouts.simulation import replay
 from skyrl_train.utils.run_folder import RunFolder
 from skyrl_train_testing.tiny_models import character_tokenizer, tiny_qwen3
 

@@ -31,18 +31,24 @@ LAYERS = [
         "checkpoint_saver",
         "provenance",
         "run_record",
-        "curve_bands",
         "batch_preparation",
-        "mismatch",
-        "plan",
+        "hooks",
+        "step_plan",
         "supervised",
     }
     | {"trainer", "training_run", "fully_async_trainer", "distillation_trainer", "teachers"},
-    {"entrypoints", "report", "dashboard", "diff", "explain", "replay"},
+    {"entrypoints", "report", "dashboard", "diff", "explain", "replay", "plan", "curve_bands"},
 ]
 LAYERS = [{f"skyrl_train.{part}" for part in parts} for parts in LAYERS]
 LEADS_UPWARD = "skyrl_train.utils.ppo_utils"
 """The door under its public name leads to the layer above it, and says so."""
+
+INSPECT = REPOSITORY / "skyrl-train" / "skyrl_inspect"
+INSPECT_LAYERS = [
+    {"skyrl_inspect.plan", "skyrl_inspect.mismatch", "skyrl_inspect.simulate", "skyrl_inspect.curve_bands"}
+    | {"skyrl_inspect.diff", "skyrl_inspect.explain", "skyrl_inspect.replay"},
+    {"skyrl_inspect.dashboard"},
+]
 
 SERVER = REPOSITORY / "skyrl-tx" / "tx"
 SERVER_LAYERS = [
@@ -241,7 +247,8 @@ def test_parts_do_not_import_each_other_even_for_types(package, layers):
 
 
 @pytest.mark.parametrize(
-    "package, layers", [(PACKAGE, LAYERS), (SERVER, SERVER_LAYERS), (AGENTS, AGENT_LAYERS), (GYM, GYM_LAYERS)]
+    "package, layers",
+    [(PACKAGE, LAYERS), (INSPECT, INSPECT_LAYERS), (SERVER, SERVER_LAYERS), (AGENTS, AGENT_LAYERS), (GYM, GYM_LAYERS)],
 )
 def test_imports_point_down(package, layers):
     """Parts are modules or packages; the longest name that fits a module is its part."""
@@ -282,12 +289,15 @@ def test_conformance_suite_and_server_import_nothing_of_each_other():
         assert "tx_conformance" not in {name.partition(".")[0] for name in all_imports_of(path)}, path
 
 
-def test_runtime_packages_import_no_test_kit():
-    """Kits for users' own losses, backends and engines are beside the runtime, which works without them."""
-    kit = "skyrl_train_testing"
-    for package in (PACKAGE, SERVER, AGENTS, GYM):
-        for path in package.rglob("*.py"):
-            assert kit not in {name.partition(".")[0] for name in all_imports_of(path)}, path
+@pytest.mark.parametrize(
+    ("package", "may_import"), [("skyrl_train_testing", ()), ("skyrl_inspect", (SERVER / "run", INSPECT))]
+)
+def test_runtime_packages_import_neither_test_kit_nor_inspection(package, may_import):
+    """The trainer names default hooks of `skyrl_inspect` in a setting; it works without the package."""
+    for root in (PACKAGE, INSPECT, SERVER, AGENTS, GYM):
+        for path in root.rglob("*.py"):
+            if not any(path.is_relative_to(folder) for folder in may_import):
+                assert package not in {name.partition(".")[0] for name in all_imports_of(path)}, path
 
 
 def test_no_module_imports_itself_in_a_circle():

@@ -15,10 +15,10 @@ import pytest
 from composed_scripts import checked_config, commands_of
 
 from skyrl_gym.envs.aime.env import AIMEEnv
+from skyrl_inspect.curve_bands import read_bands
 from skyrl_train.config import compose_config, validate_cfg
 from skyrl_train.config.supervised import SupervisedConfig
 from skyrl_train.config.validation import validate_supervised_cfg
-from skyrl_train.curve_bands import read_bands
 from skyrl_train.entrypoints.main_distill import DEFAULTS
 
 REPOSITORY = Path(__file__).resolve().parents[1]

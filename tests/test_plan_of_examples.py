@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from composed_scripts import EXAMPLE_ENTRY_POINTS, REPOSITORY, Command, checked_config, commands_of
 
-from skyrl_train.plan.changes import with_overrides
-from skyrl_train.plan.devices import find_device
-from skyrl_train.plan.memory import MemoryPlan, memory_plan, roles_of
-from skyrl_train.plan.model_shape import ModelShape, model_config, model_shape
-from skyrl_train.plan.shapes import shapes_of
-from skyrl_train.plan.speed import step_time
+from skyrl_inspect.plan.changes import with_overrides
+from skyrl_inspect.plan.devices import find_device
+from skyrl_inspect.plan.memory import MemoryPlan, memory_plan, roles_of
+from skyrl_inspect.plan.model_shape import ModelShape, model_config, model_shape
+from skyrl_inspect.plan.shapes import shapes_of
+from skyrl_inspect.plan.speed import step_time
 
 CONFIGS = Path(__file__).parent / "model_configs"
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import skyrl_gym
-from skyrl_train.curve_bands import CurveWatch, read_bands
+from skyrl_inspect.curve_bands import CurveWatch, read_bands
 
 QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart"
 

@@ -19,8 +19,8 @@ import pyarrow.parquet
 import pytest
 from composed_scripts import checked_config, commands_of, load_script
 
-from skyrl_train.curve_bands import read_bands
-from skyrl_train.plan.steps import step_plan
+from skyrl_inspect.curve_bands import read_bands
+from skyrl_train.step_plan import step_plan
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RECIPES = REPOSITORY / "examples" / "recipes"

@@ -13,11 +13,11 @@ import pytest
 from starlette.testclient import TestClient
 
 import skyrl_gym
+from skyrl_inspect.dashboard.defaults import Defaults
+from skyrl_inspect.dashboard.runs_folder import RunsFolder
+from skyrl_inspect.dashboard.server import make_app
 from skyrl_train.algorithms.advantages import AdvantageEstimatorRegistry
 from skyrl_train.algorithms.losses import PolicyLossRegistry
-from skyrl_train.dashboard.defaults import Defaults
-from skyrl_train.dashboard.runs_folder import RunsFolder
-from skyrl_train.dashboard.server import make_app
 from skyrl_train.entrypoints import main_base
 from skyrl_train.utils.run_folder import RunFolder
 

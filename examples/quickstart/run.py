@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from skyrl_train.dashboard.terminal import block_curve
+from skyrl_inspect.dashboard.terminal import block_curve
 from skyrl_train.utils.learning_curve import TRAINING_REWARD, curves, save_learning_curve_png
 from skyrl_train.utils.run_folder import RunFolder
 

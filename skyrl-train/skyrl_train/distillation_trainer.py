@@ -78,8 +78,8 @@ class DistillationTrainer(RayPPOTrainer):
             await teacher.check(setting, self.num_top, self.cfg.generator.longest_context)
 
     @property
-    def _groups(self) -> list[ActorGroup]:
-        return [*super()._groups, *self._teacher_groups.values()]
+    def groups(self) -> list[ActorGroup]:
+        return [*super().groups, *self._teacher_groups.values()]
 
     @property
     def trainable_groups(self) -> list[ActorGroup]:

@@ -7,8 +7,6 @@ keeps finished ones over a kill. The rest of a step is that of the synchronous t
 from functools import partial
 from typing import Any
 
-from loguru import logger
-
 from skyrl_train.generators.base import request_rollouts
 from skyrl_train.rollouts.adapter import GeneratorOutput, to_rollout_batch
 from skyrl_train.rollouts.async_metrics import group_metrics, pool_metrics
@@ -19,7 +17,6 @@ from skyrl_train.rollouts.journal import RolloutJournal
 from skyrl_train.rollouts.metrics import concatenate
 from skyrl_train.rollouts.pool import RolloutPool
 from skyrl_train.rollouts.schedule import ScheduleLimits, ScheduleState
-from skyrl_train.rollouts.simulation import INTERVAL, Adviser
 from skyrl_train.rollouts.types import RolloutBatch
 from skyrl_train.run_record import describe_sampling
 from skyrl_train.trainer import RayPPOTrainer
@@ -35,8 +32,7 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
     pool: RolloutPool | None = None
     """None before the first step."""
 
-    _adviser: Adviser | None = None
-    _step_groups: list[FinishedGroup]
+    step_groups: list[FinishedGroup]
     """Groups of the step."""
 
     _schedule_state: ScheduleState | None = None
@@ -145,7 +141,7 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
         self.forwards = self.early_forwards()
         async with self.forwards.running():
             self._offer_finished(pool)
-            groups = self._step_groups = await pool.next_batch()
+            groups = self.step_groups = await pool.next_batch()
         self._epochs_before = self.train_dataloader.num_epochs_dealt
         self.train_dataloader.skip_batch()
         settings = self.cfg.trainer.fully_async
@@ -184,22 +180,15 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
 
     def write_timeline(self) -> None:
         """Record which groups ran when in this step, and what the trainer did."""
-        trained = [group.ticket for group in self._step_groups]
+        trained = [group.ticket for group in self.step_groups]
         self.run_folder.append_timeline(self.global_step, self.timeline.take(trained))
 
     def _record_utilisation(self, pool: RolloutPool) -> None:
-        """Record how busy both sides were, and every `simulation.INTERVAL` steps what a simulation predicts."""
+        """Record how busy trainer and engines were."""
         limits, timings = pool.scheduler.limits, self.all_timings
         waited, seconds = timings["wait_for_generation_buffer"], timings["step"]
         counts = pool.take_counts()
         self.all_metrics |= pool_metrics(counts, limits.groups_per_step, limits.max_running, waited, seconds)
-        self._adviser = self._adviser or Adviser(limits)
-        synced = timings["sync_weights"]
-        self._adviser.record(self._step_groups, seconds - waited - synced, synced, waited, self.all_metrics)
-        if self.global_step % INTERVAL == 0:
-            predicted = self._adviser.predict()
-            self.all_metrics |= predicted
-            logger.info(self._adviser.advise(predicted))
 
     def state(self) -> dict[str, Any]:
         """Return the state of the synchronous trainer and that of the schedule."""

@@ -92,6 +92,7 @@ class SupervisedTrainer(TrainingRun):
     async def start(self) -> None:
         """Resume from a checkpoint if there is one, and evaluate before training."""
         self.tracker.total_steps = self.total_training_steps
+        await self.start_hooks()
         await self.load_checkpoint()
         if self.global_step == 0 and self.cfg.trainer.eval_before_train and self.eval_dataset is not None:
             await self.evaluate()

@@ -45,8 +45,6 @@ from skyrl_train.orchestration.schedule import Schedule
 from skyrl_train.orchestration.skipped_updates import skipped_updates
 from skyrl_train.orchestration.step_metrics import first_ratio_metrics, step_metrics
 from skyrl_train.orchestration.weight_publisher import WeightPublisher
-from skyrl_train.plan.run_memory import RunMemory
-from skyrl_train.plan.steps import needs_old_log_probs, step_plan
 from skyrl_train.rollouts.arrivals import Arrivals
 from skyrl_train.rollouts.collate import collate, kept_token_metrics
 from skyrl_train.rollouts.dynamic_sampling import sample_batch, with_unique_uids
@@ -56,6 +54,7 @@ from skyrl_train.rollouts.timeline import Outcome, Timeline
 from skyrl_train.rollouts.trajectory_rows import sample_table, token_column_rows, trajectory_rows
 from skyrl_train.rollouts.types import RolloutBatch, TrajectoryGroup
 from skyrl_train.run_record import WeightRecord, describe_batch
+from skyrl_train.step_plan import needs_old_log_probs, step_plan
 from skyrl_train.training_batch import TrainingInputBatch
 from skyrl_train.training_run import TrainingRun, num_training_steps
 from skyrl_train.types import PromptRow
@@ -105,7 +104,6 @@ class RayPPOTrainer(TrainingRun):
         )
         self.policy_model: ActorGroup
         self.publisher: WeightPublisher
-        self.memory = RunMemory(cfg)
         self.critic_model: ActorGroup | None = None
         self.ref_model: ActorGroup | None = None
         self.forwards = EarlyForwards()
@@ -165,7 +163,8 @@ class RayPPOTrainer(TrainingRun):
         self.tracker.total_steps = self.total_training_steps
         num_prompts = None if self.train_dataset is None else len(self.train_dataset)
         plan = step_plan(self.cfg, num_prompts=num_prompts)
-        logger.info("step plan\n{}\n{}", plan, await asyncio.to_thread(self.memory.estimate))
+        logger.info("step plan\n{}", plan)
+        await self.start_hooks()
         await self.load_checkpoint()
         with self.timed("sync_weights"):
             await self.sync_weights()
@@ -187,12 +186,6 @@ class RayPPOTrainer(TrainingRun):
         super().rewind_step()
         if self._position is not None:
             self.train_dataloader.load_state_dict(self._position)
-
-    async def after_step(self) -> None:
-        """Do what is due after a step. The first step of a process tells how much memory was needed."""
-        if not self.memory.is_measured:
-            self.all_metrics |= await self.memory.measure(self._groups)
-        await super().after_step()
 
     def is_end_of_epoch(self) -> bool:
         """Return True if the reference model is due for an update: this step took the last prompts of an epoch, and is
@@ -253,14 +246,14 @@ class RayPPOTrainer(TrainingRun):
             self.ref_model = self.placement.start_group("ref", ref_worker, (self.cfg, backend), self.run_folder)
         await self.placement.check_files([*self.cfg.data.train_data, *self.cfg.data.val_data], self.run_folder)
         with progress.phase("load the models"):
-            await self.colocation.start(self._groups)
+            await self.colocation.start(self.groups)
         self.publisher = WeightPublisher(
             self.cfg, self.policy_model, self.inference_engine_client, self.colocation, self.tokenizer
         )
 
     @property
-    def _groups(self) -> list[ActorGroup]:
-        """The policy first."""
+    def groups(self) -> list[ActorGroup]:
+        """Models of the run, the policy first."""
         return [group for group in (self.policy_model, self.critic_model, self.ref_model) if group is not None]
 
     async def sync_weights(self) -> None:
@@ -291,7 +284,7 @@ class RayPPOTrainer(TrainingRun):
         """Flush the trackers and end the processes of this run, also after a failure."""
         await self.saver.close()
         self.tracker.finish()
-        await asyncio.gather(*(group.shutdown() for group in self._groups), self.inference_engine_client.teardown())
+        await asyncio.gather(*(group.shutdown() for group in self.groups), self.inference_engine_client.teardown())
 
     # ---- generate
 
@@ -592,7 +585,7 @@ class RayPPOTrainer(TrainingRun):
 
     @property
     def trainable_groups(self) -> list[ActorGroup]:
-        return [group for group in self._groups if group is not self.ref_model]
+        return [group for group in self.groups if group is not self.ref_model]
 
     def state(self) -> dict[str, Any]:
         """Return the position in the data, the KL controller's coefficient, and the counts of skipped updates."""

@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from skyrl_train.checkpoint_saver import CheckpointSaver
 from skyrl_train.checkpoints import Checkpoint, CheckpointStore, extract_step_from_path
 from skyrl_train.config import SkyRLConfig, TrainerConfig
-from skyrl_train.curve_bands import CurveWatch, read_bands
 from skyrl_train.dataset.dataloader import Dataset
+from skyrl_train.hooks import load_hooks
 from skyrl_train.orchestration.actor_group import ActorGroup
 from skyrl_train.provenance import Change, Provenance, changes_between, check_changes, lines_of
 from skyrl_train.run_record import describe_start
@@ -69,8 +69,7 @@ class TrainingRun(ABC):
         self.saver = CheckpointSaver(
             self.checkpoints, in_background=cfg.trainer.ckpt_async, timeout_seconds=cfg.trainer.worker_timeout_seconds
         )
-        bands = cfg.trainer.curve_bands
-        self.curve_watch = None if bands is None else CurveWatch(read_bands(bands))
+        self.hooks = [hook(self) for hook in load_hooks(cfg)]
         self.global_step = 0
         self.total_training_steps = 0
         self.all_metrics: dict[str, float | None] = {}
@@ -113,6 +112,8 @@ class TrainingRun(ABC):
         trainer = self.cfg.trainer
         await self.saver.raise_failure()
         await self._observe_workers()
+        for hook in self.hooks:
+            await hook.on_step_end()
         if self.is_due(trainer.eval_interval):
             await self.evaluate()
         self.log()
@@ -125,6 +126,21 @@ class TrainingRun(ABC):
                 await self.saver.wait()
         elif self.stop_request.is_made:
             await self._stop()
+
+    @contextmanager
+    def reporting_errors(self) -> Iterator[None]:
+        """Return a context manager that passes an error to the hooks and raises it."""
+        try:
+            yield
+        except Exception as error:
+            for hook in self.hooks:
+                hook.on_error(error)
+            raise
+
+    async def start_hooks(self) -> None:
+        """Call the hooks' `on_start` in a thread: estimates read files of models."""
+        for hook in self.hooks:
+            await asyncio.to_thread(hook.on_start)
 
     async def unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
         """Await the part of a step that changes no model. If the run is told to stop meanwhile, it ends with a
@@ -176,9 +192,9 @@ class TrainingRun(ABC):
             yield
 
     def log(self) -> None:
-        """Pass this step's metrics to the tracker, with the bands expected of them, and clear them."""
-        if self.curve_watch is not None:
-            self.all_metrics |= self.curve_watch.observe(self.global_step, self.all_metrics)
+        """Pass this step's metrics to hooks and tracker, and clear them."""
+        for hook in self.hooks:
+            hook.on_log()
         timings = {f"timing/{name}": seconds for name, seconds in self.all_timings.items()}
         self.write_fingerprints()
         self.tracker.log(self.all_metrics | timings, step=self.global_step, commit=True)
@@ -244,8 +260,8 @@ class TrainingRun(ABC):
         self.global_step = extract_step_from_path(folder)
         self.run_folder.truncate_after(self.global_step)
         self._begin()
-        if self.curve_watch is not None:
-            self.curve_watch.replay(self.run_folder.read_metrics())
+        for hook in self.hooks:
+            hook.on_resume()
         logger.info(f"resumed after step {self.global_step} from {folder}")
         if changes:
             logger.warning(f"settings differ from those of that checkpoint:{lines_of(changes)}")
@@ -313,15 +329,15 @@ def check_resumption(trainer: TrainerConfig, checkpoints: CheckpointStore, prove
 
 
 def check_before_start(cfg: SkyRLConfig, dataset: Dataset | None) -> None:
-    """Raise ConfigError, before anything starts, if an object store or the file of bands cannot be used or the
-    checkpoint to resume belongs to another experiment.
+    """Raise ConfigError, before anything starts, if a hook refuses the settings, an object store cannot be
+    used, or the checkpoint to resume belongs to another experiment.
 
     Args:
         dataset: training data; None: the run only evaluates, and has no checkpoints.
     """
     check_access("trainer.export_path", cfg.trainer.export_path)
-    if cfg.trainer.curve_bands is not None:
-        read_bands(cfg.trainer.curve_bands)
+    for hook in load_hooks(cfg):
+        hook.check_settings(cfg)
     if dataset is None:
         return
     check_access("trainer.ckpt_path", cfg.trainer.ckpt_path)

@@ -12,9 +12,9 @@ from skyrl_agent.tasks.base import BaseTask
 from skyrl_agent.tools.base import BaseTool, ToolContext
 from skyrl_gym.sandbox.testing import require_sandbox
 from skyrl_gym.waits import begin_run, end_run
-from skyrl_train.explain.diagnosis import diagnose
-from skyrl_train.explain.evidence import observe
-from skyrl_train.explain.text import headline
+from skyrl_inspect.explain.diagnosis import diagnose
+from skyrl_inspect.explain.evidence import observe
+from skyrl_inspect.explain.text import headline
 
 from .agent_cases import call, tool
 from .test_agent_trajectory import File, Sum, trajectory_of

@@ -34,6 +34,13 @@ TAG_TRACKERS = ("wandb", "swanlab", "clearml")
 SAMPLE_TRACKERS = ("wandb", "tensorboard", "swanlab")
 """Trackers that show samples (`trainer.num_logger_train_samples`)."""
 
+DEFAULT_HOOKS = (
+    "skyrl_inspect.plan.memory_report:MemoryReport",
+    "skyrl_inspect.simulate.advice:AsyncAdvice",
+    "skyrl_inspect.curve_bands:CurveBands",
+)
+"""Hooks of a run by default: import paths, because this package does not depend on the one that reads run folders."""
+
 
 @dataclass(kw_only=True)
 class DataConfig(BaseConfig):
@@ -261,6 +268,10 @@ class TrainerConfig(BaseConfig):
     """File of the curves that are expected of this run (YAML: metric, step, lowest and highest value; see
     docs/recipes.md). A metric that leaves its band is logged as a warning and as `expected/<metric>/outside`. null: no
     comparison."""
+
+    hooks: list[str] = field(default_factory=lambda: list(DEFAULT_HOOKS))
+    """Subclasses of `skyrl_train.hooks.TrainerHook`, `package.module:Class` each, that observe the run (see
+    docs/extending.md). The default ones report memory, advise on asynchronous throughput, and check `curve_bands`."""
 
     ckpt_path: str = "${trainer.run_dir}/ckpts"
     """Folder of the checkpoints, `global_step_N` each, on a file system that all nodes share; or a URL of an object

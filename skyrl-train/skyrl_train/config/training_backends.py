@@ -59,7 +59,7 @@ class TrainingBackendTraits:
     """Section of a model -> ranks that share the rows of a data-parallel rank."""
 
     memory_like: str | None = None
-    """Name of the estimate of memory that holds for it (`skyrl_train/plan/backends.py`); None: memory is not
+    """Name of the estimate of memory that holds for it (`skyrl_inspect/plan/backends.py`); None: memory is not
     estimated."""
 
     check_settings: Callable[["SkyRLConfig"], None] = _accept

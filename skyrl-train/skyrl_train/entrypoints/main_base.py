@@ -223,7 +223,7 @@ class BasePPOExp:
         trainer = await self._setup_trainer()
         try:
             async with self.get_endpoint(trainer.inference_engine_client):
-                with trainer.memory.explaining():
+                with trainer.reporting_errors():
                     await trainer.train()
         finally:
             await trainer.shutdown()
@@ -243,7 +243,7 @@ class BasePPOExp:
             generator=self.get_generator(self.cfg, self.tokenizer, client),
             colocate_pg=self.colocate_pg,
         )
-        with trainer.memory.explaining():
+        with trainer.reporting_errors():
             await trainer.build_models()
         return trainer
 

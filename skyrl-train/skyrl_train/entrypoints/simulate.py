@@ -1,8 +1,6 @@
-"""`python -m skyrl_train.entrypoints.simulate RUN`: see `skyrl_train.rollouts.simulation`."""
+"""`python -m skyrl_train.entrypoints.simulate RUN`: see `skyrl_inspect.simulate`."""
 
-import sys
-
-from skyrl_train.rollouts.simulation import main
+import runpy
 
 if __name__ == "__main__":
-    sys.exit(main())
+    runpy.run_module("skyrl_inspect.simulate", run_name="__main__", alter_sys=True)

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.dashboard.charts import groups, overview, timing_stages
-from skyrl_train.dashboard.runs_folder import RunsFolder
-from skyrl_train.dashboard.time_line import Timelines, trace_events
+from skyrl_inspect.dashboard.charts import groups, overview, timing_stages
+from skyrl_inspect.dashboard.runs_folder import RunsFolder
+from skyrl_inspect.dashboard.time_line import Timelines, trace_events
 from skyrl_train.rollouts.timeline import Timeline
 from skyrl_train.utils.io import write_atomically
 from skyrl_train.utils.run_folder import RunFolder

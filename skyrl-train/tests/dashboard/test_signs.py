@@ -7,10 +7,10 @@ import pytest
 from dashboard_runs import write_run
 from starlette.testclient import TestClient
 
-from skyrl_train.dashboard.defaults import Defaults
-from skyrl_train.dashboard.runs_folder import RunsFolder
-from skyrl_train.dashboard.server import make_app
-from skyrl_train.dashboard.signs import MIN_STEPS, signs
+from skyrl_inspect.dashboard.defaults import Defaults
+from skyrl_inspect.dashboard.runs_folder import RunsFolder
+from skyrl_inspect.dashboard.server import make_app
+from skyrl_inspect.dashboard.signs import MIN_STEPS, signs
 
 Curves = dict[str, Any]
 LEARNING: Curves = {

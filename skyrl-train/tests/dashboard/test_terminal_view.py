@@ -10,9 +10,9 @@ import pytest
 from dashboard_runs import HOSTILE, trajectory, write_run
 from rich.console import Console
 
-from skyrl_train.dashboard import terminal
-from skyrl_train.dashboard.__main__ import main
-from skyrl_train.dashboard.terminal import RunReader, block_curve, printable, render, show
+from skyrl_inspect.dashboard import terminal
+from skyrl_inspect.dashboard.__main__ import main
+from skyrl_inspect.dashboard.terminal import RunReader, block_curve, printable, render, show
 from skyrl_train.utils.run_folder import RunFolder
 
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer
 
 import skyrl_gym
-from skyrl_train.diff import compare_runs
+from skyrl_inspect.diff import compare_runs
 from skyrl_train.entrypoints.main_base import BasePPOExp
 from skyrl_train.trainer import RayPPOTrainer
 from skyrl_train.workers.policy_worker import PolicyWorker

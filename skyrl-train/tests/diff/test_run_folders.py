@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from skyrl_inspect.diff import compare_runs
+from skyrl_inspect.diff.__main__ import main
+from skyrl_inspect.diff.effects import WITHOUT_EFFECT, effect_of, stages_of_library
+from skyrl_inspect.diff.parting import StepPart, stage_of_metric
+from skyrl_inspect.diff.text import as_page, as_text
 from skyrl_train.checkpoints import CheckpointStore
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.fingerprint import flat_settings
 from skyrl_train.config.typed import setting_names
-from skyrl_train.diff import compare_runs
-from skyrl_train.diff.__main__ import main
-from skyrl_train.diff.effects import WITHOUT_EFFECT, effect_of, stages_of_library
-from skyrl_train.diff.parting import StepPart, stage_of_metric
-from skyrl_train.diff.text import as_page, as_text
 from skyrl_train.errors import DataError
 from skyrl_train.utils.run_folder import RunFolder
 from skyrl_train.utils.token_columns import encode_columns

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from skyrl_gym.waits import NEXT_CALL, PEERS, Wait
-from skyrl_train.explain.diagnosis import HangCause, Kind, diagnose, innermost_own_frame
-from skyrl_train.explain.evidence import ELSEWHERE, GONE, Child, ProcessEvidence, Situation, parse_stacks
+from skyrl_inspect.explain.diagnosis import HangCause, Kind, diagnose, innermost_own_frame
+from skyrl_inspect.explain.evidence import ELSEWHERE, GONE, Child, ProcessEvidence, Situation, parse_stacks
 from skyrl_train.utils.explanations import SCHEDULER, TRAINER
 
 NOW = 1000.0

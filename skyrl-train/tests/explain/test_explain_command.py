@@ -13,8 +13,8 @@ import pytest
 
 from skyrl_gym import waits
 from skyrl_gym.waits import end_run, read_records, waiting
-from skyrl_train.explain.__main__ import main
-from skyrl_train.explain.evidence import ELSEWHERE, GONE, observe
+from skyrl_inspect.explain.__main__ import main
+from skyrl_inspect.explain.evidence import ELSEWHERE, GONE, observe
 from skyrl_train.utils.explanations import record_waits
 
 HANGS = """

@@ -23,9 +23,9 @@ from torch.distributed.fsdp import fully_shard
 
 from skyrl_gym.services import Retries, Service
 from skyrl_gym.waits import FOLDER, PEERS, end_run, note, read_records, waiting
+from skyrl_inspect.explain.__main__ import main
 from skyrl_train.distributed.process_group import free_port, init_process_group
 from skyrl_train.errors import RolloutError, WorkerError
-from skyrl_train.explain.__main__ import main
 from skyrl_train.generators.environment import DaemonThreads, EnvironmentSession
 from skyrl_train.inference_engines.remote.connection import ServerConnection
 from skyrl_train.inference_engines.server_child import ServerChild

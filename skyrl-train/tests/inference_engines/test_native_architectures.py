@@ -8,6 +8,8 @@ import torch
 import transformers as hf
 from native_runs import log_probs_of, make_core, random_prompts, run, same_bits
 
+from skyrl_inspect.plan.memory import cache_bytes
+from skyrl_inspect.plan.model_shape import model_shape
 from skyrl_train.errors import ConfigError
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train.inference_engines.native.loading import cache_bytes_of_token, load_model
@@ -18,8 +20,6 @@ from skyrl_train.inference_engines.request import Completion
 from skyrl_train.models.causal_lm import load_causal_lm
 from skyrl_train.models.lora import exported_parameters
 from skyrl_train.models.scoring import ScoringModel
-from skyrl_train.plan.memory import cache_bytes
-from skyrl_train.plan.model_shape import model_shape
 from skyrl_train_testing.architectures import ARCHITECTURES
 
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from skyrl_train.mismatch.gap import gap_of, quantile
+from skyrl_inspect.mismatch.gap import gap_of, quantile
 
 
 def test_the_gap_of_four_tokens():

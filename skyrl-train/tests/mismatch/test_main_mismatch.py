@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from skyrl_gym.waits import recorded_run
-from skyrl_train.entrypoints.main_mismatch import (
+from skyrl_inspect.mismatch.__main__ import (
     MismatchConfig,
     MismatchRunConfig,
     help_text,
@@ -21,10 +21,10 @@ from skyrl_train.entrypoints.main_mismatch import (
     samplings_of,
     validated,
 )
+from skyrl_inspect.mismatch.answers import SAMPLINGS, Questions
+from skyrl_inspect.mismatch.process import ask_in_a_process
 from skyrl_train.errors import ConfigError, WorkerError
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
-from skyrl_train.mismatch.answers import SAMPLINGS, Questions
-from skyrl_train.mismatch.process import ask_in_a_process
 
 
 def settings(model: str = "model", **sections: Any) -> MismatchRunConfig:

@@ -4,12 +4,12 @@ import asyncio
 
 import pytest
 
+from skyrl_inspect.mismatch.answers import SAMPLINGS, EngineAnswers, Questions, ask
+from skyrl_inspect.mismatch.cells import EngineName
+from skyrl_inspect.mismatch.page import as_markdown, as_plain
+from skyrl_inspect.mismatch.report import Report, make_report
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
-from skyrl_train.mismatch.answers import SAMPLINGS, EngineAnswers, Questions, ask
-from skyrl_train.mismatch.cells import EngineName
-from skyrl_train.mismatch.page import as_markdown, as_plain
-from skyrl_train.mismatch.report import Report, make_report
 from skyrl_train_testing.tiny_models import character_tokenizer, tiny_mixture
 
 PROMPTS = [[5], [7, 8, 9], list(range(20, 45)), [30, 31, 32, 33, 34, 35, 36, 37]] * 4

@@ -10,6 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from skyrl_inspect.mismatch.answers import SAMPLINGS, EngineAnswers, Questions, ask
+from skyrl_inspect.mismatch.cells import EngineName
+from skyrl_inspect.mismatch.report import Report, make_report
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.inference_engines.base import (
     Completion,
@@ -18,9 +21,6 @@ from skyrl_train.inference_engines.base import (
     InferenceEngineInterface,
 )
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
-from skyrl_train.mismatch.answers import SAMPLINGS, EngineAnswers, Questions, ask
-from skyrl_train.mismatch.cells import EngineName
-from skyrl_train.mismatch.report import Report, make_report
 
 PROMPTS = [[5], [7, 8, 9], list(range(20, 45)), [30, 31, 32, 33, 34, 35, 36, 37]] * 2
 

@@ -4,15 +4,18 @@ import asyncio
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
+from skyrl_inspect.plan.devices import this_processor
+from skyrl_inspect.plan.memory_report import MemoryReport
+from skyrl_inspect.plan.report import comparison_lines
 from skyrl_train.errors import WorkerError, WorkerMemoryError
 from skyrl_train.orchestration.process_ranks import ProcessRanks
-from skyrl_train.plan.devices import this_processor
-from skyrl_train.plan.report import comparison_lines
-from skyrl_train.plan.run_memory import RunMemory
+from skyrl_train.trainer import RayPPOTrainer
 from skyrl_train.utils.call_errors import failure_of
 from skyrl_train.utils.memory_peaks import MemoryPeaks
 
@@ -89,7 +92,7 @@ def test_killed_rank_is_suspected_of_memory(tmp_path: Path):
 
 
 @pytest.fixture
-def memory(tiny_model: str) -> RunMemory:
+def memory(tiny_model: str) -> MemoryReport:
     from skyrl_train.config import SkyRLConfig
     from skyrl_train.config.validation import validate_cfg
 
@@ -100,21 +103,21 @@ def memory(tiny_model: str) -> RunMemory:
         },
         "generator": {"sampling_params": {"max_generate_length": 64}},
     })  # fmt: skip
-    return RunMemory(validate_cfg(cfg))
+    return MemoryReport(cast(RayPPOTrainer, SimpleNamespace(cfg=validate_cfg(cfg))))
 
 
-def test_start_of_a_run_estimates_every_phase(memory: RunMemory):
+def test_start_of_a_run_estimates_every_phase(memory: MemoryReport):
     text = memory.estimate()
     assert "train policy" in text and "generate" in text and "all processes of the machine" in text
     assert memory.plan is not None and memory.plan.device == this_processor()
 
 
-def test_model_without_a_shape_is_no_error(memory: RunMemory):
+def test_model_without_a_shape_is_no_error(memory: MemoryReport):
     memory._cfg.trainer.policy.model.path = "/no/such"
     assert memory.estimate() == "" and memory.plan is None
 
 
-def test_measured_peaks_stand_beside_estimates(memory: RunMemory):
+def test_measured_peaks_stand_beside_estimates(memory: MemoryReport):
     memory.estimate()
     assert memory.plan is not None
     [*_, train] = memory.plan.workers["policy"]
@@ -122,17 +125,17 @@ def test_measured_peaks_stand_beside_estimates(memory: RunMemory):
     assert len(lines) == 1 and "train policy" in lines[0] and "(2.00 of it)" in lines[0]
 
 
-def test_error_of_exhausted_memory_has_estimates_peaks_and_a_change(memory: RunMemory):
+def test_error_of_exhausted_memory_has_estimates_peaks_and_a_change(memory: MemoryReport):
     memory.estimate()
     memory.measured = {"policy": {"train": 300_000_000}}
-    with pytest.raises(WorkerMemoryError) as raised, memory.explaining():
-        raise WorkerMemoryError("policy worker 0 raised MemoryError")
-    [note] = raised.value.__notes__
+    error = WorkerMemoryError("policy worker 0 raised MemoryError")
+    memory.on_error(error)
+    [note] = error.__notes__
     assert "ESTIMATES" in note and "measured    0.300" in note
     assert note.splitlines()[-2].startswith("the smallest change") and "=" in note.splitlines()[-1]
 
 
-def test_other_errors_are_left_alone(memory: RunMemory):
-    with pytest.raises(WorkerError) as raised, memory.explaining():
-        raise WorkerError("did not answer")
-    assert not hasattr(raised.value, "__notes__")
+def test_other_errors_are_left_alone(memory: MemoryReport):
+    error = WorkerError("did not answer")
+    memory.on_error(error)
+    assert not hasattr(error, "__notes__")

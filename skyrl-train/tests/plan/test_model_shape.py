@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from skyrl_inspect.plan.model_shape import ModelShape, model_config, model_shape
 from skyrl_train.config.models import LoRAConfig
 from skyrl_train.errors import ConfigError
-from skyrl_train.plan.model_shape import ModelShape, model_config, model_shape
 
 
 @pytest.fixture(scope="module")

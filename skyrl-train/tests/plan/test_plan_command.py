@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_inspect.plan.__main__ import main
 from skyrl_train.config.engine_kinds import EngineRegistry
-from skyrl_train.plan.__main__ import main
 
 MODEL = Path(__file__).parents[3] / "tests" / "model_configs" / "Qwen2.5-7B.json"
 SEVEN = [
@@ -65,8 +65,8 @@ def test_undivided_reference_is_named(capsys: pytest.CaptureFixture[str]):
 
 
 def test_measured_times_of_a_run_correct_the_estimate(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    from skyrl_inspect.plan.__main__ import composed
     from skyrl_train.config import get_config_as_yaml_str
-    from skyrl_train.plan.__main__ import composed
     from skyrl_train.utils.run_folder import RunFolder
 
     folder = RunFolder(tmp_path / "run")

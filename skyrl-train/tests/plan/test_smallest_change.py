@@ -8,10 +8,10 @@ from hypothesis import settings as settings_of_search
 from hypothesis import strategies as st
 from settings_of_plans import settings, shape
 
+from skyrl_inspect.plan.changes import as_text, smallest_change, with_overrides
+from skyrl_inspect.plan.devices import Device
+from skyrl_inspect.plan.memory import memory_plan
 from skyrl_train.errors import ConfigError
-from skyrl_train.plan.changes import as_text, smallest_change, with_overrides
-from skyrl_train.plan.devices import Device
-from skyrl_train.plan.memory import memory_plan
 
 LARGE = dict(parameters=7_000_000_000, trained=7_000_000_000, layer=200_000_000, outside=1_400_000_000)
 LARGE |= dict(num_layers=28, hidden=3584, words=152_064, query=3584, key=512, num_key_value_heads=4, num_heads=28)

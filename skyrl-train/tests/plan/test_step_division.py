@@ -3,7 +3,7 @@
 import pytest
 from settings_of_plans import settings
 
-from skyrl_train.plan.steps import ModelPlan, StepPlan, step_plan
+from skyrl_train.step_plan import ModelPlan, StepPlan, step_plan
 
 
 def model_plan(plan: StepPlan, name: str) -> ModelPlan:

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
+from skyrl_inspect.simulate.advice import Adviser
 from skyrl_train.rollouts.groups import FinishedGroup
 from skyrl_train.rollouts.schedule import ScheduleLimits
-from skyrl_train.rollouts.simulation import Adviser
 from skyrl_train.rollouts.types import TrajectoryGroup
 
 PREDICTED = {"async/predicted_trainer_utilisation": 0.5}

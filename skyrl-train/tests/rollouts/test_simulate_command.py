@@ -8,19 +8,13 @@ from typing import Any
 
 import pytest
 
+from skyrl_inspect.simulate.__main__ import main
+from skyrl_inspect.simulate.comparison import STALENESS, maximum, simulate_synchronous
+from skyrl_inspect.simulate.workloads import fit_iteration, read_workload, replay
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.asynchronous import FullyAsyncConfig
 from skyrl_train.config.config import get_config_as_yaml_str
 from skyrl_train.config.validation import validate_cfg
-from skyrl_train.rollouts.simulation import (
-    STALENESS,
-    fit_iteration,
-    main,
-    maximum,
-    read_workload,
-    replay,
-    simulate_synchronous,
-)
 from skyrl_train.utils.run_folder import RunFolder
 
 OPTIONS = {

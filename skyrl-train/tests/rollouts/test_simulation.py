@@ -2,8 +2,9 @@
 
 import pytest
 
+from skyrl_inspect.simulate.simulator import Costs, SampleCost, SimulatedRun, Simulation
+from skyrl_inspect.simulate.workloads import between_share
 from skyrl_train.rollouts.schedule import OnStale, ScheduleLimits
-from skyrl_train.rollouts.simulation import Costs, SampleCost, SimulatedRun, Simulation, between_share
 
 
 def limits(**changes) -> ScheduleLimits:

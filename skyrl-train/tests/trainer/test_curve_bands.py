@@ -7,9 +7,9 @@ import pytest
 import yaml
 from loguru import logger
 
+from skyrl_inspect.curve_bands import CurveBand, CurveWatch, ExpectedCurves, bands_of_runs, main, read_bands
+from skyrl_inspect.dashboard.charts import overview
 from skyrl_train.config import validate_cfg
-from skyrl_train.curve_bands import CurveBand, CurveWatch, ExpectedCurves, bands_of_runs, main, read_bands
-from skyrl_train.dashboard.charts import overview
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.utils.run_folder import RunFolder
 

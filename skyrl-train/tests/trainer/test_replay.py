@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import skyrl_gym
-from skyrl_train import replay
+from skyrl_inspect import replay
 from skyrl_train.entrypoints.main_base import BasePPOExp
 from skyrl_train.utils.run_folder import Phase, RunFolder
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from skyrl_train.dashboard.runs_folder import RunsFolder
-from skyrl_train.dashboard.steps import StepTrajectories
+from skyrl_inspect.dashboard.runs_folder import RunsFolder
+from skyrl_inspect.dashboard.steps import StepTrajectories
 from skyrl_train.entrypoints.main_generate import EvalOnlyEntrypoint
 from skyrl_train.training_batch import TensorBatch
 from skyrl_train.utils.run_folder import RunFolder

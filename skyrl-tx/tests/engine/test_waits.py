@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_gym.waits import read_records, recorded_run
-from skyrl_train.explain.diagnosis import diagnose
-from skyrl_train.explain.evidence import observe
-from skyrl_train.explain.text import headline
+from skyrl_inspect.explain.diagnosis import diagnose
+from skyrl_inspect.explain.evidence import observe
+from skyrl_inspect.explain.text import headline
 
 
 def test_pass_that_does_not_end_is_named_with_its_model(bench: Any, tmp_path: Path):

@@ -10,9 +10,9 @@ import pytest
 from service_users import Client, running, until
 
 from skyrl_gym.waits import read_records, recorded_run
-from skyrl_train.explain.diagnosis import diagnose
-from skyrl_train.explain.evidence import observe
-from skyrl_train.explain.text import headline
+from skyrl_inspect.explain.diagnosis import diagnose
+from skyrl_inspect.explain.evidence import observe
+from skyrl_inspect.explain.text import headline
 
 
 def cause(folder: Path) -> str:

@@ -6,7 +6,6 @@ import inspect
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
@@ -24,6 +23,7 @@ from skyrl_train.generators.harness.task import (
     write_files,
 )
 from skyrl_train.rollouts.types import Failure
+from skyrl_train.utils.import_path import import_object
 
 if TYPE_CHECKING:
     from skyrl_train.config.harness import HarnessConfig
@@ -266,13 +266,7 @@ def load_function(setting: str, name: str | None) -> Callable[..., Any] | None:
     """Import `package.module:function`. Raises ConfigError."""
     if name is None:
         return None
-    module, _, attribute = name.partition(":")
-    try:
-        function = getattr(import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f"{setting}={name!r} must be package.module:function, importable here (see PYTHONPATH): {error}"
-        ) from error
+    function = import_object(setting, name)
     if not callable(function):
         raise ConfigError(f"{setting}={name!r} is no function but {function!r}")
     return function

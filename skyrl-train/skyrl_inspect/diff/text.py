@@ -1,0 +1,94 @@
+"""A comparison as text for a terminal and as a page. Values come from runs and are untrusted: both escape them."""
+
+import html
+from collections.abc import Iterator, Sequence
+
+from skyrl_inspect.diff.causes import Cause, ChangedItem
+from skyrl_inspect.diff.comparison import RunComparison, matters, stage_words
+from skyrl_train.utils.sample_card import readable
+
+_MOST_CAUSES = 5
+_MOST_CHANGES = 40
+_TITLES = {
+    "setting": "settings",
+    "library": "libraries",
+    "data": "data",
+    "tokenizer": "tokenizer",
+    "environment": "environments",
+    "code": "code",
+    "machine": "machine",
+}
+
+
+def sections(comparison: RunComparison) -> Iterator[tuple[str, list[str]]]:
+    """Yield the titles and lines below the verdict, the same for text and page."""
+    if comparison.parting:
+        yield (
+            "likely causes",
+            [_cause_line(n, cause) for n, cause in enumerate(_worth_listing(comparison.causes), start=1)],
+        )
+    if len(comparison.parting) > 1:
+        title = f"what else differs in step {comparison.parting[0].step}"
+        yield title, [f"{stage_words(each.stage)}: {each}" for each in comparison.parting[1:]]
+    for group, title in _TITLES.items():
+        own = [change for change in comparison.changes if change.group == group]
+        if lines := _change_lines([change for change in own if matters(change)]):
+            yield f"{title} that differ" if title.endswith("s") else title, lines
+        if names := [change.name for change in own if not matters(change)]:
+            yield "settings that differ and change no number", [", ".join(names)]
+    if comparison.unrecorded:
+        yield "not compared", list(comparison.unrecorded)
+
+
+def _worth_listing(causes: Sequence[Cause]) -> Sequence[Cause]:
+    """Return the causes worth showing: the first, and what is at least possible."""
+    return [cause for n, cause in enumerate(causes) if n == 0 or cause.likelihood != "unlikely"][:_MOST_CAUSES]
+
+
+def _cause_line(number: int, cause: Cause) -> str:
+    return f"{number}. {cause.text} ({cause.likelihood}: {cause.why})"
+
+
+def _change_lines(changes: Sequence[ChangedItem]) -> list[str]:
+    more = len(changes) - _MOST_CHANGES
+    return [str(change) for change in changes[:_MOST_CHANGES]] + (
+        [f"and {more} more (--json has all)"] if more > 0 else []
+    )
+
+
+def as_text(comparison: RunComparison) -> str:
+    """Return the comparison for a terminal, control characters escaped."""
+    lines = [f"{letter}  {name}" for letter, name in zip("AB", comparison.names, strict=True)] + [comparison.verdict]
+    for title, entries in sections(comparison):
+        lines += ["", title, *(f"  {entry}" for entry in entries)]
+    return "\n".join(readable(line.replace("\n", "\\n"), 2000) for line in lines) + "\n"
+
+
+_STYLE = """
+:root { color-scheme: light dark; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1000px; margin: 0 auto; padding: 24px;
+  overflow-wrap: anywhere; }
+h1 { font-size: 22px; } h2 { font-size: 16px; margin: 28px 0 6px; }
+ul { list-style: none; margin: 0; padding: 0; } li { padding: 4px 0; border-bottom: 1px solid #8884; }
+.verdict { font-size: 17px; padding: 12px 16px; border-left: 4px solid #2f62d9; background: #2f62d918; }
+"""
+
+
+def as_page(comparison: RunComparison) -> str:
+    """Return the comparison as one HTML page without scripts. It fetches nothing."""
+    names = "".join(f"<li>{letter} {_safe(name)}</li>" for letter, name in zip("AB", comparison.names, strict=True))
+    parts = [f"<h1>Comparison of two runs</h1><ul>{names}</ul><p class=verdict>{_safe(comparison.verdict)}</p>"]
+    for title, entries in sections(comparison):
+        items = "".join(f"<li>{_safe(entry)}</li>" for entry in entries)
+        parts.append(f"<h2>{_safe(title)}</h2><ul>{items}</ul>")
+    policy = "default-src 'none'; style-src 'unsafe-inline'"
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        '<meta name="viewport" content="width=device-width"><title>Comparison of two runs</title>'
+        f"<style>{_STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
+    )
+
+
+def _safe(text: str) -> str:
+    return html.escape(readable(text, 2000))

@@ -1,0 +1,72 @@
+"""Hooks: user-defined classes that observe a training run, add metrics, and annotate its failure (`trainer.hooks`)."""
+
+from typing import Protocol
+
+from skyrl_train.config import SkyRLConfig
+from skyrl_train.errors import ConfigError
+from skyrl_train.utils.import_path import import_object
+from skyrl_train.utils.run_folder import RunFolder
+
+
+class ObservedRun(Protocol):
+    """What hooks may read of any run, supervised or by reinforcement. `RayPPOTrainer` has more."""
+
+    cfg: SkyRLConfig
+    global_step: int
+    all_metrics: dict[str, float | None]
+    """Metrics of the current step, to read and to extend."""
+    all_timings: dict[str, float]
+    """Seconds of the phases of the current step."""
+    run_folder: RunFolder
+
+
+class TrainerHook:
+    """Base of hooks. Every method does nothing by default; override those that are needed.
+
+    Args:
+        run: the run that is observed.
+
+    Example (in my_hooks.py, with `trainer.hooks=[my_hooks:RewardPerToken]`):
+
+        class RewardPerToken(TrainerHook):
+            def on_log(self) -> None:
+                metrics = self.run.all_metrics
+                if "reward/avg_raw_reward" in metrics:
+                    metrics["reward/per_token"] = metrics["reward/avg_raw_reward"] / metrics["generate/avg_num_tokens"]
+    """
+
+    def __init__(self, run: ObservedRun):
+        self.run = run
+
+    @classmethod
+    def check_settings(cls, cfg: SkyRLConfig) -> None:
+        """Check settings and files before anything starts. Raises ConfigError."""
+
+    def on_start(self) -> None:
+        """React to the start, with models loaded and no checkpoint read yet. Runs in a thread."""
+
+    def on_resume(self) -> None:
+        """React to a loaded checkpoint. `run.run_folder.read_metrics()` has the metrics of the steps before."""
+
+    async def on_step_end(self) -> None:
+        """React to the end of a step: models are updated, engines have their weights, nothing is evaluated yet."""
+
+    def on_log(self) -> None:
+        """React to the metrics of a step, or change them, before they are logged. Hooks run in the order of
+        `trainer.hooks`."""
+
+    def on_error(self, error: Exception) -> None:
+        """React to the error that ends the run. `error.add_note` adds lines to its message."""
+
+
+def load_hooks(cfg: SkyRLConfig) -> list[type[TrainerHook]]:
+    """Import the classes that `trainer.hooks` names. Raises ConfigError."""
+    hooks = []
+    for path in cfg.trainer.hooks:
+        hook = import_object("trainer.hooks", path)
+        if not (isinstance(hook, type) and issubclass(hook, TrainerHook)):
+            raise ConfigError(
+                f"trainer.hooks={path!r} must be a subclass of skyrl_train.hooks.TrainerHook, not {hook!r}"
+            )
+        hooks.append(hook)
+    return hooks

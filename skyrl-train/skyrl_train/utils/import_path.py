@@ -1,0 +1,24 @@
+"""Import of user-defined functions and classes that settings name."""
+
+from importlib import import_module
+from typing import Any
+
+from skyrl_train.errors import ConfigError
+
+
+def import_object(setting: str, path: str) -> Any:
+    """Import `package.module:name`.
+
+    Args:
+        setting: its name, for the error.
+
+    Raises:
+        ConfigError: the module cannot be imported, or lacks the name.
+    """
+    module, _, name = path.partition(":")
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"{setting}={path!r} must be package.module:name, importable here (see PYTHONPATH): {error}"
+        ) from error
