@@ -27,10 +27,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
 
 import httpx
 
+from skyrl_train.endpoint.recorder import RequestRecorder
+from skyrl_train.endpoint.server import EndpointServer
 from skyrl_train.inference_engines.base import Completion, GenerationRequest
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
-from skyrl_train.inference_engines.openai_api.recorder import RequestRecorder
-from skyrl_train.inference_engines.openai_api.server import EndpointServer
 from skyrl_train.utils.process_log import configure_logging
 from skyrl_train_testing.scripted_engine import PromptScriptEngine
 from skyrl_train_testing.tiny_models import character_tokenizer, tiny_qwen3

@@ -20,6 +20,7 @@ LAYERS = [
     {"models", "distributed"},
     {"weight_sync"},
     {"inference_engines"},
+    {"endpoint"},
     {"rollouts"},
     {"generators", "training_backends"},
     {"workers"},

@@ -52,7 +52,7 @@ def engine(chat_model: Path) -> Iterator[Any]:
 @pytest.fixture
 async def endpoint(engine: Any, tokenizer: Any) -> AsyncIterator[Any]:
     """skyrl-train's own, with the key `secret`."""
-    from skyrl_train.inference_engines.openai_api.server import EndpointServer
+    from skyrl_train.endpoint.server import EndpointServer
 
     server = EndpointServer(engine, tokenizer, "tiny", api_key="secret")
     await server.start()

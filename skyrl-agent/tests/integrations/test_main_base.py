@@ -98,9 +98,9 @@ def test_each_trajectory_is_in_the_file_with_log_probs_and_what_it_called(traine
 
 
 async def test_the_same_file_runs_on_a_server(trained: Run):
+    from skyrl_train.endpoint.server import EndpointServer
     from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
     from skyrl_train.inference_engines.native.loading import load_tokenizer
-    from skyrl_train.inference_engines.openai_api.server import EndpointServer
 
     [folder] = (trained.folder / "export").glob("**/config.json")
     tokenizer: Any = load_tokenizer(str(folder.parent), trust_remote_code=False)

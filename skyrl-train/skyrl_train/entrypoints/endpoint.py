@@ -7,11 +7,11 @@ from loguru import logger
 from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.config import SkyRLConfig
+from skyrl_train.endpoint.recorder import RequestRecorder
+from skyrl_train.endpoint.server import EndpointServer
+from skyrl_train.endpoint.session_endpoint import endpoint_settings
 from skyrl_train.env_vars import endpoint_api_key
-from skyrl_train.generators.harness.endpoint import endpoint_settings
 from skyrl_train.inference_engines.base import InferenceEngineInterface
-from skyrl_train.inference_engines.openai_api.recorder import RequestRecorder
-from skyrl_train.inference_engines.openai_api.server import EndpointServer
 
 
 def endpoint_of(

@@ -24,6 +24,7 @@ from skyrl_train.config import SkyRLConfig, config_dir, get_config_as_yaml_str, 
 from skyrl_train.config.config import EnvironmentConfig
 from skyrl_train.config.validation import validate_cfg, validate_environments
 from skyrl_train.dataset.dataset import PromptDataset
+from skyrl_train.endpoint.server import check_address
 from skyrl_train.entrypoints.agent import agent_generator, check_agent
 from skyrl_train.entrypoints.endpoint import endpoint_of, listening
 from skyrl_train.entrypoints.engines import (
@@ -38,7 +39,6 @@ from skyrl_train.generators.base import GeneratorInterface
 from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
 from skyrl_train.inference_engines.base import InferenceEngineInterface
 from skyrl_train.inference_engines.inference_engine_client import InferenceEngineClient
-from skyrl_train.inference_engines.openai_api.server import check_address
 from skyrl_train.orchestration.placement import make_shared_placement_group
 from skyrl_train.trainer import RayPPOTrainer
 from skyrl_train.training_run import check_before_start, says_finished

@@ -17,11 +17,11 @@ from transformers import PreTrainedTokenizerBase
 
 from skyrl_train.config import SkyRLConfig, config_dir, register_config_store
 from skyrl_train.config.validation import validate_generator_cfg
+from skyrl_train.endpoint.server import check_address
 from skyrl_train.entrypoints.endpoint import endpoint_of, listening
 from skyrl_train.entrypoints.engines import check_engines, start_engines
 from skyrl_train.entrypoints.model_files import load_tokenizer
 from skyrl_train.errors import SkyRLError
-from skyrl_train.inference_engines.openai_api.server import check_address
 from skyrl_train.utils import initialize_ray, shutdown_ray
 from skyrl_train.utils.process_log import configure_logging
 from skyrl_train.utils.run_folder import RunFolder

@@ -8,15 +8,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from skyrl_train.generators.base import Failure, TrajectoryID
-from skyrl_train.inference_engines.openai_api.prompts import Said
-from skyrl_train.inference_engines.openai_api.recorder import (
+from skyrl_train.endpoint.openai_api.prompts import Said
+from skyrl_train.endpoint.recorder import (
     RecordedTurn,
     SessionRecord,
     goes_on_from,
     in_chains,
     without_repeats,
 )
+from skyrl_train.generators.base import Failure, TrajectoryID
 from skyrl_train.rollouts.certificate import certificate_metrics, certify
 from skyrl_train.rollouts.filters import map_samples, to_failed_sample
 from skyrl_train.rollouts.joining import merge_appending_turns

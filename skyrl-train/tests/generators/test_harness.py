@@ -21,10 +21,10 @@ from skyrl_gym.sandbox.container_engine import EngineName
 from skyrl_gym.sandbox.testing import needed_image
 from skyrl_train.config import GeneratorConfig, SamplingParams
 from skyrl_train.config.harness import HarnessConfig
+from skyrl_train.endpoint.session_endpoint import socket_folder
 from skyrl_train.errors import ConfigError
 from skyrl_train.generators.base import BatchMetadata, GeneratorInput, TrajectoryID
 from skyrl_train.generators.harness import generator
-from skyrl_train.generators.harness.endpoint import socket_folder
 from skyrl_train.generators.harness.generator import HarnessGenerator
 from skyrl_train.generators.harness.task import HarnessTask, checked_reward, grade_workspace
 from skyrl_train.inference_engines.base import (

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from skyrl_train.endpoint.recorder import RecordedTurn, SessionRecord
 from skyrl_train.generators.base import Failure, TrajectoryID
 from skyrl_train.generators.recorded import recorded_trajectory
-from skyrl_train.inference_engines.openai_api.recorder import RecordedTurn, SessionRecord
 from skyrl_train.models.packing import packed
 from skyrl_train.models.scoring import ScoringModel
 from skyrl_train.rollouts.certificate import Branch, certificate_metrics, certify

@@ -71,7 +71,7 @@ def test_engines_and_an_endpoint_alone_until_told_to_stop(launcher, chat_model, 
     assert process.returncode == 0
 
 
-@pytest.mark.full  # the error itself: openai_api/test_errors.py
+@pytest.mark.full  # the error itself: endpoint/test_errors.py
 def test_a_taken_port_ends_it_with_the_setting_to_change(chat_model, tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -17,6 +17,8 @@ from skyrl_gym.error import InfraError
 from skyrl_gym.sandbox import Sandbox
 from skyrl_gym.sandbox.environment import check_variables
 from skyrl_gym.waits import waiting
+from skyrl_train.endpoint.recorder import SessionRules
+from skyrl_train.endpoint.session_endpoint import Endpoint, SharedEndpoint
 from skyrl_train.errors import ConfigError, RolloutError, WorkerError
 from skyrl_train.generators.base import (
     BatchMetadata,
@@ -29,7 +31,6 @@ from skyrl_train.generators.base import (
     trajectory_ids_of,
 )
 from skyrl_train.generators.environment import DaemonThreads, DeadlineExceeded
-from skyrl_train.generators.harness.endpoint import Endpoint, SharedEndpoint
 from skyrl_train.generators.harness.run import KINDS, Attempt, Harness, end_of, harness_failure, load_function
 from skyrl_train.generators.harness.task import (
     TASK_FOLDER,
@@ -43,7 +44,6 @@ from skyrl_train.generators.recorded import recorded_metrics, recorded_trajector
 from skyrl_train.generators.sampling import get_sampling_params, request_seed
 from skyrl_train.generators.sessions import announced
 from skyrl_train.inference_engines.base import InferenceEngineInterface, SamplingKeywords
-from skyrl_train.inference_engines.openai_api.recorder import SessionRules
 from skyrl_train.rollouts.adapter import to_generator_output
 from skyrl_train.rollouts.metrics import rollout_metrics
 from skyrl_train.rollouts.types import RolloutBatch, Trajectory, grouped

@@ -27,7 +27,7 @@ from skyrl_train.utils.import_path import import_object
 
 if TYPE_CHECKING:
     from skyrl_train.config.harness import HarnessConfig
-    from skyrl_train.inference_engines.openai_api.recorder import SessionRecord
+    from skyrl_train.endpoint.recorder import SessionRecord
 
 SOCKET, PORT = "/endpoint.sock", 8000
 """Address of the endpoint inside of a sandbox: a Unix socket, and the port that leads to it."""

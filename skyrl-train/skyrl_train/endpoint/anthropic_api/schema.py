@@ -1,0 +1,254 @@
+"""Requests of Anthropic's Messages API as typed values.
+
+As in `openai_api/schema.py`: a field that would change the answer and cannot be honoured is refused, one that changes
+nothing (`cache_control`, `metadata`) is taken and not read.
+"""
+
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from skyrl_train.endpoint.errors import refused
+from skyrl_train.endpoint.openai_api.field_errors import field_error
+from skyrl_train.endpoint.openai_api.schema import json_object
+from skyrl_train.types import JsonObject
+
+MAX_MESSAGES = 100_000
+
+Body = TypeVar("Body", bound=BaseModel)
+
+_NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
+    "container": ((None,), "there are no containers here"),
+    "mcp_servers": ((None, []), "give the tools themselves"),
+    "speed": ((None, "standard"), "leave it out"),
+}
+"""Field -> the values that ask for nothing, and what to do instead of the others."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class _Block(_Strict):
+    cache_control: object = None
+
+
+class TextBlock(_Block):
+    """Text."""
+
+    type: Literal["text"]
+    text: str
+    citations: object = None
+
+
+class ThinkingBlock(_Block):
+    """A thought of an earlier answer."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+
+
+class ToolUseBlock(_Block):
+    """A tool call of an earlier answer."""
+
+    type: Literal["tool_use"]
+    id: str = Field(min_length=1)
+    name: str = Field(min_length=1, max_length=200)
+    input: JsonObject
+    caller: object = None
+    toolset_name: str | None = None
+
+
+class UnsupportedBlock(BaseModel):
+    """Block that the API has and a text model cannot take."""
+
+    model_config = ConfigDict(extra="allow")
+    type: Literal[
+        "image",
+        "document",
+        "search_result",
+        "redacted_thinking",
+        "server_tool_use",
+        "web_search_tool_result",
+        "web_fetch_tool_result",
+        "code_execution_tool_result",
+        "bash_code_execution_tool_result",
+        "text_editor_code_execution_tool_result",
+        "tool_search_tool_result",
+        "tool_reference",
+        "browser_state",
+        "container_upload",
+        "mcp_tool_use",
+        "mcp_tool_result",
+    ]
+
+
+class ToolResultBlock(_Block):
+    """The result of a tool call."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str = Field(min_length=1)
+    content: str | list[Annotated[TextBlock | UnsupportedBlock, Field(discriminator="type")]] | None = None
+    is_error: bool | None = None
+    toolset_name: str | None = None
+
+
+Block = Annotated[
+    TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock | UnsupportedBlock, Field(discriminator="type")
+]
+
+
+class AnthropicMessage(_Strict):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+    @property
+    def parts(self) -> list[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock | UnsupportedBlock]:
+        return [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else list(self.content)
+
+
+class InputSchema(BaseModel):
+    """JSON schema of a tool's input."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    type: Literal["object"]
+
+
+class AnthropicTool(BaseModel):
+    """A tool of the client's. The tools that Anthropic's servers define or run have another type."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    type: str | None = None
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")
+    description: str | None = None
+    strict: bool | None = None
+    input_schema: InputSchema | None = None
+
+
+class ToolChoice(_Strict):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class ThinkingSettings(_Strict):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputFormat(_Strict):
+    type: Literal["json_schema"]
+    json_schema: JsonObject = Field(alias="schema")
+
+
+class OutputSettings(_Strict):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class CountTokensRequest(_Strict):
+    """`POST /v1/messages/count_tokens`."""
+
+    model: str = Field(min_length=1)
+    messages: list[AnthropicMessage]
+    system: str | list[TextBlock] | None = None
+    tools: list[AnthropicTool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: ThinkingSettings | None = None
+    output_config: OutputSettings | None = None
+
+    # Taken and not read.
+    cache_control: object = None
+    context_management: object = None  # edits of long conversations: servers of Anthropic's make them, we never do
+    user_profile_id: str | None = None
+    workspace_id: str | None = None
+
+    # Taken where they ask for nothing.
+    container: object = None
+    mcp_servers: object = None
+    speed: str | None = None
+
+
+class MessagesRequest(CountTokensRequest):
+    """`POST /v1/messages`."""
+
+    max_tokens: int = Field(ge=1, lt=2**31)
+    temperature: float | None = Field(default=None, ge=0, le=1)
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    top_k: int | None = Field(default=None, ge=0, lt=2**31)
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+
+    # Taken and not read.
+    metadata: JsonObject | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+    inference_geo: str | None = None
+    diagnostics: object = None
+
+
+def parsed(kind: type[Body], raw: bytes) -> Body:
+    """Parse a request's body. Raises ApiError whose message begins with the field, as Anthropic's do."""
+    values = json_object(raw)
+    try:
+        request = kind.model_validate(values)
+    except ValidationError as error:
+        wrong = field_error(error, values)
+        raise refused(f"{wrong.place}: {wrong.message}") from error
+    for name, (neutral, instead) in _NEUTRAL.items():
+        if values.get(name) not in neutral:
+            raise refused(f"{name}: not supported here; {instead}")
+    if isinstance(request, CountTokensRequest):
+        _check_between_fields(request)
+    return request
+
+
+def _check_between_fields(request: CountTokensRequest) -> None:
+    if not request.messages:
+        raise refused("messages: at least one message is required")
+    if len(request.messages) > MAX_MESSAGES:
+        raise refused(f"messages: at most {MAX_MESSAGES} messages are allowed; got {len(request.messages)}")
+    _check_tools(request)
+    if isinstance(request, MessagesRequest):
+        _check_generation(request)
+
+
+def _check_tools(request: CountTokensRequest) -> None:
+    names = [tool.name for tool in request.tools or []]
+    for index, tool in enumerate(request.tools or []):
+        if tool.type not in (None, "custom"):
+            raise refused(
+                f"tools.{index}: tools of type {tool.type!r} are defined or run by Anthropic's servers and are not "
+                "supported here; give a tool with a name and an input_schema"
+            )
+        if tool.input_schema is None:
+            raise refused(f"tools.{index}.custom.input_schema: Field required")
+    if len(set(names)) < len(names):
+        raise refused("tools: Tool names must be unique.")
+    choice = request.tool_choice
+    if choice is None:
+        return
+    if (choice.type == "tool") != (choice.name is not None):
+        raise refused(f"tool_choice.{choice.type}.name: give a name with type 'tool', and with no other")
+    if choice.type == "none":
+        return
+    if not names:
+        raise refused("tool_choice: may only be specified while providing tools")
+    if choice.name is not None and choice.name not in names:
+        raise refused(f"tool_choice: Tool '{choice.name}' not found in provided tools")
+
+
+def _check_generation(request: MessagesRequest) -> None:
+    for index, text in enumerate(request.stop_sequences or []):
+        if not text.strip():
+            raise refused(f"stop_sequences.{index}: each stop sequence must contain non-whitespace")
+    thinking = request.thinking
+    if thinking is None:
+        return
+    if (thinking.type == "enabled") != (thinking.budget_tokens is not None):
+        raise refused(f"thinking.{thinking.type}.budget_tokens: give it with type 'enabled', and with no other")
+    if thinking.budget_tokens is not None and thinking.budget_tokens < 1024:
+        raise refused("thinking.enabled.budget_tokens: Input should be greater than or equal to 1024")
+    if thinking.budget_tokens is not None and thinking.budget_tokens >= request.max_tokens:
+        raise refused("`max_tokens` must be greater than `thinking.budget_tokens`")

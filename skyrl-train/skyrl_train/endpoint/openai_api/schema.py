@@ -1,0 +1,318 @@
+"""Requests of the OpenAI API as typed values. What is not here cannot be asked for.
+
+A field that would change the answer and cannot be honoured is refused unless it has its neutral value; a field that
+changes nothing (`user`, `metadata`) is taken and not read. Fields beyond OpenAI's are those that vLLM's servers have.
+"""
+
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
+
+from skyrl_gym.suggestions import did_you_mean
+from skyrl_train.endpoint.errors import ApiError, refused
+from skyrl_train.types import JsonObject
+
+Body = TypeVar("Body", bound=BaseModel)
+
+MAX_CHOICES = 128
+MAX_ANSWERS = 2048
+"""Prompts times choices of one request."""
+
+MAX_TOP_LOGPROBS = 20
+
+_NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
+    "functions": ((None,), "use tools"),
+    "function_call": ((None,), "use tool_choice"),
+    "modalities": ((None, ["text"]), "the answer is text"),
+    "audio": ((None,), "the answer is text"),
+    "web_search_options": ((None,), "leave it out"),
+    "moderation": ((None,), "leave it out"),
+    "verbosity": ((None,), "leave it out"),
+    "suffix": ((None, ""), "leave it out"),
+}
+"""Field -> the values that ask for nothing, and what to do instead of the others."""
+
+
+Count = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+"""A number of tokens, an id, or -1. (What is beyond this range is a mistake, not a wish for much.)"""
+
+
+class StreamOptions(BaseModel):
+    """Options of a streamed response."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    include_usage: bool = False
+    include_obfuscation: bool | None = None
+
+
+class _Request(BaseModel):
+    """Fields of both kinds of request."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: str
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    max_tokens: Count | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    top_k: Count | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: Count | None = None
+    stop_token_ids: list[Count] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    include_stop_str_in_output: bool = False
+    return_token_ids: bool | None = None
+    session_id: str | int | None = None
+
+    # Taken and not read.
+    user: str | None = None
+    metadata: dict[str, object] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, object] | None = None
+    prompt_cache_retention: str | None = None
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def stop_texts(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class FunctionCall(BaseModel):
+    """Function call of an assistant."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+    name: str
+    arguments: str | JsonObject = "{}"
+
+
+class ToolCallMessage(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True)
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(BaseModel):
+    """One message. Further fields (`reasoning_content`, `refusal`) go to the chat template as they are."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[JsonObject] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCallMessage] | None = None
+    tool_call_id: str | None = None
+
+
+class FunctionTool(BaseModel):
+    """A function that may be called; its schema goes to the chat template as it is."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    type: Literal["function"]
+    function: JsonObject
+
+
+class ChatRequest(_Request):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[Message]
+    max_completion_tokens: Count | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: object = None
+    logprobs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, object] | None = None
+
+    prediction: object = None  # taken and not read: it makes OpenAI's servers faster
+
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    parallel_tool_calls: bool | None = None
+    response_format: object = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+
+    # Taken where they ask for nothing.
+    functions: object = None
+    function_call: object = None
+    modalities: list[str] | None = None
+    audio: object = None
+    web_search_options: object = None
+    moderation: object = None
+    verbosity: str | None = None
+
+    @property
+    def num_top(self) -> int | None:
+        """Likeliest tokens whose log-probs are asked for beside each token's own; None: no log-probs."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def budget(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def tools_in_use(self) -> list[dict[str, object]] | None:
+        if not self.tools or self.tool_choice == "none":
+            return None
+        return [tool.model_dump() for tool in self.tools]
+
+
+class CompletionRequest(_Request):
+    """`POST /v1/completions`."""
+
+    prompt: str | list[str] | list[Count] | list[list[Count]]
+    echo: bool | None = None
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    best_of: Count | None = None
+    suffix: str | None = None
+
+    @property
+    def num_top(self) -> int | None:
+        """Likeliest tokens in the place of each token; None: no log-probs."""
+        return self.logprobs
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """One entry a prompt."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt and isinstance(self.prompt[0], int):
+            return [self.prompt]  # pyright: ignore[reportReturnType]
+        return self.prompt  # pyright: ignore[reportReturnType]
+
+
+class TokenizeRequest(BaseModel):
+    """`POST /tokenize`: a text, or the messages of a chat."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool = True
+    messages: list[Message] | None = None
+    tools: list[FunctionTool] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, object] | None = None
+
+
+class DetokenizeRequest(BaseModel):
+    """`POST /detokenize`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    model: str | None = None
+    tokens: list[Count]
+
+
+def parsed(kind: type[Body], raw: bytes) -> Body:
+    """A request's body.
+
+    Raises:
+        ApiError: it is no JSON object, a field is unknown, has a wrong type or asks for what cannot be done.
+    """
+    return checked(kind, json_object(raw))
+
+
+def json_object(raw: bytes) -> JsonObject:
+    """Parse a body that is one JSON object. Raises ApiError."""
+    try:
+        # Unlike `json`, it refuses what is not Unicode (lone surrogates) and nesting of more than 200 levels.
+        values = from_json(raw)
+    except ValueError as error:
+        raise refused(f"the body is not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise refused(f"the body must be a JSON object; got {type(values).__name__}")
+    return values
+
+
+def checked(kind: type[Body], values: JsonObject) -> Body:
+    """Make a request of its fields. Raises ApiError as `parsed`."""
+    request = validated(kind, values)
+    for name, (neutral, instead) in _NEUTRAL.items():
+        if values.get(name) not in neutral:
+            raise refused(f"{name}={values[name]!r} is not supported; {instead}", name, "unsupported_value")
+    _check_between_fields(request)
+    return request
+
+
+def validated(kind: type[Body], values: JsonObject) -> Body:
+    """Check names and types of fields. Raises ApiError."""
+    for name in values:
+        if name not in kind.model_fields:
+            raise _unknown(name, kind)
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise _invalid(error) from error
+
+
+def _check_between_fields(request: BaseModel) -> None:
+    if isinstance(request, ChatRequest):
+        if not request.messages:
+            raise refused("messages must hold at least one message", "messages")
+        budgets = {request.max_tokens, request.max_completion_tokens} - {None}
+        if len(budgets) > 1:
+            raise refused(
+                f"max_tokens={request.max_tokens} and max_completion_tokens={request.max_completion_tokens} are two "
+                "names of one thing; give one of them",
+                "max_tokens",
+            )
+        if request.top_logprobs and not request.logprobs:
+            raise refused("top_logprobs goes with logprobs=true", "top_logprobs")
+        if request.continue_final_message and request.add_generation_prompt:
+            raise refused(
+                "continue_final_message=true continues the last message, add_generation_prompt=true begins a new one; "
+                "give one of them",
+                "continue_final_message",
+            )
+    if isinstance(request, CompletionRequest):
+        if not request.prompts or not all(request.prompts):
+            raise refused("prompt must not be empty", "prompt")
+        if len(request.prompts) * request.num_choices > MAX_ANSWERS:
+            raise refused(
+                f"one request may ask for {MAX_ANSWERS} answers (prompts times n); got {len(request.prompts)} prompts "
+                f"with n={request.num_choices}. Divide them among several requests",
+                "prompt",
+                "too_many_answers",
+            )
+        if request.best_of not in (None, request.num_choices):
+            raise refused(f"best_of={request.best_of} is not supported; use n, and choose yourself", "best_of")
+    if isinstance(request, _Request) and request.stream_options is not None and not request.stream:
+        raise refused("stream_options goes with stream=true", "stream_options")
+
+
+def _unknown(name: str, kind: type[BaseModel]) -> ApiError:
+    hint = did_you_mean(name, sorted(kind.model_fields))
+    return refused(f"unknown field {name}; {hint}", name, "unknown_parameter")
+
+
+def _invalid(error: ValidationError) -> ApiError:
+    """The first thing that is wrong: the others may follow from it."""
+    first = error.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    code = "missing_required_parameter" if first["type"] == "missing" else "invalid_type"
+    got = "" if first["type"] == "missing" else f"; got {_shortened(first['input'])}"
+    return refused(f"{where}: {first['msg']}{got}", str(first["loc"][0]) if first["loc"] else None, code)
+
+
+def _shortened(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}…"

@@ -1,0 +1,170 @@
+"""Memory of a session's requests: their tokens for later prompts, their turns for the recorder."""
+
+import asyncio
+import contextlib
+import hashlib
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+from skyrl_train.endpoint.errors import ApiError, refused
+from skyrl_train.endpoint.openai_api.generation import GeneratedChoice
+from skyrl_train.endpoint.openai_api.payloads import assistant_message
+from skyrl_train.endpoint.openai_api.prompts import ChatOptions, ConversationMemory, EndpointTemplate, Said
+from skyrl_train.endpoint.openai_api.replies import Reply
+from skyrl_train.endpoint.openai_api.schema import Message
+from skyrl_train.endpoint.openai_api.tool_calls import messages_for_template
+from skyrl_train.endpoint.recorder import RecordedTurn, RequestRecorder, SessionRules
+from skyrl_train.types import ConversationType, MessageType
+
+_NOTHING_GENERATED = (400, 413, 422, 429)
+"""Statuses of requests that an engine refused."""
+
+EXACT, RENDERED = "endpoint/exact_turns", "endpoint/rendered_turns"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request of a session, on its arrival."""
+
+    session: str | None
+    raw: bytes
+    messages: ConversationType | None = None
+    text: str | None = None
+    """The messages as the template renders them; None where the answer is no message of its own."""
+    started: float = field(default_factory=time.monotonic)
+
+
+class Sessions:
+    """The memory of conversations, and the recorder if there is one. Requests without a session leave nothing here."""
+
+    def __init__(self, template: EndpointTemplate, recorder: RequestRecorder | None):
+        self._template = template
+        self._memory = ConversationMemory(template)
+        self._recorder = recorder
+        self.counts = {EXACT: 0.0, RENDERED: 0.0}
+
+    def records(self, session: str | None) -> bool:
+        return self._recorder is not None and session is not None
+
+    def rules(self, session: str | None) -> SessionRules:
+        """Return the rules of a request's session. Raises ApiError if it is not (or no longer) open."""
+        return SessionRules() if self._recorder is None or session is None else self._recorder.rules(session)
+
+    @contextlib.asynccontextmanager
+    async def admitted(self, session: str | None, reply: Reply, seconds: float) -> AsyncIterator[None]:
+        """Have a request admitted inside of the block: its prompts get the seeds and limits of its session, whose
+        tokens are reserved for it. One that is refused there uses no turn.
+
+        Args:
+            seconds: of the request, waiting for tokens that other requests of the session hold included.
+
+        Raises:
+            ApiError: the session's budget is used up.
+        """
+        if self._recorder is None or session is None:
+            yield
+            return
+        started = time.monotonic()
+        most, num_choices = max(prompt.params["max_tokens"] for prompt in reply.prompts), reply.request.num_choices
+        try:
+            async with asyncio.timeout(seconds):
+                admission = await self._recorder.admit(
+                    session, num_prompts=len(reply.prompts), num_choices=num_choices, most=most
+                )
+        except TimeoutError:
+            raise ApiError(
+                504,
+                f"other requests of the session {session!r} held the tokens of its budget for {seconds:g} seconds "
+                "(generator.request_timeout_seconds); give requests a max_tokens",
+                code="timeout",
+            ) from None
+        uses_turns = True
+        try:
+            waited = time.monotonic() - started
+            reply.prompts = [
+                prompt.limited(seed, admission.max_tokens, waited)
+                for prompt, seed in zip(reply.prompts, admission.seeds, strict=True)
+            ]
+            yield
+        except ApiError as error:
+            uses_turns = error.status not in _NOTHING_GENERATED
+            raise
+        finally:
+            self._recorder.release(admission, uses_turns=uses_turns)
+
+    def context_is_full(self, session: str | None) -> None:
+        """Note that a prompt left no room for an answer."""
+        if self._recorder is not None and session is not None:
+            self._recorder.context_is_full(session)
+
+    def prompt_ids(self, session: str | None, messages: ConversationType, text: str, options: ChatOptions) -> list[int]:
+        """The ids of a conversation, with our own earlier answers as they were drawn where that is possible."""
+        if session is not None and self._memory.may_know(session, messages):
+            ids = self._memory.find_prompt(session, messages, text, options)
+            self.counts[RENDERED if ids is None else EXACT] += 1
+            if ids is not None:
+                return ids
+        return self._template.encode(text)
+
+    def keep(self, asked: Asked, reply: Reply, answers: Sequence[GeneratedChoice]) -> None:
+        """Take the answers to a request, when they are complete."""
+        if asked.session is None:
+            return
+        messages = [None if asked.messages is None else _as_it_comes_back(reply, answer) for answer in answers]
+        pairs = [(message, answer) for message, answer in zip(messages, answers, strict=True)]
+        if asked.messages is not None and asked.text is not None:
+            written = [(Said.of(message), answer.token_ids) for message, answer in pairs if message is not None]
+            self._memory.remember(asked.session, len(asked.messages), asked.text, reply.prompts[0].ids, written)
+        if self._recorder is not None:
+            turns = [_turn(asked, reply, index, message, answer) for index, (message, answer) in enumerate(pairs)]
+            self._recorder.record(asked.session, turns)
+
+
+def one_session(connection: str | None, body: str | int | None) -> str | None:
+    """Return the session that a request belongs to. Raises ApiError if it names two.
+
+    Args:
+        connection: that of its key, URL or header (`session_of_connection`).
+    """
+    if connection is not None and body is not None and connection != str(body):
+        raise refused(
+            f"session_id {body!r} and the session {connection!r} of the key, the URL or X-Session-ID differ; give one "
+            "of them",
+            "session_id",
+        )
+    return connection if body is None else str(body)
+
+
+def session_of_connection(key: str | None, url: str | None, header: str | None) -> str | None:
+    """Return the session that a request's key, URL or header name. Raises ApiError if they name two."""
+    if url is not None and header is not None and url != header:
+        raise refused(f"X-Session-ID {header!r} and the session {url!r} of the URL differ; give one of them")
+    named = url or header
+    if key is not None and named is not None and named != key:
+        raise ApiError(403, f"the key is that of session {key!r}; the request is of session {named!r}")
+    return key or named
+
+
+def _as_it_comes_back(reply: Reply, answer: GeneratedChoice) -> MessageType:
+    """The message that a client was given, as it stands in its next request."""
+    return messages_for_template([Message.model_validate(assistant_message(reply.read(answer)))])[0]
+
+
+def _turn(asked: Asked, reply: Reply, index: int, message: MessageType | None, answer: GeneratedChoice) -> RecordedTurn:
+    prompt = reply.prompt_of(index)
+    assert answer.log_probs is not None, "the engine was asked for log-probs and gave none"
+    assert answer.stop_reason is not None, "the answer is complete"
+    return RecordedTurn(
+        prompt_ids=prompt.ids,
+        response_ids=answer.token_ids,
+        log_probs=answer.log_probs,
+        weight_versions=answer.weight_versions,
+        stop_reason=answer.stop_reason,
+        temperature=prompt.params.get("temperature", 1.0),
+        messages=asked.messages,
+        answer=message,
+        request=hashlib.sha256(asked.raw).hexdigest(),
+        started=asked.started,
+        finished=time.monotonic(),
+    )
