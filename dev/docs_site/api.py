@@ -28,6 +28,8 @@ CLASSES: dict[str, tuple[str, ...]] = {
     "Trainer and entry point": (
         "skyrl_train.entrypoints.main_base.BasePPOExp",
         "skyrl_train.training_run.TrainingRun",
+        "skyrl_train.hooks.TrainerHook",
+        "skyrl_train.hooks.ObservedRun",
         "skyrl_train.trainer.RayPPOTrainer",
         "skyrl_train.fully_async_trainer.FullyAsyncRayPPOTrainer",
     ),

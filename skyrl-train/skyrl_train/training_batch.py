@@ -203,6 +203,21 @@ class TrainingInputBatch(TensorBatch):
     `advantages`, `returns`, `loss_weights` [B, R]. With routing replay `expert_routes` [B, T, L, k], the experts of
     each token in the L layers that have a router (`expert_routes.py`). With replay of sampling masks `kept_counts`
     [B, R] and `kept_ids` [B, M], int32, the tokens that each response token was drawn from (`kept_tokens.py`).
+
+    Examples:
+        Responses with three and two tokens to prompts with two and three:
+
+        >>> batch = TrainingInputBatch(
+        ...     sequences=torch.tensor([[0, 5, 6, 8, 9, 2], [5, 6, 7, 4, 2, 0]]),
+        ...     attention_mask=torch.tensor([[0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]]),
+        ...     response_mask=torch.tensor([[1, 1, 1], [1, 1, 0]]),
+        ...     loss_mask=torch.tensor([[1, 1, 1], [1, 1, 0]]),
+        ...     rewards=torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]]),
+        ... )
+        >>> len(batch), batch["sequences"].shape[1] - batch["response_mask"].shape[1]
+        (2, 3)
+        >>> batch[1:]["rewards"].sum().item()
+        0.0
     """
 
 

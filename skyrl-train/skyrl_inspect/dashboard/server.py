@@ -65,7 +65,7 @@ HEADERS = {
     "cache-control": "no-store",
 }
 TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml", "txt": "text/plain"}
-ASSETS = files("skyrl_train.dashboard") / "assets"
+ASSETS = files("skyrl_inspect.dashboard") / "assets"
 
 
 def make_app(

@@ -37,7 +37,7 @@ tokens in its place, up to 20). `prompt_logprobs`: None, 0 (the log-prob of ever
 class GenerationRequest:
     """One prompt to continue.
 
-    Example:
+    Examples:
         >>> request = GenerationRequest(prompt_token_ids=[5, 6, 7], sampling_params={"max_tokens": 3, "seed": [42, 1]})
         >>> len(request.prompt_token_ids), request.sampling_params["max_tokens"]
         (3, 3)
@@ -127,7 +127,7 @@ class DraftCounts(NamedTuple):
 class Completion:
     """Tokens that an engine generated behind one prompt. The lists but `prompt_log_probs` have one entry a token.
 
-    Example:
+    Examples:
         >>> completion = Completion([8, 9, 2], "stop", weight_versions=[4, 4, 5], log_probs=[-0.1, -2.0, -0.3])
         >>> len(completion.token_ids) == len(completion.weight_versions) == len(completion.log_probs)
         True

@@ -10,7 +10,18 @@ from skyrl_train.rollouts.types import NO_VERSION, RolloutBatch, TrainingSample,
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedGroup:
-    """A group that waits for training."""
+    """A group that waits for training.
+
+    Examples:
+        A group that was started with weights of version 3 and finished with version 4:
+
+        >>> from skyrl_train.rollouts.types import TrajectoryID
+        >>> sample = TrainingSample([5], [8, 9, 2], [1, 1, 1], [0.0, 0.0, 1.0], weight_versions=[3, 4, 4])
+        >>> group = TrajectoryGroup("question_0", [Trajectory(TrajectoryID("question_0", 0), [sample])])
+        >>> finished = FinishedGroup(ticket=12, group=group, metrics={}, version=3, seconds=1.5)
+        >>> finished.oldest_version, finished.version_for("mask")
+        (3, 4)
+    """
 
     ticket: int
     """Position of the group in the order of the data over all epochs."""

@@ -43,7 +43,22 @@ class Failure:
 
 @dataclass(frozen=True)
 class TrainingSample:
-    """Tokens that are one row of the training batch. All lists but `prompt_ids` have one entry a response token."""
+    """Tokens that are one row of the training batch. All lists but `prompt_ids` have one entry per response token.
+
+    Examples:
+        A response with two tokens of the model around one of the environment:
+
+        >>> sample = TrainingSample(
+        ...     prompt_ids=[5, 6, 7],
+        ...     response_ids=[8, 9, 2],
+        ...     loss_mask=[1, 0, 1],
+        ...     rewards=[0.0, 0.0, 1.0],
+        ...     log_probs=[-0.5, 0.0, -1.2],
+        ...     weight_versions=[3, NO_VERSION, 4],
+        ... )
+        >>> sample.reward
+        1.0
+    """
 
     prompt_ids: list[int]
     """Tokens that the model was given before its first one."""
@@ -79,7 +94,14 @@ class TrainingSample:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One attempt at a prompt, as it ended. A failed one has loss mask 0 and reward 0 everywhere."""
+    """One attempt at a prompt, as it ended. A failed one has loss mask 0 and reward 0 everywhere.
+
+    Examples:
+        >>> sample = TrainingSample([5, 6, 7], [8, 9, 2], loss_mask=[1, 1, 1], rewards=[0.0, 0.0, 1.0])
+        >>> trajectory = Trajectory(TrajectoryID("question_0", 1), [sample], stop_reason="stop", turn_lengths=[3])
+        >>> trajectory.id.to_string(), trajectory.reward
+        ('question_0_1', 1.0)
+    """
 
     id: TrajectoryID
 
@@ -125,7 +147,16 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class TrajectoryGroup:
-    """The trajectories of one prompt, in the order of their repetitions."""
+    """The trajectories of one prompt, in the order of their repetitions.
+
+    Examples:
+        >>> right = TrainingSample([5, 6, 7], [8, 9, 2], loss_mask=[1, 1, 1], rewards=[0.0, 0.0, 1.0])
+        >>> wrong = TrainingSample([5, 6, 7], [4, 2], loss_mask=[1, 1], rewards=[0.0, 0.0])
+        >>> attempts = [Trajectory(TrajectoryID("question_0", i), [each]) for i, each in enumerate([right, wrong])]
+        >>> group = TrajectoryGroup("question_0", attempts)
+        >>> [trajectory.reward for trajectory in group.trajectories]
+        [1.0, 0.0]
+    """
 
     uid: str
     """Name of the prompt; differs between the groups of a batch."""

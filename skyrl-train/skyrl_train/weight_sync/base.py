@@ -22,7 +22,17 @@ Encoding = Literal["full", "delta"]
 
 @dataclass(frozen=True, kw_only=True)
 class WeightSyncInitInfo:
-    """Description of an engine's connection to the trainer. Can travel as JSON."""
+    """Description of an engine's connection to the trainer. Serializable as JSON.
+
+    Examples:
+        The second engine in a process group with the trainer and one engine of two processes:
+
+        >>> info = WeightSyncInitInfo(
+        ...     transport="broadcast", master_address="10.0.0.1", master_port=29500, rank=3, world_size=4
+        ... )
+        >>> info.encoding, info.verification
+        ('full', 'sampled')
+    """
 
     transport: Transport
     encoding: Encoding = "full"
@@ -54,7 +64,17 @@ class WeightUpdateRequest:
     """Description of one bucket of parameters, in order. Can travel as JSON. `dtypes` are torch names such as
     `bfloat16`.
 
-    The bytes of a `full` bucket are those of its tensors one after the other.
+    The bytes of a `full` bucket are its tensors one after the other.
+
+    Examples:
+        The first bucket of version 7: a matrix of three elements in bfloat16, 2 bytes each, and a scalar:
+
+        >>> request = WeightUpdateRequest(
+        ...     names=["layer.weight", "layer.scale"], dtypes=["bfloat16", "float32"], shapes=[(1, 3), ()],
+        ...     version=7, index=0, num_bytes=10, location="/skyrl_0",
+        ... )
+        >>> WeightUpdateRequest.from_json_dict(request.to_json_dict()) == request
+        True
     """
 
     names: list[str]
@@ -94,7 +114,12 @@ class WeightUpdateRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class LoraLoadRequest:
-    """An adapter in a folder as peft writes it (`adapter_config.json`, `adapter_model.safetensors`)."""
+    """An adapter in a folder as peft writes it (`adapter_config.json`, `adapter_model.safetensors`).
+
+    Examples:
+        >>> LoraLoadRequest(name="policy", path="/tmp/adapter", version=7).version
+        7
+    """
 
     name: str
     path: str
@@ -103,7 +128,13 @@ class LoraLoadRequest:
 
 @dataclass(kw_only=True)
 class ProcessReport:
-    """Weights of one process of an engine after an update. Can be sent as JSON."""
+    """Weights of one process of an engine after an update. Serializable as JSON.
+
+    Examples:
+        A process that holds half of a tensor of 8 bytes, and all of its half was read:
+
+        >>> report = ProcessReport(process="rank 0", fingerprints={"w": 99}, read=["w"], held_bytes=4, read_bytes=4)
+    """
 
     process: str
     """Name of the process."""
@@ -121,7 +152,17 @@ class ProcessReport:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightReport:
-    """Report of an engine about its weights after an update."""
+    """Report of an engine about its weights after an update.
+
+    Examples:
+        Two processes with half of a tensor each, one of which computes with other numbers:
+
+        >>> half = {"fingerprints": {"w": 99}, "read": ["w"], "held_bytes": 4, "read_bytes": 4}
+        >>> good, bad = ProcessReport(process="rank 0", **half), ProcessReport(process="rank 1", wrong=["w"], **half)
+        >>> report = WeightReport.of_processes(7, [good, bad])
+        >>> report.wrong, report.held_bytes
+        ({'w': ['rank 1']}, 8)
+    """
 
     version: int
     fingerprints: dict[str, int]

@@ -51,7 +51,13 @@ class Buffer:
 
 @dataclass(frozen=True, kw_only=True)
 class Payload:
-    """Bucket in transit: its description, and its bytes in consecutive pieces."""
+    """Bucket in transit: its description, and its bytes in consecutive pieces.
+
+    Examples:
+        >>> payload = Payload.of([("w", torch.zeros(3, dtype=torch.bfloat16)), ("b", torch.ones(1))])
+        >>> payload.names, payload.dtypes, payload.shapes, payload.num_bytes
+        (['w', 'b'], ['bfloat16', 'float32'], [(3,), (1,)], 10)
+    """
 
     names: list[str]
     dtypes: list[str]
