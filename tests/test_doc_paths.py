@@ -17,7 +17,7 @@ PAGES = [
 FILE = re.compile(r"`((?:[\w.-]+/)*(?:[\w.-]+|\{[\w.,-]+\})\.(?:py|md|sh|toml|yaml|yml|proto|jinja2|xml))(?::\w+)?`")
 FOLDER = re.compile(r"`((?:skyrl[\w-]*|tx|examples|docs|dev|tests|benchmarks)(?:/[\w.{},-]+)+)/?`")
 OTHERS = re.compile(
-    r"uv\.toml|task\.(toml|yaml)|capitals\.py|sums\.py|\.\.\._\w+\.sh|(srt|penaltylib)/.*|skyrl_train/logs"
+    r"uv\.toml|train\.py|my_\w+\.py|task\.(toml|yaml)|capitals\.py|sums\.py|\.\.\._\w+\.sh|(srt|penaltylib)/.*|skyrl_train/logs"
 )
 """Files of users, of runs and of other projects."""
 

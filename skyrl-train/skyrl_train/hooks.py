@@ -26,7 +26,7 @@ class TrainerHook:
     Args:
         run: the run that is observed.
 
-    Example (in my_hooks.py, with `trainer.hooks=[my_hooks:RewardPerToken]`):
+    Example (in my_hooks.py, with `trainer.hooks=[my_hooks.RewardPerToken]`):
 
         class RewardPerToken(TrainerHook):
             def on_log(self) -> None:

@@ -35,9 +35,9 @@ SAMPLE_TRACKERS = ("wandb", "tensorboard", "swanlab")
 """Trackers that show samples (`trainer.num_logger_train_samples`)."""
 
 DEFAULT_HOOKS = (
-    "skyrl_inspect.plan.memory_report:MemoryReport",
-    "skyrl_inspect.simulate.advice:AsyncAdvice",
-    "skyrl_inspect.curve_bands:CurveBands",
+    "skyrl_inspect.plan.memory_report.MemoryReport",
+    "skyrl_inspect.simulate.advice.AsyncAdvice",
+    "skyrl_inspect.curve_bands.CurveBands",
 )
 """Hooks of a run by default: import paths, because this package does not depend on the one that reads run folders."""
 
@@ -270,7 +270,7 @@ class TrainerConfig(BaseConfig):
     comparison."""
 
     hooks: list[str] = field(default_factory=lambda: list(DEFAULT_HOOKS))
-    """Subclasses of `skyrl_train.hooks.TrainerHook`, `package.module:Class` each, that observe the run (see
+    """Subclasses of `skyrl_train.hooks.TrainerHook`, `package.module.Class` each, that observe the run (see
     docs/extending.md). The default ones report memory, advise on asynchronous throughput, and check `curve_bands`."""
 
     ckpt_path: str = "${trainer.run_dir}/ckpts"

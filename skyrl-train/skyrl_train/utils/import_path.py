@@ -7,7 +7,7 @@ from skyrl_train.errors import ConfigError
 
 
 def import_object(setting: str, path: str) -> Any:
-    """Import `package.module:name`.
+    """Import `package.module:name` or `package.module.name`. Hydra parses a list only of the second form unquoted.
 
     Args:
         setting: its name, for the error.
@@ -15,10 +15,10 @@ def import_object(setting: str, path: str) -> Any:
     Raises:
         ConfigError: the module cannot be imported, or lacks the name.
     """
-    module, _, name = path.partition(":")
+    module, _, name = path.rpartition(":" if ":" in path else ".")
     try:
         return getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
-            f"{setting}={path!r} must be package.module:name, importable here (see PYTHONPATH): {error}"
+            f"{setting}={path!r} must be package.module.name, importable here (see PYTHONPATH): {error}"
         ) from error

@@ -56,7 +56,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_custom_hook_observes_steps_and_adds_metrics(module: str, settings: Any, run: Any, tmp_path: Path):
-    changes = {"trainer": {"hooks": [f"{module}:Recorder"], "ckpt_interval": 1}}
+    changes = {"trainer": {"hooks": [f"{module}.Recorder"], "ckpt_interval": 1}}
     rows = run(validate_cfg(settings(tmp_path / "run", changes)))
     assert [row["custom/twice"] for row in rows] == [2 * row["reward/avg_raw_reward"] for row in rows]
     changes["trainer"] |= {"max_training_steps": len(rows) + 1, "epochs": 10, "resume_mode": "latest"}
@@ -80,7 +80,7 @@ def test_hook_checks_settings_before_start(module: str, settings: Any, run: Any,
         run(cfg)
 
 
-@pytest.mark.parametrize("path", ["no_such_module:Hook", "{module}:Missing", "{module}:NoHook", "{module}", ""])
+@pytest.mark.parametrize("path", ["no_such_module.Hook", "{module}.Missing", "{module}.NoHook", "{module}:NoHook", "{module}", ""])
 def test_unusable_hook_is_refused_by_setting_name(path: str, module: str):
     cfg = SkyRLConfig.from_dict({"trainer": {"hooks": [path.format(module=module)]}})
     with pytest.raises(ConfigError, match=r"trainer\.hooks="):
