@@ -27,10 +27,10 @@ def test_sections_of_the_table_of_contents_are_not_empty():
     assert [title for section in nav for title, entries in section.items() if not entries] == []
 
 
-def test_new_page_joins_the_tasks():
+def test_new_page_joins_reference():
     existing = {str(page) for page in pages.pages(ROOT)} | {"docs/new.md"}
     nav = site_config(existing)["nav"]
-    assert "docs/new.md" in next(section["Tasks"] for section in nav if "Tasks" in section)
+    assert "docs/new.md" in next(section["Reference"] for section in nav if "Reference" in section)
 
 
 def rows(page: Path) -> Iterator[list[str]]:

@@ -41,7 +41,7 @@ Every setting of a run. This page is made from `skyrl_train/config` and the regi
 
 def page() -> str:
     """Return the text of the page."""
-    sections = _sections(SkyRLConfig, "", default_values(SkyRLConfig))
+    sections = _sections(SkyRLConfig, "", default_values(SkyRLConfig), {})
     return "\n".join([_INTRODUCTION, *sections, *_environments(), _other_releases()])
 
 
@@ -51,12 +51,16 @@ def _environments() -> list[str]:
     for env_id, env_spec in sorted(registry.items()):
         config_class = getattr(env_class_of(env_spec), "config_class", None)
         if str(env_spec.entry_point).startswith("skyrl_gym.") and config_class is not None:
-            sections += _sections(config_class, f"environment.skyrl_gym.{env_id}", asdict(config_class()))
+            sections += _sections(config_class, f"environment.skyrl_gym.{env_id}", asdict(config_class()), {})
     return sections
 
 
-def _sections(config_type: type, name: str, defaults: dict[str, Any]) -> list[str]:
-    """Return the tables of one dataclass and of those nested in it."""
+def _sections(config_type: type, name: str, defaults: dict[str, Any], described: dict[str, str]) -> list[str]:
+    """Return the tables of one dataclass and of those nested in it.
+
+    Args:
+        described: meanings on the page so far -> the setting with that meaning, to which later ones refer.
+    """
     own, inner = [], []
     hints = get_type_hints(config_type, include_extras=True)
     meanings = field_meanings(config_type)
@@ -64,15 +68,16 @@ def _sections(config_type: type, name: str, defaults: dict[str, Any]) -> list[st
         full_name = join(name, field.name)
         if SECTIONS in field.metadata:
             for key, section in sections_of(config_type)[1].items():
-                inner += _sections(section, join(name, key), defaults[key])
+                inner += _sections(section, join(name, key), defaults[key], described)
         elif field.metadata == REST:
             own.append(_row(f"{name}.<env_class>", expectation(hints[field.name]), "", meanings[field.name]))
         elif is_dataclass(hints[field.name]):
-            inner += _sections(hints[field.name], full_name, defaults[field.name])
+            inner += _sections(hints[field.name], full_name, defaults[field.name], described)
         else:
-            own.append(
-                _row(full_name, expectation(hints[field.name]), _default(defaults[field.name]), meanings[field.name])
-            )
+            first = described.setdefault(meanings[field.name], full_name)
+            is_short = len(meanings[field.name]) < len(first) + 10
+            meaning = meanings[field.name] if first == full_name or is_short else f"see `{first}`"
+            own.append(_row(full_name, expectation(hints[field.name]), _default(defaults[field.name]), meaning))
     if not own:
         return inner
     head = f"## {name}\n\n{_one_line(inspect.getdoc(config_type) or '')}\n\n| setting | value | default | meaning |\n"
