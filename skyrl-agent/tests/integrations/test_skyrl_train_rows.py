@@ -56,7 +56,7 @@ GROUPS = [
 ]
 
 
-def test_rows_pass_the_trainers_checks_and_get_each_trajectorys_advantage():
+def test_rows_pass_trainer_checks_and_share_trajectory_advantage():
     rows = training_rows(GROUPS, 100)
     ids = [TrajectoryID(uid, n) for uid in ("0", "1") for n in range(3)]
     rollouts = rollout_batch(rows, ids)
@@ -74,7 +74,7 @@ def test_rows_pass_the_trainers_checks_and_get_each_trajectorys_advantage():
     assert metrics["loss/avg_final_rewards"] == pytest.approx(2.75 / 5)
 
 
-def test_failures_and_versions_are_told():
+def test_output_reports_failures_and_weight_versions():
     output = generator_output(training_rows(GROUPS, 100))
     failures = output["failures"]
     assert failures is not None and [failure is not None for failure in failures] == [False] * 3 + [True] + [False] * 3
@@ -84,7 +84,7 @@ def test_failures_and_versions_are_told():
     assert output["rollout_metrics"]["rollout_metrics/error_runtime"] == pytest.approx(1 / 6)
 
 
-def test_a_prompt_is_asked_once_however_many_samples_it_has():
+def test_samples_of_prompt_share_instance_row():
     prompts = [
         {"prompt": [{"role": "user", "content": text}], "env_class": None, "env_extras": {"answer": text}, "uid": uid}
         for uid, text in (("0", "a"), ("1", "a"))
@@ -112,7 +112,7 @@ class ListeningEngine:
         return Completion([65], "stop", [1], [0.0])
 
 
-async def test_sessions_of_a_batch_are_announced_as_the_agents_requests_carry_them(tmp_path: Path):
+async def test_batch_sessions_match_agent_request_sessions(tmp_path: Path):
     path, engine = tmp_path / "task.yaml", ListeningEngine()
     path.write_text(json.dumps(drawers.task()))
     cfg = SkyRLConfig.from_dict({"generator": {"task": str(path), "n_samples_per_prompt": 2}}).generator
@@ -134,7 +134,7 @@ class DyingEngine(ListeningEngine):
         raise WorkerError("the engine died; its log says why")
 
 
-async def test_engines_that_will_not_come_back_end_the_batch_at_once(tmp_path, slow_agent):
+async def test_permanent_engine_failure_ends_batch(tmp_path, slow_agent):
     path = tmp_path / "task.yaml"
     path.write_text(f"agent_cls: {slow_agent}\ntask: drawers.Drawers\n")
     cfg = SkyRLConfig.from_dict({"generator": {"task": str(path), "n_samples_per_prompt": 1}}).generator

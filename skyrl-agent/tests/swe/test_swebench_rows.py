@@ -65,11 +65,11 @@ XFAIL tests/test_a.py::test_four - known
         ("r2e-gym", {"docker_image": "me/mine:1"}, "anything", "me/mine:1"),
     ],
 )
-def test_image_names(data_source, row, instance_id, image):
+def test_image_names_match_published_names(data_source, row, instance_id, image):
     assert image_of(kind_of(data_source), row, instance_id) == image
 
 
-def test_images_may_come_from_elsewhere(monkeypatch):
+def test_image_registry_is_configurable(monkeypatch):
     monkeypatch.setenv("EVAL_DOCKER_IMAGE_PREFIX", "mirror.example/swe/")
     task = SWEBenchTask()
     spec = task.runtime_spec(Instance({"problem_statement": "x"}, "a__b-1"))
@@ -77,12 +77,12 @@ def test_images_may_come_from_elsewhere(monkeypatch):
     assert spec.workdir == "/testbed"
 
 
-def test_each_kind_has_its_interpreter_first():
+def test_source_interpreter_comes_first_in_path():
     assert source_of("r2e-gym", {}, "x").path.startswith("/testbed/.venv/bin:")
     assert source_of("swe-bench", {}, "x").path.startswith("/opt/miniconda3/envs/testbed/bin:")
 
 
-def test_binary_files_leave_a_patch():
+def test_binary_files_are_removed_from_patch():
     patch = TEXT_PART + BINARY_PART + DELETED_PART
     assert without_binary(patch) == TEXT_PART + DELETED_PART
     assert without_binary(BINARY_PART) == ""
@@ -90,7 +90,7 @@ def test_binary_files_leave_a_patch():
     assert changed_paths(patch) == ["a.py"]
 
 
-def test_real_patches_come_apart_and_stay_whole(rows):
+def test_published_patches_split_and_join_unchanged(rows):
     patches = [row[field] for row in rows("swe/swebench_lite") for field in ("patch", "test_patch")]
     assert len(patches) == 600
     for patch in patches:
@@ -100,7 +100,7 @@ def test_real_patches_come_apart_and_stay_whole(rows):
         assert len(changed_paths(patch)) == len(kept)
 
 
-def test_summaries_of_pytest():
+def test_pytest_summary_is_parsed():
     assert parse_log_pytest(LOG) == {
         "TestA.test_one[1-2]": "PASSED",
         "test_two": "PASSED",
@@ -116,7 +116,7 @@ def test_summaries_of_pytest():
     assert parse_log_pytest("killed before the end") == {}
 
 
-def test_summaries_name_tests_as_the_rows_do(rows):
+def test_parsed_test_names_match_rows(rows):
     """A log in pytest's form of each row's tests, parsed, has every one of them."""
     tried = 0
     for row in rows("swe/swebench_full_metadata"):
@@ -147,7 +147,7 @@ def test_r2e_reward(expected, reward):
     assert get_reward(outcomes, {"expected_output_json": coloured}) == reward
 
 
-def test_rows_that_cannot_be_judged_are_refused(rows):
+def test_ungradable_rows_are_rejected(rows):
     task = SWEBenchTask()
     lite = rows("swe/swebench_lite")[0]
     with pytest.raises(TaskRowError, match="FAIL_TO_PASS"):
@@ -170,7 +170,7 @@ def test_rows_that_cannot_be_judged_are_refused(rows):
     assert judged >= 7
 
 
-def test_the_issue_is_told_and_the_solution_is_not(rows):
+def test_instruction_contains_issue_without_solution(rows):
     for row in rows("swe/swebench_full_metadata"):
         system, user = SWEBenchTask().get_instruction(Instance(row, row["instance_id"], "swe-bench"))
         assert row["problem_statement"].strip() in user["content"]

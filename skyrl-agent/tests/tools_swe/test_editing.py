@@ -23,7 +23,7 @@ TEXTS = st.text(alphabet="ab \t\n\r\u2028é", max_size=40)
         ("x = r'\\d.*'\n", "r'\\d.*'", "r'\\1\\g<0>'", "x = r'\\1\\g<0>'\n", 1),  # nothing is a pattern
     ],
 )
-def test_one_place_is_replaced_and_nothing_else(text, old, new, after, line):
+def test_unique_match_is_replaced(text, old, new, after, line):
     assert replace_once(text, old, new) == (after, line)
 
 
@@ -63,13 +63,13 @@ def test_lines_are_inserted(text, line, inserted, after):
 
 
 @pytest.mark.parametrize("line", [-1, 3])
-def test_a_line_that_is_not_there_is_told(line):
+def test_missing_line_is_reported(line):
     with pytest.raises(ValueError, match=rf"from 0 \(before the first line\) to 2; got {line}"):
         insert_after("a\nb\n", line, "x")
 
 
 @given(TEXTS, TEXTS, TEXTS)
-def test_a_replacement_is_the_new_text_between_what_was_around(before, old, after):
+def test_replacement_preserves_surrounding_text(before, old, after):
     text = before + old + after
     try:
         changed, line = replace_once(text, old, "NEW")
@@ -84,7 +84,7 @@ def test_a_replacement_is_the_new_text_between_what_was_around(before, old, afte
 
 
 @given(TEXTS, st.integers(0, 5))
-def test_inserted_lines_leave_the_others_as_they_are(text, line):
+def test_insertion_preserves_other_lines(text, line):
     lines = lines_of(text)
     assert "".join(lines) == text
     if line > len(lines):
