@@ -28,13 +28,13 @@ class AutoAgentRunner:
     ) -> "AgentRunner":
         """
         Args:
-            infer_engine: what the backend asks: an engine or its client, a sampling client; None for `openai_server`.
-            tokenizer: of the model, as transformers has them.
-            infer_backend, backend_config: in place of the file's, which may so be used with any backend as it is.
+            infer_engine: inference engine, engine client or sampling client of the backend; None for `openai_server`.
+            tokenizer: the model's transformers tokenizer.
+            infer_backend, backend_config: override the task file's values, so that it works with any backend unchanged.
 
         Raises:
-            FileNotFoundError: there is no such file.
-            ConfigError: a key or value is wrong, or there is no such agent, task, tool or backend.
+            FileNotFoundError: the task file does not exist.
+            ConfigError: a key or value is invalid, or the agent, task, tool or backend is unknown.
         """
         cfg = load_task_file(task_yaml)
         if infer_backend is not None:

@@ -13,7 +13,7 @@ def read_rows(path: str | Path) -> list[Row]:
     """Read all rows of a file.
 
     Raises:
-        ConfigError: there is no such file, it is no table of rows, or no row is in it.
+        ConfigError: the file does not exist, is not a table of rows, or is empty.
     """
     file = Path(path).expanduser()
     try:

@@ -8,10 +8,10 @@ from skyrl_agent.errors import ConfigError
 
 
 def class_at(path: str, key: str) -> type[Any]:
-    """Return the class at a dotted path that a task file gives under `key`.
+    """Return the class at the dotted path of the task file's `key`.
 
     Raises:
-        ConfigError: there is none, or what it needs is not installed.
+        ConfigError: the class does not exist, or a package it needs is not installed.
     """
     module, _, name = path.rpartition(".")
     try:
@@ -28,7 +28,7 @@ def import_modules(names: Sequence[str]) -> None:
     """Import modules that register tools, dispatchers, backends or agents.
 
     Raises:
-        ConfigError: there is no such module, or it cannot be imported.
+        ConfigError: the module does not exist or cannot be imported.
     """
     for name in names:
         try:

@@ -15,8 +15,9 @@ __all__ = [
 
 
 class AgentError(Exception):
-    """Base of the errors this package raises on purpose. `InfraError` (of skyrl_gym) stands beside it: what an episode
-    stands on did not work, which says nothing about what the model did, and is worth another try."""
+    """Base class of this package's errors. Not a base of skyrl_gym's `InfraError`: that reports infrastructure
+    failures, which are unrelated to the model's behaviour and may be retried.
+    """
 
 
 class ConfigError(AgentError, ValueError):
@@ -38,7 +39,7 @@ class UnavailableError(AgentError):
 
 
 class BatchFailedError(AgentError):
-    """Every trajectory of a batch failed, so that there is no reward at all. The text names the commonest cause."""
+    """All trajectories of a batch failed, so it has no rewards. The message names the most common cause."""
 
 
 class StageTimeout(AgentError, TimeoutError):

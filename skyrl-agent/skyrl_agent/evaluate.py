@@ -1,8 +1,8 @@
-"""`python -m skyrl_agent.evaluate TASKFILE ROWS`: play a task file's agent on rows, with the model of any server that
-speaks OpenAI's protocol (`generator.backend_config`).
+"""`python -m skyrl_agent.evaluate TASKFILE ROWS`: run a task file's agent on rows, with the model of any
+OpenAI-compatible server (`generator.backend_config`).
 
-Each trajectory is a line of the output file as soon as it ends. The same command again goes on with what is missing or
-failed; with other settings or rows it is refused. Ctrl-C and SIGTERM write how far unfinished trajectories came.
+Each trajectory is appended to the output file as it ends. Repeating the command runs missing and failed trajectories
+only; other settings or rows are rejected. Ctrl-C and SIGTERM write unfinished trajectories too.
 """
 
 import argparse
@@ -116,18 +116,18 @@ class Evaluation:
                 )
 
     def results(self) -> dict[tuple[int, int], TrajectoryResult]:
-        """The last result of each wanted trajectory that is in the file, by (position, trajectory id)."""
+        """Return the last recorded result of each requested trajectory, by (position, trajectory id)."""
         if not self.path.exists():
             return {}
         found = {key: result_of(record) for key, record in last_records(self.path).items()}
         return {key: found[key] for key in sorted(found) if key[0] < len(self.rows) and key[1] < self.size}
 
     async def run(self) -> None:
-        """Play what is missing or failed.
+        """Run missing and failed trajectories.
 
         Raises:
-            UnavailableError: something needed does not answer; nothing was started.
-            BatchFailedError: trajectories fail one after the other. What is finished is kept.
+            UnavailableError: a required service does not respond; nothing was started.
+            BatchFailedError: too many consecutive trajectories failed. Finished ones are kept.
         """
         finished = {key for key, result in self.results().items() if _is_scored(result)}
         if len(finished) == self.size * len(self.rows):
@@ -170,7 +170,7 @@ def _is_scored(result: TrajectoryResult) -> bool:
 
 
 def settings_of(cfg: TaskFile, rows: Path, tokenizer: str) -> JsonObject:
-    """Return what trajectories depend on, by dotted name: the task file but for `FREE`, the rows, the tokenizer."""
+    """Return the inputs of trajectories by dotted name: the task file except for `FREE`, the rows, the tokenizer."""
     digest = hashlib.sha256(rows.expanduser().read_bytes()).hexdigest()
     flat = {name: value for name, value in _flat(cfg.model_dump(mode="json")) if not name.startswith(FREE)}
     return flat | {"rows": digest, "--tokenizer": tokenizer}

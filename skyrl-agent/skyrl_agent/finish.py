@@ -50,5 +50,5 @@ ENDINGS = {
 
 
 def ending_of(finish_reason: str | None) -> Ending:
-    """Return the consequences of a finish reason. An unknown reason, or none, is an error of the agent."""
+    """Return the consequences of a finish reason. An unknown or missing reason counts as an agent error."""
     return ENDINGS.get(finish_reason or ERROR_AGENT, ENDINGS[ERROR_AGENT])

@@ -38,7 +38,7 @@ class TrajectoryFile:
 
 
 def read_records(path: str | Path) -> Iterator[JsonObject]:
-    """The rows of a file in their order; what is no whole row (a writer was killed) is logged and left out."""
+    """Read the rows of a file in order. Incomplete rows (a writer was killed) are logged and skipped."""
     with open(Path(path).expanduser(), "rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -50,13 +50,13 @@ def read_records(path: str | Path) -> Iterator[JsonObject]:
 
 
 def last_records(path: str | Path) -> dict[tuple[int, int], JsonObject]:
-    """The last row of each trajectory of a file that has one batch, by (position, trajectory id)."""
+    """Return the last row of each trajectory of a single-batch file, by (position, trajectory id)."""
     records = (record for record in read_records(path) if record.get("position") is not None)
     return {(record["position"], record["trajectory_id"]): record for record in records}
 
 
 def result_of(record: Row) -> TrajectoryResult:
-    """A row as a result again, without `transitions` and `state`."""
+    """Convert a row back to a result, without `transitions` and `state`."""
     names = {field.name for field in fields(TrajectoryResult)} - {"failure", "tool_calls", "sandbox"}
     failure = record["failure"]
     return TrajectoryResult(

@@ -43,7 +43,7 @@ class AgentRunner:
         tokenizer: tokenizer of the model.
 
     Raises:
-        ConfigError: there is no such agent, task, tool or backend, or its settings are wrong.
+        ConfigError: the agent, task, tool or backend is unknown, or its settings are invalid.
     """
 
     def __init__(self, cfg: TaskFile, infer_engine: object, tokenizer: Tokenizer) -> None:
@@ -136,9 +136,9 @@ class AgentRunner:
         `output.trajectories`. Leaving the loop early cancels the rest and writes unfinished trajectories.
 
         Args:
-            num_trajectories: overrides the task file's.
-            sampling_params: those of the trainer, overridden by the task file's. Each trajectory derives a seed of its
-                own from `seed`.
+            num_trajectories: overrides the task file's value.
+            sampling_params: the trainer's parameters, overridden by the task file. Each trajectory derives a distinct
+                seed from `seed`.
             metrics: receives the dispatcher's metrics after all trajectories have ended.
             skip: (position, trajectory id) of trajectories that are not run.
 
@@ -234,7 +234,7 @@ def make_task(cfg: TaskFile) -> BaseTask:
     """Build the task of a task file.
 
     Raises:
-        ConfigError: there is no such task, or its settings are wrong.
+        ConfigError: the task is unknown, or its settings are invalid.
     """
     task_cls = class_at(cfg.task, "task")
     if not (isinstance(task_cls, type) and issubclass(task_cls, BaseTask)):

@@ -57,18 +57,18 @@ class StepBudget:
 
 
 class Agent:
-    """Model, tools, and the conversation between them. One per attempt at an instance.
+    """Agent loop of a model and its tools, for one attempt at an instance.
 
-    It ends
+    The loop ends
 
     - when a tool says so (`FINISH_TOOL`);
-    - with an answer without calls (`FINISH`), unless there is a tool `finish`, of which the model is reminded instead;
-    - with a truncated answer, or without tokens left for one (`CONTEXT_WINDOW_EXCEEDED`);
-    - with an empty answer (`BAD_LLM_RESPONSE`);
+    - at a response without tool calls (`FINISH`); with a tool `finish`, the model gets a reminder instead;
+    - at a truncated response, or when no tokens are left for one (`CONTEXT_WINDOW_EXCEEDED`);
+    - at an empty response (`BAD_LLM_RESPONSE`);
     - after repeated equal turns (`stuck_in_a_loop`);
-    - after `max_iterations` answers.
+    - after `max_iterations` responses.
 
-    Errors of the parser and of tools are texts for the model.
+    Parser and tool errors are returned to the model as text.
 
     Args:
         traj_config: the task file's `generator`, or a `TrajectoryConfig`.
@@ -210,7 +210,7 @@ class Agent:
         return self.num_steps < self.settings.max_iterations and (self.depth == 0 or self.step_budget.take())
 
     def _room(self, conversation: Conversation, input_ids: list[int]) -> int:
-        """Return the tokens left for an answer."""
+        """Return the number of tokens left for a response."""
         room, most = self._tokens_left(conversation), self.settings.max_context_length
         return room if most is None else min(room, most - len(input_ids))
 
@@ -235,7 +235,7 @@ class Agent:
         return replace(self._context, messages=prompts.without_reminders(conversation.messages))
 
     async def ask(self, messages: list[Message]) -> str:
-        """Return the model's answer to messages outside the conversation, which are not trained on."""
+        """Return the model's response to messages outside the conversation. It is not trained on."""
         input_ids = Conversation(self.prompt_builder.encoder(with_tools=False), messages).input_ids()
         room, most = self.settings.max_prompt_length, self.settings.max_context_length
         room = room if most is None else min(room, most - len(input_ids))
@@ -247,16 +247,16 @@ class Agent:
     async def run_agent(
         self, instruction: str, tools: Sequence[ToolEntry] | None = None, max_iterations: int | None = None
     ) -> str:
-        """Run a sub-agent with a conversation of its own on the same runtime.
+        """Run a sub-agent with a separate conversation on the same runtime.
 
         Args:
-            tools: tools of the sub-agent; None: those of this agent.
+            tools: tools of the sub-agent; None: this agent's tools.
 
         Returns:
-            Its answer, or the reason for a missing one.
+            The sub-agent's final response, or the reason why it has none.
 
         Raises:
-            ValueError: it would be too deep, or no steps are left for sub-agents.
+            ValueError: `max_depth` is exceeded, or no steps are left for sub-agents.
         """
         if self.depth >= self.max_depth:
             raise ValueError(f"sub-agents may be {self.max_depth} deep, and this one is: do the work yourself")
@@ -287,12 +287,12 @@ class Agent:
         return list(self.conversation.messages) if self.conversation else []
 
     def get_transitions(self) -> list[Transition]:
-        """Return all transitions: those of each sub-agent, which make rows of their own, then its own."""
+        """Return the transitions of each sub-agent, which make separate rows, followed by this agent's."""
         own = self.conversation.transitions if self.conversation else []
         return [*(turn for agent in self.sub_agents for turn in agent.get_transitions()), *own]
 
     def get_tool_calls(self) -> list[ToolCallRecord]:
-        """Return its own calls, then those of its sub-agents."""
+        """Return this agent's tool calls, followed by its sub-agents'."""
         return [*self.toolbox.records, *(call for agent in self.sub_agents for call in agent.get_tool_calls())]
 
     def get_tool_profile(self) -> JsonObject | None:

@@ -26,7 +26,7 @@ AGENT_TRAJECTORY_REGISTRY: dict[str, str | type] = {
 def class_of_agent(agent_cls: str, registry: dict[str, str | type]) -> type[Any]:
     """
     Raises:
-        ConfigError: there is no such agent, or what it needs is not installed.
+        ConfigError: the agent is unknown, or a package it needs is not installed.
     """
     found = registry.get(agent_cls)
     if found is None:

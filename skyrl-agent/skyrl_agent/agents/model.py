@@ -9,7 +9,7 @@ from skyrl_agent.types import InferBackend, MetaInfo
 
 
 class Model:
-    """Model behind a backend, asked with a deadline.
+    """Client of a backend's model, with a deadline per request.
 
     Args:
         extra_params: override `settings.sampling_params`.

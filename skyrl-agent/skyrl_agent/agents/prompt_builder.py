@@ -1,4 +1,4 @@
-"""Messages around those of a task: explanations of tools and calls, results, reminders."""
+"""Messages added to a task's prompt: explanations of tools and calls, results, reminders."""
 
 from collections.abc import Sequence
 from functools import cached_property

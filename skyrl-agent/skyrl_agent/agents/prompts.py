@@ -55,7 +55,7 @@ def with_text_after(message: Message, text: str) -> Message:
 
 
 def with_system_text(messages: Sequence[Message], before: str, after: str) -> list[Message]:
-    """Put text around the first system message, which is created if there is none."""
+    """Put text before and after the first system message. Adds a system message if none exists."""
     if not (before or after):
         return list(messages)
     first = next((index for index, message in enumerate(messages) if message["role"] == "system"), None)

@@ -28,7 +28,7 @@ class Toolbox:
     """Tools of one agent and the records of their calls.
 
     Args:
-        timeout: seconds for a call of a tool without a timeout of its own.
+        timeout: default timeout of a tool call in seconds.
         max_chars: length limit of an output.
         max_parallel: maximum number of calls run per turn.
         log_level: level at which calls are logged.

@@ -44,27 +44,25 @@ class _Prompt:
 class Conversation:
     """Conversation that maps messages to ids: call `input_ids()`, `add_answer`, `add` with the results, and repeat.
 
-    The ids of a turn are those of the turn before, what the model wrote, and the ids of what the template puts between
-    there and the next header (the end of the turn, where the model was cut short before it; all messages since). If the
-    template appends nothing but that, `transitions` merge into one training row. If it writes something earlier anew
-    (drops a thought, moves the tools), that is a `Break`: everything is encoded anew and a new row begins.
+    The ids of a turn are the ids of the previous turn, the generated ids, and the ids of the template's text up to the
+    next header (the end of the turn if the response was truncated, and all messages since). If the template appends
+    nothing but that, `transitions` merge into one training row. If it changes earlier text (drops a thought, moves the
+    tools), that is a `Break`: the whole conversation is encoded again and a new row begins.
 
-    What is verified, and when. The text between two answers is looked up in a conversation of one question (cost: that
-    of the step). The first time that a kind of step occurs with an encoder, and each time the number of messages has
-    doubled, the whole conversation is rendered too: its text must be the text so far and the looked-up step, character
-    by character. A kind is the `MessageEncoder.shape` of each message of the step and of the step before, and the sets
-    of shapes before the last break and since. So the cost of T turns is that of T steps and of log(T) whole renderings;
-    a template that counts messages or compares them is noticed at the next doubling, not at once. White space and the
-    spelling of structured calls may differ between what the model wrote and what the template writes of it: the model's
-    own tokens stay.
+    Verification: the text between two responses is rendered in a conversation of one question (cost: the length of the
+    step). The first time that a kind of step occurs with an encoder, and each time the number of messages has doubled,
+    the whole conversation is rendered too and must equal the text so far plus the step, character by character. A kind
+    is the `MessageEncoder.shape` of each message of the step and of the step before, and the sets of shapes before the
+    last break and since. T turns therefore cost T steps and log(T) full renderings; a template that counts messages or
+    compares them is noticed at the next doubling, not at once. Whitespace and the spelling of structured calls may
+    differ between the generated and the rendered text: the generated tokens are kept.
 
-    The text of a server that reports no ids is encoded, without an end of turn, and has no log-probs.
+    If a server reports no ids, its text is encoded without an end of turn and has no log-probs.
 
     Args:
-        messages: messages before the first answer.
-        append_only: nothing that the model has read or written is rendered again: what follows an answer is looked up
-            in a conversation of one question, and there are no breaks. The model keeps its thoughts, whatever the
-            template does with them.
+        messages: messages before the first response.
+        append_only: never render earlier messages again: the text after a response is rendered in a conversation of one
+            question, and no breaks occur. Thoughts stay in the context, even if the template drops them.
     """
 
     def __init__(self, encoder: MessageEncoder, messages: Sequence[Message], append_only: bool = False) -> None:
@@ -97,7 +95,7 @@ class Conversation:
             self._prompt = None
 
     def input_ids(self) -> list[int]:
-        """Return the next input of the model, up to the header after which it writes.
+        """Return the next input ids of the model, up to and including the header of its response.
 
         Raises:
             ConfigError: the template cannot render these messages.
@@ -116,7 +114,7 @@ class Conversation:
         """Append the model's reply to `input_ids()`.
 
         Args:
-            message: form for the template (`ToolFormat.answer_message`); None: the text as it is.
+            message: message for the template (`ToolFormat.answer_message`); None: the text unchanged.
 
         Raises:
             BackendError: the number of log-probs differs from the number of tokens.
@@ -190,8 +188,9 @@ class Conversation:
 
     @property
     def token_factor(self) -> float:
-        """Tokens of all training rows, divided by those of one row to which each turn had only been appended; too large
-        by the thoughts that the template dropped."""
+        """Ratio of the tokens of all training rows to the tokens of one append-only row. An overestimate if the
+        template dropped thoughts.
+        """
         rows = [
             (len(row.input_tokens), len(row.response_tokens)) for row in transitions_to_training_data(self.transitions)
         ]

@@ -21,16 +21,16 @@ _TAG_LIKE = re.compile(r"[^\w\s.,:;!?'\"-]")
 
 
 class MessageEncoder(ChatTemplate):
-    """Chat template with tools, whose failures are errors of the settings.
+    """Chat template with tools. Template failures raise ConfigError.
 
     Args:
         tokenizer: a transformers tokenizer with an end-of-sequence token.
         tools: schemas for the template, in OpenAI's form.
-        chat_template: Jinja text; None: the tokenizer's own.
+        chat_template: Jinja text; None: the tokenizer's template.
         template_kwargs: variables of the template, such as `enable_thinking`.
 
     Raises:
-        ConfigError: there is no template, or no end-of-sequence token.
+        ConfigError: the tokenizer has no template or no end-of-sequence token.
     """
 
     tokenizer: Tokenizer
@@ -73,11 +73,11 @@ class MessageEncoder(ChatTemplate):
             ) from error
 
     def ids(self, messages: Sequence[Message]) -> list[int]:
-        """Encode a conversation and the header after which the model writes. Raises ConfigError."""
+        """Encode a conversation and the header of the next response. Raises ConfigError."""
         return self.encode(self.text(messages, add_generation_prompt=True))
 
     def ids_after(self, text: str) -> list[int]:
-        """Encode a text that follows others."""
+        """Encode a text that continues another one."""
         return self.encode_after(self.end_of_text, text)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
@@ -102,7 +102,7 @@ class MessageEncoder(ChatTemplate):
         return self._after_question([answer, *added], add_generation_prompt=True)
 
     def last_answer(self, answer: Message) -> str | None:
-        """Render an answer after which nothing follows, as `step` does."""
+        """Render a response at the end of a conversation, as `step` does."""
         return self._after_question([answer], add_generation_prompt=False)
 
     def _after_question(self, messages: Sequence[Message], add_generation_prompt: bool) -> str | None:

@@ -94,11 +94,11 @@ class TrainingDatum:
 def transitions_to_training_data(transitions: Sequence[Transition]) -> list[TrainingDatum]:
     """Merge turns into as few rows as token fidelity allows.
 
-    A turn whose input begins with all tokens so far continues the row: further input has mask 0, output mask 1. Any
-    other turn begins a new row. A row without generated tokens is left out, as nothing of it could train.
+    A turn whose input begins with all tokens so far continues the row: new input tokens have mask 0, output tokens mask
+    1. Any other turn begins a new row. Rows without generated tokens are dropped.
 
     Raises:
-        ValueError: token ids are unknown, or log-probs or versions are not one per token.
+        ValueError: token ids are missing, or the number of log-probs or versions differs from the number of tokens.
     """
     for index, transition in enumerate(transitions):
         _check(transition.ac, index)

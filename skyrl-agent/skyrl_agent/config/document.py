@@ -24,13 +24,13 @@ anything starts. `extends: FILE` takes all keys that a file does not have from a
 
 
 def page() -> str:
-    """The page's text."""
+    """Render the page."""
     rows = "\n".join(f"| `{name}` | {default} | {meaning} |" for name, default, meaning in keys(TaskFile))
     return f"{_INTRODUCTION}\n| key | default | meaning |\n|---|---|---|\n{rows}\n"
 
 
 def keys(section: type[Section], prefix: str = "") -> Iterator[tuple[str, str, str]]:
-    """(dotted name, default, meaning) of each key, those of sections in the place of the section."""
+    """List (dotted name, default, meaning) of each key, with sections expanded."""
     for name, field in section.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             yield from keys(field.annotation, f"{prefix}{name}.")

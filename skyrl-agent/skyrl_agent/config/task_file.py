@@ -166,7 +166,7 @@ class DispatcherSection(Section):
 
 
 class RuntimeSection(Section):
-    """Settings that override those of the task's runtime."""
+    """Settings that override the runtime specification of the task."""
 
     kind: Literal["auto", "local", "docker", "podman", "remote"] | None = None
     """`local`: bubblewrap on this machine. `docker`, `podman`: a container. `remote`: a server of `python -m
@@ -230,11 +230,11 @@ class TaskFile(Section):
 
 
 def load_task_file(path: str | Path) -> TaskFile:
-    """Read a task file. Its key `extends` names another (relative to it) whose keys hold where it has none.
+    """Read a task file. The key `extends` names a base file (relative path) that provides missing keys.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ConfigError: it is no YAML mapping, it extends itself, or a key or value is wrong.
+        FileNotFoundError: the file does not exist.
+        ConfigError: the file is not a YAML mapping, extends itself, or has an invalid key or value.
     """
     return read_task(_content(Path(path), ()), str(path))
 

@@ -17,7 +17,7 @@ GENERAL_TIMEOUT = 15
 
 
 async def call_sync_from_async(function: Callable[..., T], *args: object, **kwargs: object) -> T:
-    """Return the result of a call that blocks, which runs in a thread of its own."""
+    """Run a blocking call in a separate thread and return its result."""
     return await in_thread(math.inf, functools.partial(function, *args, **kwargs))
 
 

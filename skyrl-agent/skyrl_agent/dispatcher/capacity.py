@@ -18,13 +18,13 @@ one by which the estimate of what is left may be too high."""
 
 
 class Capacity:
-    """Limits of the stages and of open trajectories, and what earlier trajectories tell of the next ones.
+    """Limits of stages and open trajectories, sized from the durations of earlier trajectories.
 
     Args:
-        section: of the task file.
-        val_mode: its `val_config` applies.
-        named_instances: instance ids name the same problem in every batch. Otherwise durations of an instance are those
-            of its siblings in the batch.
+        section: the task file's `dispatcher` section.
+        val_mode: apply the section's `val_config`.
+        named_instances: instance ids name the same problem in every batch. Otherwise durations are known from siblings
+            in the same batch only.
 
     Raises:
         ConfigError: contradictory limits.
@@ -61,7 +61,7 @@ class Capacity:
 
     @property
     def may_hedge(self) -> bool:
-        """True where `hedge` may have an effect: one batch alone, whose `generate` is sized."""
+        """True if `hedge` may have an effect: only one batch runs, and its `generate` stage is sized."""
         return self._num_open == 1 and not self._hedges and "generate" in self._sizes
 
     def hedge(self, waiting: Sequence[Hashable], working: Sequence[Hashable]) -> None:
@@ -106,8 +106,9 @@ class Capacity:
         return instance_id if self._named_instances else (batch, instance_id)
 
     def remaining(self, instance: Hashable, stage: Stage) -> float:
-        """Return the expected seconds from the begin of a stage to the end; 0 where they are not predictable, or the
-        order does not depend on them."""
+        """Return the expected seconds from the start of a stage to the end; 0 if they are not predictable, or the order
+        does not depend on them.
+        """
         if not (self.longest_first and self.durations.predictive):
             return 0.0
         return self.durations.remaining(instance, stage)

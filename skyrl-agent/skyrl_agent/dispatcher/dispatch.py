@@ -39,22 +39,22 @@ class Dispatch:
     """Scheduler of one batch of trajectories.
 
     A failure ends its trajectory, never the batch: `trajectory.fail` records it. (A ConfigError ends both.) A stage
-    that fails by `InfraError` is retried; `generate` begins anew with `initialize`. `close` is called at the end of
-    each trajectory in any case.
+    that fails by `InfraError` is retried; `generate` restarts with `initialize`. `close` is always called at the end of
+    a trajectory.
 
-    Each stage runs in an asyncio task of its own, so anyio's cancel scopes, which must be left in the task that
-    entered them, have to end within the stage. A stage that ignores its cancellation is abandoned, and may still write
-    to its trajectory.
+    Each stage runs in a separate asyncio task. anyio cancel scopes must be exited by the task that entered them, so
+    they have to end within the stage. A stage that ignores its cancellation is abandoned, and may still write to its
+    trajectory.
 
     Args:
-        section: of the task file.
-        val_mode: its `val_config` applies.
+        section: the task file's `dispatcher` section.
+        val_mode: apply the section's `val_config`.
         make_environment: (index) -> `environment` of one trajectory at a time, in plans that reuse environments; called
             at first use, and again after an infrastructure failure. None: the environment is the index.
         close_environment: closes a result of `make_environment`.
         clock: seconds; None: the event loop's clock.
         methods: name of the method of each stage.
-        capacity: slots, of several batches that run at the same time; None: its own.
+        capacity: slots shared by concurrent batches; None: slots for this batch only.
 
     Raises:
         ConfigError: unknown type, contradictory limits.
@@ -88,10 +88,10 @@ class Dispatch:
     async def run(self, trajectories: Sequence[T]) -> AsyncGenerator[T, None]:
         """Yield each trajectory as it ends, closed and with its `result`. May be called once.
 
-        Raises ConfigError of a stage: it is the same for all trajectories.
+        A stage's ConfigError is raised, as it affects all trajectories.
 
-        Leaving early (cancellation, or `aclose` of this generator: use `contextlib.aclosing`) cancels and closes
-        what is left; their finish reason is `cancelled`.
+        Leaving early (cancellation, or `aclose` of this generator: use `contextlib.aclosing`) cancels and closes the
+        remaining trajectories; their finish reason is `cancelled`.
         """
         if self.total:
             raise RuntimeError("a Dispatch runs one batch: make another for the next")
@@ -147,7 +147,7 @@ class Dispatch:
         ]
 
     def _priority(self, state: TrajectoryState, stage: Stage) -> Priority:
-        """Earlier batches first, then the most work left, as far as it is predictable, then the order of the run."""
+        """Compute a sort key: earlier batches, then the most predicted work left, then the order of the run."""
         return lambda: (state.batch, -self.capacity.remaining(state.instance, stage), state.position)
 
     async def _run_one(self, state: TrajectoryState) -> None:

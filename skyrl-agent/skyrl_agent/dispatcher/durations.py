@@ -53,8 +53,9 @@ class Durations:
             self._correlation = _correlation(self._pairs)
 
     def longest(self, instances: Sequence[Hashable]) -> float:
-        """Return the seconds that one of these trajectories, unknown which, is likely to take beyond expectation: at
-        most those of the longest of late. 0 where siblings predict the long ones, or nothing is known yet."""
+        """Return the seconds by which some trajectory of these is likely to exceed its expected duration: at most the
+        longest recent excess. 0 if siblings predict the long ones, or without data.
+        """
         known = [sum(self._means[instance]) for instance in instances if instance in self._means]
         if not known or len(self._pairs) < MIN_PAIRS:
             return 0.0
@@ -65,13 +66,14 @@ class Durations:
         return min(ever, max(known) * math.exp(_quantile(surprises, 1 - 1 / len(instances))))
 
     def stage(self, instance: Hashable, stage: Stage) -> float | None:
-        """Return the expected seconds of a stage; None of an instance that is not known."""
+        """Return the expected seconds of a stage; None for an unknown instance."""
         known = self._means.get(instance)
         return None if known is None else known[STAGES.index(stage)]
 
     def remaining(self, instance: Hashable, stage: Stage) -> float:
-        """Return the expected seconds from the begin of a stage to the end, without waits. An instance of which no
-        trajectory has ended yet has infinitely many: it is either new, or its first trajectories are long."""
+        """Return the expected seconds from the start of a stage to the end, without waits. Infinite for an instance
+        without finished trajectories: it is new, or its first trajectories are long.
+        """
         known = self._means.get(instance)
         return math.inf if known is None else sum(known[STAGES.index(stage) :])
 

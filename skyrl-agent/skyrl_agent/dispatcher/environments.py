@@ -40,7 +40,7 @@ class EnvironmentPool:
         return index
 
     async def environment(self, index: int) -> object:
-        """Return the environment at `index`, which is made at its first use."""
+        """Return the environment at `index`, created at first use."""
         if index not in self._environments:
             lease = self._leases[index]
             environment = await self._make(index) if self._make else index
@@ -51,7 +51,7 @@ class EnvironmentPool:
         return self._environments[index]
 
     async def discard(self, index: int) -> None:
-        """Close the environment at `index`, if there is one; the next use makes a new one."""
+        """Close the environment at `index`, if it exists; the next use creates another."""
         if index in self._environments:
             await self._close_one(self._environments.pop(index))
 

@@ -13,7 +13,7 @@ async def live_progress(total: int, state: Callable[[], tuple[int, str]], enable
 
     Args:
         total: number of trajectories.
-        state: () -> (number of finished ones, text beside the bar), called twice a second.
+        state: () -> (number of finished trajectories, text next to the bar), called twice a second.
     """
     if not enabled:
         yield

@@ -20,7 +20,7 @@ DISPATCHER_REGISTRY: dict[str, Dispatcher] = {}
 
 
 def register_dispatcher(name: str) -> Callable[[Dispatcher], Dispatcher]:
-    """Register a type with code of its own; one that only has other limits is a line in `plan.PLANS`.
+    """Register a custom dispatcher type. A type that differs only in limits is a line in `plan.PLANS`.
 
     A registered dispatcher handles exceptions itself; `close` is called for it.
 

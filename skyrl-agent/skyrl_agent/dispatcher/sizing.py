@@ -20,10 +20,10 @@ PROBE_AFTER, PROBE_INTERVALS = 16, 2
 
 @dataclass(frozen=True)
 class SpeedModel:
-    """Speed of each of n trajectories in a stage, that of one alone being 1.
+    """Speed of each of n concurrent trajectories in a stage, relative to a single one.
 
     Args:
-        limit: number of trajectories beyond which more of them gain nothing; None: none.
+        limit: number of trajectories at which throughput saturates; None: it never does.
     """
 
     speed: Callable[[int], float]
@@ -53,12 +53,12 @@ class StageEntry:
 
 
 class StageSize:
-    """Limit of one stage. Trajectories of one instance differ in their times by chance and by how many ran beside them;
-    the model of the stage under which their work differs least says where more of them gain nothing. That is the limit;
-    while there is no evidence of such a number, the limit doubles whenever it holds trajectories up.
+    """Adaptive limit of one stage. Durations of an instance's trajectories differ by chance and by how many
+    trajectories run concurrently. The limit is the saturation point of the speed model under which their work differs
+    least. Without evidence of saturation, the limit doubles whenever it makes trajectories wait.
 
     Args:
-        limit: the first one.
+        limit: the initial limit.
     """
 
     def __init__(self, limit: int) -> None:

@@ -28,8 +28,8 @@ class DeadlineExceeded(TimeoutError):
 
 
 async def before_deadline(work: Coroutine[object, None, T], seconds: float | None, grace: float) -> T:
-    """Return the result of `work`. Late work, or work whose caller is cancelled, is cancelled; `grace` seconds later it
-    is abandoned. Work that blocks the event loop cannot be stopped.
+    """Return the result of `work`. Overdue work is cancelled, also when the caller is cancelled, and abandoned `grace`
+    seconds later. Work that blocks the event loop cannot be stopped.
 
     Raises:
         DeadlineExceeded: `work` took longer than `seconds`.
@@ -50,7 +50,7 @@ async def before_deadline(work: Coroutine[object, None, T], seconds: float | Non
 
 
 async def finish_despite_cancellation(work: Coroutine[object, None, T]) -> T:
-    """Await work that has deadlines of its own, and raise a cancellation of the caller after it."""
+    """Await work that limits its own time, then raise any cancellation of the caller."""
     task = asyncio.create_task(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():

@@ -48,7 +48,7 @@ class MessageHistory:
         self.messages.append({"role": "user", "content": content})
 
     def append_to_last_message(self, text: str) -> None:
-        """Append text to the last message. Raises ValueError if there is none."""
+        """Append text to the last message. Raises ValueError if the history is empty."""
         if not self.messages:
             raise ValueError("there is no message to append to: the history is empty")
         self.messages[-1]["content"] = (self.messages[-1].get("content") or "") + text

@@ -144,13 +144,13 @@ def answer_text(tokenizer: Tokenizer, ids: Sequence[int], finish_reason: str) ->
 
 
 def seed_of_turn(seed: int, input_ids: Sequence[int]) -> int:
-    """31 bits: another one in each turn of a trajectory, the same when the turn is drawn again."""
+    """Derive the 31-bit seed of a turn: different per turn of a trajectory, equal when the turn is sampled again."""
     digest = hashlib.sha256(repr((seed, len(input_ids), input_ids[-1:])).encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1
 
 
 def plain_rows(batch: Iterable[Row]) -> list[Row]:
-    """Rows that are handed in as they are: a list, or a dataset.
+    """Convert a list or dataset of rows without changes.
 
     Raises:
         TaskRowError: one is no mapping.
@@ -163,7 +163,7 @@ def plain_rows(batch: Iterable[Row]) -> list[Row]:
 
 
 def published_output(rows: TrainingRows) -> JsonObject:
-    """The dictionary that `AgentRunner.run` gives where no trainer wants another form."""
+    """Build the default output dictionary of `AgentRunner.run`."""
     return {
         "prompt_token_ids": rows.prompt_token_ids,
         "response_ids": rows.response_ids,

@@ -71,7 +71,7 @@ class OpenAIBackend:
         self._dialect: int | None = None
 
     async def probe(self) -> None:
-        """Ask which models the server has. Raises InfraError if none answers, or not this model."""
+        """Check that the server lists this model. Raises InfraError if it does not, or is unreachable."""
         where = f"generator.backend_config.api_url={self.settings.api_url}"
         url = self.url.removesuffix("/completions") + "/models"
         service = AsyncService(
@@ -109,7 +109,7 @@ class OpenAIBackend:
         return self._read(await self._ask(input_ids, params, request_id))
 
     async def _ask(self, input_ids: list[int], params: JsonObject, request_id: str) -> JsonObject:
-        """The answer's only choice."""
+        """Return the only choice of the server's reply."""
         base = {"model": self.settings.model_name, **params}
         dialects = [
             lambda: base | _EXTENSIONS | {"prompt": input_ids, "session_id": request_id},
@@ -145,7 +145,7 @@ class OpenAIBackend:
             await service.close()
 
     def _service(self) -> AsyncService:
-        """One for each request: an answer takes far longer than a connection, and no connection outlives its loop."""
+        """Create a client per request: generation outlasts connection setup, and clients are bound to an event loop."""
         return AsyncService(self.url, headers=self._headers(), timeout=self.settings.timeout_seconds, retries=RETRIES)
 
     def _headers(self) -> dict[str, str]:
@@ -169,7 +169,7 @@ class OpenAIBackend:
 
 
 def _models(response: Response) -> list[str]:
-    """Names of models that a server lists; none where it does not (not every one does)."""
+    """Return the models that a server lists; empty if it has no model list."""
     try:
         return [str(model["id"]) for model in json.loads(response.body)["data"]] if response.status == 200 else []
     except (ValueError, KeyError, TypeError):

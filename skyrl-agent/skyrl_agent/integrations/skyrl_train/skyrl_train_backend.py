@@ -1,4 +1,4 @@
-"""Engines of skyrl-train as the model, and its trainers as whoever takes the rows."""
+"""Adapter to skyrl-train: its inference engines as the model, its trainers as consumers of training rows."""
 
 import asyncio
 from collections.abc import Coroutine, Sequence
@@ -156,7 +156,7 @@ class SkyRLAgentGenerator(GeneratorInterface):
         return rollout_batch(await self._fail_if_engines_break(work), ids)
 
     async def _fail_if_engines_break(self, work: Coroutine[object, None, TrainingRows]) -> TrainingRows:
-        """Trajectories whose engines are gone would fail one after the other, however long their tools still take."""
+        """Cancel the batch when the engines fail permanently, rather than wait for each trajectory to fail."""
         backend = self.runner.infer_engine
         broken = asyncio.get_running_loop().create_future()
         if isinstance(backend, SkyRLBackend):
@@ -197,7 +197,7 @@ class SkyRLAgentGenerator(GeneratorInterface):
 
 
 def instance_rows(batch: GeneratorInput) -> list[Row]:
-    """One row an instance, with the `prompt` and the `env_class` that the dataset took out of it."""
+    """Return one row per instance, with `prompt` and `env_class`, which the dataset had split off, restored."""
     num = len(batch["prompts"])
     ids = trajectory_ids_of(batch)
     extras = batch.get("env_extras") or [{} for _ in range(num)]
@@ -231,7 +231,7 @@ def rollout_batch(rows: TrainingRows, ids: Sequence[TrajectoryID] | None = None)
 
 
 def _sample(rows: TrainingRows, row: int) -> TrainingSample:
-    """Return one row; the trajectory's reward stands on the last token of its last row."""
+    """Return one row. The trajectory's reward is assigned to the last token of its last row."""
     response = rows.response_ids[row]
     reward = rows.rewards[row] if rows.is_last_episode[row] else 0.0
     return TrainingSample(

@@ -17,7 +17,7 @@ if "loop" not in AdvantageEstimatorRegistry:
 
 
 class SkyRLAgentPPOExp(BasePPOExp):
-    """An experiment whose generator is `generator.task`."""
+    """Experiment that uses the agent of `generator.task` as its generator."""
 
 
 def validate_agent_cfg(cfg: SkyRLConfig | DictConfig) -> SkyRLConfig:

@@ -68,7 +68,7 @@ class TinkerBackend:
 
 
 async def settled(promised: Any) -> Any:
-    """The result of a future of the SDK; what is none is returned as it is (earlier releases gave clients)."""
+    """Await a future of the SDK. Other values are returned unchanged (earlier releases returned clients)."""
     if hasattr(promised, "result_async"):
         return await promised.result_async()
     if hasattr(promised, "add_done_callback"):

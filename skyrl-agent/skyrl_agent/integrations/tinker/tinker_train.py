@@ -74,7 +74,7 @@ async def train(config: Config) -> None:
 
 
 async def training_client(service: Any, config: Config) -> tuple[Any, int]:
-    """The client, and the step that is to come."""
+    """Return the training client and the next step number."""
     if config.resume_exp_name is None:
         made = service.create_lora_training_client(config.model_name, rank=config.lora_rank, seed=config.seed)
         return await settled(made), 0
@@ -84,13 +84,13 @@ async def training_client(service: Any, config: Config) -> tuple[Any, int]:
 
 
 def training_data(rows: TrainingRows, normalize: bool) -> list[Any]:
-    """A datum for each row that teaches something: the whole sequence, every token the target of the one before it.
+    """Build a datum per trainable row: the whole sequence, with each token the target of the previous one.
 
-    A trajectory's advantage (reward - mean of its group) stands on each token that the model wrote, in all of its
-    rows: a loss that is a sum over tokens treats a trajectory of several rows as if it were one long row.
+    Each generated token of a trajectory's rows gets its advantage (reward - mean of its group). A loss summed over
+    tokens is therefore the same for several rows as for one long row.
 
     Raises:
-        BackendError: there are no log-probs.
+        BackendError: log-probs are missing.
     """
     advantages = trajectory_advantages(rows, "group_mean")
     if normalize:
@@ -144,7 +144,7 @@ async def evaluate(runner: AgentRunner, rows: Sequence[Row], batch_size: int) ->
 
 
 def batch_of(rows: Sequence[Row], size: int, step: int, seed: int) -> list[Row]:
-    """The instances of a step. Every epoch has an order of its own; no instance comes twice before all came once."""
+    """Return the instances of a step. Each epoch is shuffled separately and visits every instance once."""
     places = [divmod(number, len(rows)) for number in range(step * size, (step + 1) * size)]
     return [rows[_order(len(rows), seed, epoch)[place]] for epoch, place in places]
 
@@ -159,7 +159,7 @@ def _order(length: int, seed: int, epoch: int) -> list[int]:
 def newest_checkpoint(folder: Path) -> JsonObject:
     """
     Raises:
-        ConfigError: there is none.
+        ConfigError: no checkpoint exists.
     """
     file = folder / "checkpoints.jsonl"
     lines = file.read_text(encoding="utf-8").split("\n") if file.exists() else []
