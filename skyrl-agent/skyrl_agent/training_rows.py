@@ -1,4 +1,4 @@
-"""Conversion of results to training rows. Pure functions; the rules are those of `finish`."""
+"""Conversion of results to training rows. Pure functions that follow the rules in `finish`."""
 
 import math
 from collections import Counter
@@ -23,7 +23,7 @@ def training_rows(
     profile_tools: bool = False,
     metrics: Mapping[str, float] | None = None,
 ) -> TrainingRows:
-    """Results as rows, group by group and trajectory by trajectory.
+    """Convert results to rows, ordered by group and trajectory.
 
     A trajectory without tokens is one row of one token that trains nothing. A row that is longer than
     `max_response_length` is cut there, and its trajectory ends as CONTEXT_WINDOW_EXCEEDED. A reward that is missing or
@@ -88,7 +88,7 @@ def trajectory_advantages(
         group_mean      A = R - mean of the group
         leave_one_out   A = R - mean of the others
 
-    over trajectories in the baseline; the others' advantage is 0, and so is that of the only member of a group.
+    over trajectories in the baseline. The advantage is 0 for all others, and for the only member of a group.
     """
     members: dict[int, list[float]] = {}
     for group, reward, counts in zip(rows.groups, rows.traj_rewards, rows.in_baseline, strict=True):
@@ -177,7 +177,7 @@ def _truncate(row: TrainingDatum, length: int) -> TrainingDatum:
 
 
 def _column(rows: Sequence[TrainingDatum], name: str, not_written: float) -> list[list[Any]] | None:
-    """One value a token, `not_written` on what the model did not write; None if a token that it wrote has none."""
+    """Return one value per token, `not_written` for tokens not generated; None if a generated token has no value."""
     values = [getattr(row, name) for row in rows]
     if any(value is None and any(row.response_mask) for row, value in zip(rows, values, strict=True)):
         return None

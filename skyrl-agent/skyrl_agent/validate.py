@@ -40,11 +40,11 @@ class RowReport:
 class Validator:
     """
     Args:
-        cfg: the task file; its model is not asked.
-        parallel: rows tried at a time.
+        cfg: the task file; its model is not used.
+        parallel: number of rows validated concurrently.
 
     Raises:
-        ConfigError: there is no such task, it has no tests, or its settings are wrong.
+        ConfigError: the task is unknown, has no tests, or has invalid settings.
     """
 
     def __init__(self, cfg: TaskFile, parallel: int = 4) -> None:
@@ -84,7 +84,7 @@ class Validator:
         return [*problems, *(_obstacles(solved) or [f"its own solution fails: {parts}"])]
 
     async def _judge(self, instance: Instance, solution: object) -> Judgement:
-        """Judge the solution, or the original if there is none, in a fresh runtime."""
+        """Grade the solution, or the unchanged instance without one, in a fresh runtime."""
         spec = self.task.evaluation_runtime_spec(instance) or self.task.runtime_spec(instance)
         assert spec is not None, "a task with tests has a runtime"
         runtime = make_runtime(spec_with(self.cfg.runtime, spec))

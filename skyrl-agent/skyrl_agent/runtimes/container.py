@@ -127,7 +127,7 @@ class Machine(Container):
     def _script(
         self, script: str, *arguments: str, stdin: bytes = b"", workdir: str | None = None
     ) -> "subprocess.CompletedProcess[bytes]":
-        """Raises InfraError if the container is gone or hangs."""
+        """Run a script in the container. Raises InfraError if the container was removed or hangs."""
         command = self.exec_arguments("sh", "-c", script, "sh", *arguments, workdir=workdir)
         try:
             ended = subprocess.run(command, input=stdin, capture_output=True, timeout=CALL_SECONDS, check=False)

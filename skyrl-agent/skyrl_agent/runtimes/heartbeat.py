@@ -73,7 +73,7 @@ class Heart:
 
 
 def start_watcher() -> int:
-    """The process that removes what this one leaves behind: in a session of its own, deaf and mute."""
+    """Start the process that removes this process's leftovers: in a new session, without signals, input or output."""
     command = [sys.executable, "-m", "skyrl_agent.services.gc", "--watch", str(os.getpid())]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     silence = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDWR, 0)]
@@ -91,7 +91,7 @@ heart = Heart()
 
 
 def _after_fork() -> None:
-    """Neither threads nor leases come along into a forked process."""
+    """Reset state in a forked child, which inherits neither threads nor leases."""
     global heart
     heart = Heart()
 

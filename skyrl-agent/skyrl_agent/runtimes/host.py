@@ -199,7 +199,7 @@ class HostRuntime:
         _succeed(await self.exec(list(UNPACK), stdin=archive, limits=self._snapshot_limits()), "restoring a snapshot")
 
     def _snapshot_limits(self) -> Limits:
-        """Wide enough for all that the workspace may hold, in base64."""
+        """Return limits that fit the whole workspace in base64."""
         usual = self.spec.limits
         size = 2 * usual.workspace_bytes + (1 << 20)
         return replace(

@@ -1,4 +1,4 @@
-"""Leases of runtimes: a small file each, whose modification time is the owner's last heartbeat."""
+"""Leases of runtimes: one small file per runtime. Its modification time is the owner's last heartbeat."""
 
 import json
 import os
@@ -27,13 +27,13 @@ def lease_folder() -> Path:
 
 @dataclass(frozen=True)
 class Lease:
-    """One runtime's.
+    """Lease of one runtime.
 
     Args:
-        process_start: of process `pid`, in clock ticks since the machine's start: tells it from a later one of that
-            number.
-        boot, namespace: in which that number means that process.
-        folder: what is to be removed; none of a container, which carries the lease's id as a label.
+        process_start: start of process `pid` in clock ticks since boot; distinguishes it from a later process with the
+            same pid.
+        boot, namespace: boot and pid namespace in which `pid` is valid.
+        folder: folder to remove; None for a container, which is labelled with the lease's id.
     """
 
     id: str
@@ -49,7 +49,7 @@ class Lease:
 
     @classmethod
     def take(cls, id: str, kind: str, seconds: float, folder: str = "") -> Self:
-        """A new one of this process, written down before there is anything to remove.
+        """Create a lease owned by this process. Its file is written before the resource is created.
 
         Raises:
             InfraError: it cannot be written.
@@ -69,7 +69,7 @@ class Lease:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Raises ValueError for a file that is none (or only half written), FileNotFoundError."""
+        """Read a lease file. Raises FileNotFoundError, and ValueError for an invalid or incomplete file."""
         try:
             return cls(**json.loads(path.read_text()), path=path)
         except TypeError as error:
@@ -97,7 +97,7 @@ class Lease:
 
     @property
     def owner_ended(self) -> bool | None:
-        """None where that cannot be seen from here: on another machine, or in a container beside this one."""
+        """Whether the owner has exited; None if that cannot be determined (another machine or container)."""
         host, boot, namespace = _surroundings()
         if self.host != host:
             return None
@@ -106,7 +106,7 @@ class Lease:
         return process_start(self.pid) != self.process_start if self.namespace == namespace else None
 
     def why_left_behind(self) -> str | None:
-        """None for one that is in use. Raises FileNotFoundError."""
+        """Return why the lease is abandoned; None if it is in use. Raises FileNotFoundError."""
         if self.owner_ended:
             return f"its owner, process {self.pid}, has ended"
         return f"no heartbeat for {self.age:.0f} s" if self.age > self.seconds else None
@@ -116,7 +116,7 @@ FOLDER_HELP = f"set {FOLDER_VARIABLE} to a folder that can be written"
 
 
 def leases() -> list[Lease]:
-    """All of this user's. Files that were never finished are deleted on the way."""
+    """Return all leases of this user. Incomplete lease files are deleted."""
     found = []
     for path in sorted(lease_folder().glob("*.json")):
         with suppress(FileNotFoundError):
@@ -130,6 +130,6 @@ def leases() -> list[Lease]:
 
 @cache
 def _surroundings() -> tuple[str, str, str]:
-    """This machine, its boot, and the namespace of process numbers."""
+    """Return the machine, its boot id and the pid namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return socket.gethostname(), boot, os.readlink("/proc/self/ns/pid")

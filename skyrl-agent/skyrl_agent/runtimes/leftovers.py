@@ -1,4 +1,4 @@
-"""Removing what nobody holds any more: processes, folders and containers of leases whose owner is gone."""
+"""Cleanup of abandoned leases: processes, folders and containers of owners that have exited."""
 
 import fcntl
 import logging
@@ -78,8 +78,9 @@ def _remove_folder(folder: str) -> None:
 
 
 def _end_processes(folder: str) -> None:
-    """Those that name it: as a mount, in their arguments or in their environment. (bubblewrap asks the kernel to end
-    what is inside with its owner, but an owner may die before it got so far.)"""
+    """Kill processes that refer to the folder by a mount, an argument or an environment variable. (bubblewrap asks the
+    kernel to kill its children with the owner, but the owner may exit before that.)
+    """
     name, deadline = f"/{os.path.basename(folder)}/".encode(), time.monotonic() + END_SECONDS
     # A list, not a generator: each round kills all of them. Those are looked for again until they are gone.
     while any([_kill_if(pid, name) for pid in map(int, filter(str.isdigit, os.listdir("/proc")))]):

@@ -24,7 +24,7 @@ ROOM_BYTES = 1 << 16
 
 
 class LeasedSandbox(HostSandbox[FilesType]):
-    """A sandbox with a lease, whose commands another thread may end."""
+    """Sandbox with a lease. Other threads may kill its commands."""
 
     kind: str
     workdir: str
@@ -45,7 +45,7 @@ class LeasedSandbox(HostSandbox[FilesType]):
         return Command(self._launch(command, env, limits), limits)
 
     def full_disk(self) -> str | None:
-        """The folder whose disk, shared with everything else on the machine, has no room; None if it has."""
+        """Return the folder on a full disk (shared with the whole machine); None if the disk has space."""
         return None
 
 

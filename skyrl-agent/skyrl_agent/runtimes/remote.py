@@ -68,7 +68,9 @@ class RemoteRuntime:
         self._heartbeat: asyncio.Task[None] | None = None
 
     async def probe(self) -> None:
-        """Ask the server how it is. Raises InfraError if none answers, or what answers is none or refuses the token."""
+        """Query the server's health. Raises InfraError if it is unreachable, not a runtime server, or rejects the
+        token.
+        """
         async with self._new_client() as client:
             deadline = time.monotonic() + REFUSED_SECONDS
             while True:
@@ -275,7 +277,7 @@ def _error_text(error: httpx.HTTPError) -> str:
 
 
 def _error_of(answer: httpx.Response) -> ErrorReply | str:
-    """Text where it is not the server who answers but something before it."""
+    """Return the error text of a reply; plain text if it comes from a proxy instead of the server."""
     try:
         return ErrorReply.model_validate_json(answer.content)
     except ValidationError:

@@ -1,4 +1,4 @@
-"""Calls that block, made from a task: each in a daemon thread of its own, so that hundreds may wait at a time."""
+"""Blocking calls from async code: one daemon thread per call, so that hundreds can wait concurrently."""
 
 import asyncio
 import threading
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 async def in_thread(seconds: float, function: Callable[..., T], *arguments: object) -> T:
-    """The result of `function(*arguments)`. A cancelled caller does not end the call; its result is then dropped.
+    """Return the result of `function(*arguments)`. Cancelling the caller does not stop the call; its result is dropped.
 
     Raises:
         InfraError: it did not come back within `seconds`, or no thread could be started.

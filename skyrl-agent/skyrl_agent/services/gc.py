@@ -1,4 +1,4 @@
-"""Lists, and removes, runtimes whose owner is gone.
+"""List and remove runtimes of owners that have exited.
 
 python -m skyrl_agent.services.gc [--remove] [--json]
 """
@@ -45,7 +45,7 @@ def table(rows: list[JsonObject], outcome: dict[str, str]) -> str:
 
 
 def watch(owner: int) -> None:
-    """Started by a process that owns runtimes: waits for its end, removes what it left, and ends."""
+    """Wait until the owner process exits, remove its leftover runtimes, and exit. Started by the owner."""
     os.chdir("/")
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

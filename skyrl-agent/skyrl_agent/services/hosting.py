@@ -142,7 +142,7 @@ class Host:
             await asyncio.shield(closing)
 
     async def keep(self) -> None:
-        """Close runtimes whose lease has expired, for as long as the server runs."""
+        """Close runtimes with expired leases while the server runs."""
         while True:
             await asyncio.sleep(JANITOR_SECONDS)
             now = time.monotonic()

@@ -71,7 +71,7 @@ def create_app(settings: HostSettings, token: str | None = None) -> FastAPI:
     app.add_exception_handler(Refused, _refuse)
 
     async def body(request: Request) -> bytes:
-        """Raises Refused for one that is too long, before all of it is read."""
+        """Read the request body. Raises Refused before a body above the limit is read completely."""
         rule = f"a request may have {settings.max_body_bytes} bytes"
         if int(request.headers.get("content-length", 0)) > settings.max_body_bytes:
             raise Refused(413, "request", rule)

@@ -1,7 +1,7 @@
-"""A page in a real browser (Chromium, by Playwright), showing a site that is made of files. It reaches no network.
+"""Page in a real browser (Chromium, by Playwright) that shows a site made of files, without network access.
 
-Needs the extra `browser` and a Chromium: Playwright's own (`playwright install chromium`) or one of the system, named
-by the environment variable CHROMIUM.
+Requires the extra `browser` and Chromium: Playwright's (`playwright install chromium`) or the executable named by the
+    environment variable CHROMIUM.
 """
 
 import asyncio
@@ -89,7 +89,7 @@ class BrowserPage:
         await self._do(self.page.goto(f"{ORIGIN}/{start}"))
 
     async def outline(self) -> str:
-        """Address, text, and what can be used, by numbers."""
+        """Return the address, the text and the numbered interactive elements."""
         path, title, text, elements = await self.run(OUTLINE)
         return f"{path} {title!r}\n\n{text.strip()}\n\n{elements or '(nothing to use on this page)'}"
 

@@ -1,11 +1,11 @@
-"""Tasks done in a browser, on a site that the row brings.
+"""Browser tasks on a site included in the row.
 
-A row has `instruction`, `files` ({path: text}: pages, scripts, styles) and `start` (`index.html`), and is judged by
-`check`, JavaScript whose value in the last page must be true (`() => document.title === "Sent"`), or by
-`expected_output`, the answer.
+A row has `instruction`, `files` ({path: text}: pages, scripts, styles) and `start` (`index.html`), and is graded by
+`check`, JavaScript that must be true in the last page (`() => document.title === "Sent"`), or by `expected_output`, the
+expected response.
 
-A browser is an environment: made once, lent to one trajectory at a time. `dispatcher.type` must be `async_fix_pool`,
-`num_environments` is how many browsers there are.
+A browser is an environment: created once, lent to one trajectory at a time. `dispatcher.type` must be `async_fix_pool`;
+    `num_environments` is the number of browsers.
 """
 
 from collections.abc import Mapping

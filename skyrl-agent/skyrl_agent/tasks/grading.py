@@ -17,7 +17,7 @@ GRADE_SECONDS = 1800.0
 
 
 async def graded(grader: Callable[..., Grade], *arguments: object) -> Grade:
-    """Run a grader in a thread of its own: it may wait for a judge, a process or a sandbox.
+    """Run a grader in a separate thread, as it may wait for a judge, a process or a sandbox.
 
     Raises:
         InfraError: it did not return.
@@ -26,7 +26,7 @@ async def graded(grader: Callable[..., Grade], *arguments: object) -> Grade:
 
 
 def final_text(result: object) -> str:
-    """An agent's result without its thoughts; "" where it gave none."""
+    """Return an agent's result without thoughts; "" without a result."""
     return "" if result is None else str(result).rpartition("</think>")[2].strip()
 
 
@@ -37,7 +37,7 @@ def short_answer(text: str) -> str:
 
 
 def boxed_answer(text: str) -> str | None:
-    """Return the contents of the last `\\boxed{}`; None if there is none."""
+    """Return the contents of the last `\\boxed{}`; None without one."""
     boxed = math.last_boxed_only_string(text)
     return math.remove_boxed(boxed) if boxed is not None else None
 
@@ -64,8 +64,8 @@ def grade_code(text: str, tests: code.CodeTests) -> Grade:
 
 
 def tests_of(ground_truth: object) -> code.CodeTests:
-    """The tests of a row: what `skyrl_gym.graders.code.parse_tests` reads, and the forms
-    `{"inputs": [...], "outputs": [...], "fn_name": ...}` and `{"functional": "assertions"}`.
+    """Return the tests of a row: the formats of `skyrl_gym.graders.code.parse_tests`, and `{"inputs": [...], "outputs":
+    [...], "fn_name": ...}` and `{"functional": "assertions"}`.
 
     Raises:
         TaskRowError: they cannot be read.

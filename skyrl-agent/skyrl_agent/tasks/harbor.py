@@ -85,7 +85,7 @@ class TaskFolder:
     """The judge writes its reward; that of Terminal-Bench exits with 0."""
 
     def files(self, part: str) -> dict[str, bytes]:
-        """Return the files of a folder in it, by relative path; a file stands for itself."""
+        """Return the files of a subfolder by relative path. The path of a file returns that file."""
         root = self.path / part
         if root.is_file():
             return {root.name: root.read_bytes()}
@@ -153,7 +153,7 @@ def _terminal_bench(path: Path, config: Mapping[str, Any]) -> TaskFolder:
 
 
 def harbor_rows(folder: Path) -> Iterator[JsonObject]:
-    """Yield a row for each task folder in a folder, by name. Raises TaskRowError, also if there are none."""
+    """Yield a row per task folder of a folder, sorted by name. Raises TaskRowError, also for an empty folder."""
     paths = [
         path for path in sorted(folder.iterdir()) if (path / "task.toml").is_file() or (path / "task.yaml").is_file()
     ]
@@ -168,15 +168,15 @@ def harbor_rows(folder: Path) -> Iterator[JsonObject]:
 
 
 class HarborTask(BaseTask):
-    """The reward is that of the folder's judge. A row has `path`, the task folder.
+    """Task graded by its folder's test script. A row has `path`, the task folder.
 
-    Rewards of Harbor are in `/logs/verifier/reward.txt`, a number, or `reward.json`, an object of numbers, of which
-    `reward` counts (or the only one) and all are parts of the judgement. A judge that writes neither gives no reward.
+    The script writes `/logs/verifier/reward.txt`, a number, or `reward.json`, an object of numbers: the reward is
+    `reward` or the only number, and all are reward parts. Without either file there is no reward.
 
     Args:
         memory_bytes: of each command.
-        containers: run each task in a container of its `environment.docker_image`, or of the image of its FROM with the
-            other steps done in it.
+        containers: run each task in a container of `environment.docker_image`, or of the Dockerfile's FROM image with
+            the other steps applied.
     """
 
     tools = ("bash", "finish")
@@ -217,7 +217,7 @@ class HarborTask(BaseTask):
         return RuntimeSpec(env=env, links=links, limits=limits)
 
     async def initialize_runtime(self, instance: Instance, runtime: Runtime) -> None:
-        """Make the folders, and do what the Dockerfile says. Raises InfraError."""
+        """Create the folders and apply the Dockerfile's steps. Raises InfraError."""
         folder = _folder(instance.row)
         places = " ".join(f"{PLACE}/{name}" for name in FOLDERS)
         # A container has no links yet, and its root may make them.
@@ -255,7 +255,7 @@ class HarborTask(BaseTask):
             await _put(runtime, files, into)
 
     async def complete_runtime(self, instance: Instance, runtime: Runtime, result: Any) -> JsonObject:
-        """Run the judge where the agent worked."""
+        """Run the grading script in the agent's runtime."""
         folder = _folder(instance.row)
         # Only now, and into empty folders: an agent must neither read the tests nor leave a reward of its own.
         await _run(runtime, f"rm -rf {PLACE}/tests {PLACE}/logs/verifier; mkdir -p {PLACE}/tests {PLACE}/logs/verifier")
@@ -300,7 +300,7 @@ class HarborTask(BaseTask):
 
 
 async def _rewards(folder: TaskFolder, runtime: Runtime, done: ExecResult) -> dict[str, float]:
-    """Read what the judge wrote. Raises InfraError: nothing, or nothing that can be read."""
+    """Read the rewards written by the grading script. Raises InfraError if they are missing or unreadable."""
     logs = f"{PLACE}/logs/verifier"
     said = f"{done.outcome}, return code {done.returncode}, {(done.stderr or done.stdout).strip()[-300:]!r}"
     for name, read in (("reward.json", _numbers), ("reward.txt", lambda text: {"reward": float(text)})):
@@ -347,8 +347,9 @@ def image_of(folder: TaskFolder) -> str:
 
 
 def dockerfile_steps(folder: TaskFolder, path: str = PATH) -> list[tuple[str, Any]]:
-    """Return what a sandbox follows of the Dockerfile, as (`WORKDIR`, path), (`ENV`, mapping), (`RUN`, script),
-    (`COPY`, arguments). A task without a Dockerfile has none. Raises TaskRowError."""
+    """Return the Dockerfile steps that a sandbox supports, as (`WORKDIR`, path), (`ENV`, mapping), (`RUN`, script),
+    (`COPY`, arguments). A task without a Dockerfile has none. Raises TaskRowError.
+    """
     file = folder.path / folder.dockerfile
     if not file.is_file():
         return []

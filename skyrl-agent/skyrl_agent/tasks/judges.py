@@ -41,11 +41,11 @@ def make_judge(settings: Row | None, where: str = "task_config.judge") -> Judge:
 
 
 class JudgedTask(BaseTask):
-    """A task some of whose answers a judge reads. The judge is made when it is first needed, or at once if the task
-    file sets it.
+    """Task that uses an LLM judge for some responses. The judge is created at first use, or at construction if the task
+    file configures it.
 
     Raises:
-        ConfigError: its settings are wrong.
+        ConfigError: the judge's settings are invalid.
     """
 
     def __init__(self, judge: Row | None = None) -> None:

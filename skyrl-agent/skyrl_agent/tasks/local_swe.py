@@ -132,7 +132,7 @@ def read_problem(instance: Instance) -> Problem:
 
 
 def _solution(value: object, edit_files: tuple[str, ...]) -> dict[str, str] | None:
-    """Texts by path; None for a solution in another form, which cannot be tried."""
+    """Return the solution's texts by path; None for a solution in an unsupported format."""
     if isinstance(value, str) and len(edit_files) == 1:
         return {edit_files[0]: value}
     value = from_json(value)
@@ -186,7 +186,7 @@ class LocalSWETask(BaseTask):
         return self._spec(shown)
 
     async def complete_runtime(self, instance: Instance, runtime: Runtime, result: object) -> JsonObject:
-        """`git_patch`: what may be judged of the changes, as a unified diff; `files`: the same as texts; `left_out`."""
+        """Return `git_patch`, the gradable changes as a unified diff; `files`, the same as texts; and `left_out`."""
         problem = read_problem(instance)
         shown = {path: problem.files[path] for path in runtime.spec.files}
         changes = await read_changes(runtime, shown)
@@ -247,7 +247,7 @@ async def put(runtime: Runtime, files: Mapping[str, str | None], executable: Seq
 
 
 def judge(problem: Problem, run: TestRun) -> Judgement:
-    """All tests, or those that the row names."""
+    """Run all tests, or the tests named in the row."""
     parts = {"tests_passed": run.fraction, "timed_out": float(run.timed_out)}
     resolved = run.passed
     named = {"fail_to_pass": problem.fail_to_pass, "pass_to_pass": problem.pass_to_pass}

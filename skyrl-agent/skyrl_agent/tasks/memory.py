@@ -1,4 +1,4 @@
-"""Questions about a text that is longer than a context, read section by section with a memory of one's own writing."""
+"""Questions about a text longer than the context, read by section with a memory that the model writes."""
 
 from collections.abc import Mapping
 from typing import Literal, get_args

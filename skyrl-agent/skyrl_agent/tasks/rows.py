@@ -10,7 +10,7 @@ from skyrl_gym.graders.qa import as_list
 
 
 def field(row: Row, *paths: str) -> Any:
-    """The first of some dotted paths that leads to something; None if none does."""
+    """Return the value at the first dotted path that exists; None if none does."""
     for path in paths:
         found: Any = row
         for name in path.split("."):
@@ -22,10 +22,10 @@ def field(row: Row, *paths: str) -> Any:
 
 
 def messages_of(row: Row, *paths: str) -> list[Message]:
-    """The conversation under one of some dotted paths; a text is what the user says.
+    """Return the conversation at the first existing dotted path. A text becomes a user message.
 
     Raises:
-        TaskRowError: there is none.
+        TaskRowError: no path leads to a conversation.
     """
     found = field(row, *paths)
     if isinstance(found, str):
@@ -55,10 +55,10 @@ def question_of(messages: Sequence[Message]) -> str:
 
 
 def golds_of(row: Row, *paths: str) -> list[str]:
-    """The accepted answers under one of some dotted paths: a text, several, or either under `target`.
+    """Return the accepted answers at the first existing dotted path: a text, a list, or either under `target`.
 
     Raises:
-        TaskRowError: there are none.
+        TaskRowError: no answer exists.
     """
     found = field(row, *paths)
     if isinstance(found, Mapping):

@@ -154,7 +154,7 @@ class TerminalTask(BaseTask):
         return Judgement(float(all(parts.values())), parts)
 
     def solution(self, instance: Instance) -> JsonObject | None:
-        """The answer; none where a script checks what was done."""
+        """Return the expected response; None if a script checks the result."""
         answer = first_of(instance.row, "gold", "expected_output")
         return None if answer is None else {"answer": str(answer)}
 

@@ -1,9 +1,9 @@
-"""Run of tests in a runtime, with the outcome of each test.
+"""Test run in a runtime, with the outcome of each test.
 
 Plain pytest commands are run by a wrapper of a few lines, which reports the outcome of each test afterwards. Python
-starts without the working directory on its path and loads pytest before anything from there, so no file of an agent
-stands in for it; a process that exits early reports nothing, which is a failure. The wrapper cannot prevent code under
-test, which is in the process of its tests, from changing pytest itself.
+starts without the working directory on its path and loads pytest before anything from there, so no file of an agent can
+replace it; a process that exits early reports nothing, which is a failure. The wrapper cannot prevent code under test,
+which is in the process of its tests, from changing pytest itself.
 """
 
 import json
@@ -129,7 +129,7 @@ class TestRun:
         return missing_program(self.obstacles)
 
     def outcome(self, name: str) -> str | None:
-        """Return `passed`, `failed` or `skipped`; None if there is no test of that name (but a file not collected)."""
+        """Return `passed`, `failed` or `skipped`; None if no test has that name (except in an uncollected file)."""
         return None if name in self.not_collected else self.tests.get(name)
 
     @property
@@ -203,7 +203,7 @@ async def run_tests(runtime: Runtime, command: str, limits: Limits, untrusted: C
 
 
 def obstacles_of(done: ExecResult, command: str) -> dict[str, str]:
-    """Signs that a shell command did not run its tests, as of `TestRun.obstacles`."""
+    """Return the signs that a shell command did not run its tests, in the format of `TestRun.obstacles`."""
     if done.outcome != "exited" or done.returncode == 0:
         return {}
     if done.returncode in (NOT_EXECUTABLE, NOT_FOUND):
@@ -216,7 +216,7 @@ def obstacles_of(done: ExecResult, command: str) -> dict[str, str]:
 
 
 def missing_program(obstacles: Mapping[str, str]) -> str | None:
-    """Name or path of the program that a shell did not find, if that is among `TestRun.obstacles`."""
+    """Return the name or path of the program that a shell did not find, if `TestRun.obstacles` has one."""
     found = MISSING_PROGRAM.search(obstacles.get(f"exit status {NOT_FOUND}", ""))
     return found[1] if found else None
 

@@ -1,4 +1,4 @@
-"""Hard questions whose answer is found on the web, or reasoned out with its help; a language model judges."""
+"""Hard questions answered by web research, graded by an LLM judge."""
 
 from skyrl_agent.runtimes.base import Runtime
 from skyrl_agent.tasks.base import Instance, Judgement, TaskRowError
@@ -25,9 +25,9 @@ SYSTEM_PROMPT = (
 
 
 class WebResearchTask(JudgedTask):
-    r"""The reward is 1 or 0: what the last `\boxed{}` of the answer holds is compared with the row's reference. Rows
-    whose `extra_info.answer_type` is `exactMatch` are compared as normalized text, others by a judge. (A row without a
-    reference is refused: nothing could be said of its answers.)
+    r"""Task with reward 1 or 0, which compares the last `\boxed{}` of the response with the row's reference: as
+    normalized text if `extra_info.answer_type` is `exactMatch`, otherwise by a judge. Rows without a reference are
+    rejected.
 
     Args:
         judge: as `tasks.judges.make_judge` takes it.

@@ -31,11 +31,11 @@ class Subject:
     """A backend under test.
 
     Args:
-        prompt_ids: a prompt to which its model, being greedy, answers with at least 8 tokens.
-        tells_ids: it tells token ids (and log-probs); False for servers of text alone.
-        reads_ids: what it writes depends on the ids it is given, as a model's does; False for a script.
-        checks_requests: it refuses what cannot be.
-        dead: a backend of the same kind whose server is gone.
+        prompt_ids: prompt whose greedy completion has at least 8 tokens.
+        tells_ids: reports token ids and log-probs; False for text-only servers.
+        reads_ids: completions depend on the input ids, as for a model; False for a script.
+        checks_requests: rejects invalid requests.
+        dead: backend of the same kind whose server has been shut down.
     """
 
     backend: InferBackend

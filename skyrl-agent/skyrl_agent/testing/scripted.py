@@ -1,4 +1,4 @@
-"""A model whose answers are written down beforehand. It reads and writes tokens as a real one does."""
+"""Model with scripted completions. It reads and writes tokens like a real model."""
 
 import asyncio
 from collections import Counter
@@ -65,6 +65,6 @@ class ScriptedModel:
 
 
 def _up_to_stop(answer: str, stop: str | Sequence[str]) -> tuple[str, bool]:
-    """The answer up to the first stop string, which stays in it, and whether there was one."""
+    """Return the completion through the first stop string, and whether it has one."""
     ends = [answer.find(text) + len(text) for text in ([stop] if isinstance(stop, str) else stop) if text in answer]
     return (answer[: min(ends)], True) if ends else (answer, False)

@@ -154,7 +154,7 @@ class AsyncService:
 
 
 async def together(*waited: Awaitable[T]) -> list[T]:
-    """The results of all. The first exception ends the others."""
+    """Return all results. The first exception cancels the others."""
     tasks = [asyncio.ensure_future(each) for each in waited]
     try:
         return await asyncio.gather(*tasks)

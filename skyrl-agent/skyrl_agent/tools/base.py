@@ -81,7 +81,7 @@ class BaseTool:
         Returns: text or a `ToolOutput`; anything else becomes JSON.
 
         Raises:
-            InfraError: what it stands on did not work. Any other exception's text is for the model.
+            InfraError: an infrastructure failure. The text of any other exception is returned to the model.
         """
         raise NotImplementedError
 

@@ -67,7 +67,7 @@ _sharing = threading.Lock()
 
 
 def shared_cache(cache_file: str | None, max_size: int) -> WebPageCache:
-    """The one of this process for that file."""
+    """Return this process's cache for that file."""
     with _sharing:
         if cache_file not in _shared:
             _shared[cache_file] = WebPageCache(max_size, cache_file)

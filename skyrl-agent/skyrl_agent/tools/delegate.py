@@ -10,9 +10,9 @@ from skyrl_agent.tools.factory import make_tools
 class Delegate(BaseTool):
     """
     Args:
-        tools: the sub-agent's; none: those of the agent that calls.
-        max_iterations: its steps; none: as many as the agent's.
-        timeout_seconds: of its whole run.
+        tools: tools of the sub-agent; None: the calling agent's tools.
+        max_iterations: step limit of the sub-agent; None: the agent's limit.
+        timeout_seconds: timeout of the sub-agent's whole run.
     """
 
     name = "delegate"

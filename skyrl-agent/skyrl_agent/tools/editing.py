@@ -1,6 +1,6 @@
-"""Changes to a text that leave the rest of it as it was, line ends included. What goes wrong is told to the model.
+"""Text edits that preserve the rest of the text, including line ends. Errors are returned to the model.
 
-A line is what `\\n` ends; `\\r` before it belongs to the end.
+A line ends with `\\n`; a preceding `\\r` belongs to the line end.
 """
 
 import difflib
@@ -20,17 +20,17 @@ def lines_of(text: str) -> list[str]:
 
 
 def line_end(text: str) -> str:
-    """The one that most lines have."""
+    """Return the most frequent line end."""
     windows = text.count("\r\n")
     return "\r\n" if 2 * windows > text.count("\n") else "\n"
 
 
 def replace_once(text: str, old: str, new: str) -> tuple[str, int]:
-    """The text with `new` in place of `old`, which must be in it once, and the line where that begins. Either kind of
-    line end in `old` matches either in the text; `new` gets that of what it replaces.
+    """Replace the only occurrence of `old` by `new`. Returns the text and the line of the replacement. Line ends in
+    `old` match either kind in the text; `new` gets the line ends of the replaced text.
 
     Raises:
-        ValueError: `old` is empty, equal to `new`, not there or there more than once.
+        ValueError: `old` is empty, equal to `new`, missing, or occurs more than once.
     """
     old, new = old.replace("\r\n", "\n"), new.replace("\r\n", "\n")
     if not old:
@@ -55,10 +55,10 @@ def replace_once(text: str, old: str, new: str) -> tuple[str, int]:
 
 
 def insert_after(text: str, line: int, inserted: str) -> str:
-    """`inserted` as lines of their own after this line, 0 being before the first. A last line without an end stays one.
+    """Insert lines after a line number; 0 inserts before the first line. A last line without a line end keeps none.
 
     Raises:
-        ValueError: there is no such line.
+        ValueError: the line does not exist.
     """
     lines = lines_of(text)
     if not 0 <= line <= len(lines):

@@ -146,7 +146,7 @@ class StrReplaceEditor(RuntimeTool):
         del history[:-MAX_UNDO]
 
     def _clipped(self, title: str, rows: list[str]) -> str:
-        """Whole rows as far as there is room, and a note of what is missing."""
+        """Return as many whole rows as fit, and a note about omitted ones."""
         shown, size = [], len(title) + 100
         for row in rows:
             size += len(row) + 1
@@ -165,7 +165,7 @@ def _required(command: str, name: str, value: T | None) -> T:
 
 
 def _text_of(path: str, found: PathState) -> str:
-    """Raises ValueError for what is no text file."""
+    """Read a text file. Raises ValueError for other content."""
     if found.kind == "missing":
         raise ValueError(f"there is no {path}: create makes a file, view of a folder shows what there is")
     if found.kind == "directory":
@@ -180,7 +180,7 @@ def _text_of(path: str, found: PathState) -> str:
 
 
 def _rows(text: str, first: int, last: int) -> list[str]:
-    """Those lines of them that there are, with numbers."""
+    """Return the requested lines, numbered. Lines past the end are omitted."""
     first = max(first, 1)
     lines = editing.lines_of(text)[first - 1 : last]
     return [_row(number, line.rstrip("\r\n")) for number, line in enumerate(lines, first)]
@@ -194,7 +194,7 @@ def _row(number: int, line: str) -> str:
 
 
 def _range(view_range: list[int] | None, count: int) -> tuple[int, int]:
-    """Raises ValueError for a range that the file's lines do not have."""
+    """Validate a line range. Raises ValueError for lines outside the file."""
     if view_range is None:
         return 1, count
     if len(view_range) != 2:

@@ -24,10 +24,10 @@ def make_tool(name: str, settings: JsonObject | None = None) -> BaseTool:
 
 
 def make_tools_of(name: str, settings: JsonObject | None = None) -> list[BaseTool]:
-    """Make what a name of a task file stands for: a tool, or those of a tool group or an MCP server.
+    """Build the tools for a name in a task file: a tool, or the tools of a tool group or an MCP server.
 
     Raises:
-        ConfigError: there is no such tool; a setting of it is wrong; what it needs is not installed.
+        ConfigError: the tool is unknown, has an invalid setting, or needs a package that is not installed.
     """
     settings = settings or {}
     found = _class_of(name)

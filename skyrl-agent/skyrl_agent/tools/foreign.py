@@ -79,7 +79,7 @@ def close_groups() -> None:
 
 
 def is_published(kind: type[Any]) -> bool:
-    """Return whether a class has a `call(self, params, **kwargs)` of its own, as published tools do."""
+    """Return whether a class defines `call(self, params, **kwargs)`, as published tools do."""
     call = getattr(kind, "call", None)
     return call is not BaseTool.call and call is not None and "context" not in inspect.signature(call).parameters
 

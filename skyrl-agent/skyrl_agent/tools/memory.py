@@ -1,5 +1,6 @@
-"""Reading what is longer than a context, as in MemAgent (https://arxiv.org/abs/2507.02259): section by section, with
-nothing carried on but a summary that the model writes."""
+"""Reading of texts longer than the context, as in MemAgent (https://arxiv.org/abs/2507.02259): section by section,
+keeping only a summary that the model writes.
+"""
 
 import re
 from collections.abc import Iterator
@@ -62,7 +63,7 @@ class NextWithSummary(BaseTool):
 
 
 def _task_of(messages: list[Message]) -> tuple[list[Message], str]:
-    """The system messages, and the first thing that the user said."""
+    """Return the system messages and the first user message."""
     system = [message for message in messages if message["role"] == "system"]
     asked = next((str(message["content"]) for message in messages if message["role"] == "user"), "")
     return system, (last_tagged(asked, "problem") or asked).strip()
@@ -78,11 +79,11 @@ def section_message(problem: str, memory: str, section: str, number: int, total:
 
 
 def sections_of(context: object, most: int) -> list[str]:
-    """A text, or documents, in parts of at most `most` characters. Documents (in a text those that begin with
-    `Document N:`) stay whole where they fit.
+    """Split a text or documents into sections of at most `most` characters. Documents (in a text, they begin with
+    `Document N:`) stay whole if they fit.
 
     Raises:
-        TaskRowError: there is no text.
+        TaskRowError: the text is missing.
     """
     if hasattr(context, "tolist"):  # an array from a parquet file
         context = context.tolist()  # pyright: ignore[reportAttributeAccessIssue]

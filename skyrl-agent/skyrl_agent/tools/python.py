@@ -1,4 +1,4 @@
-"""Python tools: run the model's code in the trajectory's runtime, else in a runtime of their own."""
+"""Python tools: run the model's code in the trajectory's runtime, else in a separate runtime."""
 
 from importlib.resources import files
 

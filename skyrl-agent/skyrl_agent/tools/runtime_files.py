@@ -45,7 +45,7 @@ class PathState:
 
 
 def absolute(runtime: Runtime, path: str) -> str:
-    """Relative paths begin in the working directory."""
+    """Resolve a path relative to the working directory."""
     return posixpath.normpath(posixpath.join(runtime.workdir, path))
 
 

@@ -83,7 +83,7 @@ class RetrieverClient(_ServiceClient):
 
 
 def _document(document: JsonObject) -> Hit:
-    """Split a document, whose first line is the title."""
+    """Split a document into the title (first line) and the text."""
     title, _, text = document["contents"].strip().partition("\n")
     return Hit(title, str(document.get("url") or document.get("id") or ""), text)
 

@@ -97,7 +97,7 @@ class WebBrowser(BaseTool):
         return await summarize_page(summarizer, text, goal, context.trajectory_id, self.chunk_chars)
 
     async def _read(self, url: str) -> str:
-        """The page's text, from the cache if it is there. Raises PageError."""
+        """Return the page's text, cached if possible. Raises PageError."""
         text = await asyncio.to_thread(self.cache.get, url)
         if text is not None:
             return text
@@ -115,7 +115,7 @@ class WebBrowser(BaseTool):
         return page.text
 
     async def _read_by_first(self, url: str) -> WebPage:
-        """Raises PageError: why the address as it is cannot be read."""
+        """Read a page by the first reader that succeeds. Raises the PageError of the original URL."""
         first: PageError | None = None
         for address in variants(url):
             try:

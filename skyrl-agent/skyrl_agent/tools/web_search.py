@@ -15,17 +15,18 @@ MAX_QUERIES = 5
 
 
 class SearchEngine(BaseTool):
-    """Google by serper.dev. For another engine: a subclass with its own `make_client`, under a name of its own.
+    """Google search through serper.dev. For another engine, define a subclass with `make_client` and register it under
+    another name.
 
     Args:
-        api_key: none: the environment variable of the engine (GOOGLE_SEARCH_KEY).
-        url: of the engine.
-        num: results for a query.
-        timeout: seconds for one request.
-        blocked_domains, blocked_keywords: results with one of these are left out; none: the environment variables
-            SEARCH_BLOCKLIST_DOMAINS and SEARCH_BLOCKLIST_KEYWORDS, with commas.
-        negative_filters: tells the engine of the blocked domains too (`-site:`).
-        client: in place of the engine.
+        api_key: None: the environment variable of the engine (GOOGLE_SEARCH_KEY).
+        url: address of the engine.
+        num: results per query.
+        timeout: seconds per request.
+        blocked_domains, blocked_keywords: results that match are dropped; None: the environment variables
+            SEARCH_BLOCKLIST_DOMAINS and SEARCH_BLOCKLIST_KEYWORDS, comma-separated.
+        negative_filters: also send the blocked domains to the engine (`-site:`).
+        client: replaces the engine's client.
     """
 
     name = "search_engine"
@@ -94,10 +95,10 @@ class YoucomSearchEngine(SearchEngine):
 
 
 def as_queries(query: list[str] | str) -> list[str]:
-    """Queries without space around them and without doubles; a text may hold a JSON list of them.
+    """Normalize queries: strip whitespace and remove duplicates. A text may contain a JSON list.
 
     Raises:
-        ValueError: there are none, or too many.
+        ValueError: no queries, or too many.
     """
     parsed: Any = parse_text(query) if isinstance(query, str) else query
     texts = parsed if isinstance(parsed, list) else [query]

@@ -1,4 +1,4 @@
-"""Published import path of `CodeActAgent`. Task files and flags are OpenHands'; OpenHands need not be installed."""
+"""Published import path of `CodeActAgent`. Accepts OpenHands' task files and flags without OpenHands installed."""
 
 from skyrl_agent.agents.codeact import CodeActAgent, CodeActTrajectory
 

@@ -1,4 +1,4 @@
-"""Kinds of questions: what an agent is told, how its answer is judged; and which data source is of which kind."""
+"""Kinds of questions (instructions and grader) and the kind of each data source."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -106,10 +106,10 @@ SOURCES = {
 
 
 def sources_with(more: Mapping[str, str] | None) -> dict[str, str]:
-    """`SOURCES` and those of a task file.
+    """Return `SOURCES` extended by a task file's sources.
 
     Raises:
-        ConfigError: there is no such kind.
+        ConfigError: the kind is unknown.
     """
     for name, kind in (more or {}).items():
         if kind not in KINDS:
@@ -120,7 +120,7 @@ def sources_with(more: Mapping[str, str] | None) -> dict[str, str]:
 def kind_of(data_source: str, sources: Mapping[str, str]) -> Kind:
     """
     Raises:
-        TaskRowError: nobody knows how answers of that source are judged.
+        TaskRowError: no grader is known for that source.
     """
     name = data_source.lower()
     fitting = [prefix for prefix in sources if name.startswith(prefix)]

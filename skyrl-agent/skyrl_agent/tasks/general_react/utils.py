@@ -62,7 +62,7 @@ class GeneralReactTask(JudgedTask):
 
 
 class DummyReactTask(GeneralReactTask):
-    """The row's prompt as it is; for trying out. Judged as `GeneralReactTask` judges."""
+    """Task that uses the row's prompt unchanged, for experiments. Graded as in `GeneralReactTask`."""
 
     def get_instruction(self, instance: Instance) -> list[Message]:
         return messages_of(instance.row, "prompt", "raw_prompt")

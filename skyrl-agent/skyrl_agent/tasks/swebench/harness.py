@@ -16,13 +16,13 @@ PACKAGES = {"swe-gym": "swegym"}
 
 
 def harness_of(kind: str) -> str | None:
-    """The package that judges rows of a kind, if it is installed."""
+    """Return the package that grades rows of a kind; None if it is not installed."""
     package = PACKAGES.get(kind, "swebench")
     return package if find_spec(package) is not None else None
 
 
 def make_test_spec(package: str, row: Row) -> Any:
-    """Make the specification of a row's tests, whose `eval_script` is a shell script that runs them."""
+    """Build the specification of a row's tests; its `eval_script` is the shell script that runs them."""
     try:
         module = import_module(f"{package}.harness.test_spec.test_spec")
     except ModuleNotFoundError:  # before version 3

@@ -9,7 +9,7 @@ NEW_NAME = re.compile(r"^\+\+\+ b/(.+?)(?:\t.*)?$", re.MULTILINE)
 
 
 def files_of(patch: str) -> list[str]:
-    """The part of each file, in order; what stands before the first is dropped."""
+    """Split a patch by file, in order. Text before the first file is dropped."""
     starts = [found.start() for found in FILE.finditer(patch)]
     return [patch[start:end] for start, end in pairwise([*starts, len(patch)])]
 
@@ -21,5 +21,5 @@ def without_binary(patch: str) -> str:
 
 
 def changed_paths(patch: str) -> list[str]:
-    """Files that exist after the patch and differ in text."""
+    """Return the paths of files that exist after the patch and differ in text."""
     return [name[1] for part in files_of(patch) if (name := NEW_NAME.search(part))]

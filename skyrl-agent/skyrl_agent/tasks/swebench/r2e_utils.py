@@ -15,9 +15,9 @@ SUMMARY = "short test summary info"
 
 
 def parse_log_pytest(log: str) -> dict[str, str]:
-    """Test -> PASSED, FAILED or ERROR, with names as R2E-Gym writes them: without the path, `Class.test[1-2]`.
+    """Map each test to PASSED, FAILED or ERROR, with R2E-Gym's names: without the path, `Class.test[1-2]`.
 
-    A line that names no test (a file that cannot be imported) is there under "".
+    A line without a test name (a file that cannot be imported) has the key "".
     """
     lines = _summary(log, ("PASSED", "FAILED", "ERROR"))
     return {name.partition("::")[2].replace("::", "."): outcome for name, outcome in lines}
@@ -42,7 +42,7 @@ def _bare(name: str) -> str:
 
 
 def decolor_dict_keys(outcomes: Mapping[str, str]) -> dict[str, str]:
-    """Names without terminal colours."""
+    """Remove terminal colours from the names."""
     return {COLOUR.sub("", name): outcome for name, outcome in outcomes.items()}
 
 
@@ -55,5 +55,5 @@ def get_reward(parsed: Mapping[str, str], instance: Row) -> float:
 
 
 def share_passed(outcomes: Mapping[str, str], names: Sequence[str]) -> float:
-    """Return the share of `names` that passed (or failed as expected), in [0, 1]; 1 if there are none."""
+    """Return the fraction of `names` that passed (or failed as expected), in [0, 1]; 1 without names."""
     return sum(outcomes.get(name) in ("PASSED", "XFAIL") for name in names) / len(names) if names else 1.0

@@ -57,8 +57,8 @@ async def prepare(runtime: Runtime, *, checkout: str | None = None, clean: bool 
     """Reset the repository to its initial state and record that state.
 
     Args:
-        checkout: a branch to go to first.
-        clean: what is not committed is thrown away.
+        checkout: branch to check out first.
+        clean: discard uncommitted changes.
     """
     steps = [CLEAN] * clean + [CHECKOUT.format(checkout)] * (checkout is not None) + [FORGET]
     await run(runtime, "\n".join(steps))
@@ -83,12 +83,12 @@ async def apply_patch(runtime: Runtime, patch: str) -> None:
     """Apply a patch by git, else by `patch` with some tolerance.
 
     Raises:
-        InfraError: both fail. A patch that git wrote in the same image fits, so the image is another one.
+        InfraError: both fail. A patch that git wrote in the same image applies, so the image must differ.
     """
     await run(runtime, APPLY, stdin=patch)
 
 
 async def restore(runtime: Runtime, commit: str, paths: list[str]) -> None:
-    """Files as they are in a commit; those that it has not are removed."""
+    """Restore files from a commit; files missing in it are removed."""
     quoted = " ".join(map(shlex.quote, paths))
     await run(runtime, f'for path in {quoted}; do git checkout -q {commit} -- "$path" || rm -rf "$path"; done')

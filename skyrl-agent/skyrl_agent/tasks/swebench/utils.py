@@ -1,7 +1,7 @@
-"""`SWEBenchTask`: issues of real repositories, each in a container image of its own.
+"""`SWEBenchTask`: issues of real repositories, each in a separate container image.
 
-What needs those images cannot be tried without Docker (or a remote runtime that has it) and gigabytes of downloads: the
-steps are tried here on small repositories, names, patches and logs on the benchmarks' real rows.
+Running the images requires Docker (or a remote runtime with it) and gigabytes of downloads. The tests run the steps on
+small repositories, and names, patches and logs on the benchmarks' published rows.
 """
 
 import os
@@ -58,14 +58,14 @@ class SWEBenchTask(BaseTask):
     """Rows of SWE-bench, SWE-Gym, SWE-smith and R2E-Gym, distinguished by `data_source`. Reward 1 if the issue's tests
     pass in a fresh runtime with the agent's patch, else 0.
 
-    Who judges: R2E-Gym's own script and `expected_output_json`; the packages `swebench` or `swegym`, where installed;
-    else pytest, by FAIL_TO_PASS and PASS_TO_PASS, for repositories whose tests have pytest's names.
+    Grading: R2E-Gym by its script and `expected_output_json`; otherwise by the packages `swebench` or `swegym`, if
+        installed, else by pytest with FAIL_TO_PASS and PASS_TO_PASS, for repositories with pytest test names.
 
     Args:
-        image_prefix: of SWE-bench's and SWE-Gym's images; None: that of the environment variable
-            EVAL_DOCKER_IMAGE_PREFIX, or `xingyaoww/`.
-        command_seconds: the longest a command of the agent may take.
-        test_seconds: the longest the tests may take.
+        image_prefix: prefix of SWE-bench's and SWE-Gym's images; None: the environment variable
+            EVAL_DOCKER_IMAGE_PREFIX, else `xingyaoww/`.
+        command_seconds: timeout of a command of the agent.
+        test_seconds: timeout of the tests.
         memory_bytes: of the container.
     """
 
@@ -148,7 +148,7 @@ class SWEBenchTask(BaseTask):
         return await self._judge(instance, runtime, patch)
 
     def solution(self, instance: Instance) -> JsonObject | None:
-        """SWE-bench's and SWE-Gym's `patch`. (SWE-smith's is the one that brings the mistake in.)"""
+        """Return the `patch` of SWE-bench and SWE-Gym. (SWE-smith's introduces the bug.)"""
         known = self.source(instance).kind not in ("r2e-gym", "swe-smith") and instance.row.get("patch")
         return {"git_patch": instance.row["patch"]} if known else None
 
@@ -245,7 +245,7 @@ def _judgement(
 
 
 def _no_outcome(done: ExecResult, script: str) -> dict[str, str]:
-    """Obstacles of a script whose log tells of no test; none if it was ended, which an agent's work can cause."""
+    """Return the obstacles of a script whose log reports no test; empty if it was killed, which an agent can cause."""
     if done.outcome != "exited":
         return {}
     last = next((line for line in reversed(done.stdout.splitlines()) if line.strip()), "")

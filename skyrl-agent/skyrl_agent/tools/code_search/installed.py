@@ -27,7 +27,7 @@ INDEX = "index"
 
 @cache
 def engine_files() -> dict[str, str]:
-    """Path -> source."""
+    """Return the engine's source files: path -> source."""
     engine = files("skyrl_agent.tools.code_search") / "engine"
     sources = {f"engine/{item.name}": item.read_text() for item in engine.iterdir() if item.name.endswith(".py")}
     return {"__main__.py": MAIN, **dict(sorted(sources.items()))}

@@ -1,4 +1,4 @@
-"""The tool `code_search`: the engine runs in the runtime, beside the files."""
+"""Tool `code_search`: the search engine runs in the runtime, next to the files."""
 
 import json
 from typing import Literal

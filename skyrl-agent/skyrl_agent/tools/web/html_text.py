@@ -29,7 +29,7 @@ _STARTS = {"li": "- ", "td": " | ", "th": " | "} | {f"h{level}": "#" * level + "
 
 
 def html_to_text(page: str, base_url: str = "") -> str:
-    """Text in the order of the page, with its title first. Links are written as `[text](address)`."""
+    """Convert a page to text, title first. Links are written as `[text](address)`."""
     reader = _Reader(page, base_url)
     reader.read()
     text = re.sub(r"[ \t\r\f\v\xa0]+", " ", "".join(reader.parts))
@@ -87,7 +87,7 @@ class _Reader:
         return len(self.page) if end < 0 else end + len(mark)
 
     def _raw(self, name: str, start: int) -> int:
-        """An element in which `<` means nothing."""
+        """Parse an element in which `<` has no meaning."""
         found = _RAW_END[name].search(self.page, start)
         end = found.start() if found else len(self.page)
         if name == "title" and not self.title:

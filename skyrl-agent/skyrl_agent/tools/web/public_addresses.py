@@ -38,7 +38,7 @@ class PublicTransport(httpx.AsyncHTTPTransport):
 
 
 async def _public_address(host: str, port: int) -> str:
-    """Raises PrivateAddress, httpx.ConnectError if the name is unknown."""
+    """Resolve a public address. Raises PrivateAddress, and httpx.ConnectError if the name is unknown."""
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as failure:

@@ -63,12 +63,12 @@ class PageReader(Protocol):
 
 
 class DirectReader:
-    """Reader that fetches a page itself. Scripts are not run.
+    """Reader that fetches pages directly. Scripts are not run.
 
     Args:
-        timeout: seconds, from connecting to the last byte.
-        max_bytes: of a page; what is longer is read so far.
-        allow_private: also addresses of this machine and its network.
+        timeout: seconds from connecting to the last byte.
+        max_bytes: size limit of a page; the rest is not read.
+        allow_private: also allow private addresses (this machine and its network).
     """
 
     def __init__(self, timeout: float = 20.0, max_bytes: int = 4 << 20, allow_private: bool = False) -> None:

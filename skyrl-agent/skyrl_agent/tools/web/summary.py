@@ -29,7 +29,7 @@ AT_A_TIME = 4
 
 class Summarizer(Protocol):
     async def summarize(self, text: str, goal: str, user: str) -> str:
-        """`user` is the same for all of a trajectory. Raises InfraError."""
+        """Summarize a chunk for a goal. `user` is the same throughout a trajectory. Raises InfraError."""
         ...
 
     async def close(self) -> None: ...
@@ -63,7 +63,7 @@ class ChatSummarizer:
 
 
 class OwnSummarizer:
-    """The agent's own model, asked beside its conversation."""
+    """Summarizer that uses the agent's model, outside its conversation."""
 
     def __init__(self, ask: Callable[[list[Message]], Awaitable[str]]) -> None:
         self._ask = ask
@@ -84,7 +84,7 @@ def summary_messages(text: str, goal: str) -> list[Message]:
 
 
 async def summarize_page(summarizer: Summarizer, text: str, goal: str, user: str, chunk_chars: int) -> str:
-    """The parts of what a page holds for a goal, in order. Chunks that are too long for the model are halved.
+    """Summarize the chunks of a page for a goal, in order. Chunks too long for the model are halved.
 
     Raises:
         InfraError: of the summarizer.
@@ -111,7 +111,9 @@ async def summarize_page(summarizer: Summarizer, text: str, goal: str, user: str
 
 
 def _format_reply(reply: str) -> str:
-    """Evidence and summary of the JSON object in a reply, "" if there is no evidence; a reply without one as it is."""
+    """Format evidence and summary of the JSON object in a reply; "" without evidence. A reply without JSON is
+    unchanged.
+    """
     try:
         said = json.loads(reply[reply.index("{") : reply.rindex("}") + 1])
         evidence, summary = str(said["evidence"] or "").strip(), str(said.get("summary") or "").strip()

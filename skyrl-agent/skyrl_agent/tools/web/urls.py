@@ -35,7 +35,7 @@ def _trimmed(address: str) -> str:
 
 
 def normalized(url: str) -> str:
-    """Lower-case scheme and host, no fragment; characters that no address has, as %XX."""
+    """Normalize a URL: lower-case scheme and host, no fragment, invalid characters as %XX."""
     try:
         parts = urlsplit(url)
         host = parts.netloc.lower()
@@ -46,7 +46,7 @@ def normalized(url: str) -> str:
 
 
 def variants(url: str) -> list[str]:
-    """The address, then what it is often meant to be: with or without www, then without encryption."""
+    """Return the URL and likely alternatives: with or without www, then without encryption."""
     parts = urlsplit(url)
     host = parts.netloc
     other = host.removeprefix("www.") if host.startswith("www.") else f"www.{host}"

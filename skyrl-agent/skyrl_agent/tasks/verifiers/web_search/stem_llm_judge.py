@@ -9,12 +9,12 @@ __all__ = ["compute_score"]
 
 
 def compute_score(data_source: str, output: str, gt: str, extra_info: Row | None = None) -> float:
-    """1 if what the last box holds means the same as the reference, else 0; 0 without a box. `extra_info` may have the
-    `question`, and the `answer_type` `exactMatch`, for which text is compared and no judge is asked.
+    """Return 1 if the last box is equivalent to the reference, else 0; 0 without a box. `extra_info` may have the
+    `question`, and the `answer_type` `exactMatch`, which compares text without the judge.
 
     Raises:
-        ConfigError: there is no judge.
-        InfraError: it does not work.
+        ConfigError: no judge is configured.
+        InfraError: the judge fails.
     """
     answer, info = boxed_answer(final_text(output)), extra_info or {}
     if answer is None:

@@ -52,11 +52,11 @@ class SourceFile:
         return self.text.count("\n") + (not self.text.endswith("\n") and bool(self.text))
 
     def named(self, name: str) -> list:
-        """The entities with this qualified name: several, where it is defined again."""
+        """Return the entities with this qualified name: several if it is redefined."""
         return [entity for entity in self.entities if entity.name == name]
 
     def at(self, line: int) -> Entity | None:
-        """The innermost entity around a line."""
+        """Return the innermost entity around a line."""
         around = [entity for entity in self.entities if entity.start <= line <= entity.end]
         return max(around, key=lambda entity: (entity.start, -entity.end)) if around else None
 
@@ -92,7 +92,7 @@ class CodeIndex:
         """Read new and changed files and forget removed ones. Returns the number of files parsed.
 
         Raises:
-            NotADirectoryError: there is no folder at the root.
+            NotADirectoryError: the root is not a folder.
         """
         if not os.path.isdir(self.root):
             raise NotADirectoryError(f"{self.root} is not a folder")
@@ -124,7 +124,7 @@ class CodeIndex:
         return parsed
 
     def text_of(self, path: str) -> str | None:
-        """Return the text of a listed file; None if it is binary, too large or gone."""
+        """Return the text of a listed file; None if it is binary, too large or removed."""
         known = self.files.get(path)
         return known.text if known else read_text(os.path.join(self.root, path))
 

@@ -16,7 +16,7 @@ _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 
 
 def entities(index: CodeIndex, term: str, paths: list) -> list:
-    """Places with this id or name, those of the strictest reading that finds any: the very case before any case."""
+    """Find places with this id or name by the strictest match that finds any: exact case before any case."""
     term = term.strip().replace("::", ":", 1).replace("::", ".")
     path, _, name = term.rpartition(":")
     if path and name:
@@ -52,7 +52,7 @@ def _files(term: str, paths: list) -> list:
 
 
 def _dotted(index: CodeIndex, term: str, paths: list) -> list:
-    """`package.module.Class.method`: a module, and what is in it."""
+    """Find `package.module.Class.method`: a module and its members."""
     parts = term.split(".")
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
         return []
@@ -72,7 +72,7 @@ class Occurrences(NamedTuple):
 
 
 def text(term: str, texts: dict) -> dict:
-    """Path -> occurrences of a text, in those files (path -> text) that have it."""
+    """Map the path of each file (path -> text) that contains a text to its occurrences."""
     found = {}
     for path, content in texts.items():
         count = content.count(term)
@@ -94,7 +94,7 @@ def _first_lines(term: str, content: str) -> list:
 
 
 def ranked(query: str, files: list) -> list:
-    """Places whose source has most of the query's words, rare words first (idf; no order among words)."""
+    """Find places whose source has most of the query's words, weighted by idf, in any word order."""
     words = {word.lower() for word in _WORD.findall(query) if len(word) > 2}
     lowered = {file.path: file.text.lower() for file in files}
     counts = {word: {path: n for path, content in lowered.items() if (n := content.count(word))} for word in words}

@@ -44,7 +44,7 @@ class Names:
                     self._modules.setdefault(".".join(parts[start:]), []).append(path)
 
     def spellings(self, name: str) -> set:
-        """The names under which files import something of this name, itself among them."""
+        """Return the names under which files import this name, including itself."""
         known, todo = {name}, [name]
         while todo:
             name = todo.pop()
@@ -67,7 +67,7 @@ class Names:
         return self._methods[name]
 
     def module(self, name: str, importer: str = "") -> list:
-        """Paths of the files that an import of `name` in the file `importer` may mean; those outside are not known."""
+        """Return the repository paths that an import of `name` in the file `importer` may refer to."""
         dots = len(name) - len(name.lstrip("."))
         folder = importer.rpartition("/")[0]
         if dots:
@@ -105,7 +105,7 @@ class Names:
         return found
 
     def imports(self, file: SourceFile) -> list:
-        """(import, paths in the repository) of each."""
+        """Return (import, paths in the repository) of each import."""
         found = []
         for item in file.imports:
             paths = []
@@ -185,7 +185,7 @@ class Names:
         return [Place(file.path, name)] if file.named(name) else self._inherited(file, owner, ".".join(rest), hops)
 
     def _inherited(self, file: SourceFile, owner: str, name: str, hops: int = 0) -> list:
-        """The method in the first of the bases that has it."""
+        """Find the method in the first base class that defines it."""
         if hops > MAX_HOPS:
             return []
         for entity in file.named(owner):

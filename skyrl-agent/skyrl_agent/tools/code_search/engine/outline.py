@@ -69,7 +69,7 @@ def outline(text: str) -> Outline:
 
 
 def dotted(node: ast.AST) -> str:
-    """`a.b.c` of an expression of names; `?.c` where it begins with something else; empty if it has no name at all."""
+    """Format an expression of names as `a.b.c`; `?.c` if it begins with something else; empty without any name."""
     parts = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
@@ -83,8 +83,9 @@ def dotted(node: ast.AST) -> str:
 
 
 def elide(text: str, entities: list, keep: int = 3) -> list:
-    """(line number, line) of a source whose functions have no body: of more than `keep` lines it is left out, with a
-    line that tells so under the number of the first of them."""
+    """Return (line number, line) of a source with elided functions: a body of more than `keep` lines is replaced by a
+    note at the number of its first line.
+    """
     lines = text.split("\n")
     if lines and not lines[-1]:
         lines.pop()

@@ -11,7 +11,7 @@ NONE = "  none in this repository"
 
 
 def callers(index: CodeIndex, names: Names, target: Place) -> str:
-    """Calls that mean the target, and those that have only its name in common with it."""
+    """Find calls of the target, and calls that only share its name."""
     if not target.name:
         return "  a file is not called: ask for its imports, or for something in it"
     targets, called = {target}, {target.name.rpartition(".")[2]}

@@ -17,7 +17,7 @@ def numbered(lines, first: int = 1) -> str:
 
 
 def place(file: SourceFile, name: str, style: str) -> str:
-    """An entity, or a whole file."""
+    """Render an entity or a whole file."""
     if not name:
         return _file(file, style)
     return "\n".join(_entity(file, entity, style) for entity in file.named(name))
@@ -58,7 +58,7 @@ def _outline(entities: list, inside: str = "") -> str:
 
 
 def fitting(render, style: str, budget: int) -> str:
-    """`render(style)`, or in the next shorter format that has room, with a note that says so."""
+    """Return `render(style)`, or the next shorter format that fits, with a note."""
     for shorter in FORMATS[FORMATS.index(style) :]:
         content = render(shorter)
         note = ""
@@ -72,7 +72,7 @@ def fitting(render, style: str, budget: int) -> str:
 
 
 def clipped(content: str, budget: int) -> str:
-    """Whole lines from the beginning, and a note of how many are left out."""
+    """Return whole lines from the beginning, and a note with the number of omitted lines."""
     if len(content) <= budget:
         return content
     lines = content.split("\n")

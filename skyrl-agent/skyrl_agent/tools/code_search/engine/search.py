@@ -39,14 +39,14 @@ class RepositorySearch:
         Args:
             terms: names, ids (`path/file.py:Class.method`), paths, or any text.
             files: a path, folder or glob; nothing outside of it is searched.
-            lines: of the one file that `files` names: these are shown, with what is around them.
-            relation: callers, callees, imports, inherits: of the entities that the terms name.
-            style: complete, preview, fold; none: by how much is found.
-            max_chars: the answer is never longer.
+            lines: line numbers of the single file in `files`, shown with context.
+            relation: callers, callees, imports or inherits, of the entities named by the terms.
+            style: complete, preview or fold; None: chosen by the amount of results.
+            max_chars: length limit of the output.
 
         Raises:
-            ValueError: the question cannot be answered as it is put; the text says how to put it.
-            NotADirectoryError: there is no folder at the root.
+            ValueError: invalid query; the message explains valid ones.
+            NotADirectoryError: the root is not a folder.
         """
         if max_chars < MIN_BUDGET:
             raise ValueError(f"max_chars must be at least {MIN_BUDGET}; got {max_chars}")
@@ -88,7 +88,7 @@ class RepositorySearch:
         return heading + "\n".join(blocks)
 
     def _text(self, term: str, paths: list, others: list, brief: bool) -> str:
-        """Return the lines with the text; empty if there are none. `brief`: shown beside entities."""
+        """Return the lines that contain the text; empty if none do. `brief`: shown in addition to entities."""
         texts = {path: self.index.files[path].text for path in paths}
         texts.update({path: content for path in others if (content := self.index.text_of(path)) is not None})
         found, note = matches.text(term, texts), ""
@@ -165,7 +165,7 @@ class RepositorySearch:
 
 
 def _shared_budget(questions: list, max_chars: int) -> str:
-    """Each has an equal part of what those before it left."""
+    """Share a budget: each item gets an equal part of what the previous ones left."""
     answers: list = []
     left = max_chars
     for position, ask in enumerate(questions):
@@ -179,7 +179,7 @@ def _shared_budget(questions: list, max_chars: int) -> str:
 
 
 def _windows(lines: list, count: int) -> list:
-    """(first, last) of the parts of a file around its lines; those that touch are one."""
+    """Return (first, last) of the context around each line; adjacent windows are merged."""
     merged: list = []
     for line in lines:
         first, last = max(1, line - CONTEXT_LINES), min(count, line + CONTEXT_LINES)

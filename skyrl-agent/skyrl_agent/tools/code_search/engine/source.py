@@ -15,7 +15,7 @@ _SNIFFED_BYTES = 8192
 
 
 def walk(root: str) -> dict:
-    """Path below the root -> (mtime in ns, size), of every plain file worth a look. Links are not followed."""
+    """Map the relative path of each regular file to index to (mtime in ns, size). Links are not followed."""
     found = {}
     folders = [""]
     while folders:
@@ -72,7 +72,7 @@ class FilePattern:
         self._regex = re.compile(_regex(prefix + self.text)) if self.is_glob else None
 
     def select(self, paths) -> list:
-        """Those that it means, in order."""
+        """Return the selected paths, in order."""
         if self._regex is not None:
             return sorted(filter(self._regex.fullmatch, paths))
         if self.text in ("", "."):
