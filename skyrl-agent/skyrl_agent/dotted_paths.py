@@ -20,7 +20,7 @@ def class_at(path: str, key: str) -> type[Any]:
         missing = error.name or module
         why = "there is no such module" if module == missing or module.startswith(f"{missing}.") else "not installed"
         raise ConfigError(f"{key}={path!r}: cannot import {missing}: {why}") from error
-    except (AttributeError, TypeError, ValueError) as error:  # TypeError: of a relative path, which begins with a dot
+    except (AttributeError, TypeError, ValueError) as error:  # TypeError: a relative path that begins with a dot
         raise ConfigError(f"{key}={path!r} must be the dotted path of a class: {error}") from error
 
 

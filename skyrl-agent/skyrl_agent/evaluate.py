@@ -93,10 +93,10 @@ class Evaluation:
             raise
 
     def _check_settings(self, settings: Mapping[str, object]) -> None:
-        # As a file gives them back (lists for tuples, for example), or a comparison would find differences.
+        # As read back from a file (lists instead of tuples, for example), so that a comparison finds no differences.
         settings = json.loads(json.dumps(settings))
         if not self.path.exists():
-            # Settings without any trajectory bind nobody.
+            # Settings without trajectories are not binding.
             self._lock.truncate(0)
             self._lock.write(json.dumps(settings, indent=2) + "\n")
             self._lock.flush()
@@ -133,7 +133,7 @@ class Evaluation:
         if len(finished) == self.size * len(self.rows):
             return
         section = self.runner.cfg.dispatcher
-        # All that run at one moment may fail together; only failures of as many again end the evaluation.
+        # All concurrent trajectories may fail together; only as many further failures end the evaluation.
         patience = max(10, 2 * (section.val_config.max_parallel_agents or section.max_parallel_agents))
         in_a_row: list[TrajectoryResult] = []
         # Closed here, also at a break or a cancellation: unfinished trajectories are written while the file is held.
@@ -242,7 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _runner(cfg: TaskFile, tokenizer: str) -> AgentRunner:
-    from transformers import AutoTokenizer  # heavy, and an extra of this package
+    from transformers import AutoTokenizer  # slow to import, and an optional dependency
 
     is_folder = Path(tokenizer).expanduser().is_dir()
     if not is_folder:
@@ -251,7 +251,7 @@ def _runner(cfg: TaskFile, tokenizer: str) -> AgentRunner:
         )
     try:
         loaded = AutoTokenizer.from_pretrained(tokenizer, local_files_only=is_folder)
-    except (OSError, ValueError) as error:  # neither a folder nor on the hub: a served model may have any name
+    except (OSError, ValueError) as error:  # neither a folder nor on the hub, as a served model may have any name
         raise ConfigError(
             f"no tokenizer {tokenizer!r} can be loaded; --tokenizer must name the folder or the hub's name of the "
             f"served model's tokenizer (default: generator.backend_config.model_name): {str(error).splitlines()[0]}"

@@ -63,14 +63,14 @@ def result_of(record: Row) -> TrajectoryResult:
         **{name: value for name, value in record.items() if name in names},
         failure=None if failure is None else Failure(**failure),
         tool_calls=[ToolCallRecord(**call) for call in record["tool_calls"]],
-        sandbox=[SandboxCommand(**command) for command in record.get("sandbox", [])],  # earlier releases had none
+        sandbox=[SandboxCommand(**command) for command in record.get("sandbox", [])],  # missing in earlier releases
     )
 
 
 def record_of(
     result: TrajectoryResult, tokenizer: Tokenizer, val_mode: bool = False, position: int | None = None
 ) -> JsonObject:
-    """JSON-ready: all of a result but `transitions` and `state`, and
+    """Convert a result to JSON values, without `transitions` and `state`, and with
 
     time    Unix seconds at its end
     val     of an evaluation batch
@@ -94,7 +94,7 @@ def record_of(
 def _data_of(result: TrajectoryResult) -> list[TrainingDatum]:
     try:
         return transitions_to_training_data(result.transitions)
-    except ValueError:  # ids that nobody knows: `training_rows` makes a failure of it
+    except ValueError:  # unknown ids: `training_rows` reports the failure
         return []
 
 

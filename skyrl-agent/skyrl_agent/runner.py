@@ -72,7 +72,7 @@ class AgentRunner:
         """Run one batch to its end. Returns: the form of the backend's trainer.
 
         Raises:
-            TaskRowError: a row lacks something; nothing was started.
+            TaskRowError: a row is incomplete; nothing was started.
             UnavailableError: as `probe`; nothing was started.
             BatchFailedError: every trajectory failed.
         """
@@ -143,7 +143,7 @@ class AgentRunner:
             skip: (position, trajectory id) of trajectories that are not run.
 
         Raises:
-            TaskRowError: a row lacks something; nothing was started.
+            TaskRowError: a row is incomplete; nothing was started.
             UnavailableError: as `probe`; nothing was started.
             ConfigError: raised by a trajectory; the rest is cancelled.
         """
@@ -172,7 +172,7 @@ class AgentRunner:
                         yield position, result
         finally:
             for position, trajectory in numbered:
-                is_cut_off = id(trajectory) in running and trajectory.result.stage_seconds  # none: it never began
+                is_cut_off = id(trajectory) in running and trajectory.result.stage_seconds  # empty if it never started
                 if is_cut_off and self.file is not None:
                     self.file.append(trajectory.result, val_mode, position)
         if metrics is not None:

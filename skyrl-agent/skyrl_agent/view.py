@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def open_dashboard(path: str) -> int:
-    """Become the dashboard of a file. Returns: 1, if there is a reason not to."""
+    """Replace this process by the dashboard of a file. Returns 1 if that is not possible."""
     file = Path(path).expanduser()
     if not file.is_file() or file.name != DASHBOARD_NAME:
         why = "there is no such file" if not file.is_file() else f"the dashboard reads files named {DASHBOARD_NAME}"
@@ -64,7 +64,7 @@ def open_dashboard(path: str) -> int:
 
 
 def list_all(console: Console, records: Sequence[tuple[int, JsonObject]]) -> None:
-    """A line each, and how they ended."""
+    """Print a line per trajectory and a summary of finish reasons."""
     names = ("#", "instance", "traj", "val", "reward", "steps", "tokens", "finish reason", "failure")
     table = Table(*(Column(name, no_wrap=True) for name in names), box=None, pad_edge=False)
     for number, record in records:
@@ -88,7 +88,7 @@ def list_all(console: Console, records: Sequence[tuple[int, JsonObject]]) -> Non
 
 
 def show(console: Console, record: JsonObject) -> None:
-    """One in full: what it earned, what it called, its messages, and its tokens with the mask as colour."""
+    """Print one trajectory in full: reward, tool calls, messages, and tokens coloured by mask."""
     console.rule(escape(f"{record['instance_id']} trajectory {record['trajectory_id']}"))
     for key in ("finish_reason", "reward", "reward_parts", "failure", "stage_seconds", "metrics"):
         if record[key] not in (None, {}):

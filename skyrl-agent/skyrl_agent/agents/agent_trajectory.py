@@ -42,7 +42,7 @@ class AgentTrajectory(BaseTrajectory):
                 raise ConfigError(
                     f"unknown key agent_config.{name}; {did_you_mean(name, known, prefix='agent_config.')}"
                 )
-        absent: Any = None  # settings are checked without model and tokenizer
+        absent: Any = None  # settings are validated without model and tokenizer
         tools = agent_cls.tool_entries(cfg.tools, task)
         agent = agent_cls(cfg.generator, absent, absent, tools=tools, **cfg.agent_config)
         check_runtime_section(cfg.runtime)
@@ -69,7 +69,7 @@ class AgentTrajectory(BaseTrajectory):
 
     async def initialize_trajectory(self) -> None:
         spec = self.task.runtime_spec(self.instance)
-        if self.environment is not None and self.task.make_environment is not None:  # else a place's number
+        if self.environment is not None and self.task.make_environment is not None:  # otherwise the index of a slot
             self.runtime = self.environment
         elif spec is not None:
             self.runtime = self._make_runtime(spec)

@@ -159,7 +159,7 @@ class Agent:
         return self.outcome
 
     def _warn_of_rows(self) -> None:
-        """Warn, once for each number of rows, that the chat template makes training dearer."""
+        """Warn, once per number of rows, that the chat template makes training more expensive."""
         conversation = self.conversation
         if conversation is None or not conversation.breaks or len(conversation.breaks) in _warned_of_rows:
             return

@@ -45,7 +45,7 @@ class PromptBuilder:
     def sampling_params(self) -> JsonObject:
         """Sampling parameters that the tool format and the chat template need."""
         shown = {"skip_special_tokens": False} if self.format.keeps_special_tokens else {}
-        if self.tokenizer is None:  # an agent that is made to check its settings alone
+        if self.tokenizer is None:  # an agent built only to validate its settings
             return dict(shown)
         return self._turn_ends.with_stop_ids(self.settings.sampling_params) | shown
 
@@ -75,7 +75,7 @@ class PromptBuilder:
 
     def answer(self, text: str, calls: Sequence[ToolCall | Invalid]) -> Message:
         """Build the message of an answer."""
-        text = self._turn_ends.strip(text)  # some servers leave it there
+        text = self._turn_ends.strip(text)  # some servers include it
         return self.format.answer_message(text, [call for call in calls if isinstance(call, ToolCall)])
 
     def for_later_turns(self, answer: Message) -> Message:

@@ -79,7 +79,7 @@ class Toolbox:
     async def _close(self, tool: BaseTool) -> None:
         try:
             await self.pending.before(CLOSE_SECONDS, tool.close())
-        except Exception as error:  # user code may raise anything; nothing depends on the tool any more
+        except Exception as error:  # user code may raise anything; the tool is not used any more
             logger.warning("tool %s was not closed: %s: %s", tool.name, type(error).__name__, error)
 
     async def run(self, calls: Sequence[ToolCall | Invalid], context: ToolContext, step: int) -> list[ToolOutput]:

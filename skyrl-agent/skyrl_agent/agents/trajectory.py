@@ -79,7 +79,7 @@ class BaseTrajectory(ABC):
 
     @abstractmethod
     async def evaluate_trajectory(self) -> None:
-        """Set the reward. Called only if `ending_of(finish_reason).evaluated`."""
+        """Grade the result. Called only if `ending_of(finish_reason).evaluated`."""
 
     async def close(self) -> None:
         """Release all resources. May be called more than once; never raises."""

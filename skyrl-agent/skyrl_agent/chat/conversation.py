@@ -182,7 +182,7 @@ class Conversation:
     def _appended(self, answer: Message, added: Sequence[Message]) -> _Prompt:
         end, text = self.encoder.after_answer(answer, added)
         ids = self.transitions[-1].ac.token_ids or []
-        if not (ids and self.encoder.is_special(ids[-1])):  # the model was cut short before the end of its turn
+        if not (ids and self.encoder.is_special(ids[-1])):  # truncated before the end of the turn
             text = end + text
         return _Prompt(self._written + self.encoder.ids_after(text), text)
 
@@ -230,7 +230,7 @@ class Conversation:
             except ConfigError:
                 return False
 
-        index = self._answers[turn]  # its header, unless a message before it ends beyond
+        index = self._answers[turn]  # the response's header, unless an earlier message ends after it
         if ends_beyond(index - 1):
             index = bisect_left(range(index), True, lo=first, key=ends_beyond)
         at = max(at - 10, 0)

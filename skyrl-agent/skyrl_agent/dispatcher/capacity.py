@@ -51,7 +51,7 @@ class Capacity:
     def new_batch(self) -> int:
         """Return the number of a batch: trajectories of earlier batches go first. `end_batch` ends it."""
         self._num_open += 1
-        self._hedge(False)  # what one batch may take alone is not for two
+        self._hedge(False)  # hedging is for a single batch
         return next(self._batches)
 
     def end_batch(self) -> None:
@@ -84,7 +84,7 @@ class Capacity:
         known = [seconds for group in expected for seconds in group if seconds is not None]
         if limit is None or not known:
             return 0.0
-        mean = fmean(known)  # of instances that are not known
+        mean = fmean(known)  # for unknown instances
         whole, half = (sum(mean if seconds is None else seconds for seconds in group) for group in expected)
         return (whole + half / 2) / limit
 

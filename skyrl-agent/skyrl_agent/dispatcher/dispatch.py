@@ -122,8 +122,10 @@ class Dispatch:
                 await finish_despite_cancellation(self._stop_all(tasks))
 
     def metrics(self) -> dict[str, float]:
-        """`dispatcher/...`: `StageMeter.numbers` of each stage, and of the whole run `seconds`, `peak_alive`
-        (maximum number of open trajectories), `failures`, `abandoned` (stages that ignored their cancellation)."""
+        """Return `dispatcher/...` metrics: `StageMeter.numbers` of each stage, and for the whole run `seconds`,
+        `peak_alive` (maximum number of open trajectories), `failures`, `abandoned` (stages that ignored their
+        cancellation).
+        """
         span = (self._ended or self._now()) - self._began
         whole = {"seconds": span, "peak_alive": self.peak_alive, "failures": self.failed, "abandoned": self._abandoned}
         of_stages = {
@@ -161,7 +163,7 @@ class Dispatch:
         except asyncio.CancelledError as error:
             state.trajectory.fail(state.stage, error, state.attempts)
             raise
-        except ConfigError as error:  # the same for all trajectories
+        except ConfigError as error:  # affects all trajectories
             state.trajectory.fail(state.stage, error, state.attempts)
             raise
         except Exception as error:  # user code may raise anything; it ends this trajectory alone
@@ -188,7 +190,7 @@ class Dispatch:
     async def _run_stage(self, state: TrajectoryState, stage: Stage, attempt: int = 1) -> None:
         """Wait for a slot and run the stage in it. The slot is kept until the next stage, or the end, releases it."""
         limit, meter, priority = self.stages[stage], self._meters[stage], self._priority(state, stage)
-        # Before the first stage all of a batch may wait, more than a process can record.
+        # All trajectories of a batch may wait before the first stage, too many to record.
         queued = nullcontext() if stage == "initialize" else waiting(f"a slot of {stage}", on=slots_of(stage))
         with queued:
             await limit.enter_queue(priority)

@@ -44,7 +44,7 @@ class EnvironmentPool:
         if index not in self._environments:
             lease = self._leases[index]
             environment = await self._make(index) if self._make else index
-            if self._leases.get(index) is not lease:  # it took so long that the trajectory was given up
+            if self._leases.get(index) is not lease:  # the trajectory was abandoned meanwhile
                 await self._close_one(environment)
                 raise TimeoutError(f"environment {index} was made too late, and closed again")
             self._environments[index] = environment

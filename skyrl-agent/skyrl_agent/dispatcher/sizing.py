@@ -31,12 +31,12 @@ class SpeedModel:
 
 
 def _sharing(capacity: int) -> SpeedModel:
-    """Trajectories beyond a capacity share it."""
+    """Model trajectories that share a fixed capacity."""
     return SpeedModel(lambda n: min(1.0, capacity / n), capacity)
 
 
 def _saturating(capacity: int) -> SpeedModel:
-    """Throughput approaches a capacity gradually; three times as many reach 95 % of it."""
+    """Model throughput that approaches a capacity gradually; three times as many reach 95 % of it."""
     return SpeedModel(lambda n: capacity * (1 - math.exp(-n / capacity)) / n, 3 * capacity)
 
 
@@ -102,7 +102,7 @@ class StageSize:
         self._advance(now)
         self._inside -= 1
         work = [end - begin for begin, end in zip(entry.clocks, self._clocks, strict=True)]
-        if instance is None or min(work) <= 0:  # a clock that is far ahead does not move by a very short time
+        if instance is None or min(work) <= 0:  # very short times are below the resolution of a large clock value
             return False
         self._ended.append((instance, list(map(math.log, work))))
         self._unseen += 1

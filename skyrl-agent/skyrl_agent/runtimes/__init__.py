@@ -26,8 +26,8 @@ CONTAINER_SETTINGS = ("pull", "user", "read_only", "cpus")
 
 
 def make_runtime(spec: RuntimeSpec) -> Runtime:
-    """A runtime, not started. Kind `auto` is a server if there is a `url`, a container if there is an `image`, and else
-    what `skyrl_gym.sandbox.make_sandbox` chooses: bubblewrap, or a container where that does not work.
+    """Build a runtime without starting it. Kind `auto` selects a server if `url` is set, a container if `image` is set,
+    else the choice of `skyrl_gym.sandbox.make_sandbox`: bubblewrap, or a container if that does not work.
 
     Raises:
         ConfigError: kind `remote` has no url.

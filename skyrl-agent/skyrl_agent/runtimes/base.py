@@ -98,7 +98,7 @@ class Runtime(Protocol):
         ...
 
     async def write(self, path: str, data: str | bytes) -> None:
-        """Relative to the working directory. Raises ValueError for a path outside."""
+        """Write a file, relative to the working directory. Raises ValueError for a path outside."""
         ...
 
     async def read(self, path: str) -> bytes:
@@ -108,5 +108,5 @@ class Runtime(Protocol):
     async def snapshot(self) -> Snapshot: ...
 
     async def close(self) -> None:
-        """End all processes and remove everything. May be called more than once; never raises."""
+        """Kill all processes and remove all files. May be called more than once; never raises."""
         ...

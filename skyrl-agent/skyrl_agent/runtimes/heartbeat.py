@@ -66,7 +66,7 @@ class Heart:
             if held:
                 self.be_watched()
             for lease in held:
-                with suppress(OSError):  # the next beat may
+                with suppress(OSError):  # the next heartbeat may succeed
                     lease.renew()
             pause = min((lease.seconds / BEATS_PER_LEASE for lease in held), default=LONGEST_PAUSE_SECONDS)
             self._changed.wait(min(pause, LONGEST_PAUSE_SECONDS))
@@ -82,7 +82,7 @@ def start_watcher() -> int:
 
 
 def _is_readable(descriptor: int) -> bool:
-    poll = select.poll()  # a number above 1024 is none for `select`
+    poll = select.poll()  # `select` does not support descriptors above 1024
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(0))
 

@@ -148,7 +148,7 @@ class HostRuntime:
         self._closed = True
         try:
             await in_thread(CALL_SECONDS, self._close)
-        except Exception as error:  # whatever it is: the lease is not renewed any more, so others remove what is left
+        except Exception as error:  # the lease is not renewed any more, so the cleanup removes the rest
             logger.warning("runtime %s could not be closed: %s", self.id, error)
 
     async def __aenter__(self) -> Self:
@@ -242,17 +242,17 @@ class _Command:
                 raise InfraError("the command was cancelled before it began")
             try:
                 self._command = command = sandbox.begin(argv, env, limits)
-            except ValueError as error:  # what no system can start: a zero byte or megabytes in an argument
+            except ValueError as error:  # invalid arguments: a NUL byte, or megabytes
                 return ExecResult("exited", NOT_STARTED, "", f"{error}\n", 0.0)
         try:
             return command.communicate(stdin)
         finally:
             command.kill()
-            with self._lock:  # while it is waited for, its descriptors must not become another's
+            with self._lock:  # its descriptors must not be reused during the wait
                 command.close()
 
     def cancel(self) -> None:
-        """End the command with all its children, and return when they have ended. May be called at any time."""
+        """Kill the command with all its children, and return when they have exited. May be called at any time."""
         with self._lock:
             self._cancelled = True
             if self._command is not None and not self._command.ended:

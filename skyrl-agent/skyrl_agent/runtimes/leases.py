@@ -76,13 +76,13 @@ class Lease:
             raise ValueError(f"{path} is no lease: {error}") from error
 
     def renew(self) -> None:
-        with suppress(FileNotFoundError):  # it ended; the runtime's user will notice
-            now = time.time()  # ours, where a file server's clock may differ
+        with suppress(FileNotFoundError):  # the lease expired; calls of the runtime will report it
+            now = time.time()  # local time, as a file server's clock may differ
             os.utime(self.path, (now, now))
 
     def release(self) -> None:
-        """Drop the lease: there is nothing to remove any more. May be called more than once."""
-        if self.pid == os.getpid():  # not a forked process that ends
+        """Delete the lease, as nothing is left to remove. May be called more than once."""
+        if self.pid == os.getpid():  # not in a forked process
             self.path.unlink(missing_ok=True)
 
     @property

@@ -28,7 +28,7 @@ def sweep() -> tuple[list[Lease], dict[str, str]]:
         try:
             if remove(lease):
                 removed.append(lease)
-        except FileNotFoundError:  # closed, or removed by someone else, at this moment
+        except FileNotFoundError:  # closed or removed concurrently
             continue
         except (InfraError, OSError, subprocess.TimeoutExpired) as error:
             failed[lease.id] = str(error)
@@ -47,7 +47,7 @@ def remove(lease: Lease) -> bool:
         except BlockingIOError:
             return False
         # Read under the lock: if another sweep removed the lease between our open and our lock, the lock is on a
-        # deleted file and excludes nobody; the read then raises FileNotFoundError.
+        # deleted file and has no effect; the read then raises FileNotFoundError.
         lease = Lease.read(lease.path)
         if lease.why_left_behind() is None:
             return False
@@ -69,10 +69,10 @@ def _remove_folder(folder: str) -> None:
         about = os.lstat(folder)
         if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
             raise InfraError(f"{folder} is not a folder of ours, and stays")
-        # A sandboxed program may have taken away the rights that the deletion needs.
+        # A sandboxed program may have removed the permissions that deletion needs.
         for command in (["chmod", "-R", "u+rwx", "--", folder], ["rm", "-rf", "--", folder]):
             subprocess.run(command, stderr=subprocess.DEVNULL, timeout=DELETE_SECONDS, check=False)
-    _end_processes(folder)  # one that was about to start: from now on none can
+    _end_processes(folder)  # processes started meanwhile: from now on none can start
     if os.path.lexists(folder):
         raise InfraError(f"the sandbox's folder {folder} could not be deleted")
 
@@ -82,7 +82,7 @@ def _end_processes(folder: str) -> None:
     kernel to kill its children with the owner, but the owner may exit before that.)
     """
     name, deadline = f"/{os.path.basename(folder)}/".encode(), time.monotonic() + END_SECONDS
-    # A list, not a generator: each round kills all of them. Those are looked for again until they are gone.
+    # A list, not a generator: each round kills all matches, until none is left.
     while any([_kill_if(pid, name) for pid in map(int, filter(str.isdigit, os.listdir("/proc")))]):
         if time.monotonic() > deadline:
             raise InfraError(f"processes in {folder} could not be ended within {END_SECONDS:g} s")
@@ -93,7 +93,7 @@ def _kill_if(pid: int, name: bytes) -> bool:
     if pid == os.getpid():
         return False
     with suppress(OSError):
-        descriptor = os.pidfd_open(pid)  # first: the number is then that process's while we look
+        descriptor = os.pidfd_open(pid)  # first, so that the pid cannot be reused during the check
         try:
             if any(name in Path(f"/proc/{pid}/{file}").read_bytes() for file in ("mountinfo", "cmdline", "environ")):
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)

@@ -61,7 +61,7 @@ class LeasedWorkspaceSandbox(LeasedSandbox[Workspace]):
         return super().begin(command, env, limits)
 
     def write(self, path: str, data: str | bytes) -> None:
-        """A file that was there keeps its mode."""
+        """Write a file. An existing file keeps its mode."""
         file = os.path.join(self._started().files, path)
         mode = None
         with suppress(OSError, ValueError):
@@ -70,7 +70,7 @@ class LeasedWorkspaceSandbox(LeasedSandbox[Workspace]):
         try:
             super().write(path, data)
             if mode is not None:
-                os.chmod(file, mode)  # no link leads here, or `write` had refused
+                os.chmod(file, mode)  # not a link: `write` rejects links
         except OSError as error:
             raise InfraError(f"{self._started().root} cannot be written: {error}") from error
 

@@ -98,7 +98,7 @@ class RemoteRuntime:
         self._client = self._new_client()
         try:
             deadline = time.monotonic() + START_SECONDS
-            self._heartbeat = asyncio.create_task(self._beat())  # now: the first answer may take longer than the lease
+            self._heartbeat = asyncio.create_task(self._beat())  # early: the first reply may take longer than the lease
             state = await self._ask(RuntimeState, "PUT", body=self._wishes(), retry_seconds=START_SECONDS)
             while not state.ready:
                 if time.monotonic() > deadline:
@@ -156,9 +156,9 @@ class RemoteRuntime:
         if heartbeat is not None:
             heartbeat.cancel()
         try:
-            # A server that has not answered may have been asked all the same; if it is not there, one try is enough.
+            # A server may have received a request without replying; if it is unreachable, one attempt is enough.
             await self._request("DELETE", retry_seconds=CANCEL_SECONDS if self._is_known else 0.0)
-        except Exception as error:  # the server closes it when its lease ends
+        except Exception as error:  # the server closes it when the lease expires
             logger.warning("runtime %s at %s could not be closed: %s", self.id, self.spec.url, error)
         finally:
             await client.aclose()
@@ -192,7 +192,7 @@ class RemoteRuntime:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(self.spec.lease_seconds / BEATS_PER_LEASE)
-            with suppress(InfraError):  # whoever uses the runtime will hear of it
+            with suppress(InfraError):  # calls of the runtime will report it
                 await self._request("POST", "/lease", retry_seconds=0)
 
     async def _ask(
@@ -244,7 +244,7 @@ class RemoteRuntime:
                 seconds, reason = most, problem.message
             else:
                 seconds, reason = min(most, REFUSED_SECONDS if is_refused else RETRY_SECONDS), problem
-            now = time.monotonic()  # time counts from the first failure, which may take long itself
+            now = time.monotonic()  # measured from the first failure, which may itself take long
             last_deadline = min(last_deadline, now + most)
             if seconds != limit:  # another kind of failure
                 limit, deadline = seconds, min(now + seconds, last_deadline)

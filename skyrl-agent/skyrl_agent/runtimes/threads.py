@@ -34,9 +34,9 @@ async def in_thread(seconds: float, function: Callable[..., T], *arguments: obje
         result, error = None, None
         try:
             result = function(*arguments)
-        except BaseException as raised:  # carried to the caller, whatever it is
+        except BaseException as raised:  # passed on to the caller
             error = raised
-        with suppress(RuntimeError):  # the loop is closed: nobody waits
+        with suppress(RuntimeError):  # the loop is closed, so no caller waits
             loop.call_soon_threadsafe(deliver, result, error)
 
     try:

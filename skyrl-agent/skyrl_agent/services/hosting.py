@@ -80,7 +80,7 @@ class Host:
                 setup=wishes.setup,
                 env=wishes.env,
                 limits=self._bounded(wishes.limits),
-                lease_seconds=max(wishes.lease_seconds, RuntimeSpec.lease_seconds),  # ours, while this server lives
+                lease_seconds=max(wishes.lease_seconds, RuntimeSpec.lease_seconds),  # at least the default here
                 snapshot=Snapshot("tar", wishes.snapshot) if wishes.snapshot is not None else None,
             )
             runtime = make_runtime(spec)
@@ -130,7 +130,7 @@ class Host:
         return task
 
     async def cancel(self, id: str, command_id: str) -> None:
-        """End a command. If it is unknown, record its id so that a late request does not start it."""
+        """Kill a command. If it is unknown, record its id so that a late request does not start it."""
         task = self.find(id).commands.setdefault(command_id, None)
         if task is not None:
             task.cancel()
@@ -180,6 +180,6 @@ async def _close(hosted: Hosted) -> None:
         task.cancel()
     await asyncio.wait(tasks)
     for task in tasks:
-        with suppress(asyncio.CancelledError, Exception):  # told to whoever asked, if anyone did
+        with suppress(asyncio.CancelledError, Exception):  # reported to the caller, if any
             task.result()
     await hosted.runtime.close()

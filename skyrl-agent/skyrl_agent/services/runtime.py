@@ -38,7 +38,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def is_loopback(host: str) -> bool:
-    """Tell if a host name is of this machine."""
+    """Return whether a host name refers to this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

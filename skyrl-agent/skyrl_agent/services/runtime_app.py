@@ -54,7 +54,7 @@ def create_app(settings: HostSettings, token: str | None = None) -> FastAPI:
 
     async def admit(request: Request) -> None:
         if token is None:
-            if not is_loopback(request.url.hostname):  # a page whose name was made to mean this machine
+            if not is_loopback(request.url.hostname):  # DNS rebinding by a foreign page
                 raise Refused(403, "unauthorized", f"this server has no token and answers to {LOOPBACK_NAMES} only")
         elif not secrets.compare_digest(
             request.headers.get("authorization", "").encode("latin-1"), f"Bearer {token}".encode()

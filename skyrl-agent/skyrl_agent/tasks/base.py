@@ -46,7 +46,7 @@ class Instance:
     data_source: str = "default"
 
     def __post_init__(self) -> None:
-        if isinstance(self.row, Mapping):  # a task may name another part of the row by data.instance_key
+        if isinstance(self.row, Mapping):  # data.instance_key may select another part of the row
             object.__setattr__(self, "row", _Fields(self.row, self.instance_id))
 
 
@@ -90,7 +90,7 @@ class BaseTask:
         """
 
     def get_instruction(self, instance: Instance) -> list[Message]:
-        """The messages an agent starts from: usually a system message and the problem."""
+        """Return the initial messages: usually a system message and the problem."""
         raise NotImplementedError
 
     def runtime_spec(self, instance: Instance) -> RuntimeSpec | None:

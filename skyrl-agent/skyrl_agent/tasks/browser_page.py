@@ -1,7 +1,7 @@
 """Page in a real browser (Chromium, by Playwright) that shows a site made of files, without network access.
 
 Requires the extra `browser` and Chromium: Playwright's (`playwright install chromium`) or the executable named by the
-    environment variable CHROMIUM.
+environment variable CHROMIUM.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ PROGRAM_VARIABLE = "CHROMIUM"
 START_SECONDS = 60.0
 ACTION_SECONDS = 10.0
 
-# What can be used gets a number; the page as text has them.
+# Numbers the interactive elements; the text of the page shows the numbers.
 OUTLINE = """() => {
   const used = [...document.querySelectorAll('a[href], button, input, select, textarea, [onclick], [role=button]')]
     .filter(e => e.getClientRects().length && e.type !== 'hidden');
@@ -71,7 +71,7 @@ class BrowserPage:
         return cls(playwright, browser)
 
     async def show(self, files: Mapping[str, str], start: str) -> None:
-        """A new site in a new context: nothing is left of the one before."""
+        """Show a new site in a new context, without state of the previous one."""
 
         async def answer(route: Any) -> None:
             url = urlsplit(route.request.url)
@@ -110,7 +110,7 @@ class BrowserPage:
         await self._do(self.page.go_back())
 
     async def run(self, script: str) -> Any:
-        """The value of JavaScript in the page."""
+        """Evaluate JavaScript in the page."""
         return await self._do(self.page.evaluate(script))
 
     async def close(self) -> None:

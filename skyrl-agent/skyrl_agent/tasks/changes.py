@@ -15,7 +15,8 @@ MAX_BYTES = 1 << 20
 """Maximum total size of the changed files; further ones are left out."""
 SECONDS = 60.0
 
-# Runs inside. In: {"known": {path: sha256}, "budget": bytes}. Out: the fields of `Changes` but the patch.
+# Runs in the runtime. Input: {"known": {path: sha256}, "budget": bytes}. Output: the fields of `Changes` except the
+# patch.
 COLLECT = """
 import hashlib, json, os, sys
 told = json.load(sys.stdin)
@@ -69,11 +70,11 @@ async def read_changes(runtime: Runtime, original: Mapping[str, str]) -> Changes
     """Compare the working directory with the files it started with.
 
     Raises:
-        InfraError: they could not be read.
+        InfraError: the changes could not be read.
     """
     known = {path: hashlib.sha256(text.encode()).hexdigest() for path, text in original.items()}
     base = runtime.spec.limits
-    # The agent may have left its workspace at the very limit.
+    # The agent may have filled its workspace up to the limit.
     limits = replace(base, wall_seconds=SECONDS, output_bytes=8 * MAX_BYTES, workspace_bytes=4 * base.workspace_bytes)
     told = json.dumps({"known": known, "budget": MAX_BYTES})
     done = await runtime.exec([runtime.python, "-I", "-c", COLLECT], stdin=told, limits=limits)
@@ -99,7 +100,7 @@ def _diff_of(path: str, old: str | None, new: str | None, new_mode: int) -> str:
 
 
 def _lines(text: str | None) -> list[str]:
-    """Only a line feed ends a line of a patch."""
+    """Split at line feeds only, as patches do."""
     return re.findall(r"[^\n]*\n|[^\n]+", text or "")
 
 

@@ -5,7 +5,7 @@ A row has `instruction`, `files` ({path: text}: pages, scripts, styles) and `sta
 expected response.
 
 A browser is an environment: created once, lent to one trajectory at a time. `dispatcher.type` must be `async_fix_pool`;
-    `num_environments` is the number of browsers.
+`num_environments` is the number of browsers.
 """
 
 from collections.abc import Mapping
@@ -60,7 +60,7 @@ class ComputerUseTask(BaseTask):
             return {"answer": result}
         try:
             passed = await page_of(runtime).run(instance.row["check"]) is True
-        except ValueError:  # on the page where the agent ended it cannot be asked
+        except ValueError:  # the check cannot run on the agent's last page
             passed = False
         return {"answer": result, "passed": passed}
 

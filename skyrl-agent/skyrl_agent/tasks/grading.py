@@ -43,7 +43,7 @@ def boxed_answer(text: str) -> str | None:
 
 
 def grade_math(text: str, gold: str, question: str = "") -> Grade:
-    """1 if the answer means the same as the gold (`skyrl_gym.graders.math.grade_equivalence`)."""
+    """Return 1 if the answer is equivalent to the gold answer (`skyrl_gym.graders.math.grade_equivalence`)."""
     return math.grade_equivalence(short_answer(text), gold, question=question)
 
 
@@ -58,7 +58,7 @@ def grade_f1(text: str, golds: list[str]) -> Grade:
 
 
 def grade_code(text: str, tests: code.CodeTests) -> Grade:
-    """1 if the last fenced program of the text (or the whole text) passes all tests, in a sandbox."""
+    """Return 1 if the last fenced program of the text (or the whole text) passes all tests in a sandbox."""
     program = code.extract_code(text)
     return code.grade_code(text if program is None else program, tests)
 

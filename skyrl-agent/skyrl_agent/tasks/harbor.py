@@ -220,7 +220,7 @@ class HarborTask(BaseTask):
         """Create the folders and apply the Dockerfile's steps. Raises InfraError."""
         folder = _folder(instance.row)
         places = " ".join(f"{PLACE}/{name}" for name in FOLDERS)
-        # A container has no links yet, and its root may make them.
+        # A container has no links yet, and its root may create them.
         link = "; ".join(f"[ -e /{name} ] || ln -s {PLACE}/{name} /{name}" for name in FOLDERS)
         await _run(runtime, f"mkdir -p {places} {PLACE}/logs/verifier {PLACE}/logs/agent; {link}")
         workdir = runtime.workdir if self.containers else "/app"
@@ -257,7 +257,7 @@ class HarborTask(BaseTask):
     async def complete_runtime(self, instance: Instance, runtime: Runtime, result: Any) -> JsonObject:
         """Run the grading script in the agent's runtime."""
         folder = _folder(instance.row)
-        # Only now, and into empty folders: an agent must neither read the tests nor leave a reward of its own.
+        # Only now, and into empty folders: an agent must neither read the tests nor forge a reward.
         await _run(runtime, f"rm -rf {PLACE}/tests {PLACE}/logs/verifier; mkdir -p {PLACE}/tests {PLACE}/logs/verifier")
         await _put(runtime, folder.files("tests"), f"{PLACE}/tests")
         if not folder.needs_reward_file:
@@ -286,7 +286,7 @@ class HarborTask(BaseTask):
         return {"solution": folder.solution} if (folder.path / folder.solution).is_file() else None
 
     async def run_solution(self, instance: Instance, runtime: Runtime) -> None:
-        """Do what the folder's oracle does, in a prepared runtime. A script that fails is left to the judge."""
+        """Run the folder's oracle solution in a prepared runtime. A failing script is graded by the tests."""
         folder = _folder(instance.row)
         parent = str(Path(folder.solution).parent)
         await _put(runtime, folder.files(folder.solution if parent == "." else parent), f"{PLACE}/solution")
@@ -362,7 +362,7 @@ def dockerfile_steps(folder: TaskFolder, path: str = PATH) -> list[tuple[str, An
         kind, rest = kind.upper(), rest.strip()
         if not kind or kind in SKIPPED:
             continue
-        if kind != "RUN":  # which the shell expands
+        if kind != "RUN":  # the shell expands RUN
             rest = _expanded(rest, known)
         if kind == "ARG":
             given = dict(word.split("=", 1) for word in shlex.split(rest) if "=" in word)

@@ -54,7 +54,7 @@ class JudgedTask(BaseTask):
             _ = self.judge
 
     async def probe(self) -> None:
-        if "judge" in vars(self):  # made: the settings or a row ask for one
+        if "judge" in vars(self):  # created, as the settings or a row require it
             try:
                 await AsyncService(self.judge.url).probe()
             except InfraError as error:

@@ -61,7 +61,9 @@ class Problem:
     solution: dict[str, str] | None
 
     def is_editable(self, path: str) -> bool:
-        """Tell if the agent's version of a file is evaluated: new files are, except tests and their settings."""
+        """Return whether the agent's version of a file is evaluated: new files are, except tests and their
+        configuration.
+        """
         if self.edit_files and path in self.files:
             return path in self.edit_files
         return not is_test_file(path)
@@ -77,7 +79,7 @@ class Problem:
 
 
 def is_test_file(path: str) -> bool:
-    """Recognize, by name, a test, a folder of tests, or settings of pytest."""
+    """Return whether a path is, by its name, a test, a test folder or a pytest configuration."""
     *folders, name = PurePosixPath(path).parts
     stem = name.removesuffix(".py")
     is_test = name.endswith(".py") and (stem.startswith("test_") or stem.endswith("_test"))
@@ -208,7 +210,7 @@ class LocalSWETask(BaseTask):
         problem = read_problem(instance)
         files = result["files"] if result else {}
         if not files:
-            # An agent that was cut off had no time for a patch: its ending stays.
+            # A truncated agent had no time for a patch: its finish reason is kept.
             ended = ending_of(trajectory.finish_reason).trains
             return Judgement(0.0, {"resolved": 0.0}, NO_GIT_PATCH if ended else None)
         await put(runtime, files, result.get("executable", ()))
@@ -240,7 +242,7 @@ async def put(runtime: Runtime, files: Mapping[str, str | None], executable: Seq
         await runtime.exec(["rm", "-f", "--", *deleted])
     for path, text in files.items():
         if text is not None:
-            with suppress(ValueError):  # made below what is a file in the original
+            with suppress(ValueError):  # created below a path that is a file in the original
                 await runtime.write(path, text)
     if executable:
         await runtime.exec(["chmod", "+x", "--", *executable])
@@ -268,7 +270,7 @@ def tests_not_run(run: TestRun, named: Sequence[str]) -> dict[str, str]:
     Args:
         named: tests that count.
     """
-    # Code under test can make a process never end, or leave early: that says nothing of the command.
+    # Code under test can make a process hang or exit early, so neither is evidence about the command.
     if run.timed_out or run.obstacles or not run.tests:
         return {} if run.timed_out else run.obstacles
     return {

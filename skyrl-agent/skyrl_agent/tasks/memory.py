@@ -41,7 +41,7 @@ class MemoryAgentTask(JudgedTask):
         super().__init__(judge)
         self._grader = grader
         if grader == "judge":
-            _ = self.judge  # raises ConfigError if there is none
+            _ = self.judge  # raises ConfigError without one
 
     def check_row(self, instance: Instance) -> None:
         try:
@@ -64,7 +64,7 @@ class MemoryAgentTask(JudgedTask):
     async def evaluate_result(
         self, result: object, instance: Instance, trajectory: TrajectoryResult, runtime: Runtime | None = None
     ) -> Judgement:
-        """0 without an answer. Raises InfraError if the judge does not work."""
+        """Grade the final response; 0 without one. Raises InfraError if the judge fails."""
         answer = short_answer(final_text(result))
         if not answer:
             return Judgement(0.0, {"answered": 0.0})

@@ -43,7 +43,7 @@ def messages_of(row: Row, *paths: str) -> list[Message]:
 
 
 def with_system(messages: list[Message], prompt: str) -> list[Message]:
-    """Prepend a system message, unless there is one."""
+    """Prepend a system message, unless one exists."""
     has_one = any(message["role"] == "system" for message in messages)
     return messages if has_one else [{"role": "system", "content": prompt}, *messages]
 

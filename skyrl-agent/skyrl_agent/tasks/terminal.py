@@ -33,7 +33,7 @@ ANSWERS = {
     "check": "Finish when it is done; if something was asked, with the answer alone.",
 }
 
-# Runs inside: one line of the state of all files, but for their times.
+# Runs in the runtime: prints the state of all files in one line, without their times.
 STATE = """
 import hashlib, os, stat
 whole = hashlib.sha256()
@@ -143,7 +143,7 @@ class TerminalTask(BaseTask):
         assert runtime is not None, "the caller starts evaluation_runtime_spec"
         await self.initialize_runtime(instance, runtime)
         kept = f"/tmp/{secrets.token_hex(8)}"
-        await _run(runtime, f"cp -a . {kept}")  # setting up again would give other times
+        await _run(runtime, f"cp -a . {kept}")  # repeating the setup would give other times
         wanted = await self._effect(runtime, row["gold"], f"TerminalTask, row {instance.instance_id}: gold")
         await _run(runtime, f"find . -mindepth 1 -delete; cp -a {kept}/. . && rm -rf {kept}")
         found = await self._effect(runtime, result["answer"])
@@ -165,7 +165,7 @@ class TerminalTask(BaseTask):
         result = await self.complete_runtime(instance, runtime, None)
         program = missing_program(result.get("not_run", {}))
         if program is not None and ("/" in program or program in _instruction(instance.row)):
-            result["not_run"] = {}  # it is the agent who was to make it
+            result["not_run"] = {}  # the agent was asked to create it
         return await self.evaluate_result(result, instance, TrajectoryResult(), runtime)
 
     async def _effect(self, runtime: Runtime, command: str, name: str = "") -> tuple[list[str], str]:

@@ -27,7 +27,7 @@ def nl2bash_row(task: Row, setups: Mapping[str, str], workdir: str = "/workspace
     return {
         "instance_id": task["id"],
         "instruction": moved(task["query"]),
-        "setup": f"exec 2>/dev/null\n{setup}\ntrue\n",  # some of its lines are for another system, and fail
+        "setup": f"exec 2>/dev/null\n{setup}\ntrue\n",  # some lines are for another system and fail
         "gold": moved(task["gold"]),
     }
 

@@ -20,7 +20,7 @@ ENVIRONMENT = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "-p no:c
 SHELL_SIGNS = set(";|&<>$`(){}*?~#")
 TAIL = 4000
 
-# Runs inside. In: a secret on the first line, a JSON list of paths on the second. Arguments: pytest's.
+# Runs in the runtime. Input: a secret on the first line, a JSON list of paths on the second. Arguments: pytest's.
 RUNNER = """
 import json, os, sys
 secret, untrusted = sys.stdin.readline().strip(), set(json.loads(sys.stdin.readline()))
@@ -108,7 +108,7 @@ class CollectionError:
 class TestRun:
     """Result of a test command."""
 
-    __test__ = False  # its name is no test's
+    __test__ = False  # not a test despite its name
 
     passed: bool
     """True if the command ended by itself with exit status 0 and at least one test passed."""

@@ -42,7 +42,7 @@ class WebResearchTask(JudgedTask):
         except TaskRowError as failure:
             raise TaskRowError(f"WebResearchTask, instance {instance.instance_id}: {failure}") from failure
         if not _is_exact(instance):
-            _ = self.judge  # raises ConfigError if there is none
+            _ = self.judge  # raises ConfigError without one
 
     def get_instruction(self, instance: Instance) -> list[Message]:
         return with_system(messages_of(instance.row, *PROMPTS), SYSTEM_PROMPT)

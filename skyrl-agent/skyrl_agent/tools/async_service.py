@@ -111,7 +111,7 @@ class AsyncService:
             await service.close()
 
     async def _attempt(self, method: str, url: str, body: object, params: Mapping[str, str] | None) -> Response:
-        content = None if body is None else json.dumps(body).encode()  # ASCII: halves of characters pass
+        content = None if body is None else json.dumps(body).encode()  # ASCII, so that lone surrogates pass
         headers = {"Content-Type": "application/json"} if content else {}
         received = bytearray()
         try:
@@ -147,7 +147,7 @@ class AsyncService:
         return self._client
 
     async def close(self) -> None:
-        """May be called more than once, and before further requests."""
+        """Close the connections. May be called more than once, and before further requests."""
         if self._client is not None:
             client, self._client = self._client, None
             await client.aclose()

@@ -39,7 +39,7 @@ class WebPageCache:
         return found[0][0] if found else None
 
     def put(self, url: str, text: str) -> None:
-        text = text.encode(errors="replace").decode()  # SQLite takes no halves of characters
+        text = text.encode(errors="replace").decode()  # SQLite rejects lone surrogates
         self._run("INSERT OR REPLACE INTO pages VALUES (?, ?, ?)", url, text, time.time())
         self._run(
             "DELETE FROM pages WHERE url IN (SELECT url FROM pages ORDER BY used DESC LIMIT -1 OFFSET ?)", self.max_size

@@ -26,7 +26,7 @@ class Delegate(BaseTool):
     ) -> None:
         if max_iterations is not None and max_iterations < 1:
             raise ConfigError(f"tool {self.name}: max_iterations must be at least 1; got {max_iterations}")
-        make_tools(tools or ())  # a mistake is seen before anything starts
+        make_tools(tools or ())  # raises invalid tools before the run
         self.tools, self.max_iterations, self.timeout_seconds = tools, max_iterations, timeout_seconds
 
     async def run(self, context: ToolContext, task: str) -> str:

@@ -18,7 +18,7 @@ MCP = "skyrl_gym.tools.mcp:MCPToolGroup"
 
 
 def make_tool(name: str, settings: JsonObject | None = None) -> BaseTool:
-    """Make the one tool of a name; see `make_tools_of`."""
+    """Build the single tool of a name; see `make_tools_of`."""
     [tool] = make_tools_of(name, settings)
     return tool
 

@@ -115,7 +115,7 @@ class PublishedTool(BaseTool):
                 output = await output
         except InfraError:
             raise
-        except Exception as error:  # a tool may do anything, and the trajectory goes on
+        except Exception as error:  # a tool may raise anything; the trajectory continues
             return ToolOutput(f"Error in {self.name}: {str(error) or type(error).__name__}", failed=True)
         if isinstance(output, ToolOutput):
             return output

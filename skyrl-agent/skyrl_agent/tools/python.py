@@ -78,7 +78,7 @@ class CodeInterpreter(BaseTool):
     async def _own_runtime(self) -> Runtime:
         if self._own is None:
             runtime = make_runtime(self.spec)
-            self._own = runtime  # before it is started: what a cancelled start leaves is closed too
+            self._own = runtime  # before the start, so that a cancelled start is closed too
             await runtime.start()
             return runtime
         return self._own

@@ -74,10 +74,10 @@ async def read_path(runtime: Runtime, path: str, max_bytes: int) -> PathState:
 
 
 async def write_path(runtime: Runtime, path: str, data: bytes) -> None:
-    """All or nothing: a file that was there is whole whatever happens, and keeps its mode.
+    """Write a file atomically. An existing file keeps its mode.
 
     Raises:
-        ValueError: it could not be written; the text says why.
+        ValueError: the file could not be written, with the reason.
         InfraError: of the runtime.
     """
     result = await runtime.exec(["bash", "-c", WRITE, "bash", path], stdin=data, limits=within(runtime, SECONDS))

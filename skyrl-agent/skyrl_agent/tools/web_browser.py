@@ -109,7 +109,7 @@ class WebBrowser(BaseTool):
         except PageError as failure:
             self._failed[url] = (time.monotonic(), str(failure))
             raise
-        if self.blocked.blocks(page.url):  # it redirects there
+        if self.blocked.blocks(page.url):  # a redirect led to a blocked page
             raise PageError(BLOCKED)
         await asyncio.to_thread(self.cache.put, url, page.text[: self.page_chars])
         return page.text

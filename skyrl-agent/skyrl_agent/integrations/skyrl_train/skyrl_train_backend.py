@@ -76,7 +76,7 @@ class SkyRLBackend:
             raise kind(f"the engine failed: {error}") from error
         except ValueError as error:
             raise BackendError(f"the engine refused the request: {error}") from error
-        except Exception as error:  # the far side may be a Ray actor, an HTTP server or a library
+        except Exception as error:  # the engine may be a Ray actor, an HTTP server or a library
             raise InfraError(f"the engine raised {type(error).__name__}: {error}") from error
         reason, ids = completion.stop_reason, completion.token_ids
         if reason == "abort":
@@ -127,7 +127,7 @@ class SkyRLAgentGenerator(GeneratorInterface):
         except AgentError as error:
             raise ConfigError(f"{setting} does not fit generator.task={self.generator_cfg.task}: {error}") from error
         try:
-            with ThreadPoolExecutor(1) as thread:  # the caller may have an event loop of its own
+            with ThreadPoolExecutor(1) as thread:  # the caller may already run an event loop
                 thread.submit(asyncio.run, self.runner.probe(instances)).result()
         except UnavailableError as error:
             raise ConfigError(f"generator.task={self.generator_cfg.task}: {error}") from error

@@ -21,7 +21,7 @@ class SkyRLAgentPPOExp(BasePPOExp):
 
 
 def validate_agent_cfg(cfg: SkyRLConfig | DictConfig) -> SkyRLConfig:
-    """Type and check settings; `generator.task` must name a task file."""
+    """Validate settings; `generator.task` must name a task file."""
     typed = validate_cfg(cfg)
     if typed.generator.task is None:
         raise ConfigError("generator.task is missing: name a task file")

@@ -28,11 +28,11 @@ from skyrl_agent.types import JsonObject, Row
 
 
 async def train(config: Config) -> None:
-    """Sample, judge, learn; repeat.
+    """Train: sample, grade, update; repeat.
 
     Raises:
         ConfigError, TaskRowError: settings or rows; nothing was started.
-        UnavailableError: what the task needs does not answer; nothing was started.
+        UnavailableError: a required service does not respond; nothing was started.
         BatchFailedError: every trajectory of a step failed.
         BackendError: the server tells no log-probs.
     """
@@ -123,7 +123,7 @@ def training_data(rows: TrainingRows, normalize: bool) -> list[Any]:
 
 
 def standardized(advantages: Sequence[float], counts: Sequence[bool]) -> list[float]:
-    """Standardize the values that count; zeros if all are equal."""
+    """Standardize the selected values; zeros if all are equal."""
     kept = [value for value, is_in in zip(advantages, counts, strict=True) if is_in]
     deviation = statistics.pstdev(kept) if kept else 0.0
     if deviation < 1e-8:
@@ -133,7 +133,7 @@ def standardized(advantages: Sequence[float], counts: Sequence[bool]) -> list[fl
 
 
 async def evaluate(runner: AgentRunner, rows: Sequence[Row], batch_size: int) -> dict[str, float]:
-    """`eval/reward/mean/<data source>`, of trajectories that have a reward."""
+    """Return `eval/reward/mean/<data source>` over trajectories with a reward."""
     rewards: defaultdict[str, list[float]] = defaultdict(list)
     for start in range(0, len(rows), batch_size):
         async for group in runner.groups(rows[start : start + batch_size], val_mode=True):

@@ -36,7 +36,7 @@ class GeneralReactTask(JudgedTask):
         except TaskRowError as failure:
             raise TaskRowError(f"{type(self).__name__}, instance {instance.instance_id}: {failure}") from failure
         if kind.needs_judge:
-            _ = self.judge  # raises ConfigError if there is none
+            _ = self.judge  # raises ConfigError without one
 
     def get_instruction(self, instance: Instance) -> list[Message]:
         return with_system(messages_of(instance.row, *PROMPTS), self._kind(instance).system_prompt)
@@ -44,7 +44,7 @@ class GeneralReactTask(JudgedTask):
     async def evaluate_result(
         self, result: object, instance: Instance, trajectory: TrajectoryResult, runtime: Runtime | None = None
     ) -> Judgement:
-        """0 without an answer. Raises InfraError if the judge or the sandbox does not work."""
+        """Grade the final response; 0 without one. Raises InfraError if the judge or the sandbox fails."""
         kind, text = self._kind(instance), final_text(result)
         if not text:
             return Judgement(0.0, {"answered": 0.0})

@@ -31,7 +31,7 @@ def make_test_spec(package: str, row: Row) -> Any:
 
 
 def report_of(package: str, spec: object, instance_id: str, patch: str, log: str) -> JsonObject:
-    """`resolved`, `tests_status`, ...
+    """Return `resolved`, `tests_status`, ...
 
     Args:
         log: both outputs of the script together.

@@ -24,8 +24,9 @@ def parse_log_pytest(log: str) -> dict[str, str]:
 
 
 def parse_log_by_path(log: str) -> dict[str, str]:
-    """Test -> outcome, with names as pytest writes them (`path.py::Class::test[1-2]`), and as SWE-bench does, which
-    ends them at the first space."""
+    """Map each test to its outcome, with pytest's names (`path.py::Class::test[1-2]`) and SWE-bench's, which end at the
+    first space.
+    """
     lines = _summary(log, ("PASSED", "FAILED", "ERROR", "SKIPPED", "XFAIL", "XPASS"))
     return {key: outcome for name, outcome in lines for key in (name.split(" ")[0], name)}
 
@@ -47,7 +48,7 @@ def decolor_dict_keys(outcomes: Mapping[str, str]) -> dict[str, str]:
 
 
 def get_reward(parsed: Mapping[str, str], instance: Row) -> float:
-    """1 if there are as many tests as `expected_output_json` has and each ended as it says, else 0."""
+    """Return 1 if the tests and their outcomes equal `expected_output_json`, else 0."""
     expected = instance["expected_output_json"]
     expected = decolor_dict_keys(json.loads(expected) if isinstance(expected, str) else expected)
     expected = {_bare(name): outcome for name, outcome in expected.items()}

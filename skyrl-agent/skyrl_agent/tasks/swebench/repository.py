@@ -44,7 +44,7 @@ git apply --whitespace=nowarn "$folder/it.diff" || patch --batch --fuzz=5 -p1 -i
 
 
 async def run(runtime: Runtime, script: str, stdin: str = "") -> str:
-    """Standard output of a shell script in which `git` may be used. Raises InfraError if it fails."""
+    """Run a shell script that may use `git` and return its standard output. Raises InfraError if it fails."""
     limits = replace(runtime.spec.limits, wall_seconds=SECONDS, output_bytes=MAX_PATCH_BYTES)
     done = await runtime.exec(GIT.format(script), stdin=stdin, limits=limits)
     if not done.ok:
@@ -74,7 +74,7 @@ async def take_patch(runtime: Runtime) -> str:
     try:
         return without_binary(await run(runtime, TAKE))
     except InfraError:
-        if (await runtime.exec(["true"])).ok:  # the runtime is there: what the agent did to .git is its own affair
+        if (await runtime.exec(["true"])).ok:  # the runtime works, so the agent broke .git
             return ""
         raise
 

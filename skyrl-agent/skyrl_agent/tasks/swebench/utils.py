@@ -59,7 +59,7 @@ class SWEBenchTask(BaseTask):
     pass in a fresh runtime with the agent's patch, else 0.
 
     Grading: R2E-Gym by its script and `expected_output_json`; otherwise by the packages `swebench` or `swegym`, if
-        installed, else by pytest with FAIL_TO_PASS and PASS_TO_PASS, for repositories with pytest test names.
+    installed, else by pytest with FAIL_TO_PASS and PASS_TO_PASS, for repositories with pytest test names.
 
     Args:
         image_prefix: prefix of SWE-bench's and SWE-Gym's images; None: the environment variable
@@ -142,7 +142,7 @@ class SWEBenchTask(BaseTask):
         assert runtime is not None, "the caller starts evaluation_runtime_spec"
         patch = result["git_patch"] if result else ""
         if not patch.strip():
-            # An agent that was cut off had no time for a patch: its ending stays.
+            # A truncated agent had no time for a patch: its finish reason is kept.
             ended = ending_of(trajectory.finish_reason).trains
             return Judgement(0.0, {"resolved": 0.0}, NO_GIT_PATCH if ended else None)
         return await self._judge(instance, runtime, patch)
@@ -154,7 +154,8 @@ class SWEBenchTask(BaseTask):
 
     async def evaluate_original(self, instance: Instance, runtime: Runtime) -> Judgement:
         judgement = await self._judge(instance, runtime, "")
-        # What tests of an issue import often does not exist before it is resolved: that is the patch's matter.
+        # Tests of an issue often import code that exists only after the fix, so a missing import counts against the
+        # patch.
         kept = {name: why for name, why in judgement.not_run.items() if not name.startswith(COLLECTION)}
         return replace(judgement, not_run=kept)
 
@@ -210,7 +211,7 @@ class SWEBenchTask(BaseTask):
             files = changed_paths(test_patch)
             await repository.restore(runtime, "HEAD", files)
             await repository.apply_patch(runtime, test_patch)
-        else:  # SWE-smith: the last commit took the tests away
+        else:  # SWE-smith: the last commit removed the tests
             files = sorted({name.partition("::")[0] for name in [*fail_to_pass, *pass_to_pass]})
             await repository.restore(runtime, f"{repository.BASE}~2", files)
         tests = " ".join(shlex.quote(path) for path in files if path.endswith(".py"))
@@ -228,7 +229,7 @@ class SWEBenchTask(BaseTask):
         return _judgement(float(resolved), parts, not_run)
 
     async def _run(self, runtime: Runtime, script: str) -> ExecResult:
-        """Both outputs of a script, in the order they came, are its standard output."""
+        """Run a script with stderr merged into stdout, in order."""
         limits = replace(self.limits, wall_seconds=self.test_seconds, cpu_seconds=self.test_seconds)
         limits = replace(limits, output_bytes=repository.MAX_PATCH_BYTES)
         return await runtime.exec(["bash", "-c", 'exec bash -c "$0" 2>&1', script], limits=limits)

@@ -7,5 +7,5 @@ __all__ = ["compute_score"]
 
 
 def compute_score(solution_str: str, ground_truth: object, extra_info: object = None) -> dict[str, float]:
-    """1 if the last fenced program after the thoughts passes all tests, else 0. `ground_truth`: see `tests_of`."""
+    """Return 1 if the last fenced program after the thoughts passes all tests, else 0. Tests: see `tests_of`."""
     return {"score": reward_of(grade_code(final_text(solution_str), tests_of(ground_truth)))}

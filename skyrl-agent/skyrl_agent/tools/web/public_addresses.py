@@ -21,7 +21,7 @@ class PublicTransport(httpx.AsyncHTTPTransport):
     """HTTP transport that resolves each request's host itself and connects to the very address it has checked."""
 
     def __init__(self) -> None:
-        # A connection is known by its address: one kept open would serve another name at the same address.
+        # Connections are pooled by address: a kept connection would serve another name at the same address.
         super().__init__(verify=certificates(), limits=httpx.Limits(max_keepalive_connections=0))
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
@@ -30,7 +30,7 @@ class PublicTransport(httpx.AsyncHTTPTransport):
         pinned = httpx.Request(
             request.method,
             request.url.copy_with(host=address),
-            headers=request.headers,  # Host is the name
+            headers=request.headers,  # the Host header keeps the name
             stream=request.stream,
             extensions={**request.extensions, "sni_hostname": host},
         )
@@ -51,7 +51,7 @@ async def _public_address(host: str, port: int) -> str:
 
 
 def is_public(address: str) -> bool:
-    """Not of forms that carry an IPv4 address either: who routes them decides where they lead."""
+    """Return whether an address is public. Forms that embed an IPv4 address are not: routing decides their target."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         if ip.ipv4_mapped is not None:

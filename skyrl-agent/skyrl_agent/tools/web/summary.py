@@ -79,7 +79,7 @@ class OwnSummarizer:
 
 
 def summary_messages(text: str, goal: str) -> list[Message]:
-    # One replacement each, the text first: its place is last, so braces in a page or in a goal are never replaced.
+    # One replacement each, the text first, as it comes last in the prompt: braces in a page or goal are never replaced.
     return [{"role": "user", "content": PROMPT.replace("{text}", text, 1).replace("{goal}", goal, 1)}]
 
 
@@ -100,8 +100,7 @@ async def summarize_page(summarizer: Summarizer, text: str, goal: str, user: str
                 raise InfraError(
                     f"the model that summarizes pages refuses {len(chunk)} characters: {failure}"
                 ) from failure
-        # Outside of the semaphore: halves take turns of their own. Under it, refused chunks that hold all the turns
-        # would wait for their halves for ever.
+        # Outside of the semaphore, which halves acquire themselves: refused chunks that hold all slots would deadlock.
         half = len(chunk) // 2
         return [*await of_chunk(chunk[:half]), *await of_chunk(chunk[half:])]
 

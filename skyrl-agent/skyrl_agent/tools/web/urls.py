@@ -13,7 +13,7 @@ _TRAILING = ".,;:!?*'\""
 
 
 def parse_urls(value: list[str] | str) -> list[str]:
-    """The addresses in it, in order, without doubles; those without a scheme get https."""
+    """Find the URLs in a text, in order, without duplicates. URLs without a scheme get https."""
     parsed = parse_text(value) if isinstance(value, str) else value
     texts = [str(item) for item in parsed] if isinstance(parsed, list) else [str(value)]
     found = [address for text in texts for address in _addresses(text)]

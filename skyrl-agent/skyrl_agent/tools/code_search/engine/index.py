@@ -25,7 +25,7 @@ class SourceFile:
 
     @classmethod
     def read(cls, path: str, stamp: tuple, text: str) -> SourceFile:
-        from .outline import outline  # the parser takes longer to import than most questions
+        from .outline import outline  # importing the parser takes longer than most queries
 
         found = outline(text)
         contents = [[tuple(item) for item in part] for part in (found.entities, found.imports, found.calls)]
@@ -135,7 +135,7 @@ class CodeIndex:
             if made_by != _maker() or root != self.root:
                 return
             self.files = {path: SourceFile(path, *packed) for path, packed in files.items()}
-        except (OSError, EOFError, ValueError, TypeError):  # none yet, or not ours: it is made anew
+        except (OSError, EOFError, ValueError, TypeError):  # missing or invalid: rebuild the index
             self.files = {}
 
     def _save(self, cache: str) -> None:
@@ -145,7 +145,7 @@ class CodeIndex:
             with open(part, "wb") as file:
                 marshal.dump((_maker(), self.root, files), file)
             os.replace(part, cache)
-        except OSError:  # no room: the next process parses again
+        except OSError:  # not writable: the next process parses again
             if os.path.exists(part):
                 os.remove(part)
 

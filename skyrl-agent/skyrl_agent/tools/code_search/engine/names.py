@@ -198,6 +198,6 @@ class Names:
 
 
 def module_parts(path: str) -> list:
-    """`a/b/__init__.py` -> [a, b]."""
+    """Split a path into module parts: `a/b/__init__.py` -> [a, b]."""
     parts = path.rpartition(".")[0].split("/")
     return parts[:-1] if parts[-1] == "__init__" else parts

@@ -113,7 +113,7 @@ def _entity(node, name: str, in_class: bool, lines: list) -> Entity:
     cut = first.col_offset if first.lineno == body else 0
     header[-1] = header[-1].encode("utf-8", "surrogatepass")[:cut].decode("utf-8", "replace")
     signature = " ".join(" ".join(header).split())
-    if "#" in signature and hasattr(ast, "unparse"):  # of Python 3.9; a comment is not always told from a text
+    if "#" in signature and hasattr(ast, "unparse"):  # Python 3.9; `#` may also be part of a string
         fields = {field: getattr(node, field) for field in node._fields}
         fields.update(body=[ast.Pass()], decorator_list=[], lineno=1)
         signature = ast.unparse(type(node)(**fields)).split("\n")[0]
@@ -133,5 +133,5 @@ def _entity(node, name: str, in_class: bool, lines: list) -> Entity:
 
 
 def _base(node: ast.AST) -> str:
-    """`Generic` of `Generic[T]`."""
+    """Return the unsubscripted base: `Generic` for `Generic[T]`."""
     return dotted(node.value if isinstance(node, ast.Subscript) else node)

@@ -156,7 +156,7 @@ class RepositorySearch:
         return term[len(prefix) :] if term.startswith(prefix) else term
 
     def _no_such_file(self, files: str) -> str:
-        import difflib  # takes longer to import than most questions
+        import difflib  # importing it takes longer than most queries
 
         known = [*self.index.files, *self.index.other_paths]
         near = difflib.get_close_matches(files, known[:5000], n=3, cutoff=0.5)

@@ -23,7 +23,7 @@ def walk(root: str) -> dict:
         try:
             with os.scandir(os.path.join(root, folder)) as scanned:
                 entries = list(scanned)
-        except OSError:  # gone, or closed to us
+        except OSError:  # removed, or not readable
             continue
         if folder and any(entry.name == "pyvenv.cfg" for entry in entries):
             continue
@@ -42,7 +42,7 @@ def walk(root: str) -> dict:
 
 
 def read_text(path: str) -> str | None:
-    """A file's text with `\\n` between lines; None where it is binary, too large or gone."""
+    """Read a file's text with `\\n` between lines; None if it is binary, too large or removed."""
     try:
         with open(path, "rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
