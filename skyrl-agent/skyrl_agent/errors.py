@@ -26,7 +26,7 @@ class ConfigError(AgentError, ValueError):
 
 
 class TaskRowError(AgentError, ValueError):
-    """A dataset row lacks a field or misuses one. The text names the task, the field and the rule."""
+    """A field of a dataset row is missing or invalid. The text names the task, the field and the rule."""
 
 
 class BackendError(AgentError):
@@ -34,8 +34,9 @@ class BackendError(AgentError):
 
 
 class UnavailableError(AgentError):
-    """Something that a run needs does not answer or does not work here. Nothing was started. The text names each
-    setting that leads to it."""
+    """A service or program that a run requires is unavailable. Nothing was started. The text names each setting that
+    leads to it.
+    """
 
 
 class BatchFailedError(AgentError):

@@ -1,5 +1,6 @@
-"""Trajectories on disk: one JSON object a line, written as each ends. Several processes may write one file; what a kill
-cut off in the middle of a line costs that line alone."""
+"""Trajectories on disk: one JSON object a line, written as each ends. Several processes may write one file; a kill in
+the middle of a line loses only that line.
+"""
 
 import fcntl
 import json

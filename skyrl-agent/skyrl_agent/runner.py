@@ -195,7 +195,7 @@ class AgentRunner:
         self._is_probed = True
 
     def _announced(self, numbered: Sequence[tuple[int, BaseTrajectory]]) -> AbstractContextManager[None]:
-        """Announce the sessions of a batch's trajectories to a backend that wants to know them."""
+        """Announce the sessions of a batch's trajectories to an `Announceable` backend."""
         if not isinstance(self.infer_engine, Announceable):
             return nullcontext()
         groups = groupby(numbered, key=lambda entry: entry[0])
@@ -249,7 +249,7 @@ def make_instances(cfg: TaskFile, task: BaseTask, rows: Sequence[Row]) -> list[I
     """Build the instances of rows.
 
     Raises:
-        TaskRowError: a row lacks a field that the task file names, or that the task needs.
+        TaskRowError: a field required by the task file or the task is missing.
     """
     return [make_instance(cfg, task, position, row) for position, row in enumerate(rows)]
 

@@ -71,7 +71,7 @@ def check_batch(failures: Sequence[Failure | None], in_baseline: Sequence[bool])
         failures, in_baseline: [T]
 
     Raises:
-        BatchFailedError: there are trajectories, and none has a reward.
+        BatchFailedError: no trajectory of a non-empty batch has a reward.
     """
     if any(in_baseline) or not in_baseline:
         return
@@ -112,7 +112,7 @@ def repeat_for_rows(rows: TrainingRows, values: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class _Trajectory:
-    """A result, judged."""
+    """Graded result."""
 
     result: TrajectoryResult
     rows: list[TrainingDatum]

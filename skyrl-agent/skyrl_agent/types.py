@@ -65,7 +65,7 @@ class InferBackend(Protocol):
         routing).
 
         Raises:
-            InfraError: the server failed or did not answer in time.
+            InfraError: the server failed or timed out.
             BackendError: it refused the request.
         """
         ...
@@ -73,7 +73,7 @@ class InferBackend(Protocol):
 
 @runtime_checkable
 class Announceable(Protocol):
-    """Backend that wants to know the `request_id`s of a batch before the requests come."""
+    """Backend that needs the `request_id`s of a batch before the requests."""
 
     def announced(self, groups: Sequence[Sequence[str]]) -> AbstractContextManager[None]:
         """Announce expected ids while the context is open. `groups`: ids of requests with the same prompt."""

@@ -1,8 +1,8 @@
 """`python -m skyrl_agent.validate TASKFILE ROWS`: try the rows of a task without a model.
 
-A row is good if its untouched instance is judged a failure, its own solution a success, and the tests that it names
-exist. Each is judged as an agent's work is: by the task file's task, in fresh runtimes. Exit status: 0 if all rows are
-good, 1 if some are bad (a table names them), 2 if they could not be tried.
+A row is valid if its unchanged instance fails, its solution passes, and the tests that it names exist. Each is graded
+like an agent's work: by the task file's task, in fresh runtimes. Exit status: 0 if all rows are good, 1 if some are bad
+(a table names them), 2 if they could not be tried.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Agent loop: ask the model, run its calls, append their results, until an end condition holds."""
+"""Agent loop: query the model, run its calls, append their results, until an end condition holds."""
 
 import logging
 import uuid
@@ -61,7 +61,7 @@ class Agent:
 
     The loop ends
 
-    - when a tool says so (`FINISH_TOOL`);
+    - when a tool requests it (`FINISH_TOOL`);
     - at a response without tool calls (`FINISH`); with a tool `finish`, the model gets a reminder instead;
     - at a truncated response, or when no tokens are left for one (`CONTEXT_WINDOW_EXCEEDED`);
     - at an empty response (`BAD_LLM_RESPONSE`);
@@ -146,7 +146,7 @@ class Agent:
         """Run the agent from the first messages to its end.
 
         Raises:
-            InfraError: the model or a service of a tool failed, or did not answer in time.
+            InfraError: the model or a tool's service failed or timed out.
             BackendError: the model's server refused a request.
         """
         row = instance.row if isinstance(instance, Instance) else instance or {}

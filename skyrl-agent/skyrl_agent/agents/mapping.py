@@ -35,7 +35,7 @@ def class_of_agent(agent_cls: str, registry: dict[str, str | type]) -> type[Any]
 
 
 def _unregistered(agent_cls: str, registry: dict[str, str | type]) -> str | type[Any]:
-    """Return the runner or the trajectory of a class that no registry knows, by what it is."""
+    """Return the runner or the trajectory for an unregistered class, by its type."""
     try:
         own = class_at(agent_cls, "agent_cls")
     except ConfigError as error:

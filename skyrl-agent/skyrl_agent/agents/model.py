@@ -27,13 +27,13 @@ class Model:
         self.params = {**settings.sampling_params, **extra_params}
 
     async def answer(self, input_ids: list[int], room: int, request_id: str) -> tuple[str, MetaInfo]:
-        """Ask for the continuation of `input_ids`.
+        """Request the completion of `input_ids`.
 
         Args:
             room: limit of the answer's tokens, besides `sampling_params.max_tokens`.
 
         Raises:
-            InfraError: the server failed, aborted the answer, or did not give it in time.
+            InfraError: the server failed, aborted the completion, or timed out.
             BackendError: it refused the request.
         """
         params = self.params | {"max_tokens": min(self.params.get("max_tokens") or room, room)}

@@ -70,16 +70,16 @@ class PromptBuilder:
         return list(messages) if any(message["role"] == "system" for message in messages) else self.opening(messages)
 
     def calls(self, text: str) -> list[ToolCall | Invalid]:
-        """Parse the calls in an answer."""
+        """Parse the calls in a response."""
         return self.format.parse(text, self.toolbox.schemas)
 
     def answer(self, text: str, calls: Sequence[ToolCall | Invalid]) -> Message:
-        """Build the message of an answer."""
+        """Build the message of a response."""
         text = self._turn_ends.strip(text)  # some servers include it
         return self.format.answer_message(text, [call for call in calls if isinstance(call, ToolCall)])
 
     def for_later_turns(self, answer: Message) -> Message:
-        """Remove the thoughts of an answer, if `remove_think_tokens` is set."""
+        """Remove the thoughts of a response, if `remove_think_tokens` is set."""
         return prompts.without_thoughts(answer) if self.settings.remove_think_tokens else answer
 
     def results(self, calls: Sequence[ToolCall | Invalid], texts: Sequence[str]) -> list[Message]:

@@ -19,7 +19,7 @@ _REMINDER, _END = "\n\n<reminder>", "</reminder>"
 
 
 def no_call(names: Sequence[str]) -> str:
-    """Render the reply to an answer without a call."""
+    """Render the reply to a response without a call."""
     return NO_CALL.format(names=", ".join(names))
 
 
@@ -67,7 +67,7 @@ def with_system_text(messages: Sequence[Message], before: str, after: str) -> li
 
 
 def without_thoughts(message: Message) -> Message:
-    """Remove the text before `</think>` from an answer."""
+    """Remove the text before `</think>` from a response."""
     content = message.get("content")
     return (
         message | {"content": content.rpartition("</think>")[2].lstrip("\n")} if isinstance(content, str) else message

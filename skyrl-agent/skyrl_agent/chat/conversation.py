@@ -89,7 +89,7 @@ class Conversation:
         self._prompt_length: int | None = None
 
     def add(self, *messages: Message) -> None:
-        """Append messages after the last answer."""
+        """Append messages after the last response."""
         if messages:
             self.messages += messages
             self._prompt = None
@@ -239,7 +239,7 @@ class Conversation:
 
 
 class _AnswerMismatch(Exception):
-    """Difference between the template's text of an answer and the model's."""
+    """Difference between the rendered and the generated text of a response."""
 
 
 def _matches(answer: Message, written: str, body: str) -> bool:

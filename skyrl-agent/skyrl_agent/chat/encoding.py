@@ -85,7 +85,7 @@ class MessageEncoder(ChatTemplate):
 
     @property
     def end_of_text(self) -> str:
-        """Text that closes an answer."""
+        """Text that closes a response."""
         return self.turn_ends.closing or str(self.tokenizer.eos_token)
 
     def is_special(self, token_id: int) -> bool:
@@ -97,8 +97,9 @@ class MessageEncoder(ChatTemplate):
         return (text[:position], special) if position >= 0 else ("", "")
 
     def step(self, answer: Message, added: Sequence[Message]) -> str | None:
-        """Render an answer, the messages after it and the next header in a conversation of one question. Returns: the
-        text after the question; None if the template does not only append, or cannot render it."""
+        """Render a response, the messages after it and the next header in a conversation of one question. Returns: the
+        text after the question; None if the template does not only append, or cannot render it.
+        """
         return self._after_question([answer, *added], add_generation_prompt=True)
 
     def last_answer(self, answer: Message) -> str | None:
@@ -113,8 +114,8 @@ class MessageEncoder(ChatTemplate):
         return text[len(self._question) :] if text.startswith(self._question) else None
 
     def after_answer(self, answer: Message, added: Sequence[Message]) -> tuple[str, str]:
-        """Render what follows an answer in a conversation of one question, whatever the template does with the answer
-        itself. Returns: the end of its turn; the messages after it and the next header.
+        """Render what follows a response in a conversation of one question, however the template renders the response.
+        Returns: the end of its turn; the messages after it and the next header.
 
         Raises:
             ConfigError: the template cannot render it.

@@ -65,8 +65,8 @@ class Capacity:
         return self._num_open == 1 and not self._hedges and "generate" in self._sizes
 
     def hedge(self, waiting: Sequence[Hashable], working: Sequence[Hashable]) -> None:
-        """Let `HEDGE` times as many trajectories generate if one that has not begun is likely to take longer than all
-        others together will: it is not known which one, and the batch would wait for it alone.
+        """Raise the limit of `generate` by the factor `HEDGE` if a trajectory not yet started is likely to outlast all
+        others: it is unknown which one, and the batch would wait for it.
 
         Args:
             waiting: instances of the trajectories that have not begun to generate.

@@ -65,7 +65,7 @@ def _trajectory(it: Any) -> Any:
 
 
 class _Plain:
-    """Adapter from an object with the methods of the stages alone to `Trajectory`."""
+    """Adapter from an object with only the stage methods to `Trajectory`."""
 
     def __init__(self, it: Any) -> None:
         self._it = it

@@ -47,7 +47,7 @@ SIMPLER = range(len(CAPACITIES) + 1)
 
 @dataclass(frozen=True)
 class StageEntry:
-    """Entry of a trajectory into a stage: seconds of work that each model says to have been done by then."""
+    """Entry of a trajectory into a stage: seconds of work done until then, by each model."""
 
     clocks: tuple[float, ...]
 
@@ -113,7 +113,7 @@ class StageSize:
         return self.limit != before
 
     def work(self, entry: StageEntry) -> float:
-        """Return the seconds that a trajectory which has just ended would have taken alone, by the model that holds."""
+        """Return the seconds that a just finished trajectory would have taken alone, by the current model."""
         return self._clocks[self._model] - entry.clocks[self._model]
 
     def _advance(self, now: float) -> None:

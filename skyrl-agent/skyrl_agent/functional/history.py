@@ -65,7 +65,7 @@ class MessageHistory:
 
 
 def parse_tool_call(text: str, tool_params: Sequence[Schema]) -> tuple[Schema | None, str | None]:
-    """Return the first call of an answer in OpenAI's form, or an error text for the model; neither without a call."""
+    """Return the first call of a response in OpenAI's form, or an error text for the model; neither without a call."""
     try:
         (message,) = convert_non_fncall_messages_to_fncall_messages(
             [{"role": "assistant", "content": text}], tool_params

@@ -1,4 +1,4 @@
-"""Backends: a model to ask, the rows a trainer hands in, the output it wants back. Imported when they are named."""
+"""Backends: the model, the format of the trainer's rows, and the format of the output. Imported when they are named."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -57,12 +57,12 @@ class TrainingRows:
 
 @dataclass(frozen=True)
 class Backend:
-    """One way to ask a model and to hand rows in and out.
+    """Model client with input and output formats.
 
     Args:
         make: (infer_engine, tokenizer, cfg) -> the model.
-        rows_of: what a trainer hands to `AgentRunner.run` -> rows, one an instance.
-        output_of: the batch's rows -> what the trainer wants back.
+        rows_of: input of `AgentRunner.run` -> rows, one per instance.
+        output_of: the batch's rows -> output for the trainer.
     """
 
     make: Callable[..., InferBackend]
@@ -86,7 +86,7 @@ def register_backend(name: str, backend: Backend) -> None:
 def get_backend(name: str) -> Backend:
     """
     Raises:
-        ConfigError: unknown, or what it needs is not installed.
+        ConfigError: unknown, or a package it needs is not installed.
     """
     if name not in BACKEND_REGISTRY:
         raise ConfigError(f"Unknown backend: generator.infer_backend={name!r}; {did_you_mean(name, BACKEND_REGISTRY)}")
@@ -112,7 +112,7 @@ def build_backend(
 
 
 class BackendSettings(BaseModel):
-    """Base of what a backend takes as `generator.backend_config`."""
+    """Base class of a backend's settings (`generator.backend_config`)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 

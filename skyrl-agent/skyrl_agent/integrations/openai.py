@@ -1,5 +1,6 @@
 """Any server that speaks OpenAI's `/v1/completions`: vLLM, SGLang, `skyrl_train.entrypoints.serve`, ... For evaluation,
-and for training where it tells token ids and log-probs."""
+and for training if the server reports token ids and log-probs.
+"""
 
 import json
 import os

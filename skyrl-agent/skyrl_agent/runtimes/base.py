@@ -62,11 +62,11 @@ class Snapshot:
 
 
 class Runtime(Protocol):
-    """`start`, any use, `close`; or `async with`. Methods raise InfraError if the runtime itself fails or is gone;
-    what a command does is never an exception. One task at a time uses one runtime.
+    """`start`, any use, `close`; or `async with`. Methods raise InfraError if the runtime itself fails or was removed;
+    failures of commands never raise. One task at a time uses one runtime.
 
-    While it is open a heartbeat keeps its lease. If its owner dies (by kill -9, say), it is
-    removed when the lease ends.
+    While it is open a heartbeat keeps its lease. If its owner is killed (e.g. SIGKILL), it is removed when the lease
+    expires.
     """
 
     id: str

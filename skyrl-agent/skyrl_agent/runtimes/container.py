@@ -1,4 +1,4 @@
-"""A place in a container of any image, through the command line of Docker or Podman.
+"""Runtime in a container of any image, through the command line of Docker or Podman.
 
 Unlike the gym's sandbox in a container, it is the image's own world: its user (often root), its working directory,
 files that can be changed everywhere; no network. What all files together may take is the engine's matter, unless the
@@ -142,7 +142,7 @@ class LeasedContainerSandbox(LeasedSandbox[Machine]):
     """See above. Memory and processes are limited for the container as a whole.
 
     Args:
-        engine: None: the first that answers.
+        engine: None: the first available one.
     """
 
     python = "python3"
@@ -154,7 +154,7 @@ class LeasedContainerSandbox(LeasedSandbox[Machine]):
 
     @cached_property
     def kind(self) -> EngineName:
-        """The engine. Raises InfraError if none answers."""
+        """The engine. Raises InfraError if none is available."""
         return self._engine or find_engine()
 
     @property

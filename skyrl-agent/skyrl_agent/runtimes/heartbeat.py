@@ -1,7 +1,7 @@
 """Renewal of this process's leases by a thread, and cleanup after it by a small process that outlives it.
 
-The thread needs no event loop, so a task that blocks one costs no runtime. The process waits for the end of this one,
-by whatever signal, and then removes its leftover runtimes.
+The thread needs no event loop, so a task that blocks one costs no runtime. The watcher waits until this process exits,
+by any signal, and then removes its leftover runtimes.
 """
 
 import os

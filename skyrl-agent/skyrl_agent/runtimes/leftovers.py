@@ -39,7 +39,7 @@ def sweep() -> tuple[list[Lease], dict[str, str]]:
 def remove(lease: Lease) -> bool:
     """Remove the runtime of a lease if it is abandoned, and then the lease. Returns False if it is in use or another
     process is removing it. Raises InfraError, OSError, subprocess.TimeoutExpired; FileNotFoundError if it is already
-    gone.
+    removed.
     """
     with open(lease.path) as record:
         try:

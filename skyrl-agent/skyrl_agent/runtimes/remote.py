@@ -1,4 +1,4 @@
-"""A runtime behind `python -m skyrl_agent.services.runtime`, on whatever machine that runs."""
+"""Client of a runtime on a server (`python -m skyrl_agent.services.runtime`)."""
 
 import asyncio
 import logging
@@ -47,7 +47,7 @@ BEATS_PER_LEASE = 4
 class RemoteRuntime:
     """A `Runtime`. Made by `make_runtime`.
 
-    A request without an answer is made again, for a while: ids make that safe. Bodies and files pass in memory.
+    Requests without a reply are retried for a limited time: ids make that safe. Bodies and files pass in memory.
     """
 
     workdir, python = "/workspace", "python3"

@@ -15,7 +15,7 @@ async def in_thread(seconds: float, function: Callable[..., T], *arguments: obje
     """Return the result of `function(*arguments)`. Cancelling the caller does not stop the call; its result is dropped.
 
     Raises:
-        InfraError: it did not come back within `seconds`, or no thread could be started.
+        InfraError: it did not return within `seconds`, or no thread could be started.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()

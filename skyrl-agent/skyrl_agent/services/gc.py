@@ -22,7 +22,7 @@ GIVE_UP_SECONDS = 600.0
 
 
 def describe(lease: Lease) -> JsonObject:
-    """Raises FileNotFoundError if it is gone."""
+    """Raises FileNotFoundError if it was removed."""
     return {
         "id": lease.id,
         "kind": lease.kind,

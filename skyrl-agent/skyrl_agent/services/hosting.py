@@ -17,7 +17,7 @@ IDS_KEPT = 100_000
 
 
 class Full(Exception):
-    """No room for another runtime now."""
+    """The server is at its limit of runtimes."""
 
 
 class Gone(Exception):

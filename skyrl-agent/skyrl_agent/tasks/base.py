@@ -66,7 +66,7 @@ class Judgement:
 class BaseTask:
     """Subclasses are made with the keywords of `task_config`; a method they do not need keeps its default.
 
-    An outage (judge away, sandbox gone) is raised as `InfraError` and tried again; a row that cannot be used as
+    An outage (judge unavailable, sandbox removed) is raised as `InfraError` and retried; a row that cannot be used as
     `TaskRowError`. Neither is ever a reward of 0.
     """
 
@@ -101,7 +101,9 @@ class BaseTask:
         """Prepare a started runtime for the agent."""
 
     async def complete_runtime(self, instance: Instance, runtime: Runtime, result: Any) -> Any:
-        """Collect the result to evaluate (a patch, files) before the runtime closes. Replaces the agent's answer."""
+        """Collect the result to evaluate (a patch, files) before the runtime closes. Replaces the agent's final
+        response.
+        """
         return result
 
     def evaluation_runtime_spec(self, instance: Instance) -> RuntimeSpec | None:

@@ -39,8 +39,9 @@ OUTLINE = """() => {
 
 
 class BrowserPage:
-    """Made by `open`; one task at a time uses one. Methods raise InfraError if the browser is gone, ValueError for what
-    the page does not allow."""
+    """Made by `open`; one task at a time uses one. Methods raise InfraError if the browser exited, ValueError for
+    actions the page does not allow.
+    """
 
     def __init__(self, playwright: Any, browser: Any) -> None:
         self._playwright, self._browser = playwright, browser

@@ -1,4 +1,4 @@
-"""Graders of `skyrl_gym` over final answers of agents.
+"""Graders of `skyrl_gym` for final responses of agents.
 
 A finish tool takes plain answers, so without a box, a tag or a fence the whole text is the answer.
 """

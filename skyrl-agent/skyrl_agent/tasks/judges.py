@@ -1,4 +1,4 @@
-"""Language models as judges: `skyrl_gym.graders.judge`, set up by a task file or the environment."""
+"""LLM judges: `skyrl_gym.graders.judge`, set up by a task file or the environment."""
 
 import dataclasses
 import os
@@ -23,7 +23,7 @@ def make_judge(settings: Row | None, where: str = "task_config.judge") -> Judge:
             without that, the public service of OpenAI, which needs a key.
 
     Raises:
-        ConfigError: an unknown field, or no judge can be had.
+        ConfigError: an unknown field, or no judge is configured.
     """
     given = dict(settings or {})
     known = [field.name for field in dataclasses.fields(JudgeSettings)]

@@ -89,7 +89,7 @@ def is_test_file(path: str) -> bool:
 def read_problem(instance: Instance) -> Problem:
     """
     Raises:
-        TaskRowError: a field is missing or not what it should be.
+        TaskRowError: a field is missing or invalid.
     """
     row = instance.row
 
@@ -149,7 +149,7 @@ class LocalSWETask(BaseTask):
     give no reward but a failure (`error_evaluation`).
 
     Args:
-        test_seconds: how long the tests may take, where the row does not say.
+        test_seconds: default timeout of the tests.
         command_seconds: the longest an agent's own command may take.
         memory_bytes: of the agent's commands and of the tests.
         show_tests: whether the agent sees the tests.

@@ -30,7 +30,7 @@ class MemoryAgentTask(JudgedTask):
 
     Args:
         grader: `em` (exact match after normalization), `f1`, `judge`; `subem` is for evaluation only.
-        judge: as `tasks.judges.make_judge` takes it.
+        judge: settings of the judge, see `tasks.judges.make_judge`.
     """
 
     tools = ("next_with_summary", "finish")

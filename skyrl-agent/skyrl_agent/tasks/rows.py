@@ -1,4 +1,4 @@
-"""Readers of dataset rows, which may come from Parquet (arrays, JSON in texts) or be made by hand."""
+"""Readers of dataset rows, from Parquet (arrays, JSON in texts) or written manually."""
 
 import json
 from collections.abc import Mapping, Sequence

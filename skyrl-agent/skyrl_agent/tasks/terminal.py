@@ -68,10 +68,10 @@ class Script:
 
 
 class TerminalTask(BaseTask):
-    """Reward 1 if the row's judge is content, else 0.
+    """Task with reward 1 if the row's check succeeds, else 0.
 
     Args:
-        command_seconds: the longest any command may take, the agent's and the judge's.
+        command_seconds: timeout of each command, of the agent and of grading.
         memory_bytes: of each.
     """
 

@@ -30,7 +30,7 @@ class WebResearchTask(JudgedTask):
     rejected.
 
     Args:
-        judge: as `tasks.judges.make_judge` takes it.
+        judge: settings of the judge, see `tasks.judges.make_judge`.
     """
 
     tools = ("search_engine", "web_browser", "finish")
@@ -50,7 +50,7 @@ class WebResearchTask(JudgedTask):
     async def evaluate_result(
         self, result: object, instance: Instance, trajectory: TrajectoryResult, runtime: Runtime | None = None
     ) -> Judgement:
-        """Raises InfraError if the judge does not work."""
+        """Raises InfraError if the judge fails."""
         answer = boxed_answer(final_text(result))
         if answer is None or not answer.strip():
             return Judgement(0.0, {"boxed": 0.0})

@@ -4,7 +4,7 @@
     async def test_my_backend(check):
         await run_check(check, Subject(backend, tokenizer, prompt_ids=tokenizer.encode("...")))
 
-A check raises AssertionError. One that a backend cannot be asked (see `Subject`) returns `NOT_ASKED`.
+A check raises AssertionError. A check that does not apply to a backend (see `Subject`) returns `NOT_ASKED`.
 """
 
 import asyncio
@@ -149,7 +149,7 @@ async def requests_at_the_same_time_do_not_mix(subject: Subject) -> str | None:
 
 
 async def a_seed_gives_the_same_answer_again(subject: Subject) -> str | None:
-    """Check that a seed repeats an answer."""
+    """Check that a seed reproduces a completion."""
     if not subject.reads_ids:
         return NOT_ASKED
     first, again, *others = [(await subject.ask(temperature=1.0, seed=seed))[0] for seed in (1, 1, 2, 3, 4)]

@@ -31,7 +31,7 @@ class ScriptedModel:
     Args:
         logprob: of each token it writes; None: it tells none.
         tells_ids: False: as a server that returns text alone.
-        seconds: how long each answer takes.
+        seconds: duration of each completion.
     """
 
     tokenizer: Any

@@ -1,4 +1,4 @@
-"""`skyrl_gym.services.Service` for an event loop: a server that is asked over HTTP and may be away for a moment."""
+"""`skyrl_gym.services.Service` for an event loop: an HTTP server that may be temporarily unavailable."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ PROBE_SECONDS = 5.0
 
 
 class RefusedRequest(ValueError):
-    """The server found fault with what a model wrote. The text is for the model."""
+    """The server rejected the model's input. The text is for the model."""
 
 
 class AsyncService:
@@ -101,7 +101,7 @@ class AsyncService:
             await asyncio.sleep(wait)
 
     async def probe(self) -> None:
-        """Check within seconds that a server answers, with whatever status. Raises InfraError if none does."""
+        """Check within seconds that a server replies, with any status. Raises InfraError if none does."""
         service = AsyncService(
             self.url, headers=self._headers, timeout=PROBE_SECONDS, retries=PROBE_RETRIES, passing=frozenset()
         )

@@ -22,8 +22,8 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 class Bash(RuntimeTool):
     """
     Args:
-        timeout: seconds of a command that asks for no other time.
-        max_timeout: the longest that one may ask for.
+        timeout: default timeout of a command in seconds.
+        max_timeout: maximum timeout that a command may request.
     """
 
     name = "bash"

@@ -13,7 +13,7 @@ _LOCK_SECONDS = 2.0
 
 
 class WebPageCache:
-    """The `max_size` pages that were asked for last. A cache that fails is one that finds nothing.
+    """LRU cache of `max_size` pages. A cache that fails is one that finds nothing.
 
     From any number of threads and processes.
 

@@ -87,7 +87,7 @@ def is_published(kind: type[Any]) -> bool:
 class PublishedTool(BaseTool):
     """A tool with `name`, `description`, `parameters` (a JSON schema, or a list of parameters) and
     `call(self, params, **kwargs)`, which gets the arguments as JSON text and runs in a thread. kwargs: `trajectory_id`,
-    `agent`: the call's `ToolContext`. An output of None shows the model an empty result."""
+    `agent`: the call's `ToolContext`. An output of None is an empty result for the model."""
 
     def __init__(self, tool: Any) -> None:
         self._tool = tool

@@ -52,7 +52,7 @@ def absolute(runtime: Runtime, path: str) -> str:
 async def read_path(runtime: Runtime, path: str, max_bytes: int) -> PathState:
     """
     Raises:
-        ValueError: there is something that cannot be read; the text says why.
+        ValueError: there is something that cannot be read; with the reason.
         InfraError: of the runtime.
     """
     limits = replace(within(runtime, SECONDS), output_bytes=2 * max_bytes)

@@ -61,7 +61,7 @@ class RetrieverClient(_ServiceClient):
         super().__init__(AsyncService(url, timeout=timeout, retries=RETRIEVER_RETRIES))
 
     async def probe(self) -> None:
-        """Ask a query: another server, or another of its paths, would answer something else."""
+        """Send a test query: another server or path would reply in another format."""
         service = AsyncService(self.service.url, timeout=self.service.timeout, retries=PROBE_RETRIES)
         try:
             await self._search(service, "probe", 1)

@@ -42,7 +42,7 @@ class SkyRLBackend:
     """An engine of skyrl-train, or its client over many.
 
     Args:
-        infer_engine: None where nothing will be asked.
+        infer_engine: None if no completions are requested.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class SkyRLBackend:
 
 
 class SkyRLAgentGenerator(GeneratorInterface):
-    """Generator of skyrl-train that runs a task file's agent on the trainer's engines, whatever backend the file names.
+    """Generator of skyrl-train that runs a task file's agent on the trainer's engines. The file's backend is ignored.
     Batches may run concurrently.
 
     The task file's sampling parameters and number of trajectories override the trainer's. A trajectory has one row for
@@ -98,7 +98,7 @@ class SkyRLAgentGenerator(GeneratorInterface):
 
     Args:
         generator_cfg: `generator` of the trainer, with `task`.
-        llm_endpoint_client: the engines; None to check the settings alone.
+        llm_endpoint_client: the engines; None to only validate the settings.
 
     Raises:
         ConfigError: the task file, or a setting of the trainer that contradicts it.
@@ -141,8 +141,8 @@ class SkyRLAgentGenerator(GeneratorInterface):
 
         Raises:
             TaskRowError: a row lacks a field; nothing was started.
-            ConfigError: a setting that only a trajectory finds to be wrong, or something needed does not answer.
-            WorkerError: the engines died and will not come back.
+            ConfigError: an invalid setting found by a trajectory, or an unavailable service.
+            WorkerError: the engines failed permanently.
         """
         ids = trajectory_ids_of(input_batch)
         metadata = input_batch.get("batch_metadata")

@@ -34,7 +34,7 @@ async def train(config: Config) -> None:
         ConfigError, TaskRowError: settings or rows; nothing was started.
         UnavailableError: a required service does not respond; nothing was started.
         BatchFailedError: every trajectory of a step failed.
-        BackendError: the server tells no log-probs.
+        BackendError: the server reports no log-probs.
     """
     rows = read_rows(config.dataset_file)
     eval_rows = read_rows(config.eval_dataset_file) if config.eval_dataset_file else []
@@ -170,7 +170,7 @@ def newest_checkpoint(folder: Path) -> JsonObject:
 
 
 class Log:
-    """`metrics.jsonl` and `checkpoints.jsonl` of a run, a line on the console, and wandb if it is asked for."""
+    """`metrics.jsonl` and `checkpoints.jsonl` of a run, a console line, and wandb if configured."""
 
     def __init__(self, folder: Path, config: Config) -> None:
         self.folder, self._wandb = folder, None

@@ -21,7 +21,7 @@ class Kind:
     """
     Args:
         gold: what a row expects; raises TaskRowError.
-        grade: (answer, gold, question, judge) -> what the answer is worth.
+        grade: (answer, gold, question, judge) -> reward.
     """
 
     system_prompt: str

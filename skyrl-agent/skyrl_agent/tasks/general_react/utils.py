@@ -1,4 +1,4 @@
-"""Questions with an answer that can be judged: mathematics, programs, short facts, and what a language model judges."""
+"""Questions with gradable answers: mathematics, programs, short facts, and answers for an LLM judge."""
 
 from collections.abc import Mapping
 
@@ -18,7 +18,7 @@ class GeneralReactTask(JudgedTask):
     """Prompt and judge follow from the row's data source, by the table in `sources`.
 
     Args:
-        judge: of kinds that need one, as `tasks.judges.make_judge` takes it.
+        judge: settings of the judge for kinds that need one, see `tasks.judges.make_judge`.
         sources: more data sources: beginning of the name -> kind.
     """
 

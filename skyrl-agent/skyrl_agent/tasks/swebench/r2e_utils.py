@@ -1,4 +1,4 @@
-"""Logs of tests and what they are worth. Pure functions.
+"""Parsers of test logs, and rewards. Pure functions.
 
 A log is what `pytest -rA` prints: its short summary has a line for each test, `PASSED path::name`,
 `FAILED path::name - why`, in colour or not.

@@ -39,7 +39,7 @@ def image_of(kind: Kind, row: Row, instance_id: str, prefix: str = DEFAULT_PREFI
     if named := row.get("docker_image"):
         return named
     if kind == "r2e-gym":
-        return instance_id  # SWE-smith stores the image name there
+        return instance_id  # R2E-Gym uses the image name as id
     if kind == "swe-smith":
         return f"jyangballin/{row['image_name'].replace('__', '_1776_')}"
     return f"{prefix}sweb.eval.x86_64.{instance_id.replace('__', '_s_')}".lower()

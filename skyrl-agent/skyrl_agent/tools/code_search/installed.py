@@ -1,4 +1,4 @@
-"""The search engine inside a runtime: its files are copied there, and what they learn of the repository stays there."""
+"""The search engine inside a runtime: its files are copied there, and the index stays there."""
 
 import hashlib
 import json
@@ -37,7 +37,7 @@ async def install_search(runtime: Runtime, command: str | None = None, limits: L
     """Copy the search engine into a runtime's folder for temporary files, and return that folder.
 
     Args:
-        command: where the command `search` is put, say /usr/local/bin/search; none: nowhere.
+        command: path of the command `search`, e.g. /usr/local/bin/search; none: nowhere.
 
     Raises:
         RuntimeError: the files could not be written there.

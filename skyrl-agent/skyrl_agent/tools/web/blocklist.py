@@ -1,4 +1,4 @@
-"""Pages that an agent must not see, such as those with a benchmark's answers."""
+"""Pages hidden from agents, such as pages with a benchmark's answers."""
 
 from collections.abc import Iterable
 from urllib.parse import urlsplit

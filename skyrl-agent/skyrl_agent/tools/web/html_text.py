@@ -1,6 +1,6 @@
 """HTML to text that a model reads: headings, lists, tables and links stay, scripts and styles go.
 
-In linear time whatever the page: the parser of the standard library takes cubic time on pages that are broken on
+Linear time for any page: the parser of the standard library takes cubic time on pages that are broken on
 purpose, in one call, with everything else of the process waiting.
 """
 

@@ -1,4 +1,4 @@
-"""Requests that can only leave for the public internet, whatever names resolve to and wherever pages redirect."""
+"""HTTP requests restricted to public addresses, after name resolution and redirects."""
 
 import asyncio
 import ipaddress

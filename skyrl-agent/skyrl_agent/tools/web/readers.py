@@ -54,7 +54,7 @@ class PageReader(Protocol):
     async def read(self, url: str) -> WebPage:
         """
         Raises:
-            PageError: the page is not there, is of a kind that is no text, does not answer.
+            PageError: the page is missing, is not text, or its server does not reply.
             InfraError: the reader itself does not work.
         """
         ...

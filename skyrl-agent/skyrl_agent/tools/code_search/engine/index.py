@@ -16,7 +16,7 @@ SETTLED_NS = 100_000_000
 
 
 class SourceFile:
-    """A Python file. What it holds is unpacked when it is first asked for: few questions touch many files."""
+    """A Python file. Its entities are unpacked at first use: few questions touch many files."""
 
     def __init__(self, path: str, stamp: tuple, text: str, error: str, contents: bytes):
         self.path, self.stamp, self.text, self.error = path, stamp, text, error
@@ -74,7 +74,7 @@ class CodeIndex:
     """The Python files below `root`, by path.
 
     Args:
-        cache: a file to keep the index in, for the next process; none: it is kept in memory alone.
+        cache: a file to keep the index in, for the next process; none: the index is kept in memory only.
     """
 
     def __init__(self, root: str, cache: str | None = None):

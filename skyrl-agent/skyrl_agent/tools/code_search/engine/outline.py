@@ -1,4 +1,4 @@
-"""One Python file as data: what it defines, imports and calls."""
+"""One Python file as data: definitions, imports and calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Questions about a repository, and their answers as text."""
+"""Queries about a repository, with results as text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files of a repository: which there are, what they say, which of them a pattern means."""
+"""The files of a repository: listing, reading, and selection by pattern."""
 
 from __future__ import annotations
 
