@@ -172,14 +172,14 @@ def _is_scored(result: TrajectoryResult) -> bool:
 def settings_of(cfg: TaskFile, rows: Path, tokenizer: str) -> JsonObject:
     """Return the inputs of trajectories by dotted name: the task file except for `FREE`, the rows, the tokenizer."""
     digest = hashlib.sha256(rows.expanduser().read_bytes()).hexdigest()
-    flat = {name: value for name, value in _flat(cfg.model_dump(mode="json")) if not name.startswith(FREE)}
+    flat = {name: value for name, value in _flatten(cfg.model_dump(mode="json")) if not name.startswith(FREE)}
     return flat | {"rows": digest, "--tokenizer": tokenizer}
 
 
-def _flat(values: Row, prefix: str = "") -> list[tuple[str, object]]:
+def _flatten(values: Row, prefix: str = "") -> list[tuple[str, object]]:
     found = []
     for name, value in values.items():
-        found += _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else [(f"{prefix}{name}", value)]
+        found += _flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else [(f"{prefix}{name}", value)]
     return found
 
 
@@ -213,19 +213,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns: the exit status: 0 if all trajectories have a reward, 1 if some failed, 2 if nothing works, 128 + the
         signal's number if one ended it.
     """
-    options = _parser().parse_args(arguments)
+    options = _build_parser().parse_args(arguments)
     try:
         cfg = load_task_file(options.task)
         name = options.tokenizer or cfg.generator.backend_config.get("model_name")
         if name is None:
             raise ConfigError("--tokenizer must name the model's tokenizer: generator.backend_config has no model_name")
-        path = options.output or cfg.output.trajectories or _default_output(options, cfg)
+        path = options.output or cfg.output.trajectories or _get_default_output(options, cfg)
         cfg = cfg.model_copy(update={"output": cfg.output.model_copy(update={"trajectories": str(path)})})
         rows = read_rows(options.rows)[: options.limit]
         settings = settings_of(cfg, options.rows, str(name))
         file = Path(path).expanduser()
         waits = recorded_run(file.parent / "waits", f"evaluation {file.stem}")  # for `skyrl_train.explain`
-        with Evaluation(_runner(cfg, name), rows, file, settings) as evaluation, waits:
+        with Evaluation(_build_runner(cfg, name), rows, file, settings) as evaluation, waits:
             stopped_by = asyncio.run(run_until_stopped(evaluation))
             summary = evaluation.summary()
     except (AgentError, OSError) as error:
@@ -241,7 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if summary.is_complete else 1
 
 
-def _runner(cfg: TaskFile, tokenizer: str) -> AgentRunner:
+def _build_runner(cfg: TaskFile, tokenizer: str) -> AgentRunner:
     from transformers import AutoTokenizer  # slow to import, and an optional dependency
 
     is_folder = Path(tokenizer).expanduser().is_dir()
@@ -259,12 +259,12 @@ def _runner(cfg: TaskFile, tokenizer: str) -> AgentRunner:
     return AutoAgentRunner.from_task_file(cfg, None, loaded)
 
 
-def _default_output(options: argparse.Namespace, cfg: TaskFile) -> Path:
+def _get_default_output(options: argparse.Namespace, cfg: TaskFile) -> Path:
     model = str(cfg.generator.backend_config.get("model_name", "model")).replace("/", "_")
     return Path("eval") / f"{options.task.stem}-{options.rows.name.partition('.')[0]}-{model}.jsonl"
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m skyrl_agent.evaluate",
         description="Play a task file's agent on rows, with the model of an OpenAI-compatible server.",

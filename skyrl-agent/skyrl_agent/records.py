@@ -33,7 +33,7 @@ class TrajectoryFile:
         line = json.dumps(record_of(result, self.tokenizer, val_mode, position), ensure_ascii=False, default=str)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            _append_line(self.path, line.encode("utf-8", "replace"))
+            _write_line(self.path, line.encode("utf-8", "replace"))
         except OSError as error:
             logger.warning("output.trajectories=%s: %s; a trajectory is not in the file", self.path, error)
 
@@ -88,18 +88,18 @@ def record_of(
         "failure": None if result.failure is None else asdict(result.failure),
         "tool_calls": [asdict(call) for call in result.tool_calls],
         "sandbox": [asdict(command) for command in result.sandbox],
-        "rows": [_row(datum, tokenizer) for datum in _data_of(result)],
+        "rows": [_build_row(datum, tokenizer) for datum in _merge_transitions(result)],
     }
 
 
-def _data_of(result: TrajectoryResult) -> list[TrainingDatum]:
+def _merge_transitions(result: TrajectoryResult) -> list[TrainingDatum]:
     try:
         return transitions_to_training_data(result.transitions)
     except ValueError:  # unknown ids: `training_rows` reports the failure
         return []
 
 
-def _row(datum: TrainingDatum, tokenizer: Tokenizer) -> JsonObject:
+def _build_row(datum: TrainingDatum, tokenizer: Tokenizer) -> JsonObject:
     mask = [int(value) for value in datum.response_mask]
     return {
         "prompt_ids": list(datum.input_tokens),
@@ -107,11 +107,11 @@ def _row(datum: TrainingDatum, tokenizer: Tokenizer) -> JsonObject:
         "mask": mask,
         "log_probs": datum.response_logprobs,
         "prompt": tokenizer.decode(datum.input_tokens, skip_special_tokens=False),
-        "spans": _spans(datum.response_tokens, mask, tokenizer),
+        "spans": _split_spans(datum.response_tokens, mask, tokenizer),
     }
 
 
-def _spans(ids: Sequence[int], mask: Sequence[int], tokenizer: Tokenizer) -> list[list[bool | str]]:
+def _split_spans(ids: Sequence[int], mask: Sequence[int], tokenizer: Tokenizer) -> list[list[bool | str]]:
     runs = groupby(zip(mask, ids, strict=True), key=lambda pair: pair[0])
     return [
         [bool(written), tokenizer.decode([token for _, token in run], skip_special_tokens=False)]
@@ -119,7 +119,7 @@ def _spans(ids: Sequence[int], mask: Sequence[int], tokenizer: Tokenizer) -> lis
     ]
 
 
-def _append_line(path: Path, line: bytes) -> None:
+def _write_line(path: Path, line: bytes) -> None:
     """Append a line under a lock, after terminating a last line that is incomplete. Undone if the line does not fit on
     the disk.
     """

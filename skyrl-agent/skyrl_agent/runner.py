@@ -153,7 +153,7 @@ class AgentRunner:
         size = num_trajectories or self.num_trajectories(val_mode)
         params = {**(sampling_params or {}), **self.sampling_params(val_mode)}
         numbered = [
-            (position, self._trajectory(instance, number, _with_own_seed(params, position, number), val_mode))
+            (position, self._trajectory(instance, number, _set_trajectory_seed(params, position, number), val_mode))
             for position, instance in enumerate(instances)
             for number in range(size)
             if (position, number) not in skip
@@ -162,7 +162,7 @@ class AgentRunner:
         dispatch = self._dispatch(val_mode)
         try:
             trajectories = [trajectory for _, trajectory in numbered]
-            with self._announced(numbered):
+            with self._register_sessions(numbered):
                 async with aclosing(dispatch.run(trajectories)) as run:  # pyright: ignore[reportArgumentType]
                     async for trajectory in run:
                         position = running.pop(id(trajectory))
@@ -194,7 +194,7 @@ class AgentRunner:
             raise UnavailableError("; ".join(dict.fromkeys(map(str, errors))))
         self._is_probed = True
 
-    def _announced(self, numbered: Sequence[tuple[int, BaseTrajectory]]) -> AbstractContextManager[None]:
+    def _register_sessions(self, numbered: Sequence[tuple[int, BaseTrajectory]]) -> AbstractContextManager[None]:
         """Announce the sessions of a batch's trajectories to an `Announceable` backend."""
         if not isinstance(self.infer_engine, Announceable):
             return nullcontext()
@@ -276,7 +276,7 @@ def make_instance(cfg: TaskFile, task: BaseTask, position: int, row: Row) -> Ins
     return instance
 
 
-def _with_own_seed(params: JsonObject, position: int, number: int) -> JsonObject:
+def _set_trajectory_seed(params: JsonObject, position: int, number: int) -> JsonObject:
     """Derive a seed for each trajectory: trajectories with equal seeds would be equal."""
     if params.get("seed") is None:
         return dict(params)

@@ -48,7 +48,7 @@ def training_rows(
             for owner, row in zip(owners, data, strict=True)
         ],
         rewards=[owner.reward for owner in owners],
-        rollout_logprobs=_column(data, "response_logprobs", 0.0),
+        rollout_logprobs=_build_column(data, "response_logprobs", 0.0),
         is_last_episode=[row is owner.rows[-1] for owner, row in zip(owners, data, strict=True)],
         row_trajectory=owner_of,
         traj_idx=[f"{owner.result.instance_id}-traj{owner.result.trajectory_id}" for owner in owners],
@@ -57,8 +57,8 @@ def training_rows(
         finish_reasons=[trajectory.finish_reason for trajectory in trajectories],
         in_baseline=[trajectory.in_baseline for trajectory in trajectories],
         failures=[trajectory.failure for trajectory in trajectories],
-        weight_versions=_column(data, "weight_versions", NO_VERSION),
-        rollout_metrics=_metrics(trajectories, group_of, profile_tools) | dict(metrics or {}),
+        weight_versions=_build_column(data, "weight_versions", NO_VERSION),
+        rollout_metrics=_compute_metrics(trajectories, group_of, profile_tools) | dict(metrics or {}),
         groups=group_of,
         instance_ids=[trajectory.result.instance_id for trajectory in trajectories],
         trajectory_ids=[trajectory.result.trajectory_id for trajectory in trajectories],
@@ -131,7 +131,7 @@ class _Trajectory:
 
     @classmethod
     def of(cls, result: TrajectoryResult, max_response_length: int) -> "_Trajectory":
-        rows, failure_of_rows = _rows_of(result)
+        rows, failure_of_rows = _build_rows(result)
         failure = result.failure or failure_of_rows or _reward_failure(result)
         reason = result.finish_reason or ERROR_AGENT
         if failure is not None and ending_of(reason).in_baseline:
@@ -157,7 +157,7 @@ def _reward_failure(result: TrajectoryResult) -> Failure | None:
     return None
 
 
-def _rows_of(result: TrajectoryResult) -> tuple[list[TrainingDatum], Failure | None]:
+def _build_rows(result: TrajectoryResult) -> tuple[list[TrainingDatum], Failure | None]:
     """Return at least one row, and the failure of malformed transitions."""
     try:
         rows, failure = transitions_to_training_data(result.transitions), None
@@ -176,7 +176,7 @@ def _truncate(row: TrainingDatum, length: int) -> TrainingDatum:
     )
 
 
-def _column(rows: Sequence[TrainingDatum], name: str, not_written: float) -> list[list[Any]] | None:
+def _build_column(rows: Sequence[TrainingDatum], name: str, not_written: float) -> list[list[Any]] | None:
     """Return one value per token, `not_written` for tokens not generated; None if a generated token has no value."""
     values = [getattr(row, name) for row in rows]
     if any(value is None and any(row.response_mask) for row, value in zip(rows, values, strict=True)):
@@ -187,7 +187,9 @@ def _column(rows: Sequence[TrainingDatum], name: str, not_written: float) -> lis
     ]
 
 
-def _metrics(trajectories: Sequence[_Trajectory], group_of: Sequence[int], profile_tools: bool) -> dict[str, float]:
+def _compute_metrics(
+    trajectories: Sequence[_Trajectory], group_of: Sequence[int], profile_tools: bool
+) -> dict[str, float]:
     """Compute `rollout_metrics/`: ratios over all trajectories; rewards over those that have one. A mean without values
     is left out."""
     solved: dict[int, list[bool]] = {}
@@ -201,7 +203,7 @@ def _metrics(trajectories: Sequence[_Trajectory], group_of: Sequence[int], profi
         ending.metric: reasons[ending.metric] / num if num else None for ending in ENDINGS.values()
     }
     found |= {
-        "avg_turn_assistant": _mean([_num_turns(trajectory.result) for trajectory in trajectories]),
+        "avg_turn_assistant": _mean([_count_turns(trajectory.result) for trajectory in trajectories]),
         "num_all_resolved": sum(all(group) for group in solved.values()),
         "num_none_resolved": sum(not any(group) for group in solved.values()),
         "num_mask_out": sum(trajectory.is_masked for trajectory in trajectories),
@@ -210,15 +212,15 @@ def _metrics(trajectories: Sequence[_Trajectory], group_of: Sequence[int], profi
         "num_empty_messages": sum(not trajectory.result.messages for trajectory in trajectories),
     }
     if profile_tools:
-        found |= _tool_metrics([trajectory.result for trajectory in trajectories])
+        found |= _compute_tool_metrics([trajectory.result for trajectory in trajectories])
     return {f"rollout_metrics/{name}": float(value) for name, value in found.items() if value is not None}
 
 
-def _num_turns(result: TrajectoryResult) -> int:
+def _count_turns(result: TrajectoryResult) -> int:
     return sum(message.get("role") == "assistant" for message in result.messages)
 
 
-def _tool_metrics(results: Sequence[TrajectoryResult]) -> dict[str, float | None]:
+def _compute_tool_metrics(results: Sequence[TrajectoryResult]) -> dict[str, float | None]:
     names = Counter(call.name for result in results for call in result.tool_calls)
     found: dict[str, float | None] = {f"tool_name/{name}": float(count) for name, count in names.items()}
     for key, skipped in (("tool_calls", ()), ("tool_calls_no_finish", ("finish",))):

@@ -66,24 +66,24 @@ class Validator:
         # Held until both judgements are done, because each of them starts a runtime: this bounds the runtimes that
         # exist at a time. A row's runtimes follow one another, so it never holds two.
         async with self._turns:
-            problems = await self._try(instance, solution)
+            problems = await self._run_row(instance, solution)
         return RowReport(instance.instance_id, solution is not None, problems)
 
-    async def _try(self, instance: Instance, solution: object) -> list[str]:
+    async def _run_row(self, instance: Instance, solution: object) -> list[str]:
         try:
-            original = await self._judge(instance, None)
+            original = await self._grade(instance, None)
             problems = ["the original passes already"] if original.reward > 0 else []
             if solution is None:
-                return problems + [f"not run on the original: {obstacle}" for obstacle in _obstacles(original)]
-            solved = await self._judge(instance, solution)
+                return problems + [f"not run on the original: {obstacle}" for obstacle in _format_obstacles(original)]
+            solved = await self._grade(instance, solution)
         except (AgentError, InfraError) as error:
             return [f"{type(error).__name__}: {error}"]
         if solved.reward > original.reward or solved.reward == 1.0:
             return problems
         parts = ", ".join(f"{name} {value:.4g}" for name, value in solved.parts.items())
-        return [*problems, *(_obstacles(solved) or [f"its own solution fails: {parts}"])]
+        return [*problems, *(_format_obstacles(solved) or [f"its own solution fails: {parts}"])]
 
-    async def _judge(self, instance: Instance, solution: object) -> Judgement:
+    async def _grade(self, instance: Instance, solution: object) -> Judgement:
         """Grade the solution, or the unchanged instance without one, in a fresh runtime."""
         spec = self.task.evaluation_runtime_spec(instance) or self.task.runtime_spec(instance)
         assert spec is not None, "a task with tests has a runtime"
@@ -99,7 +99,7 @@ class Validator:
             await runtime.close()
 
 
-def _obstacles(judgement: Judgement) -> list[str]:
+def _format_obstacles(judgement: Judgement) -> list[str]:
     return [f"{name}: {details}" for name, details in judgement.not_run.items()]
 
 

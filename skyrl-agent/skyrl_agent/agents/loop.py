@@ -100,7 +100,7 @@ class Agent:
         parent: "Agent | None" = None,
     ) -> None:
         _check_limits(max_depth=(max_depth, 0), sub_agent_steps=(sub_agent_steps, 1), max_repeats=(max_repeats, 2))
-        self.settings, self.infer_engine, self.tokenizer = _settings(traj_config), infer_engine, tokenizer
+        self.settings, self.infer_engine, self.tokenizer = _parse_settings(traj_config), infer_engine, tokenizer
         self.tools = list(tools if tools is not None else getattr(traj_config, "tools", None) or self.default_tools)
         self.runtime, self.max_depth, self.max_repeats = runtime, max_depth, max_repeats
         self.agent_id = uuid.uuid4().hex
@@ -154,11 +154,11 @@ class Agent:
             self.trajectory_id, row, self.runtime, ask=self.ask, run_agent=self.run_agent, messages=list(instruction)
         )
         async with self.toolbox.open_all(self._context):
-            self.outcome = await self._converse(instruction)
-        self._warn_of_rows()
+            self.outcome = await self._run_turns(instruction)
+        self._log_row_warning()
         return self.outcome
 
-    def _warn_of_rows(self) -> None:
+    def _log_row_warning(self) -> None:
         """Warn, once per number of rows, that the chat template makes training more expensive."""
         conversation = self.conversation
         if conversation is None or not conversation.breaks or len(conversation.breaks) in _warned_of_rows:
@@ -172,7 +172,7 @@ class Agent:
             conversation.token_factor,
         )
 
-    async def _converse(self, instruction: Sequence[Message]) -> Outcome:
+    async def _run_turns(self, instruction: Sequence[Message]) -> Outcome:
         self._repetition = Repetition(self.max_repeats)
         opening = self.prompt_builder.with_reminder(
             self.prompt_builder.opening(instruction), 1, self.settings.max_prompt_length
@@ -182,7 +182,7 @@ class Agent:
         )
         while self._can_step():
             input_ids = conversation.input_ids()
-            room = self._room(conversation, input_ids)
+            room = self._compute_room(conversation, input_ids)
             if room <= 0:
                 return Outcome(CONTEXT_WINDOW_EXCEEDED)
             with waiting(f"the model's answer {self.num_steps + 1}"):
@@ -198,26 +198,26 @@ class Agent:
                 return Outcome(BAD_LLM_RESPONSE)
             if not calls and not self.toolbox.has_finish:
                 return Outcome(FINISH, message["content"])
-            outputs = await self.toolbox.run(calls, self._current_context(conversation), self.num_steps)
+            outputs = await self.toolbox.run(calls, self._build_context(conversation), self.num_steps)
             if ending := next((output for output in outputs if output.ends), None):
                 return Outcome(FINISH_TOOL, ending.text)
-            if self._repetition.add(_turn_key(text, calls, outputs)):
+            if self._repetition.add(_build_turn_key(text, calls, outputs)):
                 return Outcome(STUCK_IN_A_LOOP)
-            self._append_results(conversation, calls, outputs)
+            self._add_results(conversation, calls, outputs)
         return Outcome(MAX_ITERATIONS_REACHED)
 
     def _can_step(self) -> bool:
         return self.num_steps < self.settings.max_iterations and (self.depth == 0 or self.step_budget.take())
 
-    def _room(self, conversation: Conversation, input_ids: list[int]) -> int:
+    def _compute_room(self, conversation: Conversation, input_ids: list[int]) -> int:
         """Return the number of tokens left for a response."""
-        room, most = self._tokens_left(conversation), self.settings.max_context_length
+        room, most = self._count_tokens_left(conversation), self.settings.max_context_length
         return room if most is None else min(room, most - len(input_ids))
 
-    def _tokens_left(self, conversation: Conversation) -> int:
+    def _count_tokens_left(self, conversation: Conversation) -> int:
         return self.settings.max_prompt_length - conversation.num_response_tokens
 
-    def _append_results(
+    def _add_results(
         self, conversation: Conversation, calls: Sequence[ToolCall | Invalid], outputs: Sequence[ToolOutput]
     ) -> None:
         """Append the results of calls to the conversation, or restart it from the context that a tool returned."""
@@ -225,13 +225,13 @@ class Agent:
         fresh = next((output.new_context for output in outputs if output.new_context is not None), None)
         if fresh is None:
             results = self.prompt_builder.results(calls, [output.text for output in outputs])
-            conversation.add(*self.prompt_builder.with_reminder(results, step, self._tokens_left(conversation)))
+            conversation.add(*self.prompt_builder.with_reminder(results, step, self._count_tokens_left(conversation)))
         else:
             self._repetition.clear()
             opening = self.prompt_builder.restarted_opening(fresh)
             conversation.restart(self.prompt_builder.with_reminder(opening, step, self.settings.max_prompt_length))
 
-    def _current_context(self, conversation: Conversation) -> ToolContext:
+    def _build_context(self, conversation: Conversation) -> ToolContext:
         return replace(self._context, messages=prompts.without_reminders(conversation.messages))
 
     async def ask(self, messages: list[Message]) -> str:
@@ -309,13 +309,13 @@ def _check_limits(**limits: tuple[int | None, int]) -> None:
             raise ConfigError(f"agent_config.{name} must be an integer of at least {least}; got {value!r}")
 
 
-def _settings(traj_config: Any) -> GeneratorSection:
+def _parse_settings(traj_config: Any) -> GeneratorSection:
     if isinstance(traj_config, GeneratorSection):
         return traj_config
     fields = {name: getattr(traj_config, name, None) for name in GeneratorSection.model_fields}
     return GeneratorSection(**{name: value for name, value in fields.items() if value is not None})
 
 
-def _turn_key(text: str, calls: Sequence[ToolCall | Invalid], outputs: Sequence[ToolOutput]) -> str:
+def _build_turn_key(text: str, calls: Sequence[ToolCall | Invalid], outputs: Sequence[ToolOutput]) -> str:
     done = [(call.name, call.arguments) if isinstance(call, ToolCall) else call.reason for call in calls] or text
     return repr((done, [output.text for output in outputs]))

@@ -30,11 +30,11 @@ def class_of_agent(agent_cls: str, registry: dict[str, str | type]) -> type[Any]
     """
     found = registry.get(agent_cls)
     if found is None:
-        found = _unregistered(agent_cls, registry)
+        found = _find_unregistered(agent_cls, registry)
     return class_at(found, "agent_cls") if isinstance(found, str) else found
 
 
-def _unregistered(agent_cls: str, registry: dict[str, str | type]) -> str | type[Any]:
+def _find_unregistered(agent_cls: str, registry: dict[str, str | type]) -> str | type[Any]:
     """Return the runner or the trajectory for an unregistered class, by its type."""
     try:
         own = class_at(agent_cls, "agent_cls")

@@ -43,7 +43,7 @@ def with_reminder(messages: Sequence[Message], text: str) -> list[Message]:
 
 def without_reminders(messages: Sequence[Message]) -> list[Message]:
     """Copy messages without the text of `with_reminder`."""
-    return [_without_reminder(message) for message in messages]
+    return [_remove_reminder(message) for message in messages]
 
 
 def with_text_after(message: Message, text: str) -> Message:
@@ -74,7 +74,7 @@ def without_thoughts(message: Message) -> Message:
     )
 
 
-def _without_reminder(message: Message) -> Message:
+def _remove_reminder(message: Message) -> Message:
     content = message.get("content")
     if isinstance(content, list):
         kept = [part for part in content if not str(part.get("text", "")).startswith(_REMINDER)]

@@ -89,7 +89,7 @@ class Toolbox:
         Raises:
             InfraError: raised by a tool.
         """
-        calls = self._limit_calls(calls)
+        calls = self._apply_call_limit(calls)
         if context.runtime is None:
             return await together(*(self._call(call, context, step) for call in calls))
         outputs: list[ToolOutput] = []
@@ -99,7 +99,7 @@ class Toolbox:
                 break
         return outputs
 
-    def _limit_calls(self, calls: Sequence[ToolCall | Invalid]) -> list[ToolCall | Invalid]:
+    def _apply_call_limit(self, calls: Sequence[ToolCall | Invalid]) -> list[ToolCall | Invalid]:
         allowed, count = [], 0
         for call in calls:
             count += isinstance(call, ToolCall)
@@ -112,7 +112,7 @@ class Toolbox:
             return ToolOutput(clip(call.reason, self.max_chars), failed=True)
         now = asyncio.get_running_loop().time
         started = now()
-        output = await self._output(call, context)
+        output = await self._run_call(call, context)
         if not output.ends:
             output = replace(output, text=clip(output.text, self.max_chars))
         seconds = now() - started
@@ -122,7 +122,7 @@ class Toolbox:
         )
         return output
 
-    async def _output(self, call: ToolCall, context: ToolContext) -> ToolOutput:
+    async def _run_call(self, call: ToolCall, context: ToolContext) -> ToolOutput:
         tool = self.tools.get(call.name)
         if tool is None:
             return ToolOutput(unknown_tool(call.name, list(self.tools)), failed=True)

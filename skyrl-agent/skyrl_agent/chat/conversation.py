@@ -100,7 +100,7 @@ class Conversation:
         Raises:
             ConfigError: the template cannot render these messages.
         """
-        return list(self._next().ids)
+        return list(self._render_next().ids)
 
     @property
     def num_response_tokens(self) -> int:
@@ -108,7 +108,7 @@ class Conversation:
         if self._prompt_length is None:
             return 0
         nothing_added = len(self.messages) == self._answers[-1] + 1
-        return len(self._written if nothing_added else self._next().ids) - self._prompt_length
+        return len(self._written if nothing_added else self._render_next().ids) - self._prompt_length
 
     def add_answer(self, text: str, meta: MetaInfo, message: Message | None = None) -> Transition:
         """Append the model's reply to `input_ids()`.
@@ -119,7 +119,7 @@ class Conversation:
         Raises:
             BackendError: the number of log-probs differs from the number of tokens.
         """
-        prompt = self._next()
+        prompt = self._render_next()
         written = TokensWithLogprobs.from_reply(text, meta)
         if written.token_ids is None:
             written = replace(written, token_ids=self.encoder.ids_after(text))
@@ -129,9 +129,9 @@ class Conversation:
             self.breaks.append(prompt.broken)
             self._answers, self._texts = [], []
         if self._answers:
-            self._since |= {*self._shapes(self._answers[-1])}
+            self._since |= {*self._collect_shapes(self._answers[-1])}
         else:
-            self._before, self._since = frozenset(self._shapes(0)), frozenset()
+            self._before, self._since = frozenset(self._collect_shapes(0)), frozenset()
         if self._prompt_length is None:
             self._prompt_length = len(prompt.ids)
         self._answers.append(len(self.messages))
@@ -143,43 +143,43 @@ class Conversation:
         self._prompt = None
         return self.transitions[-1]
 
-    def _next(self) -> _Prompt:
+    def _render_next(self) -> _Prompt:
         if self._prompt is None:
-            self._prompt = self._continued() if self._answers else self._rerendered()
+            self._prompt = self._render_continuation() if self._answers else self._render_all()
         return self._prompt
 
-    def _shapes(self, first: int) -> list[Hashable]:
+    def _collect_shapes(self, first: int) -> list[Hashable]:
         return [self.encoder.shape(message) for message in self.messages[first:]]
 
-    def _rerendered(self, broken: Break | None = None, text: str | None = None) -> _Prompt:
+    def _render_all(self, broken: Break | None = None, text: str | None = None) -> _Prompt:
         if broken:
             added = tuple(message["role"] for message in self.messages[self._answers[-1] + 1 :])
-            _warn(self.encoder.source or "", broken.role, added, broken)
+            _log_warning(self.encoder.source or "", broken.role, added, broken)
         text = text or self.encoder.text(self.messages, add_generation_prompt=True)
         return _Prompt(self.encoder.encode(text), text, broken)
 
-    def _continued(self) -> _Prompt:
+    def _render_continuation(self) -> _Prompt:
         index = self._answers[-1]
         answer, added = self.messages[index], self.messages[index + 1 :]
         if self.append_only:
-            return self._appended(answer, added)
-        kind = (self._before, self._since, *self._shapes(self._answers[-2:][0]))
+            return self._render_appended(answer, added)
+        kind = (self._before, self._since, *self._collect_shapes(self._answers[-2:][0]))
         step = self.encoder.step(answer, added)
         if step is None or kind not in self.encoder.trusted or len(self.messages) >= self._verify_at:
             before, whole = "".join(self._texts), self.encoder.text(self.messages, add_generation_prompt=True)
             if not whole.startswith(before):
-                return self._rerendered(self._rewritten_message(before, whole), whole)
+                return self._render_all(self._find_rewritten_message(before, whole), whole)
             self._verify_at = 2 * len(self.messages)
             if whole[len(before) :] == step:
                 self.encoder.trusted.add(kind)
             step = whole[len(before) :]
         try:
-            end = self._end_from_reply(answer, step)
+            end = self._count_generated_end(answer, step)
         except _AnswerMismatch as difference:
-            return self._rerendered(Break(index, "assistant", str(difference)))
+            return self._render_all(Break(index, "assistant", str(difference)))
         return _Prompt(self._written + self.encoder.ids_after(step[end:]), step)
 
-    def _appended(self, answer: Message, added: Sequence[Message]) -> _Prompt:
+    def _render_appended(self, answer: Message, added: Sequence[Message]) -> _Prompt:
         end, text = self.encoder.after_answer(answer, added)
         ids = self.transitions[-1].ac.token_ids or []
         if not (ids and self.encoder.is_special(ids[-1])):  # truncated before the end of the turn
@@ -201,26 +201,28 @@ class Conversation:
             before = num_read + num_written
         return sum(map(sum, rows)) / appended if appended else 1.0
 
-    def _end_from_reply(self, answer: Message, step: str) -> int:
+    def _count_generated_end(self, answer: Message, step: str) -> int:
         """Return the number of characters of `step` that the model generated."""
         ids = self.transitions[-1].ac.token_ids or []
         written = self.encoder.decode(ids)
         if step.startswith(written):
             return len(written)
         body, end = self.encoder.split_at_end(
-            step[: _common_prefix_length(step, self.encoder.last_answer(answer) or "")]
+            step[: _count_common_prefix(step, self.encoder.last_answer(answer) or "")]
         )
         wrote_end = bool(ids) and self.encoder.is_special(ids[-1])
         own = written.removesuffix(self.encoder.decode(ids[-1:])) if wrote_end else written
-        if not end or not _matches(answer, own, body):
-            raise _AnswerMismatch(f"the model wrote {_excerpt(own)} and the template writes {_excerpt(body or step)}")
+        if not end or not _is_equivalent(answer, own, body):
+            raise _AnswerMismatch(
+                f"the model wrote {_format_excerpt(own)} and the template writes {_format_excerpt(body or step)}"
+            )
         if wrote_end and self.encoder.decode(ids[-1:]) != end:
             raise _AnswerMismatch(f"the model ended it with {self.encoder.decode(ids[-1:])}, the template with {end}")
         return len(body) + (len(end) if wrote_end else 0)
 
-    def _rewritten_message(self, before: str, whole: str) -> Break:
+    def _find_rewritten_message(self, before: str, whole: str) -> Break:
         """Find the message at which the template's text changed."""
-        at = _common_prefix_length(before, whole)
+        at = _count_common_prefix(before, whole)
         turn = bisect_right(list(accumulate(map(len, self._texts))), at)
         first = self._answers[turn - 1] if turn else 0
 
@@ -234,7 +236,8 @@ class Conversation:
         if ends_beyond(index - 1):
             index = bisect_left(range(index), True, lo=first, key=ends_beyond)
         at = max(at - 10, 0)
-        why = f"{_excerpt(before[at:])} became {_excerpt(whole[at:])} when message {len(self.messages) - 1} was added"
+        was, became = _format_excerpt(before[at:]), _format_excerpt(whole[at:])
+        why = f"{was} became {became} when message {len(self.messages) - 1} was added"
         return Break(index, str(self.messages[index].get("role")), why)
 
 
@@ -242,30 +245,30 @@ class _AnswerMismatch(Exception):
     """Difference between the rendered and the generated text of a response."""
 
 
-def _matches(answer: Message, written: str, body: str) -> bool:
+def _is_equivalent(answer: Message, written: str, body: str) -> bool:
     """Compare the model's text with the template's, except for white space and the spelling of arguments of calls."""
     parts = [answer.get(field) or "" for field in ("content", "thinking", "reasoning_content")]
     names = [call["function"]["name"] for call in answer.get("tool_calls") or []]
     if not names and not any(parts[1:]):
-        return _without_space(written) == _without_space(body)
-    kept = all(_without_space(part) in _without_space(body) for part in parts)
+        return _remove_space(written) == _remove_space(body)
+    kept = all(_remove_space(part) in _remove_space(body) for part in parts)
     return kept and all(body.count(name) >= names.count(name) for name in names)
 
 
-def _common_prefix_length(a: str, b: str) -> int:
+def _count_common_prefix(a: str, b: str) -> int:
     """Count the characters up to the first difference."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _without_space(text: str) -> str:
+def _remove_space(text: str) -> str:
     return "".join(text.split())
 
 
-def _excerpt(text: str) -> str:
+def _format_excerpt(text: str) -> str:
     return repr(text if len(text) <= _EXCERPT_CHARACTERS else f"{text[:_EXCERPT_CHARACTERS]}...")
 
 
-def _warn(template: str, role: str, added: tuple[str, ...], broken: Break) -> None:
+def _log_warning(template: str, role: str, added: tuple[str, ...], broken: Break) -> None:
     if (template, role, added) not in _warned:
         _warned.add((template, role, added))
         logger.warning(

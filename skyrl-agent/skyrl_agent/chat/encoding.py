@@ -62,12 +62,12 @@ class MessageEncoder(ChatTemplate):
             ConfigError: the template cannot render it.
         """
         prepared = [
-            self._with_readable_calls(message) if message.get("tool_calls") else message for message in messages
+            self._parse_call_arguments(message) if message.get("tool_calls") else message for message in messages
         ]
         try:
             return super().text(prepared, add_generation_prompt, **options)
         except ChatTemplateError as error:
-            roles = ", ".join(_role(message) for message in messages[-6:])
+            roles = ", ".join(_get_role(message) for message in messages[-6:])
             raise ConfigError(
                 f"{error} (the conversation ends in {roles}); check generator.chat_template and generator.tool_format"
             ) from error
@@ -100,13 +100,13 @@ class MessageEncoder(ChatTemplate):
         """Render a response, the messages after it and the next header in a conversation of one question. Returns: the
         text after the question; None if the template does not only append, or cannot render it.
         """
-        return self._after_question([answer, *added], add_generation_prompt=True)
+        return self._render_after_question([answer, *added], add_generation_prompt=True)
 
     def last_answer(self, answer: Message) -> str | None:
         """Render a response at the end of a conversation, as `step` does."""
-        return self._after_question([answer], add_generation_prompt=False)
+        return self._render_after_question([answer], add_generation_prompt=False)
 
-    def _after_question(self, messages: Sequence[Message], add_generation_prompt: bool) -> str | None:
+    def _render_after_question(self, messages: Sequence[Message], add_generation_prompt: bool) -> str | None:
         try:
             text = self.text([*_QUESTION, *messages], add_generation_prompt)
         except ConfigError:
@@ -155,14 +155,14 @@ class MessageEncoder(ChatTemplate):
         added = {id: str(token) for id, token in self.tokenizer.added_tokens_decoder.items() if token.special}
         return {**added, **{id: token for token, id in self.turn_ends.tokens.items()}}
 
-    def _with_readable_calls(self, message: Message) -> Message:
+    def _parse_call_arguments(self, message: Message) -> Message:
         style = self._call_style
         if style is None:
             raise ConfigError(
                 "the chat template does not render tool calls: set generator.chat_template to one that does, or "
                 "generator.tool_format to function_xml"
             )
-        return _in_style(message, *style)
+        return _apply_style(message, *style)
 
     @cached_property
     def _call_style(self) -> tuple[bool, bool] | None:
@@ -175,7 +175,7 @@ class MessageEncoder(ChatTemplate):
         probe: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
         for style in ((False, False), (True, False), (False, True), (True, True)):
             try:
-                text = super().text([*_QUESTION, _in_style(probe, *style)])
+                text = super().text([*_QUESTION, _apply_style(probe, *style)])
             except ChatTemplateError:
                 continue
             if "skyrl_name" in text and "skyrl_key" in text and "\\" not in text.partition("skyrl_name")[2]:
@@ -183,7 +183,7 @@ class MessageEncoder(ChatTemplate):
         return None
 
 
-def _in_style(message: Message, arguments_are_text: bool, missing_is_null: bool) -> Message:
+def _apply_style(message: Message, arguments_are_text: bool, missing_is_null: bool) -> Message:
     calls = []
     for call in message["tool_calls"]:
         function = call["function"]
@@ -197,5 +197,5 @@ def _in_style(message: Message, arguments_are_text: bool, missing_is_null: bool)
     return {**message, "content": content, "tool_calls": calls}
 
 
-def _role(message: Message) -> str:
+def _get_role(message: Message) -> str:
     return f"{message.get('role')}{' with calls' if message.get('tool_calls') else ''}"

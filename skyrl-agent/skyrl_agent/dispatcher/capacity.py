@@ -51,13 +51,13 @@ class Capacity:
     def new_batch(self) -> int:
         """Return the number of a batch: trajectories of earlier batches go first. `end_batch` ends it."""
         self._num_open += 1
-        self._hedge(False)  # hedging is for a single batch
+        self._set_hedge(False)  # hedging is for a single batch
         return next(self._batches)
 
     def end_batch(self) -> None:
         """Record that a batch is over."""
         self._num_open -= 1
-        self._hedge(False)
+        self._set_hedge(False)
 
     @property
     def may_hedge(self) -> bool:
@@ -73,11 +73,11 @@ class Capacity:
             working: instances of those that generate.
         """
         longest = self.durations.longest(waiting)
-        left = max(self._seconds_left(stage, waiting, working) for stage in ("generate", "evaluate"))
+        left = max(self._estimate_seconds_left(stage, waiting, working) for stage in ("generate", "evaluate"))
         if longest and MARGIN * longest >= left:
-            self._hedge(True)
+            self._set_hedge(True)
 
-    def _seconds_left(self, stage: Stage, waiting: Sequence[Hashable], working: Sequence[Hashable]) -> float:
+    def _estimate_seconds_left(self, stage: Stage, waiting: Sequence[Hashable], working: Sequence[Hashable]) -> float:
         """Estimate the seconds until a stage has done its work, if all of its slots are used until then."""
         limit = self.stages[stage].running.limit
         expected = [[self.durations.stage(instance, stage) for instance in group] for group in (waiting, working)]
@@ -88,12 +88,12 @@ class Capacity:
         whole, half = (sum(mean if seconds is None else seconds for seconds in group) for group in expected)
         return (whole + half / 2) / limit
 
-    def _hedge(self, hedges: bool) -> None:
+    def _set_hedge(self, hedges: bool) -> None:
         if hedges != self._hedges:
             self._hedges = hedges
-            self._resize("generate")
+            self._update_limit("generate")
 
-    def _resize(self, stage: Stage) -> None:
+    def _update_limit(self, stage: Stage) -> None:
         factor = HEDGE if stage == "generate" and self._hedges else 1
         self.stages[stage].resize(factor * self._sizes[stage].limit)
 
@@ -133,7 +133,7 @@ class Capacity:
         if entry is None:
             return None
         if self._sizes[stage].ended(now, entry, instance):
-            self._resize(stage)
+            self._update_limit(stage)
         return self._sizes[stage].work(entry)
 
     def record_durations(self, instance: Hashable, seconds: Sequence[float]) -> None:

@@ -106,10 +106,10 @@ class Dispatch:
                 yield trajectory
             return
         if self.plan.reuses_environments:
-            self._pool = self._new_pool()
-        states = self._batch = self._states(in_order)
+            self._pool = self._create_pool()
+        states = self._batch = self._create_states(in_order)
         ended: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
-        async with live_progress(self.total, self._state, self.section.progress):
+        async with live_progress(self.total, self._describe_progress, self.section.progress):
             tasks = {asyncio.create_task(self._run_one(state)): state.position for state in states}
             try:
                 for task in tasks:
@@ -135,7 +135,7 @@ class Dispatch:
         }
         return {f"dispatcher/{name}": float(value) for name, value in (whole | of_stages).items()}
 
-    def _states(self, trajectories: Sequence[Trajectory]) -> list[TrajectoryState]:
+    def _create_states(self, trajectories: Sequence[Trajectory]) -> list[TrajectoryState]:
         batch = self.capacity.new_batch()
         return [
             TrajectoryState(
@@ -148,18 +148,18 @@ class Dispatch:
             for position, trajectory in enumerate(trajectories)
         ]
 
-    def _priority(self, state: TrajectoryState, stage: Stage) -> Priority:
+    def _compute_priority(self, state: TrajectoryState, stage: Stage) -> Priority:
         """Compute a sort key: earlier batches, then the most predicted work left, then the order of the run."""
         return lambda: (state.batch, -self.capacity.remaining(state.instance, stage), state.position)
 
     async def _run_one(self, state: TrajectoryState) -> None:
         """Run one trajectory from the first queue to its end."""
         try:
-            await self.capacity.alive.acquire(self._priority(state, "initialize"))
+            await self.capacity.alive.acquire(self._compute_priority(state, "initialize"))
             state.admitted = True
             if self._pool:
                 state.environment_index = self._pool.acquire()
-            await self._pass_stages(state)
+            await self._run_stages(state)
         except asyncio.CancelledError as error:
             state.trajectory.fail(state.stage, error, state.attempts)
             raise
@@ -172,9 +172,9 @@ class Dispatch:
             self.failed += 1
             state.trajectory.fail(state.stage, error, state.attempts)
         finally:
-            await finish_despite_cancellation(self._finish(state))
+            await finish_despite_cancellation(self._close_trajectory(state))
 
-    async def _pass_stages(self, state: TrajectoryState) -> None:
+    async def _run_stages(self, state: TrajectoryState) -> None:
         for attempt in range(1, (self.plan.generate.retries or 0) + 2):
             await self._run_stage(state, "initialize")
             try:
@@ -183,13 +183,13 @@ class Dispatch:
             except InfraError:
                 if attempt > (self.plan.generate.retries or 0):
                     raise
-                await self._requeue(state)
+                await self._move_to_queue(state)
         if state.trajectory.wants_evaluation:
             await self._run_stage(state, "evaluate")
 
     async def _run_stage(self, state: TrajectoryState, stage: Stage, attempt: int = 1) -> None:
         """Wait for a slot and run the stage in it. The slot is kept until the next stage, or the end, releases it."""
-        limit, meter, priority = self.stages[stage], self._meters[stage], self._priority(state, stage)
+        limit, meter, priority = self.stages[stage], self._meters[stage], self._compute_priority(state, stage)
         # All trajectories of a batch may wait before the first stage, too many to record.
         queued = nullcontext() if stage == "initialize" else waiting(f"a slot of {stage}", on=slots_of(stage))
         with queued:
@@ -198,7 +198,7 @@ class Dispatch:
             state.stage, state.attempts = stage, attempt
             await limit.enter_stage(priority)
         state.limit, state.held_stage = limit, stage
-        self._mark_open(state)
+        self._register_open(state)
         began = self._now()
         meter.queue.append(began - state.waiting_since)
         state.seconds[f"queue_{stage}"] += meter.queue[-1]
@@ -223,13 +223,13 @@ class Dispatch:
                 if state.attempts > retries:
                     raise
             if stage == "initialize":
-                await self._restart(state)
-            await self._back_off(state)
+                await self._reset_attempt(state)
+            await self._wait_for_retry(state)
             state.attempts += 1
 
     async def _run_attempt(self, state: TrajectoryState, stage: Stage) -> None:
         method = getattr(state.trajectory, self._methods[stage])
-        work = self._with_environment(state, method) if stage == "initialize" else method()
+        work = self._run_with_environment(state, method) if stage == "initialize" else method()
         seconds = self.plan.limits(stage).timeout_seconds
         result = state.trajectory.result
         name = f"trajectory {result.instance_id}_{state.trajectory.trajectory_id}"
@@ -243,20 +243,20 @@ class Dispatch:
             why = await explanation(f"{name}: {late}")
             raise StageTimeout(f"{late}; dispatcher.{stage}.timeout_seconds can allow more{why}") from None
 
-    async def _with_environment(self, state: TrajectoryState, initialize: Callable) -> None:
+    async def _run_with_environment(self, state: TrajectoryState, initialize: Callable) -> None:
         if self._pool and state.environment_index is not None:
             state.trajectory.environment = await self._pool.environment(state.environment_index)
         await initialize()
 
-    async def _requeue(self, state: TrajectoryState) -> None:
+    async def _move_to_queue(self, state: TrajectoryState) -> None:
         """Return a trajectory to the first queue without slots."""
-        await self._restart(state)
+        await self._reset_attempt(state)
         self._release_slot(state)
-        self._mark_closed(state)
-        await self._back_off(state)
+        self._register_closed(state)
+        await self._wait_for_retry(state)
         state.waiting_since = self._now()
 
-    async def _restart(self, state: TrajectoryState) -> None:
+    async def _reset_attempt(self, state: TrajectoryState) -> None:
         """Discard the failed attempt, and the environment, which may have caused the failure."""
         grace = self.section.close_timeout_seconds
         try:
@@ -268,11 +268,11 @@ class Dispatch:
             state.trajectory.environment = None
             await self._pool.discard(state.environment_index)
 
-    async def _back_off(self, state: TrajectoryState) -> None:
+    async def _wait_for_retry(self, state: TrajectoryState) -> None:
         self._meters[state.stage].retries += 1
         await asyncio.sleep(min(BACKOFF_SECONDS * 2 ** (state.attempts - 1), MAX_BACKOFF_SECONDS))
 
-    async def _finish(self, state: TrajectoryState) -> None:
+    async def _close_trajectory(self, state: TrajectoryState) -> None:
         """Close the trajectory, then release its slots: limits count open trajectories."""
         trajectory = state.trajectory
         await self._close(trajectory)
@@ -282,7 +282,7 @@ class Dispatch:
                 state.environment_index, broken=failure is not None and failure.kind == "infrastructure"
             )
         self._release_slot(state)
-        self._mark_closed(state)
+        self._register_closed(state)
         if state.admitted:
             self.capacity.alive.release()
         trajectory.result.stage_seconds = dict(state.seconds)
@@ -321,22 +321,22 @@ class Dispatch:
             state.limit.release()
             state.limit = state.held_stage = None
 
-    def _mark_open(self, state: TrajectoryState) -> None:
+    def _register_open(self, state: TrajectoryState) -> None:
         self.alive += not state.is_open
         self.peak_alive = max(self.peak_alive, self.alive)
         state.is_open = True
 
-    def _mark_closed(self, state: TrajectoryState) -> None:
+    def _register_closed(self, state: TrajectoryState) -> None:
         self.alive -= state.is_open
         state.is_open = False
 
-    def _new_pool(self) -> EnvironmentPool:
+    def _create_pool(self) -> EnvironmentPool:
         count = min(self.plan.alive or self.total, self.total)
         return EnvironmentPool(
             count, self._make_environment, self._close_environment, self.section.close_timeout_seconds
         )
 
-    def _state(self) -> tuple[int, str]:
+    def _describe_progress(self) -> tuple[int, str]:
         """Return the number of finished trajectories and the text of the progress bar."""
         busy = " · ".join(f"{stage} {limit.running.used}" for stage, limit in self.stages.items())
         return self.done, f"{busy} · failed {self.failed}"

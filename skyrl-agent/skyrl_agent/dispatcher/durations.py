@@ -60,10 +60,10 @@ class Durations:
         if not known or len(self._pairs) < MIN_PAIRS:
             return 0.0
         surprises = sorted(actual - expected for expected, actual in self._pairs)
-        if math.exp(_quantile(surprises, SURPRISED)) < MIN_SURPRISE:
+        if math.exp(_compute_quantile(surprises, SURPRISED)) < MIN_SURPRISE:
             return 0.0
         ever = max(math.expm1(actual) for _, actual in self._pairs)
-        return min(ever, max(known) * math.exp(_quantile(surprises, 1 - 1 / len(instances))))
+        return min(ever, max(known) * math.exp(_compute_quantile(surprises, 1 - 1 / len(instances))))
 
     def stage(self, instance: Hashable, stage: Stage) -> float | None:
         """Return the expected seconds of a stage; None for an unknown instance."""
@@ -78,7 +78,7 @@ class Durations:
         return math.inf if known is None else sum(known[STAGES.index(stage) :])
 
 
-def _quantile(ordered: Sequence[float], share: float) -> float:
+def _compute_quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[int(share * (len(ordered) - 1))]
 
 

@@ -43,12 +43,12 @@ class PrioritySemaphore:
     def release(self) -> None:
         """Release a slot to the waiter of the lowest priority."""
         self.used -= 1
-        self._serve()
+        self._release_waiters()
 
     def resize(self, limit: int | None) -> None:
         """Change the limit. A lower one takes effect as slots are released."""
         self.limit = limit
-        self._serve()
+        self._release_waiters()
 
     def reorder(self) -> None:
         """Note that priorities may have changed: they are read again before a slot is granted, with many waiters after
@@ -59,7 +59,7 @@ class PrioritySemaphore:
     def is_free(self) -> bool:
         return self.limit is None or self.used < self.limit
 
-    def _serve(self) -> None:
+    def _release_waiters(self) -> None:
         if self._waiting and self.is_free and self._num_changes * WAITERS_PER_CHANGE >= len(self._waiting):
             self._num_changes = 0
             self._waiting = [(priority(), number, priority, wait) for _, number, priority, wait in self._waiting]

@@ -83,9 +83,9 @@ def plan_of(section: DispatcherSection, val_mode: bool = False) -> Plan:
         )
     return replace(
         plan,
-        initialize=_laid_over("initialize", plan.initialize, section.initialize),
-        generate=_laid_over("generate", plan.generate, section.generate),
-        evaluate=_laid_over("evaluate", plan.evaluate, section.evaluate),
+        initialize=_merge_val_config("initialize", plan.initialize, section.initialize),
+        generate=_merge_val_config("generate", plan.generate, section.generate),
+        evaluate=_merge_val_config("evaluate", plan.evaluate, section.evaluate),
         alive=section.num_environments or section.max_alive or plan.alive,
     )
 
@@ -104,7 +104,7 @@ def unknown_type(name: str, known: Iterable[str]) -> ConfigError:
     return ConfigError(f"dispatcher.type={name!r} is not known; {did_you_mean(name, known)}")
 
 
-def _laid_over(stage: Stage, by_type: StageLimits, by_user: StageLimits) -> StageLimits:
+def _merge_val_config(stage: Stage, by_type: StageLimits, by_user: StageLimits) -> StageLimits:
     layers = (DEFAULTS[stage], by_type, by_user)
     limits = StageLimits(**{k: v for layer in layers for k, v in layer.model_dump(exclude_none=True).items()})
     if limits.queue is not None and (stage == "initialize" or limits.parallel is None):

@@ -30,17 +30,21 @@ class SpeedModel:
     limit: int | None
 
 
-def _sharing(capacity: int) -> SpeedModel:
+def _build_sharing_model(capacity: int) -> SpeedModel:
     """Model trajectories that share a fixed capacity."""
     return SpeedModel(lambda n: min(1.0, capacity / n), capacity)
 
 
-def _saturating(capacity: int) -> SpeedModel:
+def _build_saturating_model(capacity: int) -> SpeedModel:
     """Model throughput that approaches a capacity gradually; three times as many reach 95 % of it."""
     return SpeedModel(lambda n: capacity * (1 - math.exp(-n / capacity)) / n, 3 * capacity)
 
 
-MODELS = (SpeedModel(lambda n: 1.0, None), *map(_sharing, CAPACITIES), *map(_saturating, CAPACITIES))
+MODELS = (
+    SpeedModel(lambda n: 1.0, None),
+    *map(_build_sharing_model, CAPACITIES),
+    *map(_build_saturating_model, CAPACITIES),
+)
 """From the simplest on: a later one is believed where there is evidence against the earlier ones."""
 SIMPLER = range(len(CAPACITIES) + 1)
 
@@ -84,7 +88,7 @@ class StageSize:
         Returns:
             for `ended`.
         """
-        self._advance(now)
+        self._update_work(now)
         self._inside += 1
         self._peak = max(self._peak, self._inside)
         self._entered.append(pressed)
@@ -99,7 +103,7 @@ class StageSize:
         Returns:
             the limit has changed.
         """
-        self._advance(now)
+        self._update_work(now)
         self._inside -= 1
         work = [end - begin for begin, end in zip(entry.clocks, self._clocks, strict=True)]
         if instance is None or min(work) <= 0:  # very short times are below the resolution of a large clock value
@@ -116,14 +120,14 @@ class StageSize:
         """Return the seconds that a just finished trajectory would have taken alone, by the current model."""
         return self._clocks[self._model] - entry.clocks[self._model]
 
-    def _advance(self, now: float) -> None:
+    def _update_work(self, now: float) -> None:
         seconds, self._now = now - self._now, now
         if self._inside and seconds:
             for index, model in enumerate(MODELS):
                 self._clocks[index] += seconds * model.speed(self._inside)
 
     def _estimate(self) -> int:
-        deviations, freedom = _deviations(self._ended)
+        deviations, freedom = _compute_deviations(self._ended)
 
         def is_evident(model: int, against: int, least: float = MIN_EVIDENCE) -> bool:
             return bool(deviations[model]) and (freedom * math.log(deviations[against] / deviations[model]) >= least)
@@ -141,7 +145,7 @@ class StageSize:
         return GROWTH * known if self._since_probe >= PROBE_AFTER and is_pressed else known
 
 
-def _deviations(ended: deque[tuple[Hashable, list[float]]]) -> tuple[list[float], int]:
+def _compute_deviations(ended: deque[tuple[Hashable, list[float]]]) -> tuple[list[float], int]:
     """Sum the absolute deviations of work from the median of its instance, by model (the likelihood of a Laplace
     distribution: stage times have long tails). Returns: and their degrees of freedom."""
     groups: defaultdict[Hashable, list[list[float]]] = defaultdict(list)

@@ -66,7 +66,7 @@ async def finish_despite_cancellation(work: Coroutine[object, None, T]) -> T:
 async def _stop(task: asyncio.Task[object], grace: float) -> None:
     task.cancel()
     _abandoned.add(task)
-    task.add_done_callback(_forget)
+    task.add_done_callback(_log_abandoned_error)
     await finish_despite_cancellation(_wait(task, grace))
     if not task.done():
         logger.warning("abandoned after %g s, as it ignores its cancellation: %r", grace, task)
@@ -76,7 +76,7 @@ async def _wait(task: asyncio.Task[object], seconds: float) -> None:
     await asyncio.wait({task}, timeout=seconds)
 
 
-def _forget(task: asyncio.Task[object]) -> None:
+def _log_abandoned_error(task: asyncio.Task[object]) -> None:
     _abandoned.discard(task)
     if not task.cancelled() and (error := task.exception()):  # asking marks it as seen
         logger.debug("raised after its cancellation: %r", error)

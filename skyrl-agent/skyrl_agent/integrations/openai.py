@@ -89,7 +89,7 @@ class OpenAIBackend:
                 f"{where}: HTTP {response.status}: the key in the environment variable "
                 f"{self.settings.api_key_env} (generator.backend_config.api_key_env) is not accepted"
             )
-        models = _models(response)
+        models = _parse_models(response)
         if models and self.settings.model_name not in models:
             raise InfraError(
                 f"generator.backend_config.model_name={self.settings.model_name!r} is not served at "
@@ -115,21 +115,21 @@ class OpenAIBackend:
         dialects = [
             lambda: base | _EXTENSIONS | {"prompt": input_ids, "session_id": request_id},
             lambda: base | {"prompt": input_ids},
-            lambda: self._with_texts(base, input_ids),
+            lambda: self._convert_to_text_request(base, input_ids),
         ]
         known, first = self._dialect, None
         for number, body in enumerate(dialects) if known is None else [(known, dialects[known])]:
             response = await self._send(body())
             if response.status == 200:
                 self._dialect = number
-                return _choice(response)
+                return _parse_choice(response)
             first = first or response
             if response.status not in _CANNOT_READ:
                 break
         assert first is not None
         raise BackendError(f"{self.url} refused the request: HTTP {first.status}: {first.text.strip()[:500]}")
 
-    def _with_texts(self, base: JsonObject, input_ids: list[int]) -> JsonObject:
+    def _convert_to_text_request(self, base: JsonObject, input_ids: list[int]) -> JsonObject:
         """Build a body for a server that reads no ids."""
         body = base | {"prompt": self.tokenizer.decode(input_ids, skip_special_tokens=False)}
         if ids := body.pop("stop_token_ids", None):
@@ -159,7 +159,7 @@ class OpenAIBackend:
             raise InfraError(f"{self.url} aborted the request")
         ids = choice.get("token_ids")
         if ids is None:
-            return _text(choice), MetaInfo(output_tokens=None, finish_reason=reason, logprobs=None)
+            return _parse_text(choice), MetaInfo(output_tokens=None, finish_reason=reason, logprobs=None)
         logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
         return answer_text(self.tokenizer, ids, reason), MetaInfo(
             output_tokens=list(ids),
@@ -169,7 +169,7 @@ class OpenAIBackend:
         )
 
 
-def _models(response: Response) -> list[str]:
+def _parse_models(response: Response) -> list[str]:
     """Return the models that a server lists; empty if it has no model list."""
     try:
         return [str(model["id"]) for model in json.loads(response.body)["data"]] if response.status == 200 else []
@@ -177,7 +177,7 @@ def _models(response: Response) -> list[str]:
         return []
 
 
-def _choice(response: Response) -> JsonObject:
+def _parse_choice(response: Response) -> JsonObject:
     try:
         [choice] = json.loads(response.body)["choices"]
         return dict(choice)
@@ -185,7 +185,7 @@ def _choice(response: Response) -> JsonObject:
         raise InfraError(f"the model's server sent no completion: {response.text.strip()[:300]}") from error
 
 
-def _text(choice: Row) -> str:
+def _parse_text(choice: Row) -> str:
     """Return the text with the stop string, if the server reports the one it removed."""
     text, stop = choice.get("text") or "", choice.get("stop_reason")
     return text + stop if isinstance(stop, str) and not text.endswith(stop) else text

@@ -90,10 +90,10 @@ def _is_readable(descriptor: int) -> bool:
 heart = Heart()
 
 
-def _after_fork() -> None:
+def _reset_after_fork() -> None:
     """Reset state in a forked child, which inherits neither threads nor leases."""
     global heart
     heart = Heart()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_reset_after_fork)

@@ -103,7 +103,7 @@ class HostRuntime:
                 for path, data in self.spec.files.items():
                     await self.write(path, data)
             for command in self.spec.setup:
-                _succeed(await self.exec(command), f"setup command {command!r}")
+                _raise_if_failed(await self.exec(command), f"setup command {command!r}")
         except BaseException:
             await self.close()
             raise
@@ -140,8 +140,8 @@ class HostRuntime:
 
     async def snapshot(self) -> Snapshot:
         """Return the working directory as a compressed tar."""
-        result = await self.exec(PACK, limits=self._snapshot_limits())
-        _succeed(replace(result, stdout=""), "a snapshot")
+        result = await self.exec(PACK, limits=self._get_snapshot_limits())
+        _raise_if_failed(replace(result, stdout=""), "a snapshot")
         return Snapshot("tar", await in_thread(CALL_SECONDS, base64.b64decode, result.stdout))
 
     async def close(self) -> None:
@@ -167,7 +167,7 @@ class HostRuntime:
         # The lease is taken and renewed before the sandbox starts: if this process dies during the start, the lease
         # expires and others can remove what was created.
         heartbeat.heart.hold(self._lease)
-        weakref.finalize(self, _give_up, self._lease)
+        weakref.finalize(self, _release_lease, self._lease)
         # Assigned before `start`, so that `close` also cleans up a sandbox whose start failed halfway.
         self._sandbox = sandbox
         sandbox.start()
@@ -193,12 +193,14 @@ class HostRuntime:
             if self._sandbox is not None:
                 self._sandbox.close()
             if self._lease is not None:
-                _give_up(self._lease)
+                _release_lease(self._lease)
 
     async def _unpack(self, archive: bytes) -> None:
-        _succeed(await self.exec(list(UNPACK), stdin=archive, limits=self._snapshot_limits()), "restoring a snapshot")
+        _raise_if_failed(
+            await self.exec(list(UNPACK), stdin=archive, limits=self._get_snapshot_limits()), "restoring a snapshot"
+        )
 
-    def _snapshot_limits(self) -> Limits:
+    def _get_snapshot_limits(self) -> Limits:
         """Return limits that fit the whole workspace in base64."""
         usual = self.spec.limits
         size = 2 * usual.workspace_bytes + (1 << 20)
@@ -266,12 +268,12 @@ def limits_for(limits: Limits, timeout: float | None) -> Limits:
     return replace(limits, wall_seconds=timeout, cpu_seconds=max(timeout, limits.cpu_seconds))
 
 
-def _succeed(result: ExecResult, what: str) -> None:
+def _raise_if_failed(result: ExecResult, what: str) -> None:
     if not result.ok:
         said = (result.stdout + result.stderr).strip()[-SHOWN_CHARACTERS:]
         raise InfraError(f"{what} failed ({result.outcome}, exit status {result.returncode}): {said}")
 
 
-def _give_up(lease: Lease) -> None:
+def _release_lease(lease: Lease) -> None:
     heartbeat.heart.drop(lease)
     lease.release()

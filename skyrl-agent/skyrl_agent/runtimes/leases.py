@@ -55,7 +55,7 @@ class Lease:
             InfraError: it cannot be written.
         """
         path = lease_folder() / f"{id}.json"
-        lease = cls(id, kind, seconds, os.getpid(), process_start(os.getpid()), *_surroundings(), path, folder)
+        lease = cls(id, kind, seconds, os.getpid(), process_start(os.getpid()), *_get_host_identity(), path, folder)
         record = {name: value for name, value in asdict(lease).items() if name != "path"}
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -98,7 +98,7 @@ class Lease:
     @property
     def owner_ended(self) -> bool | None:
         """Whether the owner has exited; None if that cannot be determined (another machine or container)."""
-        host, boot, namespace = _surroundings()
+        host, boot, namespace = _get_host_identity()
         if self.host != host:
             return None
         if self.boot != boot:
@@ -129,7 +129,7 @@ def leases() -> list[Lease]:
 
 
 @cache
-def _surroundings() -> tuple[str, str, str]:
+def _get_host_identity() -> tuple[str, str, str]:
     """Return the machine, its boot id and the pid namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return socket.gethostname(), boot, os.readlink("/proc/self/ns/pid")

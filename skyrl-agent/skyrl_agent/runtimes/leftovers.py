@@ -64,7 +64,7 @@ def _remove_folder(folder: str) -> None:
     """Remove a folder and the processes that work in it."""
     if not os.path.basename(folder).startswith(PREFIX):
         raise InfraError(f"{folder} is not a sandbox's folder, and stays")
-    _end_processes(folder)
+    _stop_processes(folder)
     with suppress(FileNotFoundError):
         about = os.lstat(folder)
         if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
@@ -72,24 +72,24 @@ def _remove_folder(folder: str) -> None:
         # A sandboxed program may have removed the permissions that deletion needs.
         for command in (["chmod", "-R", "u+rwx", "--", folder], ["rm", "-rf", "--", folder]):
             subprocess.run(command, stderr=subprocess.DEVNULL, timeout=DELETE_SECONDS, check=False)
-    _end_processes(folder)  # processes started meanwhile: from now on none can start
+    _stop_processes(folder)  # processes started meanwhile: from now on none can start
     if os.path.lexists(folder):
         raise InfraError(f"the sandbox's folder {folder} could not be deleted")
 
 
-def _end_processes(folder: str) -> None:
+def _stop_processes(folder: str) -> None:
     """Kill processes that refer to the folder by a mount, an argument or an environment variable. (bubblewrap asks the
     kernel to kill its children with the owner, but the owner may exit before that.)
     """
     name, deadline = f"/{os.path.basename(folder)}/".encode(), time.monotonic() + END_SECONDS
     # A list, not a generator: each round kills all matches, until none is left.
-    while any([_kill_if(pid, name) for pid in map(int, filter(str.isdigit, os.listdir("/proc")))]):
+    while any([_stop_if(pid, name) for pid in map(int, filter(str.isdigit, os.listdir("/proc")))]):
         if time.monotonic() > deadline:
             raise InfraError(f"processes in {folder} could not be ended within {END_SECONDS:g} s")
         time.sleep(0.02)
 
 
-def _kill_if(pid: int, name: bytes) -> bool:
+def _stop_if(pid: int, name: bytes) -> bool:
     if pid == os.getpid():
         return False
     with suppress(OSError):

@@ -79,7 +79,7 @@ class Host:
                 files=wishes.files,
                 setup=wishes.setup,
                 env=wishes.env,
-                limits=self._bounded(wishes.limits),
+                limits=self._clip_limits(wishes.limits),
                 lease_seconds=max(wishes.lease_seconds, RuntimeSpec.lease_seconds),  # at least the default here
                 snapshot=Snapshot("tar", wishes.snapshot) if wishes.snapshot is not None else None,
             )
@@ -113,7 +113,7 @@ class Host:
                 raise InfraError("a command is running in this runtime: one at a time")
             for old in list(known)[:-RESULTS_KEPT]:
                 known[old] = None
-            limits = self._bounded(wishes.limits or runtime.spec.limits)
+            limits = self._clip_limits(wishes.limits or runtime.spec.limits)
             running = runtime.exec(
                 wishes.command, timeout=wishes.timeout, stdin=wishes.stdin, env=wishes.env, limits=limits
             )
@@ -138,7 +138,7 @@ class Host:
 
     async def close(self, id: str, why: str = "the runtime was closed") -> None:
         """Close a runtime. May be called for any id."""
-        if (closing := self._begin_to_close(id, why)) is not None:
+        if (closing := self._schedule_close(id, why)) is not None:
             await asyncio.shield(closing)
 
     async def keep(self) -> None:
@@ -149,16 +149,16 @@ class Host:
             for id, hosted in list(self._hosted.items()):
                 if hosted.deadline < now:
                     why = f"the runtime was closed: nothing was heard of its owner for {hosted.lease_seconds:g} s"
-                    self._begin_to_close(id, why)
+                    self._schedule_close(id, why)
 
     async def shut_down(self) -> None:
         """Close all runtimes."""
         for id in list(self._hosted):
-            self._begin_to_close(id, "the server is shutting down")
+            self._schedule_close(id, "the server is shutting down")
         if self._closing:
             await asyncio.wait(self._closing)
 
-    def _begin_to_close(self, id: str, why: str) -> asyncio.Task[None] | None:
+    def _schedule_close(self, id: str, why: str) -> asyncio.Task[None] | None:
         self._ended.setdefault(id, why)
         while len(self._ended) > IDS_KEPT:
             self._ended.popitem(last=False)
@@ -170,7 +170,7 @@ class Host:
         task.add_done_callback(self._closing.discard)
         return task
 
-    def _bounded(self, limits: Limits) -> Limits:
+    def _clip_limits(self, limits: Limits) -> Limits:
         return replace(limits, output_bytes=min(limits.output_bytes, self.settings.max_output_bytes))
 
 

@@ -85,9 +85,9 @@ class BrowserPage:
             else:
                 await route.fulfill(status=404, body="there is no such page")
 
-        await self._do(self._new_page())
-        await self._do(self._context.route("**/*", answer))
-        await self._do(self.page.goto(f"{ORIGIN}/{start}"))
+        await self._run_action(self._open_page())
+        await self._run_action(self._context.route("**/*", answer))
+        await self._run_action(self.page.goto(f"{ORIGIN}/{start}"))
 
     async def outline(self) -> str:
         """Return the address, the text and the numbered interactive elements."""
@@ -95,39 +95,39 @@ class BrowserPage:
         return f"{path} {title!r}\n\n{text.strip()}\n\n{elements or '(nothing to use on this page)'}"
 
     async def click(self, number: int) -> None:
-        await self._do(self._element(number).click(timeout=1000 * ACTION_SECONDS / 2))
+        await self._run_action(self._find_element(number).click(timeout=1000 * ACTION_SECONDS / 2))
 
     async def type(self, number: int, text: str, enter: bool = False) -> None:
         """Replace the content of a field, or choose the option of that name."""
-        element = self._element(number)
-        if await self._do(element.evaluate("e => e.tagName")) == "SELECT":
-            await self._do(element.select_option(label=text, timeout=1000 * ACTION_SECONDS / 2))
+        element = self._find_element(number)
+        if await self._run_action(element.evaluate("e => e.tagName")) == "SELECT":
+            await self._run_action(element.select_option(label=text, timeout=1000 * ACTION_SECONDS / 2))
             return
-        await self._do(element.fill(text, timeout=1000 * ACTION_SECONDS / 2))
+        await self._run_action(element.fill(text, timeout=1000 * ACTION_SECONDS / 2))
         if enter:
-            await self._do(element.press("Enter", timeout=1000 * ACTION_SECONDS / 2))
+            await self._run_action(element.press("Enter", timeout=1000 * ACTION_SECONDS / 2))
 
     async def back(self) -> None:
-        await self._do(self.page.go_back())
+        await self._run_action(self.page.go_back())
 
     async def run(self, script: str) -> Any:
         """Evaluate JavaScript in the page."""
-        return await self._do(self.page.evaluate(script))
+        return await self._run_action(self.page.evaluate(script))
 
     async def close(self) -> None:
         for closing in (self._browser.close(), self._playwright.stop()):
             await asyncio.wait_for(closing, ACTION_SECONDS)
 
-    async def _new_page(self) -> None:
+    async def _open_page(self) -> None:
         if self._context is not None:
             await self._context.close()
         self._context = await self._browser.new_context()
         self.page = await self._context.new_page()
 
-    def _element(self, number: int) -> Any:
+    def _find_element(self, number: int) -> Any:
         return self.page.locator(f'[data-agent="{number}"]')
 
-    async def _do(self, action: Coroutine[object, None, T]) -> T:
+    async def _run_action(self, action: Coroutine[object, None, T]) -> T:
         from playwright.async_api import Error  # pyright: ignore[reportMissingImports]
 
         try:

@@ -86,20 +86,22 @@ async def read_changes(runtime: Runtime, original: Mapping[str, str]) -> Changes
 def unified_diff(original: Mapping[str, str], files: Mapping[str, str | None], executable: Collection[str] = ()) -> str:
     """Return a diff in git's form, without index lines; empty if nothing differs. New files in `executable` are so."""
     changed = sorted(files.items())
-    return "".join(_diff_of(path, original.get(path), new, 755 if path in executable else 644) for path, new in changed)
+    return "".join(
+        _build_diff(path, original.get(path), new, 755 if path in executable else 644) for path, new in changed
+    )
 
 
-def _diff_of(path: str, old: str | None, new: str | None, new_mode: int) -> str:
+def _build_diff(path: str, old: str | None, new: str | None, new_mode: int) -> str:
     if old == new:
         return ""
     before, after = ("/dev/null" if text is None else f"{side}/{path}" for side, text in (("a", old), ("b", new)))
     mode = f"new file mode 100{new_mode}\n" if old is None else "deleted file mode 100644\n" if new is None else ""
-    lines = difflib.unified_diff(_lines(old), _lines(new), before, after)
+    lines = difflib.unified_diff(_split_lines(old), _split_lines(new), before, after)
     body = "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
     return f"diff --git a/{path} b/{path}\n{mode}{body}"
 
 
-def _lines(text: str | None) -> list[str]:
+def _split_lines(text: str | None) -> list[str]:
     """Split at line feeds only, as patches do."""
     return re.findall(r"[^\n]*\n|[^\n]+", text or "")
 

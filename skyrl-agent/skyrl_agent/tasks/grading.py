@@ -76,12 +76,12 @@ def tests_of(ground_truth: object) -> code.CodeTests:
         except ValueError as failure:
             raise TaskRowError(f"ground_truth must be JSON: {failure}; got {ground_truth!r:.200}") from failure
     try:
-        return code.parse_tests(_in_our_form(ground_truth) if isinstance(ground_truth, Mapping) else ground_truth)
+        return code.parse_tests(_convert_tests(ground_truth) if isinstance(ground_truth, Mapping) else ground_truth)
     except TaskError as failure:
         raise TaskRowError(str(failure)) from failure
 
 
-def _in_our_form(row: Row) -> Row:
+def _convert_tests(row: Row) -> Row:
     if "functional" in row:
         return {"tests": [row["functional"]]}
     if "inputs" not in row or "outputs" not in row:
@@ -91,8 +91,8 @@ def _in_our_form(row: Row) -> Row:
     if len(row["inputs"]) != len(row["outputs"]):
         raise TaskRowError(f"there are {len(row['inputs'])} inputs and {len(row['outputs'])} outputs")
     pairs = zip(row["inputs"], row["outputs"], strict=True)
-    return {"tests": [{"input": _text(given), "output": _text(wanted), **kind} for given, wanted in pairs]}
+    return {"tests": [{"input": _to_text(given), "output": _to_text(wanted), **kind} for given, wanted in pairs]}
 
 
-def _text(value: object) -> str:
+def _to_text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)

@@ -96,15 +96,15 @@ def read_folder(path: Path) -> TaskFolder:
     """Raises TaskRowError that names the file which is missing or wrong."""
     try:
         if (path / "task.toml").is_file():
-            return _harbor(path, tomllib.loads((path / "task.toml").read_text()))
+            return _read_harbor(path, tomllib.loads((path / "task.toml").read_text()))
         if (path / "task.yaml").is_file():
-            return _terminal_bench(path, yaml.safe_load((path / "task.yaml").read_text()))
+            return _read_terminal_bench(path, yaml.safe_load((path / "task.yaml").read_text()))
     except (OSError, ValueError, yaml.YAMLError, AttributeError) as mistake:
         raise TaskRowError(f"task folder {path}: {type(mistake).__name__}: {mistake}") from mistake
     raise TaskRowError(f"task folder {path} has neither task.toml (Harbor) nor task.yaml (Terminal-Bench)")
 
 
-def _harbor(path: Path, config: Mapping[str, Any]) -> TaskFolder:
+def _read_harbor(path: Path, config: Mapping[str, Any]) -> TaskFolder:
     if config.get("steps"):
         raise TaskRowError(f"task folder {path}: tasks of several [[steps]] are not supported; split it into tasks")
     if not (path / "tests" / "test.sh").is_file():
@@ -118,13 +118,13 @@ def _harbor(path: Path, config: Mapping[str, Any]) -> TaskFolder:
         dockerfile="environment/Dockerfile",
         agent_seconds=float(agent.get("timeout_sec") or DEFAULT_SECONDS),
         test_seconds=float(verifier.get("timeout_sec") or DEFAULT_SECONDS),
-        test_env=_env(path, verifier),
-        solution_env=_env(path, config.get("solution", {})),
+        test_env=_parse_env(path, verifier),
+        solution_env=_parse_env(path, config.get("solution", {})),
         docker_image=config.get("environment", {}).get("docker_image"),
     )
 
 
-def _env(path: Path, section: Mapping[str, Any]) -> dict[str, str]:
+def _parse_env(path: Path, section: Mapping[str, Any]) -> dict[str, str]:
     env = {name: str(value) for name, value in (section.get("env") or {}).items()}
     for name, value in env.items():
         if value.startswith("${"):
@@ -136,7 +136,7 @@ def _env(path: Path, section: Mapping[str, Any]) -> dict[str, str]:
     return env
 
 
-def _terminal_bench(path: Path, config: Mapping[str, Any]) -> TaskFolder:
+def _read_terminal_bench(path: Path, config: Mapping[str, Any]) -> TaskFolder:
     if not (path / "run-tests.sh").is_file():
         raise TaskRowError(f"task folder {path} has no run-tests.sh, which judges it")
     return TaskFolder(
@@ -189,7 +189,7 @@ class HarborTask(BaseTask):
         folder = _folder(instance.row)
         if not folder.instruction:
             raise TaskRowError(f"task folder {folder.path} has no instruction")
-        self._steps(folder)
+        self._list_steps(folder)
         if self.containers:
             image_of(folder)
 
@@ -203,7 +203,7 @@ class HarborTask(BaseTask):
         folder = _folder(instance.row)
         seconds = folder.agent_seconds
         env, workdir = {}, None
-        for kind, value in self._steps(folder):
+        for kind, value in self._list_steps(folder):
             if kind == "ENV":
                 env |= value
             elif kind == "WORKDIR":
@@ -224,7 +224,7 @@ class HarborTask(BaseTask):
         link = "; ".join(f"[ -e /{name} ] || ln -s {PLACE}/{name} /{name}" for name in FOLDERS)
         await _run(runtime, f"mkdir -p {places} {PLACE}/logs/verifier {PLACE}/logs/agent; {link}")
         workdir = runtime.workdir if self.containers else "/app"
-        for kind, value in self._steps(folder):
+        for kind, value in self._list_steps(folder):
             if kind == "WORKDIR":
                 workdir = value
                 await _run(runtime, f"mkdir -p {shlex.quote(workdir)}")
@@ -233,7 +233,7 @@ class HarborTask(BaseTask):
             elif kind == "COPY":
                 await self._copy(folder, value, workdir, runtime)
 
-    def _steps(self, folder: TaskFolder) -> list[tuple[str, Any]]:
+    def _list_steps(self, folder: TaskFolder) -> list[tuple[str, Any]]:
         if self.containers:
             return [] if folder.docker_image else dockerfile_steps(folder, CONTAINER_PATH)
         return dockerfile_steps(folder)
@@ -252,22 +252,22 @@ class HarborTask(BaseTask):
             if (folder.path / root / source).is_file() and not target.endswith(("/", ".")) and len(sources) == 1:
                 files = {Path(place).name: next(iter(files.values()))}
                 into = str(Path(place).parent)
-            await _put(runtime, files, into)
+            await _write_files(runtime, files, into)
 
     async def complete_runtime(self, instance: Instance, runtime: Runtime, result: Any) -> JsonObject:
         """Run the grading script in the agent's runtime."""
         folder = _folder(instance.row)
         # Only now, and into empty folders: an agent must neither read the tests nor forge a reward.
         await _run(runtime, f"rm -rf {PLACE}/tests {PLACE}/logs/verifier; mkdir -p {PLACE}/tests {PLACE}/logs/verifier")
-        await _put(runtime, folder.files("tests"), f"{PLACE}/tests")
+        await _write_files(runtime, folder.files("tests"), f"{PLACE}/tests")
         if not folder.needs_reward_file:
-            await _put(runtime, folder.files(folder.test), f"{PLACE}/tests")
+            await _write_files(runtime, folder.files(folder.test), f"{PLACE}/tests")
         script = f"/tests/{Path(folder.test).name}"
         done = await runtime.exec(["bash", script], env=folder.test_env, timeout=folder.test_seconds)
         said = (done.stderr or done.stdout).strip()[-500:]
         if not folder.needs_reward_file:
             return {"rewards": {"reward": float(done.ok)}, "said": said}
-        return {"rewards": await _rewards(folder, runtime, done), "said": said}
+        return {"rewards": await _read_rewards(folder, runtime, done), "said": said}
 
     async def evaluate_result(
         self, result: Any, instance: Instance, trajectory: TrajectoryResult, runtime: Runtime | None = None
@@ -289,7 +289,7 @@ class HarborTask(BaseTask):
         """Run the folder's oracle solution in a prepared runtime. A failing script is graded by the tests."""
         folder = _folder(instance.row)
         parent = str(Path(folder.solution).parent)
-        await _put(runtime, folder.files(folder.solution if parent == "." else parent), f"{PLACE}/solution")
+        await _write_files(runtime, folder.files(folder.solution if parent == "." else parent), f"{PLACE}/solution")
         script = f"/solution/{Path(folder.solution).name}"
         await runtime.exec(["bash", script], env=folder.solution_env, timeout=folder.agent_seconds)
 
@@ -299,7 +299,7 @@ class HarborTask(BaseTask):
         return await self.evaluate_result(result, instance, TrajectoryResult(), runtime)
 
 
-async def _rewards(folder: TaskFolder, runtime: Runtime, done: ExecResult) -> dict[str, float]:
+async def _read_rewards(folder: TaskFolder, runtime: Runtime, done: ExecResult) -> dict[str, float]:
     """Read the rewards written by the grading script. Raises InfraError if they are missing or unreadable."""
     logs = f"{PLACE}/logs/verifier"
     said = f"{done.outcome}, return code {done.returncode}, {(done.stderr or done.stdout).strip()[-300:]!r}"
@@ -363,13 +363,13 @@ def dockerfile_steps(folder: TaskFolder, path: str = PATH) -> list[tuple[str, An
         if not kind or kind in SKIPPED:
             continue
         if kind != "RUN":  # the shell expands RUN
-            rest = _expanded(rest, known)
+            rest = _render_variables(rest, known)
         if kind == "ARG":
             given = dict(word.split("=", 1) for word in shlex.split(rest) if "=" in word)
             known |= given
             exports += "".join(f"export {name}={shlex.quote(value)}; " for name, value in given.items())
         elif kind != "RUN" and "${" in rest:
-            raise _cannot_follow(folder, line)
+            raise _build_unsupported_error(folder, line)
         elif kind == "WORKDIR":
             workdir = rest if rest.startswith("/") else f"{workdir.rstrip('/')}/{rest}"
             steps.append((kind, workdir))
@@ -383,15 +383,15 @@ def dockerfile_steps(folder: TaskFolder, path: str = PATH) -> list[tuple[str, An
         elif kind in ("COPY", "ADD") and "--from" not in rest and "://" not in rest and not rest.startswith("["):
             steps.append(("COPY", [word for word in shlex.split(rest) if not word.startswith("--")]))
         else:
-            raise _cannot_follow(folder, line)
+            raise _build_unsupported_error(folder, line)
     return steps
 
 
-def _expanded(text: str, values: Mapping[str, str]) -> str:
+def _render_variables(text: str, values: Mapping[str, str]) -> str:
     return VARIABLE.sub(lambda found: values.get(found[1] or found[2], ""), text)
 
 
-def _cannot_follow(folder: TaskFolder, line: str) -> TaskRowError:
+def _build_unsupported_error(folder: TaskFolder, line: str) -> TaskRowError:
     return TaskRowError(
         f"task folder {folder.path}: {folder.dockerfile} has {line.strip()!r:.120}, which a sandbox cannot follow"
     )
@@ -403,7 +403,7 @@ def _folder(row: Row) -> TaskFolder:
     return read_folder(Path(str(row["path"])))
 
 
-async def _put(runtime: Runtime, files: Mapping[str, bytes], place: str) -> None:
+async def _write_files(runtime: Runtime, files: Mapping[str, bytes], place: str) -> None:
     """Write files into a folder of the runtime. Scripts (`#!`) are executable."""
     named = list(files.items())
     for first in range(0, len(named), FILES_AT_A_TIME):

@@ -129,11 +129,11 @@ def read_problem(instance: Instance) -> Problem:
         fail_to_pass=fail_to_pass,
         pass_to_pass=pass_to_pass,
         test_seconds=seconds,
-        solution=_solution(row.get("solution"), edit_files),
+        solution=_parse_solution(row.get("solution"), edit_files),
     )
 
 
-def _solution(value: object, edit_files: tuple[str, ...]) -> dict[str, str] | None:
+def _parse_solution(value: object, edit_files: tuple[str, ...]) -> dict[str, str] | None:
     """Return the solution's texts by path; None for a solution in an unsupported format."""
     if isinstance(value, str) and len(edit_files) == 1:
         return {edit_files[0]: value}
@@ -249,7 +249,7 @@ async def put(runtime: Runtime, files: Mapping[str, str | None], executable: Seq
 
 
 def judge(problem: Problem, run: TestRun) -> Judgement:
-    """Run all tests, or the tests named in the row."""
+    """Grade a test run by all of its tests, or by the tests named in the row."""
     parts = {"tests_passed": run.fraction, "timed_out": float(run.timed_out)}
     resolved = run.passed
     named = {"fail_to_pass": problem.fail_to_pass, "pass_to_pass": problem.pass_to_pass}

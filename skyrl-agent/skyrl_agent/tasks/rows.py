@@ -16,7 +16,7 @@ def field(row: Row, *paths: str) -> Any:
         for name in path.split("."):
             found = from_json(found)
             found = found.get(name) if isinstance(found, Mapping) else None
-        if _is_present(found := _plain(found)):
+        if _is_present(found := _to_plain(found)):
             return found
     return None
 
@@ -100,7 +100,7 @@ def without_nulls(texts: Mapping[str, Any]) -> dict[str, Any]:
     return {path: text for path, text in texts.items() if text is not None}
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 

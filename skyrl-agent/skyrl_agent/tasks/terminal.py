@@ -82,7 +82,7 @@ class TerminalTask(BaseTask):
 
     def check_row(self, instance: Instance) -> None:
         row = instance.row
-        if not _instruction(row):
+        if not _get_instruction(row):
             raise TaskRowError(f"TerminalTask, row {instance.instance_id}: instruction must say what to do")
         if not isinstance(from_json(row.get("files") or {}), Mapping):
             raise TaskRowError(f"TerminalTask, row {instance.instance_id}: files must map paths to texts")
@@ -101,7 +101,7 @@ class TerminalTask(BaseTask):
 
     def get_instruction(self, instance: Instance) -> list[Message]:
         how = next(text for field, text in ANSWERS.items() if instance.row.get(field) is not None)
-        text = f"{_instruction(instance.row)}\n\n{how}"
+        text = f"{_get_instruction(instance.row)}\n\n{how}"
         return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
 
     def runtime_spec(self, instance: Instance) -> RuntimeSpec:
@@ -139,14 +139,16 @@ class TerminalTask(BaseTask):
         if row.get("check") is not None:
             return Judgement(float(result.get("passed", False)), not_run=result.get("not_run", {}))
         if row.get("expected_output") is not None:
-            return Judgement(float(_lines(result["answer"].strip()) == _lines(str(row["expected_output"]).strip())))
+            return Judgement(
+                float(_split_lines(result["answer"].strip()) == _split_lines(str(row["expected_output"]).strip()))
+            )
         assert runtime is not None, "the caller starts evaluation_runtime_spec"
         await self.initialize_runtime(instance, runtime)
         kept = f"/tmp/{secrets.token_hex(8)}"
         await _run(runtime, f"cp -a . {kept}")  # repeating the setup would give other times
-        wanted = await self._effect(runtime, row["gold"], f"TerminalTask, row {instance.instance_id}: gold")
+        wanted = await self._run_for_effect(runtime, row["gold"], f"TerminalTask, row {instance.instance_id}: gold")
         await _run(runtime, f"find . -mindepth 1 -delete; cp -a {kept}/. . && rm -rf {kept}")
-        found = await self._effect(runtime, result["answer"])
+        found = await self._run_for_effect(runtime, result["answer"])
         parts = {
             part: float(one == other)
             for part, one, other in zip(("same_output", "same_files"), wanted, found, strict=True)
@@ -164,11 +166,11 @@ class TerminalTask(BaseTask):
         await self.initialize_runtime(instance, runtime)
         result = await self.complete_runtime(instance, runtime, None)
         program = missing_program(result.get("not_run", {}))
-        if program is not None and ("/" in program or program in _instruction(instance.row)):
+        if program is not None and ("/" in program or program in _get_instruction(instance.row)):
             result["not_run"] = {}  # the agent was asked to create it
         return await self.evaluate_result(result, instance, TrajectoryResult(), runtime)
 
-    async def _effect(self, runtime: Runtime, command: str, name: str = "") -> tuple[list[str], str]:
+    async def _run_for_effect(self, runtime: Runtime, command: str, name: str = "") -> tuple[list[str], str]:
         """Run a command. Returns its output, and the state of the files after it.
 
         Raises:
@@ -178,7 +180,7 @@ class TerminalTask(BaseTask):
         if name and (not_run := obstacles_of(done, command)):
             raise TaskRowError(f"{name} did not run: {not_run}; got {command!r:.200}")
         state = await runtime.exec([runtime.python, "-I", "-c", STATE])
-        return _lines(done.stdout), state.stdout if state.ok else f"unreadable: {state.stderr}"
+        return _split_lines(done.stdout), state.stdout if state.ok else f"unreadable: {state.stderr}"
 
 
 async def _run(runtime: Runtime, command: str) -> None:
@@ -199,9 +201,9 @@ def scripts(value: Any) -> list[Script]:
     ]
 
 
-def _instruction(row: Row) -> str:
+def _get_instruction(row: Row) -> str:
     return str(row.get("instruction") or row.get("query") or row.get("description") or "").strip()
 
 
-def _lines(text: str) -> list[str]:
+def _split_lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]

@@ -157,10 +157,10 @@ async def check_pytest(runtime: Runtime) -> None:
     """Raises InfraError if the interpreter that runs tests cannot import pytest."""
     done = await runtime.exec([runtime.python, "-I", "-B", "-c", "import pytest"], env=ENVIRONMENT)
     if not done.ok:
-        raise _without_pytest(runtime, _last_line(_tail(done)))
+        raise _remove_pytest(runtime, _get_last_line(_get_tail(done)))
 
 
-def _without_pytest(runtime: Runtime, error: str) -> InfraError:
+def _remove_pytest(runtime: Runtime, error: str) -> InfraError:
     return InfraError(
         f"pytest cannot be imported by {runtime.python}, which runs the tests: {error}. "
         "Install it there (for a local sandbox: pip install 'skyrl-agent[swe]')"
@@ -179,27 +179,29 @@ async def run_tests(runtime: Runtime, command: str, limits: Limits, untrusted: C
     arguments = pytest_arguments(command)
     if arguments is None:
         done = await runtime.exec(command, limits=limits)
-        return TestRun(done.ok, timed_out=_timed_out(done), output=_tail(done), obstacles=obstacles_of(done, command))
+        return TestRun(
+            done.ok, timed_out=_is_timed_out(done), output=_get_tail(done), obstacles=obstacles_of(done, command)
+        )
     secret = secrets.token_hex(16)
     stdin = f"{secret}\n{json.dumps(sorted(untrusted))}\n"
     argv = [runtime.python, "-I", "-B", "-c", RUNNER, *arguments]
     done = await runtime.exec(argv, stdin=stdin, env=ENVIRONMENT, limits=limits)
-    report = _report(done.stdout, secret)
+    report = _parse_report(done.stdout, secret)
     if not report:
         raise InfraError(
             f"pytest did not start in {runtime.workdir}: {done.outcome} after {done.wall_seconds:.1f} s, return code "
-            f"{done.returncode}: {_last_line(_tail(done))!r}"
+            f"{done.returncode}: {_get_last_line(_get_tail(done))!r}"
         )
     if "missing" in report:
-        raise _without_pytest(runtime, report["missing"])
+        raise _remove_pytest(runtime, report["missing"])
     tests = report.get("tests", {})
     passed = done.ok and report.get("status") == 0 and "passed" in tests.values() and "failed" not in tests.values()
-    output = _tail(replace(done, stdout="".join(x for x in done.stdout.splitlines(True) if secret not in x)))
+    output = _get_tail(replace(done, stdout="".join(x for x in done.stdout.splitlines(True) if secret not in x)))
     not_collected = {name: CollectionError(**why) for name, why in report.get("not_collected", {}).items()}
     obstacles = {f"collection of {name}": f"{why.error}: {why.text}" for name, why in not_collected.items()}
     if not obstacles and "status" in report and not {"passed", "failed"} & set(tests.values()):
-        obstacles = {_no_test(report["status"], tests): _last_line(output)}
-    return TestRun(passed, tests, _timed_out(done), output, obstacles, not_collected)
+        obstacles = {_describe_missing_test(report["status"], tests): _get_last_line(output)}
+    return TestRun(passed, tests, _is_timed_out(done), output, obstacles, not_collected)
 
 
 def obstacles_of(done: ExecResult, command: str) -> dict[str, str]:
@@ -207,11 +209,11 @@ def obstacles_of(done: ExecResult, command: str) -> dict[str, str]:
     if done.outcome != "exited" or done.returncode == 0:
         return {}
     if done.returncode in (NOT_EXECUTABLE, NOT_FOUND):
-        return {f"exit status {done.returncode}": _last_line(done.stderr or done.stdout)}
+        return {f"exit status {done.returncode}": _get_last_line(done.stderr or done.stdout)}
     if found := NOT_STARTED.search(done.stdout + done.stderr):
         return {"program of the command": found[0]}
     if "pytest" in command and done.returncode in (USAGE_ERROR, NO_TESTS):
-        return {_no_test(done.returncode): _last_line(_tail(done))}
+        return {_describe_missing_test(done.returncode): _get_last_line(_get_tail(done))}
     return {}
 
 
@@ -221,16 +223,16 @@ def missing_program(obstacles: Mapping[str, str]) -> str | None:
     return found[1] if found else None
 
 
-def _no_test(status: int, tests: Collection[str] = ()) -> str:
+def _describe_missing_test(status: int, tests: Collection[str] = ()) -> str:
     known = {INTERNAL_ERROR: "internal error of pytest", USAGE_ERROR: "usage error of pytest"}
     return known.get(status, "all tests are skipped" if tests else "no test is collected")
 
 
-def _last_line(text: str) -> str:
+def _get_last_line(text: str) -> str:
     return next((line.strip()[:300] for line in reversed(text.splitlines()) if line.strip()), "")
 
 
-def _report(output: str, secret: str) -> dict:
+def _parse_report(output: str, secret: str) -> dict:
     for line in reversed(output.splitlines()):
         if line.startswith(secret):
             try:
@@ -240,9 +242,9 @@ def _report(output: str, secret: str) -> dict:
     return {}
 
 
-def _timed_out(done: ExecResult) -> bool:
+def _is_timed_out(done: ExecResult) -> bool:
     return done.outcome in ("wall_time", "cpu_time")
 
 
-def _tail(done: ExecResult) -> str:
+def _get_tail(done: ExecResult) -> str:
     return (done.stdout + done.stderr)[-TAIL:]

@@ -90,7 +90,7 @@ class AsyncService:
         while True:
             attempt += 1
             try:
-                return await self._attempt(method, self.url.rstrip("/") + path if path else self.url, body, params)
+                return await self._send_once(method, self.url.rstrip("/") + path if path else self.url, body, params)
             except PassingFailure as fault:
                 wait = self.retries.wait_before(attempt + 1, fault.asked)
                 elapsed = time.monotonic() - started
@@ -110,14 +110,14 @@ class AsyncService:
         finally:
             await service.close()
 
-    async def _attempt(self, method: str, url: str, body: object, params: Mapping[str, str] | None) -> Response:
+    async def _send_once(self, method: str, url: str, body: object, params: Mapping[str, str] | None) -> Response:
         content = None if body is None else json.dumps(body).encode()  # ASCII, so that lone surrogates pass
         headers = {"Content-Type": "application/json"} if content else {}
         received = bytearray()
         try:
             async with (
                 asyncio.timeout(self.timeout),
-                self._connected().stream(method, url, content=content, headers=headers, params=params) as answer,
+                self._get_client().stream(method, url, content=content, headers=headers, params=params) as answer,
             ):
                 async for chunk in answer.aiter_bytes():
                     received += chunk
@@ -134,7 +134,7 @@ class AsyncService:
             raise PassingFailure(f"HTTP {response.status}: {response.text.strip()[:300]}", asked=retry_after(response))
         return response
 
-    def _connected(self) -> httpx.AsyncClient:
+    def _get_client(self) -> httpx.AsyncClient:
         if self._client is None:
             self._client = httpx.AsyncClient(
                 headers=self._headers,

@@ -56,13 +56,13 @@ class Bash(RuntimeTool):
         arguments = ["bash", "-c", SHELL, "bash", self._shell, prepare]
         result = await runtime.exec(arguments, stdin=command, env=NO_QUESTIONS, limits=limits)
         text = readable(result.stdout + result.stderr).rstrip()
-        note = self._ending(result, limits)
+        note = self._describe_exit(result, limits)
         return ToolOutput(f"{text}\n{note}" if text else note, failed=result.outcome != "exited")
 
-    def _ending(self, result: ExecResult, limits: Limits) -> str:
+    def _describe_exit(self, result: ExecResult, limits: Limits) -> str:
         if result.outcome == "exited":
             code = result.returncode
-            return f"[exit code {code}]" if code >= 0 else f"[ended by signal {-code} ({_signal_name(-code)})]"
+            return f"[exit code {code}]" if code >= 0 else f"[ended by signal {-code} ({_get_signal_name(-code)})]"
         why = {
             "wall_time": f"it took longer than {limits.wall_seconds:g} seconds (timeout: at most {self.max_timeout:g})",
             "cpu_time": f"it took more than {limits.cpu_seconds:g} seconds of processor time",
@@ -84,7 +84,7 @@ def readable(output: str) -> str:
     return _CONTROL.sub("\ufffd", "\n".join(lines))
 
 
-def _signal_name(number: int) -> str:
+def _get_signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -40,9 +40,9 @@ def replace_once(text: str, old: str, new: str) -> tuple[str, int]:
     pattern = re.compile(f"(?=({_NEWLINE.join(map(re.escape, old.split(chr(10))))}))")
     spans = [found.span(1) for found in pattern.finditer(text)]
     if not spans:
-        raise ValueError(f"old_str is not in the file, so nothing was changed. {_nearest(text, old)}")
+        raise ValueError(f"old_str is not in the file, so nothing was changed. {_find_nearest(text, old)}")
     if len(spans) > 1:
-        numbers = [_line_at(text, start) for start, _ in spans]
+        numbers = [_count_line(text, start) for start, _ in spans]
         listed = ", ".join(map(str, numbers[:MAX_LISTED_LINES])) + (", ..." if len(numbers) > MAX_LISTED_LINES else "")
         raise ValueError(
             f"old_str is in the file {len(spans)} times, beginning on the lines {listed}, so nothing was changed. "
@@ -51,7 +51,7 @@ def replace_once(text: str, old: str, new: str) -> tuple[str, int]:
     start, end = spans[0]
     replaced = text[start:end]
     newline = line_end(replaced if "\n" in replaced else text)
-    return text[:start] + new.replace("\n", newline) + text[end:], _line_at(text, start)
+    return text[:start] + new.replace("\n", newline) + text[end:], _count_line(text, start)
 
 
 def insert_after(text: str, line: int, inserted: str) -> str:
@@ -71,11 +71,11 @@ def insert_after(text: str, line: int, inserted: str) -> str:
     return "".join([*lines[:line], *block, *lines[line:]])
 
 
-def _line_at(text: str, position: int) -> int:
+def _count_line(text: str, position: int) -> int:
     return text.count("\n", 0, position) + 1
 
 
-def _nearest(text: str, old: str) -> str:
+def _find_nearest(text: str, old: str) -> str:
     """Find the text the model may have meant: equal except for white space, else lines similar to the first one."""
     lines = [line.rstrip("\r\n") for line in lines_of(text)]
     wanted = old.strip("\n").split("\n")

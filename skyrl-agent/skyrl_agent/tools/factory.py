@@ -30,7 +30,7 @@ def make_tools_of(name: str, settings: JsonObject | None = None) -> list[BaseToo
         ConfigError: the tool is unknown, has an invalid setting, or needs a package that is not installed.
     """
     settings = settings or {}
-    found = _class_of(name)
+    found = _find_class(name)
     if issubclass(found, ToolGroup):
         return tools_of_group(name, found, settings)
     _check_settings(name, found, settings)
@@ -39,7 +39,7 @@ def make_tools_of(name: str, settings: JsonObject | None = None) -> list[BaseToo
     return [PublishedTool(found(**settings))]
 
 
-def _class_of(name: str) -> type[Any]:
+def _find_class(name: str) -> type[Any]:
     found = MCP if name == "mcp" else TOOL_REGISTRY.get(name)
     if found is None and "." not in name:
         near = did_you_mean(name, sorted([*TOOL_REGISTRY, "mcp"]))

@@ -50,7 +50,7 @@ def tools_of_group(name: str, kind: type[ToolGroup], settings: JsonObject) -> li
     key = f"{kind.__module__}.{kind.__qualname__} {json.dumps(settings, sort_keys=True, default=repr)}"
     with _lock:
         if key not in _groups:
-            _groups[key] = _new_group(name, kind, settings)
+            _groups[key] = _create_group(name, kind, settings)
         group = _groups[key]
     tools = [GroupTool(group, schema) for schema in group.schemas()]
     names = [tool.name for tool in tools]
@@ -59,7 +59,7 @@ def tools_of_group(name: str, kind: type[ToolGroup], settings: JsonObject) -> li
     return [tool for tool in tools if only is None or tool.name in only]
 
 
-def _new_group(name: str, kind: type[ToolGroup], settings: JsonObject) -> ToolGroup:
+def _create_group(name: str, kind: type[ToolGroup], settings: JsonObject) -> ToolGroup:
     try:
         return kind(**settings)
     except ModuleNotFoundError as error:
@@ -92,7 +92,7 @@ class PublishedTool(BaseTool):
     def __init__(self, tool: Any) -> None:
         self._tool = tool
         self.name = tool.name  # pyright: ignore[reportAttributeAccessIssue]
-        self._parameters = _json_schema(self.name, tool.parameters)
+        self._parameters = _build_json_schema(self.name, tool.parameters)
 
     def schema(self) -> JsonObject:
         return function_schema(self.name, str(self._tool.description), self._parameters)
@@ -122,7 +122,7 @@ class PublishedTool(BaseTool):
         return ToolOutput(as_text(output), ends=self.name == "finish")
 
 
-def _json_schema(name: str, parameters: Any) -> JsonObject:
+def _build_json_schema(name: str, parameters: Any) -> JsonObject:
     """Return the schema of parameters; a list of them has `name`, `type`, `description`, `required` of each.
 
     Raises:

@@ -56,13 +56,13 @@ class NextWithSummary(BaseTool):
         sections, index = context.memory["sections"], context.memory["next_section"]
         if index == len(sections):
             return ToolOutput(ALL_READ)
-        system, problem = context.memory.setdefault("task", _task_of(context.messages))
+        system, problem = context.memory.setdefault("task", _extract_task(context.messages))
         context.memory.update(next_section=index + 1, summary=summary)
         shown = section_message(problem, summary, sections[index], index + 1, len(sections))
         return ToolOutput("", new_context=[*system, shown])
 
 
-def _task_of(messages: list[Message]) -> tuple[list[Message], str]:
+def _extract_task(messages: list[Message]) -> tuple[list[Message], str]:
     """Return the system messages and the first user message."""
     system = [message for message in messages if message["role"] == "system"]
     asked = next((str(message["content"]) for message in messages if message["role"] == "user"), "")
@@ -91,7 +91,7 @@ def sections_of(context: object, most: int) -> list[str]:
     if not isinstance(documents, list) or not all(isinstance(document, str) for document in documents):
         raise TaskRowError(f"context must be a text or a list of texts; got {type(context).__name__}")
     sections: list[str] = []
-    for part in (part for document in documents for part in _parts(document.strip(), most)):
+    for part in (part for document in documents for part in _split_parts(document.strip(), most)):
         if sections and len(sections[-1]) + 2 + len(part) <= most:
             sections[-1] += f"\n\n{part}"
         else:
@@ -101,7 +101,7 @@ def sections_of(context: object, most: int) -> list[str]:
     return sections
 
 
-def _parts(text: str, most: int) -> Iterator[str]:
+def _split_parts(text: str, most: int) -> Iterator[str]:
     """Cut where a paragraph, a line, a sentence or a word ends, in the second half of a part if it can be."""
     while len(text) > most:
         ends = (text.rfind(mark, most // 2, most) + len(mark) for mark in _BREAKS if mark in text[most // 2 : most])

@@ -53,17 +53,17 @@ class CodeInterpreter(BaseTool):
         """
         if language.lower() not in ("python", "python3", "py"):
             raise ValueError(f"language must be python; got {language!r}")
-        return await self._ran(context, code)
+        return await self._run_program(context, code)
 
-    async def _ran(self, context: ToolContext, code: str) -> str | ToolOutput:
-        runtime = context.runtime or await self._own_runtime()
+    async def _run_program(self, context: ToolContext, code: str) -> str | ToolOutput:
+        runtime = context.runtime or await self._open_runtime()
         program = extract_code(code) if code.lstrip().startswith("```") else None
         source = (code if program is None else program).encode(errors="replace")
         inside = (files("skyrl_agent.tools") / "inside_python.py").read_text()
         result = await runtime.exec([runtime.python, "-c", inside], stdin=source, limits=self.limits)
-        return self._text_of(result)
+        return self._format_result(result)
 
-    def _text_of(self, result: ExecResult) -> str | ToolOutput:
+    def _format_result(self, result: ExecResult) -> str | ToolOutput:
         parts = [result.stdout.strip(), result.stderr.strip()]
         if result.outcome != "exited":
             parts.append(
@@ -75,7 +75,7 @@ class CodeInterpreter(BaseTool):
             parts.append(f"Error: the program ended with exit status {result.returncode}")
         return ToolOutput("\n".join(filter(None, parts)) or NOTHING_PRINTED, failed=not result.ok)
 
-    async def _own_runtime(self) -> Runtime:
+    async def _open_runtime(self) -> Runtime:
         if self._own is None:
             runtime = make_runtime(self.spec)
             self._own = runtime  # before the start, so that a cancelled start is closed too
@@ -101,4 +101,4 @@ class Python(CodeInterpreter):
         Args:
             code: The program.
         """
-        return await self._ran(context, code)
+        return await self._run_program(context, code)

@@ -67,7 +67,7 @@ async def read_path(runtime: Runtime, path: str, max_bytes: int) -> PathState:
     if kind == "unreadable":
         raise ValueError(f"{path} may not be read")
     if not result.ok:
-        raise ValueError(f"{path} could not be read: {_why(result)}")
+        raise ValueError(f"{path} could not be read: {_format_reason(result)}")
     if kind == "directory":
         return PathState(kind, entries=sorted(entry[2:] for entry in rest.splitlines() if entry not in (".", "./")))
     return PathState(kind, base64.b64decode(rest) if kind == "file" else b"")
@@ -82,17 +82,17 @@ async def write_path(runtime: Runtime, path: str, data: bytes) -> None:
     """
     result = await runtime.exec(["bash", "-c", WRITE, "bash", path], stdin=data, limits=within(runtime, SECONDS))
     if not result.ok:
-        raise ValueError(f"{path} could not be written and is as before: {_why(result)}")
+        raise ValueError(f"{path} could not be written and is as before: {_format_reason(result)}")
 
 
 async def remove_path(runtime: Runtime, path: str) -> None:
     """Raises ValueError, InfraError."""
     result = await runtime.exec(["rm", "-f", "--", path], limits=within(runtime, SECONDS))
     if not result.ok:
-        raise ValueError(f"{path} could not be removed: {_why(result)}")
+        raise ValueError(f"{path} could not be removed: {_format_reason(result)}")
 
 
-def _why(result: ExecResult) -> str:
+def _format_reason(result: ExecResult) -> str:
     if result.outcome != "exited":
         return f"the limit {result.outcome} was reached"
     return result.stderr.strip()[-300:] or f"exit code {result.returncode}"

@@ -64,25 +64,25 @@ class RetrieverClient(_ServiceClient):
         """Send a test query: another server or path would reply in another format."""
         service = AsyncService(self.service.url, timeout=self.service.timeout, retries=PROBE_RETRIES)
         try:
-            await self._search(service, "probe", 1)
+            await self._send_queries(service, "probe", 1)
         except ValueError as error:
             raise InfraError(f"{service.url} is no retrieval server: {error}") from error
         finally:
             await service.close()
 
     async def search(self, query: str, num: int) -> list[Hit]:
-        return await self._search(self.service, query, num)
+        return await self._send_queries(self.service, query, num)
 
-    async def _search(self, service: AsyncService, query: str, num: int) -> list[Hit]:
+    async def _send_queries(self, service: AsyncService, query: str, num: int) -> list[Hit]:
         answer = await service.json({"queries": [query], "topk": num, "return_scores": True})
         try:
             (group,) = answer["result"]
-            return [_document(item.get("document", item)) for item in group]
+            return [_split_document(item.get("document", item)) for item in group]
         except (KeyError, TypeError, ValueError, AttributeError) as failure:
             raise self.unreadable(answer, failure) from failure
 
 
-def _document(document: JsonObject) -> Hit:
+def _split_document(document: JsonObject) -> Hit:
     """Split a document into the title (first line) and the text."""
     title, _, text = document["contents"].strip().partition("\n")
     return Hit(title, str(document.get("url") or document.get("id") or ""), text)
@@ -97,7 +97,7 @@ class SerperClient(_ServiceClient):
     async def search(self, query: str, num: int) -> list[Hit]:
         answer = await self.service.json({"q": query, "num": num})
         try:
-            return [_hit(item, "link", item.get("snippet")) for item in answer.get("organic", [])][:num]
+            return [_parse_hit(item, "link", item.get("snippet")) for item in answer.get("organic", [])][:num]
         except (KeyError, TypeError, AttributeError) as failure:
             raise self.unreadable(answer, failure) from failure
 
@@ -114,11 +114,12 @@ class YoucomClient(_ServiceClient):
             results = answer.get("results") or {}
             found = [*(results.get("web") or []), *(results.get("news") or [])]
             return [
-                _hit(item, "url", " ".join(item.get("snippets") or [item.get("description") or ""])) for item in found
+                _parse_hit(item, "url", " ".join(item.get("snippets") or [item.get("description") or ""]))
+                for item in found
             ]
         except (KeyError, TypeError, AttributeError) as failure:
             raise self.unreadable(answer, failure) from failure
 
 
-def _hit(item: JsonObject, url: str, text: str | None) -> Hit:
+def _parse_hit(item: JsonObject, url: str, text: str | None) -> Hit:
     return Hit(item.get("title") or item[url], item[url], text or "")

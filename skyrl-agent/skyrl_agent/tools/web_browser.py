@@ -58,8 +58,10 @@ class WebBrowser(BaseTool):
     ) -> None:
         self.page_chars, self.chunk_chars = page_chars, chunk_chars
         try:
-            self.reader = _reader(reader, reader_url, timeout, allow_private) if isinstance(reader, str) else reader
-            self.summarizer = _summarizer(summary_url, summary_model, summary_key_env)
+            self.reader = (
+                _build_reader(reader, reader_url, timeout, allow_private) if isinstance(reader, str) else reader
+            )
+            self.summarizer = _build_summarizer(summary_url, summary_model, summary_key_env)
             self.cache = shared_cache(setting(cache_file, "WEBPAGE_CACHE_FILE"), cache_pages)
         except (ValueError, OSError, sqlite3.Error) as failure:
             raise ConfigError(f"tool {self.name}: {failure}") from failure
@@ -79,10 +81,10 @@ class WebBrowser(BaseTool):
         urls = parse_urls(url)
         if not 1 <= len(urls) <= MAX_URLS:
             raise ValueError(f"give 1 to {MAX_URLS} addresses, such as https://example.org/page; got {len(urls)}")
-        found = await together(*(self._answer(context, address, goal) for address in urls))
+        found = await together(*(self._read_for_goal(context, address, goal) for address in urls))
         return "\n=======\n".join(f"{address}\n{text}" for address, text in zip(urls, found, strict=True))
 
-    async def _answer(self, context: ToolContext, url: str, goal: str) -> str:
+    async def _read_for_goal(self, context: ToolContext, url: str, goal: str) -> str:
         if self.blocked.blocks(url):
             return BLOCKED
         try:
@@ -133,7 +135,7 @@ class WebBrowser(BaseTool):
             await self.summarizer.close()
 
 
-def _reader(kind: str, url: str | None, timeout: float, allow_private: bool) -> PageReader:
+def _build_reader(kind: str, url: str | None, timeout: float, allow_private: bool) -> PageReader:
     """Raises ValueError."""
     if kind == "direct":
         return DirectReader(timeout, allow_private=allow_private)
@@ -143,7 +145,7 @@ def _reader(kind: str, url: str | None, timeout: float, allow_private: bool) -> 
     raise ValueError(f"reader must be direct or jina; got {kind!r}")
 
 
-def _summarizer(url: str | None, model: str | None, key_env: str) -> Summarizer | None:
+def _build_summarizer(url: str | None, model: str | None, key_env: str) -> Summarizer | None:
     """Raises ValueError."""
     base_url, model = setting(url, "WEB_SUMMARY_API_BASE"), setting(model, "WEB_SUMMARY_MODEL")
     if base_url is None:

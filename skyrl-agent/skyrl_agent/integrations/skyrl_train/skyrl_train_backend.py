@@ -150,12 +150,12 @@ class SkyRLAgentGenerator(GeneratorInterface):
         work = self.runner.rows(
             instance_rows(input_batch),
             val_mode=metadata is not None and metadata.training_phase == "eval",
-            num_trajectories=_samples_each(ids),
+            num_trajectories=_count_samples(ids),
             sampling_params={**(input_batch.get("sampling_params") or {}), "seed": seed},
         )
-        return rollout_batch(await self._fail_if_engines_break(work), ids)
+        return rollout_batch(await self._raise_if_engines_fail(work), ids)
 
-    async def _fail_if_engines_break(self, work: Coroutine[object, None, TrainingRows]) -> TrainingRows:
+    async def _raise_if_engines_fail(self, work: Coroutine[object, None, TrainingRows]) -> TrainingRows:
         """Cancel the batch when the engines fail permanently, rather than wait for each trajectory to fail."""
         backend = self.runner.infer_engine
         broken = asyncio.get_running_loop().create_future()
@@ -205,7 +205,7 @@ def instance_rows(batch: GeneratorInput) -> list[Row]:
     return [{**(extras[i] or {}), "prompt": batch["prompts"][i], "env_class": batch["env_classes"][i]} for i in firsts]
 
 
-def _samples_each(ids: Sequence[TrajectoryID]) -> int:
+def _count_samples(ids: Sequence[TrajectoryID]) -> int:
     counts = {len(list(group)) for _, group in groupby(ids, key=lambda trajectory_id: trajectory_id.instance_id)}
     if len(counts) != 1:
         raise ValueError(f"every prompt must be asked equally often; got {sorted(counts)} samples")
@@ -224,7 +224,7 @@ def rollout_batch(rows: TrainingRows, ids: Sequence[TrajectoryID] | None = None)
     for row, number in enumerate(rows.row_trajectory):
         samples[number].append(_sample(rows, row))
     trajectories = [
-        Trajectory(id_, samples[number], rows.finish_reasons[number], _failure(rows, number), is_step_wise=True)
+        Trajectory(id_, samples[number], rows.finish_reasons[number], _convert_failure(rows, number), is_step_wise=True)
         for number, id_ in enumerate(ids)
     ]
     return RolloutBatch(grouped(trajectories), rows.rollout_metrics | token_metrics(trajectories))
@@ -249,7 +249,7 @@ def generator_output(rows: TrainingRows) -> GeneratorOutput:
     return to_generator_output(rollout_batch(rows))
 
 
-def _failure(rows: TrainingRows, number: int) -> Failure | None:
+def _convert_failure(rows: TrainingRows, number: int) -> Failure | None:
     """Convert a trajectory outside the baseline to the trainer's failure."""
     if rows.in_baseline[number]:
         return None

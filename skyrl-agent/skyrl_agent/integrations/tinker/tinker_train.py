@@ -146,11 +146,11 @@ async def evaluate(runner: AgentRunner, rows: Sequence[Row], batch_size: int) ->
 def batch_of(rows: Sequence[Row], size: int, step: int, seed: int) -> list[Row]:
     """Return the instances of a step. Each epoch is shuffled separately and visits every instance once."""
     places = [divmod(number, len(rows)) for number in range(step * size, (step + 1) * size)]
-    return [rows[_order(len(rows), seed, epoch)[place]] for epoch, place in places]
+    return [rows[_sample_order(len(rows), seed, epoch)[place]] for epoch, place in places]
 
 
 @lru_cache(maxsize=2)
-def _order(length: int, seed: int, epoch: int) -> list[int]:
+def _sample_order(length: int, seed: int, epoch: int) -> list[int]:
     order = list(range(length))
     random.Random(f"{seed}/{epoch}").shuffle(order)
     return order
@@ -180,16 +180,16 @@ class Log:
             self._wandb = wandb.init(project=config.wandb_project, name=config.wandb_name, config=config.model_dump())
 
     def add(self, step: int, metrics: dict[str, float]) -> None:
-        self._append("metrics.jsonl", {"step": step} | metrics)
+        self._write_row("metrics.jsonl", {"step": step} | metrics)
         reward, seconds = metrics.get("rollout_metrics/raw_reward", float("nan")), metrics["time/step"]
         print(f"step {step:4d}  reward {reward:.4f}  rows {metrics['train/rows']}  {seconds:.1f} s", flush=True)
         if self._wandb is not None:
             self._wandb.log(metrics, step=step)
 
     def add_checkpoint(self, step: int, path: str) -> None:
-        self._append("checkpoints.jsonl", {"policy_iteration_step": step, "path": path})
+        self._write_row("checkpoints.jsonl", {"policy_iteration_step": step, "path": path})
 
-    def _append(self, name: str, row: JsonObject) -> None:
+    def _write_row(self, name: str, row: JsonObject) -> None:
         with open(self.folder / name, "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 

@@ -34,14 +34,14 @@ def _answers(row: Row) -> list[str]:
     return golds_of(row, *ANSWERS)
 
 
-def _tests(row: Row) -> Any:
+def _parse_tests(row: Row) -> Any:
     found = field(row, *GROUND_TRUTHS)
     if found is None:
         raise TaskRowError(f"{' or '.join(GROUND_TRUTHS)} must hold tests; it is missing")
     return tests_of(found)
 
 
-def _judged(text: str, golds: list[str], question: str, judge: Judge | None) -> Grade:
+def _grade_by_judge(text: str, golds: list[str], question: str, judge: Judge | None) -> Grade:
     assert judge is not None
     return judge.grade(question, " or ".join(golds), text)
 
@@ -61,7 +61,7 @@ KINDS = {
     "code": Kind(
         "You write Python programs. Try out what you can before you answer. When you are done, call finish with the "
         "whole program in one ```python block; it is run on tests that you do not see.",
-        _tests,
+        _parse_tests,
         lambda text, tests, *_: grade_code(text, tests),
     ),
     "qa": Kind(QA_PROMPT, _answers, lambda text, golds, *_: grade_em(text, golds)),
@@ -72,20 +72,20 @@ KINDS = {
         "settles; then search for what is still open. When everything fits, or when you have looked everywhere, call "
         "finish with your answer, how sure you are, and one sentence on what it rests on.",
         _answers,
-        _judged,
+        _grade_by_judge,
         needs_judge=True,
     ),
     "reading": Kind(
         "You answer a question about a text that is too long to see at once. Use your tools to go through it, keep "
         "what matters for the question, and call finish with the answer alone when the text is at its end.",
         _answers,
-        _judged,
+        _grade_by_judge,
         needs_judge=True,
     ),
     "judged": Kind(
         "You solve problems with the tools that you have. When you are done, call finish with a complete answer.",
         _answers,
-        _judged,
+        _grade_by_judge,
         needs_judge=True,
     ),
 }

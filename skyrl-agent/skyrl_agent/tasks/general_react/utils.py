@@ -30,7 +30,7 @@ class GeneralReactTask(JudgedTask):
 
     def check_row(self, instance: Instance) -> None:
         try:
-            kind = self._kind(instance)
+            kind = self._get_kind(instance)
             self.get_instruction(instance)
             kind.gold(instance.row)
         except TaskRowError as failure:
@@ -39,13 +39,13 @@ class GeneralReactTask(JudgedTask):
             _ = self.judge  # raises ConfigError without one
 
     def get_instruction(self, instance: Instance) -> list[Message]:
-        return with_system(messages_of(instance.row, *PROMPTS), self._kind(instance).system_prompt)
+        return with_system(messages_of(instance.row, *PROMPTS), self._get_kind(instance).system_prompt)
 
     async def evaluate_result(
         self, result: object, instance: Instance, trajectory: TrajectoryResult, runtime: Runtime | None = None
     ) -> Judgement:
         """Grade the final response; 0 without one. Raises InfraError if the judge or the sandbox fails."""
-        kind, text = self._kind(instance), final_text(result)
+        kind, text = self._get_kind(instance), final_text(result)
         if not text:
             return Judgement(0.0, {"answered": 0.0})
         question = question_of(messages_of(instance.row, *PROMPTS))
@@ -53,7 +53,7 @@ class GeneralReactTask(JudgedTask):
         reward = reward_of(await graded(kind.grade, text, kind.gold(instance.row), question, judge))
         return Judgement(reward, {"answered": 1.0})
 
-    def _kind(self, instance: Instance) -> Kind:
+    def _get_kind(self, instance: Instance) -> Kind:
         """Return the kind of an instance; without `data.data_source_key`, the row's own `data_source`."""
         source = instance.data_source
         if source == "default":

@@ -19,7 +19,7 @@ def parse_log_pytest(log: str) -> dict[str, str]:
 
     A line without a test name (a file that cannot be imported) has the key "".
     """
-    lines = _summary(log, ("PASSED", "FAILED", "ERROR"))
+    lines = _parse_summary(log, ("PASSED", "FAILED", "ERROR"))
     return {name.partition("::")[2].replace("::", "."): outcome for name, outcome in lines}
 
 
@@ -27,17 +27,17 @@ def parse_log_by_path(log: str) -> dict[str, str]:
     """Map each test to its outcome, with pytest's names (`path.py::Class::test[1-2]`) and SWE-bench's, which end at the
     first space.
     """
-    lines = _summary(log, ("PASSED", "FAILED", "ERROR", "SKIPPED", "XFAIL", "XPASS"))
+    lines = _parse_summary(log, ("PASSED", "FAILED", "ERROR", "SKIPPED", "XFAIL", "XPASS"))
     return {key: outcome for name, outcome in lines for key in (name.split(" ")[0], name)}
 
 
-def _summary(log: str, outcomes: Sequence[str]) -> list[tuple[str, str]]:
+def _parse_summary(log: str, outcomes: Sequence[str]) -> list[tuple[str, str]]:
     _, found, summary = COLOUR.sub("", log).rpartition(SUMMARY)
     lines = (line.partition(" ") for line in (summary if found else "").splitlines())
-    return [(_bare(name), outcome) for outcome, _, name in lines if outcome in outcomes]
+    return [(_remove_reason(name), outcome) for outcome, _, name in lines if outcome in outcomes]
 
 
-def _bare(name: str) -> str:
+def _remove_reason(name: str) -> str:
     """Remove the text after the name of a failed test."""
     return name.split(" - ")[0].strip()
 
@@ -51,7 +51,7 @@ def get_reward(parsed: Mapping[str, str], instance: Row) -> float:
     """Return 1 if the tests and their outcomes equal `expected_output_json`, else 0."""
     expected = instance["expected_output_json"]
     expected = decolor_dict_keys(json.loads(expected) if isinstance(expected, str) else expected)
-    expected = {_bare(name): outcome for name, outcome in expected.items()}
+    expected = {_remove_reason(name): outcome for name, outcome in expected.items()}
     return float(len(parsed) == len(expected) and all(parsed.get(name) == expected[name] for name in expected if name))
 
 

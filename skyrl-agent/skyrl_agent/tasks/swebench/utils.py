@@ -98,18 +98,18 @@ class SWEBenchTask(BaseTask):
     def check_row(self, instance: Instance) -> None:
         row = instance.row
         if not row.get("problem_statement"):
-            raise self._wrong(instance, "problem_statement", "must be the issue's text")
+            raise self._build_row_error(instance, "problem_statement", "must be the issue's text")
         if "swe-smith" in instance.data_source.lower() and not row.get("image_name"):
-            raise self._wrong(instance, "image_name", "must name the image")
+            raise self._build_row_error(instance, "image_name", "must name the image")
         kind = self.source(instance).kind
         if kind == "r2e-gym":
             if not row.get("expected_output_json"):
-                raise self._wrong(instance, "expected_output_json", "must map tests to their outcomes")
+                raise self._build_row_error(instance, "expected_output_json", "must map tests to their outcomes")
             return
         if not names_of(row.get("FAIL_TO_PASS")):
-            raise self._wrong(instance, "FAIL_TO_PASS", "must name the tests that the solution makes pass")
+            raise self._build_row_error(instance, "FAIL_TO_PASS", "must name the tests that the solution makes pass")
         if kind != "swe-smith" and not row.get("test_patch"):
-            raise self._wrong(instance, "test_patch", "must be the patch that brings those tests")
+            raise self._build_row_error(instance, "test_patch", "must be the patch that brings those tests")
         if "::" not in names_of(row["FAIL_TO_PASS"])[0] and harness.harness_of(kind) is None:
             package = harness.PACKAGES.get(kind, "swebench")
             raise ConfigError(
@@ -145,7 +145,7 @@ class SWEBenchTask(BaseTask):
             # A truncated agent had no time for a patch: its finish reason is kept.
             ended = ending_of(trajectory.finish_reason).trains
             return Judgement(0.0, {"resolved": 0.0}, NO_GIT_PATCH if ended else None)
-        return await self._judge(instance, runtime, patch)
+        return await self._grade(instance, runtime, patch)
 
     def solution(self, instance: Instance) -> JsonObject | None:
         """Return the `patch` of SWE-bench and SWE-Gym. (SWE-smith's introduces the bug.)"""
@@ -153,23 +153,23 @@ class SWEBenchTask(BaseTask):
         return {"git_patch": instance.row["patch"]} if known else None
 
     async def evaluate_original(self, instance: Instance, runtime: Runtime) -> Judgement:
-        judgement = await self._judge(instance, runtime, "")
+        judgement = await self._grade(instance, runtime, "")
         # Tests of an issue often import code that exists only after the fix, so a missing import counts against the
         # patch.
         kept = {name: why for name, why in judgement.not_run.items() if not name.startswith(COLLECTION)}
         return replace(judgement, not_run=kept)
 
-    async def _judge(self, instance: Instance, runtime: Runtime, patch: str) -> Judgement:
+    async def _grade(self, instance: Instance, runtime: Runtime, patch: str) -> Judgement:
         await self._prepare(instance, runtime)
         if patch:
             await repository.apply_patch(runtime, patch)
         kind = self.source(instance).kind
         if kind == "r2e-gym":
-            return await self._judge_r2e(instance, runtime)
+            return await self._grade_r2e(instance, runtime)
         package = None if kind == "swe-smith" else harness.harness_of(kind)
         if package is not None:
-            return await self._judge_by(package, instance, runtime, patch)
-        return await self._judge_by_pytest(instance, runtime, patch)
+            return await self._grade_by_harness(package, instance, runtime, patch)
+        return await self._grade_by_pytest(instance, runtime, patch)
 
     async def _prepare(self, instance: Instance, runtime: Runtime) -> None:
         kind = self.source(instance).kind
@@ -185,14 +185,16 @@ class SWEBenchTask(BaseTask):
                 f"image {runtime.spec.image}: python is {found!r}, not the one of the repository's packages"
             )
 
-    async def _judge_r2e(self, instance: Instance, runtime: Runtime) -> Judgement:
+    async def _grade_r2e(self, instance: Instance, runtime: Runtime) -> Judgement:
         done = await self._run(runtime, RUN_R2E)
         if done.returncode == NO_SCRIPT:
             raise InfraError(f"image {runtime.spec.image} has no run_tests.sh")
         outcomes = parse_log_pytest(done.stdout)
-        return _judgement(get_reward(outcomes, instance.row), not_run={} if outcomes else _no_outcome(done, RUN_R2E))
+        return _build_judgement(
+            get_reward(outcomes, instance.row), not_run={} if outcomes else _find_missing_outcome(done, RUN_R2E)
+        )
 
-    async def _judge_by(self, package: str, instance: Instance, runtime: Runtime, patch: str) -> Judgement:
+    async def _grade_by_harness(self, package: str, instance: Instance, runtime: Runtime, patch: str) -> Judgement:
         spec = harness.make_test_spec(package, instance.row)
         done = await self._run(runtime, spec.eval_script)
         report = harness.report_of(package, spec, self.row_id(instance), patch, done.stdout)
@@ -201,10 +203,10 @@ class SWEBenchTask(BaseTask):
             for part, tests in report.get("tests_status", {}).items()
             if part in ("FAIL_TO_PASS", "PASS_TO_PASS")
         }
-        not_run = {} if report.get("tests_status") else _no_outcome(done, spec.eval_script)
-        return _judgement(float(report["resolved"]), parts, not_run)
+        not_run = {} if report.get("tests_status") else _find_missing_outcome(done, spec.eval_script)
+        return _build_judgement(float(report["resolved"]), parts, not_run)
 
-    async def _judge_by_pytest(self, instance: Instance, runtime: Runtime, patch: str) -> Judgement:
+    async def _grade_by_pytest(self, instance: Instance, runtime: Runtime, patch: str) -> Judgement:
         row = instance.row
         fail_to_pass, pass_to_pass = names_of(row["FAIL_TO_PASS"]), names_of(row.get("PASS_TO_PASS"))
         if test_patch := row.get("test_patch"):
@@ -225,8 +227,8 @@ class SWEBenchTask(BaseTask):
         named = [*fail_to_pass, *pass_to_pass]
         resolved = all(part == 1.0 for part in parts.values())
         is_settled = resolved or (patch and any(outcomes.get(name) in ("FAILED", "ERROR") for name in named))
-        not_run = {} if is_settled else _tests_not_run(done, command, outcomes, named)
-        return _judgement(float(resolved), parts, not_run)
+        not_run = {} if is_settled else _find_tests_not_run(done, command, outcomes, named)
+        return _build_judgement(float(resolved), parts, not_run)
 
     async def _run(self, runtime: Runtime, script: str) -> ExecResult:
         """Run a script with stderr merged into stdout, in order."""
@@ -234,18 +236,18 @@ class SWEBenchTask(BaseTask):
         limits = replace(limits, output_bytes=repository.MAX_PATCH_BYTES)
         return await runtime.exec(["bash", "-c", 'exec bash -c "$0" 2>&1', script], limits=limits)
 
-    def _wrong(self, instance: Instance, field: str, rule: str) -> TaskRowError:
+    def _build_row_error(self, instance: Instance, field: str, rule: str) -> TaskRowError:
         got = instance.row.get(field)
         return TaskRowError(f"SWEBenchTask, row {self.row_id(instance)}: {field} {rule}; got {got!r:.200}")
 
 
-def _judgement(
+def _build_judgement(
     resolved: float, parts: dict[str, float] | None = None, not_run: dict[str, str] | None = None
 ) -> Judgement:
     return Judgement(resolved, {"resolved": resolved, **(parts or {})}, not_run=not_run or {})
 
 
-def _no_outcome(done: ExecResult, script: str) -> dict[str, str]:
+def _find_missing_outcome(done: ExecResult, script: str) -> dict[str, str]:
     """Return the obstacles of a script whose log reports no test; empty if it was killed, which an agent can cause."""
     if done.outcome != "exited":
         return {}
@@ -253,7 +255,9 @@ def _no_outcome(done: ExecResult, script: str) -> dict[str, str]:
     return obstacles_of(done, script) or {"log of the tests": f"no outcome of a test; last line: {last[:300]!r}"}
 
 
-def _tests_not_run(done: ExecResult, command: str, outcomes: Mapping[str, str], named: Sequence[str]) -> dict[str, str]:
+def _find_tests_not_run(
+    done: ExecResult, command: str, outcomes: Mapping[str, str], named: Sequence[str]
+) -> dict[str, str]:
     """Return the tests that did not run, with the obstacle; see `local_swe.tests_not_run`."""
     if done.outcome != "exited":
         return {}

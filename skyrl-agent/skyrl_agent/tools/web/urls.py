@@ -16,18 +16,18 @@ def parse_urls(value: list[str] | str) -> list[str]:
     """Find the URLs in a text, in order, without duplicates. URLs without a scheme get https."""
     parsed = parse_text(value) if isinstance(value, str) else value
     texts = [str(item) for item in parsed] if isinstance(parsed, list) else [str(value)]
-    found = [address for text in texts for address in _addresses(text)]
+    found = [address for text in texts for address in _find_urls(text)]
     return list(dict.fromkeys(found))
 
 
-def _addresses(text: str) -> list[str]:
+def _find_urls(text: str) -> list[str]:
     if complete := _ADDRESS.findall(text):
-        return [normalized(_trimmed(address)) for address in complete]
+        return [normalized(_strip_punctuation(address)) for address in complete]
     words = (word.strip("\"'`[]()<>,; ") for word in text[:10_000].split())
-    return [normalized(f"https://{_trimmed(word)}") for word in words if _BARE.fullmatch(word)]
+    return [normalized(f"https://{_strip_punctuation(word)}") for word in words if _BARE.fullmatch(word)]
 
 
-def _trimmed(address: str) -> str:
+def _strip_punctuation(address: str) -> str:
     """Remove the punctuation of the sentence around it, and a bracket that was opened before it."""
     while address and (address[-1] in _TRAILING or (address[-1] == ")" and address.count(")") > address.count("("))):
         address = address[:-1]

@@ -132,7 +132,7 @@ class CodeIndex:
         try:
             with open(cache, "rb") as file:
                 made_by, root, files = marshal.load(file)
-            if made_by != _maker() or root != self.root:
+            if made_by != _get_maker() or root != self.root:
                 return
             self.files = {path: SourceFile(path, *packed) for path, packed in files.items()}
         except (OSError, EOFError, ValueError, TypeError):  # missing or invalid: rebuild the index
@@ -143,12 +143,12 @@ class CodeIndex:
         part = f"{cache}.{os.getpid()}"
         try:
             with open(part, "wb") as file:
-                marshal.dump((_maker(), self.root, files), file)
+                marshal.dump((_get_maker(), self.root, files), file)
             os.replace(part, cache)
         except OSError:  # not writable: the next process parses again
             if os.path.exists(part):
                 os.remove(part)
 
 
-def _maker() -> tuple:
+def _get_maker() -> tuple:
     return (FORMAT, sys.version_info[:2])

@@ -21,12 +21,17 @@ def entities(index: CodeIndex, term: str, paths: list) -> list:
     path, _, name = term.rpartition(":")
     if path and name:
         where = [found for found in paths if found == path or found.endswith("/" + path)]
-        return _named(index, name, where) or _named(index, name, where, True)
-    files = _files(term, paths)
-    return files or _named(index, term, paths) or _dotted(index, term, paths) or _named(index, term, paths, True)
+        return _find_named(index, name, where) or _find_named(index, name, where, True)
+    files = _find_files(term, paths)
+    return (
+        files
+        or _find_named(index, term, paths)
+        or _find_dotted(index, term, paths)
+        or _find_named(index, term, paths, True)
+    )
 
 
-def _named(index: CodeIndex, name: str, paths: list, ignore_case: bool = False) -> list:
+def _find_named(index: CodeIndex, name: str, paths: list, ignore_case: bool = False) -> list:
     wanted = name.lower() if ignore_case else name
     last = wanted.rpartition(".")[2]
     if not last.isidentifier():
@@ -43,7 +48,7 @@ def _named(index: CodeIndex, name: str, paths: list, ignore_case: bool = False) 
     return list(dict.fromkeys(found))
 
 
-def _files(term: str, paths: list) -> list:
+def _find_files(term: str, paths: list) -> list:
     if term in paths:
         return [Place(term, "")]
     if not term.endswith((".py", ".pyi")):
@@ -51,7 +56,7 @@ def _files(term: str, paths: list) -> list:
     return [Place(path, "") for path in paths if path.endswith("/" + term)]
 
 
-def _dotted(index: CodeIndex, term: str, paths: list) -> list:
+def _find_dotted(index: CodeIndex, term: str, paths: list) -> list:
     """Find `package.module.Class.method`: a module and its members."""
     parts = term.split(".")
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
@@ -77,11 +82,11 @@ def text(term: str, texts: dict) -> dict:
     for path, content in texts.items():
         count = content.count(term)
         if count:
-            found[path] = Occurrences(count, _first_lines(term, content))
+            found[path] = Occurrences(count, _find_first_lines(term, content))
     return found
 
 
-def _first_lines(term: str, content: str) -> list:
+def _find_first_lines(term: str, content: str) -> list:
     lines: list = []
     at, line, counted = content.find(term), 1, 0
     while at >= 0 and len(lines) <= MAX_LINES:
@@ -104,11 +109,11 @@ def ranked(query: str, files: list) -> list:
         for path, n in counts[word].items():
             scores[path] = scores.get(path, 0.0) + weight * n / (n + 1.5)
     best = sorted(files, key=lambda file: -scores.get(file.path, 0.0))[:RANKED_FILES]
-    found = [item for file in best if scores.get(file.path) for item in _ranked_entities(file, idf)]
+    found = [item for file in best if scores.get(file.path) for item in _sort_entities(file, idf)]
     return [place for _, place in sorted(found, key=lambda item: -item[0])[:RANKED_ENTITIES]]
 
 
-def _ranked_entities(file: SourceFile, idf: dict) -> list:
+def _sort_entities(file: SourceFile, idf: dict) -> list:
     lines = file.text.lower().split("\n")
     found = []
     for entity in file.entities:

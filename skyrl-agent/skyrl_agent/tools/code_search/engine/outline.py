@@ -44,7 +44,7 @@ def outline(text: str) -> Outline:
             for decorator in node.decorator_list:
                 todo.append((decorator, scope, in_class))
             scope = f"{scope}.{node.name}" if scope else node.name
-            entities.append(_entity(node, scope, in_class, lines))
+            entities.append(_build_entity(node, scope, in_class, lines))
             in_class = kind is ast.ClassDef
         elif kind is ast.Call:
             target = dotted(node.func)
@@ -104,7 +104,7 @@ def elide(text: str, entities: list, keep: int = 3) -> list:
     return shown
 
 
-def _entity(node, name: str, in_class: bool, lines: list) -> Entity:
+def _build_entity(node, name: str, in_class: bool, lines: list) -> Entity:
     is_class = isinstance(node, ast.ClassDef)
     first = node.body[0]
     body = min([first.lineno] + [item.lineno for item in getattr(first, "decorator_list", ())])
@@ -128,10 +128,10 @@ def _entity(node, name: str, in_class: bool, lines: list) -> Entity:
         node.end_lineno,
         signature[:SIGNATURE_CHARS],
         doc[:DOC_CHARS],
-        tuple(filter(None, map(_base, node.bases))) if is_class else (),
+        tuple(filter(None, map(_format_base, node.bases))) if is_class else (),
     )
 
 
-def _base(node: ast.AST) -> str:
+def _format_base(node: ast.AST) -> str:
     """Return the unsubscripted base: `Generic` for `Generic[T]`."""
     return dotted(node.value if isinstance(node, ast.Subscript) else node)
