@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skyrl_agent.agents.mapping import AGENT_GENERATOR_REGISTRY, class_of_agent
+from skyrl_agent.agents.mapping import AGENT_GENERATOR_REGISTRY, resolve_agent_class
 from skyrl_agent.config.task_file import TaskFile, load_task_file
 from skyrl_agent.dotted_paths import import_modules
 from skyrl_agent.types import Tokenizer
@@ -46,4 +46,4 @@ class AutoAgentRunner:
     def from_task_file(cls, cfg: TaskFile, infer_engine: object, tokenizer: Tokenizer) -> "AgentRunner":
         """Build the runner of a task file that is loaded already; see `from_task`."""
         import_modules(cfg.imports)
-        return class_of_agent(cfg.agent_cls, AGENT_GENERATOR_REGISTRY)(cfg, infer_engine, tokenizer)
+        return resolve_agent_class(cfg.agent_cls, AGENT_GENERATOR_REGISTRY)(cfg, infer_engine, tokenizer)

@@ -7,7 +7,7 @@ from typing import Any
 from skyrl_agent.errors import ConfigError
 
 
-def class_at(path: str, key: str) -> type[Any]:
+def resolve_class(path: str, key: str) -> type[Any]:
     """Return the class at the dotted path of the task file's `key`.
 
     Raises:

@@ -24,7 +24,7 @@ from skyrl_agent.config.task_file import TaskFile, load_task_file
 from skyrl_agent.datasets import read_rows
 from skyrl_agent.errors import AgentError, BatchFailedError, ConfigError
 from skyrl_agent.finish import CANCELLED
-from skyrl_agent.records import last_records, result_of
+from skyrl_agent.records import last_records, to_result
 from skyrl_agent.runner import AgentRunner
 from skyrl_agent.training_rows import check_batch, training_rows
 from skyrl_agent.types import JsonObject, Row, TrajectoryResult
@@ -119,7 +119,7 @@ class Evaluation:
         """Return the last recorded result of each requested trajectory, by (position, trajectory id)."""
         if not self.path.exists():
             return {}
-        found = {key: result_of(record) for key, record in last_records(self.path).items()}
+        found = {key: to_result(record) for key, record in last_records(self.path).items()}
         return {key: found[key] for key in sorted(found) if key[0] < len(self.rows) and key[1] < self.size}
 
     async def run(self) -> None:
@@ -169,7 +169,7 @@ def _is_scored(result: TrajectoryResult) -> bool:
     return result.failure is None and result.reward is not None
 
 
-def settings_of(cfg: TaskFile, rows: Path, tokenizer: str) -> JsonObject:
+def collect_settings(cfg: TaskFile, rows: Path, tokenizer: str) -> JsonObject:
     """Return the inputs of trajectories by dotted name: the task file except for `FREE`, the rows, the tokenizer."""
     digest = hashlib.sha256(rows.expanduser().read_bytes()).hexdigest()
     flat = {name: value for name, value in _flatten(cfg.model_dump(mode="json")) if not name.startswith(FREE)}
@@ -222,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         path = options.output or cfg.output.trajectories or _get_default_output(options, cfg)
         cfg = cfg.model_copy(update={"output": cfg.output.model_copy(update={"trajectories": str(path)})})
         rows = read_rows(options.rows)[: options.limit]
-        settings = settings_of(cfg, options.rows, str(name))
+        settings = collect_settings(cfg, options.rows, str(name))
         file = Path(path).expanduser()
         waits = recorded_run(file.parent / "waits", f"evaluation {file.stem}")  # for `skyrl_train.explain`
         with Evaluation(_build_runner(cfg, name), rows, file, settings) as evaluation, waits:

@@ -49,6 +49,6 @@ ENDINGS = {
 }
 
 
-def ending_of(finish_reason: str | None) -> Ending:
+def get_ending(finish_reason: str | None) -> Ending:
     """Return the consequences of a finish reason. An unknown or missing reason counts as an agent error."""
     return ENDINGS.get(finish_reason or ERROR_AGENT, ENDINGS[ERROR_AGENT])

@@ -30,7 +30,7 @@ class TrajectoryFile:
 
     def append(self, result: TrajectoryResult, val_mode: bool = False, position: int | None = None) -> None:
         """Append a row. A disk that is full or unavailable is logged; the trajectory itself is not lost."""
-        line = json.dumps(record_of(result, self.tokenizer, val_mode, position), ensure_ascii=False, default=str)
+        line = json.dumps(to_record(result, self.tokenizer, val_mode, position), ensure_ascii=False, default=str)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             _write_line(self.path, line.encode("utf-8", "replace"))
@@ -56,7 +56,7 @@ def last_records(path: str | Path) -> dict[tuple[int, int], JsonObject]:
     return {(record["position"], record["trajectory_id"]): record for record in records}
 
 
-def result_of(record: Row) -> TrajectoryResult:
+def to_result(record: Row) -> TrajectoryResult:
     """Convert a row back to a result, without `transitions` and `state`."""
     names = {field.name for field in fields(TrajectoryResult)} - {"failure", "tool_calls", "sandbox"}
     failure = record["failure"]
@@ -68,7 +68,7 @@ def result_of(record: Row) -> TrajectoryResult:
     )
 
 
-def record_of(
+def to_record(
     result: TrajectoryResult, tokenizer: Tokenizer, val_mode: bool = False, position: int | None = None
 ) -> JsonObject:
     """Convert a result to JSON values, without `transitions` and `state`, and with

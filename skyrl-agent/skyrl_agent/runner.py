@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from skyrl_agent.agents.mapping import AGENT_TRAJECTORY_REGISTRY, class_at, class_of_agent
+from skyrl_agent.agents.mapping import AGENT_TRAJECTORY_REGISTRY, resolve_agent_class, resolve_class
 from skyrl_agent.agents.trajectory import BaseTrajectory
 from skyrl_agent.config.configuration_utils import get_field_from_config
 from skyrl_agent.config.task_file import TaskFile, load_task_file
@@ -49,7 +49,7 @@ class AgentRunner:
     def __init__(self, cfg: TaskFile, infer_engine: object, tokenizer: Tokenizer) -> None:
         import_modules(cfg.imports)
         self.cfg, self.tokenizer = cfg, tokenizer
-        self.trajectory_cls: type[BaseTrajectory] = class_of_agent(cfg.agent_cls, AGENT_TRAJECTORY_REGISTRY)
+        self.trajectory_cls: type[BaseTrajectory] = resolve_agent_class(cfg.agent_cls, AGENT_TRAJECTORY_REGISTRY)
         self.task = make_task(cfg)
         self.trajectory_cls.check(cfg, self.task)
         named = cfg.data.instance_id_key is not None
@@ -153,7 +153,10 @@ class AgentRunner:
         size = num_trajectories or self.num_trajectories(val_mode)
         params = {**(sampling_params or {}), **self.sampling_params(val_mode)}
         numbered = [
-            (position, self._trajectory(instance, number, _set_trajectory_seed(params, position, number), val_mode))
+            (
+                position,
+                self._create_trajectory(instance, number, _set_trajectory_seed(params, position, number), val_mode),
+            )
             for position, instance in enumerate(instances)
             for number in range(size)
             if (position, number) not in skip
@@ -224,7 +227,7 @@ class AgentRunner:
         """Build the instances of rows; see `make_instances`."""
         return make_instances(self.cfg, self.task, rows)
 
-    def _trajectory(self, instance: Instance, number: int, params: JsonObject, val_mode: bool) -> BaseTrajectory:
+    def _create_trajectory(self, instance: Instance, number: int, params: JsonObject, val_mode: bool) -> BaseTrajectory:
         return self.trajectory_cls(
             self.cfg, instance, number, self.infer_engine, self.tokenizer, self.task, params, val_mode
         )
@@ -236,7 +239,7 @@ def make_task(cfg: TaskFile) -> BaseTask:
     Raises:
         ConfigError: the task is unknown, or its settings are invalid.
     """
-    task_cls = class_at(cfg.task, "task")
+    task_cls = resolve_class(cfg.task, "task")
     if not (isinstance(task_cls, type) and issubclass(task_cls, BaseTask)):
         raise ConfigError(f"task={cfg.task!r} must be a subclass of skyrl_agent.tasks.base.BaseTask")
     try:

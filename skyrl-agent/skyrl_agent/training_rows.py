@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from skyrl_agent.chat.transitions import NO_VERSION, TrainingDatum, transitions_to_training_data
 from skyrl_agent.errors import BatchFailedError
-from skyrl_agent.finish import CONTEXT_WINDOW_EXCEEDED, ENDINGS, ERROR_AGENT, ERROR_EVALUATION, Ending, ending_of
+from skyrl_agent.finish import CONTEXT_WINDOW_EXCEEDED, ENDINGS, ERROR_AGENT, ERROR_EVALUATION, Ending, get_ending
 from skyrl_agent.integrations.base import TrainingRows
 from skyrl_agent.types import Failure, TrajectoryResult
 
@@ -80,7 +80,7 @@ def check_batch(failures: Sequence[Failure | None], in_baseline: Sequence[bool])
     raise BatchFailedError(f"all {len(in_baseline)} trajectories failed, {count} of them with the cause: {cause}")
 
 
-def trajectory_advantages(
+def compute_trajectory_advantages(
     rows: TrainingRows, baseline: Literal["group_mean", "leave_one_out"] = "group_mean"
 ) -> list[float]:
     """Compute the advantage of each trajectory [T] over its group:
@@ -123,7 +123,7 @@ class _Trajectory:
 
     @property
     def ending(self) -> Ending:
-        return ending_of(self.finish_reason)
+        return get_ending(self.finish_reason)
 
     @property
     def is_masked(self) -> bool:
@@ -134,23 +134,23 @@ class _Trajectory:
         rows, failure_of_rows = _build_rows(result)
         failure = result.failure or failure_of_rows or _reward_failure(result)
         reason = result.finish_reason or ERROR_AGENT
-        if failure is not None and ending_of(reason).in_baseline:
+        if failure is not None and get_ending(reason).in_baseline:
             reason = ERROR_AGENT if failure is failure_of_rows else ERROR_EVALUATION
         is_too_long = any(len(row.response_tokens) > max_response_length for row in rows)
-        if is_too_long and ending_of(reason).trains:
+        if is_too_long and get_ending(reason).trains:
             reason = CONTEXT_WINDOW_EXCEEDED
         return cls(
             result=result,
             rows=[_truncate(row, max_response_length) for row in rows],
             finish_reason=reason,
             reward=float(result.reward or 0.0) if failure is None else 0.0,
-            in_baseline=ending_of(reason).in_baseline,
+            in_baseline=get_ending(reason).in_baseline,
             failure=failure,
         )
 
 
 def _reward_failure(result: TrajectoryResult) -> Failure | None:
-    if result.reward is None and ending_of(result.finish_reason).evaluated:
+    if result.reward is None and get_ending(result.finish_reason).evaluated:
         return Failure("evaluate", "reward", "it was not given a reward")
     if result.reward is not None and not math.isfinite(result.reward):
         return Failure("evaluate", "reward", f"a reward must be a finite number; got {result.reward}")

@@ -21,7 +21,7 @@ from skyrl_agent.datasets import read_rows
 from skyrl_agent.errors import AgentError, ConfigError, InfraError, TaskRowError
 from skyrl_agent.finish import FINISH
 from skyrl_agent.runner import make_instance, make_task
-from skyrl_agent.runtimes import make_runtime, spec_with
+from skyrl_agent.runtimes import make_runtime, merge_spec
 from skyrl_agent.tasks.base import BaseTask, Instance, Judgement
 from skyrl_agent.types import Row, TrajectoryResult
 
@@ -87,7 +87,7 @@ class Validator:
         """Grade the solution, or the unchanged instance without one, in a fresh runtime."""
         spec = self.task.evaluation_runtime_spec(instance) or self.task.runtime_spec(instance)
         assert spec is not None, "a task with tests has a runtime"
-        runtime = make_runtime(spec_with(self.cfg.runtime, spec))
+        runtime = make_runtime(merge_spec(self.cfg.runtime, spec))
         try:
             await runtime.start()
             if solution is None:

@@ -6,11 +6,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from skyrl_agent.agents.loop import Agent
-from skyrl_agent.agents.mapping import class_at
+from skyrl_agent.agents.mapping import resolve_class
 from skyrl_agent.agents.trajectory import BaseTrajectory
 from skyrl_agent.config.task_file import RuntimeSection, TaskFile
 from skyrl_agent.errors import ConfigError
-from skyrl_agent.runtimes import check_runtime_section, make_runtime, probe_runtime, spec_with
+from skyrl_agent.runtimes import check_runtime_section, make_runtime, merge_spec, probe_runtime
 from skyrl_agent.runtimes.base import Runtime, RuntimeSpec
 from skyrl_agent.runtimes.recorded import RecordedRuntime
 from skyrl_agent.tasks.base import BaseTask, Instance, Judgement
@@ -114,7 +114,7 @@ class AgentTrajectory(BaseTrajectory):
             await runtime.close()
 
     def _make_runtime(self, spec: RuntimeSpec) -> RecordedRuntime:
-        return RecordedRuntime(make_runtime(spec_with(self.cfg.runtime, spec)), self.result.sandbox)
+        return RecordedRuntime(make_runtime(merge_spec(self.cfg.runtime, spec)), self.result.sandbox)
 
     @asynccontextmanager
     async def _open_evaluation_runtime(self, spec: RuntimeSpec | None) -> AsyncIterator[Runtime | None]:
@@ -168,7 +168,7 @@ async def _probe_runtimes(section: RuntimeSection, task: BaseTask, instances: Se
         if (spec := task.runtime_spec(instance)) is None:
             continue
         try:
-            spec = spec_with(section, spec)
+            spec = merge_spec(section, spec)
         except ConfigError as error:
             raise ConfigError(f"row {instance.instance_id}: {error}") from error
         first.setdefault(bool(spec.image), (instance, spec))
@@ -188,7 +188,7 @@ async def _probe_runtime(spec: RuntimeSpec, task: BaseTask, instance: Instance) 
 
 
 def _resolve_agent_class(cfg: TaskFile) -> type[Agent]:
-    return class_at(cfg.agent_cls, "agent_cls")
+    return resolve_class(cfg.agent_cls, "agent_cls")
 
 
 def _to_record(agent: Agent) -> JsonObject:

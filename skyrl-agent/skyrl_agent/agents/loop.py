@@ -174,7 +174,7 @@ class Agent:
 
     async def _run_turns(self, instruction: Sequence[Message]) -> Outcome:
         self._repetition = Repetition(self.max_repeats)
-        opening = self.prompt_builder.with_reminder(
+        opening = self.prompt_builder.add_step_reminder(
             self.prompt_builder.opening(instruction), 1, self.settings.max_prompt_length
         )
         self.conversation = conversation = Conversation(
@@ -191,7 +191,7 @@ class Agent:
             is_whole = meta["finish_reason"] != "length"
             calls = self.prompt_builder.calls(text) if is_whole else []
             message = self.prompt_builder.answer(text, calls)
-            conversation.add_answer(text, meta, self.prompt_builder.for_later_turns(message))
+            conversation.add_answer(text, meta, self.prompt_builder.strip_for_later_turns(message))
             if not is_whole:
                 return Outcome(CONTEXT_WINDOW_EXCEEDED)
             if not calls and not message["content"].strip():
@@ -225,14 +225,16 @@ class Agent:
         fresh = next((output.new_context for output in outputs if output.new_context is not None), None)
         if fresh is None:
             results = self.prompt_builder.results(calls, [output.text for output in outputs])
-            conversation.add(*self.prompt_builder.with_reminder(results, step, self._count_tokens_left(conversation)))
+            conversation.add(
+                *self.prompt_builder.add_step_reminder(results, step, self._count_tokens_left(conversation))
+            )
         else:
             self._repetition.clear()
-            opening = self.prompt_builder.restarted_opening(fresh)
-            conversation.restart(self.prompt_builder.with_reminder(opening, step, self.settings.max_prompt_length))
+            opening = self.prompt_builder.build_restarted_opening(fresh)
+            conversation.restart(self.prompt_builder.add_step_reminder(opening, step, self.settings.max_prompt_length))
 
     def _build_context(self, conversation: Conversation) -> ToolContext:
-        return replace(self._context, messages=prompts.without_reminders(conversation.messages))
+        return replace(self._context, messages=prompts.remove_reminders(conversation.messages))
 
     async def ask(self, messages: list[Message]) -> str:
         """Return the model's response to messages outside the conversation. It is not trained on."""

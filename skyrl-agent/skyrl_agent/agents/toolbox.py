@@ -54,7 +54,7 @@ class Toolbox:
     def has_finish(self) -> bool:
         return "finish" in self.tools
 
-    def system_prompt_prefixes(self) -> list[str]:
+    def collect_system_prompt_prefixes(self) -> list[str]:
         """Collect the texts of tools before the system message."""
         return [prefix for tool in self.tools.values() if (prefix := tool.get_system_prompt_prefix())]
 

@@ -122,7 +122,7 @@ class Conversation:
         prompt = self._render_next()
         written = TokensWithLogprobs.from_reply(text, meta)
         if written.token_ids is None:
-            written = replace(written, token_ids=self.encoder.ids_after(text))
+            written = replace(written, token_ids=self.encoder.encode_continuation(text))
         metrics: dict[str, object] = {"finish_reason": meta.get("finish_reason")}
         self.transitions.append(Transition(Observation(prompt.ids), written, metrics=metrics))
         if prompt.broken:
@@ -177,14 +177,14 @@ class Conversation:
             end = self._count_generated_end(answer, step)
         except _AnswerMismatch as difference:
             return self._render_all(Break(index, "assistant", str(difference)))
-        return _Prompt(self._written + self.encoder.ids_after(step[end:]), step)
+        return _Prompt(self._written + self.encoder.encode_continuation(step[end:]), step)
 
     def _render_appended(self, answer: Message, added: Sequence[Message]) -> _Prompt:
-        end, text = self.encoder.after_answer(answer, added)
+        end, text = self.encoder.render_after_response(answer, added)
         ids = self.transitions[-1].ac.token_ids or []
         if not (ids and self.encoder.is_special(ids[-1])):  # truncated before the end of the turn
             text = end + text
-        return _Prompt(self._written + self.encoder.ids_after(text), text)
+        return _Prompt(self._written + self.encoder.encode_continuation(text), text)
 
     @property
     def token_factor(self) -> float:
@@ -208,7 +208,7 @@ class Conversation:
         if step.startswith(written):
             return len(written)
         body, end = self.encoder.split_at_end(
-            step[: _count_common_prefix(step, self.encoder.last_answer(answer) or "")]
+            step[: _count_common_prefix(step, self.encoder.render_last_response(answer) or "")]
         )
         wrote_end = bool(ids) and self.encoder.is_special(ids[-1])
         own = written.removesuffix(self.encoder.decode(ids[-1:])) if wrote_end else written

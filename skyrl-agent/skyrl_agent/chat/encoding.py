@@ -13,7 +13,7 @@ from skyrl_gym.tools.signature import Schema
 _QUESTION: list[Message] = [{"role": "user", "content": "?"}]
 """Conversation in which `MessageEncoder.step` renders one step alone."""
 _ANSWER = "skyrl-answer"
-"""Answer in whose place `MessageEncoder.after_answer` puts the model's."""
+"""Placeholder that `MessageEncoder.render_after_response` replaces by the model's response."""
 
 # String literals of a template, and those that contain more than words.
 _STRING = re.compile(r"'((?:[^'\\\n]|\\.)*)'|\"((?:[^\"\\\n]|\\.)*)\"")
@@ -76,7 +76,7 @@ class MessageEncoder(ChatTemplate):
         """Encode a conversation and the header of the next response. Raises ConfigError."""
         return self.encode(self.text(messages, add_generation_prompt=True))
 
-    def ids_after(self, text: str) -> list[int]:
+    def encode_continuation(self, text: str) -> list[int]:
         """Encode a text that continues another one."""
         return self.encode_after(self.end_of_text, text)
 
@@ -102,7 +102,7 @@ class MessageEncoder(ChatTemplate):
         """
         return self._render_after_question([answer, *added], add_generation_prompt=True)
 
-    def last_answer(self, answer: Message) -> str | None:
+    def render_last_response(self, answer: Message) -> str | None:
         """Render a response at the end of a conversation, as `step` does."""
         return self._render_after_question([answer], add_generation_prompt=False)
 
@@ -113,7 +113,7 @@ class MessageEncoder(ChatTemplate):
             return None
         return text[len(self._question) :] if text.startswith(self._question) else None
 
-    def after_answer(self, answer: Message, added: Sequence[Message]) -> tuple[str, str]:
+    def render_after_response(self, answer: Message, added: Sequence[Message]) -> tuple[str, str]:
         """Render what follows a response in a conversation of one question, however the template renders the response.
         Returns: the end of its turn; the messages after it and the next header.
 

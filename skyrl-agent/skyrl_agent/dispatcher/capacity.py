@@ -48,7 +48,7 @@ class Capacity:
         self._num_open = 0
         self._hedges = False
 
-    def new_batch(self) -> int:
+    def start_batch(self) -> int:
         """Return the number of a batch: trajectories of earlier batches go first. `end_batch` ends it."""
         self._num_open += 1
         self._set_hedge(False)  # hedging is for a single batch
@@ -61,10 +61,10 @@ class Capacity:
 
     @property
     def may_hedge(self) -> bool:
-        """True if `hedge` may have an effect: only one batch runs, and its `generate` stage is sized."""
+        """True if `update_hedge` may have an effect: only one batch runs, and its `generate` stage is sized."""
         return self._num_open == 1 and not self._hedges and "generate" in self._sizes
 
-    def hedge(self, waiting: Sequence[Hashable], working: Sequence[Hashable]) -> None:
+    def update_hedge(self, waiting: Sequence[Hashable], working: Sequence[Hashable]) -> None:
         """Raise the limit of `generate` by the factor `HEDGE` if a trajectory not yet started is likely to outlast all
         others: it is unknown which one, and the batch would wait for it.
 
@@ -95,7 +95,7 @@ class Capacity:
 
     def _update_limit(self, stage: Stage) -> None:
         factor = HEDGE if stage == "generate" and self._hedges else 1
-        self.stages[stage].resize(factor * self._sizes[stage].limit)
+        self.stages[stage].set_limit(factor * self._sizes[stage].limit)
 
     def slots(self, stage: Stage, total: int) -> int:
         """Return the number of trajectories, of `total`, that can be in a stage at a time."""
@@ -105,13 +105,13 @@ class Capacity:
         """Return the key of an instance's durations."""
         return instance_id if self._named_instances else (batch, instance_id)
 
-    def remaining(self, instance: Hashable, stage: Stage) -> float:
+    def estimate_remaining(self, instance: Hashable, stage: Stage) -> float:
         """Return the expected seconds from the start of a stage to the end; 0 if they are not predictable, or the order
         does not depend on them.
         """
         if not (self.longest_first and self.durations.predictive):
             return 0.0
-        return self.durations.remaining(instance, stage)
+        return self.durations.estimate_remaining(instance, stage)
 
     def started(self, stage: Stage, now: float, waited: bool) -> StageEntry | None:
         """Record that a trajectory enters a stage. Returns: for `ended`."""
@@ -141,6 +141,6 @@ class Capacity:
         those that wait."""
         self.durations.add(instance, seconds)
         if self.longest_first and self.durations.predictive:
-            self.alive.reorder()
+            self.alive.update_order()
             for limit in self.stages.values():
-                limit.reorder()
+                limit.update_order()

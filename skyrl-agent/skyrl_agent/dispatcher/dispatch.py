@@ -11,11 +11,11 @@ from skyrl_agent.dispatcher.capacity import Capacity
 from skyrl_agent.dispatcher.environments import CloseEnvironment, EnvironmentPool, MakeEnvironment
 from skyrl_agent.dispatcher.limits import Priority
 from skyrl_agent.dispatcher.metrics import StageMeter
-from skyrl_agent.dispatcher.plan import PLANS, STAGES, parallel_agents, unknown_type
-from skyrl_agent.dispatcher.progress import live_progress
+from skyrl_agent.dispatcher.plan import PLANS, STAGES, build_unknown_type_error, get_parallel_agents
+from skyrl_agent.dispatcher.progress import show_progress
 from skyrl_agent.dispatcher.registry import DISPATCHER_REGISTRY, run_registered
 from skyrl_agent.dispatcher.trajectory_state import Trajectory, TrajectoryState
-from skyrl_agent.dispatcher.waits import DeadlineExceeded, before_deadline, finish_despite_cancellation
+from skyrl_agent.dispatcher.waits import DeadlineExceeded, wait_before_deadline, wait_despite_cancellation
 from skyrl_agent.errors import ConfigError, InfraError, StageTimeout
 from skyrl_agent.types import Stage
 from skyrl_gym.waits import explanation, waiting
@@ -30,7 +30,7 @@ HEDGE_CHECKS = 64
 """Times that a batch is asked for whether its last trajectories should begin together."""
 
 
-def slots_of(stage: Stage) -> str:
+def get_slots_name(stage: Stage) -> str:
     """Return the name of a stage's slots, in records of waits."""
     return f"slots of {stage}"
 
@@ -72,7 +72,7 @@ class Dispatch:
         capacity: Capacity | None = None,
     ) -> None:
         if section.type not in {**PLANS, **DISPATCHER_REGISTRY}:
-            raise unknown_type(section.type, {**PLANS, **DISPATCHER_REGISTRY})
+            raise build_unknown_type_error(section.type, {**PLANS, **DISPATCHER_REGISTRY})
         self.section, self.val_mode = section, val_mode
         self.capacity = capacity or Capacity(section, val_mode)
         self.plan, self.stages = self.capacity.plan, self.capacity.stages
@@ -100,7 +100,7 @@ class Dispatch:
         if self.section.order != "instances":
             in_order.sort(key=lambda trajectory: trajectory.trajectory_id)
         if self.section.type not in PLANS:
-            limits = parallel_agents(self.section, self.val_mode)
+            limits = get_parallel_agents(self.section, self.val_mode)
             dispatcher = DISPATCHER_REGISTRY[self.section.type]
             async for trajectory in run_registered(dispatcher, limits, in_order, self._methods, self._close):
                 yield trajectory
@@ -109,7 +109,7 @@ class Dispatch:
             self._pool = self._create_pool()
         states = self._batch = self._create_states(in_order)
         ended: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
-        async with live_progress(self.total, self._describe_progress, self.section.progress):
+        async with show_progress(self.total, self._describe_progress, self.section.progress):
             tasks = {asyncio.create_task(self._run_one(state)): state.position for state in states}
             try:
                 for task in tasks:
@@ -119,7 +119,7 @@ class Dispatch:
                     task.result()
                     yield in_order[tasks[task]]
             finally:
-                await finish_despite_cancellation(self._stop_all(tasks))
+                await wait_despite_cancellation(self._stop_all(tasks))
 
     def metrics(self) -> dict[str, float]:
         """Return `dispatcher/...` metrics: `StageMeter.numbers` of each stage, and for the whole run `seconds`,
@@ -136,7 +136,7 @@ class Dispatch:
         return {f"dispatcher/{name}": float(value) for name, value in (whole | of_stages).items()}
 
     def _create_states(self, trajectories: Sequence[Trajectory]) -> list[TrajectoryState]:
-        batch = self.capacity.new_batch()
+        batch = self.capacity.start_batch()
         return [
             TrajectoryState(
                 trajectory,
@@ -150,7 +150,7 @@ class Dispatch:
 
     def _compute_priority(self, state: TrajectoryState, stage: Stage) -> Priority:
         """Compute a sort key: earlier batches, then the most predicted work left, then the order of the run."""
-        return lambda: (state.batch, -self.capacity.remaining(state.instance, stage), state.position)
+        return lambda: (state.batch, -self.capacity.estimate_remaining(state.instance, stage), state.position)
 
     async def _run_one(self, state: TrajectoryState) -> None:
         """Run one trajectory from the first queue to its end."""
@@ -172,7 +172,7 @@ class Dispatch:
             self.failed += 1
             state.trajectory.fail(state.stage, error, state.attempts)
         finally:
-            await finish_despite_cancellation(self._close_trajectory(state))
+            await wait_despite_cancellation(self._close_trajectory(state))
 
     async def _run_stages(self, state: TrajectoryState) -> None:
         for attempt in range(1, (self.plan.generate.retries or 0) + 2):
@@ -191,12 +191,12 @@ class Dispatch:
         """Wait for a slot and run the stage in it. The slot is kept until the next stage, or the end, releases it."""
         limit, meter, priority = self.stages[stage], self._meters[stage], self._compute_priority(state, stage)
         # All trajectories of a batch may wait before the first stage, too many to record.
-        queued = nullcontext() if stage == "initialize" else waiting(f"a slot of {stage}", on=slots_of(stage))
+        queued = nullcontext() if stage == "initialize" else waiting(f"a slot of {stage}", on=get_slots_name(stage))
         with queued:
-            await limit.enter_queue(priority)
+            await limit.wait_for_queue(priority)
             self._release_slot(state)
             state.stage, state.attempts = stage, attempt
-            await limit.enter_stage(priority)
+            await limit.wait_for_stage(priority)
         state.limit, state.held_stage = limit, stage
         self._register_open(state)
         began = self._now()
@@ -234,8 +234,8 @@ class Dispatch:
         result = state.trajectory.result
         name = f"trajectory {result.instance_id}_{state.trajectory.trajectory_id}"
         try:
-            with waiting(name, who=slots_of(stage)), waiting(stage, who=name, deadline=seconds or 0.0):
-                await before_deadline(work, seconds, self.section.close_timeout_seconds)
+            with waiting(name, who=get_slots_name(stage)), waiting(stage, who=name, deadline=seconds or 0.0):
+                await wait_before_deadline(work, seconds, self.section.close_timeout_seconds)
         except DeadlineExceeded as error:
             self._meters[stage].timeouts += 1
             self._abandoned += error.abandoned
@@ -260,7 +260,7 @@ class Dispatch:
         """Discard the failed attempt, and the environment, which may have caused the failure."""
         grace = self.section.close_timeout_seconds
         try:
-            await before_deadline(state.trajectory.restart(), grace, grace)
+            await wait_before_deadline(state.trajectory.restart(), grace, grace)
         except DeadlineExceeded as error:
             self._abandoned += error.abandoned
             raise StageTimeout(f"closing it for another attempt took more than {grace:g} s") from None
@@ -294,12 +294,12 @@ class Dispatch:
             in_stage = {
                 stage: [it.instance for it in self._batch if it.stage == stage and not it.is_done] for stage in STAGES
             }
-            self.capacity.hedge(waiting=in_stage["initialize"], working=in_stage["generate"])
+            self.capacity.update_hedge(waiting=in_stage["initialize"], working=in_stage["generate"])
 
     async def _close(self, trajectory: Trajectory) -> None:
         grace = self.section.close_timeout_seconds
         try:
-            await before_deadline(trajectory.close(), grace, grace)
+            await wait_before_deadline(trajectory.close(), grace, grace)
         except DeadlineExceeded as error:
             self._abandoned += error.abandoned
             logger.warning("closing a trajectory did not end within %g s; its runtime's lease removes it", grace)

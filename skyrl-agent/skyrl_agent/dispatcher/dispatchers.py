@@ -42,7 +42,7 @@ def _build_published(type_name: str) -> Dispatcher:
 
             settings["make_environment"] = environment
         section = DispatcherSection.model_validate(known | {"type": type_name})
-        async for _ in Dispatch(section, **settings).run([_trajectory(it) for it in _flatten(trajectories)]):
+        async for _ in Dispatch(section, **settings).run([_to_trajectory(it) for it in _flatten(trajectories)]):
             pass
 
     dispatch.__name__ = dispatch.__qualname__ = type_name
@@ -60,7 +60,7 @@ def _flatten(trajectories: Sequence[Any] | Mapping[Any, Any]) -> list[Any]:
     ]
 
 
-def _trajectory(it: Any) -> Any:
+def _to_trajectory(it: Any) -> Any:
     return it if hasattr(it, "fail") else _Plain(it)
 
 

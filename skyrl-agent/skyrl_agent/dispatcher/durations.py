@@ -50,7 +50,7 @@ class Durations:
             (1 - WEIGHT_OF_LAST) * mean + WEIGHT_OF_LAST * last for mean, last in zip(known, seconds, strict=True)
         )
         if len(self._pairs) >= MIN_PAIRS:
-            self._correlation = _correlation(self._pairs)
+            self._correlation = _compute_correlation(self._pairs)
 
     def longest(self, instances: Sequence[Hashable]) -> float:
         """Return the seconds by which some trajectory of these is likely to exceed its expected duration: at most the
@@ -70,7 +70,7 @@ class Durations:
         known = self._means.get(instance)
         return None if known is None else known[STAGES.index(stage)]
 
-    def remaining(self, instance: Hashable, stage: Stage) -> float:
+    def estimate_remaining(self, instance: Hashable, stage: Stage) -> float:
         """Return the expected seconds from the start of a stage to the end, without waits. Infinite for an instance
         without finished trajectories: it is new, or its first trajectories are long.
         """
@@ -82,7 +82,7 @@ def _compute_quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[int(share * (len(ordered) - 1))]
 
 
-def _correlation(pairs: deque[tuple[float, float]]) -> float:
+def _compute_correlation(pairs: deque[tuple[float, float]]) -> float:
     expected, actual = zip(*pairs, strict=True)
     if len(set(expected)) == 1 or len(set(actual)) == 1:
         return 0.0

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from skyrl_agent.dispatcher.waits import before_deadline
+from skyrl_agent.dispatcher.waits import wait_before_deadline
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class EnvironmentPool:
         if self._close is None:
             return
         try:
-            await before_deadline(_call(self._close, environment), self._close_seconds, self._close_seconds)
+            await wait_before_deadline(_call(self._close, environment), self._close_seconds, self._close_seconds)
         except Exception:  # user code may raise anything; the other environments must be closed as well
             logger.warning("closing an environment failed; it may be left over: %r", environment, exc_info=True)
 

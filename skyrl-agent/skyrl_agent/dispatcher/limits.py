@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 Priority = Callable[[], Any]
-"""() -> something ordered; the lowest is served first. Read when a wait begins, and some time after `reorder`."""
+"""() -> something ordered; the lowest is served first. Read when a wait begins, and some time after `update_order`."""
 WAITERS_PER_CHANGE = 8
 """Priorities are read again after one change for each so many waiters: reading costs as much as there are waiters."""
 
@@ -45,12 +45,12 @@ class PrioritySemaphore:
         self.used -= 1
         self._release_waiters()
 
-    def resize(self, limit: int | None) -> None:
+    def set_limit(self, limit: int | None) -> None:
         """Change the limit. A lower one takes effect as slots are released."""
         self.limit = limit
         self._release_waiters()
 
-    def reorder(self) -> None:
+    def update_order(self) -> None:
         """Note that priorities may have changed: they are read again before a slot is granted, with many waiters after
         several changes."""
         self._num_changes += 1
@@ -83,18 +83,18 @@ class QueueLimit:
     def __init__(self, parallel: int | None, queue: int | None) -> None:
         self.queue = queue
         self.running, self.admitted = PrioritySemaphore(None), PrioritySemaphore(None)
-        self.resize(parallel)
+        self.set_limit(parallel)
 
-    def resize(self, parallel: int | None) -> None:
+    def set_limit(self, parallel: int | None) -> None:
         """Change the number of trajectories that run at a time."""
-        self.running.resize(parallel)
-        self.admitted.resize(None if parallel is None or self.queue is None else parallel + self.queue)
+        self.running.set_limit(parallel)
+        self.admitted.set_limit(None if parallel is None or self.queue is None else parallel + self.queue)
 
-    async def enter_queue(self, priority: Priority) -> None:
+    async def wait_for_queue(self, priority: Priority) -> None:
         """Wait for admission."""
         await self.admitted.acquire(priority)
 
-    async def enter_stage(self, priority: Priority) -> None:
+    async def wait_for_stage(self, priority: Priority) -> None:
         """Wait in the queue for a slot; leave the queue if cancelled."""
         try:
             await self.running.acquire(priority)
@@ -107,7 +107,7 @@ class QueueLimit:
         self.running.release()
         self.admitted.release()
 
-    def reorder(self) -> None:
+    def update_order(self) -> None:
         """Note that priorities may have changed."""
-        self.running.reorder()
-        self.admitted.reorder()
+        self.running.update_order()
+        self.admitted.update_order()

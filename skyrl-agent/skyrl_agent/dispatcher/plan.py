@@ -70,7 +70,7 @@ def plan_of(section: DispatcherSection, val_mode: bool = False) -> Plan:
     Raises:
         ConfigError: a limit has no effect.
     """
-    plan = PLANS[section.type](*parallel_agents(section, val_mode).values())
+    plan = PLANS[section.type](*get_parallel_agents(section, val_mode).values())
     if section.num_environments and not plan.reuses_environments:
         raise ConfigError(
             f"dispatcher.num_environments={section.num_environments} is read by async_fix_pool alone; "
@@ -90,7 +90,7 @@ def plan_of(section: DispatcherSection, val_mode: bool = False) -> Plan:
     )
 
 
-def parallel_agents(section: DispatcherSection, val_mode: bool) -> dict[str, int]:
+def get_parallel_agents(section: DispatcherSection, val_mode: bool) -> dict[str, int]:
     """Return `max_parallel_agents` and `max_eval_parallel_agents`, in this order."""
     val = section.val_config if val_mode else DispatcherValSection()
     return {
@@ -99,7 +99,7 @@ def parallel_agents(section: DispatcherSection, val_mode: bool) -> dict[str, int
     }
 
 
-def unknown_type(name: str, known: Iterable[str]) -> ConfigError:
+def build_unknown_type_error(name: str, known: Iterable[str]) -> ConfigError:
     """Build the error of an unknown `dispatcher.type`."""
     return ConfigError(f"dispatcher.type={name!r} is not known; {did_you_mean(name, known)}")
 

@@ -8,7 +8,7 @@ SECONDS = 0.5
 
 
 @asynccontextmanager
-async def live_progress(total: int, state: Callable[[], tuple[int, str]], enabled: bool) -> AsyncIterator[None]:
+async def show_progress(total: int, state: Callable[[], tuple[int, str]], enabled: bool) -> AsyncIterator[None]:
     """Show a progress bar.
 
     Args:

@@ -27,7 +27,7 @@ class DeadlineExceeded(TimeoutError):
         self.abandoned = abandoned
 
 
-async def before_deadline(work: Coroutine[object, None, T], seconds: float | None, grace: float) -> T:
+async def wait_before_deadline(work: Coroutine[object, None, T], seconds: float | None, grace: float) -> T:
     """Return the result of `work`. Overdue work is cancelled, also when the caller is cancelled, and abandoned `grace`
     seconds later. Work that blocks the event loop cannot be stopped.
 
@@ -49,7 +49,7 @@ async def before_deadline(work: Coroutine[object, None, T], seconds: float | Non
     return task.result()
 
 
-async def finish_despite_cancellation(work: Coroutine[object, None, T]) -> T:
+async def wait_despite_cancellation(work: Coroutine[object, None, T]) -> T:
     """Await work that limits its own time, then raise any cancellation of the caller."""
     task = asyncio.create_task(work)
     cancelled: asyncio.CancelledError | None = None
@@ -67,7 +67,7 @@ async def _stop(task: asyncio.Task[object], grace: float) -> None:
     task.cancel()
     _abandoned.add(task)
     task.add_done_callback(_log_abandoned_error)
-    await finish_despite_cancellation(_wait(task, grace))
+    await wait_despite_cancellation(_wait(task, grace))
     if not task.done():
         logger.warning("abandoned after %g s, as it ignores its cancellation: %r", grace, task)
 

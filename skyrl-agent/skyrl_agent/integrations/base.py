@@ -136,14 +136,14 @@ def read_settings(kind: type[Settings], cfg: Mapping[str, object]) -> Settings:
         raise ConfigError(f"{key}: {item['msg']}; got {item['input']!r}") from None
 
 
-def answer_text(tokenizer: Tokenizer, ids: Sequence[int], finish_reason: str) -> str:
+def decode_response(tokenizer: Tokenizer, ids: Sequence[int], finish_reason: str) -> str:
     """Decode the generated tokens, special ones included, without the token that ended the turn."""
     if finish_reason == "stop" and turn_ends_of(tokenizer).are_in(ids):
         ids = ids[:-1]
     return tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
-def seed_of_turn(seed: int, input_ids: Sequence[int]) -> int:
+def compute_turn_seed(seed: int, input_ids: Sequence[int]) -> int:
     """Derive the 31-bit seed of a turn: different per turn of a trajectory, equal when the turn is sampled again."""
     digest = hashlib.sha256(repr((seed, len(input_ids), input_ids[-1:])).encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1

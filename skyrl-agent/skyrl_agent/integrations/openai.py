@@ -12,11 +12,11 @@ from skyrl_agent.errors import BackendError, ConfigError, InfraError
 from skyrl_agent.integrations.base import (
     Backend,
     BackendSettings,
-    answer_text,
+    compute_turn_seed,
+    decode_response,
     plain_rows,
     published_output,
     read_settings,
-    seed_of_turn,
 )
 from skyrl_agent.tools.async_service import PROBE_RETRIES, PROBE_SECONDS, AsyncService
 from skyrl_agent.types import JsonObject, MetaInfo, Row, SamplingParams, Tokenizer
@@ -66,7 +66,7 @@ class OpenAIBackend:
         self.settings = read_settings(OpenAISettings, cfg or {})
         self.url = self.settings.api_url.rstrip("/").removesuffix("/v1") + "/v1/completions"
         try:
-            self._service()
+            self._create_service()
         except ValueError as error:
             raise ConfigError(f"generator.backend_config.api_url={self.settings.api_url!r}: {error}") from None
         self._dialect: int | None = None
@@ -76,7 +76,7 @@ class OpenAIBackend:
         where = f"generator.backend_config.api_url={self.settings.api_url}"
         url = self.url.removesuffix("/completions") + "/models"
         service = AsyncService(
-            url, headers=self._headers(), timeout=PROBE_SECONDS, retries=PROBE_RETRIES, passing=frozenset()
+            url, headers=self._build_headers(), timeout=PROBE_SECONDS, retries=PROBE_RETRIES, passing=frozenset()
         )
         try:
             response = await service.request(method="GET")
@@ -106,10 +106,10 @@ class OpenAIBackend:
                 return "", MetaInfo(output_tokens=[], finish_reason="length", logprobs=[])
             params["max_tokens"] = min(params.get("max_tokens", room), room)
         if "seed" in params:
-            params["seed"] = seed_of_turn(params["seed"], input_ids)
-        return self._read(await self._ask(input_ids, params, request_id))
+            params["seed"] = compute_turn_seed(params["seed"], input_ids)
+        return self._read(await self._request_completion(input_ids, params, request_id))
 
-    async def _ask(self, input_ids: list[int], params: JsonObject, request_id: str) -> JsonObject:
+    async def _request_completion(self, input_ids: list[int], params: JsonObject, request_id: str) -> JsonObject:
         """Return the only choice of the server's reply."""
         base = {"model": self.settings.model_name, **params}
         dialects = [
@@ -139,17 +139,19 @@ class OpenAIBackend:
         return body
 
     async def _send(self, body: JsonObject) -> Response:
-        service = self._service()
+        service = self._create_service()
         try:
             return await service.request(body)
         finally:
             await service.close()
 
-    def _service(self) -> AsyncService:
+    def _create_service(self) -> AsyncService:
         """Create a client per request: generation outlasts connection setup, and clients are bound to an event loop."""
-        return AsyncService(self.url, headers=self._headers(), timeout=self.settings.timeout_seconds, retries=RETRIES)
+        return AsyncService(
+            self.url, headers=self._build_headers(), timeout=self.settings.timeout_seconds, retries=RETRIES
+        )
 
-    def _headers(self) -> dict[str, str]:
+    def _build_headers(self) -> dict[str, str]:
         key = os.environ.get(self.settings.api_key_env)
         return {"Authorization": f"Bearer {key.strip()}"} if key else {}
 
@@ -161,7 +163,7 @@ class OpenAIBackend:
         if ids is None:
             return _parse_text(choice), MetaInfo(output_tokens=None, finish_reason=reason, logprobs=None)
         logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
-        return answer_text(self.tokenizer, ids, reason), MetaInfo(
+        return decode_response(self.tokenizer, ids, reason), MetaInfo(
             output_tokens=list(ids),
             finish_reason=reason,
             logprobs=list(logprobs) if logprobs is not None and len(logprobs) == len(ids) else None,

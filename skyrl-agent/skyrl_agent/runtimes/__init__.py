@@ -17,8 +17,8 @@ __all__ = [
     "Snapshot",
     "check_runtime_section",
     "make_runtime",
+    "merge_spec",
     "probe_runtime",
-    "spec_with",
 ]
 
 
@@ -43,7 +43,7 @@ def make_runtime(spec: RuntimeSpec) -> Runtime:
 
 def check_runtime_section(section: RuntimeSection) -> None:
     """Raises ConfigError if no task's runtime could be made with it."""
-    make_runtime(spec_with(section, RuntimeSpec()))
+    make_runtime(merge_spec(section, RuntimeSpec()))
 
 
 async def probe_runtime(spec: RuntimeSpec) -> None:
@@ -61,7 +61,7 @@ async def probe_runtime(spec: RuntimeSpec) -> None:
         raise InfraError(f"{named}: {error}") from error
 
 
-def spec_with(section: RuntimeSection, spec: RuntimeSpec) -> RuntimeSpec:
+def merge_spec(section: RuntimeSection, spec: RuntimeSpec) -> RuntimeSpec:
     """Merge a task's runtime specification with the task file's `runtime`, which takes precedence.
 
     Raises:

@@ -172,7 +172,7 @@ class LeasedContainerSandbox(LeasedSandbox[Machine]):
         return Launch(argv, ContainerCommand(machine, uuid.uuid4().hex, alone=True), {**os.environ, **carriers})
 
 
-def containers_of(lease: Lease) -> list[str]:
+def list_containers(lease: Lease) -> list[str]:
     """Return the containers of a lease. Raises InfraError."""
     listed = run_engine(_find_engine(lease), ["ps", "--all", "--quiet", "--filter", f"label={LABEL}={lease.id}"])
     return listed.decode().split()
@@ -180,7 +180,7 @@ def containers_of(lease: Lease) -> list[str]:
 
 def remove_containers(lease: Lease) -> None:
     """Raises InfraError."""
-    if containers := containers_of(lease):
+    if containers := list_containers(lease):
         run_engine(_find_engine(lease), ["rm", "--force", "--volumes", *containers])
 
 

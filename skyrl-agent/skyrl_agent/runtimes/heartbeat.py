@@ -27,7 +27,7 @@ class Heart:
         self._watcher: tuple[int, int] | None = None
         """Process id of the watcher, and a descriptor that becomes readable when it ends."""
 
-    def be_watched(self) -> None:
+    def start_watcher(self) -> None:
         """Start the watcher process, unless it runs. Call it before a resource that needs cleanup exists."""
         with self._lock:
             if self._watcher is not None:
@@ -64,7 +64,7 @@ class Heart:
                 # Copied, so that leases are renewed without the lock: `hold` and `drop` must not wait for a slow disk.
                 held = list(self._held)
             if held:
-                self.be_watched()
+                self.start_watcher()
             for lease in held:
                 with suppress(OSError):  # the next heartbeat may succeed
                     lease.renew()

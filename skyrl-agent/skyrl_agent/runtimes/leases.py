@@ -18,7 +18,7 @@ UNREADABLE_SECONDS = 60.0
 """Age from which an unreadable record no longer counts as one that is being written."""
 
 
-def lease_folder() -> Path:
+def get_lease_folder() -> Path:
     """Return the folder of this user's leases (environment variable SKYRL_AGENT_LEASES)."""
     if named := os.environ.get(FOLDER_VARIABLE):
         return Path(named)
@@ -54,7 +54,7 @@ class Lease:
         Raises:
             InfraError: it cannot be written.
         """
-        path = lease_folder() / f"{id}.json"
+        path = get_lease_folder() / f"{id}.json"
         lease = cls(id, kind, seconds, os.getpid(), process_start(os.getpid()), *_get_host_identity(), path, folder)
         record = {name: value for name, value in asdict(lease).items() if name != "path"}
         try:
@@ -105,7 +105,7 @@ class Lease:
             return True
         return process_start(self.pid) != self.process_start if self.namespace == namespace else None
 
-    def why_left_behind(self) -> str | None:
+    def describe_abandonment(self) -> str | None:
         """Return why the lease is abandoned; None if it is in use. Raises FileNotFoundError."""
         if self.owner_ended:
             return f"its owner, process {self.pid}, has ended"
@@ -118,7 +118,7 @@ FOLDER_HELP = f"set {FOLDER_VARIABLE} to a folder that can be written"
 def leases() -> list[Lease]:
     """Return all leases of this user. Incomplete lease files are deleted."""
     found = []
-    for path in sorted(lease_folder().glob("*.json")):
+    for path in sorted(get_lease_folder().glob("*.json")):
         with suppress(FileNotFoundError):
             try:
                 found.append(Lease.read(path))

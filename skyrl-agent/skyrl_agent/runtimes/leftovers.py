@@ -21,7 +21,7 @@ END_SECONDS = 10.0
 DELETE_SECONDS = 120
 
 
-def sweep() -> tuple[list[Lease], dict[str, str]]:
+def remove_leftovers() -> tuple[list[Lease], dict[str, str]]:
     """Remove all abandoned runtimes. Returns: those removed, and the reasons why others could not be (by lease id)."""
     removed, failed = [], {}
     for lease in leases():
@@ -49,7 +49,7 @@ def remove(lease: Lease) -> bool:
         # Read under the lock: if another sweep removed the lease between our open and our lock, the lock is on a
         # deleted file and has no effect; the read then raises FileNotFoundError.
         lease = Lease.read(lease.path)
-        if lease.why_left_behind() is None:
+        if lease.describe_abandonment() is None:
             return False
         if lease.folder:
             _remove_folder(lease.folder)

@@ -31,7 +31,7 @@ class LeasedSandbox(HostSandbox[FilesType]):
     lease: Lease
     """Lease, taken before the sandbox is started."""
 
-    def take_lease(self, id: str, seconds: float) -> Lease:
+    def create_lease(self, id: str, seconds: float) -> Lease:
         """Raises InfraError."""
         self.lease = Lease.take(id, self.kind, seconds, self._folder(id))
         return self.lease

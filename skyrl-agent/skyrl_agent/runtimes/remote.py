@@ -101,11 +101,11 @@ class RemoteRuntime:
             self._heartbeat = asyncio.create_task(
                 self._send_heartbeats()
             )  # early: the first reply may take longer than the lease
-            state = await self._ask(RuntimeState, "PUT", body=self._build_wishes(), retry_seconds=START_SECONDS)
+            state = await self._send(RuntimeState, "PUT", body=self._build_wishes(), retry_seconds=START_SECONDS)
             while not state.ready:
                 if time.monotonic() > deadline:
                     raise InfraError(f"runtime {self.id} at {self.spec.url} was not ready within {START_SECONDS:g} s")
-                state = await self._ask(RuntimeState, "GET")
+                state = await self._send(RuntimeState, "GET")
             self.workdir, self.python = state.workdir, state.python
         except BaseException:
             await self.close()
@@ -131,11 +131,11 @@ class RemoteRuntime:
         seconds = timeout or (limits or self.spec.limits).wall_seconds
         deadline = time.monotonic() + seconds + TURN_SECONDS + MARGIN_SECONDS
         try:
-            state = await self._ask(CommandState, "PUT", path, body=body)
+            state = await self._send(CommandState, "PUT", path, body=body)
             while state.result is None:
                 if time.monotonic() > deadline:
                     raise InfraError(f"a command in runtime {self.id} did not end long after its {seconds:g} s")
-                state = await self._ask(CommandState, "GET", path)
+                state = await self._send(CommandState, "GET", path)
             return state.result
         except asyncio.CancelledError:
             with suppress(InfraError):
@@ -197,7 +197,7 @@ class RemoteRuntime:
             with suppress(InfraError):  # calls of the runtime will report it
                 await self._send_with_retries("POST", "/lease", retry_seconds=0)
 
-    async def _ask(
+    async def _send(
         self, kind: type["ServerReply"], method: str, path: str = "", *, body: Body | None = None, **settings: Any
     ) -> Any:
         content = body.model_dump_json().encode() if body else None

@@ -11,7 +11,7 @@ from skyrl_agent.errors import InfraError
 T = TypeVar("T")
 
 
-async def in_thread(seconds: float, function: Callable[..., T], *arguments: object) -> T:
+async def run_in_thread(seconds: float, function: Callable[..., T], *arguments: object) -> T:
     """Return the result of `function(*arguments)`. Cancelling the caller does not stop the call; its result is dropped.
 
     Raises:

@@ -151,7 +151,7 @@ class Host:
                     why = f"the runtime was closed: nothing was heard of its owner for {hosted.lease_seconds:g} s"
                     self._schedule_close(id, why)
 
-    async def shut_down(self) -> None:
+    async def close_all(self) -> None:
         """Close all runtimes."""
         for id in list(self._hosted):
             self._schedule_close(id, "the server is shutting down")

@@ -50,7 +50,7 @@ def create_app(settings: HostSettings, token: str | None = None) -> FastAPI:
         keeper = asyncio.create_task(host.keep())
         yield
         keeper.cancel()
-        await host.shut_down()
+        await host.close_all()
 
     async def admit(request: Request) -> None:
         if token is None:

@@ -89,7 +89,7 @@ class BrowserPage:
         await self._run_action(self._context.route("**/*", answer))
         await self._run_action(self.page.goto(f"{ORIGIN}/{start}"))
 
-    async def outline(self) -> str:
+    async def describe(self) -> str:
         """Return the address, the text and the numbered interactive elements."""
         path, title, text, elements = await self.run(OUTLINE)
         return f"{path} {title!r}\n\n{text.strip()}\n\n{elements or '(nothing to use on this page)'}"

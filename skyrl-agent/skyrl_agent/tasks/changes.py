@@ -83,7 +83,9 @@ async def read_changes(runtime: Runtime, original: Mapping[str, str]) -> Changes
     return Changes(**json.loads(done.stdout))
 
 
-def unified_diff(original: Mapping[str, str], files: Mapping[str, str | None], executable: Collection[str] = ()) -> str:
+def build_unified_diff(
+    original: Mapping[str, str], files: Mapping[str, str | None], executable: Collection[str] = ()
+) -> str:
     """Return a diff in git's form, without index lines; empty if nothing differs. New files in `executable` are so."""
     changed = sorted(files.items())
     return "".join(
@@ -106,10 +108,10 @@ def _split_lines(text: str | None) -> list[str]:
     return re.findall(r"[^\n]*\n|[^\n]+", text or "")
 
 
-def as_result(changes: Changes, original: Mapping[str, str]) -> JsonObject:
+def to_result(changes: Changes, original: Mapping[str, str]) -> JsonObject:
     """Return plain values for `BaseTask.complete_runtime`, which can be written to a file."""
     return {
-        "git_patch": unified_diff(original, changes.files, changes.executable),
+        "git_patch": build_unified_diff(original, changes.files, changes.executable),
         "files": changes.files,
         "left_out": changes.left_out,
         "executable": [path for path in changes.executable if path in changes.files],

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 
 from skyrl_agent.errors import TaskRowError
-from skyrl_agent.runtimes.threads import in_thread
+from skyrl_agent.runtimes.threads import run_in_thread
 from skyrl_agent.types import Row
 from skyrl_gym.error import TaskError
 from skyrl_gym.graders import Grade, code, math, qa
@@ -16,27 +16,27 @@ GRADE_SECONDS = 1800.0
 """The graders have shorter limits of their own; this one is for a machine that stands still."""
 
 
-async def graded(grader: Callable[..., Grade], *arguments: object) -> Grade:
+async def run_grader(grader: Callable[..., Grade], *arguments: object) -> Grade:
     """Run a grader in a separate thread, as it may wait for a judge, a process or a sandbox.
 
     Raises:
         InfraError: it did not return.
     """
-    return await in_thread(GRADE_SECONDS, grader, *arguments)
+    return await run_in_thread(GRADE_SECONDS, grader, *arguments)
 
 
-def final_text(result: object) -> str:
+def extract_final_text(result: object) -> str:
     """Return an agent's result without thoughts; "" without a result."""
     return "" if result is None else str(result).rpartition("</think>")[2].strip()
 
 
-def short_answer(text: str) -> str:
+def extract_short_answer(text: str) -> str:
     r"""Return the last `\boxed{}`, else the last `<answer>`, else the whole text."""
-    boxed = boxed_answer(text)
+    boxed = extract_boxed_answer(text)
     return (boxed if boxed is not None else qa.extract_solution(text) or text).strip()
 
 
-def boxed_answer(text: str) -> str | None:
+def extract_boxed_answer(text: str) -> str | None:
     """Return the contents of the last `\\boxed{}`; None without one."""
     boxed = math.last_boxed_only_string(text)
     return math.remove_boxed(boxed) if boxed is not None else None
@@ -44,17 +44,17 @@ def boxed_answer(text: str) -> str | None:
 
 def grade_math(text: str, gold: str, question: str = "") -> Grade:
     """Return 1 if the answer is equivalent to the gold answer (`skyrl_gym.graders.math.grade_equivalence`)."""
-    return math.grade_equivalence(short_answer(text), gold, question=question)
+    return math.grade_equivalence(extract_short_answer(text), gold, question=question)
 
 
 def grade_em(text: str, golds: list[str]) -> Grade:
     """Grade by exact match with one of the gold answers."""
-    return qa.exact_match(short_answer(text), golds)
+    return qa.exact_match(extract_short_answer(text), golds)
 
 
 def grade_f1(text: str, golds: list[str]) -> Grade:
     """Grade by the F1 score of words."""
-    return qa.f1(short_answer(text), golds)
+    return qa.f1(extract_short_answer(text), golds)
 
 
 def grade_code(text: str, tests: code.CodeTests) -> Grade:
@@ -63,7 +63,7 @@ def grade_code(text: str, tests: code.CodeTests) -> Grade:
     return code.grade_code(text if program is None else program, tests)
 
 
-def tests_of(ground_truth: object) -> code.CodeTests:
+def parse_tests_of(ground_truth: object) -> code.CodeTests:
     """Return the tests of a row: the formats of `skyrl_gym.graders.code.parse_tests`, and `{"inputs": [...], "outputs":
     [...], "fn_name": ...}` and `{"functional": "assertions"}`.
 

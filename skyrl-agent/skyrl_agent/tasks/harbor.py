@@ -152,7 +152,7 @@ def _read_terminal_bench(path: Path, config: Mapping[str, Any]) -> TaskFolder:
     )
 
 
-def harbor_rows(folder: Path) -> Iterator[JsonObject]:
+def iter_harbor_rows(folder: Path) -> Iterator[JsonObject]:
     """Yield a row per task folder of a folder, sorted by name. Raises TaskRowError, also for an empty folder."""
     paths = [
         path for path in sorted(folder.iterdir()) if (path / "task.toml").is_file() or (path / "task.yaml").is_file()
@@ -191,7 +191,7 @@ class HarborTask(BaseTask):
             raise TaskRowError(f"task folder {folder.path} has no instruction")
         self._list_steps(folder)
         if self.containers:
-            image_of(folder)
+            get_image(folder)
 
     def get_instruction(self, instance: Instance) -> list[Message]:
         return [
@@ -210,7 +210,7 @@ class HarborTask(BaseTask):
                 workdir = value
         limits = Limits(wall_seconds=seconds, cpu_seconds=seconds, memory_bytes=self.memory_bytes)
         if self.containers:
-            return RuntimeSpec(image=image_of(folder), workdir=workdir, env=env, limits=limits)
+            return RuntimeSpec(image=get_image(folder), workdir=workdir, env=env, limits=limits)
         links = {f"/{name}": f"{PLACE}/{name}" for name in FOLDERS} | {"/app": "/workspace"}
         if workdir not in (None, "/", "/workspace", "/tmp") and Path(workdir).parent == Path("/"):
             links[workdir] = "/workspace"
@@ -235,8 +235,8 @@ class HarborTask(BaseTask):
 
     def _list_steps(self, folder: TaskFolder) -> list[tuple[str, Any]]:
         if self.containers:
-            return [] if folder.docker_image else dockerfile_steps(folder, CONTAINER_PATH)
-        return dockerfile_steps(folder)
+            return [] if folder.docker_image else parse_dockerfile(folder, CONTAINER_PATH)
+        return parse_dockerfile(folder)
 
     async def _copy(self, folder: TaskFolder, arguments: list[str], workdir: str, runtime: Runtime) -> None:
         *sources, target = arguments
@@ -303,7 +303,7 @@ async def _read_rewards(folder: TaskFolder, runtime: Runtime, done: ExecResult) 
     """Read the rewards written by the grading script. Raises InfraError if they are missing or unreadable."""
     logs = f"{PLACE}/logs/verifier"
     said = f"{done.outcome}, return code {done.returncode}, {(done.stderr or done.stdout).strip()[-300:]!r}"
-    for name, read in (("reward.json", _numbers), ("reward.txt", lambda text: {"reward": float(text)})):
+    for name, read in (("reward.json", _parse_numbers), ("reward.txt", lambda text: {"reward": float(text)})):
         found = await runtime.exec(f"[ -f {logs}/{name} ] && head -c {MAX_REWARD_BYTES} {logs}/{name}")
         if found.ok:
             try:
@@ -315,7 +315,7 @@ async def _read_rewards(folder: TaskFolder, runtime: Runtime, done: ExecResult) 
     raise InfraError(f"task folder {folder.path}: {folder.test} wrote no finite reward to /logs/verifier: {said}")
 
 
-def _numbers(text: str) -> dict[str, float]:
+def _parse_numbers(text: str) -> dict[str, float]:
     values = json.loads(text)
     if not isinstance(values, dict) or not values or ("reward" not in values and len(values) > 1):
         raise ValueError(f"it must be an object with the number `reward`; got {text!r:.200}")
@@ -325,7 +325,7 @@ def _numbers(text: str) -> dict[str, float]:
         raise ValueError(f"its values must be numbers; got {text!r:.200}") from None
 
 
-def image_of(folder: TaskFolder) -> str:
+def get_image(folder: TaskFolder) -> str:
     """Return the image of a task's container. Raises TaskRowError."""
     if folder.docker_image:
         return folder.docker_image
@@ -346,7 +346,7 @@ def image_of(folder: TaskFolder) -> str:
     return image
 
 
-def dockerfile_steps(folder: TaskFolder, path: str = PATH) -> list[tuple[str, Any]]:
+def parse_dockerfile(folder: TaskFolder, path: str = PATH) -> list[tuple[str, Any]]:
     """Return the Dockerfile steps that a sandbox supports, as (`WORKDIR`, path), (`ENV`, mapping), (`RUN`, script),
     (`COPY`, arguments). A task without a Dockerfile has none. Raises TaskRowError.
     """
@@ -432,7 +432,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="file to write: .jsonl")
     arguments = parser.parse_args()
     try:
-        rows = list(harbor_rows(arguments.folder))
+        rows = list(iter_harbor_rows(arguments.folder))
     except (TaskRowError, OSError) as mistake:
         parser.error(str(mistake))
     arguments.output.write_text("".join(f"{json.dumps(row)}\n" for row in rows))

@@ -22,12 +22,12 @@ from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Any
 
-from skyrl_agent.finish import NO_GIT_PATCH, ending_of
+from skyrl_agent.finish import NO_GIT_PATCH, get_ending
 from skyrl_agent.runtimes.base import Limits, Runtime, RuntimeSpec
 from skyrl_agent.tasks.base import BaseTask, Instance, Judgement, TaskRowError
-from skyrl_agent.tasks.changes import Changes, as_result, read_changes
-from skyrl_agent.tasks.rows import first_of, from_json, names_of, without_nulls
-from skyrl_agent.tasks.tests_run import CollectionError, TestRun, check_pytest, pytest_arguments, run_tests
+from skyrl_agent.tasks.changes import Changes, read_changes, to_result
+from skyrl_agent.tasks.rows import from_json, get_first, parse_names, remove_nulls
+from skyrl_agent.tasks.tests_run import CollectionError, TestRun, check_pytest, parse_pytest_arguments, run_tests
 from skyrl_agent.types import JsonObject, Message, TrajectoryResult
 from skyrl_gym.sandbox.workspace import path_parts
 
@@ -99,7 +99,7 @@ def read_problem(instance: Instance) -> Problem:
     files = from_json(row.get("files"))
     if not isinstance(files, Mapping) or not files:
         raise wrong("files", "must map paths to texts, at least one")
-    files = without_nulls(files)
+    files = remove_nulls(files)
     for path, text in files.items():
         try:
             path_parts(path)
@@ -109,11 +109,11 @@ def read_problem(instance: Instance) -> Problem:
             raise wrong("files", f"must have text under {path!r}")
     if not isinstance(row.get("test_cmd"), str) or not row["test_cmd"].strip():
         raise wrong("test_cmd", "must be the command that runs the tests")
-    fail_to_pass = names_of(first_of(row, "fail_to_pass", "FAIL_TO_PASS"))
-    pass_to_pass = names_of(first_of(row, "pass_to_pass", "PASS_TO_PASS"))
-    if (fail_to_pass or pass_to_pass) and pytest_arguments(row["test_cmd"]) is None:
+    fail_to_pass = parse_names(get_first(row, "fail_to_pass", "FAIL_TO_PASS"))
+    pass_to_pass = parse_names(get_first(row, "pass_to_pass", "PASS_TO_PASS"))
+    if (fail_to_pass or pass_to_pass) and parse_pytest_arguments(row["test_cmd"]) is None:
         raise wrong("test_cmd", "must be a plain pytest command where fail_to_pass or pass_to_pass name tests")
-    edit_files = names_of(first_of(row, "edit_files", "edit_file"))
+    edit_files = parse_names(get_first(row, "edit_files", "edit_file"))
     if unknown := [path for path in edit_files if path not in files]:
         raise TaskRowError(
             f"LocalSWETask, row {instance.instance_id}: edit_files names {unknown[0]!r}, which is not in files"
@@ -125,7 +125,7 @@ def read_problem(instance: Instance) -> Problem:
         files=files,
         test_cmd=row["test_cmd"],
         edit_files=edit_files,
-        statement=str(first_of(row, "problem_statement", "instructions") or BUG).strip(),
+        statement=str(get_first(row, "problem_statement", "instructions") or BUG).strip(),
         fail_to_pass=fail_to_pass,
         pass_to_pass=pass_to_pass,
         test_seconds=seconds,
@@ -140,7 +140,7 @@ def _parse_solution(value: object, edit_files: tuple[str, ...]) -> dict[str, str
     value = from_json(value)
     if not isinstance(value, Mapping):
         return None
-    texts = without_nulls(value)
+    texts = remove_nulls(value)
     return texts if texts and all(isinstance(text, str) for text in texts.values()) else None
 
 
@@ -172,7 +172,7 @@ class LocalSWETask(BaseTask):
         read_problem(instance)
 
     async def probe_runtime(self, instance: Instance, runtime: Runtime) -> None:
-        if pytest_arguments(read_problem(instance).test_cmd) is not None:
+        if parse_pytest_arguments(read_problem(instance).test_cmd) is not None:
             await check_pytest(runtime)
 
     def get_instruction(self, instance: Instance) -> list[Message]:
@@ -185,7 +185,7 @@ class LocalSWETask(BaseTask):
     def runtime_spec(self, instance: Instance) -> RuntimeSpec:
         files = read_problem(instance).files
         shown = {path: text for path, text in files.items() if self.show_tests or not is_test_file(path)}
-        return self._spec(shown)
+        return self._build_spec(shown)
 
     async def complete_runtime(self, instance: Instance, runtime: Runtime, result: object) -> JsonObject:
         """Return `git_patch`, the gradable changes as a unified diff; `files`, the same as texts; and `left_out`."""
@@ -193,12 +193,12 @@ class LocalSWETask(BaseTask):
         shown = {path: problem.files[path] for path in runtime.spec.files}
         changes = await read_changes(runtime, shown)
         changes = replace(changes, files={p: text for p, text in changes.files.items() if problem.is_editable(p)})
-        return as_result(changes, problem.files) | {"answer": result}
+        return to_result(changes, problem.files) | {"answer": result}
 
     def evaluation_runtime_spec(self, instance: Instance) -> RuntimeSpec:
-        return self._spec(read_problem(instance).files)
+        return self._build_spec(read_problem(instance).files)
 
-    def _spec(self, files: dict[str, str]) -> RuntimeSpec:
+    def _build_spec(self, files: dict[str, str]) -> RuntimeSpec:
         scripts = [path for path, text in files.items() if text.startswith("#!")]
         setup = (shlex.join(["chmod", "+x", "--", *scripts]),) if scripts else ()
         return RuntimeSpec(files=files, setup=setup, limits=self.limits)
@@ -211,19 +211,19 @@ class LocalSWETask(BaseTask):
         files = result["files"] if result else {}
         if not files:
             # A truncated agent had no time for a patch: its finish reason is kept.
-            ended = ending_of(trajectory.finish_reason).trains
+            ended = get_ending(trajectory.finish_reason).trains
             return Judgement(0.0, {"resolved": 0.0}, NO_GIT_PATCH if ended else None)
         await put(runtime, files, result.get("executable", ()))
         return judge(problem, await self._run_tests(problem, runtime, untrusted=files))
 
     def solution(self, instance: Instance) -> JsonObject | None:
         problem = read_problem(instance)
-        return problem.solution and as_result(Changes(dict(problem.solution)), problem.files)
+        return problem.solution and to_result(Changes(dict(problem.solution)), problem.files)
 
     async def evaluate_original(self, instance: Instance, runtime: Runtime) -> Judgement:
         problem = read_problem(instance)
         run = await self._run_tests(problem, runtime)
-        not_run = tests_not_run(run, [*problem.fail_to_pass, *problem.pass_to_pass])
+        not_run = find_tests_not_run(run, [*problem.fail_to_pass, *problem.pass_to_pass])
         theirs = {f"collection of {name}" for name, why in run.not_collected.items() if problem.is_agents_matter(why)}
         if run.missing_program and PurePosixPath(run.missing_program).name in problem.statement:
             theirs |= {*run.obstacles}
@@ -260,11 +260,11 @@ def judge(problem: Problem, run: TestRun) -> Judgement:
         resolved = all(parts[part] == 1.0 for part, names in named.items() if names)
     names = [*problem.fail_to_pass, *problem.pass_to_pass]
     is_settled = resolved or any(run.outcome(name) == "failed" for name in names or run.tests)
-    not_run = {} if is_settled else tests_not_run(run, names)
+    not_run = {} if is_settled else find_tests_not_run(run, names)
     return Judgement(float(resolved), {"resolved": float(resolved), **parts}, not_run=not_run)
 
 
-def tests_not_run(run: TestRun, named: Sequence[str]) -> dict[str, str]:
+def find_tests_not_run(run: TestRun, named: Sequence[str]) -> dict[str, str]:
     """Return why tests were not run, as of `TestRun.obstacles`, among that names of tests that do not exist.
 
     Args:

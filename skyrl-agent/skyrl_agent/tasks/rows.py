@@ -42,13 +42,13 @@ def messages_of(row: Row, *paths: str) -> list[Message]:
     return [dict(message) for message in messages]
 
 
-def with_system(messages: list[Message], prompt: str) -> list[Message]:
+def add_system_message(messages: list[Message], prompt: str) -> list[Message]:
     """Prepend a system message, unless one exists."""
     has_one = any(message["role"] == "system" for message in messages)
     return messages if has_one else [{"role": "system", "content": prompt}, *messages]
 
 
-def question_of(messages: Sequence[Message]) -> str:
+def get_question(messages: Sequence[Message]) -> str:
     """Return the user's question, for a judge."""
     text = next((str(message["content"]) for message in messages if message["role"] == "user"), "")
     return text.strip().removeprefix("Answer the given question:").strip()
@@ -74,7 +74,7 @@ def golds_of(row: Row, *paths: str) -> list[str]:
     return golds
 
 
-def first_of(row: Row, *names: str) -> Any:
+def get_first(row: Row, *names: str) -> Any:
     """Return the first of some columns that is not null; None if all are."""
     return next((row[name] for name in names if row.get(name) is not None), None)
 
@@ -89,13 +89,13 @@ def from_json(value: object) -> Any:
     return value
 
 
-def names_of(value: Any) -> tuple[str, ...]:
+def parse_names(value: Any) -> tuple[str, ...]:
     """Return the names in a column: none, one, a list of them, or its JSON text."""
     value = from_json(value)
     return () if value is None else (value,) if isinstance(value, str) else tuple(map(str, value))
 
 
-def without_nulls(texts: Mapping[str, Any]) -> dict[str, Any]:
+def remove_nulls(texts: Mapping[str, Any]) -> dict[str, Any]:
     """Return a column that maps paths to texts without the nulls with which tables fill gaps."""
     return {path: text for path, text in texts.items() if text is not None}
 

@@ -20,8 +20,8 @@ from typing import Any
 from skyrl_agent.errors import InfraError
 from skyrl_agent.runtimes.base import Limits, Runtime, RuntimeSpec
 from skyrl_agent.tasks.base import BaseTask, Instance, Judgement, TaskRowError
-from skyrl_agent.tasks.rows import first_of, from_json, without_nulls
-from skyrl_agent.tasks.tests_run import missing_program, obstacles_of
+from skyrl_agent.tasks.rows import from_json, get_first, remove_nulls
+from skyrl_agent.tasks.tests_run import find_missing_program, find_obstacles
 from skyrl_agent.types import JsonObject, Message, Row, TrajectoryResult
 
 LANGUAGES = ("bash", "python")
@@ -105,7 +105,7 @@ class TerminalTask(BaseTask):
         return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
 
     def runtime_spec(self, instance: Instance) -> RuntimeSpec:
-        files = without_nulls(from_json(instance.row.get("files") or {}))
+        files = remove_nulls(from_json(instance.row.get("files") or {}))
         return RuntimeSpec(files=files, limits=self.limits)
 
     async def initialize_runtime(self, instance: Instance, runtime: Runtime) -> None:
@@ -125,7 +125,7 @@ class TerminalTask(BaseTask):
         for script in scripts(instance.row["check"]):
             done = await runtime.exec(script.command(runtime.python, *arguments))
             if not done.ok:
-                return {"answer": answer, "passed": False, "not_run": obstacles_of(done, script.code)}
+                return {"answer": answer, "passed": False, "not_run": find_obstacles(done, script.code)}
             arguments.append(done.stdout.rstrip("\n"))
         return {"answer": answer, "passed": True}
 
@@ -157,7 +157,7 @@ class TerminalTask(BaseTask):
 
     def solution(self, instance: Instance) -> JsonObject | None:
         """Return the expected response; None if a script checks the result."""
-        answer = first_of(instance.row, "gold", "expected_output")
+        answer = get_first(instance.row, "gold", "expected_output")
         return None if answer is None else {"answer": str(answer)}
 
     async def evaluate_original(self, instance: Instance, runtime: Runtime) -> Judgement:
@@ -165,7 +165,7 @@ class TerminalTask(BaseTask):
             return await self.evaluate_result({"answer": ":"}, instance, TrajectoryResult(), runtime)
         await self.initialize_runtime(instance, runtime)
         result = await self.complete_runtime(instance, runtime, None)
-        program = missing_program(result.get("not_run", {}))
+        program = find_missing_program(result.get("not_run", {}))
         if program is not None and ("/" in program or program in _get_instruction(instance.row)):
             result["not_run"] = {}  # the agent was asked to create it
         return await self.evaluate_result(result, instance, TrajectoryResult(), runtime)
@@ -177,7 +177,7 @@ class TerminalTask(BaseTask):
             TaskRowError: a command with a name, which is the row's, could not be started.
         """
         done = await runtime.exec(command)
-        if name and (not_run := obstacles_of(done, command)):
+        if name and (not_run := find_obstacles(done, command)):
             raise TaskRowError(f"{name} did not run: {not_run}; got {command!r:.200}")
         state = await runtime.exec([runtime.python, "-I", "-c", STATE])
         return _split_lines(done.stdout), state.stdout if state.ok else f"unreadable: {state.stderr}"

@@ -126,7 +126,7 @@ class TestRun:
     @property
     def missing_program(self) -> str | None:
         """Program that a shell did not find."""
-        return missing_program(self.obstacles)
+        return find_missing_program(self.obstacles)
 
     def outcome(self, name: str) -> str | None:
         """Return `passed`, `failed` or `skipped`; None if no test has that name (except in an uncollected file)."""
@@ -139,7 +139,7 @@ class TestRun:
         return counted.count("passed") / len(counted) if counted else float(self.passed)
 
 
-def pytest_arguments(command: str) -> list[str] | None:
+def parse_pytest_arguments(command: str) -> list[str] | None:
     """Return the arguments of a plain pytest command; None for any other."""
     if SHELL_SIGNS & set(command):
         return None
@@ -176,11 +176,11 @@ async def run_tests(runtime: Runtime, command: str, limits: Limits, untrusted: C
     Raises:
         InfraError: pytest is not installed where the command runs, or did not start.
     """
-    arguments = pytest_arguments(command)
+    arguments = parse_pytest_arguments(command)
     if arguments is None:
         done = await runtime.exec(command, limits=limits)
         return TestRun(
-            done.ok, timed_out=_is_timed_out(done), output=_get_tail(done), obstacles=obstacles_of(done, command)
+            done.ok, timed_out=_is_timed_out(done), output=_get_tail(done), obstacles=find_obstacles(done, command)
         )
     secret = secrets.token_hex(16)
     stdin = f"{secret}\n{json.dumps(sorted(untrusted))}\n"
@@ -204,7 +204,7 @@ async def run_tests(runtime: Runtime, command: str, limits: Limits, untrusted: C
     return TestRun(passed, tests, _is_timed_out(done), output, obstacles, not_collected)
 
 
-def obstacles_of(done: ExecResult, command: str) -> dict[str, str]:
+def find_obstacles(done: ExecResult, command: str) -> dict[str, str]:
     """Return the signs that a shell command did not run its tests, in the format of `TestRun.obstacles`."""
     if done.outcome != "exited" or done.returncode == 0:
         return {}
@@ -217,7 +217,7 @@ def obstacles_of(done: ExecResult, command: str) -> dict[str, str]:
     return {}
 
 
-def missing_program(obstacles: Mapping[str, str]) -> str | None:
+def find_missing_program(obstacles: Mapping[str, str]) -> str | None:
     """Return the name or path of the program that a shell did not find, if `TestRun.obstacles` has one."""
     found = MISSING_PROGRAM.search(obstacles.get(f"exit status {NOT_FOUND}", ""))
     return found[1] if found else None

@@ -2,9 +2,9 @@
 
 from skyrl_agent.runtimes.base import Runtime
 from skyrl_agent.tasks.base import Instance, Judgement, TaskRowError
-from skyrl_agent.tasks.grading import boxed_answer, final_text, graded
+from skyrl_agent.tasks.grading import extract_boxed_answer, extract_final_text, run_grader
 from skyrl_agent.tasks.judges import JudgedTask
-from skyrl_agent.tasks.rows import field, golds_of, messages_of, question_of, with_system
+from skyrl_agent.tasks.rows import add_system_message, field, get_question, golds_of, messages_of
 from skyrl_agent.types import Message, TrajectoryResult
 from skyrl_gym.graders import qa, reward_of
 
@@ -45,20 +45,20 @@ class WebResearchTask(JudgedTask):
             _ = self.judge  # raises ConfigError without one
 
     def get_instruction(self, instance: Instance) -> list[Message]:
-        return with_system(messages_of(instance.row, *PROMPTS), SYSTEM_PROMPT)
+        return add_system_message(messages_of(instance.row, *PROMPTS), SYSTEM_PROMPT)
 
     async def evaluate_result(
         self, result: object, instance: Instance, trajectory: TrajectoryResult, runtime: Runtime | None = None
     ) -> Judgement:
         """Raises InfraError if the judge fails."""
-        answer = boxed_answer(final_text(result))
+        answer = extract_boxed_answer(extract_final_text(result))
         if answer is None or not answer.strip():
             return Judgement(0.0, {"boxed": 0.0})
         golds = golds_of(instance.row, *REFERENCES)
         if _is_exact(instance):
             return Judgement(float(qa.em_check(answer, golds)), {"boxed": 1.0})
-        question = question_of(messages_of(instance.row, *PROMPTS))
-        grade = await graded(self.judge.grade, question, " or ".join(golds), answer)
+        question = get_question(messages_of(instance.row, *PROMPTS))
+        grade = await run_grader(self.judge.grade, question, " or ".join(golds), answer)
         return Judgement(reward_of(grade), {"boxed": 1.0})
 
 

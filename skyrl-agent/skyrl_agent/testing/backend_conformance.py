@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyrl_agent.errors import BackendError, InfraError
-from skyrl_agent.integrations.base import answer_text
+from skyrl_agent.integrations.base import decode_response
 from skyrl_agent.types import InferBackend, MetaInfo, Tokenizer
 
 __all__ = ["CHECKS", "NOT_ASKED", "Subject", "run_check"]
@@ -77,7 +77,7 @@ async def the_text_is_that_of_the_ids(subject: Subject) -> str | None:
         return NOT_ASKED
     ids = meta["output_tokens"]
     assert ids and all(type(token) is int for token in ids), f"ids must be integers; got {ids}"
-    assert text == answer_text(subject.tokenizer, ids, meta["finish_reason"])
+    assert text == decode_response(subject.tokenizer, ids, meta["finish_reason"])
     return None
 
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from skyrl_agent.errors import InfraError
 from skyrl_agent.runtimes.base import Runtime
-from skyrl_agent.runtimes.threads import in_thread
+from skyrl_agent.runtimes.threads import run_in_thread
 from skyrl_agent.types import JsonObject, Message, Probeable, Row
 from skyrl_gym.tools.core import as_text, function_schema
 from skyrl_gym.tools.signature import ArgumentError, Signature, parse_docstring
@@ -139,7 +139,7 @@ class BaseTool:
             if inspect.iscoroutinefunction(self.run):
                 output = await self.run(context, **bound)
             else:
-                output = await in_thread(math.inf, functools.partial(self.run, context, **bound))
+                output = await run_in_thread(math.inf, functools.partial(self.run, context, **bound))
                 if inspect.isawaitable(output):  # `run` is wrapped by a plain function
                     output = await output
         except ArgumentError as error:

@@ -55,7 +55,7 @@ class Bash(RuntimeTool):
         prepare = (files("skyrl_agent.tools") / "inside_bash.sh").read_text()
         arguments = ["bash", "-c", SHELL, "bash", self._shell, prepare]
         result = await runtime.exec(arguments, stdin=command, env=NO_QUESTIONS, limits=limits)
-        text = readable(result.stdout + result.stderr).rstrip()
+        text = render_terminal(result.stdout + result.stderr).rstrip()
         note = self._describe_exit(result, limits)
         return ToolOutput(f"{text}\n{note}" if text else note, failed=result.outcome != "exited")
 
@@ -73,7 +73,7 @@ class Bash(RuntimeTool):
         return f"[ended: {why}. Working directory and variables are as before the command.]"
 
 
-def readable(output: str) -> str:
+def render_terminal(output: str) -> str:
     """Return the final screen of a terminal: no colours, the last state of a progress bar. Binary output is named, not
     shown."""
     strange = output.count("\ufffd") + output.count("\0")

@@ -66,7 +66,7 @@ _shared: dict[str | None, WebPageCache] = {}
 _sharing = threading.Lock()
 
 
-def shared_cache(cache_file: str | None, max_size: int) -> WebPageCache:
+def get_shared_cache(cache_file: str | None, max_size: int) -> WebPageCache:
     """Return this process's cache for that file."""
     with _sharing:
         if cache_file not in _shared:

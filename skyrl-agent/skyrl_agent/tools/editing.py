@@ -14,12 +14,12 @@ _LINE = re.compile(r"[^\n]*\n|[^\n]+")
 _NEWLINE = r"(?:\r\n|(?<!\r)\n)"
 
 
-def lines_of(text: str) -> list[str]:
+def split_lines(text: str) -> list[str]:
     """Split a text into lines with their ends."""
     return _LINE.findall(text)
 
 
-def line_end(text: str) -> str:
+def get_line_end(text: str) -> str:
     """Return the most frequent line end."""
     windows = text.count("\r\n")
     return "\r\n" if 2 * windows > text.count("\n") else "\n"
@@ -50,7 +50,7 @@ def replace_once(text: str, old: str, new: str) -> tuple[str, int]:
         )
     start, end = spans[0]
     replaced = text[start:end]
-    newline = line_end(replaced if "\n" in replaced else text)
+    newline = get_line_end(replaced if "\n" in replaced else text)
     return text[:start] + new.replace("\n", newline) + text[end:], _count_line(text, start)
 
 
@@ -60,10 +60,10 @@ def insert_after(text: str, line: int, inserted: str) -> str:
     Raises:
         ValueError: the line does not exist.
     """
-    lines = lines_of(text)
+    lines = split_lines(text)
     if not 0 <= line <= len(lines):
         raise ValueError(f"insert_line must be from 0 (before the first line) to {len(lines)}; got {line}")
-    newline = line_end(text)
+    newline = get_line_end(text)
     block = [part + newline for part in inserted.replace("\r\n", "\n").removesuffix("\n").split("\n")]
     if line == len(lines) > 0 and not lines[-1].endswith("\n"):
         lines[-1] += newline
@@ -77,7 +77,7 @@ def _count_line(text: str, position: int) -> int:
 
 def _find_nearest(text: str, old: str) -> str:
     """Find the text the model may have meant: equal except for white space, else lines similar to the first one."""
-    lines = [line.rstrip("\r\n") for line in lines_of(text)]
+    lines = [line.rstrip("\r\n") for line in split_lines(text)]
     wanted = old.strip("\n").split("\n")
     bare, bare_wanted = [line.strip() for line in lines], [line.strip() for line in wanted]
     if any(bare_wanted):

@@ -8,7 +8,7 @@ from skyrl_agent.tools import editing
 from skyrl_agent.tools.base import ToolContext
 from skyrl_agent.tools.code_search.engine.outline import elide, outline
 from skyrl_agent.tools.in_runtime import RuntimeTool
-from skyrl_agent.tools.runtime_files import PathState, absolute, read_path, remove_path, write_path
+from skyrl_agent.tools.runtime_files import PathState, read_path, remove_path, to_absolute_path, write_path
 
 T = TypeVar("T")
 
@@ -70,7 +70,7 @@ class StrReplaceEditor(RuntimeTool):
             python_only: For view of a folder: Python files and folders alone.
         """
         runtime = self.runtime_of(context)
-        path = absolute(runtime, path)
+        path = to_absolute_path(runtime, path)
         if command == "view":
             return await self._show(runtime, path, view_range, concise, python_only)
         history: list[Change] = context.memory.setdefault(self.name, {}).setdefault(path, [])
@@ -101,7 +101,7 @@ class StrReplaceEditor(RuntimeTool):
             shown = [entry for entry in found.entries if not python_only or entry.endswith(("/", ".py"))]
             return self._clip_rows(f"{path}: files and folders two levels deep, without hidden ones", shown)
         text = _read_text(path, found)
-        first, last = _parse_range(view_range, len(editing.lines_of(text)))
+        first, last = _parse_range(view_range, len(editing.split_lines(text)))
         rows = _format_rows(text, first, last)
         too_long = sum(map(len, rows)) + len(rows) > self.max_chars and view_range is None
         if path.endswith(".py") and (concise or too_long):
@@ -182,7 +182,7 @@ def _read_text(path: str, found: PathState) -> str:
 def _format_rows(text: str, first: int, last: int) -> list[str]:
     """Return the requested lines, numbered. Lines past the end are omitted."""
     first = max(first, 1)
-    lines = editing.lines_of(text)[first - 1 : last]
+    lines = editing.split_lines(text)[first - 1 : last]
     return [_format_row(number, line.rstrip("\r\n")) for number, line in enumerate(lines, first)]
 
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from skyrl_agent.dotted_paths import class_at
+from skyrl_agent.dotted_paths import resolve_class
 from skyrl_agent.errors import ConfigError
 from skyrl_agent.tools.base import TOOL_REGISTRY, BaseTool, ToolEntry
-from skyrl_agent.tools.foreign import PublishedTool, is_published, tools_of_group
+from skyrl_agent.tools.foreign import PublishedTool, get_group_tools, is_published
 from skyrl_agent.types import JsonObject
 from skyrl_gym.suggestions import did_you_mean
 from skyrl_gym.tools.core import ToolGroup
@@ -32,7 +32,7 @@ def make_tools_of(name: str, settings: JsonObject | None = None) -> list[BaseToo
     settings = settings or {}
     found = _find_class(name)
     if issubclass(found, ToolGroup):
-        return tools_of_group(name, found, settings)
+        return get_group_tools(name, found, settings)
     _check_settings(name, found, settings)
     if not is_published(found):
         return [found(**settings)]
@@ -47,7 +47,7 @@ def _find_class(name: str) -> type[Any]:
             f"tools: there is no tool {name!r}; {near} (one of your own: its dotted path, or the module that "
             "registers it under `imports`)"
         )
-    found = class_at(name, "tools") if found is None else found
+    found = resolve_class(name, "tools") if found is None else found
     if isinstance(found, str):
         module, _, attribute = found.partition(":")
         found = getattr(import_module(module), attribute)

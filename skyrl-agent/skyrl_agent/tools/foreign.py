@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from skyrl_agent.errors import ConfigError, InfraError
-from skyrl_agent.runtimes.threads import in_thread
+from skyrl_agent.runtimes.threads import run_in_thread
 from skyrl_agent.tools.base import BaseTool, ToolContext, ToolOutput
 from skyrl_agent.types import JsonObject
 from skyrl_gym.tools.core import ToolGroup, as_text, function_schema
@@ -29,7 +29,7 @@ class GroupTool(BaseTool):
         return self._schema
 
     async def call(self, context: ToolContext, arguments: JsonObject) -> ToolOutput:
-        text = await in_thread(math.inf, self._group.call, self.name, arguments)
+        text = await run_in_thread(math.inf, self._group.call, self.name, arguments)
         return ToolOutput(text, failed=text.startswith(FAILED))
 
 
@@ -37,7 +37,7 @@ _groups: dict[str, ToolGroup] = {}
 _lock = threading.Lock()
 
 
-def tools_of_group(name: str, kind: type[ToolGroup], settings: JsonObject) -> list[BaseTool]:
+def get_group_tools(name: str, kind: type[ToolGroup], settings: JsonObject) -> list[BaseTool]:
     """Return the tools of a group, which is made once in a process for the same settings.
 
     Args:
@@ -110,7 +110,7 @@ class PublishedTool(BaseTool):
             return self._tool.call(params, agent=context, trajectory_id=context.trajectory_id)
 
         try:
-            output = await in_thread(math.inf, work)
+            output = await run_in_thread(math.inf, work)
             if inspect.isawaitable(output):
                 output = await output
         except InfraError:

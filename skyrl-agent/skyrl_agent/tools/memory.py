@@ -43,7 +43,7 @@ class NextWithSummary(BaseTool):
 
     async def open(self, context: ToolContext) -> None:
         """Raises TaskRowError if the row has no context."""
-        context.memory["sections"] = sections_of(context.row.get("context"), self.section_chars)
+        context.memory["sections"] = split_sections(context.row.get("context"), self.section_chars)
         context.memory["next_section"] = 0
 
     async def run(self, context: ToolContext, summary: str) -> ToolOutput:
@@ -58,7 +58,7 @@ class NextWithSummary(BaseTool):
             return ToolOutput(ALL_READ)
         system, problem = context.memory.setdefault("task", _extract_task(context.messages))
         context.memory.update(next_section=index + 1, summary=summary)
-        shown = section_message(problem, summary, sections[index], index + 1, len(sections))
+        shown = build_section_message(problem, summary, sections[index], index + 1, len(sections))
         return ToolOutput("", new_context=[*system, shown])
 
 
@@ -69,7 +69,7 @@ def _extract_task(messages: list[Message]) -> tuple[list[Message], str]:
     return system, (last_tagged(asked, "problem") or asked).strip()
 
 
-def section_message(problem: str, memory: str, section: str, number: int, total: int) -> Message:
+def build_section_message(problem: str, memory: str, section: str, number: int, total: int) -> Message:
     left = f"{total - number} more to come" if number < total else "this is the last one; finish when you are ready"
     return {
         "role": "user",
@@ -78,7 +78,7 @@ def section_message(problem: str, memory: str, section: str, number: int, total:
     }
 
 
-def sections_of(context: object, most: int) -> list[str]:
+def split_sections(context: object, most: int) -> list[str]:
     """Split a text or documents into sections of at most `most` characters. Documents (in a text, they begin with
     `Document N:`) stay whole if they fit.
 

@@ -6,7 +6,7 @@ from pydantic import ValidationError
 
 from skyrl_agent.config.task_file import RuntimeSection
 from skyrl_agent.errors import ConfigError
-from skyrl_agent.runtimes import make_runtime, spec_with
+from skyrl_agent.runtimes import make_runtime, merge_spec
 from skyrl_agent.runtimes.base import ExecResult, Limits, Runtime, RuntimeSpec
 from skyrl_agent.tools.base import BaseTool, ToolContext, ToolOutput
 from skyrl_agent.types import JsonObject
@@ -38,7 +38,7 @@ class CodeInterpreter(BaseTool):
     ) -> None:
         self.limits = Limits(wall_seconds=timeout, cpu_seconds=timeout, memory_bytes=memory_bytes)
         try:
-            self.spec = spec_with(RuntimeSection(**(runtime or {})), RuntimeSpec(limits=self.limits))
+            self.spec = merge_spec(RuntimeSection(**(runtime or {})), RuntimeSpec(limits=self.limits))
         except ValidationError as failure:
             raise ConfigError(f"tool {self.name}: runtime: {failure}") from None
         self._own: Runtime | None = None

@@ -44,7 +44,7 @@ class PathState:
     """Relative; those of folders end in a slash."""
 
 
-def absolute(runtime: Runtime, path: str) -> str:
+def to_absolute_path(runtime: Runtime, path: str) -> str:
     """Resolve a path relative to the working directory."""
     return posixpath.normpath(posixpath.join(runtime.workdir, path))
 

@@ -50,7 +50,7 @@ class _ServiceClient:
     async def probe(self) -> None:
         await self.service.probe()
 
-    def unreadable(self, answer: object, failure: Exception) -> InfraError:
+    def build_unreadable_error(self, answer: object, failure: Exception) -> InfraError:
         return InfraError(f"{self.service.url}: an answer of unknown form ({failure!r}): {str(answer)[:300]}")
 
 
@@ -79,7 +79,7 @@ class RetrieverClient(_ServiceClient):
             (group,) = answer["result"]
             return [_split_document(item.get("document", item)) for item in group]
         except (KeyError, TypeError, ValueError, AttributeError) as failure:
-            raise self.unreadable(answer, failure) from failure
+            raise self.build_unreadable_error(answer, failure) from failure
 
 
 def _split_document(document: JsonObject) -> Hit:
@@ -99,7 +99,7 @@ class SerperClient(_ServiceClient):
         try:
             return [_parse_hit(item, "link", item.get("snippet")) for item in answer.get("organic", [])][:num]
         except (KeyError, TypeError, AttributeError) as failure:
-            raise self.unreadable(answer, failure) from failure
+            raise self.build_unreadable_error(answer, failure) from failure
 
 
 class YoucomClient(_ServiceClient):
@@ -118,7 +118,7 @@ class YoucomClient(_ServiceClient):
                 for item in found
             ]
         except (KeyError, TypeError, AttributeError) as failure:
-            raise self.unreadable(answer, failure) from failure
+            raise self.build_unreadable_error(answer, failure) from failure
 
 
 def _parse_hit(item: JsonObject, url: str, text: str | None) -> Hit:

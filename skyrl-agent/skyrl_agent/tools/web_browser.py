@@ -8,12 +8,12 @@ import time
 from skyrl_agent.errors import ConfigError
 from skyrl_agent.tools.async_service import together
 from skyrl_agent.tools.base import BaseTool, ToolContext
-from skyrl_agent.tools.cache import shared_cache
-from skyrl_agent.tools.settings import setting, setting_list
+from skyrl_agent.tools.cache import get_shared_cache
+from skyrl_agent.tools.settings import get_setting_list, setting
 from skyrl_agent.tools.web.blocklist import Blocklist
 from skyrl_agent.tools.web.readers import DirectReader, JinaReader, PageError, PageReader, PageRefused, WebPage
 from skyrl_agent.tools.web.summary import ChatSummarizer, OwnSummarizer, Summarizer, summarize_page
-from skyrl_agent.tools.web.urls import parse_urls, variants
+from skyrl_agent.tools.web.urls import list_url_variants, parse_urls
 
 MAX_URLS = 5
 """Maximum number of URLs per call."""
@@ -62,12 +62,12 @@ class WebBrowser(BaseTool):
                 _build_reader(reader, reader_url, timeout, allow_private) if isinstance(reader, str) else reader
             )
             self.summarizer = _build_summarizer(summary_url, summary_model, summary_key_env)
-            self.cache = shared_cache(setting(cache_file, "WEBPAGE_CACHE_FILE"), cache_pages)
+            self.cache = get_shared_cache(setting(cache_file, "WEBPAGE_CACHE_FILE"), cache_pages)
         except (ValueError, OSError, sqlite3.Error) as failure:
             raise ConfigError(f"tool {self.name}: {failure}") from failure
         self.blocked = Blocklist(
-            setting_list(blocked_domains, "WEB_BLOCKLIST_DOMAINS", "SEARCH_BLOCKLIST_DOMAINS"),
-            setting_list(blocked_keywords, "WEB_BLOCKLIST_KEYWORDS", "SEARCH_BLOCKLIST_KEYWORDS"),
+            get_setting_list(blocked_domains, "WEB_BLOCKLIST_DOMAINS", "SEARCH_BLOCKLIST_DOMAINS"),
+            get_setting_list(blocked_keywords, "WEB_BLOCKLIST_KEYWORDS", "SEARCH_BLOCKLIST_KEYWORDS"),
         )
         self._failed: dict[str, tuple[float, str]] = {}
 
@@ -119,7 +119,7 @@ class WebBrowser(BaseTool):
     async def _read_by_first(self, url: str) -> WebPage:
         """Read a page by the first reader that succeeds. Raises the PageError of the original URL."""
         first: PageError | None = None
-        for address in variants(url):
+        for address in list_url_variants(url):
             try:
                 return await self.reader.read(address)
             except PageRefused:
@@ -140,7 +140,7 @@ def _build_reader(kind: str, url: str | None, timeout: float, allow_private: boo
     if kind == "direct":
         return DirectReader(timeout, allow_private=allow_private)
     if kind == "jina":
-        keys = tuple(setting_list(None, "JINA_API_KEYS", "JINA_API_KEY"))
+        keys = tuple(get_setting_list(None, "JINA_API_KEYS", "JINA_API_KEY"))
         return JinaReader(keys, timeout=timeout, **({"url": url} if url else {}))
     raise ValueError(f"reader must be direct or jina; got {kind!r}")
 

@@ -6,7 +6,7 @@ from skyrl_agent.errors import ConfigError
 from skyrl_agent.tools.async_service import together
 from skyrl_agent.tools.base import BaseTool, ToolContext
 from skyrl_agent.tools.search_clients import SERPER_URL, YOUCOM_URL, Hit, SearchClient, SerperClient, YoucomClient
-from skyrl_agent.tools.settings import required, setting_list
+from skyrl_agent.tools.settings import get_setting_list, required
 from skyrl_agent.tools.web.blocklist import Blocklist
 from skyrl_gym.tools.signature import parse_text
 
@@ -47,8 +47,8 @@ class SearchEngine(BaseTool):
     ) -> None:
         self.num = num
         self.blocked = Blocklist(
-            setting_list(blocked_domains, "SEARCH_BLOCKLIST_DOMAINS"),
-            setting_list(blocked_keywords, "SEARCH_BLOCKLIST_KEYWORDS"),
+            get_setting_list(blocked_domains, "SEARCH_BLOCKLIST_DOMAINS"),
+            get_setting_list(blocked_keywords, "SEARCH_BLOCKLIST_KEYWORDS"),
         )
         self.suffix = "".join(f" -site:{domain}" for domain in self.blocked.domains) if negative_filters else ""
         if client is None:
@@ -68,7 +68,7 @@ class SearchEngine(BaseTool):
         Args:
             query: One query or several, at most 5.
         """
-        queries = as_queries(query)
+        queries = parse_queries(query)
         found = await together(*(self.client.search(text + self.suffix, self.num) for text in queries))
         return "\n=======\n".join(map(self._format_hits, queries, found))
 
@@ -94,7 +94,7 @@ class YoucomSearchEngine(SearchEngine):
         return YoucomClient(api_key, url, timeout)
 
 
-def as_queries(query: list[str] | str) -> list[str]:
+def parse_queries(query: list[str] | str) -> list[str]:
     """Normalize queries: strip whitespace and remove duplicates. A text may contain a JSON list.
 
     Raises:

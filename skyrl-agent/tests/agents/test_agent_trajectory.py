@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from skyrl_agent.agents.agent_trajectory import AgentTrajectory
-from skyrl_agent.agents.codeact import CodeActAgent, tools_of_flags
+from skyrl_agent.agents.codeact import CodeActAgent, get_tools_of_flags
 from skyrl_agent.agents.oh_codeact import CodeActTrajectory, OHCodeActAgent
 from skyrl_agent.config.task_file import read_task
 from skyrl_agent.errors import ConfigError, InfraError
@@ -256,7 +256,7 @@ def test_task_file_errors_are_raised_before_start(content, error):
     ],
 )  # fmt: skip
 def test_flags_select_tools(flags, tools):
-    assert tools_of_flags(flags) == tools
+    assert get_tools_of_flags(flags) == tools
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ def test_flags_select_tools(flags, tools):
 )
 def test_invalid_flags_are_rejected(flags, error):
     with pytest.raises(ConfigError, match=error):
-        tools_of_flags(flags)
+        get_tools_of_flags(flags)
 
 
 def test_published_path_resolves_to_agent():

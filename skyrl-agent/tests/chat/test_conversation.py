@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_agent.chat import conversation as conversation_module
-from skyrl_agent.chat.chat_template import configured_chat_template
+from skyrl_agent.chat.chat_template import get_configured_chat_template
 from skyrl_agent.chat.conversation import Conversation
 from skyrl_agent.chat.encoding import MessageEncoder
 from skyrl_agent.chat.transitions import transitions_to_training_data
 from skyrl_agent.errors import BackendError, ConfigError
-from skyrl_agent.integrations.base import answer_text
+from skyrl_agent.integrations.base import decode_response
 from skyrl_agent.testing import byte_tokenizer
 from skyrl_agent.testing.tokenizer import CHATML
 from skyrl_gym.chat.template import bundled_template
@@ -294,7 +294,7 @@ def test_built_in_template_keeps_thoughts_of_all_turns(qwen, thinking, tools):
     encoder = MessageEncoder(
         qwen("Qwen-Qwen3-0.6B"),
         tools=tools,
-        chat_template=configured_chat_template(None, qwen3_acc_thinking=True),
+        chat_template=get_configured_chat_template(None, qwen3_acc_thinking=True),
         template_kwargs={"enable_thinking": thinking},
     )
     thought = "<think>\nhm\n</think>\n\n" if thinking else ""
@@ -329,17 +329,17 @@ def test_built_in_template_matches_qwen3_template(qwen):
 def test_template_is_read_from_file(tmp_path):
     path = tmp_path / "own.jinja"
     path.write_text("hi")
-    assert configured_chat_template(str(path)) == "hi" and configured_chat_template(None) is None
+    assert get_configured_chat_template(str(path)) == "hi" and get_configured_chat_template(None) is None
     with pytest.raises(ConfigError, match="give one of them"):
-        configured_chat_template(str(path), qwen3_acc_thinking=True)
+        get_configured_chat_template(str(path), qwen3_acc_thinking=True)
     with pytest.raises(ConfigError, match="is not a file"):
-        configured_chat_template(str(tmp_path / "none.jinja"))
+        get_configured_chat_template(str(tmp_path / "none.jinja"))
     path.write_bytes(b"\xff\xfe\xfa")
     with pytest.raises(ConfigError, match="is not UTF-8 text"):
-        configured_chat_template(str(path))
+        get_configured_chat_template(str(path))
     path.write_text("x" * (1 << 20) + "x")
     with pytest.raises(ConfigError, match="has 1048577 bytes"):
-        configured_chat_template(str(path))
+        get_configured_chat_template(str(path))
 
 
 def test_tokenizer_without_template_or_eos_is_rejected():
@@ -362,9 +362,9 @@ def test_tokenizer_with_prefix_space_encodes_continuation():
         "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}"
     )
     encoder = MessageEncoder(tokenizer)
-    assert encoder.encode("a") != encoder.ids_after("a")
+    assert encoder.encode("a") != encoder.encode_continuation("a")
     conversation = Conversation(encoder, [{"role": "user", "content": "a"}])
-    conversation.add_answer("b", told([*encoder.ids_after("b"), tokenizer.eos_token_id]))
+    conversation.add_answer("b", told([*encoder.encode_continuation("b"), tokenizer.eos_token_id]))
     conversation.add({"role": "user", "content": "a"})
     assert conversation.input_ids() == encoder.ids(conversation.messages)
 
@@ -373,7 +373,7 @@ def test_tokenizer_with_prefix_space_encodes_continuation():
 def test_turn_end_token_other_than_eos_is_added_once(is_kept_in_text):
     tokenizer = byte_tokenizer(CHATML.replace("<|im_end|>", "<|endoftext|>"))  # the tokenizer's eos_token: <|im_end|>
     ids = tokenizer("four<|endoftext|>")["input_ids"]
-    text = answer_text(tokenizer, ids, "stop")
+    text = decode_response(tokenizer, ids, "stop")
     assert text == "four"
     question, more = {"role": "user", "content": "2+2"}, {"role": "user", "content": "go on"}
     talk = Conversation(MessageEncoder(tokenizer), [question])

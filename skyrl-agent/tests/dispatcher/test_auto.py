@@ -48,15 +48,15 @@ def test_longest_predicted_trajectories_start_first():
 
 def test_unpredictive_durations_do_not_change_order():
     known = Durations()
-    assert known.remaining("new", "generate") == math.inf
+    assert known.estimate_remaining("new", "generate") == math.inf
     for number in range(40):
         known.add(number % 4, [0.0, 1.0 + (number // 4 + number) % 2 * 9, 0.0])  # long ones become short
     assert not known.predictive
     for number in range(300):
         known.add(number % 4, [0.0, 1.0 + number % 4, 2.0])
     assert known.predictive
-    assert known.remaining(3, "initialize") == pytest.approx(6.0)
-    assert known.remaining(3, "evaluate") == pytest.approx(2.0)
+    assert known.estimate_remaining(3, "initialize") == pytest.approx(6.0)
+    assert known.estimate_remaining(3, "evaluate") == pytest.approx(2.0)
 
 
 def test_durations_of_recent_instances_are_kept(monkeypatch):
@@ -64,7 +64,7 @@ def test_durations_of_recent_instances_are_kept(monkeypatch):
     known = Durations()
     for instance in "abac":
         known.add(instance, [1.0, 1.0, 1.0])
-    assert [known.remaining(instance, "generate") for instance in "abc"] == [2.0, math.inf, 2.0]
+    assert [known.estimate_remaining(instance, "generate") for instance in "abc"] == [2.0, math.inf, 2.0]
 
 
 def test_named_instances_are_recognized_in_next_batch():
@@ -193,8 +193,8 @@ def test_second_batch_ends_hedge_of_first():
     capacity = Capacity(section("auto", 8, 8, **PATIENT))
     for number in range(200):
         capacity.record_durations(0, [0.0, 1000.0 if number % 20 == 0 else 10.0, 1.0])
-    capacity.new_batch()
-    capacity.hedge(waiting=[0, 0], working=[])
+    capacity.start_batch()
+    capacity.update_hedge(waiting=[0, 0], working=[])
     assert capacity.slots("generate", 100) == 32
-    capacity.new_batch()
+    capacity.start_batch()
     assert capacity.slots("generate", 100) == 8 and not capacity.may_hedge

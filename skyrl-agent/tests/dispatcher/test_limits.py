@@ -189,7 +189,7 @@ def test_waiters_are_sorted_lazily_and_served_by_priority():
             await asyncio.sleep(0)
             sign = -1  # now the last one comes first
             for _ in range(num):
-                slots.reorder()
+                slots.update_order()
                 slots.release()
                 await asyncio.sleep(0)
         return served

@@ -15,12 +15,12 @@ from skyrl_agent.chat.transitions import Observation, TokensWithLogprobs, Transi
 from skyrl_agent.integrations.skyrl_train.skyrl_train_backend import (
     SkyRLAgentGenerator,
     SkyRLBackend,
-    generator_output,
-    instance_rows,
-    rollout_batch,
+    build_generator_output,
+    build_instance_rows,
+    build_rollout_batch,
 )
 from skyrl_agent.testing import byte_tokenizer
-from skyrl_agent.training_rows import repeat_for_rows, training_rows, trajectory_advantages
+from skyrl_agent.training_rows import compute_trajectory_advantages, repeat_for_rows, training_rows
 from skyrl_agent.types import Failure, TrajectoryResult
 from skyrl_train.batch_preparation import prepare_training_batch
 from skyrl_train.config import SkyRLConfig
@@ -59,7 +59,7 @@ GROUPS = [
 def test_rows_pass_trainer_checks_and_share_trajectory_advantage():
     rows = training_rows(GROUPS, 100)
     ids = [TrajectoryID(uid, n) for uid in ("0", "1") for n in range(3)]
-    rollouts = rollout_batch(rows, ids)
+    rollouts = build_rollout_batch(rows, ids)
     assert record_faults(rollouts) == rollouts
     assert to_rollout_batch(to_generator_output(rollouts), ids) == rollouts
     assert [len(trajectory.samples) for trajectory in rollouts.trajectories] == [1, 2, 1, 1, 1, 1]
@@ -68,14 +68,14 @@ def test_rows_pass_trainer_checks_and_share_trajectory_advantage():
     cfg = SkyRLConfig.from_dict({"trainer": {"algorithm": {"advantage_estimator": "rloo", "use_kl_loss": False}}})
     judged, metrics = prepare_training_batch(batch, cfg, 0.0)
     found = [row[0].item() for row in judged.tensor("advantages")]
-    assert found == pytest.approx(repeat_for_rows(rows, trajectory_advantages(rows, "leave_one_out")))
+    assert found == pytest.approx(repeat_for_rows(rows, compute_trajectory_advantages(rows, "leave_one_out")))
     assert found == pytest.approx([1.0, -1.0, -1.0, 0.0, -0.125, -0.5, 0.625])
     assert judged.tensor("loss_mask").sum(dim=1).tolist() == [3, 1, 2, 0, 1, 0, 1]
     assert metrics["loss/avg_final_rewards"] == pytest.approx(2.75 / 5)
 
 
 def test_output_reports_failures_and_weight_versions():
-    output = generator_output(training_rows(GROUPS, 100))
+    output = build_generator_output(training_rows(GROUPS, 100))
     failures = output["failures"]
     assert failures is not None and [failure is not None for failure in failures] == [False] * 3 + [True] + [False] * 3
     assert failures[3].kind == "infrastructure" and failures[3].message == "generate: no engine"
@@ -90,7 +90,7 @@ def test_samples_of_prompt_share_instance_row():
         for uid, text in (("0", "a"), ("1", "a"))
     ]
     batch, _ = prepare_generator_input(prompts, 3, None, None, "train", 1)
-    rows = instance_rows(batch)
+    rows = build_instance_rows(batch)
     assert [(row["prompt"][0]["content"], row["answer"]) for row in rows] == [("a", "a"), ("a", "a")]
 
 

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from skyrl_agent.errors import BatchFailedError, ConfigError
-from skyrl_agent.evaluate import Evaluation, main, settings_of
+from skyrl_agent.evaluate import Evaluation, collect_settings, main
 from skyrl_agent.records import read_records
 from skyrl_agent.testing import byte_tokenizer
 from skyrl_agent.view import main as view
@@ -108,7 +108,7 @@ def test_settings_include_inputs_of_trajectories(task_file, tmp_path):
     (tmp_path / "rows.jsonl").write_text("{}")
 
     def of(**changes: Any) -> dict[str, Any]:
-        return settings_of(load_task_file(task_file(**changes)), tmp_path / "rows.jsonl", "t")
+        return collect_settings(load_task_file(task_file(**changes)), tmp_path / "rows.jsonl", "t")
 
     before = of()
     assert of(dispatcher={"max_parallel_agents": 3}, runtime={"kind": "local"}, output={"trajectories": "x"}) == before

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from skyrl_agent.chat.transitions import Observation, TokensWithLogprobs, Transition
-from skyrl_agent.records import TrajectoryFile, read_records, result_of
+from skyrl_agent.records import TrajectoryFile, read_records, to_result
 from skyrl_agent.runtimes.base import ExecResult, RuntimeSpec
 from skyrl_agent.runtimes.recorded import MAX_COMMANDS, RecordedRuntime
 from skyrl_agent.testing import byte_tokenizer
@@ -81,9 +81,9 @@ def test_record_holds_tokens_and_their_sources(file: Path):
     assert row["spans"] == [[True, "call"], [False, "[tool]"], [True, "done"]]
     assert (len(row["response_ids"]), row["mask"]) == (14, [1] * 4 + [0] * 6 + [1] * 4)
     assert first["tool_calls"][0]["seconds"] == 0.25
-    assert result_of(first).sandbox == result().sandbox
+    assert to_result(first).sandbox == result().sandbox
     del first["sandbox"]  # as earlier releases wrote it
-    assert result_of(first).sandbox == []
+    assert to_result(first).sandbox == []
     assert failed["failure"] == {
         "stage": "initialize",
         "kind": "infrastructure",

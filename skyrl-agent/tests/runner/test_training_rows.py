@@ -6,7 +6,7 @@ import pytest
 
 from skyrl_agent.chat.transitions import Observation, TokensWithLogprobs, Transition
 from skyrl_agent.finish import ENDINGS
-from skyrl_agent.training_rows import repeat_for_rows, training_rows, trajectory_advantages
+from skyrl_agent.training_rows import compute_trajectory_advantages, repeat_for_rows, training_rows
 from skyrl_agent.types import Failure, ToolCallRecord, TrajectoryResult
 
 INFRASTRUCTURE = ("error_runtime", "error_evaluation", "error_agent", "cancelled")
@@ -73,7 +73,7 @@ def test_finish_reason_determines_loss_and_baseline(
     assert rows.rollout_metrics["rollout_metrics/num_mask_out"] == (not trains)
     assert rows.rollout_metrics["rollout_metrics/num_mask_non_zero_reward"] == (not trains and in_baseline)
     assert rows.rollout_metrics["rollout_metrics/raw_reward"] == ((reward or 0.0) / 2 if in_baseline else 0.0)
-    advantages = trajectory_advantages(rows)
+    advantages = compute_trajectory_advantages(rows)
     assert advantages == [(reward or 0.0) / 2, -(reward or 0.0) / 2]
 
 
@@ -92,8 +92,8 @@ def test_trajectory_without_tokens_becomes_masked_token(finish_reason: str):
     assert (len(rows.response_ids[0]), rows.loss_masks[0], rows.traj_rewards[0]) == (1, [0], 0.0)
     assert rows.rollout_logprobs is not None and rows.rollout_logprobs[0] == [0.0]
     assert rows.rollout_metrics["rollout_metrics/num_empty_messages"] == 1
-    assert trajectory_advantages(rows) == [0.0, -0.25, 0.25]
-    assert trajectory_advantages(rows, "leave_one_out") == [0.0, -0.5, 0.5]
+    assert compute_trajectory_advantages(rows) == [0.0, -0.25, 0.25]
+    assert compute_trajectory_advantages(rows, "leave_one_out") == [0.0, -0.5, 0.5]
 
 
 def test_rewritten_history_makes_rows_with_same_advantage():
@@ -104,7 +104,7 @@ def test_rewritten_history_makes_rows_with_same_advantage():
     assert rows.is_last_episode == [True, False, True]
     assert (rows.row_trajectory, rows.episode_nums) == ([0, 1, 1], [1, 2])
     assert rows.traj_idx == ["a-traj0", "a-traj1", "a-traj1"]
-    assert repeat_for_rows(rows, trajectory_advantages(rows)) == [0.5, -0.5, -0.5]
+    assert repeat_for_rows(rows, compute_trajectory_advantages(rows)) == [0.5, -0.5, -0.5]
 
 
 def test_overlong_row_is_truncated_and_masked():
@@ -129,7 +129,7 @@ def test_weight_versions_cover_generated_tokens():
 def test_duplicate_instance_ids_make_separate_groups():
     rows = training_rows([[result(reward=1.0)], [result(reward=0.0)]], 100)
     assert rows.groups == [0, 1]
-    assert trajectory_advantages(rows) == [0.0, 0.0]
+    assert compute_trajectory_advantages(rows) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("reward", [None, float("nan"), float("inf")])
@@ -138,7 +138,7 @@ def test_missing_reward_differs_from_zero_reward(reward: float | None):
     assert rows.finish_reasons[0] == "error_evaluation"
     assert rows.failures[0] is not None and rows.failures[0].kind == "reward"
     assert rows.in_baseline == [False, True, True]
-    assert trajectory_advantages(rows) == [0.0, 0.5, -0.5]
+    assert compute_trajectory_advantages(rows) == [0.0, 0.5, -0.5]
 
 
 def test_missing_token_ids_exclude_only_their_trajectory():

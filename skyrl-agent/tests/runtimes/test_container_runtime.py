@@ -13,7 +13,7 @@ import pytest
 
 from skyrl_agent.config.task_file import RuntimeSection
 from skyrl_agent.errors import ConfigError, InfraError
-from skyrl_agent.runtimes import Limits, RuntimeSpec, Snapshot, make_runtime, spec_with
+from skyrl_agent.runtimes import Limits, RuntimeSpec, Snapshot, make_runtime, merge_spec
 from skyrl_agent.runtimes.container import KEEPER
 from skyrl_agent.runtimes.leases import leases
 from skyrl_agent.services import gc
@@ -86,7 +86,7 @@ async def test_container_uses_image_without_network(docker):
 
 async def test_container_applies_restrictions_of_runtime_section(docker, tmp_path):
     section = RuntimeSection(kind="docker", image="some/image", user="1000", read_only=True, cpus=0.5, pull="never")
-    spec = spec_with(
+    spec = merge_spec(
         section,
         RuntimeSpec(
             limits=replace(LIMITS, memory_bytes=LIMITS.memory_bytes // 2, workspace_bytes=LIMITS.memory_bytes // 2)
@@ -100,12 +100,12 @@ async def test_container_applies_restrictions_of_runtime_section(docker, tmp_pat
     assert f"{tmp_path}/testbed:rw,exec,nosuid,nodev,mode=1777,size={1 << 29}" in run
     assert given["--memory"] == str(1 << 30)  # the working directory is memory as well
     with pytest.raises(ConfigError, match=r"runtime\.user=1000, .* is read by containers of this machine alone"):
-        spec_with(section.model_copy(update={"kind": "local"}), RuntimeSpec())
+        merge_spec(section.model_copy(update={"kind": "local"}), RuntimeSpec())
 
 
 async def test_container_settings_require_image(monkeypatch):
     monkeypatch.setenv("SKYRL_GYM_SANDBOX", "process")
-    spec = spec_with(RuntimeSection(user="1000", cpus=0.5), RuntimeSpec())
+    spec = merge_spec(RuntimeSection(user="1000", cpus=0.5), RuntimeSpec())
     with pytest.raises(
         ConfigError, match=r"runtime\.user=1000, runtime\.cpus=0\.5 is read by containers alone, .*leave it out"
     ):

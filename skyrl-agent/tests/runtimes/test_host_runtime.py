@@ -11,12 +11,12 @@ import pytest
 
 from skyrl_agent.config.task_file import RuntimeSection
 from skyrl_agent.errors import ConfigError, InfraError
-from skyrl_agent.runtimes import HostRuntime, RuntimeSpec, make_runtime, spec_with
+from skyrl_agent.runtimes import HostRuntime, RuntimeSpec, make_runtime, merge_spec
 from skyrl_agent.runtimes.container import LeasedContainerSandbox
 from skyrl_agent.runtimes.host import make_leased_sandbox
 from skyrl_agent.runtimes.local import LeasedLocalSandbox, LeasedProcessSandbox
 from skyrl_agent.runtimes.remote import RemoteRuntime
-from skyrl_agent.runtimes.threads import in_thread
+from skyrl_agent.runtimes.threads import run_in_thread
 
 from .runtime_places import LIMITS, long_sleep, processes_with
 
@@ -93,19 +93,19 @@ async def test_hanging_thread_call_times_out():
     hangs = threading.Event()
     started = time.monotonic()
     with pytest.raises(InfraError, match=r"wait did not return within 0\.1 s"):
-        await in_thread(0.1, hangs.wait)
+        await run_in_thread(0.1, hangs.wait)
     assert time.monotonic() - started < 30
     hangs.set()
 
 
 async def test_hundreds_of_thread_calls_wait_concurrently():
     gate = threading.Barrier(300)
-    await asyncio.gather(*(in_thread(60, gate.wait) for _ in range(300)))
+    await asyncio.gather(*(run_in_thread(60, gate.wait) for _ in range(300)))
 
 
 async def test_thread_call_exception_is_raised():
     with pytest.raises(KeyError, match="a"):
-        await in_thread(10, {}.__getitem__, "a")
+        await run_in_thread(10, {}.__getitem__, "a")
 
 
 def test_runtime_kind_is_inferred_from_spec(needs_local, monkeypatch):
@@ -133,18 +133,18 @@ def test_runtime_kind_is_inferred_from_spec(needs_local, monkeypatch):
 )
 def test_local_runtime_rejects_image(section, spec, source):
     with pytest.raises(ConfigError) as refused:
-        spec_with(section, spec)
+        merge_spec(section, spec)
     assert str(refused.value).startswith(f"{source} is read by containers alone; runtime.kind is local: set it to auto")
 
 
 def test_runtime_section_overrides_task_spec(monkeypatch):
     spec = RuntimeSpec(image="a", files={"x": "y"}, limits=LIMITS)
-    assert spec_with(RuntimeSection(), spec) == spec
+    assert merge_spec(RuntimeSection(), spec) == spec
     monkeypatch.setenv("A_TOKEN", "secret")
     section = RuntimeSection(
         kind="remote", url="http://b", token_env="A_TOKEN", command_timeout_seconds=300, memory_bytes=1 << 20
     )
-    laid = spec_with(section, spec)
+    laid = merge_spec(section, spec)
     assert (laid.kind, laid.url, laid.token, laid.image, laid.files) == (
         "remote",
         "http://b",
@@ -155,4 +155,4 @@ def test_runtime_section_overrides_task_spec(monkeypatch):
     assert (laid.limits.wall_seconds, laid.limits.cpu_seconds, laid.limits.memory_bytes) == (300, 300, 1 << 20)
     monkeypatch.delenv("A_TOKEN")
     with pytest.raises(ConfigError, match=r"runtime\.token_env.*A_TOKEN is not set"):
-        spec_with(section, spec)
+        merge_spec(section, spec)

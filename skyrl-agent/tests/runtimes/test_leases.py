@@ -14,7 +14,7 @@ from skyrl_agent.errors import InfraError
 from skyrl_agent.runtimes import RuntimeSpec, make_runtime
 from skyrl_agent.runtimes.heartbeat import Heart
 from skyrl_agent.runtimes.leases import FOLDER_VARIABLE, Lease, leases, process_start
-from skyrl_agent.runtimes.leftovers import remove, sweep
+from skyrl_agent.runtimes.leftovers import remove, remove_leftovers
 from skyrl_agent.services import gc
 
 
@@ -46,7 +46,7 @@ def test_lease_records_owner_and_resource():
     (found,) = leases()
     said = found.id, found.kind, found.seconds, found.pid, found.folder
     assert said == ("one", "local", 5.0, os.getpid(), "/a/folder")
-    assert found.why_left_behind() is None
+    assert found.describe_abandonment() is None
     lease.release()
     lease.release()
     assert leases() == []
@@ -70,9 +70,9 @@ def test_owner_pid_is_checked_only_on_same_host(elsewhere, ended):
 
 
 def test_missing_heartbeat_makes_runtime_leftover():
-    assert lease_of(age=59.0, host="another").why_left_behind() is None
-    assert lease_of(id="lease-2", age=61.0, host="another").why_left_behind() == "no heartbeat for 61 s"
-    assert lease_of(id="lease-3", age=61.0).why_left_behind() == "no heartbeat for 61 s"
+    assert lease_of(age=59.0, host="another").describe_abandonment() is None
+    assert lease_of(id="lease-2", age=61.0, host="another").describe_abandonment() == "no heartbeat for 61 s"
+    assert lease_of(id="lease-3", age=61.0).describe_abandonment() == "no heartbeat for 61 s"
 
 
 @pytest.mark.parametrize("make", [os.mkdir, lambda path: os.symlink("/tmp", path)], ids=["name", "link"])
@@ -82,7 +82,7 @@ def test_only_folders_of_sandboxes_are_deleted(tmp_path, make):
     lease = lease_of(folder=str(folder), age=100.0)
     with pytest.raises(InfraError, match="and stays"):
         remove(lease)
-    assert sweep()[1].keys() == {"lease-1"}
+    assert remove_leftovers()[1].keys() == {"lease-1"}
     assert os.path.lexists(folder)
 
 
@@ -145,7 +145,7 @@ def test_gc_lists_and_removes_only_leftovers(capsys):
     assert not os.path.exists(left) and os.path.isdir(used)
     assert [lease.id for lease in leases()] == ["used"]
     lease_of(id="left", age=100.0)
-    removed, failed = sweep()
+    removed, failed = remove_leftovers()
     assert [lease.id for lease in removed] == ["left"] and failed == {}
     os.rmdir(used)
 

@@ -11,7 +11,7 @@ from skyrl_agent.integrations.base import BACKEND_REGISTRY, Backend, plain_rows,
 from skyrl_agent.runner import AgentRunner
 from skyrl_agent.tasks.base import Instance
 from skyrl_agent.tasks.browser_page import PROGRAM_VARIABLE
-from skyrl_agent.tasks.computer_use import ComputerUseTask, page_of
+from skyrl_agent.tasks.computer_use import ComputerUseTask, get_page
 from skyrl_agent.testing import ScriptedModel, byte_tokenizer
 
 from .swe_oracle import call
@@ -72,7 +72,7 @@ async def test_grade_depends_on_page_not_on_claim(browser):
 
 def test_missing_browser_pool_names_setting():
     with pytest.raises(ConfigError, match=r"set dispatcher.type to async_fix_pool"):
-        page_of(None)
+        get_page(None)
     with pytest.raises(ConfigError, match=r"set dispatcher.type to async_fix_pool; got async_pipeline"):
         runner([call("finish", answer="sent")], type="async_pipeline", num_environments=None)
 

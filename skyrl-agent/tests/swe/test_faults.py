@@ -8,7 +8,7 @@ import pytest
 
 from skyrl_agent.finish import ERROR_AGENT, ERROR_EVALUATION, ERROR_RUNTIME, FINISH_TOOL
 from skyrl_agent.runtimes.leases import FOLDER_VARIABLE
-from skyrl_agent.training_rows import trajectory_advantages
+from skyrl_agent.training_rows import compute_trajectory_advantages
 
 from ..runtimes.runtime_places import eventually, processes_with
 from ..tools_general.agent_web_server import web_server
@@ -72,7 +72,7 @@ async def test_fault_in_stage_ends_only_its_trajectory(plan):
             assert failure.kind == {"exception": "reward" if stage == "evaluate" else "environment"}.get(
                 fault, "infrastructure"
             )
-    assert trajectory_advantages(rows) == [0.0] * len(rows.traj_rewards), "no failure is in a baseline"
+    assert compute_trajectory_advantages(rows) == [0.0] * len(rows.traj_rewards), "no failure is in a baseline"
     filled = groups[1 + [fault for _, fault, _ in CASES].index("filled disk")].results[0]
     assert "its files took more than" in filled.tool_calls[0].output
 

@@ -9,9 +9,9 @@ from skyrl_agent.errors import TaskRowError
 from skyrl_agent.runtimes import make_runtime
 from skyrl_agent.runtimes.base import Limits
 from skyrl_agent.tasks.base import Instance
-from skyrl_agent.tasks.changes import unified_diff
+from skyrl_agent.tasks.changes import build_unified_diff
 from skyrl_agent.tasks.local_swe import LocalSWETask, is_test_file
-from skyrl_agent.tasks.tests_run import pytest_arguments, run_tests
+from skyrl_agent.tasks.tests_run import parse_pytest_arguments, run_tests
 
 WRONG = "def double(n):\n    return n\n"
 RIGHT = "def double(n):\n    return 2 * n\n"
@@ -224,7 +224,7 @@ def test_test_files_are_recognized_by_name(path, is_test):
     ],
 )
 def test_plain_pytest_command_is_recognized(command, arguments):
-    assert pytest_arguments(command) == arguments
+    assert parse_pytest_arguments(command) == arguments
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
@@ -234,7 +234,7 @@ def test_patches_apply(tmp_path):
     for path, text in old.items():
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text(text, newline="")
-    patch = unified_diff(old, new)
+    patch = build_unified_diff(old, new)
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
     subprocess.run(["git", "apply", "-"], cwd=tmp_path, check=True, input=patch.encode())
     for path, text in (old | new).items():

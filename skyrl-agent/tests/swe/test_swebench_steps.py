@@ -136,7 +136,7 @@ async def test_agent_works_in_swebench_image_layout(engine, play, tmp_path):
 
 @pytest.fixture(autouse=True)
 def without_harness(monkeypatch):
-    monkeypatch.setattr(harness, "harness_of", lambda kind: None)
+    monkeypatch.setattr(harness, "find_harness", lambda kind: None)
 
 
 async def test_correct_fix_has_reward_one(play):

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from skyrl_agent.errors import ConfigError, TaskRowError
 from skyrl_agent.tools import make_tool
-from skyrl_agent.tools.memory import ALL_READ, sections_of
+from skyrl_agent.tools.memory import ALL_READ, split_sections
 
 from .agent_web_server import context_of
 
@@ -50,11 +50,11 @@ def test_section_chars_must_be_positive():
 
 
 def test_documents_stay_whole_when_they_fit():
-    assert sections_of(["aaa", "bbb", "cccc"], 8) == ["aaa\n\nbbb", "cccc"]
+    assert split_sections(["aaa", "bbb", "cccc"], 8) == ["aaa\n\nbbb", "cccc"]
 
 
 def test_long_document_is_split_at_sentence_end():
-    assert sections_of("One two three. Four five six.", 20) == ["One two three.", "Four five six."]
+    assert split_sections("One two three. Four five six.", 20) == ["One two three.", "Four five six."]
 
 
 @given(st.lists(st.text(alphabet="ab .\n", min_size=0, max_size=60), min_size=1, max_size=6), st.integers(1, 40))
@@ -62,6 +62,6 @@ def test_sections_preserve_text_within_limit(documents, most):
     words = "".join("".join(documents).split())
     if not words:
         return
-    sections = sections_of(documents, most)
+    sections = split_sections(documents, most)
     assert max(map(len, sections)) <= most
     assert "".join("".join(sections).split()) == words

@@ -5,7 +5,7 @@ import pytest
 from skyrl_agent.errors import ConfigError, InfraError
 from skyrl_agent.tools import make_tool
 from skyrl_agent.tools.search_clients import Hit
-from skyrl_agent.tools.web_search import SearchEngine, as_queries
+from skyrl_agent.tools.web_search import SearchEngine, parse_queries
 
 from .agent_web_server import context_of, web_server
 
@@ -140,10 +140,10 @@ async def test_custom_search_engine():
     ],
 )
 def test_query_formats(given, queries):
-    assert as_queries(given) == queries
+    assert parse_queries(given) == queries
 
 
 @pytest.mark.parametrize("given", ["", [], [" "], list("abcdef")])
 def test_query_count_is_validated(given):
     with pytest.raises(ValueError, match="give 1 to 5 queries"):
-        as_queries(given)
+        parse_queries(given)

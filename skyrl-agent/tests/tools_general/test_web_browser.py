@@ -123,7 +123,7 @@ async def test_redirect_to_private_address_is_rejected(monkeypatch):
     """The first server counts as public here: what is tested is the second hop."""
     from skyrl_agent.tools.web import public_addresses
 
-    real = public_addresses._public_address
+    real = public_addresses._resolve_public_address
     with (
         web_server(lambda asked: (200, "secret")) as inside,
         web_server(lambda asked: (302, "", {"Location": inside.url})) as outside,
@@ -133,7 +133,7 @@ async def test_redirect_to_private_address_is_rejected(monkeypatch):
         async def found(host, port):
             return await real(host, port) if port == inside_port else "127.0.0.1"
 
-        monkeypatch.setattr(public_addresses, "_public_address", found)
+        monkeypatch.setattr(public_addresses, "_resolve_public_address", found)
         reader = DirectReader(timeout=5.0)
         with pytest.raises(PageRefused, match="not on the public internet"):
             await reader.read("http://outside.example:" + outside.url.rpartition(":")[2])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from skyrl_agent.tools.cache import WebPageCache
 from skyrl_agent.tools.web.blocklist import Blocklist
 from skyrl_agent.tools.web.html_text import html_to_text
-from skyrl_agent.tools.web.urls import parse_urls, variants
+from skyrl_agent.tools.web.urls import list_url_variants, parse_urls
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_urls_are_found_in_model_text(written, urls):
 def test_url_parser_accepts_arbitrary_text(text):
     for url in parse_urls(text):
         assert url.startswith(("http://", "https://"))
-        assert variants(url)
+        assert list_url_variants(url)
 
 
 def test_urls_are_found_in_linear_time():
@@ -52,9 +52,9 @@ def test_urls_are_found_in_linear_time():
 
 
 def test_url_variants():
-    assert variants("https://a.org/x?y") == ["https://a.org/x?y", "https://www.a.org/x?y", "http://a.org/x?y"]
-    assert variants("http://www.a.org/") == ["http://www.a.org/", "http://a.org/"]
-    assert variants("http://127.0.0.1:80/") == ["http://127.0.0.1:80/"]
+    assert list_url_variants("https://a.org/x?y") == ["https://a.org/x?y", "https://www.a.org/x?y", "http://a.org/x?y"]
+    assert list_url_variants("http://www.a.org/") == ["http://www.a.org/", "http://a.org/"]
+    assert list_url_variants("http://127.0.0.1:80/") == ["http://127.0.0.1:80/"]
 
 
 def test_page_is_converted_to_text():

@@ -4,7 +4,7 @@ import pytest
 
 from skyrl_agent.errors import ConfigError
 from skyrl_agent.tools.base import ToolContext
-from skyrl_agent.tools.bash import Bash, readable
+from skyrl_agent.tools.bash import Bash, render_terminal
 from skyrl_agent.tools.factory import make_tool
 
 GONE = "[the working directory is gone; back in /workspace]\n/workspace\n[exit code 0]"
@@ -95,7 +95,7 @@ async def test_endless_output_is_stopped_and_nul_character_rejected(call):
     ],
 )
 def test_output_is_rendered_as_terminal_shows_it(output, shown):
-    assert readable(output) == shown
+    assert render_terminal(output) == shown
 
 
 async def test_missing_runtime_and_invalid_timeouts_raise_config_error():

@@ -288,8 +288,8 @@ def test_only_changed_files_are_reindexed(make, tmp_path):
 def test_index_is_persistent_and_rebuilt_when_corrupt(make, tmp_path):
     make({"a.py": "def f(): pass\n"})
     cache = tmp_path / "index"
-    assert RepositorySearch(str(tmp_path), str(cache)).index.refresh() == 1
-    assert RepositorySearch(str(tmp_path), str(cache)).index.refresh() == 0
+    assert RepositorySearch(str(tmp_path), str(cache)).index.update() == 1
+    assert RepositorySearch(str(tmp_path), str(cache)).index.update() == 0
     for spoiled in (b"", b"nonsense", cache.read_bytes()[:50]):
         cache.write_bytes(spoiled)
         again = RepositorySearch(str(tmp_path), str(cache))

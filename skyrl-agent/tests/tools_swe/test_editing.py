@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_agent.tools.editing import insert_after, line_end, lines_of, replace_once
+from skyrl_agent.tools.editing import get_line_end, insert_after, replace_once, split_lines
 
 TEXTS = st.text(alphabet="ab \t\n\r\u2028é", max_size=40)
 
@@ -85,12 +85,14 @@ def test_replacement_preserves_surrounding_text(before, old, after):
 
 @given(TEXTS, st.integers(0, 5))
 def test_insertion_preserves_other_lines(text, line):
-    lines = lines_of(text)
+    lines = split_lines(text)
     assert "".join(lines) == text
     if line > len(lines):
         return
-    changed = lines_of(insert_after(text, line, "NEW"))
+    changed = split_lines(insert_after(text, line, "NEW"))
     assert changed[line].rstrip("\r\n") == "NEW"
     rest = [*changed[:line], *changed[line + 1 :]]
-    assert [part.removesuffix(line_end(text)) for part in rest] == [part.removesuffix(line_end(text)) for part in lines]
+    assert [part.removesuffix(get_line_end(text)) for part in rest] == [
+        part.removesuffix(get_line_end(text)) for part in lines
+    ]
     assert changed[-1].endswith("\n") == (text == "" or text.endswith("\n"))

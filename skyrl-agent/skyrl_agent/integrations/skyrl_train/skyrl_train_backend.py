@@ -13,9 +13,9 @@ from skyrl_agent.integrations.base import (
     Backend,
     BackendSettings,
     TrainingRows,
-    answer_text,
+    compute_turn_seed,
+    decode_response,
     read_settings,
-    seed_of_turn,
 )
 from skyrl_agent.runner import AgentRunner
 from skyrl_agent.types import MetaInfo, Row, SamplingParams, Tokenizer
@@ -63,7 +63,7 @@ class SkyRLBackend:
         assert self.engine is not None
         params = {"logprobs": 0, **sampling_params}
         if params.get("seed") is not None:
-            params["seed"] = seed_of_turn(params["seed"], input_ids)
+            params["seed"] = compute_turn_seed(params["seed"], input_ids)
         request = GenerationRequest(prompt_token_ids=input_ids, sampling_params=params, session_id=request_id)
         try:
             completion = await self.engine.generate(request)
@@ -81,7 +81,7 @@ class SkyRLBackend:
         reason, ids = completion.stop_reason, completion.token_ids
         if reason == "abort":
             raise InfraError("the engine aborted the request")
-        return answer_text(self.tokenizer, ids, reason), MetaInfo(
+        return decode_response(self.tokenizer, ids, reason), MetaInfo(
             output_tokens=ids,
             finish_reason=reason,
             logprobs=completion.log_probs,
@@ -148,12 +148,12 @@ class SkyRLAgentGenerator(GeneratorInterface):
         metadata = input_batch.get("batch_metadata")
         seed = episode_seed(self.generator_cfg.seed, metadata, TrajectoryID("agents", 0))
         work = self.runner.rows(
-            instance_rows(input_batch),
+            build_instance_rows(input_batch),
             val_mode=metadata is not None and metadata.training_phase == "eval",
             num_trajectories=_count_samples(ids),
             sampling_params={**(input_batch.get("sampling_params") or {}), "seed": seed},
         )
-        return rollout_batch(await self._raise_if_engines_fail(work), ids)
+        return build_rollout_batch(await self._raise_if_engines_fail(work), ids)
 
     async def _raise_if_engines_fail(self, work: Coroutine[object, None, TrainingRows]) -> TrainingRows:
         """Cancel the batch when the engines fail permanently, rather than wait for each trajectory to fail."""
@@ -196,7 +196,7 @@ class SkyRLAgentGenerator(GeneratorInterface):
             )
 
 
-def instance_rows(batch: GeneratorInput) -> list[Row]:
+def build_instance_rows(batch: GeneratorInput) -> list[Row]:
     """Return one row per instance, with `prompt` and `env_class`, which the dataset had split off, restored."""
     num = len(batch["prompts"])
     ids = trajectory_ids_of(batch)
@@ -212,7 +212,7 @@ def _count_samples(ids: Sequence[TrajectoryID]) -> int:
     return counts.pop()
 
 
-def rollout_batch(rows: TrainingRows, ids: Sequence[TrajectoryID] | None = None) -> RolloutBatch:
+def build_rollout_batch(rows: TrainingRows, ids: Sequence[TrajectoryID] | None = None) -> RolloutBatch:
     """Return training rows as step-wise trajectories, whatever their number of rows.
 
     Args:
@@ -244,9 +244,9 @@ def _sample(rows: TrainingRows, row: int) -> TrainingSample:
     )
 
 
-def generator_output(rows: TrainingRows) -> GeneratorOutput:
+def build_generator_output(rows: TrainingRows) -> GeneratorOutput:
     """Return training rows as the columns that `AgentRunner.run` gives for this backend."""
-    return to_generator_output(rollout_batch(rows))
+    return to_generator_output(build_rollout_batch(rows))
 
 
 def _convert_failure(rows: TrainingRows, number: int) -> Failure | None:
@@ -260,4 +260,4 @@ def _convert_failure(rows: TrainingRows, number: int) -> Failure | None:
     return Failure(kind, f"{failure.stage}: {failure.message}")
 
 
-BACKEND = Backend(make=SkyRLBackend, rows_of=instance_rows, output_of=generator_output)
+BACKEND = Backend(make=SkyRLBackend, rows_of=build_instance_rows, output_of=build_generator_output)

@@ -23,7 +23,7 @@ from skyrl_agent.integrations.base import TrainingRows
 from skyrl_agent.integrations.tinker.settings import Config, read_config
 from skyrl_agent.integrations.tinker.tinker_backend import TinkerBackend, settled
 from skyrl_agent.runner import AgentRunner
-from skyrl_agent.training_rows import check_batch, repeat_for_rows, trajectory_advantages
+from skyrl_agent.training_rows import check_batch, compute_trajectory_advantages, repeat_for_rows
 from skyrl_agent.types import JsonObject, Row
 
 
@@ -41,7 +41,7 @@ async def train(config: Config) -> None:
     folder = Path(config.log_dir) / config.wandb_name
     folder.mkdir(parents=True, exist_ok=True)
     service = tinker.ServiceClient(**({"base_url": config.base_url} if config.base_url else {}))
-    client, first_step = await training_client(service, config)
+    client, first_step = await create_training_client(service, config)
     runner = AutoAgentRunner.from_task(
         config.skyrl_agent_task_yaml, None, client.get_tokenizer(), infer_backend="tinker"
     )
@@ -55,12 +55,12 @@ async def train(config: Config) -> None:
         metrics = {}
         if eval_rows and config.eval_every and step % config.eval_every == 0:
             metrics |= await evaluate(runner, eval_rows, config.eval_batch_size)
-        batch = batch_of(rows, config.batch_size, step, config.seed)
+        batch = get_batch(rows, config.batch_size, step, config.seed)
         sampled = await runner.rows(
             batch, num_trajectories=config.group_size, sampling_params={"seed": config.seed + step}
         )
         check_batch(sampled.failures, sampled.in_baseline)
-        data = training_data(sampled, config.normalize_advantages)
+        data = build_training_data(sampled, config.normalize_advantages)
         if data:
             learnt = client.forward_backward(data, config.loss_fn, config.loss_fn_config or None)
             stepped = client.optim_step(adam)
@@ -73,17 +73,17 @@ async def train(config: Config) -> None:
             log.add_checkpoint(step + 1, saved.path)
 
 
-async def training_client(service: Any, config: Config) -> tuple[Any, int]:
+async def create_training_client(service: Any, config: Config) -> tuple[Any, int]:
     """Return the training client and the next step number."""
     if config.resume_exp_name is None:
         made = service.create_lora_training_client(config.model_name, rank=config.lora_rank, seed=config.seed)
         return await settled(made), 0
-    newest = newest_checkpoint(Path(config.log_dir) / config.resume_exp_name)
+    newest = find_newest_checkpoint(Path(config.log_dir) / config.resume_exp_name)
     made = service.create_training_client_from_state_with_optimizer(newest["path"])
     return await settled(made), newest["policy_iteration_step"]
 
 
-def training_data(rows: TrainingRows, normalize: bool) -> list[Any]:
+def build_training_data(rows: TrainingRows, normalize: bool) -> list[Any]:
     """Build a datum per trainable row: the whole sequence, with each token the target of the previous one.
 
     Each generated token of a trajectory's rows gets its advantage (reward - mean of its group). A loss summed over
@@ -92,9 +92,9 @@ def training_data(rows: TrainingRows, normalize: bool) -> list[Any]:
     Raises:
         BackendError: log-probs are missing.
     """
-    advantages = trajectory_advantages(rows, "group_mean")
+    advantages = compute_trajectory_advantages(rows, "group_mean")
     if normalize:
-        advantages = standardized(advantages, rows.in_baseline)
+        advantages = normalize_advantages(advantages, rows.in_baseline)
     if rows.rollout_logprobs is None:
         raise BackendError("the server told no log-probs of what it sampled; training needs them")
     data = []
@@ -122,7 +122,7 @@ def training_data(rows: TrainingRows, normalize: bool) -> list[Any]:
     return data
 
 
-def standardized(advantages: Sequence[float], counts: Sequence[bool]) -> list[float]:
+def normalize_advantages(advantages: Sequence[float], counts: Sequence[bool]) -> list[float]:
     """Standardize the selected values; zeros if all are equal."""
     kept = [value for value, is_in in zip(advantages, counts, strict=True) if is_in]
     deviation = statistics.pstdev(kept) if kept else 0.0
@@ -143,7 +143,7 @@ async def evaluate(runner: AgentRunner, rows: Sequence[Row], batch_size: int) ->
     return {f"eval/reward/mean/{source}": statistics.fmean(values) for source, values in rewards.items()}
 
 
-def batch_of(rows: Sequence[Row], size: int, step: int, seed: int) -> list[Row]:
+def get_batch(rows: Sequence[Row], size: int, step: int, seed: int) -> list[Row]:
     """Return the instances of a step. Each epoch is shuffled separately and visits every instance once."""
     places = [divmod(number, len(rows)) for number in range(step * size, (step + 1) * size)]
     return [rows[_sample_order(len(rows), seed, epoch)[place]] for epoch, place in places]
@@ -156,7 +156,7 @@ def _sample_order(length: int, seed: int, epoch: int) -> list[int]:
     return order
 
 
-def newest_checkpoint(folder: Path) -> JsonObject:
+def find_newest_checkpoint(folder: Path) -> JsonObject:
     """
     Raises:
         ConfigError: no checkpoint exists.

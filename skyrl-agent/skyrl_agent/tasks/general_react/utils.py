@@ -4,10 +4,10 @@ from collections.abc import Mapping
 
 from skyrl_agent.runtimes.base import Runtime
 from skyrl_agent.tasks.base import Instance, Judgement, TaskRowError
-from skyrl_agent.tasks.general_react.sources import Kind, kind_of, sources_with
-from skyrl_agent.tasks.grading import final_text, graded
+from skyrl_agent.tasks.general_react.sources import Kind, get_kind, merge_sources
+from skyrl_agent.tasks.grading import extract_final_text, run_grader
 from skyrl_agent.tasks.judges import JudgedTask
-from skyrl_agent.tasks.rows import field, messages_of, question_of, with_system
+from skyrl_agent.tasks.rows import add_system_message, field, get_question, messages_of
 from skyrl_agent.types import Message, TrajectoryResult
 from skyrl_gym.graders import reward_of
 
@@ -26,7 +26,7 @@ class GeneralReactTask(JudgedTask):
 
     def __init__(self, *, judge: Mapping[str, object] | None = None, sources: Mapping[str, str] | None = None) -> None:
         super().__init__(judge)
-        self._sources = sources_with(sources)
+        self._sources = merge_sources(sources)
 
     def check_row(self, instance: Instance) -> None:
         try:
@@ -39,18 +39,18 @@ class GeneralReactTask(JudgedTask):
             _ = self.judge  # raises ConfigError without one
 
     def get_instruction(self, instance: Instance) -> list[Message]:
-        return with_system(messages_of(instance.row, *PROMPTS), self._get_kind(instance).system_prompt)
+        return add_system_message(messages_of(instance.row, *PROMPTS), self._get_kind(instance).system_prompt)
 
     async def evaluate_result(
         self, result: object, instance: Instance, trajectory: TrajectoryResult, runtime: Runtime | None = None
     ) -> Judgement:
         """Grade the final response; 0 without one. Raises InfraError if the judge or the sandbox fails."""
-        kind, text = self._get_kind(instance), final_text(result)
+        kind, text = self._get_kind(instance), extract_final_text(result)
         if not text:
             return Judgement(0.0, {"answered": 0.0})
-        question = question_of(messages_of(instance.row, *PROMPTS))
+        question = get_question(messages_of(instance.row, *PROMPTS))
         judge = self.judge if kind.needs_judge else None
-        reward = reward_of(await graded(kind.grade, text, kind.gold(instance.row), question, judge))
+        reward = reward_of(await run_grader(kind.grade, text, kind.gold(instance.row), question, judge))
         return Judgement(reward, {"answered": 1.0})
 
     def _get_kind(self, instance: Instance) -> Kind:
@@ -58,7 +58,7 @@ class GeneralReactTask(JudgedTask):
         source = instance.data_source
         if source == "default":
             source = str(field(instance.row, "data_source") or source)
-        return kind_of(source, self._sources)
+        return get_kind(source, self._sources)
 
 
 class DummyReactTask(GeneralReactTask):

@@ -15,7 +15,7 @@ from skyrl_agent.types import JsonObject, Row
 PACKAGES = {"swe-gym": "swegym"}
 
 
-def harness_of(kind: str) -> str | None:
+def find_harness(kind: str) -> str | None:
     """Return the package that grades rows of a kind; None if it is not installed."""
     package = PACKAGES.get(kind, "swebench")
     return package if find_spec(package) is not None else None
@@ -30,7 +30,7 @@ def make_test_spec(package: str, row: Row) -> Any:
     return module.make_test_spec(dict(row))
 
 
-def report_of(package: str, spec: object, instance_id: str, patch: str, log: str) -> JsonObject:
+def build_report(package: str, spec: object, instance_id: str, patch: str, log: str) -> JsonObject:
     """Return `resolved`, `tests_status`, ...
 
     Args:

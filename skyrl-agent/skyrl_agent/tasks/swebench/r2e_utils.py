@@ -55,6 +55,6 @@ def get_reward(parsed: Mapping[str, str], instance: Row) -> float:
     return float(len(parsed) == len(expected) and all(parsed.get(name) == expected[name] for name in expected if name))
 
 
-def share_passed(outcomes: Mapping[str, str], names: Sequence[str]) -> float:
+def compute_passed_fraction(outcomes: Mapping[str, str], names: Sequence[str]) -> float:
     """Return the fraction of `names` that passed (or failed as expected), in [0, 1]; 1 without names."""
     return sum(outcomes.get(name) in ("PASSED", "XFAIL") for name in names) / len(names) if names else 1.0

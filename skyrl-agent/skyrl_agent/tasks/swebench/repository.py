@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from skyrl_agent.errors import InfraError
 from skyrl_agent.runtimes.base import Runtime
-from skyrl_agent.tasks.swebench.patches import without_binary
+from skyrl_agent.tasks.swebench.patches import remove_binary
 
 SECONDS = 600.0
 MAX_PATCH_BYTES = 16 << 20
@@ -64,15 +64,15 @@ async def prepare(runtime: Runtime, *, checkout: str | None = None, clean: bool 
     await run(runtime, "\n".join(steps))
 
 
-async def hide_tests(runtime: Runtime) -> None:
+async def remove_tests(runtime: Runtime) -> None:
     """Remove the grading tests; the runtime that evaluates has its own."""
     await runtime.exec(["rm", "-rf", "--", *HIDDEN])
 
 
-async def take_patch(runtime: Runtime) -> str:
+async def get_patch(runtime: Runtime) -> str:
     """Return the difference from the first state, without binary files; empty if the agent broke the repository."""
     try:
-        return without_binary(await run(runtime, TAKE))
+        return remove_binary(await run(runtime, TAKE))
     except InfraError:
         if (await runtime.exec(["true"])).ok:  # the runtime works, so the agent broke .git
             return ""

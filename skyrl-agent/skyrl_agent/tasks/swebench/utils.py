@@ -11,15 +11,20 @@ from dataclasses import replace
 from typing import Any
 
 from skyrl_agent.errors import ConfigError, InfraError
-from skyrl_agent.finish import NO_GIT_PATCH, ending_of
+from skyrl_agent.finish import NO_GIT_PATCH, get_ending
 from skyrl_agent.runtimes.base import ExecResult, Limits, Runtime, RuntimeSpec
 from skyrl_agent.tasks.base import BaseTask, Instance, Judgement, TaskRowError
-from skyrl_agent.tasks.rows import names_of
+from skyrl_agent.tasks.rows import parse_names
 from skyrl_agent.tasks.swebench import harness, repository
-from skyrl_agent.tasks.swebench.patches import changed_paths
-from skyrl_agent.tasks.swebench.r2e_utils import get_reward, parse_log_by_path, parse_log_pytest, share_passed
-from skyrl_agent.tasks.swebench.sources import DEFAULT_PREFIX, REPOSITORY, Source, source_of
-from skyrl_agent.tasks.tests_run import obstacles_of
+from skyrl_agent.tasks.swebench.patches import list_changed_paths
+from skyrl_agent.tasks.swebench.r2e_utils import (
+    compute_passed_fraction,
+    get_reward,
+    parse_log_by_path,
+    parse_log_pytest,
+)
+from skyrl_agent.tasks.swebench.sources import DEFAULT_PREFIX, REPOSITORY, Source, get_source
+from skyrl_agent.tasks.tests_run import find_obstacles
 from skyrl_agent.types import JsonObject, Message, TrajectoryResult
 
 GIBIBYTE = 1 << 30
@@ -90,7 +95,7 @@ class SWEBenchTask(BaseTask):
         )
 
     def source(self, instance: Instance) -> Source:
-        return source_of(instance.data_source, instance.row, self.row_id(instance), self.image_prefix)
+        return get_source(instance.data_source, instance.row, self.row_id(instance), self.image_prefix)
 
     def row_id(self, instance: Instance) -> str:
         return str(instance.row.get("instance_id") or instance.instance_id)
@@ -106,11 +111,11 @@ class SWEBenchTask(BaseTask):
             if not row.get("expected_output_json"):
                 raise self._build_row_error(instance, "expected_output_json", "must map tests to their outcomes")
             return
-        if not names_of(row.get("FAIL_TO_PASS")):
+        if not parse_names(row.get("FAIL_TO_PASS")):
             raise self._build_row_error(instance, "FAIL_TO_PASS", "must name the tests that the solution makes pass")
         if kind != "swe-smith" and not row.get("test_patch"):
             raise self._build_row_error(instance, "test_patch", "must be the patch that brings those tests")
-        if "::" not in names_of(row["FAIL_TO_PASS"])[0] and harness.harness_of(kind) is None:
+        if "::" not in parse_names(row["FAIL_TO_PASS"])[0] and harness.find_harness(kind) is None:
             package = harness.PACKAGES.get(kind, "swebench")
             raise ConfigError(
                 f"row {self.row_id(instance)}: its tests do not have pytest's names, so that only the benchmark's own "
@@ -130,11 +135,11 @@ class SWEBenchTask(BaseTask):
 
     async def initialize_runtime(self, instance: Instance, runtime: Runtime) -> None:
         if self.source(instance).kind == "r2e-gym":
-            await repository.hide_tests(runtime)
+            await repository.remove_tests(runtime)
         await self._prepare(instance, runtime)
 
     async def complete_runtime(self, instance: Instance, runtime: Runtime, result: object) -> JsonObject:
-        return {"git_patch": await repository.take_patch(runtime), "answer": result}
+        return {"git_patch": await repository.get_patch(runtime), "answer": result}
 
     async def evaluate_result(
         self, result: Any, instance: Instance, trajectory: TrajectoryResult, runtime: Runtime | None = None
@@ -143,7 +148,7 @@ class SWEBenchTask(BaseTask):
         patch = result["git_patch"] if result else ""
         if not patch.strip():
             # A truncated agent had no time for a patch: its finish reason is kept.
-            ended = ending_of(trajectory.finish_reason).trains
+            ended = get_ending(trajectory.finish_reason).trains
             return Judgement(0.0, {"resolved": 0.0}, NO_GIT_PATCH if ended else None)
         return await self._grade(instance, runtime, patch)
 
@@ -166,7 +171,7 @@ class SWEBenchTask(BaseTask):
         kind = self.source(instance).kind
         if kind == "r2e-gym":
             return await self._grade_r2e(instance, runtime)
-        package = None if kind == "swe-smith" else harness.harness_of(kind)
+        package = None if kind == "swe-smith" else harness.find_harness(kind)
         if package is not None:
             return await self._grade_by_harness(package, instance, runtime, patch)
         return await self._grade_by_pytest(instance, runtime, patch)
@@ -197,7 +202,7 @@ class SWEBenchTask(BaseTask):
     async def _grade_by_harness(self, package: str, instance: Instance, runtime: Runtime, patch: str) -> Judgement:
         spec = harness.make_test_spec(package, instance.row)
         done = await self._run(runtime, spec.eval_script)
-        report = harness.report_of(package, spec, self.row_id(instance), patch, done.stdout)
+        report = harness.build_report(package, spec, self.row_id(instance), patch, done.stdout)
         parts = {
             part.lower(): len(tests["success"]) / max(1, len(tests["success"]) + len(tests["failure"]))
             for part, tests in report.get("tests_status", {}).items()
@@ -208,9 +213,9 @@ class SWEBenchTask(BaseTask):
 
     async def _grade_by_pytest(self, instance: Instance, runtime: Runtime, patch: str) -> Judgement:
         row = instance.row
-        fail_to_pass, pass_to_pass = names_of(row["FAIL_TO_PASS"]), names_of(row.get("PASS_TO_PASS"))
+        fail_to_pass, pass_to_pass = parse_names(row["FAIL_TO_PASS"]), parse_names(row.get("PASS_TO_PASS"))
         if test_patch := row.get("test_patch"):
-            files = changed_paths(test_patch)
+            files = list_changed_paths(test_patch)
             await repository.restore(runtime, "HEAD", files)
             await repository.apply_patch(runtime, test_patch)
         else:  # SWE-smith: the last commit removed the tests
@@ -221,8 +226,8 @@ class SWEBenchTask(BaseTask):
         done = await self._run(runtime, command)
         outcomes = parse_log_by_path(done.stdout)
         parts = {
-            "fail_to_pass": share_passed(outcomes, fail_to_pass),
-            "pass_to_pass": share_passed(outcomes, pass_to_pass),
+            "fail_to_pass": compute_passed_fraction(outcomes, fail_to_pass),
+            "pass_to_pass": compute_passed_fraction(outcomes, pass_to_pass),
         }
         named = [*fail_to_pass, *pass_to_pass]
         resolved = all(part == 1.0 for part in parts.values())
@@ -252,17 +257,17 @@ def _find_missing_outcome(done: ExecResult, script: str) -> dict[str, str]:
     if done.outcome != "exited":
         return {}
     last = next((line for line in reversed(done.stdout.splitlines()) if line.strip()), "")
-    return obstacles_of(done, script) or {"log of the tests": f"no outcome of a test; last line: {last[:300]!r}"}
+    return find_obstacles(done, script) or {"log of the tests": f"no outcome of a test; last line: {last[:300]!r}"}
 
 
 def _find_tests_not_run(
     done: ExecResult, command: str, outcomes: Mapping[str, str], named: Sequence[str]
 ) -> dict[str, str]:
-    """Return the tests that did not run, with the obstacle; see `local_swe.tests_not_run`."""
+    """Return the tests that did not run, with the obstacle; see `local_swe.find_tests_not_run`."""
     if done.outcome != "exited":
         return {}
     broken = [name for name, outcome in outcomes.items() if outcome == "ERROR" and "::" not in name]
     if broken:
         return {f"{COLLECTION}{name}": "it could not be imported" for name in broken}
     missing = {f"test {name}": "it is not in the log" for name in named if name not in outcomes}
-    return obstacles_of(done, command) or missing
+    return find_obstacles(done, command) or missing

@@ -26,7 +26,7 @@ INDEX = "index"
 
 
 @cache
-def engine_files() -> dict[str, str]:
+def read_engine_files() -> dict[str, str]:
     """Return the engine's source files: path -> source."""
     engine = files("skyrl_agent.tools.code_search") / "engine"
     sources = {f"engine/{item.name}": item.read_text() for item in engine.iterdir() if item.name.endswith(".py")}
@@ -43,8 +43,8 @@ async def install_search(runtime: Runtime, command: str | None = None, limits: L
         RuntimeError: the files could not be written there.
         InfraError: of the runtime.
     """
-    version = hashlib.sha256(json.dumps(engine_files()).encode()).hexdigest()[:12]
-    content = {"folder": f".agent-code-search-{version}", "files": engine_files(), "command": command}
+    version = hashlib.sha256(json.dumps(read_engine_files()).encode()).hexdigest()[:12]
+    content = {"folder": f".agent-code-search-{version}", "files": read_engine_files(), "command": command}
     result = await runtime.exec([runtime.python, "-I", "-c", WRITE], stdin=json.dumps(content), limits=limits)
     if not result.ok:
         raise RuntimeError(f"the search could not be put into the runtime: {result.outcome}, {result.stderr[-500:]}")

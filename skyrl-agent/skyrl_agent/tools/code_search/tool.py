@@ -75,12 +75,12 @@ class CodeSearch(RuntimeTool):
     async def _run_installed(self, runtime: Runtime, options: list[str], limits: Limits) -> ExecResult:
         """Run a search, after installing the engine if it is missing."""
         if self._folder is not None:
-            result = await self._ask(runtime, self._folder, options, limits)
+            result = await self._run_search(runtime, self._folder, options, limits)
             if result.ok or result.outcome != "exited" or result.returncode == REFUSED:
                 return result
         self._folder = await install_search(runtime, limits=limits)
-        return await self._ask(runtime, self._folder, options, limits)
+        return await self._run_search(runtime, self._folder, options, limits)
 
-    async def _ask(self, runtime: Runtime, folder: str, options: list[str], limits: Limits) -> ExecResult:
+    async def _run_search(self, runtime: Runtime, folder: str, options: list[str], limits: Limits) -> ExecResult:
         command = [runtime.python, "-I", "-S", folder, "--cache", f"{folder}/{INDEX}", *options]
         return await runtime.exec(command, limits=limits)

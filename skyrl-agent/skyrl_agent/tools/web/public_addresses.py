@@ -26,7 +26,7 @@ class PublicTransport(httpx.AsyncHTTPTransport):
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         host = request.url.host
-        address = await _public_address(host, request.url.port or {"http": 80}.get(request.url.scheme, 443))
+        address = await _resolve_public_address(host, request.url.port or {"http": 80}.get(request.url.scheme, 443))
         pinned = httpx.Request(
             request.method,
             request.url.copy_with(host=address),
@@ -37,7 +37,7 @@ class PublicTransport(httpx.AsyncHTTPTransport):
         return await super().handle_async_request(pinned)
 
 
-async def _public_address(host: str, port: int) -> str:
+async def _resolve_public_address(host: str, port: int) -> str:
     """Resolve a public address. Raises PrivateAddress, and httpx.ConnectError if the name is unknown."""
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)

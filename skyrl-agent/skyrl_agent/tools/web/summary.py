@@ -47,7 +47,7 @@ class ChatSummarizer:
 
     async def summarize(self, text: str, goal: str, user: str) -> str:
         """Raises RefusedRequest where the text is too long for the model."""
-        messages = summary_messages(text, goal)
+        messages = build_summary_messages(text, goal)
         body = {"model": self.model, "messages": messages, "temperature": 0.0, "user": user}
         answer = await self._service.json(body, path="/chat/completions")
         try:
@@ -70,7 +70,7 @@ class OwnSummarizer:
 
     async def summarize(self, text: str, goal: str, user: str) -> str:
         try:
-            return await self._ask(summary_messages(text, goal))
+            return await self._ask(build_summary_messages(text, goal))
         except ValueError as failure:
             raise RefusedRequest(str(failure)) from failure
 
@@ -78,7 +78,7 @@ class OwnSummarizer:
         return
 
 
-def summary_messages(text: str, goal: str) -> list[Message]:
+def build_summary_messages(text: str, goal: str) -> list[Message]:
     # One replacement each, the text first, as it comes last in the prompt: braces in a page or goal are never replaced.
     return [{"role": "user", "content": PROMPT.replace("{text}", text, 1).replace("{goal}", goal, 1)}]
 

@@ -22,9 +22,9 @@ def parse_urls(value: list[str] | str) -> list[str]:
 
 def _find_urls(text: str) -> list[str]:
     if complete := _ADDRESS.findall(text):
-        return [normalized(_strip_punctuation(address)) for address in complete]
+        return [normalize_url(_strip_punctuation(address)) for address in complete]
     words = (word.strip("\"'`[]()<>,; ") for word in text[:10_000].split())
-    return [normalized(f"https://{_strip_punctuation(word)}") for word in words if _BARE.fullmatch(word)]
+    return [normalize_url(f"https://{_strip_punctuation(word)}") for word in words if _BARE.fullmatch(word)]
 
 
 def _strip_punctuation(address: str) -> str:
@@ -34,7 +34,7 @@ def _strip_punctuation(address: str) -> str:
     return address
 
 
-def normalized(url: str) -> str:
+def normalize_url(url: str) -> str:
     """Normalize a URL: lower-case scheme and host, no fragment, invalid characters as %XX."""
     try:
         parts = urlsplit(url)
@@ -45,7 +45,7 @@ def normalized(url: str) -> str:
     return urlunsplit((parts.scheme.lower(), host, quote(parts.path, safe) or "/", quote(parts.query, safe), ""))
 
 
-def variants(url: str) -> list[str]:
+def list_url_variants(url: str) -> list[str]:
     """Return the URL and likely alternatives: with or without www, then without encryption."""
     parts = urlsplit(url)
     host = parts.netloc

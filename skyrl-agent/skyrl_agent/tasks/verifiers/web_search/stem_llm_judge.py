@@ -1,6 +1,6 @@
 """Answers to research questions by a judge at STEM_LLM_JUDGE_URL, as published."""
 
-from skyrl_agent.tasks.grading import boxed_answer, final_text
+from skyrl_agent.tasks.grading import extract_boxed_answer, extract_final_text
 from skyrl_agent.tasks.judges import make_judge
 from skyrl_agent.types import Row
 from skyrl_gym.graders import qa, reward_of
@@ -16,7 +16,7 @@ def compute_score(data_source: str, output: str, gt: str, extra_info: Row | None
         ConfigError: no judge is configured.
         InfraError: the judge fails.
     """
-    answer, info = boxed_answer(final_text(output)), extra_info or {}
+    answer, info = extract_boxed_answer(extract_final_text(output)), extra_info or {}
     if answer is None:
         return 0.0
     if info.get("answer_type") == "exactMatch":

@@ -8,7 +8,7 @@ import sys
 import time
 
 from .entities import Call, Entity, Import
-from .source import PYTHON, read_text, walk
+from .source import PYTHON, list_files, read_text
 
 FORMAT = 2
 SETTLED_NS = 100_000_000
@@ -88,7 +88,7 @@ class CodeIndex:
         if cache:
             self._load(cache)
 
-    def refresh(self) -> int:
+    def update(self) -> int:
         """Read new and changed files and forget removed ones. Returns the number of files parsed.
 
         Raises:
@@ -96,7 +96,7 @@ class CodeIndex:
         """
         if not os.path.isdir(self.root):
             raise NotADirectoryError(f"{self.root} is not a folder")
-        found = walk(self.root)
+        found = list_files(self.root)
         self.other_paths = [path for path in found if not path.endswith(PYTHON)]
         stamps = {path: stamp for path, stamp in found.items() if path.endswith(PYTHON)}
         gone = [path for path in self.files if path not in stamps]
@@ -123,7 +123,7 @@ class CodeIndex:
             self._save(self.cache)
         return parsed
 
-    def text_of(self, path: str) -> str | None:
+    def read_text_of(self, path: str) -> str | None:
         """Return the text of a listed file; None if it is binary, too large or removed."""
         known = self.files.get(path)
         return known.text if known else read_text(os.path.join(self.root, path))

@@ -7,7 +7,7 @@ import re
 from typing import NamedTuple
 
 from .index import CodeIndex, SourceFile
-from .names import Place, module_parts
+from .names import Place, split_module
 
 MAX_LINES = 20
 RANKED_FILES = 10
@@ -15,7 +15,7 @@ RANKED_ENTITIES = 10
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 
 
-def entities(index: CodeIndex, term: str, paths: list) -> list:
+def find_entities(index: CodeIndex, term: str, paths: list) -> list:
     """Find places with this id or name by the strictest match that finds any: exact case before any case."""
     term = term.strip().replace("::", ":", 1).replace("::", ".")
     path, _, name = term.rpartition(":")
@@ -62,7 +62,7 @@ def _find_dotted(index: CodeIndex, term: str, paths: list) -> list:
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
         return []
     for count in range(len(parts), 0, -1):
-        modules = [path for path in paths if module_parts(path)[-count:] == parts[:count]]
+        modules = [path for path in paths if split_module(path)[-count:] == parts[:count]]
         name = ".".join(parts[count:])
         found = [Place(path, name) for path in modules if not name or index.files[path].named(name)]
         if found:
@@ -98,7 +98,7 @@ def _find_first_lines(term: str, content: str) -> list:
     return lines
 
 
-def ranked(query: str, files: list) -> list:
+def rank_by_words(query: str, files: list) -> list:
     """Find places whose source has most of the query's words, weighted by idf, in any word order."""
     words = {word.lower() for word in _WORD.findall(query) if len(word) > 2}
     lowered = {file.path: file.text.lower() for file in files}

@@ -38,12 +38,12 @@ class Names:
         """Dotted name -> paths. Any folder that is no package may be where imports start: `src/package/module.py`."""
         packages = {path.rpartition("/")[0] for path in index.files if path.rpartition("/")[2] == "__init__.py"}
         for path in index.files:
-            parts = module_parts(path)
+            parts = split_module(path)
             for start in range(len(parts)):
                 if "/".join(parts[:start]) not in packages or not start:
                     self._modules.setdefault(".".join(parts[start:]), []).append(path)
 
-    def spellings(self, name: str) -> set:
+    def find_spellings(self, name: str) -> set:
         """Return the names under which files import this name, including itself."""
         known, todo = {name}, [name]
         while todo:
@@ -55,7 +55,7 @@ class Names:
                     known |= renamed
         return known
 
-    def methods_called(self, name: str) -> list:
+    def find_called_methods(self, name: str) -> list:
         if name not in self._methods:
             self._methods[name] = [
                 Place(path, entity.name)
@@ -72,9 +72,9 @@ class Names:
         folder = importer.rpartition("/")[0]
         if dots:
             parts = [*importer.split("/")[:-dots], *filter(None, name.split("."))]
-            return [path for path in self._modules.get(".".join(parts), []) if module_parts(path) == parts]
+            return [path for path in self._modules.get(".".join(parts), []) if split_module(path) == parts]
         paths = self._modules.get(name, [])
-        exact = [path for path in paths if module_parts(path) == name.split(".")]
+        exact = [path for path in paths if split_module(path) == name.split(".")]
         return exact or [path for path in paths if path.rpartition("/")[0] == folder] or paths
 
     def resolve(self, file: SourceFile, scope: str, target: str) -> Meaning:
@@ -96,10 +96,10 @@ class Names:
             bound = None if local else self._resolve_imported(file, target)
             if bound is not None:
                 return Meaning(bound, True)
-            found = [place for start in local for place in self._inside(start, rest)]
-        return Meaning(found, True) if found else Meaning(self.methods_called(rest[-1]), False)
+            found = [place for start in local for place in self._resolve_inside(start, rest)]
+        return Meaning(found, True) if found else Meaning(self.find_called_methods(rest[-1]), False)
 
-    def bases(self, file: SourceFile, entity) -> list:
+    def find_bases(self, file: SourceFile, entity) -> list:
         """Return the bases of a class: (as written, places in the repository)."""
         scope = entity.name.rpartition(".")[0]
         found = []
@@ -163,13 +163,15 @@ class Names:
                     continue
                 inner = self._index.files[path]
                 found += (
-                    self._inside(Place(path, ""), rest) or self._resolve_imported(inner, ".".join(rest), hops + 1) or []
+                    self._resolve_inside(Place(path, ""), rest)
+                    or self._resolve_imported(inner, ".".join(rest), hops + 1)
+                    or []
                 )
             if found:
                 return found
         return []
 
-    def _inside(self, start: Place, rest: list) -> list:
+    def _resolve_inside(self, start: Place, rest: list) -> list:
         file = self._index.files[start.path]
         name = ".".join(filter(None, [start.name, rest[0]]))
         classes = [entity for entity in file.named(start.name) if entity.kind == "class"]
@@ -177,7 +179,7 @@ class Names:
             return self._find_member(file, start.name, rest)
         if not file.named(name):
             return []
-        return self._inside(Place(start.path, name), rest[1:]) if len(rest) > 1 else [Place(start.path, name)]
+        return self._resolve_inside(Place(start.path, name), rest[1:]) if len(rest) > 1 else [Place(start.path, name)]
 
     def _find_enclosing_class(self, file: SourceFile, scope: str) -> str:
         while scope:
@@ -195,7 +197,7 @@ class Names:
         if hops > MAX_HOPS:
             return []
         for entity in file.named(owner):
-            for _, places in self.bases(file, entity):
+            for _, places in self.find_bases(file, entity):
                 for place in places:
                     found = self._find_member(self._index.files[place.path], place.name, name.split("."), hops + 1)
                     if found and place.name:
@@ -203,7 +205,7 @@ class Names:
         return []
 
 
-def module_parts(path: str) -> list:
+def split_module(path: str) -> list:
     """Split a path into module parts: `a/b/__init__.py` -> [a, b]."""
     parts = path.rpartition(".")[0].split("/")
     return parts[:-1] if parts[-1] == "__init__" else parts

@@ -19,7 +19,7 @@ def callers(index: CodeIndex, names: Names, target: Place) -> str:
     if last == "__init__":
         targets.add(Place(target.path, owner))
         called.add(owner.rpartition(".")[2])
-    called = set().union(*map(names.spellings, called))
+    called = set().union(*map(names.find_spellings, called))
     certain: dict = {}
     possible: dict = {}
     for file in index.files.values():
@@ -76,15 +76,15 @@ def inherits(index: CodeIndex, names: Names, target: Place) -> str:
         return "  not a class"
     rows = []
     for entity in classes:
-        for base, places in names.bases(file, entity):
+        for base, places in names.find_bases(file, entity):
             rows.append(f"  {base}  -> {', '.join(place.id for place in places) or 'outside of this repository'}")
     below = []
-    spellings = names.spellings(target.name.rpartition(".")[2])
+    spellings = names.find_spellings(target.name.rpartition(".")[2])
     for other in index.files.values():
         if not any(name in other.text for name in spellings):
             continue
         for entity in other.entities:
-            if any(target in places for _, places in names.bases(other, entity)):
+            if any(target in places for _, places in names.find_bases(other, entity)):
                 below.append(f"  {_format_location(other, entity.name)}  (line {entity.line})")
     return "\n".join(["bases:", *(rows or ["  none"]), "direct subclasses:", *(sorted(below) or [NONE])])
 

@@ -12,7 +12,7 @@ PREVIEW_LINES = 10
 MIN_BUDGET = 200
 
 
-def numbered(lines, first: int = 1) -> str:
+def format_numbered(lines, first: int = 1) -> str:
     return "\n".join(f"{number:6}\t{line}" for number, line in enumerate(lines, first))
 
 
@@ -34,8 +34,8 @@ def _render_entity(file: SourceFile, entity: Entity, style: str) -> str:
     lines = file.lines[entity.start - 1 : entity.end]
     if style == "preview" and len(lines) > PREVIEW_LINES:
         rest = f"\n        ... {len(lines) - PREVIEW_LINES} more lines"
-        return f"{head}\n{numbered(lines[:PREVIEW_LINES], entity.start)}{rest}"
-    return f"{head}\n{numbered(lines, entity.start)}"
+        return f"{head}\n{format_numbered(lines[:PREVIEW_LINES], entity.start)}{rest}"
+    return f"{head}\n{format_numbered(lines, entity.start)}"
 
 
 def _render_file(file: SourceFile, style: str) -> str:
@@ -44,9 +44,9 @@ def _render_file(file: SourceFile, style: str) -> str:
         head += f"\n  not valid Python, searched as text alone: {file.error}"
     lines = file.lines[: file.num_lines]
     if style == "complete":
-        return f"{head}\n{numbered(lines)}"
+        return f"{head}\n{format_numbered(lines)}"
     if style == "preview" and len(lines) > PREVIEW_LINES:
-        head += f"\n{numbered(lines[:PREVIEW_LINES])}\n        ..."
+        head += f"\n{format_numbered(lines[:PREVIEW_LINES])}\n        ..."
     return f"{head}\n{_render_outline(file.entities)}" if file.entities else head
 
 
@@ -57,7 +57,7 @@ def _render_outline(entities: list, inside: str = "") -> str:
     )
 
 
-def fitting(render, style: str, budget: int) -> str:
+def render_fitting(render, style: str, budget: int) -> str:
     """Return `render(style)`, or the next shorter format that fits, with a note."""
     for shorter in FORMATS[FORMATS.index(style) :]:
         content = render(shorter)

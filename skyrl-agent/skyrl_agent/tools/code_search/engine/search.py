@@ -5,7 +5,7 @@ from __future__ import annotations
 from . import matches, relations
 from .index import CodeIndex
 from .names import Names
-from .render import MIN_BUDGET, clipped, fitting, numbered, place
+from .render import MIN_BUDGET, clipped, format_numbered, place, render_fitting
 from .source import FilePattern
 
 EVERYWHERE = "**/*.py"
@@ -53,7 +53,7 @@ class RepositorySearch:
         terms = [term for term in dict.fromkeys(terms) if term.strip()]
         if not terms and not lines:
             raise ValueError("nothing to search for: give search terms, or a file and lines")
-        self.index.refresh()
+        self.index.update()
         pattern = FilePattern(files, self.index.root)
         selected = pattern.select(self.index.files)
         others = [] if pattern.only_python else pattern.select(self.index.other_paths)
@@ -71,7 +71,7 @@ class RepositorySearch:
 
     def _search_term(self, term: str, paths: list, others: list, style: str | None, budget: int) -> str:
         title = f"## {term}\n" if len(term) < MIN_BUDGET // 2 and "\n" not in term else "## the text\n"
-        found = matches.entities(self.index, self._to_relative(term), paths)
+        found = matches.find_entities(self.index, self._to_relative(term), paths)
         lines = "" if found and not found[0].name else self._find_text(term, paths, others, bool(found))
         if not found:
             return title + clipped(lines or self._find_similar(term, paths), budget - len(title))
@@ -79,7 +79,7 @@ class RepositorySearch:
         room = budget - len(title) - (len(lines) + 1 if lines else 0)
         if room < budget // 2:
             room, lines = budget - len(title), ""
-        shown = fitting(lambda shorter: self._find_places(found, shorter), style, room)
+        shown = render_fitting(lambda shorter: self._find_places(found, shorter), style, room)
         return title + shown + ("\n" + lines if lines else "")
 
     def _find_places(self, found: list, style: str) -> str:
@@ -90,7 +90,7 @@ class RepositorySearch:
     def _find_text(self, term: str, paths: list, others: list, brief: bool) -> str:
         """Return the lines that contain the text; empty if none do. `brief`: shown in addition to entities."""
         texts = {path: self.index.files[path].text for path in paths}
-        texts.update({path: content for path in others if (content := self.index.text_of(path)) is not None})
+        texts.update({path: content for path in others if (content := self.index.read_text_of(path)) is not None})
         found, note = matches.text(term, texts), ""
         if not found and not brief:
             found = matches.text(term.lower(), {path: content.lower() for path, content in texts.items()})
@@ -107,7 +107,8 @@ class RepositorySearch:
             )
         rows = sorted(found.items(), key=lambda item: -item[1].count)
         shown = [
-            f"  {path}: {item.count} (line{'s' * (len(item.lines) > 1)} {_numbers(item.lines)})" for path, item in rows
+            f"  {path}: {item.count} (line{'s' * (len(item.lines) > 1)} {_format_numbers(item.lines)})"
+            for path, item in rows
         ]
         more = len(shown) - (FEW if brief else MAX_SHOWN_FILES)
         if more > 0:
@@ -121,7 +122,7 @@ class RepositorySearch:
         return f"  {path}:{line}{inside}: {texts[path].split(chr(10))[line - 1].strip()[:200]}"
 
     def _find_similar(self, term: str, paths: list) -> str:
-        found = matches.ranked(term, [self.index.files[path] for path in paths])
+        found = matches.rank_by_words(term, [self.index.files[path] for path in paths])
         if not found:
             return "nothing found: no entity has this name, and no file this text"
         return "nothing has this name or text; closest by its words:\n" + "\n".join(
@@ -129,7 +130,7 @@ class RepositorySearch:
         )
 
     def _find_relation(self, relation: str, term: str, paths: list, budget: int) -> str:
-        found = matches.entities(self.index, self._to_relative(term), paths)
+        found = matches.find_entities(self.index, self._to_relative(term), paths)
         if not found:
             return clipped(f"## {relation} of {term}\nno entity has this name", budget)
         tell = relations.RELATIONS[relation]
@@ -140,7 +141,7 @@ class RepositorySearch:
     def _show_lines(self, paths: list, lines, files: str, budget: int) -> str:
         if len(paths) > 1:
             raise ValueError(f"lines need one file, and {files} means {len(paths)}: {', '.join(paths[:5])}")
-        content = self.index.text_of(paths[0])
+        content = self.index.read_text_of(paths[0])
         if content is None:
             raise ValueError(f"{paths[0]} is binary or too large to be shown")
         source = content.split("\n")
@@ -150,7 +151,7 @@ class RepositorySearch:
             raise ValueError(f"{paths[0]} has the lines 1 to {len(source)}; there is no line {outside[0]}")
         blocks = []
         for first, last in _merge_windows(sorted(set(lines)), len(source)):
-            blocks.append(numbered(source[first - 1 : last], first))
+            blocks.append(format_numbered(source[first - 1 : last], first))
         return clipped(f"## {paths[0]}\n" + "\n        ...\n".join(blocks), budget)
 
     def _to_relative(self, term: str) -> str:
@@ -192,5 +193,5 @@ def _merge_windows(lines: list, count: int) -> list:
     return merged
 
 
-def _numbers(lines: list, most: int = 8) -> str:
+def _format_numbers(lines: list, most: int = 8) -> str:
     return ", ".join(map(str, lines[:most])) + (", ..." if len(lines) > most else "")

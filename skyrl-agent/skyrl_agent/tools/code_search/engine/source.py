@@ -14,7 +14,7 @@ SKIPPED_FOLDERS = {"__pycache__", "node_modules", "site-packages", "_index_data"
 _SNIFFED_BYTES = 8192
 
 
-def walk(root: str) -> dict:
+def list_files(root: str) -> dict:
     """Map the relative path of each regular file to index to (mtime in ns, size). Links are not followed."""
     found = {}
     folders = [""]
@@ -69,7 +69,7 @@ class FilePattern:
         self.text = pattern.rstrip("/")
         self.is_glob = any(character in pattern for character in "*?[")
         prefix = "" if "/" in self.text else "**/"
-        self._regex = re.compile(_regex(prefix + self.text)) if self.is_glob else None
+        self._regex = re.compile(_to_regex(prefix + self.text)) if self.is_glob else None
 
     def select(self, paths) -> list:
         """Return the selected paths, in order."""
@@ -87,7 +87,7 @@ class FilePattern:
         return self.text.endswith(PYTHON) or self.text in ("", ".")
 
 
-def _regex(glob: str) -> str:
+def _to_regex(glob: str) -> str:
     parts = []
     for part in re.findall(r"\*\*/|\*\*|\*|\?|\[[^\]]+\]|.", glob, re.DOTALL):
         if part == "**/":
