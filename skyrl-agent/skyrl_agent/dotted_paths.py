@@ -18,7 +18,7 @@ def resolve_class(path: str, key: str) -> type[Any]:
         return getattr(import_module(module), name)
     except ModuleNotFoundError as error:
         missing = error.name or module
-        why = "there is no such module" if module == missing or module.startswith(f"{missing}.") else "not installed"
+        why = "the module does not exist" if module == missing or module.startswith(f"{missing}.") else "not installed"
         raise ConfigError(f"{key}={path!r}: cannot import {missing}: {why}") from error
     except (AttributeError, TypeError, ValueError) as error:  # TypeError: a relative path that begins with a dot
         raise ConfigError(f"{key}={path!r} must be the dotted path of a class: {error}") from error

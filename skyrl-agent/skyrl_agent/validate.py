@@ -50,7 +50,7 @@ class Validator:
     def __init__(self, cfg: TaskFile, parallel: int = 4) -> None:
         self.cfg, self.task = cfg, make_task(cfg)
         if type(self.task).evaluate_original is BaseTask.evaluate_original:
-            raise ConfigError(f"task={cfg.task!r} judges answers: it has no tests that could be run without an agent")
+            raise ConfigError(f"task={cfg.task!r} grades final responses: it has no tests to run without an agent")
         self._turns = asyncio.Semaphore(parallel)
 
     async def validate(self, rows: Sequence[Row]) -> list[RowReport]:

@@ -53,7 +53,7 @@ def open_dashboard(path: str) -> int:
     """Replace this process by the dashboard of a file. Returns 1 if that is not possible."""
     file = Path(path).expanduser()
     if not file.is_file() or file.name != DASHBOARD_NAME:
-        why = "there is no such file" if not file.is_file() else f"the dashboard reads files named {DASHBOARD_NAME}"
+        why = "the file does not exist" if not file.is_file() else f"the dashboard reads files named {DASHBOARD_NAME}"
         print(f"{file}: {why}; name it so in output.trajectories, or leave --browser out", file=sys.stderr)
         return 1
     if find_spec("skyrl_train") is None:

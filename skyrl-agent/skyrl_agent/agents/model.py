@@ -43,9 +43,9 @@ class Model:
         try:
             text, meta = await self.pending.before(self.seconds, request)
         except TimeoutError as error:
-            raise InfraError(f"the model's answer {error} (generator.request_timeout_seconds)") from error
+            raise InfraError(f"the model's completion {error} (generator.request_timeout_seconds)") from error
         except InterruptedError as error:
-            raise InfraError(f"the model's answer {error}") from error
+            raise InfraError(f"the model's completion {error}") from error
         if meta["finish_reason"] == "abort":
-            raise InfraError("the model's server aborted the answer")
+            raise InfraError("the model's server aborted the completion")
         return text, meta

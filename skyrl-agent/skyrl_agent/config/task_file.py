@@ -241,7 +241,7 @@ def load_task_file(path: str | Path) -> TaskFile:
 
 def _read_content(path: Path, extended_by: tuple[Path, ...]) -> JsonObject:
     if path.resolve() in extended_by:
-        raise ConfigError(f"{extended_by[0]}: `extends` comes back to {path}; a file must not extend itself")
+        raise ConfigError(f"{extended_by[0]}: `extends` returns to {path}; a file must not extend itself")
     try:
         content = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:

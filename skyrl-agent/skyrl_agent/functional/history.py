@@ -50,7 +50,7 @@ class MessageHistory:
     def append_to_last_message(self, text: str) -> None:
         """Append text to the last message. Raises ValueError if the history is empty."""
         if not self.messages:
-            raise ValueError("there is no message to append to: the history is empty")
+            raise ValueError("the history is empty: no message to append to")
         self.messages[-1]["content"] = (self.messages[-1].get("content") or "") + text
 
     def add_turn_reminder(self, text: str) -> None:

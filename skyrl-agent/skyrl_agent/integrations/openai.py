@@ -81,7 +81,7 @@ class OpenAIBackend:
         try:
             response = await service.request(method="GET")
         except InfraError as error:
-            raise InfraError(f"{where}: no server of the model answers: {error}") from error
+            raise InfraError(f"{where}: the model server is unreachable: {error}") from error
         finally:
             await service.close()
         if response.status in (401, 403):

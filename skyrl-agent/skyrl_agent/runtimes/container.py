@@ -134,7 +134,7 @@ class Machine(Container):
         except (OSError, subprocess.TimeoutExpired) as error:
             raise InfraError(f"{self.engine} exec failed: {error}") from error
         if ended.returncode not in (0, 4, 5) and not self.runs():
-            raise InfraError(f"the container {self.name} is gone: {_format_error(ended)}")
+            raise InfraError(f"the container {self.name} was removed: {_format_error(ended)}")
         return ended
 
 

@@ -224,7 +224,7 @@ class HostRuntime:
         if self._closed or self._sandbox is None or self._lease is None:
             raise InfraError(f"runtime {self.id} is not started, or closed")
         if not self._lease.is_held:
-            raise InfraError(f"runtime {self.id} is gone: it had no heartbeat for {self._lease.seconds:g} s")
+            raise InfraError(f"runtime {self.id} expired: no heartbeat for {self._lease.seconds:g} s")
         return self._sandbox
 
 

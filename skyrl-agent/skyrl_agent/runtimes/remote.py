@@ -82,7 +82,9 @@ class RemoteRuntime:
                         raise InfraError(_NO_ANSWER.format(_format_error(error))) from error
                 await asyncio.sleep(FIRST_PAUSE_SECONDS)
         if answer.status_code in (401, 403):
-            raise InfraError(f"the server refuses: {answer.text:.300} (runtime.token_env names the token's variable)")
+            raise InfraError(
+                f"the server rejected the request: {answer.text:.300} (runtime.token_env names the token's variable)"
+            )
         if not answer.is_success or "max_runtimes" not in answer.text:
             raise InfraError(_NO_SERVER.format(f"GET /health: status {answer.status_code}: {answer.text:.100}"))
         if self.spec.image and answer.json().get("kind") == "local":

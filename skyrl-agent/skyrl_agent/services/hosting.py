@@ -93,7 +93,7 @@ class Host:
         """Find a runtime and renew its lease. Raises Gone."""
         hosted = self._hosted.get(id)
         if hosted is None:
-            raise Gone(self._ended.get(id, "no runtime of that id: this server was started anew, or never had it"))
+            raise Gone(self._ended.get(id, "unknown runtime id: this server was restarted, or never had it"))
         hosted.deadline = time.monotonic() + hosted.lease_seconds
         return hosted
 

@@ -134,6 +134,6 @@ class BrowserPage:
             return await asyncio.wait_for(action, ACTION_SECONDS)
         except (Error, TimeoutError) as error:
             if not self._browser.is_connected() or self.page is None or self.page.is_closed():
-                raise InfraError(f"the browser is gone: {error}") from error
+                raise InfraError(f"the browser exited: {error}") from error
             reason = str(error).partition("\n")[0] or f"nothing happened for {ACTION_SECONDS:g} s"
             raise ValueError(reason) from None

@@ -71,7 +71,7 @@ async def run_check(check: Check, subject: Subject) -> str | None:
 async def the_text_is_that_of_the_ids(subject: Subject) -> str | None:
     """Check that text and token ids of a reply agree."""
     text, meta = await subject.ask()
-    assert isinstance(text, str) and text, f"the answer is {text!r}"
+    assert isinstance(text, str) and text, f"the completion is {text!r}"
     if not subject.tells_ids:
         assert meta["output_tokens"] is None and meta["logprobs"] is None, "what is not known must be None"
         return NOT_ASKED
@@ -133,7 +133,7 @@ async def a_stop_string_ends_the_answer_and_stays_in_it(subject: Subject) -> str
         assert text[:end].startswith(found)
         return NOT_ASKED
     assert found.startswith(text[:end]), f"{found!r} does not end with the stop string {stop!r} of {text!r}"
-    assert len(found) < len(text), f"the answer went on after the stop string {stop!r}: {found!r}"
+    assert len(found) < len(text), f"the completion continued after the stop string {stop!r}: {found!r}"
     return None
 
 
@@ -166,7 +166,7 @@ async def an_impossible_request_is_refused(subject: Subject) -> str | None:
         answer = await subject.ask(temperature=-1.0)
     except BackendError:
         return None
-    raise AssertionError(f"a temperature of -1 was taken: {answer}")
+    raise AssertionError(f"a temperature of -1 was accepted: {answer}")
 
 
 async def a_cancelled_request_leaves_the_backend_usable(subject: Subject) -> str | None:
@@ -192,7 +192,7 @@ async def a_dead_server_is_an_infrastructure_failure(subject: Subject) -> str | 
         )
     except InfraError:
         return None
-    raise AssertionError("a server that is gone answered")
+    raise AssertionError("a server that was shut down replied")
 
 
 CHECKS: list[Check] = [

@@ -76,7 +76,7 @@ class AsyncService:
         try:
             return json.loads(response.body)
         except ValueError as failure:
-            raise InfraError(f"{self.url}: the answer is not JSON: {failure}") from failure
+            raise InfraError(f"{self.url}: the reply is not JSON: {failure}") from failure
 
     async def request(
         self, body: object = None, *, path: str = "", method: str = "POST", params: Mapping[str, str] | None = None
@@ -122,9 +122,9 @@ class AsyncService:
                 async for chunk in answer.aiter_bytes():
                     received += chunk
                     if len(received) > MAX_BODY_BYTES:
-                        raise InfraError(f"{self.url}: the answer is longer than {MAX_BODY_BYTES} bytes")
+                        raise InfraError(f"{self.url}: the reply is longer than {MAX_BODY_BYTES} bytes")
         except TimeoutError as failure:
-            raise PassingFailure(f"no answer within {self.timeout:g} s") from failure
+            raise PassingFailure(f"no reply within {self.timeout:g} s") from failure
         except httpx.TransportError as failure:
             raise PassingFailure(f"{type(failure).__name__}: {failure}") from failure
         except (httpx.HTTPError, httpx.InvalidURL) as failure:

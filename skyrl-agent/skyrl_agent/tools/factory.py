@@ -44,7 +44,7 @@ def _find_class(name: str) -> type[Any]:
     if found is None and "." not in name:
         near = did_you_mean(name, sorted([*TOOL_REGISTRY, "mcp"]))
         raise ConfigError(
-            f"tools: there is no tool {name!r}; {near} (one of your own: its dotted path, or the module that "
+            f"tools: unknown tool {name!r}; {near} (for a custom tool: its dotted path, or the module that "
             "registers it under `imports`)"
         )
     found = resolve_class(name, "tools") if found is None else found

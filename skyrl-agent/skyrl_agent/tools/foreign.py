@@ -55,7 +55,7 @@ def get_group_tools(name: str, kind: type[ToolGroup], settings: JsonObject) -> l
     tools = [GroupTool(group, schema) for schema in group.schemas()]
     names = [tool.name for tool in tools]
     if unknown := [wanted for wanted in only or () if wanted not in names]:
-        raise ConfigError(f"tools: {name}: only: there is no tool {unknown[0]!r}; there are {', '.join(names)}")
+        raise ConfigError(f"tools: {name}: only: unknown tool {unknown[0]!r}; known: {', '.join(names)}")
     return [tool for tool in tools if only is None or tool.name in only]
 
 

@@ -97,7 +97,7 @@ def split_sections(context: object, most: int) -> list[str]:
         else:
             sections.append(part)
     if not sections:
-        raise TaskRowError("context is empty: there is nothing to read")
+        raise TaskRowError("context is empty: nothing to read")
     return sections
 
 

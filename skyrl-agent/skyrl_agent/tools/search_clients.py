@@ -51,7 +51,7 @@ class _ServiceClient:
         await self.service.probe()
 
     def build_unreadable_error(self, answer: object, failure: Exception) -> InfraError:
-        return InfraError(f"{self.service.url}: an answer of unknown form ({failure!r}): {str(answer)[:300]}")
+        return InfraError(f"{self.service.url}: a reply in an unknown format ({failure!r}): {str(answer)[:300]}")
 
 
 class RetrieverClient(_ServiceClient):

@@ -36,7 +36,7 @@ def runner_of(url: str, task: str = REACT, **keys: Any) -> AgentRunner:
 @pytest.mark.parametrize(
     "answer, text",
     [
-        (None, r"api_url=http://127.0.0.1:\d+: no server of the model answers: .* failed 3 times in .*ConnectError"),
+        (None, r"api_url=http://127.0.0.1:\d+: the model server is unreachable: .* failed 3 times in .*ConnectError"),
         ((401, "no"), r"the key in the environment variable OPENAI_API_KEY .* is not accepted"),
         ((200, {"data": [{"id": "other"}]}), r"model_name='m' is not served at .*; there is other"),
     ],
@@ -84,7 +84,7 @@ async def test_judge_is_probed_when_task_uses_judge():
 RUNTIMES = {
     "nothing listens": ({"kind": "remote"}, None, r"runtime.url=.*: no server answers: ConnectError"),
     "another server": ({"kind": "remote"}, (404, "no"), r"runtime.url=.*: what answers there is no runtime server"),
-    "no token": ({"kind": "remote"}, (401, "no"), r"runtime.url=.*the server refuses.*runtime.token_env"),
+    "no token": ({"kind": "remote"}, (401, "no"), r"runtime.url=.*the server rejected.*runtime.token_env"),
 }
 
 

@@ -64,4 +64,4 @@ def test_validate_exits_with_zero_when_all_rows_pass(validate):
 def test_validate_rejects_task_without_tests(validate):
     status, said = validate({"a": {}}, task="skyrl_agent.tasks.general_react.utils.GeneralReactTask")
     assert status == 2
-    assert "judges answers: it has no tests that could be run without an agent" in said
+    assert "it has no tests to run without an agent" in said

@@ -119,13 +119,13 @@ def runner_schemas(tools: list[Any]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     "tools, complaint",
     [
-        (["no_such_tool"], "there is no tool 'no_such_tool'"),
-        (["no_such_module.Tool"], "cannot import no_such_module: there is no such module"),
+        (["no_such_tool"], "unknown tool 'no_such_tool'"),
+        (["no_such_module.Tool"], "cannot import no_such_module"),
         ([f"{MODULE}.CountWord"], "must be the dotted path of a class"),
         ([f"{MODULE}.PoliteAgent"], "must be a subclass of BaseTool or ToolGroup"),
         ([{f"{MODULE}.CountWords": {"a": 1}}], "it has none"),
         ([{f"{MODULE}.Scales": {"weight": 1}}], "unexpected keyword argument 'weight'"),
-        ([{f"{MODULE}.Scales": {"only": ["way"]}}], "only: there is no tool 'way'; there are tare, weigh"),
+        ([{f"{MODULE}.Scales": {"only": ["way"]}}], "only: unknown tool 'way'; known: tare, weigh"),
         ([{"mcp": {}}], "needs either command or url"),
         ([{"mcp": {"command": ["/no/such/program"]}}], "cannot be started"),
         ([f"{MODULE}.CountWords", f"{MODULE}.CountWords"], "are both called 'count_words'"),

@@ -74,7 +74,7 @@ async def test_server_rejections_reach_model(retriever):
 
 @pytest.mark.parametrize("answer", [{"result": []}, {"result": [[{"no": 1}]]}, [1], {"other": 1}])
 async def test_malformed_retriever_reply_is_infrastructure_failure(answer):
-    with web_server(lambda asked: (200, answer)) as server, pytest.raises(InfraError, match="unknown form"):
+    with web_server(lambda asked: (200, answer)) as server, pytest.raises(InfraError, match="unknown format"):
         await call(make_tool("local_search", {"url": server.url}), query="a")
 
 

@@ -274,13 +274,13 @@ def test_missing_folder_is_rejected():
 def test_only_changed_files_are_reindexed(make, tmp_path):
     contents = {f"m{n}.py": f"def f{n}(): pass\n" for n in range(5)}
     search = make(contents)
-    assert search.index.refresh() == 5
-    assert search.index.refresh() == 0
+    assert search.index.update() == 5
+    assert search.index.update() == 0
     (tmp_path / "m1.py").write_text("def g1(): pass\n")  # as long as before, perhaps in the same tick of the clock
     (tmp_path / "m2.py").unlink()
     (tmp_path / "new.py").write_text("def fresh(): pass\n")
     os.utime(tmp_path / "m3.py", (1, 1))  # touched, not changed
-    assert search.index.refresh() == 2
+    assert search.index.update() == 2
     assert "m1.py:g1" in search.search(["g1"]) and "new.py:fresh" in search.search(["fresh"])
     assert "nothing found" in search.search(["f2"])
 
@@ -344,7 +344,7 @@ def test_output_of_real_package_reports_omissions(gym, budget, style):
 
 
 def test_entities_of_real_package_are_found_by_id(gym):
-    gym.index.refresh()
+    gym.index.update()
     for path, file in gym.index.files.items():
         assert file.error == ""
         for entity in file.entities:

@@ -96,7 +96,7 @@ def build_training_data(rows: TrainingRows, normalize: bool) -> list[Any]:
     if normalize:
         advantages = normalize_advantages(advantages, rows.in_baseline)
     if rows.rollout_logprobs is None:
-        raise BackendError("the server told no log-probs of what it sampled; training needs them")
+        raise BackendError("the server returned no log-probs of sampled tokens; training requires them")
     data = []
     for prompt, response, mask, logprobs, advantage in zip(
         rows.prompt_token_ids,
@@ -165,7 +165,7 @@ def find_newest_checkpoint(folder: Path) -> JsonObject:
     lines = file.read_text(encoding="utf-8").split("\n") if file.exists() else []
     checkpoints = [json.loads(line) for line in lines if line.strip()]
     if not checkpoints:
-        raise ConfigError(f"resume_exp_name: there is no checkpoint in {file}")
+        raise ConfigError(f"resume_exp_name: no checkpoint in {file}")
     return dict(max(checkpoints, key=lambda checkpoint: checkpoint["policy_iteration_step"]))
 
 

@@ -114,7 +114,7 @@ class SWEBenchTask(BaseTask):
         if not parse_names(row.get("FAIL_TO_PASS")):
             raise self._build_row_error(instance, "FAIL_TO_PASS", "must name the tests that the solution makes pass")
         if kind != "swe-smith" and not row.get("test_patch"):
-            raise self._build_row_error(instance, "test_patch", "must be the patch that brings those tests")
+            raise self._build_row_error(instance, "test_patch", "must be the patch that adds the tests")
         if "::" not in parse_names(row["FAIL_TO_PASS"])[0] and harness.find_harness(kind) is None:
             package = harness.PACKAGES.get(kind, "swebench")
             raise ConfigError(
