@@ -232,7 +232,7 @@ async def test_borrowed_environment_is_runtime_and_stays_open(runtimes):
 @pytest.mark.parametrize(
     "content, error",
     [
-        ({"tools": ["finsh"]}, "there is no tool 'finsh'; did you mean finish"),
+        ({"tools": ["finsh"]}, "unknown tool 'finsh'; did you mean finish"),
         ({"tools": {"enable_bash": True}}, "CodeActAgent takes flags"),
         ({"tools": ["finish", "em_finish"]}, "both called 'finish'"),
         ({"agent_config": {"max_dept": 2}}, "unknown key agent_config.max_dept; did you mean agent_config.max_depth"),

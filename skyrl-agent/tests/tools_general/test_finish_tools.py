@@ -40,7 +40,7 @@ def test_tool_schemas_match_signatures(name):
 @pytest.mark.parametrize(
     "name, settings, text",
     [
-        ("finsh", {}, "there is no tool 'finsh'; did you mean finish"),
+        ("finsh", {}, "unknown tool 'finsh'; did you mean finish"),
         ("finish", {"anwser": 1}, "settings of finish: .*'anwser'; it has none"),
         ("local_search", {"tpok": 1}, "settings of local_search: .*'tpok'; it has url, topk"),
     ],
