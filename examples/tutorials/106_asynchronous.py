@@ -1,4 +1,4 @@
-"""Tutorial 106: asynchronous training: generation goes on while the model is updated.
+"""Tutorial 106: asynchronous training: generation continues while the model is updated.
 
 python examples/tutorials/106_asynchronous.py
 """
