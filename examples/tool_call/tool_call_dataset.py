@@ -5,7 +5,7 @@
 
 Columns: `id`, `question` (one turn of messages), `function` (schemas), and `ground_truth`, the accepted calls. As
 published, `ground_truth` is in the file of the same name in the adjacent folder `possible_answer`; problems whose
-    id names `irrelevance` expect no call.
+id names `irrelevance` expect no call.
 """
 
 import functools

@@ -74,7 +74,7 @@ def test_image_names_match_published_names(data_source, row, instance_id, image)
     assert get_image(get_kind(data_source), row, instance_id) == image
 
 
-def test_image_registry_is_configurable(monkeypatch):
+def test_image_prefix_is_read_from_environment(monkeypatch):
     monkeypatch.setenv("EVAL_DOCKER_IMAGE_PREFIX", "mirror.example/swe/")
     task = SWEBenchTask()
     spec = task.runtime_spec(Instance({"problem_statement": "x"}, "a__b-1"))

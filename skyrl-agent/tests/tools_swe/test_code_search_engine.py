@@ -225,7 +225,7 @@ def test_text_is_found_outside_of_names(shop):
     assert "not valid Python, searched as text alone: line 1" in shop.search(["broken.py"])
 
 
-def test_similar_words_are_ranked_without_match(shop):
+def test_entities_are_ranked_by_words_without_match(shop):
     answer = shop.search(["sum total of rows"])
     assert "closest by its words" in answer
     assert answer.split("\n")[2].startswith("src/shop/tools.py:total ")
