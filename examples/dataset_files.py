@@ -7,12 +7,12 @@ reads). The rest, options included, is the same for all of them:
     --output_dir DIR            where both files go
     --input PATH ...            local .jsonl, .json (either may be gzipped) or .parquet files, or folders of them
     --hub_train NAME[:CONFIG]@SPLIT[#REVISION], --hub_test ...      datasets of the Hugging Face hub instead
-    --validation_share SHARE    hold this share out where there is no file for validation
+    --validation_share SHARE    hold out this fraction if no file is for validation
     --max_train_dataset_length N
-    --only_validation           write validation.parquet alone: a set to evaluate on
+    --only_validation           write only validation.parquet: an evaluation set
 
-Beside both files goes `prepared.json`: the source, and of each file the number of rows and a checksum of their content,
-which does not depend on the version of any library. Two people whose checksums agree train on the same rows.
+`prepared.json` next to both files holds the source, and the number of rows and a checksum of the content of each file,
+independent of library versions. Equal checksums mean equal rows.
 
 A local file belongs to the split that its name holds: train, or test / dev / validation. With --validation_share, files
 whose name holds none are read too.
@@ -152,9 +152,9 @@ def hold_out(problems: Problems, share: float | None) -> Problems:
 
 
 def read_local(paths: Iterable[Path], any_name: bool = False) -> Problems:
-    """Problems from files or the files of folders. With `any_name`, one whose name holds no split is a training file.
+    """Read problems from files or folders. With `any_name`, a file without a split in its name is a training file.
 
-    Raises DataError on a file of another form, or whose name holds no split.
+    Raises DataError for a file in another format or without a split in its name.
     """
     problems: dict[str, list[Problem]] = {"train": [], "test": []}
     for path in paths:

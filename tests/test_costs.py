@@ -36,7 +36,7 @@ def test_takes_processor_time():
 
 
 @pytest.mark.slow
-def test_run_fails_when_tests_of_make_test_exceed_the_budget_of_their_file(tmp_path: Path):
+def test_run_fails_when_tests_exceed_file_budget(tmp_path: Path):
     (tmp_path / "tests").mkdir()
     (tmp_path / "conftest.py").write_text((ROOT / "conftest.py").read_text())
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow")
@@ -62,14 +62,14 @@ def test_run_fails_when_tests_of_make_test_exceed_the_budget_of_their_file(tmp_p
     assert (processes, tests) == ("2", "2")
 
 
-def test_budgets_name_files_that_exist():
+def test_budgets_name_existing_files():
     budgets = tomllib.loads((ROOT / "tests" / "budgets.toml").read_text())
     assert [file for file in budgets["files"] if not (ROOT / file).is_file()] == []
     assert all(seconds > budgets["default"] for seconds in budgets["files"].values())
 
 
 @pytest.mark.slow
-def test_tests_that_start_servers_or_ray_are_marked():
+def test_tests_starting_servers_or_ray_are_marked():
     unmarked = [f"{file.relative_to(ROOT)}::{name}" for file in TEST_FILES for name in unmarked_tests(file)]
     assert unmarked == [], "mark them process, slow or full"
 

@@ -73,7 +73,7 @@ def gsm8k_files(folder: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("script", BUILDERS, ids=lambda path: path.stem)
-def test_a_builder_explains_itself(script, capsys):
+def test_builder_prints_help(script, capsys):
     with pytest.raises(SystemExit) as end:
         load_script(script).main(["--help"])
     explained = capsys.readouterr().out
@@ -86,7 +86,7 @@ def test_a_builder_explains_itself(script, capsys):
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "json", "json.gz", "parquet"])
-def test_files_of_every_form_are_read(tmp_path, suffix):
+def test_all_file_formats_are_read(tmp_path, suffix):
     for name, rows in (("train", GSM8K[:3]), ("test", GSM8K[3:])):
         path = tmp_path / f"{name}.{suffix}"
         if suffix == "parquet":
@@ -101,7 +101,7 @@ def test_files_of_every_form_are_read(tmp_path, suffix):
     assert [row["reward_spec"]["ground_truth"] for row in rows["validation"]] == ["5444", "56555"]
 
 
-def test_a_share_of_one_set_is_held_out(tmp_path):
+def test_validation_fraction_is_held_out(tmp_path):
     path = write_json_lines(tmp_path / "train.jsonl", GSM8K)
     rows = build("gsm8k/gsm8k_dataset.py", tmp_path / "out", "--input", path, "--validation_share", 0.4)
     questions = {name: [row["extra_info"]["question"] for row in part] for name, part in rows.items()}
@@ -111,7 +111,7 @@ def test_a_share_of_one_set_is_held_out(tmp_path):
     assert sorted(questions["train"] + questions["validation"]) == sorted(row["question"] for row in GSM8K)
 
 
-def test_a_folder_may_say_which_split_a_file_is(tmp_path):
+def test_split_is_read_from_folder_name(tmp_path):
     paths = []
     for split, rows in (("train", GSM8K[:3]), ("test", GSM8K[3:])):
         (tmp_path / split / "code").mkdir(parents=True)
@@ -120,7 +120,7 @@ def test_a_folder_may_say_which_split_a_file_is(tmp_path):
     assert (len(rows["train"]), len(rows["validation"])) == (3, 2)
 
 
-def test_datasets_of_the_hub_are_read_by_name_config_and_split(tmp_path):
+def test_hub_datasets_are_read_by_name_config_and_split(tmp_path):
     """A folder is a name too, for the library that reads the hub."""
     gsm8k_files(tmp_path)
     (tmp_path / "test.jsonl").write_text((tmp_path / "validation.jsonl").read_text())
@@ -142,7 +142,7 @@ def test_datasets_of_the_hub_are_read_by_name_config_and_split(tmp_path):
         (json.dumps({"question": "?"}) + "\n", "train problem 0 has no column 'answer'; its columns are question"),
     ],
 )
-def test_files_that_cannot_be_used_are_named(tmp_path, content, message):
+def test_unusable_files_are_reported(tmp_path, content, message):
     (tmp_path / "train.jsonl").write_text(content)
     with pytest.raises(DataError, match=message):
         build("gsm8k/gsm8k_dataset.py", tmp_path / "out", "--input", tmp_path)
@@ -151,12 +151,12 @@ def test_files_that_cannot_be_used_are_named(tmp_path, content, message):
 # Each builder, and its environment
 
 
-def test_gsm8k_rows_are_solved_in_one_turn(tmp_path):
+def test_gsm8k_rows_are_solved_in_single_turn(tmp_path):
     for row in build("gsm8k/gsm8k_dataset.py", tmp_path, "--input", *gsm8k_files(tmp_path))["train"]:
         assert play(row, [row["extra_info"]["answer"].replace(",", "")]).total_reward == 1.0
 
 
-def test_gsm8k_rows_are_solved_in_a_second_turn(tmp_path):
+def test_gsm8k_rows_are_solved_in_second_turn(tmp_path):
     rows = build("gsm8k_multi_turn/gsm8k_multi_turn_dataset.py", tmp_path, "--input", *gsm8k_files(tmp_path))
     for row in rows["train"]:
         assert row["extra_info"]["max_turns"] == 5
@@ -174,7 +174,7 @@ def test_math_rows_are_solved(tmp_path, test_data):
         assert play(row, [rf"So it is \boxed{{{row['reward_spec']['ground_truth']}}}."]).outcome_reward == 1.0
 
 
-def test_a_math_answer_may_stand_in_its_solution(tmp_path):
+def test_math_answer_is_extracted_from_solution(tmp_path):
     solutions = ["No box, so left out.", r"First \boxed{9}, then \boxed{\frac{1}{2}}.", r"\boxed{x^{2}}"]
     path = write_json_lines(tmp_path / "set.jsonl", [{"problem": "?", "solution": text} for text in solutions])
     rows = build("math/math_dataset.py", tmp_path, "--input", path, "--validation_share", 0.5)
@@ -182,7 +182,7 @@ def test_a_math_answer_may_stand_in_its_solution(tmp_path):
     assert sorted(answers) == [r"\frac{1}{2}", "x^{2}"]
 
 
-def test_aime_rows_are_solved_and_come_once(tmp_path):
+def test_aime_rows_are_solved_and_deduplicated(tmp_path):
     published = {
         "data_source": "math_dapo",
         "prompt": [{"role": "user", "content": "Find n. End with a line Answer: n."}],
@@ -244,7 +244,7 @@ def test_search_rows_are_solved(tmp_path, test_data):
         assert result.total_reward == 1.0, (question, target)
 
 
-def test_search_rows_as_published_are_kept(tmp_path):
+def test_published_search_rows_are_kept(tmp_path):
     published = {
         "data_source": "nq",
         "question": "who wrote it",
@@ -258,7 +258,7 @@ def test_search_rows_as_published_are_kept(tmp_path):
     assert row["extra_info"]["need_tools_kwargs"] is True
 
 
-def test_search_rows_take_the_instruction_from_the_prompt_column(tmp_path):
+def test_search_rows_read_instruction_from_prompt_column(tmp_path):
     """A row without a prompt (another evaluation set, say) gets the words of those that have one."""
 
     def problem(question: str, prompt: str | None) -> dict[str, Any]:
@@ -299,7 +299,7 @@ def make_zoo(folder: Path) -> None:
         connection.executescript("CREATE TABLE animal (name TEXT); INSERT INTO animal VALUES ('yak'), ('emu')")
 
 
-def test_text2sql_leaves_out_what_gives_no_rows_and_keeps_what_is_ready(tmp_path):
+def test_text2sql_skips_empty_results_and_keeps_prepared_rows(tmp_path):
     make_zoo(tmp_path / "spider")
     queries = ["SELECT name FROM animal", "SELECT name FROM animal WHERE 0", "SELECT nme FROM animal", "SELECT 1"]
     problems = [{"db_id": "zoo", "question": "Which?", "SQL": query, "evidence": "There are two."} for query in queries]
@@ -322,7 +322,7 @@ def test_text2sql_leaves_out_what_gives_no_rows_and_keeps_what_is_ready(tmp_path
         build("text2sql/text2sql_dataset.py", tmp_path, "--input", tmp_path, "--db_path", tmp_path / "elsewhere")
 
 
-def test_text2sql_sets_to_evaluate_on_keep_every_question_and_the_published_words(tmp_path):
+def test_text2sql_evaluation_sets_keep_all_published_questions(tmp_path):
     make_zoo(tmp_path / "Spider-DK")
     words = "Task.\n\nDatabase Schema:\n{}\nThis schema describes it.\n{}\nQuestion:\n{}\n\nInstructions:\nCost: $1"
     train = [{"prompt": [{"role": "user", "content": words.format("CREATE TABLE other (id)", "", "Another?")}]}]
@@ -346,7 +346,7 @@ def test_text2sql_sets_to_evaluate_on_keep_every_question_and_the_published_word
 
 @pytest.mark.parametrize("name", ["humaneval", "mbpp"])
 @pytest.mark.usefixtures("needs_sandbox")
-def test_rows_with_assertions_are_solved_by_the_reference(tmp_path, test_data, name):
+def test_rows_with_assertions_are_solved_by_reference(tmp_path, test_data, name):
     problems = [row for row in read_json_lines(test_data / "code" / f"{name}.jsonl.gz") if row["verified"]][::40]
     path = write_json_lines(tmp_path / "set.jsonl", problems)
     rows = build("code/code_dataset.py", tmp_path, "--input", path, "--validation_share", 0.5)
@@ -447,7 +447,7 @@ def test_gymnasium_rows_are_solved(tmp_path):
         build("gymnasium/gymnasium_dataset.py", tmp_path, "--env_id", "CartPol-v1", *sizes)
 
 
-def test_textworld_rows_are_won_by_the_walkthrough(tmp_path, test_data):
+def test_textworld_rows_are_solved_by_walkthrough(tmp_path, test_data):
     games = read_json_lines(test_data / "agent_envs" / "textworld_games.jsonl.gz")
     for number, game in enumerate(games[1:]):
         (tmp_path / f"game-{number}.json").write_text(json.dumps(game["game"]))
@@ -497,7 +497,7 @@ def test_rlm_rows_are_solved(tmp_path, test_data):
     assert "True" in result.messages[-3]["content"]
 
 
-def test_rlm_reads_hotpotqa_as_it_is_published_and_names_a_document_that_is_missing(tmp_path):
+def test_rlm_reads_hotpotqa_and_names_missing_documents(tmp_path):
     context = {"title": ["Yak", "Emu"], "sentences": [["It is ", "hairy."], ["It runs."]]}
     problem = {"question": "Which is hairy?", "answer": "yak", "context": context}
     path = write_json_lines(tmp_path / "set.jsonl", [problem] * 2)
@@ -509,7 +509,7 @@ def test_rlm_reads_hotpotqa_as_it_is_published_and_names_a_document_that_is_miss
         build("rlm/rlm_dataset.py", tmp_path, "--input", tmp_path)
 
 
-def test_every_environment_with_a_dataset_has_a_builder():
+def test_environments_with_dataset_have_builder():
     """The quickstart makes the rows of `arithmetic` and `calculator`."""
     folders = {script.parent.name for script in BUILDERS} | {"arithmetic", "calculator"}
     built_in = {id for id, spec in skyrl_gym.registry.items() if str(spec.entry_point).startswith("skyrl_gym.envs")}

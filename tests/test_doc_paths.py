@@ -29,7 +29,7 @@ def spellings(path: str) -> list[str]:
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
-def test_paths_in_the_documentation_exist():
+def test_documented_paths_exist():
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
     files = [Path(line) for line in listed.stdout.splitlines()]
     known = {str(path) for file in files for path in (file, *file.parents)}

@@ -15,19 +15,19 @@ MIGRATIONS = sorted((ROOT / "docs/migration").glob("*.md"))
 NAMES = settings.meanings(ROOT)
 
 
-def test_every_page_is_in_the_table_of_contents_once():
+def test_pages_are_listed_once_in_table_of_contents():
     existing = {str(page) for page in pages.pages(ROOT)}
     listed = list(pages.paths_of(site_config(existing)["nav"]))
     assert sorted(listed) == sorted(existing)
 
 
-def test_sections_of_the_table_of_contents_are_not_empty():
+def test_table_of_contents_has_no_empty_sections():
     generated = {f"docs/api/{api.file_name(title)}" for title in api.CLASSES}
     nav = site_config({*map(str, pages.pages(ROOT)), *generated})["nav"]
     assert [title for section in nav for title, entries in section.items() if not entries] == []
 
 
-def test_new_page_joins_reference():
+def test_new_page_is_added_to_reference():
     existing = {str(page) for page in pages.pages(ROOT)} | {"docs/new.md"}
     nav = site_config(existing)["nav"]
     assert "docs/new.md" in next(section["Reference"] for section in nav if "Reference" in section)
@@ -42,7 +42,7 @@ def rows(page: Path) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("page", MIGRATIONS, ids=lambda page: page.stem)
-def test_migration_names_settings_that_exist(page):
+def test_migration_names_existing_settings(page):
     """Each of our names is in the second column, or in the third with its full path."""
     known = NAMES.keys() | settings.sections(NAMES)
     table = list(rows(page))
@@ -88,7 +88,7 @@ def test_reference_describes_every_error_class():
         assert {f"{module}.{name}" for name in classes} <= set(api.CLASSES["Errors"])
 
 
-def test_classes_of_the_reference_exist():
+def test_referenced_classes_exist():
     for name in (name for names in api.CLASSES.values() for name in names):
         source = api.source_of(name, ROOT)
         assert source is not None, name
@@ -98,7 +98,7 @@ def test_classes_of_the_reference_exist():
         assert name.rpartition(".")[2] in defined, name
 
 
-def test_classes_that_the_documentation_subclasses_are_in_the_reference():
+def test_classes_subclassed_in_documentation_are_in_reference():
     texts = "".join(page.read_text() for page in [*ROOT.glob("docs/*.md"), ROOT / "README.md"])
     bases = set(re.findall(r"^class \w+\((\w+)\)", texts, re.MULTILINE))
     described = {name.rpartition(".")[2] for names in api.CLASSES.values() for name in names}
@@ -106,7 +106,7 @@ def test_classes_that_the_documentation_subclasses_are_in_the_reference():
     assert bases - described == set()
 
 
-def test_glossary_is_sorted_and_its_words_are_used():
+def test_glossary_is_sorted_and_used():
     lines = (ROOT / "docs/glossary.md").read_text().splitlines()
     terms = [line.split("|")[1].strip() for line in lines if line.startswith("| ")][1:]
     assert terms == sorted(terms)
@@ -123,7 +123,7 @@ def test_settings_are_linked_outside_of_code_and_links(tmp_path):
     assert linked.endswith("```\n`trainer.seed`\n```\n")
 
 
-def test_links_to_folders_lead_to_their_readme():
+def test_folder_links_resolve_to_readme():
     page = settings.REFERENCES[0].with_name("recipes.md")
     text = "[a](../examples/recipes) [b](../Makefile) [c](engines.md#weights)"
     resolved = pages.resolve_links(text, page, ROOT, {"examples/recipes/README.md", "docs/engines.md"})
@@ -142,12 +142,12 @@ def test_links_to_folders_lead_to_their_readme():
         ('<a href="https://example.org">', None),  # a reader may follow it; nothing is loaded
     ],
 )
-def test_problem_of_a_page_is_found(tmp_path, html, problem):
+def test_page_problem_is_detected(tmp_path, html, problem):
     (tmp_path / "a.html").write_text(html)
     assert links.problems(tmp_path) == ([problem] if problem else [])
 
 
-def test_stylesheet_that_loads_a_font_is_found(tmp_path):
+def test_stylesheet_loading_font_is_detected(tmp_path):
     (tmp_path / "a.css").write_text("@font-face { src: url('https://fonts.example/a.woff2') }")
     assert links.problems(tmp_path) == ["a.css: loads https://fonts.example/a.woff2"]
 
@@ -160,7 +160,7 @@ def test_staged_configuration_lists_generated_pages(tmp_path):
 
 
 @pytest.mark.slow
-def test_site_is_built_without_broken_links_and_loads_nothing_from_elsewhere(tmp_path):
+def test_site_has_no_broken_links_or_external_resources(tmp_path):
     pytest.importorskip("zensical", reason="the dependency group `docs` has the builder")
     assert build(tmp_path / "site") == []
     html = (tmp_path / "site/html/docs/configuration.html").read_text()

@@ -40,7 +40,7 @@ def readme_overrides() -> list[str]:
     return [word for word in documented_command("README.md", "main_base") if re.match(r"[a-z_]+\..*=", word)]
 
 
-def test_command_of_the_readme_is_valid_and_no_setting_of_it_is_superfluous():
+def test_readme_command_is_valid_and_minimal():
     overrides = readme_overrides()
     cfg = validate_cfg(SkyRLConfig.from_dict(settings_of(overrides)))
     assert cfg.trainer.fully_async.enabled and cfg.trainer.fully_async.max_staleness_steps == 4

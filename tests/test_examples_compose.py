@@ -36,7 +36,7 @@ FOLDERS = [script.parent for script in SCRIPTS]
         for number, script in enumerate(SCRIPTS)
     ],
 )
-def test_the_settings_of_an_example_are_valid(script, tmp_path):
+def test_example_settings_are_valid(script, tmp_path):
     started = [
         command
         for command in commands_of(script, tmp_path)
@@ -47,13 +47,13 @@ def test_the_settings_of_an_example_are_valid(script, tmp_path):
         checked_config(command)
 
 
-def test_arguments_of_a_script_override_its_settings(tmp_path):
+def test_script_arguments_override_settings(tmp_path):
     (command,) = commands_of(REPOSITORY / "examples/gsm8k/run_gsm8k.sh", tmp_path, "trainer.epochs=7")
     assert command.module == "skyrl_train.entrypoints.main_base"
     assert checked_config(command).trainer.epochs == 7
 
 
-def test_a_misspelt_setting_in_a_script_is_found(tmp_path):
+def test_misspelled_setting_in_script_is_detected(tmp_path):
     script = tmp_path / "run_wrong.sh"
     script.write_text('"$PYTHON" -m skyrl_train.entrypoints.main_base trainer.algorithm.eps_clp_high=0.28 "$@"\n')
     (command,) = commands_of(script, tmp_path)
@@ -61,7 +61,7 @@ def test_a_misspelt_setting_in_a_script_is_found(tmp_path):
         checked_config(command)
 
 
-def test_a_misspelt_key_of_a_task_file_is_found(tmp_path):
+def test_misspelled_task_file_key_is_detected(tmp_path):
     (tmp_path / "task.yaml").write_text("task: module.Task\ngenerator: {max_iteration: 3}\n")
     script = tmp_path / "run_wrong.sh"
     script.write_text(f'"$PYTHON" -m {AGENT_EVALUATION} {tmp_path / "task.yaml"} "$@"\n')
@@ -70,7 +70,7 @@ def test_a_misspelt_key_of_a_task_file_is_found(tmp_path):
         checked_config(command)
 
 
-def test_a_script_fails_with_the_program_that_it_cannot_start(tmp_path):
+def test_script_fails_when_program_cannot_start(tmp_path):
     script = tmp_path / "run_wrong.sh"
     script.write_text("no-such-program trainer.seed=1\n")
     with pytest.raises(AssertionError, match="no-such-program"):

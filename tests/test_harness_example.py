@@ -47,7 +47,7 @@ def learned(repair: Any, folder: Path, agent: str, seed: int, steps: int, *setti
     "settings",
     [pytest.param((), id="synchronous"), pytest.param(ASYNCHRONOUS, id="asynchronous", marks=pytest.mark.full)],
 )
-def test_a_shell_script_with_curl_learns(repair: Any, settings: tuple[str, ...], tmp_path: Path):
+def test_curl_shell_script_learns(repair: Any, settings: tuple[str, ...], tmp_path: Path):
     learned(repair, tmp_path, "shell_agent", 0, 10, *settings)
 
 

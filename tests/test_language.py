@@ -40,12 +40,12 @@ def find_banned(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("folder", [*SOURCES, "docs"])
-def test_texts_have_no_banned_phrase(folder: str):
+def test_texts_contain_no_banned_phrase(folder: str):
     paths = [path for path in sorted((ROOT / folder).rglob("*")) if path.suffix in (".py", ".md")]
     found = [f"{path.relative_to(ROOT)}:{place}" for path in paths for place in find_banned(path.read_text("utf-8"))]
     assert found == []
 
 
-def test_banned_phrases_and_names_are_found():
+def test_banned_phrases_and_names_are_detected():
     source = 'class Sleeper: ...\ndef _kept(x):\n    """Mended."""\nunkept = recommended'
     assert find_banned(source) == ["1: class Sleeper", "2: def _kept", "3: Mended"]

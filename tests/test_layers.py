@@ -236,7 +236,7 @@ def part_of(module: str, parts: Iterable[str]) -> str | None:
 
 
 @pytest.mark.parametrize("package, layers", [(PACKAGE, LAYERS), (SERVER, SERVER_LAYERS), (AGENTS, AGENT_LAYERS)])
-def test_parts_do_not_import_each_other_even_for_types(package, layers):
+def test_modules_do_not_import_each_other_for_types(package, layers):
     parts = set().union(*layers)
     edges = {
         (part_of(module, parts), part_of(name, parts))
@@ -278,12 +278,12 @@ def test_environments_do_not_import_each_other():
 
 
 @pytest.mark.parametrize("package, except_in", MAY_IMPORT_THE_TRAINER)
-def test_few_parts_import_the_trainer(package, except_in):
+def test_few_modules_import_trainer(package, except_in):
     importers = [name for name, path in modules_of(package).items() if imports_of(path)]
     assert [name for name in importers if not name.startswith(except_in)] == []
 
 
-def test_conformance_suite_and_server_import_nothing_of_each_other():
+def test_conformance_suite_and_server_are_independent():
     for path in (SERVER.parent / "tx_conformance").rglob("*.py"):
         assert not {name for name in all_imports_of(path) if re.match(r"(tx|skyrl_\w+)(\.|$)", name)}, path
     for path in SERVER.rglob("*.py"):
@@ -301,7 +301,7 @@ def test_runtime_packages_import_neither_test_kit_nor_inspection(package, may_im
                 assert package not in {name.partition(".")[0] for name in all_imports_of(path)}, path
 
 
-def test_no_module_imports_itself_in_a_circle():
+def test_no_circular_imports():
     graph = {name: imports_of(path) for name, path in modules_of(PACKAGE).items()}
     state: dict[str, str] = {}
 
@@ -395,11 +395,11 @@ def imports_in_turn(modules: dict[str, str], path: Path = REPOSITORY) -> str:
     ).stdout
 
 
-def test_processes_of_a_run_import_only_what_they_need():
+def test_run_processes_import_only_required_modules():
     assert not imports_in_turn(IMPORTED_IN_TURN)
 
 
-def test_an_import_is_seen_though_its_package_is_not_installed_and_a_look_for_it_is_none(tmp_path: Path):
+def test_imports_of_missing_packages_are_detected(tmp_path: Path):
     looks = "from importlib.util import find_spec\nfind_spec('absent_one')\n"
     (tmp_path / "tries_absent.py").write_text(looks + "try:\n    import absent_two.part\nexcept ImportError: pass\n")
     unwanted = {"tries_absent": "absent_one absent_two json.tool"}
@@ -407,13 +407,13 @@ def test_an_import_is_seen_though_its_package_is_not_installed_and_a_look_for_it
 
 
 @pytest.mark.parametrize("module", PUBLIC_NAMES)
-def test_public_names_are_there(module):
+def test_public_names_exist(module):
     loaded = importlib.import_module(module)
     missing = [name for name in PUBLIC_NAMES[module] if not hasattr(loaded, name)]
     assert not missing
 
 
-def test_the_main_loop_fits_on_a_page():
+def test_main_loop_fits_on_page():
     tree = ast.parse((PACKAGE / "trainer.py").read_text())
     [train] = [node for node in ast.walk(tree) if isinstance(node, ast.AsyncFunctionDef) and node.name == "train"]
     assert train.end_lineno is not None

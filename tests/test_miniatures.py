@@ -149,7 +149,7 @@ def different(ours: dict[str, Any], theirs: dict[str, Any]) -> set[str]:
 
 
 @pytest.mark.parametrize("recipe", MAY_DIFFER)
-def test_settings_of_a_miniature_are_its_recipes_but_for_sizes(recipe: str, tmp_path: Path):
+def test_miniature_settings_match_recipe_except_sizes(recipe: str, tmp_path: Path):
     miniature, shared = load(recipe), load("")
     variables = {"FIGURES": "later"} if recipe == "dapo" else {}
     published = composed(miniature.SCRIPT, tmp_path / "published", NUM_GPUS="8", **variables)
@@ -177,7 +177,7 @@ def test_plain_grpo_differs_from_dapo_by_four_settings(tmp_path: Path):
     assert different(arms["DAPO"], arms["DAPO without clip-higher"]) == {"trainer.algorithm.eps_clip_high"}
 
 
-def test_runs_of_dapo_are_compared_with_the_band_and_the_other_arms_are_not(tmp_path: Path):
+def test_only_dapo_runs_are_compared_with_band(tmp_path: Path):
     miniature, shared = load("dapo"), load("")
     settings = [*shared.SIZES, *miniature.SETTINGS, *miniature.BANDS["DAPO"]]
     own = composed(miniature.SCRIPT, tmp_path / "DAPO", *settings, **shared.VARIABLES, FIGURES="later")
@@ -187,7 +187,7 @@ def test_runs_of_dapo_are_compared_with_the_band_and_the_other_arms_are_not(tmp_
     assert set(miniature.BANDS) == {"DAPO"}
 
 
-def test_task_file_of_swe_keeps_agent_and_tools_of_the_recipe():
+def test_swe_task_file_keeps_recipe_agent_and_tools():
     from skyrl_agent.config.task_file import load_task_file
 
     ours, recipe = (
@@ -213,7 +213,7 @@ def test_task_file_of_swe_keeps_agent_and_tools_of_the_recipe():
 # ---- problems and demonstrations
 
 
-def test_ways_of_the_sums_have_the_lengths_and_rewards_that_the_claim_rests_on():
+def test_sum_strategies_have_expected_lengths_and_rewards():
     """Running totals are right and fit; additions in full are right, and too long for six numbers."""
     dapo = load("dapo")
     tokenizer, draw = dapo.make_tokenizer(), random.Random(0)
@@ -229,7 +229,7 @@ def test_ways_of_the_sums_have_the_lengths_and_rewards_that_the_claim_rests_on()
     assert not held_out & {dapo.text_of(dapo.problem_of(draw)) for _ in range(500)}
 
 
-def test_mistakes_in_functions_fail_their_tests_and_repairs_pass(tmp_path: Path):
+def test_injected_bugs_fail_tests_and_repairs_pass(tmp_path: Path):
     swe = load("swe")
     draw = random.Random(0)
     assert not set(swe.expressions(held_out=True)) & set(swe.expressions(held_out=False))
@@ -246,7 +246,7 @@ def test_mistakes_in_functions_fail_their_tests_and_repairs_pass(tmp_path: Path)
             assert all(eval(case, {"f": function}) for case in cases) == passes
 
 
-def test_two_hops_of_the_search_miniature_need_two_searches():
+def test_two_hop_questions_need_two_searches():
     """A search for the question's subject finds the answer to one hop, and never that to two hops; a search for the
     intermediate entity finds that."""
     search = load("search_r1")
@@ -264,7 +264,7 @@ def test_two_hops_of_the_search_miniature_need_two_searches():
                 assert question.chain[1] not in first and question.chain[1] in second.partition("Doc 2")[0]
 
 
-def test_every_part_of_another_dialect_is_an_error_that_names_it(tmp_path: Path):
+def test_unsupported_dialect_syntax_is_reported(tmp_path: Path):
     sql = load("skyrl_sql")
     database = sql.databases()[0]
     assert len({each.db_id for each in sql.databases()}) == sql.NUM_DATABASES
@@ -279,9 +279,7 @@ def test_every_part_of_another_dialect_is_an_error_that_names_it(tmp_path: Path)
                 assert sql.refused_part(sql._observation(tmp_path, database.db_id, query, 3)) == name, query
 
 
-def test_repairs_in_demonstrations_exchange_the_refused_part_for_one_not_tried(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_demonstrated_repairs_replace_rejected_syntax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     sql = load("skyrl_sql")
     for name, value in {"REPAIRS": 1.0, "BELIEVES": 1.0, "FORGETS": 0.0}.items():
         monkeypatch.setattr(sql, name, value)
@@ -301,7 +299,7 @@ def test_repairs_in_demonstrations_exchange_the_refused_part_for_one_not_tried(
         assert solution.partition("<solution>")[2].partition("<")[0] in queries[-1]
 
 
-def test_demonstrations_in_one_message_have_the_tokens_of_a_rollout():
+def test_single_message_demonstrations_match_rollout_tokens():
     """A prompt is encoded as its chat template is; text is decoded to what it was; observations are not learned."""
     growing_message = sys.modules[load("skyrl_sql").phrase_tokenizer.__module__]
     tokenizer = growing_message.phrase_tokenizer(["<sql>", "</sql>", "of a", "ab", "Error: …"])
@@ -318,7 +316,7 @@ def test_demonstrations_in_one_message_have_the_tokens_of_a_rollout():
 # ---- comparisons
 
 
-def test_interval_of_a_paired_difference_by_hand():
+def test_paired_difference_interval_of_three_seeds():
     """1, 2, 3: mean 2, standard error 1 / sqrt(3), and 4.303 of it for three seeds."""
     difference = load("").Difference((1.0, 2.0, 3.0))
     assert difference.mean == 2.0
@@ -340,7 +338,7 @@ FEWER_QUESTIONS = {"search_r1": ["NUM_EVALUATION"], "skyrl_sql": ["NUM_HELD_OUT"
     "recipe",
     [pytest.param(recipe, marks=pytest.mark.slow if recipe == "dapo" else pytest.mark.full) for recipe in MAY_DIFFER],
 )
-def test_smallest_miniature_runs_from_end_to_end(
+def test_smallest_miniature_runs_end_to_end(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     for name in FEWER_QUESTIONS.get(recipe, ()):
@@ -364,7 +362,7 @@ def test_smallest_miniature_runs_from_end_to_end(
 # ---- distillation
 
 
-def test_arms_of_distillation_train_the_same_student_in_the_same_way(tmp_path: Path):
+def test_distillation_arms_train_same_student(tmp_path: Path):
     miniature = load("distillation")
     supervised, fresh, distilled = (
         miniature.settings_of(tmp_path / "seed_0", arm, 48, 0) for arm in ("sft", "sft_fresh", "full")
@@ -382,7 +380,7 @@ def test_arms_of_distillation_train_the_same_student_in_the_same_way(tmp_path: P
     assert own["trainer.policy_mini_batch_size"] == own["trainer.train_batch_size"]  # one update a step, as in `sft`
 
 
-def test_teacher_of_distillation_learns_corrections_and_no_errors():
+def test_distillation_teacher_learns_only_corrections():
     miniature = load("distillation")
     tokenizer, draw = miniature.make_tokenizer(), random.Random(0)
     demonstrations = [miniature.demonstrate(draw, ["57+48"], corrected=1.0) for _ in range(200)]
@@ -404,7 +402,7 @@ def test_teacher_of_distillation_learns_corrections_and_no_errors():
     )
 
 
-def test_equal_tokens_of_a_curve_are_interpolated():
+def test_curve_is_interpolated_at_equal_tokens():
     miniature = load("distillation")
     curve = [{"step": 0.0, miniature.RIGHT: 0.1}, {"step": 100.0, miniature.RIGHT: 0.3}]
     assert miniature.at(curve, 50.0) == pytest.approx(0.2)
@@ -412,7 +410,7 @@ def test_equal_tokens_of_a_curve_are_interpolated():
 
 
 @pytest.mark.slow
-def test_smallest_miniature_of_distillation_runs_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_smallest_distillation_miniature_runs_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     arguments = ["--seeds", "0", "--steps", "1", "--warm_up_steps", "4", "--output", str(tmp_path)]
     load("distillation").main(arguments)
     printed = capsys.readouterr().out

@@ -79,7 +79,7 @@ def plan_of(cfg: Any) -> MemoryPlan:
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_shape_of_a_published_model_has_its_number_of_parameters(name: str):
+def test_published_model_shape_has_expected_parameter_count(name: str):
     config = model_config(name, "a model", config_file=str(CONFIGS / f"{name}.json"))
     assert model_shape(config).parameters == PARAMETERS[name]
     assert json.loads((CONFIGS / f"{name}.json").read_text())["vocab_size"] in (151_936, 152_064)
@@ -119,7 +119,7 @@ NEED_SHORTER_SAMPLES = frozenset({"recipes/dapo/run_qwen2.5_math_7b.sh"})
         ("dapo/run_qwen2.5_32b.sh", (25, 70)),
     ],
 )
-def test_published_recipe_fits_where_it_was_run(script: str, gigabytes: tuple[float, float], tmp_path: Path):
+def test_published_recipe_fits_original_hardware(script: str, gigabytes: tuple[float, float], tmp_path: Path):
     plan = plan_of(trained_config(REPOSITORY / "examples/recipes" / script, tmp_path))
     assert plan.shortages == []
     [train] = [phase for phase in plan.phases if phase.name == "train policy"]
@@ -134,7 +134,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ModelShape]:
     return cfg, shapes_of(cfg, {"Qwen/Qwen3-30B-A3B": str(CONFIGS / "Qwen3-30B-A3B.json")})["policy"]
 
 
-def test_mixture_under_fsdp2_is_divided_by_all_ranks(mixture: tuple[Any, ModelShape]):
+def test_moe_under_fsdp2_is_sharded_over_all_ranks(mixture: tuple[Any, ModelShape]):
     """SkyRL publishes that FSDP2 did not complete a step of this recipe on 32 x 80 GB, and a script that trains a model
     of these sizes with FSDP2 on 16. The arithmetic of the backend here agrees with the second: 16 bytes a parameter
     over 32 ranks are 15 GB, and whole layers, buffers and activations less than 15 more. See docs/planner.md; this test

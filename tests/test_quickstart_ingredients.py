@@ -46,7 +46,7 @@ def play(row, turns):
     return reward, heard
 
 
-def test_settings_of_a_script_keep_spaces(tmp_path):
+def test_script_settings_keep_spaces(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(QUICKSTART)
         run = importlib.import_module("run")
@@ -58,7 +58,7 @@ def test_settings_of_a_script_keep_spaces(tmp_path):
     assert settings[-1] == "trainer.run_name=two words" and all("=" in each for each in settings)
 
 
-def test_text_survives_the_tokenizer(tokenizer):
+def test_tokenizer_round_trips_text(tokenizer):
     text = "7+8=15, user <answer>85</answer>\n  it's .5 ."
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids, skip_special_tokens=True) == text
@@ -66,14 +66,14 @@ def test_text_survives_the_tokenizer(tokenizer):
     assert (tokenizer.pad_token_id, tokenizer.eos_token, len(tokenizer)) == (0, "<|im_end|>", 109)
 
 
-def test_the_chat_template(tokenizer):
+def test_chat_template_renders_messages(tokenizer):
     messages = [{"role": "user", "content": "37+48"}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert text == "<|im_start|>user\n37+48<|im_end|>\n<|im_start|>assistant\n"
 
 
 @pytest.mark.parametrize("name, parameters", [("arithmetic", 130_304), ("calculator", 191_936)])
-def test_a_model_is_made_from_its_seed(quickstart, name, parameters):
+def test_model_initialization_follows_seed(quickstart, name, parameters):
     task = quickstart.tasks.TASKS[name]
     first, again, other = (quickstart.model.make_model(task, seed) for seed in (0, 0, 1))
     assert first.num_parameters() == parameters
@@ -83,7 +83,7 @@ def test_a_model_is_made_from_its_seed(quickstart, name, parameters):
 
 
 @pytest.mark.parametrize("name", ["arithmetic", "calculator"])
-def test_no_validation_problem_is_trained_on(quickstart, name):
+def test_validation_problems_are_excluded_from_training(quickstart, name):
     task = quickstart.tasks.TASKS[name]
     train, validation = (quickstart.tasks.make_rows(task, 500, 0, held_out) for held_out in (False, True))
     problems = [{row["extra_info"]["problem"] for row in rows} for rows in (train, validation)]
@@ -94,7 +94,7 @@ def test_no_validation_problem_is_trained_on(quickstart, name):
 
 
 @pytest.mark.parametrize("name, lowest, highest", [("arithmetic", 0.2, 0.5), ("calculator", 0.3, 0.5)])
-def test_few_demonstrations_earn_the_reward_and_all_hear_what_the_environment_says(quickstart, name, lowest, highest):
+def test_demonstrations_include_environment_feedback(quickstart, name, lowest, highest):
     task, draw = quickstart.tasks.TASKS[name], random.Random(0)
     rewards = []
     for row in quickstart.tasks.make_rows(task, 400, 0):
@@ -105,7 +105,7 @@ def test_few_demonstrations_earn_the_reward_and_all_hear_what_the_environment_sa
     assert lowest < sum(rewards) / len(rewards) < highest
 
 
-def test_a_demonstration_has_the_ids_of_a_rollout(quickstart, tokenizer):
+def test_demonstration_ids_match_rollout(quickstart, tokenizer):
     """Rollouts tokenize the environment's messages apart from the model's text, behind a fixed base."""
     prompt = [{"role": "user", "content": "37*48"}]
     turns = [
@@ -132,7 +132,7 @@ def test_a_demonstration_has_the_ids_of_a_rollout(quickstart, tokenizer):
 
 
 @pytest.mark.slow
-def test_the_three_commands(quickstart, tmp_path, monkeypatch):
+def test_quickstart_commands_run(quickstart, tmp_path, monkeypatch):
     def command(script, *arguments):
         """Run a script as a program, in this process, which has imported torch and transformers already."""
         command_line = [script, "--task", "arithmetic", "--seed", "1", *map(str, arguments)]
@@ -154,7 +154,7 @@ def test_the_three_commands(quickstart, tmp_path, monkeypatch):
     assert set(train.column_names) == {"prompt", "env_class", "data_source", "reward_spec", "extra_info"}
 
 
-def test_expected_curves_of_arithmetic_are_left_by_a_model_that_learns_nothing():
+def test_untrained_model_leaves_expected_arithmetic_curves():
     expected = read_bands(str(QUICKSTART / "bands" / "arithmetic.yaml"))
     (band,) = expected.bands
     watch, outside = CurveWatch(expected), f"expected/{band.metric}/outside"

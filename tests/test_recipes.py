@@ -263,7 +263,7 @@ def composed(row: str, scratch: Path) -> Any:
 
 
 @pytest.mark.parametrize("row", PUBLISHED)
-def test_every_published_setting_of_a_row_is_that_of_its_script(row: str, tmp_path: Path):
+def test_published_row_settings_match_script(row: str, tmp_path: Path):
     config = composed(row, tmp_path)
     wanted = PUBLISHED[row]
     assert {name: attrgetter(name)(config) for name in wanted} == wanted
@@ -276,7 +276,7 @@ def test_every_published_setting_of_a_row_is_that_of_its_script(row: str, tmp_pa
 
 
 @pytest.mark.parametrize("script", [row for row in PUBLISHED if row.startswith(("dapo", "search")) and " " not in row])
-def test_published_figure_of_a_row_is_in_its_band(script: str, table: Any, tmp_path: Path):
+def test_published_figures_are_within_bands(script: str, table: Any, tmp_path: Path):
     recipe, name = script.removesuffix(".sh").split("/run_")
     expected = read_bands(composed(script, tmp_path).trainer.curve_bands)
     assert expected.name == f"{name}.yaml"
@@ -290,7 +290,7 @@ def test_published_figure_of_a_row_is_in_its_band(script: str, table: Any, tmp_p
 
 
 @pytest.mark.parametrize("row", AGENTS)
-def test_every_published_setting_of_an_agent_is_that_of_its_task_file(row: str, tmp_path: Path):
+def test_published_agent_settings_match_task_file(row: str, tmp_path: Path):
     from skyrl_agent.config.task_file import load_task_file
 
     config = composed(row, tmp_path)
@@ -317,7 +317,7 @@ def test_every_published_setting_of_an_agent_is_that_of_its_task_file(row: str, 
     assert config.generator.n_samples_per_prompt == generator.num_trajectories
 
 
-def test_every_script_of_a_recipe_has_its_row():
+def test_recipe_scripts_have_rows():
     scripts = {str(path.relative_to(RECIPES)) for path in RECIPES.glob("*/run_*.sh")}
     without_table = {"gsm8k/run_qwen2.5_0.5b.sh", "gsm8k/run_qwen2.5_1.5b.sh"}
     named = {row.split()[0] for row in PUBLISHED} | without_table
@@ -325,7 +325,7 @@ def test_every_script_of_a_recipe_has_its_row():
 
 
 @pytest.mark.parametrize("recipe", ["dapo", "search_r1"])
-def test_unknown_figures_are_refused(recipe: str):
+def test_unknown_figures_are_rejected(recipe: str):
     command = ["bash", str(RECIPES / recipe / "train.sh")]
     environment = {"FIGURES": "newest", "MODEL": "m", "PATH": "/usr/bin:/bin", "HOME": "/nowhere"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
@@ -379,7 +379,7 @@ def first_prompt(file: Path, tokenizers: Path) -> tuple[str, list[int]]:
 
 
 @pytest.mark.parametrize("recipe", ["gsm8k", "dapo", "search_r1", "skyrl_sql"])
-def test_prepared_data_and_its_first_prompt_are_what_they_were(recipe: str, test_data, spider: Path, tmp_path: Path):
+def test_prepared_data_and_first_prompt_are_unchanged(recipe: str, test_data, spider: Path, tmp_path: Path):
     """A changed prompt makes other figures: whoever changes one changes this file with it."""
     golden = GOLDEN[recipe]
     assert prepared(recipe, test_data, spider, tmp_path) == golden["files"]
@@ -404,7 +404,7 @@ def table() -> Any:
     yield module
 
 
-def test_figures_of_aime_by_hand(table: Any):
+def test_aime_figures_of_three_problems(table: Any):
     """Three problems, two answers each: both right, one right, none."""
     figures = table.aime_figures(answers_of(aime=[[1.0, 1.0], [1.0, -1.0], [-1.0, -1.0]]))
     assert {name: figure.mean for name, figure in figures.items()} == {
@@ -416,7 +416,7 @@ def test_figures_of_aime_by_hand(table: Any):
         assert figure.low < figure.mean < figure.high
 
 
-def test_mean_of_sources_counts_each_once_by_hand(table: Any):
+def test_mean_of_sources_weights_sources_equally(table: Any):
     """1 of 2 and 3 of 4: means 0.5 and 0.75, variances 0.25 / 2 and 0.1875 / 4."""
     figures = table.accuracy_by_source(["a", "b", "unseen"])(
         answers_of(a=[[1.0], [0.0]], b=[[1.0], [1.0], [-1.0], [1.0]])
@@ -427,7 +427,7 @@ def test_mean_of_sources_counts_each_once_by_hand(table: Any):
     assert figures["mean"].high - 0.625 == pytest.approx(margin, rel=1e-6)
 
 
-def test_published_figures_agree_with_each_other(table: Any):
+def test_published_figures_are_consistent(table: Any):
     """A score s of answers worth 1 or -1 is a mean of (s + 1) / 2; the mean of sets is the mean of their figures."""
     dapo = table.RECIPES["dapo"].published
     assert dapo["qwen2.5_math_7b"] == {"pass@32": 0.633, "mean@32": 0.348, "score": -0.304}
@@ -468,7 +468,7 @@ def test_table_shows_published_ours_and_interval(table: Any, tmp_path: Path, cap
         table.main(["dapo", "qwen2.5_math_7b", str(tmp_path / "nowhere")])
 
 
-def test_table_of_an_agent_takes_the_last_try_of_each_trajectory(table: Any, tmp_path: Path):
+def test_agent_table_uses_last_attempt_of_each_trajectory(table: Any, tmp_path: Path):
     tries = [("a", 0, None), ("a", 0, 1.0), ("b", 1, 0.0), ("c", 2, None)]
     records = [
         {"instance_id": name, "position": position, "trajectory_id": 0, "reward": reward, "data_source": "swe-bench"}
@@ -500,7 +500,7 @@ EVALUATIONS = {
         for recipe in EVALUATIONS
     ],
 )
-def test_evaluation_command_runs_and_fills_its_table(recipe: str, test_data: Path, spider: Path, tmp_path: Path):
+def test_evaluation_command_fills_table(recipe: str, test_data: Path, spider: Path, tmp_path: Path):
     sets = {"skyrl_sql": ["spider_dev", "spider_dk"]}.get(recipe, [""])
     for name in sets:
         prepared(recipe, test_data, spider, tmp_path / "data" / name)
@@ -562,9 +562,7 @@ def served_model(test_data: Path, tmp_path: Path) -> Iterator[tuple[str, str]]:
 @pytest.mark.process
 @pytest.mark.full
 @pytest.mark.timeout(600)
-def test_evaluation_command_of_agents_runs_and_fills_its_table(
-    served_model: tuple[str, str], test_data: Path, tmp_path: Path
-):
+def test_agent_evaluation_command_fills_table(served_model: tuple[str, str], test_data: Path, tmp_path: Path):
     """Two programs of QuixBugs in local sandboxes: the rows of the table have container images."""
     data, (model, address) = tmp_path / "data", served_model
     source = test_data / "swe" / "quixbugs.jsonl.gz"

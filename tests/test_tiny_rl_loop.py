@@ -12,19 +12,19 @@ def rl_loop():
     return load_script(FILE)
 
 
-def test_a_response_is_judged_place_by_place(rl_loop):
+def test_response_is_rewarded_per_position(rl_loop):
     prompts = torch.tensor([[4, 9, 3, 0, 10]] * 3)
     responses = torch.tensor([[0, 3, 4, 9], [0, 3, 9, 4], [4, 9, 3, 0]])
     assert rl_loop.judge(prompts, responses).tolist() == [1.0, 0.5, 0.0]
 
 
-def test_advantages_compare_with_the_group_only(rl_loop):
+def test_advantages_are_relative_to_group(rl_loop):
     advantages = rl_loop.group_advantages(torch.tensor([1.0, 0.0, 5.0, 5.0]), group_size=2)
     half = 0.5**0.5  # the group (1, 0): mean 0.5, deviation 0.5 * sqrt(2)
     assert torch.allclose(advantages, torch.tensor([half, -half, 0.0, 0.0]), atol=1e-4)
 
 
-def test_the_loss_of_one_token(rl_loop):
+def test_loss_of_single_token(rl_loop):
     def loss(ratio, advantage):
         log_probs = torch.tensor([[ratio]]).log()
         zeros = torch.zeros_like(log_probs)
@@ -35,11 +35,11 @@ def test_the_loss_of_one_token(rl_loop):
     assert loss(0.5, -1.0) == pytest.approx(0.8)
 
 
-def test_the_file_stays_short_enough_to_read():
+def test_file_stays_short():
     assert len(FILE.read_text().splitlines()) <= 150
 
 
-def test_the_reward_rises(rl_loop):
+def test_reward_increases(rl_loop):
     """40 small steps from random numbers: the first responses are right in one place of eleven."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

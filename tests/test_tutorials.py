@@ -61,19 +61,19 @@ def rises(rewards: list[float], factor: float) -> bool:
     return fmean(rewards[-3:]) > factor * fmean(rewards[:3])
 
 
-def test_page_lists_the_tutorials_which_are_short():
+def test_page_lists_short_tutorials():
     page = (ROOT / "docs" / "tutorials.md").read_text()
     assert len(SCRIPTS) == 7
     assert [script.name for script in SCRIPTS if script.name not in page] == []
     assert [script.name for script in SCRIPTS if len(script.read_text().splitlines()) >= 80] == []
 
 
-def test_first_run_raises_the_reward(play: Play):
+def test_first_run_increases_reward(play: Play):
     assert rises(play("101")["rewards"], 3)
 
 
 @pytest.mark.slow
-def test_own_environment_is_checked_and_learned(play: Play):
+def test_custom_environment_is_checked_and_learned(play: Play):
     variables = play("102")
     assert rises(variables["rewards"], 3)
     metrics = RunFolder(variables["cfg"].trainer.run_dir).read_metrics()
@@ -81,21 +81,21 @@ def test_own_environment_is_checked_and_learned(play: Play):
 
 
 @pytest.mark.slow
-def test_own_tool_is_called_when_calls_are_rewarded(play: Play):
+def test_custom_tool_is_called_when_calls_are_rewarded(play: Play):
     variables = play("103")
     assert rises(variables["rewards"], 1.5)
     assert variables["turns"][-1] > 1.8 > variables["turns"][0]
 
 
 @pytest.mark.slow
-def test_own_loss_and_estimator_train(play: Play):
+def test_custom_loss_and_estimator_train(play: Play):
     variables = play("104")
     assert rises(variables["rewards"], 2)
     assert all(1 / 8 <= share < 1 for share in variables["shares"])
 
 
 @pytest.mark.full
-def test_supervised_training_gives_the_form_and_reinforcement_learning_the_content(play: Play):
+def test_supervised_training_teaches_format_and_rl_content(play: Play):
     variables = play("105")
     assert variables["losses"][-1] < 0.2 * variables["losses"][0]
     assert variables["rewards"][0] > 0.1
@@ -103,14 +103,14 @@ def test_supervised_training_gives_the_form_and_reinforcement_learning_the_conte
 
 
 @pytest.mark.slow
-def test_asynchronous_run_learns_from_answers_that_are_a_step_old(play: Play):
+def test_asynchronous_run_learns_from_stale_responses(play: Play):
     variables = play("106")
     assert rises(variables["rewards"], 2)
     assert 0 < max(variables["staleness"]) <= 1
 
 
 @pytest.mark.slow
-def test_run_with_an_adapter_goes_on_and_exports_it(play: Play):
+def test_adapter_run_resumes_and_exports(play: Play):
     variables = play("107")
     assert variables["steps"] == list(range(1, 21))
     assert rises(variables["rewards"], 1.5)
@@ -125,7 +125,7 @@ RUNS = ("healthy", "a", "b", "c", "d")
 @pytest.mark.full
 @pytest.mark.process
 @pytest.mark.timeout(1800)
-def test_each_planted_cause_shows_in_the_dashboard_and_none_in_the_healthy_run(tutorials: Path):
+def test_dashboard_diagnoses_injected_causes_only(tutorials: Path):
     why = importlib.import_module("why_it_stopped")
     why.prepare(tutorials, "arithmetic", seed=0)
     skyrl_gym.register(id="rounded_sums", entry_point=why.RoundedSumsEnv)

@@ -4,8 +4,8 @@
     python examples/aime/aime_dataset.py --output_dir ~/data/aime --input train.parquet aime_test.jsonl
 
 Columns: `problem` or `question`, and `answer`; or, as published for DAPO (https://arxiv.org/abs/2503.14476), `prompt`
-(messages that ask for the `Answer:` line) and `reward_model`: the prompt is kept as it is. Exact duplicates are left
-out (DAPO-Math-17k has each row about a hundred times), and then every prompt that still has several answers.
+(messages that ask for the `Answer:` line) and `reward_model`: the prompt is kept unchanged. Exact duplicates are
+dropped (DAPO-Math-17k has each row about a hundred times), and then every prompt that still has several answers.
 """
 
 import json

@@ -3,7 +3,7 @@
 python examples/gsm8k_multi_turn/gsm8k_multi_turn_dataset.py --output_dir ~/data/gsm8k_multi_turn [--input FILE ...]
 
 Columns: `question` and `answer` (the published solution, which ends with "#### number").
-The number of turns is that of `generator.max_turns`; `--max_turns` is for use without the trainer.
+The number of turns is `generator.max_turns`; `--max_turns` is for use without the trainer.
 """
 
 import sys

@@ -32,7 +32,7 @@ def _package() -> Any:
     from minisweagent.models.litellm_textbased_model import LitellmTextbasedModel
 
     class SandboxEnvironment(environments.LocalEnvironment):
-        """The package's environment, whose commands run in the task's sandbox."""
+        """Environment of the package that runs commands in the task's sandbox."""
 
         def __init__(self, task: HarnessTask):
             super().__init__()

@@ -5,10 +5,10 @@
     PROGRAM_ENV=FOLDER python examples/harness/repair.py --agent openai_agents_program    # or langgraph_program
 
 A row says what a function gives ("f(a) is a+7"); its file has another number. The agent looks at the file, and then
-writes the right number in place of the wrong one; the row's test runs on the file that it leaves. A model of 0.1
-million parameters is warmed up on demonstrations most of which fail: they submit at once, or write a number of chance.
-Prints the resolve rate of the first and the last three steps, and the share of trained tokens that are exactly those
-drawn. Settings may follow `--`: of the asynchronous trainer, say.
+replaces the wrong number by the right one; the row's test runs on the resulting file. A model of 0.1 million parameters
+is warmed up on demonstrations most of which fail: they submit at once, or write a number of chance. Prints the resolve
+rate of the first and the last three steps, and the fraction of trained tokens that equal the sampled ones. Settings may
+follow `--`: of the asynchronous trainer, say.
 """
 
 import json

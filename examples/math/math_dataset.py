@@ -3,8 +3,8 @@ r"""Writes mathematics problems for `math`, which compares what the last `\boxed
     python examples/math/math_dataset.py --output_dir ~/data/math                       # MATH from the hub
     python examples/math/math_dataset.py --output_dir ~/data/math --input train.jsonl math500_test.jsonl.gz
 
-Columns: `problem` or `question`, and `answer` (LaTeX or a number) or `solution`, whose last `\boxed{}` is the answer.
-A solution without a box is left out.
+Columns: `problem` or `question`, and `answer` (LaTeX or a number) or `solution`, with the answer in its last
+`\boxed{}`. Solutions without a box are dropped.
 """
 
 import sys

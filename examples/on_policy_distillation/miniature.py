@@ -1,12 +1,12 @@
 """On-policy distillation in miniature: on few prompts, a student learns from a teacher's distributions over its own
-answers, or from the teacher's answers (supervised), with the same number of response tokens.
+responses, or from the teacher's responses (supervised), with the same number of response tokens.
 
     python examples/on_policy_distillation/miniature.py [--seeds 0 1 2] [--steps 48] [--warm_up_steps 600]
                                                         [--output runs/miniature-distillation]
 
 Models of 0.1 million parameters add two-digit numbers in steps. In the student's warm-up half of the sums of digits are
 wrong, a quarter of which are corrected (`7+5=13!12,3+4+1=8<answer>82</answer>`). The teacher is that model after more
-steps on demonstrations whose errors are all corrected, and not learned themselves. Both are made once; seeds are of the
+steps on demonstrations in which all errors are corrected and masked from the loss. Both are made once; seeds are of the
 training problems, their order, and all sampling. Each step of an arm trains an answer to each of the prompts:
 
     sft        `main_sft` on one answer of the teacher to each prompt, again in every step
@@ -205,7 +205,7 @@ def settings_of(folder: Path, arm: str, steps: int, seed: int) -> list[str]:
 
 
 def train(folder: Path, arm: str, steps: int, seed: int) -> None:
-    """Train an arm, unless its last export is there."""
+    """Train an arm, unless its last export exists."""
     if (folder / arm / "exports" / f"global_step_{steps}").exists():
         return
     shutil.rmtree(folder / arm, ignore_errors=True)

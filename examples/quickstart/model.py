@@ -3,7 +3,7 @@ loads.
 
     python examples/quickstart/model.py --output DIR --task arithmetic --seed 0
 
-The tokenizer is made of single characters, plus one token for each word of the chat format and each tag.
+The vocabulary has single characters, plus one token per word of the chat format and per tag.
 """
 
 import argparse

@@ -4,9 +4,9 @@
                                       [--output FOLDER] [key=value ...]
 
 Makes a tiny model and its tokenizer, warms it up on demonstrations that mix right and wrong ways, and trains it with
-GRPO by `run_<task>.sh`, a script like that of any other run. What follows the options goes to that script. With
-`--launcher inline` trainer, policy and engine are one process, which is faster for a model so small; with
-`--launcher ray` they are four, as in a run of any size: the trainer, two ranks of the policy, the engine.
+GRPO by `run_<task>.sh`, an ordinary training script. Further arguments are passed to that script. Trainer, policy and
+engine are one process with `--launcher inline`, which is faster for such a small model, and four with `--launcher ray`,
+as in larger runs: the trainer, two ranks of the policy, the engine.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def prepare(folder: Path, task: str, seed: int) -> None:
 
 
 def train(folder: Path, task: str, seed: int, overrides: list[str]) -> None:
-    """GRPO, in a process of its own or several. A run that was stopped goes on where it was."""
+    """Train with GRPO in one or several separate processes. A stopped run is resumed."""
     environment, command = script_command(folder, task, [f"trainer.seed={seed}", *overrides])
     say(f"{' '.join(f'{name}={value}' for name, value in environment.items())} {' '.join(command[:2])}")
     subprocess.run(command, check=True, env=os.environ | environment)

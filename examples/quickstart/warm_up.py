@@ -2,8 +2,8 @@
 
     python examples/quickstart/warm_up.py --model DIR --output DIR --task arithmetic --seed 0
 
-The ids are exactly those of a rollout: what the chat template says, and the assistant's turns up to and including
-the end token. Only the assistant's turns are learned.
+The ids equal a rollout's: the rendered chat template, and the assistant's turns up to and including the end token. Only
+the assistant's turns are in the loss.
 """
 
 import argparse

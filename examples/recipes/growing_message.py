@@ -39,7 +39,7 @@ def phrase_tokenizer(phrases: Sequence[str]) -> PreTrainedTokenizerFast:
     """Make a tokenizer whose tokens are the given phrases, the longest first, and single printable characters.
 
     Texts that are the same in every row (instructions, tags, the frame around a document) are one token each. A phrase
-    that ends in "…" stands for the rest of its line: one unknown token, for lines that differ from run to run.
+    that ends in "…" covers the rest of its line: one unknown token, for lines that differ from run to run.
     """
     roles = [f"{role}\n" for role in ("system", "user", "assistant")]
     whole = [phrase for phrase in dict.fromkeys([END, START, *roles, *phrases]) if not phrase.endswith("…")]
@@ -64,8 +64,8 @@ def phrase_tokenizer(phrases: Sequence[str]) -> PreTrainedTokenizerFast:
 def tiny_model(tokenizer: PreTrainedTokenizerBase, hidden_size: int, num_layers: int, seed: int) -> Qwen3ForCausalLM:
     """Make an untrained Qwen3-architecture model for sequences of up to 512 tokens.
 
-    Attention begins as a copy: what a layer attends to is added to the residual stream as it is, so that a warm-up of
-    a few hundred steps has to learn only where to look.
+    Attention is initialized to copy: attended values are added unchanged to the residual stream, so that a warm-up of a
+    few hundred steps only has to learn where to attend.
     """
     torch.manual_seed(seed)
     config = Qwen3Config(

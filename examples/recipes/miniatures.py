@@ -2,7 +2,7 @@
 over seeds with intervals, tables and pictures. Knows no recipe.
 
 A miniature is `examples/recipes/NAME/miniature.py`: it makes a tiny model and data, and trains each arm (a kind of run)
-once for each seed by the script of a row of the recipe, with the settings of sizes in place of the published ones.
+once for each seed by the script of a row of the recipe, with small sizes instead of the published ones.
 """
 
 import argparse
@@ -93,7 +93,7 @@ def warm_up(
     learning_rate: float,
     seed: int,
 ) -> float:
-    """Train the model in place on demonstrations drawn anew for each batch.
+    """Train the model in place on demonstrations sampled per batch.
 
     Args:
         encode: tokenizer and demonstration -> ids [T] and labels [T].
@@ -141,19 +141,19 @@ def argument_parser(documentation: str | None, recipe: str, steps: int, warm_up_
 
 
 def train(script: Path, run_dir: Path, settings: Sequence[str], variables: Mapping[str, str], steps: int) -> Metrics:
-    """Run the script of a recipe's row in a process of its own, unless `run_dir` holds the complete run already.
+    """Run the script of a recipe's row in a separate process, unless `run_dir` holds the complete run.
 
     Args:
         script: below examples/recipes; its settings are the published ones.
         settings: overrides at the end of its command line; `SIZES` come before them.
-        variables: of its environment, on top of `VARIABLES`: MODEL, DATA_DIR …
-        steps: of training.
+        variables: environment variables in addition to `VARIABLES`: MODEL, DATA_DIR …
+        steps: number of training steps.
 
     Returns:
         The metrics of its steps.
 
     Raises:
-        RuntimeError: the run failed; the text ends with the end of its log.
+        RuntimeError: the run failed; the message includes the end of its log.
     """
     own = [*SIZES, *settings, f"trainer.max_training_steps={steps}", f"trainer.run_dir={run_dir}"]
     given = run_dir / "miniature.json"

@@ -4,7 +4,7 @@
 
 The folder is what the recipe's `run_evaluation.sh` wrote (every answer with its score), or a file of trajectories of
 `python -m skyrl_agent.evaluate`. Answers that failed (an engine or a server did not work) count in no figure; their
-number is shown. Also written: `table.json` beside the answers.
+number is shown. Also writes `table.json` next to the answers.
 """
 
 import argparse
@@ -156,7 +156,7 @@ def read_answers(path: Path) -> tuple[Answers, int]:
     """Read the answers below a folder, or in a file of trajectories. Returns: scores, and the number of failed answers.
 
     Raises:
-        FileNotFoundError: there are none.
+        FileNotFoundError: no answers exist.
     """
     answers: Answers = defaultdict(lambda: defaultdict(list))
     num_failed = 0

@@ -1,4 +1,4 @@
-"""Writes questions about long contexts for `rlm`, whose model sees its context only through a Python REPL.
+"""Writes questions about long contexts for `rlm`, in which the model sees its context only through a Python REPL.
 
     python examples/rlm/rlm_dataset.py --output_dir ~/data/rlm                          # HotpotQA from the hub
     python examples/rlm/rlm_dataset.py --input hotpot.jsonl.gz --corpus corpus.jsonl.gz --validation_share 0.1

@@ -1,10 +1,10 @@
-"""Writes questions for `search`, whose model looks things up in a retrieval server, as in Search-R1.
+"""Writes questions for `search`, in which the model queries a retrieval server, as in Search-R1.
 
     python examples/search/searchr1_dataset.py --local_dir ~/data/searchR1
     python examples/search/searchr1_dataset.py --local_dir ~/data/searchR1 --input nq.jsonl.gz --validation_share 0.1
 
-The user message is the row's own `prompt`, where it has one, as those of PeterJinGo/nq_hotpotqa_train: published
-figures rest on its words. A row without one gets the instruction of the row before that has one, or else ours.
+The user message is the row's `prompt` if it has one, as in PeterJinGo/nq_hotpotqa_train: published figures depend on
+its wording. Other rows get the instruction of the previous row with a prompt, or else ours.
 
 Columns: `question`, and the accepted answers: `golden_answers`, `answers` or `answer` (a text or several), or
 `reward_model` with `ground_truth.target`; and `data_source`, the set a question is from.

@@ -3,17 +3,17 @@
     python examples/text2sql/text2sql_dataset.py --output_dir ~/data/sql --db_path ~/data/sql/db_files/data
     python examples/text2sql/text2sql_dataset.py --db_path DIR --data spider --input train_spider.json dev.json
 
-Columns: `db_id`, `question` and `query` (or `SQL`, `sql`), with `evidence` or `external_knowledge` if there is any, as
-Spider, BIRD and SynSQL are published. Or rows that are ready (`prompt`, `reward_spec`, `data`), which are kept as they
-are: NovaSky-AI/SkyRL-SQL-653-data-newfmt, what is read from the hub unless told otherwise.
+Columns: `db_id`, `question` and `query` (or `SQL`, `sql`), optionally `evidence` or `external_knowledge`, as Spider,
+BIRD and SynSQL are published. Or prepared rows (`prompt`, `reward_spec`, `data`), which are kept unchanged:
+NovaSky-AI/SkyRL-SQL-653-data-newfmt, the default hub dataset.
 
-A set to evaluate on, as the tables of SkyRL-SQL have five (all of its questions, whatever they give):
+An evaluation set, such as the five in the tables of SkyRL-SQL (all of its questions, whatever they return):
 
     python examples/text2sql/text2sql_dataset.py --db_path DIR --input spider-realistic.json --only_validation \\
         --keep_empty --data_source spider_realistic --prompt_like ~/data/sql/train.parquet
 
---prompt_like takes the words of the prompt from rows that are ready, and puts schema, knowledge and question in their
-places: between "Database Schema:" and "This schema describes", after "External Knowledge:", and between "Question:" and
+--prompt_like takes the wording of the prompt from prepared rows and inserts schema, knowledge and question: between
+"Database Schema:" and "This schema describes", after "External Knowledge:", and between "Question:" and
 "Instructions:".
 
 The databases are below --db_path where the environment looks for them, such as spider/database/ID/ID.sqlite; the

@@ -1,4 +1,4 @@
-"""Writes text adventures for `textworld`: games as TextWorld's `tw-make` writes them beside each .z8 or .ulx file.
+"""Writes text adventures for `textworld`: games as TextWorld's `tw-make` writes them next to each .z8 or .ulx file.
 
     python examples/textworld/textworld_dataset.py --output_dir ~/data/textworld --input FOLDER_OF_GAMES
     python examples/textworld/textworld_dataset.py --input train.jsonl.gz test.jsonl.gz --max_turns 60

@@ -4,8 +4,8 @@ teacher.
     python examples/tinker/distillation.py --base-url http://127.0.0.1:8000 --model tiny
 
 The teacher is the same model with a hint in its prompt, so the student learns to do without the hint (prompt
-distillation). `--teacher tinker://…` takes saved weights instead, and no hint. The reward of a token is
-log p(teacher) - log p(student), whose mean over samples is the KL divergence with its sign turned.
+distillation). `--teacher tinker://…` uses saved weights instead, without a hint. The reward of a token is log
+p(teacher) - log p(student); its mean over samples is the negative KL divergence.
 """
 
 import random

@@ -59,7 +59,7 @@ def dpo_loss(
 
 
 def as_datum(tokenizer, prompt: str, line: str) -> types.Datum:
-    """Every token is the target of the one before it; only those of the line count."""
+    """Convert to a datum: each token is the target of the previous one; only tokens of the line have weight."""
     given, learned = (tokenizer.encode(text, add_special_tokens=False) for text in (prompt, line))
     tokens, weights = given + learned, [0.0] * len(given) + [1.0] * len(learned)
     return types.Datum(

@@ -1,9 +1,9 @@
-"""Supervised fine-tuning: additions worked out in writing, with a stop in the middle that loses nothing.
+"""Supervised fine-tuning: additions worked out in writing, with an interruption in the middle that loses nothing.
 
     python examples/tinker/sft.py --base-url http://127.0.0.1:8000 --model tiny
 
-The loss falls. After half of the steps the run is saved, weights and optimizer, and a new training client goes on from
-there; at the end the weights solve problems that they were not trained on.
+The loss falls. After half of the steps the run is saved, weights and optimizer, and a new training client continues
+from it; at the end the weights solve problems that they were not trained on.
 """
 
 import random
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def as_datum(tokenizer, prompt: str, line: str) -> types.Datum:
-    """Every token is the target of the one before it; only those of the line count."""
+    """Convert to a datum: each token is the target of the previous one; only tokens of the line have weight."""
     given, learned = encode(tokenizer, prompt), encode(tokenizer, line)
     tokens, weights = given + learned, [0.0] * len(given) + [1.0] * len(learned)
     return types.Datum(

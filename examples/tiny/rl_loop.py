@@ -2,8 +2,8 @@
 
     python examples/tiny/rl_loop.py
 
-A transformer that starts from random numbers learns to write four digits in ascending order. Nobody shows it how: it
-only hears how many digits stand in the right place. Everything the real trainer adds (environments, engines, many
+A transformer that starts from random numbers learns to write four digits in ascending order. It sees no demonstrations:
+the reward is how many digits are at the right position. Everything the real trainer adds (environments, engines, many
 processes, checkpoints) surrounds these same steps.
 
 Letters of shapes: P prompts, G samples of each (a group), B = P * G sequences, T tokens of the response, V vocabulary.

@@ -3,9 +3,9 @@
     python examples/tool_call/tool_call_dataset.py --output_dir ~/data/tool_call --validation_share 0.1 \\
         --input BFCL_v3_simple.json BFCL_v3_parallel.json BFCL_v3_irrelevance.json
 
-Columns: `id`, `question` (one turn of messages), `function` (schemas), and `ground_truth`, the accepted calls. A file
-without the last, as they are published, has them in the file of the same name in the folder `possible_answer` beside
-it; problems whose id names `irrelevance` expect no call.
+Columns: `id`, `question` (one turn of messages), `function` (schemas), and `ground_truth`, the accepted calls. As
+published, `ground_truth` is in the file of the same name in the adjacent folder `possible_answer`; problems whose
+id names `irrelevance` expect no call.
 """
 
 import functools

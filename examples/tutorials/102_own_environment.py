@@ -1,4 +1,4 @@
-"""Tutorial 102: an environment of one's own: rows, rewards, a check of the contract, a run.
+"""Tutorial 102: a custom environment: rows, rewards, a check of the contract, a run.
 
 python examples/tutorials/102_own_environment.py
 """

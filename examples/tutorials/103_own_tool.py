@@ -1,4 +1,4 @@
-"""Tutorial 103: a tool of one's own, called in a conversation of two turns.
+"""Tutorial 103: a custom tool, called in a conversation of two turns.
 
 python examples/tutorials/103_own_tool.py
 """

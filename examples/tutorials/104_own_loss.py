@@ -1,4 +1,4 @@
-"""Tutorial 104: a policy loss and an advantage estimator of one's own.
+"""Tutorial 104: a custom policy loss and advantage estimator.
 
 python examples/tutorials/104_own_loss.py
 """

@@ -1,4 +1,4 @@
-"""Tutorial 106: asynchronous training: generation goes on while the model is updated.
+"""Tutorial 106: asynchronous training: generation continues while the model is updated.
 
 python examples/tutorials/106_asynchronous.py
 """
@@ -15,7 +15,7 @@ from skyrl_train.utils.run_folder import RunFolder
 
 # Answers take unequal time: here every fourth environment answers late. A synchronous step waits for the last of them.
 class SlowDigitsEnv(DigitsEnv):
-    """`DigitsEnv` whose grader is sometimes slow."""
+    """`DigitsEnv` with a grader that is sometimes slow."""
 
     num_made = 0
 

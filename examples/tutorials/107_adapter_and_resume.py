@@ -1,4 +1,4 @@
-"""Tutorial 107: training of an adapter (LoRA), checkpoints, a run that is stopped and goes on, and its export.
+"""Tutorial 107: training of an adapter (LoRA), checkpoints, stopping and resuming a run, and export.
 
 python examples/tutorials/107_adapter_and_resume.py
 """

@@ -29,7 +29,7 @@ STEPS = 20
 
 
 class RoundedSumsEnv(ArithmeticEnv):
-    """Sums whose grader compares numbers as one compares measurements, with a tolerance, and charges for length."""
+    """Sums with a grader that compares numbers with a tolerance and penalizes length."""
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         output = super().step(action)

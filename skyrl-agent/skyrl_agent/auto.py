@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skyrl_agent.agents.mapping import AGENT_GENERATOR_REGISTRY, class_of_agent
+from skyrl_agent.agents.mapping import AGENT_GENERATOR_REGISTRY, resolve_agent_class
 from skyrl_agent.config.task_file import TaskFile, load_task_file
 from skyrl_agent.dotted_paths import import_modules
 from skyrl_agent.types import Tokenizer
@@ -28,13 +28,13 @@ class AutoAgentRunner:
     ) -> "AgentRunner":
         """
         Args:
-            infer_engine: what the backend asks: an engine or its client, a sampling client; None for `openai_server`.
-            tokenizer: of the model, as transformers has them.
-            infer_backend, backend_config: in place of the file's, which may so be used with any backend as it is.
+            infer_engine: inference engine, engine client or sampling client of the backend; None for `openai_server`.
+            tokenizer: the model's transformers tokenizer.
+            infer_backend, backend_config: override the task file's values, so that it works with any backend unchanged.
 
         Raises:
-            FileNotFoundError: there is no such file.
-            ConfigError: a key or value is wrong, or there is no such agent, task, tool or backend.
+            FileNotFoundError: the task file does not exist.
+            ConfigError: a key or value is invalid, or the agent, task, tool or backend is unknown.
         """
         cfg = load_task_file(task_yaml)
         if infer_backend is not None:
@@ -46,4 +46,4 @@ class AutoAgentRunner:
     def from_task_file(cls, cfg: TaskFile, infer_engine: object, tokenizer: Tokenizer) -> "AgentRunner":
         """Build the runner of a task file that is loaded already; see `from_task`."""
         import_modules(cfg.imports)
-        return class_of_agent(cfg.agent_cls, AGENT_GENERATOR_REGISTRY)(cfg, infer_engine, tokenizer)
+        return resolve_agent_class(cfg.agent_cls, AGENT_GENERATOR_REGISTRY)(cfg, infer_engine, tokenizer)

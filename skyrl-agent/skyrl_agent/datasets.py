@@ -13,11 +13,11 @@ def read_rows(path: str | Path) -> list[Row]:
     """Read all rows of a file.
 
     Raises:
-        ConfigError: there is no such file, it is no table of rows, or no row is in it.
+        ConfigError: the file does not exist, is not a table of rows, or is empty.
     """
     file = Path(path).expanduser()
     try:
-        rows = _parquet_rows(file) if file.suffix == ".parquet" else _json_rows(file)
+        rows = _read_parquet(file) if file.suffix == ".parquet" else _read_json(file)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: {error}") from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
@@ -27,7 +27,7 @@ def read_rows(path: str | Path) -> list[Row]:
     return [row for row in rows if isinstance(row, dict)]
 
 
-def _parquet_rows(file: Path) -> list[object]:
+def _read_parquet(file: Path) -> list[object]:
     try:
         import pyarrow.parquet  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError as error:
@@ -35,7 +35,7 @@ def _parquet_rows(file: Path) -> list[object]:
     return [remove_null_fields(row) for row in pyarrow.parquet.read_table(file).to_pylist()]
 
 
-def _json_rows(file: Path) -> list[Row]:
+def _read_json(file: Path) -> list[Row]:
     content = file.read_bytes()
     text = (gzip.decompress(content) if file.suffix == ".gz" else content).decode("utf-8")
     if ".json" in file.suffixes:

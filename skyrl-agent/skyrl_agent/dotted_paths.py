@@ -7,20 +7,20 @@ from typing import Any
 from skyrl_agent.errors import ConfigError
 
 
-def class_at(path: str, key: str) -> type[Any]:
-    """Return the class at a dotted path that a task file gives under `key`.
+def resolve_class(path: str, key: str) -> type[Any]:
+    """Return the class at the dotted path of the task file's `key`.
 
     Raises:
-        ConfigError: there is none, or what it needs is not installed.
+        ConfigError: the class does not exist, or a package it needs is not installed.
     """
     module, _, name = path.rpartition(".")
     try:
         return getattr(import_module(module), name)
     except ModuleNotFoundError as error:
         missing = error.name or module
-        why = "there is no such module" if module == missing or module.startswith(f"{missing}.") else "not installed"
+        why = "the module does not exist" if module == missing or module.startswith(f"{missing}.") else "not installed"
         raise ConfigError(f"{key}={path!r}: cannot import {missing}: {why}") from error
-    except (AttributeError, TypeError, ValueError) as error:  # TypeError: of a relative path, which begins with a dot
+    except (AttributeError, TypeError, ValueError) as error:  # TypeError: a relative path that begins with a dot
         raise ConfigError(f"{key}={path!r} must be the dotted path of a class: {error}") from error
 
 
@@ -28,7 +28,7 @@ def import_modules(names: Sequence[str]) -> None:
     """Import modules that register tools, dispatchers, backends or agents.
 
     Raises:
-        ConfigError: there is no such module, or it cannot be imported.
+        ConfigError: the module does not exist or cannot be imported.
     """
     for name in names:
         try:

@@ -15,8 +15,9 @@ __all__ = [
 
 
 class AgentError(Exception):
-    """Base of the errors this package raises on purpose. `InfraError` (of skyrl_gym) stands beside it: what an episode
-    stands on did not work, which says nothing about what the model did, and is worth another try."""
+    """Base class of this package's errors. Not a base of skyrl_gym's `InfraError`: that reports infrastructure
+    failures, which are unrelated to the model's behaviour and may be retried.
+    """
 
 
 class ConfigError(AgentError, ValueError):
@@ -25,7 +26,7 @@ class ConfigError(AgentError, ValueError):
 
 
 class TaskRowError(AgentError, ValueError):
-    """A dataset row lacks a field or misuses one. The text names the task, the field and the rule."""
+    """A field of a dataset row is missing or invalid. The text names the task, the field and the rule."""
 
 
 class BackendError(AgentError):
@@ -33,12 +34,13 @@ class BackendError(AgentError):
 
 
 class UnavailableError(AgentError):
-    """Something that a run needs does not answer or does not work here. Nothing was started. The text names each
-    setting that leads to it."""
+    """A service or program that a run requires is unavailable. Nothing was started. The text names each setting that
+    leads to it.
+    """
 
 
 class BatchFailedError(AgentError):
-    """Every trajectory of a batch failed, so that there is no reward at all. The text names the commonest cause."""
+    """All trajectories of a batch failed, so it has no rewards. The message names the most common cause."""
 
 
 class StageTimeout(AgentError, TimeoutError):

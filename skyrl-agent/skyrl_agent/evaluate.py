@@ -1,8 +1,8 @@
-"""`python -m skyrl_agent.evaluate TASKFILE ROWS`: play a task file's agent on rows, with the model of any server that
-speaks OpenAI's protocol (`generator.backend_config`).
+"""`python -m skyrl_agent.evaluate TASKFILE ROWS`: run a task file's agent on rows, with the model of any
+OpenAI-compatible server (`generator.backend_config`).
 
-Each trajectory is a line of the output file as soon as it ends. The same command again goes on with what is missing or
-failed; with other settings or rows it is refused. Ctrl-C and SIGTERM write how far unfinished trajectories came.
+Each trajectory is appended to the output file as it ends. Repeating the command runs missing and failed trajectories
+only; other settings or rows are rejected. Ctrl-C and SIGTERM write unfinished trajectories too.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from skyrl_agent.config.task_file import TaskFile, load_task_file
 from skyrl_agent.datasets import read_rows
 from skyrl_agent.errors import AgentError, BatchFailedError, ConfigError
 from skyrl_agent.finish import CANCELLED
-from skyrl_agent.records import last_records, result_of
+from skyrl_agent.records import last_records, to_result
 from skyrl_agent.runner import AgentRunner
 from skyrl_agent.training_rows import check_batch, training_rows
 from skyrl_agent.types import JsonObject, Row, TrajectoryResult
@@ -93,10 +93,10 @@ class Evaluation:
             raise
 
     def _check_settings(self, settings: Mapping[str, object]) -> None:
-        # As a file gives them back (lists for tuples, for example), or a comparison would find differences.
+        # As read back from a file (lists instead of tuples, for example), so that a comparison finds no differences.
         settings = json.loads(json.dumps(settings))
         if not self.path.exists():
-            # Settings without any trajectory bind nobody.
+            # Settings without trajectories are not binding.
             self._lock.truncate(0)
             self._lock.write(json.dumps(settings, indent=2) + "\n")
             self._lock.flush()
@@ -116,24 +116,24 @@ class Evaluation:
                 )
 
     def results(self) -> dict[tuple[int, int], TrajectoryResult]:
-        """The last result of each wanted trajectory that is in the file, by (position, trajectory id)."""
+        """Return the last recorded result of each requested trajectory, by (position, trajectory id)."""
         if not self.path.exists():
             return {}
-        found = {key: result_of(record) for key, record in last_records(self.path).items()}
+        found = {key: to_result(record) for key, record in last_records(self.path).items()}
         return {key: found[key] for key in sorted(found) if key[0] < len(self.rows) and key[1] < self.size}
 
     async def run(self) -> None:
-        """Play what is missing or failed.
+        """Run missing and failed trajectories.
 
         Raises:
-            UnavailableError: something needed does not answer; nothing was started.
-            BatchFailedError: trajectories fail one after the other. What is finished is kept.
+            UnavailableError: a required service does not respond; nothing was started.
+            BatchFailedError: too many consecutive trajectories failed. Finished ones are kept.
         """
         finished = {key for key, result in self.results().items() if _is_scored(result)}
         if len(finished) == self.size * len(self.rows):
             return
         section = self.runner.cfg.dispatcher
-        # All that run at one moment may fail together; only failures of as many again end the evaluation.
+        # All concurrent trajectories may fail together; only as many further failures end the evaluation.
         patience = max(10, 2 * (section.val_config.max_parallel_agents or section.max_parallel_agents))
         in_a_row: list[TrajectoryResult] = []
         # Closed here, also at a break or a cancellation: unfinished trajectories are written while the file is held.
@@ -169,17 +169,17 @@ def _is_scored(result: TrajectoryResult) -> bool:
     return result.failure is None and result.reward is not None
 
 
-def settings_of(cfg: TaskFile, rows: Path, tokenizer: str) -> JsonObject:
-    """Return what trajectories depend on, by dotted name: the task file but for `FREE`, the rows, the tokenizer."""
+def collect_settings(cfg: TaskFile, rows: Path, tokenizer: str) -> JsonObject:
+    """Return the inputs of trajectories by dotted name: the task file except for `FREE`, the rows, the tokenizer."""
     digest = hashlib.sha256(rows.expanduser().read_bytes()).hexdigest()
-    flat = {name: value for name, value in _flat(cfg.model_dump(mode="json")) if not name.startswith(FREE)}
+    flat = {name: value for name, value in _flatten(cfg.model_dump(mode="json")) if not name.startswith(FREE)}
     return flat | {"rows": digest, "--tokenizer": tokenizer}
 
 
-def _flat(values: Row, prefix: str = "") -> list[tuple[str, object]]:
+def _flatten(values: Row, prefix: str = "") -> list[tuple[str, object]]:
     found = []
     for name, value in values.items():
-        found += _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else [(f"{prefix}{name}", value)]
+        found += _flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else [(f"{prefix}{name}", value)]
     return found
 
 
@@ -213,19 +213,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns: the exit status: 0 if all trajectories have a reward, 1 if some failed, 2 if nothing works, 128 + the
         signal's number if one ended it.
     """
-    options = _parser().parse_args(arguments)
+    options = _build_parser().parse_args(arguments)
     try:
         cfg = load_task_file(options.task)
         name = options.tokenizer or cfg.generator.backend_config.get("model_name")
         if name is None:
             raise ConfigError("--tokenizer must name the model's tokenizer: generator.backend_config has no model_name")
-        path = options.output or cfg.output.trajectories or _default_output(options, cfg)
+        path = options.output or cfg.output.trajectories or _get_default_output(options, cfg)
         cfg = cfg.model_copy(update={"output": cfg.output.model_copy(update={"trajectories": str(path)})})
         rows = read_rows(options.rows)[: options.limit]
-        settings = settings_of(cfg, options.rows, str(name))
+        settings = collect_settings(cfg, options.rows, str(name))
         file = Path(path).expanduser()
         waits = recorded_run(file.parent / "waits", f"evaluation {file.stem}")  # for `skyrl_train.explain`
-        with Evaluation(_runner(cfg, name), rows, file, settings) as evaluation, waits:
+        with Evaluation(_build_runner(cfg, name), rows, file, settings) as evaluation, waits:
             stopped_by = asyncio.run(run_until_stopped(evaluation))
             summary = evaluation.summary()
     except (AgentError, OSError) as error:
@@ -241,8 +241,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if summary.is_complete else 1
 
 
-def _runner(cfg: TaskFile, tokenizer: str) -> AgentRunner:
-    from transformers import AutoTokenizer  # heavy, and an extra of this package
+def _build_runner(cfg: TaskFile, tokenizer: str) -> AgentRunner:
+    from transformers import AutoTokenizer  # slow to import, and an optional dependency
 
     is_folder = Path(tokenizer).expanduser().is_dir()
     if not is_folder:
@@ -251,7 +251,7 @@ def _runner(cfg: TaskFile, tokenizer: str) -> AgentRunner:
         )
     try:
         loaded = AutoTokenizer.from_pretrained(tokenizer, local_files_only=is_folder)
-    except (OSError, ValueError) as error:  # neither a folder nor on the hub: a served model may have any name
+    except (OSError, ValueError) as error:  # neither a folder nor on the hub, as a served model may have any name
         raise ConfigError(
             f"no tokenizer {tokenizer!r} can be loaded; --tokenizer must name the folder or the hub's name of the "
             f"served model's tokenizer (default: generator.backend_config.model_name): {str(error).splitlines()[0]}"
@@ -259,12 +259,12 @@ def _runner(cfg: TaskFile, tokenizer: str) -> AgentRunner:
     return AutoAgentRunner.from_task_file(cfg, None, loaded)
 
 
-def _default_output(options: argparse.Namespace, cfg: TaskFile) -> Path:
+def _get_default_output(options: argparse.Namespace, cfg: TaskFile) -> Path:
     model = str(cfg.generator.backend_config.get("model_name", "model")).replace("/", "_")
     return Path("eval") / f"{options.task.stem}-{options.rows.name.partition('.')[0]}-{model}.jsonl"
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m skyrl_agent.evaluate",
         description="Play a task file's agent on rows, with the model of an OpenAI-compatible server.",

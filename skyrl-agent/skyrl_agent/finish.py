@@ -22,7 +22,7 @@ class Ending:
 
     Args:
         trains: its tokens have a loss. Otherwise the loss mask is 0; the reward stays.
-        in_baseline: its reward counts for its group. An infrastructure failure says nothing about the model.
+        in_baseline: its reward counts for its group. An infrastructure failure is not evidence about the model.
         evaluated: a reward is computed from the result so far.
         metric: name of its share in `rollout_metrics/`.
     """
@@ -49,6 +49,6 @@ ENDINGS = {
 }
 
 
-def ending_of(finish_reason: str | None) -> Ending:
-    """Return the consequences of a finish reason. An unknown reason, or none, is an error of the agent."""
+def get_ending(finish_reason: str | None) -> Ending:
+    """Return the consequences of a finish reason. An unknown or missing reason counts as an agent error."""
     return ENDINGS.get(finish_reason or ERROR_AGENT, ENDINGS[ERROR_AGENT])

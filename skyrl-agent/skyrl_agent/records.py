@@ -1,5 +1,6 @@
-"""Trajectories on disk: one JSON object a line, written as each ends. Several processes may write one file; what a kill
-cut off in the middle of a line costs that line alone."""
+"""Trajectories on disk: one JSON object a line, written as each ends. Several processes may write one file; a kill in
+the middle of a line loses only that line.
+"""
 
 import fcntl
 import json
@@ -29,16 +30,16 @@ class TrajectoryFile:
 
     def append(self, result: TrajectoryResult, val_mode: bool = False, position: int | None = None) -> None:
         """Append a row. A disk that is full or unavailable is logged; the trajectory itself is not lost."""
-        line = json.dumps(record_of(result, self.tokenizer, val_mode, position), ensure_ascii=False, default=str)
+        line = json.dumps(to_record(result, self.tokenizer, val_mode, position), ensure_ascii=False, default=str)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            _append_line(self.path, line.encode("utf-8", "replace"))
+            _write_line(self.path, line.encode("utf-8", "replace"))
         except OSError as error:
             logger.warning("output.trajectories=%s: %s; a trajectory is not in the file", self.path, error)
 
 
 def read_records(path: str | Path) -> Iterator[JsonObject]:
-    """The rows of a file in their order; what is no whole row (a writer was killed) is logged and left out."""
+    """Read the rows of a file in order. Incomplete rows (a writer was killed) are logged and skipped."""
     with open(Path(path).expanduser(), "rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -50,27 +51,27 @@ def read_records(path: str | Path) -> Iterator[JsonObject]:
 
 
 def last_records(path: str | Path) -> dict[tuple[int, int], JsonObject]:
-    """The last row of each trajectory of a file that has one batch, by (position, trajectory id)."""
+    """Return the last row of each trajectory of a single-batch file, by (position, trajectory id)."""
     records = (record for record in read_records(path) if record.get("position") is not None)
     return {(record["position"], record["trajectory_id"]): record for record in records}
 
 
-def result_of(record: Row) -> TrajectoryResult:
-    """A row as a result again, without `transitions` and `state`."""
+def to_result(record: Row) -> TrajectoryResult:
+    """Convert a row back to a result, without `transitions` and `state`."""
     names = {field.name for field in fields(TrajectoryResult)} - {"failure", "tool_calls", "sandbox"}
     failure = record["failure"]
     return TrajectoryResult(
         **{name: value for name, value in record.items() if name in names},
         failure=None if failure is None else Failure(**failure),
         tool_calls=[ToolCallRecord(**call) for call in record["tool_calls"]],
-        sandbox=[SandboxCommand(**command) for command in record.get("sandbox", [])],  # earlier releases had none
+        sandbox=[SandboxCommand(**command) for command in record.get("sandbox", [])],  # missing in earlier releases
     )
 
 
-def record_of(
+def to_record(
     result: TrajectoryResult, tokenizer: Tokenizer, val_mode: bool = False, position: int | None = None
 ) -> JsonObject:
-    """JSON-ready: all of a result but `transitions` and `state`, and
+    """Convert a result to JSON values, without `transitions` and `state`, and with
 
     time    Unix seconds at its end
     val     of an evaluation batch
@@ -87,18 +88,18 @@ def record_of(
         "failure": None if result.failure is None else asdict(result.failure),
         "tool_calls": [asdict(call) for call in result.tool_calls],
         "sandbox": [asdict(command) for command in result.sandbox],
-        "rows": [_row(datum, tokenizer) for datum in _data_of(result)],
+        "rows": [_build_row(datum, tokenizer) for datum in _merge_transitions(result)],
     }
 
 
-def _data_of(result: TrajectoryResult) -> list[TrainingDatum]:
+def _merge_transitions(result: TrajectoryResult) -> list[TrainingDatum]:
     try:
         return transitions_to_training_data(result.transitions)
-    except ValueError:  # ids that nobody knows: `training_rows` makes a failure of it
+    except ValueError:  # unknown ids: `training_rows` reports the failure
         return []
 
 
-def _row(datum: TrainingDatum, tokenizer: Tokenizer) -> JsonObject:
+def _build_row(datum: TrainingDatum, tokenizer: Tokenizer) -> JsonObject:
     mask = [int(value) for value in datum.response_mask]
     return {
         "prompt_ids": list(datum.input_tokens),
@@ -106,11 +107,11 @@ def _row(datum: TrainingDatum, tokenizer: Tokenizer) -> JsonObject:
         "mask": mask,
         "log_probs": datum.response_logprobs,
         "prompt": tokenizer.decode(datum.input_tokens, skip_special_tokens=False),
-        "spans": _spans(datum.response_tokens, mask, tokenizer),
+        "spans": _split_spans(datum.response_tokens, mask, tokenizer),
     }
 
 
-def _spans(ids: Sequence[int], mask: Sequence[int], tokenizer: Tokenizer) -> list[list[bool | str]]:
+def _split_spans(ids: Sequence[int], mask: Sequence[int], tokenizer: Tokenizer) -> list[list[bool | str]]:
     runs = groupby(zip(mask, ids, strict=True), key=lambda pair: pair[0])
     return [
         [bool(written), tokenizer.decode([token for _, token in run], skip_special_tokens=False)]
@@ -118,7 +119,7 @@ def _spans(ids: Sequence[int], mask: Sequence[int], tokenizer: Tokenizer) -> lis
     ]
 
 
-def _append_line(path: Path, line: bytes) -> None:
+def _write_line(path: Path, line: bytes) -> None:
     """Append a line under a lock, after terminating a last line that is incomplete. Undone if the line does not fit on
     the disk.
     """

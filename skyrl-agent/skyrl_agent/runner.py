@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from skyrl_agent.agents.mapping import AGENT_TRAJECTORY_REGISTRY, class_at, class_of_agent
+from skyrl_agent.agents.mapping import AGENT_TRAJECTORY_REGISTRY, resolve_agent_class, resolve_class
 from skyrl_agent.agents.trajectory import BaseTrajectory
 from skyrl_agent.config.configuration_utils import get_field_from_config
 from skyrl_agent.config.task_file import TaskFile, load_task_file
@@ -43,13 +43,13 @@ class AgentRunner:
         tokenizer: tokenizer of the model.
 
     Raises:
-        ConfigError: there is no such agent, task, tool or backend, or its settings are wrong.
+        ConfigError: the agent, task, tool or backend is unknown, or its settings are invalid.
     """
 
     def __init__(self, cfg: TaskFile, infer_engine: object, tokenizer: Tokenizer) -> None:
         import_modules(cfg.imports)
         self.cfg, self.tokenizer = cfg, tokenizer
-        self.trajectory_cls: type[BaseTrajectory] = class_of_agent(cfg.agent_cls, AGENT_TRAJECTORY_REGISTRY)
+        self.trajectory_cls: type[BaseTrajectory] = resolve_agent_class(cfg.agent_cls, AGENT_TRAJECTORY_REGISTRY)
         self.task = make_task(cfg)
         self.trajectory_cls.check(cfg, self.task)
         named = cfg.data.instance_id_key is not None
@@ -72,7 +72,7 @@ class AgentRunner:
         """Run one batch to its end. Returns: the form of the backend's trainer.
 
         Raises:
-            TaskRowError: a row lacks something; nothing was started.
+            TaskRowError: a row is incomplete; nothing was started.
             UnavailableError: as `probe`; nothing was started.
             BatchFailedError: every trajectory failed.
         """
@@ -136,14 +136,14 @@ class AgentRunner:
         `output.trajectories`. Leaving the loop early cancels the rest and writes unfinished trajectories.
 
         Args:
-            num_trajectories: overrides the task file's.
-            sampling_params: those of the trainer, overridden by the task file's. Each trajectory derives a seed of its
-                own from `seed`.
+            num_trajectories: overrides the task file's value.
+            sampling_params: the trainer's parameters, overridden by the task file. Each trajectory derives a distinct
+                seed from `seed`.
             metrics: receives the dispatcher's metrics after all trajectories have ended.
             skip: (position, trajectory id) of trajectories that are not run.
 
         Raises:
-            TaskRowError: a row lacks something; nothing was started.
+            TaskRowError: a row is incomplete; nothing was started.
             UnavailableError: as `probe`; nothing was started.
             ConfigError: raised by a trajectory; the rest is cancelled.
         """
@@ -153,7 +153,10 @@ class AgentRunner:
         size = num_trajectories or self.num_trajectories(val_mode)
         params = {**(sampling_params or {}), **self.sampling_params(val_mode)}
         numbered = [
-            (position, self._trajectory(instance, number, _with_own_seed(params, position, number), val_mode))
+            (
+                position,
+                self._create_trajectory(instance, number, _set_trajectory_seed(params, position, number), val_mode),
+            )
             for position, instance in enumerate(instances)
             for number in range(size)
             if (position, number) not in skip
@@ -162,7 +165,7 @@ class AgentRunner:
         dispatch = self._dispatch(val_mode)
         try:
             trajectories = [trajectory for _, trajectory in numbered]
-            with self._announced(numbered):
+            with self._register_sessions(numbered):
                 async with aclosing(dispatch.run(trajectories)) as run:  # pyright: ignore[reportArgumentType]
                     async for trajectory in run:
                         position = running.pop(id(trajectory))
@@ -172,7 +175,7 @@ class AgentRunner:
                         yield position, result
         finally:
             for position, trajectory in numbered:
-                is_cut_off = id(trajectory) in running and trajectory.result.stage_seconds  # none: it never began
+                is_cut_off = id(trajectory) in running and trajectory.result.stage_seconds  # empty if it never started
                 if is_cut_off and self.file is not None:
                     self.file.append(trajectory.result, val_mode, position)
         if metrics is not None:
@@ -194,8 +197,8 @@ class AgentRunner:
             raise UnavailableError("; ".join(dict.fromkeys(map(str, errors))))
         self._is_probed = True
 
-    def _announced(self, numbered: Sequence[tuple[int, BaseTrajectory]]) -> AbstractContextManager[None]:
-        """Announce the sessions of a batch's trajectories to a backend that wants to know them."""
+    def _register_sessions(self, numbered: Sequence[tuple[int, BaseTrajectory]]) -> AbstractContextManager[None]:
+        """Announce the sessions of a batch's trajectories to an `Announceable` backend."""
         if not isinstance(self.infer_engine, Announceable):
             return nullcontext()
         groups = groupby(numbered, key=lambda entry: entry[0])
@@ -224,7 +227,7 @@ class AgentRunner:
         """Build the instances of rows; see `make_instances`."""
         return make_instances(self.cfg, self.task, rows)
 
-    def _trajectory(self, instance: Instance, number: int, params: JsonObject, val_mode: bool) -> BaseTrajectory:
+    def _create_trajectory(self, instance: Instance, number: int, params: JsonObject, val_mode: bool) -> BaseTrajectory:
         return self.trajectory_cls(
             self.cfg, instance, number, self.infer_engine, self.tokenizer, self.task, params, val_mode
         )
@@ -234,9 +237,9 @@ def make_task(cfg: TaskFile) -> BaseTask:
     """Build the task of a task file.
 
     Raises:
-        ConfigError: there is no such task, or its settings are wrong.
+        ConfigError: the task is unknown, or its settings are invalid.
     """
-    task_cls = class_at(cfg.task, "task")
+    task_cls = resolve_class(cfg.task, "task")
     if not (isinstance(task_cls, type) and issubclass(task_cls, BaseTask)):
         raise ConfigError(f"task={cfg.task!r} must be a subclass of skyrl_agent.tasks.base.BaseTask")
     try:
@@ -249,7 +252,7 @@ def make_instances(cfg: TaskFile, task: BaseTask, rows: Sequence[Row]) -> list[I
     """Build the instances of rows.
 
     Raises:
-        TaskRowError: a row lacks a field that the task file names, or that the task needs.
+        TaskRowError: a field required by the task file or the task is missing.
     """
     return [make_instance(cfg, task, position, row) for position, row in enumerate(rows)]
 
@@ -276,7 +279,7 @@ def make_instance(cfg: TaskFile, task: BaseTask, position: int, row: Row) -> Ins
     return instance
 
 
-def _with_own_seed(params: JsonObject, position: int, number: int) -> JsonObject:
+def _set_trajectory_seed(params: JsonObject, position: int, number: int) -> JsonObject:
     """Derive a seed for each trajectory: trajectories with equal seeds would be equal."""
     if params.get("seed") is None:
         return dict(params)

@@ -1,4 +1,4 @@
-"""Conversion of results to training rows. Pure functions; the rules are those of `finish`."""
+"""Conversion of results to training rows. Pure functions that follow the rules in `finish`."""
 
 import math
 from collections import Counter
@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from skyrl_agent.chat.transitions import NO_VERSION, TrainingDatum, transitions_to_training_data
 from skyrl_agent.errors import BatchFailedError
-from skyrl_agent.finish import CONTEXT_WINDOW_EXCEEDED, ENDINGS, ERROR_AGENT, ERROR_EVALUATION, Ending, ending_of
+from skyrl_agent.finish import CONTEXT_WINDOW_EXCEEDED, ENDINGS, ERROR_AGENT, ERROR_EVALUATION, Ending, get_ending
 from skyrl_agent.integrations.base import TrainingRows
 from skyrl_agent.types import Failure, TrajectoryResult
 
@@ -23,7 +23,7 @@ def training_rows(
     profile_tools: bool = False,
     metrics: Mapping[str, float] | None = None,
 ) -> TrainingRows:
-    """Results as rows, group by group and trajectory by trajectory.
+    """Convert results to rows, ordered by group and trajectory.
 
     A trajectory without tokens is one row of one token that trains nothing. A row that is longer than
     `max_response_length` is cut there, and its trajectory ends as CONTEXT_WINDOW_EXCEEDED. A reward that is missing or
@@ -48,7 +48,7 @@ def training_rows(
             for owner, row in zip(owners, data, strict=True)
         ],
         rewards=[owner.reward for owner in owners],
-        rollout_logprobs=_column(data, "response_logprobs", 0.0),
+        rollout_logprobs=_build_column(data, "response_logprobs", 0.0),
         is_last_episode=[row is owner.rows[-1] for owner, row in zip(owners, data, strict=True)],
         row_trajectory=owner_of,
         traj_idx=[f"{owner.result.instance_id}-traj{owner.result.trajectory_id}" for owner in owners],
@@ -57,8 +57,8 @@ def training_rows(
         finish_reasons=[trajectory.finish_reason for trajectory in trajectories],
         in_baseline=[trajectory.in_baseline for trajectory in trajectories],
         failures=[trajectory.failure for trajectory in trajectories],
-        weight_versions=_column(data, "weight_versions", NO_VERSION),
-        rollout_metrics=_metrics(trajectories, group_of, profile_tools) | dict(metrics or {}),
+        weight_versions=_build_column(data, "weight_versions", NO_VERSION),
+        rollout_metrics=_compute_metrics(trajectories, group_of, profile_tools) | dict(metrics or {}),
         groups=group_of,
         instance_ids=[trajectory.result.instance_id for trajectory in trajectories],
         trajectory_ids=[trajectory.result.trajectory_id for trajectory in trajectories],
@@ -71,7 +71,7 @@ def check_batch(failures: Sequence[Failure | None], in_baseline: Sequence[bool])
         failures, in_baseline: [T]
 
     Raises:
-        BatchFailedError: there are trajectories, and none has a reward.
+        BatchFailedError: no trajectory of a non-empty batch has a reward.
     """
     if any(in_baseline) or not in_baseline:
         return
@@ -80,7 +80,7 @@ def check_batch(failures: Sequence[Failure | None], in_baseline: Sequence[bool])
     raise BatchFailedError(f"all {len(in_baseline)} trajectories failed, {count} of them with the cause: {cause}")
 
 
-def trajectory_advantages(
+def compute_trajectory_advantages(
     rows: TrainingRows, baseline: Literal["group_mean", "leave_one_out"] = "group_mean"
 ) -> list[float]:
     """Compute the advantage of each trajectory [T] over its group:
@@ -88,7 +88,7 @@ def trajectory_advantages(
         group_mean      A = R - mean of the group
         leave_one_out   A = R - mean of the others
 
-    over trajectories in the baseline; the others' advantage is 0, and so is that of the only member of a group.
+    over trajectories in the baseline. The advantage is 0 for all others, and for the only member of a group.
     """
     members: dict[int, list[float]] = {}
     for group, reward, counts in zip(rows.groups, rows.traj_rewards, rows.in_baseline, strict=True):
@@ -112,7 +112,7 @@ def repeat_for_rows(rows: TrainingRows, values: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class _Trajectory:
-    """A result, judged."""
+    """Graded result."""
 
     result: TrajectoryResult
     rows: list[TrainingDatum]
@@ -123,7 +123,7 @@ class _Trajectory:
 
     @property
     def ending(self) -> Ending:
-        return ending_of(self.finish_reason)
+        return get_ending(self.finish_reason)
 
     @property
     def is_masked(self) -> bool:
@@ -131,33 +131,33 @@ class _Trajectory:
 
     @classmethod
     def of(cls, result: TrajectoryResult, max_response_length: int) -> "_Trajectory":
-        rows, failure_of_rows = _rows_of(result)
+        rows, failure_of_rows = _build_rows(result)
         failure = result.failure or failure_of_rows or _reward_failure(result)
         reason = result.finish_reason or ERROR_AGENT
-        if failure is not None and ending_of(reason).in_baseline:
+        if failure is not None and get_ending(reason).in_baseline:
             reason = ERROR_AGENT if failure is failure_of_rows else ERROR_EVALUATION
         is_too_long = any(len(row.response_tokens) > max_response_length for row in rows)
-        if is_too_long and ending_of(reason).trains:
+        if is_too_long and get_ending(reason).trains:
             reason = CONTEXT_WINDOW_EXCEEDED
         return cls(
             result=result,
             rows=[_truncate(row, max_response_length) for row in rows],
             finish_reason=reason,
             reward=float(result.reward or 0.0) if failure is None else 0.0,
-            in_baseline=ending_of(reason).in_baseline,
+            in_baseline=get_ending(reason).in_baseline,
             failure=failure,
         )
 
 
 def _reward_failure(result: TrajectoryResult) -> Failure | None:
-    if result.reward is None and ending_of(result.finish_reason).evaluated:
+    if result.reward is None and get_ending(result.finish_reason).evaluated:
         return Failure("evaluate", "reward", "it was not given a reward")
     if result.reward is not None and not math.isfinite(result.reward):
         return Failure("evaluate", "reward", f"a reward must be a finite number; got {result.reward}")
     return None
 
 
-def _rows_of(result: TrajectoryResult) -> tuple[list[TrainingDatum], Failure | None]:
+def _build_rows(result: TrajectoryResult) -> tuple[list[TrainingDatum], Failure | None]:
     """Return at least one row, and the failure of malformed transitions."""
     try:
         rows, failure = transitions_to_training_data(result.transitions), None
@@ -176,8 +176,8 @@ def _truncate(row: TrainingDatum, length: int) -> TrainingDatum:
     )
 
 
-def _column(rows: Sequence[TrainingDatum], name: str, not_written: float) -> list[list[Any]] | None:
-    """One value a token, `not_written` on what the model did not write; None if a token that it wrote has none."""
+def _build_column(rows: Sequence[TrainingDatum], name: str, not_written: float) -> list[list[Any]] | None:
+    """Return one value per token, `not_written` for tokens not generated; None if a generated token has no value."""
     values = [getattr(row, name) for row in rows]
     if any(value is None and any(row.response_mask) for row, value in zip(rows, values, strict=True)):
         return None
@@ -187,7 +187,9 @@ def _column(rows: Sequence[TrainingDatum], name: str, not_written: float) -> lis
     ]
 
 
-def _metrics(trajectories: Sequence[_Trajectory], group_of: Sequence[int], profile_tools: bool) -> dict[str, float]:
+def _compute_metrics(
+    trajectories: Sequence[_Trajectory], group_of: Sequence[int], profile_tools: bool
+) -> dict[str, float]:
     """Compute `rollout_metrics/`: ratios over all trajectories; rewards over those that have one. A mean without values
     is left out."""
     solved: dict[int, list[bool]] = {}
@@ -201,7 +203,7 @@ def _metrics(trajectories: Sequence[_Trajectory], group_of: Sequence[int], profi
         ending.metric: reasons[ending.metric] / num if num else None for ending in ENDINGS.values()
     }
     found |= {
-        "avg_turn_assistant": _mean([_num_turns(trajectory.result) for trajectory in trajectories]),
+        "avg_turn_assistant": _mean([_count_turns(trajectory.result) for trajectory in trajectories]),
         "num_all_resolved": sum(all(group) for group in solved.values()),
         "num_none_resolved": sum(not any(group) for group in solved.values()),
         "num_mask_out": sum(trajectory.is_masked for trajectory in trajectories),
@@ -210,15 +212,15 @@ def _metrics(trajectories: Sequence[_Trajectory], group_of: Sequence[int], profi
         "num_empty_messages": sum(not trajectory.result.messages for trajectory in trajectories),
     }
     if profile_tools:
-        found |= _tool_metrics([trajectory.result for trajectory in trajectories])
+        found |= _compute_tool_metrics([trajectory.result for trajectory in trajectories])
     return {f"rollout_metrics/{name}": float(value) for name, value in found.items() if value is not None}
 
 
-def _num_turns(result: TrajectoryResult) -> int:
+def _count_turns(result: TrajectoryResult) -> int:
     return sum(message.get("role") == "assistant" for message in result.messages)
 
 
-def _tool_metrics(results: Sequence[TrajectoryResult]) -> dict[str, float | None]:
+def _compute_tool_metrics(results: Sequence[TrajectoryResult]) -> dict[str, float | None]:
     names = Counter(call.name for result in results for call in result.tool_calls)
     found: dict[str, float | None] = {f"tool_name/{name}": float(count) for name, count in names.items()}
     for key, skipped in (("tool_calls", ()), ("tool_calls_no_finish", ("finish",))):

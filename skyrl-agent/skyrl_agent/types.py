@@ -61,10 +61,11 @@ class InferBackend(Protocol):
     async def async_generate_ids(
         self, *, input_ids: list[int], sampling_params: SamplingParams, request_id: str
     ) -> tuple[str, MetaInfo]:
-        """Continues `input_ids`. `request_id` is the same for all turns of an agent (sticky routing).
+        """Generate the continuation of `input_ids`. `request_id` is the same for all turns of an agent (sticky
+        routing).
 
         Raises:
-            InfraError: the server failed or did not answer in time.
+            InfraError: the server failed or timed out.
             BackendError: it refused the request.
         """
         ...
@@ -72,10 +73,10 @@ class InferBackend(Protocol):
 
 @runtime_checkable
 class Announceable(Protocol):
-    """Backend that wants to know the `request_id`s of a batch before the requests come."""
+    """Backend that needs the `request_id`s of a batch before the requests."""
 
     def announced(self, groups: Sequence[Sequence[str]]) -> AbstractContextManager[None]:
-        """Announce ids for the time of the context. `groups`: ids whose requests have the same prompt."""
+        """Announce expected ids while the context is open. `groups`: ids of requests with the same prompt."""
         ...
 
 

@@ -1,8 +1,8 @@
 """`python -m skyrl_agent.validate TASKFILE ROWS`: try the rows of a task without a model.
 
-A row is good if its untouched instance is judged a failure, its own solution a success, and the tests that it names
-exist. Each is judged as an agent's work is: by the task file's task, in fresh runtimes. Exit status: 0 if all rows are
-good, 1 if some are bad (a table names them), 2 if they could not be tried.
+A row is valid if its unchanged instance fails, its solution passes, and the tests that it names exist. Each is graded
+like an agent's work: by the task file's task, in fresh runtimes. Exit status: 0 if all rows are good, 1 if some are bad
+(a table names them), 2 if they could not be tried.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from skyrl_agent.datasets import read_rows
 from skyrl_agent.errors import AgentError, ConfigError, InfraError, TaskRowError
 from skyrl_agent.finish import FINISH
 from skyrl_agent.runner import make_instance, make_task
-from skyrl_agent.runtimes import make_runtime, spec_with
+from skyrl_agent.runtimes import make_runtime, merge_spec
 from skyrl_agent.tasks.base import BaseTask, Instance, Judgement
 from skyrl_agent.types import Row, TrajectoryResult
 
@@ -40,17 +40,17 @@ class RowReport:
 class Validator:
     """
     Args:
-        cfg: the task file; its model is not asked.
-        parallel: rows tried at a time.
+        cfg: the task file; its model is not used.
+        parallel: number of rows validated concurrently.
 
     Raises:
-        ConfigError: there is no such task, it has no tests, or its settings are wrong.
+        ConfigError: the task is unknown, has no tests, or has invalid settings.
     """
 
     def __init__(self, cfg: TaskFile, parallel: int = 4) -> None:
         self.cfg, self.task = cfg, make_task(cfg)
         if type(self.task).evaluate_original is BaseTask.evaluate_original:
-            raise ConfigError(f"task={cfg.task!r} judges answers: it has no tests that could be run without an agent")
+            raise ConfigError(f"task={cfg.task!r} grades final responses: it has no tests to run without an agent")
         self._turns = asyncio.Semaphore(parallel)
 
     async def validate(self, rows: Sequence[Row]) -> list[RowReport]:
@@ -66,28 +66,28 @@ class Validator:
         # Held until both judgements are done, because each of them starts a runtime: this bounds the runtimes that
         # exist at a time. A row's runtimes follow one another, so it never holds two.
         async with self._turns:
-            problems = await self._try(instance, solution)
+            problems = await self._run_row(instance, solution)
         return RowReport(instance.instance_id, solution is not None, problems)
 
-    async def _try(self, instance: Instance, solution: object) -> list[str]:
+    async def _run_row(self, instance: Instance, solution: object) -> list[str]:
         try:
-            original = await self._judge(instance, None)
+            original = await self._grade(instance, None)
             problems = ["the original passes already"] if original.reward > 0 else []
             if solution is None:
-                return problems + [f"not run on the original: {obstacle}" for obstacle in _obstacles(original)]
-            solved = await self._judge(instance, solution)
+                return problems + [f"not run on the original: {obstacle}" for obstacle in _format_obstacles(original)]
+            solved = await self._grade(instance, solution)
         except (AgentError, InfraError) as error:
             return [f"{type(error).__name__}: {error}"]
         if solved.reward > original.reward or solved.reward == 1.0:
             return problems
         parts = ", ".join(f"{name} {value:.4g}" for name, value in solved.parts.items())
-        return [*problems, *(_obstacles(solved) or [f"its own solution fails: {parts}"])]
+        return [*problems, *(_format_obstacles(solved) or [f"its own solution fails: {parts}"])]
 
-    async def _judge(self, instance: Instance, solution: object) -> Judgement:
-        """Judge the solution, or the original if there is none, in a fresh runtime."""
+    async def _grade(self, instance: Instance, solution: object) -> Judgement:
+        """Grade the solution, or the unchanged instance without one, in a fresh runtime."""
         spec = self.task.evaluation_runtime_spec(instance) or self.task.runtime_spec(instance)
         assert spec is not None, "a task with tests has a runtime"
-        runtime = make_runtime(spec_with(self.cfg.runtime, spec))
+        runtime = make_runtime(merge_spec(self.cfg.runtime, spec))
         try:
             await runtime.start()
             if solution is None:
@@ -99,7 +99,7 @@ class Validator:
             await runtime.close()
 
 
-def _obstacles(judgement: Judgement) -> list[str]:
+def _format_obstacles(judgement: Judgement) -> list[str]:
     return [f"{name}: {details}" for name, details in judgement.not_run.items()]
 
 

@@ -30,7 +30,7 @@ DASHBOARD_NAME = "trajectories.jsonl"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
+    options = _build_parser().parse_args(arguments)
     if options.browser:
         return open_dashboard(options.file)
     console = Console(width=None if sys.stdout.isatty() else _WIDTH_PIPED, highlight=False)
@@ -45,15 +45,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 1
         show(console, records[options.show][1])
         return 0
-    list_all(console, [(number, record) for number, record in records if _wanted(record, options)])
+    list_all(console, [(number, record) for number, record in records if _is_selected(record, options)])
     return 0
 
 
 def open_dashboard(path: str) -> int:
-    """Become the dashboard of a file. Returns: 1, if there is a reason not to."""
+    """Replace this process by the dashboard of a file. Returns 1 if that is not possible."""
     file = Path(path).expanduser()
     if not file.is_file() or file.name != DASHBOARD_NAME:
-        why = "there is no such file" if not file.is_file() else f"the dashboard reads files named {DASHBOARD_NAME}"
+        why = "the file does not exist" if not file.is_file() else f"the dashboard reads files named {DASHBOARD_NAME}"
         print(f"{file}: {why}; name it so in output.trajectories, or leave --browser out", file=sys.stderr)
         return 1
     if find_spec("skyrl_train") is None:
@@ -64,7 +64,7 @@ def open_dashboard(path: str) -> int:
 
 
 def list_all(console: Console, records: Sequence[tuple[int, JsonObject]]) -> None:
-    """A line each, and how they ended."""
+    """Print a line per trajectory and a summary of finish reasons."""
     names = ("#", "instance", "traj", "val", "reward", "steps", "tokens", "finish reason", "failure")
     table = Table(*(Column(name, no_wrap=True) for name in names), box=None, pad_edge=False)
     for number, record in records:
@@ -74,7 +74,7 @@ def list_all(console: Console, records: Sequence[tuple[int, JsonObject]]) -> Non
             escape(str(record["instance_id"])),
             str(record["trajectory_id"]),
             "val" if record["val"] else "",
-            _number(record["reward"]),
+            _format_number(record["reward"]),
             str(record["num_steps"]),
             str(sum(sum(row["mask"]) for row in record["rows"])),
             escape(str(record["finish_reason"])),
@@ -88,37 +88,37 @@ def list_all(console: Console, records: Sequence[tuple[int, JsonObject]]) -> Non
 
 
 def show(console: Console, record: JsonObject) -> None:
-    """One in full: what it earned, what it called, its messages, and its tokens with the mask as colour."""
+    """Print one trajectory in full: reward, tool calls, messages, and tokens coloured by mask."""
     console.rule(escape(f"{record['instance_id']} trajectory {record['trajectory_id']}"))
     for key in ("finish_reason", "reward", "reward_parts", "failure", "stage_seconds", "metrics"):
         if record[key] not in (None, {}):
-            console.print(Text(f"{key:14} {_plain(record[key])}"), soft_wrap=True)
+            console.print(Text(f"{key:14} {_format_plain(record[key])}"), soft_wrap=True)
     for call in record["tool_calls"]:
         mark = "" if call["ok"] else " (failed)"
         console.print(
-            Text(f"step {call['step']} {call['name']}{mark} {call['seconds']:.3f} s {_plain(call['arguments'])}")
+            Text(f"step {call['step']} {call['name']}{mark} {call['seconds']:.3f} s {_format_plain(call['arguments'])}")
         )
     for message in record["messages"]:
         console.rule(str(message.get("role")), align="left", characters="·")
-        console.print(Text(_plain(message.get("content"))), soft_wrap=True)
+        console.print(Text(_format_plain(message.get("content"))), soft_wrap=True)
         if message.get("tool_calls"):
-            console.print(Text(_plain(message["tool_calls"])), soft_wrap=True)
+            console.print(Text(_format_plain(message["tool_calls"])), soft_wrap=True)
     for number, row in enumerate(record["rows"]):
         written, length = sum(row["mask"]), len(row["response_ids"])
         console.rule(f"row {number}: prompt {len(row['prompt_ids'])}, response {length}, written {written} tokens")
         console.print(Text(row["prompt"], style=_GIVEN), soft_wrap=True)
         for is_written, text in row["spans"]:
-            console.print(_span(console, is_written, text), soft_wrap=True)
+            console.print(_render_span(console, is_written, text), soft_wrap=True)
 
 
-def _span(console: Console, is_written: bool, text: str) -> Text:
+def _render_span(console: Console, is_written: bool, text: str) -> Text:
     """Render a span; without colours, a bar marks each generated line."""
     if console.is_terminal:
         return Text(text, style=_WRITTEN if is_written else _GIVEN)
     return Text("\n".join(f"{'|' if is_written else ' '} {line}" for line in text.split("\n")))
 
 
-def _wanted(record: JsonObject, options: argparse.Namespace) -> bool:
+def _is_selected(record: JsonObject, options: argparse.Namespace) -> bool:
     reward = record["reward"]
     return (
         (options.reason is None or str(record["finish_reason"]) == options.reason)
@@ -129,15 +129,15 @@ def _wanted(record: JsonObject, options: argparse.Namespace) -> bool:
     )
 
 
-def _plain(value: object) -> str:
+def _format_plain(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _number(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m skyrl_agent.view", description="Look at trajectories.")
     parser.add_argument("file", help="what output.trajectories of the task file names")
     parser.add_argument("--show", type=int, metavar="N", help="one trajectory in full")

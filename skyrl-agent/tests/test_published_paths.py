@@ -28,12 +28,12 @@ from skyrl_agent.dispatcher.async_utils import call_sync_from_async, wait_all
         ("skyrl_agent.functional.utils.Transition", "skyrl_agent.chat.transitions.Transition"),
     ],
 )
-def test_published_path_is_the_same_object(path, home):
+def test_published_path_resolves_to_same_object(path, home):
     first, second = (getattr(import_module(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in (path, home))
     assert first is second
 
 
-async def test_published_waits():
+async def test_published_wait_helpers():
     async def give(value: int) -> int:
         return value
 

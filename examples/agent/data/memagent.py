@@ -6,7 +6,7 @@ answer a HotpotQA question among many that do not.
         --input hotpotqa_with_context.jsonl.gz --corpus corpus.jsonl.gz --validation_share 0.1
 
 Columns: `question`; `answer`, `answers` or `golden_answers`; and the paragraphs: `context` as HotpotQA has it (`title`
-and `sentences`, or pairs of them), as texts, or as one text that is kept as it is; or `context_doc_ids` into the
+and `sentences`, or pairs of them), as texts, or as one text that is kept unchanged; or `context_doc_ids` into the
 --corpus ({id, title, text} a line). What is added comes from the corpus, else from the other questions' paragraphs.
 """
 
@@ -25,7 +25,7 @@ CONTEXT = "context|context_doc_ids"
 
 
 class RowMaker:
-    """Maker of dataset rows: adds other paragraphs to those of a question up to a number, deterministically."""
+    """Builder of dataset rows that adds distractor paragraphs to a question up to a number, deterministically."""
 
     def __init__(self, num_documents: int, corpus: dict[str, str]) -> None:
         self.num_documents, self.corpus = num_documents, corpus

@@ -1,4 +1,4 @@
-"""Small programs with one mistake each, their tests and their mended versions: software tasks without a download."""
+"""Small programs with one bug each, their tests and their fixed versions: software tasks without a download."""
 
 from typing import Any, NamedTuple
 

@@ -4,8 +4,8 @@
     python examples/agent/terminal/terminal_dataset.py --output_dir ~/data/agent_terminal \\
         --input nl2bash_tasks.jsonl.gz --nl2bash_setups nl2bash_setups.jsonl.gz --validation_share 0.2
 
-With `--nl2bash_setups` (columns `fs`, `setup`) the input is InterCode's NL2Bash (`query`, `gold`, `fs`; where there is
-a column `verified`, rows without it are left out). Else its columns are those of `TerminalTask`.
+With `--nl2bash_setups` (columns `fs`, `setup`) the input is InterCode's NL2Bash (`query`, `gold`, `fs`; with a column
+`verified`, unverified rows are dropped). Otherwise it has the columns of `TerminalTask`.
 """
 
 import json

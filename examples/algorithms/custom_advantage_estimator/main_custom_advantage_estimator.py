@@ -1,5 +1,6 @@
-"""Training with an advantage estimator of one's own: registered before the settings are checked, and looked up by the
-trainer, which is the only process that needs it."""
+"""Training with a custom advantage estimator: registered before the settings are checked, and looked up by the trainer,
+which is the only process that needs it.
+"""
 
 import multiprocessing
 from typing import Any

@@ -1,5 +1,6 @@
-"""Training with a policy loss of one's own: registered before the settings are checked, and shipped to the workers by
-value, so it may use whatever this file imports."""
+"""Training with a custom policy loss: registered before the settings are checked, and shipped to the workers by value,
+so it may use whatever this file imports.
+"""
 
 import multiprocessing
 

@@ -5,9 +5,8 @@
 A Qwen3-architecture model of 0.1 million parameters adds three to six named numbers. Its warm-up shows three ways: an
 answer without steps (wrong), every addition written in full (right, but for six numbers longer than the limit), and
 running totals (right and short, one demonstration in seven). All arms are `run_qwen3_1.7b_base.sh` with
-`FIGURES=later`; plain GRPO has the four settings of `PLAIN` in place of DAPO's, a third arm only the first of them.
-Prints tables of paired differences over seeds and draws the curves. Runs that are complete in `--output` are not
-repeated.
+`FIGURES=later`; plain GRPO overrides DAPO's settings by the four of `PLAIN`, a third arm only the first of them. Prints
+tables of paired differences over seeds and draws the curves. Runs that are complete in `--output` are not repeated.
 """
 
 import json
@@ -143,7 +142,7 @@ def demonstrate(draw: random.Random, ways: Mapping[str, float]) -> Messages:
 def warmed_up(
     folder: Path, start: Path | None, ways: Mapping[str, float], steps: int, learning_rate: float, seed: int
 ) -> Path:
-    """Warm a model up, unless the folder has it: that of `start`, or a new one. Returns: the folder."""
+    """Warm up the model of `start`, or a new one, unless the folder has it. Returns: the folder."""
     if not (folder / "config.json").exists():
         tokenizer = make_tokenizer()
         model = (

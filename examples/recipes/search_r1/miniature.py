@@ -1,5 +1,5 @@
-"""Miniature of Search-R1: with two turns (one search and the answer) a tiny model learns questions of one hop only; the
-third turn brings those of two.
+"""Miniature of Search-R1: with two turns (one search and the answer) a tiny model learns only one-hop questions; a
+third turn adds two-hop questions.
 
     python examples/recipes/search_r1/miniature.py [--seeds 0 1 2] [--steps 20] [--jobs 2] [--output FOLDER]
 

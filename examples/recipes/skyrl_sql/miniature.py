@@ -1,5 +1,5 @@
-"""Miniature of SkyRL-SQL: training with several turns helps even where one is allowed; training with one turn does not
-help where there are more.
+"""Miniature of SkyRL-SQL: training with several turns helps even with one turn at evaluation; training with one turn
+does not help with several.
 
     python examples/recipes/skyrl_sql/miniature.py [--seeds 0 1 2] [--steps 20] [--jobs 2] [--output FOLDER]
 
@@ -253,7 +253,7 @@ class Demonstrations:
 
 
 def refused_part(observation: str) -> str | None:
-    """Return the part of a query that SQLite's error names; None if there is no error."""
+    """Return the part of a query that SQLite's error names; None without an error."""
     return next((part for text, part in ERRORS.items() if ERROR + text in observation), None)
 
 
@@ -279,7 +279,7 @@ def _kind_of(question: str) -> tuple[int, Kind]:
 
 @cache
 def _observation(db_path: Path, db_id: str, query: str, turns_left: int) -> str:
-    """Return what the environment shows after a query, with so many turns left."""
+    """Return the environment's observation after a query, given the number of turns left."""
     extras = {"db_id": db_id, "data": "spider", "reward_spec": {"ground_truth": query}, "max_turns": turns_left + 1}
     env = skyrl_gym.make("text2sql", env_config={"db_path": str(db_path)}, extras=extras)
     return env.step(f"<think></think><sql>{query}</sql>")["observations"][0]["content"]
@@ -355,8 +355,9 @@ def prepare(output: Path, steps: int) -> None:
 def _write_data(
     folder: Path, db_path: Path, turns: int, training: Sequence[Database], held_out: Sequence[Database]
 ) -> None:
-    """Write the questions for a number of turns by the recipe's builder: train.parquet and validation.parquet, and the
-    latter again where the recipe's evaluation looks for a set of its own."""
+    """Write the questions for a number of turns with the recipe's builder: train.parquet and validation.parquet, and a
+    copy of the latter at the path of the recipe's evaluation set.
+    """
     folder.mkdir(parents=True)
     files = {"train": folder / "train.jsonl", "test": folder / "test.jsonl"}
     for file, own in zip(files.values(), (training, held_out), strict=True):

@@ -5,8 +5,8 @@
 A Qwen3-architecture model of 0.1 million parameters works through the agent of `run_qwen3_32b.sh`, whose settings hold
 but for sizes (`SETTINGS`, `miniature.yaml`). A row says what a function gives ("f gives x+4"); its file has a wrong
 operator, name or constant. `cat` and `sed` run in a real sandbox, and the row's tests in a fresh one. After the warm-up
-the model repairs seldom: in three of four demonstrations the agent gives up at once, changes the file without a look at
-it, or puts a random character in place of the wrong one. Prints the resolve rate of held-out functions before and
+the model repairs seldom: in three of four demonstrations the agent gives up at once, changes the file without reading
+it, or replaces the wrong character by a random one. Prints the resolve rate of held-out functions before and
 after, and draws the curves. Runs that are complete in `--output` are not repeated.
 """
 
@@ -204,7 +204,7 @@ def _fixed_parts(text: str) -> list[str]:
 def warmed_up(
     folder: Path, start: Path | None, ways: Mapping[str, float], steps: int, learning_rate: float, seed: int
 ) -> Path:
-    """Warm a model up, unless the folder has it: that of `start`, or a new one. Returns: the folder."""
+    """Warm up the model of `start`, or a new one, unless the folder has it. Returns: the folder."""
     if not (folder / "config.json").exists():
         tokenizer = make_tokenizer()
         model = (

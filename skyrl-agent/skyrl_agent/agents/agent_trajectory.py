@@ -6,11 +6,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from skyrl_agent.agents.loop import Agent
-from skyrl_agent.agents.mapping import class_at
+from skyrl_agent.agents.mapping import resolve_class
 from skyrl_agent.agents.trajectory import BaseTrajectory
 from skyrl_agent.config.task_file import RuntimeSection, TaskFile
 from skyrl_agent.errors import ConfigError
-from skyrl_agent.runtimes import check_runtime_section, make_runtime, probe_runtime, spec_with
+from skyrl_agent.runtimes import check_runtime_section, make_runtime, merge_spec, probe_runtime
 from skyrl_agent.runtimes.base import Runtime, RuntimeSpec
 from skyrl_agent.runtimes.recorded import RecordedRuntime
 from skyrl_agent.tasks.base import BaseTask, Instance, Judgement
@@ -35,14 +35,14 @@ class AgentTrajectory(BaseTrajectory):
 
     @classmethod
     def check(cls, cfg: TaskFile, task: BaseTask) -> None:
-        agent_cls = _agent_class(cfg)
+        agent_cls = _resolve_agent_class(cfg)
         known = [name for name in inspect.signature(agent_cls).parameters if name not in _GIVEN]
         for name in cfg.agent_config:
             if name not in known:
                 raise ConfigError(
                     f"unknown key agent_config.{name}; {did_you_mean(name, known, prefix='agent_config.')}"
                 )
-        absent: Any = None  # settings are checked without model and tokenizer
+        absent: Any = None  # settings are validated without model and tokenizer
         tools = agent_cls.tool_entries(cfg.tools, task)
         agent = agent_cls(cfg.generator, absent, absent, tools=tools, **cfg.agent_config)
         check_runtime_section(cfg.runtime)
@@ -62,14 +62,14 @@ class AgentTrajectory(BaseTrajectory):
         cls, cfg: TaskFile, task: BaseTask, instances: Sequence[Instance]
     ) -> list[Coroutine[object, None, None]]:
         probes = super().probes(cfg, task, instances)
-        probes += [_probe_tool(tool) for tool in make_tools(_agent_class(cfg).tool_entries(cfg.tools, task))]
+        probes += [_probe_tool(tool) for tool in make_tools(_resolve_agent_class(cfg).tool_entries(cfg.tools, task))]
         if task.make_environment is None:
             probes.append(_probe_runtimes(cfg.runtime, task, instances))
         return probes
 
     async def initialize_trajectory(self) -> None:
         spec = self.task.runtime_spec(self.instance)
-        if self.environment is not None and self.task.make_environment is not None:  # else a place's number
+        if self.environment is not None and self.task.make_environment is not None:  # otherwise the index of a slot
             self.runtime = self.environment
         elif spec is not None:
             self.runtime = self._make_runtime(spec)
@@ -87,17 +87,17 @@ class AgentTrajectory(BaseTrajectory):
             if self.runtime is not None:
                 self.result.results = await self.task.complete_runtime(self.instance, self.runtime, outcome.result)
         finally:
-            self._record(agent)
+            self._copy_records(agent)
             await self._close_runtime()
 
     async def evaluate_trajectory(self) -> None:
         spec = self.task.evaluation_runtime_spec(self.instance)
-        async with self._evaluation_runtime(spec) as runtime:
+        async with self._open_evaluation_runtime(spec) as runtime:
             judgement = await self.task.evaluate_result(self.result.results, self.instance, self.result, runtime)
         if not isinstance(judgement, Judgement):
             judgement = Judgement(float(judgement))
         if judgement.not_run:  # the first runtime has seen the agent's changes
-            async with self._evaluation_runtime(spec or self.task.runtime_spec(self.instance)) as runtime:
+            async with self._open_evaluation_runtime(spec or self.task.runtime_spec(self.instance)) as runtime:
                 assert runtime is not None, "tests that were not run have a runtime"
                 judgement = await self.task.recheck(self.instance, judgement, runtime)
         self.result.reward, self.result.reward_parts = judgement.reward, dict(judgement.parts)
@@ -114,10 +114,10 @@ class AgentTrajectory(BaseTrajectory):
             await runtime.close()
 
     def _make_runtime(self, spec: RuntimeSpec) -> RecordedRuntime:
-        return RecordedRuntime(make_runtime(spec_with(self.cfg.runtime, spec)), self.result.sandbox)
+        return RecordedRuntime(make_runtime(merge_spec(self.cfg.runtime, spec)), self.result.sandbox)
 
     @asynccontextmanager
-    async def _evaluation_runtime(self, spec: RuntimeSpec | None) -> AsyncIterator[Runtime | None]:
+    async def _open_evaluation_runtime(self, spec: RuntimeSpec | None) -> AsyncIterator[Runtime | None]:
         if spec is None:
             yield None
             return
@@ -130,7 +130,7 @@ class AgentTrajectory(BaseTrajectory):
             await self._close_runtime()
 
     def _make_agent(self) -> Agent:
-        agent_cls = _agent_class(self.cfg)
+        agent_cls = _resolve_agent_class(self.cfg)
         agent = agent_cls(
             self.cfg.generator.model_copy(update={"sampling_params": self.sampling_params}),
             self.infer_engine,
@@ -143,13 +143,13 @@ class AgentTrajectory(BaseTrajectory):
         agent.agent_id = self.session_id
         return agent
 
-    def _record(self, agent: Agent) -> None:
+    def _copy_records(self, agent: Agent) -> None:
         """Copy the agent's records to the result, after a failure too."""
         result = self.result
         result.messages, result.transitions = agent.get_messages(), agent.get_transitions()
         result.tool_calls, result.num_steps = agent.get_tool_calls(), agent.num_steps
         if agent.sub_agents:
-            result.state = {"sub_agents": [_record_of(sub_agent) for sub_agent in agent.sub_agents]}
+            result.state = {"sub_agents": [_to_record(sub_agent) for sub_agent in agent.sub_agents]}
             result.metrics["sub_agents"] = float(len(agent.sub_agents))
 
 
@@ -168,7 +168,7 @@ async def _probe_runtimes(section: RuntimeSection, task: BaseTask, instances: Se
         if (spec := task.runtime_spec(instance)) is None:
             continue
         try:
-            spec = spec_with(section, spec)
+            spec = merge_spec(section, spec)
         except ConfigError as error:
             raise ConfigError(f"row {instance.instance_id}: {error}") from error
         first.setdefault(bool(spec.image), (instance, spec))
@@ -187,14 +187,14 @@ async def _probe_runtime(spec: RuntimeSpec, task: BaseTask, instance: Instance) 
             await runtime.close()
 
 
-def _agent_class(cfg: TaskFile) -> type[Agent]:
-    return class_at(cfg.agent_cls, "agent_cls")
+def _resolve_agent_class(cfg: TaskFile) -> type[Agent]:
+    return resolve_class(cfg.agent_cls, "agent_cls")
 
 
-def _record_of(agent: Agent) -> JsonObject:
+def _to_record(agent: Agent) -> JsonObject:
     return {
         "messages": agent.get_messages(),
         "finish_reason": agent.outcome.finish_reason if agent.outcome else None,
         "num_steps": agent.num_steps,
-        "sub_agents": [_record_of(sub_agent) for sub_agent in agent.sub_agents],
+        "sub_agents": [_to_record(sub_agent) for sub_agent in agent.sub_agents],
     }

@@ -1,4 +1,4 @@
-"""Agent loop: ask the model, run its calls, append their results, until an end condition holds."""
+"""Agent loop: query the model, run its calls, append their results, until an end condition holds."""
 
 import logging
 import uuid
@@ -57,18 +57,18 @@ class StepBudget:
 
 
 class Agent:
-    """Model, tools, and the conversation between them. One per attempt at an instance.
+    """Agent loop of a model and its tools, for one attempt at an instance.
 
-    It ends
+    The loop ends
 
-    - when a tool says so (`FINISH_TOOL`);
-    - with an answer without calls (`FINISH`), unless there is a tool `finish`, of which the model is reminded instead;
-    - with a truncated answer, or without tokens left for one (`CONTEXT_WINDOW_EXCEEDED`);
-    - with an empty answer (`BAD_LLM_RESPONSE`);
+    - when a tool requests it (`FINISH_TOOL`);
+    - at a response without tool calls (`FINISH`); with a tool `finish`, the model gets a reminder instead;
+    - at a truncated response, or when no tokens are left for one (`CONTEXT_WINDOW_EXCEEDED`);
+    - at an empty response (`BAD_LLM_RESPONSE`);
     - after repeated equal turns (`stuck_in_a_loop`);
-    - after `max_iterations` answers.
+    - after `max_iterations` responses.
 
-    Errors of the parser and of tools are texts for the model.
+    Parser and tool errors are returned to the model as text.
 
     Args:
         traj_config: the task file's `generator`, or a `TrajectoryConfig`.
@@ -100,7 +100,7 @@ class Agent:
         parent: "Agent | None" = None,
     ) -> None:
         _check_limits(max_depth=(max_depth, 0), sub_agent_steps=(sub_agent_steps, 1), max_repeats=(max_repeats, 2))
-        self.settings, self.infer_engine, self.tokenizer = _settings(traj_config), infer_engine, tokenizer
+        self.settings, self.infer_engine, self.tokenizer = _parse_settings(traj_config), infer_engine, tokenizer
         self.tools = list(tools if tools is not None else getattr(traj_config, "tools", None) or self.default_tools)
         self.runtime, self.max_depth, self.max_repeats = runtime, max_depth, max_repeats
         self.agent_id = uuid.uuid4().hex
@@ -146,7 +146,7 @@ class Agent:
         """Run the agent from the first messages to its end.
 
         Raises:
-            InfraError: the model or a service of a tool failed, or did not answer in time.
+            InfraError: the model or a tool's service failed or timed out.
             BackendError: the model's server refused a request.
         """
         row = instance.row if isinstance(instance, Instance) else instance or {}
@@ -154,12 +154,12 @@ class Agent:
             self.trajectory_id, row, self.runtime, ask=self.ask, run_agent=self.run_agent, messages=list(instruction)
         )
         async with self.toolbox.open_all(self._context):
-            self.outcome = await self._converse(instruction)
-        self._warn_of_rows()
+            self.outcome = await self._run_turns(instruction)
+        self._log_row_warning()
         return self.outcome
 
-    def _warn_of_rows(self) -> None:
-        """Warn, once for each number of rows, that the chat template makes training dearer."""
+    def _log_row_warning(self) -> None:
+        """Warn, once per number of rows, that the chat template makes training more expensive."""
         conversation = self.conversation
         if conversation is None or not conversation.breaks or len(conversation.breaks) in _warned_of_rows:
             return
@@ -172,9 +172,9 @@ class Agent:
             conversation.token_factor,
         )
 
-    async def _converse(self, instruction: Sequence[Message]) -> Outcome:
+    async def _run_turns(self, instruction: Sequence[Message]) -> Outcome:
         self._repetition = Repetition(self.max_repeats)
-        opening = self.prompt_builder.with_reminder(
+        opening = self.prompt_builder.add_step_reminder(
             self.prompt_builder.opening(instruction), 1, self.settings.max_prompt_length
         )
         self.conversation = conversation = Conversation(
@@ -182,7 +182,7 @@ class Agent:
         )
         while self._can_step():
             input_ids = conversation.input_ids()
-            room = self._room(conversation, input_ids)
+            room = self._compute_room(conversation, input_ids)
             if room <= 0:
                 return Outcome(CONTEXT_WINDOW_EXCEEDED)
             with waiting(f"the model's answer {self.num_steps + 1}"):
@@ -191,33 +191,33 @@ class Agent:
             is_whole = meta["finish_reason"] != "length"
             calls = self.prompt_builder.calls(text) if is_whole else []
             message = self.prompt_builder.answer(text, calls)
-            conversation.add_answer(text, meta, self.prompt_builder.for_later_turns(message))
+            conversation.add_answer(text, meta, self.prompt_builder.strip_for_later_turns(message))
             if not is_whole:
                 return Outcome(CONTEXT_WINDOW_EXCEEDED)
             if not calls and not message["content"].strip():
                 return Outcome(BAD_LLM_RESPONSE)
             if not calls and not self.toolbox.has_finish:
                 return Outcome(FINISH, message["content"])
-            outputs = await self.toolbox.run(calls, self._current_context(conversation), self.num_steps)
+            outputs = await self.toolbox.run(calls, self._build_context(conversation), self.num_steps)
             if ending := next((output for output in outputs if output.ends), None):
                 return Outcome(FINISH_TOOL, ending.text)
-            if self._repetition.add(_turn_key(text, calls, outputs)):
+            if self._repetition.add(_build_turn_key(text, calls, outputs)):
                 return Outcome(STUCK_IN_A_LOOP)
-            self._append_results(conversation, calls, outputs)
+            self._add_results(conversation, calls, outputs)
         return Outcome(MAX_ITERATIONS_REACHED)
 
     def _can_step(self) -> bool:
         return self.num_steps < self.settings.max_iterations and (self.depth == 0 or self.step_budget.take())
 
-    def _room(self, conversation: Conversation, input_ids: list[int]) -> int:
-        """Return the tokens left for an answer."""
-        room, most = self._tokens_left(conversation), self.settings.max_context_length
+    def _compute_room(self, conversation: Conversation, input_ids: list[int]) -> int:
+        """Return the number of tokens left for a response."""
+        room, most = self._count_tokens_left(conversation), self.settings.max_context_length
         return room if most is None else min(room, most - len(input_ids))
 
-    def _tokens_left(self, conversation: Conversation) -> int:
+    def _count_tokens_left(self, conversation: Conversation) -> int:
         return self.settings.max_prompt_length - conversation.num_response_tokens
 
-    def _append_results(
+    def _add_results(
         self, conversation: Conversation, calls: Sequence[ToolCall | Invalid], outputs: Sequence[ToolOutput]
     ) -> None:
         """Append the results of calls to the conversation, or restart it from the context that a tool returned."""
@@ -225,17 +225,19 @@ class Agent:
         fresh = next((output.new_context for output in outputs if output.new_context is not None), None)
         if fresh is None:
             results = self.prompt_builder.results(calls, [output.text for output in outputs])
-            conversation.add(*self.prompt_builder.with_reminder(results, step, self._tokens_left(conversation)))
+            conversation.add(
+                *self.prompt_builder.add_step_reminder(results, step, self._count_tokens_left(conversation))
+            )
         else:
             self._repetition.clear()
-            opening = self.prompt_builder.restarted_opening(fresh)
-            conversation.restart(self.prompt_builder.with_reminder(opening, step, self.settings.max_prompt_length))
+            opening = self.prompt_builder.build_restarted_opening(fresh)
+            conversation.restart(self.prompt_builder.add_step_reminder(opening, step, self.settings.max_prompt_length))
 
-    def _current_context(self, conversation: Conversation) -> ToolContext:
-        return replace(self._context, messages=prompts.without_reminders(conversation.messages))
+    def _build_context(self, conversation: Conversation) -> ToolContext:
+        return replace(self._context, messages=prompts.remove_reminders(conversation.messages))
 
     async def ask(self, messages: list[Message]) -> str:
-        """Return the model's answer to messages outside the conversation, which are not trained on."""
+        """Return the model's response to messages outside the conversation. It is not trained on."""
         input_ids = Conversation(self.prompt_builder.encoder(with_tools=False), messages).input_ids()
         room, most = self.settings.max_prompt_length, self.settings.max_context_length
         room = room if most is None else min(room, most - len(input_ids))
@@ -247,16 +249,16 @@ class Agent:
     async def run_agent(
         self, instruction: str, tools: Sequence[ToolEntry] | None = None, max_iterations: int | None = None
     ) -> str:
-        """Run a sub-agent with a conversation of its own on the same runtime.
+        """Run a sub-agent with a separate conversation on the same runtime.
 
         Args:
-            tools: tools of the sub-agent; None: those of this agent.
+            tools: tools of the sub-agent; None: this agent's tools.
 
         Returns:
-            Its answer, or the reason for a missing one.
+            The sub-agent's final response, or the reason why it has none.
 
         Raises:
-            ValueError: it would be too deep, or no steps are left for sub-agents.
+            ValueError: `max_depth` is exceeded, or no steps are left for sub-agents.
         """
         if self.depth >= self.max_depth:
             raise ValueError(f"sub-agents may be {self.max_depth} deep, and this one is: do the work yourself")
@@ -287,12 +289,12 @@ class Agent:
         return list(self.conversation.messages) if self.conversation else []
 
     def get_transitions(self) -> list[Transition]:
-        """Return all transitions: those of each sub-agent, which make rows of their own, then its own."""
+        """Return the transitions of each sub-agent, which make separate rows, followed by this agent's."""
         own = self.conversation.transitions if self.conversation else []
         return [*(turn for agent in self.sub_agents for turn in agent.get_transitions()), *own]
 
     def get_tool_calls(self) -> list[ToolCallRecord]:
-        """Return its own calls, then those of its sub-agents."""
+        """Return this agent's tool calls, followed by its sub-agents'."""
         return [*self.toolbox.records, *(call for agent in self.sub_agents for call in agent.get_tool_calls())]
 
     def get_tool_profile(self) -> JsonObject | None:
@@ -309,13 +311,13 @@ def _check_limits(**limits: tuple[int | None, int]) -> None:
             raise ConfigError(f"agent_config.{name} must be an integer of at least {least}; got {value!r}")
 
 
-def _settings(traj_config: Any) -> GeneratorSection:
+def _parse_settings(traj_config: Any) -> GeneratorSection:
     if isinstance(traj_config, GeneratorSection):
         return traj_config
     fields = {name: getattr(traj_config, name, None) for name in GeneratorSection.model_fields}
     return GeneratorSection(**{name: value for name, value in fields.items() if value is not None})
 
 
-def _turn_key(text: str, calls: Sequence[ToolCall | Invalid], outputs: Sequence[ToolOutput]) -> str:
+def _build_turn_key(text: str, calls: Sequence[ToolCall | Invalid], outputs: Sequence[ToolOutput]) -> str:
     done = [(call.name, call.arguments) if isinstance(call, ToolCall) else call.reason for call in calls] or text
     return repr((done, [output.text for output in outputs]))

@@ -3,11 +3,11 @@ its dotted path."""
 
 from typing import Any
 
-from skyrl_agent.dotted_paths import class_at
+from skyrl_agent.dotted_paths import resolve_class
 from skyrl_agent.errors import ConfigError
 from skyrl_gym.suggestions import did_you_mean
 
-__all__ = ["AGENT_GENERATOR_REGISTRY", "AGENT_TRAJECTORY_REGISTRY", "class_at", "class_of_agent"]
+__all__ = ["AGENT_GENERATOR_REGISTRY", "AGENT_TRAJECTORY_REGISTRY", "resolve_agent_class", "resolve_class"]
 
 _RUNNER = "skyrl_agent.agents.base.AgentRunner"
 
@@ -23,21 +23,21 @@ AGENT_TRAJECTORY_REGISTRY: dict[str, str | type] = {
 }
 
 
-def class_of_agent(agent_cls: str, registry: dict[str, str | type]) -> type[Any]:
+def resolve_agent_class(agent_cls: str, registry: dict[str, str | type]) -> type[Any]:
     """
     Raises:
-        ConfigError: there is no such agent, or what it needs is not installed.
+        ConfigError: the agent is unknown, or a package it needs is not installed.
     """
     found = registry.get(agent_cls)
     if found is None:
-        found = _unregistered(agent_cls, registry)
-    return class_at(found, "agent_cls") if isinstance(found, str) else found
+        found = _find_unregistered(agent_cls, registry)
+    return resolve_class(found, "agent_cls") if isinstance(found, str) else found
 
 
-def _unregistered(agent_cls: str, registry: dict[str, str | type]) -> str | type[Any]:
-    """Return the runner or the trajectory of a class that no registry knows, by what it is."""
+def _find_unregistered(agent_cls: str, registry: dict[str, str | type]) -> str | type[Any]:
+    """Return the runner or the trajectory for an unregistered class, by its type."""
     try:
-        own = class_at(agent_cls, "agent_cls")
+        own = resolve_class(agent_cls, "agent_cls")
     except ConfigError as error:
         raise ConfigError(
             f"{error}; {did_you_mean(agent_cls, registry)} (an agent of your own: the dotted path of a subclass of "

@@ -9,7 +9,7 @@ from skyrl_agent.types import InferBackend, MetaInfo
 
 
 class Model:
-    """Model behind a backend, asked with a deadline.
+    """Client of a backend's model, with a deadline per request.
 
     Args:
         extra_params: override `settings.sampling_params`.
@@ -27,13 +27,13 @@ class Model:
         self.params = {**settings.sampling_params, **extra_params}
 
     async def answer(self, input_ids: list[int], room: int, request_id: str) -> tuple[str, MetaInfo]:
-        """Ask for the continuation of `input_ids`.
+        """Request the completion of `input_ids`.
 
         Args:
             room: limit of the answer's tokens, besides `sampling_params.max_tokens`.
 
         Raises:
-            InfraError: the server failed, aborted the answer, or did not give it in time.
+            InfraError: the server failed, aborted the completion, or timed out.
             BackendError: it refused the request.
         """
         params = self.params | {"max_tokens": min(self.params.get("max_tokens") or room, room)}
@@ -43,9 +43,9 @@ class Model:
         try:
             text, meta = await self.pending.before(self.seconds, request)
         except TimeoutError as error:
-            raise InfraError(f"the model's answer {error} (generator.request_timeout_seconds)") from error
+            raise InfraError(f"the model's completion {error} (generator.request_timeout_seconds)") from error
         except InterruptedError as error:
-            raise InfraError(f"the model's answer {error}") from error
+            raise InfraError(f"the model's completion {error}") from error
         if meta["finish_reason"] == "abort":
-            raise InfraError("the model's server aborted the answer")
+            raise InfraError("the model's server aborted the completion")
         return text, meta

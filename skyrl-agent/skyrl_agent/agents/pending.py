@@ -27,7 +27,7 @@ class Pending:
         """
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._forget)
+        task.add_done_callback(self._release)
         try:
             done, _ = await asyncio.wait({task}, timeout=seconds)
             if not done:
@@ -46,7 +46,7 @@ class Pending:
         for task in self._tasks:
             task.cancel()
 
-    def _forget(self, task: asyncio.Task[object]) -> None:
+    def _release(self, task: asyncio.Task[object]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
             task.exception()  # read, so that asyncio does not report the exception of an abandoned task

@@ -18,12 +18,12 @@ FEW_TOKENS = 3_000
 _REMINDER, _END = "\n\n<reminder>", "</reminder>"
 
 
-def no_call(names: Sequence[str]) -> str:
-    """Render the reply to an answer without a call."""
+def render_no_call(names: Sequence[str]) -> str:
+    """Render the reply to a response without a call."""
     return NO_CALL.format(names=", ".join(names))
 
 
-def reminder(step: int, max_iterations: int, early_step_threshold: int, tokens_left: int) -> str:
+def render_reminder(step: int, max_iterations: int, early_step_threshold: int, tokens_left: int) -> str:
     """Render the reminder of step `step`, counted from 1."""
     text = f"Step {step} of {max_iterations}."
     if step == max_iterations:
@@ -35,18 +35,18 @@ def reminder(step: int, max_iterations: int, early_step_threshold: int, tokens_l
     return text
 
 
-def with_reminder(messages: Sequence[Message], text: str) -> list[Message]:
+def append_reminder(messages: Sequence[Message], text: str) -> list[Message]:
     """Append a reminder to the last message."""
     *before, last = messages
-    return [*before, with_text_after(last, f"{_REMINDER}{text}{_END}")]
+    return [*before, append_text(last, f"{_REMINDER}{text}{_END}")]
 
 
-def without_reminders(messages: Sequence[Message]) -> list[Message]:
-    """Copy messages without the text of `with_reminder`."""
-    return [_without_reminder(message) for message in messages]
+def remove_reminders(messages: Sequence[Message]) -> list[Message]:
+    """Copy messages without the text of `append_reminder`."""
+    return [_remove_reminder(message) for message in messages]
 
 
-def with_text_after(message: Message, text: str) -> Message:
+def append_text(message: Message, text: str) -> Message:
     """Append text to a message."""
     content = message.get("content") or ""
     return message | {
@@ -54,8 +54,8 @@ def with_text_after(message: Message, text: str) -> Message:
     }
 
 
-def with_system_text(messages: Sequence[Message], before: str, after: str) -> list[Message]:
-    """Put text around the first system message, which is created if there is none."""
+def add_system_text(messages: Sequence[Message], before: str, after: str) -> list[Message]:
+    """Put text before and after the first system message. Adds a system message if none exists."""
     if not (before or after):
         return list(messages)
     first = next((index for index, message in enumerate(messages) if message["role"] == "system"), None)
@@ -66,15 +66,15 @@ def with_system_text(messages: Sequence[Message], before: str, after: str) -> li
     return [*messages[:first], system, *messages[first + 1 :]]
 
 
-def without_thoughts(message: Message) -> Message:
-    """Remove the text before `</think>` from an answer."""
+def remove_thoughts(message: Message) -> Message:
+    """Remove the text before `</think>` from a response."""
     content = message.get("content")
     return (
         message | {"content": content.rpartition("</think>")[2].lstrip("\n")} if isinstance(content, str) else message
     )
 
 
-def _without_reminder(message: Message) -> Message:
+def _remove_reminder(message: Message) -> Message:
     content = message.get("content")
     if isinstance(content, list):
         kept = [part for part in content if not str(part.get("text", "")).startswith(_REMINDER)]

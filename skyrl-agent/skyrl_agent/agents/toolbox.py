@@ -28,7 +28,7 @@ class Toolbox:
     """Tools of one agent and the records of their calls.
 
     Args:
-        timeout: seconds for a call of a tool without a timeout of its own.
+        timeout: default timeout of a tool call in seconds.
         max_chars: length limit of an output.
         max_parallel: maximum number of calls run per turn.
         log_level: level at which calls are logged.
@@ -54,7 +54,7 @@ class Toolbox:
     def has_finish(self) -> bool:
         return "finish" in self.tools
 
-    def system_prompt_prefixes(self) -> list[str]:
+    def collect_system_prompt_prefixes(self) -> list[str]:
         """Collect the texts of tools before the system message."""
         return [prefix for tool in self.tools.values() if (prefix := tool.get_system_prompt_prefix())]
 
@@ -79,7 +79,7 @@ class Toolbox:
     async def _close(self, tool: BaseTool) -> None:
         try:
             await self.pending.before(CLOSE_SECONDS, tool.close())
-        except Exception as error:  # user code may raise anything; nothing depends on the tool any more
+        except Exception as error:  # user code may raise anything; the tool is not used any more
             logger.warning("tool %s was not closed: %s: %s", tool.name, type(error).__name__, error)
 
     async def run(self, calls: Sequence[ToolCall | Invalid], context: ToolContext, step: int) -> list[ToolOutput]:
@@ -89,7 +89,7 @@ class Toolbox:
         Raises:
             InfraError: raised by a tool.
         """
-        calls = self._limit_calls(calls)
+        calls = self._apply_call_limit(calls)
         if context.runtime is None:
             return await together(*(self._call(call, context, step) for call in calls))
         outputs: list[ToolOutput] = []
@@ -99,7 +99,7 @@ class Toolbox:
                 break
         return outputs
 
-    def _limit_calls(self, calls: Sequence[ToolCall | Invalid]) -> list[ToolCall | Invalid]:
+    def _apply_call_limit(self, calls: Sequence[ToolCall | Invalid]) -> list[ToolCall | Invalid]:
         allowed, count = [], 0
         for call in calls:
             count += isinstance(call, ToolCall)
@@ -112,7 +112,7 @@ class Toolbox:
             return ToolOutput(clip(call.reason, self.max_chars), failed=True)
         now = asyncio.get_running_loop().time
         started = now()
-        output = await self._output(call, context)
+        output = await self._run_call(call, context)
         if not output.ends:
             output = replace(output, text=clip(output.text, self.max_chars))
         seconds = now() - started
@@ -122,7 +122,7 @@ class Toolbox:
         )
         return output
 
-    async def _output(self, call: ToolCall, context: ToolContext) -> ToolOutput:
+    async def _run_call(self, call: ToolCall, context: ToolContext) -> ToolOutput:
         tool = self.tools.get(call.name)
         if tool is None:
             return ToolOutput(unknown_tool(call.name, list(self.tools)), failed=True)

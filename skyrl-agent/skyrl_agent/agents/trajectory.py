@@ -8,7 +8,7 @@ from typing import Any
 
 from skyrl_agent.config.task_file import TaskFile
 from skyrl_agent.errors import InfraError, StageTimeout
-from skyrl_agent.finish import CANCELLED, ERROR_AGENT, ERROR_EVALUATION, ERROR_RUNTIME, ending_of
+from skyrl_agent.finish import CANCELLED, ERROR_AGENT, ERROR_EVALUATION, ERROR_RUNTIME, get_ending
 from skyrl_agent.tasks.base import BaseTask, Instance
 from skyrl_agent.types import Failure, InferBackend, JsonObject, Stage, Tokenizer, TrajectoryResult
 
@@ -45,7 +45,7 @@ class BaseTrajectory(ABC):
         """Environment from the pool of `async_fix_pool`."""
         self.session_id = uuid.uuid4().hex
         """`request_id` of the agent's requests; another one in each attempt."""
-        self.result = self.blank_result()
+        self.result = self.build_blank_result()
 
     @classmethod
     def check(cls, cfg: TaskFile, task: BaseTask) -> None:
@@ -60,7 +60,7 @@ class BaseTrajectory(ABC):
         raise InfraError."""
         return [task.probe()]
 
-    def blank_result(self) -> TrajectoryResult:
+    def build_blank_result(self) -> TrajectoryResult:
         """Build a result without an outcome."""
         return TrajectoryResult(
             instance_id=self.instance.instance_id,
@@ -79,7 +79,7 @@ class BaseTrajectory(ABC):
 
     @abstractmethod
     async def evaluate_trajectory(self) -> None:
-        """Set the reward. Called only if `ending_of(finish_reason).evaluated`."""
+        """Grade the result. Called only if `get_ending(finish_reason).evaluated`."""
 
     async def close(self) -> None:
         """Release all resources. May be called more than once; never raises."""
@@ -88,7 +88,7 @@ class BaseTrajectory(ABC):
     async def restart(self) -> None:
         """Discard the attempt that failed in `generate`, so that the stages may be repeated."""
         await self.close()
-        self.session_id, self.result = uuid.uuid4().hex, self.blank_result()
+        self.session_id, self.result = uuid.uuid4().hex, self.build_blank_result()
 
     @property
     def failed(self) -> bool:
@@ -113,4 +113,4 @@ class BaseTrajectory(ABC):
 
     @property
     def wants_evaluation(self) -> bool:
-        return not self.failed and ending_of(self.result.finish_reason).evaluated
+        return not self.failed and get_ending(self.result.finish_reason).evaluated

@@ -4,7 +4,7 @@ from skyrl_agent.errors import ConfigError
 from skyrl_gym.chat.template import ChatTemplateError, bundled_template, read_template_file
 
 
-def configured_chat_template(path: str | None, qwen3_acc_thinking: bool = False) -> str | None:
+def get_configured_chat_template(path: str | None, qwen3_acc_thinking: bool = False) -> str | None:
     """Return the template of `generator.chat_template` or `generator.qwen3_acc_thinking`; None: the tokenizer's own.
 
     Raises:

@@ -13,7 +13,7 @@ from skyrl_gym.tools.signature import Schema
 _QUESTION: list[Message] = [{"role": "user", "content": "?"}]
 """Conversation in which `MessageEncoder.step` renders one step alone."""
 _ANSWER = "skyrl-answer"
-"""Answer in whose place `MessageEncoder.after_answer` puts the model's."""
+"""Placeholder that `MessageEncoder.render_after_response` replaces by the model's response."""
 
 # String literals of a template, and those that contain more than words.
 _STRING = re.compile(r"'((?:[^'\\\n]|\\.)*)'|\"((?:[^\"\\\n]|\\.)*)\"")
@@ -21,16 +21,16 @@ _TAG_LIKE = re.compile(r"[^\w\s.,:;!?'\"-]")
 
 
 class MessageEncoder(ChatTemplate):
-    """Chat template with tools, whose failures are errors of the settings.
+    """Chat template with tools. Template failures raise ConfigError.
 
     Args:
         tokenizer: a transformers tokenizer with an end-of-sequence token.
         tools: schemas for the template, in OpenAI's form.
-        chat_template: Jinja text; None: the tokenizer's own.
+        chat_template: Jinja text; None: the tokenizer's template.
         template_kwargs: variables of the template, such as `enable_thinking`.
 
     Raises:
-        ConfigError: there is no template, or no end-of-sequence token.
+        ConfigError: the tokenizer has no template or no end-of-sequence token.
     """
 
     tokenizer: Tokenizer
@@ -62,22 +62,22 @@ class MessageEncoder(ChatTemplate):
             ConfigError: the template cannot render it.
         """
         prepared = [
-            self._with_readable_calls(message) if message.get("tool_calls") else message for message in messages
+            self._parse_call_arguments(message) if message.get("tool_calls") else message for message in messages
         ]
         try:
             return super().text(prepared, add_generation_prompt, **options)
         except ChatTemplateError as error:
-            roles = ", ".join(_role(message) for message in messages[-6:])
+            roles = ", ".join(_get_role(message) for message in messages[-6:])
             raise ConfigError(
                 f"{error} (the conversation ends in {roles}); check generator.chat_template and generator.tool_format"
             ) from error
 
     def ids(self, messages: Sequence[Message]) -> list[int]:
-        """Encode a conversation and the header after which the model writes. Raises ConfigError."""
+        """Encode a conversation and the header of the next response. Raises ConfigError."""
         return self.encode(self.text(messages, add_generation_prompt=True))
 
-    def ids_after(self, text: str) -> list[int]:
-        """Encode a text that follows others."""
+    def encode_continuation(self, text: str) -> list[int]:
+        """Encode a text that continues another one."""
         return self.encode_after(self.end_of_text, text)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
@@ -85,7 +85,7 @@ class MessageEncoder(ChatTemplate):
 
     @property
     def end_of_text(self) -> str:
-        """Text that closes an answer."""
+        """Text that closes a response."""
         return self.turn_ends.closing or str(self.tokenizer.eos_token)
 
     def is_special(self, token_id: int) -> bool:
@@ -97,24 +97,25 @@ class MessageEncoder(ChatTemplate):
         return (text[:position], special) if position >= 0 else ("", "")
 
     def step(self, answer: Message, added: Sequence[Message]) -> str | None:
-        """Render an answer, the messages after it and the next header in a conversation of one question. Returns: the
-        text after the question; None if the template does not only append, or cannot render it."""
-        return self._after_question([answer, *added], add_generation_prompt=True)
+        """Render a response, the messages after it and the next header in a conversation of one question. Returns: the
+        text after the question; None if the template does not only append, or cannot render it.
+        """
+        return self._render_after_question([answer, *added], add_generation_prompt=True)
 
-    def last_answer(self, answer: Message) -> str | None:
-        """Render an answer after which nothing follows, as `step` does."""
-        return self._after_question([answer], add_generation_prompt=False)
+    def render_last_response(self, answer: Message) -> str | None:
+        """Render a response at the end of a conversation, as `step` does."""
+        return self._render_after_question([answer], add_generation_prompt=False)
 
-    def _after_question(self, messages: Sequence[Message], add_generation_prompt: bool) -> str | None:
+    def _render_after_question(self, messages: Sequence[Message], add_generation_prompt: bool) -> str | None:
         try:
             text = self.text([*_QUESTION, *messages], add_generation_prompt)
         except ConfigError:
             return None
         return text[len(self._question) :] if text.startswith(self._question) else None
 
-    def after_answer(self, answer: Message, added: Sequence[Message]) -> tuple[str, str]:
-        """Render what follows an answer in a conversation of one question, whatever the template does with the answer
-        itself. Returns: the end of its turn; the messages after it and the next header.
+    def render_after_response(self, answer: Message, added: Sequence[Message]) -> tuple[str, str]:
+        """Render what follows a response in a conversation of one question, however the template renders the response.
+        Returns: the end of its turn; the messages after it and the next header.
 
         Raises:
             ConfigError: the template cannot render it.
@@ -154,14 +155,14 @@ class MessageEncoder(ChatTemplate):
         added = {id: str(token) for id, token in self.tokenizer.added_tokens_decoder.items() if token.special}
         return {**added, **{id: token for token, id in self.turn_ends.tokens.items()}}
 
-    def _with_readable_calls(self, message: Message) -> Message:
+    def _parse_call_arguments(self, message: Message) -> Message:
         style = self._call_style
         if style is None:
             raise ConfigError(
                 "the chat template does not render tool calls: set generator.chat_template to one that does, or "
                 "generator.tool_format to function_xml"
             )
-        return _in_style(message, *style)
+        return _apply_style(message, *style)
 
     @cached_property
     def _call_style(self) -> tuple[bool, bool] | None:
@@ -174,7 +175,7 @@ class MessageEncoder(ChatTemplate):
         probe: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
         for style in ((False, False), (True, False), (False, True), (True, True)):
             try:
-                text = super().text([*_QUESTION, _in_style(probe, *style)])
+                text = super().text([*_QUESTION, _apply_style(probe, *style)])
             except ChatTemplateError:
                 continue
             if "skyrl_name" in text and "skyrl_key" in text and "\\" not in text.partition("skyrl_name")[2]:
@@ -182,7 +183,7 @@ class MessageEncoder(ChatTemplate):
         return None
 
 
-def _in_style(message: Message, arguments_are_text: bool, missing_is_null: bool) -> Message:
+def _apply_style(message: Message, arguments_are_text: bool, missing_is_null: bool) -> Message:
     calls = []
     for call in message["tool_calls"]:
         function = call["function"]
@@ -196,5 +197,5 @@ def _in_style(message: Message, arguments_are_text: bool, missing_is_null: bool)
     return {**message, "content": content, "tool_calls": calls}
 
 
-def _role(message: Message) -> str:
+def _get_role(message: Message) -> str:
     return f"{message.get('role')}{' with calls' if message.get('tool_calls') else ''}"

@@ -40,13 +40,13 @@ class TokensWithLogprobs:
         ids = meta["output_tokens"]
         return cls(
             token_ids=None if ids is None else list(ids),
-            logprobs=_one_per_token("log-probs", meta.get("logprobs"), ids),
+            logprobs=_check_length("log-probs", meta.get("logprobs"), ids),
             text=text,
-            weight_versions=_one_per_token("weight versions", meta.get("weight_versions"), ids),
+            weight_versions=_check_length("weight versions", meta.get("weight_versions"), ids),
         )
 
 
-def _one_per_token(what: str, values: Sequence[T] | None, ids: Sequence[int] | None) -> list[T] | None:
+def _check_length(what: str, values: Sequence[T] | None, ids: Sequence[int] | None) -> list[T] | None:
     if values is None or ids is None or any(value is None for value in values):
         return None
     if len(values) != len(ids):
@@ -94,16 +94,16 @@ class TrainingDatum:
 def transitions_to_training_data(transitions: Sequence[Transition]) -> list[TrainingDatum]:
     """Merge turns into as few rows as token fidelity allows.
 
-    A turn whose input begins with all tokens so far continues the row: further input has mask 0, output mask 1. Any
-    other turn begins a new row. A row without generated tokens is left out, as nothing of it could train.
+    A turn whose input begins with all tokens so far continues the row: new input tokens have mask 0, output tokens mask
+    1. Any other turn begins a new row. Rows without generated tokens are dropped.
 
     Raises:
-        ValueError: token ids are unknown, or log-probs or versions are not one per token.
+        ValueError: token ids are missing, or the number of log-probs or versions differs from the number of tokens.
     """
     for index, transition in enumerate(transitions):
         _check(transition.ac, index)
-    runs = split_appending(transitions, _tokens_of)
-    return [_row(run) for run in runs if any(transition.ac.token_ids for transition in run)]
+    runs = split_appending(transitions, _get_tokens)
+    return [_build_row(run) for run in runs if any(transition.ac.token_ids for transition in run)]
 
 
 def _check(action: TokensWithLogprobs, index: int) -> None:
@@ -120,12 +120,12 @@ def _check(action: TokensWithLogprobs, index: int) -> None:
             )
 
 
-def _tokens_of(transition: Transition) -> TurnTokens:
+def _get_tokens(transition: Transition) -> TurnTokens:
     return list(transition.ob.input_ids), transition.ac.token_ids or []
 
 
-def _row(run: list[Transition]) -> TrainingDatum:
-    turns = [_tokens_of(transition) for transition in run]
+def _build_row(run: list[Transition]) -> TrainingDatum:
+    turns = [_get_tokens(transition) for transition in run]
     gaps = [len(tokens_between(before, turn) or []) for before, turn in pairwise(turns)]
     (prompt, _), (last_prompt, last_ids) = turns[0], turns[-1]
     # A turn without tokens needs no log-probs.

@@ -40,6 +40,6 @@ def get_field_from_config(path: str, row: Row) -> Any:
     for part in path.split("."):
         if not isinstance(value, Mapping) or part not in value:
             there = ", ".join(map(str, value)) if isinstance(value, Mapping) else f"a {type(value).__name__}"
-            raise ValueError(f"{path!r}: there is no {part!r}; there is {there}")
+            raise ValueError(f"{path!r}: unknown key {part!r}; found: {there}")
         value = value[part]
     return value

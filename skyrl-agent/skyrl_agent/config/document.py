@@ -24,36 +24,36 @@ anything starts. `extends: FILE` takes all keys that a file does not have from a
 
 
 def page() -> str:
-    """The page's text."""
+    """Render the page."""
     rows = "\n".join(f"| `{name}` | {default} | {meaning} |" for name, default, meaning in keys(TaskFile))
     return f"{_INTRODUCTION}\n| key | default | meaning |\n|---|---|---|\n{rows}\n"
 
 
 def keys(section: type[Section], prefix: str = "") -> Iterator[tuple[str, str, str]]:
-    """(dotted name, default, meaning) of each key, those of sections in the place of the section."""
+    """List (dotted name, default, meaning) of each key, with sections expanded."""
     for name, field in section.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             yield from keys(field.annotation, f"{prefix}{name}.")
         else:
             meaning = " ".join((field.description or "").split()).rstrip(".")
-            values = _choices(field.annotation)
-            yield f"{prefix}{name}", _default(field), _in_a_cell(f"{values}{meaning}")
+            values = _format_choices(field.annotation)
+            yield f"{prefix}{name}", _format_default(field), _format_cell(f"{values}{meaning}")
 
 
-def _choices(hint: object) -> str:
+def _format_choices(hint: object) -> str:
     arms = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     values = [value for arm in arms if get_origin(arm) is Literal for value in get_args(arm) if value]
     return f"{', '.join(f'`{value}`' for value in values)}. " if values else ""
 
 
-def _default(field: FieldInfo) -> str:
+def _format_default(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True)
     if value is PydanticUndefined:
         return "required"
     return "" if value in (None, [], {}) else f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
-def _in_a_cell(text: str) -> str:
+def _format_cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 

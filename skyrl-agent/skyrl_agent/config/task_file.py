@@ -166,7 +166,7 @@ class DispatcherSection(Section):
 
 
 class RuntimeSection(Section):
-    """Settings that override those of the task's runtime."""
+    """Settings that override the runtime specification of the task."""
 
     kind: Literal["auto", "local", "docker", "podman", "remote"] | None = None
     """`local`: bubblewrap on this machine. `docker`, `podman`: a container. `remote`: a server of `python -m
@@ -230,18 +230,18 @@ class TaskFile(Section):
 
 
 def load_task_file(path: str | Path) -> TaskFile:
-    """Read a task file. Its key `extends` names another (relative to it) whose keys hold where it has none.
+    """Read a task file. The key `extends` names a base file (relative path) that provides missing keys.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ConfigError: it is no YAML mapping, it extends itself, or a key or value is wrong.
+        FileNotFoundError: the file does not exist.
+        ConfigError: the file is not a YAML mapping, extends itself, or has an invalid key or value.
     """
-    return read_task(_content(Path(path), ()), str(path))
+    return read_task(_read_content(Path(path), ()), str(path))
 
 
-def _content(path: Path, extended_by: tuple[Path, ...]) -> JsonObject:
+def _read_content(path: Path, extended_by: tuple[Path, ...]) -> JsonObject:
     if path.resolve() in extended_by:
-        raise ConfigError(f"{extended_by[0]}: `extends` comes back to {path}; a file must not extend itself")
+        raise ConfigError(f"{extended_by[0]}: `extends` returns to {path}; a file must not extend itself")
     try:
         content = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:
@@ -253,42 +253,42 @@ def _content(path: Path, extended_by: tuple[Path, ...]) -> JsonObject:
         return content
     if not isinstance(base, str):
         raise ConfigError(f"{path}: extends must be the path of another task file; got {base!r}")
-    return _laid_over(content, _content(path.parent / base, (*extended_by, path.resolve())))
+    return _merge_sections(content, _read_content(path.parent / base, (*extended_by, path.resolve())))
 
 
-def _laid_over(content: JsonObject, base: JsonObject) -> JsonObject:
+def _merge_sections(content: JsonObject, base: JsonObject) -> JsonObject:
     """Merge two mappings: sections key by key, any other value as a whole."""
     merged = dict(base)
     for key, value in content.items():
         below = merged.get(key)
-        merged[key] = _laid_over(value, below) if isinstance(value, dict) and isinstance(below, dict) else value
+        merged[key] = _merge_sections(value, below) if isinstance(value, dict) and isinstance(below, dict) else value
     return merged
 
 
 def read_task(content: JsonObject, source: str = "task") -> TaskFile:
     """Read a task file's contents from a mapping; see `load_task_file`. Keys with null count as missing."""
     try:
-        return TaskFile.model_validate(_without_nulls(content))
+        return TaskFile.model_validate(_remove_nulls(content))
     except ValidationError as error:
-        raise ConfigError("\n".join(f"{source}: {_explain(item)}" for item in error.errors())) from None
+        raise ConfigError("\n".join(f"{source}: {_format_error(item)}" for item in error.errors())) from None
 
 
-def _without_nulls(value: Any) -> Any:
-    return {k: _without_nulls(v) for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+def _remove_nulls(value: Any) -> Any:
+    return {k: _remove_nulls(v) for k, v in value.items() if v is not None} if isinstance(value, dict) else value
 
 
-def _explain(item: ErrorDetails) -> str:
+def _format_error(item: ErrorDetails) -> str:
     key = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
         prefix = "".join(f"{part}." for part in item["loc"][:-1])
-        hint = did_you_mean(item["loc"][-1], _known_keys(item["loc"][:-1]), prefix=prefix)
+        hint = did_you_mean(item["loc"][-1], _list_known_keys(item["loc"][:-1]), prefix=prefix)
         return f"unknown key {key}; {hint}"
     if item["type"] == "missing":
         return f"{key} is missing"
     return f"{key}: {item['msg'][:1].lower()}{item['msg'][1:]}; got {item['input']!r}"
 
 
-def _known_keys(location: tuple[Any, ...]) -> list[str]:
+def _list_known_keys(location: tuple[Any, ...]) -> list[str]:
     section: Any = TaskFile
     for part in location:
         section = section.model_fields[part].annotation

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
-from skyrl_agent.runtimes.threads import in_thread
+from skyrl_agent.runtimes.threads import run_in_thread
 
 __all__ = ["GENERAL_TIMEOUT", "call_sync_from_async", "wait_all"]
 
@@ -17,8 +17,8 @@ GENERAL_TIMEOUT = 15
 
 
 async def call_sync_from_async(function: Callable[..., T], *args: object, **kwargs: object) -> T:
-    """Return the result of a call that blocks, which runs in a thread of its own."""
-    return await in_thread(math.inf, functools.partial(function, *args, **kwargs))
+    """Run a blocking call in a separate thread and return its result."""
+    return await run_in_thread(math.inf, functools.partial(function, *args, **kwargs))
 
 
 async def wait_all(coroutines: Iterable[Coroutine[Any, Any, T]], timeout: float = GENERAL_TIMEOUT) -> list[T]:

@@ -18,13 +18,13 @@ one by which the estimate of what is left may be too high."""
 
 
 class Capacity:
-    """Limits of the stages and of open trajectories, and what earlier trajectories tell of the next ones.
+    """Limits of stages and open trajectories, sized from the durations of earlier trajectories.
 
     Args:
-        section: of the task file.
-        val_mode: its `val_config` applies.
-        named_instances: instance ids name the same problem in every batch. Otherwise durations of an instance are those
-            of its siblings in the batch.
+        section: the task file's `dispatcher` section.
+        val_mode: apply the section's `val_config`.
+        named_instances: instance ids name the same problem in every batch. Otherwise durations are known from siblings
+            in the same batch only.
 
     Raises:
         ConfigError: contradictory limits.
@@ -48,54 +48,54 @@ class Capacity:
         self._num_open = 0
         self._hedges = False
 
-    def new_batch(self) -> int:
+    def start_batch(self) -> int:
         """Return the number of a batch: trajectories of earlier batches go first. `end_batch` ends it."""
         self._num_open += 1
-        self._hedge(False)  # what one batch may take alone is not for two
+        self._set_hedge(False)  # hedging is for a single batch
         return next(self._batches)
 
     def end_batch(self) -> None:
         """Record that a batch is over."""
         self._num_open -= 1
-        self._hedge(False)
+        self._set_hedge(False)
 
     @property
     def may_hedge(self) -> bool:
-        """True where `hedge` may have an effect: one batch alone, whose `generate` is sized."""
+        """True if `update_hedge` may have an effect: only one batch runs, and its `generate` stage is sized."""
         return self._num_open == 1 and not self._hedges and "generate" in self._sizes
 
-    def hedge(self, waiting: Sequence[Hashable], working: Sequence[Hashable]) -> None:
-        """Let `HEDGE` times as many trajectories generate if one that has not begun is likely to take longer than all
-        others together will: it is not known which one, and the batch would wait for it alone.
+    def update_hedge(self, waiting: Sequence[Hashable], working: Sequence[Hashable]) -> None:
+        """Raise the limit of `generate` by the factor `HEDGE` if a trajectory not yet started is likely to outlast all
+        others: it is unknown which one, and the batch would wait for it.
 
         Args:
             waiting: instances of the trajectories that have not begun to generate.
             working: instances of those that generate.
         """
         longest = self.durations.longest(waiting)
-        left = max(self._seconds_left(stage, waiting, working) for stage in ("generate", "evaluate"))
+        left = max(self._estimate_seconds_left(stage, waiting, working) for stage in ("generate", "evaluate"))
         if longest and MARGIN * longest >= left:
-            self._hedge(True)
+            self._set_hedge(True)
 
-    def _seconds_left(self, stage: Stage, waiting: Sequence[Hashable], working: Sequence[Hashable]) -> float:
+    def _estimate_seconds_left(self, stage: Stage, waiting: Sequence[Hashable], working: Sequence[Hashable]) -> float:
         """Estimate the seconds until a stage has done its work, if all of its slots are used until then."""
         limit = self.stages[stage].running.limit
         expected = [[self.durations.stage(instance, stage) for instance in group] for group in (waiting, working)]
         known = [seconds for group in expected for seconds in group if seconds is not None]
         if limit is None or not known:
             return 0.0
-        mean = fmean(known)  # of instances that are not known
+        mean = fmean(known)  # for unknown instances
         whole, half = (sum(mean if seconds is None else seconds for seconds in group) for group in expected)
         return (whole + half / 2) / limit
 
-    def _hedge(self, hedges: bool) -> None:
+    def _set_hedge(self, hedges: bool) -> None:
         if hedges != self._hedges:
             self._hedges = hedges
-            self._resize("generate")
+            self._update_limit("generate")
 
-    def _resize(self, stage: Stage) -> None:
+    def _update_limit(self, stage: Stage) -> None:
         factor = HEDGE if stage == "generate" and self._hedges else 1
-        self.stages[stage].resize(factor * self._sizes[stage].limit)
+        self.stages[stage].set_limit(factor * self._sizes[stage].limit)
 
     def slots(self, stage: Stage, total: int) -> int:
         """Return the number of trajectories, of `total`, that can be in a stage at a time."""
@@ -105,12 +105,13 @@ class Capacity:
         """Return the key of an instance's durations."""
         return instance_id if self._named_instances else (batch, instance_id)
 
-    def remaining(self, instance: Hashable, stage: Stage) -> float:
-        """Return the expected seconds from the begin of a stage to the end; 0 where they are not predictable, or the
-        order does not depend on them."""
+    def estimate_remaining(self, instance: Hashable, stage: Stage) -> float:
+        """Return the expected seconds from the start of a stage to the end; 0 if they are not predictable, or the order
+        does not depend on them.
+        """
         if not (self.longest_first and self.durations.predictive):
             return 0.0
-        return self.durations.remaining(instance, stage)
+        return self.durations.estimate_remaining(instance, stage)
 
     def started(self, stage: Stage, now: float, waited: bool) -> StageEntry | None:
         """Record that a trajectory enters a stage. Returns: for `ended`."""
@@ -132,7 +133,7 @@ class Capacity:
         if entry is None:
             return None
         if self._sizes[stage].ended(now, entry, instance):
-            self._resize(stage)
+            self._update_limit(stage)
         return self._sizes[stage].work(entry)
 
     def record_durations(self, instance: Hashable, seconds: Sequence[float]) -> None:
@@ -140,6 +141,6 @@ class Capacity:
         those that wait."""
         self.durations.add(instance, seconds)
         if self.longest_first and self.durations.predictive:
-            self.alive.reorder()
+            self.alive.update_order()
             for limit in self.stages.values():
-                limit.reorder()
+                limit.update_order()

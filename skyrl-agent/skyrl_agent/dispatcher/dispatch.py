@@ -11,11 +11,11 @@ from skyrl_agent.dispatcher.capacity import Capacity
 from skyrl_agent.dispatcher.environments import CloseEnvironment, EnvironmentPool, MakeEnvironment
 from skyrl_agent.dispatcher.limits import Priority
 from skyrl_agent.dispatcher.metrics import StageMeter
-from skyrl_agent.dispatcher.plan import PLANS, STAGES, parallel_agents, unknown_type
-from skyrl_agent.dispatcher.progress import live_progress
+from skyrl_agent.dispatcher.plan import PLANS, STAGES, build_unknown_type_error, get_parallel_agents
+from skyrl_agent.dispatcher.progress import show_progress
 from skyrl_agent.dispatcher.registry import DISPATCHER_REGISTRY, run_registered
 from skyrl_agent.dispatcher.trajectory_state import Trajectory, TrajectoryState
-from skyrl_agent.dispatcher.waits import DeadlineExceeded, before_deadline, finish_despite_cancellation
+from skyrl_agent.dispatcher.waits import DeadlineExceeded, wait_before_deadline, wait_despite_cancellation
 from skyrl_agent.errors import ConfigError, InfraError, StageTimeout
 from skyrl_agent.types import Stage
 from skyrl_gym.waits import explanation, waiting
@@ -30,7 +30,7 @@ HEDGE_CHECKS = 64
 """Times that a batch is asked for whether its last trajectories should begin together."""
 
 
-def slots_of(stage: Stage) -> str:
+def get_slots_name(stage: Stage) -> str:
     """Return the name of a stage's slots, in records of waits."""
     return f"slots of {stage}"
 
@@ -39,22 +39,22 @@ class Dispatch:
     """Scheduler of one batch of trajectories.
 
     A failure ends its trajectory, never the batch: `trajectory.fail` records it. (A ConfigError ends both.) A stage
-    that fails by `InfraError` is retried; `generate` begins anew with `initialize`. `close` is called at the end of
-    each trajectory in any case.
+    that fails by `InfraError` is retried; `generate` restarts with `initialize`. `close` is always called at the end of
+    a trajectory.
 
-    Each stage runs in an asyncio task of its own, so anyio's cancel scopes, which must be left in the task that
-    entered them, have to end within the stage. A stage that ignores its cancellation is abandoned, and may still write
-    to its trajectory.
+    Each stage runs in a separate asyncio task. anyio cancel scopes must be exited by the task that entered them, so
+    they have to end within the stage. A stage that ignores its cancellation is abandoned, and may still write to its
+    trajectory.
 
     Args:
-        section: of the task file.
-        val_mode: its `val_config` applies.
+        section: the task file's `dispatcher` section.
+        val_mode: apply the section's `val_config`.
         make_environment: (index) -> `environment` of one trajectory at a time, in plans that reuse environments; called
             at first use, and again after an infrastructure failure. None: the environment is the index.
         close_environment: closes a result of `make_environment`.
         clock: seconds; None: the event loop's clock.
         methods: name of the method of each stage.
-        capacity: slots, of several batches that run at the same time; None: its own.
+        capacity: slots shared by concurrent batches; None: slots for this batch only.
 
     Raises:
         ConfigError: unknown type, contradictory limits.
@@ -72,7 +72,7 @@ class Dispatch:
         capacity: Capacity | None = None,
     ) -> None:
         if section.type not in {**PLANS, **DISPATCHER_REGISTRY}:
-            raise unknown_type(section.type, {**PLANS, **DISPATCHER_REGISTRY})
+            raise build_unknown_type_error(section.type, {**PLANS, **DISPATCHER_REGISTRY})
         self.section, self.val_mode = section, val_mode
         self.capacity = capacity or Capacity(section, val_mode)
         self.plan, self.stages = self.capacity.plan, self.capacity.stages
@@ -88,10 +88,10 @@ class Dispatch:
     async def run(self, trajectories: Sequence[T]) -> AsyncGenerator[T, None]:
         """Yield each trajectory as it ends, closed and with its `result`. May be called once.
 
-        Raises ConfigError of a stage: it is the same for all trajectories.
+        A stage's ConfigError is raised, as it affects all trajectories.
 
-        Leaving early (cancellation, or `aclose` of this generator: use `contextlib.aclosing`) cancels and closes
-        what is left; their finish reason is `cancelled`.
+        Leaving early (cancellation, or `aclose` of this generator: use `contextlib.aclosing`) cancels and closes the
+        remaining trajectories; their finish reason is `cancelled`.
         """
         if self.total:
             raise RuntimeError("a Dispatch runs one batch: make another for the next")
@@ -100,16 +100,16 @@ class Dispatch:
         if self.section.order != "instances":
             in_order.sort(key=lambda trajectory: trajectory.trajectory_id)
         if self.section.type not in PLANS:
-            limits = parallel_agents(self.section, self.val_mode)
+            limits = get_parallel_agents(self.section, self.val_mode)
             dispatcher = DISPATCHER_REGISTRY[self.section.type]
             async for trajectory in run_registered(dispatcher, limits, in_order, self._methods, self._close):
                 yield trajectory
             return
         if self.plan.reuses_environments:
-            self._pool = self._new_pool()
-        states = self._batch = self._states(in_order)
+            self._pool = self._create_pool()
+        states = self._batch = self._create_states(in_order)
         ended: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
-        async with live_progress(self.total, self._state, self.section.progress):
+        async with show_progress(self.total, self._describe_progress, self.section.progress):
             tasks = {asyncio.create_task(self._run_one(state)): state.position for state in states}
             try:
                 for task in tasks:
@@ -119,11 +119,13 @@ class Dispatch:
                     task.result()
                     yield in_order[tasks[task]]
             finally:
-                await finish_despite_cancellation(self._stop_all(tasks))
+                await wait_despite_cancellation(self._stop_all(tasks))
 
     def metrics(self) -> dict[str, float]:
-        """`dispatcher/...`: `StageMeter.numbers` of each stage, and of the whole run `seconds`, `peak_alive`
-        (maximum number of open trajectories), `failures`, `abandoned` (stages that ignored their cancellation)."""
+        """Return `dispatcher/...` metrics: `StageMeter.numbers` of each stage, and for the whole run `seconds`,
+        `peak_alive` (maximum number of open trajectories), `failures`, `abandoned` (stages that ignored their
+        cancellation).
+        """
         span = (self._ended or self._now()) - self._began
         whole = {"seconds": span, "peak_alive": self.peak_alive, "failures": self.failed, "abandoned": self._abandoned}
         of_stages = {
@@ -133,8 +135,8 @@ class Dispatch:
         }
         return {f"dispatcher/{name}": float(value) for name, value in (whole | of_stages).items()}
 
-    def _states(self, trajectories: Sequence[Trajectory]) -> list[TrajectoryState]:
-        batch = self.capacity.new_batch()
+    def _create_states(self, trajectories: Sequence[Trajectory]) -> list[TrajectoryState]:
+        batch = self.capacity.start_batch()
         return [
             TrajectoryState(
                 trajectory,
@@ -146,22 +148,22 @@ class Dispatch:
             for position, trajectory in enumerate(trajectories)
         ]
 
-    def _priority(self, state: TrajectoryState, stage: Stage) -> Priority:
-        """Earlier batches first, then the most work left, as far as it is predictable, then the order of the run."""
-        return lambda: (state.batch, -self.capacity.remaining(state.instance, stage), state.position)
+    def _compute_priority(self, state: TrajectoryState, stage: Stage) -> Priority:
+        """Compute a sort key: earlier batches, then the most predicted work left, then the order of the run."""
+        return lambda: (state.batch, -self.capacity.estimate_remaining(state.instance, stage), state.position)
 
     async def _run_one(self, state: TrajectoryState) -> None:
         """Run one trajectory from the first queue to its end."""
         try:
-            await self.capacity.alive.acquire(self._priority(state, "initialize"))
+            await self.capacity.alive.acquire(self._compute_priority(state, "initialize"))
             state.admitted = True
             if self._pool:
                 state.environment_index = self._pool.acquire()
-            await self._pass_stages(state)
+            await self._run_stages(state)
         except asyncio.CancelledError as error:
             state.trajectory.fail(state.stage, error, state.attempts)
             raise
-        except ConfigError as error:  # the same for all trajectories
+        except ConfigError as error:  # affects all trajectories
             state.trajectory.fail(state.stage, error, state.attempts)
             raise
         except Exception as error:  # user code may raise anything; it ends this trajectory alone
@@ -170,9 +172,9 @@ class Dispatch:
             self.failed += 1
             state.trajectory.fail(state.stage, error, state.attempts)
         finally:
-            await finish_despite_cancellation(self._finish(state))
+            await wait_despite_cancellation(self._close_trajectory(state))
 
-    async def _pass_stages(self, state: TrajectoryState) -> None:
+    async def _run_stages(self, state: TrajectoryState) -> None:
         for attempt in range(1, (self.plan.generate.retries or 0) + 2):
             await self._run_stage(state, "initialize")
             try:
@@ -181,22 +183,22 @@ class Dispatch:
             except InfraError:
                 if attempt > (self.plan.generate.retries or 0):
                     raise
-                await self._requeue(state)
+                await self._move_to_queue(state)
         if state.trajectory.wants_evaluation:
             await self._run_stage(state, "evaluate")
 
     async def _run_stage(self, state: TrajectoryState, stage: Stage, attempt: int = 1) -> None:
         """Wait for a slot and run the stage in it. The slot is kept until the next stage, or the end, releases it."""
-        limit, meter, priority = self.stages[stage], self._meters[stage], self._priority(state, stage)
-        # Before the first stage all of a batch may wait, more than a process can record.
-        queued = nullcontext() if stage == "initialize" else waiting(f"a slot of {stage}", on=slots_of(stage))
+        limit, meter, priority = self.stages[stage], self._meters[stage], self._compute_priority(state, stage)
+        # All trajectories of a batch may wait before the first stage, too many to record.
+        queued = nullcontext() if stage == "initialize" else waiting(f"a slot of {stage}", on=get_slots_name(stage))
         with queued:
-            await limit.enter_queue(priority)
+            await limit.wait_for_queue(priority)
             self._release_slot(state)
             state.stage, state.attempts = stage, attempt
-            await limit.enter_stage(priority)
+            await limit.wait_for_stage(priority)
         state.limit, state.held_stage = limit, stage
-        self._mark_open(state)
+        self._register_open(state)
         began = self._now()
         meter.queue.append(began - state.waiting_since)
         state.seconds[f"queue_{stage}"] += meter.queue[-1]
@@ -221,19 +223,19 @@ class Dispatch:
                 if state.attempts > retries:
                     raise
             if stage == "initialize":
-                await self._restart(state)
-            await self._back_off(state)
+                await self._reset_attempt(state)
+            await self._wait_for_retry(state)
             state.attempts += 1
 
     async def _run_attempt(self, state: TrajectoryState, stage: Stage) -> None:
         method = getattr(state.trajectory, self._methods[stage])
-        work = self._with_environment(state, method) if stage == "initialize" else method()
+        work = self._run_with_environment(state, method) if stage == "initialize" else method()
         seconds = self.plan.limits(stage).timeout_seconds
         result = state.trajectory.result
         name = f"trajectory {result.instance_id}_{state.trajectory.trajectory_id}"
         try:
-            with waiting(name, who=slots_of(stage)), waiting(stage, who=name, deadline=seconds or 0.0):
-                await before_deadline(work, seconds, self.section.close_timeout_seconds)
+            with waiting(name, who=get_slots_name(stage)), waiting(stage, who=name, deadline=seconds or 0.0):
+                await wait_before_deadline(work, seconds, self.section.close_timeout_seconds)
         except DeadlineExceeded as error:
             self._meters[stage].timeouts += 1
             self._abandoned += error.abandoned
@@ -241,24 +243,24 @@ class Dispatch:
             why = await explanation(f"{name}: {late}")
             raise StageTimeout(f"{late}; dispatcher.{stage}.timeout_seconds can allow more{why}") from None
 
-    async def _with_environment(self, state: TrajectoryState, initialize: Callable) -> None:
+    async def _run_with_environment(self, state: TrajectoryState, initialize: Callable) -> None:
         if self._pool and state.environment_index is not None:
             state.trajectory.environment = await self._pool.environment(state.environment_index)
         await initialize()
 
-    async def _requeue(self, state: TrajectoryState) -> None:
+    async def _move_to_queue(self, state: TrajectoryState) -> None:
         """Return a trajectory to the first queue without slots."""
-        await self._restart(state)
+        await self._reset_attempt(state)
         self._release_slot(state)
-        self._mark_closed(state)
-        await self._back_off(state)
+        self._register_closed(state)
+        await self._wait_for_retry(state)
         state.waiting_since = self._now()
 
-    async def _restart(self, state: TrajectoryState) -> None:
+    async def _reset_attempt(self, state: TrajectoryState) -> None:
         """Discard the failed attempt, and the environment, which may have caused the failure."""
         grace = self.section.close_timeout_seconds
         try:
-            await before_deadline(state.trajectory.restart(), grace, grace)
+            await wait_before_deadline(state.trajectory.restart(), grace, grace)
         except DeadlineExceeded as error:
             self._abandoned += error.abandoned
             raise StageTimeout(f"closing it for another attempt took more than {grace:g} s") from None
@@ -266,11 +268,11 @@ class Dispatch:
             state.trajectory.environment = None
             await self._pool.discard(state.environment_index)
 
-    async def _back_off(self, state: TrajectoryState) -> None:
+    async def _wait_for_retry(self, state: TrajectoryState) -> None:
         self._meters[state.stage].retries += 1
         await asyncio.sleep(min(BACKOFF_SECONDS * 2 ** (state.attempts - 1), MAX_BACKOFF_SECONDS))
 
-    async def _finish(self, state: TrajectoryState) -> None:
+    async def _close_trajectory(self, state: TrajectoryState) -> None:
         """Close the trajectory, then release its slots: limits count open trajectories."""
         trajectory = state.trajectory
         await self._close(trajectory)
@@ -280,7 +282,7 @@ class Dispatch:
                 state.environment_index, broken=failure is not None and failure.kind == "infrastructure"
             )
         self._release_slot(state)
-        self._mark_closed(state)
+        self._register_closed(state)
         if state.admitted:
             self.capacity.alive.release()
         trajectory.result.stage_seconds = dict(state.seconds)
@@ -292,12 +294,12 @@ class Dispatch:
             in_stage = {
                 stage: [it.instance for it in self._batch if it.stage == stage and not it.is_done] for stage in STAGES
             }
-            self.capacity.hedge(waiting=in_stage["initialize"], working=in_stage["generate"])
+            self.capacity.update_hedge(waiting=in_stage["initialize"], working=in_stage["generate"])
 
     async def _close(self, trajectory: Trajectory) -> None:
         grace = self.section.close_timeout_seconds
         try:
-            await before_deadline(trajectory.close(), grace, grace)
+            await wait_before_deadline(trajectory.close(), grace, grace)
         except DeadlineExceeded as error:
             self._abandoned += error.abandoned
             logger.warning("closing a trajectory did not end within %g s; its runtime's lease removes it", grace)
@@ -319,22 +321,22 @@ class Dispatch:
             state.limit.release()
             state.limit = state.held_stage = None
 
-    def _mark_open(self, state: TrajectoryState) -> None:
+    def _register_open(self, state: TrajectoryState) -> None:
         self.alive += not state.is_open
         self.peak_alive = max(self.peak_alive, self.alive)
         state.is_open = True
 
-    def _mark_closed(self, state: TrajectoryState) -> None:
+    def _register_closed(self, state: TrajectoryState) -> None:
         self.alive -= state.is_open
         state.is_open = False
 
-    def _new_pool(self) -> EnvironmentPool:
+    def _create_pool(self) -> EnvironmentPool:
         count = min(self.plan.alive or self.total, self.total)
         return EnvironmentPool(
             count, self._make_environment, self._close_environment, self.section.close_timeout_seconds
         )
 
-    def _state(self) -> tuple[int, str]:
+    def _describe_progress(self) -> tuple[int, str]:
         """Return the number of finished trajectories and the text of the progress bar."""
         busy = " · ".join(f"{stage} {limit.running.used}" for stage, limit in self.stages.items())
         return self.done, f"{busy} · failed {self.failed}"

@@ -16,7 +16,7 @@ __all__ = ["DISPATCHER_REGISTRY", "register_dispatcher"]
 logger = logging.getLogger(__name__)
 
 
-def _published(type_name: str) -> Dispatcher:
+def _build_published(type_name: str) -> Dispatcher:
     async def dispatch(
         cfg: Mapping[str, Any],
         trajectories: Sequence[Any] | Mapping[Any, Any],
@@ -42,17 +42,17 @@ def _published(type_name: str) -> Dispatcher:
 
             settings["make_environment"] = environment
         section = DispatcherSection.model_validate(known | {"type": type_name})
-        async for _ in Dispatch(section, **settings).run([_trajectory(it) for it in _flat(trajectories)]):
+        async for _ in Dispatch(section, **settings).run([_to_trajectory(it) for it in _flatten(trajectories)]):
             pass
 
     dispatch.__name__ = dispatch.__qualname__ = type_name
     return dispatch
 
 
-DISPATCHER_REGISTRY.update({name: _published(name) for name in PLANS})
+DISPATCHER_REGISTRY.update({name: _build_published(name) for name in PLANS})
 
 
-def _flat(trajectories: Sequence[Any] | Mapping[Any, Any]) -> list[Any]:
+def _flatten(trajectories: Sequence[Any] | Mapping[Any, Any]) -> list[Any]:
     if not isinstance(trajectories, Mapping):
         return list(trajectories)
     return [
@@ -60,12 +60,12 @@ def _flat(trajectories: Sequence[Any] | Mapping[Any, Any]) -> list[Any]:
     ]
 
 
-def _trajectory(it: Any) -> Any:
+def _to_trajectory(it: Any) -> Any:
     return it if hasattr(it, "fail") else _Plain(it)
 
 
 class _Plain:
-    """Adapter from an object with the methods of the stages alone to `Trajectory`."""
+    """Adapter from an object with only the stage methods to `Trajectory`."""
 
     def __init__(self, it: Any) -> None:
         self._it = it

@@ -50,37 +50,39 @@ class Durations:
             (1 - WEIGHT_OF_LAST) * mean + WEIGHT_OF_LAST * last for mean, last in zip(known, seconds, strict=True)
         )
         if len(self._pairs) >= MIN_PAIRS:
-            self._correlation = _correlation(self._pairs)
+            self._correlation = _compute_correlation(self._pairs)
 
     def longest(self, instances: Sequence[Hashable]) -> float:
-        """Return the seconds that one of these trajectories, unknown which, is likely to take beyond expectation: at
-        most those of the longest of late. 0 where siblings predict the long ones, or nothing is known yet."""
+        """Return the seconds by which some trajectory of these is likely to exceed its expected duration: at most the
+        longest recent excess. 0 if siblings predict the long ones, or without data.
+        """
         known = [sum(self._means[instance]) for instance in instances if instance in self._means]
         if not known or len(self._pairs) < MIN_PAIRS:
             return 0.0
         surprises = sorted(actual - expected for expected, actual in self._pairs)
-        if math.exp(_quantile(surprises, SURPRISED)) < MIN_SURPRISE:
+        if math.exp(_compute_quantile(surprises, SURPRISED)) < MIN_SURPRISE:
             return 0.0
         ever = max(math.expm1(actual) for _, actual in self._pairs)
-        return min(ever, max(known) * math.exp(_quantile(surprises, 1 - 1 / len(instances))))
+        return min(ever, max(known) * math.exp(_compute_quantile(surprises, 1 - 1 / len(instances))))
 
     def stage(self, instance: Hashable, stage: Stage) -> float | None:
-        """Return the expected seconds of a stage; None of an instance that is not known."""
+        """Return the expected seconds of a stage; None for an unknown instance."""
         known = self._means.get(instance)
         return None if known is None else known[STAGES.index(stage)]
 
-    def remaining(self, instance: Hashable, stage: Stage) -> float:
-        """Return the expected seconds from the begin of a stage to the end, without waits. An instance of which no
-        trajectory has ended yet has infinitely many: it is either new, or its first trajectories are long."""
+    def estimate_remaining(self, instance: Hashable, stage: Stage) -> float:
+        """Return the expected seconds from the start of a stage to the end, without waits. Infinite for an instance
+        without finished trajectories: it is new, or its first trajectories are long.
+        """
         known = self._means.get(instance)
         return math.inf if known is None else sum(known[STAGES.index(stage) :])
 
 
-def _quantile(ordered: Sequence[float], share: float) -> float:
+def _compute_quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[int(share * (len(ordered) - 1))]
 
 
-def _correlation(pairs: deque[tuple[float, float]]) -> float:
+def _compute_correlation(pairs: deque[tuple[float, float]]) -> float:
     expected, actual = zip(*pairs, strict=True)
     if len(set(expected)) == 1 or len(set(actual)) == 1:
         return 0.0

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from skyrl_agent.dispatcher.waits import before_deadline
+from skyrl_agent.dispatcher.waits import wait_before_deadline
 
 logger = logging.getLogger(__name__)
 
@@ -40,18 +40,18 @@ class EnvironmentPool:
         return index
 
     async def environment(self, index: int) -> object:
-        """Return the environment at `index`, which is made at its first use."""
+        """Return the environment at `index`, created at first use."""
         if index not in self._environments:
             lease = self._leases[index]
             environment = await self._make(index) if self._make else index
-            if self._leases.get(index) is not lease:  # it took so long that the trajectory was given up
+            if self._leases.get(index) is not lease:  # the trajectory was abandoned meanwhile
                 await self._close_one(environment)
                 raise TimeoutError(f"environment {index} was made too late, and closed again")
             self._environments[index] = environment
         return self._environments[index]
 
     async def discard(self, index: int) -> None:
-        """Close the environment at `index`, if there is one; the next use makes a new one."""
+        """Close the environment at `index`, if it exists; the next use creates another."""
         if index in self._environments:
             await self._close_one(self._environments.pop(index))
 
@@ -70,7 +70,7 @@ class EnvironmentPool:
         if self._close is None:
             return
         try:
-            await before_deadline(_call(self._close, environment), self._close_seconds, self._close_seconds)
+            await wait_before_deadline(_call(self._close, environment), self._close_seconds, self._close_seconds)
         except Exception:  # user code may raise anything; the other environments must be closed as well
             logger.warning("closing an environment failed; it may be left over: %r", environment, exc_info=True)
 

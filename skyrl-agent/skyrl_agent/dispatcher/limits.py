@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 Priority = Callable[[], Any]
-"""() -> something ordered; the lowest is served first. Read when a wait begins, and some time after `reorder`."""
+"""() -> something ordered; the lowest is served first. Read when a wait begins, and some time after `update_order`."""
 WAITERS_PER_CHANGE = 8
 """Priorities are read again after one change for each so many waiters: reading costs as much as there are waiters."""
 
@@ -43,14 +43,14 @@ class PrioritySemaphore:
     def release(self) -> None:
         """Release a slot to the waiter of the lowest priority."""
         self.used -= 1
-        self._serve()
+        self._release_waiters()
 
-    def resize(self, limit: int | None) -> None:
+    def set_limit(self, limit: int | None) -> None:
         """Change the limit. A lower one takes effect as slots are released."""
         self.limit = limit
-        self._serve()
+        self._release_waiters()
 
-    def reorder(self) -> None:
+    def update_order(self) -> None:
         """Note that priorities may have changed: they are read again before a slot is granted, with many waiters after
         several changes."""
         self._num_changes += 1
@@ -59,7 +59,7 @@ class PrioritySemaphore:
     def is_free(self) -> bool:
         return self.limit is None or self.used < self.limit
 
-    def _serve(self) -> None:
+    def _release_waiters(self) -> None:
         if self._waiting and self.is_free and self._num_changes * WAITERS_PER_CHANGE >= len(self._waiting):
             self._num_changes = 0
             self._waiting = [(priority(), number, priority, wait) for _, number, priority, wait in self._waiting]
@@ -83,18 +83,18 @@ class QueueLimit:
     def __init__(self, parallel: int | None, queue: int | None) -> None:
         self.queue = queue
         self.running, self.admitted = PrioritySemaphore(None), PrioritySemaphore(None)
-        self.resize(parallel)
+        self.set_limit(parallel)
 
-    def resize(self, parallel: int | None) -> None:
+    def set_limit(self, parallel: int | None) -> None:
         """Change the number of trajectories that run at a time."""
-        self.running.resize(parallel)
-        self.admitted.resize(None if parallel is None or self.queue is None else parallel + self.queue)
+        self.running.set_limit(parallel)
+        self.admitted.set_limit(None if parallel is None or self.queue is None else parallel + self.queue)
 
-    async def enter_queue(self, priority: Priority) -> None:
+    async def wait_for_queue(self, priority: Priority) -> None:
         """Wait for admission."""
         await self.admitted.acquire(priority)
 
-    async def enter_stage(self, priority: Priority) -> None:
+    async def wait_for_stage(self, priority: Priority) -> None:
         """Wait in the queue for a slot; leave the queue if cancelled."""
         try:
             await self.running.acquire(priority)
@@ -107,7 +107,7 @@ class QueueLimit:
         self.running.release()
         self.admitted.release()
 
-    def reorder(self) -> None:
+    def update_order(self) -> None:
         """Note that priorities may have changed."""
-        self.running.reorder()
-        self.admitted.reorder()
+        self.running.update_order()
+        self.admitted.update_order()

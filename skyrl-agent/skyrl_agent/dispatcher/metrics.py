@@ -29,8 +29,8 @@ class StageMeter:
         """
         capacity = slots * span
         return {
-            **{f"queue_seconds_{name}": value for name, value in _summary(self.queue).items()},
-            **{f"seconds_{name}": value for name, value in _summary(self.service).items()},
+            **{f"queue_seconds_{name}": value for name, value in _compute_summary(self.queue).items()},
+            **{f"seconds_{name}": value for name, value in _compute_summary(self.service).items()},
             "utilisation": sum(self.service) / capacity if capacity else 0.0,
             "blocked": self.blocked / capacity if capacity else 0.0,
             "slots": slots,
@@ -40,7 +40,7 @@ class StageMeter:
         }
 
 
-def _summary(values: list[float]) -> dict[str, float]:
+def _compute_summary(values: list[float]) -> dict[str, float]:
     if not values:
         return {}
     ordered = sorted(values)

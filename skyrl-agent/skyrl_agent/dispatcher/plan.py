@@ -70,7 +70,7 @@ def plan_of(section: DispatcherSection, val_mode: bool = False) -> Plan:
     Raises:
         ConfigError: a limit has no effect.
     """
-    plan = PLANS[section.type](*parallel_agents(section, val_mode).values())
+    plan = PLANS[section.type](*get_parallel_agents(section, val_mode).values())
     if section.num_environments and not plan.reuses_environments:
         raise ConfigError(
             f"dispatcher.num_environments={section.num_environments} is read by async_fix_pool alone; "
@@ -83,14 +83,14 @@ def plan_of(section: DispatcherSection, val_mode: bool = False) -> Plan:
         )
     return replace(
         plan,
-        initialize=_laid_over("initialize", plan.initialize, section.initialize),
-        generate=_laid_over("generate", plan.generate, section.generate),
-        evaluate=_laid_over("evaluate", plan.evaluate, section.evaluate),
+        initialize=_merge_val_config("initialize", plan.initialize, section.initialize),
+        generate=_merge_val_config("generate", plan.generate, section.generate),
+        evaluate=_merge_val_config("evaluate", plan.evaluate, section.evaluate),
         alive=section.num_environments or section.max_alive or plan.alive,
     )
 
 
-def parallel_agents(section: DispatcherSection, val_mode: bool) -> dict[str, int]:
+def get_parallel_agents(section: DispatcherSection, val_mode: bool) -> dict[str, int]:
     """Return `max_parallel_agents` and `max_eval_parallel_agents`, in this order."""
     val = section.val_config if val_mode else DispatcherValSection()
     return {
@@ -99,12 +99,12 @@ def parallel_agents(section: DispatcherSection, val_mode: bool) -> dict[str, int
     }
 
 
-def unknown_type(name: str, known: Iterable[str]) -> ConfigError:
+def build_unknown_type_error(name: str, known: Iterable[str]) -> ConfigError:
     """Build the error of an unknown `dispatcher.type`."""
     return ConfigError(f"dispatcher.type={name!r} is not known; {did_you_mean(name, known)}")
 
 
-def _laid_over(stage: Stage, by_type: StageLimits, by_user: StageLimits) -> StageLimits:
+def _merge_val_config(stage: Stage, by_type: StageLimits, by_user: StageLimits) -> StageLimits:
     layers = (DEFAULTS[stage], by_type, by_user)
     limits = StageLimits(**{k: v for layer in layers for k, v in layer.model_dump(exclude_none=True).items()})
     if limits.queue is not None and (stage == "initialize" or limits.parallel is None):

@@ -8,12 +8,12 @@ SECONDS = 0.5
 
 
 @asynccontextmanager
-async def live_progress(total: int, state: Callable[[], tuple[int, str]], enabled: bool) -> AsyncIterator[None]:
+async def show_progress(total: int, state: Callable[[], tuple[int, str]], enabled: bool) -> AsyncIterator[None]:
     """Show a progress bar.
 
     Args:
         total: number of trajectories.
-        state: () -> (number of finished ones, text beside the bar), called twice a second.
+        state: () -> (number of finished trajectories, text next to the bar), called twice a second.
     """
     if not enabled:
         yield

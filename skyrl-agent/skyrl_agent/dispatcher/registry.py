@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from skyrl_agent.dispatcher.plan import PLANS
 from skyrl_agent.dispatcher.trajectory_state import Trajectory
-from skyrl_agent.dispatcher.waits import finish_despite_cancellation
+from skyrl_agent.dispatcher.waits import wait_despite_cancellation
 from skyrl_agent.types import Stage
 
 T = TypeVar("T", bound=Trajectory)
@@ -20,7 +20,7 @@ DISPATCHER_REGISTRY: dict[str, Dispatcher] = {}
 
 
 def register_dispatcher(name: str) -> Callable[[Dispatcher], Dispatcher]:
-    """Register a type with code of its own; one that only has other limits is a line in `plan.PLANS`.
+    """Register a custom dispatcher type. A type that differs only in limits is a line in `plan.PLANS`.
 
     A registered dispatcher handles exceptions itself; `close` is called for it.
 
@@ -59,6 +59,6 @@ async def run_registered(
     try:
         await dispatcher(cfg, trajectories, **names)
     finally:
-        await finish_despite_cancellation(close_all())
+        await wait_despite_cancellation(close_all())
     for trajectory in trajectories:
         yield trajectory

@@ -20,45 +20,49 @@ PROBE_AFTER, PROBE_INTERVALS = 16, 2
 
 @dataclass(frozen=True)
 class SpeedModel:
-    """Speed of each of n trajectories in a stage, that of one alone being 1.
+    """Speed of each of n concurrent trajectories in a stage, relative to a single one.
 
     Args:
-        limit: number of trajectories beyond which more of them gain nothing; None: none.
+        limit: number of trajectories at which throughput saturates; None: it never does.
     """
 
     speed: Callable[[int], float]
     limit: int | None
 
 
-def _sharing(capacity: int) -> SpeedModel:
-    """Trajectories beyond a capacity share it."""
+def _build_sharing_model(capacity: int) -> SpeedModel:
+    """Model trajectories that share a fixed capacity."""
     return SpeedModel(lambda n: min(1.0, capacity / n), capacity)
 
 
-def _saturating(capacity: int) -> SpeedModel:
-    """Throughput approaches a capacity gradually; three times as many reach 95 % of it."""
+def _build_saturating_model(capacity: int) -> SpeedModel:
+    """Model throughput that approaches a capacity gradually; three times as many reach 95 % of it."""
     return SpeedModel(lambda n: capacity * (1 - math.exp(-n / capacity)) / n, 3 * capacity)
 
 
-MODELS = (SpeedModel(lambda n: 1.0, None), *map(_sharing, CAPACITIES), *map(_saturating, CAPACITIES))
+MODELS = (
+    SpeedModel(lambda n: 1.0, None),
+    *map(_build_sharing_model, CAPACITIES),
+    *map(_build_saturating_model, CAPACITIES),
+)
 """From the simplest on: a later one is believed where there is evidence against the earlier ones."""
 SIMPLER = range(len(CAPACITIES) + 1)
 
 
 @dataclass(frozen=True)
 class StageEntry:
-    """Entry of a trajectory into a stage: seconds of work that each model says to have been done by then."""
+    """Entry of a trajectory into a stage: seconds of work done until then, by each model."""
 
     clocks: tuple[float, ...]
 
 
 class StageSize:
-    """Limit of one stage. Trajectories of one instance differ in their times by chance and by how many ran beside them;
-    the model of the stage under which their work differs least says where more of them gain nothing. That is the limit;
-    while there is no evidence of such a number, the limit doubles whenever it holds trajectories up.
+    """Adaptive limit of one stage. Durations of an instance's trajectories differ by chance and by how many
+    trajectories run concurrently. The limit is the saturation point of the speed model under which their work differs
+    least. Without evidence of saturation, the limit doubles whenever it makes trajectories wait.
 
     Args:
-        limit: the first one.
+        limit: the initial limit.
     """
 
     def __init__(self, limit: int) -> None:
@@ -84,7 +88,7 @@ class StageSize:
         Returns:
             for `ended`.
         """
-        self._advance(now)
+        self._update_work(now)
         self._inside += 1
         self._peak = max(self._peak, self._inside)
         self._entered.append(pressed)
@@ -99,10 +103,10 @@ class StageSize:
         Returns:
             the limit has changed.
         """
-        self._advance(now)
+        self._update_work(now)
         self._inside -= 1
         work = [end - begin for begin, end in zip(entry.clocks, self._clocks, strict=True)]
-        if instance is None or min(work) <= 0:  # a clock that is far ahead does not move by a very short time
+        if instance is None or min(work) <= 0:  # very short times are below the resolution of a large clock value
             return False
         self._ended.append((instance, list(map(math.log, work))))
         self._unseen += 1
@@ -113,17 +117,17 @@ class StageSize:
         return self.limit != before
 
     def work(self, entry: StageEntry) -> float:
-        """Return the seconds that a trajectory which has just ended would have taken alone, by the model that holds."""
+        """Return the seconds that a just finished trajectory would have taken alone, by the current model."""
         return self._clocks[self._model] - entry.clocks[self._model]
 
-    def _advance(self, now: float) -> None:
+    def _update_work(self, now: float) -> None:
         seconds, self._now = now - self._now, now
         if self._inside and seconds:
             for index, model in enumerate(MODELS):
                 self._clocks[index] += seconds * model.speed(self._inside)
 
     def _estimate(self) -> int:
-        deviations, freedom = _deviations(self._ended)
+        deviations, freedom = _compute_deviations(self._ended)
 
         def is_evident(model: int, against: int, least: float = MIN_EVIDENCE) -> bool:
             return bool(deviations[model]) and (freedom * math.log(deviations[against] / deviations[model]) >= least)
@@ -141,7 +145,7 @@ class StageSize:
         return GROWTH * known if self._since_probe >= PROBE_AFTER and is_pressed else known
 
 
-def _deviations(ended: deque[tuple[Hashable, list[float]]]) -> tuple[list[float], int]:
+def _compute_deviations(ended: deque[tuple[Hashable, list[float]]]) -> tuple[list[float], int]:
     """Sum the absolute deviations of work from the median of its instance, by model (the likelihood of a Laplace
     distribution: stage times have long tails). Returns: and their degrees of freedom."""
     groups: defaultdict[Hashable, list[list[float]]] = defaultdict(list)

@@ -1,6 +1,6 @@
 """Event loop whose clock leaps to the next timer, for deterministic tests and simulations of schedulers.
 
-Everything waited for must be in the loop itself: time does not stand still for threads, processes or sockets.
+All awaited work must run in the loop: virtual time does not wait for threads, processes or sockets.
 """
 
 import asyncio

@@ -27,9 +27,9 @@ class DeadlineExceeded(TimeoutError):
         self.abandoned = abandoned
 
 
-async def before_deadline(work: Coroutine[object, None, T], seconds: float | None, grace: float) -> T:
-    """Return the result of `work`. Late work, or work whose caller is cancelled, is cancelled; `grace` seconds later it
-    is abandoned. Work that blocks the event loop cannot be stopped.
+async def wait_before_deadline(work: Coroutine[object, None, T], seconds: float | None, grace: float) -> T:
+    """Return the result of `work`. Overdue work is cancelled, also when the caller is cancelled, and abandoned `grace`
+    seconds later. Work that blocks the event loop cannot be stopped.
 
     Raises:
         DeadlineExceeded: `work` took longer than `seconds`.
@@ -49,8 +49,8 @@ async def before_deadline(work: Coroutine[object, None, T], seconds: float | Non
     return task.result()
 
 
-async def finish_despite_cancellation(work: Coroutine[object, None, T]) -> T:
-    """Await work that has deadlines of its own, and raise a cancellation of the caller after it."""
+async def wait_despite_cancellation(work: Coroutine[object, None, T]) -> T:
+    """Await work that limits its own time, then raise any cancellation of the caller."""
     task = asyncio.create_task(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
@@ -66,8 +66,8 @@ async def finish_despite_cancellation(work: Coroutine[object, None, T]) -> T:
 async def _stop(task: asyncio.Task[object], grace: float) -> None:
     task.cancel()
     _abandoned.add(task)
-    task.add_done_callback(_forget)
-    await finish_despite_cancellation(_wait(task, grace))
+    task.add_done_callback(_log_abandoned_error)
+    await wait_despite_cancellation(_wait(task, grace))
     if not task.done():
         logger.warning("abandoned after %g s, as it ignores its cancellation: %r", grace, task)
 
@@ -76,7 +76,7 @@ async def _wait(task: asyncio.Task[object], seconds: float) -> None:
     await asyncio.wait({task}, timeout=seconds)
 
 
-def _forget(task: asyncio.Task[object]) -> None:
+def _log_abandoned_error(task: asyncio.Task[object]) -> None:
     _abandoned.discard(task)
     if not task.cancelled() and (error := task.exception()):  # asking marks it as seen
         logger.debug("raised after its cancellation: %r", error)

@@ -58,7 +58,7 @@ def convert_fncall_messages_to_non_fncall_messages(
 def convert_non_fncall_messages_to_fncall_messages(
     messages: Sequence[Message], tools: Sequence[Schema]
 ) -> list[Message]:
-    """Convert back: the first call of each answer in OpenAI's form, results as tool messages. Ids are counted from
+    """Convert back: the first call of each response in OpenAI's form, results as tool messages. Ids are counted from
     toolu_01.
 
     Raises:

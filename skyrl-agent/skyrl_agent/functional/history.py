@@ -48,9 +48,9 @@ class MessageHistory:
         self.messages.append({"role": "user", "content": content})
 
     def append_to_last_message(self, text: str) -> None:
-        """Append text to the last message. Raises ValueError if there is none."""
+        """Append text to the last message. Raises ValueError if the history is empty."""
         if not self.messages:
-            raise ValueError("there is no message to append to: the history is empty")
+            raise ValueError("the history is empty: no message to append to")
         self.messages[-1]["content"] = (self.messages[-1].get("content") or "") + text
 
     def add_turn_reminder(self, text: str) -> None:
@@ -65,7 +65,7 @@ class MessageHistory:
 
 
 def parse_tool_call(text: str, tool_params: Sequence[Schema]) -> tuple[Schema | None, str | None]:
-    """Return the first call of an answer in OpenAI's form, or an error text for the model; neither without a call."""
+    """Return the first call of a response in OpenAI's form, or an error text for the model; neither without a call."""
     try:
         (message,) = convert_non_fncall_messages_to_fncall_messages(
             [{"role": "assistant", "content": text}], tool_params

@@ -26,8 +26,8 @@ Generate = Callable[..., Awaitable[tuple[str, MetaInfo]]]
 
 
 def record_transition(generate: Generate) -> Generate:
-    """Decorate an async method that asks a model: (self, *, input_ids, ...) -> (text, meta). Each reply is appended to
-    `self.transitions`; if the method raises, nothing is.
+    """Decorate an async method that queries a model: (self, *, input_ids, ...) -> (text, meta). Each reply is appended
+    to `self.transitions`; if the method raises, nothing is.
 
     Raises:
         TypeError: `input_ids` was not given by keyword.

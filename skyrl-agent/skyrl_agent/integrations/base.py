@@ -1,4 +1,4 @@
-"""Backends: a model to ask, the rows a trainer hands in, the output it wants back. Imported when they are named."""
+"""Backends: the model, the format of the trainer's rows, and the format of the output. Imported when they are named."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -57,12 +57,12 @@ class TrainingRows:
 
 @dataclass(frozen=True)
 class Backend:
-    """One way to ask a model and to hand rows in and out.
+    """Model client with input and output formats.
 
     Args:
         make: (infer_engine, tokenizer, cfg) -> the model.
-        rows_of: what a trainer hands to `AgentRunner.run` -> rows, one an instance.
-        output_of: the batch's rows -> what the trainer wants back.
+        rows_of: input of `AgentRunner.run` -> rows, one per instance.
+        output_of: the batch's rows -> output for the trainer.
     """
 
     make: Callable[..., InferBackend]
@@ -86,7 +86,7 @@ def register_backend(name: str, backend: Backend) -> None:
 def get_backend(name: str) -> Backend:
     """
     Raises:
-        ConfigError: unknown, or what it needs is not installed.
+        ConfigError: unknown, or a package it needs is not installed.
     """
     if name not in BACKEND_REGISTRY:
         raise ConfigError(f"Unknown backend: generator.infer_backend={name!r}; {did_you_mean(name, BACKEND_REGISTRY)}")
@@ -112,7 +112,7 @@ def build_backend(
 
 
 class BackendSettings(BaseModel):
-    """Base of what a backend takes as `generator.backend_config`."""
+    """Base class of a backend's settings (`generator.backend_config`)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -136,21 +136,21 @@ def read_settings(kind: type[Settings], cfg: Mapping[str, object]) -> Settings:
         raise ConfigError(f"{key}: {item['msg']}; got {item['input']!r}") from None
 
 
-def answer_text(tokenizer: Tokenizer, ids: Sequence[int], finish_reason: str) -> str:
+def decode_response(tokenizer: Tokenizer, ids: Sequence[int], finish_reason: str) -> str:
     """Decode the generated tokens, special ones included, without the token that ended the turn."""
     if finish_reason == "stop" and turn_ends_of(tokenizer).are_in(ids):
         ids = ids[:-1]
     return tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
-def seed_of_turn(seed: int, input_ids: Sequence[int]) -> int:
-    """31 bits: another one in each turn of a trajectory, the same when the turn is drawn again."""
+def compute_turn_seed(seed: int, input_ids: Sequence[int]) -> int:
+    """Derive the 31-bit seed of a turn: different per turn of a trajectory, equal when the turn is sampled again."""
     digest = hashlib.sha256(repr((seed, len(input_ids), input_ids[-1:])).encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1
 
 
 def plain_rows(batch: Iterable[Row]) -> list[Row]:
-    """Rows that are handed in as they are: a list, or a dataset.
+    """Convert a list or dataset of rows without changes.
 
     Raises:
         TaskRowError: one is no mapping.
@@ -163,7 +163,7 @@ def plain_rows(batch: Iterable[Row]) -> list[Row]:
 
 
 def published_output(rows: TrainingRows) -> JsonObject:
-    """The dictionary that `AgentRunner.run` gives where no trainer wants another form."""
+    """Build the default output dictionary of `AgentRunner.run`."""
     return {
         "prompt_token_ids": rows.prompt_token_ids,
         "response_ids": rows.response_ids,

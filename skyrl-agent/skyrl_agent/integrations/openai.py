@@ -1,5 +1,6 @@
 """Any server that speaks OpenAI's `/v1/completions`: vLLM, SGLang, `skyrl_train.entrypoints.serve`, ... For evaluation,
-and for training where it tells token ids and log-probs."""
+and for training if the server reports token ids and log-probs.
+"""
 
 import json
 import os
@@ -11,11 +12,11 @@ from skyrl_agent.errors import BackendError, ConfigError, InfraError
 from skyrl_agent.integrations.base import (
     Backend,
     BackendSettings,
-    answer_text,
+    compute_turn_seed,
+    decode_response,
     plain_rows,
     published_output,
     read_settings,
-    seed_of_turn,
 )
 from skyrl_agent.tools.async_service import PROBE_RETRIES, PROBE_SECONDS, AsyncService
 from skyrl_agent.types import JsonObject, MetaInfo, Row, SamplingParams, Tokenizer
@@ -65,22 +66,22 @@ class OpenAIBackend:
         self.settings = read_settings(OpenAISettings, cfg or {})
         self.url = self.settings.api_url.rstrip("/").removesuffix("/v1") + "/v1/completions"
         try:
-            self._service()
+            self._create_service()
         except ValueError as error:
             raise ConfigError(f"generator.backend_config.api_url={self.settings.api_url!r}: {error}") from None
         self._dialect: int | None = None
 
     async def probe(self) -> None:
-        """Ask which models the server has. Raises InfraError if none answers, or not this model."""
+        """Check that the server lists this model. Raises InfraError if it does not, or is unreachable."""
         where = f"generator.backend_config.api_url={self.settings.api_url}"
         url = self.url.removesuffix("/completions") + "/models"
         service = AsyncService(
-            url, headers=self._headers(), timeout=PROBE_SECONDS, retries=PROBE_RETRIES, passing=frozenset()
+            url, headers=self._build_headers(), timeout=PROBE_SECONDS, retries=PROBE_RETRIES, passing=frozenset()
         )
         try:
             response = await service.request(method="GET")
         except InfraError as error:
-            raise InfraError(f"{where}: no server of the model answers: {error}") from error
+            raise InfraError(f"{where}: the model server is unreachable: {error}") from error
         finally:
             await service.close()
         if response.status in (401, 403):
@@ -88,7 +89,7 @@ class OpenAIBackend:
                 f"{where}: HTTP {response.status}: the key in the environment variable "
                 f"{self.settings.api_key_env} (generator.backend_config.api_key_env) is not accepted"
             )
-        models = _models(response)
+        models = _parse_models(response)
         if models and self.settings.model_name not in models:
             raise InfraError(
                 f"generator.backend_config.model_name={self.settings.model_name!r} is not served at "
@@ -105,30 +106,30 @@ class OpenAIBackend:
                 return "", MetaInfo(output_tokens=[], finish_reason="length", logprobs=[])
             params["max_tokens"] = min(params.get("max_tokens", room), room)
         if "seed" in params:
-            params["seed"] = seed_of_turn(params["seed"], input_ids)
-        return self._read(await self._ask(input_ids, params, request_id))
+            params["seed"] = compute_turn_seed(params["seed"], input_ids)
+        return self._read(await self._request_completion(input_ids, params, request_id))
 
-    async def _ask(self, input_ids: list[int], params: JsonObject, request_id: str) -> JsonObject:
-        """The answer's only choice."""
+    async def _request_completion(self, input_ids: list[int], params: JsonObject, request_id: str) -> JsonObject:
+        """Return the only choice of the server's reply."""
         base = {"model": self.settings.model_name, **params}
         dialects = [
             lambda: base | _EXTENSIONS | {"prompt": input_ids, "session_id": request_id},
             lambda: base | {"prompt": input_ids},
-            lambda: self._with_texts(base, input_ids),
+            lambda: self._convert_to_text_request(base, input_ids),
         ]
         known, first = self._dialect, None
         for number, body in enumerate(dialects) if known is None else [(known, dialects[known])]:
             response = await self._send(body())
             if response.status == 200:
                 self._dialect = number
-                return _choice(response)
+                return _parse_choice(response)
             first = first or response
             if response.status not in _CANNOT_READ:
                 break
         assert first is not None
         raise BackendError(f"{self.url} refused the request: HTTP {first.status}: {first.text.strip()[:500]}")
 
-    def _with_texts(self, base: JsonObject, input_ids: list[int]) -> JsonObject:
+    def _convert_to_text_request(self, base: JsonObject, input_ids: list[int]) -> JsonObject:
         """Build a body for a server that reads no ids."""
         body = base | {"prompt": self.tokenizer.decode(input_ids, skip_special_tokens=False)}
         if ids := body.pop("stop_token_ids", None):
@@ -138,17 +139,19 @@ class OpenAIBackend:
         return body
 
     async def _send(self, body: JsonObject) -> Response:
-        service = self._service()
+        service = self._create_service()
         try:
             return await service.request(body)
         finally:
             await service.close()
 
-    def _service(self) -> AsyncService:
-        """One for each request: an answer takes far longer than a connection, and no connection outlives its loop."""
-        return AsyncService(self.url, headers=self._headers(), timeout=self.settings.timeout_seconds, retries=RETRIES)
+    def _create_service(self) -> AsyncService:
+        """Create a client per request: generation outlasts connection setup, and clients are bound to an event loop."""
+        return AsyncService(
+            self.url, headers=self._build_headers(), timeout=self.settings.timeout_seconds, retries=RETRIES
+        )
 
-    def _headers(self) -> dict[str, str]:
+    def _build_headers(self) -> dict[str, str]:
         key = os.environ.get(self.settings.api_key_env)
         return {"Authorization": f"Bearer {key.strip()}"} if key else {}
 
@@ -158,9 +161,9 @@ class OpenAIBackend:
             raise InfraError(f"{self.url} aborted the request")
         ids = choice.get("token_ids")
         if ids is None:
-            return _text(choice), MetaInfo(output_tokens=None, finish_reason=reason, logprobs=None)
+            return _parse_text(choice), MetaInfo(output_tokens=None, finish_reason=reason, logprobs=None)
         logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
-        return answer_text(self.tokenizer, ids, reason), MetaInfo(
+        return decode_response(self.tokenizer, ids, reason), MetaInfo(
             output_tokens=list(ids),
             finish_reason=reason,
             logprobs=list(logprobs) if logprobs is not None and len(logprobs) == len(ids) else None,
@@ -168,15 +171,15 @@ class OpenAIBackend:
         )
 
 
-def _models(response: Response) -> list[str]:
-    """Names of models that a server lists; none where it does not (not every one does)."""
+def _parse_models(response: Response) -> list[str]:
+    """Return the models that a server lists; empty if it has no model list."""
     try:
         return [str(model["id"]) for model in json.loads(response.body)["data"]] if response.status == 200 else []
     except (ValueError, KeyError, TypeError):
         return []
 
 
-def _choice(response: Response) -> JsonObject:
+def _parse_choice(response: Response) -> JsonObject:
     try:
         [choice] = json.loads(response.body)["choices"]
         return dict(choice)
@@ -184,7 +187,7 @@ def _choice(response: Response) -> JsonObject:
         raise InfraError(f"the model's server sent no completion: {response.text.strip()[:300]}") from error
 
 
-def _text(choice: Row) -> str:
+def _parse_text(choice: Row) -> str:
     """Return the text with the stop string, if the server reports the one it removed."""
     text, stop = choice.get("text") or "", choice.get("stop_reason")
     return text + stop if isinstance(stop, str) and not text.endswith(stop) else text

@@ -17,8 +17,8 @@ __all__ = [
     "Snapshot",
     "check_runtime_section",
     "make_runtime",
+    "merge_spec",
     "probe_runtime",
-    "spec_with",
 ]
 
 
@@ -26,8 +26,8 @@ CONTAINER_SETTINGS = ("pull", "user", "read_only", "cpus")
 
 
 def make_runtime(spec: RuntimeSpec) -> Runtime:
-    """A runtime, not started. Kind `auto` is a server if there is a `url`, a container if there is an `image`, and else
-    what `skyrl_gym.sandbox.make_sandbox` chooses: bubblewrap, or a container where that does not work.
+    """Build a runtime without starting it. Kind `auto` selects a server if `url` is set, a container if `image` is set,
+    else the choice of `skyrl_gym.sandbox.make_sandbox`: bubblewrap, or a container if that does not work.
 
     Raises:
         ConfigError: kind `remote` has no url.
@@ -43,7 +43,7 @@ def make_runtime(spec: RuntimeSpec) -> Runtime:
 
 def check_runtime_section(section: RuntimeSection) -> None:
     """Raises ConfigError if no task's runtime could be made with it."""
-    make_runtime(spec_with(section, RuntimeSpec()))
+    make_runtime(merge_spec(section, RuntimeSpec()))
 
 
 async def probe_runtime(spec: RuntimeSpec) -> None:
@@ -61,7 +61,7 @@ async def probe_runtime(spec: RuntimeSpec) -> None:
         raise InfraError(f"{named}: {error}") from error
 
 
-def spec_with(section: RuntimeSection, spec: RuntimeSpec) -> RuntimeSpec:
+def merge_spec(section: RuntimeSection, spec: RuntimeSpec) -> RuntimeSpec:
     """Merge a task's runtime specification with the task file's `runtime`, which takes precedence.
 
     Raises:

@@ -62,11 +62,11 @@ class Snapshot:
 
 
 class Runtime(Protocol):
-    """`start`, any use, `close`; or `async with`. Methods raise InfraError if the runtime itself fails or is gone;
-    what a command does is never an exception. One task at a time uses one runtime.
+    """`start`, any use, `close`; or `async with`. Methods raise InfraError if the runtime itself fails or was removed;
+    failures of commands never raise. One task at a time uses one runtime.
 
-    While it is open a heartbeat keeps its lease. If its owner dies (by kill -9, say), it is
-    removed when the lease ends.
+    While it is open a heartbeat keeps its lease. If its owner is killed (e.g. SIGKILL), it is removed when the lease
+    expires.
     """
 
     id: str
@@ -98,7 +98,7 @@ class Runtime(Protocol):
         ...
 
     async def write(self, path: str, data: str | bytes) -> None:
-        """Relative to the working directory. Raises ValueError for a path outside."""
+        """Write a file, relative to the working directory. Raises ValueError for a path outside."""
         ...
 
     async def read(self, path: str) -> bytes:
@@ -108,5 +108,5 @@ class Runtime(Protocol):
     async def snapshot(self) -> Snapshot: ...
 
     async def close(self) -> None:
-        """End all processes and remove everything. May be called more than once; never raises."""
+        """Kill all processes and remove all files. May be called more than once; never raises."""
         ...

@@ -1,4 +1,4 @@
-"""A place in a container of any image, through the command line of Docker or Podman.
+"""Runtime in a container of any image, through the command line of Docker or Podman.
 
 Unlike the gym's sandbox in a container, it is the image's own world: its user (often root), its working directory,
 files that can be changed everywhere; no network. What all files together may take is the engine's matter, unless the
@@ -98,7 +98,7 @@ class Machine(Container):
             *(["--cpus", f"{spec.cpus:g}"] if spec.cpus is not None else []),
             *(["--user", spec.user] if spec.user is not None else []),
             *(self._read_only(limits) if spec.read_only else []),
-            *(_own_ulimits() if self.engine == "podman" else []),
+            *(_get_ulimits() if self.engine == "podman" else []),
             *("--mount", f"type=bind,source={self._lease.path},target={LEASE_FILE},readonly"),
             *("--entrypoint", "sh", image, "-c", KEEPER, "sh", LEASE_FILE, str(math.ceil(self._lease.seconds) + 1)),
         ]
@@ -110,16 +110,16 @@ class Machine(Container):
         return [*options, "--read-only-tmpfs=false"] if self.engine == "podman" else options
 
     def write(self, path: str, data: bytes) -> None:
-        ended = self._script(WRITE, _relative(path), stdin=data)
+        ended = self._script(WRITE, _to_relative(path), stdin=data)
         if ended.returncode != 0:
-            raise ValueError(f"{path!r} cannot be written: {_error_text(ended)}")
+            raise ValueError(f"{path!r} cannot be written: {_format_error(ended)}")
 
     def read(self, path: str, max_bytes: int) -> bytes:
-        ended = self._script(READ, _relative(path), str(max_bytes + 1))
+        ended = self._script(READ, _to_relative(path), str(max_bytes + 1))
         if ended.returncode == 4:
             raise FileNotFoundError(f"no file {path!r} in the working directory")
         if ended.returncode != 0:
-            raise ValueError(f"{path!r} is not a plain file that can be read: {_error_text(ended)}")
+            raise ValueError(f"{path!r} is not a plain file that can be read: {_format_error(ended)}")
         if len(ended.stdout) > max_bytes:
             raise ValueError(f"{path!r} is larger than {max_bytes} bytes")
         return ended.stdout
@@ -127,14 +127,14 @@ class Machine(Container):
     def _script(
         self, script: str, *arguments: str, stdin: bytes = b"", workdir: str | None = None
     ) -> "subprocess.CompletedProcess[bytes]":
-        """Raises InfraError if the container is gone or hangs."""
+        """Run a script in the container. Raises InfraError if the container was removed or hangs."""
         command = self.exec_arguments("sh", "-c", script, "sh", *arguments, workdir=workdir)
         try:
             ended = subprocess.run(command, input=stdin, capture_output=True, timeout=CALL_SECONDS, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise InfraError(f"{self.engine} exec failed: {error}") from error
         if ended.returncode not in (0, 4, 5) and not self.runs():
-            raise InfraError(f"the container {self.name} is gone: {_error_text(ended)}")
+            raise InfraError(f"the container {self.name} was removed: {_format_error(ended)}")
         return ended
 
 
@@ -142,7 +142,7 @@ class LeasedContainerSandbox(LeasedSandbox[Machine]):
     """See above. Memory and processes are limited for the container as a whole.
 
     Args:
-        engine: None: the first that answers.
+        engine: None: the first available one.
     """
 
     python = "python3"
@@ -154,7 +154,7 @@ class LeasedContainerSandbox(LeasedSandbox[Machine]):
 
     @cached_property
     def kind(self) -> EngineName:
-        """The engine. Raises InfraError if none answers."""
+        """The engine. Raises InfraError if none is available."""
         return self._engine or find_engine()
 
     @property
@@ -172,23 +172,23 @@ class LeasedContainerSandbox(LeasedSandbox[Machine]):
         return Launch(argv, ContainerCommand(machine, uuid.uuid4().hex, alone=True), {**os.environ, **carriers})
 
 
-def containers_of(lease: Lease) -> list[str]:
+def list_containers(lease: Lease) -> list[str]:
     """Return the containers of a lease. Raises InfraError."""
-    listed = run_engine(_engine_of(lease), ["ps", "--all", "--quiet", "--filter", f"label={LABEL}={lease.id}"])
+    listed = run_engine(_find_engine(lease), ["ps", "--all", "--quiet", "--filter", f"label={LABEL}={lease.id}"])
     return listed.decode().split()
 
 
 def remove_containers(lease: Lease) -> None:
     """Raises InfraError."""
-    if containers := containers_of(lease):
-        run_engine(_engine_of(lease), ["rm", "--force", "--volumes", *containers])
+    if containers := list_containers(lease):
+        run_engine(_find_engine(lease), ["rm", "--force", "--volumes", *containers])
 
 
-def _engine_of(lease: Lease) -> EngineName:
+def _find_engine(lease: Lease) -> EngineName:
     return "podman" if lease.kind == "podman" else "docker"
 
 
-def _own_ulimits() -> list[str]:
+def _get_ulimits() -> list[str]:
     """Return options with this process's own limits: Podman asks for more, which it may lack the right to set."""
     options = []
     for name, which, most in (
@@ -200,9 +200,9 @@ def _own_ulimits() -> list[str]:
     return options
 
 
-def _relative(path: str) -> str:
+def _to_relative(path: str) -> str:
     return "./" + "/".join(path_parts(path))
 
 
-def _error_text(ended: "subprocess.CompletedProcess[bytes]") -> str:
+def _format_error(ended: "subprocess.CompletedProcess[bytes]") -> str:
     return ended.stderr.decode(errors="replace").strip()

@@ -1,7 +1,7 @@
 """Renewal of this process's leases by a thread, and cleanup after it by a small process that outlives it.
 
-The thread needs no event loop, so a task that blocks one costs no runtime. The process waits for the end of this one,
-by whatever signal, and then removes its leftover runtimes.
+The thread needs no event loop, so a task that blocks one costs no runtime. The watcher waits until this process exits,
+by any signal, and then removes its leftover runtimes.
 """
 
 import os
@@ -27,7 +27,7 @@ class Heart:
         self._watcher: tuple[int, int] | None = None
         """Process id of the watcher, and a descriptor that becomes readable when it ends."""
 
-    def be_watched(self) -> None:
+    def start_watcher(self) -> None:
         """Start the watcher process, unless it runs. Call it before a resource that needs cleanup exists."""
         with self._lock:
             if self._watcher is not None:
@@ -64,16 +64,16 @@ class Heart:
                 # Copied, so that leases are renewed without the lock: `hold` and `drop` must not wait for a slow disk.
                 held = list(self._held)
             if held:
-                self.be_watched()
+                self.start_watcher()
             for lease in held:
-                with suppress(OSError):  # the next beat may
+                with suppress(OSError):  # the next heartbeat may succeed
                     lease.renew()
             pause = min((lease.seconds / BEATS_PER_LEASE for lease in held), default=LONGEST_PAUSE_SECONDS)
             self._changed.wait(min(pause, LONGEST_PAUSE_SECONDS))
 
 
 def start_watcher() -> int:
-    """The process that removes what this one leaves behind: in a session of its own, deaf and mute."""
+    """Start the process that removes this process's leftovers: in a new session, without signals, input or output."""
     command = [sys.executable, "-m", "skyrl_agent.services.gc", "--watch", str(os.getpid())]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     silence = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDWR, 0)]
@@ -82,7 +82,7 @@ def start_watcher() -> int:
 
 
 def _is_readable(descriptor: int) -> bool:
-    poll = select.poll()  # a number above 1024 is none for `select`
+    poll = select.poll()  # `select` does not support descriptors above 1024
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(0))
 
@@ -90,10 +90,10 @@ def _is_readable(descriptor: int) -> bool:
 heart = Heart()
 
 
-def _after_fork() -> None:
-    """Neither threads nor leases come along into a forked process."""
+def _reset_after_fork() -> None:
+    """Reset state in a forked child, which inherits neither threads nor leases."""
     global heart
     heart = Heart()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_reset_after_fork)

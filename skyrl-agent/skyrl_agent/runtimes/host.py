@@ -16,7 +16,7 @@ from skyrl_agent.runtimes.base import ExecResult, Limits, RuntimeSpec, Snapshot
 from skyrl_agent.runtimes.container import LeasedContainerSandbox
 from skyrl_agent.runtimes.leases import Lease
 from skyrl_agent.runtimes.local import LeasedLocalSandbox, LeasedProcessSandbox, LeasedSandbox
-from skyrl_agent.runtimes.threads import in_thread
+from skyrl_agent.runtimes.threads import run_in_thread
 from skyrl_gym.sandbox import command as commands
 from skyrl_gym.sandbox.backends import make_sandbox
 from skyrl_gym.sandbox.command import END_SECONDS, TURN_SECONDS, Command, as_bytes
@@ -92,7 +92,7 @@ class HostRuntime:
         """Held by whichever thread uses the sandbox."""
 
     async def probe(self) -> None:
-        await in_thread(PROBE_SECONDS, check_sandbox, self.spec)
+        await run_in_thread(PROBE_SECONDS, check_sandbox, self.spec)
 
     async def start(self) -> None:
         try:
@@ -103,7 +103,7 @@ class HostRuntime:
                 for path, data in self.spec.files.items():
                     await self.write(path, data)
             for command in self.spec.setup:
-                _succeed(await self.exec(command), f"setup command {command!r}")
+                _raise_if_failed(await self.exec(command), f"setup command {command!r}")
         except BaseException:
             await self.close()
             raise
@@ -117,38 +117,38 @@ class HostRuntime:
         env: Mapping[str, str] | None = None,
         limits: Limits | None = None,
     ) -> ExecResult:
-        limits = limits_for(limits or self.spec.limits, timeout)
+        limits = build_limits(limits or self.spec.limits, timeout)
         argv = ["bash", "-c", command] if isinstance(command, str) else list(command)
         # The command exists before its thread runs, so that a cancelled caller or `close` has something to cancel even
         # while the thread still waits for its turn or for the lock.
         self._command = running = _Command()
         seconds = TURN_SECONDS + limits.wall_seconds + 2 * END_SECONDS + MARGIN_SECONDS
         try:
-            return await in_thread(
+            return await run_in_thread(
                 seconds, self._run, running, argv, as_bytes(stdin), {**self.spec.env, **(env or {})}, limits
             )
         except asyncio.CancelledError:
             # Cancelling the await does not stop the thread: it would keep the lock until the command's own time limit.
-            await in_thread(2 * END_SECONDS, running.cancel)
+            await run_in_thread(2 * END_SECONDS, running.cancel)
             raise
 
     async def write(self, path: str, data: str | bytes) -> None:
-        await self._call(CALL_SECONDS, lambda: self._started().write(path, data))
+        await self._call(CALL_SECONDS, lambda: self._get_sandbox().write(path, data))
 
     async def read(self, path: str) -> bytes:
-        return await self._call(CALL_SECONDS, lambda: self._started().read(path))
+        return await self._call(CALL_SECONDS, lambda: self._get_sandbox().read(path))
 
     async def snapshot(self) -> Snapshot:
         """Return the working directory as a compressed tar."""
-        result = await self.exec(PACK, limits=self._snapshot_limits())
-        _succeed(replace(result, stdout=""), "a snapshot")
-        return Snapshot("tar", await in_thread(CALL_SECONDS, base64.b64decode, result.stdout))
+        result = await self.exec(PACK, limits=self._get_snapshot_limits())
+        _raise_if_failed(replace(result, stdout=""), "a snapshot")
+        return Snapshot("tar", await run_in_thread(CALL_SECONDS, base64.b64decode, result.stdout))
 
     async def close(self) -> None:
         self._closed = True
         try:
-            await in_thread(CALL_SECONDS, self._close)
-        except Exception as error:  # whatever it is: the lease is not renewed any more, so others remove what is left
+            await run_in_thread(CALL_SECONDS, self._close)
+        except Exception as error:  # the lease is not renewed any more, so the cleanup removes the rest
             logger.warning("runtime %s could not be closed: %s", self.id, error)
 
     async def __aenter__(self) -> Self:
@@ -162,12 +162,12 @@ class HostRuntime:
         if self._sandbox is not None:
             raise InfraError(f"runtime {self.id} is started already")
         sandbox = make_leased_sandbox(self.spec)
-        heartbeat.heart.be_watched()
-        self._lease = sandbox.take_lease(self.id, self.spec.lease_seconds)
+        heartbeat.heart.start_watcher()
+        self._lease = sandbox.create_lease(self.id, self.spec.lease_seconds)
         # The lease is taken and renewed before the sandbox starts: if this process dies during the start, the lease
         # expires and others can remove what was created.
         heartbeat.heart.hold(self._lease)
-        weakref.finalize(self, _give_up, self._lease)
+        weakref.finalize(self, _release_lease, self._lease)
         # Assigned before `start`, so that `close` also cleans up a sandbox whose start failed halfway.
         self._sandbox = sandbox
         sandbox.start()
@@ -178,8 +178,8 @@ class HostRuntime:
     ) -> ExecResult:
         # The turn comes first: a thread that waits for it must not hold the lock, or `close` would wait as well.
         with commands.background.turn(), self._lock:
-            result = running.run(self._started(), argv, stdin, env, limits)
-        if result.outcome == "exited" and result.returncode != 0 and (folder := self._started().full_disk()):
+            result = running.run(self._get_sandbox(), argv, stdin, env, limits)
+        if result.outcome == "exited" and result.returncode != 0 and (folder := self._get_sandbox().full_disk()):
             raise InfraError(f"the disk of {folder} is full")
         return result
 
@@ -193,17 +193,19 @@ class HostRuntime:
             if self._sandbox is not None:
                 self._sandbox.close()
             if self._lease is not None:
-                _give_up(self._lease)
+                _release_lease(self._lease)
 
     async def _unpack(self, archive: bytes) -> None:
-        _succeed(await self.exec(list(UNPACK), stdin=archive, limits=self._snapshot_limits()), "restoring a snapshot")
+        _raise_if_failed(
+            await self.exec(list(UNPACK), stdin=archive, limits=self._get_snapshot_limits()), "restoring a snapshot"
+        )
 
-    def _snapshot_limits(self) -> Limits:
-        """Wide enough for all that the workspace may hold, in base64."""
+    def _get_snapshot_limits(self) -> Limits:
+        """Return limits that fit the whole workspace in base64."""
         usual = self.spec.limits
         size = 2 * usual.workspace_bytes + (1 << 20)
         return replace(
-            limits_for(usual, SNAPSHOT_SECONDS),
+            build_limits(usual, SNAPSHOT_SECONDS),
             output_bytes=size,
             workspace_bytes=size,
             processes=max(16, usual.processes),
@@ -216,13 +218,13 @@ class HostRuntime:
                     raise InfraError(f"runtime {self.id} is closed")
                 return function()
 
-        return await in_thread(seconds, locked)
+        return await run_in_thread(seconds, locked)
 
-    def _started(self) -> LeasedSandbox[Any]:
+    def _get_sandbox(self) -> LeasedSandbox[Any]:
         if self._closed or self._sandbox is None or self._lease is None:
             raise InfraError(f"runtime {self.id} is not started, or closed")
         if not self._lease.is_held:
-            raise InfraError(f"runtime {self.id} is gone: it had no heartbeat for {self._lease.seconds:g} s")
+            raise InfraError(f"runtime {self.id} expired: no heartbeat for {self._lease.seconds:g} s")
         return self._sandbox
 
 
@@ -242,36 +244,36 @@ class _Command:
                 raise InfraError("the command was cancelled before it began")
             try:
                 self._command = command = sandbox.begin(argv, env, limits)
-            except ValueError as error:  # what no system can start: a zero byte or megabytes in an argument
+            except ValueError as error:  # invalid arguments: a NUL byte, or megabytes
                 return ExecResult("exited", NOT_STARTED, "", f"{error}\n", 0.0)
         try:
             return command.communicate(stdin)
         finally:
             command.kill()
-            with self._lock:  # while it is waited for, its descriptors must not become another's
+            with self._lock:  # its descriptors must not be reused during the wait
                 command.close()
 
     def cancel(self) -> None:
-        """End the command with all its children, and return when they have ended. May be called at any time."""
+        """Kill the command with all its children, and return when they have exited. May be called at any time."""
         with self._lock:
             self._cancelled = True
             if self._command is not None and not self._command.ended:
                 self._command.kill()
 
 
-def limits_for(limits: Limits, timeout: float | None) -> Limits:
+def build_limits(limits: Limits, timeout: float | None) -> Limits:
     """Build limits with `timeout` for the wall clock; one process may compute for all of it."""
     if timeout is None:
         return limits
     return replace(limits, wall_seconds=timeout, cpu_seconds=max(timeout, limits.cpu_seconds))
 
 
-def _succeed(result: ExecResult, what: str) -> None:
+def _raise_if_failed(result: ExecResult, what: str) -> None:
     if not result.ok:
         said = (result.stdout + result.stderr).strip()[-SHOWN_CHARACTERS:]
         raise InfraError(f"{what} failed ({result.outcome}, exit status {result.returncode}): {said}")
 
 
-def _give_up(lease: Lease) -> None:
+def _release_lease(lease: Lease) -> None:
     heartbeat.heart.drop(lease)
     lease.release()

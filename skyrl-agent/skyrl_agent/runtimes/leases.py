@@ -1,4 +1,4 @@
-"""Leases of runtimes: a small file each, whose modification time is the owner's last heartbeat."""
+"""Leases of runtimes: one small file per runtime. Its modification time is the owner's last heartbeat."""
 
 import json
 import os
@@ -18,7 +18,7 @@ UNREADABLE_SECONDS = 60.0
 """Age from which an unreadable record no longer counts as one that is being written."""
 
 
-def lease_folder() -> Path:
+def get_lease_folder() -> Path:
     """Return the folder of this user's leases (environment variable SKYRL_AGENT_LEASES)."""
     if named := os.environ.get(FOLDER_VARIABLE):
         return Path(named)
@@ -27,13 +27,13 @@ def lease_folder() -> Path:
 
 @dataclass(frozen=True)
 class Lease:
-    """One runtime's.
+    """Lease of one runtime.
 
     Args:
-        process_start: of process `pid`, in clock ticks since the machine's start: tells it from a later one of that
-            number.
-        boot, namespace: in which that number means that process.
-        folder: what is to be removed; none of a container, which carries the lease's id as a label.
+        process_start: start of process `pid` in clock ticks since boot; distinguishes it from a later process with the
+            same pid.
+        boot, namespace: boot and pid namespace in which `pid` is valid.
+        folder: folder to remove; None for a container, which is labelled with the lease's id.
     """
 
     id: str
@@ -49,13 +49,13 @@ class Lease:
 
     @classmethod
     def take(cls, id: str, kind: str, seconds: float, folder: str = "") -> Self:
-        """A new one of this process, written down before there is anything to remove.
+        """Create a lease owned by this process. Its file is written before the resource is created.
 
         Raises:
             InfraError: it cannot be written.
         """
-        path = lease_folder() / f"{id}.json"
-        lease = cls(id, kind, seconds, os.getpid(), process_start(os.getpid()), *_surroundings(), path, folder)
+        path = get_lease_folder() / f"{id}.json"
+        lease = cls(id, kind, seconds, os.getpid(), process_start(os.getpid()), *_get_host_identity(), path, folder)
         record = {name: value for name, value in asdict(lease).items() if name != "path"}
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -69,20 +69,20 @@ class Lease:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Raises ValueError for a file that is none (or only half written), FileNotFoundError."""
+        """Read a lease file. Raises FileNotFoundError, and ValueError for an invalid or incomplete file."""
         try:
             return cls(**json.loads(path.read_text()), path=path)
         except TypeError as error:
             raise ValueError(f"{path} is no lease: {error}") from error
 
     def renew(self) -> None:
-        with suppress(FileNotFoundError):  # it ended; the runtime's user will notice
-            now = time.time()  # ours, where a file server's clock may differ
+        with suppress(FileNotFoundError):  # the lease expired; calls of the runtime will report it
+            now = time.time()  # local time, as a file server's clock may differ
             os.utime(self.path, (now, now))
 
     def release(self) -> None:
-        """Drop the lease: there is nothing to remove any more. May be called more than once."""
-        if self.pid == os.getpid():  # not a forked process that ends
+        """Delete the lease, as nothing is left to remove. May be called more than once."""
+        if self.pid == os.getpid():  # not in a forked process
             self.path.unlink(missing_ok=True)
 
     @property
@@ -97,16 +97,16 @@ class Lease:
 
     @property
     def owner_ended(self) -> bool | None:
-        """None where that cannot be seen from here: on another machine, or in a container beside this one."""
-        host, boot, namespace = _surroundings()
+        """Whether the owner has exited; None if that cannot be determined (another machine or container)."""
+        host, boot, namespace = _get_host_identity()
         if self.host != host:
             return None
         if self.boot != boot:
             return True
         return process_start(self.pid) != self.process_start if self.namespace == namespace else None
 
-    def why_left_behind(self) -> str | None:
-        """None for one that is in use. Raises FileNotFoundError."""
+    def describe_abandonment(self) -> str | None:
+        """Return why the lease is abandoned; None if it is in use. Raises FileNotFoundError."""
         if self.owner_ended:
             return f"its owner, process {self.pid}, has ended"
         return f"no heartbeat for {self.age:.0f} s" if self.age > self.seconds else None
@@ -116,9 +116,9 @@ FOLDER_HELP = f"set {FOLDER_VARIABLE} to a folder that can be written"
 
 
 def leases() -> list[Lease]:
-    """All of this user's. Files that were never finished are deleted on the way."""
+    """Return all leases of this user. Incomplete lease files are deleted."""
     found = []
-    for path in sorted(lease_folder().glob("*.json")):
+    for path in sorted(get_lease_folder().glob("*.json")):
         with suppress(FileNotFoundError):
             try:
                 found.append(Lease.read(path))
@@ -129,7 +129,7 @@ def leases() -> list[Lease]:
 
 
 @cache
-def _surroundings() -> tuple[str, str, str]:
-    """This machine, its boot, and the namespace of process numbers."""
+def _get_host_identity() -> tuple[str, str, str]:
+    """Return the machine, its boot id and the pid namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return socket.gethostname(), boot, os.readlink("/proc/self/ns/pid")

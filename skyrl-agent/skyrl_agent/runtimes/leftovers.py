@@ -1,4 +1,4 @@
-"""Removing what nobody holds any more: processes, folders and containers of leases whose owner is gone."""
+"""Cleanup of abandoned leases: processes, folders and containers of owners that have exited."""
 
 import fcntl
 import logging
@@ -21,14 +21,14 @@ END_SECONDS = 10.0
 DELETE_SECONDS = 120
 
 
-def sweep() -> tuple[list[Lease], dict[str, str]]:
+def remove_leftovers() -> tuple[list[Lease], dict[str, str]]:
     """Remove all abandoned runtimes. Returns: those removed, and the reasons why others could not be (by lease id)."""
     removed, failed = [], {}
     for lease in leases():
         try:
             if remove(lease):
                 removed.append(lease)
-        except FileNotFoundError:  # closed, or removed by someone else, at this moment
+        except FileNotFoundError:  # closed or removed concurrently
             continue
         except (InfraError, OSError, subprocess.TimeoutExpired) as error:
             failed[lease.id] = str(error)
@@ -39,7 +39,7 @@ def sweep() -> tuple[list[Lease], dict[str, str]]:
 def remove(lease: Lease) -> bool:
     """Remove the runtime of a lease if it is abandoned, and then the lease. Returns False if it is in use or another
     process is removing it. Raises InfraError, OSError, subprocess.TimeoutExpired; FileNotFoundError if it is already
-    gone.
+    removed.
     """
     with open(lease.path) as record:
         try:
@@ -47,9 +47,9 @@ def remove(lease: Lease) -> bool:
         except BlockingIOError:
             return False
         # Read under the lock: if another sweep removed the lease between our open and our lock, the lock is on a
-        # deleted file and excludes nobody; the read then raises FileNotFoundError.
+        # deleted file and has no effect; the read then raises FileNotFoundError.
         lease = Lease.read(lease.path)
-        if lease.why_left_behind() is None:
+        if lease.describe_abandonment() is None:
             return False
         if lease.folder:
             _remove_folder(lease.folder)
@@ -64,35 +64,36 @@ def _remove_folder(folder: str) -> None:
     """Remove a folder and the processes that work in it."""
     if not os.path.basename(folder).startswith(PREFIX):
         raise InfraError(f"{folder} is not a sandbox's folder, and stays")
-    _end_processes(folder)
+    _stop_processes(folder)
     with suppress(FileNotFoundError):
         about = os.lstat(folder)
         if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
             raise InfraError(f"{folder} is not a folder of ours, and stays")
-        # A sandboxed program may have taken away the rights that the deletion needs.
+        # A sandboxed program may have removed the permissions that deletion needs.
         for command in (["chmod", "-R", "u+rwx", "--", folder], ["rm", "-rf", "--", folder]):
             subprocess.run(command, stderr=subprocess.DEVNULL, timeout=DELETE_SECONDS, check=False)
-    _end_processes(folder)  # one that was about to start: from now on none can
+    _stop_processes(folder)  # processes started meanwhile: from now on none can start
     if os.path.lexists(folder):
         raise InfraError(f"the sandbox's folder {folder} could not be deleted")
 
 
-def _end_processes(folder: str) -> None:
-    """Those that name it: as a mount, in their arguments or in their environment. (bubblewrap asks the kernel to end
-    what is inside with its owner, but an owner may die before it got so far.)"""
+def _stop_processes(folder: str) -> None:
+    """Kill processes that refer to the folder by a mount, an argument or an environment variable. (bubblewrap asks the
+    kernel to kill its children with the owner, but the owner may exit before that.)
+    """
     name, deadline = f"/{os.path.basename(folder)}/".encode(), time.monotonic() + END_SECONDS
-    # A list, not a generator: each round kills all of them. Those are looked for again until they are gone.
-    while any([_kill_if(pid, name) for pid in map(int, filter(str.isdigit, os.listdir("/proc")))]):
+    # A list, not a generator: each round kills all matches, until none is left.
+    while any([_stop_if(pid, name) for pid in map(int, filter(str.isdigit, os.listdir("/proc")))]):
         if time.monotonic() > deadline:
             raise InfraError(f"processes in {folder} could not be ended within {END_SECONDS:g} s")
         time.sleep(0.02)
 
 
-def _kill_if(pid: int, name: bytes) -> bool:
+def _stop_if(pid: int, name: bytes) -> bool:
     if pid == os.getpid():
         return False
     with suppress(OSError):
-        descriptor = os.pidfd_open(pid)  # first: the number is then that process's while we look
+        descriptor = os.pidfd_open(pid)  # first, so that the pid cannot be reused during the check
         try:
             if any(name in Path(f"/proc/{pid}/{file}").read_bytes() for file in ("mountinfo", "cmdline", "environ")):
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)

@@ -24,14 +24,14 @@ ROOM_BYTES = 1 << 16
 
 
 class LeasedSandbox(HostSandbox[FilesType]):
-    """A sandbox with a lease, whose commands another thread may end."""
+    """Sandbox with a lease. Other threads may kill its commands."""
 
     kind: str
     workdir: str
     lease: Lease
     """Lease, taken before the sandbox is started."""
 
-    def take_lease(self, id: str, seconds: float) -> Lease:
+    def create_lease(self, id: str, seconds: float) -> Lease:
         """Raises InfraError."""
         self.lease = Lease.take(id, self.kind, seconds, self._folder(id))
         return self.lease
@@ -45,7 +45,7 @@ class LeasedSandbox(HostSandbox[FilesType]):
         return Command(self._launch(command, env, limits), limits)
 
     def full_disk(self) -> str | None:
-        """The folder whose disk, shared with everything else on the machine, has no room; None if it has."""
+        """Return the folder on a full disk (shared with the whole machine); None if the disk has space."""
         return None
 
 
@@ -61,7 +61,7 @@ class LeasedWorkspaceSandbox(LeasedSandbox[Workspace]):
         return super().begin(command, env, limits)
 
     def write(self, path: str, data: str | bytes) -> None:
-        """A file that was there keeps its mode."""
+        """Write a file. An existing file keeps its mode."""
         file = os.path.join(self._started().files, path)
         mode = None
         with suppress(OSError, ValueError):
@@ -70,7 +70,7 @@ class LeasedWorkspaceSandbox(LeasedSandbox[Workspace]):
         try:
             super().write(path, data)
             if mode is not None:
-                os.chmod(file, mode)  # no link leads here, or `write` had refused
+                os.chmod(file, mode)  # not a link: `write` rejects links
         except OSError as error:
             raise InfraError(f"{self._started().root} cannot be written: {error}") from error
 

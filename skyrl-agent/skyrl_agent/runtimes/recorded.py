@@ -59,10 +59,10 @@ class RecordedRuntime:
                 result = await self._inner.exec(command, timeout=timeout, stdin=stdin, env=env, limits=limits)
         except InfraError as error:
             seconds = perf_counter() - began
-            self._append(SandboxCommand(self.stage, text, "", str(error), "infrastructure", -1, seconds))
+            self._record_command(SandboxCommand(self.stage, text, "", str(error), "infrastructure", -1, seconds))
             raise
         end = (result.outcome, result.returncode, result.wall_seconds)
-        self._append(SandboxCommand(self.stage, text, result.stdout, result.stderr, *end))
+        self._record_command(SandboxCommand(self.stage, text, result.stdout, result.stderr, *end))
         return result
 
     async def write(self, path: str, data: str | bytes) -> None:
@@ -80,7 +80,7 @@ class RecordedRuntime:
         with waiting("the runtime to close", on=self._place):
             await self._inner.close()
 
-    def _append(self, entry: SandboxCommand) -> None:
+    def _record_command(self, entry: SandboxCommand) -> None:
         if len(self._log) < MAX_COMMANDS:
             names = ("command", "stdout", "stderr")
             self._log.append(replace(entry, **{name: clip(getattr(entry, name), MAX_CHARACTERS) for name in names}))

@@ -1,4 +1,4 @@
-"""A runtime behind `python -m skyrl_agent.services.runtime`, on whatever machine that runs."""
+"""Client of a runtime on a server (`python -m skyrl_agent.services.runtime`)."""
 
 import asyncio
 import logging
@@ -47,7 +47,7 @@ BEATS_PER_LEASE = 4
 class RemoteRuntime:
     """A `Runtime`. Made by `make_runtime`.
 
-    A request without an answer is made again, for a while: ids make that safe. Bodies and files pass in memory.
+    Requests without a reply are retried for a limited time: ids make that safe. Bodies and files pass in memory.
     """
 
     workdir, python = "/workspace", "python3"
@@ -68,8 +68,10 @@ class RemoteRuntime:
         self._heartbeat: asyncio.Task[None] | None = None
 
     async def probe(self) -> None:
-        """Ask the server how it is. Raises InfraError if none answers, or what answers is none or refuses the token."""
-        async with self._new_client() as client:
+        """Query the server's health. Raises InfraError if it is unreachable, not a runtime server, or rejects the
+        token.
+        """
+        async with self._create_client() as client:
             deadline = time.monotonic() + REFUSED_SECONDS
             while True:
                 try:
@@ -77,10 +79,12 @@ class RemoteRuntime:
                     break
                 except httpx.HTTPError as error:
                     if time.monotonic() + FIRST_PAUSE_SECONDS > deadline:
-                        raise InfraError(_NO_ANSWER.format(_error_text(error))) from error
+                        raise InfraError(_NO_ANSWER.format(_format_error(error))) from error
                 await asyncio.sleep(FIRST_PAUSE_SECONDS)
         if answer.status_code in (401, 403):
-            raise InfraError(f"the server refuses: {answer.text:.300} (runtime.token_env names the token's variable)")
+            raise InfraError(
+                f"the server rejected the request: {answer.text:.300} (runtime.token_env names the token's variable)"
+            )
         if not answer.is_success or "max_runtimes" not in answer.text:
             raise InfraError(_NO_SERVER.format(f"GET /health: status {answer.status_code}: {answer.text:.100}"))
         if self.spec.image and answer.json().get("kind") == "local":
@@ -93,15 +97,17 @@ class RemoteRuntime:
     async def start(self) -> None:
         if self._client is not None:
             raise InfraError(f"runtime {self.id} is started already")
-        self._client = self._new_client()
+        self._client = self._create_client()
         try:
             deadline = time.monotonic() + START_SECONDS
-            self._heartbeat = asyncio.create_task(self._beat())  # now: the first answer may take longer than the lease
-            state = await self._ask(RuntimeState, "PUT", body=self._wishes(), retry_seconds=START_SECONDS)
+            self._heartbeat = asyncio.create_task(
+                self._send_heartbeats()
+            )  # early: the first reply may take longer than the lease
+            state = await self._send(RuntimeState, "PUT", body=self._build_wishes(), retry_seconds=START_SECONDS)
             while not state.ready:
                 if time.monotonic() > deadline:
                     raise InfraError(f"runtime {self.id} at {self.spec.url} was not ready within {START_SECONDS:g} s")
-                state = await self._ask(RuntimeState, "GET")
+                state = await self._send(RuntimeState, "GET")
             self.workdir, self.python = state.workdir, state.python
         except BaseException:
             await self.close()
@@ -127,25 +133,25 @@ class RemoteRuntime:
         seconds = timeout or (limits or self.spec.limits).wall_seconds
         deadline = time.monotonic() + seconds + TURN_SECONDS + MARGIN_SECONDS
         try:
-            state = await self._ask(CommandState, "PUT", path, body=body)
+            state = await self._send(CommandState, "PUT", path, body=body)
             while state.result is None:
                 if time.monotonic() > deadline:
                     raise InfraError(f"a command in runtime {self.id} did not end long after its {seconds:g} s")
-                state = await self._ask(CommandState, "GET", path)
+                state = await self._send(CommandState, "GET", path)
             return state.result
         except asyncio.CancelledError:
             with suppress(InfraError):
-                await self._request("DELETE", path, retry_seconds=CANCEL_SECONDS)
+                await self._send_with_retries("DELETE", path, retry_seconds=CANCEL_SECONDS)
             raise
 
     async def write(self, path: str, data: str | bytes) -> None:
-        await self._request("PUT", f"/files?path={quote(path, safe='')}", content=as_bytes(data))
+        await self._send_with_retries("PUT", f"/files?path={quote(path, safe='')}", content=as_bytes(data))
 
     async def read(self, path: str) -> bytes:
-        return await self._request("GET", f"/files?path={quote(path, safe='')}")
+        return await self._send_with_retries("GET", f"/files?path={quote(path, safe='')}")
 
     async def snapshot(self) -> Snapshot:
-        return Snapshot("tar", await self._request("GET", "/snapshot", wait=TURN_SECONDS))
+        return Snapshot("tar", await self._send_with_retries("GET", "/snapshot", wait=TURN_SECONDS))
 
     async def close(self) -> None:
         client, heartbeat = self._client, self._heartbeat
@@ -154,9 +160,9 @@ class RemoteRuntime:
         if heartbeat is not None:
             heartbeat.cancel()
         try:
-            # A server that has not answered may have been asked all the same; if it is not there, one try is enough.
-            await self._request("DELETE", retry_seconds=CANCEL_SECONDS if self._is_known else 0.0)
-        except Exception as error:  # the server closes it when its lease ends
+            # A server may have received a request without replying; if it is unreachable, one attempt is enough.
+            await self._send_with_retries("DELETE", retry_seconds=CANCEL_SECONDS if self._is_known else 0.0)
+        except Exception as error:  # the server closes it when the lease expires
             logger.warning("runtime %s at %s could not be closed: %s", self.id, self.spec.url, error)
         finally:
             await client.aclose()
@@ -168,12 +174,12 @@ class RemoteRuntime:
     async def __aexit__(self, *error: object) -> None:
         await self.close()
 
-    def _new_client(self) -> httpx.AsyncClient:
+    def _create_client(self) -> httpx.AsyncClient:
         headers = {b"Authorization": f"Bearer {self.spec.token}".encode()} if self.spec.token else {}
         trust_env = not is_loopback(httpx.URL(self._url).host)
         return httpx.AsyncClient(headers=headers, verify=certificates(), trust_env=trust_env)
 
-    def _wishes(self) -> NewRuntime:
+    def _build_wishes(self) -> NewRuntime:
         spec, snapshot = self.spec, self.spec.snapshot
         is_image = snapshot is not None and snapshot.kind == "image"
         return NewRuntime(
@@ -187,23 +193,25 @@ class RemoteRuntime:
             snapshot=as_bytes(snapshot.value) if snapshot is not None and not is_image else None,
         )
 
-    async def _beat(self) -> None:
+    async def _send_heartbeats(self) -> None:
         while True:
             await asyncio.sleep(self.spec.lease_seconds / BEATS_PER_LEASE)
-            with suppress(InfraError):  # whoever uses the runtime will hear of it
-                await self._request("POST", "/lease", retry_seconds=0)
+            with suppress(InfraError):  # calls of the runtime will report it
+                await self._send_with_retries("POST", "/lease", retry_seconds=0)
 
-    async def _ask(
+    async def _send(
         self, kind: type["ServerReply"], method: str, path: str = "", *, body: Body | None = None, **settings: Any
     ) -> Any:
         content = body.model_dump_json().encode() if body else None
-        answer = await self._request(method, f"{path}?wait={POLL_SECONDS:g}", content, wait=POLL_SECONDS, **settings)
+        answer = await self._send_with_retries(
+            method, f"{path}?wait={POLL_SECONDS:g}", content, wait=POLL_SECONDS, **settings
+        )
         try:
             return kind.model_validate_json(answer)
         except ValidationError as error:
             raise InfraError(f"{self.spec.url} answered what no runtime server does: {error}") from None
 
-    async def _request(
+    async def _send_with_retries(
         self,
         method: str,
         path: str = "",
@@ -229,11 +237,11 @@ class RemoteRuntime:
                 if answer.is_success:
                     self._is_known = True
                     return answer.content
-                problem = _error_of(answer)
+                problem = _parse_error(answer)
                 if isinstance(problem, str) and answer.status_code not in _PASSING:
                     raise InfraError(f"{self.spec.url}: {_NO_SERVER.format(problem)}")
             except httpx.HTTPError as error:
-                problem = _error_text(error)
+                problem = _format_error(error)
                 is_refused = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout) and not self._is_known
             if isinstance(problem, ErrorReply):
                 self._is_known = True
@@ -242,7 +250,7 @@ class RemoteRuntime:
                 seconds, reason = most, problem.message
             else:
                 seconds, reason = min(most, REFUSED_SECONDS if is_refused else RETRY_SECONDS), problem
-            now = time.monotonic()  # time counts from the first failure, which may take long itself
+            now = time.monotonic()  # measured from the first failure, which may itself take long
             last_deadline = min(last_deadline, now + most)
             if seconds != limit:  # another kind of failure
                 limit, deadline = seconds, min(now + seconds, last_deadline)
@@ -270,12 +278,12 @@ _NO_ANSWER = "no server answers: {}; start one there with `python -m skyrl_agent
 _NO_SERVER = "what answers there is no runtime server: {}"
 
 
-def _error_text(error: httpx.HTTPError) -> str:
+def _format_error(error: httpx.HTTPError) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _error_of(answer: httpx.Response) -> ErrorReply | str:
-    """Text where it is not the server who answers but something before it."""
+def _parse_error(answer: httpx.Response) -> ErrorReply | str:
+    """Return the error text of a reply; plain text if it comes from a proxy instead of the server."""
     try:
         return ErrorReply.model_validate_json(answer.content)
     except ValidationError:

@@ -1,4 +1,4 @@
-"""Calls that block, made from a task: each in a daemon thread of its own, so that hundreds may wait at a time."""
+"""Blocking calls from async code: one daemon thread per call, so that hundreds can wait concurrently."""
 
 import asyncio
 import threading
@@ -11,11 +11,11 @@ from skyrl_agent.errors import InfraError
 T = TypeVar("T")
 
 
-async def in_thread(seconds: float, function: Callable[..., T], *arguments: object) -> T:
-    """The result of `function(*arguments)`. A cancelled caller does not end the call; its result is then dropped.
+async def run_in_thread(seconds: float, function: Callable[..., T], *arguments: object) -> T:
+    """Return the result of `function(*arguments)`. Cancelling the caller does not stop the call; its result is dropped.
 
     Raises:
-        InfraError: it did not come back within `seconds`, or no thread could be started.
+        InfraError: it did not return within `seconds`, or no thread could be started.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
@@ -34,9 +34,9 @@ async def in_thread(seconds: float, function: Callable[..., T], *arguments: obje
         result, error = None, None
         try:
             result = function(*arguments)
-        except BaseException as raised:  # carried to the caller, whatever it is
+        except BaseException as raised:  # passed on to the caller
             error = raised
-        with suppress(RuntimeError):  # the loop is closed: nobody waits
+        with suppress(RuntimeError):  # the loop is closed, so no caller waits
             loop.call_soon_threadsafe(deliver, result, error)
 
     try:

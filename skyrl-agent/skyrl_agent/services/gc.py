@@ -1,4 +1,4 @@
-"""Lists, and removes, runtimes whose owner is gone.
+"""List and remove runtimes of owners that have exited.
 
 python -m skyrl_agent.services.gc [--remove] [--json]
 """
@@ -12,8 +12,8 @@ import sys
 import time
 from contextlib import suppress
 
-from skyrl_agent.runtimes.leases import Lease, lease_folder, leases
-from skyrl_agent.runtimes.leftovers import sweep
+from skyrl_agent.runtimes.leases import Lease, get_lease_folder, leases
+from skyrl_agent.runtimes.leftovers import remove_leftovers
 from skyrl_agent.types import JsonObject
 
 SWEEP_SECONDS = 10.0
@@ -22,7 +22,7 @@ GIVE_UP_SECONDS = 600.0
 
 
 def describe(lease: Lease) -> JsonObject:
-    """Raises FileNotFoundError if it is gone."""
+    """Raises FileNotFoundError if it was removed."""
     return {
         "id": lease.id,
         "kind": lease.kind,
@@ -31,7 +31,7 @@ def describe(lease: Lease) -> JsonObject:
         "heartbeat_seconds_ago": round(lease.age, 1),
         "lease_seconds": lease.seconds,
         "folder": lease.folder,
-        "left_behind": lease.why_left_behind(),
+        "left_behind": lease.describe_abandonment(),
     }
 
 
@@ -41,21 +41,21 @@ def table(rows: list[JsonObject], outcome: dict[str, str]) -> str:
     for row in rows:
         state = outcome.get(row["id"]) or (f"left behind: {row['left_behind']}" if row["left_behind"] else "in use")
         lines.append(f"{row['id'][:12]}  {row['kind']:8} process {row['owner']} on {row['host']}  {state}")
-    return "\n".join(lines) or f"no leases in {lease_folder()}"
+    return "\n".join(lines) or f"no leases in {get_lease_folder()}"
 
 
-def watch(owner: int) -> None:
-    """Started by a process that owns runtimes: waits for its end, removes what it left, and ends."""
+def wait_for_owner(owner: int) -> None:
+    """Wait until the owner process exits, remove its leftover runtimes, and exit. Started by the owner."""
     os.chdir("/")
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     with suppress(ProcessLookupError):
         descriptor = os.pidfd_open(owner)
         while os.getppid() == owner and not select.select([descriptor], [], [], SWEEP_SECONDS)[0]:
-            sweep()
+            remove_leftovers()
     give_up = time.monotonic() + GIVE_UP_SECONDS
     while any(lease.pid == owner and lease.owner_ended for lease in leases()) and time.monotonic() < give_up:
-        sweep()
+        remove_leftovers()
         time.sleep(RETRY_SECONDS)
 
 
@@ -67,13 +67,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--watch", type=int, metavar="PID", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.watch is not None:
-        watch(options.watch)
+        wait_for_owner(options.watch)
         return 0
     rows = []
     for lease in leases():
         with suppress(FileNotFoundError):
             rows.append(describe(lease))
-    removed, failed = sweep() if options.remove else ([], {})
+    removed, failed = remove_leftovers() if options.remove else ([], {})
     if options.json:
         print(json.dumps({"leases": rows, "removed": [lease.id for lease in removed], "failed": failed}, indent=2))
     else:

@@ -17,7 +17,7 @@ IDS_KEPT = 100_000
 
 
 class Full(Exception):
-    """No room for another runtime now."""
+    """The server is at its limit of runtimes."""
 
 
 class Gone(Exception):
@@ -79,8 +79,8 @@ class Host:
                 files=wishes.files,
                 setup=wishes.setup,
                 env=wishes.env,
-                limits=self._bounded(wishes.limits),
-                lease_seconds=max(wishes.lease_seconds, RuntimeSpec.lease_seconds),  # ours, while this server lives
+                limits=self._clip_limits(wishes.limits),
+                lease_seconds=max(wishes.lease_seconds, RuntimeSpec.lease_seconds),  # at least the default here
                 snapshot=Snapshot("tar", wishes.snapshot) if wishes.snapshot is not None else None,
             )
             runtime = make_runtime(spec)
@@ -93,7 +93,7 @@ class Host:
         """Find a runtime and renew its lease. Raises Gone."""
         hosted = self._hosted.get(id)
         if hosted is None:
-            raise Gone(self._ended.get(id, "no runtime of that id: this server was started anew, or never had it"))
+            raise Gone(self._ended.get(id, "unknown runtime id: this server was restarted, or never had it"))
         hosted.deadline = time.monotonic() + hosted.lease_seconds
         return hosted
 
@@ -113,7 +113,7 @@ class Host:
                 raise InfraError("a command is running in this runtime: one at a time")
             for old in list(known)[:-RESULTS_KEPT]:
                 known[old] = None
-            limits = self._bounded(wishes.limits or runtime.spec.limits)
+            limits = self._clip_limits(wishes.limits or runtime.spec.limits)
             running = runtime.exec(
                 wishes.command, timeout=wishes.timeout, stdin=wishes.stdin, env=wishes.env, limits=limits
             )
@@ -130,7 +130,7 @@ class Host:
         return task
 
     async def cancel(self, id: str, command_id: str) -> None:
-        """End a command. If it is unknown, record its id so that a late request does not start it."""
+        """Kill a command. If it is unknown, record its id so that a late request does not start it."""
         task = self.find(id).commands.setdefault(command_id, None)
         if task is not None:
             task.cancel()
@@ -138,27 +138,27 @@ class Host:
 
     async def close(self, id: str, why: str = "the runtime was closed") -> None:
         """Close a runtime. May be called for any id."""
-        if (closing := self._begin_to_close(id, why)) is not None:
+        if (closing := self._schedule_close(id, why)) is not None:
             await asyncio.shield(closing)
 
     async def keep(self) -> None:
-        """Close runtimes whose lease has expired, for as long as the server runs."""
+        """Close runtimes with expired leases while the server runs."""
         while True:
             await asyncio.sleep(JANITOR_SECONDS)
             now = time.monotonic()
             for id, hosted in list(self._hosted.items()):
                 if hosted.deadline < now:
                     why = f"the runtime was closed: nothing was heard of its owner for {hosted.lease_seconds:g} s"
-                    self._begin_to_close(id, why)
+                    self._schedule_close(id, why)
 
-    async def shut_down(self) -> None:
+    async def close_all(self) -> None:
         """Close all runtimes."""
         for id in list(self._hosted):
-            self._begin_to_close(id, "the server is shutting down")
+            self._schedule_close(id, "the server is shutting down")
         if self._closing:
             await asyncio.wait(self._closing)
 
-    def _begin_to_close(self, id: str, why: str) -> asyncio.Task[None] | None:
+    def _schedule_close(self, id: str, why: str) -> asyncio.Task[None] | None:
         self._ended.setdefault(id, why)
         while len(self._ended) > IDS_KEPT:
             self._ended.popitem(last=False)
@@ -170,7 +170,7 @@ class Host:
         task.add_done_callback(self._closing.discard)
         return task
 
-    def _bounded(self, limits: Limits) -> Limits:
+    def _clip_limits(self, limits: Limits) -> Limits:
         return replace(limits, output_bytes=min(limits.output_bytes, self.settings.max_output_bytes))
 
 
@@ -180,6 +180,6 @@ async def _close(hosted: Hosted) -> None:
         task.cancel()
     await asyncio.wait(tasks)
     for task in tasks:
-        with suppress(asyncio.CancelledError, Exception):  # told to whoever asked, if anyone did
+        with suppress(asyncio.CancelledError, Exception):  # reported to the caller, if any
             task.result()
     await hosted.runtime.close()

@@ -1,8 +1,8 @@
-"""Runtimes for agents on other machines, over HTTP.
+"""HTTP server of runtimes for agents on other machines.
 
 python -m skyrl_agent.services.runtime [--host 0.0.0.0] [--port 8190]
 
-Whoever may ask it may run any program in its runtimes: beyond this machine it wants a token.
+Clients can run any program in its runtimes, so a public address requires a token.
 """
 
 import argparse
@@ -23,7 +23,9 @@ STOP_SECONDS = 5
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Raises OSError. Without IPPROTO_TCP each answer on a used connection would wait 40 ms."""
+    """Open the listening socket. Raises OSError. Without IPPROTO_TCP each reply on a reused connection takes 40 ms
+    longer.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -36,7 +38,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def is_loopback(host: str) -> bool:
-    """Tell if a host name is of this machine."""
+    """Return whether a host name refers to this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

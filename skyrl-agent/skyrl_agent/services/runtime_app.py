@@ -50,11 +50,11 @@ def create_app(settings: HostSettings, token: str | None = None) -> FastAPI:
         keeper = asyncio.create_task(host.keep())
         yield
         keeper.cancel()
-        await host.shut_down()
+        await host.close_all()
 
     async def admit(request: Request) -> None:
         if token is None:
-            if not is_loopback(request.url.hostname):  # a page whose name was made to mean this machine
+            if not is_loopback(request.url.hostname):  # DNS rebinding by a foreign page
                 raise Refused(403, "unauthorized", f"this server has no token and answers to {LOOPBACK_NAMES} only")
         elif not secrets.compare_digest(
             request.headers.get("authorization", "").encode("latin-1"), f"Bearer {token}".encode()
@@ -62,16 +62,16 @@ def create_app(settings: HostSettings, token: str | None = None) -> FastAPI:
             raise Refused(401, "unauthorized", "the bearer token is missing or wrong")
 
     app = FastAPI(lifespan=keeping, dependencies=[Depends(admit)], openapi_url=None, redirect_slashes=False)
-    app.add_exception_handler(InfraError, _answer_with(500, "infrastructure"))
-    app.add_exception_handler(ValueError, _answer_with(422, "value"))
-    app.add_exception_handler(FileNotFoundError, _answer_with(404, "missing_file"))
-    app.add_exception_handler(Full, _answer_with(503, "full"))
-    app.add_exception_handler(Gone, _answer_with(410, "gone"))
-    app.add_exception_handler(RequestValidationError, _answer_with(400, "request"))
-    app.add_exception_handler(Refused, _refuse)
+    app.add_exception_handler(InfraError, _build_error_handler(500, "infrastructure"))
+    app.add_exception_handler(ValueError, _build_error_handler(422, "value"))
+    app.add_exception_handler(FileNotFoundError, _build_error_handler(404, "missing_file"))
+    app.add_exception_handler(Full, _build_error_handler(503, "full"))
+    app.add_exception_handler(Gone, _build_error_handler(410, "gone"))
+    app.add_exception_handler(RequestValidationError, _build_error_handler(400, "request"))
+    app.add_exception_handler(Refused, _build_error_response)
 
     async def body(request: Request) -> bytes:
-        """Raises Refused for one that is too long, before all of it is read."""
+        """Read the request body. Raises Refused before a body above the limit is read completely."""
         rule = f"a request may have {settings.max_body_bytes} bytes"
         if int(request.headers.get("content-length", 0)) > settings.max_body_bytes:
             raise Refused(413, "request", rule)
@@ -158,13 +158,13 @@ def create_app(settings: HostSettings, token: str | None = None) -> FastAPI:
     return app
 
 
-def _answer_with(status: int, kind: ErrorKind) -> Callable[[Request, Exception], Awaitable[Response]]:
+def _build_error_handler(status: int, kind: ErrorKind) -> Callable[[Request, Exception], Awaitable[Response]]:
     async def answer(_: Request, error: Exception) -> Response:
         return JSONResponse(ErrorReply(kind=kind, message=str(error)).model_dump(), status_code=status)
 
     return answer
 
 
-async def _refuse(_: Request, error: Exception) -> Response:
+async def _build_error_response(_: Request, error: Exception) -> Response:
     assert isinstance(error, Refused)
     return JSONResponse(error.reply.model_dump(), status_code=error.status)

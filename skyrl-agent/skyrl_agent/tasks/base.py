@@ -46,13 +46,13 @@ class Instance:
     data_source: str = "default"
 
     def __post_init__(self) -> None:
-        if isinstance(self.row, Mapping):  # a task may name another part of the row by data.instance_key
+        if isinstance(self.row, Mapping):  # data.instance_key may select another part of the row
             object.__setattr__(self, "row", _Fields(self.row, self.instance_id))
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """A reward and what it is made of."""
+    """Reward and its components."""
 
     reward: float
     parts: dict[str, float] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class Judgement:
 class BaseTask:
     """Subclasses are made with the keywords of `task_config`; a method they do not need keeps its default.
 
-    An outage (judge away, sandbox gone) is raised as `InfraError` and tried again; a row that cannot be used as
+    An outage (judge unavailable, sandbox removed) is raised as `InfraError` and retried; a row that cannot be used as
     `TaskRowError`. Neither is ever a reward of 0.
     """
 
@@ -80,17 +80,17 @@ class BaseTask:
         """Raises TaskRowError before anything starts."""
 
     async def probe(self) -> None:
-        """Check what judging stands on (a judge's server), before a run. Raises InfraError."""
+        """Check services needed for grading (a judge's server) before a run. Raises InfraError."""
 
     async def probe_runtime(self, instance: Instance, runtime: Runtime) -> None:
-        """Check what judging needs inside a runtime, before a run. Raises InfraError.
+        """Check what grading needs inside a runtime, before a run. Raises InfraError.
 
         Args:
             runtime: a local one of `runtime_spec`.
         """
 
     def get_instruction(self, instance: Instance) -> list[Message]:
-        """The messages an agent starts from: usually a system message and the problem."""
+        """Return the initial messages: usually a system message and the problem."""
         raise NotImplementedError
 
     def runtime_spec(self, instance: Instance) -> RuntimeSpec | None:
@@ -101,17 +101,19 @@ class BaseTask:
         """Prepare a started runtime for the agent."""
 
     async def complete_runtime(self, instance: Instance, runtime: Runtime, result: Any) -> Any:
-        """Collect the result to evaluate (a patch, files) before the runtime closes. Replaces the agent's answer."""
+        """Collect the result to evaluate (a patch, files) before the runtime closes. Replaces the agent's final
+        response.
+        """
         return result
 
     def evaluation_runtime_spec(self, instance: Instance) -> RuntimeSpec | None:
-        """A fresh runtime for `evaluate_result`; None: it needs none."""
+        """Return the specification of a fresh runtime for `evaluate_result`; None: it needs none."""
         return None
 
     async def evaluate_result(
         self, result: Any, instance: Instance, trajectory: TrajectoryResult, runtime: Runtime | None = None
     ) -> Judgement | float:
-        """The reward. `runtime` is that of `evaluation_runtime_spec`, started, and closed by the caller."""
+        """Grade a result. `runtime` is a started one of `evaluation_runtime_spec`; the caller closes it."""
         raise NotImplementedError
 
     def solution(self, instance: Instance) -> Any | None:
@@ -119,10 +121,10 @@ class BaseTask:
         return None
 
     async def evaluate_original(self, instance: Instance, runtime: Runtime) -> Judgement:
-        """Judge the untouched instance. `not_run` holds only obstacles that no change of an agent could remove.
+        """Grade the unchanged instance. `not_run` lists only obstacles that no change by an agent could remove.
 
         Args:
-            runtime: a fresh one of `evaluation_runtime_spec`, or of `runtime_spec` where there is none.
+            runtime: a fresh runtime of `evaluation_runtime_spec`, or of `runtime_spec` if that is None.
         """
         raise NotImplementedError
 
@@ -133,7 +135,7 @@ class BaseTask:
             runtime: as for `evaluate_original`.
 
         Raises:
-            TaskRowError: they do not. There is no verdict on the agent.
+            TaskRowError: they do not, so there is no verdict on the agent.
         """
         if (solution := self.solution(instance)) is not None:
             solved = TrajectoryResult(finish_reason=FINISH, results=solution)

@@ -1,7 +1,7 @@
-"""A page in a real browser (Chromium, by Playwright), showing a site that is made of files. It reaches no network.
+"""Page in a real browser (Chromium, by Playwright) that shows a site made of files, without network access.
 
-Needs the extra `browser` and a Chromium: Playwright's own (`playwright install chromium`) or one of the system, named
-by the environment variable CHROMIUM.
+Requires the extra `browser` and Chromium: Playwright's (`playwright install chromium`) or the executable named by the
+environment variable CHROMIUM.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ PROGRAM_VARIABLE = "CHROMIUM"
 START_SECONDS = 60.0
 ACTION_SECONDS = 10.0
 
-# What can be used gets a number; the page as text has them.
+# Numbers the interactive elements; the text of the page shows the numbers.
 OUTLINE = """() => {
   const used = [...document.querySelectorAll('a[href], button, input, select, textarea, [onclick], [role=button]')]
     .filter(e => e.getClientRects().length && e.type !== 'hidden');
@@ -39,8 +39,9 @@ OUTLINE = """() => {
 
 
 class BrowserPage:
-    """Made by `open`; one task at a time uses one. Methods raise InfraError if the browser is gone, ValueError for what
-    the page does not allow."""
+    """Made by `open`; one task at a time uses one. Methods raise InfraError if the browser exited, ValueError for
+    actions the page does not allow.
+    """
 
     def __init__(self, playwright: Any, browser: Any) -> None:
         self._playwright, self._browser = playwright, browser
@@ -71,7 +72,7 @@ class BrowserPage:
         return cls(playwright, browser)
 
     async def show(self, files: Mapping[str, str], start: str) -> None:
-        """A new site in a new context: nothing is left of the one before."""
+        """Show a new site in a new context, without state of the previous one."""
 
         async def answer(route: Any) -> None:
             url = urlsplit(route.request.url)
@@ -84,55 +85,55 @@ class BrowserPage:
             else:
                 await route.fulfill(status=404, body="there is no such page")
 
-        await self._do(self._new_page())
-        await self._do(self._context.route("**/*", answer))
-        await self._do(self.page.goto(f"{ORIGIN}/{start}"))
+        await self._run_action(self._open_page())
+        await self._run_action(self._context.route("**/*", answer))
+        await self._run_action(self.page.goto(f"{ORIGIN}/{start}"))
 
-    async def outline(self) -> str:
-        """Address, text, and what can be used, by numbers."""
+    async def describe(self) -> str:
+        """Return the address, the text and the numbered interactive elements."""
         path, title, text, elements = await self.run(OUTLINE)
         return f"{path} {title!r}\n\n{text.strip()}\n\n{elements or '(nothing to use on this page)'}"
 
     async def click(self, number: int) -> None:
-        await self._do(self._element(number).click(timeout=1000 * ACTION_SECONDS / 2))
+        await self._run_action(self._find_element(number).click(timeout=1000 * ACTION_SECONDS / 2))
 
     async def type(self, number: int, text: str, enter: bool = False) -> None:
         """Replace the content of a field, or choose the option of that name."""
-        element = self._element(number)
-        if await self._do(element.evaluate("e => e.tagName")) == "SELECT":
-            await self._do(element.select_option(label=text, timeout=1000 * ACTION_SECONDS / 2))
+        element = self._find_element(number)
+        if await self._run_action(element.evaluate("e => e.tagName")) == "SELECT":
+            await self._run_action(element.select_option(label=text, timeout=1000 * ACTION_SECONDS / 2))
             return
-        await self._do(element.fill(text, timeout=1000 * ACTION_SECONDS / 2))
+        await self._run_action(element.fill(text, timeout=1000 * ACTION_SECONDS / 2))
         if enter:
-            await self._do(element.press("Enter", timeout=1000 * ACTION_SECONDS / 2))
+            await self._run_action(element.press("Enter", timeout=1000 * ACTION_SECONDS / 2))
 
     async def back(self) -> None:
-        await self._do(self.page.go_back())
+        await self._run_action(self.page.go_back())
 
     async def run(self, script: str) -> Any:
-        """The value of JavaScript in the page."""
-        return await self._do(self.page.evaluate(script))
+        """Evaluate JavaScript in the page."""
+        return await self._run_action(self.page.evaluate(script))
 
     async def close(self) -> None:
         for closing in (self._browser.close(), self._playwright.stop()):
             await asyncio.wait_for(closing, ACTION_SECONDS)
 
-    async def _new_page(self) -> None:
+    async def _open_page(self) -> None:
         if self._context is not None:
             await self._context.close()
         self._context = await self._browser.new_context()
         self.page = await self._context.new_page()
 
-    def _element(self, number: int) -> Any:
+    def _find_element(self, number: int) -> Any:
         return self.page.locator(f'[data-agent="{number}"]')
 
-    async def _do(self, action: Coroutine[object, None, T]) -> T:
+    async def _run_action(self, action: Coroutine[object, None, T]) -> T:
         from playwright.async_api import Error  # pyright: ignore[reportMissingImports]
 
         try:
             return await asyncio.wait_for(action, ACTION_SECONDS)
         except (Error, TimeoutError) as error:
             if not self._browser.is_connected() or self.page is None or self.page.is_closed():
-                raise InfraError(f"the browser is gone: {error}") from error
+                raise InfraError(f"the browser exited: {error}") from error
             reason = str(error).partition("\n")[0] or f"nothing happened for {ACTION_SECONDS:g} s"
             raise ValueError(reason) from None

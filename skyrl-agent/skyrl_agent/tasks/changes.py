@@ -15,7 +15,8 @@ MAX_BYTES = 1 << 20
 """Maximum total size of the changed files; further ones are left out."""
 SECONDS = 60.0
 
-# Runs inside. In: {"known": {path: sha256}, "budget": bytes}. Out: the fields of `Changes` but the patch.
+# Runs in the runtime. Input: {"known": {path: sha256}, "budget": bytes}. Output: the fields of `Changes` except the
+# patch.
 COLLECT = """
 import hashlib, json, os, sys
 told = json.load(sys.stdin)
@@ -69,11 +70,11 @@ async def read_changes(runtime: Runtime, original: Mapping[str, str]) -> Changes
     """Compare the working directory with the files it started with.
 
     Raises:
-        InfraError: they could not be read.
+        InfraError: the changes could not be read.
     """
     known = {path: hashlib.sha256(text.encode()).hexdigest() for path, text in original.items()}
     base = runtime.spec.limits
-    # The agent may have left its workspace at the very limit.
+    # The agent may have filled its workspace up to the limit.
     limits = replace(base, wall_seconds=SECONDS, output_bytes=8 * MAX_BYTES, workspace_bytes=4 * base.workspace_bytes)
     told = json.dumps({"known": known, "budget": MAX_BYTES})
     done = await runtime.exec([runtime.python, "-I", "-c", COLLECT], stdin=told, limits=limits)
@@ -82,31 +83,35 @@ async def read_changes(runtime: Runtime, original: Mapping[str, str]) -> Changes
     return Changes(**json.loads(done.stdout))
 
 
-def unified_diff(original: Mapping[str, str], files: Mapping[str, str | None], executable: Collection[str] = ()) -> str:
+def build_unified_diff(
+    original: Mapping[str, str], files: Mapping[str, str | None], executable: Collection[str] = ()
+) -> str:
     """Return a diff in git's form, without index lines; empty if nothing differs. New files in `executable` are so."""
     changed = sorted(files.items())
-    return "".join(_diff_of(path, original.get(path), new, 755 if path in executable else 644) for path, new in changed)
+    return "".join(
+        _build_diff(path, original.get(path), new, 755 if path in executable else 644) for path, new in changed
+    )
 
 
-def _diff_of(path: str, old: str | None, new: str | None, new_mode: int) -> str:
+def _build_diff(path: str, old: str | None, new: str | None, new_mode: int) -> str:
     if old == new:
         return ""
     before, after = ("/dev/null" if text is None else f"{side}/{path}" for side, text in (("a", old), ("b", new)))
     mode = f"new file mode 100{new_mode}\n" if old is None else "deleted file mode 100644\n" if new is None else ""
-    lines = difflib.unified_diff(_lines(old), _lines(new), before, after)
+    lines = difflib.unified_diff(_split_lines(old), _split_lines(new), before, after)
     body = "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
     return f"diff --git a/{path} b/{path}\n{mode}{body}"
 
 
-def _lines(text: str | None) -> list[str]:
-    """Only a line feed ends a line of a patch."""
+def _split_lines(text: str | None) -> list[str]:
+    """Split at line feeds only, as patches do."""
     return re.findall(r"[^\n]*\n|[^\n]+", text or "")
 
 
-def as_result(changes: Changes, original: Mapping[str, str]) -> JsonObject:
+def to_result(changes: Changes, original: Mapping[str, str]) -> JsonObject:
     """Return plain values for `BaseTask.complete_runtime`, which can be written to a file."""
     return {
-        "git_patch": unified_diff(original, changes.files, changes.executable),
+        "git_patch": build_unified_diff(original, changes.files, changes.executable),
         "files": changes.files,
         "left_out": changes.left_out,
         "executable": [path for path in changes.executable if path in changes.files],

@@ -1,11 +1,11 @@
-"""Tasks done in a browser, on a site that the row brings.
+"""Browser tasks on a site included in the row.
 
-A row has `instruction`, `files` ({path: text}: pages, scripts, styles) and `start` (`index.html`), and is judged by
-`check`, JavaScript whose value in the last page must be true (`() => document.title === "Sent"`), or by
-`expected_output`, the answer.
+A row has `instruction`, `files` ({path: text}: pages, scripts, styles) and `start` (`index.html`), and is graded by
+`check`, JavaScript that must be true in the last page (`() => document.title === "Sent"`), or by `expected_output`, the
+expected response.
 
-A browser is an environment: made once, lent to one trajectory at a time. `dispatcher.type` must be `async_fix_pool`,
-`num_environments` is how many browsers there are.
+A browser is an environment: created once, lent to one trajectory at a time. `dispatcher.type` must be `async_fix_pool`;
+`num_environments` is the number of browsers.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from skyrl_agent.errors import ConfigError
 from skyrl_agent.tasks.base import BaseTask, Instance, Judgement, TaskRowError
 from skyrl_agent.tasks.browser_page import BrowserPage
-from skyrl_agent.tasks.rows import from_json, without_nulls
+from skyrl_agent.tasks.rows import from_json, remove_nulls
 from skyrl_agent.types import JsonObject, Message, TrajectoryResult
 
 SYSTEM = """You use a browser. The tool `page` shows the page as text, with numbers at what can be clicked or filled \
@@ -39,7 +39,7 @@ class ComputerUseTask(BaseTask):
 
         if not row.get("instruction"):
             raise wrong("instruction must say what to do")
-        files = files_of(instance)
+        files = parse_files(instance)
         start = row.get("start") or "index.html"
         if start not in files:
             raise wrong(f"files must have the page {start!r}; there are: {', '.join(files) or 'none'}")
@@ -53,14 +53,14 @@ class ComputerUseTask(BaseTask):
         return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
 
     async def initialize_runtime(self, instance: Instance, runtime: object) -> None:
-        await page_of(runtime).show(files_of(instance), instance.row.get("start") or "index.html")
+        await get_page(runtime).show(parse_files(instance), instance.row.get("start") or "index.html")
 
     async def complete_runtime(self, instance: Instance, runtime: object, result: object) -> JsonObject:
         if instance.row.get("check") is None:
             return {"answer": result}
         try:
-            passed = await page_of(runtime).run(instance.row["check"]) is True
-        except ValueError:  # on the page where the agent ended it cannot be asked
+            passed = await get_page(runtime).run(instance.row["check"]) is True
+        except ValueError:  # the check cannot run on the agent's last page
             passed = False
         return {"answer": result, "passed": passed}
 
@@ -74,11 +74,11 @@ class ComputerUseTask(BaseTask):
         return Judgement(float(answer.strip() == str(instance.row["expected_output"]).strip()))
 
 
-def files_of(instance: Instance) -> Mapping[str, str]:
-    return without_nulls(from_json(instance.row.get("files") or {}))
+def parse_files(instance: Instance) -> Mapping[str, str]:
+    return remove_nulls(from_json(instance.row.get("files") or {}))
 
 
-def page_of(runtime: object) -> BrowserPage:
+def get_page(runtime: object) -> BrowserPage:
     """
     Raises:
         ConfigError: the dispatcher lends no browsers.

@@ -85,7 +85,7 @@ class TaskFolder:
     """The judge writes its reward; that of Terminal-Bench exits with 0."""
 
     def files(self, part: str) -> dict[str, bytes]:
-        """Return the files of a folder in it, by relative path; a file stands for itself."""
+        """Return the files of a subfolder by relative path. The path of a file returns that file."""
         root = self.path / part
         if root.is_file():
             return {root.name: root.read_bytes()}
@@ -96,15 +96,15 @@ def read_folder(path: Path) -> TaskFolder:
     """Raises TaskRowError that names the file which is missing or wrong."""
     try:
         if (path / "task.toml").is_file():
-            return _harbor(path, tomllib.loads((path / "task.toml").read_text()))
+            return _read_harbor(path, tomllib.loads((path / "task.toml").read_text()))
         if (path / "task.yaml").is_file():
-            return _terminal_bench(path, yaml.safe_load((path / "task.yaml").read_text()))
+            return _read_terminal_bench(path, yaml.safe_load((path / "task.yaml").read_text()))
     except (OSError, ValueError, yaml.YAMLError, AttributeError) as mistake:
         raise TaskRowError(f"task folder {path}: {type(mistake).__name__}: {mistake}") from mistake
     raise TaskRowError(f"task folder {path} has neither task.toml (Harbor) nor task.yaml (Terminal-Bench)")
 
 
-def _harbor(path: Path, config: Mapping[str, Any]) -> TaskFolder:
+def _read_harbor(path: Path, config: Mapping[str, Any]) -> TaskFolder:
     if config.get("steps"):
         raise TaskRowError(f"task folder {path}: tasks of several [[steps]] are not supported; split it into tasks")
     if not (path / "tests" / "test.sh").is_file():
@@ -118,13 +118,13 @@ def _harbor(path: Path, config: Mapping[str, Any]) -> TaskFolder:
         dockerfile="environment/Dockerfile",
         agent_seconds=float(agent.get("timeout_sec") or DEFAULT_SECONDS),
         test_seconds=float(verifier.get("timeout_sec") or DEFAULT_SECONDS),
-        test_env=_env(path, verifier),
-        solution_env=_env(path, config.get("solution", {})),
+        test_env=_parse_env(path, verifier),
+        solution_env=_parse_env(path, config.get("solution", {})),
         docker_image=config.get("environment", {}).get("docker_image"),
     )
 
 
-def _env(path: Path, section: Mapping[str, Any]) -> dict[str, str]:
+def _parse_env(path: Path, section: Mapping[str, Any]) -> dict[str, str]:
     env = {name: str(value) for name, value in (section.get("env") or {}).items()}
     for name, value in env.items():
         if value.startswith("${"):
@@ -136,7 +136,7 @@ def _env(path: Path, section: Mapping[str, Any]) -> dict[str, str]:
     return env
 
 
-def _terminal_bench(path: Path, config: Mapping[str, Any]) -> TaskFolder:
+def _read_terminal_bench(path: Path, config: Mapping[str, Any]) -> TaskFolder:
     if not (path / "run-tests.sh").is_file():
         raise TaskRowError(f"task folder {path} has no run-tests.sh, which judges it")
     return TaskFolder(
@@ -152,8 +152,8 @@ def _terminal_bench(path: Path, config: Mapping[str, Any]) -> TaskFolder:
     )
 
 
-def harbor_rows(folder: Path) -> Iterator[JsonObject]:
-    """Yield a row for each task folder in a folder, by name. Raises TaskRowError, also if there are none."""
+def iter_harbor_rows(folder: Path) -> Iterator[JsonObject]:
+    """Yield a row per task folder of a folder, sorted by name. Raises TaskRowError, also for an empty folder."""
     paths = [
         path for path in sorted(folder.iterdir()) if (path / "task.toml").is_file() or (path / "task.yaml").is_file()
     ]
@@ -168,15 +168,15 @@ def harbor_rows(folder: Path) -> Iterator[JsonObject]:
 
 
 class HarborTask(BaseTask):
-    """The reward is that of the folder's judge. A row has `path`, the task folder.
+    """Task graded by its folder's test script. A row has `path`, the task folder.
 
-    Rewards of Harbor are in `/logs/verifier/reward.txt`, a number, or `reward.json`, an object of numbers, of which
-    `reward` counts (or the only one) and all are parts of the judgement. A judge that writes neither gives no reward.
+    The script writes `/logs/verifier/reward.txt`, a number, or `reward.json`, an object of numbers: the reward is
+    `reward` or the only number, and all are reward parts. Without either file there is no reward.
 
     Args:
         memory_bytes: of each command.
-        containers: run each task in a container of its `environment.docker_image`, or of the image of its FROM with the
-            other steps done in it.
+        containers: run each task in a container of `environment.docker_image`, or of the Dockerfile's FROM image with
+            the other steps applied.
     """
 
     tools = ("bash", "finish")
@@ -189,9 +189,9 @@ class HarborTask(BaseTask):
         folder = _folder(instance.row)
         if not folder.instruction:
             raise TaskRowError(f"task folder {folder.path} has no instruction")
-        self._steps(folder)
+        self._list_steps(folder)
         if self.containers:
-            image_of(folder)
+            get_image(folder)
 
     def get_instruction(self, instance: Instance) -> list[Message]:
         return [
@@ -203,28 +203,28 @@ class HarborTask(BaseTask):
         folder = _folder(instance.row)
         seconds = folder.agent_seconds
         env, workdir = {}, None
-        for kind, value in self._steps(folder):
+        for kind, value in self._list_steps(folder):
             if kind == "ENV":
                 env |= value
             elif kind == "WORKDIR":
                 workdir = value
         limits = Limits(wall_seconds=seconds, cpu_seconds=seconds, memory_bytes=self.memory_bytes)
         if self.containers:
-            return RuntimeSpec(image=image_of(folder), workdir=workdir, env=env, limits=limits)
+            return RuntimeSpec(image=get_image(folder), workdir=workdir, env=env, limits=limits)
         links = {f"/{name}": f"{PLACE}/{name}" for name in FOLDERS} | {"/app": "/workspace"}
         if workdir not in (None, "/", "/workspace", "/tmp") and Path(workdir).parent == Path("/"):
             links[workdir] = "/workspace"
         return RuntimeSpec(env=env, links=links, limits=limits)
 
     async def initialize_runtime(self, instance: Instance, runtime: Runtime) -> None:
-        """Make the folders, and do what the Dockerfile says. Raises InfraError."""
+        """Create the folders and apply the Dockerfile's steps. Raises InfraError."""
         folder = _folder(instance.row)
         places = " ".join(f"{PLACE}/{name}" for name in FOLDERS)
-        # A container has no links yet, and its root may make them.
+        # A container has no links yet, and its root may create them.
         link = "; ".join(f"[ -e /{name} ] || ln -s {PLACE}/{name} /{name}" for name in FOLDERS)
         await _run(runtime, f"mkdir -p {places} {PLACE}/logs/verifier {PLACE}/logs/agent; {link}")
         workdir = runtime.workdir if self.containers else "/app"
-        for kind, value in self._steps(folder):
+        for kind, value in self._list_steps(folder):
             if kind == "WORKDIR":
                 workdir = value
                 await _run(runtime, f"mkdir -p {shlex.quote(workdir)}")
@@ -233,10 +233,10 @@ class HarborTask(BaseTask):
             elif kind == "COPY":
                 await self._copy(folder, value, workdir, runtime)
 
-    def _steps(self, folder: TaskFolder) -> list[tuple[str, Any]]:
+    def _list_steps(self, folder: TaskFolder) -> list[tuple[str, Any]]:
         if self.containers:
-            return [] if folder.docker_image else dockerfile_steps(folder, CONTAINER_PATH)
-        return dockerfile_steps(folder)
+            return [] if folder.docker_image else parse_dockerfile(folder, CONTAINER_PATH)
+        return parse_dockerfile(folder)
 
     async def _copy(self, folder: TaskFolder, arguments: list[str], workdir: str, runtime: Runtime) -> None:
         *sources, target = arguments
@@ -252,22 +252,22 @@ class HarborTask(BaseTask):
             if (folder.path / root / source).is_file() and not target.endswith(("/", ".")) and len(sources) == 1:
                 files = {Path(place).name: next(iter(files.values()))}
                 into = str(Path(place).parent)
-            await _put(runtime, files, into)
+            await _write_files(runtime, files, into)
 
     async def complete_runtime(self, instance: Instance, runtime: Runtime, result: Any) -> JsonObject:
-        """Run the judge where the agent worked."""
+        """Run the grading script in the agent's runtime."""
         folder = _folder(instance.row)
-        # Only now, and into empty folders: an agent must neither read the tests nor leave a reward of its own.
+        # Only now, and into empty folders: an agent must neither read the tests nor forge a reward.
         await _run(runtime, f"rm -rf {PLACE}/tests {PLACE}/logs/verifier; mkdir -p {PLACE}/tests {PLACE}/logs/verifier")
-        await _put(runtime, folder.files("tests"), f"{PLACE}/tests")
+        await _write_files(runtime, folder.files("tests"), f"{PLACE}/tests")
         if not folder.needs_reward_file:
-            await _put(runtime, folder.files(folder.test), f"{PLACE}/tests")
+            await _write_files(runtime, folder.files(folder.test), f"{PLACE}/tests")
         script = f"/tests/{Path(folder.test).name}"
         done = await runtime.exec(["bash", script], env=folder.test_env, timeout=folder.test_seconds)
         said = (done.stderr or done.stdout).strip()[-500:]
         if not folder.needs_reward_file:
             return {"rewards": {"reward": float(done.ok)}, "said": said}
-        return {"rewards": await _rewards(folder, runtime, done), "said": said}
+        return {"rewards": await _read_rewards(folder, runtime, done), "said": said}
 
     async def evaluate_result(
         self, result: Any, instance: Instance, trajectory: TrajectoryResult, runtime: Runtime | None = None
@@ -286,10 +286,10 @@ class HarborTask(BaseTask):
         return {"solution": folder.solution} if (folder.path / folder.solution).is_file() else None
 
     async def run_solution(self, instance: Instance, runtime: Runtime) -> None:
-        """Do what the folder's oracle does, in a prepared runtime. A script that fails is left to the judge."""
+        """Run the folder's oracle solution in a prepared runtime. A failing script is graded by the tests."""
         folder = _folder(instance.row)
         parent = str(Path(folder.solution).parent)
-        await _put(runtime, folder.files(folder.solution if parent == "." else parent), f"{PLACE}/solution")
+        await _write_files(runtime, folder.files(folder.solution if parent == "." else parent), f"{PLACE}/solution")
         script = f"/solution/{Path(folder.solution).name}"
         await runtime.exec(["bash", script], env=folder.solution_env, timeout=folder.agent_seconds)
 
@@ -299,11 +299,11 @@ class HarborTask(BaseTask):
         return await self.evaluate_result(result, instance, TrajectoryResult(), runtime)
 
 
-async def _rewards(folder: TaskFolder, runtime: Runtime, done: ExecResult) -> dict[str, float]:
-    """Read what the judge wrote. Raises InfraError: nothing, or nothing that can be read."""
+async def _read_rewards(folder: TaskFolder, runtime: Runtime, done: ExecResult) -> dict[str, float]:
+    """Read the rewards written by the grading script. Raises InfraError if they are missing or unreadable."""
     logs = f"{PLACE}/logs/verifier"
     said = f"{done.outcome}, return code {done.returncode}, {(done.stderr or done.stdout).strip()[-300:]!r}"
-    for name, read in (("reward.json", _numbers), ("reward.txt", lambda text: {"reward": float(text)})):
+    for name, read in (("reward.json", _parse_numbers), ("reward.txt", lambda text: {"reward": float(text)})):
         found = await runtime.exec(f"[ -f {logs}/{name} ] && head -c {MAX_REWARD_BYTES} {logs}/{name}")
         if found.ok:
             try:
@@ -315,7 +315,7 @@ async def _rewards(folder: TaskFolder, runtime: Runtime, done: ExecResult) -> di
     raise InfraError(f"task folder {folder.path}: {folder.test} wrote no finite reward to /logs/verifier: {said}")
 
 
-def _numbers(text: str) -> dict[str, float]:
+def _parse_numbers(text: str) -> dict[str, float]:
     values = json.loads(text)
     if not isinstance(values, dict) or not values or ("reward" not in values and len(values) > 1):
         raise ValueError(f"it must be an object with the number `reward`; got {text!r:.200}")
@@ -325,7 +325,7 @@ def _numbers(text: str) -> dict[str, float]:
         raise ValueError(f"its values must be numbers; got {text!r:.200}") from None
 
 
-def image_of(folder: TaskFolder) -> str:
+def get_image(folder: TaskFolder) -> str:
     """Return the image of a task's container. Raises TaskRowError."""
     if folder.docker_image:
         return folder.docker_image
@@ -346,9 +346,10 @@ def image_of(folder: TaskFolder) -> str:
     return image
 
 
-def dockerfile_steps(folder: TaskFolder, path: str = PATH) -> list[tuple[str, Any]]:
-    """Return what a sandbox follows of the Dockerfile, as (`WORKDIR`, path), (`ENV`, mapping), (`RUN`, script),
-    (`COPY`, arguments). A task without a Dockerfile has none. Raises TaskRowError."""
+def parse_dockerfile(folder: TaskFolder, path: str = PATH) -> list[tuple[str, Any]]:
+    """Return the Dockerfile steps that a sandbox supports, as (`WORKDIR`, path), (`ENV`, mapping), (`RUN`, script),
+    (`COPY`, arguments). A task without a Dockerfile has none. Raises TaskRowError.
+    """
     file = folder.path / folder.dockerfile
     if not file.is_file():
         return []
@@ -361,14 +362,14 @@ def dockerfile_steps(folder: TaskFolder, path: str = PATH) -> list[tuple[str, An
         kind, rest = kind.upper(), rest.strip()
         if not kind or kind in SKIPPED:
             continue
-        if kind != "RUN":  # which the shell expands
-            rest = _expanded(rest, known)
+        if kind != "RUN":  # the shell expands RUN
+            rest = _render_variables(rest, known)
         if kind == "ARG":
             given = dict(word.split("=", 1) for word in shlex.split(rest) if "=" in word)
             known |= given
             exports += "".join(f"export {name}={shlex.quote(value)}; " for name, value in given.items())
         elif kind != "RUN" and "${" in rest:
-            raise _cannot_follow(folder, line)
+            raise _build_unsupported_error(folder, line)
         elif kind == "WORKDIR":
             workdir = rest if rest.startswith("/") else f"{workdir.rstrip('/')}/{rest}"
             steps.append((kind, workdir))
@@ -382,15 +383,15 @@ def dockerfile_steps(folder: TaskFolder, path: str = PATH) -> list[tuple[str, An
         elif kind in ("COPY", "ADD") and "--from" not in rest and "://" not in rest and not rest.startswith("["):
             steps.append(("COPY", [word for word in shlex.split(rest) if not word.startswith("--")]))
         else:
-            raise _cannot_follow(folder, line)
+            raise _build_unsupported_error(folder, line)
     return steps
 
 
-def _expanded(text: str, values: Mapping[str, str]) -> str:
+def _render_variables(text: str, values: Mapping[str, str]) -> str:
     return VARIABLE.sub(lambda found: values.get(found[1] or found[2], ""), text)
 
 
-def _cannot_follow(folder: TaskFolder, line: str) -> TaskRowError:
+def _build_unsupported_error(folder: TaskFolder, line: str) -> TaskRowError:
     return TaskRowError(
         f"task folder {folder.path}: {folder.dockerfile} has {line.strip()!r:.120}, which a sandbox cannot follow"
     )
@@ -402,7 +403,7 @@ def _folder(row: Row) -> TaskFolder:
     return read_folder(Path(str(row["path"])))
 
 
-async def _put(runtime: Runtime, files: Mapping[str, bytes], place: str) -> None:
+async def _write_files(runtime: Runtime, files: Mapping[str, bytes], place: str) -> None:
     """Write files into a folder of the runtime. Scripts (`#!`) are executable."""
     named = list(files.items())
     for first in range(0, len(named), FILES_AT_A_TIME):
@@ -431,7 +432,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="file to write: .jsonl")
     arguments = parser.parse_args()
     try:
-        rows = list(harbor_rows(arguments.folder))
+        rows = list(iter_harbor_rows(arguments.folder))
     except (TaskRowError, OSError) as mistake:
         parser.error(str(mistake))
     arguments.output.write_text("".join(f"{json.dumps(row)}\n" for row in rows))

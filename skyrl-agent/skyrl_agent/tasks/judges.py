@@ -1,4 +1,4 @@
-"""Language models as judges: `skyrl_gym.graders.judge`, set up by a task file or the environment."""
+"""LLM judges: `skyrl_gym.graders.judge`, set up by a task file or the environment."""
 
 import dataclasses
 import os
@@ -23,7 +23,7 @@ def make_judge(settings: Row | None, where: str = "task_config.judge") -> Judge:
             without that, the public service of OpenAI, which needs a key.
 
     Raises:
-        ConfigError: an unknown field, or no judge can be had.
+        ConfigError: an unknown field, or no judge is configured.
     """
     given = dict(settings or {})
     known = [field.name for field in dataclasses.fields(JudgeSettings)]
@@ -41,11 +41,11 @@ def make_judge(settings: Row | None, where: str = "task_config.judge") -> Judge:
 
 
 class JudgedTask(BaseTask):
-    """A task some of whose answers a judge reads. The judge is made when it is first needed, or at once if the task
-    file sets it.
+    """Task that uses an LLM judge for some responses. The judge is created at first use, or at construction if the task
+    file configures it.
 
     Raises:
-        ConfigError: its settings are wrong.
+        ConfigError: the judge's settings are invalid.
     """
 
     def __init__(self, judge: Row | None = None) -> None:
@@ -54,7 +54,7 @@ class JudgedTask(BaseTask):
             _ = self.judge
 
     async def probe(self) -> None:
-        if "judge" in vars(self):  # made: the settings or a row ask for one
+        if "judge" in vars(self):  # created, as the settings or a row require it
             try:
                 await AsyncService(self.judge.url).probe()
             except InfraError as error:

@@ -22,12 +22,12 @@ from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Any
 
-from skyrl_agent.finish import NO_GIT_PATCH, ending_of
+from skyrl_agent.finish import NO_GIT_PATCH, get_ending
 from skyrl_agent.runtimes.base import Limits, Runtime, RuntimeSpec
 from skyrl_agent.tasks.base import BaseTask, Instance, Judgement, TaskRowError
-from skyrl_agent.tasks.changes import Changes, as_result, read_changes
-from skyrl_agent.tasks.rows import first_of, from_json, names_of, without_nulls
-from skyrl_agent.tasks.tests_run import CollectionError, TestRun, check_pytest, pytest_arguments, run_tests
+from skyrl_agent.tasks.changes import Changes, read_changes, to_result
+from skyrl_agent.tasks.rows import from_json, get_first, parse_names, remove_nulls
+from skyrl_agent.tasks.tests_run import CollectionError, TestRun, check_pytest, parse_pytest_arguments, run_tests
 from skyrl_agent.types import JsonObject, Message, TrajectoryResult
 from skyrl_gym.sandbox.workspace import path_parts
 
@@ -61,7 +61,9 @@ class Problem:
     solution: dict[str, str] | None
 
     def is_editable(self, path: str) -> bool:
-        """Tell if the agent's version of a file is evaluated: new files are, except tests and their settings."""
+        """Return whether the agent's version of a file is evaluated: new files are, except tests and their
+        configuration.
+        """
         if self.edit_files and path in self.files:
             return path in self.edit_files
         return not is_test_file(path)
@@ -77,7 +79,7 @@ class Problem:
 
 
 def is_test_file(path: str) -> bool:
-    """Recognize, by name, a test, a folder of tests, or settings of pytest."""
+    """Return whether a path is, by its name, a test, a test folder or a pytest configuration."""
     *folders, name = PurePosixPath(path).parts
     stem = name.removesuffix(".py")
     is_test = name.endswith(".py") and (stem.startswith("test_") or stem.endswith("_test"))
@@ -87,7 +89,7 @@ def is_test_file(path: str) -> bool:
 def read_problem(instance: Instance) -> Problem:
     """
     Raises:
-        TaskRowError: a field is missing or not what it should be.
+        TaskRowError: a field is missing or invalid.
     """
     row = instance.row
 
@@ -97,7 +99,7 @@ def read_problem(instance: Instance) -> Problem:
     files = from_json(row.get("files"))
     if not isinstance(files, Mapping) or not files:
         raise wrong("files", "must map paths to texts, at least one")
-    files = without_nulls(files)
+    files = remove_nulls(files)
     for path, text in files.items():
         try:
             path_parts(path)
@@ -107,11 +109,11 @@ def read_problem(instance: Instance) -> Problem:
             raise wrong("files", f"must have text under {path!r}")
     if not isinstance(row.get("test_cmd"), str) or not row["test_cmd"].strip():
         raise wrong("test_cmd", "must be the command that runs the tests")
-    fail_to_pass = names_of(first_of(row, "fail_to_pass", "FAIL_TO_PASS"))
-    pass_to_pass = names_of(first_of(row, "pass_to_pass", "PASS_TO_PASS"))
-    if (fail_to_pass or pass_to_pass) and pytest_arguments(row["test_cmd"]) is None:
+    fail_to_pass = parse_names(get_first(row, "fail_to_pass", "FAIL_TO_PASS"))
+    pass_to_pass = parse_names(get_first(row, "pass_to_pass", "PASS_TO_PASS"))
+    if (fail_to_pass or pass_to_pass) and parse_pytest_arguments(row["test_cmd"]) is None:
         raise wrong("test_cmd", "must be a plain pytest command where fail_to_pass or pass_to_pass name tests")
-    edit_files = names_of(first_of(row, "edit_files", "edit_file"))
+    edit_files = parse_names(get_first(row, "edit_files", "edit_file"))
     if unknown := [path for path in edit_files if path not in files]:
         raise TaskRowError(
             f"LocalSWETask, row {instance.instance_id}: edit_files names {unknown[0]!r}, which is not in files"
@@ -123,22 +125,22 @@ def read_problem(instance: Instance) -> Problem:
         files=files,
         test_cmd=row["test_cmd"],
         edit_files=edit_files,
-        statement=str(first_of(row, "problem_statement", "instructions") or BUG).strip(),
+        statement=str(get_first(row, "problem_statement", "instructions") or BUG).strip(),
         fail_to_pass=fail_to_pass,
         pass_to_pass=pass_to_pass,
         test_seconds=seconds,
-        solution=_solution(row.get("solution"), edit_files),
+        solution=_parse_solution(row.get("solution"), edit_files),
     )
 
 
-def _solution(value: object, edit_files: tuple[str, ...]) -> dict[str, str] | None:
-    """Texts by path; None for a solution in another form, which cannot be tried."""
+def _parse_solution(value: object, edit_files: tuple[str, ...]) -> dict[str, str] | None:
+    """Return the solution's texts by path; None for a solution in an unsupported format."""
     if isinstance(value, str) and len(edit_files) == 1:
         return {edit_files[0]: value}
     value = from_json(value)
     if not isinstance(value, Mapping):
         return None
-    texts = without_nulls(value)
+    texts = remove_nulls(value)
     return texts if texts and all(isinstance(text, str) for text in texts.values()) else None
 
 
@@ -147,7 +149,7 @@ class LocalSWETask(BaseTask):
     give no reward but a failure (`error_evaluation`).
 
     Args:
-        test_seconds: how long the tests may take, where the row does not say.
+        test_seconds: default timeout of the tests.
         command_seconds: the longest an agent's own command may take.
         memory_bytes: of the agent's commands and of the tests.
         show_tests: whether the agent sees the tests.
@@ -170,7 +172,7 @@ class LocalSWETask(BaseTask):
         read_problem(instance)
 
     async def probe_runtime(self, instance: Instance, runtime: Runtime) -> None:
-        if pytest_arguments(read_problem(instance).test_cmd) is not None:
+        if parse_pytest_arguments(read_problem(instance).test_cmd) is not None:
             await check_pytest(runtime)
 
     def get_instruction(self, instance: Instance) -> list[Message]:
@@ -183,20 +185,20 @@ class LocalSWETask(BaseTask):
     def runtime_spec(self, instance: Instance) -> RuntimeSpec:
         files = read_problem(instance).files
         shown = {path: text for path, text in files.items() if self.show_tests or not is_test_file(path)}
-        return self._spec(shown)
+        return self._build_spec(shown)
 
     async def complete_runtime(self, instance: Instance, runtime: Runtime, result: object) -> JsonObject:
-        """`git_patch`: what may be judged of the changes, as a unified diff; `files`: the same as texts; `left_out`."""
+        """Return `git_patch`, the gradable changes as a unified diff; `files`, the same as texts; and `left_out`."""
         problem = read_problem(instance)
         shown = {path: problem.files[path] for path in runtime.spec.files}
         changes = await read_changes(runtime, shown)
         changes = replace(changes, files={p: text for p, text in changes.files.items() if problem.is_editable(p)})
-        return as_result(changes, problem.files) | {"answer": result}
+        return to_result(changes, problem.files) | {"answer": result}
 
     def evaluation_runtime_spec(self, instance: Instance) -> RuntimeSpec:
-        return self._spec(read_problem(instance).files)
+        return self._build_spec(read_problem(instance).files)
 
-    def _spec(self, files: dict[str, str]) -> RuntimeSpec:
+    def _build_spec(self, files: dict[str, str]) -> RuntimeSpec:
         scripts = [path for path, text in files.items() if text.startswith("#!")]
         setup = (shlex.join(["chmod", "+x", "--", *scripts]),) if scripts else ()
         return RuntimeSpec(files=files, setup=setup, limits=self.limits)
@@ -208,20 +210,20 @@ class LocalSWETask(BaseTask):
         problem = read_problem(instance)
         files = result["files"] if result else {}
         if not files:
-            # An agent that was cut off had no time for a patch: its ending stays.
-            ended = ending_of(trajectory.finish_reason).trains
+            # A truncated agent had no time for a patch: its finish reason is kept.
+            ended = get_ending(trajectory.finish_reason).trains
             return Judgement(0.0, {"resolved": 0.0}, NO_GIT_PATCH if ended else None)
         await put(runtime, files, result.get("executable", ()))
         return judge(problem, await self._run_tests(problem, runtime, untrusted=files))
 
     def solution(self, instance: Instance) -> JsonObject | None:
         problem = read_problem(instance)
-        return problem.solution and as_result(Changes(dict(problem.solution)), problem.files)
+        return problem.solution and to_result(Changes(dict(problem.solution)), problem.files)
 
     async def evaluate_original(self, instance: Instance, runtime: Runtime) -> Judgement:
         problem = read_problem(instance)
         run = await self._run_tests(problem, runtime)
-        not_run = tests_not_run(run, [*problem.fail_to_pass, *problem.pass_to_pass])
+        not_run = find_tests_not_run(run, [*problem.fail_to_pass, *problem.pass_to_pass])
         theirs = {f"collection of {name}" for name, why in run.not_collected.items() if problem.is_agents_matter(why)}
         if run.missing_program and PurePosixPath(run.missing_program).name in problem.statement:
             theirs |= {*run.obstacles}
@@ -240,14 +242,14 @@ async def put(runtime: Runtime, files: Mapping[str, str | None], executable: Seq
         await runtime.exec(["rm", "-f", "--", *deleted])
     for path, text in files.items():
         if text is not None:
-            with suppress(ValueError):  # made below what is a file in the original
+            with suppress(ValueError):  # created below a path that is a file in the original
                 await runtime.write(path, text)
     if executable:
         await runtime.exec(["chmod", "+x", "--", *executable])
 
 
 def judge(problem: Problem, run: TestRun) -> Judgement:
-    """All tests, or those that the row names."""
+    """Grade a test run by all of its tests, or by the tests named in the row."""
     parts = {"tests_passed": run.fraction, "timed_out": float(run.timed_out)}
     resolved = run.passed
     named = {"fail_to_pass": problem.fail_to_pass, "pass_to_pass": problem.pass_to_pass}
@@ -258,17 +260,17 @@ def judge(problem: Problem, run: TestRun) -> Judgement:
         resolved = all(parts[part] == 1.0 for part, names in named.items() if names)
     names = [*problem.fail_to_pass, *problem.pass_to_pass]
     is_settled = resolved or any(run.outcome(name) == "failed" for name in names or run.tests)
-    not_run = {} if is_settled else tests_not_run(run, names)
+    not_run = {} if is_settled else find_tests_not_run(run, names)
     return Judgement(float(resolved), {"resolved": float(resolved), **parts}, not_run=not_run)
 
 
-def tests_not_run(run: TestRun, named: Sequence[str]) -> dict[str, str]:
+def find_tests_not_run(run: TestRun, named: Sequence[str]) -> dict[str, str]:
     """Return why tests were not run, as of `TestRun.obstacles`, among that names of tests that do not exist.
 
     Args:
         named: tests that count.
     """
-    # Code under test can make a process never end, or leave early: that says nothing of the command.
+    # Code under test can make a process hang or exit early, so neither is evidence about the command.
     if run.timed_out or run.obstacles or not run.tests:
         return {} if run.timed_out else run.obstacles
     return {

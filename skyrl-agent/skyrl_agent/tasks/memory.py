@@ -1,4 +1,4 @@
-"""Questions about a text that is longer than a context, read section by section with a memory of one's own writing."""
+"""Questions about a text longer than the context, read by section with a memory that the model writes."""
 
 from collections.abc import Mapping
 from typing import Literal, get_args
@@ -6,10 +6,10 @@ from typing import Literal, get_args
 from skyrl_agent.errors import ConfigError
 from skyrl_agent.runtimes.base import Runtime
 from skyrl_agent.tasks.base import Instance, Judgement, TaskRowError
-from skyrl_agent.tasks.grading import final_text, graded, short_answer
+from skyrl_agent.tasks.grading import extract_final_text, extract_short_answer, run_grader
 from skyrl_agent.tasks.judges import JudgedTask
-from skyrl_agent.tasks.rows import golds_of, messages_of, question_of
-from skyrl_agent.tools.memory import sections_of
+from skyrl_agent.tasks.rows import get_question, golds_of, messages_of
+from skyrl_agent.tools.memory import split_sections
 from skyrl_agent.types import Message, TrajectoryResult
 from skyrl_gym.graders import Grade, qa, reward_of
 
@@ -30,7 +30,7 @@ class MemoryAgentTask(JudgedTask):
 
     Args:
         grader: `em` (exact match after normalization), `f1`, `judge`; `subem` is for evaluation only.
-        judge: as `tasks.judges.make_judge` takes it.
+        judge: settings of the judge, see `tasks.judges.make_judge`.
     """
 
     tools = ("next_with_summary", "finish")
@@ -41,18 +41,18 @@ class MemoryAgentTask(JudgedTask):
         super().__init__(judge)
         self._grader = grader
         if grader == "judge":
-            _ = self.judge  # raises ConfigError if there is none
+            _ = self.judge  # raises ConfigError without one
 
     def check_row(self, instance: Instance) -> None:
         try:
             messages_of(instance.row, *QUESTIONS)
             golds_of(instance.row, *ANSWERS)
-            sections_of(instance.row.get("context"), most=1 << 40)
+            split_sections(instance.row.get("context"), most=1 << 40)
         except TaskRowError as failure:
             raise TaskRowError(f"MemoryAgentTask, instance {instance.instance_id}: {failure}") from failure
 
     def get_instruction(self, instance: Instance) -> list[Message]:
-        question = question_of(messages_of(instance.row, *QUESTIONS))
+        question = get_question(messages_of(instance.row, *QUESTIONS))
         return [
             {"role": "system", "content": SYSTEM_PROMPT},
             {
@@ -64,15 +64,15 @@ class MemoryAgentTask(JudgedTask):
     async def evaluate_result(
         self, result: object, instance: Instance, trajectory: TrajectoryResult, runtime: Runtime | None = None
     ) -> Judgement:
-        """0 without an answer. Raises InfraError if the judge does not work."""
-        answer = short_answer(final_text(result))
+        """Grade the final response; 0 without one. Raises InfraError if the judge fails."""
+        answer = extract_short_answer(extract_final_text(result))
         if not answer:
             return Judgement(0.0, {"answered": 0.0})
-        grade = await graded(self._grade, answer, instance)
+        grade = await run_grader(self._grade, answer, instance)
         return Judgement(reward_of(grade), {"answered": 1.0})
 
     def _grade(self, answer: str, instance: Instance) -> Grade:
         golds = golds_of(instance.row, *ANSWERS)
         if self._grader == "judge":
-            return self.judge.grade(question_of(messages_of(instance.row, *QUESTIONS)), " or ".join(golds), answer)
+            return self.judge.grade(get_question(messages_of(instance.row, *QUESTIONS)), " or ".join(golds), answer)
         return {"em": qa.exact_match, "subem": qa.substring_match, "f1": qa.f1}[self._grader](answer, golds)

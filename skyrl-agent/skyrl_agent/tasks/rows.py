@@ -1,4 +1,4 @@
-"""Readers of dataset rows, which may come from Parquet (arrays, JSON in texts) or be made by hand."""
+"""Readers of dataset rows, from Parquet (arrays, JSON in texts) or written manually."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,22 +10,22 @@ from skyrl_gym.graders.qa import as_list
 
 
 def field(row: Row, *paths: str) -> Any:
-    """The first of some dotted paths that leads to something; None if none does."""
+    """Return the value at the first dotted path that exists; None if none does."""
     for path in paths:
         found: Any = row
         for name in path.split("."):
             found = from_json(found)
             found = found.get(name) if isinstance(found, Mapping) else None
-        if _is_present(found := _plain(found)):
+        if _is_present(found := _to_plain(found)):
             return found
     return None
 
 
 def messages_of(row: Row, *paths: str) -> list[Message]:
-    """The conversation under one of some dotted paths; a text is what the user says.
+    """Return the conversation at the first existing dotted path. A text becomes a user message.
 
     Raises:
-        TaskRowError: there is none.
+        TaskRowError: no path leads to a conversation.
     """
     found = field(row, *paths)
     if isinstance(found, str):
@@ -42,23 +42,23 @@ def messages_of(row: Row, *paths: str) -> list[Message]:
     return [dict(message) for message in messages]
 
 
-def with_system(messages: list[Message], prompt: str) -> list[Message]:
-    """Prepend a system message, unless there is one."""
+def add_system_message(messages: list[Message], prompt: str) -> list[Message]:
+    """Prepend a system message, unless one exists."""
     has_one = any(message["role"] == "system" for message in messages)
     return messages if has_one else [{"role": "system", "content": prompt}, *messages]
 
 
-def question_of(messages: Sequence[Message]) -> str:
+def get_question(messages: Sequence[Message]) -> str:
     """Return the user's question, for a judge."""
     text = next((str(message["content"]) for message in messages if message["role"] == "user"), "")
     return text.strip().removeprefix("Answer the given question:").strip()
 
 
 def golds_of(row: Row, *paths: str) -> list[str]:
-    """The accepted answers under one of some dotted paths: a text, several, or either under `target`.
+    """Return the accepted answers at the first existing dotted path: a text, a list, or either under `target`.
 
     Raises:
-        TaskRowError: there are none.
+        TaskRowError: no answer exists.
     """
     found = field(row, *paths)
     if isinstance(found, Mapping):
@@ -74,7 +74,7 @@ def golds_of(row: Row, *paths: str) -> list[str]:
     return golds
 
 
-def first_of(row: Row, *names: str) -> Any:
+def get_first(row: Row, *names: str) -> Any:
     """Return the first of some columns that is not null; None if all are."""
     return next((row[name] for name in names if row.get(name) is not None), None)
 
@@ -89,18 +89,18 @@ def from_json(value: object) -> Any:
     return value
 
 
-def names_of(value: Any) -> tuple[str, ...]:
+def parse_names(value: Any) -> tuple[str, ...]:
     """Return the names in a column: none, one, a list of them, or its JSON text."""
     value = from_json(value)
     return () if value is None else (value,) if isinstance(value, str) else tuple(map(str, value))
 
 
-def without_nulls(texts: Mapping[str, Any]) -> dict[str, Any]:
+def remove_nulls(texts: Mapping[str, Any]) -> dict[str, Any]:
     """Return a column that maps paths to texts without the nulls with which tables fill gaps."""
     return {path: text for path, text in texts.items() if text is not None}
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 

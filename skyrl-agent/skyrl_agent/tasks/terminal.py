@@ -20,8 +20,8 @@ from typing import Any
 from skyrl_agent.errors import InfraError
 from skyrl_agent.runtimes.base import Limits, Runtime, RuntimeSpec
 from skyrl_agent.tasks.base import BaseTask, Instance, Judgement, TaskRowError
-from skyrl_agent.tasks.rows import first_of, from_json, without_nulls
-from skyrl_agent.tasks.tests_run import missing_program, obstacles_of
+from skyrl_agent.tasks.rows import from_json, get_first, remove_nulls
+from skyrl_agent.tasks.tests_run import find_missing_program, find_obstacles
 from skyrl_agent.types import JsonObject, Message, Row, TrajectoryResult
 
 LANGUAGES = ("bash", "python")
@@ -33,7 +33,7 @@ ANSWERS = {
     "check": "Finish when it is done; if something was asked, with the answer alone.",
 }
 
-# Runs inside: one line of the state of all files, but for their times.
+# Runs in the runtime: prints the state of all files in one line, without their times.
 STATE = """
 import hashlib, os, stat
 whole = hashlib.sha256()
@@ -68,10 +68,10 @@ class Script:
 
 
 class TerminalTask(BaseTask):
-    """Reward 1 if the row's judge is content, else 0.
+    """Task with reward 1 if the row's check succeeds, else 0.
 
     Args:
-        command_seconds: the longest any command may take, the agent's and the judge's.
+        command_seconds: timeout of each command, of the agent and of grading.
         memory_bytes: of each.
     """
 
@@ -82,7 +82,7 @@ class TerminalTask(BaseTask):
 
     def check_row(self, instance: Instance) -> None:
         row = instance.row
-        if not _instruction(row):
+        if not _get_instruction(row):
             raise TaskRowError(f"TerminalTask, row {instance.instance_id}: instruction must say what to do")
         if not isinstance(from_json(row.get("files") or {}), Mapping):
             raise TaskRowError(f"TerminalTask, row {instance.instance_id}: files must map paths to texts")
@@ -101,11 +101,11 @@ class TerminalTask(BaseTask):
 
     def get_instruction(self, instance: Instance) -> list[Message]:
         how = next(text for field, text in ANSWERS.items() if instance.row.get(field) is not None)
-        text = f"{_instruction(instance.row)}\n\n{how}"
+        text = f"{_get_instruction(instance.row)}\n\n{how}"
         return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
 
     def runtime_spec(self, instance: Instance) -> RuntimeSpec:
-        files = without_nulls(from_json(instance.row.get("files") or {}))
+        files = remove_nulls(from_json(instance.row.get("files") or {}))
         return RuntimeSpec(files=files, limits=self.limits)
 
     async def initialize_runtime(self, instance: Instance, runtime: Runtime) -> None:
@@ -125,7 +125,7 @@ class TerminalTask(BaseTask):
         for script in scripts(instance.row["check"]):
             done = await runtime.exec(script.command(runtime.python, *arguments))
             if not done.ok:
-                return {"answer": answer, "passed": False, "not_run": obstacles_of(done, script.code)}
+                return {"answer": answer, "passed": False, "not_run": find_obstacles(done, script.code)}
             arguments.append(done.stdout.rstrip("\n"))
         return {"answer": answer, "passed": True}
 
@@ -139,14 +139,16 @@ class TerminalTask(BaseTask):
         if row.get("check") is not None:
             return Judgement(float(result.get("passed", False)), not_run=result.get("not_run", {}))
         if row.get("expected_output") is not None:
-            return Judgement(float(_lines(result["answer"].strip()) == _lines(str(row["expected_output"]).strip())))
+            return Judgement(
+                float(_split_lines(result["answer"].strip()) == _split_lines(str(row["expected_output"]).strip()))
+            )
         assert runtime is not None, "the caller starts evaluation_runtime_spec"
         await self.initialize_runtime(instance, runtime)
         kept = f"/tmp/{secrets.token_hex(8)}"
-        await _run(runtime, f"cp -a . {kept}")  # setting up again would give other times
-        wanted = await self._effect(runtime, row["gold"], f"TerminalTask, row {instance.instance_id}: gold")
+        await _run(runtime, f"cp -a . {kept}")  # repeating the setup would give other times
+        wanted = await self._run_for_effect(runtime, row["gold"], f"TerminalTask, row {instance.instance_id}: gold")
         await _run(runtime, f"find . -mindepth 1 -delete; cp -a {kept}/. . && rm -rf {kept}")
-        found = await self._effect(runtime, result["answer"])
+        found = await self._run_for_effect(runtime, result["answer"])
         parts = {
             part: float(one == other)
             for part, one, other in zip(("same_output", "same_files"), wanted, found, strict=True)
@@ -154,8 +156,8 @@ class TerminalTask(BaseTask):
         return Judgement(float(all(parts.values())), parts)
 
     def solution(self, instance: Instance) -> JsonObject | None:
-        """The answer; none where a script checks what was done."""
-        answer = first_of(instance.row, "gold", "expected_output")
+        """Return the expected response; None if a script checks the result."""
+        answer = get_first(instance.row, "gold", "expected_output")
         return None if answer is None else {"answer": str(answer)}
 
     async def evaluate_original(self, instance: Instance, runtime: Runtime) -> Judgement:
@@ -163,22 +165,22 @@ class TerminalTask(BaseTask):
             return await self.evaluate_result({"answer": ":"}, instance, TrajectoryResult(), runtime)
         await self.initialize_runtime(instance, runtime)
         result = await self.complete_runtime(instance, runtime, None)
-        program = missing_program(result.get("not_run", {}))
-        if program is not None and ("/" in program or program in _instruction(instance.row)):
-            result["not_run"] = {}  # it is the agent who was to make it
+        program = find_missing_program(result.get("not_run", {}))
+        if program is not None and ("/" in program or program in _get_instruction(instance.row)):
+            result["not_run"] = {}  # the agent was asked to create it
         return await self.evaluate_result(result, instance, TrajectoryResult(), runtime)
 
-    async def _effect(self, runtime: Runtime, command: str, name: str = "") -> tuple[list[str], str]:
+    async def _run_for_effect(self, runtime: Runtime, command: str, name: str = "") -> tuple[list[str], str]:
         """Run a command. Returns its output, and the state of the files after it.
 
         Raises:
             TaskRowError: a command with a name, which is the row's, could not be started.
         """
         done = await runtime.exec(command)
-        if name and (not_run := obstacles_of(done, command)):
+        if name and (not_run := find_obstacles(done, command)):
             raise TaskRowError(f"{name} did not run: {not_run}; got {command!r:.200}")
         state = await runtime.exec([runtime.python, "-I", "-c", STATE])
-        return _lines(done.stdout), state.stdout if state.ok else f"unreadable: {state.stderr}"
+        return _split_lines(done.stdout), state.stdout if state.ok else f"unreadable: {state.stderr}"
 
 
 async def _run(runtime: Runtime, command: str) -> None:
@@ -199,9 +201,9 @@ def scripts(value: Any) -> list[Script]:
     ]
 
 
-def _instruction(row: Row) -> str:
+def _get_instruction(row: Row) -> str:
     return str(row.get("instruction") or row.get("query") or row.get("description") or "").strip()
 
 
-def _lines(text: str) -> list[str]:
+def _split_lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]

@@ -27,7 +27,7 @@ def nl2bash_row(task: Row, setups: Mapping[str, str], workdir: str = "/workspace
     return {
         "instance_id": task["id"],
         "instruction": moved(task["query"]),
-        "setup": f"exec 2>/dev/null\n{setup}\ntrue\n",  # some of its lines are for another system, and fail
+        "setup": f"exec 2>/dev/null\n{setup}\ntrue\n",  # some lines are for another system and fail
         "gold": moved(task["gold"]),
     }
 
@@ -43,19 +43,19 @@ def agentbench_os_row(task: Row) -> JsonObject:
     create = create if isinstance(create, Mapping) else {}
     evaluation = task["evaluation"]
     row = {"instance_id": task["id"], "instruction": task["description"]}
-    begin = [_script(one) for one in (create.get("init"), task.get("start")) if one]
+    begin = [_parse_script(one) for one in (create.get("init"), task.get("start")) if one]
     if begin:
         row["setup"] = begin
     if "match" in evaluation:
         return row | {"expected_output": evaluation["match"]}
     checks = evaluation["check"]
     checks = checks if isinstance(checks, list) else [checks]
-    return row | {"check": [_script(evaluation["example"] if one is None else one) for one in checks]}
+    return row | {"check": [_parse_script(evaluation["example"] if one is None else one) for one in checks]}
 
 
-def _script(value: Any) -> dict[str, str]:
+def _parse_script(value: Any) -> dict[str, str]:
     if isinstance(value, list):
-        value = "\n".join(_script(one)["code"] for one in value)
+        value = "\n".join(_parse_script(one)["code"] for one in value)
     if isinstance(value, str):
         value = {"code": value}
     language = value.get("language") or "bash"

@@ -1,9 +1,9 @@
-"""Run of tests in a runtime, with the outcome of each test.
+"""Test run in a runtime, with the outcome of each test.
 
 Plain pytest commands are run by a wrapper of a few lines, which reports the outcome of each test afterwards. Python
-starts without the working directory on its path and loads pytest before anything from there, so no file of an agent
-stands in for it; a process that exits early reports nothing, which is a failure. The wrapper cannot prevent code under
-test, which is in the process of its tests, from changing pytest itself.
+starts without the working directory on its path and loads pytest before anything from there, so no file of an agent can
+replace it; a process that exits early reports nothing, which is a failure. The wrapper cannot prevent code under test,
+which is in the process of its tests, from changing pytest itself.
 """
 
 import json
@@ -20,7 +20,7 @@ ENVIRONMENT = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "-p no:c
 SHELL_SIGNS = set(";|&<>$`(){}*?~#")
 TAIL = 4000
 
-# Runs inside. In: a secret on the first line, a JSON list of paths on the second. Arguments: pytest's.
+# Runs in the runtime. Input: a secret on the first line, a JSON list of paths on the second. Arguments: pytest's.
 RUNNER = """
 import json, os, sys
 secret, untrusted = sys.stdin.readline().strip(), set(json.loads(sys.stdin.readline()))
@@ -108,7 +108,7 @@ class CollectionError:
 class TestRun:
     """Result of a test command."""
 
-    __test__ = False  # its name is no test's
+    __test__ = False  # not a test despite its name
 
     passed: bool
     """True if the command ended by itself with exit status 0 and at least one test passed."""
@@ -126,10 +126,10 @@ class TestRun:
     @property
     def missing_program(self) -> str | None:
         """Program that a shell did not find."""
-        return missing_program(self.obstacles)
+        return find_missing_program(self.obstacles)
 
     def outcome(self, name: str) -> str | None:
-        """Return `passed`, `failed` or `skipped`; None if there is no test of that name (but a file not collected)."""
+        """Return `passed`, `failed` or `skipped`; None if no test has that name (except in an uncollected file)."""
         return None if name in self.not_collected else self.tests.get(name)
 
     @property
@@ -139,7 +139,7 @@ class TestRun:
         return counted.count("passed") / len(counted) if counted else float(self.passed)
 
 
-def pytest_arguments(command: str) -> list[str] | None:
+def parse_pytest_arguments(command: str) -> list[str] | None:
     """Return the arguments of a plain pytest command; None for any other."""
     if SHELL_SIGNS & set(command):
         return None
@@ -157,10 +157,10 @@ async def check_pytest(runtime: Runtime) -> None:
     """Raises InfraError if the interpreter that runs tests cannot import pytest."""
     done = await runtime.exec([runtime.python, "-I", "-B", "-c", "import pytest"], env=ENVIRONMENT)
     if not done.ok:
-        raise _without_pytest(runtime, _last_line(_tail(done)))
+        raise _remove_pytest(runtime, _get_last_line(_get_tail(done)))
 
 
-def _without_pytest(runtime: Runtime, error: str) -> InfraError:
+def _remove_pytest(runtime: Runtime, error: str) -> InfraError:
     return InfraError(
         f"pytest cannot be imported by {runtime.python}, which runs the tests: {error}. "
         "Install it there (for a local sandbox: pip install 'skyrl-agent[swe]')"
@@ -176,61 +176,63 @@ async def run_tests(runtime: Runtime, command: str, limits: Limits, untrusted: C
     Raises:
         InfraError: pytest is not installed where the command runs, or did not start.
     """
-    arguments = pytest_arguments(command)
+    arguments = parse_pytest_arguments(command)
     if arguments is None:
         done = await runtime.exec(command, limits=limits)
-        return TestRun(done.ok, timed_out=_timed_out(done), output=_tail(done), obstacles=obstacles_of(done, command))
+        return TestRun(
+            done.ok, timed_out=_is_timed_out(done), output=_get_tail(done), obstacles=find_obstacles(done, command)
+        )
     secret = secrets.token_hex(16)
     stdin = f"{secret}\n{json.dumps(sorted(untrusted))}\n"
     argv = [runtime.python, "-I", "-B", "-c", RUNNER, *arguments]
     done = await runtime.exec(argv, stdin=stdin, env=ENVIRONMENT, limits=limits)
-    report = _report(done.stdout, secret)
+    report = _parse_report(done.stdout, secret)
     if not report:
         raise InfraError(
             f"pytest did not start in {runtime.workdir}: {done.outcome} after {done.wall_seconds:.1f} s, return code "
-            f"{done.returncode}: {_last_line(_tail(done))!r}"
+            f"{done.returncode}: {_get_last_line(_get_tail(done))!r}"
         )
     if "missing" in report:
-        raise _without_pytest(runtime, report["missing"])
+        raise _remove_pytest(runtime, report["missing"])
     tests = report.get("tests", {})
     passed = done.ok and report.get("status") == 0 and "passed" in tests.values() and "failed" not in tests.values()
-    output = _tail(replace(done, stdout="".join(x for x in done.stdout.splitlines(True) if secret not in x)))
+    output = _get_tail(replace(done, stdout="".join(x for x in done.stdout.splitlines(True) if secret not in x)))
     not_collected = {name: CollectionError(**why) for name, why in report.get("not_collected", {}).items()}
     obstacles = {f"collection of {name}": f"{why.error}: {why.text}" for name, why in not_collected.items()}
     if not obstacles and "status" in report and not {"passed", "failed"} & set(tests.values()):
-        obstacles = {_no_test(report["status"], tests): _last_line(output)}
-    return TestRun(passed, tests, _timed_out(done), output, obstacles, not_collected)
+        obstacles = {_describe_missing_test(report["status"], tests): _get_last_line(output)}
+    return TestRun(passed, tests, _is_timed_out(done), output, obstacles, not_collected)
 
 
-def obstacles_of(done: ExecResult, command: str) -> dict[str, str]:
-    """Signs that a shell command did not run its tests, as of `TestRun.obstacles`."""
+def find_obstacles(done: ExecResult, command: str) -> dict[str, str]:
+    """Return the signs that a shell command did not run its tests, in the format of `TestRun.obstacles`."""
     if done.outcome != "exited" or done.returncode == 0:
         return {}
     if done.returncode in (NOT_EXECUTABLE, NOT_FOUND):
-        return {f"exit status {done.returncode}": _last_line(done.stderr or done.stdout)}
+        return {f"exit status {done.returncode}": _get_last_line(done.stderr or done.stdout)}
     if found := NOT_STARTED.search(done.stdout + done.stderr):
         return {"program of the command": found[0]}
     if "pytest" in command and done.returncode in (USAGE_ERROR, NO_TESTS):
-        return {_no_test(done.returncode): _last_line(_tail(done))}
+        return {_describe_missing_test(done.returncode): _get_last_line(_get_tail(done))}
     return {}
 
 
-def missing_program(obstacles: Mapping[str, str]) -> str | None:
-    """Name or path of the program that a shell did not find, if that is among `TestRun.obstacles`."""
+def find_missing_program(obstacles: Mapping[str, str]) -> str | None:
+    """Return the name or path of the program that a shell did not find, if `TestRun.obstacles` has one."""
     found = MISSING_PROGRAM.search(obstacles.get(f"exit status {NOT_FOUND}", ""))
     return found[1] if found else None
 
 
-def _no_test(status: int, tests: Collection[str] = ()) -> str:
+def _describe_missing_test(status: int, tests: Collection[str] = ()) -> str:
     known = {INTERNAL_ERROR: "internal error of pytest", USAGE_ERROR: "usage error of pytest"}
     return known.get(status, "all tests are skipped" if tests else "no test is collected")
 
 
-def _last_line(text: str) -> str:
+def _get_last_line(text: str) -> str:
     return next((line.strip()[:300] for line in reversed(text.splitlines()) if line.strip()), "")
 
 
-def _report(output: str, secret: str) -> dict:
+def _parse_report(output: str, secret: str) -> dict:
     for line in reversed(output.splitlines()):
         if line.startswith(secret):
             try:
@@ -240,9 +242,9 @@ def _report(output: str, secret: str) -> dict:
     return {}
 
 
-def _timed_out(done: ExecResult) -> bool:
+def _is_timed_out(done: ExecResult) -> bool:
     return done.outcome in ("wall_time", "cpu_time")
 
 
-def _tail(done: ExecResult) -> str:
+def _get_tail(done: ExecResult) -> str:
     return (done.stdout + done.stderr)[-TAIL:]

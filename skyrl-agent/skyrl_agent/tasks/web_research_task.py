@@ -1,10 +1,10 @@
-"""Hard questions whose answer is found on the web, or reasoned out with its help; a language model judges."""
+"""Hard questions answered by web research, graded by an LLM judge."""
 
 from skyrl_agent.runtimes.base import Runtime
 from skyrl_agent.tasks.base import Instance, Judgement, TaskRowError
-from skyrl_agent.tasks.grading import boxed_answer, final_text, graded
+from skyrl_agent.tasks.grading import extract_boxed_answer, extract_final_text, run_grader
 from skyrl_agent.tasks.judges import JudgedTask
-from skyrl_agent.tasks.rows import field, golds_of, messages_of, question_of, with_system
+from skyrl_agent.tasks.rows import add_system_message, field, get_question, golds_of, messages_of
 from skyrl_agent.types import Message, TrajectoryResult
 from skyrl_gym.graders import qa, reward_of
 
@@ -25,12 +25,12 @@ SYSTEM_PROMPT = (
 
 
 class WebResearchTask(JudgedTask):
-    r"""The reward is 1 or 0: what the last `\boxed{}` of the answer holds is compared with the row's reference. Rows
-    whose `extra_info.answer_type` is `exactMatch` are compared as normalized text, others by a judge. (A row without a
-    reference is refused: nothing could be said of its answers.)
+    r"""Task with reward 1 or 0, which compares the last `\boxed{}` of the response with the row's reference: as
+    normalized text if `extra_info.answer_type` is `exactMatch`, otherwise by a judge. Rows without a reference are
+    rejected.
 
     Args:
-        judge: as `tasks.judges.make_judge` takes it.
+        judge: settings of the judge, see `tasks.judges.make_judge`.
     """
 
     tools = ("search_engine", "web_browser", "finish")
@@ -42,23 +42,23 @@ class WebResearchTask(JudgedTask):
         except TaskRowError as failure:
             raise TaskRowError(f"WebResearchTask, instance {instance.instance_id}: {failure}") from failure
         if not _is_exact(instance):
-            _ = self.judge  # raises ConfigError if there is none
+            _ = self.judge  # raises ConfigError without one
 
     def get_instruction(self, instance: Instance) -> list[Message]:
-        return with_system(messages_of(instance.row, *PROMPTS), SYSTEM_PROMPT)
+        return add_system_message(messages_of(instance.row, *PROMPTS), SYSTEM_PROMPT)
 
     async def evaluate_result(
         self, result: object, instance: Instance, trajectory: TrajectoryResult, runtime: Runtime | None = None
     ) -> Judgement:
-        """Raises InfraError if the judge does not work."""
-        answer = boxed_answer(final_text(result))
+        """Raises InfraError if the judge fails."""
+        answer = extract_boxed_answer(extract_final_text(result))
         if answer is None or not answer.strip():
             return Judgement(0.0, {"boxed": 0.0})
         golds = golds_of(instance.row, *REFERENCES)
         if _is_exact(instance):
             return Judgement(float(qa.em_check(answer, golds)), {"boxed": 1.0})
-        question = question_of(messages_of(instance.row, *PROMPTS))
-        grade = await graded(self.judge.grade, question, " or ".join(golds), answer)
+        question = get_question(messages_of(instance.row, *PROMPTS))
+        grade = await run_grader(self.judge.grade, question, " or ".join(golds), answer)
         return Judgement(reward_of(grade), {"boxed": 1.0})
 
 

@@ -4,7 +4,7 @@
     async def test_my_backend(check):
         await run_check(check, Subject(backend, tokenizer, prompt_ids=tokenizer.encode("...")))
 
-A check raises AssertionError. One that a backend cannot be asked (see `Subject`) returns `NOT_ASKED`.
+A check raises AssertionError. A check that does not apply to a backend (see `Subject`) returns `NOT_ASKED`.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyrl_agent.errors import BackendError, InfraError
-from skyrl_agent.integrations.base import answer_text
+from skyrl_agent.integrations.base import decode_response
 from skyrl_agent.types import InferBackend, MetaInfo, Tokenizer
 
 __all__ = ["CHECKS", "NOT_ASKED", "Subject", "run_check"]
@@ -31,11 +31,11 @@ class Subject:
     """A backend under test.
 
     Args:
-        prompt_ids: a prompt to which its model, being greedy, answers with at least 8 tokens.
-        tells_ids: it tells token ids (and log-probs); False for servers of text alone.
-        reads_ids: what it writes depends on the ids it is given, as a model's does; False for a script.
-        checks_requests: it refuses what cannot be.
-        dead: a backend of the same kind whose server is gone.
+        prompt_ids: prompt whose greedy completion has at least 8 tokens.
+        tells_ids: reports token ids and log-probs; False for text-only servers.
+        reads_ids: completions depend on the input ids, as for a model; False for a script.
+        checks_requests: rejects invalid requests.
+        dead: backend of the same kind whose server has been shut down.
     """
 
     backend: InferBackend
@@ -71,13 +71,13 @@ async def run_check(check: Check, subject: Subject) -> str | None:
 async def the_text_is_that_of_the_ids(subject: Subject) -> str | None:
     """Check that text and token ids of a reply agree."""
     text, meta = await subject.ask()
-    assert isinstance(text, str) and text, f"the answer is {text!r}"
+    assert isinstance(text, str) and text, f"the completion is {text!r}"
     if not subject.tells_ids:
         assert meta["output_tokens"] is None and meta["logprobs"] is None, "what is not known must be None"
         return NOT_ASKED
     ids = meta["output_tokens"]
     assert ids and all(type(token) is int for token in ids), f"ids must be integers; got {ids}"
-    assert text == answer_text(subject.tokenizer, ids, meta["finish_reason"])
+    assert text == decode_response(subject.tokenizer, ids, meta["finish_reason"])
     return None
 
 
@@ -133,7 +133,7 @@ async def a_stop_string_ends_the_answer_and_stays_in_it(subject: Subject) -> str
         assert text[:end].startswith(found)
         return NOT_ASKED
     assert found.startswith(text[:end]), f"{found!r} does not end with the stop string {stop!r} of {text!r}"
-    assert len(found) < len(text), f"the answer went on after the stop string {stop!r}: {found!r}"
+    assert len(found) < len(text), f"the completion continued after the stop string {stop!r}: {found!r}"
     return None
 
 
@@ -149,7 +149,7 @@ async def requests_at_the_same_time_do_not_mix(subject: Subject) -> str | None:
 
 
 async def a_seed_gives_the_same_answer_again(subject: Subject) -> str | None:
-    """Check that a seed repeats an answer."""
+    """Check that a seed reproduces a completion."""
     if not subject.reads_ids:
         return NOT_ASKED
     first, again, *others = [(await subject.ask(temperature=1.0, seed=seed))[0] for seed in (1, 1, 2, 3, 4)]
@@ -166,7 +166,7 @@ async def an_impossible_request_is_refused(subject: Subject) -> str | None:
         answer = await subject.ask(temperature=-1.0)
     except BackendError:
         return None
-    raise AssertionError(f"a temperature of -1 was taken: {answer}")
+    raise AssertionError(f"a temperature of -1 was accepted: {answer}")
 
 
 async def a_cancelled_request_leaves_the_backend_usable(subject: Subject) -> str | None:
@@ -192,7 +192,7 @@ async def a_dead_server_is_an_infrastructure_failure(subject: Subject) -> str | 
         )
     except InfraError:
         return None
-    raise AssertionError("a server that is gone answered")
+    raise AssertionError("a server that was shut down replied")
 
 
 CHECKS: list[Check] = [

@@ -1,4 +1,4 @@
-"""A model whose answers are written down beforehand. It reads and writes tokens as a real one does."""
+"""Model with scripted completions. It reads and writes tokens like a real model."""
 
 import asyncio
 from collections import Counter
@@ -31,7 +31,7 @@ class ScriptedModel:
     Args:
         logprob: of each token it writes; None: it tells none.
         tells_ids: False: as a server that returns text alone.
-        seconds: how long each answer takes.
+        seconds: duration of each completion.
     """
 
     tokenizer: Any
@@ -51,7 +51,7 @@ class ScriptedModel:
         self.requests.append(Request(request_id, turn, list(input_ids), prompt, dict(sampling_params)))
         await asyncio.sleep(self.seconds)
         answer = self.script(prompt, turn) if callable(self.script) else self.script[min(turn, len(self.script) - 1)]
-        answer, is_cut = _up_to_stop(answer, sampling_params.get("stop") or [])
+        answer, is_cut = _split_at_stop(answer, sampling_params.get("stop") or [])
         end = [] if is_cut else [self.tokenizer.eos_token_id]
         ids = [*self.tokenizer.encode(answer, add_special_tokens=False), *end]
         most = sampling_params.get("max_tokens") or len(ids)
@@ -64,7 +64,7 @@ class ScriptedModel:
         return text, MetaInfo(output_tokens=told, finish_reason=reason, logprobs=logprobs)
 
 
-def _up_to_stop(answer: str, stop: str | Sequence[str]) -> tuple[str, bool]:
-    """The answer up to the first stop string, which stays in it, and whether there was one."""
+def _split_at_stop(answer: str, stop: str | Sequence[str]) -> tuple[str, bool]:
+    """Return the completion through the first stop string, and whether it has one."""
     ends = [answer.find(text) + len(text) for text in ([stop] if isinstance(stop, str) else stop) if text in answer]
     return (answer[: min(ends)], True) if ends else (answer, False)

@@ -13,7 +13,7 @@ CHATML = (
 
 @cache
 def byte_tokenizer(chat_template: str = CHATML) -> Any:
-    """A fast tokenizer of transformers: 256 bytes, `<|im_start|>`, `<|im_end|>` (end of sequence) and a pad token."""
+    """Build a fast tokenizer of 256 bytes, `<|im_start|>`, `<|im_end|>` (end of sequence) and a pad token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""Tools by their names in task files. The module of a tool is imported when the tool is first asked for."""
+"""Tools by their names in task files. The module of a tool is imported at its first use."""
 
 from skyrl_agent.tools.base import TOOL_REGISTRY, ArgumentError, BaseTool, ToolContext, ToolOutput, register_tool
 from skyrl_agent.tools.factory import make_tool, make_tools

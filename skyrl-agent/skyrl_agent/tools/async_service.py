@@ -1,4 +1,4 @@
-"""`skyrl_gym.services.Service` for an event loop: a server that is asked over HTTP and may be away for a moment."""
+"""`skyrl_gym.services.Service` for an event loop: an HTTP server that may be temporarily unavailable."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ PROBE_SECONDS = 5.0
 
 
 class RefusedRequest(ValueError):
-    """The server found fault with what a model wrote. The text is for the model."""
+    """The server rejected the model's input. The text is for the model."""
 
 
 class AsyncService:
@@ -76,7 +76,7 @@ class AsyncService:
         try:
             return json.loads(response.body)
         except ValueError as failure:
-            raise InfraError(f"{self.url}: the answer is not JSON: {failure}") from failure
+            raise InfraError(f"{self.url}: the reply is not JSON: {failure}") from failure
 
     async def request(
         self, body: object = None, *, path: str = "", method: str = "POST", params: Mapping[str, str] | None = None
@@ -90,7 +90,7 @@ class AsyncService:
         while True:
             attempt += 1
             try:
-                return await self._attempt(method, self.url.rstrip("/") + path if path else self.url, body, params)
+                return await self._send_once(method, self.url.rstrip("/") + path if path else self.url, body, params)
             except PassingFailure as fault:
                 wait = self.retries.wait_before(attempt + 1, fault.asked)
                 elapsed = time.monotonic() - started
@@ -101,7 +101,7 @@ class AsyncService:
             await asyncio.sleep(wait)
 
     async def probe(self) -> None:
-        """Check within seconds that a server answers, with whatever status. Raises InfraError if none does."""
+        """Check within seconds that a server replies, with any status. Raises InfraError if none does."""
         service = AsyncService(
             self.url, headers=self._headers, timeout=PROBE_SECONDS, retries=PROBE_RETRIES, passing=frozenset()
         )
@@ -110,21 +110,21 @@ class AsyncService:
         finally:
             await service.close()
 
-    async def _attempt(self, method: str, url: str, body: object, params: Mapping[str, str] | None) -> Response:
-        content = None if body is None else json.dumps(body).encode()  # ASCII: halves of characters pass
+    async def _send_once(self, method: str, url: str, body: object, params: Mapping[str, str] | None) -> Response:
+        content = None if body is None else json.dumps(body).encode()  # ASCII, so that lone surrogates pass
         headers = {"Content-Type": "application/json"} if content else {}
         received = bytearray()
         try:
             async with (
                 asyncio.timeout(self.timeout),
-                self._connected().stream(method, url, content=content, headers=headers, params=params) as answer,
+                self._get_client().stream(method, url, content=content, headers=headers, params=params) as answer,
             ):
                 async for chunk in answer.aiter_bytes():
                     received += chunk
                     if len(received) > MAX_BODY_BYTES:
-                        raise InfraError(f"{self.url}: the answer is longer than {MAX_BODY_BYTES} bytes")
+                        raise InfraError(f"{self.url}: the reply is longer than {MAX_BODY_BYTES} bytes")
         except TimeoutError as failure:
-            raise PassingFailure(f"no answer within {self.timeout:g} s") from failure
+            raise PassingFailure(f"no reply within {self.timeout:g} s") from failure
         except httpx.TransportError as failure:
             raise PassingFailure(f"{type(failure).__name__}: {failure}") from failure
         except (httpx.HTTPError, httpx.InvalidURL) as failure:
@@ -134,7 +134,7 @@ class AsyncService:
             raise PassingFailure(f"HTTP {response.status}: {response.text.strip()[:300]}", asked=retry_after(response))
         return response
 
-    def _connected(self) -> httpx.AsyncClient:
+    def _get_client(self) -> httpx.AsyncClient:
         if self._client is None:
             self._client = httpx.AsyncClient(
                 headers=self._headers,
@@ -147,14 +147,14 @@ class AsyncService:
         return self._client
 
     async def close(self) -> None:
-        """May be called more than once, and before further requests."""
+        """Close the connections. May be called more than once, and before further requests."""
         if self._client is not None:
             client, self._client = self._client, None
             await client.aclose()
 
 
 async def together(*waited: Awaitable[T]) -> list[T]:
-    """The results of all. The first exception ends the others."""
+    """Return all results. The first exception cancels the others."""
     tasks = [asyncio.ensure_future(each) for each in waited]
     try:
         return await asyncio.gather(*tasks)

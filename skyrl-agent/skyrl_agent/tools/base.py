@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from skyrl_agent.errors import InfraError
 from skyrl_agent.runtimes.base import Runtime
-from skyrl_agent.runtimes.threads import in_thread
+from skyrl_agent.runtimes.threads import run_in_thread
 from skyrl_agent.types import JsonObject, Message, Probeable, Row
 from skyrl_gym.tools.core import as_text, function_schema
 from skyrl_gym.tools.signature import ArgumentError, Signature, parse_docstring
@@ -81,12 +81,12 @@ class BaseTool:
         Returns: text or a `ToolOutput`; anything else becomes JSON.
 
         Raises:
-            InfraError: what it stands on did not work. Any other exception's text is for the model.
+            InfraError: an infrastructure failure. The text of any other exception is returned to the model.
         """
         raise NotImplementedError
 
     async def open(self, context: ToolContext) -> None:
-        """Called once, before the first turn. Raises InfraError."""
+        """Open resources. Called once, before the first turn. Raises InfraError."""
 
     async def probe(self) -> None:
         """Check before a run that the tool's clients, which are attributes, reach their servers. Raises InfraError."""
@@ -101,7 +101,7 @@ class BaseTool:
         """Release resources. May be called more than once; never raises."""
 
     def get_system_prompt_prefix(self) -> str:
-        """Text that the agent puts before its system message."""
+        """Return the text that the agent puts before its system message."""
         return ""
 
     def _verify_json_format_args(self, params: str | Mapping[str, Any], strict_json: bool = False) -> JsonObject:
@@ -129,7 +129,7 @@ class BaseTool:
         return function_schema(self.name, self.description, self.signature.schema())
 
     async def call(self, context: ToolContext, arguments: JsonObject) -> ToolOutput:
-        """A call as a model wrote it. What goes wrong because of the model, or inside the tool, becomes text for it.
+        """Run a call of the model. Errors of the model or inside the tool are returned to it as text.
 
         Raises:
             InfraError: of `run`.
@@ -139,14 +139,14 @@ class BaseTool:
             if inspect.iscoroutinefunction(self.run):
                 output = await self.run(context, **bound)
             else:
-                output = await in_thread(math.inf, functools.partial(self.run, context, **bound))
-                if inspect.isawaitable(output):  # `run` is wrapped by a `def`
+                output = await run_in_thread(math.inf, functools.partial(self.run, context, **bound))
+                if inspect.isawaitable(output):  # `run` is wrapped by a plain function
                     output = await output
         except ArgumentError as error:
             return ToolOutput(f"Error calling {self.name}: {error}", failed=True)
         except InfraError:
             raise
-        except Exception as error:  # a tool may do anything, and the trajectory goes on
+        except Exception as error:  # a tool may raise anything; the trajectory continues
             return ToolOutput(f"Error in {self.name}: {str(error) or type(error).__name__}", failed=True)
         return output if isinstance(output, ToolOutput) else ToolOutput(as_text(output))
 
@@ -160,7 +160,7 @@ TOOL_REGISTRY: dict[str, str | type[BaseTool]] = {}
 
 
 def register_tool(name: str, allow_overwrite: bool = False) -> Callable[[type[BaseTool]], type[BaseTool]]:
-    """Class decorator: makes a tool known under `name` in task files.
+    """Register a tool class under `name` for task files (class decorator).
 
     Raises:
         ValueError: the name is taken.

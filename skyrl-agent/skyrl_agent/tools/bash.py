@@ -22,8 +22,8 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 class Bash(RuntimeTool):
     """
     Args:
-        timeout: seconds of a command that asks for no other time.
-        max_timeout: the longest that one may ask for.
+        timeout: default timeout of a command in seconds.
+        max_timeout: maximum timeout that a command may request.
     """
 
     name = "bash"
@@ -55,14 +55,14 @@ class Bash(RuntimeTool):
         prepare = (files("skyrl_agent.tools") / "inside_bash.sh").read_text()
         arguments = ["bash", "-c", SHELL, "bash", self._shell, prepare]
         result = await runtime.exec(arguments, stdin=command, env=NO_QUESTIONS, limits=limits)
-        text = readable(result.stdout + result.stderr).rstrip()
-        note = self._ending(result, limits)
+        text = render_terminal(result.stdout + result.stderr).rstrip()
+        note = self._describe_exit(result, limits)
         return ToolOutput(f"{text}\n{note}" if text else note, failed=result.outcome != "exited")
 
-    def _ending(self, result: ExecResult, limits: Limits) -> str:
+    def _describe_exit(self, result: ExecResult, limits: Limits) -> str:
         if result.outcome == "exited":
             code = result.returncode
-            return f"[exit code {code}]" if code >= 0 else f"[ended by signal {-code} ({_signal_name(-code)})]"
+            return f"[exit code {code}]" if code >= 0 else f"[ended by signal {-code} ({_get_signal_name(-code)})]"
         why = {
             "wall_time": f"it took longer than {limits.wall_seconds:g} seconds (timeout: at most {self.max_timeout:g})",
             "cpu_time": f"it took more than {limits.cpu_seconds:g} seconds of processor time",
@@ -73,7 +73,7 @@ class Bash(RuntimeTool):
         return f"[ended: {why}. Working directory and variables are as before the command.]"
 
 
-def readable(output: str) -> str:
+def render_terminal(output: str) -> str:
     """Return the final screen of a terminal: no colours, the last state of a progress bar. Binary output is named, not
     shown."""
     strange = output.count("\ufffd") + output.count("\0")
@@ -84,7 +84,7 @@ def readable(output: str) -> str:
     return _CONTROL.sub("\ufffd", "\n".join(lines))
 
 
-def _signal_name(number: int) -> str:
+def _get_signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -13,7 +13,7 @@ _LOCK_SECONDS = 2.0
 
 
 class WebPageCache:
-    """The `max_size` pages that were asked for last. A cache that fails is one that finds nothing.
+    """LRU cache of `max_size` pages. A cache that fails is one that finds nothing.
 
     From any number of threads and processes.
 
@@ -39,7 +39,7 @@ class WebPageCache:
         return found[0][0] if found else None
 
     def put(self, url: str, text: str) -> None:
-        text = text.encode(errors="replace").decode()  # SQLite takes no halves of characters
+        text = text.encode(errors="replace").decode()  # SQLite rejects lone surrogates
         self._run("INSERT OR REPLACE INTO pages VALUES (?, ?, ?)", url, text, time.time())
         self._run(
             "DELETE FROM pages WHERE url IN (SELECT url FROM pages ORDER BY used DESC LIMIT -1 OFFSET ?)", self.max_size
@@ -66,8 +66,8 @@ _shared: dict[str | None, WebPageCache] = {}
 _sharing = threading.Lock()
 
 
-def shared_cache(cache_file: str | None, max_size: int) -> WebPageCache:
-    """The one of this process for that file."""
+def get_shared_cache(cache_file: str | None, max_size: int) -> WebPageCache:
+    """Return this process's cache for that file."""
     with _sharing:
         if cache_file not in _shared:
             _shared[cache_file] = WebPageCache(max_size, cache_file)

@@ -10,9 +10,9 @@ from skyrl_agent.tools.factory import make_tools
 class Delegate(BaseTool):
     """
     Args:
-        tools: the sub-agent's; none: those of the agent that calls.
-        max_iterations: its steps; none: as many as the agent's.
-        timeout_seconds: of its whole run.
+        tools: tools of the sub-agent; None: the calling agent's tools.
+        max_iterations: step limit of the sub-agent; None: the agent's limit.
+        timeout_seconds: timeout of the sub-agent's whole run.
     """
 
     name = "delegate"
@@ -26,7 +26,7 @@ class Delegate(BaseTool):
     ) -> None:
         if max_iterations is not None and max_iterations < 1:
             raise ConfigError(f"tool {self.name}: max_iterations must be at least 1; got {max_iterations}")
-        make_tools(tools or ())  # a mistake is seen before anything starts
+        make_tools(tools or ())  # raises invalid tools before the run
         self.tools, self.max_iterations, self.timeout_seconds = tools, max_iterations, timeout_seconds
 
     async def run(self, context: ToolContext, task: str) -> str:

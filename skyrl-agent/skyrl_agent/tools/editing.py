@@ -1,6 +1,6 @@
-"""Changes to a text that leave the rest of it as it was, line ends included. What goes wrong is told to the model.
+"""Text edits that preserve the rest of the text, including line ends. Errors are returned to the model.
 
-A line is what `\\n` ends; `\\r` before it belongs to the end.
+A line ends with `\\n`; a preceding `\\r` belongs to the line end.
 """
 
 import difflib
@@ -14,23 +14,23 @@ _LINE = re.compile(r"[^\n]*\n|[^\n]+")
 _NEWLINE = r"(?:\r\n|(?<!\r)\n)"
 
 
-def lines_of(text: str) -> list[str]:
+def split_lines(text: str) -> list[str]:
     """Split a text into lines with their ends."""
     return _LINE.findall(text)
 
 
-def line_end(text: str) -> str:
-    """The one that most lines have."""
+def get_line_end(text: str) -> str:
+    """Return the most frequent line end."""
     windows = text.count("\r\n")
     return "\r\n" if 2 * windows > text.count("\n") else "\n"
 
 
 def replace_once(text: str, old: str, new: str) -> tuple[str, int]:
-    """The text with `new` in place of `old`, which must be in it once, and the line where that begins. Either kind of
-    line end in `old` matches either in the text; `new` gets that of what it replaces.
+    """Replace the only occurrence of `old` by `new`. Returns the text and the line of the replacement. Line ends in
+    `old` match either kind in the text; `new` gets the line ends of the replaced text.
 
     Raises:
-        ValueError: `old` is empty, equal to `new`, not there or there more than once.
+        ValueError: `old` is empty, equal to `new`, missing, or occurs more than once.
     """
     old, new = old.replace("\r\n", "\n"), new.replace("\r\n", "\n")
     if not old:
@@ -40,9 +40,9 @@ def replace_once(text: str, old: str, new: str) -> tuple[str, int]:
     pattern = re.compile(f"(?=({_NEWLINE.join(map(re.escape, old.split(chr(10))))}))")
     spans = [found.span(1) for found in pattern.finditer(text)]
     if not spans:
-        raise ValueError(f"old_str is not in the file, so nothing was changed. {_nearest(text, old)}")
+        raise ValueError(f"old_str is not in the file, so nothing was changed. {_find_nearest(text, old)}")
     if len(spans) > 1:
-        numbers = [_line_at(text, start) for start, _ in spans]
+        numbers = [_count_line(text, start) for start, _ in spans]
         listed = ", ".join(map(str, numbers[:MAX_LISTED_LINES])) + (", ..." if len(numbers) > MAX_LISTED_LINES else "")
         raise ValueError(
             f"old_str is in the file {len(spans)} times, beginning on the lines {listed}, so nothing was changed. "
@@ -50,20 +50,20 @@ def replace_once(text: str, old: str, new: str) -> tuple[str, int]:
         )
     start, end = spans[0]
     replaced = text[start:end]
-    newline = line_end(replaced if "\n" in replaced else text)
-    return text[:start] + new.replace("\n", newline) + text[end:], _line_at(text, start)
+    newline = get_line_end(replaced if "\n" in replaced else text)
+    return text[:start] + new.replace("\n", newline) + text[end:], _count_line(text, start)
 
 
 def insert_after(text: str, line: int, inserted: str) -> str:
-    """`inserted` as lines of their own after this line, 0 being before the first. A last line without an end stays one.
+    """Insert lines after a line number; 0 inserts before the first line. A last line without a line end keeps none.
 
     Raises:
-        ValueError: there is no such line.
+        ValueError: the line does not exist.
     """
-    lines = lines_of(text)
+    lines = split_lines(text)
     if not 0 <= line <= len(lines):
         raise ValueError(f"insert_line must be from 0 (before the first line) to {len(lines)}; got {line}")
-    newline = line_end(text)
+    newline = get_line_end(text)
     block = [part + newline for part in inserted.replace("\r\n", "\n").removesuffix("\n").split("\n")]
     if line == len(lines) > 0 and not lines[-1].endswith("\n"):
         lines[-1] += newline
@@ -71,13 +71,13 @@ def insert_after(text: str, line: int, inserted: str) -> str:
     return "".join([*lines[:line], *block, *lines[line:]])
 
 
-def _line_at(text: str, position: int) -> int:
+def _count_line(text: str, position: int) -> int:
     return text.count("\n", 0, position) + 1
 
 
-def _nearest(text: str, old: str) -> str:
+def _find_nearest(text: str, old: str) -> str:
     """Find the text the model may have meant: equal except for white space, else lines similar to the first one."""
-    lines = [line.rstrip("\r\n") for line in lines_of(text)]
+    lines = [line.rstrip("\r\n") for line in split_lines(text)]
     wanted = old.strip("\n").split("\n")
     bare, bare_wanted = [line.strip() for line in lines], [line.strip() for line in wanted]
     if any(bare_wanted):

@@ -8,7 +8,7 @@ from skyrl_agent.tools import editing
 from skyrl_agent.tools.base import ToolContext
 from skyrl_agent.tools.code_search.engine.outline import elide, outline
 from skyrl_agent.tools.in_runtime import RuntimeTool
-from skyrl_agent.tools.runtime_files import PathState, absolute, read_path, remove_path, write_path
+from skyrl_agent.tools.runtime_files import PathState, read_path, remove_path, to_absolute_path, write_path
 
 T = TypeVar("T")
 
@@ -70,28 +70,28 @@ class StrReplaceEditor(RuntimeTool):
             python_only: For view of a folder: Python files and folders alone.
         """
         runtime = self.runtime_of(context)
-        path = absolute(runtime, path)
+        path = to_absolute_path(runtime, path)
         if command == "view":
-            return await self._view(runtime, path, view_range, concise, python_only)
+            return await self._show(runtime, path, view_range, concise, python_only)
         history: list[Change] = context.memory.setdefault(self.name, {}).setdefault(path, [])
         if command == "create":
-            return await self._create(runtime, path, _required(command, "file_text", file_text), history)
+            return await self._create(runtime, path, _get_required(command, "file_text", file_text), history)
         if command == "undo_edit":
-            return await self._undo(runtime, path, history)
-        before = _text_of(path, await read_path(runtime, path, MAX_FILE_BYTES))
+            return await self._revert(runtime, path, history)
+        before = _read_text(path, await read_path(runtime, path, MAX_FILE_BYTES))
         if command == "str_replace":
-            old = _required(command, "old_str", old_str)
+            old = _get_required(command, "old_str", old_str)
             after, first = editing.replace_once(before, old, new_str or "")
             count = (new_str or "").count("\n") + 1
         else:
-            line, new = _required(command, "insert_line", insert_line), _required(command, "new_str", new_str)
+            line, new = _get_required(command, "insert_line", insert_line), _get_required(command, "new_str", new_str)
             after, first = editing.insert_after(before, line, new), line + 1
             count = new.removesuffix("\n").count("\n") + 1
-        await self._change(runtime, path, before.encode(), after.encode(), history)
-        snippet = self._clipped("", _rows(after, first - SNIPPET_LINES, first + count - 1 + SNIPPET_LINES))
-        return f"{path} is changed:\n{snippet}{_new_syntax_error(path, before, after)}"
+        await self._apply_change(runtime, path, before.encode(), after.encode(), history)
+        snippet = self._clip_rows("", _format_rows(after, first - SNIPPET_LINES, first + count - 1 + SNIPPET_LINES))
+        return f"{path} is changed:\n{snippet}{_find_new_syntax_error(path, before, after)}"
 
-    async def _view(
+    async def _show(
         self, runtime: Runtime, path: str, view_range: list[int] | None, concise: bool, python_only: bool
     ) -> str:
         found = await read_path(runtime, path, MAX_FILE_BYTES)
@@ -99,29 +99,29 @@ class StrReplaceEditor(RuntimeTool):
             if view_range:
                 raise ValueError(f"{path} is a folder: view_range is for files")
             shown = [entry for entry in found.entries if not python_only or entry.endswith(("/", ".py"))]
-            return self._clipped(f"{path}: files and folders two levels deep, without hidden ones", shown)
-        text = _text_of(path, found)
-        first, last = _range(view_range, len(editing.lines_of(text)))
-        rows = _rows(text, first, last)
+            return self._clip_rows(f"{path}: files and folders two levels deep, without hidden ones", shown)
+        text = _read_text(path, found)
+        first, last = _parse_range(view_range, len(editing.split_lines(text)))
+        rows = _format_rows(text, first, last)
         too_long = sum(map(len, rows)) + len(rows) > self.max_chars and view_range is None
         if path.endswith(".py") and (concise or too_long):
             source = text.replace("\r\n", "\n")
             elided = [
-                _row(number, line)
+                _format_row(number, line)
                 for number, line in elide(source, outline(source).entities)
                 if first <= number <= last
             ]
             if len(elided) < len(rows):
-                return self._clipped(f"{path} without the bodies of functions (view_range shows them):", elided)
-        return self._clipped("", rows) or f"{path} is empty"
+                return self._clip_rows(f"{path} without the bodies of functions (view_range shows them):", elided)
+        return self._clip_rows("", rows) or f"{path} is empty"
 
     async def _create(self, runtime: Runtime, path: str, content: str, history: list[Change]) -> str:
         if (await read_path(runtime, path, MAX_FILE_BYTES)).kind != "missing":
             raise ValueError(f"{path} is there already: change it with str_replace or insert, or remove it first")
-        await self._change(runtime, path, None, content.encode(), history)
-        return f"{path} is created{_new_syntax_error(path, '', content)}"
+        await self._apply_change(runtime, path, None, content.encode(), history)
+        return f"{path} is created{_find_new_syntax_error(path, '', content)}"
 
-    async def _undo(self, runtime: Runtime, path: str, history: list[Change]) -> str:
+    async def _revert(self, runtime: Runtime, path: str, history: list[Change]) -> str:
         if not history:
             raise ValueError(f"there is no change of {path} by this tool to take back")
         before, after = history[-1]
@@ -138,15 +138,15 @@ class StrReplaceEditor(RuntimeTool):
         history.pop()
         return f"the last change of {path} is taken back" + (": the file is gone" if before is None else "")
 
-    async def _change(
+    async def _apply_change(
         self, runtime: Runtime, path: str, before: bytes | None, after: bytes, history: list[Change]
     ) -> None:
         await write_path(runtime, path, after)
         history.append((before, after))
         del history[:-MAX_UNDO]
 
-    def _clipped(self, title: str, rows: list[str]) -> str:
-        """Whole rows as far as there is room, and a note of what is missing."""
+    def _clip_rows(self, title: str, rows: list[str]) -> str:
+        """Return as many whole rows as fit, and a note about omitted ones."""
         shown, size = [], len(title) + 100
         for row in rows:
             size += len(row) + 1
@@ -158,14 +158,14 @@ class StrReplaceEditor(RuntimeTool):
         return "\n".join([*([title] if title else []), *shown, *note])
 
 
-def _required(command: str, name: str, value: T | None) -> T:
+def _get_required(command: str, name: str, value: T | None) -> T:
     if value is None:
         raise ValueError(f"{command} needs {name}")
     return value
 
 
-def _text_of(path: str, found: PathState) -> str:
-    """Raises ValueError for what is no text file."""
+def _read_text(path: str, found: PathState) -> str:
+    """Read a text file. Raises ValueError for other content."""
     if found.kind == "missing":
         raise ValueError(f"there is no {path}: create makes a file, view of a folder shows what there is")
     if found.kind == "directory":
@@ -179,22 +179,22 @@ def _text_of(path: str, found: PathState) -> str:
     return text
 
 
-def _rows(text: str, first: int, last: int) -> list[str]:
-    """Those lines of them that there are, with numbers."""
+def _format_rows(text: str, first: int, last: int) -> list[str]:
+    """Return the requested lines, numbered. Lines past the end are omitted."""
     first = max(first, 1)
-    lines = editing.lines_of(text)[first - 1 : last]
-    return [_row(number, line.rstrip("\r\n")) for number, line in enumerate(lines, first)]
+    lines = editing.split_lines(text)[first - 1 : last]
+    return [_format_row(number, line.rstrip("\r\n")) for number, line in enumerate(lines, first)]
 
 
-def _row(number: int, line: str) -> str:
+def _format_row(number: int, line: str) -> str:
     missing = len(line) - MAX_LINE_CHARS
     return (
         f"{number:6}\t{line}" if missing <= 0 else f"{number:6}\t{line[:MAX_LINE_CHARS]}... {missing} more characters"
     )
 
 
-def _range(view_range: list[int] | None, count: int) -> tuple[int, int]:
-    """Raises ValueError for a range that the file's lines do not have."""
+def _parse_range(view_range: list[int] | None, count: int) -> tuple[int, int]:
+    """Validate a line range. Raises ValueError for lines outside the file."""
     if view_range is None:
         return 1, count
     if len(view_range) != 2:
@@ -208,7 +208,7 @@ def _range(view_range: list[int] | None, count: int) -> tuple[int, int]:
     return first, min(last, count)
 
 
-def _new_syntax_error(path: str, before: str, after: str) -> str:
+def _find_new_syntax_error(path: str, before: str, after: str) -> str:
     if not path.endswith(".py"):
         return ""
     error = outline(after.replace("\r\n", "\n")).error

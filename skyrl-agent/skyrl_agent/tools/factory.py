@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from skyrl_agent.dotted_paths import class_at
+from skyrl_agent.dotted_paths import resolve_class
 from skyrl_agent.errors import ConfigError
 from skyrl_agent.tools.base import TOOL_REGISTRY, BaseTool, ToolEntry
-from skyrl_agent.tools.foreign import PublishedTool, is_published, tools_of_group
+from skyrl_agent.tools.foreign import PublishedTool, get_group_tools, is_published
 from skyrl_agent.types import JsonObject
 from skyrl_gym.suggestions import did_you_mean
 from skyrl_gym.tools.core import ToolGroup
@@ -18,36 +18,36 @@ MCP = "skyrl_gym.tools.mcp:MCPToolGroup"
 
 
 def make_tool(name: str, settings: JsonObject | None = None) -> BaseTool:
-    """Make the one tool of a name; see `make_tools_of`."""
+    """Build the single tool of a name; see `make_tools_of`."""
     [tool] = make_tools_of(name, settings)
     return tool
 
 
 def make_tools_of(name: str, settings: JsonObject | None = None) -> list[BaseTool]:
-    """Make what a name of a task file stands for: a tool, or those of a tool group or an MCP server.
+    """Build the tools for a name in a task file: a tool, or the tools of a tool group or an MCP server.
 
     Raises:
-        ConfigError: there is no such tool; a setting of it is wrong; what it needs is not installed.
+        ConfigError: the tool is unknown, has an invalid setting, or needs a package that is not installed.
     """
     settings = settings or {}
-    found = _class_of(name)
+    found = _find_class(name)
     if issubclass(found, ToolGroup):
-        return tools_of_group(name, found, settings)
+        return get_group_tools(name, found, settings)
     _check_settings(name, found, settings)
     if not is_published(found):
         return [found(**settings)]
     return [PublishedTool(found(**settings))]
 
 
-def _class_of(name: str) -> type[Any]:
+def _find_class(name: str) -> type[Any]:
     found = MCP if name == "mcp" else TOOL_REGISTRY.get(name)
     if found is None and "." not in name:
         near = did_you_mean(name, sorted([*TOOL_REGISTRY, "mcp"]))
         raise ConfigError(
-            f"tools: there is no tool {name!r}; {near} (one of your own: its dotted path, or the module that "
+            f"tools: unknown tool {name!r}; {near} (for a custom tool: its dotted path, or the module that "
             "registers it under `imports`)"
         )
-    found = class_at(name, "tools") if found is None else found
+    found = resolve_class(name, "tools") if found is None else found
     if isinstance(found, str):
         module, _, attribute = found.partition(":")
         found = getattr(import_module(module), attribute)

@@ -4,7 +4,7 @@ from skyrl_agent.tools.base import BaseTool, ToolContext, ToolOutput
 
 
 class Finish(BaseTool):
-    """Tool that ends the agent with its answer."""
+    """Tool that ends the agent with a final response."""
 
     name = "finish"
 
@@ -18,7 +18,7 @@ class Finish(BaseTool):
 
 
 class BoxedFinish(BaseTool):
-    """Tool that ends the agent with its answer in a box."""
+    """Tool that ends the agent with a boxed final answer."""
 
     name = "finish"
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from skyrl_agent.errors import ConfigError, InfraError
-from skyrl_agent.runtimes.threads import in_thread
+from skyrl_agent.runtimes.threads import run_in_thread
 from skyrl_agent.tools.base import BaseTool, ToolContext, ToolOutput
 from skyrl_agent.types import JsonObject
 from skyrl_gym.tools.core import ToolGroup, as_text, function_schema
@@ -29,7 +29,7 @@ class GroupTool(BaseTool):
         return self._schema
 
     async def call(self, context: ToolContext, arguments: JsonObject) -> ToolOutput:
-        text = await in_thread(math.inf, self._group.call, self.name, arguments)
+        text = await run_in_thread(math.inf, self._group.call, self.name, arguments)
         return ToolOutput(text, failed=text.startswith(FAILED))
 
 
@@ -37,7 +37,7 @@ _groups: dict[str, ToolGroup] = {}
 _lock = threading.Lock()
 
 
-def tools_of_group(name: str, kind: type[ToolGroup], settings: JsonObject) -> list[BaseTool]:
+def get_group_tools(name: str, kind: type[ToolGroup], settings: JsonObject) -> list[BaseTool]:
     """Return the tools of a group, which is made once in a process for the same settings.
 
     Args:
@@ -50,16 +50,16 @@ def tools_of_group(name: str, kind: type[ToolGroup], settings: JsonObject) -> li
     key = f"{kind.__module__}.{kind.__qualname__} {json.dumps(settings, sort_keys=True, default=repr)}"
     with _lock:
         if key not in _groups:
-            _groups[key] = _new_group(name, kind, settings)
+            _groups[key] = _create_group(name, kind, settings)
         group = _groups[key]
     tools = [GroupTool(group, schema) for schema in group.schemas()]
     names = [tool.name for tool in tools]
     if unknown := [wanted for wanted in only or () if wanted not in names]:
-        raise ConfigError(f"tools: {name}: only: there is no tool {unknown[0]!r}; there are {', '.join(names)}")
+        raise ConfigError(f"tools: {name}: only: unknown tool {unknown[0]!r}; known: {', '.join(names)}")
     return [tool for tool in tools if only is None or tool.name in only]
 
 
-def _new_group(name: str, kind: type[ToolGroup], settings: JsonObject) -> ToolGroup:
+def _create_group(name: str, kind: type[ToolGroup], settings: JsonObject) -> ToolGroup:
     try:
         return kind(**settings)
     except ModuleNotFoundError as error:
@@ -79,7 +79,7 @@ def close_groups() -> None:
 
 
 def is_published(kind: type[Any]) -> bool:
-    """Return whether a class has a `call(self, params, **kwargs)` of its own, as published tools do."""
+    """Return whether a class defines `call(self, params, **kwargs)`, as published tools do."""
     call = getattr(kind, "call", None)
     return call is not BaseTool.call and call is not None and "context" not in inspect.signature(call).parameters
 
@@ -87,12 +87,12 @@ def is_published(kind: type[Any]) -> bool:
 class PublishedTool(BaseTool):
     """A tool with `name`, `description`, `parameters` (a JSON schema, or a list of parameters) and
     `call(self, params, **kwargs)`, which gets the arguments as JSON text and runs in a thread. kwargs: `trajectory_id`,
-    `agent`: the call's `ToolContext`. An output of None shows the model an empty result."""
+    `agent`: the call's `ToolContext`. An output of None is an empty result for the model."""
 
     def __init__(self, tool: Any) -> None:
         self._tool = tool
         self.name = tool.name  # pyright: ignore[reportAttributeAccessIssue]
-        self._parameters = _json_schema(self.name, tool.parameters)
+        self._parameters = _build_json_schema(self.name, tool.parameters)
 
     def schema(self) -> JsonObject:
         return function_schema(self.name, str(self._tool.description), self._parameters)
@@ -110,19 +110,19 @@ class PublishedTool(BaseTool):
             return self._tool.call(params, agent=context, trajectory_id=context.trajectory_id)
 
         try:
-            output = await in_thread(math.inf, work)
+            output = await run_in_thread(math.inf, work)
             if inspect.isawaitable(output):
                 output = await output
         except InfraError:
             raise
-        except Exception as error:  # a tool may do anything, and the trajectory goes on
+        except Exception as error:  # a tool may raise anything; the trajectory continues
             return ToolOutput(f"Error in {self.name}: {str(error) or type(error).__name__}", failed=True)
         if isinstance(output, ToolOutput):
             return output
         return ToolOutput(as_text(output), ends=self.name == "finish")
 
 
-def _json_schema(name: str, parameters: Any) -> JsonObject:
+def _build_json_schema(name: str, parameters: Any) -> JsonObject:
     """Return the schema of parameters; a list of them has `name`, `type`, `description`, `required` of each.
 
     Raises:

@@ -32,6 +32,6 @@ class RuntimeTool(BaseTool):
 
 
 def within(runtime: Runtime, seconds: float) -> Limits:
-    """The runtime's own limits, but this time: on the clock, and of the processor at least."""
+    """Return the runtime's limits with this wall-clock time, and at least as much CPU time."""
     limits = runtime.spec.limits
     return replace(limits, wall_seconds=seconds, cpu_seconds=max(seconds, limits.cpu_seconds))

@@ -27,12 +27,12 @@ def main():
     except SystemExit:
         raise
     except BaseException as error:  # the program of the model may raise anything; its traceback is the output
-        traceback.print_exception(type(error), error, _program_frames(error.__traceback__))
+        traceback.print_exception(type(error), error, _filter_frames(error.__traceback__))
         sys.stdout.flush()
         sys.exit(1)
 
 
-def _program_frames(trace):
+def _filter_frames(trace):
     """Remove the frames of this file."""
     while trace is not None and trace.tb_frame.f_code.co_filename != FILE:
         trace = trace.tb_next

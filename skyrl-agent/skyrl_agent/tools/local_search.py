@@ -1,4 +1,4 @@
-"""Search in a corpus of one's own, over a retrieval server (`python -m skyrl_gym.tools.retrieval`)."""
+"""Search in a custom corpus through a retrieval server (`python -m skyrl_gym.tools.retrieval`)."""
 
 from skyrl_agent.errors import ConfigError
 from skyrl_agent.tools.base import BaseTool, ToolContext
@@ -9,11 +9,11 @@ from skyrl_agent.tools.settings import required, setting
 class LocalSearch(BaseTool):
     """
     Args:
-        url: of the server; none: the environment variable LOCAL_SEARCH_URL.
-        topk: documents for a query; none: LOCAL_SEARCH_TOP_K, else 3.
-        timeout: seconds for one request.
-        max_document_chars: of one document; the rest is left out.
-        client: in place of the server.
+        url: address of the server; None: the environment variable LOCAL_SEARCH_URL.
+        topk: documents per query; None: LOCAL_SEARCH_TOP_K, else 3.
+        timeout: seconds per request.
+        max_document_chars: length limit of a document; longer ones are truncated.
+        client: replaces the server's client.
     """
 
     name = "local_search"

@@ -1,5 +1,6 @@
-"""Reading what is longer than a context, as in MemAgent (https://arxiv.org/abs/2507.02259): section by section, with
-nothing carried on but a summary that the model writes."""
+"""Reading of texts longer than the context, as in MemAgent (https://arxiv.org/abs/2507.02259): section by section,
+keeping only a summary that the model writes.
+"""
 
 import re
 from collections.abc import Iterator
@@ -42,7 +43,7 @@ class NextWithSummary(BaseTool):
 
     async def open(self, context: ToolContext) -> None:
         """Raises TaskRowError if the row has no context."""
-        context.memory["sections"] = sections_of(context.row.get("context"), self.section_chars)
+        context.memory["sections"] = split_sections(context.row.get("context"), self.section_chars)
         context.memory["next_section"] = 0
 
     async def run(self, context: ToolContext, summary: str) -> ToolOutput:
@@ -55,20 +56,20 @@ class NextWithSummary(BaseTool):
         sections, index = context.memory["sections"], context.memory["next_section"]
         if index == len(sections):
             return ToolOutput(ALL_READ)
-        system, problem = context.memory.setdefault("task", _task_of(context.messages))
+        system, problem = context.memory.setdefault("task", _extract_task(context.messages))
         context.memory.update(next_section=index + 1, summary=summary)
-        shown = section_message(problem, summary, sections[index], index + 1, len(sections))
+        shown = build_section_message(problem, summary, sections[index], index + 1, len(sections))
         return ToolOutput("", new_context=[*system, shown])
 
 
-def _task_of(messages: list[Message]) -> tuple[list[Message], str]:
-    """The system messages, and the first thing that the user said."""
+def _extract_task(messages: list[Message]) -> tuple[list[Message], str]:
+    """Return the system messages and the first user message."""
     system = [message for message in messages if message["role"] == "system"]
     asked = next((str(message["content"]) for message in messages if message["role"] == "user"), "")
     return system, (last_tagged(asked, "problem") or asked).strip()
 
 
-def section_message(problem: str, memory: str, section: str, number: int, total: int) -> Message:
+def build_section_message(problem: str, memory: str, section: str, number: int, total: int) -> Message:
     left = f"{total - number} more to come" if number < total else "this is the last one; finish when you are ready"
     return {
         "role": "user",
@@ -77,12 +78,12 @@ def section_message(problem: str, memory: str, section: str, number: int, total:
     }
 
 
-def sections_of(context: object, most: int) -> list[str]:
-    """A text, or documents, in parts of at most `most` characters. Documents (in a text those that begin with
-    `Document N:`) stay whole where they fit.
+def split_sections(context: object, most: int) -> list[str]:
+    """Split a text or documents into sections of at most `most` characters. Documents (in a text, they begin with
+    `Document N:`) stay whole if they fit.
 
     Raises:
-        TaskRowError: there is no text.
+        TaskRowError: the text is missing.
     """
     if hasattr(context, "tolist"):  # an array from a parquet file
         context = context.tolist()  # pyright: ignore[reportAttributeAccessIssue]
@@ -90,17 +91,17 @@ def sections_of(context: object, most: int) -> list[str]:
     if not isinstance(documents, list) or not all(isinstance(document, str) for document in documents):
         raise TaskRowError(f"context must be a text or a list of texts; got {type(context).__name__}")
     sections: list[str] = []
-    for part in (part for document in documents for part in _parts(document.strip(), most)):
+    for part in (part for document in documents for part in _split_parts(document.strip(), most)):
         if sections and len(sections[-1]) + 2 + len(part) <= most:
             sections[-1] += f"\n\n{part}"
         else:
             sections.append(part)
     if not sections:
-        raise TaskRowError("context is empty: there is nothing to read")
+        raise TaskRowError("context is empty: nothing to read")
     return sections
 
 
-def _parts(text: str, most: int) -> Iterator[str]:
+def _split_parts(text: str, most: int) -> Iterator[str]:
     """Cut where a paragraph, a line, a sentence or a word ends, in the second half of a part if it can be."""
     while len(text) > most:
         ends = (text.rfind(mark, most // 2, most) + len(mark) for mark in _BREAKS if mark in text[most // 2 : most])

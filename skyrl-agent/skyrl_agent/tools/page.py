@@ -13,7 +13,7 @@ class Page(BaseTool):
 
     async def open(self, context: ToolContext) -> None:
         if not hasattr(context.runtime, "outline"):
-            raise ConfigError("tool page: there is no browser; dispatcher.type must be async_fix_pool")
+            raise ConfigError("tool page: no browser; dispatcher.type must be async_fix_pool")
 
     async def run(
         self,
@@ -43,4 +43,4 @@ class Page(BaseTool):
             await page.type(number, text, enter)
         elif action == "back":
             await page.back()
-        return await page.outline()
+        return await page.describe()

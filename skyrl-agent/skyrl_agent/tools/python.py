@@ -1,4 +1,4 @@
-"""Python tools: run the model's code in the trajectory's runtime, else in a runtime of their own."""
+"""Python tools: run the model's code in the trajectory's runtime, else in a separate runtime."""
 
 from importlib.resources import files
 
@@ -6,7 +6,7 @@ from pydantic import ValidationError
 
 from skyrl_agent.config.task_file import RuntimeSection
 from skyrl_agent.errors import ConfigError
-from skyrl_agent.runtimes import make_runtime, spec_with
+from skyrl_agent.runtimes import make_runtime, merge_spec
 from skyrl_agent.runtimes.base import ExecResult, Limits, Runtime, RuntimeSpec
 from skyrl_agent.tools.base import BaseTool, ToolContext, ToolOutput
 from skyrl_agent.types import JsonObject
@@ -38,7 +38,7 @@ class CodeInterpreter(BaseTool):
     ) -> None:
         self.limits = Limits(wall_seconds=timeout, cpu_seconds=timeout, memory_bytes=memory_bytes)
         try:
-            self.spec = spec_with(RuntimeSection(**(runtime or {})), RuntimeSpec(limits=self.limits))
+            self.spec = merge_spec(RuntimeSection(**(runtime or {})), RuntimeSpec(limits=self.limits))
         except ValidationError as failure:
             raise ConfigError(f"tool {self.name}: runtime: {failure}") from None
         self._own: Runtime | None = None
@@ -53,17 +53,17 @@ class CodeInterpreter(BaseTool):
         """
         if language.lower() not in ("python", "python3", "py"):
             raise ValueError(f"language must be python; got {language!r}")
-        return await self._ran(context, code)
+        return await self._run_program(context, code)
 
-    async def _ran(self, context: ToolContext, code: str) -> str | ToolOutput:
-        runtime = context.runtime or await self._own_runtime()
+    async def _run_program(self, context: ToolContext, code: str) -> str | ToolOutput:
+        runtime = context.runtime or await self._open_runtime()
         program = extract_code(code) if code.lstrip().startswith("```") else None
         source = (code if program is None else program).encode(errors="replace")
         inside = (files("skyrl_agent.tools") / "inside_python.py").read_text()
         result = await runtime.exec([runtime.python, "-c", inside], stdin=source, limits=self.limits)
-        return self._text_of(result)
+        return self._format_result(result)
 
-    def _text_of(self, result: ExecResult) -> str | ToolOutput:
+    def _format_result(self, result: ExecResult) -> str | ToolOutput:
         parts = [result.stdout.strip(), result.stderr.strip()]
         if result.outcome != "exited":
             parts.append(
@@ -75,10 +75,10 @@ class CodeInterpreter(BaseTool):
             parts.append(f"Error: the program ended with exit status {result.returncode}")
         return ToolOutput("\n".join(filter(None, parts)) or NOTHING_PRINTED, failed=not result.ok)
 
-    async def _own_runtime(self) -> Runtime:
+    async def _open_runtime(self) -> Runtime:
         if self._own is None:
             runtime = make_runtime(self.spec)
-            self._own = runtime  # before it is started: what a cancelled start leaves is closed too
+            self._own = runtime  # before the start, so that a cancelled start is closed too
             await runtime.start()
             return runtime
         return self._own
@@ -101,4 +101,4 @@ class Python(CodeInterpreter):
         Args:
             code: The program.
         """
-        return await self._ran(context, code)
+        return await self._run_program(context, code)

@@ -44,15 +44,15 @@ class PathState:
     """Relative; those of folders end in a slash."""
 
 
-def absolute(runtime: Runtime, path: str) -> str:
-    """Relative paths begin in the working directory."""
+def to_absolute_path(runtime: Runtime, path: str) -> str:
+    """Resolve a path relative to the working directory."""
     return posixpath.normpath(posixpath.join(runtime.workdir, path))
 
 
 async def read_path(runtime: Runtime, path: str, max_bytes: int) -> PathState:
     """
     Raises:
-        ValueError: there is something that cannot be read; the text says why.
+        ValueError: there is something that cannot be read; with the reason.
         InfraError: of the runtime.
     """
     limits = replace(within(runtime, SECONDS), output_bytes=2 * max_bytes)
@@ -67,32 +67,32 @@ async def read_path(runtime: Runtime, path: str, max_bytes: int) -> PathState:
     if kind == "unreadable":
         raise ValueError(f"{path} may not be read")
     if not result.ok:
-        raise ValueError(f"{path} could not be read: {_why(result)}")
+        raise ValueError(f"{path} could not be read: {_format_reason(result)}")
     if kind == "directory":
         return PathState(kind, entries=sorted(entry[2:] for entry in rest.splitlines() if entry not in (".", "./")))
     return PathState(kind, base64.b64decode(rest) if kind == "file" else b"")
 
 
 async def write_path(runtime: Runtime, path: str, data: bytes) -> None:
-    """All or nothing: a file that was there is whole whatever happens, and keeps its mode.
+    """Write a file atomically. An existing file keeps its mode.
 
     Raises:
-        ValueError: it could not be written; the text says why.
+        ValueError: the file could not be written, with the reason.
         InfraError: of the runtime.
     """
     result = await runtime.exec(["bash", "-c", WRITE, "bash", path], stdin=data, limits=within(runtime, SECONDS))
     if not result.ok:
-        raise ValueError(f"{path} could not be written and is as before: {_why(result)}")
+        raise ValueError(f"{path} could not be written and is as before: {_format_reason(result)}")
 
 
 async def remove_path(runtime: Runtime, path: str) -> None:
     """Raises ValueError, InfraError."""
     result = await runtime.exec(["rm", "-f", "--", path], limits=within(runtime, SECONDS))
     if not result.ok:
-        raise ValueError(f"{path} could not be removed: {_why(result)}")
+        raise ValueError(f"{path} could not be removed: {_format_reason(result)}")
 
 
-def _why(result: ExecResult) -> str:
+def _format_reason(result: ExecResult) -> str:
     if result.outcome != "exited":
         return f"the limit {result.outcome} was reached"
     return result.stderr.strip()[-300:] or f"exit code {result.returncode}"

@@ -50,8 +50,8 @@ class _ServiceClient:
     async def probe(self) -> None:
         await self.service.probe()
 
-    def unreadable(self, answer: object, failure: Exception) -> InfraError:
-        return InfraError(f"{self.service.url}: an answer of unknown form ({failure!r}): {str(answer)[:300]}")
+    def build_unreadable_error(self, answer: object, failure: Exception) -> InfraError:
+        return InfraError(f"{self.service.url}: a reply in an unknown format ({failure!r}): {str(answer)[:300]}")
 
 
 class RetrieverClient(_ServiceClient):
@@ -61,29 +61,29 @@ class RetrieverClient(_ServiceClient):
         super().__init__(AsyncService(url, timeout=timeout, retries=RETRIEVER_RETRIES))
 
     async def probe(self) -> None:
-        """Ask a query: another server, or another of its paths, would answer something else."""
+        """Send a test query: another server or path would reply in another format."""
         service = AsyncService(self.service.url, timeout=self.service.timeout, retries=PROBE_RETRIES)
         try:
-            await self._search(service, "probe", 1)
+            await self._send_queries(service, "probe", 1)
         except ValueError as error:
             raise InfraError(f"{service.url} is no retrieval server: {error}") from error
         finally:
             await service.close()
 
     async def search(self, query: str, num: int) -> list[Hit]:
-        return await self._search(self.service, query, num)
+        return await self._send_queries(self.service, query, num)
 
-    async def _search(self, service: AsyncService, query: str, num: int) -> list[Hit]:
+    async def _send_queries(self, service: AsyncService, query: str, num: int) -> list[Hit]:
         answer = await service.json({"queries": [query], "topk": num, "return_scores": True})
         try:
             (group,) = answer["result"]
-            return [_document(item.get("document", item)) for item in group]
+            return [_split_document(item.get("document", item)) for item in group]
         except (KeyError, TypeError, ValueError, AttributeError) as failure:
-            raise self.unreadable(answer, failure) from failure
+            raise self.build_unreadable_error(answer, failure) from failure
 
 
-def _document(document: JsonObject) -> Hit:
-    """Split a document, whose first line is the title."""
+def _split_document(document: JsonObject) -> Hit:
+    """Split a document into the title (first line) and the text."""
     title, _, text = document["contents"].strip().partition("\n")
     return Hit(title, str(document.get("url") or document.get("id") or ""), text)
 
@@ -97,9 +97,9 @@ class SerperClient(_ServiceClient):
     async def search(self, query: str, num: int) -> list[Hit]:
         answer = await self.service.json({"q": query, "num": num})
         try:
-            return [_hit(item, "link", item.get("snippet")) for item in answer.get("organic", [])][:num]
+            return [_parse_hit(item, "link", item.get("snippet")) for item in answer.get("organic", [])][:num]
         except (KeyError, TypeError, AttributeError) as failure:
-            raise self.unreadable(answer, failure) from failure
+            raise self.build_unreadable_error(answer, failure) from failure
 
 
 class YoucomClient(_ServiceClient):
@@ -114,11 +114,12 @@ class YoucomClient(_ServiceClient):
             results = answer.get("results") or {}
             found = [*(results.get("web") or []), *(results.get("news") or [])]
             return [
-                _hit(item, "url", " ".join(item.get("snippets") or [item.get("description") or ""])) for item in found
+                _parse_hit(item, "url", " ".join(item.get("snippets") or [item.get("description") or ""]))
+                for item in found
             ]
         except (KeyError, TypeError, AttributeError) as failure:
-            raise self.unreadable(answer, failure) from failure
+            raise self.build_unreadable_error(answer, failure) from failure
 
 
-def _hit(item: JsonObject, url: str, text: str | None) -> Hit:
+def _parse_hit(item: JsonObject, url: str, text: str | None) -> Hit:
     return Hit(item.get("title") or item[url], item[url], text or "")

@@ -25,7 +25,7 @@ def required(tool: str, name: str, given: str | None, *variables: str) -> str:
     return value
 
 
-def setting_list(given: list[str] | None, *variables: str) -> list[str]:
+def get_setting_list(given: list[str] | None, *variables: str) -> list[str]:
     """Return a list; see `setting`. The environment's is separated by commas."""
     if given is not None:
         return given

@@ -8,12 +8,12 @@ import time
 from skyrl_agent.errors import ConfigError
 from skyrl_agent.tools.async_service import together
 from skyrl_agent.tools.base import BaseTool, ToolContext
-from skyrl_agent.tools.cache import shared_cache
-from skyrl_agent.tools.settings import setting, setting_list
+from skyrl_agent.tools.cache import get_shared_cache
+from skyrl_agent.tools.settings import get_setting_list, setting
 from skyrl_agent.tools.web.blocklist import Blocklist
 from skyrl_agent.tools.web.readers import DirectReader, JinaReader, PageError, PageReader, PageRefused, WebPage
 from skyrl_agent.tools.web.summary import ChatSummarizer, OwnSummarizer, Summarizer, summarize_page
-from skyrl_agent.tools.web.urls import parse_urls, variants
+from skyrl_agent.tools.web.urls import list_url_variants, parse_urls
 
 MAX_URLS = 5
 """Maximum number of URLs per call."""
@@ -58,14 +58,16 @@ class WebBrowser(BaseTool):
     ) -> None:
         self.page_chars, self.chunk_chars = page_chars, chunk_chars
         try:
-            self.reader = _reader(reader, reader_url, timeout, allow_private) if isinstance(reader, str) else reader
-            self.summarizer = _summarizer(summary_url, summary_model, summary_key_env)
-            self.cache = shared_cache(setting(cache_file, "WEBPAGE_CACHE_FILE"), cache_pages)
+            self.reader = (
+                _build_reader(reader, reader_url, timeout, allow_private) if isinstance(reader, str) else reader
+            )
+            self.summarizer = _build_summarizer(summary_url, summary_model, summary_key_env)
+            self.cache = get_shared_cache(setting(cache_file, "WEBPAGE_CACHE_FILE"), cache_pages)
         except (ValueError, OSError, sqlite3.Error) as failure:
             raise ConfigError(f"tool {self.name}: {failure}") from failure
         self.blocked = Blocklist(
-            setting_list(blocked_domains, "WEB_BLOCKLIST_DOMAINS", "SEARCH_BLOCKLIST_DOMAINS"),
-            setting_list(blocked_keywords, "WEB_BLOCKLIST_KEYWORDS", "SEARCH_BLOCKLIST_KEYWORDS"),
+            get_setting_list(blocked_domains, "WEB_BLOCKLIST_DOMAINS", "SEARCH_BLOCKLIST_DOMAINS"),
+            get_setting_list(blocked_keywords, "WEB_BLOCKLIST_KEYWORDS", "SEARCH_BLOCKLIST_KEYWORDS"),
         )
         self._failed: dict[str, tuple[float, str]] = {}
 
@@ -79,10 +81,10 @@ class WebBrowser(BaseTool):
         urls = parse_urls(url)
         if not 1 <= len(urls) <= MAX_URLS:
             raise ValueError(f"give 1 to {MAX_URLS} addresses, such as https://example.org/page; got {len(urls)}")
-        found = await together(*(self._answer(context, address, goal) for address in urls))
+        found = await together(*(self._read_for_goal(context, address, goal) for address in urls))
         return "\n=======\n".join(f"{address}\n{text}" for address, text in zip(urls, found, strict=True))
 
-    async def _answer(self, context: ToolContext, url: str, goal: str) -> str:
+    async def _read_for_goal(self, context: ToolContext, url: str, goal: str) -> str:
         if self.blocked.blocks(url):
             return BLOCKED
         try:
@@ -97,7 +99,7 @@ class WebBrowser(BaseTool):
         return await summarize_page(summarizer, text, goal, context.trajectory_id, self.chunk_chars)
 
     async def _read(self, url: str) -> str:
-        """The page's text, from the cache if it is there. Raises PageError."""
+        """Return the page's text, cached if possible. Raises PageError."""
         text = await asyncio.to_thread(self.cache.get, url)
         if text is not None:
             return text
@@ -109,15 +111,15 @@ class WebBrowser(BaseTool):
         except PageError as failure:
             self._failed[url] = (time.monotonic(), str(failure))
             raise
-        if self.blocked.blocks(page.url):  # it redirects there
+        if self.blocked.blocks(page.url):  # a redirect led to a blocked page
             raise PageError(BLOCKED)
         await asyncio.to_thread(self.cache.put, url, page.text[: self.page_chars])
         return page.text
 
     async def _read_by_first(self, url: str) -> WebPage:
-        """Raises PageError: why the address as it is cannot be read."""
+        """Read a page by the first reader that succeeds. Raises the PageError of the original URL."""
         first: PageError | None = None
-        for address in variants(url):
+        for address in list_url_variants(url):
             try:
                 return await self.reader.read(address)
             except PageRefused:
@@ -133,17 +135,17 @@ class WebBrowser(BaseTool):
             await self.summarizer.close()
 
 
-def _reader(kind: str, url: str | None, timeout: float, allow_private: bool) -> PageReader:
+def _build_reader(kind: str, url: str | None, timeout: float, allow_private: bool) -> PageReader:
     """Raises ValueError."""
     if kind == "direct":
         return DirectReader(timeout, allow_private=allow_private)
     if kind == "jina":
-        keys = tuple(setting_list(None, "JINA_API_KEYS", "JINA_API_KEY"))
+        keys = tuple(get_setting_list(None, "JINA_API_KEYS", "JINA_API_KEY"))
         return JinaReader(keys, timeout=timeout, **({"url": url} if url else {}))
     raise ValueError(f"reader must be direct or jina; got {kind!r}")
 
 
-def _summarizer(url: str | None, model: str | None, key_env: str) -> Summarizer | None:
+def _build_summarizer(url: str | None, model: str | None, key_env: str) -> Summarizer | None:
     """Raises ValueError."""
     base_url, model = setting(url, "WEB_SUMMARY_API_BASE"), setting(model, "WEB_SUMMARY_MODEL")
     if base_url is None:

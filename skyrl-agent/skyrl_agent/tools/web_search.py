@@ -6,7 +6,7 @@ from skyrl_agent.errors import ConfigError
 from skyrl_agent.tools.async_service import together
 from skyrl_agent.tools.base import BaseTool, ToolContext
 from skyrl_agent.tools.search_clients import SERPER_URL, YOUCOM_URL, Hit, SearchClient, SerperClient, YoucomClient
-from skyrl_agent.tools.settings import required, setting_list
+from skyrl_agent.tools.settings import get_setting_list, required
 from skyrl_agent.tools.web.blocklist import Blocklist
 from skyrl_gym.tools.signature import parse_text
 
@@ -15,17 +15,18 @@ MAX_QUERIES = 5
 
 
 class SearchEngine(BaseTool):
-    """Google by serper.dev. For another engine: a subclass with its own `make_client`, under a name of its own.
+    """Google search through serper.dev. For another engine, define a subclass with `make_client` and register it under
+    another name.
 
     Args:
-        api_key: none: the environment variable of the engine (GOOGLE_SEARCH_KEY).
-        url: of the engine.
-        num: results for a query.
-        timeout: seconds for one request.
-        blocked_domains, blocked_keywords: results with one of these are left out; none: the environment variables
-            SEARCH_BLOCKLIST_DOMAINS and SEARCH_BLOCKLIST_KEYWORDS, with commas.
-        negative_filters: tells the engine of the blocked domains too (`-site:`).
-        client: in place of the engine.
+        api_key: None: the environment variable of the engine (GOOGLE_SEARCH_KEY).
+        url: address of the engine.
+        num: results per query.
+        timeout: seconds per request.
+        blocked_domains, blocked_keywords: results that match are dropped; None: the environment variables
+            SEARCH_BLOCKLIST_DOMAINS and SEARCH_BLOCKLIST_KEYWORDS, comma-separated.
+        negative_filters: also send the blocked domains to the engine (`-site:`).
+        client: replaces the engine's client.
     """
 
     name = "search_engine"
@@ -46,8 +47,8 @@ class SearchEngine(BaseTool):
     ) -> None:
         self.num = num
         self.blocked = Blocklist(
-            setting_list(blocked_domains, "SEARCH_BLOCKLIST_DOMAINS"),
-            setting_list(blocked_keywords, "SEARCH_BLOCKLIST_KEYWORDS"),
+            get_setting_list(blocked_domains, "SEARCH_BLOCKLIST_DOMAINS"),
+            get_setting_list(blocked_keywords, "SEARCH_BLOCKLIST_KEYWORDS"),
         )
         self.suffix = "".join(f" -site:{domain}" for domain in self.blocked.domains) if negative_filters else ""
         if client is None:
@@ -67,7 +68,7 @@ class SearchEngine(BaseTool):
         Args:
             query: One query or several, at most 5.
         """
-        queries = as_queries(query)
+        queries = parse_queries(query)
         found = await together(*(self.client.search(text + self.suffix, self.num) for text in queries))
         return "\n=======\n".join(map(self._format_hits, queries, found))
 
@@ -93,11 +94,11 @@ class YoucomSearchEngine(SearchEngine):
         return YoucomClient(api_key, url, timeout)
 
 
-def as_queries(query: list[str] | str) -> list[str]:
-    """Queries without space around them and without doubles; a text may hold a JSON list of them.
+def parse_queries(query: list[str] | str) -> list[str]:
+    """Normalize queries: strip whitespace and remove duplicates. A text may contain a JSON list.
 
     Raises:
-        ValueError: there are none, or too many.
+        ValueError: no queries, or too many.
     """
     parsed: Any = parse_text(query) if isinstance(query, str) else query
     texts = parsed if isinstance(parsed, list) else [query]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from skyrl_agent.agents.agent_trajectory import AgentTrajectory
-from skyrl_agent.agents.codeact import CodeActAgent, tools_of_flags
+from skyrl_agent.agents.codeact import CodeActAgent, get_tools_of_flags
 from skyrl_agent.agents.oh_codeact import CodeActTrajectory, OHCodeActAgent
 from skyrl_agent.config.task_file import read_task
 from skyrl_agent.errors import ConfigError, InfraError
@@ -114,7 +114,7 @@ async def is_closed(runtime) -> bool:
     return False
 
 
-async def test_a_question_is_asked_answered_and_judged():
+async def test_trajectory_runs_prompt_tool_call_and_grading():
     trajectory = trajectory_of(Sum(), [call("add", a=2, b=3), finish()], generator={"profile_tools": True})
     await play(trajectory, "initialize", "generate")
     assert trajectory.wants_evaluation
@@ -128,7 +128,7 @@ async def test_a_question_is_asked_answered_and_judged():
     assert trajectory.infer_engine.requests[0].sampling_params["temperature"] == 0.7
 
 
-async def test_the_agents_runtime_and_the_judges_are_two_and_both_are_closed(runtimes):
+async def test_agent_and_grader_use_separate_runtimes_that_are_closed(runtimes):
     trajectory = trajectory_of(File(), [call("write", path="answer.txt", text="5"), finish("done")])
     await play(trajectory, "initialize", "generate")
     assert len(runtimes) == 1 and await is_closed(runtimes[0])
@@ -156,7 +156,7 @@ async def test_failed_trajectory_is_closed_and_keeps_its_messages(runtimes, stag
     assert bool(trajectory.result.messages) == (stage != "initialize")
 
 
-async def test_a_restart_begins_anew(runtimes):
+async def test_restart_discards_previous_attempt(runtimes):
     class Recovering(ScriptedModel):
         async def async_generate_ids(self, **request):
             text, meta = await super().async_generate_ids(**request)
@@ -193,7 +193,7 @@ async def test_cancellation_closes_tools_and_runtime(runtimes):
     assert await is_closed(runtimes[0])
 
 
-async def test_closing_ends_a_wait_that_still_runs():
+async def test_close_stops_pending_wait():
     model = ScriptedModel(byte_tokenizer(), [finish()], seconds=60)
     trajectory = trajectory_of(Sum(), None, model=model)
     await trajectory.initialize_trajectory()
@@ -212,7 +212,7 @@ class Lending(File):
         return runtime
 
 
-async def test_a_lent_environment_is_the_runtime_and_stays_open_and_the_number_of_a_fixed_place_is_none(runtimes):
+async def test_borrowed_environment_is_runtime_and_stays_open(runtimes):
     task = Lending()
     lent = await task.make_environment()
     trajectory = trajectory_of(task, [call("write", path="answer.txt", text="5"), finish("done")])
@@ -232,7 +232,7 @@ async def test_a_lent_environment_is_the_runtime_and_stays_open_and_the_number_o
 @pytest.mark.parametrize(
     "content, error",
     [
-        ({"tools": ["finsh"]}, "there is no tool 'finsh'; did you mean finish"),
+        ({"tools": ["finsh"]}, "unknown tool 'finsh'; did you mean finish"),
         ({"tools": {"enable_bash": True}}, "CodeActAgent takes flags"),
         ({"tools": ["finish", "em_finish"]}, "both called 'finish'"),
         ({"agent_config": {"max_dept": 2}}, "unknown key agent_config.max_dept; did you mean agent_config.max_depth"),
@@ -241,7 +241,7 @@ async def test_a_lent_environment_is_the_runtime_and_stays_open_and_the_number_o
         ({"generator": {"chat_template": "no_such_file.jinja2"}}, "no_such_file.jinja2"),
     ],
 )
-def test_mistakes_of_a_task_file_are_seen_before_anything_starts(content, error):
+def test_task_file_errors_are_raised_before_start(content, error):
     with pytest.raises(ConfigError, match=error):
         trajectory_of(Sum(), [finish()], **content)
 
@@ -255,8 +255,8 @@ def test_mistakes_of_a_task_file_are_seen_before_anything_starts(content, error)
         ({"enable_bash": False, "enable_llm_editor": False}, ["finish"]),
     ],
 )  # fmt: skip
-def test_flags_choose_tools(flags, tools):
-    assert tools_of_flags(flags) == tools
+def test_flags_select_tools(flags, tools):
+    assert get_tools_of_flags(flags) == tools
 
 
 @pytest.mark.parametrize(
@@ -267,12 +267,12 @@ def test_flags_choose_tools(flags, tools):
         ({"enable_mcp": True}, "tools.enable_mcp"),
     ],
 )
-def test_wrong_flags_are_refused(flags, error):
+def test_invalid_flags_are_rejected(flags, error):
     with pytest.raises(ConfigError, match=error):
-        tools_of_flags(flags)
+        get_tools_of_flags(flags)
 
 
-def test_the_published_path_is_this_agent():
+def test_published_path_resolves_to_agent():
     assert OHCodeActAgent is CodeActAgent
     assert CodeActTrajectory is AgentTrajectory
     assert CodeActAgent.tool_entries(None, BaseTask()) == ["bash", "str_replace_editor", "finish"]

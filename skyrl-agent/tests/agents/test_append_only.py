@@ -24,7 +24,7 @@ def thoughtful_agent(**settings):
     return agent_of(THOUGHTFUL, max_iterations=9, tokenizer=tokenizer, **settings)
 
 
-async def test_six_turns_of_a_thinking_model_are_six_rows_and_a_warning_or_one_row(caplog, monkeypatch):
+async def test_append_only_merges_turns_of_thinking_model_into_one_row(caplog, monkeypatch):
     monkeypatch.setattr(loop, "_warned_of_rows", set())
     with caplog.at_level(logging.WARNING):
         agent = await ran(thoughtful_agent(), "FINISH_TOOL")
@@ -45,6 +45,6 @@ async def test_six_turns_of_a_thinking_model_are_six_rows_and_a_warning_or_one_r
     assert float(warning.partition("about ")[2].split()[0]) == pytest.approx(factor, rel=0.15)
 
 
-def test_thoughts_are_not_kept_and_removed():
+def test_append_only_conflicts_with_remove_think_tokens():
     with pytest.raises(ConfigError, match=r"append_only=true.*remove_think_tokens=true"):
         thoughtful_agent(append_only=True, remove_think_tokens=True)

@@ -48,7 +48,7 @@ async def run(script, **content):
 
 @pytest.mark.parametrize("tools", [None, {"enable_editor": True, "enable_prompt_extensions": False}])
 @pytest.mark.usefixtures("needs_sandbox")
-async def test_an_agent_mends_a_file_with_editor_and_shell(tools):
+async def test_agent_fixes_file_with_editor_and_shell(tools):
     script = [
         "Let me look.",
         call("bash", command="cat add.py"),
@@ -67,7 +67,7 @@ async def test_an_agent_mends_a_file_with_editor_and_shell(tools):
 
 
 @pytest.mark.usefixtures("needs_sandbox")
-async def test_files_of_the_agent_are_judged_at_the_step_limit():
+async def test_agent_files_are_graded_at_step_limit():
     script = [call("bash", command=f"sed -i 's/a - b/a + b/' add.py; echo {n}") for n in range(9)]
     result, _ = await run(script)
     assert (result.finish_reason, result.reward) == ("max_iterations_reached", 1.0)

@@ -37,11 +37,11 @@ PAGES = [call("turn_page", memory=f"page {n}") for n in range(5)]
         ([finish()], ("finish",), {"max_context_length": 20}, "CONTEXT_WINDOW_EXCEEDED", None),
     ],
 )  # fmt: skip
-async def test_an_agent_ends_for_one_reason(script, tools, settings, reason, result):
+async def test_agent_reports_finish_reason(script, tools, settings, reason, result):
     await ran(agent_of(script, tools, **settings), reason, result)
 
 
-async def test_the_turn_that_was_cut_short_is_a_transition_and_its_call_is_not_run():
+async def test_truncated_turn_is_transition_without_tool_call():
     agent = agent_of([call("add", a=2, b=3)], sampling_params={"max_tokens": len(call("add", a=2, b=3))})
     assert (await agent.run(QUESTION)).finish_reason == "CONTEXT_WINDOW_EXCEEDED"
     assert len(agent.get_transitions()) == 1
@@ -59,7 +59,7 @@ ANSWER_TOKENS = len(finish()) + 1  # and the end of the turn
         (1, "CONTEXT_WINDOW_EXCEEDED"),
     ],
 )
-async def test_the_budget_of_the_first_answer(budget, reason):
+async def test_first_turn_respects_token_budget(budget, reason):
     agent = await ran(agent_of([finish()], ["finish"], max_prompt_length=budget), reason)
     [request] = agent.infer_engine.requests
     assert request.sampling_params["max_tokens"] == budget
@@ -74,7 +74,7 @@ async def test_the_budget_of_the_first_answer(budget, reason):
         (-ANSWER_TOKENS, "CONTEXT_WINDOW_EXCEEDED", 1),  # used up by results: nothing more is asked
     ],
 )
-async def test_the_budget_counts_answers_and_results(spare, reason, turns):
+async def test_budget_counts_completions_and_tool_results(spare, reason, turns):
     script = [call("add", a=2, b=3), finish()]
     free = agent_of(script)
     await free.run(QUESTION)
@@ -85,7 +85,7 @@ async def test_the_budget_counts_answers_and_results(spare, reason, turns):
 
 
 @pytest.mark.parametrize("max_tokens, sent", [(7, 7), (None, 1000), (5000, 1000)])
-async def test_a_turn_gets_what_sampling_and_budget_both_allow(max_tokens, sent):
+async def test_turn_max_tokens_is_minimum_of_sampling_and_budget(max_tokens, sent):
     agent = agent_of(
         [finish()], ["finish"], max_prompt_length=1000, sampling_params={"max_tokens": max_tokens, "top_p": 1}
     )
@@ -93,7 +93,7 @@ async def test_a_turn_gets_what_sampling_and_budget_both_allow(max_tokens, sent)
     assert agent.infer_engine.requests[0].sampling_params == {"max_tokens": sent, "top_p": 1}
 
 
-async def test_all_turns_have_one_request_id_and_one_row():
+async def test_turns_share_request_id_and_training_row():
     agent = await ran(agent_of([call("add", a=2, b=3), "Hm.", finish()]))
     assert len({request.request_id for request in agent.infer_engine.requests}) == 1
     [row] = transitions_to_training_data(agent.get_transitions())
@@ -103,7 +103,7 @@ async def test_all_turns_have_one_request_id_and_one_row():
 
 
 @pytest.mark.parametrize("model", [{"model_logprob": None}, {"model_tells_ids": False}])
-async def test_missing_log_probs_are_none(model):
+async def test_missing_log_probs_are_null(model):
     agent = await ran(agent_of([call("add", a=2, b=3), finish()], **model), "FINISH_TOOL")
     rows = transitions_to_training_data(agent.get_transitions())
     assert [row.response_logprobs for row in rows] == [None]
@@ -119,7 +119,7 @@ class Refusing(ScriptedModel):
 
 
 @pytest.mark.parametrize("error", [InfraError("the engine is dead"), BackendError("no such model")])
-async def test_a_models_failure_is_an_exception_and_tools_are_closed(error):
+async def test_model_failure_raises_and_closes_tools(error):
     agent = agent_of(["never"], ["finish"])
     agent.model.infer_engine = Refusing(byte_tokenizer(), ["never"])
     agent.model.infer_engine.error = error
@@ -128,7 +128,7 @@ async def test_a_models_failure_is_an_exception_and_tools_are_closed(error):
     assert agent.get_transitions() == []
 
 
-async def test_a_slow_model_is_an_infrastructure_failure():
+async def test_model_timeout_is_infrastructure_failure():
     agent = agent_of([finish()], ["finish"], request_timeout_seconds=0.05, model_seconds=60)
     with pytest.raises(InfraError, match=r"did not end within 0.05 s \(generator.request_timeout_seconds\)"):
         await agent.run(QUESTION)
@@ -140,14 +140,14 @@ class Aborting(ScriptedModel):
         return text, {**meta, "finish_reason": "abort"}
 
 
-async def test_an_aborted_answer_is_an_infrastructure_failure():
+async def test_aborted_completion_is_infrastructure_failure():
     agent = agent_of([finish()], ["finish"])
     agent.model.infer_engine = Aborting(byte_tokenizer(), [finish()])
     with pytest.raises(InfraError, match="aborted"):
         await agent.run(QUESTION)
 
 
-async def test_reminders_are_in_what_the_model_reads_and_never_edit_what_it_read():
+async def test_reminders_are_appended_without_editing_history():
     script = [call("add", a=n, b=0) for n in range(3)]
     agent = await ran(agent_of(script, enable_turn_reminder=True, early_step_threshold=2, max_iterations=3))
     first, second, third = prompts_of(agent)
@@ -158,7 +158,7 @@ async def test_reminders_are_in_what_the_model_reads_and_never_edit_what_it_read
     assert len(transitions_to_training_data(agent.get_transitions())) == 1
 
 
-async def test_thoughts_of_earlier_turns_go_and_each_turn_is_a_row():
+async def test_removing_earlier_thoughts_makes_one_row_per_turn():
     script = [f"<think>secret plan</think>{call('add', a=2, b=3)}", f"<think>sum</think>{finish()}"]
     agent = await ran(agent_of(script, remove_think_tokens=True), "FINISH_TOOL", "5")
     assert "secret plan" not in prompts_of(agent)[1]
@@ -166,7 +166,7 @@ async def test_thoughts_of_earlier_turns_go_and_each_turn_is_a_row():
     assert len(transitions_to_training_data(agent.get_transitions())) == 2
 
 
-async def test_a_published_configuration_makes_an_agent():
+async def test_published_configuration_builds_agent():
     config = TrajectoryConfig(tools=["test_add", "finish"], max_prompt_length=10_000, profile_tools=True)
     tokenizer = byte_tokenizer()
     model = ScriptedModel(tokenizer, [f"<think>\nAdd.\n</think>\n\n{call('add', a=2, b=3)}", finish()])
@@ -177,7 +177,7 @@ async def test_a_published_configuration_makes_an_agent():
     assert len(transitions_to_training_data(agent.get_transitions())) == 1  # its template keeps thoughts
 
 
-async def test_requests_stop_at_the_end_that_only_the_template_knows():
+async def test_requests_stop_at_turn_end_of_template():
     tokenizer = byte_tokenizer(CHATML.replace("<|im_end|>", "<|endoftext|>"))
     agent = agent_of([call("add", a=2, b=3), finish()], tokenizer=tokenizer)
     await agent.run(QUESTION)
@@ -187,13 +187,13 @@ async def test_requests_stop_at_the_end_that_only_the_template_knows():
     assert [request.sampling_params["stop_token_ids"] for request in model.requests] == [[end], [end]]
 
 
-async def test_text_of_other_channels_is_not_the_answer():
+async def test_text_of_other_channels_is_excluded_from_response():
     said = "<|channel|>analysis<|message|>2 + 3<|end|><|start|>assistant<|channel|>final<|message|>It is 5.<|return|>"
     agent = await ran(agent_of([said], (), tool_format="gpt_oss"), "FINISH", "It is 5.")
     assert agent.infer_engine.requests[0].sampling_params["skip_special_tokens"] is False
 
 
-async def test_memory_sections_come_without_the_reminders_of_earlier_ones():
+async def test_memory_sections_exclude_earlier_reminders():
     script = [call("next_with_summary", summary="nothing"), call("next_with_summary", summary="much"), finish()]
     tools = [{"next_with_summary": {"section_chars": 20}}, "finish"]
     agent = agent_of(script, tools, enable_turn_reminder=True)

@@ -22,7 +22,7 @@ def delegate(task: str = "Add 2 and 3") -> str:
     return call("delegate", task=task)
 
 
-async def test_a_sub_agents_turns_are_rows_of_the_trajectory_apart_from_its_parents():
+async def test_sub_agent_turns_are_separate_rows_of_trajectory():
     script = family(parent=[delegate(), finish("five")], child=[call("add", a=2, b=3), finish("The sum is five")])
     agent = await ran(agent_of(script, ["test_add", "delegate", "finish"]), "FINISH_TOOL", "five")
     assert "The sum is five" in prompts_of(agent)[-1]
@@ -32,14 +32,14 @@ async def test_a_sub_agents_turns_are_rows_of_the_trajectory_apart_from_its_pare
     assert [record.name for record in agent.get_tool_calls()] == ["delegate", "finish", "add", "finish"]
 
 
-async def test_two_sub_agents_of_the_same_task_stay_apart():
+async def test_sub_agents_with_same_task_have_separate_rows():
     script = family(parent=[delegate(), delegate(), finish()], child=[finish("a"), finish("b")])
     agent = await ran(agent_of(script, ["delegate", "finish"]))
     assert len(transitions_to_training_data(agent.get_transitions())) == 3
     assert len({request.request_id for request in agent.infer_engine.requests}) == 3
 
 
-async def test_a_sub_agent_has_no_sub_agents_of_its_own_unless_allowed():
+async def test_nested_sub_agents_require_permission():
     script = family(parent=[delegate(), finish()], child=[delegate(), finish()])
     agent = await ran(agent_of(script, ["delegate", "finish"]), "FINISH_TOOL")
     assert "there is no function 'delegate'" in prompts_of(agent)[2]
@@ -52,7 +52,7 @@ async def test_a_sub_agent_has_no_sub_agents_of_its_own_unless_allowed():
     assert len(deeper.sub_agents) == len(deeper.sub_agents[0].sub_agents) == 1
 
 
-async def test_sub_agents_have_a_limit_of_steps_together_and_the_parent_goes_on():
+async def test_sub_agents_share_step_limit_and_parent_continues():
     child = [call("add", a=n, b=0) for n in range(9)]
     script = family(parent=[delegate(), delegate(), finish()], child=child)
     agent = agent_of(script, ["test_add", "delegate", "finish"], sub_agent_steps=3, max_iterations=5)
@@ -63,7 +63,7 @@ async def test_sub_agents_have_a_limit_of_steps_together_and_the_parent_goes_on(
     assert "the steps for sub-agents are used up: do the work yourself" in told[5]
 
 
-async def test_sub_agent_tools_are_a_setting():
+async def test_sub_agent_tools_are_configurable():
     tools = [{"delegate": {"tools": ["finish"], "max_iterations": 1}}, "test_add", "finish"]
     script = family(parent=[delegate(), finish()], child=[call("add", a=2, b=3)])
     agent = await ran(agent_of(script, tools))
@@ -71,12 +71,12 @@ async def test_sub_agent_tools_are_a_setting():
     assert agent.sub_agents[0].num_steps == 1
 
 
-async def test_an_outage_inside_a_sub_agent_ends_the_trajectory():
+async def test_outage_in_sub_agent_ends_trajectory():
     script = family(parent=[delegate()], child=[call("outage")])
     with pytest.raises(InfraError):
         await agent_of(script, ["test_outage", "delegate", "finish"]).run(QUESTION)
 
 
-def test_a_wrong_tool_of_a_sub_agent_is_seen_before_anything_starts():
-    with pytest.raises(ConfigError, match="there is no tool 'finsh'; did you mean finish"):
+def test_invalid_sub_agent_tool_is_rejected_before_start():
+    with pytest.raises(ConfigError, match="unknown tool 'finsh'; did you mean finish"):
         agent_of(["x"], [{"delegate": {"tools": ["finsh"]}}])

@@ -50,7 +50,7 @@ def forget_sleepers():
         ("It is 5.", "had no function call in it"),
     ],
 )
-async def test_errors_of_calls_reach_the_model(answer, told):
+async def test_tool_call_errors_reach_model(answer, told):
     agent = agent_of([answer, finish()], ["test_add", "test_broken", "test_cancels_itself", "finish"])
     assert (await agent.run(QUESTION)).finish_reason == "FINISH_TOOL"
     first, second = prompts_of(agent)
@@ -58,20 +58,20 @@ async def test_errors_of_calls_reach_the_model(answer, told):
     assert told in second.removeprefix(first + answer)
 
 
-async def test_a_wrong_argument_reaches_the_tool_of_a_native_format_and_its_words_the_model():
+async def test_invalid_argument_reaches_native_tool_and_its_error_model():
     agent = await ran(hermes_agent([hermes("add", a="two", b=3), hermes("finish", answer="5")]))
     assert "Error calling add: argument 'a'" in prompts_of(agent)[1]
     assert [record.ok for record in agent.get_tool_calls()] == [False, True]
 
 
-async def test_an_outage_of_a_tool_ends_the_trajectory_as_an_exception():
+async def test_tool_outage_raises_and_ends_trajectory():
     agent = agent_of([call("outage")], ["test_outage", "test_sleep", "finish"])
     with pytest.raises(InfraError, match="the server of this tool is away"):
         await agent.run(QUESTION)
     assert Sleep.log == ["opened", "closed"]
 
 
-async def test_a_call_past_its_deadline_is_cancelled_and_the_model_goes_on():
+async def test_overdue_tool_call_is_cancelled_and_model_continues():
     agent = agent_of([call("sleep", seconds=60), finish()], ["test_sleep", "finish"], tool_timeout_seconds=0.05)
     assert (await agent.run(QUESTION)).finish_reason == "FINISH_TOOL"
     assert "sleep did not end within 0.05 s and was cancelled" in prompts_of(agent)[1]
@@ -79,12 +79,12 @@ async def test_a_call_past_its_deadline_is_cancelled_and_the_model_goes_on():
     assert [record.ok for record in agent.get_tool_calls()] == [False, True]
 
 
-async def test_a_tool_may_have_a_deadline_of_its_own():
+async def test_tool_timeout_overrides_default():
     agent = await ran(agent_of([call("nap"), finish()], ["test_nap", "finish"], tool_timeout_seconds=60))
     assert "nap did not end within 0.05 s" in prompts_of(agent)[1]
 
 
-async def test_a_call_that_heeds_no_cancellation_is_left_behind(monkeypatch):
+async def test_tool_call_that_ignores_cancellation_is_abandoned(monkeypatch):
     monkeypatch.setattr("skyrl_agent.agents.pending.GRACE_SECONDS", 0.05)
     agent = agent_of([call("stubborn"), finish()], ["test_stubborn", "finish"], tool_timeout_seconds=0.05)
     assert (await agent.run(QUESTION)).finish_reason == "FINISH_TOOL"
@@ -92,7 +92,7 @@ async def test_a_call_that_heeds_no_cancellation_is_left_behind(monkeypatch):
     await asyncio.sleep(0.6)  # it ends by itself
 
 
-async def test_long_outputs_are_cut_in_the_middle_and_say_so():
+async def test_long_outputs_are_truncated_in_middle_with_notice():
     agent = await ran(agent_of([call("long", size=5000), finish()], ["test_long", "finish"], max_tool_output_chars=200))
     told = prompts_of(agent)[1]
     assert "begin" + "x" * 95 + "\n[... 4808 characters left out ...]\n" + "x" * 97 + "end" in told
@@ -106,7 +106,7 @@ def test_clip(length, limit, expected):
 
 
 @pytest.mark.parametrize("parallel, most", [(1, 1), (3, 3), (9, 4)])
-async def test_calls_of_one_turn_run_at_the_same_time(parallel, most):
+async def test_tool_calls_in_same_turn_run_concurrently(parallel, most):
     turn = "".join(hermes("sleep", seconds=0.05) for _ in range(4))
     agent = hermes_agent(
         [turn, hermes("finish", answer="5")], ["test_sleep", "finish"], max_parallel_tool_calls=parallel
@@ -119,7 +119,7 @@ async def test_calls_of_one_turn_run_at_the_same_time(parallel, most):
     assert len(transitions_to_training_data(agent.get_transitions())) == 1
 
 
-async def test_an_unreadable_call_beside_too_many_is_told_too():
+async def test_unreadable_call_is_reported_among_excess_calls():
     turn = hermes("add", a=2, b=3) + hermes("add", a=1, b=1) + "<tool_call>{nonsense</tool_call>"
     agent = await ran(hermes_agent([turn, hermes("finish", answer="5")]), "FINISH_TOOL")
     told = prompts_of(agent)[1].removeprefix(prompts_of(agent)[0] + turn)
@@ -127,12 +127,12 @@ async def test_an_unreadable_call_beside_too_many_is_told_too():
     assert "Not run: at most 1 function call(s)" in told and "not valid JSON" in told
 
 
-async def test_a_second_call_in_one_turn_is_told_to_be_ignored():
+async def test_second_call_in_turn_is_reported_as_ignored():
     agent = await ran(agent_of([call("add", a=2, b=3) + call("add", a=1, b=1), finish()]))
     assert "The sum is 5." in prompts_of(agent)[1] and "1 more ignored" in prompts_of(agent)[1]
 
 
-async def test_one_outage_among_parallel_calls_cancels_the_others():
+async def test_outage_cancels_parallel_tool_calls():
     turn = hermes("sleep", seconds=60) + hermes("outage")
     agent = hermes_agent([turn], ["test_sleep", "test_outage", "finish"], max_parallel_tool_calls=2)
     with pytest.raises(InfraError):
@@ -140,7 +140,7 @@ async def test_one_outage_among_parallel_calls_cancels_the_others():
     assert Sleep.log == ["opened", "cancelled", "closed"]
 
 
-async def test_calls_that_share_a_runtime_run_one_after_another():
+async def test_tool_calls_sharing_runtime_run_sequentially():
     turn = "".join(hermes("sleep", seconds=0.01) for _ in range(3))
     agent = hermes_agent(
         [turn, hermes("finish", answer="5")], ["test_sleep", "finish"], max_parallel_tool_calls=3, runtime=object()
@@ -150,14 +150,14 @@ async def test_calls_that_share_a_runtime_run_one_after_another():
     assert prompts_of(agent)[1].count("Slept 0.01 s.") == 3
 
 
-async def test_calls_after_the_finish_call_are_not_run():
+async def test_calls_after_finish_call_are_skipped():
     turn = hermes("finish", answer="5") + hermes("sleep", seconds=60)
     agent = hermes_agent([turn], ["test_sleep", "finish"], max_parallel_tool_calls=2, runtime=object())
     assert await agent.run(QUESTION) == ("FINISH_TOOL", "5")
     assert [record.name for record in agent.get_tool_calls()] == ["finish"]
 
 
-async def test_each_call_leaves_a_record():
+async def test_each_tool_call_is_recorded():
     agent = agent_of([call("add", a=2, b=3), call("broken"), finish()], ["test_add", "test_broken", "finish"])
     await agent.run(QUESTION)
     seen = [(record.step, record.name, record.arguments, record.ok) for record in agent.get_tool_calls()]
@@ -169,7 +169,7 @@ async def test_each_call_leaves_a_record():
     assert agent.get_tool_calls()[0].output == "The sum is 5."
 
 
-async def test_cancelling_an_agent_cancels_its_call_and_closes_its_tools():
+async def test_cancelling_agent_cancels_call_and_closes_tools():
     agent = agent_of([call("sleep", seconds=60)], ["test_sleep", "finish"])
     task = asyncio.create_task(agent.run(QUESTION))
     while Sleep.now == 0:
@@ -181,7 +181,7 @@ async def test_cancelling_an_agent_cancels_its_call_and_closes_its_tools():
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_a_new_context_starts_a_row_of_its_own():
+async def test_new_context_starts_new_row():
     script = [call("turn_page", memory="one"), call("turn_page", memory="two"), finish("two pages")]
     agent = await ran(agent_of(script, ["test_turn_page", "finish"]), "FINISH_TOOL", "two pages")
     first, second, third = prompts_of(agent)
@@ -192,7 +192,7 @@ async def test_a_new_context_starts_a_row_of_its_own():
     assert len(transitions_to_training_data(agent.get_transitions())) == 3
 
 
-async def test_a_question_beside_the_conversation_is_no_transition():
+async def test_side_question_is_not_recorded_as_transition():
     def script(prompt: str, turn: int) -> str:
         return "blue" if prompt.endswith("Which colour?<|im_end|>\n<|im_start|>assistant\n") else answers.pop(0)
 

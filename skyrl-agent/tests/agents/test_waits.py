@@ -48,7 +48,7 @@ def recorded(tmp_path: Path) -> Iterator[None]:
         ),
     ],
 )
-async def test_late_stage_names_the_trajectory_and_what_it_waits_for(
+async def test_overdue_stage_names_trajectory_and_pending_wait(
     recorded: None, task: BaseTask, name: str, script: str, cause: str
 ):
     if isinstance(task, File):

@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_agent.chat import conversation as conversation_module
-from skyrl_agent.chat.chat_template import configured_chat_template
+from skyrl_agent.chat.chat_template import get_configured_chat_template
 from skyrl_agent.chat.conversation import Conversation
 from skyrl_agent.chat.encoding import MessageEncoder
 from skyrl_agent.chat.transitions import transitions_to_training_data
 from skyrl_agent.errors import BackendError, ConfigError
-from skyrl_agent.integrations.base import answer_text
+from skyrl_agent.integrations.base import decode_response
 from skyrl_agent.testing import byte_tokenizer
 from skyrl_agent.testing.tokenizer import CHATML
 from skyrl_gym.chat.template import bundled_template
@@ -38,7 +38,7 @@ def read(conversation):
     return conversation.encoder.decode(conversation.input_ids())
 
 
-def test_generated_tokens_are_input_unchanged(encoder):
+def test_generated_tokens_are_reused_unchanged_as_input(encoder):
     conversation = Conversation(encoder, [SYSTEM, QUESTION])
     assert conversation.input_ids() == encoder.ids([SYSTEM, QUESTION])
     odd = [*encoder.encode("A"), 200, 255, *encoder.encode("B<|im_end|>")]  # bytes that are no text
@@ -51,7 +51,7 @@ def test_generated_tokens_are_input_unchanged(encoder):
     assert conversation.breaks == []
 
 
-def test_all_messages_since_the_last_answer_are_read(encoder):
+def test_messages_since_last_response_are_encoded(encoder):
     conversation = Conversation(encoder, [QUESTION])
     answer(conversation, "A")
     conversation.add({"role": "tool", "content": "error"}, AGAIN)
@@ -64,7 +64,7 @@ def test_all_messages_since_the_last_answer_are_read(encoder):
 
 
 @pytest.mark.parametrize("end", ["", "<|im_end|>"])
-def test_an_answer_that_was_cut_short_is_closed_by_us(encoder, end):
+def test_truncated_response_is_closed_outside_loss_mask(encoder, end):
     conversation = Conversation(encoder, [QUESTION])
     answer(conversation, "A", end)
     conversation.add(AGAIN)
@@ -76,7 +76,7 @@ def test_an_answer_that_was_cut_short_is_closed_by_us(encoder, end):
 
 
 @pytest.mark.parametrize("text, ids", [("A", None), ("", []), ("A<|im_end|>", "A<|im_end|>")])
-def test_an_answer_without_ids_is_encoded_an_empty_one_closed_and_the_end_in_its_text_left_out(encoder, text, ids):
+def test_response_without_token_ids_is_encoded_from_text(encoder, text, ids):
     conversation = Conversation(encoder, [QUESTION])
     written = conversation.add_answer(text, told(encoder.encode(ids) if ids else ids)).ac
     assert written.token_ids == encoder.encode(text) and (written.logprobs is None) == (ids is None)
@@ -85,7 +85,7 @@ def test_an_answer_without_ids_is_encoded_an_empty_one_closed_and_the_end_in_its
     assert conversation.input_ids() == encoder.ids(conversation.messages)
 
 
-def test_the_tokens_after_the_prompt_are_counted(encoder):
+def test_tokens_after_prompt_are_counted(encoder):
     conversation = Conversation(encoder, [SYSTEM, QUESTION])
     assert conversation.num_response_tokens == 0
     prompt = len(conversation.input_ids())
@@ -95,7 +95,7 @@ def test_the_tokens_after_the_prompt_are_counted(encoder):
     assert conversation.num_response_tokens == len(conversation.input_ids()) - prompt > 4
 
 
-def test_a_restart_forgets_messages_and_keeps_turns(encoder):
+def test_restart_clears_messages_and_keeps_turns(encoder):
     conversation = Conversation(encoder, [QUESTION])
     answer(conversation, "A")
     conversation.restart([SYSTEM, AGAIN])
@@ -107,7 +107,7 @@ def test_a_restart_forgets_messages_and_keeps_turns(encoder):
     ]
 
 
-def test_log_probs_that_are_not_one_a_token_are_refused(encoder):
+def test_log_probs_of_wrong_length_are_rejected(encoder):
     conversation = Conversation(encoder, [QUESTION])
     with pytest.raises(BackendError, match="reported 1 log-probs for 2 tokens"):
         conversation.add_answer("AB", {"output_tokens": [1, 2], "finish_reason": "stop", "logprobs": [-1.0]})
@@ -126,7 +126,7 @@ FORGETS_AT_QUESTIONS = FORGETFUL.replace(
 )
 
 
-def test_white_space_that_the_template_trims_is_no_break():
+def test_trimmed_whitespace_does_not_start_new_row():
     encoder = MessageEncoder(byte_tokenizer(TRIMMING))
     conversation = Conversation(encoder, [QUESTION])
     answer(conversation, " A \n")
@@ -141,7 +141,7 @@ def test_white_space_that_the_template_trims_is_no_break():
     assert conversation.breaks == [] and len(transitions_to_training_data(conversation.transitions)) == 1
 
 
-def test_a_thought_that_the_template_drops_is_a_break_said_once(caplog):
+def test_dropped_thought_is_reported_as_break_once(caplog):
     conversation_module._warned.clear()
     conversation = Conversation(MessageEncoder(byte_tokenizer(FORGETFUL)), [SYSTEM, QUESTION])
     with caplog.at_level(logging.WARNING):
@@ -163,7 +163,7 @@ def test_a_thought_that_the_template_drops_is_a_break_said_once(caplog):
         ("hm A", "<|im_end|>", "the model wrote 'hm A"),  # as where an agent itself drops reasoning
     ],
 )
-def test_an_answer_of_another_end_or_text_than_its_message_in_the_template_is_a_break(encoder, text, end, why):
+def test_response_that_differs_from_rendered_message_is_break(encoder, text, end, why):
     conversation = Conversation(encoder, [QUESTION])
     conversation.input_ids()
     conversation.add_answer(text, told(encoder.encode(text + end)), {"role": "assistant", "content": "A"})
@@ -173,7 +173,7 @@ def test_an_answer_of_another_end_or_text_than_its_message_in_the_template_is_a_
     assert conversation.breaks[0].why.startswith(why)
 
 
-def test_messages_that_cannot_be_rendered_are_a_config_error():
+def test_unrenderable_messages_raise_config_error():
     strict = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}"
     conversation = Conversation(MessageEncoder(byte_tokenizer(strict)), [{"role": "tool", "content": "x"}])
     with pytest.raises(ConfigError, match=r"no tools .*ends in tool\); check generator\.chat_template"):
@@ -191,7 +191,7 @@ class CountingEncoder(MessageEncoder):
         return super().text(messages, add_generation_prompt)
 
 
-def test_the_cost_of_many_turns_is_that_of_their_steps():
+def test_rendering_cost_grows_linearly_with_turns():
     encoder = CountingEncoder(byte_tokenizer())
     conversation = Conversation(encoder, [SYSTEM, QUESTION])
     turns = 200
@@ -202,7 +202,7 @@ def test_the_cost_of_many_turns_is_that_of_their_steps():
     assert encoder.rendered < 12 * turns  # anew in each turn: 200 a turn
 
 
-def test_another_kind_of_step_is_verified_when_it_comes():
+def test_new_kind_of_step_is_verified_against_template():
     """A question makes this template forget the thoughts before; results of tools do not."""
     conversation = Conversation(MessageEncoder(byte_tokenizer(FORGETS_AT_QUESTIONS)), [QUESTION])
     for turn in range(20):
@@ -216,7 +216,7 @@ def test_another_kind_of_step_is_verified_when_it_comes():
     assert [(found.message_index, found.role) for found in conversation.breaks] == [(1, "assistant")]
 
 
-def test_a_template_that_counts_is_noticed_when_the_messages_have_doubled():
+def test_count_dependent_template_is_detected_when_messages_double():
     template = CHATML.replace("{% for", "{% if messages | length > 21 %}long{% endif %}{% for", 1)
     conversation = Conversation(MessageEncoder(byte_tokenizer(template)), [QUESTION])
     for _ in range(30):
@@ -229,7 +229,7 @@ def test_a_template_that_counts_is_noticed_when_the_messages_have_doubled():
     )
 
 
-def test_a_thought_is_dropped_again_after_a_break():
+def test_thought_is_dropped_again_after_break():
     """The same step as after the first break, but now there is a thought to drop."""
     conversation = Conversation(MessageEncoder(byte_tokenizer(FORGETS_AT_QUESTIONS)), [QUESTION])
     tool = {"role": "tool", "content": "T"}
@@ -248,7 +248,7 @@ steps = st.lists(
 
 @given(steps, st.sampled_from([CHATML, FORGETFUL, FORGETS_AT_QUESTIONS]))
 @settings(deadline=None, max_examples=50)
-def test_any_conversation_is_read_as_it_is_rendered(script, template):
+def test_conversation_ids_equal_rendered_template(script, template):
     """Real text, so the model's tokens are the rendering's: break or not, the model reads what the template renders."""
     conversation = Conversation(MessageEncoder(byte_tokenizer(template)), [QUESTION])
     for text, is_cut_short, added in script:
@@ -265,7 +265,7 @@ def test_any_conversation_is_read_as_it_is_rendered(script, template):
 # Real templates and formats
 
 
-def test_answers_of_harmony(qwen):
+def test_harmony_responses_keep_thoughts_until_final_response(qwen):
     """Thoughts stay while calls go on, and go when the answer is final; so does the token that ends it."""
     encoder = MessageEncoder(qwen("openai-gpt-oss-120b", "<|return|>"))
     harmony = TOOL_FORMATS["gpt_oss"]
@@ -290,11 +290,11 @@ def test_answers_of_harmony(qwen):
 
 @pytest.mark.parametrize("thinking", [True, False])
 @pytest.mark.parametrize("tools", [None, [{"type": "function", "function": {"name": "look"}}]])
-def test_our_template_keeps_the_thoughts_of_all_turns(qwen, thinking, tools):
+def test_built_in_template_keeps_thoughts_of_all_turns(qwen, thinking, tools):
     encoder = MessageEncoder(
         qwen("Qwen-Qwen3-0.6B"),
         tools=tools,
-        chat_template=configured_chat_template(None, qwen3_acc_thinking=True),
+        chat_template=get_configured_chat_template(None, qwen3_acc_thinking=True),
         template_kwargs={"enable_thinking": thinking},
     )
     thought = "<think>\nhm\n</think>\n\n" if thinking else ""
@@ -307,7 +307,7 @@ def test_our_template_keeps_the_thoughts_of_all_turns(qwen, thinking, tools):
     assert conversation.breaks == [] and read(conversation).count("</think>") == (3 if thinking else 4)
 
 
-def test_our_template_writes_what_qwen3_s_does(qwen):
+def test_built_in_template_matches_qwen3_template(qwen):
     """The comparison covers conversations in which Qwen3's template keeps everything."""
     call = {"type": "function", "function": {"name": "look", "arguments": {"n": "é"}}}
     conversation = [
@@ -326,30 +326,30 @@ def test_our_template_writes_what_qwen3_s_does(qwen):
             assert own.text(messages, True) == MessageEncoder(tokenizer, tools=tools).text(messages, True)
 
 
-def test_a_template_in_a_file(tmp_path):
+def test_template_is_read_from_file(tmp_path):
     path = tmp_path / "own.jinja"
     path.write_text("hi")
-    assert configured_chat_template(str(path)) == "hi" and configured_chat_template(None) is None
+    assert get_configured_chat_template(str(path)) == "hi" and get_configured_chat_template(None) is None
     with pytest.raises(ConfigError, match="give one of them"):
-        configured_chat_template(str(path), qwen3_acc_thinking=True)
+        get_configured_chat_template(str(path), qwen3_acc_thinking=True)
     with pytest.raises(ConfigError, match="is not a file"):
-        configured_chat_template(str(tmp_path / "none.jinja"))
+        get_configured_chat_template(str(tmp_path / "none.jinja"))
     path.write_bytes(b"\xff\xfe\xfa")
     with pytest.raises(ConfigError, match="is not UTF-8 text"):
-        configured_chat_template(str(path))
+        get_configured_chat_template(str(path))
     path.write_text("x" * (1 << 20) + "x")
     with pytest.raises(ConfigError, match="has 1048577 bytes"):
-        configured_chat_template(str(path))
+        get_configured_chat_template(str(path))
 
 
-def test_a_tokenizer_without_template_or_end_is_refused():
+def test_tokenizer_without_template_or_eos_is_rejected():
     tokenizer = byte_tokenizer("{{ messages }}")
     tokenizer.chat_template = None
     with pytest.raises(ConfigError, match=r"no chat template.*generator\.chat_template"):
         MessageEncoder(tokenizer)
 
 
-def test_a_tokenizer_that_treats_the_beginning_of_a_text_differently():
+def test_tokenizer_with_prefix_space_encodes_continuation():
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -362,18 +362,18 @@ def test_a_tokenizer_that_treats_the_beginning_of_a_text_differently():
         "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}"
     )
     encoder = MessageEncoder(tokenizer)
-    assert encoder.encode("a") != encoder.ids_after("a")
+    assert encoder.encode("a") != encoder.encode_continuation("a")
     conversation = Conversation(encoder, [{"role": "user", "content": "a"}])
-    conversation.add_answer("b", told([*encoder.ids_after("b"), tokenizer.eos_token_id]))
+    conversation.add_answer("b", told([*encoder.encode_continuation("b"), tokenizer.eos_token_id]))
     conversation.add({"role": "user", "content": "a"})
     assert conversation.input_ids() == encoder.ids(conversation.messages)
 
 
 @pytest.mark.parametrize("is_kept_in_text", [False, True])
-def test_turn_that_ends_with_another_token_than_eos_ends_once(is_kept_in_text):
+def test_turn_end_token_other_than_eos_is_added_once(is_kept_in_text):
     tokenizer = byte_tokenizer(CHATML.replace("<|im_end|>", "<|endoftext|>"))  # the tokenizer's eos_token: <|im_end|>
     ids = tokenizer("four<|endoftext|>")["input_ids"]
-    text = answer_text(tokenizer, ids, "stop")
+    text = decode_response(tokenizer, ids, "stop")
     assert text == "four"
     question, more = {"role": "user", "content": "2+2"}, {"role": "user", "content": "go on"}
     talk = Conversation(MessageEncoder(tokenizer), [question])

@@ -106,13 +106,13 @@ TEMPLATES = {
 }
 
 
-def test_all_templates_are_here(tokenizer_data):
+def test_template_list_covers_data_folder(tokenizer_data):
     assert {path.stem for path in (tokenizer_data / "chat_templates").glob("*.jinja")} == {*TEMPLATES}
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_input_ids_equal_the_rendered_template(qwen, name, script):
+def test_input_ids_equal_rendered_template(qwen, name, script):
     facts, messages = TEMPLATES[name], SCRIPTS[script]
     written_anew = getattr(facts, script)
     has_tools = script in ("tools", "question")
@@ -145,7 +145,7 @@ SIX_CALLS = [says("user", "Look."), *(message for n in range(6) for message in (
 
 @pytest.mark.parametrize("script", ["thoughts", "calls"])
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_six_turns_are_one_row_of_any_template_that_is_only_appended_to(qwen, name, script):
+def test_append_only_templates_make_one_row_of_six_turns(qwen, name, script):
     """All thoughts, calls and results are in it once, each turn ended and begun as the template does it."""
     facts, messages = TEMPLATES[name], SIX_TURNS if script == "thoughts" else SIX_CALLS
     if script == "calls" and facts.tools == NO_CALLS:

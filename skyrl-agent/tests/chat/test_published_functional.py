@@ -22,7 +22,7 @@ TOOLS = [{"type": "function", "function": EDIT}]
 GOOD_META = {"output_tokens": [4], "finish_reason": "stop", "logprobs": [-0.5], "weight_versions": [3]}
 
 
-def test_calls_are_equal_after_conversion_to_text_and_back():
+def test_calls_survive_conversion_to_text_and_back():
     given = {"path": "a\nb", "line": 3}
     call = {"id": "toolu_01", "type": "function", "function": {"name": "edit", "arguments": json.dumps(given)}}
     messages = [
@@ -42,14 +42,14 @@ def test_calls_are_equal_after_conversion_to_text_and_back():
     assert back == messages
 
 
-def test_functions_are_not_explained_without_a_system_message():
+def test_function_prompt_is_optional_without_system_message():
     messages = [{"role": "user", "content": "U"}]
     assert convert_fncall_messages_to_non_fncall_messages(messages, TOOLS, False) == messages
     (shown,) = convert_fncall_messages_to_non_fncall_messages(messages, TOOLS)
     assert write_call("edit", {"path": "<path>"}) in shown["content"]
 
 
-def test_malformed_messages_are_refused():
+def test_malformed_messages_are_rejected():
     with pytest.raises(FunctionCallConversionError, match=r"needs function\.name"):
         bad_call = {"function": {"name": "edit", "arguments": "[1]"}}
         convert_fncall_messages_to_non_fncall_messages([{"role": "assistant", "tool_calls": [bad_call]}], TOOLS)
@@ -76,7 +76,7 @@ def test_message_history_appends_and_resets():
     assert first == [{"role": "user", "content": "U"}] and not history.was_reset()
 
 
-def test_parse_tool_call_returns_a_call_or_an_error():
+def test_parse_tool_call_returns_call_or_error():
     call, error = parse_tool_call(write_call("edit", {"path": "a"}), TOOLS)
     assert call is not None and error is None
     assert call["function"] == {"name": "edit", "arguments": '{"path": "a"}'}
@@ -99,7 +99,7 @@ class Model:
         return answer
 
 
-async def test_record_transition_records_replies_and_no_failures():
+async def test_record_transition_records_only_successful_replies():
     model = Model(
         [("a", GOOD_META), OSError(), ("b", {"output_tokens": None, "finish_reason": "length", "logprobs": None})]
     )
@@ -115,7 +115,7 @@ async def test_record_transition_records_replies_and_no_failures():
     ]
 
 
-async def test_record_transition_refuses_positional_ids_and_missing_log_probs():
+async def test_record_transition_rejects_positional_ids_and_missing_log_probs():
     model = Model([("a", {"output_tokens": [4], "finish_reason": "stop", "logprobs": [-0.5, -0.5]})])
     with pytest.raises(TypeError, match="keyword input_ids"):
         await model.ask([1])

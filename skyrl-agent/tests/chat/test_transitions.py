@@ -36,7 +36,7 @@ GOES_ON = [turn([1, 2], [3], [-0.1], [7]), turn([1, 2, 3, 4, 5], [6, 7], [-0.2, 
         ([turn([1], []), turn([2], []), turn([3], [4])], [([3], [4], None, [1])]),  # rows of no written token go
     ],
 )
-def test_turns_that_go_on_are_one_row(turns, rows):
+def test_appending_turns_are_merged_into_one_row(turns, rows):
     assert transitions_to_training_data(turns) == [TrainingDatum(*row) for row in rows]
 
 
@@ -48,7 +48,7 @@ def test_turns_that_go_on_are_one_row(turns, rows):
         (turn([1], [2], None, [1, 2]), "transition 1 has 2 weight_versions for 1 tokens"),
     ],
 )
-def test_malformed_transitions_are_named(bad, message):
+def test_malformed_transitions_are_reported(bad, message):
     with pytest.raises(ValueError, match=message):
         transitions_to_training_data([turn([1], [2]), bad])
 
@@ -71,7 +71,7 @@ def trajectories(draw):
 
 @given(trajectories())
 @settings(deadline=None)
-def test_merging_loses_and_invents_nothing(turns):
+def test_merging_preserves_all_tokens(turns):
     rows = transitions_to_training_data(turns)
     written = [token for t in turns for token in t.ac.token_ids]
     assert [t for row in rows for t, m in zip(row.response_tokens, row.response_mask, strict=True) if m] == written
@@ -90,6 +90,6 @@ def test_merging_loses_and_invents_nothing(turns):
         assert all(row.response_logprobs is not None for row in rows)
 
 
-def test_partial_log_probs_become_none():
+def test_partial_log_probs_become_null():
     written = TokensWithLogprobs.from_reply("ab", {"output_tokens": [1, 2], "logprobs": [None, -0.5]})
     assert written.logprobs is None

@@ -5,7 +5,7 @@ import pytest
 from skyrl_agent.datasets import read_rows
 
 
-def test_parquet_rows_have_no_fields_of_other_rows(tmp_path):
+def test_parquet_rows_omit_fields_of_other_rows(tmp_path):
     pa = pytest.importorskip("pyarrow")
     import pyarrow.parquet
 

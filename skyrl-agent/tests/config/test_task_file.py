@@ -11,15 +11,15 @@ from skyrl_agent.errors import ConfigError
 DOCUMENT = Path(__file__).parents[3] / "docs" / "agent-settings.md"
 
 
-def test_the_page_in_docs_is_the_one_made_from_the_code():
+def test_docs_page_matches_generated_page():
     assert DOCUMENT.read_text() == page(), "run `python -m skyrl_agent.config.document > docs/agent-settings.md`"
 
 
-def test_every_key_has_a_meaning():
+def test_every_key_is_documented():
     assert [name for name, _, meaning in keys(TaskFile) if not meaning] == []
 
 
-def test_the_shortest_task_file_has_every_default():
+def test_minimal_task_file_gets_defaults():
     task = read_task({"task": "module.Task"})
     assert (task.generator.max_iterations, task.dispatcher.type) == (5, "async_pipeline")
     assert task.generator.val_config.num_trajectories is None
@@ -40,25 +40,25 @@ def test_the_shortest_task_file_has_every_default():
         ({"task": "a", "generator": {"vision_is_active": True}}, "vision_is_active"),
     ],
 )
-def test_a_wrong_key_is_named_with_the_nearest_one(content, says):
+def test_unknown_key_suggests_nearest_key(content, says):
     with pytest.raises(ConfigError) as refused:
         read_task(content)
     assert says in str(refused.value)
 
 
-def test_null_is_the_default():
+def test_null_selects_default():
     task = read_task({"task": "a", "generator": {"backend_config": None, "val_config": None}, "tools": None})
     assert task == read_task({"task": "a"})
 
 
 @pytest.mark.parametrize(("text", "says"), [("- a\n- b", "a mapping of keys; got list"), ("task: [", "not valid YAML")])
-def test_a_file_that_is_no_mapping(tmp_path: Path, text: str, says: str):
+def test_file_without_mapping_is_rejected(tmp_path: Path, text: str, says: str):
     (tmp_path / "task.yaml").write_text(text)
     with pytest.raises(ConfigError, match=says):
         load_task_file(tmp_path / "task.yaml")
 
 
-def test_a_task_file_extends_another_key_by_key(tmp_path: Path):
+def test_task_file_extends_base_file_per_key(tmp_path: Path):
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "all.yaml").write_text(
         "task: module.Task\ntools: [bash]\ngenerator: {max_iterations: 3, sampling_params: {top_p: 0.9, top_k: 5}}\n"
@@ -72,10 +72,10 @@ def test_a_task_file_extends_another_key_by_key(tmp_path: Path):
     assert task.generator.sampling_params == {"top_p": 0.9, "top_k": 20}
 
 
-def test_a_task_file_that_extends_itself_is_refused(tmp_path: Path):
+def test_task_file_extending_itself_is_rejected(tmp_path: Path):
     (tmp_path / "a.yaml").write_text("extends: b.yaml\n")
     (tmp_path / "b.yaml").write_text("extends: a.yaml\n")
-    with pytest.raises(ConfigError, match=r"a.yaml: `extends` comes back to .*a.yaml; a file must not extend itself"):
+    with pytest.raises(ConfigError, match=r"`extends` returns to .*a.yaml"):
         load_task_file(tmp_path / "a.yaml")
     (tmp_path / "c.yaml").write_text("extends: [a.yaml]\n")
     with pytest.raises(ConfigError, match=r"c.yaml: extends must be the path of another task file; got \['a.yaml'\]"):

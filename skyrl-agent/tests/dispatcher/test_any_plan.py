@@ -40,7 +40,7 @@ def sections(draw):
 
 @settings(SOME, max_examples=60)
 @given(given=sections(), acts=st.lists(st.tuples(st.integers(0, 3), TRAJECTORY), min_size=1, max_size=12))
-def test_each_ends_once_closed_and_within_the_limits(given, acts):
+def test_trajectories_end_once_closed_and_within_limits(given, acts):
     world = World()
     trajectories = [
         Staged(world, f"{number}-", index, close=0.5, **stages) for number, (index, stages) in enumerate(acts)
@@ -72,7 +72,7 @@ def test_each_ends_once_closed_and_within_the_limits(given, acts):
     moment=st.floats(0.01, 60),
     closing=st.floats(0, 4),
 )
-def test_a_run_cancelled_at_any_moment_leaves_nothing_open(given, acts, moment, closing):
+def test_run_cancelled_at_random_time_closes_everything(given, acts, moment, closing):
     world = World()
     trajectories = [Staged(world, f"{number}-", close=closing, **stages) for number, stages in enumerate(acts)]
     dispatch = Dispatch(given)

@@ -23,7 +23,7 @@ def seconds_of(family: Family, type_name: str, works, agents: int = 32, **settin
     return run_batches(family, given, works)[-1]["dispatcher/seconds"]
 
 
-def test_a_limit_of_open_trajectories_holds_over_all_stages():
+def test_open_trajectory_limit_spans_all_stages():
     world = World()
     trajectories = [Staged(world, str(n), initialize=[1.0], generate=[1.0], evaluate=[9.0]) for n in range(12)]
     _, dispatch, seconds = dispatched(lambda: Dispatch(section("async_pipeline", 4, 4, max_alive=3)), trajectories)
@@ -31,7 +31,7 @@ def test_a_limit_of_open_trajectories_holds_over_all_stages():
     assert seconds == 12 / 3 * 11
 
 
-def test_the_longest_go_first_once_their_siblings_have_predicted_it():
+def test_longest_predicted_trajectories_start_first():
     """Instances 0 to 5 take 1, 2, 4, 8, 16, 32 s. After sixteen predictions, the last trajectories of the longest go
     first; without them, in the order of the file."""
 
@@ -46,34 +46,34 @@ def test_the_longest_go_first_once_their_siblings_have_predicted_it():
     assert [name[0] for name in last] == sorted(name[0] for name in last)[::-1]
 
 
-def test_durations_that_predict_nothing_order_nothing():
+def test_unpredictive_durations_do_not_change_order():
     known = Durations()
-    assert known.remaining("new", "generate") == math.inf
+    assert known.estimate_remaining("new", "generate") == math.inf
     for number in range(40):
         known.add(number % 4, [0.0, 1.0 + (number // 4 + number) % 2 * 9, 0.0])  # long ones become short
     assert not known.predictive
     for number in range(300):
         known.add(number % 4, [0.0, 1.0 + number % 4, 2.0])
     assert known.predictive
-    assert known.remaining(3, "initialize") == pytest.approx(6.0)
-    assert known.remaining(3, "evaluate") == pytest.approx(2.0)
+    assert known.estimate_remaining(3, "initialize") == pytest.approx(6.0)
+    assert known.estimate_remaining(3, "evaluate") == pytest.approx(2.0)
 
 
-def test_the_last_instances_are_remembered(monkeypatch):
+def test_durations_of_recent_instances_are_kept(monkeypatch):
     monkeypatch.setattr(durations, "MAX_INSTANCES", 2)
     known = Durations()
     for instance in "abac":
         known.add(instance, [1.0, 1.0, 1.0])
-    assert [known.remaining(instance, "generate") for instance in "abc"] == [2.0, math.inf, 2.0]
+    assert [known.estimate_remaining(instance, "generate") for instance in "abc"] == [2.0, math.inf, 2.0]
 
 
-def test_instances_with_names_are_known_in_the_next_batch():
+def test_named_instances_are_recognized_in_next_batch():
     by_name, by_position = (Capacity(section("auto"), named_instances=named) for named in (True, False))
     assert by_name.instance(0, "bug-7") == by_name.instance(1, "bug-7")
     assert by_position.instance(0, "7") != by_position.instance(1, "7")
 
 
-def test_concurrent_batches_share_the_slots_and_the_earlier_goes_first():
+def test_concurrent_batches_share_slots_in_start_order():
     world = World()
     given = section("async_pipeline", agents=2, judges=2)
     batches = [[Staged(world, name, n, generate=[3.0]) for n in range(4)] for name in "ab"]
@@ -91,7 +91,7 @@ def test_concurrent_batches_share_the_slots_and_the_earlier_goes_first():
     assert [name[0] for stage, name in world.began if stage == "generate"] == ["a"] * 4 + ["b"] * 4
 
 
-def test_a_shared_stage_of_a_machine_by_hand():
+def test_shared_stage_slows_work_above_capacity():
     """Capacity 2: three works of 1, 2 and 3 s advance at 2/3 until the first is done, then at full speed."""
 
     async def story() -> list[float]:
@@ -107,14 +107,14 @@ def test_a_shared_stage_of_a_machine_by_hand():
     assert virtual_time.run(story()) == pytest.approx([1.5, 2.5, 3.5])
 
 
-def test_the_lower_bound_by_hand():
+def test_lower_bound_of_small_batches():
     family = Family("test", FAMILIES[0].draw, SharedMachine(starts=9, places=2, graders=9))
     works = [(1.0, 4.0, 2.0)] * 4  # 16 s of generating in two places, behind a start and before an evaluation
     assert lower_bound(family, works) == 8 + 1 + 2
     assert lower_bound(family, [*works, (1.0, 30.0, 2.0)]) == 33
 
 
-def test_the_model_s_capacity_is_found_and_kept():
+def test_auto_sizing_finds_model_capacity():
     """From 8 trajectories at a time to the 24 places of the model, not to the 192 of the batch."""
     machine = SharedMachine(starts=1000, places=24, graders=1000)
     family = Family("test capacity", FAMILY["search"].draw, machine)
@@ -125,7 +125,7 @@ def test_the_model_s_capacity_is_found_and_kept():
     assert metrics[0]["dispatcher/seconds"] > metrics[1]["dispatcher/seconds"]
 
 
-def test_last_trajectories_begin_together_where_a_long_one_may_be_among_them():
+def test_last_trajectories_start_together_when_long_ones_are_likely():
     """One in five takes ten times as long, and siblings tell little of which."""
     family = FAMILY["bimodal"]
     batches = [family.batch(1000), family.batch(1001), family.batch(0, 2)]
@@ -134,7 +134,7 @@ def test_last_trajectories_begin_together_where_a_long_one_may_be_among_them():
     assert metrics["dispatcher/generate/slots"] <= 128  # it ends with the batch
 
 
-def test_durations_tell_how_long_an_unpredicted_one_may_be():
+def test_durations_bound_unpredicted_trajectory_length():
     known = Durations()
     for number in range(200):
         known.add(number % 4, [0.0, 10.0, 1.0])
@@ -145,7 +145,7 @@ def test_durations_tell_how_long_an_unpredicted_one_may_be():
     assert known.longest(["unknown"]) == 0.0
 
 
-def test_a_limit_that_was_not_reached_does_not_grow():
+def test_unused_limit_does_not_grow():
     size = StageSize(32)
     for number in range(200):
         entry = size.started(float(number), pressed=True)
@@ -157,7 +157,7 @@ def test_a_limit_that_was_not_reached_does_not_grow():
     assert size.limit == 64
 
 
-def test_a_stage_that_is_given_a_limit_is_not_sized():
+def test_stage_with_explicit_limit_is_not_sized():
     family = Family("test fixed", FAMILY["search"].draw, SharedMachine())
     given = section("auto", 8, 8, **PATIENT | {"generate": {"timeout_seconds": 1e6, "parallel": 4}})
     [metrics] = run_batches(family, given, [family.batch(1, instances=8)])
@@ -166,7 +166,7 @@ def test_a_stage_that_is_given_a_limit_is_not_sized():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILY)
-def test_no_fixed_dispatcher_is_better_in_any_family(name):
+def test_auto_matches_best_fixed_dispatcher(name):
     """Total time of the third epoch over the same instances."""
     family = FAMILY[name]
     lives = {"max_alive": family.machine.lives} if family.machine.lives else {}
@@ -182,19 +182,19 @@ def test_no_fixed_dispatcher_is_better_in_any_family(name):
     assert auto["dispatcher/peak_alive"] <= (family.machine.lives or 512)
 
 
-def test_a_stage_shorter_than_the_clock_can_tell_is_no_evidence():
+def test_stage_below_clock_resolution_is_ignored():
     size = StageSize(4)
     size.started(0.0, pressed=False)
     entries = [size.started(1e9, pressed=False) for _ in range(8)]
     assert not size.ended(1e9 + 1.2e-7, entries[0], "instance")  # at half speed, less than the clocks' last digit
 
 
-def test_a_second_batch_ends_the_hedge_of_the_first():
+def test_second_batch_ends_hedge_of_first():
     capacity = Capacity(section("auto", 8, 8, **PATIENT))
     for number in range(200):
         capacity.record_durations(0, [0.0, 1000.0 if number % 20 == 0 else 10.0, 1.0])
-    capacity.new_batch()
-    capacity.hedge(waiting=[0, 0], working=[])
+    capacity.start_batch()
+    capacity.update_hedge(waiting=[0, 0], working=[])
     assert capacity.slots("generate", 100) == 32
-    capacity.new_batch()
+    capacity.start_batch()
     assert capacity.slots("generate", 100) == 8 and not capacity.may_hedge

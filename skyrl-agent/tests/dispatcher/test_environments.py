@@ -35,7 +35,7 @@ def pool(machines: Machines, count: int = 2, **settings) -> Dispatch:
     return Dispatch(given, make_environment=machines.make, close_environment=machines.close)
 
 
-def test_each_environment_serves_one_trajectory_at_a_time_for_its_whole_life():
+def test_environment_serves_single_trajectory_until_it_closes():
     world, machines = World(), Machines()
     trajectories = [Staged(world, "abcdef"[i], generate=[1.0 + i % 2]) for i in range(6)]
     dispatched(lambda: pool(machines), trajectories)
@@ -45,7 +45,7 @@ def test_each_environment_serves_one_trajectory_at_a_time_for_its_whole_life():
     assert all(t.result.reward == 1.0 for t in trajectories)
 
 
-def test_no_more_environments_than_trajectories_are_made():
+def test_environments_do_not_exceed_trajectories():
     machines = Machines()
     dispatched(lambda: pool(machines, count=5), [Staged(World())])
     assert machines.made == [(0, 0)]
@@ -58,7 +58,7 @@ def test_default_environment_is_the_index():
 
 
 @pytest.mark.parametrize("stage", ["initialize", "generate", "evaluate"])
-def test_an_environment_is_replaced_after_an_infrastructure_failure(stage):
+def test_environment_is_replaced_after_infrastructure_failure(stage):
     world, machines = World(), Machines()
     bad = Staged(world, "a", **{stage: [InfraError("its machine is gone")]})
     good = [Staged(world, name) for name in "bc"]
@@ -69,27 +69,27 @@ def test_an_environment_is_replaced_after_an_infrastructure_failure(stage):
 
 
 @pytest.mark.parametrize("acts", [{"generate": [ValueError("a bug")]}, {"evaluate": [InfraError("away"), 1.0]}])
-def test_an_environment_is_kept_after_an_agents_own_failure_and_for_a_judge_that_is_tried_again(acts):
+def test_environment_is_kept_after_agent_failure_and_grading_retry(acts):
     world, machines = World(), Machines()
     dispatched(lambda: pool(machines, count=1), [Staged(world, "a", **acts), Staged(world, "b")])
     assert machines.made == [(0, 0)]
 
 
-def test_restarted_trajectory_gets_a_new_environment():
+def test_restarted_trajectory_gets_new_environment():
     world, machines = World(), Machines()
     dispatched(lambda: pool(machines, count=1), [Staged(world, "a", generate=[InfraError("away"), 1.0])])
     assert world.environments == [("a0", (0, 0)), ("a0", (0, 1))]
     assert machines.closed == [(0, 0), (0, 1)]
 
 
-def test_making_an_environment_is_tried_again():
+def test_environment_creation_is_retried():
     machines = Machines(failures=2)
     trajectory = Staged(World())
     dispatched(lambda: pool(machines), [trajectory])
     assert trajectory.result.reward == 1.0 and trajectory.result.stage_seconds["initialize"] > 2
 
 
-def test_an_environment_made_after_its_trajectory_was_given_up_is_closed():
+def test_environment_of_abandoned_trajectory_is_closed():
     machines = Machines()
 
     async def slow_and_stubborn(place: int) -> tuple[int, int]:
@@ -107,7 +107,7 @@ def test_an_environment_made_after_its_trajectory_was_given_up_is_closed():
     assert machines.made == machines.closed == [(0, 0)]
 
 
-def test_an_environment_that_does_not_close_holds_nobody(caplog):
+def test_hanging_environment_close_does_not_block_run(caplog):
     async def make(place: int) -> int:
         return place
 
@@ -120,7 +120,7 @@ def test_an_environment_that_does_not_close_holds_nobody(caplog):
     assert "it may be left over" in caplog.text
 
 
-def test_idle_environments_are_closed_though_the_run_is_cancelled_twice():
+def test_idle_environments_are_closed_when_run_is_cancelled_twice():
     machines = Machines()
     trajectories = [Staged(World(), "a"), Staged(World(), "b", generate=[hang], close=5.0)]
     cancelled(pool(machines), trajectories, 10, 1, 1)

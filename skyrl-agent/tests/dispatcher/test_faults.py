@@ -55,7 +55,7 @@ def check_the_others(world: World, others: list[Staged]) -> None:
     ],
     ids=["exception", "outage", "full disk", "hang", "library cancels"],
 )
-def test_a_fault_ends_its_trajectory_alone(type_name, stage, act, kind, reason, attempts):
+def test_fault_ends_only_affected_trajectory(type_name, stage, act, kind, reason, attempts):
     world = World()
     faulty, others = beside_seven(world, **{stage: [act]})
     ended, dispatch, seconds = dispatched(lambda: Dispatch(section(type_name, **DEADLINES)), [faulty, *others])
@@ -75,7 +75,7 @@ def test_a_fault_ends_its_trajectory_alone(type_name, stage, act, kind, reason, 
 
 @EVERY_PLAN
 @EVERY_STAGE
-def test_stage_that_ignores_its_cancellation_is_abandoned(type_name, stage, caplog):
+def test_stage_ignoring_cancellation_is_abandoned(type_name, stage, caplog):
     world = World()
     faulty, others = beside_seven(world, **{stage: [stubborn]})
     given = section(type_name, **DEADLINES, **GRACE)
@@ -89,7 +89,7 @@ def test_stage_that_ignores_its_cancellation_is_abandoned(type_name, stage, capl
 
 
 @EVERY_PLAN
-def test_a_slow_tail_does_not_keep_the_others_waiting(type_name):
+def test_slow_trajectory_does_not_delay_others(type_name):
     world = World()
     slow, others = beside_seven(world, generate=[1000.0])
     ended, _, seconds = dispatched(lambda: Dispatch(section(type_name)), [slow, *others])
@@ -99,7 +99,7 @@ def test_a_slow_tail_does_not_keep_the_others_waiting(type_name):
 
 
 @EVERY_PLAN
-def test_an_outage_that_passes_costs_a_retry(type_name):
+def test_transient_outage_is_retried(type_name):
     world = World()
     away = InfraError("away")
     once, others = beside_seven(
@@ -114,7 +114,7 @@ def test_an_outage_that_passes_costs_a_retry(type_name):
     check_the_others(world, others)
 
 
-def test_a_trajectory_that_begins_anew_gives_its_slots_to_others_meanwhile():
+def test_restarting_trajectory_releases_slots():
     world = World()
     again = Staged(world, "a", generate=[InfraError("away"), 1.0])
     other = Staged(world, "b")
@@ -123,7 +123,7 @@ def test_a_trajectory_that_begins_anew_gives_its_slots_to_others_meanwhile():
     assert ended == [other, again] and again.result.reward == 1.0
 
 
-def test_many_that_begin_anew_do_not_lock_each_other_out():
+def test_many_restarts_do_not_deadlock():
     world = World()
     flaky = [Staged(world, "a", n, generate=[InfraError("away"), 1.0]) for n in range(40)]
     tight = {"initialize": {"parallel": 1}, "generate": {"parallel": 1, "queue": 0}, "evaluate": {"parallel": 1}}
@@ -132,7 +132,7 @@ def test_many_that_begin_anew_do_not_lock_each_other_out():
     assert all(world.closed[t.name] == 2 for t in flaky)
 
 
-def test_evaluation_is_skipped_if_not_wanted():
+def test_evaluation_is_skipped_when_disabled():
     class NoPatch(Staged):
         async def generate_trajectory(self) -> None:
             self.result.finish_reason = NO_GIT_PATCH
@@ -144,7 +144,7 @@ def test_evaluation_is_skipped_if_not_wanted():
 
 @EVERY_PLAN
 @pytest.mark.parametrize("closing", [hang, stubborn, ValueError("a bug in close")], ids=["hang", "stubborn", "raises"])
-def test_a_close_that_fails_is_told_and_holds_nobody(type_name, closing, caplog):
+def test_failed_close_is_logged_and_does_not_block(type_name, closing, caplog):
     world = World()
     faulty, others = beside_seven(world, close=closing)
     with caplog.at_level(logging.WARNING):
@@ -158,7 +158,7 @@ def test_a_close_that_fails_is_told_and_holds_nobody(type_name, closing, caplog)
 
 @EVERY_PLAN
 @pytest.mark.parametrize("moment", [0.1, 0.5, 1.0, 1.5, 2.5, 3.1])
-def test_cancelling_the_run_closes_everything(type_name, moment):
+def test_cancelling_run_closes_everything(type_name, moment):
     world = World()
     trajectories = [Staged(world, "abcdefghi"[i], close=0.2) for i in range(9)]
     ended, seconds = cancelled(Dispatch(section(type_name, agents=3, judges=2)), trajectories, moment)
@@ -177,7 +177,7 @@ def test_cancelling_twice_still_closes_everything():
 
 
 @EVERY_STAGE
-def test_cancelling_does_not_wait_for_what_heeds_no_cancellation(stage):
+def test_cancelling_does_not_wait_for_uncancellable_stage(stage):
     world = World()
     trajectories = [Staged(world, "a", **{stage: [stubborn]}), Staged(world, "b", **{stage: [hang]})]
 
@@ -190,7 +190,7 @@ def test_cancelling_does_not_wait_for_what_heeds_no_cancellation(stage):
 
 
 @EVERY_PLAN
-def test_leaving_the_stream_early_cancels_and_closes_what_is_left(type_name):
+def test_leaving_stream_early_cancels_and_closes_remaining(type_name):
     world = World()
     trajectories = [Staged(world, "abcdefghi"[i], generate=[1.0 + i]) for i in range(9)]
 
@@ -206,7 +206,7 @@ def test_leaving_the_stream_early_cancels_and_closes_what_is_left(type_name):
     assert {t.result.finish_reason for t in trajectories[1:]} == {CANCELLED}
 
 
-def test_finished_trajectories_are_handed_on_while_others_run():
+def test_finished_trajectories_are_yielded_while_others_run():
     async def story() -> list[float]:
         trajectories = [Staged(World(), "abc"[i], generate=[10.0 * (3 - i)]) for i in range(3)]
         loop = asyncio.get_running_loop()

@@ -18,7 +18,7 @@ def batch(world: World, instances: int, of_each: int, **acts) -> list[Staged]:
     return [Staged(world, chr(97 + i), n, **acts) for i in range(instances) for n in range(of_each)]
 
 
-def test_the_pipeline_keeps_the_limit_of_each_stage_and_works_in_all_at_once():
+def test_pipeline_respects_stage_limits_and_overlaps_stages():
     world = World()
     trajectories = batch(world, 6, 4, initialize=[2.0], generate=[4.0], evaluate=[1.0])
     ended, dispatch, seconds = dispatched(lambda: Dispatch(section("async_pipeline", agents=3, judges=1)), trajectories)
@@ -29,7 +29,7 @@ def test_the_pipeline_keeps_the_limit_of_each_stage_and_works_in_all_at_once():
     assert dispatch.metrics()["dispatcher/generate/utilisation"] == pytest.approx(32 / 37)
 
 
-def test_a_bounded_batch_holds_its_slot_through_all_stages():
+def test_bounded_batch_holds_slot_through_all_stages():
     world = World()
     _, _, seconds = dispatched(
         lambda: Dispatch(section("async_batch_bounded", agents=3)),
@@ -39,14 +39,14 @@ def test_a_bounded_batch_holds_its_slot_through_all_stages():
     assert seconds == 24 * 7 / 3
 
 
-def test_a_batch_without_limits_takes_as_long_as_its_longest():
+def test_unlimited_batch_duration_equals_longest_trajectory():
     world = World()
     _, _, seconds = dispatched(lambda: Dispatch(section("async_batch", agents=1)), batch(world, 6, 4))
     assert world.peak["open"] == 24 and seconds == 3
 
 
 @pytest.mark.parametrize("queue", [0, 1, 5])
-def test_initialised_runtimes_do_not_pile_up_before_a_slow_stage(queue):
+def test_initialized_runtimes_are_bounded_before_slow_stage(queue):
     world = World()
     limits = {"initialize": {"parallel": 2}, "generate": {"parallel": 3, "queue": queue}}
     limits["evaluate"] = {"parallel": 1, "queue": 2}
@@ -60,7 +60,7 @@ def test_initialised_runtimes_do_not_pile_up_before_a_slow_stage(queue):
     ("settings", "order"),
     [({}, ["a0", "b0", "c0", "a1", "b1", "c1"]), ({"order": "instances"}, ["a0", "a1", "b0", "b1", "c0", "c1"])],
 )
-def test_the_first_trajectory_of_every_instance_goes_first_or_all_of_the_first_instance(settings, order):
+def test_order_is_by_instance_or_by_trajectory(settings, order):
     world = World()
     dispatched(lambda: Dispatch(section("async_pipeline", agents=1, judges=1, **settings)), batch(world, 3, 2))
     for stage in ("initialize", "generate", "evaluate"):
@@ -68,7 +68,7 @@ def test_the_first_trajectory_of_every_instance_goes_first_or_all_of_the_first_i
 
 
 @pytest.mark.parametrize("type_name", PLANS)
-def test_the_same_run_twice_does_the_same_in_the_same_order(type_name):
+def test_repeated_run_has_same_order(type_name):
     worlds = [World(), World()]
     for world in worlds:
         trajectories = [
@@ -78,7 +78,7 @@ def test_the_same_run_twice_does_the_same_in_the_same_order(type_name):
     assert worlds[0].began == worlds[1].began
 
 
-def test_stage_seconds_tell_waiting_from_working():
+def test_stage_seconds_separate_waiting_from_working():
     world = World()
     first, second = batch(world, 2, 1, initialize=[2.0], generate=[4.0], evaluate=[1.0])
     dispatched(lambda: Dispatch(section("async_pipeline", agents=1)), [first, second])
@@ -90,7 +90,7 @@ def test_stage_seconds_tell_waiting_from_working():
     assert second.result.stage_seconds["queue_generate"] == 2  # from second 4, when it was ready, to 6
 
 
-def test_metrics_of_one_trajectory_can_be_checked_by_hand():
+def test_metrics_of_single_trajectory():
     _, dispatch, _ = dispatched(
         lambda: Dispatch(section("async_pipeline", agents=1)), [Staged(World(), initialize=[2.0], generate=[7.0])]
     )
@@ -102,18 +102,18 @@ def test_metrics_of_one_trajectory_can_be_checked_by_hand():
     assert metrics["dispatcher/generate/utilisation"] == 0.7
 
 
-def test_two_thousand_at_once():
+def test_two_thousand_concurrent_trajectories_finish():
     world = World()
     trajectories = batch(world, 20, 100, initialize=[20.0], generate=[100.0], evaluate=[30.0])
     ended, _, seconds = dispatched(lambda: Dispatch(section("async_pipeline", 2000, 2000)), trajectories)
     assert len(ended) == 2000 and seconds == 150 and world.peak["open"] == 2000
 
 
-def test_an_empty_batch_ends_at_once():
+def test_empty_batch_ends_immediately():
     assert dispatched(lambda: Dispatch(section("async_fix_pool")), [])[0] == []
 
 
-def test_a_dispatch_is_for_one_batch():
+def test_dispatch_cannot_be_reused():
     async def twice() -> None:
         dispatch = Dispatch(section("async_batch"))
         for _ in range(2):
@@ -123,7 +123,7 @@ def test_a_dispatch_is_for_one_batch():
         virtual_time.run(twice())
 
 
-def test_evaluation_batches_have_limits_of_their_own():
+def test_evaluation_batches_have_separate_limits():
     given = DispatcherSection.model_validate(
         {"max_parallel_agents": 8, "max_eval_parallel_agents": 6, "val_config": {"max_parallel_agents": 3}}
     )
@@ -143,12 +143,12 @@ def test_evaluation_batches_have_limits_of_their_own():
         ({"type": "async_pipeline", "initialize": {"queue": 2}}, "all trajectories wait there from the start"),
     ],
 )
-def test_settings_that_cannot_be_meant_are_refused(settings, complaint):
+def test_contradictory_settings_are_rejected(settings, complaint):
     with pytest.raises(ConfigError, match=complaint):
         Dispatch(DispatcherSection.model_validate(settings))
 
 
-def test_a_place_given_to_one_who_is_cancelled_at_that_moment_goes_to_the_next():
+def test_slot_granted_to_cancelled_waiter_passes_to_next():
     async def story() -> list[str]:
         slots, got = PrioritySemaphore(1), []
 
@@ -167,7 +167,7 @@ def test_a_place_given_to_one_who_is_cancelled_at_that_moment_goes_to_the_next()
     assert virtual_time.run(story()) == ["holder", "second"]
 
 
-def test_many_waiters_are_sorted_once_for_several_changes_and_served_by_their_priority_then():
+def test_waiters_are_sorted_lazily_and_served_by_priority():
     num, reads = 512, 0
 
     async def story() -> list[int]:
@@ -189,7 +189,7 @@ def test_many_waiters_are_sorted_once_for_several_changes_and_served_by_their_pr
             await asyncio.sleep(0)
             sign = -1  # now the last one comes first
             for _ in range(num):
-                slots.reorder()
+                slots.update_order()
                 slots.release()
                 await asyncio.sleep(0)
         return served
@@ -201,7 +201,7 @@ def test_many_waiters_are_sorted_once_for_several_changes_and_served_by_their_pr
     assert reads < 16 * num
 
 
-def test_the_clock_may_be_real():
+def test_dispatch_runs_with_real_clock():
     world = World()
     trajectories = batch(world, 3, 2, initialize=[0.01], generate=[0.02], evaluate=[0.01])
 

@@ -41,7 +41,7 @@ class Plain:
 
 @pytest.mark.parametrize("type_name", PLANS)
 @pytest.mark.parametrize("nested", [False, True], ids=["list", "table"])
-def test_plain_objects_are_dispatched_by_the_names_of_their_methods(type_name, nested):
+def test_plain_objects_are_dispatched_by_method_names(type_name, nested):
     bad, *good = all_four = [Plain("play"), Plain(), Plain(), Plain()]
     batch = {"x": {0: bad, 1: good[0]}, "y": {0: good[1], 1: good[2]}} if nested else all_four
     cfg = {"max_parallel_agents": 2, "max_eval_parallel_agents": 2, "num_instances": 2, "num_trajectories": 2}
@@ -51,7 +51,7 @@ def test_plain_objects_are_dispatched_by_the_names_of_their_methods(type_name, n
     assert bad.result == {"finish_reason": "error_runtime", "error": "ValueError: a bug in play"}
 
 
-def test_the_fixed_pool_lends_the_environments_it_is_given():
+def test_fixed_pool_lends_configured_environments():
     world = World()
     trajectories = [Staged(world, name) for name in "abc"]
     dispatch = DISPATCHER_REGISTRY["async_fix_pool"]
@@ -72,7 +72,7 @@ def one_by_one():
     del DISPATCHER_REGISTRY["one_by_one"]
 
 
-def test_a_registered_dispatcher_is_chosen_by_its_name_and_its_trajectories_are_closed(one_by_one):
+def test_registered_dispatcher_is_selected_and_trajectories_closed(one_by_one):
     world = World()
     trajectories = [Staged(world, name, n) for name in "ab" for n in range(2)]
 
@@ -85,12 +85,12 @@ def test_a_registered_dispatcher_is_chosen_by_its_name_and_its_trajectories_are_
     assert all(t.result.reward == 1.0 for t in ended)
 
 
-def test_names_of_ours_cannot_be_taken():
+def test_built_in_dispatcher_names_are_reserved():
     with pytest.raises(ValueError, match="built in"):
         register_dispatcher("async_batch")(None)  # pyright: ignore[reportArgumentType]
 
 
-def test_the_progress_bar_tells_stages_and_failures(monkeypatch):
+def test_progress_bar_shows_stages_and_failures(monkeypatch):
     monkeypatch.setattr(sys, "stderr", written := StringIO())
     trajectories = [Staged(World(), "a"), Staged(World(), "b", generate=[ValueError("a bug")])]
 
@@ -103,7 +103,7 @@ def test_the_progress_bar_tells_stages_and_failures(monkeypatch):
     assert "2/2" in written.getvalue() and "failed 1" in written.getvalue()
 
 
-def test_a_loop_in_virtual_time_says_when_nothing_can_go_on():
+def test_virtual_time_loop_reports_deadlock():
     async def wait_for_nobody() -> None:
         await asyncio.Event().wait()
 

@@ -20,7 +20,7 @@ every_check = pytest.mark.parametrize("check", CHECKS, ids=lambda check: check._
 
 @every_check
 @pytest.mark.parametrize("tells_ids", [True, False], ids=["ids", "text alone"])
-async def test_scripted(check: Check, tells_ids: bool):
+async def test_scripted_model_conforms_to_backend(check: Check, tells_ids: bool):
     tokenizer = byte_tokenizer()
     model = ScriptedModel(tokenizer, ["the answer is 7"], tells_ids=tells_ids)
     subject = Subject(
@@ -30,14 +30,16 @@ async def test_scripted(check: Check, tells_ids: bool):
 
 
 @every_check
-async def test_engine_of_skyrl_train(check: Check, engine: Any, tokenizer: Any):
+async def test_skyrl_train_engine_conforms_to_backend(check: Check, engine: Any, tokenizer: Any):
     backend = build_backend("skyrl-train", infer_engine=engine, tokenizer=tokenizer)
     outcome = await run_check(check, Subject(backend, tokenizer, tokenizer.encode(PROMPT)))
     assert (outcome == NOT_ASKED) == (check.__name__ == "a_dead_server_is_an_infrastructure_failure")
 
 
 @every_check
-async def test_openai_server(check: Check, endpoint: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch):
+async def test_openai_server_conforms_to_backend(
+    check: Check, endpoint: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("TEST_ENDPOINT_KEY", "secret")
     monkeypatch.setattr("skyrl_agent.integrations.openai.RETRIES", replace(_retries(), attempts=1))
 
@@ -55,7 +57,7 @@ def _retries() -> Any:
     return RETRIES
 
 
-async def test_turn_that_a_weight_sync_interrupts_is_continued(engine: Any, tokenizer: Any):
+async def test_turn_interrupted_by_weight_sync_is_continued(engine: Any, tokenizer: Any):
     """The trainer's client pauses the engine in the middle of an answer; the agent gets one answer, of both parts."""
     client = InferenceEngineClient([engine], tokenizer, SkyRLConfig())
     backend = build_backend("skyrl-train", infer_engine=client, tokenizer=tokenizer)

@@ -67,7 +67,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.mark.full
-def test_run_under_ray_gives_the_same_rewards(trained: Run, tmp_path: Path):
+def test_ray_run_gives_same_rewards(trained: Run, tmp_path: Path):
     run = Run(tmp_path)
     run.model = trained.model
     run.start("ray", "trainer.max_training_steps=2", "trainer.eval_before_train=false")
@@ -76,7 +76,7 @@ def test_run_under_ray_gives_the_same_rewards(trained: Run, tmp_path: Path):
     assert len(rewards) == 2 and rewards == expected[:2]
 
 
-def test_an_agent_learns_to_use_its_tool(trained: Run):
+def test_agent_learns_to_use_tool(trained: Run):
     rewards = [step["reward/avg_raw_reward"] for step in trained.metrics if "reward/avg_raw_reward" in step]
     print(rewards)
     assert len(rewards) == STEPS
@@ -85,7 +85,7 @@ def test_an_agent_learns_to_use_its_tool(trained: Run):
     assert trained.metrics[-1]["rollout_metrics/finish_tool_ratio"] > 0.8
 
 
-def test_each_trajectory_is_in_the_file_with_log_probs_and_what_it_called(trained: Run):
+def test_trajectory_file_has_log_probs_and_tool_calls(trained: Run):
     records = list(read_records(trained.trajectories))
     of_training = [record for record in records if not record["val"]]
     assert len(of_training) == STEPS * 9 * 16
@@ -97,7 +97,7 @@ def test_each_trajectory_is_in_the_file_with_log_probs_and_what_it_called(traine
     assert all(value < 0 for value, written in zip(row["log_probs"], row["mask"], strict=True) if written)
 
 
-async def test_the_same_file_runs_on_a_server(trained: Run):
+async def test_same_task_file_runs_on_server(trained: Run):
     from skyrl_train.endpoint.server import EndpointServer
     from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
     from skyrl_train.inference_engines.native.loading import load_tokenizer
@@ -124,7 +124,7 @@ async def test_the_same_file_runs_on_a_server(trained: Run):
 
 
 @pytest.mark.full
-def test_an_agent_trains_asynchronously(trained: Run, tmp_path: Path):
+def test_agent_trains_asynchronously(trained: Run, tmp_path: Path):
     """Every trajectory once an epoch, on tokens of the last two weight versions."""
     run = Run(tmp_path)
     run.model = trained.model
@@ -162,7 +162,7 @@ def test_an_agent_trains_asynchronously(trained: Run, tmp_path: Path):
     ],
     ids=["turns", "estimator", "file", "samples", "temperature", "row"],
 )
-def test_impossible_settings_are_errors_before_anything_starts(trained: Run, changes: dict[str, Any], text: str):
+def test_invalid_settings_are_rejected_before_start(trained: Run, changes: dict[str, Any], text: str):
     from skyrl_train.config import SkyRLConfig
     from skyrl_train.entrypoints.main_base import BasePPOExp
     from skyrl_train.errors import ConfigError

@@ -32,7 +32,7 @@ def few_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 
-async def test_a_server_of_text_alone():
+async def test_text_only_server_returns_text():
     """The server supports OpenAI's fields only, and no token ids as prompts."""
 
     def reply(asked: Asked) -> Reply:
@@ -52,7 +52,7 @@ async def test_a_server_of_text_alone():
     )
 
 
-async def test_server_of_text_alone_stops_at_the_texts_of_stop_ids():
+async def test_text_only_server_stops_at_text_of_stop_ids():
     def reply(asked: Asked) -> Reply:
         return choice() if not set(asked.body) - OPENAI_FIELDS and isinstance(asked.body["prompt"], str) else (400, {})
 
@@ -65,12 +65,12 @@ async def test_server_of_text_alone_stops_at_the_texts_of_stop_ids():
     assert server.asked[-1].body["stop"] == ["</call>", "<|im_end|>"]
 
 
-async def test_a_stop_string_that_was_cut_off_is_put_back():
+async def test_removed_stop_string_is_restored():
     with web_server(lambda asked: choice(text="<call>x", stop_reason="</call>")) as server:
         assert (await ask(server.url))[0] == "<call>x</call>"
 
 
-async def test_a_key_is_sent_where_there_is_one(monkeypatch: pytest.MonkeyPatch):
+async def test_api_key_is_sent_when_configured(monkeypatch: pytest.MonkeyPatch):
     with web_server(lambda asked: choice()) as server:
         await ask(server.url + "/v1")
         monkeypatch.setenv("OPENAI_API_KEY", "s3cret\n")
@@ -89,24 +89,24 @@ async def test_a_key_is_sent_where_there_is_one(monkeypatch: pytest.MonkeyPatch)
         (choice(finish_reason="abort"), InfraError, "aborted"),
     ],
 )
-async def test_errors_have_their_type(answer: Reply, error: type[Exception], text: str):
+async def test_server_errors_map_to_error_types(answer: Reply, error: type[Exception], text: str):
     with web_server(lambda asked: answer) as server, pytest.raises(error, match=text):
         await ask(server.url)
 
 
-async def test_log_probs_that_are_not_one_a_token_are_none():
+async def test_log_probs_of_wrong_length_become_null():
     ids = byte_tokenizer().encode("yes")
     with web_server(lambda asked: choice(token_ids=ids, logprobs={"token_logprobs": [-1.0]})) as server:
         text, meta = await ask(server.url)
     assert (text, meta["output_tokens"], meta["logprobs"]) == ("yes", ids, None)
 
 
-async def test_a_context_that_is_full_is_an_answer_of_length():
+async def test_full_context_finishes_with_length():
     text, meta = await ask("http://127.0.0.1:9", model_max_len=7)
     assert (text, meta["output_tokens"], meta["finish_reason"]) == ("", [], "length")
 
 
 @pytest.mark.parametrize("settings", [{"api_url": "ftp://x"}, {"max_len": 3}, {"model_max_len": 0}])
-def test_wrong_settings_are_refused(settings: dict[str, Any]):
+def test_invalid_settings_are_rejected(settings: dict[str, Any]):
     with pytest.raises(ConfigError, match=r"generator\.backend_config"):
         OpenAIBackend(None, byte_tokenizer(), {"model_name": "m"} | settings)

@@ -15,12 +15,12 @@ from skyrl_agent.chat.transitions import Observation, TokensWithLogprobs, Transi
 from skyrl_agent.integrations.skyrl_train.skyrl_train_backend import (
     SkyRLAgentGenerator,
     SkyRLBackend,
-    generator_output,
-    instance_rows,
-    rollout_batch,
+    build_generator_output,
+    build_instance_rows,
+    build_rollout_batch,
 )
 from skyrl_agent.testing import byte_tokenizer
-from skyrl_agent.training_rows import repeat_for_rows, training_rows, trajectory_advantages
+from skyrl_agent.training_rows import compute_trajectory_advantages, repeat_for_rows, training_rows
 from skyrl_agent.types import Failure, TrajectoryResult
 from skyrl_train.batch_preparation import prepare_training_batch
 from skyrl_train.config import SkyRLConfig
@@ -56,10 +56,10 @@ GROUPS = [
 ]
 
 
-def test_rows_pass_the_trainers_checks_and_get_each_trajectorys_advantage():
+def test_rows_pass_trainer_checks_and_share_trajectory_advantage():
     rows = training_rows(GROUPS, 100)
     ids = [TrajectoryID(uid, n) for uid in ("0", "1") for n in range(3)]
-    rollouts = rollout_batch(rows, ids)
+    rollouts = build_rollout_batch(rows, ids)
     assert record_faults(rollouts) == rollouts
     assert to_rollout_batch(to_generator_output(rollouts), ids) == rollouts
     assert [len(trajectory.samples) for trajectory in rollouts.trajectories] == [1, 2, 1, 1, 1, 1]
@@ -68,14 +68,14 @@ def test_rows_pass_the_trainers_checks_and_get_each_trajectorys_advantage():
     cfg = SkyRLConfig.from_dict({"trainer": {"algorithm": {"advantage_estimator": "rloo", "use_kl_loss": False}}})
     judged, metrics = prepare_training_batch(batch, cfg, 0.0)
     found = [row[0].item() for row in judged.tensor("advantages")]
-    assert found == pytest.approx(repeat_for_rows(rows, trajectory_advantages(rows, "leave_one_out")))
+    assert found == pytest.approx(repeat_for_rows(rows, compute_trajectory_advantages(rows, "leave_one_out")))
     assert found == pytest.approx([1.0, -1.0, -1.0, 0.0, -0.125, -0.5, 0.625])
     assert judged.tensor("loss_mask").sum(dim=1).tolist() == [3, 1, 2, 0, 1, 0, 1]
     assert metrics["loss/avg_final_rewards"] == pytest.approx(2.75 / 5)
 
 
-def test_failures_and_versions_are_told():
-    output = generator_output(training_rows(GROUPS, 100))
+def test_output_reports_failures_and_weight_versions():
+    output = build_generator_output(training_rows(GROUPS, 100))
     failures = output["failures"]
     assert failures is not None and [failure is not None for failure in failures] == [False] * 3 + [True] + [False] * 3
     assert failures[3].kind == "infrastructure" and failures[3].message == "generate: no engine"
@@ -84,13 +84,13 @@ def test_failures_and_versions_are_told():
     assert output["rollout_metrics"]["rollout_metrics/error_runtime"] == pytest.approx(1 / 6)
 
 
-def test_a_prompt_is_asked_once_however_many_samples_it_has():
+def test_samples_of_prompt_share_instance_row():
     prompts = [
         {"prompt": [{"role": "user", "content": text}], "env_class": None, "env_extras": {"answer": text}, "uid": uid}
         for uid, text in (("0", "a"), ("1", "a"))
     ]
     batch, _ = prepare_generator_input(prompts, 3, None, None, "train", 1)
-    rows = instance_rows(batch)
+    rows = build_instance_rows(batch)
     assert [(row["prompt"][0]["content"], row["answer"]) for row in rows] == [("a", "a"), ("a", "a")]
 
 
@@ -112,7 +112,7 @@ class ListeningEngine:
         return Completion([65], "stop", [1], [0.0])
 
 
-async def test_sessions_of_a_batch_are_announced_as_the_agents_requests_carry_them(tmp_path: Path):
+async def test_batch_sessions_match_agent_request_sessions(tmp_path: Path):
     path, engine = tmp_path / "task.yaml", ListeningEngine()
     path.write_text(json.dumps(drawers.task()))
     cfg = SkyRLConfig.from_dict({"generator": {"task": str(path), "n_samples_per_prompt": 2}}).generator
@@ -134,7 +134,7 @@ class DyingEngine(ListeningEngine):
         raise WorkerError("the engine died; its log says why")
 
 
-async def test_engines_that_will_not_come_back_end_the_batch_at_once(tmp_path, slow_agent):
+async def test_permanent_engine_failure_ends_batch(tmp_path, slow_agent):
     path = tmp_path / "task.yaml"
     path.write_text(f"agent_cls: {slow_agent}\ntask: drawers.Drawers\n")
     cfg = SkyRLConfig.from_dict({"generator": {"task": str(path), "n_samples_per_prompt": 1}}).generator

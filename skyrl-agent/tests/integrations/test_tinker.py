@@ -87,7 +87,7 @@ def train(server: ServerProcess, tmp_path: Path) -> Any:
     return run
 
 
-def test_an_agent_learns_and_goes_on_from_its_checkpoint(train: Any, tmp_path: Path):
+def test_agent_learns_and_resumes_from_checkpoint(train: Any, tmp_path: Path):
     train(max_steps=8, save_every=8, eval_dataset_file="rows.jsonl", eval_every=8)
     train(max_steps=10, resume_exp_name="skyrl-agent", wandb_name="resumed")
     first, second = (_metrics(tmp_path / "tinker_output" / name) for name in ("skyrl-agent", "resumed"))
@@ -104,7 +104,7 @@ def _metrics(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_the_backend_keeps_what_backends_promise(server: ServerProcess, tmp_path: Path):
+def test_tinker_backend_conforms(server: ServerProcess, tmp_path: Path):
     printed = run_with_sdk(CONFORM, [server.url, str(server.folder / "model")], tmp_path, server)
     outcomes = dict(line.split(maxsplit=1) for line in printed.splitlines())
     assert outcomes.pop("a_dead_server_is_an_infrastructure_failure") == "not asked"

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from skyrl_agent.errors import BatchFailedError, ConfigError
-from skyrl_agent.evaluate import Evaluation, main, settings_of
+from skyrl_agent.evaluate import Evaluation, collect_settings, main
 from skyrl_agent.records import read_records
 from skyrl_agent.testing import byte_tokenizer
 from skyrl_agent.view import main as view
@@ -34,7 +34,7 @@ def evaluation(runner, tmp_path):
     return make
 
 
-async def test_second_start_plays_only_what_is_missing_or_failed(evaluation):
+async def test_resumed_evaluation_runs_only_missing_or_failed(evaluation):
     rows = [{"number": 1}, {"number": 2, "judge": "away"}]
     with evaluation(rows) as first:
         await first.run()
@@ -50,7 +50,7 @@ async def test_second_start_plays_only_what_is_missing_or_failed(evaluation):
         assert (third.runner.infer_engine.requests, third.summary().num_scored) == ([], 4)
 
 
-async def test_view_shows_the_last_try_of_each_trajectory(evaluation, capsys):
+async def test_view_shows_last_attempt_of_each_trajectory(evaluation, capsys):
     for judge in ("away", "here"):
         with evaluation([{"number": 1, "judge": judge}]) as it, contextlib.suppress(BatchFailedError):
             await it.run()
@@ -60,7 +60,7 @@ async def test_view_shows_the_last_try_of_each_trajectory(evaluation, capsys):
     assert "2 trajectories, mean reward 1 of 2; 2 FINISH" in capsys.readouterr().out
 
 
-async def test_cut_off_trajectory_is_written_and_is_no_score(evaluation):
+async def test_truncated_trajectory_is_written_without_score(evaluation):
     rows = [{"number": 1}, {"number": 2, "seconds": 600}, {"number": 3}]
     limits = {"max_parallel_agents": 1, "order": "instances"}
     with evaluation(rows, dispatcher=limits) as first:
@@ -82,7 +82,7 @@ async def test_cut_off_trajectory_is_written_and_is_no_score(evaluation):
         assert second.summary().is_complete
 
 
-def test_file_has_one_writer_its_own_settings_and_no_other_origin(evaluation, tmp_path):
+def test_results_file_rejects_second_writer_and_other_settings(evaluation, tmp_path):
     with evaluation([{"number": 1}], {"a": 1}) as first:
         with pytest.raises(ConfigError, match="another evaluation is writing it"):
             evaluation([{"number": 1}], {"a": 1})
@@ -94,7 +94,7 @@ def test_file_has_one_writer_its_own_settings_and_no_other_origin(evaluation, tm
         evaluation([])
 
 
-async def test_evaluation_ends_after_failures_in_a_row(evaluation):
+async def test_evaluation_stops_after_consecutive_failures(evaluation):
     rows = [{"number": number, "sandbox": "broken"} for number in range(5)] + [{"number": 5, "seconds": 600}]
     with evaluation(rows, dispatcher={"max_parallel_agents": 2, "order": "instances"}) as it:
         with pytest.raises(BatchFailedError, match=r"all 10 trajectories failed, 10 of them .* no sandbox"):
@@ -102,13 +102,13 @@ async def test_evaluation_ends_after_failures_in_a_row(evaluation):
         assert it.summary().num_scored == 0
 
 
-def test_settings_hold_what_trajectories_depend_on(task_file, tmp_path):
+def test_settings_include_inputs_of_trajectories(task_file, tmp_path):
     from skyrl_agent.config.task_file import load_task_file
 
     (tmp_path / "rows.jsonl").write_text("{}")
 
     def of(**changes: Any) -> dict[str, Any]:
-        return settings_of(load_task_file(task_file(**changes)), tmp_path / "rows.jsonl", "t")
+        return collect_settings(load_task_file(task_file(**changes)), tmp_path / "rows.jsonl", "t")
 
     before = of()
     assert of(dispatcher={"max_parallel_agents": 3}, runtime={"kind": "local"}, output={"trajectories": "x"}) == before
@@ -137,7 +137,7 @@ def command(tmp_path: Path) -> Any:
     return make
 
 
-def test_command_without_a_server_exits_with_two(command, capsys, tmp_path):
+def test_command_without_server_exits_with_two(command, capsys, tmp_path):
     assert main(command(unused_url())) == 2
     assert "UnavailableError: generator.backend_config.api_url=" in capsys.readouterr().err
     assert not (tmp_path / "out.jsonl").exists()

@@ -36,7 +36,7 @@ def runner_of(url: str, task: str = REACT, **keys: Any) -> AgentRunner:
 @pytest.mark.parametrize(
     "answer, text",
     [
-        (None, r"api_url=http://127.0.0.1:\d+: no server of the model answers: .* failed 3 times in .*ConnectError"),
+        (None, r"api_url=http://127.0.0.1:\d+: the model server is unreachable: .* failed 3 times in .*ConnectError"),
         ((401, "no"), r"the key in the environment variable OPENAI_API_KEY .* is not accepted"),
         ((200, {"data": [{"id": "other"}]}), r"model_name='m' is not served at .*; there is other"),
     ],
@@ -53,12 +53,12 @@ async def test_model_server_is_probed_before_anything_starts(answer, text, tmp_p
 
 
 @pytest.mark.parametrize("reply", [(404, "no list"), (200, "<html>"), (200, MODELS)])
-async def test_server_without_a_list_of_models_passes_the_probe(reply):
+async def test_server_without_model_list_passes_probe(reply):
     with web_server(lambda asked: reply) as server:
         await runner_of(server.url).probe()
 
 
-async def test_probe_names_everything_that_is_missing():
+async def test_probe_reports_all_missing_dependencies():
     tools = [{"local_search": {"url": f"{unused_url()}/retrieve"}}, "finish"]
     with pytest.raises(UnavailableError) as error:
         await runner_of(unused_url(), tools=tools).probe()
@@ -67,14 +67,14 @@ async def test_probe_names_everything_that_is_missing():
 
 
 @pytest.mark.parametrize("reply", [(404, "not here"), (200, {"hello": "world"}), (422, "no such field")])
-async def test_wrong_path_of_a_retriever_is_found_before_the_run(reply):
+async def test_wrong_retriever_path_is_detected_before_run(reply):
     with web_server(lambda asked: (200, MODELS) if asked.method == "GET" else reply) as server:
         agents = runner_of(server.url, tools=[{"local_search": {"url": f"{server.url}/wrong"}}, "finish"])
         with pytest.raises(UnavailableError, match=r"tools: local_search: http://127"):
             await agents.probe()
 
 
-async def test_judge_is_probed_where_the_task_has_one():
+async def test_judge_is_probed_when_task_uses_judge():
     with web_server(models) as server:
         agents = runner_of(server.url, task_config={"judge": {"model": "j", "base_url": unused_url()}})
         with pytest.raises(UnavailableError, match=r"task_config.judge: http://127.0.0.1"):
@@ -84,7 +84,7 @@ async def test_judge_is_probed_where_the_task_has_one():
 RUNTIMES = {
     "nothing listens": ({"kind": "remote"}, None, r"runtime.url=.*: no server answers: ConnectError"),
     "another server": ({"kind": "remote"}, (404, "no"), r"runtime.url=.*: what answers there is no runtime server"),
-    "no token": ({"kind": "remote"}, (401, "no"), r"runtime.url=.*the server refuses.*runtime.token_env"),
+    "no token": ({"kind": "remote"}, (401, "no"), r"runtime.url=.*the server rejected.*runtime.token_env"),
 }
 
 
@@ -97,7 +97,7 @@ async def test_runtime_server_is_probed_before_anything_starts(section, answer, 
             await agents.probe(agents.instances([SWE_ROW]))
 
 
-async def test_every_row_is_checked_against_what_can_make_its_runtime():
+async def test_rows_are_checked_against_available_runtimes():
     answer = 200, {"max_runtimes": 4, "kind": "local"}
     with web_server(models) as model, web_server(lambda asked: answer) as server:
         agents = runner_of(model.url, SWE, runtime={"kind": "remote", "url": server.url})
@@ -119,7 +119,7 @@ async def test_docker_is_probed_before_anything_starts(monkeypatch):
 
 
 @pytest.mark.parametrize("answer", [None, (404, "not here"), (200, "<html>")])
-async def test_runtime_of_a_wrong_url_fails_in_seconds(answer):
+async def test_runtime_with_wrong_url_fails_within_seconds(answer):
     began = time.monotonic()
     with web_server(lambda asked: answer) as server:
         runtime = make_runtime(RuntimeSpec(kind="remote", url=unused_url() if answer is None else server.url))
@@ -128,7 +128,7 @@ async def test_runtime_of_a_wrong_url_fails_in_seconds(answer):
     assert time.monotonic() - began < 60
 
 
-async def test_runtime_server_that_fails_in_turns_is_given_up(monkeypatch):
+async def test_intermittently_failing_runtime_server_is_abandoned(monkeypatch):
     for name in ("FIRST_PAUSE_SECONDS", "LONGEST_PAUSE_SECONDS", "CANCEL_SECONDS"):
         monkeypatch.setattr(remote, name, 0.05)
     monkeypatch.setattr(remote, "START_SECONDS", 1.0)
@@ -154,12 +154,12 @@ async def test_runtime_server_that_fails_in_turns_is_given_up(monkeypatch):
         ({"generator": {"chat_template": "no_such.jinja"}}, "generator.chat_template='no_such.jinja' is not a file"),
     ],
 )
-def test_task_file_is_checked_when_it_is_loaded(keys, text):
+def test_task_file_is_checked_on_load(keys, text):
     with pytest.raises(ConfigError, match=text):
         runner_of("http://127.0.0.1:9", **keys)
 
 
-async def test_config_error_of_a_stage_ends_the_run(runner, numbers):
+async def test_config_error_in_stage_ends_run(runner, numbers):
     made = runner()
 
     async def wrong(**_: Any) -> Any:
@@ -170,14 +170,14 @@ async def test_config_error_of_a_stage_ends_the_run(runner, numbers):
         await made.run(numbers(1, 2))
 
 
-async def test_batch_of_failures_alone_is_an_error_with_the_commonest_cause(runner):
+async def test_fully_failed_batch_raises_most_common_cause(runner):
     rows = [{"number": 1, "sandbox": "broken"}, {"number": 2, "judge": "away"}, {"number": 3, "sandbox": "broken"}]
     text = r"all 6 trajectories failed, 4 of them with the cause: initialize: InfraError: no sandbox"
     with pytest.raises(BatchFailedError, match=text):
         await runner().run(rows)
 
 
-async def test_mean_of_nothing_is_none(runner):
+async def test_metrics_of_failed_trajectories_are_omitted(runner):
     metrics = (await runner().rows([{"number": 1, "judge": "away"}])).rollout_metrics
     assert "rollout_metrics/raw_reward" not in metrics
     assert metrics["rollout_metrics/error_evaluation"] == 1.0

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from skyrl_agent.chat.transitions import Observation, TokensWithLogprobs, Transition
-from skyrl_agent.records import TrajectoryFile, read_records, result_of
+from skyrl_agent.records import TrajectoryFile, read_records, to_result
 from skyrl_agent.runtimes.base import ExecResult, RuntimeSpec
 from skyrl_agent.runtimes.recorded import MAX_COMMANDS, RecordedRuntime
 from skyrl_agent.testing import byte_tokenizer
@@ -29,7 +29,7 @@ class QuietRuntime:
         return ExecResult("exited", 0, str(self.num_commands), "", 0.0)
 
 
-async def test_log_of_commands_says_how_many_it_left_out(caplog):
+async def test_command_log_reports_omitted_commands(caplog):
     log: list[SandboxCommand] = []
     runtime = RecordedRuntime(cast(Any, QuietRuntime()), log)
     for _ in range(MAX_COMMANDS):
@@ -74,16 +74,16 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_row_holds_the_tokens_and_who_wrote_them(file: Path):
+def test_record_holds_tokens_and_their_sources(file: Path):
     first, _, failed = read_records(file)
     assert (first["instance_id"], first["reward"], first["val"]) == ("task/0", 1.0, False)
     [row] = first["rows"]
     assert row["spans"] == [[True, "call"], [False, "[tool]"], [True, "done"]]
     assert (len(row["response_ids"]), row["mask"]) == (14, [1] * 4 + [0] * 6 + [1] * 4)
     assert first["tool_calls"][0]["seconds"] == 0.25
-    assert result_of(first).sandbox == result().sandbox
+    assert to_result(first).sandbox == result().sandbox
     del first["sandbox"]  # as earlier releases wrote it
-    assert result_of(first).sandbox == []
+    assert to_result(first).sandbox == []
     assert failed["failure"] == {
         "stage": "initialize",
         "kind": "infrastructure",
@@ -92,7 +92,7 @@ def test_a_row_holds_the_tokens_and_who_wrote_them(file: Path):
     }
 
 
-def test_truncated_line_is_left_out(file: Path):
+def test_truncated_line_is_skipped(file: Path):
     whole = file.read_bytes()
     file.write_bytes(whole[:-50])
     TrajectoryFile(file, byte_tokenizer()).append(result(9))
@@ -105,7 +105,7 @@ def _write_many(path: Path, writer: int) -> None:
         file.append(result(100 * writer + number))
 
 
-def test_several_processes_may_write(tmp_path: Path):
+def test_concurrent_processes_append_whole_lines(tmp_path: Path):
     path = tmp_path / "shared.jsonl"
     context = multiprocessing.get_context("fork")
     writers = [context.Process(target=_write_many, args=(path, writer)) for writer in range(3)]
@@ -117,12 +117,12 @@ def test_several_processes_may_write(tmp_path: Path):
     assert ids == {f"task/{100 * writer + number}" for writer in range(3) for number in range(20)}
 
 
-def test_a_full_disk_does_not_end_the_batch(caplog: pytest.LogCaptureFixture):
+def test_full_disk_does_not_end_batch(caplog: pytest.LogCaptureFixture):
     TrajectoryFile("/dev/full/trajectories.jsonl", byte_tokenizer()).append(result())
     assert "a trajectory is not in the file" in caplog.text
 
 
-async def test_a_runner_writes_each_trajectory(runner, numbers, tmp_path: Path):
+async def test_runner_writes_each_trajectory(runner, numbers, tmp_path: Path):
     path = tmp_path / "run.jsonl"
     await runner(output={"trajectories": str(path)}).run([*numbers(1), {"number": 2, "sandbox": "broken"}])
     records = sorted(read_records(path), key=lambda record: (record["instance_id"], record["trajectory_id"]))
@@ -141,14 +141,16 @@ async def test_a_runner_writes_each_trajectory(runner, numbers, tmp_path: Path):
         (["--show", "0"], ["ask [bold]", 'search 0.250 s {"query": "x"}', "| call", "  [tool]", "written 8 tokens"]),
     ],
 )
-def test_the_viewer(file: Path, capsys: pytest.CaptureFixture[str], options: list[str], shown: list[str]):
+def test_viewer_prints_selected_trajectories(
+    file: Path, capsys: pytest.CaptureFixture[str], options: list[str], shown: list[str]
+):
     assert main([str(file), *options]) == 0
     printed = capsys.readouterr().out
     for text in shown:
         assert text in printed
 
 
-def test_the_viewer_as_a_command_in_a_pipe(file: Path):
+def test_viewer_command_prints_plain_text_to_pipe(file: Path):
     command = [sys.executable, "-m", "skyrl_agent.view", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "\x1b" not in done.stdout
@@ -161,7 +163,7 @@ def test_rows_are_plain_json(file: Path):
     assert all(json.loads(line) for line in file.read_text().splitlines())
 
 
-def test_the_browser_is_a_door_to_the_dashboard(tmp_path: Path, monkeypatch, capsys):
+def test_browser_option_starts_dashboard(tmp_path: Path, monkeypatch, capsys):
     started: list[list[str]] = []
     monkeypatch.setattr("os.execv", lambda _, command: started.append(command[1:]))
     file, other = tmp_path / "trajectories.jsonl", tmp_path / "mine.jsonl"

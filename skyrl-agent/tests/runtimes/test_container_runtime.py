@@ -13,7 +13,7 @@ import pytest
 
 from skyrl_agent.config.task_file import RuntimeSection
 from skyrl_agent.errors import ConfigError, InfraError
-from skyrl_agent.runtimes import Limits, RuntimeSpec, Snapshot, make_runtime, spec_with
+from skyrl_agent.runtimes import Limits, RuntimeSpec, Snapshot, make_runtime, merge_spec
 from skyrl_agent.runtimes.container import KEEPER
 from skyrl_agent.runtimes.leases import leases
 from skyrl_agent.services import gc
@@ -67,7 +67,7 @@ def runtime_of(**settings):
     return make_runtime(RuntimeSpec(**{"kind": "docker", "image": "some/image", "limits": LIMITS, **settings}))
 
 
-async def test_a_container_is_made_of_the_image_without_a_network(docker):
+async def test_container_uses_image_without_network(docker):
     async with runtime_of(lease_seconds=33.0) as runtime:
         (lease,) = leases()
         run = docker()[0]
@@ -84,9 +84,9 @@ async def test_a_container_is_made_of_the_image_without_a_network(docker):
     assert docker()[-1] == ["rm", "--force", "--volumes", name]
 
 
-async def test_a_container_is_restricted_further_by_its_section(docker, tmp_path):
+async def test_container_applies_restrictions_of_runtime_section(docker, tmp_path):
     section = RuntimeSection(kind="docker", image="some/image", user="1000", read_only=True, cpus=0.5, pull="never")
-    spec = spec_with(
+    spec = merge_spec(
         section,
         RuntimeSpec(
             limits=replace(LIMITS, memory_bytes=LIMITS.memory_bytes // 2, workspace_bytes=LIMITS.memory_bytes // 2)
@@ -100,19 +100,19 @@ async def test_a_container_is_restricted_further_by_its_section(docker, tmp_path
     assert f"{tmp_path}/testbed:rw,exec,nosuid,nodev,mode=1777,size={1 << 29}" in run
     assert given["--memory"] == str(1 << 30)  # the working directory is memory as well
     with pytest.raises(ConfigError, match=r"runtime\.user=1000, .* is read by containers of this machine alone"):
-        spec_with(section.model_copy(update={"kind": "local"}), RuntimeSpec())
+        merge_spec(section.model_copy(update={"kind": "local"}), RuntimeSpec())
 
 
-async def test_settings_of_containers_are_refused_where_no_image_is_given(monkeypatch):
+async def test_container_settings_require_image(monkeypatch):
     monkeypatch.setenv("SKYRL_GYM_SANDBOX", "process")
-    spec = spec_with(RuntimeSection(user="1000", cpus=0.5), RuntimeSpec())
+    spec = merge_spec(RuntimeSection(user="1000", cpus=0.5), RuntimeSpec())
     with pytest.raises(
         ConfigError, match=r"runtime\.user=1000, runtime\.cpus=0\.5 is read by containers alone, .*leave it out"
     ):
         await make_runtime(spec).probe()
 
 
-async def test_work_is_done_in_the_images_working_directory(docker, tmp_path):
+async def test_commands_run_in_image_working_directory(docker, tmp_path):
     async with runtime_of(files={"a/b": "text"}, env={"ONE": "its key"}) as runtime:
         assert runtime.workdir == str(tmp_path / "testbed")
         result = await runtime.exec('pwd; cat a/b; echo "$ONE"; exit 3', stdin="x")
@@ -130,20 +130,20 @@ async def test_work_is_done_in_the_images_working_directory(docker, tmp_path):
             await runtime.read("big")
 
 
-async def test_a_command_gets_its_limits_inside(docker):
+async def test_command_limits_apply_inside_container(docker):
     async with runtime_of() as runtime:
         limits = Limits(file_bytes=4096, cpu_seconds=2.0)
         result = await runtime.exec("ulimit -t; ulimit -c; prlimit --noheadings --output HARD --fsize", limits=limits)
         assert result.stdout.split() == ["2", "0", "4096"]
 
 
-async def test_leftover_processes_of_a_command_are_killed_before_its_result(docker):
+async def test_leftover_processes_are_killed_before_command_returns(docker):
     async with runtime_of() as runtime:
         await runtime.exec("true")
         assert "kill -9 -1" in docker()[-1][-1]
 
 
-async def test_a_snapshot_is_a_tar_and_an_image_can_be_one(docker, tmp_path):
+async def test_snapshot_is_tar_or_image(docker, tmp_path):
     async with runtime_of(files={"a": "1"}) as runtime:
         snapshot = await runtime.snapshot()
         assert snapshot.kind == "tar"
@@ -154,7 +154,7 @@ async def test_a_snapshot_is_a_tar_and_an_image_can_be_one(docker, tmp_path):
         assert any("another/image" in asked for asked in docker())
 
 
-async def test_a_daemon_that_says_no_is_an_infrastructure_failure(tmp_path, monkeypatch):
+async def test_daemon_error_is_infrastructure_failure(tmp_path, monkeypatch):
     program = tmp_path / "docker"
     program.write_text("#!/bin/sh\necho cannot connect >&2; exit 1\n")
     program.chmod(0o755)
@@ -163,7 +163,7 @@ async def test_a_daemon_that_says_no_is_an_infrastructure_failure(tmp_path, monk
         await runtime_of().start()
 
 
-async def test_containers_left_behind_are_removed_by_their_label(docker, tmp_path, monkeypatch, capsys):
+async def test_leftover_containers_are_removed_by_label(docker, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("SKYRL_AGENT_LEASES", str(tmp_path / "leases"))
     runtime = runtime_of(lease_seconds=1e6)
     await runtime.start()
@@ -177,7 +177,7 @@ async def test_containers_left_behind_are_removed_by_their_label(docker, tmp_pat
     await runtime.close()
 
 
-def test_process_1_of_a_container_ends_with_the_lease(tmp_path):
+def test_process_1_exits_with_lease(tmp_path):
     lease = tmp_path / "lease"
     lease.write_text("")
     keeper = subprocess.Popen(["sh", "-c", KEEPER, "sh", lease, "60"])
@@ -193,7 +193,7 @@ def test_process_1_of_a_container_ends_with_the_lease(tmp_path):
         keeper.wait()
 
 
-def test_process_1_survives_the_end_of_the_programs_that_it_runs(tmp_path):
+def test_process_1_survives_exit_of_child_processes(tmp_path):
     """They are killed with what a command left behind: `date` and `stat` then say nothing."""
     lease = tmp_path / "lease"
     lease.write_text("")

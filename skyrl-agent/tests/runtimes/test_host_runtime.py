@@ -11,12 +11,12 @@ import pytest
 
 from skyrl_agent.config.task_file import RuntimeSection
 from skyrl_agent.errors import ConfigError, InfraError
-from skyrl_agent.runtimes import HostRuntime, RuntimeSpec, make_runtime, spec_with
+from skyrl_agent.runtimes import HostRuntime, RuntimeSpec, make_runtime, merge_spec
 from skyrl_agent.runtimes.container import LeasedContainerSandbox
 from skyrl_agent.runtimes.host import make_leased_sandbox
 from skyrl_agent.runtimes.local import LeasedLocalSandbox, LeasedProcessSandbox
 from skyrl_agent.runtimes.remote import RemoteRuntime
-from skyrl_agent.runtimes.threads import in_thread
+from skyrl_agent.runtimes.threads import run_in_thread
 
 from .runtime_places import LIMITS, long_sleep, processes_with
 
@@ -28,7 +28,7 @@ async def use(number: int) -> str:
         return result.stdout
 
 
-async def test_fifty_runtimes_at_once_are_apart_and_leave_no_descriptor(needs_local):
+async def test_fifty_runtimes_are_isolated_and_leak_no_descriptors(needs_local):
     await use(0)
     before = len(os.listdir("/proc/self/fd"))
     answers = await asyncio.gather(*map(use, range(50)))
@@ -36,7 +36,7 @@ async def test_fifty_runtimes_at_once_are_apart_and_leave_no_descriptor(needs_lo
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
-async def test_a_command_that_waits_for_its_turn_can_be_cancelled(needs_local):
+async def test_queued_command_can_be_cancelled(needs_local):
     from skyrl_gym.sandbox import command as commands
 
     sleep = long_sleep()
@@ -55,7 +55,7 @@ async def test_a_command_that_waits_for_its_turn_can_be_cancelled(needs_local):
         assert processes_with(sleep) == []
 
 
-async def test_a_runtime_whose_folder_is_gone_is_a_failure_of_the_infrastructure(needs_local):
+async def test_removed_runtime_folder_is_infrastructure_failure(needs_local):
     async with make_runtime(RuntimeSpec()) as runtime:
         (name,) = os.listdir(tempfile.gettempdir())
         subprocess.run(["rm", "-rf", os.path.join(tempfile.gettempdir(), name)], check=True)
@@ -63,7 +63,7 @@ async def test_a_runtime_whose_folder_is_gone_is_a_failure_of_the_infrastructure
             await runtime.exec("true")
 
 
-async def test_a_full_disk_is_named(needs_local, tmp_path, monkeypatch):
+async def test_full_disk_is_reported(needs_local, tmp_path, monkeypatch):
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", disk], capture_output=True, check=False)
@@ -82,33 +82,33 @@ async def test_a_full_disk_is_named(needs_local, tmp_path, monkeypatch):
         subprocess.run(["umount", disk], check=True)
 
 
-async def test_a_runtime_that_nobody_closed_goes_with_its_last_reference(needs_local):
+async def test_unclosed_runtime_is_removed_with_last_reference(needs_local):
     runtime = make_runtime(RuntimeSpec())
     await runtime.start()
     assert os.listdir(tempfile.gettempdir())
     del runtime  # the fixture looks for what is left
 
 
-async def test_a_call_that_does_not_come_back_is_given_up():
+async def test_hanging_thread_call_times_out():
     hangs = threading.Event()
     started = time.monotonic()
     with pytest.raises(InfraError, match=r"wait did not return within 0\.1 s"):
-        await in_thread(0.1, hangs.wait)
+        await run_in_thread(0.1, hangs.wait)
     assert time.monotonic() - started < 30
     hangs.set()
 
 
-async def test_hundreds_of_calls_wait_at_a_time():
+async def test_hundreds_of_thread_calls_wait_concurrently():
     gate = threading.Barrier(300)
-    await asyncio.gather(*(in_thread(60, gate.wait) for _ in range(300)))
+    await asyncio.gather(*(run_in_thread(60, gate.wait) for _ in range(300)))
 
 
-async def test_exception_of_a_call_is_raised():
+async def test_thread_call_exception_is_raised():
     with pytest.raises(KeyError, match="a"):
-        await in_thread(10, {}.__getitem__, "a")
+        await run_in_thread(10, {}.__getitem__, "a")
 
 
-def test_the_kind_follows_from_what_is_given(needs_local, monkeypatch):
+def test_runtime_kind_is_inferred_from_spec(needs_local, monkeypatch):
     monkeypatch.delenv("SKYRL_GYM_SANDBOX", raising=False)
     assert isinstance(make_runtime(RuntimeSpec(url="http://127.0.0.1:1")), RemoteRuntime)
     assert isinstance(make_runtime(RuntimeSpec(kind="local", url="http://127.0.0.1:1")), HostRuntime)
@@ -131,20 +131,20 @@ def test_the_kind_follows_from_what_is_given(needs_local, monkeypatch):
         (RuntimeSection(kind="local"), RuntimeSpec(image="a"), "the task's image=a"),
     ],
 )
-def test_an_image_that_a_local_runtime_would_not_read_is_refused(section, spec, source):
+def test_local_runtime_rejects_image(section, spec, source):
     with pytest.raises(ConfigError) as refused:
-        spec_with(section, spec)
+        merge_spec(section, spec)
     assert str(refused.value).startswith(f"{source} is read by containers alone; runtime.kind is local: set it to auto")
 
 
-def test_a_section_is_laid_over_the_wishes_of_a_task(monkeypatch):
+def test_runtime_section_overrides_task_spec(monkeypatch):
     spec = RuntimeSpec(image="a", files={"x": "y"}, limits=LIMITS)
-    assert spec_with(RuntimeSection(), spec) == spec
+    assert merge_spec(RuntimeSection(), spec) == spec
     monkeypatch.setenv("A_TOKEN", "secret")
     section = RuntimeSection(
         kind="remote", url="http://b", token_env="A_TOKEN", command_timeout_seconds=300, memory_bytes=1 << 20
     )
-    laid = spec_with(section, spec)
+    laid = merge_spec(section, spec)
     assert (laid.kind, laid.url, laid.token, laid.image, laid.files) == (
         "remote",
         "http://b",
@@ -155,4 +155,4 @@ def test_a_section_is_laid_over_the_wishes_of_a_task(monkeypatch):
     assert (laid.limits.wall_seconds, laid.limits.cpu_seconds, laid.limits.memory_bytes) == (300, 300, 1 << 20)
     monkeypatch.delenv("A_TOKEN")
     with pytest.raises(ConfigError, match=r"runtime\.token_env.*A_TOKEN is not set"):
-        spec_with(section, spec)
+        merge_spec(section, spec)

@@ -14,7 +14,7 @@ from skyrl_agent.errors import InfraError
 from skyrl_agent.runtimes import RuntimeSpec, make_runtime
 from skyrl_agent.runtimes.heartbeat import Heart
 from skyrl_agent.runtimes.leases import FOLDER_VARIABLE, Lease, leases, process_start
-from skyrl_agent.runtimes.leftovers import remove, sweep
+from skyrl_agent.runtimes.leftovers import remove, remove_leftovers
 from skyrl_agent.services import gc
 
 
@@ -41,18 +41,18 @@ def workspace() -> str:
     return tempfile.mkdtemp(prefix="skyrl-sandbox-")
 
 
-def test_a_lease_says_who_owns_what():
+def test_lease_records_owner_and_resource():
     lease = Lease.take("one", "local", 5.0, "/a/folder")
     (found,) = leases()
     said = found.id, found.kind, found.seconds, found.pid, found.folder
     assert said == ("one", "local", 5.0, os.getpid(), "/a/folder")
-    assert found.why_left_behind() is None
+    assert found.describe_abandonment() is None
     lease.release()
     lease.release()
     assert leases() == []
 
 
-def test_a_process_number_that_was_given_again_is_another_owner_and_one_nobody_waited_for_has_ended():
+def test_reused_pid_and_zombie_count_as_ended_owner():
     assert not lease_of(owner=os.getpid()).owner_ended
     assert lease_of(id="lease-2", process_start=process_start(os.getpid()) - 1).owner_ended
     child = subprocess.Popen([sys.executable, "-c", ""])
@@ -65,14 +65,14 @@ def test_a_process_number_that_was_given_again_is_another_owner_and_one_nobody_w
     "elsewhere, ended",
     [({"host": "another"}, None), ({"namespace": "pid:[1]"}, None), ({"boot": "an earlier one"}, True), ({}, False)],
 )
-def test_an_owner_is_looked_for_only_where_its_number_means_it(elsewhere, ended):
+def test_owner_pid_is_checked_only_on_same_host(elsewhere, ended):
     assert lease_of(**elsewhere).owner_ended is ended
 
 
-def test_missing_heartbeat_makes_a_runtime_a_leftover():
-    assert lease_of(age=59.0, host="another").why_left_behind() is None
-    assert lease_of(id="lease-2", age=61.0, host="another").why_left_behind() == "no heartbeat for 61 s"
-    assert lease_of(id="lease-3", age=61.0).why_left_behind() == "no heartbeat for 61 s"
+def test_missing_heartbeat_makes_runtime_leftover():
+    assert lease_of(age=59.0, host="another").describe_abandonment() is None
+    assert lease_of(id="lease-2", age=61.0, host="another").describe_abandonment() == "no heartbeat for 61 s"
+    assert lease_of(id="lease-3", age=61.0).describe_abandonment() == "no heartbeat for 61 s"
 
 
 @pytest.mark.parametrize("make", [os.mkdir, lambda path: os.symlink("/tmp", path)], ids=["name", "link"])
@@ -82,11 +82,11 @@ def test_only_folders_of_sandboxes_are_deleted(tmp_path, make):
     lease = lease_of(folder=str(folder), age=100.0)
     with pytest.raises(InfraError, match="and stays"):
         remove(lease)
-    assert sweep()[1].keys() == {"lease-1"}
+    assert remove_leftovers()[1].keys() == {"lease-1"}
     assert os.path.lexists(folder)
 
 
-def test_a_record_that_was_never_finished_goes_after_a_while(folder):
+def test_incomplete_lease_file_is_removed_after_delay(folder):
     folder.mkdir()
     for name, age in (("new", 0), ("old", 100)):
         (folder / f"{name}.json").write_text('{"id": "a')
@@ -95,14 +95,14 @@ def test_a_record_that_was_never_finished_goes_after_a_while(folder):
     assert os.listdir(folder) == ["new.json"]
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+def test_unwritable_folder_is_reported(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "file" / "leases"))
     with pytest.raises(InfraError, match=f"{FOLDER_VARIABLE}.*"):
         Lease.take("one", "local", 1.0)
 
 
-async def test_heartbeats_do_not_need_the_event_loop():
+async def test_heartbeats_run_outside_event_loop():
     heart, lease = Heart(), Lease.take("one", "local", 0.2)
     os.utime(lease.path, (0, 0))
     heart.hold(lease)
@@ -117,7 +117,7 @@ async def test_heartbeats_do_not_need_the_event_loop():
 
 
 @pytest.mark.usefixtures("needs_sandbox")
-async def test_a_runtime_whose_lease_ended_says_so():
+async def test_runtime_reports_expired_lease():
     runtime = make_runtime(RuntimeSpec(lease_seconds=7.0))
     await runtime.start()
     (lease,) = leases()
@@ -127,7 +127,7 @@ async def test_a_runtime_whose_lease_ended_says_so():
     await runtime.close()
 
 
-def test_gc_lists_and_removes_leftovers_alone(capsys):
+def test_gc_lists_and_removes_only_leftovers(capsys):
     assert gc.main([]) == 0
     assert "no leases in" in capsys.readouterr().out
     used, left = workspace(), workspace()
@@ -145,12 +145,12 @@ def test_gc_lists_and_removes_leftovers_alone(capsys):
     assert not os.path.exists(left) and os.path.isdir(used)
     assert [lease.id for lease in leases()] == ["used"]
     lease_of(id="left", age=100.0)
-    removed, failed = sweep()
+    removed, failed = remove_leftovers()
     assert [lease.id for lease in removed] == ["left"] and failed == {}
     os.rmdir(used)
 
 
-def test_gc_fails_where_something_stays(tmp_path, capsys):
+def test_gc_exits_with_one_when_removal_fails(tmp_path, capsys):
     lease_of(folder=str(tmp_path), age=100.0)
     assert gc.main(["--remove"]) == 1
     assert "is not a sandbox's folder" in capsys.readouterr().out

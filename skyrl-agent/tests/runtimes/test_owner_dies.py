@@ -91,7 +91,7 @@ def owner(*arguments, **settings) -> Iterator[Owner]:
     "kinds, env", [(("local", "local"), {}), (("auto",), {"SKYRL_GYM_SANDBOX": "process"})], ids=["local", "process"]
 )
 @pytest.mark.usefixtures("needs_sandbox")
-def test_kill_9_of_the_owner_leaves_nothing(tmp_path, kinds, env):
+def test_sigkill_of_owner_leaves_nothing(tmp_path, kinds, env):
     with owner(tmp_path, kinds, **env) as owning:
         assert len(owning.watchers()) == 1
         assert len(os.listdir(owning.places)) == len(os.listdir(owning.leases)) == len(kinds)
@@ -101,7 +101,7 @@ def test_kill_9_of_the_owner_leaves_nothing(tmp_path, kinds, env):
 
 
 @pytest.mark.slow
-def test_gc_removes_leftovers_of_a_dead_watcher(tmp_path):
+def test_gc_removes_leftovers_of_killed_watcher(tmp_path):
     with owner(tmp_path) as owning:
         (watcher,) = owning.watchers()
         assert owning.gc("--remove")["removed"] == []  # its owner lives
@@ -117,7 +117,7 @@ def test_gc_removes_leftovers_of_a_dead_watcher(tmp_path):
 
 
 @pytest.mark.usefixtures("needs_sandbox")
-def test_a_watcher_that_dies_is_replaced(tmp_path):
+def test_killed_watcher_is_replaced(tmp_path):
     with owner(tmp_path, lease_seconds=1.0) as owning:
         (watcher,) = owning.watchers()
         os.kill(watcher, signal.SIGKILL)
@@ -126,7 +126,7 @@ def test_a_watcher_that_dies_is_replaced(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("needs_sandbox")
-def test_the_runtime_of_an_owner_that_is_stopped_ends_with_its_lease(tmp_path):
+def test_runtime_of_suspended_owner_ends_with_lease(tmp_path):
     with owner(tmp_path, lease_seconds=1.0) as owning:
         os.kill(owning.process.pid, signal.SIGSTOP)
         assert eventually(lambda: owning.gc("--remove") and not processes_with(owning.sleep) and not owning.left())
@@ -160,7 +160,7 @@ def impatient(monkeypatch):
 
 
 @pytest.mark.usefixtures("needs_sandbox")
-async def test_a_server_that_is_killed_leaves_nothing_and_its_clients_hear_of_it(tmp_path, impatient):
+async def test_killed_server_leaves_nothing_and_clients_get_error(tmp_path, impatient):
     folder, sleep = tmp_path / "of-server", long_sleep()
     with server(folder) as (process, url):
         runtime = make_runtime(RuntimeSpec(url=url, limits=LIMITS))
@@ -178,7 +178,7 @@ async def test_a_server_that_is_killed_leaves_nothing_and_its_clients_hear_of_it
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("needs_sandbox")
-async def test_a_server_that_is_asked_to_end_closes_its_runtimes(tmp_path, impatient):
+async def test_sigterm_of_server_closes_runtimes(tmp_path, impatient):
     folder = tmp_path / "of-server"
     with server(folder) as (process, url):
         runtime = make_runtime(RuntimeSpec(url=url, limits=LIMITS))

@@ -11,7 +11,7 @@ from skyrl_agent.runtimes import Limits
 from .runtime_places import LIMITS, eventually, long_sleep, processes_with
 
 
-async def test_runtime_starts_with_files_environment_and_setup(make):
+async def test_runtime_start_applies_files_environment_and_setup(make):
     runtime = make(files={"a/b.txt": "text", "c.bin": b"\xff\0"}, setup=("cat a/b.txt >made",), env={"ONE": "1"})
     async with runtime:
         result = await runtime.exec('cat made; echo "$ONE $TWO"; pwd', env={"TWO": "2 3"})
@@ -20,7 +20,7 @@ async def test_runtime_starts_with_files_environment_and_setup(make):
         assert await runtime.read("c.bin") == b"\xff\0"
 
 
-async def test_commands_are_strings_of_bash_or_lists_and_whatever_they_are_have_a_result(make):
+async def test_string_and_list_commands_return_result(make):
     async with make() as runtime:
         result = await runtime.exec([runtime.python, "-c", "print(6 * 7, input())"], stdin="ünd")
         assert result.stdout == "42 ünd\n"
@@ -36,7 +36,7 @@ async def test_commands_are_strings_of_bash_or_lists_and_whatever_they_are_have_
         assert (await runtime.exec("echo a\0b")).returncode == 126
 
 
-async def test_a_command_ends_with_all_that_it_started_at_its_deadline_or_by_itself(make):
+async def test_command_end_kills_child_processes(make):
     sleep = long_sleep()
     async with make() as runtime:
         seconds = 5.0 if runtime.spec.image else 0.5  # an engine takes a second to start a command
@@ -47,7 +47,7 @@ async def test_a_command_ends_with_all_that_it_started_at_its_deadline_or_by_its
         assert processes_with(sleep) == []
 
 
-async def test_a_cancelled_command_is_ended(make):
+async def test_cancelled_command_is_killed(make):
     sleep = long_sleep()
     async with make() as runtime:
         running = asyncio.create_task(runtime.exec(f"setsid {sleep} & {sleep}"))
@@ -60,7 +60,7 @@ async def test_a_cancelled_command_is_ended(make):
         assert (await runtime.exec("echo on")).stdout == "on\n"
 
 
-async def test_closing_ends_a_command_that_nobody_waits_for(make):
+async def test_close_kills_detached_command(make):
     sleep = long_sleep()
     runtime = make()
     await runtime.start()
@@ -73,7 +73,7 @@ async def test_closing_ends_a_command_that_nobody_waits_for(make):
     assert isinstance(ended, InfraError) or not ended.ok
 
 
-async def test_large_files_and_outputs_pass_whole_up_to_the_limit(make):
+async def test_large_files_and_outputs_pass_up_to_limit(make):
     data = bytes(range(256)) * 4096
     async with make() as runtime:
         result = await runtime.exec("yes", limits=Limits(output_bytes=10_000))
@@ -86,7 +86,7 @@ async def test_large_files_and_outputs_pass_whole_up_to_the_limit(make):
 
 
 @pytest.mark.parametrize("path", ["../x", "/etc/passwd", "a/../../x", "", "a\0b"])
-async def test_paths_outside_are_refused(make, path):
+async def test_paths_outside_workspace_are_rejected(make, path):
     async with make() as runtime:
         with pytest.raises(ValueError):
             await runtime.write(path, "x")
@@ -94,7 +94,7 @@ async def test_paths_outside_are_refused(make, path):
             await runtime.read(path)
 
 
-async def test_files_are_written_read_missed_and_keep_their_mode_when_written_again(make):
+async def test_files_round_trip_and_keep_mode_on_rewrite(make):
     async with make(files={"run": "#!/bin/sh\necho one\n"}) as runtime:
         await runtime.write("a folder/ü.txt", "ä")
         assert await runtime.read("a folder/ü.txt") == "ä".encode()
@@ -107,7 +107,7 @@ async def test_files_are_written_read_missed_and_keep_their_mode_when_written_ag
         assert (await runtime.exec("stat -c %a run; ./run")).stdout == "750\ntwo\n"
 
 
-async def test_a_snapshot_is_the_working_directory_for_another_runtime(make):
+async def test_snapshot_restores_working_directory_in_new_runtime(make):
     async with make(files={"a/b": "b", "closed": "c"}) as runtime:
         await runtime.exec("chmod 755 a/b; ln -s a/b link; mkdir -p empty; chmod 0 closed; echo '-' >-name")
         snapshot = await runtime.snapshot()
@@ -120,7 +120,7 @@ async def test_a_snapshot_is_the_working_directory_for_another_runtime(make):
         assert (await runtime.exec("ls -A")).stdout == ""
 
 
-async def test_a_full_workspace_is_what_the_command_did(make, request):
+async def test_full_workspace_is_command_outcome(make, request):
     if "docker" in request.node.name or "podman" in request.node.name:
         pytest.skip("files of a container are limited by its engine")
     limits = Limits(wall_seconds=30.0, workspace_bytes=1 << 20)
@@ -133,7 +133,7 @@ async def test_a_full_workspace_is_what_the_command_did(make, request):
         assert (await runtime.exec("sleep 0.3; rm *; sleep 0.3")).ok, "it may make room"
 
 
-async def test_a_setup_command_that_fails_and_a_file_that_cannot_be_are_errors_of_the_start(make):
+async def test_failed_setup_or_invalid_file_fails_start(make):
     runtime = make(setup=("echo all is well", "echo no such thing >&2; exit 4"))
     with pytest.raises(InfraError, match=r"exit status 4\): no such thing"):
         await runtime.start()
@@ -141,7 +141,7 @@ async def test_a_setup_command_that_fails_and_a_file_that_cannot_be_are_errors_o
         await make(files={"../x": ""}).start()
 
 
-async def test_runtime_works_between_start_and_close_only(make):
+async def test_runtime_rejects_use_before_start_and_after_close(make):
     runtime = make()
     with pytest.raises(InfraError):
         await runtime.exec("true")
@@ -153,7 +153,7 @@ async def test_runtime_works_between_start_and_close_only(make):
             await use
 
 
-async def test_a_cancelled_start_leaves_nothing(make):
+async def test_cancelled_start_leaves_nothing(make):
     sleep = long_sleep()
     starting = asyncio.create_task(make(setup=(sleep,)).start())
     while not processes_with(sleep):
@@ -164,7 +164,7 @@ async def test_a_cancelled_start_leaves_nothing(make):
     assert eventually(lambda: not processes_with(sleep))
 
 
-async def test_start_may_be_cancelled_at_any_moment(make):
+async def test_start_can_be_cancelled_at_any_time(make):
     for pause in (0.0, 0.001, 0.01, 0.03):
         runtime = make()
         starting = asyncio.create_task(runtime.start())
@@ -175,7 +175,7 @@ async def test_start_may_be_cancelled_at_any_moment(make):
             await runtime.close()
 
 
-async def test_hostile_bytes_come_out_as_text(make):
+async def test_malicious_bytes_are_returned_as_text(make):
     async with make(limits=LIMITS) as runtime:
         result = await runtime.exec(r"printf 'a\377\000b'")
         assert result.stdout == "a�\0b"

@@ -50,7 +50,7 @@ def problem(answer: httpx.Response) -> tuple[int, str]:
     return answer.status_code, answer.json()["kind"]
 
 
-def test_a_request_that_is_made_twice_does_nothing_twice(server):
+def test_repeated_request_is_idempotent(server):
     with Direct(server) as runtime:
         first = runtime.make(setup=["echo made >>log"])
         assert first.json()["ready"] and runtime.make().json() == first.json()
@@ -60,7 +60,7 @@ def test_a_request_that_is_made_twice_does_nothing_twice(server):
         assert runtime.ask("GET", "/files?path=log").content == b"made\nrun\n"
 
 
-def test_a_command_that_runs_is_found_again(server):
+def test_running_command_is_reattached(server):
     with Direct(server) as runtime:
         runtime.make()
         command = "sleep 0.5; echo done"
@@ -70,7 +70,7 @@ def test_a_command_that_runs_is_found_again(server):
         assert runtime.ask("GET", "/commands/command-1").json()["result"]["stdout"] == "done\n"
 
 
-def test_a_command_that_was_ended_is_not_begun_by_a_late_request(server):
+def test_ended_command_is_not_started_by_late_request(server):
     with Direct(server) as runtime:
         runtime.make()
         assert runtime.ask("DELETE", "/commands/command-1").status_code == 204
@@ -82,7 +82,7 @@ def test_a_command_that_was_ended_is_not_begun_by_a_late_request(server):
         assert problem(runtime.run("true")) == (410, "gone")
 
 
-def test_a_result_that_is_not_kept_is_not_made_again(server):
+def test_evicted_result_does_not_rerun_command(server):
     with Direct(server) as runtime:
         runtime.make()
         for number in range(10):
@@ -92,7 +92,7 @@ def test_a_result_that_is_not_kept_is_not_made_again(server):
         assert runtime.ask("GET", "/files?path=log").content == b"run\n" * 10
 
 
-def test_missing_heartbeats_close_a_runtime_and_its_commands(server):
+def test_missing_heartbeats_close_runtime_and_commands(server):
     sleep = long_sleep()
     with Direct(server) as runtime:
         runtime.make(lease_seconds=2.0)
@@ -104,7 +104,7 @@ def test_missing_heartbeats_close_a_runtime_and_its_commands(server):
         assert "nothing was heard of its owner for 2 s" in answer.json()["message"]
 
 
-async def test_a_client_that_waits_keeps_its_lease(server):
+async def test_waiting_client_keeps_lease(server):
     async with make_runtime(RuntimeSpec(url=server, lease_seconds=2.0, limits=LIMITS)) as runtime:
         assert (await runtime.exec("sleep 3; echo on")).stdout == "on\n"
         await asyncio.sleep(3)
@@ -139,14 +139,14 @@ def forgetful_proxy(url: str, forget: int):
         listener.shutdown(socket.SHUT_RDWR)
 
 
-async def test_a_command_whose_answer_was_lost_has_run_once(server):
+async def test_command_with_lost_reply_runs_once(server):
     with forgetful_proxy(server, forget=3) as (url, dropped):
         async with make_runtime(RuntimeSpec(url=url, limits=LIMITS)) as runtime:
             assert (await runtime.exec("echo run >>log; cat log")).stdout == "run\n"
             assert len(dropped) == 3
 
 
-async def test_a_server_has_room_for_so_many_runtimes(monkeypatch):
+async def test_server_limits_number_of_runtimes(monkeypatch):
     with serving(max_runtimes=1) as url:
         first, second = (make_runtime(RuntimeSpec(url=url, limits=LIMITS)) for _ in range(2))
         await first.start()
@@ -181,7 +181,7 @@ async def test_large_requests_and_outputs_are_bounded(server):
             assert problem(runtime.ask("PUT", "/files?path=c", content=pieces())) == (413, "request")
 
 
-async def test_a_token_is_asked_for(server):
+async def test_server_requires_token(server):
     with serving(token="schlüssel") as url:
         async with make_runtime(RuntimeSpec(url=url, token="schlüssel", limits=LIMITS)) as runtime:
             assert (await runtime.exec("echo in")).stdout == "in\n"
@@ -201,33 +201,33 @@ async def test_a_token_is_asked_for(server):
         ("GET", "/files", b""),
     ],
 )
-def test_a_wrong_request_is_told_what_is_wrong(server, method, path, content):
+def test_invalid_request_returns_reason(server, method, path, content):
     with Direct(server) as runtime:
         assert problem(runtime.ask(method, path, content=content)) == (400, "request")
 
 
-def test_ids_are_words_and_a_page_in_a_browser_is_not_let_in(server):
+def test_ids_are_validated_and_browser_requests_rejected(server):
     with Direct(server, Host="evil.example") as runtime:
         assert problem(runtime.make()) == (403, "unauthorized")
     with httpx.Client(base_url=server, trust_env=False) as client:
         assert problem(client.put("/runtimes/a.b", json={})) == (400, "request")
 
 
-def test_beyond_this_machine_a_token_must_be_set(monkeypatch, capsys):
+def test_token_is_required_for_public_address(monkeypatch, capsys):
     monkeypatch.delenv(service.TOKEN_VARIABLE, raising=False)
     with pytest.raises(SystemExit):
         service.main(["--host", "0.0.0.0", "--port", "0"])
     assert f"set {service.TOKEN_VARIABLE}" in capsys.readouterr().err
 
 
-def test_a_port_that_is_taken_is_an_error(capsys):
+def test_port_in_use_raises_error(capsys):
     with service.listen("127.0.0.1", 0) as listener:
         listener.listen()
         assert service.main(["--port", str(listener.getsockname()[1])]) == 1
     assert "cannot be listened on" in capsys.readouterr().err
 
 
-async def test_a_server_that_is_none_is_an_infrastructure_failure(monkeypatch):
+async def test_unreachable_server_is_infrastructure_failure(monkeypatch):
     with service.listen("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
     monkeypatch.setattr(remote, "START_SECONDS", 0.5)
@@ -237,12 +237,12 @@ async def test_a_server_that_is_none_is_an_infrastructure_failure(monkeypatch):
 
 
 @pytest.mark.parametrize("spec", [RuntimeSpec(kind="remote"), RuntimeSpec(url="somewhere:80")])
-def test_an_address_that_cannot_be_one_is_a_config_error(spec):
+def test_invalid_address_raises_config_error(spec):
     with pytest.raises(ConfigError, match=r"runtime\.url"):
         make_runtime(spec)
 
 
-async def test_a_command_of_a_runtime_that_waits_longer_than_one_request(server, monkeypatch):
+async def test_command_can_outlast_single_request(server, monkeypatch):
     monkeypatch.setattr(remote, "POLL_SECONDS", 0.2)
     async with make_runtime(RuntimeSpec(url=server, limits=LIMITS)) as runtime:
         assert (await runtime.exec("sleep 1; echo done")).stdout == "done\n"

@@ -11,7 +11,7 @@ from skyrl_agent.integrations.base import BACKEND_REGISTRY, Backend, plain_rows,
 from skyrl_agent.runner import AgentRunner
 from skyrl_agent.tasks.base import Instance
 from skyrl_agent.tasks.browser_page import PROGRAM_VARIABLE
-from skyrl_agent.tasks.computer_use import ComputerUseTask, page_of
+from skyrl_agent.tasks.computer_use import ComputerUseTask, get_page
 from skyrl_agent.testing import ScriptedModel, byte_tokenizer
 
 from .swe_oracle import call
@@ -52,7 +52,7 @@ def runner(answers, **dispatcher) -> AgentRunner:
 
 
 @pytest.mark.slow
-async def test_a_form_is_filled_in_and_sent(browser):
+async def test_agent_fills_in_and_submits_form(browser):
     answers = [
         call("page", action="look"),
         call("page", action="type", number="1", text="Ada"),
@@ -65,14 +65,14 @@ async def test_a_form_is_filled_in_and_sent(browser):
 
 
 @pytest.mark.slow
-async def test_the_page_is_judged_not_the_word(browser):
+async def test_grade_depends_on_page_not_on_claim(browser):
     rows = await runner([call("finish", answer="sent")]).rows([ROW])
     assert (rows.traj_rewards, rows.finish_reasons) == ([0.0], ["FINISH_TOOL"])
 
 
-def test_missing_browser_pool_names_the_setting():
+def test_missing_browser_pool_names_setting():
     with pytest.raises(ConfigError, match=r"set dispatcher.type to async_fix_pool"):
-        page_of(None)
+        get_page(None)
     with pytest.raises(ConfigError, match=r"set dispatcher.type to async_fix_pool; got async_pipeline"):
         runner([call("finish", answer="sent")], type="async_pipeline", num_environments=None)
 
@@ -86,6 +86,6 @@ def test_missing_browser_pool_names_the_setting():
         ({"check": None}, "either check or expected_output"),
     ],
 )
-def test_rows_are_checked(change, message):
+def test_invalid_rows_are_rejected(change, message):
     with pytest.raises(TaskRowError, match=message):
         ComputerUseTask().check_row(Instance(ROW | change, "7"))

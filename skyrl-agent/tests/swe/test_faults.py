@@ -8,7 +8,7 @@ import pytest
 
 from skyrl_agent.finish import ERROR_AGENT, ERROR_EVALUATION, ERROR_RUNTIME, FINISH_TOOL
 from skyrl_agent.runtimes.leases import FOLDER_VARIABLE
-from skyrl_agent.training_rows import trajectory_advantages
+from skyrl_agent.training_rows import compute_trajectory_advantages
 
 from ..runtimes.runtime_places import eventually, processes_with
 from ..tools_general.agent_web_server import web_server
@@ -51,7 +51,7 @@ def nothing_is_left(sandboxed, tmp_path, monkeypatch):
 
 @EVERY_PLAN
 @pytest.mark.slow
-async def test_every_fault_in_every_stage(plan):
+async def test_fault_in_stage_ends_only_its_trajectory(plan):
     runner = faulty_runner(plan)
     batch = [row(), *(row(stage, fault) for stage, fault, _ in CASES)]
     groups = sorted([group async for group in runner.groups(batch)], key=lambda group: group.position)
@@ -72,7 +72,7 @@ async def test_every_fault_in_every_stage(plan):
             assert failure.kind == {"exception": "reward" if stage == "evaluate" else "environment"}.get(
                 fault, "infrastructure"
             )
-    assert trajectory_advantages(rows) == [0.0] * len(rows.traj_rewards), "no failure is in a baseline"
+    assert compute_trajectory_advantages(rows) == [0.0] * len(rows.traj_rewards), "no failure is in a baseline"
     filled = groups[1 + [fault for _, fault, _ in CASES].index("filled disk")].results[0]
     assert "its files took more than" in filled.tool_calls[0].output
 
@@ -87,7 +87,7 @@ async def test_transient_failure_is_retried(plan):
 
 @EVERY_PLAN
 @pytest.mark.parametrize("stage", STAGES)
-async def test_a_cancelled_run_leaves_nothing(plan, stage):
+async def test_cancelled_run_leaves_nothing(plan, stage):
     runner = faulty_runner(plan)
     run = asyncio.create_task(runner.rows([row(), row(stage, "hang"), row()]))
     await asyncio.wait_for(runner.task.reached.wait(), 60)
@@ -100,7 +100,7 @@ async def test_a_cancelled_run_leaves_nothing(plan, stage):
 
 
 @EVERY_PLAN
-async def test_a_stream_left_early_leaves_nothing(plan):
+async def test_stream_left_early_leaves_nothing(plan):
     runner = faulty_runner(plan)
     stream = runner.stream([row(), row("evaluate", "hang"), row("generate", "hang")])
     async for group in stream:
@@ -110,7 +110,7 @@ async def test_a_stream_left_early_leaves_nothing(plan):
 
 
 @EVERY_PLAN
-async def test_a_server_that_is_away_ends_the_batch(plan):
+async def test_unavailable_server_ends_batch(plan):
     """The real backend, and a server that answered once."""
     from skyrl_agent.integrations.openai import OpenAIBackend
 

@@ -8,7 +8,7 @@ import pytest
 from skyrl_agent.errors import InfraError, TaskRowError
 from skyrl_agent.runtimes import container, make_runtime
 from skyrl_agent.tasks.base import Instance
-from skyrl_agent.tasks.harbor import HarborTask, harbor_rows
+from skyrl_agent.tasks.harbor import HarborTask, iter_harbor_rows
 from skyrl_agent.types import TrajectoryResult
 from skyrl_gym.sandbox.container_engine import EngineName
 from skyrl_gym.sandbox.testing import needed_image
@@ -95,7 +95,7 @@ async def judged(row, solve, **settings):
 @pytest.mark.parametrize("size", [5, pytest.param(20, marks=pytest.mark.full)])
 async def test_harbor_oracle_passes_and_idle_agent_fails(sandboxed, tmp_path, size):
     make_tasks(tmp_path, size)
-    rows = list(harbor_rows(tmp_path))
+    rows = list(iter_harbor_rows(tmp_path))
     assert len(rows) == size and "Write the " in rows[0]["prompt"][1]["content"]
     assert [await judged(row, solve=True) for row in rows] == [1.0] * size
     assert [await judged(row, solve=False) for row in rows] == [0.0] * size
@@ -104,22 +104,22 @@ async def test_harbor_oracle_passes_and_idle_agent_fails(sandboxed, tmp_path, si
 @pytest.mark.full
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("engine", get_args(EngineName))
-async def test_harbor_tasks_in_containers_of_their_images(engine, tmp_path, monkeypatch):
+async def test_harbor_tasks_run_in_containers_of_images(engine, tmp_path, monkeypatch):
     image = needed_image(engine)
     monkeypatch.setattr(container, "find_engine", lambda: engine)
     make_tasks(tmp_path, 20)
     for folder in tmp_path.iterdir():
         [file] = folder.rglob("Dockerfile")
         file.write_text(file.read_text().replace("debian:bookworm-slim", image))
-    rows = list(harbor_rows(tmp_path))
+    rows = list(iter_harbor_rows(tmp_path))
     assert HarborTask(containers=True).runtime_spec(Instance(rows[0], "a")).image == image
     assert [await judged(row, solve=True, containers=True) for row in rows] == [1.0] * 20
     assert [await judged(row, solve=False, containers=True) for row in rows] == [0.0] * 20
 
 
-def test_harbor_image_is_the_tasks_or_that_of_its_only_from(tmp_path):
+def test_harbor_image_comes_from_task_or_dockerfile(tmp_path):
     make_tasks(tmp_path, 1)
-    [row] = harbor_rows(tmp_path)
+    [row] = iter_harbor_rows(tmp_path)
     task, instance = HarborTask(containers=True), Instance(row, "a")
     assert task.runtime_spec(instance).image == "debian:bookworm-slim"
     assert task.runtime_spec(instance).workdir == "/app"
@@ -142,7 +142,7 @@ def test_harbor_image_is_the_tasks_or_that_of_its_only_from(tmp_path):
     assert (spec.image, spec.workdir, spec.env) == ("built/already:1", None, {})
 
 
-async def test_harbor_expands_variables_of_the_dockerfile_and_copies_many_files_with_long_paths(sandboxed, tmp_path):
+async def test_harbor_expands_dockerfile_variables_and_copies_files(sandboxed, tmp_path):
     make_tasks(tmp_path, 1)
     folder = tmp_path / "sum-00"
     long = "/".join(["d" * 120] * 6)
@@ -155,13 +155,13 @@ async def test_harbor_expands_variables_of_the_dockerfile_and_copies_many_files_
         write(folder / "environment" / "many" / long / f"{number:0120}", "")
     checks = '[ -z "$EMPTY" ] && [ "${PATH%%:*}" = /app/bin ] && [ "$(cat /app/count.txt)" = 160 ]'
     write(folder / "tests" / "test.sh", f"{checks} && echo 1 > /logs/verifier/reward.txt")
-    [row] = harbor_rows(tmp_path)
+    [row] = iter_harbor_rows(tmp_path)
     assert await judged(row, solve=False) == 1.0
 
 
-async def test_harbor_judges_the_agents_work_and_ignores_its_own_reward(play, tmp_path):
+async def test_harbor_grades_agent_work_and_ignores_forged_reward(play, tmp_path):
     make_tasks(tmp_path, 2)
-    counted = next(row for row in harbor_rows(tmp_path) if row["id"].startswith("largest"))
+    counted = next(row for row in iter_harbor_rows(tmp_path) if row["id"].startswith("largest"))
     script = "test ! -e /tests/test.sh && cd /app && tail -n 1 logs/sorted.txt > answer.txt"
     _, judgement = await play(HarborTask(), counted, script)
     assert judgement.parts == {"reward": 1.0, "files": 3.0}
@@ -169,9 +169,9 @@ async def test_harbor_judges_the_agents_work_and_ignores_its_own_reward(play, tm
     assert (await play(HarborTask(), counted, planted))[1].reward == 0.0
 
 
-async def test_harbor_judge_that_writes_no_reward_is_no_failure_of_the_agent(play, tmp_path):
+async def test_harbor_grader_without_reward_is_not_agent_failure(play, tmp_path):
     make_tasks(tmp_path, 1)
-    (row,) = harbor_rows(tmp_path)
+    (row,) = iter_harbor_rows(tmp_path)
     test = Path(row["path"]) / "tests" / "test.sh"
     write(test, "echo no pytest here >&2; exit 127")
     with pytest.raises(
@@ -195,10 +195,10 @@ async def test_harbor_judge_that_writes_no_reward_is_no_failure_of_the_agent(pla
         ("environment/Dockerfile", "WORKDIR ${HOME:-/app}", "cannot follow"),
     ],
 )
-def test_harbor_folders_that_cannot_be_used_are_named(tmp_path, file, text, message):
+def test_harbor_reports_unusable_folders(tmp_path, file, text, message):
     make_tasks(tmp_path, 1)
     write(tmp_path / "sum-00" / file, text)
     with pytest.raises(TaskRowError, match=f"sum-00.*{message}"):
-        list(harbor_rows(tmp_path))
+        list(iter_harbor_rows(tmp_path))
     with pytest.raises(TaskRowError, match=r"no folder with a task\.toml"):
-        list(harbor_rows(tmp_path / "sum-00"))
+        list(iter_harbor_rows(tmp_path / "sum-00"))

@@ -9,9 +9,9 @@ from skyrl_agent.errors import TaskRowError
 from skyrl_agent.runtimes import make_runtime
 from skyrl_agent.runtimes.base import Limits
 from skyrl_agent.tasks.base import Instance
-from skyrl_agent.tasks.changes import unified_diff
+from skyrl_agent.tasks.changes import build_unified_diff
 from skyrl_agent.tasks.local_swe import LocalSWETask, is_test_file
-from skyrl_agent.tasks.tests_run import pytest_arguments, run_tests
+from skyrl_agent.tasks.tests_run import parse_pytest_arguments, run_tests
 
 WRONG = "def double(n):\n    return n\n"
 RIGHT = "def double(n):\n    return 2 * n\n"
@@ -38,7 +38,7 @@ ROW = {
 FIX = f"cat > calc/double.py <<'X'\n{RIGHT}X"
 
 
-async def test_a_fix_is_worth_one(play):
+async def test_correct_fix_has_reward_one(play):
     result, judgement = await play(LocalSWETask(), ROW, FIX)
     assert judgement.reward == 1.0
     assert judgement.parts == {"resolved": 1.0, "tests_passed": 1.0, "timed_out": 0.0}
@@ -46,14 +46,14 @@ async def test_a_fix_is_worth_one(play):
     assert "-    return n\n+    return 2 * n\n" in result["git_patch"]
 
 
-async def test_a_change_that_does_not_fix_is_worth_nothing(play):
+async def test_incorrect_change_has_reward_zero(play):
     _, judgement = await play(LocalSWETask(), ROW, "echo '# hm' >> calc/double.py")
     assert (judgement.reward, judgement.finish_reason) == (0.0, None)
     assert judgement.parts["tests_passed"] == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize("finish_reason, ending", [("FINISH_TOOL", "no_git_patch"), ("max_iterations_reached", None)])
-async def test_no_change_is_an_ending_of_its_own(play, finish_reason, ending):
+async def test_missing_change_has_separate_finish_reason(play, finish_reason, ending):
     result, judgement = await play(LocalSWETask(), ROW, finish_reason=finish_reason)
     assert (result["git_patch"], judgement.reward, judgement.finish_reason) == ("", 0.0, ending)
 
@@ -83,7 +83,7 @@ async def test_no_change_is_an_ending_of_its_own(play, finish_reason, ending):
         "mv calc calc2",
     ],
 )
-async def test_tampering_does_not_help(play, script):
+async def test_tampering_does_not_raise_reward(play, script):
     _, judgement = await play(LocalSWETask(), ROW, script)
     assert judgement.reward == 0.0
 
@@ -104,7 +104,7 @@ FULL = "for i in 1 2 3 4 5 6 7 8 9; do head -c 40000000 /dev/urandom > big$i; do
         pytest.param(f"{FIX}\n{FULL}", {"calc/double.py"}, None, id="a full workspace"),
     ],
 )
-async def test_a_fix_counts_whatever_is_beside_it(play, script, files, left_out):
+async def test_fix_counts_despite_unrelated_files(play, script, files, left_out):
     result, judgement = await play(LocalSWETask(), ROW, script)
     assert judgement.reward == 1.0
     # The agent may be ended between making a big file and its first byte: an empty file is a text.
@@ -121,7 +121,7 @@ async def test_missing_edit_files_allow_all_files_but_tests(play):
     assert set(result["files"]) == {"calc/double.py", "calc/other.py"}
 
 
-async def test_named_tests_decide(play):
+async def test_named_tests_determine_reward(play):
     row = ROW | {
         "fail_to_pass": ["tests/test_double.py::test_double[1]"],
         "pass_to_pass": '["tests/test_double.py::test_nothing"]',
@@ -134,24 +134,24 @@ async def test_named_tests_decide(play):
 
 
 @pytest.mark.slow
-async def test_tests_that_do_not_end_are_a_failure_of_the_change(play):
+async def test_hanging_tests_are_failure_of_change(play):
     _, judgement = await play(LocalSWETask(), ROW | {"test_seconds": 5}, "printf 'while True: pass' > calc/double.py")
     assert (judgement.reward, judgement.parts["timed_out"]) == (0.0, 1.0)
 
 
-async def test_any_command_can_judge(play):
+async def test_custom_command_can_grade(play):
     row = ROW | {"test_cmd": "python -c 'from calc.double import double; assert double(2) == 4' && echo fine"}
     assert (await play(LocalSWETask(), row, FIX))[1].reward == 1.0
     assert (await play(LocalSWETask(), row, "echo >> calc/double.py"))[1].reward == 0.0
 
 
-async def test_hidden_tests_are_judged_all_the_same(play):
+async def test_hidden_tests_determine_reward(play):
     script = f"ls tests && exit\n{FIX}"
     result, judgement = await play(LocalSWETask(show_tests=False), ROW, script)
     assert (judgement.reward, set(result["files"])) == (1.0, {"calc/double.py"})
 
 
-async def test_missing_pytest_is_no_failure_of_the_agent(sandboxed, monkeypatch):
+async def test_missing_pytest_is_not_agent_failure(sandboxed, monkeypatch):
     task, instance = LocalSWETask(), Instance(ROW, "row")
     async with make_runtime(task.evaluation_runtime_spec(instance)) as runtime:
         runtime.python = "/usr/bin/python3"
@@ -173,19 +173,19 @@ async def test_missing_pytest_is_no_failure_of_the_agent(sandboxed, monkeypatch)
         ({"test_seconds": 0}, "test_seconds must be a positive number"),
     ],
 )
-def test_rows_are_checked(change, message):
+def test_invalid_rows_are_rejected(change, message):
     with pytest.raises(TaskRowError, match=f"row 7: .*{message}"):
         LocalSWETask().check_row(Instance(ROW | change, "7"))
 
 
-def test_rows_from_tables():
+def test_rows_are_read_from_tables():
     """Files as JSON, or with a null for each file that only other rows have."""
     files = {**ROW["files"], "elsewhere.py": None}
     task = LocalSWETask()
     assert task.runtime_spec(Instance(ROW | {"files": files}, "a")).files == ROW["files"]
 
 
-def test_instructions_name_what_is_wanted(rows):
+def test_instructions_name_edit_files_and_test_command(rows):
     for name in ("swe/quixbugs", "swe/exercism_python"):
         for row in rows(name):
             instance = Instance(row, row["id"])
@@ -208,7 +208,7 @@ def test_instructions_name_what_is_wanted(rows):
         ("test_data.json", False),
     ],
 )
-def test_tests_are_known_by_their_names(path, is_test):
+def test_test_files_are_recognized_by_name(path, is_test):
     assert is_test_file(path) is is_test
 
 
@@ -223,8 +223,8 @@ def test_tests_are_known_by_their_names(path, is_test):
         ("pytest 'a", None),
     ],
 )
-def test_plain_pytest_is_recognised(command, arguments):
-    assert pytest_arguments(command) == arguments
+def test_plain_pytest_command_is_recognized(command, arguments):
+    assert parse_pytest_arguments(command) == arguments
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
@@ -234,7 +234,7 @@ def test_patches_apply(tmp_path):
     for path, text in old.items():
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text(text, newline="")
-    patch = unified_diff(old, new)
+    patch = build_unified_diff(old, new)
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
     subprocess.run(["git", "apply", "-"], cwd=tmp_path, check=True, input=patch.encode())
     for path, text in (old | new).items():

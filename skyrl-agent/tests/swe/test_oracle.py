@@ -21,13 +21,13 @@ async def solved_of(rows):
     return {result.instance_id for result in results if result.reward == 1.0}
 
 
-async def test_two_tasks(sandboxed, rows):
+async def test_oracle_solves_two_tasks(sandboxed, rows):
     tasks = [rows("swe/quixbugs")[0], rows("swe/exercism_python")[0]]
     assert await solved_of(tasks) == {row["id"] for row in tasks}
 
 
 @pytest.mark.slow
-async def test_a_sample(sandboxed, rows):
+async def test_oracle_solves_random_sample(sandboxed, rows):
     tasks = rows("swe/quixbugs")[3::12] + rows("swe/exercism_python")[5::40]
     assert len(tasks) == 8
     assert await solved_of(tasks) == {row["id"] for row in tasks}
@@ -35,7 +35,7 @@ async def test_a_sample(sandboxed, rows):
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-async def test_all_of_quixbugs_and_exercism(sandboxed, rows):
+async def test_oracle_solves_quixbugs_and_exercism(sandboxed, rows):
     quixbugs, exercism = rows("swe/quixbugs"), rows("swe/exercism_python")
     solved = await solved_of(quixbugs + exercism)
     assert {row["id"] for row in quixbugs} <= solved, "40 of 40"

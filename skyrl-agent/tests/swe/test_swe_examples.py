@@ -11,7 +11,7 @@ from skyrl_agent.tasks.terminal import TerminalTask
 from ..example_scripts import EXAMPLES, load, written
 
 
-def test_made_programs_become_rows(tmp_path):
+def test_generated_programs_become_rows(tmp_path):
     rows = written("swe/swe_dataset.py", tmp_path)
     assert len(rows) == 4
     for row in rows:
@@ -30,14 +30,14 @@ def test_published_programs_become_rows(tmp_path, test_data):
 
 
 @pytest.mark.slow
-def test_made_programs_are_solved_by_their_solutions(sandboxed, tmp_path, capsys):
+def test_generated_programs_are_solved_by_solutions(sandboxed, tmp_path, capsys):
     output = tmp_path / "trajectories.jsonl"
     assert load(EXAMPLES / "swe" / "scripted_swe.py").main(["--output", str(output)]) == 0
     assert "4 of 4 solved" in capsys.readouterr().out
     assert len([json.loads(line) for line in output.read_text().splitlines()]) == 4
 
 
-def test_terminal_rows(tmp_path, test_data):
+def test_terminal_rows_are_built(tmp_path, test_data):
     for row in written("terminal/terminal_dataset.py", tmp_path / "made"):
         TerminalTask().check_row(Instance(row, row["id"]))
     folder = test_data / "agent_envs"
@@ -48,7 +48,7 @@ def test_terminal_rows(tmp_path, test_data):
     assert all(row["gold"] not in row["prompt"][-1]["content"] for row in rows)
 
 
-async def test_made_terminal_tasks_can_be_solved(play, tmp_path):
+async def test_generated_terminal_tasks_are_solvable(play, tmp_path):
     rows = load(EXAMPLES / "terminal" / "terminal_dataset.py").made_rows(3)
     question, change, command = rows
     assert (await play(TerminalTask(), question, "cat logs/* | grep -c error"))[1].reward == 1.0

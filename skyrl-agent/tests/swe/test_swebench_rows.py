@@ -7,9 +7,14 @@ import pytest
 from skyrl_agent.errors import ConfigError, TaskRowError
 from skyrl_agent.tasks.base import Instance
 from skyrl_agent.tasks.swebench import SWEBenchTask, harness
-from skyrl_agent.tasks.swebench.patches import changed_paths, files_of, without_binary
-from skyrl_agent.tasks.swebench.r2e_utils import get_reward, parse_log_by_path, parse_log_pytest, share_passed
-from skyrl_agent.tasks.swebench.sources import image_of, kind_of, source_of
+from skyrl_agent.tasks.swebench.patches import list_changed_paths, remove_binary, split_files
+from skyrl_agent.tasks.swebench.r2e_utils import (
+    compute_passed_fraction,
+    get_reward,
+    parse_log_by_path,
+    parse_log_pytest,
+)
+from skyrl_agent.tasks.swebench.sources import get_image, get_kind, get_source
 
 BINARY_PART = """diff --git a/logo.png b/logo.png
 new file mode 100644
@@ -65,11 +70,11 @@ XFAIL tests/test_a.py::test_four - known
         ("r2e-gym", {"docker_image": "me/mine:1"}, "anything", "me/mine:1"),
     ],
 )
-def test_image_names(data_source, row, instance_id, image):
-    assert image_of(kind_of(data_source), row, instance_id) == image
+def test_image_names_match_published_names(data_source, row, instance_id, image):
+    assert get_image(get_kind(data_source), row, instance_id) == image
 
 
-def test_images_may_come_from_elsewhere(monkeypatch):
+def test_image_prefix_is_read_from_environment(monkeypatch):
     monkeypatch.setenv("EVAL_DOCKER_IMAGE_PREFIX", "mirror.example/swe/")
     task = SWEBenchTask()
     spec = task.runtime_spec(Instance({"problem_statement": "x"}, "a__b-1"))
@@ -77,30 +82,30 @@ def test_images_may_come_from_elsewhere(monkeypatch):
     assert spec.workdir == "/testbed"
 
 
-def test_each_kind_has_its_interpreter_first():
-    assert source_of("r2e-gym", {}, "x").path.startswith("/testbed/.venv/bin:")
-    assert source_of("swe-bench", {}, "x").path.startswith("/opt/miniconda3/envs/testbed/bin:")
+def test_source_interpreter_comes_first_in_path():
+    assert get_source("r2e-gym", {}, "x").path.startswith("/testbed/.venv/bin:")
+    assert get_source("swe-bench", {}, "x").path.startswith("/opt/miniconda3/envs/testbed/bin:")
 
 
-def test_binary_files_leave_a_patch():
+def test_binary_files_are_removed_from_patch():
     patch = TEXT_PART + BINARY_PART + DELETED_PART
-    assert without_binary(patch) == TEXT_PART + DELETED_PART
-    assert without_binary(BINARY_PART) == ""
-    assert without_binary(TEXT_PART.rstrip("\n")) == TEXT_PART
-    assert changed_paths(patch) == ["a.py"]
+    assert remove_binary(patch) == TEXT_PART + DELETED_PART
+    assert remove_binary(BINARY_PART) == ""
+    assert remove_binary(TEXT_PART.rstrip("\n")) == TEXT_PART
+    assert list_changed_paths(patch) == ["a.py"]
 
 
-def test_real_patches_come_apart_and_stay_whole(rows):
+def test_published_patches_split_and_join_unchanged(rows):
     patches = [row[field] for row in rows("swe/swebench_lite") for field in ("patch", "test_patch")]
     assert len(patches) == 600
     for patch in patches:
-        assert "".join(files_of(patch)) == patch
-        assert without_binary(patch).strip() == patch.strip()
-        kept = [part for part in files_of(patch) if "\n@@ " in part and "\n+++ /dev/null" not in part]
-        assert len(changed_paths(patch)) == len(kept)
+        assert "".join(split_files(patch)) == patch
+        assert remove_binary(patch).strip() == patch.strip()
+        kept = [part for part in split_files(patch) if "\n@@ " in part and "\n+++ /dev/null" not in part]
+        assert len(list_changed_paths(patch)) == len(kept)
 
 
-def test_summaries_of_pytest():
+def test_pytest_summary_is_parsed():
     assert parse_log_pytest(LOG) == {
         "TestA.test_one[1-2]": "PASSED",
         "test_two": "PASSED",
@@ -111,12 +116,12 @@ def test_summaries_of_pytest():
     assert by_path["tests/test_a.py::TestA::test_one[1-2]"] == "PASSED"
     assert by_path["tests/test_a.py::test_four"] == "XFAIL"
     names = ["tests/test_a.py::test_two", "tests/test_a.py::test_three"]
-    assert share_passed(by_path, names) == 0.5
-    assert share_passed({}, []) == 1.0
+    assert compute_passed_fraction(by_path, names) == 0.5
+    assert compute_passed_fraction({}, []) == 1.0
     assert parse_log_pytest("killed before the end") == {}
 
 
-def test_summaries_name_tests_as_the_rows_do(rows):
+def test_parsed_test_names_match_rows(rows):
     """A log in pytest's form of each row's tests, parsed, has every one of them."""
     tried = 0
     for row in rows("swe/swebench_full_metadata"):
@@ -147,7 +152,7 @@ def test_r2e_reward(expected, reward):
     assert get_reward(outcomes, {"expected_output_json": coloured}) == reward
 
 
-def test_rows_that_cannot_be_judged_are_refused(rows):
+def test_ungradable_rows_are_rejected(rows):
     task = SWEBenchTask()
     lite = rows("swe/swebench_lite")[0]
     with pytest.raises(TaskRowError, match="FAIL_TO_PASS"):
@@ -161,7 +166,7 @@ def test_rows_that_cannot_be_judged_are_refused(rows):
     judged = 0
     for row in rows("swe/swebench_full_metadata"):
         instance = Instance(row, row["instance_id"], "swe-bench")
-        if "::" in row["FAIL_TO_PASS"][0] or harness.harness_of("swe-bench"):
+        if "::" in row["FAIL_TO_PASS"][0] or harness.find_harness("swe-bench"):
             task.check_row(instance)
             judged += 1
         else:
@@ -170,7 +175,7 @@ def test_rows_that_cannot_be_judged_are_refused(rows):
     assert judged >= 7
 
 
-def test_the_issue_is_told_and_the_solution_is_not(rows):
+def test_instruction_contains_issue_without_solution(rows):
     for row in rows("swe/swebench_full_metadata"):
         system, user = SWEBenchTask().get_instruction(Instance(row, row["instance_id"], "swe-bench"))
         assert row["problem_statement"].strip() in user["content"]

@@ -114,7 +114,7 @@ def make_swebench_image(engine: EngineName, folder: Path) -> str:
 
 @pytest.mark.full
 @pytest.mark.parametrize("engine", get_args(EngineName))
-async def test_an_image_in_the_layout_of_swebench(engine, play, tmp_path):
+async def test_agent_works_in_swebench_image_layout(engine, play, tmp_path):
     try:
         check_engine(engine)
     except InfraError as error:
@@ -136,10 +136,10 @@ async def test_an_image_in_the_layout_of_swebench(engine, play, tmp_path):
 
 @pytest.fixture(autouse=True)
 def without_harness(monkeypatch):
-    monkeypatch.setattr(harness, "harness_of", lambda kind: None)
+    monkeypatch.setattr(harness, "find_harness", lambda kind: None)
 
 
-async def test_a_fix_is_worth_one(play):
+async def test_correct_fix_has_reward_one(play):
     result, judgement = await play(HereTask(), ROW, f"{FIX}\nprintf '\\377\\0' >> logo.bin; git commit -qam mine")
     assert judgement.reward == 1.0
     assert judgement.parts == {"resolved": 1.0, "fail_to_pass": 1.0, "pass_to_pass": 1.0}
@@ -164,7 +164,7 @@ async def test_a_fix_is_worth_one(play):
         (f"{FIX}; mkdir sub; cd sub; git init -q; touch x", 1.0, {"fail_to_pass": 1.0, "pass_to_pass": 1.0}),
     ],
 )
-async def test_rewards(play, script, reward, parts):
+async def test_reward_follows_test_outcomes(play, script, reward, parts):
     _, judgement = await play(HereTask(), ROW, script)
     assert judgement.reward == reward
     assert judgement.parts == {"resolved": reward, **parts}
@@ -177,7 +177,7 @@ async def test_missing_patch_ends_as_no_git_patch(play, script):
 
 
 @pytest.mark.slow
-async def test_r2e_rows_are_judged_by_their_script(play):
+async def test_r2e_rows_are_graded_by_script(play):
     seen = "[ -e r2e_tests ] || [ -e run_tests.sh ] && exit"  # the agent must not find them
     _, judgement = await play(HereR2E(), R2E_ROW, f"{seen}\n{FIX}")
     assert judgement.reward == 1.0
@@ -186,7 +186,7 @@ async def test_r2e_rows_are_judged_by_their_script(play):
 
 
 @pytest.mark.full
-async def test_smith_rows_have_their_tests_in_the_history(play):
+async def test_smith_rows_restore_tests_from_history(play):
     row = {key: value for key, value in ROW.items() if key != "test_patch"}
     row |= {"data_source": "swe-smith", "image_name": "it"}
     _, judgement = await play(HereSmith(), row, f"[ -e test_double.py ] && exit\n{FIX}")
@@ -196,7 +196,7 @@ async def test_smith_rows_have_their_tests_in_the_history(play):
 
 
 @pytest.mark.full
-async def test_named_test_that_exists_nowhere_gives_no_verdict(play):
+async def test_missing_named_test_gives_no_verdict(play):
     row = ROW | {"FAIL_TO_PASS": ["test_double.py::test_two", "test_double.py::test_three"]}
     with pytest.raises(TaskRowError, match=r"tests were not run: test test_double.py::test_three"):
         await play(HereTask(), row, FIX)
@@ -204,7 +204,7 @@ async def test_named_test_that_exists_nowhere_gives_no_verdict(play):
 
 
 @pytest.mark.full
-async def test_r2e_script_without_an_outcome_gives_no_verdict(play):
+async def test_r2e_script_without_outcome_gives_no_verdict(play):
     class WithoutTests(HereR2E):
         files: ClassVar = HereR2E.files | {"run_tests.sh": "no-such-tool"}
 

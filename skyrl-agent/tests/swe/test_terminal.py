@@ -11,12 +11,12 @@ COUNT = {"query": "How many .txt files are there?", "setup": ["mkdir -p a/b", "t
 
 
 @pytest.mark.parametrize("answer, reward", [("2", 1.0), (" 2 \n", 1.0), ("3", 0.0), ("", 0.0)])
-async def test_expected_output(play, answer, reward):
+async def test_expected_output_determines_reward(play, answer, reward):
     _, judgement = await play(TerminalTask(), COUNT | {"expected_output": "2\n"}, answer=answer)
     assert judgement.reward == reward
 
 
-async def test_checks_run_where_the_agent_worked(play):
+async def test_checks_run_in_agent_runtime(play):
     python = "import sys; sys.exit(sys.argv[1] != 'done' or sys.argv[2] != '2')"
     checks = ["test ! -e a/1.txt; echo 2", {"language": "python", "code": python}]
     row = COUNT | {"check": checks}
@@ -38,14 +38,14 @@ async def test_checks_run_where_the_agent_worked(play):
         ("", {"same_output": 0.0, "same_files": 0.0}),
     ],
 )
-async def test_commands_are_compared_by_what_they_do(play, answer, parts):
+async def test_commands_are_compared_by_effect(play, answer, parts):
     row = COUNT | {"gold": "find . -name '*.txt' | wc -l; rm a/1.txt"}
     _, judgement = await play(TerminalTask(), row, "rm -r a", answer)
     assert judgement.parts == parts
     assert judgement.reward == float(all(parts.values()))
 
 
-async def test_a_setup_that_fails_is_no_failure_of_the_agent(play):
+async def test_setup_failure_is_not_agent_failure(play):
     with pytest.raises(InfraError, match=r"setup did not work here: exited, return code 3, 'no'"):
         await play(TerminalTask(), COUNT | {"setup": "echo no; exit 3", "check": "true"})
 
@@ -63,7 +63,7 @@ async def test_a_setup_that_fails_is_no_failure_of_the_agent(play):
         ({"query": "x", "check": "y", "files": [1]}, "files must map paths to texts"),
     ],
 )
-def test_rows_are_checked(row, message):
+def test_invalid_rows_are_rejected(row, message):
     with pytest.raises(TaskRowError, match=message):
         TerminalTask().check_row(Instance(row, "7"))
 
@@ -74,13 +74,13 @@ def nl2bash(rows):
 
 
 @pytest.mark.slow
-async def test_a_sample_of_nl2bash(play, rows):
+async def test_nl2bash_sample_is_solvable(play, rows):
     for row in nl2bash(rows)[::24]:
         assert (await play(TerminalTask(), row, answer=row["gold"]))[1].reward == 1.0, row
         assert (await play(TerminalTask(), row, answer="echo no"))[1].reward == 0.0, row
 
 
-def test_rows_of_agentbench(rows):
+def test_agentbench_rows_are_built(rows):
     made = []
     for task in rows("agent_envs/agentbench_os"):
         try:
@@ -92,7 +92,7 @@ def test_rows_of_agentbench(rows):
     assert len(made) >= 150
 
 
-async def test_a_sample_of_agentbench(play, rows):
+async def test_agentbench_sample_is_solvable(play, rows):
     """Two whose files are in the working directory; what the example script prints is the answer."""
     tasks = {task["id"]: task for task in rows("agent_envs/agentbench_os")}
     for name in ("os-7-bootstrap-16", "os-7-bootstrap-64"):
@@ -102,7 +102,7 @@ async def test_a_sample_of_agentbench(play, rows):
 
 
 @pytest.mark.full
-async def test_all_of_nl2bash_and_agentbench(play, rows):
+async def test_nl2bash_and_agentbench_are_solvable(play, rows):
     """Counts of rows that the reference answer solves, and a wrong answer does not, in a sandbox without root and
     network.
     """

@@ -56,12 +56,12 @@ BROKEN_ROWS = {
 
 
 @pytest.mark.parametrize("change", every_third_daily(BROKEN_ROWS))
-async def test_command_that_never_runs_gives_no_verdict(play, change):
+async def test_unrunnable_test_command_gives_no_verdict(play, change):
     with pytest.raises(TaskRowError, match=r"row row: tests were not run: .*no verdict on the agent"):
         await play(LocalSWETask(), ROW | change, FIX)
 
 
-async def test_correct_fix_with_a_broken_test_command_fails_without_a_reward(sandboxed):
+async def test_correct_fix_with_broken_test_command_has_no_reward(sandboxed):
     row = ROW | {"id": "a", "edit_file": "calc.py", "solution": RIGHT, "test_cmd": "no-such-tool check"}
     rows = await oracle_runner([row]).rows([row])
     assert (rows.finish_reasons, rows.in_baseline) == (["error_evaluation"], [False])
@@ -95,7 +95,7 @@ SABOTAGE = {
 
 
 @pytest.mark.parametrize("test_cmd, script", every_third_daily(SABOTAGE))
-async def test_change_that_stops_the_tests_is_a_failure_of_the_agent(play, test_cmd, script):
+async def test_change_breaking_tests_is_agent_failure(play, test_cmd, script):
     cases = (
         "import calc, pytest\n@pytest.mark.parametrize('n', calc.CASES)\ndef test_it(n): assert calc.double(n) == 2 * n"
     )
@@ -113,7 +113,7 @@ ABSENT = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line, statement", ABSENT.values(), ids=ABSENT)
-async def test_code_that_the_agent_was_to_write_is_its_matter(play, line, statement):
+async def test_missing_requested_code_is_agent_failure(play, line, statement):
     row = ROW | with_files(test_calc__py=f"{line}\n{TESTS.partition(chr(10))[2]}") | {"problem_statement": statement}
     _, judgement = await play(LocalSWETask(), row, NO_FIX)
     assert judgement.reward == 0.0
@@ -122,7 +122,7 @@ async def test_code_that_the_agent_was_to_write_is_its_matter(play, line, statem
 
 
 @pytest.mark.slow
-async def test_own_solution_of_a_row_decides_where_there_is_one(play):
+async def test_row_solution_decides_verdict(play):
     missing = with_files(test_calc__py=f"import new_module\n{TESTS}")
     works = ROW | missing | {"solution": {"calc.py": RIGHT, "new_module.py": ""}}
     assert (await play(LocalSWETask(), works, FIX))[1].reward == 0.0
@@ -130,7 +130,7 @@ async def test_own_solution_of_a_row_decides_where_there_is_one(play):
         await play(LocalSWETask(), works | {"solution": {"calc.py": RIGHT}}, FIX)
 
 
-async def test_scripts_keep_their_executable_bit(play):
+async def test_scripts_keep_executable_bit(play):
     row = ROW | {"test_cmd": "./helper.sh && ./made.sh"}
     result, judgement = await play(
         LocalSWETask(), row, f"{FIX} printf '#!/bin/sh\\ntrue\\n' > made.sh; chmod +x made.sh"
@@ -140,20 +140,20 @@ async def test_scripts_keep_their_executable_bit(play):
     assert "new file mode 100755\n--- /dev/null\n+++ b/made.sh" in result["git_patch"]
 
 
-async def test_pytest_that_does_not_start_is_an_infrastructure_failure(play):
+async def test_pytest_start_error_is_infrastructure_failure(play):
     with pytest.raises(InfraError, match=r"pytest did not start in /workspace: wall_time after 0\.\d s"):
         await play(LocalSWETask(), ROW | {"test_seconds": 0.001}, FIX)
 
 
 @pytest.mark.parametrize("name", ["fail_to_pass", "pass_to_pass"])
-def test_named_tests_need_a_plain_pytest_command(name):
+def test_named_tests_require_plain_pytest_command(name):
     row = ROW | {"test_cmd": "make test", name: ["test_calc.py::test_two"]}
     with pytest.raises(TaskRowError, match="test_cmd must be a plain pytest command where fail_to_pass"):
         LocalSWETask().check_row(Instance(row, "7"))
 
 
 @pytest.mark.slow
-async def test_check_of_a_terminal_task_that_never_runs_gives_no_verdict(play):
+async def test_unrunnable_terminal_check_gives_no_verdict(play):
     row = {"query": "Say 2.", "check": "no-such-tool"}
     with pytest.raises(TaskRowError, match="no-such-tool: command not found"):
         await play(TerminalTask(), row, answer="2")

@@ -57,11 +57,11 @@ def test_validate_names_bad_rows_and_exits_with_one(validate):
     assert said.endswith("2 of 8 rows are good, 6 bad; 2 have no solution: only their original was tried\n")
 
 
-def test_validate_exits_with_zero_where_all_rows_are_good(validate):
+def test_validate_exits_with_zero_when_all_rows_pass(validate):
     assert validate({"good": GOOD}) == (0, "1 of 1 rows are good, 0 bad\n")
 
 
-def test_validate_refuses_a_task_without_tests(validate):
+def test_validate_rejects_task_without_tests(validate):
     status, said = validate({"a": {}}, task="skyrl_agent.tasks.general_react.utils.GeneralReactTask")
     assert status == 2
-    assert "judges answers: it has no tests that could be run without an agent" in said
+    assert "it has no tests to run without an agent" in said

@@ -40,7 +40,7 @@ def checked(task, rows: list[dict]) -> list[dict]:
     return rows
 
 
-def test_search_rows(tmp_path):
+def test_search_rows_are_built(tmp_path):
     path = file_of(
         tmp_path / "nq.jsonl.gz",
         {"question": "who?", "golden_answers": ["Anna", "Ann"]},
@@ -54,7 +54,7 @@ def test_search_rows(tmp_path):
     assert rows[0]["reward_model"]["ground_truth"]["target"] == ["Anna", "Ann"] and rows[0]["data_source"] == "nq"
 
 
-def test_memory_rows_hide_their_paragraphs_among_others(tmp_path):
+def test_memory_rows_mix_paragraphs_with_distractors(tmp_path):
     corpus = file_of(
         tmp_path / "corpus.jsonl", *({"id": str(n), "title": f"Title {n}", "text": f"Text {n}."} for n in range(30))
     )
@@ -71,7 +71,7 @@ def test_memory_rows_hide_their_paragraphs_among_others(tmp_path):
     assert written("data/memagent.py", tmp_path, *arguments) == rows
 
 
-def test_memory_rows_of_real_questions(tmp_path, test_data):
+def test_memory_rows_use_published_questions(tmp_path, test_data):
     folder = test_data / "search_qa"
     path = folder / "hotpotqa_with_context.jsonl.gz"
     rows = written(
@@ -87,13 +87,13 @@ def test_memory_rows_of_real_questions(tmp_path, test_data):
     assert sum(found) / len(found) > 0.9
 
 
-def test_a_paragraph_that_the_corpus_has_not_is_named(tmp_path):
+def test_missing_corpus_paragraph_is_reported(tmp_path):
     path = file_of(tmp_path / "train.jsonl", {"question": "q", "answer": "a", "context_doc_ids": ["9"]})
     with pytest.raises(SystemExit, match="--corpus has no document '9'"):
         written("data/memagent.py", tmp_path, "--input", path, "--validation_share", 0.5)
 
 
-def test_research_rows(tmp_path):
+def test_research_rows_are_built(tmp_path):
     path = file_of(
         tmp_path / "set.jsonl",
         {"Question": "Q?", "answer": "42", "answer_type": "exactMatch"},
@@ -110,14 +110,14 @@ def test_research_rows(tmp_path):
     assert rows[0]["prompt"] == [{"role": "user", "content": "Q?"}]
 
 
-def test_browsecomp_rows(tmp_path):
+def test_browsecomp_rows_are_built(tmp_path):
     path = file_of(tmp_path / "b.jsonl", {"query_id": 7, "query": "Which?", "answer": "That"})
     load(EXAMPLES / "data" / "browsecomp-plus.py").main(["-i", str(path), "-o", str(tmp_path / "x" / "v.parquet")])
     (row,) = checked(GeneralReactTask(judge=JUDGE), parquet.read_table(tmp_path / "x" / "v.parquet").to_pylist())
     assert row["extra_info"]["query_id"] == "7" and row["prompt"][0]["content"].endswith("Which?")
 
 
-def test_software_rows(tmp_path):
+def test_software_rows_are_built(tmp_path):
     r2e = {
         "docker_image": "namanjain12/pandas_final:abc",
         "problem_statement": "It fails.",
@@ -142,14 +142,14 @@ def test_software_rows(tmp_path):
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*/*.yaml")), ids=lambda path: path.stem)
-def test_task_files_can_be_used(path, monkeypatch):
+def test_example_task_files_load(path, monkeypatch):
     from skyrl_agent.runner import AgentRunner
 
     monkeypatch.setenv("GOOGLE_SEARCH_KEY", "as research.yaml asks for")
     AgentRunner(load_task_file(path), None, None)
 
 
-def test_research_names_the_key_that_it_lacks(monkeypatch):
+def test_research_names_missing_api_key(monkeypatch):
     from skyrl_agent.errors import ConfigError
     from skyrl_agent.runner import AgentRunner
 
@@ -162,7 +162,7 @@ def call(name: str, parameter: str, value: str) -> str:
     return f"<function={name}>\n<parameter={parameter}>{value}</parameter>\n</function>"
 
 
-def test_the_search_agent_runs_against_a_server(tmp_path, capsys):
+def test_search_agent_runs_against_server(tmp_path, capsys):
     """Retriever, model server, task file, rows and script as a user has them; only the model is written by hand."""
     pytest.importorskip("bm25s", reason="needs skyrl-gym[retrieval]")
     from skyrl_agent.testing import byte_tokenizer

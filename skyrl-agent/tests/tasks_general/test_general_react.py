@@ -49,7 +49,7 @@ async def reward(result, task=None, **fields):
         ({"source": "2WikiMultihopQA", "target": ["no"]}, "No.", 1.0),
     ],
 )
-async def test_reward_of_an_answer(fields, answer, expected):
+async def test_reward_of_response(fields, answer, expected):
     assert await reward(answer, **fields) == expected
 
 
@@ -62,14 +62,14 @@ async def test_reward_of_an_answer(fields, answer, expected):
         json.dumps({"inputs": ["2 3"], "outputs": ["5"]}),
     ],
 )
-async def test_programs_run_on_their_tests(tests):
+async def test_programs_are_graded_by_tests(tests):
     program = "a, b = map(int, input().split())\nprint(a + b)"
     fields = {"source": "codegen", "reward_model": {"ground_truth": tests}}
     assert await reward(f"Here:\n```python\n{program}\n```", **fields) == 1.0
     assert await reward(program.replace("+", "-"), **fields) == 0.0
 
 
-async def test_a_language_model_judges_where_no_rule_can():
+async def test_llm_judge_grades_sources_without_rule():
     def verdict(asked):
         right = "Paris" in asked.body["messages"][0]["content"].split("<student")[1]
         return 200, completion(f"### Final Score: {int(right)}")
@@ -84,7 +84,7 @@ async def test_a_language_model_judges_where_no_rule_can():
 
 
 @pytest.mark.parametrize("answer", [(500, "down"), (200, completion("I cannot say")), (401, "no key")])
-async def test_a_judge_that_is_away_is_never_a_reward(answer):
+async def test_unavailable_judge_gives_no_reward(answer):
     with web_server(lambda asked: answer) as judge:
         task = GeneralReactTask(judge={"base_url": judge.url, "max_retries": 0})
         with pytest.raises(InfraError):
@@ -105,12 +105,12 @@ async def test_a_judge_that_is_away_is_never_a_reward(answer):
         ({"source": "codegen", "target": {"inputs": ["1"], "outputs": []}}, "1 inputs and 0 outputs"),
     ],
 )
-def test_rows_that_cannot_be_used_are_named_before_anything_starts(fields, text):
+def test_unusable_rows_are_reported_before_start(fields, text):
     with pytest.raises(TaskRowError, match=text):
         GeneralReactTask().check_row(Instance(row(**fields), "i7"))
 
 
-def test_missing_judge_is_an_error_before_anything_starts_and_the_environment_may_name_it(monkeypatch):
+def test_missing_judge_is_rejected_unless_environment_variable_is_set(monkeypatch):
     with pytest.raises(ConfigError, match=r"task_config\.judge: .*OPENAI_API_KEY.*STEM_LLM_JUDGE_URL"):
         GeneralReactTask().check_row(Instance(row(source="ruler", target="a"), "i"))
     monkeypatch.setenv("STEM_LLM_JUDGE_URL", "http://127.0.0.1:1/v1/")
@@ -125,12 +125,12 @@ def test_missing_judge_is_an_error_before_anything_starts_and_the_environment_ma
         ({"sources": {"mine": "maths"}}, "task_config.sources.mine must be one of math, code"),
     ],
 )
-def test_mistakes_in_the_task_file_are_told_at_once(settings, text):
+def test_task_file_errors_are_raised_on_construction(settings, text):
     with pytest.raises(ConfigError, match=text):
         GeneralReactTask(**settings)
 
 
-async def test_every_source_has_a_kind_and_a_task_file_may_add_some():
+async def test_sources_have_grader_and_task_file_adds_sources():
     task = GeneralReactTask(sources={"My_Set": "qa_f1"})
     assert await reward("red green", task, source="my_set_v2", target="red blue") == 0.5
     assert set(SOURCES.values()) <= set(KINDS)
@@ -141,13 +141,13 @@ PROMPT = [{"role": "user", "content": "Q"}]
 
 @pytest.mark.parametrize("prompt", ["Q", PROMPT, PROMPT[0], np.array(PROMPT, dtype=object)])
 @pytest.mark.parametrize("name", ["prompt", "raw_prompt"])
-def test_prompts_in_all_their_forms(prompt, name):
+def test_prompt_formats_give_same_instruction(prompt, name):
     given = {k: v for k, v in row().items() if k != "prompt"} | {name: prompt}
     system, user = GeneralReactTask().get_instruction(Instance(given, "i"))
     assert user == PROMPT[0] and system["role"] == "system" and "finish" in system["content"]
 
 
-def test_a_system_message_of_the_row_stays_the_row_is_not_changed_and_the_dummy_task_adds_nothing():
+def test_row_system_message_is_kept_and_row_unchanged():
     messages = [{"role": "system", "content": "S"}, *PROMPT]
     given = Instance(row(prompt=messages), "i")
     instruction = GeneralReactTask().get_instruction(given)

@@ -25,7 +25,7 @@ ROW = {
         ("f1", "code 4711", 2 / 3),
     ],
 )
-async def test_graders(grader, answer, expected):
+async def test_memory_graders(grader, answer, expected):
     task, instance = MemoryAgentTask(grader=grader), Instance(ROW, "i")
     task.check_row(instance)
     judgement = await task.evaluate_result(answer, instance, TrajectoryResult())
@@ -33,13 +33,13 @@ async def test_graders(grader, answer, expected):
 
 
 @pytest.mark.parametrize("missing", ["question", "golden_answers", "context"])
-def test_rows_that_lack_something_are_named(missing):
+def test_incomplete_rows_are_reported(missing):
     row = {name: value for name, value in ROW.items() if name != missing}
     with pytest.raises(TaskRowError, match="MemoryAgentTask, instance i: "):
         MemoryAgentTask().check_row(Instance(row, "i"))
 
 
-def test_an_unknown_grader_is_told():
+def test_unknown_grader_is_rejected():
     with pytest.raises(ConfigError, match=r"task_config\.grader must be one of em, subem, f1, judge"):
         MemoryAgentTask(grader="exact")
 
@@ -48,7 +48,7 @@ def call(name: str, parameter: str, value: str) -> str:
     return f"<function={name}>\n<parameter={parameter}>{value}</parameter>\n</function>"
 
 
-async def test_memory_agent_reads_all_sections_before_it_answers():
+async def test_memory_agent_reads_all_sections_before_final_response():
     """One trajectory, a training row for each section and one for the beginning."""
     pytest.importorskip("transformers")
     from skyrl_agent.config.task_file import read_task

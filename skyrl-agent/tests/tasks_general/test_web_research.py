@@ -39,7 +39,7 @@ async def judged(task, row, result):
         {"prompt": "Q?", "reward_model": {"ground_truth": {"target": ["42"]}}},
     ],
 )
-async def test_rows_in_all_their_forms(row, judge):
+async def test_row_formats_give_same_instruction(row, judge):
     task = WebResearchTask(judge={"base_url": judge.url})
     assert await judged(task, row, "So \\boxed{42 of them}") == 1.0
     assert await judged(task, row, "So \\boxed{41}") == 0.0
@@ -47,13 +47,13 @@ async def test_rows_in_all_their_forms(row, judge):
     assert "Q?" in asked and "42 of them" in asked and "So " not in asked
 
 
-async def test_missing_box_is_no_answer_and_asks_no_judge(judge):
+async def test_missing_boxed_answer_skips_judge(judge):
     task, row = WebResearchTask(judge={"base_url": judge.url}), {"prompt": "Q?", "answer": "42"}
     assert [await judged(task, row, result) for result in ("42", "", None, "\\boxed{}")] == [0.0] * 4
     assert not judge.asked
 
 
-async def test_exact_answers_need_no_judge(monkeypatch):
+async def test_exact_answers_skip_judge(monkeypatch):
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     row = {"prompt": "Q?", "answer": "B", "extra_info": {"answer_type": "exactMatch"}}
     assert await judged(WebResearchTask(), row, "\\boxed{b}") == 1.0
@@ -61,19 +61,19 @@ async def test_exact_answers_need_no_judge(monkeypatch):
 
 
 @pytest.mark.parametrize("row, text", [({"prompt": "Q?"}, "instance.answer or answer"), ({"answer": "42"}, "Question")])
-def test_rows_that_cannot_be_judged_are_refused(row, text):
+def test_ungradable_rows_are_rejected(row, text):
     with pytest.raises(TaskRowError, match=f"WebResearchTask, instance i: .*{text}"):
         WebResearchTask().check_row(Instance(row, "i"))
 
 
-async def test_an_outage_is_no_reward():
+async def test_outage_gives_no_reward():
     with web_server(lambda asked: (503, "later")) as down:
         task = WebResearchTask(judge={"base_url": down.url, "max_retries": 0})
         with pytest.raises(InfraError):
             await judged(task, {"prompt": "Q?", "answer": "42"}, "\\boxed{42}")
 
 
-def test_the_published_door(judge, monkeypatch):
+def test_published_compute_score_asks_judge(judge, monkeypatch):
     monkeypatch.setenv("STEM_LLM_JUDGE_URL", f"{judge.url}/v1")
     assert stem_llm_judge.compute_score("hle", "\\boxed{42}", "42", {"question": "Q?"}) == 1.0
     assert judge.asked[0].path == "/v1/chat/completions"

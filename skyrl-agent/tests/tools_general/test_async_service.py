@@ -44,26 +44,26 @@ async def test_transient_failures_are_retried(trouble):
         ([(422, "topk is too large")], RefusedRequest, "topk is too large"),
     ],
 )
-async def test_faults_are_told_apart_by_who_can_mend_them(script, error, text):
+async def test_faults_are_classified_by_cause(script, error, text):
     with web_server(answers(*script)) as server, pytest.raises(error, match=text):
         await ask(server.url)
 
 
 @pytest.mark.parametrize("trouble", ["hang", "trickle"])
-async def test_a_server_that_does_not_finish_is_left_in_time(trouble):
+async def test_unfinished_server_response_times_out(trouble):
     started = time.monotonic()
-    with web_server(answers(trouble)) as server, pytest.raises(InfraError, match=r"no answer within 0\.2 s"):
+    with web_server(answers(trouble)) as server, pytest.raises(InfraError, match=r"no reply within 0\.2 s"):
         await ask(server.url, timeout=0.2)
     assert time.monotonic() - started < 10
     assert len(server.asked) == 3
 
 
-async def test_nobody_listens():
+async def test_unreachable_server_is_infrastructure_failure():
     with pytest.raises(InfraError, match="failed 3 times"):
         await ask(unused_url())
 
 
-async def test_one_failure_ends_the_others():
+async def test_failure_cancels_concurrent_requests():
     others = asyncio.Event()
 
     async def waits():

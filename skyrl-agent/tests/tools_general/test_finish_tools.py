@@ -17,18 +17,18 @@ from .agent_web_server import context_of
         ("em_finish", "It is \\boxed{42}", "It is \\boxed{42}"),
     ],
 )
-async def test_an_answer_ends_the_agent(name, answer, result):
+async def test_finish_tool_ends_agent(name, answer, result):
     output = await make_tool(name).call(context_of(), {"answer": answer})
     assert (output.text, output.ends) == (result, True)
 
 
-async def test_missing_answer_does_not_end_the_agent():
+async def test_missing_answer_does_not_end_agent():
     output = await make_tool("finish").call(context_of(), {})
     assert output.failed and not output.ends and "'answer' (string) is missing" in output.text
 
 
 @pytest.mark.parametrize("name", sorted(name for name, found in TOOL_REGISTRY.items() if isinstance(found, str)))
-def test_every_name_leads_to_a_tool_whose_schema_is_its_signature(name):
+def test_tool_schemas_match_signatures(name):
     module, _, attribute = str(TOOL_REGISTRY[name]).partition(":")
     tool = getattr(import_module(module), attribute)
     assert tool.name == {"em_finish": "finish"}.get(name, name)
@@ -40,11 +40,11 @@ def test_every_name_leads_to_a_tool_whose_schema_is_its_signature(name):
 @pytest.mark.parametrize(
     "name, settings, text",
     [
-        ("finsh", {}, "there is no tool 'finsh'; did you mean finish"),
+        ("finsh", {}, "unknown tool 'finsh'; did you mean finish"),
         ("finish", {"anwser": 1}, "settings of finish: .*'anwser'; it has none"),
         ("local_search", {"tpok": 1}, "settings of local_search: .*'tpok'; it has url, topk"),
     ],
 )
-def test_mistakes_of_a_task_file_are_told_with_what_there_is(name, settings, text):
+def test_tool_errors_list_available_names(name, settings, text):
     with pytest.raises(ConfigError, match=text):
         make_tool(name, settings)

@@ -6,14 +6,14 @@ from hypothesis import strategies as st
 
 from skyrl_agent.errors import ConfigError, TaskRowError
 from skyrl_agent.tools import make_tool
-from skyrl_agent.tools.memory import ALL_READ, sections_of
+from skyrl_agent.tools.memory import ALL_READ, split_sections
 
 from .agent_web_server import context_of
 
 CONTEXT = "Document 1:\nThe sky is blue.\nDocument 2:\nGrass is green.\nDocument 3:\nSnow is white."
 
 
-async def test_each_call_starts_over_with_memory_and_the_next_section():
+async def test_each_call_restarts_with_memory_and_next_section():
     tool = make_tool("next_with_summary", {"section_chars": 60})
     messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "<problem>Which colour?</problem> Go."}]
     context = context_of(row={"context": CONTEXT}, messages=messages)
@@ -39,29 +39,29 @@ async def test_each_call_starts_over_with_memory_and_the_next_section():
 
 
 @pytest.mark.parametrize("row", [{}, {"context": 5}, {"context": []}, {"context": " "}, {"context": [1]}])
-async def test_a_row_without_a_text_is_named_before_the_first_turn(row):
+async def test_row_without_text_is_rejected_before_first_turn(row):
     with pytest.raises(TaskRowError, match="context"):
         await make_tool("next_with_summary").open(context_of(row=row))
 
 
-def test_a_section_has_room_for_something():
+def test_section_chars_must_be_positive():
     with pytest.raises(ConfigError, match="section_chars"):
         make_tool("next_with_summary", {"section_chars": 0})
 
 
-def test_documents_stay_whole_where_they_fit():
-    assert sections_of(["aaa", "bbb", "cccc"], 8) == ["aaa\n\nbbb", "cccc"]
+def test_documents_stay_whole_when_they_fit():
+    assert split_sections(["aaa", "bbb", "cccc"], 8) == ["aaa\n\nbbb", "cccc"]
 
 
-def test_a_long_document_is_cut_where_a_sentence_ends():
-    assert sections_of("One two three. Four five six.", 20) == ["One two three.", "Four five six."]
+def test_long_document_is_split_at_sentence_end():
+    assert split_sections("One two three. Four five six.", 20) == ["One two three.", "Four five six."]
 
 
 @given(st.lists(st.text(alphabet="ab .\n", min_size=0, max_size=60), min_size=1, max_size=6), st.integers(1, 40))
-def test_nothing_is_lost_and_no_section_is_too_long(documents, most):
+def test_sections_preserve_text_within_limit(documents, most):
     words = "".join("".join(documents).split())
     if not words:
         return
-    sections = sections_of(documents, most)
+    sections = split_sections(documents, most)
     assert max(map(len, sections)) <= most
     assert "".join("".join(sections).split()) == words

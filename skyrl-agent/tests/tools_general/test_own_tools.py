@@ -56,7 +56,7 @@ def task(tools: list[Any], **keys: Any) -> dict[str, Any]:
     }
 
 
-async def test_a_task_file_alone_brings_tools_of_every_kind_and_an_agent(tmp_path):
+async def test_task_file_loads_custom_tools_and_agent(tmp_path):
     """A plain tool that blocks, one in published style, a tool group and a real MCP server over stdio. The errors of
     each reach the model as results of the call."""
     pytest.importorskip("mcp")
@@ -100,7 +100,7 @@ async def test_a_task_file_alone_brings_tools_of_every_kind_and_an_agent(tmp_pat
     ]
 
 
-async def test_a_coroutine_under_a_plain_decorator_is_awaited():
+async def test_decorated_coroutine_is_awaited():
     def decorated(run):
         return functools.wraps(run)(lambda *args, **kwargs: run(*args, **kwargs))
 
@@ -119,19 +119,19 @@ def runner_schemas(tools: list[Any]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     "tools, complaint",
     [
-        (["no_such_tool"], "there is no tool 'no_such_tool'"),
-        (["no_such_module.Tool"], "cannot import no_such_module: there is no such module"),
+        (["no_such_tool"], "unknown tool 'no_such_tool'"),
+        (["no_such_module.Tool"], "cannot import no_such_module"),
         ([f"{MODULE}.CountWord"], "must be the dotted path of a class"),
         ([f"{MODULE}.PoliteAgent"], "must be a subclass of BaseTool or ToolGroup"),
         ([{f"{MODULE}.CountWords": {"a": 1}}], "it has none"),
         ([{f"{MODULE}.Scales": {"weight": 1}}], "unexpected keyword argument 'weight'"),
-        ([{f"{MODULE}.Scales": {"only": ["way"]}}], "only: there is no tool 'way'; there are tare, weigh"),
+        ([{f"{MODULE}.Scales": {"only": ["way"]}}], "only: unknown tool 'way'; known: tare, weigh"),
         ([{"mcp": {}}], "needs either command or url"),
         ([{"mcp": {"command": ["/no/such/program"]}}], "cannot be started"),
         ([f"{MODULE}.CountWords", f"{MODULE}.CountWords"], "are both called 'count_words'"),
     ],
 )
-def test_wrong_tools_are_errors_of_the_settings(tools, complaint):
+def test_invalid_tools_raise_config_error(tools, complaint):
     if "mcp" in str(tools):
         pytest.importorskip("mcp")
     with pytest.raises(ConfigError, match="tools") as error:
@@ -148,13 +148,13 @@ def test_wrong_tools_are_errors_of_the_settings(tools, complaint):
         ({"agent_cls": "skyrl_agent.agents.react.ReactAgent"}, "did you mean skyrl_agent.agents.react.ReActAgent"),
     ],
 )
-def test_wrong_modules_and_agents_are_errors_of_the_settings(keys, complaint):
+def test_invalid_modules_and_agents_raise_config_error(keys, complaint):
     with pytest.raises(ConfigError) as error:
         AutoAgentRunner.from_task_file(read_task(task(["finish"], **keys)), None, byte_tokenizer())
     assert complaint in str(error.value)
 
 
-async def test_an_outage_within_a_published_tool_or_a_thread_is_an_outage():
+async def test_outage_in_published_tool_or_thread_is_outage():
     class Away(import_module(MODULE).CountWords):
         def run(self, context: ToolContext, text: str) -> int:
             raise InfraError("the server is away")

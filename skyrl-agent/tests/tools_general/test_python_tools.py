@@ -19,7 +19,7 @@ def leases(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["code_interpreter", "python"])
-async def test_programs_of_one_trajectory(name):
+async def test_python_programs_return_output(name):
     """One tool for all of them, as a start takes longer than a program."""
     tool, context = make_tool(name, {"timeout": 10.0}), context_of()
 
@@ -67,14 +67,14 @@ async def test_programs_of_one_trajectory(name):
         await tool.close()
 
 
-async def test_a_program_that_does_not_end_is_ended():
+async def test_hanging_program_times_out():
     tool = make_tool("code_interpreter", {"timeout": 3.0})
     output = await tool.call(context_of(), {"code": "print('begun', flush=True)\nwhile True: pass"})
     await tool.close()
     assert output.failed and output.text.startswith("begun\nError: the program was ended: it ")
 
 
-async def test_program_runs_in_the_runtime_of_the_agent():
+async def test_program_runs_in_agent_runtime():
     async with make_runtime(RuntimeSpec(files={"data.txt": "from the task"})) as runtime:
         tool = make_tool("python")
         output = await tool.call(context_of(runtime=runtime), {"code": "open('data.txt').read()"})
@@ -83,13 +83,13 @@ async def test_program_runs_in_the_runtime_of_the_agent():
         assert (await runtime.exec("cat data.txt")).ok  # it is the trajectory's to close
 
 
-async def test_another_language_is_refused():
+async def test_other_language_is_rejected():
     output = await make_tool("code_interpreter").call(context_of(), {"code": "1", "language": "R"})
     assert output.failed and "language must be python; got 'R'" in output.text
 
 
 @pytest.mark.parametrize("runtime", [{"kind": "vm"}, {"knid": "local"}, {"token_env": "NO_SUCH_VARIABLE"}])
-def test_place_of_execution_is_checked_at_construction(runtime):
+def test_execution_location_is_checked_at_construction(runtime):
     with pytest.raises(ConfigError, match="runtime"):
         make_tool("python", {"runtime": runtime})
 

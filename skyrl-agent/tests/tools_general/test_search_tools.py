@@ -5,7 +5,7 @@ import pytest
 from skyrl_agent.errors import ConfigError, InfraError
 from skyrl_agent.tools import make_tool
 from skyrl_agent.tools.search_clients import Hit
-from skyrl_agent.tools.web_search import SearchEngine, as_queries
+from skyrl_agent.tools.web_search import SearchEngine, parse_queries
 
 from .agent_web_server import context_of, web_server
 
@@ -50,35 +50,35 @@ def retriever():
         yield server
 
 
-async def test_local_search_over_the_retriever_of_the_gym(retriever, monkeypatch):
+async def test_local_search_uses_gym_retriever(retriever, monkeypatch):
     monkeypatch.setenv("LOCAL_SEARCH_URL", retriever.url)
     output = await call(make_tool("local_search", {"topk": 1}), query=" capital of Italy ")
     assert output.text == 'Doc 1(Title: "Rome") Rome is the capital of Italy.'
     assert not output.failed
 
 
-async def test_faiss_search_cuts_documents(retriever):
+async def test_faiss_search_truncates_documents(retriever):
     output = await call(make_tool("faiss_search", {"url": retriever.url, "max_document_chars": 8}), query="capital")
     assert sorted(output.text.split("\n")) == ['Doc 1(Title: "Paris") Paris is', 'Doc 2(Title: "Rome") Rome is ']
 
 
-async def test_nothing_found_is_said(retriever):
+async def test_empty_search_result_is_reported(retriever):
     output = await call(make_tool("local_search", {"url": retriever.url}), query="zebra")
     assert output.text.startswith("No document was found")
 
 
-async def test_refusals_of_the_server_reach_the_model(retriever):
+async def test_server_rejections_reach_model(retriever):
     output = await call(make_tool("local_search", {"url": retriever.url}), query="x" * 9000)
     assert output.failed and "9000 characters; 8192 are allowed" in output.text
 
 
 @pytest.mark.parametrize("answer", [{"result": []}, {"result": [[{"no": 1}]]}, [1], {"other": 1}])
-async def test_garbage_of_a_retriever_is_its_fault(answer):
-    with web_server(lambda asked: (200, answer)) as server, pytest.raises(InfraError, match="unknown form"):
+async def test_malformed_retriever_reply_is_infrastructure_failure(answer):
+    with web_server(lambda asked: (200, answer)) as server, pytest.raises(InfraError, match="unknown format"):
         await call(make_tool("local_search", {"url": server.url}), query="a")
 
 
-async def test_google_by_serper(monkeypatch):
+async def test_google_search_uses_serper(monkeypatch):
     monkeypatch.setenv("GOOGLE_SEARCH_KEY", "k1")
     with web_server(lambda asked: (200, SERPER)) as server:
         tool = make_tool("search_engine", {"url": server.url, "blocked_domains": ["b.com"]})
@@ -91,7 +91,7 @@ async def test_google_by_serper(monkeypatch):
     assert "b.com" not in second
 
 
-async def test_youcom():
+async def test_youcom_search():
     with web_server(lambda asked: (200, YOUCOM)) as server:
         output = await call(make_tool("youcom_search_engine", {"url": server.url, "api_key": "k"}), query="q w")
     assert server.asked[0].path == "/?query=q+w&count=10"
@@ -101,23 +101,23 @@ async def test_youcom():
 @pytest.mark.parametrize(
     "name, variable", [("search_engine", "GOOGLE_SEARCH_KEY"), ("youcom_search_engine", "YDC_API_KEY")]
 )
-def test_a_missing_key_names_the_variable_and_the_setting(name, variable):
+def test_missing_key_names_variable_and_setting(name, variable):
     with pytest.raises(ConfigError, match=f"{name} needs the environment variable {variable}.*`api_key`"):
         make_tool(name)
 
 
 @pytest.mark.parametrize("settings", [{"url": "no address"}, {"url": "http://a.org", "topk": "many"}])
-def test_wrong_settings_are_errors_when_the_tool_is_made(settings):
+def test_invalid_settings_are_rejected_at_construction(settings):
     with pytest.raises(ConfigError, match="local_search"):
         make_tool("local_search", settings)
 
 
-async def test_an_outage_of_an_engine_is_no_result_of_the_model():
+async def test_search_engine_outage_is_not_tool_result():
     with web_server(lambda asked: (401, "wrong key")) as server, pytest.raises(InfraError, match="401"):
         await call(make_tool("search_engine", {"url": server.url, "api_key": "k"}), query="q")
 
 
-async def test_an_engine_of_ones_own():
+async def test_custom_search_engine():
     class Mine:
         async def search(self, query: str, num: int) -> list[Hit]:
             return [Hit(query.upper(), "https://mine.org", "found")]
@@ -139,11 +139,11 @@ async def test_an_engine_of_ones_own():
         ("42", ["42"]),
     ],
 )
-def test_queries(given, queries):
-    assert as_queries(given) == queries
+def test_query_formats(given, queries):
+    assert parse_queries(given) == queries
 
 
 @pytest.mark.parametrize("given", ["", [], [" "], list("abcdef")])
-def test_no_query_or_too_many_is_told(given):
+def test_query_count_is_validated(given):
     with pytest.raises(ValueError, match="give 1 to 5 queries"):
-        as_queries(given)
+        parse_queries(given)

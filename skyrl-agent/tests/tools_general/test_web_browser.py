@@ -29,14 +29,14 @@ async def browse(url, goal="colour", context=None, **settings):
         await tool.close()
 
 
-async def test_missing_summarizer_returns_the_page_which_is_not_fetched_again(tmp_path):
+async def test_page_without_summarizer_is_returned_and_cached(tmp_path):
     with web_server(lambda asked: (200, PAGE)) as pages:
         outputs = [await browse(f"{pages.url}/a", cache_file=str(tmp_path / "c")) for _ in range(2)]
     assert [output.text for output in outputs] == [f"{pages.url}/a\nFish\n\nThe thornfish is green."] * 2
     assert len(pages.asked) == 1
 
 
-async def test_pages_are_summarized_for_the_goal_by_a_model(tmp_path):
+async def test_pages_are_summarized_for_goal_by_model(tmp_path):
     said = json.dumps({"rational": "r", "evidence": "thornfish is green", "summary": "green"})
     with (
         web_server(lambda asked: (200, PAGE)) as pages,
@@ -56,7 +56,7 @@ async def test_pages_are_summarized_for_the_goal_by_a_model(tmp_path):
     assert "Goal: Which {text}?" in asked and "The thornfish is green." in asked
 
 
-async def test_else_the_agents_own_model_is_asked(tmp_path):
+async def test_agent_model_summarizes_without_configured_model(tmp_path):
     async def ask(messages):
         return f"I read {len(messages[0]['content'])} characters"
 
@@ -65,7 +65,7 @@ async def test_else_the_agents_own_model_is_asked(tmp_path):
     assert "I read " in output.text
 
 
-async def test_page_too_long_for_the_model_is_halved(tmp_path):
+async def test_page_too_long_for_model_is_halved(tmp_path):
     async def ask(messages):
         if len(messages[0]["content"]) > 4000:
             raise ValueError("the question has 4001 tokens")
@@ -90,14 +90,14 @@ async def test_page_too_long_for_the_model_is_halved(tmp_path):
         ("trickle", "did not answer within 0.3 s"),
     ],
 )
-async def test_errors_of_pages_reach_the_model(answer, said, tmp_path):
+async def test_page_errors_reach_model(answer, said, tmp_path):
     with web_server(lambda asked: answer) as pages:
         timeout = 0.3 if "0.3 s" in said else 30.0
         output = await browse(pages.url, timeout=timeout, cache_file=str(tmp_path / "c"))
     assert said in output.text
 
 
-async def test_a_page_that_failed_is_left_alone_for_a_moment():
+async def test_failed_page_is_cached_briefly():
     with web_server(lambda asked: (404, "")) as pages:
         tool = make_tool("web_browser", {"allow_private": True})
         for _ in range(3):
@@ -106,7 +106,7 @@ async def test_a_page_that_failed_is_left_alone_for_a_moment():
     assert len(pages.asked) == 1
 
 
-async def test_pages_of_this_machine_and_its_network_are_refused():
+async def test_private_addresses_are_rejected():
     with web_server(lambda asked: (200, "secret")) as pages:
         port = pages.url.rpartition(":")[2]
         reader = DirectReader(timeout=10.0)
@@ -119,11 +119,11 @@ async def test_pages_of_this_machine_and_its_network_are_refused():
     assert not pages.asked
 
 
-async def test_a_redirect_to_this_machine_is_refused_too(monkeypatch):
+async def test_redirect_to_private_address_is_rejected(monkeypatch):
     """The first server counts as public here: what is tested is the second hop."""
     from skyrl_agent.tools.web import public_addresses
 
-    real = public_addresses._public_address
+    real = public_addresses._resolve_public_address
     with (
         web_server(lambda asked: (200, "secret")) as inside,
         web_server(lambda asked: (302, "", {"Location": inside.url})) as outside,
@@ -133,7 +133,7 @@ async def test_a_redirect_to_this_machine_is_refused_too(monkeypatch):
         async def found(host, port):
             return await real(host, port) if port == inside_port else "127.0.0.1"
 
-        monkeypatch.setattr(public_addresses, "_public_address", found)
+        monkeypatch.setattr(public_addresses, "_resolve_public_address", found)
         reader = DirectReader(timeout=5.0)
         with pytest.raises(PageRefused, match="not on the public internet"):
             await reader.read("http://outside.example:" + outside.url.rpartition(":")[2])
@@ -162,7 +162,7 @@ def test_public_addresses(address, public):
     assert is_public(address) == public
 
 
-async def test_blocked_pages_are_not_asked_for_even_by_a_redirect(tmp_path):
+async def test_blocked_pages_are_not_fetched_through_redirect(tmp_path):
     with web_server(
         lambda asked: (302, "", {"Location": "/secret-answers"}) if asked.path == "/a" else (200, PAGE)
     ) as pages:
@@ -173,7 +173,7 @@ async def test_blocked_pages_are_not_asked_for_even_by_a_redirect(tmp_path):
     assert "blocked" in output.text and "thornfish" not in output.text
 
 
-async def test_a_summarizer_that_is_away_is_no_fault_of_the_page(tmp_path):
+async def test_summarizer_outage_is_not_page_error(tmp_path):
     with (
         web_server(lambda asked: (200, PAGE)) as pages,
         web_server(lambda asked: (401, "no")) as model,
@@ -182,7 +182,7 @@ async def test_a_summarizer_that_is_away_is_no_fault_of_the_page(tmp_path):
         await browse(pages.url, summary_url=model.url, summary_model="m", cache_file=str(tmp_path / "c"))
 
 
-async def test_chunks_that_are_too_long_for_the_model_are_halved():
+async def test_overlong_chunks_are_halved():
     def answer(asked):
         text = asked.body["messages"][0]["content"].split("-----")[1].strip()
         return (400, "context length") if len(text) > 3000 else (200, completion(f"{len(text)}"))
@@ -194,7 +194,7 @@ async def test_chunks_that_are_too_long_for_the_model_are_halved():
     assert found.split("\n\n") == ["2000"] * 5
 
 
-async def test_a_model_that_refuses_everything_is_an_outage():
+async def test_model_rejecting_every_chunk_is_outage():
     with web_server(lambda asked: (400, "no")) as model:
         summarizer = ChatSummarizer(model.url, "m")
         with pytest.raises(InfraError, match="refuses"):
@@ -202,7 +202,7 @@ async def test_a_model_that_refuses_everything_is_an_outage():
         await summarizer.close()
 
 
-async def test_empty_elements_are_left_out():
+async def test_empty_elements_are_skipped():
     replies = iter(['{"evidence": "", "summary": "nothing"}', "plain words", '{"evidence": "E", "summary": "S"}'])
 
     class Said:
@@ -212,7 +212,7 @@ async def test_empty_elements_are_left_out():
     assert await summarize_page(Said(), "abc", "g", "u", 1) == "plain words\n\nEvidence: E\nSummary: S"
 
 
-async def test_a_reader_service_and_one_without_rights_which_is_an_outage():
+async def test_reader_service_without_key_is_outage():
     answers = {"/https://a.org/good?x=1": (200, "# Markdown"), "/https://a.org/bad": (422, "no such page")}
     with web_server(lambda asked: answers.get(asked.path, (402, "pay"))) as service:
         reader = JinaReader(("k",), url=service.url)
@@ -228,7 +228,7 @@ async def test_a_reader_service_and_one_without_rights_which_is_an_outage():
     assert service.asked[0].headers["authorization"] == "Bearer k"
 
 
-async def test_no_address_and_one_where_nobody_listens_are_told(tmp_path):
+async def test_missing_and_unreachable_addresses_are_reported(tmp_path):
     output = await browse("the page about fish")
     assert output.failed and "give 1 to 5 addresses" in output.text
     output = await browse(unused_url(), cache_file=str(tmp_path / "c"))
@@ -238,6 +238,6 @@ async def test_no_address_and_one_where_nobody_listens_are_told(tmp_path):
 @pytest.mark.parametrize(
     "settings", [{"reader": "lynx"}, {"summary_url": "http://a.org"}, {"cache_file": "/proc/no/c"}]
 )
-def test_wrong_settings_are_errors_when_the_tool_is_made(settings):
+def test_invalid_settings_are_rejected_at_construction(settings):
     with pytest.raises(ConfigError, match="web_browser"):
         make_tool("web_browser", settings)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from skyrl_agent.tools.cache import WebPageCache
 from skyrl_agent.tools.web.blocklist import Blocklist
 from skyrl_agent.tools.web.html_text import html_to_text
-from skyrl_agent.tools.web.urls import parse_urls, variants
+from skyrl_agent.tools.web.urls import list_url_variants, parse_urls
 
 
 @pytest.mark.parametrize(
@@ -33,31 +33,31 @@ from skyrl_agent.tools.web.urls import parse_urls, variants
         ("ftp://a.org/x", []),
     ],
 )
-def test_addresses_are_found_in_what_a_model_wrote(written, urls):
+def test_urls_are_found_in_model_text(written, urls):
     assert parse_urls(written) == urls
 
 
 @given(st.text(max_size=200))
-def test_no_text_is_too_strange_for_the_parser(text):
+def test_url_parser_accepts_arbitrary_text(text):
     for url in parse_urls(text):
         assert url.startswith(("http://", "https://"))
-        assert variants(url)
+        assert list_url_variants(url)
 
 
-def test_addresses_are_found_in_linear_time():
+def test_urls_are_found_in_linear_time():
     started = time.monotonic()
     for hostile in ("https://" * 20_000, "a." * 100_000, "(" * 100_000, "https://a" + ")" * 50_000):
         parse_urls(hostile)
     assert time.monotonic() - started < 10
 
 
-def test_variants_of_an_address():
-    assert variants("https://a.org/x?y") == ["https://a.org/x?y", "https://www.a.org/x?y", "http://a.org/x?y"]
-    assert variants("http://www.a.org/") == ["http://www.a.org/", "http://a.org/"]
-    assert variants("http://127.0.0.1:80/") == ["http://127.0.0.1:80/"]
+def test_url_variants():
+    assert list_url_variants("https://a.org/x?y") == ["https://a.org/x?y", "https://www.a.org/x?y", "http://a.org/x?y"]
+    assert list_url_variants("http://www.a.org/") == ["http://www.a.org/", "http://a.org/"]
+    assert list_url_variants("http://127.0.0.1:80/") == ["http://127.0.0.1:80/"]
 
 
-def test_a_page_as_text():
+def test_page_is_converted_to_text():
     html = """<!doctype html><html><head><title> The
       Title</title><style>p {}</style></head><body><nav><a href="/home">Home</a></nav>
       <h1>Head</h1><p>One&nbsp;<b>bold</b> &amp; <a href="b.html">link</a>.<br>Next<script>var x = "<p>no</p>";</script>
@@ -81,7 +81,7 @@ def test_a_page_as_text():
         ("<title>T</title><h1>T</h1>", "# T"),
     ],
 )
-def test_pages_that_are_not_as_they_should_be(html, text):
+def test_malformed_pages_are_converted_to_text(html, text):
     assert html_to_text(html, "https://a.org/") == text
 
 
@@ -103,14 +103,14 @@ def test_pages_that_are_not_as_they_should_be(html, text):
         "&#9999999",
     ],
 )
-def test_pages_broken_on_purpose_end_in_time(hostile):
+def test_malicious_pages_are_converted_in_time(hostile):
     started = time.monotonic()
     html_to_text(hostile * (200_000 // len(hostile)))
     assert time.monotonic() - started < 30
 
 
 @given(st.text(alphabet="<>/!-ab ='\"&#;1\n", max_size=80))
-def test_any_page_has_a_text(page):
+def test_random_page_is_converted_to_text(page):
     html_to_text(page, "https://a.org/")
 
 
@@ -122,7 +122,7 @@ def test_blocklists():
     assert blocked.blocks("http://[broken")
 
 
-def test_the_cache_keeps_what_was_asked_for_last():
+def test_cache_evicts_least_recently_used():
     cache = WebPageCache(max_size=2)
     cache.put("a", "A")
     cache.put("b", "B")
@@ -132,7 +132,7 @@ def test_the_cache_keeps_what_was_asked_for_last():
     cache.close()
 
 
-def test_a_cache_file_is_shared_and_lasts(tmp_path):
+def test_cache_file_is_shared_and_persistent(tmp_path):
     file = tmp_path / "folder" / "cache"
     one, other = WebPageCache(100, file), WebPageCache(100, file)
     threads = [
@@ -151,7 +151,7 @@ def test_a_cache_file_is_shared_and_lasts(tmp_path):
     again.close()
 
 
-def test_a_broken_cache_finds_nothing(tmp_path, caplog):
+def test_corrupt_cache_returns_nothing(tmp_path, caplog):
     file = tmp_path / "cache"
     file.write_bytes(b"no database" * 100)
     cache = WebPageCache(10, file)

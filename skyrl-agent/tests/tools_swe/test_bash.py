@@ -4,7 +4,7 @@ import pytest
 
 from skyrl_agent.errors import ConfigError
 from skyrl_agent.tools.base import ToolContext
-from skyrl_agent.tools.bash import Bash, readable
+from skyrl_agent.tools.bash import Bash, render_terminal
 from skyrl_agent.tools.factory import make_tool
 
 GONE = "[the working directory is gone; back in /workspace]\n/workspace\n[exit code 0]"
@@ -14,7 +14,7 @@ async def said(call, tool: Bash, command: str, **arguments) -> str:
     return (await call(tool, command=command, **arguments)).text
 
 
-async def test_directory_and_exported_variables_stay(call):
+async def test_directory_and_exported_variables_persist(call):
     bash = Bash()
     await said(call, bash, "mkdir -p a/b && cd a/b && export GREETING='two\nlines \"é\"' PRIVATE=1 && local=2")
     assert await said(call, bash, 'basename "$PWD"; echo "$GREETING$local"') == 'b\ntwo\nlines "é"\n[exit code 0]'
@@ -26,19 +26,19 @@ async def test_directory_and_exported_variables_stay(call):
 @pytest.mark.parametrize(
     "leaving", ["exit 7", "set -e; (exit 7)", "set -u; trap '' INT; exit 7", "echo 'x\ny' >/dev/null; exit 7"]
 )
-async def test_an_exit_in_the_middle_is_told_and_forgets_nothing(call, leaving):
+async def test_exit_in_command_is_reported_and_keeps_state(call, leaving):
     bash = Bash()
     assert (await said(call, bash, f"cd /tmp; export KEPT=1; {leaving}; echo not reached")).endswith("[exit code 7]")
     assert await said(call, bash, "echo $PWD $KEPT") == "/tmp 1\n[exit code 0]"
 
 
-async def test_two_shells_have_nothing_in_common_but_files(call):
+async def test_shells_share_only_files(call):
     first, second = Bash(), Bash()
     await said(call, first, "mkdir inner; cd inner; export SECRET=1; touch here")
     assert await said(call, second, 'echo "${SECRET-none}"; ls') == "none\ninner\n[exit code 0]"
 
 
-async def test_lines_of_errors_count_from_the_commands_first(call):
+async def test_error_line_numbers_are_relative_to_command(call):
     assert "line 2: nosuchcommand" in await said(call, Bash(), "true\nnosuchcommand")
     assert "line 2: syntax error" in await said(call, Bash(), "true\necho (")
 
@@ -59,13 +59,13 @@ BACKGROUND = ("sleep 300 & echo $! >pid; echo started", 'kill -0 "$(cat pid)" 2>
     ],
     ids=["input", "signal", "long", "background", "no directory"],
 )
-async def test_commands_and_their_last_outputs(call, commands, outputs):
+async def test_command_outputs(call, commands, outputs):
     bash = Bash()
     found = [await said(call, bash, command) for command in commands]
     assert found[-len(outputs) :] == outputs
 
 
-async def test_a_command_that_takes_too_long_is_ended_changes_no_directory_and_asks_for_no_more_than_the_ceiling(call):
+async def test_timed_out_command_keeps_directory(call):
     bash = Bash(timeout=30, max_timeout=40)
     output = await call(bash, command="cd /tmp; echo begun; sleep 60", timeout=3)
     assert output.failed
@@ -75,7 +75,7 @@ async def test_a_command_that_takes_too_long_is_ended_changes_no_directory_and_a
     assert output.text.startswith("[ended: it took longer than 1 seconds")
 
 
-async def test_endless_output_is_ended_with_advice_and_a_zero_character_refused(call):
+async def test_endless_output_is_stopped_and_nul_character_rejected(call):
     output = await call(Bash(), command="yes")
     assert output.failed and output.text.startswith("y\ny\n")
     assert output.text.endswith("Working directory and variables are as before the command.]")
@@ -94,11 +94,11 @@ async def test_endless_output_is_ended_with_advice_and_a_zero_character_refused(
         ("", ""),
     ],
 )
-def test_output_is_what_a_terminal_shows_in_the_end(output, shown):
-    assert readable(output) == shown
+def test_output_is_rendered_as_terminal_shows_it(output, shown):
+    assert render_terminal(output) == shown
 
 
-async def test_a_missing_runtime_and_impossible_times_are_config_errors():
+async def test_missing_runtime_and_invalid_timeouts_raise_config_error():
     with pytest.raises(ConfigError, match="bash works in a runtime, and the task gives none"):
         await Bash().open(ToolContext("trajectory", {}))
     for settings in ({"timeout": 0}, {"timeout": 20, "max_timeout": 10}):

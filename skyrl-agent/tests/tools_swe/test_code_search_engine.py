@@ -126,18 +126,18 @@ def related(search: RepositorySearch, relation: str, term: str) -> list[str]:
         ("tools.py", "src/shop/tools.py  (file, 12 lines)"),
     ],
 )
-def test_an_entity_is_found_by(shop, term, found):
+def test_entity_is_found_by_term(shop, term, found):
     assert shop.search([term]).split("\n")[1] == found
 
 
-def test_a_name_that_several_have_finds_all(shop):
+def test_ambiguous_name_finds_all_entities(shop):
     answer = shop.search(["count"], style="fold")
     assert "3 entities have this name" in answer
     assert "async def count(self, kind: str='all') -> int:" in answer
     assert "also as text, 7 times in 3 files" in answer
 
 
-def test_formats(shop):
+def test_result_formats(shop):
     whole = shop.search(["Stock"], style="complete")
     assert "    21\t    ) -> int:" in whole and "    29\t        json.dumps({})" in whole
     preview = shop.search(["Stock"], style="preview")
@@ -193,7 +193,7 @@ def test_inherited_members_and_imports_are_found(shop):
     ]
 
 
-def test_names_follow_the_scope_and_not_the_spelling(make):
+def test_names_are_resolved_by_scope(make):
     """A local function hides an imported one; a module of the standard library is none of ours."""
     search = make(
         {
@@ -207,7 +207,7 @@ def test_names_follow_the_scope_and_not_the_spelling(make):
     assert related(search, "callers", "a/other.py:f.dumps") == ["a/other.py:f  line 6"]
 
 
-def test_imports_in_a_circle_end(make):
+def test_circular_imports_terminate(make):
     search = make({"a.py": "from b import *\nx()\n", "b.py": "from a import *\nclass C(D): pass\nclass D(C): pass\n"})
     assert related(search, "callees", "a.py") == ["none in this repository"]
     assert related(search, "callers", "C") == ["none in this repository"]
@@ -215,7 +215,7 @@ def test_imports_in_a_circle_end(make):
     assert related(search, "callees", "c.py:C.f") == ["none in this repository"]
 
 
-def test_text_is_found_where_names_are_not(shop):
+def test_text_is_found_outside_of_names(shop):
     assert "src/shop/tools.py:8 (in total): return sum(rows)" in shop.search(["return sum("])
     assert "src/shop/broken.py:2: needle_in_broken = 1" in shop.search(["needle_in_broken"])
     assert "latin.py:1: # café needle_latin" in shop.search(["needle_latin"])
@@ -225,13 +225,13 @@ def test_text_is_found_where_names_are_not(shop):
     assert "not valid Python, searched as text alone: line 1" in shop.search(["broken.py"])
 
 
-def test_words_are_ranked_where_nothing_matches(shop):
+def test_entities_are_ranked_by_words_without_match(shop):
     answer = shop.search(["sum total of rows"])
     assert "closest by its words" in answer
     assert answer.split("\n")[2].startswith("src/shop/tools.py:total ")
 
 
-def test_a_text_that_is_everywhere_is_counted_and_narrowed(make):
+def test_frequent_text_is_counted_per_file(make):
     search = make({f"m{n:02}.py": "needle()\n" * (n + 1) for n in range(30)})
     answer = search.search(["needle("])
     assert "as text, 465 times in 30 files" in answer
@@ -240,7 +240,7 @@ def test_a_text_that_is_everywhere_is_counted_and_narrowed(make):
     assert "as text, 1 times in 1 files" in search.search(["needle("], "m00.py")
 
 
-def test_lines_with_what_is_around_them(make):
+def test_lines_are_shown_with_context(make):
     search = make({"a.py": "".join(f"x{n} = {n}\n" for n in range(1, 201))})
     answer = search.search(lines=[5, 100, 130], files="a.py")
     numbers = [int(line.split("\t")[0]) for line in answer.split("\n") if "\t" in line]
@@ -260,36 +260,36 @@ def test_lines_with_what_is_around_them(make):
         ({"terms": ["x"], "max_chars": 10}, "max_chars must be at least 200"),
     ],
 )
-def test_a_question_without_an_answer_says_how_to_ask(shop, question, message):
+def test_empty_search_result_explains_usage(shop, question, message):
     with pytest.raises(ValueError) as raised:
         shop.search(**question)
     assert message in str(raised.value)
 
 
-def test_no_folder_is_told():
+def test_missing_folder_is_rejected():
     with pytest.raises(NotADirectoryError, match="is not a folder"):
         RepositorySearch("/nonexistent").search(["x"])
 
 
-def test_only_changed_files_are_read_again(make, tmp_path):
+def test_only_changed_files_are_reindexed(make, tmp_path):
     contents = {f"m{n}.py": f"def f{n}(): pass\n" for n in range(5)}
     search = make(contents)
-    assert search.index.refresh() == 5
-    assert search.index.refresh() == 0
+    assert search.index.update() == 5
+    assert search.index.update() == 0
     (tmp_path / "m1.py").write_text("def g1(): pass\n")  # as long as before, perhaps in the same tick of the clock
     (tmp_path / "m2.py").unlink()
     (tmp_path / "new.py").write_text("def fresh(): pass\n")
     os.utime(tmp_path / "m3.py", (1, 1))  # touched, not changed
-    assert search.index.refresh() == 2
+    assert search.index.update() == 2
     assert "m1.py:g1" in search.search(["g1"]) and "new.py:fresh" in search.search(["fresh"])
     assert "nothing found" in search.search(["f2"])
 
 
-def test_an_index_is_kept_between_processes_and_a_spoiled_one_made_anew(make, tmp_path):
+def test_index_is_persistent_and_rebuilt_when_corrupt(make, tmp_path):
     make({"a.py": "def f(): pass\n"})
     cache = tmp_path / "index"
-    assert RepositorySearch(str(tmp_path), str(cache)).index.refresh() == 1
-    assert RepositorySearch(str(tmp_path), str(cache)).index.refresh() == 0
+    assert RepositorySearch(str(tmp_path), str(cache)).index.update() == 1
+    assert RepositorySearch(str(tmp_path), str(cache)).index.update() == 0
     for spoiled in (b"", b"nonsense", cache.read_bytes()[:50]):
         cache.write_bytes(spoiled)
         again = RepositorySearch(str(tmp_path), str(cache))
@@ -315,17 +315,17 @@ def test_an_index_is_kept_between_processes_and_a_spoiled_one_made_anew(make, tm
         ("", ["a.py", "d/a.py", "d/e/b.py"]),
     ],
 )
-def test_a_pattern_means(pattern, selected):
+def test_file_pattern_selects_files(pattern, selected):
     assert FilePattern(pattern, "/repo").select(["a.py", "d/a.py", "d/e/b.py"]) == selected
 
 
 @given(st.text(alphabet="ab*?[]!/\\.^-", max_size=12))
-def test_no_pattern_is_an_error(pattern):
+def test_empty_pattern_is_rejected(pattern):
     FilePattern(pattern, "/repo").select(["a", "b/a"])
 
 
 @given(st.text(alphabet="abc\n", max_size=600), st.integers(200, 400))
-def test_nothing_is_longer_than_its_budget(content, budget):
+def test_output_stays_within_budget(content, budget):
     assert len(clipped(content, budget)) <= budget
 
 
@@ -336,15 +336,15 @@ def gym() -> RepositorySearch:
 
 @pytest.mark.parametrize("budget", [200, 500, 2000, 20_000])
 @pytest.mark.parametrize("style", [None, "complete", "preview", "fold"])
-def test_real_answers_keep_their_budget_and_say_what_is_missing(gym, budget, style):
+def test_output_of_real_package_reports_omissions(gym, budget, style):
     for terms in (["Workspace"], ["exec"], ["import"], ["Workspace", "exec", "self", "no such words"]):
         answer = gym.search(terms, style=style, max_chars=budget)
         assert 0 < len(answer) <= budget
     assert gym.search(["Workspace"], style="complete", max_chars=2000).count("shown as") == 1
 
 
-def test_every_entity_of_a_real_package_is_found_by_its_id(gym):
-    gym.index.refresh()
+def test_entities_of_real_package_are_found_by_id(gym):
+    gym.index.update()
     for path, file in gym.index.files.items():
         assert file.error == ""
         for entity in file.entities:
@@ -355,22 +355,22 @@ def test_every_entity_of_a_real_package_is_found_by_its_id(gym):
             assert f"{path}:{entity.name}  ({entity.kind}" in gym.search([f"{path}:{entity.name}"], style="fold")
 
 
-def test_callers_in_a_real_package(gym):
+def test_callers_in_real_package(gym):
     answer = related(gym, "callers", "sandbox/workspace.py:path_parts")
     assert "sandbox/workspace.py:Workspace.read" in "\n".join(answer) and "by the name alone" not in "\n".join(answer)
 
 
 @given(st.text(alphabet="def class():\n\t xy=@[]{}'\"\\#,.", max_size=80))
-def test_no_text_breaks_the_parser(text):
+def test_parser_accepts_arbitrary_text(text):
     assert outline(text).error or outline(text).entities is not None
 
 
-def test_deep_nesting_is_an_error_and_no_crash():
+def test_deep_nesting_raises_error():
     assert outline("(" * 5000 + ")" * 5000).error
     assert outline("x = " + "-" * 50_000 + "1").error
 
 
-def test_the_engine_needs_nothing_but_the_library_of_an_old_python():
+def test_engine_runs_on_old_python_standard_library():
     engine = files("skyrl_agent.tools.code_search") / "engine"
     for file in engine.iterdir():
         if not file.name.endswith(".py"):

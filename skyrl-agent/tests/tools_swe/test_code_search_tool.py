@@ -10,7 +10,7 @@ from skyrl_agent.tools.factory import make_tool
 MODULE = "class A:\n    def f(self):\n        return 1\n\n\ndef g():\n    return A().f()\n"
 
 
-async def test_an_agent_finds_edits_and_finds_again(call, runtime: Runtime):
+async def test_agent_finds_edits_and_finds_edited_code(call, runtime: Runtime):
     await runtime.write("pkg/m.py", MODULE)
     search = CodeSearch()
     assert "pkg/m.py:A.f  (method, lines 2-3)" in (await call(search, search_terms=["A.f"])).text
@@ -20,7 +20,7 @@ async def test_an_agent_finds_edits_and_finds_again(call, runtime: Runtime):
     assert (await runtime.exec("ls -A . pkg")).stdout == ".:\npkg\n\npkg:\nm.py\n"
 
 
-async def test_all_arguments_arrive(call, runtime: Runtime):
+async def test_all_arguments_reach_search(call, runtime: Runtime):
     await runtime.write("m.py", MODULE)
     search = CodeSearch()
     answer = await call(search, search_terms=["A"], relation="callers")
@@ -42,13 +42,13 @@ async def test_all_arguments_arrive(call, runtime: Runtime):
         ({"search_terms": ["x"], "relation": "friends"}, "must be one of"),
     ],
 )
-async def test_errors_are_texts_for_the_model(call, runtime: Runtime, arguments, message):
+async def test_errors_are_returned_as_text(call, runtime: Runtime, arguments, message):
     await runtime.write("m.py", MODULE)
     output = await call(CodeSearch(), **arguments)
     assert output.failed and message in output.text
 
 
-async def test_an_engine_that_is_gone_is_put_there_again(call, runtime: Runtime):
+async def test_removed_engine_is_reinstalled(call, runtime: Runtime):
     await runtime.write("m.py", MODULE)
     search = CodeSearch()
     await call(search, search_terms=["g"])
@@ -56,7 +56,7 @@ async def test_an_engine_that_is_gone_is_put_there_again(call, runtime: Runtime)
     assert "m.py:g" in (await call(search, search_terms=["g"])).text
 
 
-async def test_a_search_that_takes_too_long_says_so(call, runtime: Runtime):
+async def test_search_timeout_is_reported(call, runtime: Runtime):
     await runtime.exec(
         'for n in $(seq 200); do for m in $(seq 200); do echo "def f_$m(): g(g(g()))"; done >m$n.py; done'
     )
@@ -66,7 +66,7 @@ async def test_a_search_that_takes_too_long_says_so(call, runtime: Runtime):
     assert output.failed and "wall_time" in output.text
 
 
-async def test_the_command_search(runtime: Runtime):
+async def test_search_command(runtime: Runtime):
     await runtime.write("m.py", MODULE)
     await install_search(runtime, "/workspace/search")
     shown = await runtime.exec("REPO_PATH=. ./search --search_terms A.f g --format fold")
@@ -75,7 +75,7 @@ async def test_the_command_search(runtime: Runtime):
     assert refused.returncode == 3 and "no file is meant" in refused.stderr
 
 
-def test_settings_are_checked():
+def test_settings_are_validated():
     assert make_tool("code_search", {"root": "repo"}).name == "code_search"
     with pytest.raises(ConfigError, match="max_chars must be at least 200; got 5"):
         make_tool("code_search", {"max_chars": 5})

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_agent.tools.editing import insert_after, line_end, lines_of, replace_once
+from skyrl_agent.tools.editing import get_line_end, insert_after, replace_once, split_lines
 
 TEXTS = st.text(alphabet="ab \t\n\r\u2028é", max_size=40)
 
@@ -23,7 +23,7 @@ TEXTS = st.text(alphabet="ab \t\n\r\u2028é", max_size=40)
         ("x = r'\\d.*'\n", "r'\\d.*'", "r'\\1\\g<0>'", "x = r'\\1\\g<0>'\n", 1),  # nothing is a pattern
     ],
 )
-def test_one_place_is_replaced_and_nothing_else(text, old, new, after, line):
+def test_unique_match_is_replaced(text, old, new, after, line):
     assert replace_once(text, old, new) == (after, line)
 
 
@@ -63,13 +63,13 @@ def test_lines_are_inserted(text, line, inserted, after):
 
 
 @pytest.mark.parametrize("line", [-1, 3])
-def test_a_line_that_is_not_there_is_told(line):
+def test_missing_line_is_reported(line):
     with pytest.raises(ValueError, match=rf"from 0 \(before the first line\) to 2; got {line}"):
         insert_after("a\nb\n", line, "x")
 
 
 @given(TEXTS, TEXTS, TEXTS)
-def test_a_replacement_is_the_new_text_between_what_was_around(before, old, after):
+def test_replacement_preserves_surrounding_text(before, old, after):
     text = before + old + after
     try:
         changed, line = replace_once(text, old, "NEW")
@@ -84,13 +84,15 @@ def test_a_replacement_is_the_new_text_between_what_was_around(before, old, afte
 
 
 @given(TEXTS, st.integers(0, 5))
-def test_inserted_lines_leave_the_others_as_they_are(text, line):
-    lines = lines_of(text)
+def test_insertion_preserves_other_lines(text, line):
+    lines = split_lines(text)
     assert "".join(lines) == text
     if line > len(lines):
         return
-    changed = lines_of(insert_after(text, line, "NEW"))
+    changed = split_lines(insert_after(text, line, "NEW"))
     assert changed[line].rstrip("\r\n") == "NEW"
     rest = [*changed[:line], *changed[line + 1 :]]
-    assert [part.removesuffix(line_end(text)) for part in rest] == [part.removesuffix(line_end(text)) for part in lines]
+    assert [part.removesuffix(get_line_end(text)) for part in rest] == [
+        part.removesuffix(get_line_end(text)) for part in lines
+    ]
     assert changed[-1].endswith("\n") == (text == "" or text.endswith("\n"))

@@ -21,7 +21,7 @@ def edit(call):
     return run
 
 
-async def test_a_file_is_made_changed_and_taken_back_to_nothing(edit, runtime: Runtime):
+async def test_undo_reverts_edits_and_creation(edit, runtime: Runtime):
     assert await edit("create", "pkg/m.py", file_text="a = 1\nb = 2\n") == "/workspace/pkg/m.py is created"
     assert await edit("str_replace", "/workspace/pkg/m.py", old_str="2", new_str="3") == (
         "/workspace/pkg/m.py is changed:\n     1\ta = 1\n     2\tb = 3"
@@ -36,7 +36,7 @@ async def test_a_file_is_made_changed_and_taken_back_to_nothing(edit, runtime: R
     assert "no change of /workspace/pkg/m.py" in await edit("undo_edit", "pkg/m.py")
 
 
-async def test_any_row_of_changes_can_be_taken_back(edit, runtime: Runtime):
+async def test_random_sequence_of_edits_can_be_undone(edit, runtime: Runtime):
     """The file has tabs, both kinds of line ends and none at the end."""
     chance = random.Random(7)
     content = b"\tone\r\ntwo\n\n  three\r\n\xc3\xa9 four"
@@ -57,14 +57,14 @@ async def test_any_row_of_changes_can_be_taken_back(edit, runtime: Runtime):
         assert await runtime.read("f") == contents[-1]
 
 
-async def test_undo_never_loses_what_others_wrote(edit, runtime: Runtime):
+async def test_undo_preserves_changes_by_others(edit, runtime: Runtime):
     await edit("create", "f", file_text="a\n")
     await runtime.exec("echo b >>f")
     assert "changed since by something else" in await edit("undo_edit", "f")
     assert await runtime.read("f") == b"a\nb\n"
 
 
-async def test_mode_and_links_are_kept_and_files_outside_of_the_working_directory_as_good(edit, runtime: Runtime):
+async def test_edits_keep_mode_and_symlinks(edit, runtime: Runtime):
     await runtime.exec("mkdir d; printf 'echo 1\\n' >d/run.sh; chmod 750 d/run.sh; ln -s d/run.sh link")
     assert "is changed" in await edit("str_replace", "link", old_str="1", new_str="2")
     seen = await runtime.exec("stat -c %a d/run.sh; readlink link; cat d/run.sh; ls -A d")
@@ -96,7 +96,7 @@ async def test_mode_and_links_are_kept_and_files_outside_of_the_working_director
         ("jump", "there", {}, "must be one of"),
     ],
 )
-async def test_errors_are_texts_for_the_model(edit, runtime: Runtime, command, path, arguments, message):
+async def test_errors_are_returned_as_text(edit, runtime: Runtime, command, path, arguments, message):
     await runtime.exec(
         "echo hello >there; mkdir folder; printf 'caf\\xe9\\n' >latin; printf 'a\\0b' >binary; "
         "yes | head -c 2000000 >huge; mkfifo pipe"
@@ -105,7 +105,7 @@ async def test_errors_are_texts_for_the_model(edit, runtime: Runtime, command, p
     assert await runtime.read("there") == b"hello\n"
 
 
-async def test_a_file_that_would_be_too_large_is_as_before(runtime: Runtime):
+async def test_edit_exceeding_file_size_limit_is_reverted(runtime: Runtime):
     spec = RuntimeSpec(kind="local", limits=Limits(file_bytes=4096))
     async with make_runtime(spec) as small:
         await small.write("f", "precious\n")
@@ -115,13 +115,13 @@ async def test_a_file_that_would_be_too_large_is_as_before(runtime: Runtime):
         assert (await small.exec("cat f; ls -A")).stdout == "precious\nf\n"
 
 
-async def test_a_folder_is_shown_two_levels_deep(edit, runtime: Runtime):
+async def test_folder_view_has_two_levels(edit, runtime: Runtime):
     await runtime.exec("mkdir -p p/a/b p/.git p/a/.hid; touch p/m.py p/a/n.py p/a/n.txt p/a/b/deep.py p/.env 'p/a b'")
     assert (await edit("view", "p")).split("\n")[1:] == ["a b", "a/", "a/b/", "a/n.py", "a/n.txt", "m.py"]
     assert (await edit("view", "p", python_only=True)).split("\n")[1:] == ["a/", "a/b/", "a/n.py", "m.py"]
 
 
-async def test_a_part_of_a_file_and_long_ones_truncated_with_a_note(edit, runtime: Runtime):
+async def test_view_shows_range_and_truncates_long_files(edit, runtime: Runtime):
     await runtime.write("f", "1\r\n\ttwo\r\n3\r\n4")
     assert await edit("view", "f", view_range=[2, 3]) == "     2\t\ttwo\n     3\t3"
     assert await edit("view", "f", view_range=[4, -1]) == "     4\t4"
@@ -165,7 +165,7 @@ def build(name):
 '''
 
 
-async def test_functions_are_shown_without_their_bodies_on_demand_and_in_a_long_file(edit, runtime: Runtime):
+async def test_view_outlines_functions_on_request_and_in_long_files(edit, runtime: Runtime):
     await runtime.write("shelf.py", SOURCE)
     shown = await edit("view", "shelf.py", concise=True)
     assert "     5\tclass Shelf:" in shown and "    10\t    @property" in shown and "    13\t    ) -> list:" in shown
@@ -178,7 +178,7 @@ async def test_functions_are_shown_without_their_bodies_on_demand_and_in_a_long_
     assert "third = 3" in await edit("view", "long.py", view_range=[10, 20])
 
 
-async def test_a_change_that_breaks_a_python_file_is_told(edit, runtime: Runtime):
+async def test_edit_breaking_python_syntax_is_reported(edit, runtime: Runtime):
     await runtime.write("m.py", "def f():\n    return 1\n")
     assert "not valid Python any more: line 2" in await edit(
         "str_replace", "m.py", old_str="    return", new_str="return"
@@ -186,6 +186,6 @@ async def test_a_change_that_breaks_a_python_file_is_told(edit, runtime: Runtime
     assert "not valid" not in await edit("str_replace", "m.py", old_str="return", new_str="    return")
 
 
-def test_too_small_an_output_is_refused():
+def test_too_small_output_limit_is_rejected():
     with pytest.raises(ConfigError, match="max_chars must be at least 3000; got 10"):
         StrReplaceEditor(max_chars=10)

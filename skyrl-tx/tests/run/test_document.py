@@ -8,7 +8,7 @@ from tx.tinker.config import EngineConfig
 DOCUMENT = Path(__file__).parents[3] / "docs" / "tinker-settings.md"
 
 
-def test_the_page_in_docs_is_the_one_made_from_the_code():
+def test_docs_page_matches_generated_page():
     assert DOCUMENT.read_text() == page(), "run `python -m tx.run.document > docs/tinker-settings.md`"
 
 

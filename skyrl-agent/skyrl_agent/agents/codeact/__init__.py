@@ -35,10 +35,10 @@ class CodeActAgent(Agent):
 
     @classmethod
     def tool_entries(cls, tools: Sequence[ToolEntry] | Mapping[str, object] | None, task: BaseTask) -> list[ToolEntry]:
-        return tools_of_flags(tools) if isinstance(tools, Mapping) else super().tool_entries(tools, task)
+        return get_tools_of_flags(tools) if isinstance(tools, Mapping) else super().tool_entries(tools, task)
 
 
-def tools_of_flags(flags: Mapping[str, object]) -> list[ToolEntry]:
+def get_tools_of_flags(flags: Mapping[str, object]) -> list[ToolEntry]:
     """
     Raises:
         ConfigError: a flag is unknown, not true or false, or asks for what there is not.

@@ -1,5 +1,4 @@
-"""The published path. The agent behind it is our own `CodeActAgent`, not OpenHands': same task files, same flags, and
-no need for OpenHands to be installed."""
+"""Published import path of `CodeActAgent`. Accepts OpenHands' task files and flags without OpenHands installed."""
 
 from skyrl_agent.agents.codeact import CodeActAgent, CodeActTrajectory
 

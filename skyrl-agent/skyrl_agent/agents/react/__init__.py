@@ -1,4 +1,4 @@
-"""Reason and act (https://arxiv.org/abs/2210.03629): the loop as it is, with the tools that a task file names."""
+"""ReAct agent (https://arxiv.org/abs/2210.03629): the plain loop with the tools named in the task file."""
 
 from skyrl_agent.agents.agent_trajectory import AgentTrajectory
 from skyrl_agent.agents.loop import Agent

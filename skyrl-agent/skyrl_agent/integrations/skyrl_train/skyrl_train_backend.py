@@ -1,4 +1,4 @@
-"""Engines of skyrl-train as the model, and its trainers as whoever takes the rows."""
+"""Adapter to skyrl-train: its inference engines as the model, its trainers as consumers of training rows."""
 
 import asyncio
 from collections.abc import Coroutine, Sequence
@@ -13,9 +13,9 @@ from skyrl_agent.integrations.base import (
     Backend,
     BackendSettings,
     TrainingRows,
-    answer_text,
+    compute_turn_seed,
+    decode_response,
     read_settings,
-    seed_of_turn,
 )
 from skyrl_agent.runner import AgentRunner
 from skyrl_agent.types import MetaInfo, Row, SamplingParams, Tokenizer
@@ -42,7 +42,7 @@ class SkyRLBackend:
     """An engine of skyrl-train, or its client over many.
 
     Args:
-        infer_engine: None where nothing will be asked.
+        infer_engine: None if no completions are requested.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class SkyRLBackend:
         assert self.engine is not None
         params = {"logprobs": 0, **sampling_params}
         if params.get("seed") is not None:
-            params["seed"] = seed_of_turn(params["seed"], input_ids)
+            params["seed"] = compute_turn_seed(params["seed"], input_ids)
         request = GenerationRequest(prompt_token_ids=input_ids, sampling_params=params, session_id=request_id)
         try:
             completion = await self.engine.generate(request)
@@ -76,12 +76,12 @@ class SkyRLBackend:
             raise kind(f"the engine failed: {error}") from error
         except ValueError as error:
             raise BackendError(f"the engine refused the request: {error}") from error
-        except Exception as error:  # the far side may be a Ray actor, an HTTP server or a library
+        except Exception as error:  # the engine may be a Ray actor, an HTTP server or a library
             raise InfraError(f"the engine raised {type(error).__name__}: {error}") from error
         reason, ids = completion.stop_reason, completion.token_ids
         if reason == "abort":
             raise InfraError("the engine aborted the request")
-        return answer_text(self.tokenizer, ids, reason), MetaInfo(
+        return decode_response(self.tokenizer, ids, reason), MetaInfo(
             output_tokens=ids,
             finish_reason=reason,
             logprobs=completion.log_probs,
@@ -90,7 +90,7 @@ class SkyRLBackend:
 
 
 class SkyRLAgentGenerator(GeneratorInterface):
-    """Generator of skyrl-train that runs a task file's agent on the trainer's engines, whatever backend the file names.
+    """Generator of skyrl-train that runs a task file's agent on the trainer's engines. The file's backend is ignored.
     Batches may run concurrently.
 
     The task file's sampling parameters and number of trajectories override the trainer's. A trajectory has one row for
@@ -98,7 +98,7 @@ class SkyRLAgentGenerator(GeneratorInterface):
 
     Args:
         generator_cfg: `generator` of the trainer, with `task`.
-        llm_endpoint_client: the engines; None to check the settings alone.
+        llm_endpoint_client: the engines; None to only validate the settings.
 
     Raises:
         ConfigError: the task file, or a setting of the trainer that contradicts it.
@@ -127,7 +127,7 @@ class SkyRLAgentGenerator(GeneratorInterface):
         except AgentError as error:
             raise ConfigError(f"{setting} does not fit generator.task={self.generator_cfg.task}: {error}") from error
         try:
-            with ThreadPoolExecutor(1) as thread:  # the caller may have an event loop of its own
+            with ThreadPoolExecutor(1) as thread:  # the caller may already run an event loop
                 thread.submit(asyncio.run, self.runner.probe(instances)).result()
         except UnavailableError as error:
             raise ConfigError(f"generator.task={self.generator_cfg.task}: {error}") from error
@@ -141,22 +141,22 @@ class SkyRLAgentGenerator(GeneratorInterface):
 
         Raises:
             TaskRowError: a row lacks a field; nothing was started.
-            ConfigError: a setting that only a trajectory finds to be wrong, or something needed does not answer.
-            WorkerError: the engines died and will not come back.
+            ConfigError: an invalid setting found by a trajectory, or an unavailable service.
+            WorkerError: the engines failed permanently.
         """
         ids = trajectory_ids_of(input_batch)
         metadata = input_batch.get("batch_metadata")
         seed = episode_seed(self.generator_cfg.seed, metadata, TrajectoryID("agents", 0))
         work = self.runner.rows(
-            instance_rows(input_batch),
+            build_instance_rows(input_batch),
             val_mode=metadata is not None and metadata.training_phase == "eval",
-            num_trajectories=_samples_each(ids),
+            num_trajectories=_count_samples(ids),
             sampling_params={**(input_batch.get("sampling_params") or {}), "seed": seed},
         )
-        return rollout_batch(await self._fail_if_engines_break(work), ids)
+        return build_rollout_batch(await self._raise_if_engines_fail(work), ids)
 
-    async def _fail_if_engines_break(self, work: Coroutine[object, None, TrainingRows]) -> TrainingRows:
-        """Trajectories whose engines are gone would fail one after the other, however long their tools still take."""
+    async def _raise_if_engines_fail(self, work: Coroutine[object, None, TrainingRows]) -> TrainingRows:
+        """Cancel the batch when the engines fail permanently, rather than wait for each trajectory to fail."""
         backend = self.runner.infer_engine
         broken = asyncio.get_running_loop().create_future()
         if isinstance(backend, SkyRLBackend):
@@ -196,8 +196,8 @@ class SkyRLAgentGenerator(GeneratorInterface):
             )
 
 
-def instance_rows(batch: GeneratorInput) -> list[Row]:
-    """One row an instance, with the `prompt` and the `env_class` that the dataset took out of it."""
+def build_instance_rows(batch: GeneratorInput) -> list[Row]:
+    """Return one row per instance, with `prompt` and `env_class`, which the dataset had split off, restored."""
     num = len(batch["prompts"])
     ids = trajectory_ids_of(batch)
     extras = batch.get("env_extras") or [{} for _ in range(num)]
@@ -205,14 +205,14 @@ def instance_rows(batch: GeneratorInput) -> list[Row]:
     return [{**(extras[i] or {}), "prompt": batch["prompts"][i], "env_class": batch["env_classes"][i]} for i in firsts]
 
 
-def _samples_each(ids: Sequence[TrajectoryID]) -> int:
+def _count_samples(ids: Sequence[TrajectoryID]) -> int:
     counts = {len(list(group)) for _, group in groupby(ids, key=lambda trajectory_id: trajectory_id.instance_id)}
     if len(counts) != 1:
         raise ValueError(f"every prompt must be asked equally often; got {sorted(counts)} samples")
     return counts.pop()
 
 
-def rollout_batch(rows: TrainingRows, ids: Sequence[TrajectoryID] | None = None) -> RolloutBatch:
+def build_rollout_batch(rows: TrainingRows, ids: Sequence[TrajectoryID] | None = None) -> RolloutBatch:
     """Return training rows as step-wise trajectories, whatever their number of rows.
 
     Args:
@@ -224,14 +224,14 @@ def rollout_batch(rows: TrainingRows, ids: Sequence[TrajectoryID] | None = None)
     for row, number in enumerate(rows.row_trajectory):
         samples[number].append(_sample(rows, row))
     trajectories = [
-        Trajectory(id_, samples[number], rows.finish_reasons[number], _failure(rows, number), is_step_wise=True)
+        Trajectory(id_, samples[number], rows.finish_reasons[number], _convert_failure(rows, number), is_step_wise=True)
         for number, id_ in enumerate(ids)
     ]
     return RolloutBatch(grouped(trajectories), rows.rollout_metrics | token_metrics(trajectories))
 
 
 def _sample(rows: TrainingRows, row: int) -> TrainingSample:
-    """Return one row; the trajectory's reward stands on the last token of its last row."""
+    """Return one row. The trajectory's reward is assigned to the last token of its last row."""
     response = rows.response_ids[row]
     reward = rows.rewards[row] if rows.is_last_episode[row] else 0.0
     return TrainingSample(
@@ -244,12 +244,12 @@ def _sample(rows: TrainingRows, row: int) -> TrainingSample:
     )
 
 
-def generator_output(rows: TrainingRows) -> GeneratorOutput:
+def build_generator_output(rows: TrainingRows) -> GeneratorOutput:
     """Return training rows as the columns that `AgentRunner.run` gives for this backend."""
-    return to_generator_output(rollout_batch(rows))
+    return to_generator_output(build_rollout_batch(rows))
 
 
-def _failure(rows: TrainingRows, number: int) -> Failure | None:
+def _convert_failure(rows: TrainingRows, number: int) -> Failure | None:
     """Convert a trajectory outside the baseline to the trainer's failure."""
     if rows.in_baseline[number]:
         return None
@@ -260,4 +260,4 @@ def _failure(rows: TrainingRows, number: int) -> Failure | None:
     return Failure(kind, f"{failure.stage}: {failure.message}")
 
 
-BACKEND = Backend(make=SkyRLBackend, rows_of=instance_rows, output_of=generator_output)
+BACKEND = Backend(make=SkyRLBackend, rows_of=build_instance_rows, output_of=build_generator_output)

@@ -17,11 +17,11 @@ if "loop" not in AdvantageEstimatorRegistry:
 
 
 class SkyRLAgentPPOExp(BasePPOExp):
-    """An experiment whose generator is `generator.task`."""
+    """Experiment that uses the agent of `generator.task` as its generator."""
 
 
 def validate_agent_cfg(cfg: SkyRLConfig | DictConfig) -> SkyRLConfig:
-    """Type and check settings; `generator.task` must name a task file."""
+    """Validate settings; `generator.task` must name a task file."""
     typed = validate_cfg(cfg)
     if typed.generator.task is None:
         raise ConfigError("generator.task is missing: name a task file")

@@ -68,10 +68,10 @@ def read_config(arguments: Sequence[str]) -> Config:
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explained(item) for item in error.errors())) from None
+        raise ConfigError("\n".join(_format_error(item) for item in error.errors())) from None
 
 
-def _explained(item: ErrorDetails) -> str:
+def _format_error(item: ErrorDetails) -> str:
     key = ".".join(map(str, item["loc"]))
     if item["type"] == "missing":
         return f"{key} is missing: give {key}=..."

@@ -12,11 +12,11 @@ from skyrl_agent.errors import BackendError, InfraError
 from skyrl_agent.integrations.base import (
     Backend,
     BackendSettings,
-    answer_text,
+    compute_turn_seed,
+    decode_response,
     plain_rows,
     published_output,
     read_settings,
-    seed_of_turn,
 )
 from skyrl_agent.types import MetaInfo, SamplingParams, Tokenizer
 from skyrl_gym.chat.template import turn_ends_of
@@ -41,7 +41,7 @@ class TinkerBackend:
     ) -> tuple[str, MetaInfo]:
         params = {name: value for name, value in sampling_params.items() if value is not None and name != "logprobs"}
         if "seed" in params:
-            params["seed"] = seed_of_turn(params["seed"], input_ids)
+            params["seed"] = compute_turn_seed(params["seed"], input_ids)
         if (stop_ids := params.pop("stop_token_ids", None)) and not params.get("stop"):
             params["stop"] = sorted({*stop_ids} | turn_ends_of(self.tokenizer).ids)
         unknown = sorted(set(params) - set(types.SamplingParams.model_fields))
@@ -62,13 +62,13 @@ class TinkerBackend:
         [sequence] = answer.sequences
         ids, reason = list(sequence.tokens), str(sequence.stop_reason)
         logprobs = None if sequence.logprobs is None else list(sequence.logprobs)
-        return answer_text(self.tokenizer, ids, reason), MetaInfo(
+        return decode_response(self.tokenizer, ids, reason), MetaInfo(
             output_tokens=ids, finish_reason=reason, logprobs=logprobs
         )
 
 
 async def settled(promised: Any) -> Any:
-    """The result of a future of the SDK; what is none is returned as it is (earlier releases gave clients)."""
+    """Await a future of the SDK. Other values are returned unchanged (earlier releases returned clients)."""
     if hasattr(promised, "result_async"):
         return await promised.result_async()
     if hasattr(promised, "add_done_callback"):

@@ -23,25 +23,25 @@ from skyrl_agent.integrations.base import TrainingRows
 from skyrl_agent.integrations.tinker.settings import Config, read_config
 from skyrl_agent.integrations.tinker.tinker_backend import TinkerBackend, settled
 from skyrl_agent.runner import AgentRunner
-from skyrl_agent.training_rows import check_batch, repeat_for_rows, trajectory_advantages
+from skyrl_agent.training_rows import check_batch, compute_trajectory_advantages, repeat_for_rows
 from skyrl_agent.types import JsonObject, Row
 
 
 async def train(config: Config) -> None:
-    """Sample, judge, learn; repeat.
+    """Train: sample, grade, update; repeat.
 
     Raises:
         ConfigError, TaskRowError: settings or rows; nothing was started.
-        UnavailableError: what the task needs does not answer; nothing was started.
+        UnavailableError: a required service does not respond; nothing was started.
         BatchFailedError: every trajectory of a step failed.
-        BackendError: the server tells no log-probs.
+        BackendError: the server reports no log-probs.
     """
     rows = read_rows(config.dataset_file)
     eval_rows = read_rows(config.eval_dataset_file) if config.eval_dataset_file else []
     folder = Path(config.log_dir) / config.wandb_name
     folder.mkdir(parents=True, exist_ok=True)
     service = tinker.ServiceClient(**({"base_url": config.base_url} if config.base_url else {}))
-    client, first_step = await training_client(service, config)
+    client, first_step = await create_training_client(service, config)
     runner = AutoAgentRunner.from_task(
         config.skyrl_agent_task_yaml, None, client.get_tokenizer(), infer_backend="tinker"
     )
@@ -55,12 +55,12 @@ async def train(config: Config) -> None:
         metrics = {}
         if eval_rows and config.eval_every and step % config.eval_every == 0:
             metrics |= await evaluate(runner, eval_rows, config.eval_batch_size)
-        batch = batch_of(rows, config.batch_size, step, config.seed)
+        batch = get_batch(rows, config.batch_size, step, config.seed)
         sampled = await runner.rows(
             batch, num_trajectories=config.group_size, sampling_params={"seed": config.seed + step}
         )
         check_batch(sampled.failures, sampled.in_baseline)
-        data = training_data(sampled, config.normalize_advantages)
+        data = build_training_data(sampled, config.normalize_advantages)
         if data:
             learnt = client.forward_backward(data, config.loss_fn, config.loss_fn_config or None)
             stepped = client.optim_step(adam)
@@ -73,30 +73,30 @@ async def train(config: Config) -> None:
             log.add_checkpoint(step + 1, saved.path)
 
 
-async def training_client(service: Any, config: Config) -> tuple[Any, int]:
-    """The client, and the step that is to come."""
+async def create_training_client(service: Any, config: Config) -> tuple[Any, int]:
+    """Return the training client and the next step number."""
     if config.resume_exp_name is None:
         made = service.create_lora_training_client(config.model_name, rank=config.lora_rank, seed=config.seed)
         return await settled(made), 0
-    newest = newest_checkpoint(Path(config.log_dir) / config.resume_exp_name)
+    newest = find_newest_checkpoint(Path(config.log_dir) / config.resume_exp_name)
     made = service.create_training_client_from_state_with_optimizer(newest["path"])
     return await settled(made), newest["policy_iteration_step"]
 
 
-def training_data(rows: TrainingRows, normalize: bool) -> list[Any]:
-    """A datum for each row that teaches something: the whole sequence, every token the target of the one before it.
+def build_training_data(rows: TrainingRows, normalize: bool) -> list[Any]:
+    """Build a datum per trainable row: the whole sequence, with each token the target of the previous one.
 
-    A trajectory's advantage (reward - mean of its group) stands on each token that the model wrote, in all of its
-    rows: a loss that is a sum over tokens treats a trajectory of several rows as if it were one long row.
+    Each generated token of a trajectory's rows gets its advantage (reward - mean of its group). A loss summed over
+    tokens is therefore the same for several rows as for one long row.
 
     Raises:
-        BackendError: there are no log-probs.
+        BackendError: log-probs are missing.
     """
-    advantages = trajectory_advantages(rows, "group_mean")
+    advantages = compute_trajectory_advantages(rows, "group_mean")
     if normalize:
-        advantages = standardized(advantages, rows.in_baseline)
+        advantages = normalize_advantages(advantages, rows.in_baseline)
     if rows.rollout_logprobs is None:
-        raise BackendError("the server told no log-probs of what it sampled; training needs them")
+        raise BackendError("the server returned no log-probs of sampled tokens; training requires them")
     data = []
     for prompt, response, mask, logprobs, advantage in zip(
         rows.prompt_token_ids,
@@ -122,8 +122,8 @@ def training_data(rows: TrainingRows, normalize: bool) -> list[Any]:
     return data
 
 
-def standardized(advantages: Sequence[float], counts: Sequence[bool]) -> list[float]:
-    """Standardize the values that count; zeros if all are equal."""
+def normalize_advantages(advantages: Sequence[float], counts: Sequence[bool]) -> list[float]:
+    """Standardize the selected values; zeros if all are equal."""
     kept = [value for value, is_in in zip(advantages, counts, strict=True) if is_in]
     deviation = statistics.pstdev(kept) if kept else 0.0
     if deviation < 1e-8:
@@ -133,7 +133,7 @@ def standardized(advantages: Sequence[float], counts: Sequence[bool]) -> list[fl
 
 
 async def evaluate(runner: AgentRunner, rows: Sequence[Row], batch_size: int) -> dict[str, float]:
-    """`eval/reward/mean/<data source>`, of trajectories that have a reward."""
+    """Return `eval/reward/mean/<data source>` over trajectories with a reward."""
     rewards: defaultdict[str, list[float]] = defaultdict(list)
     for start in range(0, len(rows), batch_size):
         async for group in runner.groups(rows[start : start + batch_size], val_mode=True):
@@ -143,34 +143,34 @@ async def evaluate(runner: AgentRunner, rows: Sequence[Row], batch_size: int) ->
     return {f"eval/reward/mean/{source}": statistics.fmean(values) for source, values in rewards.items()}
 
 
-def batch_of(rows: Sequence[Row], size: int, step: int, seed: int) -> list[Row]:
-    """The instances of a step. Every epoch has an order of its own; no instance comes twice before all came once."""
+def get_batch(rows: Sequence[Row], size: int, step: int, seed: int) -> list[Row]:
+    """Return the instances of a step. Each epoch is shuffled separately and visits every instance once."""
     places = [divmod(number, len(rows)) for number in range(step * size, (step + 1) * size)]
-    return [rows[_order(len(rows), seed, epoch)[place]] for epoch, place in places]
+    return [rows[_sample_order(len(rows), seed, epoch)[place]] for epoch, place in places]
 
 
 @lru_cache(maxsize=2)
-def _order(length: int, seed: int, epoch: int) -> list[int]:
+def _sample_order(length: int, seed: int, epoch: int) -> list[int]:
     order = list(range(length))
     random.Random(f"{seed}/{epoch}").shuffle(order)
     return order
 
 
-def newest_checkpoint(folder: Path) -> JsonObject:
+def find_newest_checkpoint(folder: Path) -> JsonObject:
     """
     Raises:
-        ConfigError: there is none.
+        ConfigError: no checkpoint exists.
     """
     file = folder / "checkpoints.jsonl"
     lines = file.read_text(encoding="utf-8").split("\n") if file.exists() else []
     checkpoints = [json.loads(line) for line in lines if line.strip()]
     if not checkpoints:
-        raise ConfigError(f"resume_exp_name: there is no checkpoint in {file}")
+        raise ConfigError(f"resume_exp_name: no checkpoint in {file}")
     return dict(max(checkpoints, key=lambda checkpoint: checkpoint["policy_iteration_step"]))
 
 
 class Log:
-    """`metrics.jsonl` and `checkpoints.jsonl` of a run, a line on the console, and wandb if it is asked for."""
+    """`metrics.jsonl` and `checkpoints.jsonl` of a run, a console line, and wandb if configured."""
 
     def __init__(self, folder: Path, config: Config) -> None:
         self.folder, self._wandb = folder, None
@@ -180,16 +180,16 @@ class Log:
             self._wandb = wandb.init(project=config.wandb_project, name=config.wandb_name, config=config.model_dump())
 
     def add(self, step: int, metrics: dict[str, float]) -> None:
-        self._append("metrics.jsonl", {"step": step} | metrics)
+        self._write_row("metrics.jsonl", {"step": step} | metrics)
         reward, seconds = metrics.get("rollout_metrics/raw_reward", float("nan")), metrics["time/step"]
         print(f"step {step:4d}  reward {reward:.4f}  rows {metrics['train/rows']}  {seconds:.1f} s", flush=True)
         if self._wandb is not None:
             self._wandb.log(metrics, step=step)
 
     def add_checkpoint(self, step: int, path: str) -> None:
-        self._append("checkpoints.jsonl", {"policy_iteration_step": step, "path": path})
+        self._write_row("checkpoints.jsonl", {"policy_iteration_step": step, "path": path})
 
-    def _append(self, name: str, row: JsonObject) -> None:
+    def _write_row(self, name: str, row: JsonObject) -> None:
         with open(self.folder / name, "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 

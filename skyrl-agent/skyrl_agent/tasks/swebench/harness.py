@@ -15,14 +15,14 @@ from skyrl_agent.types import JsonObject, Row
 PACKAGES = {"swe-gym": "swegym"}
 
 
-def harness_of(kind: str) -> str | None:
-    """The package that judges rows of a kind, if it is installed."""
+def find_harness(kind: str) -> str | None:
+    """Return the package that grades rows of a kind; None if it is not installed."""
     package = PACKAGES.get(kind, "swebench")
     return package if find_spec(package) is not None else None
 
 
 def make_test_spec(package: str, row: Row) -> Any:
-    """Make the specification of a row's tests, whose `eval_script` is a shell script that runs them."""
+    """Build the specification of a row's tests; its `eval_script` is the shell script that runs them."""
     try:
         module = import_module(f"{package}.harness.test_spec.test_spec")
     except ModuleNotFoundError:  # before version 3
@@ -30,8 +30,8 @@ def make_test_spec(package: str, row: Row) -> Any:
     return module.make_test_spec(dict(row))
 
 
-def report_of(package: str, spec: object, instance_id: str, patch: str, log: str) -> JsonObject:
-    """`resolved`, `tests_status`, ...
+def build_report(package: str, spec: object, instance_id: str, patch: str, log: str) -> JsonObject:
+    """Return `resolved`, `tests_status`, ...
 
     Args:
         log: both outputs of the script together.

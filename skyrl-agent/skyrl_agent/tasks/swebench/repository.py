@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from skyrl_agent.errors import InfraError
 from skyrl_agent.runtimes.base import Runtime
-from skyrl_agent.tasks.swebench.patches import without_binary
+from skyrl_agent.tasks.swebench.patches import remove_binary
 
 SECONDS = 600.0
 MAX_PATCH_BYTES = 16 << 20
@@ -44,7 +44,7 @@ git apply --whitespace=nowarn "$folder/it.diff" || patch --batch --fuzz=5 -p1 -i
 
 
 async def run(runtime: Runtime, script: str, stdin: str = "") -> str:
-    """Standard output of a shell script in which `git` may be used. Raises InfraError if it fails."""
+    """Run a shell script that may use `git` and return its standard output. Raises InfraError if it fails."""
     limits = replace(runtime.spec.limits, wall_seconds=SECONDS, output_bytes=MAX_PATCH_BYTES)
     done = await runtime.exec(GIT.format(script), stdin=stdin, limits=limits)
     if not done.ok:
@@ -57,24 +57,24 @@ async def prepare(runtime: Runtime, *, checkout: str | None = None, clean: bool 
     """Reset the repository to its initial state and record that state.
 
     Args:
-        checkout: a branch to go to first.
-        clean: what is not committed is thrown away.
+        checkout: branch to check out first.
+        clean: discard uncommitted changes.
     """
     steps = [CLEAN] * clean + [CHECKOUT.format(checkout)] * (checkout is not None) + [FORGET]
     await run(runtime, "\n".join(steps))
 
 
-async def hide_tests(runtime: Runtime) -> None:
+async def remove_tests(runtime: Runtime) -> None:
     """Remove the grading tests; the runtime that evaluates has its own."""
     await runtime.exec(["rm", "-rf", "--", *HIDDEN])
 
 
-async def take_patch(runtime: Runtime) -> str:
+async def get_patch(runtime: Runtime) -> str:
     """Return the difference from the first state, without binary files; empty if the agent broke the repository."""
     try:
-        return without_binary(await run(runtime, TAKE))
+        return remove_binary(await run(runtime, TAKE))
     except InfraError:
-        if (await runtime.exec(["true"])).ok:  # the runtime is there: what the agent did to .git is its own affair
+        if (await runtime.exec(["true"])).ok:  # the runtime works, so the agent broke .git
             return ""
         raise
 
@@ -83,12 +83,12 @@ async def apply_patch(runtime: Runtime, patch: str) -> None:
     """Apply a patch by git, else by `patch` with some tolerance.
 
     Raises:
-        InfraError: both fail. A patch that git wrote in the same image fits, so the image is another one.
+        InfraError: both fail. A patch that git wrote in the same image applies, so the image must differ.
     """
     await run(runtime, APPLY, stdin=patch)
 
 
 async def restore(runtime: Runtime, commit: str, paths: list[str]) -> None:
-    """Files as they are in a commit; those that it has not are removed."""
+    """Restore files from a commit; files missing in it are removed."""
     quoted = " ".join(map(shlex.quote, paths))
     await run(runtime, f'for path in {quoted}; do git checkout -q {commit} -- "$path" || rm -rf "$path"; done')

@@ -23,7 +23,7 @@ class Source:
     """PATH with the interpreter that the repository is installed for in front."""
 
 
-def kind_of(data_source: str) -> Kind:
+def get_kind(data_source: str) -> Kind:
     """Return the kind by a part of the name; SWE-bench if none matches."""
     for kind in KINDS:
         if kind in data_source.lower():
@@ -31,7 +31,7 @@ def kind_of(data_source: str) -> Kind:
     return "swe-bench"
 
 
-def image_of(kind: Kind, row: Row, instance_id: str, prefix: str = DEFAULT_PREFIX) -> str:
+def get_image(kind: Kind, row: Row, instance_id: str, prefix: str = DEFAULT_PREFIX) -> str:
     """
     Args:
         prefix: of images of SWE-bench and SWE-Gym: registry and user, with the slash.
@@ -39,16 +39,16 @@ def image_of(kind: Kind, row: Row, instance_id: str, prefix: str = DEFAULT_PREFI
     if named := row.get("docker_image"):
         return named
     if kind == "r2e-gym":
-        return instance_id  # its builders write the image there
+        return instance_id  # R2E-Gym uses the image name as id
     if kind == "swe-smith":
         return f"jyangballin/{row['image_name'].replace('__', '_1776_')}"
     return f"{prefix}sweb.eval.x86_64.{instance_id.replace('__', '_s_')}".lower()
 
 
-def source_of(data_source: str, row: Row, instance_id: str, prefix: str = DEFAULT_PREFIX) -> Source:
+def get_source(data_source: str, row: Row, instance_id: str, prefix: str = DEFAULT_PREFIX) -> Source:
     """Return the kind, image and environment of a row."""
-    kind = kind_of(data_source)
+    kind = get_kind(data_source)
     homes = ["/testbed/.venv/bin", "/root/.venv/bin", "/root/.local/bin"]
     if kind != "r2e-gym":
         homes = ["/opt/miniconda3/envs/testbed/bin", "/opt/miniconda3/bin"]
-    return Source(kind, image_of(kind, row, instance_id, prefix), ":".join([*homes, SYSTEM_PATH]))
+    return Source(kind, get_image(kind, row, instance_id, prefix), ":".join([*homes, SYSTEM_PATH]))

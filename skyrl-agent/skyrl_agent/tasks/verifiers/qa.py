@@ -9,10 +9,10 @@ __all__ = ["compute_score_em", "compute_score_f1"]
 
 
 def compute_score_em(solution_str: str, ground_truth: Row) -> dict[str, float]:
-    """1 if the answer is one of `ground_truth["target"]` after normalization, else 0."""
+    """Return 1 if the answer is one of `ground_truth["target"]` after normalization, else 0."""
     return {"score": reward_of(grade_em(solution_str, golds_of(ground_truth, "target")))}
 
 
 def compute_score_f1(solution_str: str, ground_truth: Row) -> dict[str, float]:
-    """The best F1 of shared words."""
+    """Return the best word-level F1."""
     return {"score": reward_of(grade_f1(solution_str, golds_of(ground_truth, "target")))}

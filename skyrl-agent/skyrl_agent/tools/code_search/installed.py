@@ -1,4 +1,4 @@
-"""The search engine inside a runtime: its files are copied there, and what they learn of the repository stays there."""
+"""The search engine inside a runtime: its files are copied there, and the index stays there."""
 
 import hashlib
 import json
@@ -26,8 +26,8 @@ INDEX = "index"
 
 
 @cache
-def engine_files() -> dict[str, str]:
-    """Path -> source."""
+def read_engine_files() -> dict[str, str]:
+    """Return the engine's source files: path -> source."""
     engine = files("skyrl_agent.tools.code_search") / "engine"
     sources = {f"engine/{item.name}": item.read_text() for item in engine.iterdir() if item.name.endswith(".py")}
     return {"__main__.py": MAIN, **dict(sorted(sources.items()))}
@@ -37,14 +37,14 @@ async def install_search(runtime: Runtime, command: str | None = None, limits: L
     """Copy the search engine into a runtime's folder for temporary files, and return that folder.
 
     Args:
-        command: where the command `search` is put, say /usr/local/bin/search; none: nowhere.
+        command: path of the command `search`, e.g. /usr/local/bin/search; none: nowhere.
 
     Raises:
         RuntimeError: the files could not be written there.
         InfraError: of the runtime.
     """
-    version = hashlib.sha256(json.dumps(engine_files()).encode()).hexdigest()[:12]
-    content = {"folder": f".agent-code-search-{version}", "files": engine_files(), "command": command}
+    version = hashlib.sha256(json.dumps(read_engine_files()).encode()).hexdigest()[:12]
+    content = {"folder": f".agent-code-search-{version}", "files": read_engine_files(), "command": command}
     result = await runtime.exec([runtime.python, "-I", "-c", WRITE], stdin=json.dumps(content), limits=limits)
     if not result.ok:
         raise RuntimeError(f"the search could not be put into the runtime: {result.outcome}, {result.stderr[-500:]}")

@@ -1,4 +1,4 @@
-"""The tool `code_search`: the engine runs in the runtime, beside the files."""
+"""Tool `code_search`: the search engine runs in the runtime, next to the files."""
 
 import json
 from typing import Literal
@@ -64,7 +64,7 @@ class CodeSearch(RuntimeTool):
         options += ["--line_nums", *map(str, line_nums)] if line_nums else []
         options += ["--relation", relation] if relation else []
         options += ["--format", format] if format else []
-        result = await self._asked(runtime, options, limits)
+        result = await self._run_installed(runtime, options, limits)
         if result.ok:
             return ToolOutput(result.stdout.rstrip("\n"))
         if result.outcome == "exited" and result.returncode == REFUSED:
@@ -72,15 +72,15 @@ class CodeSearch(RuntimeTool):
         why = f"it was ended: {result.outcome}" if result.outcome != "exited" else result.stderr.strip()[-500:]
         return ToolOutput(f"Error: the search did not work: {why}", failed=True)
 
-    async def _asked(self, runtime: Runtime, options: list[str], limits: Limits) -> ExecResult:
+    async def _run_installed(self, runtime: Runtime, options: list[str], limits: Limits) -> ExecResult:
         """Run a search, after installing the engine if it is missing."""
         if self._folder is not None:
-            result = await self._ask(runtime, self._folder, options, limits)
+            result = await self._run_search(runtime, self._folder, options, limits)
             if result.ok or result.outcome != "exited" or result.returncode == REFUSED:
                 return result
         self._folder = await install_search(runtime, limits=limits)
-        return await self._ask(runtime, self._folder, options, limits)
+        return await self._run_search(runtime, self._folder, options, limits)
 
-    async def _ask(self, runtime: Runtime, folder: str, options: list[str], limits: Limits) -> ExecResult:
+    async def _run_search(self, runtime: Runtime, folder: str, options: list[str], limits: Limits) -> ExecResult:
         command = [runtime.python, "-I", "-S", folder, "--cache", f"{folder}/{INDEX}", *options]
         return await runtime.exec(command, limits=limits)

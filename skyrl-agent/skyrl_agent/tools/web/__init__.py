@@ -1,1 +1,1 @@
-"""Reading web pages: addresses, what is blocked, pages to text, text to what a goal needs."""
+"""Web page reading: URLs, blocklists, HTML to text, and summaries for a goal."""

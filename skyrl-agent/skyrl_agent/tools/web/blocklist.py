@@ -1,4 +1,4 @@
-"""Pages that an agent must not see, such as those with a benchmark's answers."""
+"""Pages hidden from agents, such as pages with a benchmark's answers."""
 
 from collections.abc import Iterable
 from urllib.parse import urlsplit
@@ -7,8 +7,8 @@ from urllib.parse import urlsplit
 class Blocklist:
     """
     Args:
-        domains: with everything below them: `example.org` is also `www.example.org`, not `notexample.org`.
-        keywords: anywhere in an address or in the text beside it, in any case.
+        domains: blocked with their subdomains: `example.org` covers `www.example.org`, not `notexample.org`.
+        keywords: blocked in URLs and their accompanying text, case-insensitive.
     """
 
     def __init__(self, domains: Iterable[str] = (), keywords: Iterable[str] = ()) -> None:

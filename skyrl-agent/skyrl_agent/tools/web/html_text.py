@@ -1,6 +1,6 @@
 """HTML to text that a model reads: headings, lists, tables and links stay, scripts and styles go.
 
-In linear time whatever the page: the parser of the standard library takes cubic time on pages that are broken on
+Linear time for any page: the parser of the standard library takes cubic time on pages that are broken on
 purpose, in one call, with everything else of the process waiting.
 """
 
@@ -29,7 +29,7 @@ _STARTS = {"li": "- ", "td": " | ", "th": " | "} | {f"h{level}": "#" * level + "
 
 
 def html_to_text(page: str, base_url: str = "") -> str:
-    """Text in the order of the page, with its title first. Links are written as `[text](address)`."""
+    """Convert a page to text, title first. Links are written as `[text](address)`."""
     reader = _Reader(page, base_url)
     reader.read()
     text = re.sub(r"[ \t\r\f\v\xa0]+", " ", "".join(reader.parts))
@@ -55,44 +55,44 @@ class _Reader:
         position, deadline = 0, time.monotonic() + MAX_SECONDS
         while position < len(self.page) and time.monotonic() < deadline:
             start = self.page.find("<", position)
-            self._text(self.page[position : start if start >= 0 else len(self.page)])
+            self._add_text(self.page[position : start if start >= 0 else len(self.page)])
             if start < 0:
                 return
-            position = self._markup(start)
-        self._end_link()
+            position = self._parse_markup(start)
+        self._close_link()
 
-    def _markup(self, start: int) -> int:
+    def _parse_markup(self, start: int) -> int:
         """Parse markup that begins with `<`. Returns the position of its end."""
         tag = _TAG.match(self.page, start)
         if tag is None:
             if self.page.startswith("<!--", start):
-                return self._after("-->", start + 4)
+                return self._find_after("-->", start + 4)
             if self.page.startswith(("<!", "<?", "</"), start):
-                return self._after(">", start)
-            self._text("<")
+                return self._find_after(">", start)
+            self._add_text("<")
             return start + 1
         quoted = _TAG_END.match(self.page, tag.end(), tag.end() + _TAG_CHARACTERS)
-        end = quoted.end() if quoted else self._after(">", tag.end())
+        end = quoted.end() if quoted else self._find_after(">", tag.end())
         name = tag[2].lower()
         if tag[1]:
-            self._end(name)
+            self._close_element(name)
         elif name in _RAW_END:
-            return self._raw(name, end)
+            return self._parse_raw(name, end)
         else:
             self._start(name, self.page[tag.end() : min(end, tag.end() + _TAG_CHARACTERS)])
         return end
 
-    def _after(self, mark: str, start: int) -> int:
+    def _find_after(self, mark: str, start: int) -> int:
         end = self.page.find(mark, start)
         return len(self.page) if end < 0 else end + len(mark)
 
-    def _raw(self, name: str, start: int) -> int:
-        """An element in which `<` means nothing."""
+    def _parse_raw(self, name: str, start: int) -> int:
+        """Parse an element in which `<` has no meaning."""
         found = _RAW_END[name].search(self.page, start)
         end = found.start() if found else len(self.page)
         if name == "title" and not self.title:
-            self.title = _unescaped(self.page[start:end])
-        return self._after(">", end)
+            self.title = _decode_entity(self.page[start:end])
+        return self._find_after(">", end)
 
     def _start(self, name: str, attributes: str) -> None:
         if self._skipped is not None and not (self._skipped == "head" and name in _BLOCKS):  # a head may be left open
@@ -102,28 +102,28 @@ class _Reader:
         if name in _SKIPPED:
             self._skipped, self._depth = name, 1
         elif name == "a":
-            self._end_link()
+            self._close_link()
             href = _HREF.search(attributes)
-            self._link = _unescaped(next(filter(None, href.groups()), "")).strip() if href else None
+            self._link = _decode_entity(next(filter(None, href.groups()), "")).strip() if href else None
             self._link_start = len(self.parts)
         else:
             self.parts.append("\n" * (name in _BLOCKS) + _STARTS.get(name, ""))
 
-    def _end(self, name: str) -> None:
+    def _close_element(self, name: str) -> None:
         if self._skipped is not None:
             self._depth -= name == self._skipped
             if self._depth == 0:
                 self._skipped = None
         elif name == "a":
-            self._end_link()
+            self._close_link()
         elif name in _BLOCKS:
             self.parts.append("\n")
 
-    def _text(self, text: str) -> None:
+    def _add_text(self, text: str) -> None:
         if self._skipped is None and text:
-            self.parts.append(_unescaped(text))
+            self.parts.append(_decode_entity(text))
 
-    def _end_link(self) -> None:
+    def _close_link(self) -> None:
         if self._link is None:
             return
         text = " ".join("".join(self.parts[self._link_start :]).split())
@@ -136,7 +136,7 @@ class _Reader:
             self.parts[self._link_start :] = [f"[{text}]({address})"]
 
 
-def _unescaped(text: str) -> str:
+def _decode_entity(text: str) -> str:
     try:
         return html.unescape(text)
     except ValueError:  # a number of thousands of digits

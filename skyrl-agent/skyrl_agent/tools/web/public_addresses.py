@@ -1,4 +1,4 @@
-"""Requests that can only leave for the public internet, whatever names resolve to and wherever pages redirect."""
+"""HTTP requests restricted to public addresses, after name resolution and redirects."""
 
 import asyncio
 import ipaddress
@@ -21,24 +21,24 @@ class PublicTransport(httpx.AsyncHTTPTransport):
     """HTTP transport that resolves each request's host itself and connects to the very address it has checked."""
 
     def __init__(self) -> None:
-        # A connection is known by its address: one kept open would serve another name at the same address.
+        # Connections are pooled by address: a kept connection would serve another name at the same address.
         super().__init__(verify=certificates(), limits=httpx.Limits(max_keepalive_connections=0))
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         host = request.url.host
-        address = await _public_address(host, request.url.port or {"http": 80}.get(request.url.scheme, 443))
+        address = await _resolve_public_address(host, request.url.port or {"http": 80}.get(request.url.scheme, 443))
         pinned = httpx.Request(
             request.method,
             request.url.copy_with(host=address),
-            headers=request.headers,  # Host is the name
+            headers=request.headers,  # the Host header keeps the name
             stream=request.stream,
             extensions={**request.extensions, "sni_hostname": host},
         )
         return await super().handle_async_request(pinned)
 
 
-async def _public_address(host: str, port: int) -> str:
-    """Raises PrivateAddress, httpx.ConnectError if the name is unknown."""
+async def _resolve_public_address(host: str, port: int) -> str:
+    """Resolve a public address. Raises PrivateAddress, and httpx.ConnectError if the name is unknown."""
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as failure:
@@ -51,7 +51,7 @@ async def _public_address(host: str, port: int) -> str:
 
 
 def is_public(address: str) -> bool:
-    """Not of forms that carry an IPv4 address either: who routes them decides where they lead."""
+    """Return whether an address is public. Forms that embed an IPv4 address are not: routing decides their target."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         if ip.ipv4_mapped is not None:

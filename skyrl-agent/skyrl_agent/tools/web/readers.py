@@ -54,7 +54,7 @@ class PageReader(Protocol):
     async def read(self, url: str) -> WebPage:
         """
         Raises:
-            PageError: the page is not there, is of a kind that is no text, does not answer.
+            PageError: the page is missing, is not text, or its server does not reply.
             InfraError: the reader itself does not work.
         """
         ...
@@ -63,12 +63,12 @@ class PageReader(Protocol):
 
 
 class DirectReader:
-    """Reader that fetches a page itself. Scripts are not run.
+    """Reader that fetches pages directly. Scripts are not run.
 
     Args:
-        timeout: seconds, from connecting to the last byte.
-        max_bytes: of a page; what is longer is read so far.
-        allow_private: also addresses of this machine and its network.
+        timeout: seconds from connecting to the last byte.
+        max_bytes: size limit of a page; the rest is not read.
+        allow_private: also allow private addresses (this machine and its network).
     """
 
     def __init__(self, timeout: float = 20.0, max_bytes: int = 4 << 20, allow_private: bool = False) -> None:
@@ -89,14 +89,14 @@ class DirectReader:
                 kind = answer.headers.get("Content-Type", "text/html").partition(";")[0].strip().lower()
                 if not kind.startswith((*_HTML, *_PLAIN)):
                     raise PageError(f"it is {kind}, which cannot be read as text")
-                body = await _at_most(answer, self.max_bytes)
+                body = await _read_at_most(answer, self.max_bytes)
         except TimeoutError as failure:
             raise PageError(f"it did not answer within {self.timeout:g} s") from failure
         except PrivateAddress as failure:
             raise PageRefused(str(failure)) from failure
         except (httpx.HTTPError, httpx.InvalidURL) as failure:
             raise PageError(f"{type(failure).__name__}: {failure}") from failure
-        text = body.decode(_charset(answer), errors="replace")
+        text = body.decode(_find_charset(answer), errors="replace")
         if kind.startswith(_HTML):
             text = await asyncio.to_thread(html_to_text, text, str(answer.url))
         return WebPage(str(answer.url), text)
@@ -105,7 +105,7 @@ class DirectReader:
         await self._client.aclose()
 
 
-async def _at_most(answer: httpx.Response, most: int) -> bytes:
+async def _read_at_most(answer: httpx.Response, most: int) -> bytes:
     body = bytearray()
     async for chunk in answer.aiter_bytes():
         body += chunk
@@ -114,7 +114,7 @@ async def _at_most(answer: httpx.Response, most: int) -> bytes:
     return bytes(body[:most])
 
 
-def _charset(answer: httpx.Response) -> str:
+def _find_charset(answer: httpx.Response) -> str:
     try:
         return codecs.lookup(answer.charset_encoding or "utf-8").name
     except LookupError:

@@ -29,7 +29,7 @@ AT_A_TIME = 4
 
 class Summarizer(Protocol):
     async def summarize(self, text: str, goal: str, user: str) -> str:
-        """`user` is the same for all of a trajectory. Raises InfraError."""
+        """Summarize a chunk for a goal. `user` is the same throughout a trajectory. Raises InfraError."""
         ...
 
     async def close(self) -> None: ...
@@ -47,7 +47,7 @@ class ChatSummarizer:
 
     async def summarize(self, text: str, goal: str, user: str) -> str:
         """Raises RefusedRequest where the text is too long for the model."""
-        messages = summary_messages(text, goal)
+        messages = build_summary_messages(text, goal)
         body = {"model": self.model, "messages": messages, "temperature": 0.0, "user": user}
         answer = await self._service.json(body, path="/chat/completions")
         try:
@@ -63,14 +63,14 @@ class ChatSummarizer:
 
 
 class OwnSummarizer:
-    """The agent's own model, asked beside its conversation."""
+    """Summarizer that uses the agent's model, outside its conversation."""
 
     def __init__(self, ask: Callable[[list[Message]], Awaitable[str]]) -> None:
         self._ask = ask
 
     async def summarize(self, text: str, goal: str, user: str) -> str:
         try:
-            return await self._ask(summary_messages(text, goal))
+            return await self._ask(build_summary_messages(text, goal))
         except ValueError as failure:
             raise RefusedRequest(str(failure)) from failure
 
@@ -78,13 +78,13 @@ class OwnSummarizer:
         return
 
 
-def summary_messages(text: str, goal: str) -> list[Message]:
-    # One replacement each, the text first: its place is last, so braces in a page or in a goal are never replaced.
+def build_summary_messages(text: str, goal: str) -> list[Message]:
+    # One replacement each, the text first, as it comes last in the prompt: braces in a page or goal are never replaced.
     return [{"role": "user", "content": PROMPT.replace("{text}", text, 1).replace("{goal}", goal, 1)}]
 
 
 async def summarize_page(summarizer: Summarizer, text: str, goal: str, user: str, chunk_chars: int) -> str:
-    """The parts of what a page holds for a goal, in order. Chunks that are too long for the model are halved.
+    """Summarize the chunks of a page for a goal, in order. Chunks too long for the model are halved.
 
     Raises:
         InfraError: of the summarizer.
@@ -100,8 +100,7 @@ async def summarize_page(summarizer: Summarizer, text: str, goal: str, user: str
                 raise InfraError(
                     f"the model that summarizes pages refuses {len(chunk)} characters: {failure}"
                 ) from failure
-        # Outside of the semaphore: halves take turns of their own. Under it, refused chunks that hold all the turns
-        # would wait for their halves for ever.
+        # Outside of the semaphore, which halves acquire themselves: refused chunks that hold all slots would deadlock.
         half = len(chunk) // 2
         return [*await of_chunk(chunk[:half]), *await of_chunk(chunk[half:])]
 
@@ -111,7 +110,9 @@ async def summarize_page(summarizer: Summarizer, text: str, goal: str, user: str
 
 
 def _format_reply(reply: str) -> str:
-    """Evidence and summary of the JSON object in a reply, "" if there is no evidence; a reply without one as it is."""
+    """Format evidence and summary of the JSON object in a reply; "" without evidence. A reply without JSON is
+    unchanged.
+    """
     try:
         said = json.loads(reply[reply.index("{") : reply.rindex("}") + 1])
         evidence, summary = str(said["evidence"] or "").strip(), str(said.get("summary") or "").strip()

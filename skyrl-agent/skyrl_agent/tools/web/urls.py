@@ -13,29 +13,29 @@ _TRAILING = ".,;:!?*'\""
 
 
 def parse_urls(value: list[str] | str) -> list[str]:
-    """The addresses in it, in order, without doubles; those without a scheme get https."""
+    """Find the URLs in a text, in order, without duplicates. URLs without a scheme get https."""
     parsed = parse_text(value) if isinstance(value, str) else value
     texts = [str(item) for item in parsed] if isinstance(parsed, list) else [str(value)]
-    found = [address for text in texts for address in _addresses(text)]
+    found = [address for text in texts for address in _find_urls(text)]
     return list(dict.fromkeys(found))
 
 
-def _addresses(text: str) -> list[str]:
+def _find_urls(text: str) -> list[str]:
     if complete := _ADDRESS.findall(text):
-        return [normalized(_trimmed(address)) for address in complete]
+        return [normalize_url(_strip_punctuation(address)) for address in complete]
     words = (word.strip("\"'`[]()<>,; ") for word in text[:10_000].split())
-    return [normalized(f"https://{_trimmed(word)}") for word in words if _BARE.fullmatch(word)]
+    return [normalize_url(f"https://{_strip_punctuation(word)}") for word in words if _BARE.fullmatch(word)]
 
 
-def _trimmed(address: str) -> str:
+def _strip_punctuation(address: str) -> str:
     """Remove the punctuation of the sentence around it, and a bracket that was opened before it."""
     while address and (address[-1] in _TRAILING or (address[-1] == ")" and address.count(")") > address.count("("))):
         address = address[:-1]
     return address
 
 
-def normalized(url: str) -> str:
-    """Lower-case scheme and host, no fragment; characters that no address has, as %XX."""
+def normalize_url(url: str) -> str:
+    """Normalize a URL: lower-case scheme and host, no fragment, invalid characters as %XX."""
     try:
         parts = urlsplit(url)
         host = parts.netloc.lower()
@@ -45,8 +45,8 @@ def normalized(url: str) -> str:
     return urlunsplit((parts.scheme.lower(), host, quote(parts.path, safe) or "/", quote(parts.query, safe), ""))
 
 
-def variants(url: str) -> list[str]:
-    """The address, then what it is often meant to be: with or without www, then without encryption."""
+def list_url_variants(url: str) -> list[str]:
+    """Return the URL and likely alternatives: with or without www, then without encryption."""
     parts = urlsplit(url)
     host = parts.netloc
     other = host.removeprefix("www.") if host.startswith("www.") else f"www.{host}"

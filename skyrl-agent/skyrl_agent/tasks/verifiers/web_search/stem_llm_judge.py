@@ -1,6 +1,6 @@
 """Answers to research questions by a judge at STEM_LLM_JUDGE_URL, as published."""
 
-from skyrl_agent.tasks.grading import boxed_answer, final_text
+from skyrl_agent.tasks.grading import extract_boxed_answer, extract_final_text
 from skyrl_agent.tasks.judges import make_judge
 from skyrl_agent.types import Row
 from skyrl_gym.graders import qa, reward_of
@@ -9,14 +9,14 @@ __all__ = ["compute_score"]
 
 
 def compute_score(data_source: str, output: str, gt: str, extra_info: Row | None = None) -> float:
-    """1 if what the last box holds means the same as the reference, else 0; 0 without a box. `extra_info` may have the
-    `question`, and the `answer_type` `exactMatch`, for which text is compared and no judge is asked.
+    """Return 1 if the last box is equivalent to the reference, else 0; 0 without a box. `extra_info` may have the
+    `question`, and the `answer_type` `exactMatch`, which compares text without the judge.
 
     Raises:
-        ConfigError: there is no judge.
-        InfraError: it does not work.
+        ConfigError: no judge is configured.
+        InfraError: the judge fails.
     """
-    answer, info = boxed_answer(final_text(output)), extra_info or {}
+    answer, info = extract_boxed_answer(extract_final_text(output)), extra_info or {}
     if answer is None:
         return 0.0
     if info.get("answer_type") == "exactMatch":

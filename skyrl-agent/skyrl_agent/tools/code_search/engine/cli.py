@@ -17,11 +17,11 @@ REFUSED = 3
 
 def main(argv=None) -> int:
     """Print the result to standard output, or the reason of a failure to standard error."""
-    options = _parser().parse_args(argv)
+    options = _build_parser().parse_args(argv)
     try:
         search = RepositorySearch(options.root, options.cache)
         answer = search.search(
-            [term for text in options.search_terms for term in _terms(text)],
+            [term for text in options.search_terms for term in _parse_terms(text)],
             options.file_path_or_pattern,
             options.line_nums,
             options.relation,
@@ -35,7 +35,7 @@ def main(argv=None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="search", description="Finds code in a Python repository.")
     parser.add_argument("--root", default=os.environ.get("REPO_PATH", "."), help="default: REPO_PATH, or this folder")
     parser.add_argument(
@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _terms(text: str) -> list:
+def _parse_terms(text: str) -> list:
     if text.startswith("["):
         try:
             values = json.loads(text)

@@ -8,7 +8,7 @@ import sys
 import time
 
 from .entities import Call, Entity, Import
-from .source import PYTHON, read_text, walk
+from .source import PYTHON, list_files, read_text
 
 FORMAT = 2
 SETTLED_NS = 100_000_000
@@ -16,7 +16,7 @@ SETTLED_NS = 100_000_000
 
 
 class SourceFile:
-    """A Python file. What it holds is unpacked when it is first asked for: few questions touch many files."""
+    """A Python file. Its entities are unpacked at first use: few questions touch many files."""
 
     def __init__(self, path: str, stamp: tuple, text: str, error: str, contents: bytes):
         self.path, self.stamp, self.text, self.error = path, stamp, text, error
@@ -25,7 +25,7 @@ class SourceFile:
 
     @classmethod
     def read(cls, path: str, stamp: tuple, text: str) -> SourceFile:
-        from .outline import outline  # the parser takes longer to import than most questions
+        from .outline import outline  # importing the parser takes longer than most queries
 
         found = outline(text)
         contents = [[tuple(item) for item in part] for part in (found.entities, found.imports, found.calls)]
@@ -52,11 +52,11 @@ class SourceFile:
         return self.text.count("\n") + (not self.text.endswith("\n") and bool(self.text))
 
     def named(self, name: str) -> list:
-        """The entities with this qualified name: several, where it is defined again."""
+        """Return the entities with this qualified name: several if it is redefined."""
         return [entity for entity in self.entities if entity.name == name]
 
     def at(self, line: int) -> Entity | None:
-        """The innermost entity around a line."""
+        """Return the innermost entity around a line."""
         around = [entity for entity in self.entities if entity.start <= line <= entity.end]
         return max(around, key=lambda entity: (entity.start, -entity.end)) if around else None
 
@@ -74,7 +74,7 @@ class CodeIndex:
     """The Python files below `root`, by path.
 
     Args:
-        cache: a file to keep the index in, for the next process; none: it is kept in memory alone.
+        cache: a file to keep the index in, for the next process; none: the index is kept in memory only.
     """
 
     def __init__(self, root: str, cache: str | None = None):
@@ -88,15 +88,15 @@ class CodeIndex:
         if cache:
             self._load(cache)
 
-    def refresh(self) -> int:
+    def update(self) -> int:
         """Read new and changed files and forget removed ones. Returns the number of files parsed.
 
         Raises:
-            NotADirectoryError: there is no folder at the root.
+            NotADirectoryError: the root is not a folder.
         """
         if not os.path.isdir(self.root):
             raise NotADirectoryError(f"{self.root} is not a folder")
-        found = walk(self.root)
+        found = list_files(self.root)
         self.other_paths = [path for path in found if not path.endswith(PYTHON)]
         stamps = {path: stamp for path, stamp in found.items() if path.endswith(PYTHON)}
         gone = [path for path in self.files if path not in stamps]
@@ -123,8 +123,8 @@ class CodeIndex:
             self._save(self.cache)
         return parsed
 
-    def text_of(self, path: str) -> str | None:
-        """Return the text of a listed file; None if it is binary, too large or gone."""
+    def read_text_of(self, path: str) -> str | None:
+        """Return the text of a listed file; None if it is binary, too large or removed."""
         known = self.files.get(path)
         return known.text if known else read_text(os.path.join(self.root, path))
 
@@ -132,10 +132,10 @@ class CodeIndex:
         try:
             with open(cache, "rb") as file:
                 made_by, root, files = marshal.load(file)
-            if made_by != _maker() or root != self.root:
+            if made_by != _get_maker() or root != self.root:
                 return
             self.files = {path: SourceFile(path, *packed) for path, packed in files.items()}
-        except (OSError, EOFError, ValueError, TypeError):  # none yet, or not ours: it is made anew
+        except (OSError, EOFError, ValueError, TypeError):  # missing or invalid: rebuild the index
             self.files = {}
 
     def _save(self, cache: str) -> None:
@@ -143,12 +143,12 @@ class CodeIndex:
         part = f"{cache}.{os.getpid()}"
         try:
             with open(part, "wb") as file:
-                marshal.dump((_maker(), self.root, files), file)
+                marshal.dump((_get_maker(), self.root, files), file)
             os.replace(part, cache)
-        except OSError:  # no room: the next process parses again
+        except OSError:  # not writable: the next process parses again
             if os.path.exists(part):
                 os.remove(part)
 
 
-def _maker() -> tuple:
+def _get_maker() -> tuple:
     return (FORMAT, sys.version_info[:2])

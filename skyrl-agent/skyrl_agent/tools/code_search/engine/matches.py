@@ -7,7 +7,7 @@ import re
 from typing import NamedTuple
 
 from .index import CodeIndex, SourceFile
-from .names import Place, module_parts
+from .names import Place, split_module
 
 MAX_LINES = 20
 RANKED_FILES = 10
@@ -15,18 +15,23 @@ RANKED_ENTITIES = 10
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 
 
-def entities(index: CodeIndex, term: str, paths: list) -> list:
-    """Places with this id or name, those of the strictest reading that finds any: the very case before any case."""
+def find_entities(index: CodeIndex, term: str, paths: list) -> list:
+    """Find places with this id or name by the strictest match that finds any: exact case before any case."""
     term = term.strip().replace("::", ":", 1).replace("::", ".")
     path, _, name = term.rpartition(":")
     if path and name:
         where = [found for found in paths if found == path or found.endswith("/" + path)]
-        return _named(index, name, where) or _named(index, name, where, True)
-    files = _files(term, paths)
-    return files or _named(index, term, paths) or _dotted(index, term, paths) or _named(index, term, paths, True)
+        return _find_named(index, name, where) or _find_named(index, name, where, True)
+    files = _find_files(term, paths)
+    return (
+        files
+        or _find_named(index, term, paths)
+        or _find_dotted(index, term, paths)
+        or _find_named(index, term, paths, True)
+    )
 
 
-def _named(index: CodeIndex, name: str, paths: list, ignore_case: bool = False) -> list:
+def _find_named(index: CodeIndex, name: str, paths: list, ignore_case: bool = False) -> list:
     wanted = name.lower() if ignore_case else name
     last = wanted.rpartition(".")[2]
     if not last.isidentifier():
@@ -43,7 +48,7 @@ def _named(index: CodeIndex, name: str, paths: list, ignore_case: bool = False) 
     return list(dict.fromkeys(found))
 
 
-def _files(term: str, paths: list) -> list:
+def _find_files(term: str, paths: list) -> list:
     if term in paths:
         return [Place(term, "")]
     if not term.endswith((".py", ".pyi")):
@@ -51,13 +56,13 @@ def _files(term: str, paths: list) -> list:
     return [Place(path, "") for path in paths if path.endswith("/" + term)]
 
 
-def _dotted(index: CodeIndex, term: str, paths: list) -> list:
-    """`package.module.Class.method`: a module, and what is in it."""
+def _find_dotted(index: CodeIndex, term: str, paths: list) -> list:
+    """Find `package.module.Class.method`: a module and its members."""
     parts = term.split(".")
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
         return []
     for count in range(len(parts), 0, -1):
-        modules = [path for path in paths if module_parts(path)[-count:] == parts[:count]]
+        modules = [path for path in paths if split_module(path)[-count:] == parts[:count]]
         name = ".".join(parts[count:])
         found = [Place(path, name) for path in modules if not name or index.files[path].named(name)]
         if found:
@@ -72,16 +77,16 @@ class Occurrences(NamedTuple):
 
 
 def text(term: str, texts: dict) -> dict:
-    """Path -> occurrences of a text, in those files (path -> text) that have it."""
+    """Map the path of each file (path -> text) that contains a text to its occurrences."""
     found = {}
     for path, content in texts.items():
         count = content.count(term)
         if count:
-            found[path] = Occurrences(count, _first_lines(term, content))
+            found[path] = Occurrences(count, _find_first_lines(term, content))
     return found
 
 
-def _first_lines(term: str, content: str) -> list:
+def _find_first_lines(term: str, content: str) -> list:
     lines: list = []
     at, line, counted = content.find(term), 1, 0
     while at >= 0 and len(lines) <= MAX_LINES:
@@ -93,8 +98,8 @@ def _first_lines(term: str, content: str) -> list:
     return lines
 
 
-def ranked(query: str, files: list) -> list:
-    """Places whose source has most of the query's words, rare words first (idf; no order among words)."""
+def rank_by_words(query: str, files: list) -> list:
+    """Find places whose source has most of the query's words, weighted by idf, in any word order."""
     words = {word.lower() for word in _WORD.findall(query) if len(word) > 2}
     lowered = {file.path: file.text.lower() for file in files}
     counts = {word: {path: n for path, content in lowered.items() if (n := content.count(word))} for word in words}
@@ -104,11 +109,11 @@ def ranked(query: str, files: list) -> list:
         for path, n in counts[word].items():
             scores[path] = scores.get(path, 0.0) + weight * n / (n + 1.5)
     best = sorted(files, key=lambda file: -scores.get(file.path, 0.0))[:RANKED_FILES]
-    found = [item for file in best if scores.get(file.path) for item in _ranked_entities(file, idf)]
+    found = [item for file in best if scores.get(file.path) for item in _sort_entities(file, idf)]
     return [place for _, place in sorted(found, key=lambda item: -item[0])[:RANKED_ENTITIES]]
 
 
-def _ranked_entities(file: SourceFile, idf: dict) -> list:
+def _sort_entities(file: SourceFile, idf: dict) -> list:
     lines = file.text.lower().split("\n")
     found = []
     for entity in file.entities:

@@ -38,13 +38,13 @@ class Names:
         """Dotted name -> paths. Any folder that is no package may be where imports start: `src/package/module.py`."""
         packages = {path.rpartition("/")[0] for path in index.files if path.rpartition("/")[2] == "__init__.py"}
         for path in index.files:
-            parts = module_parts(path)
+            parts = split_module(path)
             for start in range(len(parts)):
                 if "/".join(parts[:start]) not in packages or not start:
                     self._modules.setdefault(".".join(parts[start:]), []).append(path)
 
-    def spellings(self, name: str) -> set:
-        """The names under which files import something of this name, itself among them."""
+    def find_spellings(self, name: str) -> set:
+        """Return the names under which files import this name, including itself."""
         known, todo = {name}, [name]
         while todo:
             name = todo.pop()
@@ -55,7 +55,7 @@ class Names:
                     known |= renamed
         return known
 
-    def methods_called(self, name: str) -> list:
+    def find_called_methods(self, name: str) -> list:
         if name not in self._methods:
             self._methods[name] = [
                 Place(path, entity.name)
@@ -67,35 +67,39 @@ class Names:
         return self._methods[name]
 
     def module(self, name: str, importer: str = "") -> list:
-        """Paths of the files that an import of `name` in the file `importer` may mean; those outside are not known."""
+        """Return the repository paths that an import of `name` in the file `importer` may refer to."""
         dots = len(name) - len(name.lstrip("."))
         folder = importer.rpartition("/")[0]
         if dots:
             parts = [*importer.split("/")[:-dots], *filter(None, name.split("."))]
-            return [path for path in self._modules.get(".".join(parts), []) if module_parts(path) == parts]
+            return [path for path in self._modules.get(".".join(parts), []) if split_module(path) == parts]
         paths = self._modules.get(name, [])
-        exact = [path for path in paths if module_parts(path) == name.split(".")]
+        exact = [path for path in paths if split_module(path) == name.split(".")]
         return exact or [path for path in paths if path.rpartition("/")[0] == folder] or paths
 
     def resolve(self, file: SourceFile, scope: str, target: str) -> Meaning:
         """Resolve `target`, written in `scope` of a file."""
         head, *rest = target.split(".")
         if not rest:
-            return Meaning(self._bare(file, scope, head), True)
+            return Meaning(self._resolve_bare(file, scope, head), True)
         found: list = []
         if head in ("self", "cls", "super()"):
-            owner = self._class_around(file, scope)
+            owner = self._find_enclosing_class(file, scope)
             if owner and len(rest) == 1:
-                found = self._inherited(file, owner, rest[0]) if head == "super()" else self._member(file, owner, rest)
+                found = (
+                    self._find_inherited(file, owner, rest[0])
+                    if head == "super()"
+                    else self._find_member(file, owner, rest)
+                )
         elif head != "?":
-            local = self._bare(file, scope, head, imported=False)
-            bound = None if local else self._imported(file, target)
+            local = self._resolve_bare(file, scope, head, imported=False)
+            bound = None if local else self._resolve_imported(file, target)
             if bound is not None:
                 return Meaning(bound, True)
-            found = [place for start in local for place in self._inside(start, rest)]
-        return Meaning(found, True) if found else Meaning(self.methods_called(rest[-1]), False)
+            found = [place for start in local for place in self._resolve_inside(start, rest)]
+        return Meaning(found, True) if found else Meaning(self.find_called_methods(rest[-1]), False)
 
-    def bases(self, file: SourceFile, entity) -> list:
+    def find_bases(self, file: SourceFile, entity) -> list:
         """Return the bases of a class: (as written, places in the repository)."""
         scope = entity.name.rpartition(".")[0]
         found = []
@@ -105,7 +109,7 @@ class Names:
         return found
 
     def imports(self, file: SourceFile) -> list:
-        """(import, paths in the repository) of each."""
+        """Return (import, paths in the repository) of each import."""
         found = []
         for item in file.imports:
             paths = []
@@ -115,7 +119,7 @@ class Names:
             found.append((item, paths or self.module(item.module, file.path)))
         return found
 
-    def _bare(self, file: SourceFile, scope: str, name: str, imported: bool = True) -> list:
+    def _resolve_bare(self, file: SourceFile, scope: str, name: str, imported: bool = True) -> list:
         """Resolve by lexical scope: the functions around, the module, its imports. The body of a class is no scope."""
         around = scope
         while around:
@@ -125,23 +129,23 @@ class Names:
             around = around.rpartition(".")[0]
         if file.named(name):
             return [Place(file.path, name)]
-        return (self._imported(file, name) or []) if imported else []
+        return (self._resolve_imported(file, name) or []) if imported else []
 
-    def _imported(self, file: SourceFile, target: str, hops: int = 0) -> list | None:
+    def _resolve_imported(self, file: SourceFile, target: str, hops: int = 0) -> list | None:
         """Resolve a name that an import binds; empty: something outside; None: no import binds it."""
         if hops > MAX_HOPS:
             return []
         bound = [item for item in file.imports if target == item.alias or target.startswith(item.alias + ".")]
         if not bound:
             starred = [item for item in file.imports if item.name == "*"]
-            places = [place for item in starred for place in self._exported(file, item.module, target, hops)]
+            places = [place for item in starred for place in self._resolve_exported(file, item.module, target, hops)]
             return places or None
         item = max(bound, key=lambda item: len(item.alias))
         rest = target[len(item.alias) + 1 :]
         name = ".".join(filter(None, [item.name, rest]))
-        return self._exported(file, item.module, name, hops)
+        return self._resolve_exported(file, item.module, name, hops)
 
-    def _exported(self, file: SourceFile, module: str, name: str, hops: int) -> list:
+    def _resolve_exported(self, file: SourceFile, module: str, name: str, hops: int) -> list:
         """Resolve `name` of a module that a file imports."""
         parts = name.split(".") if name else []
         separator = "" if module.endswith(".") else "."
@@ -158,46 +162,50 @@ class Names:
                 if path == file.path and hops:
                     continue
                 inner = self._index.files[path]
-                found += self._inside(Place(path, ""), rest) or self._imported(inner, ".".join(rest), hops + 1) or []
+                found += (
+                    self._resolve_inside(Place(path, ""), rest)
+                    or self._resolve_imported(inner, ".".join(rest), hops + 1)
+                    or []
+                )
             if found:
                 return found
         return []
 
-    def _inside(self, start: Place, rest: list) -> list:
+    def _resolve_inside(self, start: Place, rest: list) -> list:
         file = self._index.files[start.path]
         name = ".".join(filter(None, [start.name, rest[0]]))
         classes = [entity for entity in file.named(start.name) if entity.kind == "class"]
         if classes:
-            return self._member(file, start.name, rest)
+            return self._find_member(file, start.name, rest)
         if not file.named(name):
             return []
-        return self._inside(Place(start.path, name), rest[1:]) if len(rest) > 1 else [Place(start.path, name)]
+        return self._resolve_inside(Place(start.path, name), rest[1:]) if len(rest) > 1 else [Place(start.path, name)]
 
-    def _class_around(self, file: SourceFile, scope: str) -> str:
+    def _find_enclosing_class(self, file: SourceFile, scope: str) -> str:
         while scope:
             if any(entity.kind == "class" for entity in file.named(scope)):
                 return scope
             scope = scope.rpartition(".")[0]
         return ""
 
-    def _member(self, file: SourceFile, owner: str, rest: list, hops: int = 0) -> list:
+    def _find_member(self, file: SourceFile, owner: str, rest: list, hops: int = 0) -> list:
         name = ".".join([owner, *rest])
-        return [Place(file.path, name)] if file.named(name) else self._inherited(file, owner, ".".join(rest), hops)
+        return [Place(file.path, name)] if file.named(name) else self._find_inherited(file, owner, ".".join(rest), hops)
 
-    def _inherited(self, file: SourceFile, owner: str, name: str, hops: int = 0) -> list:
-        """The method in the first of the bases that has it."""
+    def _find_inherited(self, file: SourceFile, owner: str, name: str, hops: int = 0) -> list:
+        """Find the method in the first base class that defines it."""
         if hops > MAX_HOPS:
             return []
         for entity in file.named(owner):
-            for _, places in self.bases(file, entity):
+            for _, places in self.find_bases(file, entity):
                 for place in places:
-                    found = self._member(self._index.files[place.path], place.name, name.split("."), hops + 1)
+                    found = self._find_member(self._index.files[place.path], place.name, name.split("."), hops + 1)
                     if found and place.name:
                         return found
         return []
 
 
-def module_parts(path: str) -> list:
-    """`a/b/__init__.py` -> [a, b]."""
+def split_module(path: str) -> list:
+    """Split a path into module parts: `a/b/__init__.py` -> [a, b]."""
     parts = path.rpartition(".")[0].split("/")
     return parts[:-1] if parts[-1] == "__init__" else parts

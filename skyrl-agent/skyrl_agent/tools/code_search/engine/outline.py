@@ -1,4 +1,4 @@
-"""One Python file as data: what it defines, imports and calls."""
+"""One Python file as data: definitions, imports and calls."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def outline(text: str) -> Outline:
             for decorator in node.decorator_list:
                 todo.append((decorator, scope, in_class))
             scope = f"{scope}.{node.name}" if scope else node.name
-            entities.append(_entity(node, scope, in_class, lines))
+            entities.append(_build_entity(node, scope, in_class, lines))
             in_class = kind is ast.ClassDef
         elif kind is ast.Call:
             target = dotted(node.func)
@@ -69,7 +69,7 @@ def outline(text: str) -> Outline:
 
 
 def dotted(node: ast.AST) -> str:
-    """`a.b.c` of an expression of names; `?.c` where it begins with something else; empty if it has no name at all."""
+    """Format an expression of names as `a.b.c`; `?.c` if it begins with something else; empty without any name."""
     parts = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
@@ -83,8 +83,9 @@ def dotted(node: ast.AST) -> str:
 
 
 def elide(text: str, entities: list, keep: int = 3) -> list:
-    """(line number, line) of a source whose functions have no body: of more than `keep` lines it is left out, with a
-    line that tells so under the number of the first of them."""
+    """Return (line number, line) of a source with elided functions: a body of more than `keep` lines is replaced by a
+    note at the number of its first line.
+    """
     lines = text.split("\n")
     if lines and not lines[-1]:
         lines.pop()
@@ -103,7 +104,7 @@ def elide(text: str, entities: list, keep: int = 3) -> list:
     return shown
 
 
-def _entity(node, name: str, in_class: bool, lines: list) -> Entity:
+def _build_entity(node, name: str, in_class: bool, lines: list) -> Entity:
     is_class = isinstance(node, ast.ClassDef)
     first = node.body[0]
     body = min([first.lineno] + [item.lineno for item in getattr(first, "decorator_list", ())])
@@ -112,7 +113,7 @@ def _entity(node, name: str, in_class: bool, lines: list) -> Entity:
     cut = first.col_offset if first.lineno == body else 0
     header[-1] = header[-1].encode("utf-8", "surrogatepass")[:cut].decode("utf-8", "replace")
     signature = " ".join(" ".join(header).split())
-    if "#" in signature and hasattr(ast, "unparse"):  # of Python 3.9; a comment is not always told from a text
+    if "#" in signature and hasattr(ast, "unparse"):  # Python 3.9; `#` may also be part of a string
         fields = {field: getattr(node, field) for field in node._fields}
         fields.update(body=[ast.Pass()], decorator_list=[], lineno=1)
         signature = ast.unparse(type(node)(**fields)).split("\n")[0]
@@ -127,10 +128,10 @@ def _entity(node, name: str, in_class: bool, lines: list) -> Entity:
         node.end_lineno,
         signature[:SIGNATURE_CHARS],
         doc[:DOC_CHARS],
-        tuple(filter(None, map(_base, node.bases))) if is_class else (),
+        tuple(filter(None, map(_format_base, node.bases))) if is_class else (),
     )
 
 
-def _base(node: ast.AST) -> str:
-    """`Generic` of `Generic[T]`."""
+def _format_base(node: ast.AST) -> str:
+    """Return the unsubscripted base: `Generic` for `Generic[T]`."""
     return dotted(node.value if isinstance(node, ast.Subscript) else node)

@@ -11,7 +11,7 @@ NONE = "  none in this repository"
 
 
 def callers(index: CodeIndex, names: Names, target: Place) -> str:
-    """Calls that mean the target, and those that have only its name in common with it."""
+    """Find calls of the target, and calls that only share its name."""
     if not target.name:
         return "  a file is not called: ask for its imports, or for something in it"
     targets, called = {target}, {target.name.rpartition(".")[2]}
@@ -19,7 +19,7 @@ def callers(index: CodeIndex, names: Names, target: Place) -> str:
     if last == "__init__":
         targets.add(Place(target.path, owner))
         called.add(owner.rpartition(".")[2])
-    called = set().union(*map(names.spellings, called))
+    called = set().union(*map(names.find_spellings, called))
     certain: dict = {}
     possible: dict = {}
     for file in index.files.values():
@@ -31,8 +31,8 @@ def callers(index: CodeIndex, names: Names, target: Place) -> str:
             meaning = names.resolve(file, call.scope, call.target)
             if targets.intersection(meaning.places):
                 found = certain if meaning.certain else possible
-                found.setdefault(_where(file, call.scope), []).append(call.line)
-    return _two_kinds(certain, possible)
+                found.setdefault(_format_location(file, call.scope), []).append(call.line)
+    return _format_two_kinds(certain, possible)
 
 
 def callees(index: CodeIndex, names: Names, target: Place) -> str:
@@ -49,7 +49,7 @@ def callees(index: CodeIndex, names: Names, target: Place) -> str:
             continue
         for place in meaning.places:
             (certain if meaning.certain else possible).setdefault(place.id, []).append(call.line)
-    return _two_kinds(certain, possible)
+    return _format_two_kinds(certain, possible)
 
 
 def imports(index: CodeIndex, names: Names, target: Place) -> str:
@@ -76,33 +76,33 @@ def inherits(index: CodeIndex, names: Names, target: Place) -> str:
         return "  not a class"
     rows = []
     for entity in classes:
-        for base, places in names.bases(file, entity):
+        for base, places in names.find_bases(file, entity):
             rows.append(f"  {base}  -> {', '.join(place.id for place in places) or 'outside of this repository'}")
     below = []
-    spellings = names.spellings(target.name.rpartition(".")[2])
+    spellings = names.find_spellings(target.name.rpartition(".")[2])
     for other in index.files.values():
         if not any(name in other.text for name in spellings):
             continue
         for entity in other.entities:
-            if any(target in places for _, places in names.bases(other, entity)):
-                below.append(f"  {_where(other, entity.name)}  (line {entity.line})")
+            if any(target in places for _, places in names.find_bases(other, entity)):
+                below.append(f"  {_format_location(other, entity.name)}  (line {entity.line})")
     return "\n".join(["bases:", *(rows or ["  none"]), "direct subclasses:", *(sorted(below) or [NONE])])
 
 
 RELATIONS = {"callers": callers, "callees": callees, "imports": imports, "inherits": inherits}
 
 
-def _where(file: SourceFile, scope: str) -> str:
+def _format_location(file: SourceFile, scope: str) -> str:
     return Place(file.path, scope).id if scope else f"{file.path} (level of the module)"
 
 
-def _two_kinds(certain: dict, possible: dict) -> str:
-    rows = [_row(place, lines) for place, lines in sorted(certain.items())]
+def _format_two_kinds(certain: dict, possible: dict) -> str:
+    rows = [_format_row(place, lines) for place, lines in sorted(certain.items())]
     if possible:
-        rows += [f"{BY_NAME}:", *(_row(place, lines) for place, lines in sorted(possible.items()))]
+        rows += [f"{BY_NAME}:", *(_format_row(place, lines) for place, lines in sorted(possible.items()))]
     return "\n".join(rows or [NONE])
 
 
-def _row(place: str, lines: list) -> str:
+def _format_row(place: str, lines: list) -> str:
     numbers = sorted(set(lines))
     return f"  {place}  line{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"

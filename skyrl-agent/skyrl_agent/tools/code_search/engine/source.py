@@ -1,4 +1,4 @@
-"""The files of a repository: which there are, what they say, which of them a pattern means."""
+"""The files of a repository: listing, reading, and selection by pattern."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ SKIPPED_FOLDERS = {"__pycache__", "node_modules", "site-packages", "_index_data"
 _SNIFFED_BYTES = 8192
 
 
-def walk(root: str) -> dict:
-    """Path below the root -> (mtime in ns, size), of every plain file worth a look. Links are not followed."""
+def list_files(root: str) -> dict:
+    """Map the relative path of each regular file to index to (mtime in ns, size). Links are not followed."""
     found = {}
     folders = [""]
     while folders:
@@ -23,7 +23,7 @@ def walk(root: str) -> dict:
         try:
             with os.scandir(os.path.join(root, folder)) as scanned:
                 entries = list(scanned)
-        except OSError:  # gone, or closed to us
+        except OSError:  # removed, or not readable
             continue
         if folder and any(entry.name == "pyvenv.cfg" for entry in entries):
             continue
@@ -42,7 +42,7 @@ def walk(root: str) -> dict:
 
 
 def read_text(path: str) -> str | None:
-    """A file's text with `\\n` between lines; None where it is binary, too large or gone."""
+    """Read a file's text with `\\n` between lines; None if it is binary, too large or removed."""
     try:
         with open(path, "rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
@@ -69,10 +69,10 @@ class FilePattern:
         self.text = pattern.rstrip("/")
         self.is_glob = any(character in pattern for character in "*?[")
         prefix = "" if "/" in self.text else "**/"
-        self._regex = re.compile(_regex(prefix + self.text)) if self.is_glob else None
+        self._regex = re.compile(_to_regex(prefix + self.text)) if self.is_glob else None
 
     def select(self, paths) -> list:
-        """Those that it means, in order."""
+        """Return the selected paths, in order."""
         if self._regex is not None:
             return sorted(filter(self._regex.fullmatch, paths))
         if self.text in ("", "."):
@@ -87,7 +87,7 @@ class FilePattern:
         return self.text.endswith(PYTHON) or self.text in ("", ".")
 
 
-def _regex(glob: str) -> str:
+def _to_regex(glob: str) -> str:
     parts = []
     for part in re.findall(r"\*\*/|\*\*|\*|\?|\[[^\]]+\]|.", glob, re.DOTALL):
         if part == "**/":
