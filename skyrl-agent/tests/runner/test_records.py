@@ -173,5 +173,5 @@ def test_browser_option_starts_dashboard(tmp_path: Path, monkeypatch, capsys):
     assert started == [["-m", "skyrl_train.dashboard", str(file), "--port", "0", "--open"]]
     assert main([str(other), "--browser"]) == main([str(tmp_path / "none" / file.name), "--browser"]) == 1
     said = capsys.readouterr().err
-    assert "reads files named trajectories.jsonl" in said and "there is no such file" in said
+    assert "trajectories.jsonl" in said and "does not exist" in said
     assert len(started) == 1
