@@ -9,14 +9,11 @@ Wrapped methods may be `async def`; the wrapper's then give an awaitable too.
 import inspect
 import time
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from skyrl_gym.core import Env
+from skyrl_gym.core import Env, EnvSpec
 from skyrl_gym.envs.base_text_env import BaseTextEnvStepOutput, ConversationType
 from skyrl_gym.episode import accepts_seed
-
-if TYPE_CHECKING:
-    from skyrl_gym.envs.registration import EnvSpec
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -37,7 +34,7 @@ class Wrapper(Env[ConversationType, str]):
         return self.env.unwrapped if isinstance(self.env, Wrapper) else self.env
 
     @property
-    def spec(self) -> "EnvSpec | None":  # pyright: ignore[reportIncompatibleVariableOverride]
+    def spec(self) -> EnvSpec | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.env.spec
 
     @spec.setter

@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from skyrl_gym.call_arguments import parse_text
 from skyrl_gym.chat.call_parts import (
     Located,
     Malformed,
@@ -26,7 +27,6 @@ from skyrl_gym.chat.call_parts import (
     whole_json_object,
 )
 from skyrl_gym.graders.results import Invalid
-from skyrl_gym.tools.signature import parse_text
 
 MAX_EXCERPT = 50
 

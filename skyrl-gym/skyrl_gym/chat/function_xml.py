@@ -12,8 +12,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from skyrl_gym.call_arguments import Schema, parse_text
 from skyrl_gym.chat.tool_calls import ToolCall
-from skyrl_gym.tools.signature import Schema, parse_text
 
 _FUNCTION = re.compile(r"<function=([^<>\n]{1,200})>")
 _CALL = re.compile(_FUNCTION.pattern + r"\n")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Literal
 
+from skyrl_gym.call_arguments import SOLE_ARGUMENT
 from skyrl_gym.chat import family_calls
 from skyrl_gym.chat.call_parts import (
     Located,
@@ -22,7 +23,6 @@ from skyrl_gym.chat.call_parts import (
     whole_json_object,
 )
 from skyrl_gym.graders.results import Invalid
-from skyrl_gym.tools.signature import SOLE_ARGUMENT
 
 __all__ = ["CallSyntax", "Invalid", "ToolCall", "before_tool_calls", "parse_tool_calls", "split_tool_calls"]
 

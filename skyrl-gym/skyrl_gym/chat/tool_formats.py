@@ -5,10 +5,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
+from skyrl_gym.call_arguments import Schema
 from skyrl_gym.chat import function_xml
 from skyrl_gym.chat.template import Message
 from skyrl_gym.chat.tool_calls import CallSyntax, Invalid, ToolCall, parse_tool_calls
-from skyrl_gym.tools.signature import Schema
 
 __all__ = ["TOOL_FORMATS", "Invalid", "ToolCall", "ToolFormat"]
 

@@ -3,10 +3,10 @@
 import json
 from pathlib import Path
 
+from skyrl_gym.call_arguments import Schema
 from skyrl_gym.datasets.problems import Problem, Row, first
 from skyrl_gym.envs.tool_call.prompt import system_message
 from skyrl_gym.error import TaskError
-from skyrl_gym.tools.signature import Schema
 
 ANSWERS_FOLDER = "possible_answer"
 """Folder beside the published files, with files of the same names that hold the accepted calls."""

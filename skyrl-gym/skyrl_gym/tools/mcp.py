@@ -17,11 +17,11 @@ from concurrent.futures import Future
 from contextlib import AsyncExitStack, suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
+from skyrl_gym.call_arguments import SOLE_ARGUMENT, Schema, parse_text
 from skyrl_gym.deadline import outcome_of
 from skyrl_gym.error import InfraError
 from skyrl_gym.tools.background_loop import BackgroundLoop
 from skyrl_gym.tools.core import ToolGroup, function_schema, unknown_tool
-from skyrl_gym.tools.signature import SOLE_ARGUMENT, Schema, parse_text
 
 if TYPE_CHECKING:
     from mcp import Client

@@ -15,13 +15,10 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NotRequired, Required, Union, get_args, get_origin, get_type_hints
 
+from skyrl_gym.call_arguments import SOLE_ARGUMENT, Schema, parse_text
+
 Hint = Any
 """A type hint; Python has no type for all of them."""
-
-Schema = dict[str, Any]
-
-SOLE_ARGUMENT = ""
-"""Key of an argument that came without a name; it goes to the tool's first parameter."""
 
 _NO_DEFAULT = inspect.Parameter.empty
 _SEQUENCES = {list, tuple, set, frozenset, Sequence}
@@ -186,18 +183,6 @@ def read(hint: Hint, value: object, where: str) -> Any:
             return _read(hint, parsed, where)
         except ArgumentError:
             raise failure from None
-
-
-def parse_text(value: object) -> object:
-    """Decode a text as JSON, unless the result is text again: some call formats have no other type."""
-    if not isinstance(value, str):
-        return None
-    text = {"True": "true", "False": "false"}.get(value.strip(), value)
-    try:
-        parsed = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return None if isinstance(parsed, str) else parsed
 
 
 def _read(hint: Hint, value: Any, where: str) -> Any:

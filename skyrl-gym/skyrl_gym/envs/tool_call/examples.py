@@ -3,9 +3,9 @@
 import json
 from collections.abc import Callable
 
+from skyrl_gym.call_arguments import Schema
 from skyrl_gym.envs.base_text_env import ConversationType, Example
 from skyrl_gym.envs.tool_call.prompt import system_message
-from skyrl_gym.tools.signature import Schema
 
 
 def _function(name: str, description: str, required: list[str], **properties: Schema) -> Schema:
