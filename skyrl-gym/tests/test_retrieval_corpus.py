@@ -18,17 +18,17 @@ def test_rows_become_documents_with_contents_title_first():
     ]
 
 
-def test_contents_without_a_quoted_first_line_are_all_text():
+def test_contents_without_quoted_first_line_are_all_text():
     (document,) = as_documents([{"id": "a", "contents": "One line.\nAnother."}])
     assert document["text"] == document["contents"] == "One line.\nAnother." and document["title"] == ""
 
 
-def test_half_a_surrogate_pair_is_replaced():
+def test_lone_surrogate_is_replaced():
     (document,) = as_documents([{"text": json.loads('"a\\ud800b"')}])
     assert document["text"] == "a\ufffdb"
 
 
-def test_each_kind_of_file_gives_the_same_documents(tmp_path):
+def test_file_formats_give_same_documents(tmp_path):
     lines = "\n".join(map(json.dumps, ROWS)) + "\n\n"
     (tmp_path / "corpus.jsonl").write_text(lines)
     with gzip.open(tmp_path / "corpus.jsonl.gz", "wt") as file:
@@ -58,12 +58,12 @@ def test_parquet_rows_are_documents(tmp_path):
         (5, "a document is an object"),
     ],
 )
-def test_a_row_that_is_no_document_is_named(row, text):
+def test_invalid_document_error_names_row(row, text):
     with pytest.raises(CorpusError, match=text):
         list(as_documents([row]))
 
 
-def test_a_line_that_is_no_json_is_named(tmp_path):
+def test_invalid_json_error_names_line(tmp_path):
     (tmp_path / "corpus.jsonl").write_text('{"text": "fine"}\n{"text": \n')
     with pytest.raises(CorpusError, match=r"corpus\.jsonl, line 2: not JSON"):
         list(read_corpus(tmp_path / "corpus.jsonl"))

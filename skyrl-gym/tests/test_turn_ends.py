@@ -42,7 +42,7 @@ def tokenizer(template, eos="<|endoftext|>", specials=(), folder=None):
         (None, (), "", {"<|endoftext|>"}),
     ],
 )
-def test_turn_ends_follow_the_template(template, specials, closing, ends):
+def test_turn_ends_follow_template(template, specials, closing, ends):
     made = tokenizer(template, specials=specials)
     found = turn_ends_of(made)
     assert found.closing == closing
@@ -59,7 +59,7 @@ def test_turn_ends_include_ids_of_model_files(tmp_path):
     assert 5 in turn_ends_of(tokenizer(None, folder=tmp_path)).declared
 
 
-def test_stop_ids_are_added_where_only_the_template_knows_them(tmp_path):
+def test_stop_ids_known_only_to_template_are_added(tmp_path):
     made = tokenizer(BODY.replace("END", "<|im_end|>"), specials=("<|im_end|>",), folder=tmp_path)
     end = made.convert_tokens_to_ids("<|im_end|>")
     assert turn_ends_of(made).with_stop_ids({"stop_token_ids": [7]}) == {"stop_token_ids": [7, end]}
