@@ -24,7 +24,7 @@ class EnvStepOutput(TypedDict, Generic[ObsType]):
 
 
 class Env(Generic[ObsType, ActType]):
-    """One episode at a time: `init`, then `step` until done, then `close`.
+    """Environment that runs one episode at a time: `init`, then `step` until done, then `close`.
 
     A trainer drives many environments from many threads, each of them by one thread at a time: instances share no
     mutable state, and none uses signals.
@@ -42,7 +42,7 @@ class Env(Generic[ObsType, ActType]):
         raise NotImplementedError(f"{type(self).__name__} must define step")
 
     def close(self) -> None:
-        """Give resources back. May be called more than once."""
+        """Release resources. May be called more than once."""
 
     def __str__(self) -> str:
         return f"Env({type(self).__name__})"
@@ -74,7 +74,7 @@ class EnvSpec:
         self.name = self.id
 
     def make(self, **kwargs: object) -> Env:
-        """Create an environment. `kwargs` override those of the spec, which stays unchanged.
+        """Create an environment. `kwargs` override the spec's, which stays unchanged.
 
         Exceptions of the constructor propagate; a TypeError is raised again with the id and the arguments in its text.
 
@@ -101,7 +101,7 @@ class EnvSpec:
         return env
 
     def to_json(self) -> str:
-        """Raises ValueError if a field is a callable: only an entry point given as text survives the trip."""
+        """Serialize to JSON. Raises ValueError if a field is a callable: the entry point must be given as text."""
         self._check_can_jsonify(self)
         fields = asdict(self)
         del fields["name"]
@@ -117,7 +117,7 @@ class EnvSpec:
 
     @staticmethod
     def from_json(json_env_spec: str) -> "EnvSpec":
-        """Raises ValueError if the text is not a spec."""
+        """Parse a spec from JSON. Raises ValueError if the text is not a spec."""
         try:
             return EnvSpec(**json.loads(json_env_spec))
         except (TypeError, json.JSONDecodeError) as failure:
@@ -135,11 +135,11 @@ class EnvSpec:
 
 
 def load_env_creator(entry_point: EnvCreator | Callable[..., Env] | str) -> EnvCreator | Callable[..., Env]:
-    """Return the class or function behind an entry point, imported if it is given as "package.module:attribute".
+    """Return the class or function of an entry point, imported if it is given as "package.module:attribute".
 
     Raises:
         ValueError: the text is not of that form.
-        ImportError, AttributeError: there is no such module or attribute.
+        ImportError, AttributeError: the module or attribute does not exist.
     """
     if callable(entry_point):
         return entry_point

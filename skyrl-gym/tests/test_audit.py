@@ -213,8 +213,8 @@ def test_no_cheat_contains_only_the_answer():
 )
 def test_marked_places_are_found(text, emptied, inside):
     assert disguise.change_marked(text, lambda _: "") == emptied
-    assert disguise.last_marked(text) == inside
-    assert disguise.last_marked(disguise.replace_last_marked(text, "new")) == "new"
+    assert disguise.extract_last_marked(text) == inside
+    assert disguise.extract_last_marked(disguise.replace_last_marked(text, "new")) == "new"
 
 
 def test_garbled_text_keeps_shape_and_loses_content():
@@ -269,7 +269,7 @@ def test_planted_answers_reach_observations(env_id, cheat):
         task = Example(task.prompt, task.extras, task.oracle, {**examples[0].env_config, **env_config})
         result = play(env_spec, task, planting.turns(examples[0]))
     seen = "".join(m["content"] for m in result.messages[len(task.prompt) :] if m["role"] != "assistant")
-    assert disguise.last_marked(task.oracle[-1]) in seen
+    assert disguise.extract_last_marked(task.oracle[-1]) in seen
     assert result.outcome_reward <= 0
 
 

@@ -22,8 +22,8 @@ from skyrl_gym.graders.code import (
     grade_code,
     parse_tests,
 )
-from skyrl_gym.graders.code.compare import same_json, same_output
-from skyrl_gym.graders.code.inside.names import unbound_names, usual_names
+from skyrl_gym.graders.code.compare import is_same_json, is_same_output
+from skyrl_gym.graders.code.inside.names import find_unbound_names, get_usual_names
 from skyrl_gym.graders.code.inside.values import (
     NotPlain,
     References,
@@ -91,7 +91,7 @@ def test_block_extraction_time_is_linear():
     ],
 )
 def test_outputs_are_compared_line_by_line(printed, expected, same):
-    assert same_output(printed, expected) is same
+    assert is_same_output(printed, expected) is same
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_outputs_are_compared_line_by_line(printed, expected, same):
     ],
 )
 def test_json_is_compared_by_value(returned, expected, same):
-    assert same_json(returned, expected) is same
+    assert is_same_json(returned, expected) is same
 
 
 STDIN = {"input": "1", "output": "1", "testtype": "stdin"}
@@ -244,8 +244,8 @@ def test_exceptions_cross_pipe_as_nearest_builtin():
 
 def test_unbound_names_get_usual_imports():
     source = "import os\ndef f(n, xs: List[int]):\n    global seen\n    seen = deque(xs)\n    return gcd(n, len(seen))"
-    assert unbound_names(source) == {"List", "deque", "gcd"}
-    usual = usual_names({"List", "deque", "gcd", "math", "no_such_name"})
+    assert find_unbound_names(source) == {"List", "deque", "gcd"}
+    usual = get_usual_names({"List", "deque", "gcd", "math", "no_such_name"})
     assert usual.keys() == {"List", "deque", "gcd", "math"}
     assert usual["gcd"] is math.gcd and usual["deque"] is collections.deque
 

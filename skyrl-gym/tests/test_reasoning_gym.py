@@ -14,15 +14,15 @@ from skyrl_gym.error import Error, TaskError
 
 pytest.importorskip("reasoning_gym", reason="needs skyrl-gym[reasoning-gym]")
 
-from skyrl_gym.envs.reasoning_gym.curriculum import Source, attribute_levels, config_at, has_curriculum
+from skyrl_gym.envs.reasoning_gym.curriculum import Source, build_config, get_attribute_levels, has_curriculum
 from skyrl_gym.envs.reasoning_gym.env import ReasoningGymEnv
 from skyrl_gym.envs.reasoning_gym.grading import FULL_SCORE, grade, last_answer
 from skyrl_gym.envs.reasoning_gym.library import (
     EntryRequest,
     check_entry,
-    dataset_names,
     generate,
-    oracle_answer,
+    get_oracle_answer,
+    list_dataset_names,
 )
 from skyrl_gym.envs.reasoning_gym.rows import reasoning_gym_rows
 from skyrl_gym.graders.results import Invalid, Score
@@ -66,7 +66,7 @@ def oracle_scores_and_guesses_do_not(name, seed, count):
     for entry in entries:
         from_row = check_entry(name, json.dumps(entry))
         assert from_row["question"]
-        oracle = oracle_answer(entry)
+        oracle = get_oracle_answer(entry)
         if name in WITHOUT_ORACLE:
             assert oracle is None
         elif not (name == "intermediate_integration" and "Integral(" in str(oracle)):  # an answer that is no answer
@@ -84,13 +84,13 @@ def test_correct_answers_score_one_and_guesses_near_zero(name):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", dataset_names())
+@pytest.mark.parametrize("name", list_dataset_names())
 def test_every_generator_scores_gold_one_and_guesses_near_zero(name):
     oracle_scores_and_guesses_do_not(name, seed=11, count=6)
 
 
 def test_all_generators_are_there():
-    names = dataset_names()
+    names = list_dataset_names()
     assert len(names) >= 100
     assert "composite" not in names
 
@@ -251,7 +251,7 @@ def test_integrals_are_graded_in_bounded_time():
 @pytest.mark.full
 def test_failed_generator_is_asked_for_another_entry():
     """Every second board of knight_swap at this level (about) has no puzzle that is short enough."""
-    requests = [EntryRequest("knight_swap", 3, index, config_at("knight_swap", 1)) for index in range(2)]
+    requests = [EntryRequest("knight_swap", 3, index, build_config("knight_swap", 1)) for index in range(2)]
     assert all(entry["answer"] for entry in generate(requests))
 
 
@@ -336,10 +336,10 @@ def test_invalid_mixture_is_rejected(sources, text):
 
 
 def test_levels_raise_difficulty():
-    assert attribute_levels("chain_sum")["num_digits"] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
-    assert config_at("chain_sum", 0) == {"max_terms": 2, "max_digits": 1}  # the rest is as by default
-    assert config_at("chain_sum", 5) == {"max_terms": 7, "max_digits": 6}
-    assert config_at("chain_sum", {"num_terms": 5, "num_digits": 2}) == {"max_terms": 7, "max_digits": 3}
+    assert get_attribute_levels("chain_sum")["num_digits"] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+    assert build_config("chain_sum", 0) == {"max_terms": 2, "max_digits": 1}  # the rest is as by default
+    assert build_config("chain_sum", 5) == {"max_terms": 7, "max_digits": 6}
+    assert build_config("chain_sum", {"num_terms": 5, "num_digits": 2}) == {"max_terms": 7, "max_digits": 3}
     lengths = [
         sum(len(row["prompt"][0]["content"]) for row in rows)
         for rows in (
@@ -351,21 +351,21 @@ def test_levels_raise_difficulty():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", dataset_names())
+@pytest.mark.parametrize("name", list_dataset_names())
 def test_levels_of_every_curriculum_differ(name):
     if not has_curriculum(name):
         assert name in {"acre", "gsm_symbolic", "list_functions"}
         return
     configs = []
-    for level in range(max(len(values) for values in attribute_levels(name).values())):
+    for level in range(max(len(values) for values in get_attribute_levels(name).values())):
         with contextlib.suppress(TaskError):  # some generators refuse some of their curriculum's levels
-            configs.append(json.dumps(config_at(name, level), sort_keys=True))
+            configs.append(json.dumps(build_config(name, level), sort_keys=True))
     assert len(set(configs)) >= 2
 
 
 def test_level_rejected_by_generator_raises_task_error():
     with pytest.raises(TaskError, match="rotation must be in range"):
-        config_at("caesar_cipher", 2)  # rotates by more letters than there are
+        build_config("caesar_cipher", 2)  # rotates by more letters than there are
 
 
 def test_threads_get_identical_rows():

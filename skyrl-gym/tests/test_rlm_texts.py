@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from skyrl_gym.envs.rlm.answers import final_text, final_variable, last_repl_block
+from skyrl_gym.envs.rlm.answers import extract_final_variable, extract_last_repl_block, final_text
 from skyrl_gym.envs.rlm.repl_process import TooLarge, decode, encode
 
 
@@ -21,7 +21,7 @@ from skyrl_gym.envs.rlm.repl_process import TooLarge, decode, encode
     ],
 )
 def test_last_repl_block_is_executed(text, code):
-    assert last_repl_block(text) == code
+    assert extract_last_repl_block(text) == code
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_final_answer_must_start_line(text, answer):
     ],
 )
 def test_final_variable_must_start_line_outside_code(text, name):
-    assert final_variable(text) == name
+    assert extract_final_variable(text) == name
 
 
 @pytest.mark.parametrize(

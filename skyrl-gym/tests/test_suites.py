@@ -20,7 +20,7 @@ from skyrl_gym.eval.settings import EvalSettings
 from skyrl_gym.eval.statistics import mean_of_sets
 from skyrl_gym.eval.suite_data import GivenData, tasks_of
 from skyrl_gym.eval.suite_runs import plan_suites
-from skyrl_gym.eval.suites import GROUPS, SUITES, markdown, suites_named
+from skyrl_gym.eval.suites import GROUPS, SUITES, get_suites, markdown
 
 from .chat_server import ChatServer
 from .scripted_server import unused_url
@@ -354,7 +354,7 @@ def test_suite_defaults_are_valid_evaluation_settings(name):
 
 
 def test_group_name_expands_to_suites():
-    assert list(suites_named(["spider", "spider_dk", "gsm8k"])) == [*GROUPS["spider"], "gsm8k"]
+    assert list(get_suites(["spider", "spider_dk", "gsm8k"])) == [*GROUPS["spider"], "gsm8k"]
     assert {name for members in GROUPS.values() for name in members} <= SUITES.keys()
 
 

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 import skyrl_gym
-from skyrl_gym.envs.textworld.env import last_command
+from skyrl_gym.envs.textworld.env import extract_last_command
 from skyrl_gym.envs.textworld.game import Playing, parse_game
-from skyrl_gym.envs.textworld.house import HOUSE_RULES, TASKS, house_game
+from skyrl_gym.envs.textworld.house import HOUSE_RULES, TASKS, build_house_game
 from skyrl_gym.envs.textworld.logic import parse_logic
 from skyrl_gym.envs.textworld.narrator import Narrator
 from skyrl_gym.episode import run_episode
@@ -15,7 +15,7 @@ from skyrl_gym.error import TaskError
 
 
 def make(config: Any = None, **extras: Any) -> Any:
-    return skyrl_gym.make("textworld", env_config=config, extras={"game": house_game(0)} | extras)
+    return skyrl_gym.make("textworld", env_config=config, extras={"game": build_house_game(0)} | extras)
 
 
 def say(command: str) -> str:
@@ -168,7 +168,7 @@ def test_possible_commands_can_be_listed():
     ],
 )
 def test_command_parsing(text, command):
-    assert last_command(text) == command
+    assert extract_last_command(text) == command
 
 
 def test_failed_quest_ends_episode_without_reward():
@@ -184,8 +184,8 @@ def test_failed_quest_ends_episode_without_reward():
 
 
 def test_game_is_won_without_optional_quests():
-    game = house_game(3)
-    optional = {"reward": 3, "win_events": house_game(0)["quests"][0]["win_events"], "optional": True}
+    game = build_house_game(3)
+    optional = {"reward": 3, "win_events": build_house_game(0)["quests"][0]["win_events"], "optional": True}
     result = played(make(game=game | {"quests": [*game["quests"], optional]}), TASKS[3][2])
     assert (result.outcome_reward, result.total_reward) == (1.0, 0.25)
 
@@ -199,7 +199,7 @@ def test_quests_are_rewarded_by_fraction_or_only_at_end(published):
 
 def test_game_from_file(tmp_path):
     file = tmp_path / "game.json"
-    file.write_text(json.dumps(house_game(3)))
+    file.write_text(json.dumps(build_house_game(3)))
     env = skyrl_gym.make("textworld", extras={"game_file": str(file)})
     assert env.game.objective == "Hide the lamp in the drawer."  # type: ignore[attr-defined]
     with pytest.raises(FileNotFoundError, match=r"game_file: there is no file .*nowhere\.json"):
@@ -217,19 +217,19 @@ def without_wins(game):
         ("{", "game must be a mapping or its JSON text"),
         ([], "game must be a mapping or its JSON text"),
         ({"world": []}, "game.quests must be a list; the game has world"),
-        (house_game(0) | {"world": [{"name": "at"}]}, "game is not of TextWorld's format"),
-        (house_game(0) | {"world": []}, "game.world must say where the player is"),
-        (without_wins(house_game(0)), "this game cannot be won"),
+        (build_house_game(0) | {"world": [{"name": "at"}]}, "game is not of TextWorld's format"),
+        (build_house_game(0) | {"world": []}, "game.world must say where the player is"),
+        (without_wins(build_house_game(0)), "this game cannot be won"),
         (
-            house_game(0) | {"KB": {"logic": "type t { rules { take :: at(P, r); } }"}},
+            build_house_game(0) | {"KB": {"logic": "type t { rules { take :: at(P, r); } }"}},
             "must read 'name :: facts -> facts'",
         ),
         (
-            house_game(0) | {"KB": {"logic": "type t { rules { fly :: at(P, r) -> at(P, s); } }"}},
+            build_house_game(0) | {"KB": {"logic": "type t { rules { fly :: at(P, r) -> at(P, s); } }"}},
             "facts of s from nowhere",
         ),
-        (house_game(0) | {"KB": {"logic": "rules { }"}}, "must be made of 'type NAME"),
-        (house_game(0) | {"KB": {"logic": "type t { rules { take"}}, "ends within a statement"),
+        (build_house_game(0) | {"KB": {"logic": "rules { }"}}, "must be made of 'type NAME"),
+        (build_house_game(0) | {"KB": {"logic": "type t { rules { take"}}, "ends within a statement"),
     ],
 )
 def test_unplayable_game_is_rejected(game, text):
@@ -253,7 +253,7 @@ def test_rules_are_read_with_their_types_and_aliases():
 
 
 def test_action_changes_only_facts_of_rule():
-    playing = Playing(parse_game(house_game(0)))
+    playing = Playing(parse_game(build_house_game(0)))
     before = playing.facts
     playing.do(playing.commands()["take lamp"])
     assert {str(fact) for fact in before - playing.facts} == {"at(lamp, hall)"}
@@ -265,7 +265,7 @@ def test_directions_in_descriptions_are_followed():
         "A [if open]gaping[else if locked]barred[otherwise]shut[end if] chest"
         "[if chest is open and there is something in the chest]: [a list of things in the chest][end if]."
     )
-    game = house_game(0) | {"infos": [["chest", {"id": "chest", "name": "chest", "desc": text}]]}
+    game = build_house_game(0) | {"infos": [["chest", {"id": "chest", "name": "chest", "desc": text}]]}
     env = make(game=game)
     assert seen(env, "examine chest").startswith("A barred chest.")
     for command in TASKS[0][2][:6]:

@@ -356,7 +356,7 @@ def test_every_entity_of_a_real_package_is_found_by_its_id(gym):
 
 
 def test_callers_in_a_real_package(gym):
-    answer = related(gym, "callers", "sandbox/workspace.py:path_parts")
+    answer = related(gym, "callers", "sandbox/workspace.py:split_path")
     assert "sandbox/workspace.py:Workspace.read" in "\n".join(answer) and "by the name alone" not in "\n".join(answer)
 
 

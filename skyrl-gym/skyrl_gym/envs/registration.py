@@ -1,4 +1,4 @@
-"""Environments by name: `register`, `make`, `spec`. Each process has a registry of its own.
+"""Environments by name: `register`, `make`, `spec`. Each process has its own registry.
 
 An installed package adds its environments to every process by an entry point, without anyone registering them:
 
@@ -66,9 +66,9 @@ ENTRY_POINT_GROUP = "skyrl_gym.envs"
 
 
 def register_installed() -> None:
-    """Register the environments that installed packages declare. Imports none of them: that is left to `make`.
+    """Register the environments that installed packages declare, without importing them; `make` does.
 
-    An id that is taken already keeps its meaning, with a warning that names both.
+    An id that is already registered is kept, with a warning that names both.
     """
     # Only the declarations are read: importing the packages could take seconds, or fail.
     for entry_point in entry_points(group=ENTRY_POINT_GROUP):
@@ -80,7 +80,7 @@ def register_installed() -> None:
 
 
 def deregister(id: str) -> None:
-    """Remove an environment. Raises `Error` if there is none of that id."""
+    """Remove an environment. Raises `Error` for an unknown id."""
     with _registry_lock:
         _find_spec(id)
         del registry[id]
@@ -90,7 +90,7 @@ def spec(env_id: str) -> EnvSpec:
     """Return the spec of an id, registered or of the form "package.module:Class".
 
     Raises:
-        Error: there is none; the text names the nearest ids, or what is missing of the module.
+        Error: unknown id; the text names the nearest ids, or the missing module or attribute.
     """
     return _find_spec(env_id)
 
@@ -101,13 +101,13 @@ def _find_spec(env_id: str) -> EnvSpec:
         return found
     # An id with a colon names a class, which needs no registration.
     if isinstance(env_id, str) and ":" in env_id:
-        return _spec_of_entry_point(env_id)
+        return _make_spec_from_entry_point(env_id)
     hint = did_you_mean(env_id, sorted(registry), count=3)
     raise error.Error(f"No registered env with id: {env_id}; {hint}")
 
 
-def _spec_of_entry_point(entry_point: str) -> EnvSpec:
-    """Return a spec for "package.module:Class", which is imported to prove that it is there. Raises Error."""
+def _make_spec_from_entry_point(entry_point: str) -> EnvSpec:
+    """Make a spec for "package.module:Class", imported to check that it exists. Raises Error."""
     try:
         load_env_creator(entry_point)
     except (ImportError, AttributeError, ValueError) as failure:
@@ -118,9 +118,8 @@ def _spec_of_entry_point(entry_point: str) -> EnvSpec:
 
 
 def env_class_of(env_spec: EnvSpec) -> type[Env] | None:
-    """Return the class of the environments that a spec makes; for a factory function the one it is annotated to return.
-
-    None if a factory does not say.
+    """Return the class of the environments that a spec makes; for a factory function, its return annotation, or
+    None.
     """
     if env_spec.entry_point is None:
         raise error.Error(f"{env_spec.id} is registered without an entry point")

@@ -15,7 +15,7 @@ from skyrl_gym.error import InfraError
 from skyrl_gym.sandbox import local, make_sandbox, rlimits
 from skyrl_gym.sandbox.local import LocalSandbox
 from skyrl_gym.sandbox.process import ProcessSandbox
-from skyrl_gym.sandbox.seccomp import MACHINES, seccomp_filter
+from skyrl_gym.sandbox.seccomp import MACHINES, build_seccomp_filter
 
 
 def test_local_sandbox_is_default_when_available(needs_local, monkeypatch):
@@ -135,7 +135,7 @@ def test_limit_check_at_exit_preserves_exit_code(needs_local, monkeypatch):
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_seccomp_filter_jumps_stay_inside_program(machine):
-    program = seccomp_filter(machine)
+    program = build_seccomp_filter(machine)
     assert len(program) % 8 == 0
     count = len(program) // 8
     for number in range(count):

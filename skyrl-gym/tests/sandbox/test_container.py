@@ -127,7 +127,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_containers_of_killed_process_are_removed(engine, tmp_path, monkeypatch):
-    owner = container_owner.owner_of_containers(engine)
+    owner = container_owner.get_container_owner(engine)
     boot, pid, start = owner.rsplit("-", 2)
     listed = [f"skyrl-gym-{owner}-a", f"skyrl-gym-{boot}-{pid}-{int(start) - 1}-b", f"skyrl-gym-other.1-{pid}-1-c"]
     listed.append("skyrl-gym-0123456789abcdef")  # of a release without owners

@@ -32,7 +32,7 @@ print(sandbox.exec(["cat", "x"]).stdout)
 @pytest.fixture
 def place(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    workspace._sweep.cache_clear()
+    workspace._remove_stale_folders.cache_clear()
     return tmp_path
 
 
@@ -72,7 +72,7 @@ def test_folders_of_killed_processes_are_deleted_later(place):
     an_hour_ago = time.time() - 2 * workspace.SWEEP_SECONDS
     for folder in (left, in_use.root):
         os.utime(folder, (an_hour_ago, an_hour_ago))
-    workspace._sweep.cache_clear()
+    workspace._remove_stale_folders.cache_clear()
     Workspace().delete()
     assert sorted(place.iterdir()) == sorted([recent, Path(in_use.root)])
     in_use.delete()
