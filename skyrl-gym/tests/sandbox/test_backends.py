@@ -98,7 +98,7 @@ def test_bundled_bubblewrap_is_used_without_system_one(needs_local, monkeypatch,
 
 
 def test_isolation_setup_failure_raises_infra_error(needs_local, monkeypatch):
-    monkeypatch.setattr(local, "_python_folders", lambda: ["--ro-bind", "/no/such/folder", "/python"])
+    monkeypatch.setattr(local, "_get_python_arguments", lambda: ["--ro-bind", "/no/such/folder", "/python"])
     with make_sandbox("local") as sandbox:
         with pytest.raises(InfraError, match=r"bwrap: .*no/such/folder"):
             sandbox.exec(["true"])

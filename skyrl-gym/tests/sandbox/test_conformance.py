@@ -128,7 +128,7 @@ IGNORED = "import signal; print([s.name for s in signal.valid_signals() if signa
 def test_command_does_not_inherit_ignored_signals(sandbox, monkeypatch, with_new_env):
     if not with_new_env:
         reset = [sys.executable, "-I", "-S", "-c", rlimits.RESET_SIGNALS]
-        monkeypatch.setattr(rlimits, "_signal_resetter", lambda: reset)
+        monkeypatch.setattr(rlimits, "_find_signal_resetter", lambda: reset)
     kinds = (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1)
     before = {kind: signal.signal(kind, signal.SIG_IGN) for kind in kinds}
     try:
