@@ -435,13 +435,13 @@ def test_reasoning_gym_rows_are_solved(tmp_path):
 
 def test_gymnasium_rows_are_solved(tmp_path):
     pytest.importorskip("gymnasium")
-    from skyrl_gym.envs.gymnasium.examples import balancing_actions
+    from skyrl_gym.envs.gymnasium.examples import compute_balancing_actions
 
     settings = json.dumps({"actions_per_turn": 500, "reward_range": [0, 500], "max_turns": 1})
     sizes = ("--train_size", 3, "--test_size", 2)
     rows = build("gymnasium/gymnasium_dataset.py", tmp_path, "--env_id", "CartPole-v1", "--settings", settings, *sizes)
     for row in rows["train"] + rows["validation"]:
-        result = play(row, [f"<action>{json.dumps(balancing_actions(row['seed']))}</action>"])
+        result = play(row, [f"<action>{json.dumps(compute_balancing_actions(row['seed']))}</action>"])
         assert result.outcome_reward == 1.0
     with pytest.raises(skyrl_gym.error.TaskError, match="CartPol-v1"):
         build("gymnasium/gymnasium_dataset.py", tmp_path, "--env_id", "CartPol-v1", *sizes)

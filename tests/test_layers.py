@@ -79,7 +79,17 @@ AGENT_LAYERS = [
 
 GYM = REPOSITORY / "skyrl-gym" / "skyrl_gym"
 GYM_LAYERS = [
-    {"arrow_nulls", "error", "core", "deadline", "finite_numbers", "tags", "suggestions", "syntax_trees"}
+    {
+        "arrow_nulls",
+        "call_arguments",
+        "error",
+        "core",
+        "deadline",
+        "finite_numbers",
+        "tags",
+        "suggestions",
+        "syntax_trees",
+    }
     | {"valid_unicode", "waits", "whole_folders"},
     {"services"},
     {"chat_model"},
@@ -235,7 +245,9 @@ def part_of(module: str, parts: Iterable[str]) -> str | None:
     return max((part for part in parts if module == part or module.startswith(f"{part}.")), key=len, default=None)
 
 
-@pytest.mark.parametrize("package, layers", [(PACKAGE, LAYERS), (SERVER, SERVER_LAYERS), (AGENTS, AGENT_LAYERS)])
+@pytest.mark.parametrize(
+    "package, layers", [(PACKAGE, LAYERS), (SERVER, SERVER_LAYERS), (AGENTS, AGENT_LAYERS), (GYM, GYM_LAYERS)]
+)
 def test_modules_do_not_import_each_other_for_types(package, layers):
     parts = set().union(*layers)
     edges = {

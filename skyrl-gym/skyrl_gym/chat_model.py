@@ -1,4 +1,4 @@
-"""A model behind a server that speaks OpenAI's `POST /chat/completions`. Knows neither environments nor graders."""
+"""Client of a model server with OpenAI's `POST /chat/completions`. Independent of environments and graders."""
 
 import json
 import time
@@ -49,11 +49,11 @@ class ChatModel:
     """Fields of each request other than `model` and `messages`."""
 
     def complete(self, messages: Sequence[Mapping[str, object]], **fields: object) -> Reply:
-        """Return the model's next turn. `fields` are further ones of this request.
+        """Request the model's next turn. `fields` are additional fields of this request.
 
         Raises:
-            InfraError: the server could not be reached or failed, as often as it may be tried.
-            ModelError: it answered, but there is no reply in it.
+            InfraError: the server was unreachable or failed in every attempt.
+            ModelError: the response contains no message.
         """
         started = time.monotonic()
         request = {**self.fields, **fields, "model": self.model, "messages": messages}

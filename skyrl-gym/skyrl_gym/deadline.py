@@ -11,11 +11,11 @@ T = TypeVar("T")
 
 
 class DeadlineExceeded(TimeoutError):
-    """A call did not come back in time. It may still be running, in a thread that nobody waits for."""
+    """A call did not return in time. It may still be running in a daemon thread."""
 
 
 def outcome_of(function: Callable[..., T], /, *args: object, **kwargs: object) -> T | Exception:
-    """Call a user's, a model's or a library's code. Returns its result, or the exception that it raised.
+    """Call untrusted code (of a user, a model or a library). Returns its result, or the exception that it raised.
 
     Raises:
         InfraError: a service that the code needs does not work.
@@ -29,12 +29,12 @@ def outcome_of(function: Callable[..., T], /, *args: object, **kwargs: object) -
 
 
 def call_before_deadline(seconds: float | None, function: Callable[..., T], *args: object) -> T:
-    """Return the result of `function(*args)`, called in a thread of its own; what it raises is raised here.
+    """Call `function(*args)` in a separate thread. Returns its result, or raises its exception.
 
-    The thread is a daemon: one that never returns does not keep the process from ending.
+    The thread is a daemon, so a call that never returns does not block process exit.
 
     Args:
-        seconds: how long to wait; None waits for ever.
+        seconds: timeout; None waits indefinitely.
 
     Raises:
         DeadlineExceeded: it took longer.

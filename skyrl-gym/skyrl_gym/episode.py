@@ -1,6 +1,6 @@
-"""Episode of one environment, driven from plain code; `eval`, `audit` and `check_env` are built on it.
+"""Text-only driver for episodes of one environment, used by `eval`, `audit` and `check_env`.
 
-The trainer has a driver of its own, which knows tokens and deadlines. This one knows text only.
+The trainer has a separate driver with tokens and deadlines.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ class EpisodeResult:
 class Episode:
     """One episode of an environment with `def` or `async def` methods, whose return values are checked.
 
-    Not for use on a running event loop: drive it from a thread there.
+    Cannot be used on a running event loop: use a thread there.
     """
 
     def __init__(self, env: Env) -> None:
@@ -61,7 +61,7 @@ class Episode:
 
     def init(self, prompt: ConversationType, seed: int | None = None) -> ConversationType:
         """Start the episode; `seed` is handed on if the environment takes one. Returns the first messages."""
-        arguments = (prompt, seed) if accepts_seed(self.env) else (prompt,)
+        arguments = (prompt, seed) if has_seed_argument(self.env) else (prompt,)
         answer = self._finish(self.env.init(*arguments))
         if not (isinstance(answer, tuple) and len(answer) == 2):
             raise ContractError(f"init must return (messages, info); got {answer!r:.200}")
@@ -96,15 +96,15 @@ class Episode:
             return value
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-        return self._loop.run_until_complete(_as_coroutine(value))
+        return self._loop.run_until_complete(_to_coroutine(value))
 
 
-async def _as_coroutine(awaitable: Awaitable[object]) -> object:
+async def _to_coroutine(awaitable: Awaitable[object]) -> object:
     return await awaitable
 
 
-def accepts_seed(env: Env) -> bool:
-    """Return whether `init` takes a seed beside the prompt."""
+def has_seed_argument(env: Env) -> bool:
+    """Check whether `init` accepts a seed."""
     return "seed" in inspect.signature(env.init).parameters
 
 

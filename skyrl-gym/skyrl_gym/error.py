@@ -1,12 +1,12 @@
-"""Errors of this package, by who can fix them. Imports nothing of ours."""
+"""Exceptions of this package, grouped by who can fix them. Imports no other module of the package."""
 
 
 class Error(Exception):
-    """Base of the errors this package raises on purpose."""
+    """Base class of the exceptions of this package."""
 
 
 class RegistrationError(Error):
-    """An environment id is registered twice, or what is registered cannot make an environment."""
+    """An environment id is registered twice, or the registration cannot make an environment."""
 
 
 class TaskError(Error, AssertionError):
@@ -17,8 +17,8 @@ class TaskError(Error, AssertionError):
 
 
 class InfraError(Error):
-    """Failure of a service that the episode needs: a server, a sandbox, a database, a judge.
+    """Failure of a service that the episode requires: a server, a sandbox, a database, a judge.
 
-    It says nothing about what the model did. Graders return it as a value and environments raise it; whoever runs the
-    episode tries again or leaves the episode out, and never scores it 0.
+    It is unrelated to the model's behaviour. Graders return it as a value and environments raise it; the caller retries
+    or excludes the episode, and never scores it 0.
     """

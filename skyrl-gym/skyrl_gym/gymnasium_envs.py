@@ -38,12 +38,13 @@ class AnyText(gymnasium.spaces.Text):
 
 
 class GymnasiumView(gymnasium.Env[str, str]):
-    """One registered text environment. Each episode plays one dataset row, drawn by the seed of `reset`.
+    """Gymnasium view of a registered text environment. Each episode plays one dataset row, drawn by the seed of
+    `reset`.
 
     Args:
-        env_id: id of the environment, as `skyrl_gym.make` takes it.
+        env_id: id of the environment, as for `skyrl_gym.make`.
         rows: dataset rows: a `prompt` and the columns that the environment reads. The environment's examples if None.
-        env_config: settings of the environment. They go before those of an example.
+        env_config: settings of the environment. They override the settings of an example.
         render_mode: "ansi", with which `render` returns the conversation as text, or None.
     """
 

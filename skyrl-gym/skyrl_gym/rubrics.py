@@ -5,7 +5,7 @@
     result.total            # the reward
     result.metrics()        # {"reward/correct": 1.0, "reward/format": 1.0, "outcome_reward": 1.0}
 
-Knows no environments: whoever scores says what there is to judge.
+Independent of environments: the caller of `score` passes the arguments.
 """
 
 import asyncio
@@ -77,12 +77,12 @@ class Rubric:
         gate: str | None = None,
         arguments: Iterable[str] = (),
     ) -> None:
-        self.parts = [_part(*item) for item in parts.items()] if isinstance(parts, Mapping) else list(parts)
+        self.parts = [_make_part(*item) for item in parts.items()] if isinstance(parts, Mapping) else list(parts)
         self.outcome = outcome
         self.gate = gate
         self.arguments = (*ARGUMENTS, *arguments)
         self._check()
-        self._wanted = {part.name: _wanted_arguments(part, self.arguments) for part in self.parts}
+        self._wanted = {part.name: _get_argument_names(part, self.arguments) for part in self.parts}
         # The gate is asked first.
         self._order = sorted(self.parts, key=lambda part: part.name != gate)
 
@@ -103,11 +103,11 @@ class Rubric:
                 )
 
     def score(self, **arguments: object) -> RubricResult:
-        """Score one answer. `async def` parts run on an event loop of their own, at the same time.
+        """Score one answer. `async def` parts run concurrently on a separate event loop.
 
         Raises:
-            InfraError: a part could not be judged. It is never 0.
-            TypeError: an argument that no rubric of this form knows, or one that a part needs is missing.
+            InfraError: a part could not be scored. It is never scored 0.
+            TypeError: an argument is unknown to all parts, or an argument that a part requires is missing.
             RuntimeError: called on a running event loop with `async def` parts: await `score_async` there.
         """
         if not any(inspect.iscoroutinefunction(part.function) for part in self.parts):
@@ -131,7 +131,7 @@ class Rubric:
                 break
             for part, grade in zip(group, await self._grade(group, arguments), strict=True):
                 grades[part.name] = grade
-                values[part.name] = _value_of(part, grade)
+                values[part.name] = _get_value(part, grade)
         weighted = {part.name: part.weight * values[part.name] for part in self.parts}
         outcome = None if self.outcome is None else weighted[self.outcome]
         return RubricResult(total=sum(weighted.values()), parts=values, outcome=outcome, grades=grades)
@@ -140,7 +140,7 @@ class Rubric:
         answers = [self._call(part, arguments) for part in parts]
         waiting = [index for index, answer in enumerate(answers) if inspect.isawaitable(answer)]
         if waiting:
-            _require_event_loop(parts[waiting[0]], answers)
+            _raise_if_awaitable(parts[waiting[0]], answers)
             for index, grade in zip(waiting, await asyncio.gather(*(answers[i] for i in waiting)), strict=True):
                 answers[index] = grade
         return answers
@@ -160,11 +160,11 @@ class Rubric:
             raise TypeError(f"score was given {', '.join(unknown)}; this rubric knows {_names(self.arguments)}")
 
 
-def _part(name: str, given: Any) -> Part:
+def _make_part(name: str, given: Any) -> Part:
     return Part(name, *given) if isinstance(given, tuple) else Part(name, given)
 
 
-def _wanted_arguments(part: Part, available: Sequence[str]) -> tuple[list[str], list[str]]:
+def _get_argument_names(part: Part, available: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the argument names that a part's function requires, and those that it accepts."""
     if not callable(part.function):
         raise TypeError(f"rubric part {part.name!r} must be a function; got {part.function!r}")
@@ -188,7 +188,7 @@ def _wanted_arguments(part: Part, available: Sequence[str]) -> tuple[list[str], 
     return required, list(dict.fromkeys(optional))
 
 
-def _value_of(part: Part, grade: object) -> float:
+def _get_value(part: Part, grade: object) -> float:
     if isinstance(grade, Score | Invalid | Timeout | InfraError):
         grade = reward_of(grade)
     number = to_finite(int(grade) if isinstance(grade, bool) else grade)
@@ -206,8 +206,8 @@ def _finish_without_waiting(coroutine: Any) -> RubricResult:
     raise AssertionError("a rubric of plain functions waited for something")
 
 
-def _require_event_loop(part: Part, answers: list[object]) -> None:
-    """A plain function gave an awaitable, which `score` could not foresee."""
+def _raise_if_awaitable(part: Part, answers: list[object]) -> None:
+    """Raise a RuntimeError for an awaitable returned by a plain function, which `score` cannot detect in advance."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

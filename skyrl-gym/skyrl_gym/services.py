@@ -1,7 +1,7 @@
-"""A service that is asked over HTTP, with JSON, and that may be away for a moment: a retriever, a judge, a model.
+"""Client of a JSON service over HTTP that may be temporarily unavailable: a retriever, a judge, a model.
 
-What may be over soon (nobody listens, no answer in time, a broken connection, a status that says so) is tried again for
-a while, and is then an `InfraError`. Any other answer goes to whoever asked, who knows what it means.
+Transient errors (connection refused, timeout, broken connection, a transient status) are retried for a while and then
+raise `InfraError`. Any other response is returned to the caller.
 """
 
 import functools
@@ -43,7 +43,7 @@ connection that the server has closed."""
 
 
 class Cancelled(Exception):
-    """Whoever asked does not want to know any more."""
+    """The caller cancelled the request."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Service:
     def request(
         self, body: object = None, *, path: str = "", method: str = "POST", label: str | None = None
     ) -> Response:
-        """Send `body` as JSON to the service's address, with `path` added, as often as it takes.
+        """Send `body` as JSON to the service's address, with `path` appended, with retries.
 
         Args:
             label: name under which each attempt is logged; nothing is without.
@@ -127,7 +127,7 @@ class Service:
             Cancelled: see above.
         """
         url = self.url.rstrip("/") + path if path else self.url
-        content = b"" if body is None else json.dumps(body, default=_plain).encode()  # ASCII: lone surrogates pass
+        content = b"" if body is None else json.dumps(body, default=_to_plain).encode()  # ASCII: lone surrogates pass
         connections = self._connect()  # held until the end, or a `close` meanwhile would end this request
         started, attempt = time.monotonic(), 0
         while not self.cancelled.is_set():
@@ -214,13 +214,13 @@ def retry_after(response: Response) -> float:
         return 0.0
 
 
-def _plain(value: Iterable[object]) -> object:
-    """Settings that came from a configuration library, as JSON knows them."""
+def _to_plain(value: Iterable[object]) -> object:
+    """Convert settings of a configuration library to JSON values."""
     return dict(value) if isinstance(value, Mapping) else list(value)
 
 
 class Connections:
-    """Connections of this process to one host; closed when nobody refers to them."""
+    """Connections of this process to one host; closed when they are no longer referenced."""
 
     def __init__(self, origin: str) -> None:
         import httpx  # only when a service is used: `import skyrl_gym` stays light
@@ -263,7 +263,7 @@ def is_loopback(host: str | None) -> bool:
 
 @functools.cache
 def certificates() -> "ssl.SSLContext":
-    """Read once: that takes longer than many a request."""
+    """Load the certificates once: it takes longer than most requests."""
     import httpx
 
     return httpx.create_ssl_context()

@@ -8,13 +8,13 @@ def has_tags(text: str, tag: str) -> bool:
 
 
 def first_tagged(text: str, tag: str) -> str | None:
-    """Extract the first `<tag>...</tag>`; None if there is none."""
+    """Extract the first `<tag>...</tag>`, or return None."""
     start = text.find(f"<{tag}>")
     end = text.find(f"</{tag}>", start)
     return text[start + len(tag) + 2 : end] if 0 <= start < end else None
 
 
 def last_tagged(text: str, tag: str) -> str | None:
-    """Extract the last `<tag>...</tag>`, without an earlier tag of that name; None if there is none."""
+    """Extract the last `<tag>...</tag>`, without an earlier tag of that name, or return None."""
     start = text.rfind(f"<{tag}>", 0, max(0, text.rfind(f"</{tag}>")))
     return first_tagged(text[start:], tag) if start >= 0 else None

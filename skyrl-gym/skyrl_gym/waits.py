@@ -1,14 +1,14 @@
-"""Present and recent waits of a process, in a small file that other processes read. Knows nothing of runs.
+"""Current and recent waits of a process, in a small file that other processes read. Independent of runs.
 
-A process that hangs cannot tell what it waits for, so it writes that down before it waits, into memory that is mapped
-from a file: stopped or killed, it leaves its last words there. Stacks of all threads follow on request: `SIGNAL` makes
-`faulthandler` append them to a second file, without the interpreter's help.
+A hanging process cannot report what it waits for, so it records that before each wait, in a memory-mapped file: the
+record survives when the process is stopped or killed. Stacks of all threads are available on request: `SIGNAL` makes
+`faulthandler` append them to a second file, without the interpreter.
 
-    with waiting("all_gather #12 of layers.3", on=PEERS): ...       a wait for somebody
+    with waiting("all_gather #12 of layers.3", on=PEERS): ...       a wait for others
     with waiting("forward_backward"): ...                           work, which contains waits
 
-Waits that are begun inside of another one name it as their parent, also in other threads and tasks of its context.
-Nothing is written where `SKYRL_WAITS` names no folder.
+Nested waits record the outer wait as their parent, also in other threads and tasks of its context. Nothing is written
+unless `SKYRL_WAITS` names a folder.
 """
 
 import asyncio
@@ -155,7 +155,7 @@ class Recorder:
         return slot, number
 
     def end(self, slot: int, *, given_up: bool) -> None:
-        """Write the end of a wait and give its slot back."""
+        """Write the end of a wait and release its slot."""
         struct.pack_into("<d", self._map, slot + 24, time.time())
         if given_up:
             struct.pack_into("<H", self._map, slot + 48, 1)
@@ -223,10 +223,10 @@ def waiting(what: str, on: str = "", *, who: str = "", deadline: float = 0.0) ->
     """Return a context manager that records a wait for its duration.
 
     Args:
-        what: what is awaited, or done.
-        on: names of those who are waited for, separated by commas, or an address or file; empty for work.
-        who: the one that waits; else that of the wait around it, else the role of this process.
-        deadline: seconds that it may last.
+        what: the awaited event, or the work.
+        on: names of the awaited processes, separated by commas, or an address or file; empty for work.
+        who: name of the waiter; default: from the outer wait, else the role of this process.
+        deadline: timeout in seconds.
     """
     return RecordedWait(what, on, who, deadline)
 
@@ -269,10 +269,10 @@ _explainer: Callable[[str], str] | None = None
 
 
 def begin_run(folder: Path, role: str, *, explainer: Callable[[str], str] | None = None, **facts: object) -> None:
-    """Record the waits of a run in a folder: those of this process under `role`, and those of processes that it starts.
+    """Record the waits of a run in a folder, for this process (under `role`) and its child processes.
 
     Args:
-        explainer: what `explanation` calls.
+        explainer: function that `explanation` calls.
         facts: further JSON values of the record of this process.
     """
     global _explainer
@@ -283,7 +283,7 @@ def begin_run(folder: Path, role: str, *, explainer: Callable[[str], str] | None
 
 
 def end_run() -> None:
-    """End what `begin_run` began, in a run that ends in order."""
+    """End the record that `begin_run` started, in a run that ends normally."""
     global _explainer
     stop_reporting()
     _explainer = None
@@ -306,10 +306,10 @@ def recorded_run(
 
 
 async def explanation(reason: str) -> str:
-    """Explain who waits for whom, since a deadline has expired. Takes a second or two, in a thread.
+    """Explain which process waits for which after a deadline has expired. Takes a second or two, in a thread.
 
     Args:
-        reason: what did not happen in time, in a sentence.
+        reason: sentence that describes the expired wait.
 
     Returns:
         The end of an error's first line; empty in a process without an explainer.
@@ -317,19 +317,19 @@ async def explanation(reason: str) -> str:
     return "" if _explainer is None else await asyncio.to_thread(_explainer, reason)
 
 
-def _forget() -> None:
+def _reset_after_fork() -> None:
     global _recorder
     _recorder = None  # the file is that of the parent
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 # ---- reading
 
 
 def _remove_records_of_the_dead(folder: Path) -> None:
-    """Delete the records of processes that ended without doing so; those of a second run in the folder stay."""
+    """Delete the records of crashed processes. Records of a second run in the folder are kept."""
     for record in read_records(folder):
         if has_ended(record.facts):
             record.path.unlink(missing_ok=True)
@@ -344,7 +344,7 @@ def has_ended(facts: Mapping[str, object]) -> bool:
 
 
 def read_records(folder: Path) -> list[ProcessRecord]:
-    """Read the records of all processes, by role. Files that are none, or of another release, are left out."""
+    """Read the records of all processes, by role. Invalid files and files of another release are skipped."""
     records = []
     for path in sorted(folder.glob("*.waits")):
         with contextlib.suppress(OSError, ValueError, KeyError, struct.error):
@@ -353,7 +353,7 @@ def read_records(folder: Path) -> list[ProcessRecord]:
 
 
 def read_facts(data: bytes) -> dict[str, Any]:
-    """Return the facts at the beginning of a record. Raises ValueError: it is none."""
+    """Read the facts at the start of a record. Raises ValueError for an invalid record."""
     facts = json.loads(data[:HEADER_BYTES])
     if not isinstance(facts, dict) or not isinstance(facts.get("role"), str) or not isinstance(facts.get("pid"), int):
         raise ValueError("it has another header")

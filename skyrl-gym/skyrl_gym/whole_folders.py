@@ -1,4 +1,4 @@
-"""Folders that are whole or absent, whatever ends the process that writes them. Knows paths, not what is in them."""
+"""Atomic creation and replacement of folders: a folder is complete or absent even if the writing process crashes."""
 
 import ctypes
 import errno
@@ -19,7 +19,7 @@ _AT_FDCWD = -100  # <fcntl.h>
 
 
 def fsync_folder(folder: str | Path) -> None:
-    """Make the names in a folder (a rename, a new file) survive a power cut, where the file system can do that."""
+    """Sync the names in a folder (a rename, a new file) to disk, where the file system can do that."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -60,8 +60,8 @@ def exchange(one: Path, other: Path) -> bool:
 
 @contextmanager
 def replacing(folder: str | Path) -> Iterator[Path]:
-    """Yield a folder to write into, which replaces `folder` when the block ends well. Whatever kills the process,
-    `folder` is as it was before or as it is after."""
+    """Yield a temporary folder that atomically replaces `folder` when the block succeeds. If the process crashes,
+    `folder` has its old or its new content."""
     place = Path(folder)
     partial = place.with_name(f"{place.name}{TEMPORARY_SUFFIX}")
     shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed while it wrote
@@ -76,10 +76,10 @@ def replacing(folder: str | Path) -> Iterator[Path]:
 
 
 def put_in_place(partial: Path, place: Path) -> None:
-    """Rename a folder, whose files are on the disk, to `place`. A folder that is there is replaced and then deleted.
+    """Rename a folder, whose files are on disk, to `place`. An existing folder is replaced and then deleted.
 
-    Where two names cannot be swapped, `place` is absent between two renames, and what it held is beside it under a
-    third name.
+    Where the system cannot swap two names, `place` is absent between two renames, and its old content has a third name
+    in the same parent folder.
     """
     if not place.exists():
         partial.rename(place)

@@ -1,29 +1,26 @@
-"""Environments around environments: limits and transforms that any text environment can be given.
+"""Wrappers of environments: limits and transforms for any text environment.
 
     env = ToolBudget(TimeLimit(skyrl_gym.make("search", extras=row), turns=4), max_calls=3)
 
-A wrapper is the environment it wraps in all that it does not change: `env.turns`, `env.spec`, `env.aggregate_metrics`.
-Wrapped methods may be `async def`; the wrapper's then give an awaitable too.
+A wrapper forwards everything else to the wrapped environment: `env.turns`, `env.spec`, `env.aggregate_metrics`.
+Wrapped methods may be `async def`; the wrapper's methods then return an awaitable too.
 """
 
 import inspect
 import time
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from skyrl_gym.core import Env
+from skyrl_gym.core import Env, EnvSpec
 from skyrl_gym.envs.base_text_env import BaseTextEnvStepOutput, ConversationType
-from skyrl_gym.episode import accepts_seed
-
-if TYPE_CHECKING:
-    from skyrl_gym.envs.registration import EnvSpec
+from skyrl_gym.episode import has_seed_argument
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 class Wrapper(Env[ConversationType, str]):
-    """Passes everything on. A subclass overrides `on_init`, `on_step` or `on_metrics`.
+    """Wrapper that forwards everything. A subclass overrides `on_init`, `on_step` or `on_metrics`.
 
     Attributes are read from the wrapped environment, and set there if it has them and the wrapper does not.
     """
@@ -37,7 +34,7 @@ class Wrapper(Env[ConversationType, str]):
         return self.env.unwrapped if isinstance(self.env, Wrapper) else self.env
 
     @property
-    def spec(self) -> "EnvSpec | None":  # pyright: ignore[reportIncompatibleVariableOverride]
+    def spec(self) -> EnvSpec | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.env.spec
 
     @spec.setter
@@ -45,20 +42,20 @@ class Wrapper(Env[ConversationType, str]):
         self.env.spec = value
 
     def init(self, prompt: ConversationType, seed: int | None = None) -> Any:
-        """Start an episode; `seed` goes on to an environment that takes one."""
-        arguments = (prompt, seed) if accepts_seed(self.env) else (prompt,)
+        """Start an episode; `seed` is passed to an environment that accepts one."""
+        arguments = (prompt, seed) if has_seed_argument(self.env) else (prompt,)
         self.on_init()
         return self.env.init(*arguments)
 
     def step(self, action: str) -> Any:
-        return _then(self.env.step(action), self._checked_step)
+        return _apply(self.env.step(action), self._check_step)
 
-    def _checked_step(self, output: BaseTextEnvStepOutput) -> BaseTextEnvStepOutput:
+    def _check_step(self, output: BaseTextEnvStepOutput) -> BaseTextEnvStepOutput:
         return self.on_step(dict(output))  # pyright: ignore[reportArgumentType]
 
     def get_metrics(self) -> Any:
         get_metrics = getattr(self.env, "get_metrics", None)
-        return _then(get_metrics() if get_metrics is not None else {}, lambda found: self.on_metrics(dict(found)))
+        return _apply(get_metrics() if get_metrics is not None else {}, lambda found: self.on_metrics(dict(found)))
 
     def close(self) -> Any:
         return self.env.close()
@@ -91,8 +88,8 @@ class Wrapper(Env[ConversationType, str]):
         return f"{type(self).__name__}({self.env})"
 
 
-def _then(value: T | Awaitable[T], function: Callable[[T], R]) -> R | Awaitable[R]:
-    """`function` of a value, or an awaitable of it if the value is one."""
+def _apply(value: T | Awaitable[T], function: Callable[[T], R]) -> R | Awaitable[R]:
+    """Apply `function` to a value, or return an awaitable of the result if the value is awaitable."""
     if not inspect.isawaitable(value):
         return function(value)
 
@@ -104,11 +101,11 @@ def _then(value: T | Awaitable[T], function: Callable[[T], R]) -> R | Awaitable[
 
 class TimeLimit(Wrapper):
     """Wrapper that ends the episode (`done` and `truncated`) after a number of turns or seconds. The model's text so
-    far is still graded; the observation that nobody will read is dropped.
+    far is still graded; the last observation is dropped.
 
     Args:
         turns: steps of one episode.
-        seconds: wall clock since `init`, the model's own time included. Looked at after a step: a step is not cut off.
+        seconds: wall-clock time since `init`, including generation. Checked after each step; a step is not interrupted.
 
     Raises:
         ValueError: neither is given, or one is not positive.
@@ -141,9 +138,9 @@ class TimeLimit(Wrapper):
 
 
 class ToolBudget(Wrapper):
-    """Wrapper that limits an episode to `max_calls` tool calls. Further calls are answered by a text and do nothing.
+    """Wrapper that limits an episode to `max_calls` tool calls. Further calls return a text and do nothing.
 
-    Counts calls of the environment's tool groups, whoever makes them, and reports them as `tool_calls` and
+    Counts all calls of the environment's tool groups, and reports them as `tool_calls` and
     `refused_tool_calls`.
 
     Raises:
@@ -160,13 +157,13 @@ class ToolBudget(Wrapper):
         self.max_calls = max_calls
         self.on_init()
         for group in groups:
-            group.execute_tool = self._counted(group.execute_tool)
+            group.execute_tool = self._count_calls(group.execute_tool)
 
     def on_init(self) -> None:
         self._calls = 0
         self._refused = 0
 
-    def _counted(self, execute_tool: Callable[..., object]) -> Callable[..., Any]:
+    def _count_calls(self, execute_tool: Callable[..., object]) -> Callable[..., Any]:
         def execute_within_budget(*args: object, **kwargs: object) -> Any:
             if self._calls >= self.max_calls:
                 self._refused += 1
@@ -207,7 +204,7 @@ class ObservationCut(Wrapper):
         return message
 
     def _cut_piece(self, piece: object) -> object:
-        """Typed parts: text is cut, pictures are not."""
+        """Truncate typed parts: text is truncated, pictures are not."""
         if isinstance(piece, dict) and isinstance(piece.get("text"), str):
             return piece | {"text": self._truncate(piece["text"])}
         return piece

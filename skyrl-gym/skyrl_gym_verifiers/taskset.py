@@ -37,7 +37,7 @@ class RowData(vf.TaskData):
 
 
 class RowTask(vf.Task[RowData]):
-    """Task whose reward the environment gives."""
+    """Task with the reward computed by the environment."""
 
 
 class RowTaskset(vf.Taskset[RowTask, RowConfig]):

@@ -32,13 +32,13 @@ def step(ground_truth, action) -> Any:
         ("Answer: 42" + " and so on" * 30, "42", -1.0),  # more than 300 characters from the end
     ],
 )
-def test_the_last_line_with_an_answer_earns_one_or_costs_one(action, ground_truth, reward):
+def test_last_answer_line_is_rewarded_plus_or_minus_one(action, ground_truth, reward):
     output = step(ground_truth, action)
     assert (output["reward"], output["done"], output["observations"]) == (reward, True, [])
     assert output["metadata"]["acc"] is (reward == 1.0)
 
 
-def test_extracted_answer_is_in_the_metadata_and_a_missing_column_named():
+def test_metadata_has_prediction_and_missing_column_is_named():
     assert step("42", "Answer: $41$ apples")["metadata"] == {"acc": False, "pred": "41"}
     assert step("42", "no idea")["metadata"] == {"acc": False, "pred": "[INVALID]"}
     assert step("[INVALID]", "no idea")["reward"] == -1.0
@@ -72,7 +72,7 @@ def test_normalised_answers(answer, normal):
     assert normalize_final_answer(normal) == normal
 
 
-def test_a_strict_box_is_compared_to_the_letter_and_stands_at_the_end():
+def test_strict_box_is_compared_exactly_near_end_of_text():
     assert is_correct_strict_box(r"so \boxed{41} or \boxed{42}", "42") == (1, "42")
     assert is_correct_strict_box(r"\boxed{42.0}", "42") == (-1, "42.0")
     assert is_correct_strict_box(r"\boxed{42}" + " " * 100, "42") == (-1, None)

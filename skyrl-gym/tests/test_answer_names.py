@@ -65,7 +65,7 @@ def names_of_usual_modules():
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_the_row_alone_decides_which_functions_are_the_answers(tests, names):
+def test_answer_names_are_inferred_from_row(tests, names):
     assert answer_names(tests, "", "", None) == names
 
 
@@ -81,20 +81,20 @@ def test_the_row_alone_decides_which_functions_are_the_answers(tests, names):
         ({"tests": ["assert half(2) == 1"], "prompt": "def half(x):\n    return x / 2"}, "no function"),
     ],
 )
-def test_a_row_that_leaves_a_choice_is_refused_unless_it_names_the_function(row, says):
+def test_ambiguous_row_is_rejected_without_entry_point(row, says):
     with pytest.raises(TaskError, match=says):
         parse_tests(row)
     named = parse_tests(row | {"entry_point": "half"})
     assert isinstance(named, AssertTests) and named.answer_names == {"half"}
 
 
-def test_a_stub_of_the_prompt_is_a_function_asked_for():
+def test_prompt_stub_is_requested_function():
     prompt = 'def half(x):\n    return x / 2\n\ndef median(xs):\n    """The one in the middle."""\n'
     check = "def check(candidate):\n    assert candidate([1, 2]) == half(3)\ncheck(median)"
     assert answer_names([check], "", prompt, None) == {"median"}
 
 
-def test_a_function_named_as_one_in_the_standard_library_is_the_answers():
+def test_function_named_like_standard_library_belongs_to_answer():
     names = names_of_usual_modules()
     assert len(names) > 450
     for name in [*names, *(name for name in dir(builtins) if not name.startswith("_") and callable(name))]:
@@ -107,7 +107,7 @@ FUNCTIONS = [name for name in names_of_usual_modules() if name not in HELPERS | 
 
 @sandboxed
 @pytest.mark.parametrize("body, score", [("3 * a + b", 1.0), ("9", 0.0), (None, 0.0)], ids=["right", "wrong", "empty"])
-def test_answers_are_graded_under_every_name_of_the_standard_library(body, score):
+def test_answer_may_use_any_standard_library_name(body, score):
     assert len(FUNCTIONS) > 440
     tests = AssertTests([f"assert {name}(2, 3) == 9 and {name}(4, 6) == 18" for name in FUNCTIONS])
     answer = "".join(f"{name} = lambda a, b: {body}\n" for name in FUNCTIONS if body)
@@ -116,7 +116,7 @@ def test_answers_are_graded_under_every_name_of_the_standard_library(body, score
 
 
 @sandboxed
-def test_an_empty_program_does_not_pass_where_python_gives_the_right_value():
+def test_empty_program_fails_when_python_builtin_would_pass():
     tests = AssertTests(
         [f"assert {name}(9) == {getattr(math, name)(9)!r}" for name in ("sqrt", "isqrt", "exp", "floor")]
     )
@@ -126,7 +126,7 @@ def test_an_empty_program_does_not_pass_where_python_gives_the_right_value():
 
 
 @sandboxed
-def test_a_stub_of_the_prompt_passes_no_test():
+def test_prompt_stub_passes_no_test():
     tests = AssertTests(["assert median([]) is None"], prompt="def median(xs):\n    ...\n")
     assert reward_of(grade_code("def median(xs): return None", tests)) == 1.0
     for code in ("", "def mean(xs): return None"):
@@ -155,7 +155,7 @@ def test_a_stub_of_the_prompt_passes_no_test():
         ),
     ],
 )
-def test_the_answers_own_function_is_what_is_tested(tests, right, wrong):
+def test_answer_function_shadows_library_function(tests, right, wrong):
     if "np." in tests:
         pytest.importorskip("numpy")
     passed, failed, empty = (grade_code(code, AssertTests([tests])) for code in (right, wrong, ""))
@@ -164,7 +164,7 @@ def test_the_answers_own_function_is_what_is_tested(tests, right, wrong):
     assert isinstance(empty, Score) and empty.value == 0.0
 
 
-def test_modules_that_tests_cannot_do_without():
+def test_needed_modules_excludes_optional_imports():
     tests = [
         "import a.b, c\nfrom d.e import f as g",
         "def check():\n    import h\n    try:\n        import optional\n    except ImportError:\n        pass",
@@ -174,7 +174,7 @@ def test_modules_that_tests_cannot_do_without():
     assert needed_modules(tests, "", "") == ["a.b", "c", "d.e", "h", "numpy"]
 
 
-def test_the_function_asked_for_is_found_in_every_mbpp_row(test_data):
+def test_requested_function_is_found_in_every_mbpp_row(test_data):
     with gzip.open(test_data / "code" / "mbpp.jsonl.gz", "rt", encoding="utf-8") as lines:
         rows = [row for row in map(json.loads, lines) if row["verified"]]
     assert len(rows) == 971

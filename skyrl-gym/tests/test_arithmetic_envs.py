@@ -26,14 +26,14 @@ def make(env_id, ground_truth, **extras) -> Any:
         ("<answer>8,5</answer>", 1.0),  # as a separator of thousands
     ],
 )
-def test_arithmetic_judges_the_last_answer_tag(action, reward):
+def test_arithmetic_grades_last_answer_tag(action, reward):
     env = make("arithmetic", "85")
     output = env.step(action)
     assert (output["reward"], output["done"], output["observations"]) == (reward, True, [])
     assert env.get_metrics() == {"answered": "<answer>" in action}
 
 
-def test_problems_follow_the_dataset_contract_and_their_answers_earn_the_reward():
+def test_problems_follow_dataset_contract_and_gold_earns_reward():
     rows = make_problems(100, num_digits=2, operators="+-*", seed=1)
     assert set(rows[0]) == {"prompt", "env_class", "data_source", "reward_spec", "extra_info"}
     for row in rows:
@@ -45,7 +45,7 @@ def test_problems_follow_the_dataset_contract_and_their_answers_earn_the_reward(
         assert env.step(f"<answer>{truth}</answer>")["reward"] == 1.0
 
 
-def test_problems_depend_on_their_arguments_alone_and_impossible_ones_are_refused():
+def test_problems_are_deterministic_and_impossible_args_rejected():
     assert make_problems(5, 2, "+", seed=3) == make_problems(5, 2, "+", seed=3)
     assert make_problems(5, 2, "+", seed=3) != make_problems(5, 2, "+", seed=4)
     bare = make_problems(1, 3, "-", seed=0, instruction="")[0]
@@ -59,7 +59,7 @@ def test_problems_depend_on_their_arguments_alone_and_impossible_ones_are_refuse
     assert "*" in row["extra_info"]["problem"]
 
 
-def test_calculator_answers_a_call_and_then_judges_the_answer():
+def test_calculator_returns_result_then_grades_answer():
     env = make("calculator", "1776", max_turns=2)
     call = env.step("<calculator>37*48</calculator>")
     assert call["observations"] == [{"role": "user", "content": "<result>1776</result>"}]
@@ -69,7 +69,7 @@ def test_calculator_answers_a_call_and_then_judges_the_answer():
     assert env.get_metrics() == {"turns": 2, "calculator_calls": 1}
 
 
-def test_the_last_turn_ends_the_episode_without_an_answer():
+def test_last_turn_ends_episode_without_answer():
     env = make("calculator", "1776", max_turns=1)
     output = env.step("<calculator>37*48</calculator>")
     assert (output["reward"], output["done"], output["observations"]) == (0.0, True, [])
@@ -85,7 +85,7 @@ def test_the_last_turn_ends_the_episode_without_an_answer():
         ("let me think", "inside <calculator> tags"),
     ],
 )
-def test_a_bad_call_is_told_so_and_the_episode_goes_on(action, reply):
+def test_invalid_call_returns_error_and_episode_continues(action, reply):
     output = make("calculator", "1", max_turns=3).step(action)
     assert not output["done"]
     assert reply in output["observations"][0]["content"]
@@ -110,7 +110,7 @@ def test_multiply_rewards_over_two_turns():
         *[(action, 0.0, None) for action in ("144", r"\boxed{}", r"\boxed{ }", r"\boxed{{144}}", r"\boxed{144")],
     ],
 )
-def test_multiply_in_its_last_turn_pays_half_for_a_boxed_wrong_answer(action, reward, answer):
+def test_multiply_rewards_half_for_wrong_box_in_last_turn(action, reward, answer):
     env = make("multiply", "144", max_turns=1)
     output = env.step(action)
     assert (output["reward"], output["done"], output["observations"]) == (reward, True, [])
@@ -118,14 +118,14 @@ def test_multiply_in_its_last_turn_pays_half_for_a_boxed_wrong_answer(action, re
     assert env.get_metrics()["outcome_reward"] == float(reward == 1.0)
 
 
-def test_multiply_asks_for_a_box_quotes_no_long_answer_whole_and_has_five_turns():
+def test_multiply_asks_for_box_truncates_quotes_and_has_five_turns():
     env = make("multiply", 144)
     assert env.max_turns == 5
     assert "no answer" in env.step("hm")["observations"][0]["content"]
     assert len(env.step(rf"\boxed{{{'1' * 100_000}}}")["observations"][0]["content"]) < 300
 
 
-def test_tags_that_stay_open_take_no_time():
+def test_unclosed_tags_are_parsed_fast():
     """A regular expression would try each of them to the end of the text: hours."""
     for env_id, tag in (("arithmetic", "<answer>"), ("calculator", "<calculator>")):
         started = time.process_time()

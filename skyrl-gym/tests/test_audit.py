@@ -59,7 +59,7 @@ class SoundEnv(BaseTextEnv):
         ]
 
 
-def test_a_sound_environment_passes():
+def test_sound_environment_passes():
     report = audit(SoundEnv)
     assert (report.ok, report.oracle.outcome, report.best_cheater.outcome, report.gap) == (True, 1.0, 0.0, 1.0)
     assert report.num_examples == 4
@@ -108,7 +108,7 @@ def remembers_prompt(self, prompt):
         (graded_by(or_right(lambda self: self.prompt in self.said[0]), init=remembers_prompt), "echo of the prompt"),
     ],
 )
-def test_an_environment_that_can_be_cheated_fails_by_the_name_of_the_cheat(env_class, cheater):
+def test_gameable_environment_fails_with_policy_name(env_class, cheater):
     report = audit(env_class)
     assert not report.ok
     assert any(repr(cheater) in complaint for complaint in report.complaints)
@@ -146,14 +146,14 @@ class NaiveCodeEnv(BaseTextEnv):
         ("output", {"says that it passed", "returns what equals everything"}),
     ],
 )
-def test_programs_that_cheat_are_tried_where_solutions_are_programs(judged_by, cheaters):
+def test_cheating_programs_are_tried_on_code_environments(judged_by, cheaters):
     report = audit(NaiveCodeEnv, env_config={"judged_by": judged_by})
     paid = {cheater.name.removeprefix("program that ") for cheater in report.cheaters if cheater.outcome == 1.0}
     assert cheaters <= paid and report.oracle.outcome == 1.0
     assert "breaks comparison" not in paid
 
 
-def test_an_oracle_that_does_not_solve_its_tasks_fails():
+def test_oracle_without_full_reward_fails():
     wrong = [Example(each.prompt, each.extras, ["<answer>0</answer>"]) for each in SoundEnv.examples()]
     assert audit(SoundEnv, wrong).complaints[0] == "the oracle earns 0.000; it must earn at least 0.98"
 
@@ -174,7 +174,7 @@ def test_shaping_rewards_are_listed_apart():
     assert report.best_shaped.shaping == pytest.approx(0.2)
 
 
-def test_an_environment_may_bring_cheats_of_its_own():
+def test_environment_may_define_cheats():
     class Backdoor(SoundEnv):
         def grade(self):
             return float("xyzzy" in "".join(self.said)) or SoundEnv.grade(self)
@@ -189,7 +189,7 @@ def test_an_environment_may_bring_cheats_of_its_own():
     assert audit(Backdoor).best_cheater.name == "own: say_the_magic_word"
 
 
-def test_no_cheat_knows_the_answer_alone():
+def test_no_cheat_contains_only_the_answer():
     """Wherever a cheat writes the right answer, it writes other answers before and after it."""
     examples = SoundEnv.examples()
     for cheat in cheats_for(SoundEnv, examples):
@@ -213,11 +213,11 @@ def test_no_cheat_knows_the_answer_alone():
 )
 def test_marked_places_are_found(text, emptied, inside):
     assert disguise.change_marked(text, lambda _: "") == emptied
-    assert disguise.last_marked(text) == inside
-    assert disguise.last_marked(disguise.replace_last_marked(text, "new")) == "new"
+    assert disguise.extract_last_marked(text) == inside
+    assert disguise.extract_last_marked(disguise.replace_last_marked(text, "new")) == "new"
 
 
-def test_garbling_keeps_the_shape_and_loses_the_content():
+def test_garbled_text_keeps_shape_and_loses_content():
     assert disguise.garbled("42 Apples, é") == "86 Bqqmft, x"
     assert disguise.garbled("(+ +)") == "xx xx"
 
@@ -226,7 +226,7 @@ GUIDE = Path(__file__).parents[2] / "docs" / "environments.md"
 
 
 @pytest.mark.skipif(not GUIDE.exists(), reason="the guide is not beside the package")
-def test_the_environment_of_the_guide_keeps_its_promises_and_cannot_be_cheated():
+def test_guide_environment_passes_check_and_audit():
     code = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)[0]
     names = {}
     exec(code, names)
@@ -235,7 +235,7 @@ def test_the_environment_of_the_guide_keeps_its_promises_and_cannot_be_cheated()
 
 
 @EVERY_ENVIRONMENT
-def test_no_cheater_beats_a_shipped_environment(env_id):
+def test_no_cheat_beats_shipped_environment(env_id):
     if env_id in RUNS_CODE:
         require_sandbox()
     examples = examples_of(spec_of(env_id))
@@ -255,7 +255,7 @@ def test_no_cheater_beats_a_shipped_environment(env_id):
         ("rlm", "repl block"),
     ],
 )
-def test_planted_answers_do_reach_the_observations(env_id, cheat):
+def test_planted_answers_reach_observations(env_id, cheat):
     """Control: otherwise the audit would prove nothing."""
     if env_id in RUNS_CODE:
         require_sandbox()
@@ -269,11 +269,11 @@ def test_planted_answers_do_reach_the_observations(env_id, cheat):
         task = Example(task.prompt, task.extras, task.oracle, {**examples[0].env_config, **env_config})
         result = play(env_spec, task, planting.turns(examples[0]))
     seen = "".join(m["content"] for m in result.messages[len(task.prompt) :] if m["role"] != "assistant")
-    assert disguise.last_marked(task.oracle[-1]) in seen
+    assert disguise.extract_last_marked(task.oracle[-1]) in seen
     assert result.outcome_reward <= 0
 
 
-def test_the_command_line_prints_the_gap_and_fails_for_a_gameable_environment(tmp_path, capsys, monkeypatch):
+def test_command_line_prints_gap_and_fails_for_gameable_environment(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "my_envs", sys.modules[__name__])
     monkeypatch.setattr(sys.modules[__name__], "Gameable", graded_by(form_alone), raising=False)
     assert main(["my_envs:SoundEnv"]) == 0

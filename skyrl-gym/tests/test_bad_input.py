@@ -17,7 +17,7 @@ ANSWER = {"reward_spec": {"method": "rule", "ground_truth": "4"}}
         ("rlm", ANSWER | {"extra_info": "none"}, "extra_info must be a mapping"),
     ],
 )
-def test_a_wrong_row_is_told_its_field_and_the_rule(env_id, row, text):
+def test_invalid_row_error_names_field_and_rule(env_id, row, text):
     with pytest.raises(TaskError, match=text):
         env = skyrl_gym.make(env_id, extras=row)
         env.init([{"role": "user", "content": "?"}])  # some read the rest of the row here
@@ -38,7 +38,7 @@ def test_a_wrong_row_is_told_its_field_and_the_rule(env_id, row, text):
         ("multiply", "no box", ""),
     ],
 )
-def test_a_wrong_action_is_answered_and_the_episode_goes_on(env_id, action, told):
+def test_invalid_action_is_observed_and_episode_continues(env_id, action, told):
     if env_id == "gymnasium":
         pytest.importorskip("gymnasium")
     example = skyrl_gym.envs.registration.env_class_of(skyrl_gym.spec(env_id)).examples()[0]

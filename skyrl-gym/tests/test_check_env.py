@@ -57,7 +57,7 @@ class GoodEnv(BaseTextEnv):
         ]
 
 
-def test_a_good_environment_has_no_findings():
+def test_valid_environment_has_no_findings():
     report = check_env(GoodEnv)
     assert (report.ok, report.findings, report.num_tasks) == (True, [], 2)
     assert "0 errors in 2 tasks" in str(report)
@@ -191,14 +191,14 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_promise_is_found(name):
+def test_contract_violation_is_found(name):
     env_class, expected = BROKEN[name]
     with pytest.raises(CheckError, match=expected) as caught:
         check_env(env_class)
     assert not caught.value.report.ok
 
 
-def test_a_hang_is_found_and_does_not_hang_the_check():
+def test_hang_is_found_without_hanging_check():
     slow = broken(step=lambda s, a: (time.sleep(3600) if a == "" else None, GoodEnv.step(s, a))[1])
     started = time.monotonic()
     report = check_env(slow, seconds_per_call=0.3, raise_on_error=False)
@@ -209,7 +209,7 @@ def test_a_hang_is_found_and_does_not_hang_the_check():
     assert time.monotonic() - started < 10
 
 
-def test_state_bound_to_a_thread_is_found():
+def test_thread_bound_state_is_found():
     """The trainer makes every call from another thread."""
 
     def connect(self, env_config=None, extras=None):
@@ -224,7 +224,7 @@ def test_state_bound_to_a_thread_is_found():
         check_env(broken(__init__=connect, step=query))
 
 
-def test_a_broken_service_says_nothing_about_the_environment():
+def test_service_failure_is_not_an_environment_finding():
     with pytest.raises(InfraError, match="down"):
         check_env(broken(step=raising_on(lambda action: True, InfraError("the judge is down"))))
 
@@ -237,7 +237,7 @@ def test_warnings_do_not_fail():
     assert "tokens that it did not write" in str(report)
 
 
-def test_a_column_of_a_kind_that_cannot_be_meant_is_a_warning_if_it_is_no_task_error():
+def test_misused_column_without_task_error_is_warning():
     def with_limit(self, env_config=None, extras=None):
         GoodEnv.__init__(self, env_config, extras)
         self.bonus = len(extras.get("bonus", ""))
@@ -249,7 +249,7 @@ def test_a_column_of_a_kind_that_cannot_be_meant_is_a_warning_if_it_is_no_task_e
     )
 
 
-def test_tasks_may_be_prompts_or_rows_and_an_environment_may_be_an_id_or_made():
+def test_check_accepts_prompts_or_rows_and_id_or_instance():
     prompt = [{"role": "user", "content": "What is 6 times 7?"}]
     row = {"prompt": prompt, "reward_spec": {"method": "rule", "ground_truth": "42"}}
     assert check_env("gsm8k", [row]).env == "gsm8k"
@@ -290,7 +290,7 @@ def test_async_environments_are_checked_too():
     assert check_env(broken(step=step, init=init)).findings == []
 
 
-def test_the_command_line_tells_and_fails(capsys, monkeypatch):
+def test_command_line_reports_findings_and_fails(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "my_envs", SimpleNamespace(Good=GoodEnv, Bad=BROKEN["never done"][0]))
     assert main(["my_envs:Good"]) == 0
     assert main(["my_envs:Good", "my_envs:Bad"]) == 1

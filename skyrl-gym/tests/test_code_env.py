@@ -21,7 +21,7 @@ def block(code):
 
 @sandboxed
 @pytest.mark.parametrize("as_text", [False, True], ids=["mapping", "json"])
-def test_code_that_passes_its_tests_earns_one(as_text):
+def test_passing_code_earns_one(as_text):
     env = make(json.dumps(ABSOLUTE) if as_text else ABSOLUTE)
     output = env.step(block("def absolute(x):\n    return x if x > 0 else -x"))
     assert output == {
@@ -45,13 +45,13 @@ def test_programs_are_tested_by_their_output():
 
 
 @sandboxed
-def test_an_endless_answer_earns_nothing():
+def test_endless_code_earns_zero():
     env = make(ABSOLUTE, case_seconds=0.5)
     assert env.step(block("def absolute(x):\n    while True: pass"))["reward"] == 0.0
     assert env.get_metrics()["timed_out"] is True
 
 
-def test_answer_without_a_code_block_is_invalid():
+def test_response_without_code_block_is_invalid():
     env = make(ABSOLUTE)
     assert env.step("def absolute(x): return abs(x)") == {
         "observations": [],
@@ -71,12 +71,12 @@ def test_answer_without_a_code_block_is_invalid():
         ({"reward_spec": {"ground_truth": {"tests": ["assert"]}}}, "test 0 must be Python code"),
     ],
 )
-def test_a_malformed_row_is_refused(extras, says):
+def test_malformed_row_is_rejected(extras, says):
     with pytest.raises(TaskError, match=says):
         skyrl_gym.make("code", env_config={}, extras=extras)
 
 
-def test_a_wrong_setting_is_refused_by_name():
+def test_invalid_setting_error_names_setting():
     with pytest.raises(ValueError, match="did you mean case_seconds"):
         make(ABSOLUTE, case_second=1)
     with pytest.raises(ValueError, match="total_seconds must be greater than 0; got 0"):
@@ -84,7 +84,7 @@ def test_a_wrong_setting_is_refused_by_name():
     assert make(ABSOLUTE).settings == CodeSettings()
 
 
-def test_a_broken_sandbox_ends_the_episode_without_a_reward(monkeypatch):
+def test_sandbox_failure_raises_without_reward(monkeypatch):
     without_sandbox(monkeypatch)
     with pytest.raises(InfraError, match="Docker does not run"):
         make(ABSOLUTE).step(block("def absolute(x): return abs(x)"))

@@ -22,8 +22,8 @@ from skyrl_gym.graders.code import (
     grade_code,
     parse_tests,
 )
-from skyrl_gym.graders.code.compare import same_json, same_output
-from skyrl_gym.graders.code.inside.names import unbound_names, usual_names
+from skyrl_gym.graders.code.compare import is_same_json, is_same_output
+from skyrl_gym.graders.code.inside.names import find_unbound_names, get_usual_names
 from skyrl_gym.graders.code.inside.values import (
     NotPlain,
     References,
@@ -61,11 +61,11 @@ JOIN = FunctionTests("join", [Case("[1, 2]\n3", "[1, 2, 3]"), Case("[]\n0", "[0]
         ("```\n```", ""),
     ],
 )
-def test_the_last_closed_block_is_the_answer(text, code):
+def test_last_closed_block_is_graded(text, code):
     assert extract_code(text) == code
 
 
-def test_finding_the_block_takes_time_in_proportion_to_the_text():
+def test_block_extraction_time_is_linear():
     for text in ("```\n" * 200_000, "```a" * 200_000, "`" * 800_000, "```python\n" + "`` `" * 200_000):
         extract_code(text)  # at a thousandth of a second for each fence, this would outlast the test
 
@@ -91,7 +91,7 @@ def test_finding_the_block_takes_time_in_proportion_to_the_text():
     ],
 )
 def test_outputs_are_compared_line_by_line(printed, expected, same):
-    assert same_output(printed, expected) is same
+    assert is_same_output(printed, expected) is same
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_outputs_are_compared_line_by_line(printed, expected, same):
     ],
 )
 def test_json_is_compared_by_value(returned, expected, same):
-    assert same_json(returned, expected) is same
+    assert is_same_json(returned, expected) is same
 
 
 STDIN = {"input": "1", "output": "1", "testtype": "stdin"}
@@ -142,7 +142,7 @@ def test_rows_of_tests_are_read():
         ({"tests": ["assert f()"], "setup": "import"}, "setup must be Python code"),
     ],
 )
-def test_a_malformed_row_is_refused_by_name(ground_truth, says):
+def test_malformed_row_error_names_field(ground_truth, says):
     with pytest.raises(TaskError, match=says):
         parse_tests(ground_truth)
 
@@ -172,7 +172,7 @@ def test_plain_values_cross_unchanged(value):
     assert not isinstance(value, float) or math.copysign(1, back) == math.copysign(1, value)
 
 
-def test_nan_iterators_and_views_cross_as_what_they_are():
+def test_nan_iterators_and_views_keep_type_across_pipe():
     assert math.isnan(across(math.nan))
     assert list(across(letter for letter in "ab")) == ["a", "b"]
     assert next(across(map(str, [1]))) == "1"
@@ -182,7 +182,7 @@ def test_nan_iterators_and_views_cross_as_what_they_are():
     assert across(collections.defaultdict(int))["new"] == 0
 
 
-def test_subclasses_cross_as_the_plain_type_they_pose_as():
+def test_subclasses_cross_pipe_as_plain_types():
     class EqualToAll(int):
         def __eq__(self, other):
             return True
@@ -199,7 +199,7 @@ def test_subclasses_cross_as_the_plain_type_they_pose_as():
     assert across(point(1, 2)) == (1, 2)
 
 
-def test_other_objects_cross_as_references_to_the_same_object():
+def test_other_objects_cross_pipe_as_references():
     class Node:
         pass
 
@@ -230,7 +230,7 @@ def test_non_values_are_refused(forged):
         decode(forged, References())
 
 
-def test_exceptions_cross_as_the_nearest_builtin_one():
+def test_exceptions_cross_pipe_as_nearest_builtin():
     class TooLow(ValueError):
         pass
 
@@ -242,10 +242,10 @@ def test_exceptions_cross_as_the_nearest_builtin_one():
     assert repr(decode_exception(["eval", "print"], "x")) == "RuntimeError('x')"
 
 
-def test_names_that_a_program_takes_for_granted():
+def test_unbound_names_get_usual_imports():
     source = "import os\ndef f(n, xs: List[int]):\n    global seen\n    seen = deque(xs)\n    return gcd(n, len(seen))"
-    assert unbound_names(source) == {"List", "deque", "gcd"}
-    usual = usual_names({"List", "deque", "gcd", "math", "no_such_name"})
+    assert find_unbound_names(source) == {"List", "deque", "gcd"}
+    usual = get_usual_names({"List", "deque", "gcd", "math", "no_such_name"})
     assert usual.keys() == {"List", "deque", "gcd", "math"}
     assert usual["gcd"] is math.gcd and usual["deque"] is collections.deque
 
@@ -290,7 +290,7 @@ def error_of(grade):
         "thread = threading.Thread(target=run)\nthread.start()\nthread.join()",
     ],
 )
-def test_a_right_program_passes_however_it_is_written(program):
+def test_correct_program_passes_in_any_style(program):
     assert grade_code(program, SUM) == Score(1.0, details={"passed": 2, "total": 2})
 
 
@@ -317,7 +317,7 @@ os.environ["LEFT"] = "over"
 
 
 @sandboxed
-def test_failure_details_name_the_cause():
+def test_program_failure_details_name_cause():
     wrong = grade_code("a, b = map(int, input().split())\nprint(a * b)", SUM)
     assert wrong == Score(
         0.0, details={"passed": 0, "total": 2, "case": 0, "input": "2 3\n", "expected": "5", "got": "6\n"}
@@ -334,7 +334,7 @@ def test_failure_details_name_the_cause():
 
 @pytest.mark.slow
 @sandboxed
-def test_a_case_and_all_cases_have_their_time():
+def test_timeouts_apply_per_case_and_in_total():
     settings = CodeSettings(case_seconds=1.0)
     assert grade_code("while True: pass", SUM, settings) == Timeout(1.0, "case 0 of 2")
     loop = (
@@ -346,7 +346,7 @@ def test_a_case_and_all_cases_have_their_time():
 
 
 @sandboxed
-def test_part_credit_is_the_share_of_cases_that_pass():
+def test_partial_credit_is_fraction_of_passing_cases():
     settings = CodeSettings(partial_credit=True, case_seconds=1.0)
     tests = ProgramTests([Case("1", "1"), Case("2", "2"), Case("3", "3"), Case("4", "4")])
     assert value_of(grade_code("n = input()\nprint(n if n != '2' else 0)", tests, settings)) == 0.75
@@ -368,7 +368,7 @@ def test_memory_and_output_are_bounded():
 
 
 @sandboxed
-def test_many_cases_cost_one_start():
+def test_many_cases_share_process_start():
     tests = ProgramTests([Case(f"{n} 1", str(n + 1)) for n in range(100)])
     assert value_of(grade_code("a, b = map(int, input().split())\nprint(a + b)", tests)) == 1.0
 
@@ -411,7 +411,7 @@ def test_numpy_is_there_if_it_is_installed():
         "from dataclasses import dataclass\n@dataclass\nclass B:\n    x: 'int'\ndef join(xs, x): return xs + [B(x).x]",
     ],
 )
-def test_a_right_function_passes_however_it_is_written(code):
+def test_correct_function_passes_in_any_style(code):
     assert value_of(grade_code(code, JOIN)) == 1.0
 
 
@@ -428,7 +428,7 @@ def test_a_right_function_passes_however_it_is_written(code):
         ("def join(xs, x): os._exit(0)", "exit code 0"),
     ],
 )
-def test_failure_details_of_a_function_name_the_cause(code, says):
+def test_function_failure_details_name_cause(code, says):
     assert says in error_of(grade_code(code, JOIN))
 
 
@@ -444,7 +444,7 @@ def test_assertions_decide():
 
 
 @sandboxed
-def test_tests_may_use_classes_exceptions_and_objects_of_the_answer():
+def test_tests_may_use_classes_exceptions_and_objects_of_answer():
     code = """
 class Node:
     def __init__(self, value, left=None):
@@ -479,7 +479,7 @@ def counter():
 
 
 @sandboxed
-def test_a_prompt_lends_its_functions_to_answer_and_tests_but_its_stub_is_no_answer():
+def test_prompt_functions_are_shared_but_stub_is_not_graded():
     prompt = 'def double(x):\n    return 2 * x\n\ndef quadruple(x):\n    """Four times x."""\n'
     tests = AssertTests(["def check(candidate):\n    assert candidate(3) == double(6)"], "quadruple", prompt)
     assert value_of(grade_code("def quadruple(x): return double(double(x))", tests)) == 1.0
@@ -491,7 +491,7 @@ def test_a_prompt_lends_its_functions_to_answer_and_tests_but_its_stub_is_no_ans
 
 
 @sandboxed
-def test_names_of_python_are_not_the_answers_unless_asked_for():
+def test_answer_cannot_override_python_names_unless_requested():
     close = AssertTests(["assert math.isclose(third(), 1 / 3) and sorted([2, 1]) == [1, 2]"])
     assert value_of(grade_code("def third(): return 1 / 3", close)) == 1.0
     fake = "class math:\n    isclose = lambda *_: True\ndef sorted(x): return [1, 2]\ndef third(): return 0"
@@ -506,7 +506,7 @@ def test_arguments_go_by_value():
 
 
 @sandboxed
-def test_a_stop_iteration_of_the_answer_does_not_end_a_loop_of_the_tests():
+def test_stop_iteration_of_answer_does_not_end_loop_of_tests():
     loop = AssertTests(["for x, y in zip(map(square, [2, 3]), [4, 9]):\n    assert x == y"])
     assert "the answer raised StopIteration" in error_of(grade_code("def square(x): raise StopIteration", loop))
     derived = "class Stop(StopIteration): pass\ndef square(x):\n    if x == 3: raise Stop\n    return x * x"
@@ -537,7 +537,7 @@ IMPATIENT = CodeSettings(case_seconds=2.0)
     "tests", [pytest.param(SECRET_CHECK, id="asserts"), pytest.param(SECRET_JSON, id="json", marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("cheat", CHEATS)
-def test_no_function_passes_without_the_answer(cheat, tests):
+def test_cheating_function_does_not_pass(cheat, tests):
     grade = grade_code(CHEATS[cheat], tests, IMPATIENT)
     assert not isinstance(grade, InfraError)  # that would spare the cheat its 0
     assert reward_of(grade) == 0.0
@@ -545,7 +545,7 @@ def test_no_function_passes_without_the_answer(cheat, tests):
 
 @sandboxed
 @pytest.mark.parametrize("cheat", CHEATS)
-def test_no_program_passes_without_the_answer(cheat):
+def test_cheating_program_does_not_pass(cheat):
     program = f"{CHEATS[cheat]}\nprint(find(int(input())))"
     grade = grade_code(program, SECRET_STDIN, IMPATIENT)
     assert not isinstance(grade, InfraError)
@@ -555,7 +555,7 @@ def test_no_program_passes_without_the_answer(cheat):
 # What is not the answer's fault
 
 
-def test_a_sandbox_that_does_not_work_is_no_verdict():
+def test_broken_sandbox_returns_infra_error():
     def broken(*, limits):
         raise InfraError("no bubblewrap here")
 
@@ -567,7 +567,7 @@ def test_a_sandbox_that_does_not_work_is_no_verdict():
 
 @sandboxed
 @pytest.mark.parametrize("tests", [SUM, SQUARE], ids=["program", "asserts"])
-def test_a_sandbox_without_python_is_no_verdict(tests):
+def test_sandbox_without_python_returns_infra_error(tests):
     def without_python(*, limits):
         sandbox = make_sandbox(limits=limits)
         sandbox.python = "/nothing/python"
@@ -587,7 +587,7 @@ def without_numpy(*, limits):
 @pytest.mark.parametrize(
     "test", ["assert np.allclose(half(1), 0.5)", "import numpy\nassert numpy.allclose(half(1), 0.5)"]
 )
-def test_tests_that_need_numpy_are_no_verdict_where_it_is_not_installed(test):
+def test_missing_numpy_for_tests_returns_infra_error(test):
     forger = "class np:\n    allclose = staticmethod(lambda *_: True)\nnumpy = np\ndef half(x): return 0"
     for code in (forger, "def half(x): return x / 2", "raise ModuleNotFoundError('numpy')"):
         grade = grade_code(code, AssertTests([test]), new_sandbox=without_numpy)
@@ -599,6 +599,6 @@ def test_tests_that_need_numpy_are_no_verdict_where_it_is_not_installed(test):
 
 
 @sandboxed
-def test_an_answer_that_fails_to_import_is_still_wrong():
+def test_answer_with_failing_import_scores_zero():
     assert value_of(grade_code("import no_such_module\ndef square(x): return x * x", SQUARE)) == 0.0
     assert value_of(grade_code("def square(x): raise ModuleNotFoundError('numpy')", SQUARE)) == 0.0

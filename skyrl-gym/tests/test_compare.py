@@ -86,7 +86,7 @@ def test_many_small_gains_and_few_large_losses_are_not_settled(tmp_path):
     assert found.verdict.startswith("not settled: the sign test finds a difference")
 
 
-def test_tasks_that_one_side_lacks_are_left_out_and_counted(tmp_path):
+def test_tasks_missing_on_either_side_are_excluded_and_counted(tmp_path):
     """Missing ones, and those of which every episode failed."""
     a = evaluation(tmp_path / "a", {0: [1], 1: [0], 2: [None], 3: [1]})
     b = evaluation(tmp_path / "b", {0: [1], 1: [None, 1], 2: [1]})
@@ -106,7 +106,7 @@ def test_evaluations_of_other_tasks_are_refused(tmp_path, flag, value):
         compare_folders(a, b)
 
 
-def test_evaluations_without_a_common_task_are_refused(tmp_path):
+def test_evaluations_without_common_task_are_rejected(tmp_path):
     a, b = evaluation(tmp_path / "a", {0: [1]}), evaluation(tmp_path / "b", {1: [1]})
     with pytest.raises(Error, match="no task with a scored episode in both"):
         compare_folders(a, b)
@@ -130,13 +130,13 @@ def test_folders_of_suites_are_compared_suite_by_suite(tmp_path, capsys):
     assert "not compared, only in one folder: gsm8k" in rest
 
 
-def test_other_settings_that_differ_are_told(tmp_path, capsys):
+def test_differing_settings_are_reported(tmp_path, capsys):
     a, b = evaluation(tmp_path / "a", {0: [1]}), evaluation(tmp_path / "b", {0: [1]}, temperature=1.0, model="b")
     assert main([str(a), str(b)]) == 0
     assert "caution   made with different --temperature\n" in capsys.readouterr().out
 
 
-def test_folders_that_hold_no_evaluation_are_named(tmp_path, capsys):
+def test_folder_without_evaluation_is_named(tmp_path, capsys):
     a = evaluation(tmp_path / "a", {0: [1]})
     assert main([str(a), str(tmp_path)]) == 2
     assert f"{tmp_path} is not the folder of an evaluation" in capsys.readouterr().err

@@ -30,7 +30,7 @@ def next_number(messages):
     return str(sum(message["role"] == "assistant" for message in messages) + 1)
 
 
-def test_an_episode_goes_from_prompt_to_done():
+def test_episode_runs_from_prompt_to_done():
     env = Counting()
     result = run_episode(env, PROMPT, next_number)
     assert [message["content"] for message in result.messages] == [
@@ -46,7 +46,7 @@ def test_an_episode_goes_from_prompt_to_done():
     assert PROMPT == [{"role": "user", "content": "count to three"}]
 
 
-def test_reported_outcome_is_the_outcome():
+def test_reported_outcome_is_used():
     class Shaped(Counting):
         def get_metrics(self):
             return {"outcome_reward": 3}
@@ -54,12 +54,12 @@ def test_reported_outcome_is_the_outcome():
     assert run_episode(Shaped(), PROMPT, next_number).outcome_reward == 3.0
 
 
-def test_an_episode_without_end_is_left_after_max_steps():
+def test_endless_episode_stops_after_max_steps():
     result = run_episode(Counting(), PROMPT, next_number, max_steps=2)
     assert (len(result.rewards), result.done) == (2, False)
 
 
-def test_all_awaited_methods_of_an_episode_share_one_event_loop():
+def test_async_methods_of_episode_share_event_loop():
     """Clients are bound to the loop on which they were made."""
     loops = []
 
@@ -84,7 +84,7 @@ def test_all_awaited_methods_of_an_episode_share_one_event_loop():
 
 
 @pytest.mark.parametrize("who", ["the environment", "the policy"])
-def test_the_environment_is_closed_whoever_raises(who):
+def test_environment_is_closed_after_any_exception(who):
     class Raising(Counting):
         def step(self, action):
             raise KeyError("the environment")

@@ -95,7 +95,7 @@ def episodes(settings):
     return [json.loads(line) for line in (settings.output / "episodes.jsonl").read_text().splitlines()]
 
 
-def test_a_perfect_model_is_right_on_every_task(settings):
+def test_perfect_model_is_correct_on_every_task(settings):
     with ChatServer(right) as server:
         summary = evaluate(replace(settings, base_url=server.base_url))
     assert (summary.num_tasks, summary.num_scored, summary.is_complete) == (6, 6, True)
@@ -110,7 +110,7 @@ def test_a_perfect_model_is_right_on_every_task(settings):
     assert json.loads((settings.output / "summary.json").read_text())["pass_at"]["pass@1"]["mean"] == 1.0
 
 
-def test_pass_at_k_of_a_model_that_is_right_every_other_time(settings):
+def test_pass_at_k_of_alternating_model(settings):
     """Two of four are right: pass@1 = 1/2, pass@2 = 1 - C(2,2)/C(4,2) = 5/6, pass@4 = 1."""
     with ChatServer(RightEveryOther()) as server:
         summary = evaluate(replace(settings, base_url=server.base_url, num_samples=4, pass_k=(1, 2, 4)))
@@ -122,7 +122,7 @@ def test_pass_at_k_of_a_model_that_is_right_every_other_time(settings):
 
 
 @pytest.mark.parametrize("n, c, k", [(1, 0, 1), (1, 1, 1), (4, 2, 2), (5, 1, 3), (6, 5, 2), (6, 0, 6)])
-def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample(n, c, k):
+def test_pass_at_k_is_fraction_of_subsets_with_correct_sample(n, c, k):
     subsets = list(combinations([True] * c + [False] * (n - c), k))
     assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
 
@@ -146,7 +146,7 @@ def test_exact_intervals_agree_with_published_tables(x, n, low, high):
     assert clopper_pearson(x, n) == (pytest.approx(low, abs=1e-4), pytest.approx(high, abs=1e-4))
 
 
-def test_the_bootstrap_interval_is_about_two_standard_errors():
+def test_bootstrap_interval_is_about_two_standard_errors():
     values = [0.0, 0.5, 1.0] * 100
     low, high = bootstrap(values)
     assert (low, high) == bootstrap(values)
@@ -155,7 +155,7 @@ def test_the_bootstrap_interval_is_about_two_standard_errors():
     assert estimate([]) is None
 
 
-def test_a_finished_evaluation_asks_nothing_again(settings):
+def test_finished_evaluation_sends_no_request(settings):
     with ChatServer(right) as server:
         running = replace(settings, base_url=server.base_url)
         first = evaluate(running)
@@ -248,7 +248,7 @@ class FaultyEnv(BaseTextEnv):
         return BaseTextEnvStepOutput(observations=[], reward=reward, done=True, metadata={})
 
 
-def test_faults_of_environments_are_told_from_those_of_services(settings, tmp_path, monkeypatch):
+def test_environment_faults_are_distinguished_from_service_faults(settings, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "faulty", sys.modules[__name__])
     faults = ["service", "bug", "hang", "contract", "none"]
     data = write(tmp_path / "faults.jsonl", [{"prompt": fault, "fault": fault} for fault in faults])
@@ -263,7 +263,7 @@ def test_faults_of_environments_are_told_from_those_of_services(settings, tmp_pa
     assert found[4] is None
 
 
-def test_episode_whose_environment_hangs_is_written_as_far_as_it_came(settings, tmp_path, monkeypatch):
+def test_hanging_episode_is_recorded_up_to_last_turn(settings, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "faulty", sys.modules[__name__])
     monkeypatch.setattr("skyrl_gym.eval.runner.LEAVE_SECONDS", 0.1)
     HANGS.clear()
@@ -318,20 +318,20 @@ def test_stop_strings_are_put_back(text, stop_reason, expected):
     assert with_stop_string(text, ["</search>", "</answer>"], stop_reason) == expected
 
 
-def test_a_turn_cut_at_its_token_limit_is_reported(settings):
+def test_turn_truncated_at_token_limit_is_reported(settings):
     with ChatServer(lambda messages: (200, completion("<answer>", finish_reason="length"))) as server:
         summary = evaluate(replace(settings, base_url=server.base_url, limit=2, max_tokens=5))
     assert summary.means["turn_cut_off"] == 1.0
     assert server.requests[0]["max_tokens"] == 5
 
 
-def test_a_dead_server_is_named_before_anything_is_played(settings):
+def test_unreachable_server_is_named_before_first_episode(settings):
     with pytest.raises(Error, match=r"no answer from --base-url: .*failed 3 times .*last: ConnectError"):
         evaluate(replace(settings, base_url=f"{unused_url()}/v1"))
     assert episodes(settings) == []
 
 
-def test_a_server_that_dies_stops_the_evaluation_and_the_next_run_goes_on(settings, tmp_path):
+def test_server_crash_stops_evaluation_and_next_run_resumes(settings, tmp_path):
     data = write(tmp_path / "many.jsonl", make_problems(60, num_digits=4, seed=2, instruction=""))
     running = replace(settings, data=data, concurrency=2, max_retries=0)
     answered = threading.Semaphore(20)
@@ -348,7 +348,7 @@ def test_a_server_that_dies_stops_the_evaluation_and_the_next_run_goes_on(settin
     assert len(server.requests) == 40
 
 
-def test_an_evaluation_in_which_nothing_works_stops_early(settings, tmp_path):
+def test_evaluation_stops_early_when_every_episode_fails(settings, tmp_path):
     data = write(tmp_path / "many.jsonl", make_problems(60, seed=2, instruction=""))
     with ChatServer(lambda messages: (400, {"error": "unknown field max_tokens"})) as server:
         with pytest.raises(InfraError, match=r"10 episodes in a row failed; last: model, .*unknown field max_tokens"):
@@ -356,7 +356,7 @@ def test_an_evaluation_in_which_nothing_works_stops_early(settings, tmp_path):
         assert len(server.requests) < 20
 
 
-def test_half_a_character_from_the_model_can_be_sent_back(settings, tmp_path):
+def test_lone_surrogate_from_model_can_be_sent_back(settings, tmp_path):
     data = write(tmp_path / "calculator.jsonl", [SIX_TIMES_SEVEN])
     with ChatServer(lambda messages: "\ud83d" if len(messages) == 1 else "<answer>42</answer>") as server:
         summary = evaluate(replace(settings, env="calculator", data=data, base_url=server.base_url))
@@ -365,14 +365,14 @@ def test_half_a_character_from_the_model_can_be_sent_back(settings, tmp_path):
 
 
 @pytest.mark.parametrize("status, flag", [(401, "--api-key-env"), (404, "--base-url or --model")])
-def test_a_refusal_names_the_flag_and_stops_at_once(settings, status, flag):
+def test_rejected_request_names_flag_and_stops_evaluation(settings, status, flag):
     with ChatServer(lambda messages: (status, {"error": "no"})) as server:
         with pytest.raises(Error, match=f"status {status} .*check {flag}"):
             evaluate(replace(settings, base_url=server.base_url))
         assert len(server.requests) <= settings.concurrency
 
 
-def test_the_key_comes_from_the_environment(settings, monkeypatch):
+def test_api_key_is_read_from_environment(settings, monkeypatch):
     with ChatServer(right, api_key="secret") as server:
         running = replace(settings, base_url=server.base_url, api_key_env="MY_KEY")
         with pytest.raises(Error, match="check --api-key-env"):
@@ -381,7 +381,7 @@ def test_the_key_comes_from_the_environment(settings, monkeypatch):
         assert evaluate(running).is_complete
 
 
-def test_a_killed_evaluation_goes_on_where_it_was(settings, rows):
+def test_killed_evaluation_resumes(settings, rows):
     """SIGKILL in the middle; every episode is in the file once in the end, and none was asked for twice after it."""
 
     def slow(messages):
@@ -406,7 +406,7 @@ def test_a_killed_evaluation_goes_on_where_it_was(settings, rows):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_signal_ends_an_evaluation_soon_and_keeps_finished_and_unfinished_episodes(settings, rows, number):
+def test_signal_stops_evaluation_and_keeps_all_episodes(settings, rows, number):
     """Even while the model takes its time."""
     served = threading.Semaphore(2)
     over = threading.Event()
@@ -439,7 +439,7 @@ def test_signal_ends_an_evaluation_soon_and_keeps_finished_and_unfinished_episod
         assert len(server.requests) == 4
 
 
-def test_the_last_line_of_an_episode_counts_in_a_file_of_one_writer(tmp_path):
+def test_last_record_of_episode_wins_and_file_has_single_writer(tmp_path):
     with EpisodeFile(tmp_path, {}) as file:
         file.add(EpisodeRecord(task=0, sample=0, failure="infra"))
         assert not file.is_finished((0, 0))
@@ -460,7 +460,7 @@ def test_parquet_rows_are_read_like_json_lines(settings, rows, tmp_path):
     assert summary.reward.mean == 1.0
 
 
-def test_the_command_line_prints_a_table_and_tells_by_its_exit_code(settings, rows, capsys):
+def test_command_line_prints_table_and_sets_exit_code(settings, rows, capsys):
     with ChatServer(RightEveryOther()) as server:
         command = ["--env", "arithmetic", "--base-url", server.base_url, "--model", "adder", "--data", str(rows)]
         command += ["--output", str(settings.output), "--num-samples", "2", "--pass-k", "1,2", "--quiet"]

@@ -60,7 +60,7 @@ WRITTEN = {
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_calls_are_read_and_cut_out_of_the_text(name):
+def test_calls_are_parsed_and_removed_from_text(name):
     syntax, (written, calls) = name.split()[0], WRITTEN[name]
     assert parse_tool_calls(f"<think>Not {written}</think>I search.{written}", syntax) == calls
     assert split_tool_calls(f"I search.\n{written}", syntax) == ("I search.", calls)
@@ -85,7 +85,7 @@ def test_calls_are_read_and_cut_out_of_the_text(name):
         ("gemma", '<|tool_call>call:look{at:<|"|>open}<tool_call|>', "text stands between two"),
     ],
 )  # fmt: skip
-def test_a_malformed_call_says_what_to_correct(syntax, text, complaint):
+def test_malformed_call_error_names_correction(syntax, text, complaint):
     (call,) = parse_tool_calls(text, syntax)
     assert isinstance(call, Invalid) and complaint in call.reason
 
@@ -103,7 +103,7 @@ def test_a_malformed_call_says_what_to_correct(syntax, text, complaint):
         ("gemma", "<start_function_call>call:look{}", "<end_of_turn>"),
     ],
 )
-def test_the_end_of_an_answer_closes_its_last_call(syntax, text, turn_end):
+def test_end_of_text_closes_last_call(syntax, text, turn_end):
     for answer in (text, text + turn_end, f"{text}{turn_end}\n"):
         [call] = parse_tool_calls(answer, syntax)
         assert isinstance(call, ToolCall) and (call.name, call.arguments) == ("look", {}), answer
@@ -130,7 +130,7 @@ def test_the_end_of_an_answer_closes_its_last_call(syntax, text, turn_end):
         ),
     ],
 )
-def test_an_argument_given_twice_is_refused(syntax, text):
+def test_duplicate_argument_is_rejected(syntax, text):
     (call,) = parse_tool_calls(text, syntax)
     assert isinstance(call, Invalid) and "is given twice" in call.reason
 

@@ -36,7 +36,7 @@ def step(ground_truth, action) -> Any:
         ("no number", None, None),
     ],
 )
-def test_the_answer_is_what_follows_four_hashes(text, strict, flexible):
+def test_answer_follows_four_hashes(text, strict, flexible):
     assert extract_solution(text) == strict
     assert extract_solution(text, "flexible") == flexible
 
@@ -52,18 +52,18 @@ def test_scores_of_right_wrong_and_unformatted_answers():
 
 
 @pytest.mark.parametrize("answer, reward", [("#### 42", 1.0), ("#### 41", 0.0), ("it is 42", 0.0)])
-def test_the_environment_grades_one_turn(answer, reward):
+def test_environment_grades_single_turn(answer, reward):
     env = skyrl_gym.make("gsm8k", env_config={}, extras={"reward_spec": {"method": "rule", "ground_truth": "42"}})
     assert env.step(answer) == {"observations": [], "reward": reward, "done": True, "metadata": {}}
 
 
 @pytest.mark.parametrize("ground_truth", ["1,234", 1234, " 1234 "])
-def test_a_ground_truth_may_be_written_as_people_write_numbers(ground_truth):
+def test_ground_truth_accepts_usual_number_formats(ground_truth):
     assert step(ground_truth, "#### 1,234")["reward"] == 1.0
 
 
 @given(st.text(st.sampled_from("#0159.,-$ \n") | st.characters()))
-def test_any_text_gets_a_grade(text):
+def test_any_text_is_graded(text):
     for strict in (True, False):
         grade = grade_number(text, "42", strict=strict)
         assert isinstance(grade, Invalid) or (isinstance(grade, Score) and grade.value in (0.0, 1.0))
@@ -78,7 +78,7 @@ def test_any_text_gets_a_grade(text):
         pytest.param("test", 1319, 1, id="test", marks=pytest.mark.full),
     ],
 )
-def test_every_published_solution_earns_the_reward(test_data, name, rows, every):
+def test_published_solutions_earn_reward(test_data, name, rows, every):
     solutions = read_rows(test_data, f"{name}.jsonl.gz")
     assert len(solutions) == rows
     assert [row["id"] for row in solutions[::every] if step(row["final"], row["answer"])["reward"] != 1.0] == []
@@ -105,7 +105,7 @@ def multi_turn(**extras) -> Any:
     return skyrl_gym.make("gsm8k_multi_turn", env_config={}, extras=extras)
 
 
-def test_a_turn_with_a_wrong_answer_earns_its_share_of_the_format_score():
+def test_wrong_turn_earns_fraction_of_format_score():
     env = multi_turn(max_turns=4)
     first, second = env.step("#### 41"), env.step("no idea")
     assert (first["reward"], first["done"]) == (0.05, False)  # 0.2 / 4
@@ -126,7 +126,7 @@ def test_metrics_of_several_episodes():
     assert aggregate([]) == {}
 
 
-def test_the_right_answer_ends_the_episode_early_and_the_last_turn_ends_it_anyway():
+def test_correct_answer_or_last_turn_ends_episode():
     env = multi_turn(max_turns=3)
     assert env.step("#### 42")["done"] is True
     assert env.step("#### 41")["done"] is True
@@ -135,7 +135,7 @@ def test_the_right_answer_ends_the_episode_early_and_the_last_turn_ends_it_anywa
     assert env.step("#### 41") == {"observations": [], "reward": 0.2, "done": True, "truncated": True, "metadata": {}}
 
 
-def test_number_of_turns_comes_from_the_row_then_extra_info_then_default():
+def test_max_turns_is_read_from_row_then_extra_info_then_default():
     assert multi_turn().max_turns == 5
     assert multi_turn(extra_info={"max_turns": 3}).max_turns == 3
     assert multi_turn(extra_info={"max_turns": 3}, max_turns=2).max_turns == 2

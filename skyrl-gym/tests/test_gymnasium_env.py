@@ -34,7 +34,7 @@ def act(value: Any) -> str:
 CORRIDOR = {"desc": ["SFFG"], "is_slippery": False}
 
 
-def test_an_episode_of_frozen_lake():
+def test_frozen_lake_episode():
     env = make("FrozenLake-v1", env_kwargs=CORRIDOR, ansi=True)
     [message], _ = env.init([])
     text = message["content"]
@@ -77,7 +77,7 @@ def test_an_episode_of_frozen_lake():
         (act("[" * 50_000), "is not a whole number"),
     ],
 )
-def test_an_illegal_action_is_answered_with_the_rule_and_changes_nothing(text, rule):
+def test_illegal_action_returns_rule_and_changes_nothing(text, rule):
     env = make("FrozenLake-v1", env_kwargs=CORRIDOR, max_turns=4)
     env.init([])
     output = env.step(text)
@@ -89,7 +89,7 @@ def test_an_illegal_action_is_answered_with_the_rule_and_changes_nothing(text, r
     env.close()
 
 
-def test_the_last_turn_ends_the_episode_as_cut_short():
+def test_last_turn_truncates_episode():
     env = make("FrozenLake-v1", env_kwargs=CORRIDOR, max_turns=2)
     env.init([])
     assert not env.step(act(2))["done"]
@@ -98,7 +98,7 @@ def test_the_last_turn_ends_the_episode_as_cut_short():
     env.close()
 
 
-def test_the_time_limit_of_the_environment_ends_the_episode_as_cut_short():
+def test_environment_time_limit_truncates_episode():
     env = make("MountainCar-v0", env_kwargs={"max_episode_steps": 5}, actions_per_turn=10)
     assert env.max_turns == 1
     env.init([])
@@ -114,7 +114,7 @@ def test_the_time_limit_of_the_environment_ends_the_episode_as_cut_short():
     env.close()
 
 
-def test_several_actions_in_one_turn_and_frames_skipped():
+def test_several_actions_per_turn_and_frame_skip():
     env = make("FrozenLake-v1", env_kwargs=CORRIDOR, actions_per_turn=2)
     env.init([])
     assert "at most 2 actions in one turn; got 3" in env.step(act([2, 2, 2]))["observations"][0]["content"]
@@ -136,7 +136,7 @@ def test_lists_of_actions_of_list_spaces(action, count):
     env.close()
 
 
-def test_the_first_observation_joins_the_users_message():
+def test_first_observation_is_appended_to_user_message():
     env = make(config={"describe": False})
     prompt = [{"role": "system", "content": "Play."}, {"role": "user", "content": "Go."}]
     messages, _ = env.init(prompt)
@@ -146,7 +146,7 @@ def test_the_first_observation_joins_the_users_message():
     env.close()
 
 
-def test_the_seed_decides_and_that_of_the_row_wins():
+def test_seed_determines_episode_and_row_seed_wins():
     def first(seed_of_row, seed):
         env = make(seed=seed_of_row)
         messages, _ = env.init([], seed)
@@ -167,7 +167,7 @@ def test_rewards_are_scaled_and_returns_mapped():
     env.close()
 
 
-def test_large_observations_are_cut_with_a_note():
+def test_large_observations_are_truncated_with_note():
     env = make(config={"max_numbers": 2, "digits": 2})
     messages, _ = env.init([])
     assert re.search(r"Observation:\n\[-?[\d.e-]+, -?[\d.e-]+, \.\.\.\] \(the first 2 of 4\)$", messages[0]["content"])
@@ -188,24 +188,24 @@ def test_large_observations_are_cut_with_a_note():
     ],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning:gymnasium")
-def test_a_wrong_row_is_refused_with_the_field_and_the_rule(extras, text):
+def test_invalid_row_error_names_field_and_rule(extras, text):
     with pytest.raises(TaskError, match=text):
         make(**extras)
 
 
-def test_a_setting_that_there_is_not_is_refused_with_the_nearest():
+def test_unknown_setting_error_names_nearest_setting():
     with pytest.raises(ValueError, match="did you mean frame_skip"):
         make(config={"frame_skp": 2})
 
 
-def test_missing_package_error_names_what_to_install(monkeypatch):
+def test_missing_package_error_names_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "gymnasium", None)
     for attempt in (make, GymnasiumEnv.examples):
         with pytest.raises(Error, match=r"pip install 'skyrl-gym\[gymnasium\]'"):
             attempt()
 
 
-def test_many_threads_play_as_one_does():
+def test_parallel_episodes_match_sequential_episode():
     examples = GymnasiumEnv.examples()
 
     def play(example):
@@ -309,7 +309,7 @@ ALL_SPACES = st.recursive(
 @pytest.mark.filterwarnings("ignore:.*Casting input x to numpy array:UserWarning")  # by the library, of its own values
 @given(space=ALL_SPACES, seed=st.integers(0, 1000))
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_a_value_of_any_space_survives_the_trip_through_text(space, seed):
+def test_space_values_round_trip_through_text(space, seed):
     space.seed(seed)
     value = space.sample()
     text = json.dumps(to_json(space, value))
@@ -330,7 +330,7 @@ JSON = st.recursive(
 @given(space=ALL_SPACES, value=JSON)
 @example(space=spaces.Box(-np.inf, np.inf, ()), value=3.4028235677973366e38)  # just over what float32 can hold
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_any_json_is_a_value_of_the_space_or_refused(space, value):
+def test_any_json_is_parsed_or_rejected(space, value):
     try:
         returned = read(space, value)
     except IllegalAction as fault:
@@ -374,7 +374,7 @@ class Jumps(gymnasium.Env):
         return (1, 2), {}
 
 
-def test_observations_of_other_spaces_are_written_by_gymnasium_and_actions_refused(monkeypatch):
+def test_other_spaces_show_observations_and_reject_actions(monkeypatch):
     monkeypatch.setitem(gymnasium.registry, "Jumps-v0", gymnasium.envs.registration.EnvSpec("Jumps-v0", Jumps))
     [message], _ = make("Jumps-v0", env_kwargs={"action_space": spaces.Discrete(2)}).init([])
     assert message["content"].endswith("Observation:\n[1, 2]")
@@ -395,6 +395,6 @@ def test_observations_of_other_spaces_are_written_by_gymnasium_and_actions_refus
         (spaces.Dict(x=spaces.Discrete(2)), {"y": 0}, "is not an object with exactly the keys x"),
     ],
 )
-def test_values_outside_a_space_are_refused_by_its_rule(space, value, rule):
+def test_values_outside_space_are_rejected_with_rule(space, value, rule):
     with pytest.raises(IllegalAction, match=re.escape(rule)):
         read(space, value)

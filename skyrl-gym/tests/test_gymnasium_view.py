@@ -26,7 +26,7 @@ def test_gymnasium_s_checker_accepts_every_environment(env_id):
     env.close()
 
 
-def test_gymnasium_imports_the_module_that_an_id_names_seeds_choose_rows_and_conversations_are_rendered():
+def test_gymnasium_id_imports_module_seed_selects_row_render_works():
     env = gymnasium.make("skyrl_gym.gymnasium_envs:skyrl_gym/gsm8k", rows=ROWS)
     observation, info = env.reset(options={"row": 3})
     assert observation == "What is 3 + 3?"
@@ -41,7 +41,7 @@ def test_gymnasium_imports_the_module_that_an_id_names_seeds_choose_rows_and_con
     assert env.render() == "user: What is 1 + 1?\nassistant: #### 2"
 
 
-def test_settings_reach_an_environment_that_plays_its_examples():
+def test_settings_reach_environment_with_examples():
     env = gymnasium.make("skyrl_gym/text2sql", env_config={"rule": "spider"})
     env.reset()
     assert env.get_wrapper_attr("_episode").env.rule == "spider"
@@ -49,7 +49,7 @@ def test_settings_reach_an_environment_that_plays_its_examples():
         gymnasium.make("skyrl_gym/text2sql", env_config={"ruel": "spider"}).reset()
 
 
-def test_turn_limit_truncates_and_a_solution_terminates():
+def test_turn_limit_truncates_and_solution_terminates():
     rows = [ROWS[1] | {"max_turns": 2}]
     env = gymnasium.make("skyrl_gym/searchcode", rows=rows)
     env.reset()
@@ -77,7 +77,7 @@ def test_own_environment_is_found_after_registration():
         gymnasium.registry.pop("skyrl_gym/no_examples", None)
 
 
-def test_gymnasium_id_may_name_the_package_that_registers_it(tmp_path, monkeypatch):
+def test_gymnasium_id_may_name_registering_package(tmp_path, monkeypatch):
     (tmp_path / "my_worlds.py").write_text(
         "import gymnasium\n"
         "gymnasium.register('MyWorld-v0', entry_point='gymnasium.envs.toy_text.frozen_lake:FrozenLakeEnv')\n"

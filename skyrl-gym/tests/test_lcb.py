@@ -28,7 +28,7 @@ def make(tests):
 
 @sandboxed
 @pytest.mark.parametrize("code, reward", [(RIGHT, 1.0), (WRONG, 0.0), (NOT_CALLED, 0.0)])
-def test_a_program_earns_one_if_every_test_passes(code, reward):
+def test_program_earns_one_when_every_test_passes(code, reward):
     env = make(DOUBLE)
     output = env.step(f"```python\n{code}\n```")
     assert (output["reward"], output["done"], output["observations"]) == (reward, True, [])
@@ -37,12 +37,12 @@ def test_a_program_earns_one_if_every_test_passes(code, reward):
 
 
 @sandboxed
-def test_a_method_is_called_with_json_and_a_tuple_counts_as_a_list():
+def test_method_gets_json_arguments_and_tuple_equals_list():
     assert make(PAIR).step(f"```python\n{PAIR_RIGHT}\n```")["reward"] == 1.0
     assert make(PAIR).step(f"```python\n{PAIR_RIGHT.replace('sum', 'len')}\n```")["reward"] == 0.0
 
 
-def test_an_answer_without_code_earns_nothing():
+def test_response_without_code_earns_zero():
     assert make(DOUBLE).step("It is doubled.") == {
         "observations": [],
         "reward": 0.0,
@@ -52,7 +52,7 @@ def test_an_answer_without_code_earns_nothing():
 
 
 @sandboxed
-def test_the_older_name_of_the_grader(capsys):
+def test_lcb_check_correctness_returns_bool(capsys):
     assert lcb_check_correctness(DOUBLE, RIGHT) is True
     assert lcb_check_correctness(DOUBLE, WRONG, timeout=3, debug=True) is False
     assert "'expected': '20" in capsys.readouterr().out  # 3 + 3 is right by luck, 10 + 3 is not

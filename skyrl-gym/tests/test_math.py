@@ -72,13 +72,13 @@ LATEX = st.sampled_from([*"0123456789.,$%{}()[]^_=<>|!~+-/ xyz\\°−", "\\ ", *
 
 
 @given(st.lists(LATEX | st.characters()).map("".join))
-def test_normalising_what_is_normal_changes_nothing(text):
+def test_normalization_is_idempotent(text):
     assert normalize_answer(normalize_answer(text)) == normalize_answer(text)
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(LATEX | st.characters(), max_size=30).map("".join), st.sampled_from(["42", "x+1", "(1,2)", "x=5"]))
-def test_any_text_gets_a_grade(pool, text, gold):
+def test_any_text_is_graded(pool, text, gold):
     grade = grade_equivalence(text, gold, pool=pool)
     assert isinstance(grade, Invalid | Timeout) or (isinstance(grade, Score) and grade.value in (0.0, 1.0))
 
@@ -140,7 +140,7 @@ def test_any_text_gets_a_grade(pool, text, gold):
         (r"\frac{1}{2}", r"\bm{\mathbf{\frac{1}{2}}}"),
     ],
 )
-def test_answers_that_mean_the_same(pool, gold, answer):
+def test_equivalent_answers_are_correct(pool, gold, answer):
     assert is_right(grade_equivalence(answer, gold, pool=pool))
 
 
@@ -183,7 +183,7 @@ def test_answers_that_mean_the_same(pool, gold, answer):
         (r"\text{undefined}", r"\frac{1}{0}"),
     ],
 )
-def test_answers_that_do_not(pool, gold, answer):
+def test_different_answers_are_incorrect(pool, gold, answer):
     assert grade_equivalence(answer, gold, pool=pool) == Score(0.0, normalize_answer(answer))
 
 
@@ -216,11 +216,11 @@ MORE = [
 
 
 @pytest.mark.parametrize("answer", [*SEVERAL, *EVERYTHING, *MORE, r"\max(41, 42)", "42 + 0x", "", " "])
-def test_one_box_holds_one_answer(pool, answer):
+def test_box_with_several_answers_is_incorrect(pool, answer):
     assert not is_right(grade_equivalence(answer, "42", pool=pool))
 
 
-def test_the_last_box_counts_so_that_listing_guesses_does_not_help(pool):
+def test_last_box_is_graded(pool):
     guesses = " ".join(rf"\boxed{{{number}}}" for number in range(100))
     assert grade_last_box(guesses, "42", pool=pool) == Score(0.0, "99")
     assert grade_last_box(guesses + r" \boxed{42}", "42", pool=pool) == Score(1.0, "42")
@@ -243,13 +243,13 @@ def test_the_last_box_counts_so_that_listing_guesses_does_not_help(pool):
         ("(x-1)(x+1)", "x^2-1", "Factor $x^2 - 1$ over the integers."),
     ],
 )
-def test_non_answers_that_the_library_accepts_are_rejected(pool, gold, answer, question):
+def test_non_answers_accepted_by_library_are_rejected(pool, gold, answer, question):
     """The question in a box, above all."""
     assert isinstance(grade_equivalence(answer, gold, question=question, pool=pool), Invalid)
     assert is_right(pool.compare(answer, gold)) or gold == "-7<x<7"
 
 
-def test_a_gold_that_no_library_can_read_is_compared_as_text(pool):
+def test_unparsable_gold_is_compared_as_text(pool):
     gold = r"\heartsuit \rightleftharpoons \frac{"
     assert is_right(grade_equivalence(rf" ${gold}$ ", gold, pool=pool))
     assert not is_right(grade_equivalence(r"\heartsuit", gold, pool=pool))
@@ -260,7 +260,7 @@ def make(ground_truth, **env_config) -> Any:
     return skyrl_gym.make("math", env_config=env_config, extras=extras)
 
 
-def test_the_environment_grades_one_turn():
+def test_environment_grades_single_turn():
     env = make("42")
     output = env.step(r"so it is \boxed{42}")
     assert (output["reward"], output["done"], output["observations"]) == (1.0, True, [])
@@ -272,7 +272,7 @@ def test_the_environment_grades_one_turn():
     assert env.step(r"\boxed{x^2-1}")["metadata"]["reason"] == "the answer repeats the question"
 
 
-def test_a_format_score_is_for_a_wrong_answer_and_not_for_success():
+def test_format_score_is_earned_by_wrong_answer_only():
     env = make("42", format_score=0.1)
     assert env.step(r"\boxed{41}")["reward"] == 0.1
     assert env.get_metrics()["outcome_reward"] == 0.0
@@ -280,7 +280,7 @@ def test_a_format_score_is_for_a_wrong_answer_and_not_for_success():
         assert make("42", format_score=0.1).step(action)["reward"] == reward
 
 
-def test_rows_and_settings_that_are_wrong_are_refused():
+def test_invalid_rows_and_settings_are_rejected():
     with pytest.raises(AssertionError, match="reward_spec field is required"):
         skyrl_gym.make("math", env_config={}, extras={})
     with pytest.raises(skyrl_gym.error.TaskError, match=r"reward_spec\.ground_truth is empty"):
@@ -289,7 +289,7 @@ def test_rows_and_settings_that_are_wrong_are_refused():
         make("42", format_scor=0.1)
 
 
-def test_every_gold_answer_of_math500_earns_the_reward(test_data):
+def test_math500_gold_answers_earn_reward(test_data):
     """Alone in a box, and in the box that ends the published solution."""
     rows = read_rows(test_data, "math500.jsonl.gz")
     assert len(rows) == 500
@@ -301,7 +301,7 @@ def test_every_gold_answer_of_math500_earns_the_reward(test_data):
 
 
 @pytest.mark.full
-def test_the_library_reads_every_gold_answer_of_math500(test_data, pool):
+def test_library_parses_every_math500_gold_answer(test_data, pool):
     answers = {row["answer"] for row in read_rows(test_data, "math500.jsonl.gz")}
     assert [answer for answer in answers if not is_right(pool.compare(answer, answer))] == []
 

@@ -102,7 +102,7 @@ def pid_of(group: MCPToolGroup) -> int:
     return int(group.call("setting", {}).split()[1])
 
 
-def test_the_tools_of_a_server_are_tools_of_the_group(shop):
+def test_server_tools_become_group_tools(shop):
     assert shop.get_tool_names() == ["add", "count", "crash", "picture", "setting", "stock_count", "wait"]
     schemas = {schema["function"]["name"]: schema["function"] for schema in shop.schemas()}
     assert schemas["add"]["description"] == "Adds two numbers."
@@ -126,11 +126,11 @@ def test_the_tools_of_a_server_are_tools_of_the_group(shop):
         ("add", "2", "the arguments must be an object"),
     ],
 )
-def test_a_call_is_answered_with_text(shop, name, arguments, answer):
+def test_call_returns_text(shop, name, arguments, answer):
     assert answer in shop.call(name, arguments)
 
 
-def test_an_environment_and_a_model_use_them_like_any_others(shop):
+def test_environment_and_model_can_call_mcp_tools(shop):
     env = BaseTextEnv()
     env.init_tool_groups([shop, CalculatorToolGroup()])
     assert env._execute_tool(shop.name, "add", [2, 3]) == "5"
@@ -138,7 +138,7 @@ def test_an_environment_and_a_model_use_them_like_any_others(shop):
     assert shop.call(call.name, call.arguments) == "2"  # type: ignore[union-attr]
 
 
-def test_the_server_has_the_environment_it_was_given_keeps_its_state_and_is_shared_by_many_threads(shop):
+def test_server_gets_environment_keeps_state_and_is_thread_safe(shop):
     assert shop.call("setting", {}).startswith("open ")
     first = int(shop.call("count", {}))
     assert int(shop.call("count", {})) == first + 1
@@ -149,7 +149,7 @@ def test_the_server_has_the_environment_it_was_given_keeps_its_state_and_is_shar
 
 
 @pytest.mark.slow
-def test_a_prefix_keeps_two_servers_apart(command):
+def test_prefix_distinguishes_servers(command):
     left, right = (closing(MCPToolGroup(command, prefix=prefix)) for prefix in ("left_", "right_"))
     with left as one, right as other:
         BaseTextEnv().init_tool_groups([one, other])
@@ -158,13 +158,13 @@ def test_a_prefix_keeps_two_servers_apart(command):
             BaseTextEnv().init_tool_groups([one, one])
 
 
-def test_a_slow_tool_is_told_to_the_model_and_the_server_goes_on(command):
+def test_slow_tool_is_reported_to_model_and_server_survives(command):
     with closing(MCPToolGroup(command, timeout=1)) as group:
         assert group.call("wait", {"seconds": 5}) == "Error in wait: no answer within 1 seconds"
         assert group.call("add", {"a": 1}) == "2"
 
 
-def test_a_server_that_hangs_is_infrastructure(command, monkeypatch):
+def test_hanging_server_raises_infra_error(command, monkeypatch):
     monkeypatch.setattr("skyrl_gym.tools.mcp.PROBE_SECONDS", 0.5)
     group = MCPToolGroup(command, timeout=1)
     pid = pid_of(group)
@@ -175,7 +175,7 @@ def test_a_server_that_hangs_is_infrastructure(command, monkeypatch):
     group.close()
 
 
-def test_a_server_that_dies_is_named_with_its_last_words_and_started_again(command):
+def test_crashed_server_error_has_log_tail_and_server_restarts(command):
     with closing(MCPToolGroup(command, max_restarts=1)) as group:
         group.call("count", {})
         with pytest.raises(InfraError, match=r"(?s)MCP server .*shop\.py does not work.*out of coffee"):
@@ -188,7 +188,7 @@ def test_a_server_that_dies_is_named_with_its_last_words_and_started_again(comma
             group.call("add", {"a": 1})
 
 
-def test_close_ends_the_server(command):
+def test_close_stops_server(command):
     group = MCPToolGroup(command)
     pid = pid_of(group)
     before = threading.active_count()
@@ -200,7 +200,7 @@ def test_close_ends_the_server(command):
 
 
 @pytest.mark.slow
-def test_a_program_that_forgets_to_close_leaves_no_server(command):
+def test_unclosed_server_exits_with_program(command):
     code = f"from skyrl_gym.tools import MCPToolGroup; g = MCPToolGroup({command!r}); print(g.call('setting', {{}}))"
     ran = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60)
     assert (ran.returncode, ran.stderr) == (0, "")
@@ -215,21 +215,21 @@ def test_a_program_that_forgets_to_close_leaves_no_server(command):
         ([sys.executable, "-c", "import time; time.sleep(600)"], "did not start within 1 seconds"),
     ],
 )
-def test_a_server_that_does_not_start_is_infrastructure(program, text):
+def test_unstartable_server_raises_infra_error(program, text):
     before = threading.active_count()
     with pytest.raises(InfraError, match=text):
         MCPToolGroup(program, start_timeout=1)
     assert threading.active_count() == before
 
 
-def test_exactly_one_way_to_reach_a_server():
+def test_exactly_one_transport_is_required():
     with pytest.raises(ValueError, match="either command or url"):
         MCPToolGroup()
     with pytest.raises(ValueError, match="either command or url"):
         MCPToolGroup(["x"], url="http://127.0.0.1:1")
 
 
-def test_a_server_over_http(command):
+def test_http_server(command):
     port = urlsplit(unused_url()).port
     url = f"http://127.0.0.1:{port}/mcp"
     with pytest.raises(InfraError, match="cannot be started"):

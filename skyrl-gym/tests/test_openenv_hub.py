@@ -98,12 +98,12 @@ def test_openenv_episode_sums_rewards_and_answers_refused_actions(counting: str)
     assert "no <action>...</action>" in replies[1] and "must be an integer" in replies[2]
 
 
-def test_openenv_row_sets_reset_arguments_and_the_limit_of_turns(counting: str) -> None:
+def test_openenv_row_sets_reset_arguments_and_turn_limit(counting: str) -> None:
     result = run_episode(make(counting, reset='{"start": 7}', max_turns=1), ASK, lambda _: "<action>7</action>")
     assert (result.rewards, result.truncated) == ([1.0], True)
 
 
-def test_openenv_failures_of_the_server_are_never_scored(counting: str) -> None:
+def test_openenv_server_failures_are_never_scored(counting: str) -> None:
     with make(counting) as env:
         env.init(ASK)
         with pytest.raises(InfraError, match=r"SESSION_ERROR.*lost"):
@@ -118,7 +118,7 @@ def test_openenv_failures_of_the_server_are_never_scored(counting: str) -> None:
         OpenEnv()
 
 
-def test_openenv_key_is_not_sent_to_another_server_that_a_row_names() -> None:
+def test_openenv_key_is_not_sent_to_server_named_by_row() -> None:
     settings = {"base_url": "http://127.0.0.1:8000/a", "api_key": "secret"}
     assert OpenEnv(settings, {"base_url": "http://127.0.0.1:8000/b"}).base_url.endswith("/b")
     with pytest.raises(TaskError, match=r"sent to http://127\.0\.0\.1:8000/a alone.*'http://other:8000'"):
@@ -127,7 +127,7 @@ def test_openenv_key_is_not_sent_to_another_server_that_a_row_names() -> None:
         OpenEnv({"api_key": "secret"}, {"base_url": "http://other:8000"})
 
 
-def test_openenv_server_that_does_not_list_its_tools_is_broken(counting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_openenv_server_without_tool_list_raises_infra_error(counting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SCHEMA, "title", "CallToolAction")
     with make(counting) as env, pytest.raises(InfraError, match=r"does not list its tools.*must be an integer"):
         env.init(ASK)
@@ -150,7 +150,7 @@ def served(app: Any) -> Iterator[str]:
 
 
 @pytest.mark.full
-def test_openenv_package_serves_its_template_a_tool_environment_and_ours() -> None:
+def test_openenv_package_serves_template_tool_and_skyrl_envs() -> None:
     pytest.importorskip("openenv", reason="needs openenv 0.10")
     from fastmcp import FastMCP
     from openenv.core import CallToolAction

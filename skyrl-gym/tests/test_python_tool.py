@@ -27,12 +27,12 @@ def python():
         ("print('é')", "é"),
     ],
 )
-def test_the_tool_answers_what_a_program_prints(python, code, printed):
+def test_tool_returns_program_output(python, code, printed):
     assert python.python(code) == printed
 
 
 @sandboxed
-def test_errors_come_with_the_traceback(python):
+def test_errors_include_traceback(python):
     error = python.python("print('before')\n1 / 0")
     assert error.startswith(
         'Error executing Python code: Traceback (most recent call last):\n  File "<string>", line 2, in'
@@ -47,7 +47,7 @@ def test_errors_come_with_the_traceback(python):
 
 
 @sandboxed
-def test_limits_are_told_to_the_model():
+def test_limit_violations_are_reported_to_model():
     group = PythonCodeExecutorToolGroup(timeout=1.0)
     assert group.python("while True: pass") == "Error executing Python code: the code ran longer than 1 seconds"
     assert group.python("print('x' * (2 << 20))").startswith("Error executing Python code: the code printed too much")
@@ -58,12 +58,12 @@ def test_limits_are_told_to_the_model():
 
 @sandboxed
 @pytest.mark.parametrize("code", ["a\0b", "#" * 200_000, "x = '\ud800'", "", "print(open('/etc/shadow').read())"])
-def test_no_text_that_a_model_writes_raises(python, code):
+def test_no_model_text_raises(python, code):
     assert isinstance(python.python(code), str)
 
 
 @sandboxed
-def test_files_last_until_the_group_is_closed(python):
+def test_files_persist_until_group_is_closed(python):
     assert python.python("open('notes', 'w').write('kept')") == ""
     assert python.python("print(open('notes').read())") == "kept"
     python.close()
@@ -72,7 +72,7 @@ def test_files_last_until_the_group_is_closed(python):
 
 
 @sandboxed
-def test_a_sandbox_that_is_given_stays_its_owners():
+def test_given_sandbox_is_not_closed():
     with make_sandbox(limits=Limits(wall_seconds=20)) as sandbox:
         sandbox.write("data", "42")
         group = PythonCodeExecutorToolGroup(sandbox=sandbox)
@@ -86,14 +86,14 @@ def test_network_is_unavailable(python):
     assert "OSError" in python.python("import socket\nsocket.create_connection(('192.0.2.1', 80), timeout=2)")
 
 
-def test_a_sandbox_that_does_not_work_is_no_answer_to_the_model(monkeypatch):
+def test_broken_sandbox_raises_infra_error(monkeypatch):
     without_sandbox(monkeypatch)
     group = PythonCodeExecutorToolGroup()
     with pytest.raises(InfraError, match="Docker does not run"):
         group.call("python", {"code": "print(1)"})
 
 
-def test_the_tool_describes_itself():
+def test_tool_schema():
     (schema,) = PythonCodeExecutorToolGroup().schemas()
     assert schema["function"]["name"] == "python"
     assert schema["function"]["parameters"]["required"] == ["code"]

@@ -46,7 +46,7 @@ def test_normalization_drops_case_punctuation_articles_and_spare_space(text, exp
         ("Paris", None),
     ],
 )
-def test_the_last_answer_counts(text, expected):
+def test_last_answer_is_graded(text, expected):
     assert extract_solution(text) == expected
 
 
@@ -93,7 +93,7 @@ def test_grades_are_typed():
     assert isinstance(missing, Invalid) and "<answer>" in missing.reason and reward_of(missing) == 0.0
 
 
-def test_a_list_of_no_answers_is_an_error():
+def test_empty_answer_list_raises():
     with pytest.raises(ValueError, match="at least one answer"):
         exact_match("x", [])
 

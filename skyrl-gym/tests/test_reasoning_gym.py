@@ -14,15 +14,15 @@ from skyrl_gym.error import Error, TaskError
 
 pytest.importorskip("reasoning_gym", reason="needs skyrl-gym[reasoning-gym]")
 
-from skyrl_gym.envs.reasoning_gym.curriculum import Source, attribute_levels, config_at, has_curriculum
+from skyrl_gym.envs.reasoning_gym.curriculum import Source, build_config, get_attribute_levels, has_curriculum
 from skyrl_gym.envs.reasoning_gym.env import ReasoningGymEnv
 from skyrl_gym.envs.reasoning_gym.grading import FULL_SCORE, grade, last_answer
 from skyrl_gym.envs.reasoning_gym.library import (
     EntryRequest,
     check_entry,
-    dataset_names,
     generate,
-    oracle_answer,
+    get_oracle_answer,
+    list_dataset_names,
 )
 from skyrl_gym.envs.reasoning_gym.rows import reasoning_gym_rows
 from skyrl_gym.graders.results import Invalid, Score
@@ -66,7 +66,7 @@ def oracle_scores_and_guesses_do_not(name, seed, count):
     for entry in entries:
         from_row = check_entry(name, json.dumps(entry))
         assert from_row["question"]
-        oracle = oracle_answer(entry)
+        oracle = get_oracle_answer(entry)
         if name in WITHOUT_ORACLE:
             assert oracle is None
         elif not (name == "intermediate_integration" and "Integral(" in str(oracle)):  # an answer that is no answer
@@ -79,18 +79,18 @@ def oracle_scores_and_guesses_do_not(name, seed, count):
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_right_answers_score_one_and_guesses_next_to_nothing(name):
+def test_correct_answers_score_one_and_guesses_near_zero(name):
     oracle_scores_and_guesses_do_not(name, seed=3, count=2)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", dataset_names())
-def test_every_generator_scores_its_own_answers_one_and_guesses_next_to_nothing(name):
+@pytest.mark.parametrize("name", list_dataset_names())
+def test_every_generator_scores_gold_one_and_guesses_near_zero(name):
     oracle_scores_and_guesses_do_not(name, seed=11, count=6)
 
 
 def test_all_generators_are_there():
-    names = dataset_names()
+    names = list_dataset_names()
     assert len(names) >= 100
     assert "composite" not in names
 
@@ -106,11 +106,11 @@ def test_all_generators_are_there():
         ("</answer>7<answer>", None),
     ],
 )
-def test_the_last_closed_answer_counts(text, answer):
+def test_last_closed_answer_is_graded(text, answer):
     assert last_answer(text) == answer
 
 
-def test_an_episode_from_a_ready_entry():
+def test_episode_from_precomputed_entry():
     env = make(entry=CHAIN_SUM)
     messages, _ = env.init([])
     assert messages == [{"role": "user", "content": "State the sum: 4 + 3 ="}]
@@ -119,14 +119,14 @@ def test_an_episode_from_a_ready_entry():
     assert env.get_metrics() == {"outcome_reward": 1.0, "score": 1.0, "answered": True, "solved/chain_sum": 1.0}
 
 
-def test_part_credit_is_part_of_the_reward_but_not_of_the_outcome():
+def test_partial_credit_affects_reward_but_not_outcome():
     shaped, strict = make(entry=CHAIN_SUM), make({"strict": True}, entry=CHAIN_SUM)
     assert shaped.step("<answer>it is 7</answer>")["reward"] == pytest.approx(1 / 7)  # one of its seven characters
     assert strict.step("<answer>it is 7</answer>")["reward"] == 0.0
     assert shaped.get_metrics()["outcome_reward"] == strict.get_metrics()["outcome_reward"] == 0.0
 
 
-def test_an_entry_made_of_seed_and_index_must_be_what_the_prompt_asks():
+def test_entry_from_seed_and_index_must_match_prompt():
     [entry] = generate([EntryRequest("chain_sum", seed=4, index=2, config={"max_terms": 3})])
     row = {"dataset": "chain_sum", "dataset_config": {"max_terms": 3}, "seed": 4, "index": 2}
     env = make(**row)
@@ -136,7 +136,7 @@ def test_an_entry_made_of_seed_and_index_must_be_what_the_prompt_asks():
         make(**row).init([{"role": "user", "content": "What is 1 + 1?"}])
 
 
-def test_a_system_prompt_is_added_where_there_is_none():
+def test_system_prompt_is_added_when_missing():
     question = [{"role": "user", "content": "4 + 3?"}]
     messages, _ = make({"system_prompt": "direct"}, entry=CHAIN_SUM).init(question)
     assert [m["role"] for m in messages] == ["system", "user"]
@@ -159,19 +159,19 @@ def test_a_system_prompt_is_added_where_there_is_none():
         ({"dataset": "chain_sum", "entry": {"question": "?", "answer": "1"}}, "metadata is missing"),
     ],
 )
-def test_a_wrong_row_is_refused_with_the_field_and_the_rule(extras, text):
+def test_invalid_row_error_names_field_and_rule(extras, text):
     with pytest.raises(TaskError, match=text):
         make(**extras)
 
 
-def test_missing_package_error_names_what_to_install(monkeypatch):
+def test_missing_package_error_names_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
     for attempt in (lambda: make(entry=CHAIN_SUM), ReasoningGymEnv.examples):
         with pytest.raises(Error, match=r"pip install 'skyrl-gym\[reasoning-gym\]'"):
             attempt()
 
 
-def test_settings_that_parquet_filled_with_none_are_the_defaults():
+def test_none_settings_from_parquet_become_defaults():
     assert make(entry=CHAIN_SUM, dataset_config={"max_terms": 3, "min_rows": None}).dataset_config == {"max_terms": 3}
 
 
@@ -189,7 +189,7 @@ ATTACKS = [
     "name",
     ["binary_matrix", "n_queens", "spiral_matrix", "string_insertion", "simple_integration", "countdown", "puzzle24"],
 )
-def test_an_answer_is_never_run_as_code(name, attack, tmp_path):
+def test_answer_is_never_executed(name, attack, tmp_path):
     target = tmp_path / "pwned"
     [entry] = generate([EntryRequest(name, seed=1, index=0)])
     assert value(name, entry, attack.format(path=str(target))) <= 0.01
@@ -213,7 +213,7 @@ def test_an_answer_is_never_run_as_code(name, attack, tmp_path):
         "9" * 100_000,
     ],
 )
-def test_an_answer_that_would_take_for_ever_is_refused_at_once(name, bomb):
+def test_unbounded_answer_is_rejected_fast(name, bomb):
     metadata = {
         "numbers": [1, 2],
         "target": 3,
@@ -227,7 +227,7 @@ def test_an_answer_that_would_take_for_ever_is_refused_at_once(name, bomb):
     assert time.process_time() - started < 5
 
 
-def test_integrals_are_judged_in_bounded_time_whatever_their_form():
+def test_integrals_are_graded_in_bounded_time():
     entry = {
         "question": "",
         "answer": "x**2*log(x)/2 - x**2/4 + C",
@@ -249,13 +249,13 @@ def test_integrals_are_judged_in_bounded_time_whatever_their_form():
 
 
 @pytest.mark.full
-def test_a_generator_that_gives_up_is_asked_for_another_entry():
+def test_failed_generator_is_asked_for_another_entry():
     """Every second board of knight_swap at this level (about) has no puzzle that is short enough."""
-    requests = [EntryRequest("knight_swap", 3, index, config_at("knight_swap", 1)) for index in range(2)]
+    requests = [EntryRequest("knight_swap", 3, index, build_config("knight_swap", 1)) for index in range(2)]
     assert all(entry["answer"] for entry in generate(requests))
 
 
-def test_full_scores_that_generators_give_away_are_not_given():
+def test_lenient_full_scores_of_generators_are_corrected():
     halting = {"question": "", "answer": "True", "metadata": {}}
     assert value("game_of_life_halting", halting, "whatever") == 0
     assert value("game_of_life_halting", halting, "false") == 0
@@ -271,7 +271,7 @@ def test_full_scores_that_generators_give_away_are_not_given():
     assert value("complex_arithmetic", complex_sum, "nan") == 0
 
 
-def test_a_mixture_has_the_asked_shares_and_rows_that_score():
+def test_mixture_has_requested_fractions_and_gradable_rows():
     sources = [Source("chain_sum", weight=3), Source("word_sorting", config={"max_words": 4}), "spell_backward"]
     rows = list(reasoning_gym_rows(sources, size=50, seed=1))
     counts = {
@@ -286,7 +286,7 @@ def test_a_mixture_has_the_asked_shares_and_rows_that_score():
         assert env.step(f"<answer>{row['reward_spec']['ground_truth']}</answer>")["reward"] == 1.0
 
 
-def test_rows_depend_on_the_seed_alone():
+def test_rows_depend_only_on_seed():
     def rows(seed):
         return list(reasoning_gym_rows(["chain_sum", "base_conversion"], size=10, seed=seed))
 
@@ -295,7 +295,7 @@ def test_rows_depend_on_the_seed_alone():
 
 
 @pytest.mark.slow
-def test_rows_are_the_same_in_every_process():
+def test_rows_are_identical_across_processes():
     """Generators that depend on the order of sets and on global random states are covered, too."""
     program = """if True:
         import json
@@ -330,16 +330,16 @@ def test_rows_are_the_same_in_every_process():
         ([Source("acre", level=0)], "acre has no curriculum"),
     ],
 )
-def test_a_wrong_mixture_is_refused(sources, text):
+def test_invalid_mixture_is_rejected(sources, text):
     with pytest.raises(TaskError, match=text):
         list(reasoning_gym_rows(sources, size=3, seed=0))
 
 
 def test_levels_raise_difficulty():
-    assert attribute_levels("chain_sum")["num_digits"] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
-    assert config_at("chain_sum", 0) == {"max_terms": 2, "max_digits": 1}  # the rest is as by default
-    assert config_at("chain_sum", 5) == {"max_terms": 7, "max_digits": 6}
-    assert config_at("chain_sum", {"num_terms": 5, "num_digits": 2}) == {"max_terms": 7, "max_digits": 3}
+    assert get_attribute_levels("chain_sum")["num_digits"] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+    assert build_config("chain_sum", 0) == {"max_terms": 2, "max_digits": 1}  # the rest is as by default
+    assert build_config("chain_sum", 5) == {"max_terms": 7, "max_digits": 6}
+    assert build_config("chain_sum", {"num_terms": 5, "num_digits": 2}) == {"max_terms": 7, "max_digits": 3}
     lengths = [
         sum(len(row["prompt"][0]["content"]) for row in rows)
         for rows in (
@@ -351,24 +351,24 @@ def test_levels_raise_difficulty():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", dataset_names())
+@pytest.mark.parametrize("name", list_dataset_names())
 def test_levels_of_every_curriculum_differ(name):
     if not has_curriculum(name):
         assert name in {"acre", "gsm_symbolic", "list_functions"}
         return
     configs = []
-    for level in range(max(len(values) for values in attribute_levels(name).values())):
+    for level in range(max(len(values) for values in get_attribute_levels(name).values())):
         with contextlib.suppress(TaskError):  # some generators refuse some of their curriculum's levels
-            configs.append(json.dumps(config_at(name, level), sort_keys=True))
+            configs.append(json.dumps(build_config(name, level), sort_keys=True))
     assert len(set(configs)) >= 2
 
 
-def test_a_level_that_the_generator_refuses_is_a_task_error():
+def test_level_rejected_by_generator_raises_task_error():
     with pytest.raises(TaskError, match="rotation must be in range"):
-        config_at("caesar_cipher", 2)  # rotates by more letters than there are
+        build_config("caesar_cipher", 2)  # rotates by more letters than there are
 
 
-def test_many_threads_get_what_one_gets():
+def test_threads_get_identical_rows():
     requests = [EntryRequest(name, seed, 0) for name in ("chain_sum", "maze", "mini_sudoku") for seed in range(8)]
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(lambda request: generate([request])[0], requests)) == generate(requests)

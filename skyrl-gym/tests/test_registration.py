@@ -64,7 +64,7 @@ def echo(register):
     return register("echo", EchoEnv, kwargs={"likes": "hello"})
 
 
-def test_an_episode_of_two_turns(echo):
+def test_two_turn_episode(echo):
     with make(echo, extras={"max_turns": 2}) as env:
         prompt = [{"role": "user", "content": "say something"}]
         assert env.init(prompt) == (prompt, {})
@@ -80,7 +80,7 @@ def test_an_episode_of_two_turns(echo):
     assert str(env) == "Env(EchoEnv)"
 
 
-def test_arguments_of_make_win_and_stay_on_the_spec(echo):
+def test_make_arguments_override_and_are_kept_on_spec(echo):
     env = make(echo, likes="bye")
     assert env.likes == "bye"
     assert env.spec.kwargs == {"likes": "bye"}
@@ -89,14 +89,14 @@ def test_arguments_of_make_win_and_stay_on_the_spec(echo):
     assert isinstance(skyrl_gym.spec(echo).make(), EchoEnv)
 
 
-def test_kwargs_of_the_registration_are_not_shared_between_instances(register):
+def test_registration_kwargs_are_not_shared_between_instances(register):
     register("shared", EchoEnv, kwargs={"extras": {"max_turns": 3}})
     first = make("shared")
     first.spec.kwargs["extras"]["max_turns"] = 99
     assert make("shared").max_turns == 3
 
 
-def test_an_unknown_id_names_the_nearest_one():
+def test_unknown_id_error_names_nearest_id():
     with pytest.raises(error.Error, match=r"No registered env with id: gsm8; did you mean gsm8k"):
         make("gsm8")
     with pytest.raises(error.Error, match=r"No registered env with id: zzzz; known are .*arithmetic"):
@@ -105,21 +105,21 @@ def test_an_unknown_id_names_the_nearest_one():
         skyrl_gym.deregister("zzzz")
 
 
-def test_an_id_is_registered_once(echo):
+def test_duplicate_registration_is_rejected(echo):
     with pytest.raises(error.RegistrationError, match="'echo' is already registered"):
         skyrl_gym.register(id=echo, entry_point=EchoEnv)
     with pytest.raises(AssertionError, match="entry_point"):
         skyrl_gym.register(id="nothing")
 
 
-def test_constructor_errors_reach_the_caller(echo):
+def test_constructor_errors_propagate(echo):
     with pytest.raises(AssertionError, match="likes must be a word"):
         make(echo, likes="")
     with pytest.raises(TypeError, match=r"colour.*while making env 'echo'"):
         make(echo, colour="red")
 
 
-def test_an_entry_point_that_makes_no_env_is_refused(register):
+def test_entry_point_without_env_is_rejected(register):
     with pytest.raises(TypeError, match="it made a dict"):
         make(register("a dict", "builtins:dict"))
     with pytest.raises(error.Error, match="no entry point"):
@@ -127,12 +127,12 @@ def test_an_entry_point_that_makes_no_env_is_refused(register):
 
 
 @pytest.mark.parametrize("text", ["module_only", "a:b:c", ":name", "module:"])
-def test_an_entry_point_reads_module_colon_attribute(text):
+def test_entry_point_format_is_module_colon_attribute(text):
     with pytest.raises(ValueError, match="must read"):
         load_env_creator(text)
 
 
-def test_a_spec_goes_to_json_and_back(echo):
+def test_spec_round_trips_through_json(echo):
     built_in = skyrl_gym.spec("gsm8k")
     assert json.loads(built_in.to_json()) == {
         "id": "gsm8k",
@@ -146,7 +146,7 @@ def test_a_spec_goes_to_json_and_back(echo):
         EnvSpec.from_json('{"colour": "red"}')
 
 
-def test_the_registry_prints_in_columns():
+def test_registry_prints_in_columns():
     some = {env_id: EnvSpec(id=env_id) for env_id in ("bb", "a", "ccc", "d")}
     assert skyrl_gym.pprint_registry(some, num_cols=3, disable_print=True) == "a    bb   ccc\nd"
     assert skyrl_gym.pprint_registry({}, disable_print=True) == "No environments registered."
@@ -155,7 +155,7 @@ def test_the_registry_prints_in_columns():
     )
 
 
-def test_metrics_average_over_the_episodes_that_have_them():
+def test_metrics_average_over_episodes_reporting_them():
     assert default_aggregate_metrics([]) == {}
     episodes = [{"solved": True, "steps": 2, "note": "text"}, {"solved": False}]
     assert default_aggregate_metrics(episodes) == {"solved": 0.5, "steps": 2.0}
@@ -184,7 +184,7 @@ def test_environments_of_different_threads_do_not_disturb_each_other():
         assert list(pool.map(episode, range(200))) == [1.0] * 200
 
 
-def test_importing_the_package_imports_nothing_heavy_and_is_fast():
+def test_package_import_is_fast_and_light():
     """Less than half a second of CPU time, which a loaded machine does not change; the best of three."""
     heavy = ("torch", "numpy", "pandas", "requests", "httpx", "sympy", "ray", "pydantic")
     code = "import time; t = time.process_time(); import skyrl_gym, sys; print(time.process_time() - t, "
@@ -201,14 +201,14 @@ class WeatherConfig:
 
 
 @pytest.mark.parametrize("given", [{"days": 5}, WeatherConfig(days=5)])
-def test_settings_of_an_environment_become_its_dataclass(given):
+def test_environment_settings_become_dataclass(given):
     assert typed_config(WeatherConfig, given) == WeatherConfig(days=5)
     assert typed_config(WeatherConfig, None) == typed_config(WeatherConfig, {}) == WeatherConfig()
     with pytest.raises(ValueError, match="WeatherConfig has no setting 'station_ulr'; did you mean station_url"):
         typed_config(WeatherConfig, {"station_ulr": "http://127.0.0.1:1"})
 
 
-def test_a_limit_on_turns_is_a_whole_number():
+def test_turn_limit_must_be_whole_number():
     assert max_turns_of({}, 3) == max_turns_of({"max_turns": None}, 3) == max_turns_of({"max_turns": 3.0}, 9) == 3
     for value in (0, "four", 2.5, True, float("nan"), float("inf")):
         with pytest.raises(error.TaskError, match=r"max_turns must be a whole number from 1 on; got"):
@@ -224,7 +224,7 @@ def test_a_limit_on_turns_is_a_whole_number():
         ({"reward_spec": "42"}, "ground_truth is required in reward_spec field; got '42'"),
     ],
 )
-def test_a_row_without_its_answer_is_told_what_it_lacks(row, said):
+def test_row_without_answer_error_names_missing_field(row, said):
     with pytest.raises(error.TaskError, match=said):
         ground_truth_of(row)
 
@@ -241,7 +241,7 @@ def counted_factory(env_config=None, extras=None) -> Counted:
     return Counted(env_config, extras)
 
 
-def test_a_factory_is_as_good_as_a_class_and_aggregated_by_that_which_it_says_it_makes(register):
+def test_factory_metrics_are_aggregated_by_annotated_class(register):
     assert make(register("made", make_echo), likes="a").likes == "a"
     assert aggregate_for_environment("made", [{"score": 1}, {"score": 0}]) == {"score": 0.5}
     register("counted", counted_factory)
@@ -264,7 +264,7 @@ def installed_package(folder: Path, declares: str) -> None:
     (information / "entry_points.txt").write_text(f"[skyrl_gym.envs]\n{declares} = chess_envs:ChessEnv\n")
 
 
-def test_the_environments_of_an_installed_package_are_found_in_a_fresh_process_without_registering(tmp_path):
+def test_installed_environments_are_found_without_registering(tmp_path):
     installed_package(tmp_path, declares="chess")
     script = "import sys, skyrl_gym; print('chess_envs' in sys.modules); print(skyrl_gym.make('chess'))"
     found = subprocess.run(
@@ -278,7 +278,7 @@ def test_the_environments_of_an_installed_package_are_found_in_a_fresh_process_w
     assert found.stdout.split() == ["False", "Env(ChessEnv)"]  # known by name, imported only when made
 
 
-def test_an_installed_package_cannot_take_over_an_id(tmp_path, monkeypatch):
+def test_installed_package_cannot_override_id(tmp_path, monkeypatch):
     installed_package(tmp_path, declares="gsm8k")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.warns(UserWarning, match=r"chess-envs declares env 'chess_envs:ChessEnv', which is left out: .*gsm8k"):

@@ -5,35 +5,35 @@ import json
 
 import pytest
 
-from skyrl_gym.tools.retrieval.corpus import CorpusError, as_documents, read_corpus
+from skyrl_gym.tools.retrieval.corpus import CorpusError, read_corpus, to_documents
 
 ROWS = [{"id": 7, "title": "Hask", "text": "A village.", "source": "atlas"}, {"contents": '"Orvane"\nAn island.'}]
 
 
 def test_rows_become_documents_with_contents_title_first():
-    assert list(as_documents([*ROWS, "A bare text."])) == [
+    assert list(to_documents([*ROWS, "A bare text."])) == [
         {"id": "7", "title": "Hask", "text": "A village.", "contents": '"Hask"\nA village.', "source": "atlas"},
         {"id": "1", "title": "Orvane", "text": "An island.", "contents": '"Orvane"\nAn island.'},
         {"id": "2", "title": "", "text": "A bare text.", "contents": "A bare text."},
     ]
 
 
-def test_contents_without_a_quoted_first_line_are_all_text():
-    (document,) = as_documents([{"id": "a", "contents": "One line.\nAnother."}])
+def test_contents_without_quoted_first_line_are_all_text():
+    (document,) = to_documents([{"id": "a", "contents": "One line.\nAnother."}])
     assert document["text"] == document["contents"] == "One line.\nAnother." and document["title"] == ""
 
 
-def test_half_a_surrogate_pair_is_replaced():
-    (document,) = as_documents([{"text": json.loads('"a\\ud800b"')}])
+def test_lone_surrogate_is_replaced():
+    (document,) = to_documents([{"text": json.loads('"a\\ud800b"')}])
     assert document["text"] == "a\ufffdb"
 
 
-def test_each_kind_of_file_gives_the_same_documents(tmp_path):
+def test_file_formats_give_same_documents(tmp_path):
     lines = "\n".join(map(json.dumps, ROWS)) + "\n\n"
     (tmp_path / "corpus.jsonl").write_text(lines)
     with gzip.open(tmp_path / "corpus.jsonl.gz", "wt") as file:
         file.write(lines)
-    expected = list(as_documents(ROWS))
+    expected = list(to_documents(ROWS))
     assert list(read_corpus(tmp_path / "corpus.jsonl")) == list(read_corpus(tmp_path / "corpus.jsonl.gz")) == expected
 
 
@@ -58,12 +58,12 @@ def test_parquet_rows_are_documents(tmp_path):
         (5, "a document is an object"),
     ],
 )
-def test_a_row_that_is_no_document_is_named(row, text):
+def test_invalid_document_error_names_row(row, text):
     with pytest.raises(CorpusError, match=text):
-        list(as_documents([row]))
+        list(to_documents([row]))
 
 
-def test_a_line_that_is_no_json_is_named(tmp_path):
+def test_invalid_json_error_names_line(tmp_path):
     (tmp_path / "corpus.jsonl").write_text('{"text": "fine"}\n{"text": \n')
     with pytest.raises(CorpusError, match=r"corpus\.jsonl, line 2: not JSON"):
         list(read_corpus(tmp_path / "corpus.jsonl"))

@@ -79,7 +79,7 @@ def retriever(settings) -> Iterator[Retriever]:
     yield open_retriever(settings)
 
 
-def test_the_ranking_is_that_of_comparing_with_every_document(settings, retriever):
+def test_ranking_matches_exhaustive_comparison(settings, retriever):
     encoder = Encoder(settings.dense)
     passages_ND = encoder.passages(make_texts())
     queries = ["kabar loden", "nugol nugol pofis", *make_texts()[:5]]
@@ -92,7 +92,7 @@ def test_the_ranking_is_that_of_comparing_with_every_document(settings, retrieve
         np.testing.assert_allclose([score for _, score in hits], scores_N[expected], rtol=1e-4)
 
 
-def test_a_document_is_the_first_answer_to_its_own_text(retriever):
+def test_document_ranks_first_for_own_text(retriever):
     texts = make_texts()
     found = retriever.search(texts, 1)
     assert [hits[0][0]["contents"] for hits in found] == texts
@@ -112,7 +112,7 @@ def test_prefixes_are_put_before_texts_and_known_for_e5(folder):
     np.testing.assert_allclose(given.passages(["loden"]), plain.passages(["kabar loden"]), atol=1e-6)
 
 
-def test_the_index_is_made_once(settings, retriever):
+def test_index_is_built_once(settings, retriever):
     made = (settings.folder() / VECTORS_FILE).stat().st_mtime_ns
     again = open_retriever(replace(settings, dense=replace(settings.dense, batch_size=3)))  # does not change vectors
     assert (settings.folder() / VECTORS_FILE).stat().st_mtime_ns == made
@@ -122,7 +122,7 @@ def test_the_index_is_made_once(settings, retriever):
 
 
 @pytest.mark.parametrize("factory", ["HNSW16", "IVF4,Flat", "SQ8"])
-def test_other_kinds_of_faiss_index_find_nearly_the_same(settings, retriever, tmp_path, factory):
+def test_approximate_faiss_indexes_find_nearly_same_documents(settings, retriever, tmp_path, factory):
     other = replace(settings, index_path=tmp_path / "index", dense=replace(settings.dense, factory=factory))
     queries = make_texts()[:50]
     found = [hits[0][0] for hits in open_retriever(other).index.search(queries, 1)]
@@ -130,7 +130,7 @@ def test_other_kinds_of_faiss_index_find_nearly_the_same(settings, retriever, tm
     assert np.mean(np.equal(found, exact)) >= 0.8
 
 
-def test_a_faiss_file_that_was_made_elsewhere_is_served_as_it_is(settings, retriever, folder, tmp_path):
+def test_external_faiss_file_is_served_unchanged(settings, retriever, folder, tmp_path):
     file = tmp_path / "e5_Flat.index"
     file.write_bytes((settings.folder() / VECTORS_FILE).read_bytes())
     ready_made = open_retriever(replace(settings, index_path=file))
@@ -147,7 +147,7 @@ def test_a_faiss_file_that_was_made_elsewhere_is_served_as_it_is(settings, retri
         open_retriever(replace(settings, index_path=other, corpus=shorter))
 
 
-def test_dense_server_serves_the_same_protocol(retriever):
+def test_dense_server_uses_same_protocol(retriever):
     with RetrievalServer(retriever) as server:
         answer, error = call_search_api(server.url, make_texts()[7], topk=2)
     assert error is None and answer is not None

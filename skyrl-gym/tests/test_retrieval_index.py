@@ -52,7 +52,7 @@ def test_words_are_stemmed_folded_and_without_stop_words():
         Retriever.of(["?!", "..."])
 
 
-def test_the_score_is_that_of_the_formula():
+def test_score_matches_bm25_formula():
     """One word once in two documents of three and six words: idf ln(1 + (2 - 2 + 0.5) / (2 + 0.5)), mean length 4.5."""
     retriever = Retriever.of(["fish fly high", "fish swim in the deep sea"], PLAIN)
     idf = math.log(1 + 0.5 / 2.5)
@@ -63,7 +63,7 @@ def test_the_score_is_that_of_the_formula():
     ]
 
 
-def test_titles_count_and_the_best_document_is_first():
+def test_titles_are_scored_and_best_document_is_first():
     retriever = Retriever.of(DOCUMENTS)
     assert ids(retriever, "what do cats like?") == ["cat", "dog"]
     assert ids(retriever, "escandalo") == ["sea"]
@@ -71,7 +71,7 @@ def test_titles_count_and_the_best_document_is_first():
     assert ids(retriever, "elephant") == ids(retriever, "the") == ids(retriever, "?!") == []
 
 
-def test_equal_documents_come_in_the_order_of_the_corpus():
+def test_equal_scores_keep_corpus_order():
     retriever = Retriever.of(["same words"] * 50, PLAIN)
     assert [number for number, _ in retriever.index.search(["words"], 5)[0]] == [0, 1, 2, 3, 4]
 
@@ -84,7 +84,7 @@ def test_best_agrees_with_sorting_everything():
         assert [number for number, _ in best(scores, topk)] == [n for n in everything if scores[n] > 0][:topk]
 
 
-def test_an_index_is_made_once_and_then_read_through_a_memory_map(settings):
+def test_index_is_built_once_and_memory_mapped(settings):
     first = open_retriever(settings)
     made = {file.name: file.stat().st_mtime_ns for file in settings.folder().iterdir()}
     second = open_retriever(settings)
@@ -94,7 +94,7 @@ def test_an_index_is_made_once_and_then_read_through_a_memory_map(settings):
     assert len(second.documents) == 3 and [document["id"] for document in second.documents] == ["cat", "dog", "sea"]
 
 
-def test_an_index_is_served_for_a_corpus_that_was_only_touched_and_without_it(settings):
+def test_index_is_reused_for_touched_or_missing_corpus(settings):
     assert RetrievalSettings.from_json(settings.to_json()) == settings
     open_retriever(settings)
     os.utime(settings.corpus)
@@ -103,7 +103,7 @@ def test_an_index_is_served_for_a_corpus_that_was_only_touched_and_without_it(se
     assert ids(open_retriever(replace(settings, corpus=None)), "dog") == ["dog"]
 
 
-def test_other_settings_are_an_error_and_a_changed_corpus_is_until_a_new_index_is_asked_for(settings):
+def test_changed_settings_or_corpus_raise_unless_rebuild_is_requested(settings):
     old = open_retriever(settings)
     with pytest.raises(IndexMismatchError, match=r"was made with b 0\.75, not 0\.4:"):
         open_retriever(replace(settings, bm25=BM25Settings(b=0.4)))
@@ -116,7 +116,7 @@ def test_other_settings_are_an_error_and_a_changed_corpus_is_until_a_new_index_i
     assert [path.name for path in settings.folder().parent.iterdir() if "partial" in path.name] == []
 
 
-def test_an_index_that_was_not_finished_is_not_used(settings):
+def test_unfinished_index_is_not_used(settings):
     good = settings.corpus.read_text()
     settings.corpus.write_text(good + '{"text": 5}\n')
     with pytest.raises(CorpusError, match=r"corpus\.jsonl, row 4"):
@@ -130,13 +130,13 @@ def test_an_index_that_was_not_finished_is_not_used(settings):
     assert not unfinished.exists()
 
 
-def test_concurrent_servers_build_the_index_once(settings):
+def test_concurrent_servers_build_index_once(settings):
     with ThreadPoolExecutor(6) as threads:
         retrievers = list(threads.map(open_retriever, [settings] * 6))
     assert [ids(retriever, "dog") for retriever in retrievers] == [["dog"]] * 6
 
 
-def test_a_folder_with_other_things_is_left_alone(settings):
+def test_folder_with_other_files_is_not_modified(settings):
     settings.folder().mkdir()
     (settings.folder() / "thesis.tex").write_text("years of work")
     for rebuild in (False, True):
@@ -148,13 +148,13 @@ def test_a_folder_with_other_things_is_left_alone(settings):
 @pytest.mark.parametrize(
     "name, content", [("empty.jsonl", b""), ("cut.jsonl.gz", b"\x1f\x8b\x08"), ("no.jsonl.gz", b"x")]
 )
-def test_a_corpus_that_cannot_be_read_is_named(tmp_path, name, content):
+def test_unreadable_corpus_error_names_file(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(CorpusError, match=name):
         open_retriever(RetrievalSettings(corpus=tmp_path / name))
 
 
-def test_missing_index_and_corpus_are_an_error(tmp_path):
+def test_missing_index_and_corpus_raise(tmp_path):
     with pytest.raises(IndexMismatchError, match="holds no index, and there is no corpus"):
         open_retriever(RetrievalSettings(index_path=tmp_path / "nothing"))
     with pytest.raises(ValueError, match="a corpus is needed"):

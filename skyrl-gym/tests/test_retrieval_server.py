@@ -74,7 +74,7 @@ def corpus(tmp_path):
     return path
 
 
-def test_each_query_gives_a_group_of_documents_bare_or_with_scores(server):
+def test_each_query_returns_documents_with_optional_scores(server):
     def groups(**body):
         return httpx.post(server.url, json=body).json()["result"]
 
@@ -89,7 +89,7 @@ def test_each_query_gives_a_group_of_documents_bare_or_with_scores(server):
     assert health == {"ready": True, "index": "bm25", "documents": len(EXAMPLE_DOCUMENTS)}
 
 
-def test_a_body_without_a_declared_length_is_bounded_too(server):
+def test_body_without_content_length_is_bounded(server):
     chunks = (b"x" * (1 << 20) for _ in range(5))
     response = httpx.post(server.url, content=chunks, headers={"Content-Type": "application/json"})
     assert response.status_code == 413 and "Too Large" in response.json()["detail"]
@@ -113,7 +113,7 @@ def test_a_body_without_a_declared_length_is_bounded_too(server):
         ({"query": "x" * (5 << 20)}, 413, "Too Large"),
     ],
 )
-def test_a_wrong_request_is_told_the_rule(server, body, status, text):
+def test_invalid_request_error_names_rule(server, body, status, text):
     response = httpx.post(server.url, json=body)
     assert response.status_code == status and re.search(text, response.text)
 
@@ -127,14 +127,14 @@ def test_a_wrong_request_is_told_the_rule(server, body, status, text):
         ("5 Quillmere", 422),
     ],
 )
-def test_odd_texts_are_searched_or_refused_but_never_break_the_server(server, text, status):
+def test_odd_texts_are_searched_or_rejected_without_server_error(server, text, status):
     body = b'{"query": %s, "topk": 1}' % text.encode()
     response = httpx.post(server.url, content=body, headers={"Content-Type": "application/json"})
     assert response.status_code == status
     assert status != 200 or len(response.json()["result"][0]) == 1
 
 
-def test_answers_on_a_used_connection_do_not_wait_for_acknowledgements(server):
+def test_responses_on_reused_connection_have_no_ack_delay(server):
     with httpx.Client() as client:
         client.post(server.url, json={"query": "Quillmere"})
         seconds = []
@@ -145,7 +145,7 @@ def test_answers_on_a_used_connection_do_not_wait_for_acknowledgements(server):
     assert min(seconds) < 0.03  # a delayed acknowledgement takes 0.04 s, every time
 
 
-def test_a_server_can_be_started_again_at_its_address():
+def test_server_can_restart_at_same_address():
     server = RetrievalServer(["An owl hoots."])
     with server:
         address = server.url
@@ -173,7 +173,7 @@ class RecordingSearch:
         return [[len(query)] * topk for query in queries]
 
 
-async def test_queries_that_arrive_during_a_search_are_searched_together():
+async def test_queries_during_search_are_batched():
     search = RecordingSearch()
     batcher = Batcher(search, batch_size=4)
     task = asyncio.create_task(batcher.run())
@@ -186,7 +186,7 @@ async def test_queries_that_arrive_during_a_search_are_searched_together():
     task.cancel()
 
 
-async def test_a_search_that_fails_fails_those_who_asked_and_nobody_later():
+async def test_search_failure_affects_only_current_batch():
     batcher = Batcher(RecordingSearch(), batch_size=4)
     task = asyncio.create_task(batcher.run())
     with pytest.raises(RuntimeError, match="a bad query"):
@@ -195,7 +195,7 @@ async def test_a_search_that_fails_fails_those_who_asked_and_nobody_later():
     task.cancel()
 
 
-async def test_more_than_can_wait_is_refused_and_who_has_gone_is_not_searched_for():
+async def test_full_queue_is_rejected_and_cancelled_query_is_skipped():
     search = RecordingSearch()
     batcher = Batcher(search, batch_size=4, max_waiting=2)
     gone, stays = (asyncio.create_task(batcher.search([query], 1)) for query in ("gone", "stays"))
@@ -209,7 +209,7 @@ async def test_more_than_can_wait_is_refused_and_who_has_gone_is_not_searched_fo
     task.cancel()
 
 
-def test_64_environments_search_at_once_without_a_word_in_the_logs(corpus, caplog):
+def test_64_environments_search_concurrently_without_log_output(corpus, caplog):
     caplog.set_level(logging.WARNING)
     ready = threading.Barrier(64)
 
@@ -233,7 +233,7 @@ def test_64_environments_search_at_once_without_a_word_in_the_logs(corpus, caplo
 
 
 @pytest.mark.slow
-def test_sigterm_lets_a_request_finish_and_ends_all_workers(corpus):
+def test_sigterm_drains_request_and_stops_workers(corpus):
     with process("--corpus", corpus, "--workers", 2) as (running, base_url):
         with httpx.Client() as client:
             used = client.post(f"{base_url}/retrieve", json={"query": "Quillmere", "topk": 1})
@@ -255,7 +255,7 @@ def test_sigterm_lets_a_request_finish_and_ends_all_workers(corpus):
         (["--corpus", "corpus.jsonl", "--language", "klingon"], "language must be none or one of"),
     ],
 )
-def test_start_errors_are_one_line(corpus, arguments, text):
+def test_start_errors_are_single_line(corpus, arguments, text):
     command = [sys.executable, "-m", "skyrl_gym.tools.retrieval", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=corpus.parent)
     assert done.returncode == 2 and done.stdout == ""
@@ -263,7 +263,7 @@ def test_start_errors_are_one_line(corpus, arguments, text):
 
 
 @pytest.mark.slow
-def test_build_only_leaves_an_index_that_needs_no_corpus(corpus, tmp_path):
+def test_build_only_index_needs_no_corpus(corpus, tmp_path):
     command = [sys.executable, "-m", "skyrl_gym.tools.retrieval", "--corpus_path", "corpus.jsonl", "--build_only"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, check=True)
     folder = tmp_path / done.stdout.strip()
@@ -273,7 +273,7 @@ def test_build_only_leaves_an_index_that_needs_no_corpus(corpus, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_server_that_is_killed_in_the_middle_of_an_episode_and_started_again_is_waited_for(corpus):
+def test_episode_waits_for_restarted_server(corpus):
     extras = {"reward_spec": {"ground_truth": {"target": "Hask"}}, "max_turns": 4}
     with process("--corpus", corpus) as (running, base_url):
         env = skyrl_gym.make("search", env_config={"search_url": f"{base_url}/retrieve"}, extras=extras)
@@ -302,7 +302,7 @@ def recall_at(topk: int, questions: list[dict], base_url: str) -> float:
 
 
 @pytest.mark.slow
-def test_gold_paragraphs_of_public_questions_are_among_the_first_five(test_data, tmp_path):
+def test_gold_paragraphs_are_in_top_five(test_data, tmp_path):
     """The corpus has 9,316 paragraphs of Wikipedia. Questions of HotpotQA need two of them, those of XQuAD one."""
     folder = test_data / "search_qa"
     with process("--corpus", folder / "corpus.jsonl.gz", "--index_path", tmp_path / "index") as (_, base_url):
@@ -315,7 +315,7 @@ def test_gold_paragraphs_of_public_questions_are_among_the_first_five(test_data,
             assert recall[5] >= least
 
 
-def test_names_of_settings_that_other_servers_use_are_understood(corpus, tmp_path, capsys):
+def test_setting_names_of_other_servers_are_accepted(corpus, tmp_path, capsys):
     from skyrl_gym.tools.retrieval.__main__ import main
 
     asked = ["--corpus_path", str(corpus), "--retriever_name", "bm25", "--build_only"]

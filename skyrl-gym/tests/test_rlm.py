@@ -97,7 +97,7 @@ def wait_until_gone(marker):
 # The namespace
 
 
-def test_variables_stay_from_one_execution_to_the_next(make_repl):
+def test_variables_persist_between_executions(make_repl):
     repl = make_repl()
     repl.execute("numbers = [1, 2, 3]\ndef double(x): return 2 * x")
     result = repl.execute("print(double(sum(numbers)))")
@@ -106,7 +106,7 @@ def test_variables_stay_from_one_execution_to_the_next(make_repl):
     assert result.locals["double"] == Opaque("function")
 
 
-def test_values_cross_the_pipe_as_they_are(make_repl):
+def test_values_round_trip_through_pipe(make_repl):
     repl = make_repl(custom_tools={"echo": lambda value: value})
     value = {"a": (1, 2.5, None), 3: {"x", "y"}, "b": [b"\x00\xff", True, {"deep": frozenset({4})}], "text": "é\n漢"}
     repl.add_context(value)
@@ -115,21 +115,21 @@ def test_values_cross_the_pipe_as_they_are(make_repl):
     assert result.locals["copy"] == value
 
 
-def test_an_exception_is_a_traceback_of_the_code_alone(make_repl):
+def test_exception_traceback_shows_only_user_code(make_repl):
     result = make_repl().execute("x = 1\nprint(x / 0)")
     assert result.stderr.splitlines()[-1] == "ZeroDivisionError: division by zero"
     assert "print(x / 0)" in result.stderr
     assert result.stderr.count("File ") == 1
 
 
-def test_child_process_prints_are_output_too_and_long_output_is_cut_with_a_note(make_repl):
+def test_child_process_output_is_captured_and_long_output_truncated(make_repl):
     result = make_repl().execute("import os\nprint('first')\nos.system('echo second; echo third >&2')\nprint('fourth')")
     assert (result.stdout, result.stderr) == ("first\nsecond\nfourth\n", "third\n")
     cut = make_repl(max_output=1000).execute("print('x' * 5000)")
     assert cut.stdout == "x" * 1000 + "\n... (4001 more bytes)"
 
 
-def test_the_context_is_bound_and_bound_again_also_after_the_first_execution(make_repl):
+def test_context_can_be_bound_again_after_execution(make_repl):
     repl = make_repl()
     repl.execute("x = 1")
     repl.add_context("first")
@@ -139,7 +139,7 @@ def test_the_context_is_bound_and_bound_again_also_after_the_first_execution(mak
     assert repl.locals["context_1"] == {"second": 2}
 
 
-def test_final_var_gives_the_value_of_a_variable(make_repl):
+def test_final_var_returns_variable_value(make_repl):
     repl = make_repl()
     assert repl.execute("answer = 6 * 7\nFINAL_VAR('answer')").final_answer == "42"
     assert repl.execute("1").final_answer is None
@@ -190,7 +190,7 @@ VALUES = {"list": "[1, 2]", "text": "[1, 2 and more", "code": "__import__('os')"
     ],
     ids=["model", "no children", "skyrl's arguments", "values", "threads"],
 )
-def test_queries_are_answered_by_the_callbacks(make_repl, child, code, expected):
+def test_queries_call_callbacks(make_repl, child, code, expected):
     repl = make_repl(lm_callback=shout, subcall_fn=child)
     result = repl.execute(code)
     assert result.stderr == ""
@@ -198,7 +198,7 @@ def test_queries_are_answered_by_the_callbacks(make_repl, child, code, expected)
     assert {"llm_query", "llm_query_batched", "rlm_query", "rlm_query_batched"} <= set(repl.globals)
 
 
-def test_queries_need_a_callback(make_repl):
+def test_queries_require_callback(make_repl):
     repl = make_repl()
     assert "NameError" in repl.execute("llm_query('a')").stderr
     assert "llm_query" not in repl.globals
@@ -214,7 +214,7 @@ def test_overwritten_names_are_restored(make_repl):
     assert result.final_answer == "7"
 
 
-def test_a_failing_callback_becomes_text(make_repl):
+def test_failing_callback_returns_error_text(make_repl):
     repl = make_repl(lm_callback=fail)
     result = repl.execute("one = llm_query('a'); many = llm_query_batched(['b', 'c'])")
     assert result.locals["one"].startswith("Error: LM query failed")
@@ -222,7 +222,7 @@ def test_a_failing_callback_becomes_text(make_repl):
     assert [answer.startswith("Error: LM query failed") for answer in result.locals["many"]] == [True, True]
 
 
-def test_children_answer_two_at_a_time_and_in_order(make_repl):
+def test_child_queries_run_two_at_a_time_in_order(make_repl):
     child = TwoAtATime()
     repl = make_repl(lm_callback=shout, subcall_fn=child)
     assert repl.execute("got = rlm_query_batched(list('012345'))").locals["got"] == [0, 1, 2, 3, 4, 5]
@@ -237,14 +237,14 @@ def test_custom_tools_are_functions_and_values(make_repl):
 
 
 @pytest.mark.parametrize("name", [*sorted(RESERVED_TOOL_NAMES), "context_0", "not a name"])
-def test_a_tool_has_no_reserved_name_and_is_a_function_or_plain_value(name):
+def test_tool_must_be_function_or_plain_value_with_unreserved_name(name):
     with pytest.raises(ValueError, match=name):
         PersistentREPL(custom_tools={name: 1})
     with pytest.raises(TypeError, match="object"):
         PersistentREPL(custom_tools={"thing": object()})
 
 
-def test_a_broken_service_is_no_answer(make_repl):
+def test_service_failure_raises_infra_error(make_repl):
     def unreachable(prompts):
         raise InfraError("no server at this address")
 
@@ -257,7 +257,7 @@ def test_a_broken_service_is_no_answer(make_repl):
 
 
 @pytest.mark.parametrize("body", ["pass", "llm_query('x')"])
-def test_code_that_runs_too_long_is_interrupted_and_its_variables_stay(make_repl, body):
+def test_slow_code_is_interrupted_and_variables_persist(make_repl, body):
     repl = make_repl(timeout=1.0, lm_callback=shout)
     started = time.monotonic()
     result = repl.execute(f"x = 5\nprint('before')\nwhile True: {body}")
@@ -275,7 +275,7 @@ def test_code_that_runs_too_long_is_interrupted_and_its_variables_stay(make_repl
     ],
     ids=["ignores the signal", "catches everything"],
 )
-def test_code_that_does_not_stop_is_ended_and_the_repl_starts_anew(make_repl, code):
+def test_uninterruptible_code_is_killed_and_repl_restarts(make_repl, code):
     repl = make_repl(timeout=0.5, lm_callback=shout, custom_tools={"seven": 7})
     repl.add_context("plum")
     repl.execute("x = 5")
@@ -295,27 +295,27 @@ def test_code_that_does_not_stop_is_ended_and_the_repl_starts_anew(make_repl, co
         "import os; os.closerange(3, 100)",
     ],
 )
-def test_code_that_ends_the_process_is_told_so(make_repl, code):
+def test_code_that_exits_process_is_reported(make_repl, code):
     repl = make_repl()
     assert "The REPL was started anew" in repl.execute(code).stderr
     assert repl.execute("print(1)").stdout == "1\n"
 
 
-def test_too_much_memory_is_an_error_or_a_new_process(make_repl):
+def test_memory_limit_gives_error_or_new_process(make_repl):
     repl = make_repl(memory_bytes=1 << 29)
     stderr = repl.execute("hog = [bytes(10**8) for _ in range(100)]").stderr
     assert "MemoryError" in stderr or "started anew" in stderr
     assert repl.execute("print(1)").stdout == "1\n"
 
 
-def test_a_process_that_forks_stays_one_repl(make_repl):
+def test_fork_in_code_keeps_single_repl(make_repl):
     repl = make_repl(lm_callback=shout)
     code = "import os\nx = 'child' if os.fork() == 0 else 'parent'\nif x == 'child': llm_query('a')\nelse: os.wait()"
     assert repl.execute(code).locals["x"] == "parent"
     assert repl.execute("print(x, llm_query('b'))").stdout == "parent B\n"
 
 
-def test_a_sandbox_that_is_given_stays_the_callers(make_repl):
+def test_given_sandbox_is_not_closed(make_repl):
     with make_sandbox() as sandbox:
         repl = make_repl(sandbox=sandbox)
         repl.execute("open('note.txt', 'w').write('plum')")
@@ -350,7 +350,7 @@ def tell(line):
         pytest.param(b"", id="a line without end"),
     ],
 )
-def test_forged_frames_end_the_process_and_nothing_else(make_repl, line):
+def test_forged_frames_only_end_process(make_repl, line):
     repl = make_repl(custom_tools={"add": lambda a, b: a + b})
     result = repl.execute(f"{FORGE}\ntell({line!r})" if line else f"{FORGE}\nwhile True: tell(b'x' * 65536)")
     assert ("The code broke the REPL" if line else "a line of more than") in result.stderr
@@ -366,7 +366,7 @@ def test_only_offered_functions_can_be_called(make_repl):
     assert calls == []
 
 
-def test_text_that_no_encoding_takes_is_replaced(make_repl):
+def test_unencodable_text_is_replaced(make_repl):
     asked = []
 
     def remember(prompts):
@@ -378,7 +378,7 @@ def test_text_that_no_encoding_takes_is_replaced(make_repl):
     assert (asked, result.final_answer, result.locals["text"]) == (["a?b"], "a?b", "a?b")
 
 
-def test_nothing_of_the_host_can_be_seen(make_repl, tmp_path):
+def test_host_is_not_visible(make_repl, tmp_path):
     secret = tmp_path / "secret.txt"
     secret.write_text("plum")
     result = make_repl().execute(f"print(open({str(secret)!r}).read())")
@@ -386,7 +386,7 @@ def test_nothing_of_the_host_can_be_seen(make_repl, tmp_path):
     assert "FileNotFoundError" in result.stderr or "PermissionError" in result.stderr
 
 
-def test_the_process_starts_with_the_first_execution_and_ends_with_the_repl(make_repl):
+def test_process_starts_at_first_execution_and_ends_with_repl(make_repl):
     repl = make_repl(max_output=987_654_321)  # an argument of its process, to know it by
     assert not processes_with("987654321")
     repl.execute("import subprocess\nchild = subprocess.Popen(['sleep', '4321.5'])")
@@ -420,7 +420,7 @@ def test_sixteen_at_once_do_not_mix(make_repl):
 
 
 @pytest.mark.parametrize("number", range(len(RLMEnv.examples())))
-def test_the_examples_can_be_solved(number):
+def test_examples_are_solvable(number):
     example = RLMEnv.examples()[number]
     turns = iter(example.oracle)
     result = run_episode(RLMEnv(None, example.extras), example.prompt, lambda _: next(turns))
@@ -448,7 +448,7 @@ TRUTHS = ["plum", ["pear", "plum"], {"target": "plum"}, {"target": ["Plum"]}]  #
         ("FINAL( )", 0.0, {"env_class": BaseRLMEnv}),
     ],
 )
-def test_an_answer_ends_the_episode_and_is_graded(make_env, action, reward, extras):
+def test_answer_ends_episode_and_is_graded(make_env, action, reward, extras):
     env, _ = make_env(**extras)
     output = env.step(action)
     assert (output["done"], output["reward"], output["observations"]) == (True, reward, [])
@@ -470,7 +470,7 @@ def test_an_answer_ends_the_episode_and_is_graded(make_env, action, reward, extr
         (block("print(context)"), QUESTION[0]["content"], {"extra_info": None}),  # the prompt is the default
     ],
 )
-def test_a_turn_without_an_answer_is_observed_and_goes_on(make_env, action, says, extras):
+def test_turn_without_answer_returns_observation(make_env, action, says, extras):
     env, messages = make_env(**extras)
     assert ("a dict with 1 keys" in messages[1]["content"]) == (extras.get("context") == '{"plum": [1, 2]}')
     output = env.step(action)
@@ -479,7 +479,7 @@ def test_a_turn_without_an_answer_is_observed_and_goes_on(make_env, action, says
     assert env.step(block("answer = 'plum'") + "\nFINAL_VAR(answer)")["reward"] == 1.0
 
 
-def test_the_first_messages_explain_queries_where_there_are_any(make_env):
+def test_first_messages_explain_queries_when_available(make_env):
     _, messages = make_env(context="x" * 1234)
     _, with_callback = make_env(lm_callback=shout)
     assert [message["role"] for message in messages] == ["system", "user", "user"]
@@ -505,7 +505,7 @@ def test_long_output_is_cut(make_env):
     assert len(content) < 21_000
 
 
-def test_lies_about_variables_do_not_end_the_episode(make_env):
+def test_forged_variable_report_does_not_end_episode(make_env):
     env, _ = make_env()
     report = {"stdout": "", "stderr": "", "final_answer": None, "variables": [[5, True, 1], ["NAME", True, 2]]}
     frame = json.dumps(["done", report]).encode() + b"\n"
@@ -514,7 +514,7 @@ def test_lies_about_variables_do_not_end_the_episode(make_env):
     assert len(text_of(output)) < 10_000
 
 
-def test_a_subclass_adds_tools_and_explains_them(make_env):
+def test_subclass_adds_and_explains_tools(make_env):
     class Library(BaseRLMEnv):
         def _get_system_prompt(self):
             return "Find the book. {custom_tools_section}"
@@ -541,12 +541,12 @@ def test_a_subclass_adds_tools_and_explains_them(make_env):
         ({"reward_spec": {"ground_truth": "x"}, "extra_info": {"context_text": 5}}, "context_text"),
     ],
 )
-def test_a_wrong_row_is_named(extras, message):
+def test_invalid_row_is_named(extras, message):
     with pytest.raises(TaskError, match=message):
         skyrl_gym.make("rlm", env_config={}, extras=extras).init(QUESTION)
 
 
-def test_the_turn_prompt_is_taken_back_from_a_driver_that_shares_its_history(make_env):
+def test_ephemeral_turn_prompt_is_removed_from_shared_history(make_env):
     env, history = make_env(env_config={"ephemeral_turn_prompt": True})
     for _ in range(3):
         output = env.step(block("print(1)"))
@@ -556,14 +556,14 @@ def test_the_turn_prompt_is_taken_back_from_a_driver_that_shares_its_history(mak
     assert prompts == history[-1:]
 
 
-def test_a_driver_with_a_history_of_its_own_is_found_out(make_env):
+def test_ephemeral_turn_prompt_raises_without_shared_history(make_env):
     env, _ = make_env(env_config={"ephemeral_turn_prompt": True})
     env.step(block("print(1)"))
     with pytest.raises(Error, match="ephemeral_turn_prompt"):
         env.step(block("print(2)"))
 
 
-def test_closing_ends_the_process_and_may_be_done_twice(make_env):
+def test_close_ends_process_and_is_idempotent(make_env):
     env, _ = make_env()
     env.step(block("x = 1"))
     env.close()
@@ -579,7 +579,7 @@ def asking(server, **settings):
     return {"base_url": server.base_url, "model": "small", "retry_seconds": 0.1, **settings}
 
 
-def test_a_row_and_settings_are_enough_for_queries(monkeypatch):
+def test_row_and_settings_enable_queries(monkeypatch):
     monkeypatch.setenv("SMALL_KEY", "secret")
     row = {"reward_spec": {"ground_truth": "plum"}, "extra_info": {"context_text": "the code word is plum"}}
     with ChatServer(lambda messages: messages[0]["content"].split()[-1], api_key="secret") as server:
@@ -593,14 +593,14 @@ def test_a_row_and_settings_are_enough_for_queries(monkeypatch):
     ]
 
 
-def test_a_callback_goes_before_the_server(make_env):
+def test_callback_overrides_server(make_env):
     with ChatServer(lambda messages: "from the server") as server:
         env, _ = make_env(env_config=asking(server), lm_callback=shout)
         assert "PLUM" in text_of(env.step(block("print(llm_query('plum'))")))
     assert server.requests == []
 
 
-def test_a_batch_is_asked_two_at_a_time_and_answered_in_order(make_env):
+def test_query_batch_runs_two_at_a_time_in_order(make_env):
     model = TwoAtATime()
     with ChatServer(lambda messages: model(messages[0]["content"])) as server:
         env, _ = make_env(env_config=asking(server))
@@ -608,7 +608,7 @@ def test_a_batch_is_asked_two_at_a_time_and_answered_in_order(make_env):
     assert model.most == 2
 
 
-def test_a_prompt_that_the_server_refuses_is_told_to_the_code(make_env):
+def test_rejected_prompt_is_reported_to_code(make_env):
     def answer(messages):
         text = messages[0]["content"]
         return (400, {"error": "too long"}) if len(text) > 10 else text
@@ -620,7 +620,7 @@ def test_a_prompt_that_the_server_refuses_is_told_to_the_code(make_env):
 
 
 @pytest.mark.parametrize("fault", [(503, {"error": "no GPU"}), (401, {"error": "no such key"}), (200, b"<html>")])
-def test_a_server_that_fails_is_no_answer(make_env, fault):
+def test_server_failure_raises_infra_error(make_env, fault):
     with ChatServer(lambda messages: fault) as server:
         env, _ = make_env(env_config=asking(server))
         with pytest.raises(InfraError, match=server.base_url):
@@ -628,7 +628,7 @@ def test_a_server_that_fails_is_no_answer(make_env, fault):
     assert len(server.requests) <= 4
 
 
-def test_no_query_is_begun_when_the_time_is_up(make_env):
+def test_no_query_starts_after_deadline(make_env):
     def answer(messages):
         time.sleep(0.2)
         return "plum"
@@ -648,6 +648,6 @@ def test_no_query_is_begun_when_the_time_is_up(make_env):
         ({"repl_timout": 5}, "did you mean repl_timeout"),
     ],
 )
-def test_a_wrong_setting_is_named(settings, text):
+def test_invalid_setting_is_named(settings, text):
     with pytest.raises(ValueError, match=text):
         RLMEnv(settings, {"reward_spec": {"ground_truth": "x"}})

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from skyrl_gym.envs.rlm.answers import final_text, final_variable, last_repl_block
+from skyrl_gym.envs.rlm.answers import extract_final_variable, extract_last_repl_block, final_text
 from skyrl_gym.envs.rlm.repl_process import TooLarge, decode, encode
 
 
@@ -20,8 +20,8 @@ from skyrl_gym.envs.rlm.repl_process import TooLarge, decode, encode
         ("```repl\n\n```", ""),
     ],
 )
-def test_the_last_repl_block_is_run(text, code):
-    assert last_repl_block(text) == code
+def test_last_repl_block_is_executed(text, code):
+    assert extract_last_repl_block(text) == code
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_the_last_repl_block_is_run(text, code):
         ("FINAL_VAR(x)", None),
     ],
 )
-def test_a_final_answer_begins_a_line(text, answer):
+def test_final_answer_must_start_line(text, answer):
     assert final_text(text) == answer
 
 
@@ -51,8 +51,8 @@ def test_a_final_answer_begins_a_line(text, answer):
         ("say FINAL_VAR(x)", None),
     ],
 )
-def test_a_final_variable_begins_a_line_outside_of_code(text, name):
-    assert final_variable(text) == name
+def test_final_variable_must_start_line_outside_code(text, name):
+    assert extract_final_variable(text) == name
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_nesting_without_end_is_refused():
         decode(value)
 
 
-def test_keys_that_could_be_made_to_collide_do_not_cross():
+def test_keys_with_chosen_hashes_do_not_cross_pipe():
     with pytest.raises(TooLarge):
         encode({number: None for number in range(2000)})
     with pytest.raises(TooLarge):

@@ -15,7 +15,7 @@ def has_answer_tag(completion):
     return 1.0 if "<answer>" in completion else 0.0
 
 
-def test_the_total_is_the_sum_of_weight_times_value():
+def test_total_is_weighted_sum():
     rubric = Rubric({"correct": is_correct, "format": (has_answer_tag, 0.25)}, outcome="correct")
     result = rubric.score(completion="<answer>42</answer>", answer="42", ground_truth="42")
     assert result.total == 1.25
@@ -39,7 +39,7 @@ def test_grades_and_numbers_are_values(grade, value):
 
 
 @pytest.mark.parametrize("broken", ["returned", "raised"])
-def test_a_broken_judge_is_never_a_zero(broken):
+def test_judge_failure_is_not_scored_zero(broken):
     def judge():
         if broken == "raised":
             raise InfraError("the judge is down")
@@ -49,7 +49,7 @@ def test_a_broken_judge_is_never_a_zero(broken):
         Rubric({"judged": judge, "format": (has_answer_tag, 0.1)}).score(completion="<answer>")
 
 
-def test_a_closed_gate_zeroes_the_others_without_asking_them():
+def test_closed_gate_zeroes_other_parts_without_calling_them():
     asked = []
 
     def correct(answer):
@@ -62,7 +62,7 @@ def test_a_closed_gate_zeroes_the_others_without_asking_them():
     assert rubric.score(completion="<answer>42").total == pytest.approx(1.1)
 
 
-def test_async_parts_wait_at_the_same_time():
+def test_async_parts_run_concurrently():
     both_are_here = []
 
     async def meet(completion):
@@ -75,7 +75,7 @@ def test_async_parts_wait_at_the_same_time():
     assert rubric.score(completion="x").total == 7.0
 
 
-def test_async_parts_are_awaited_on_an_event_loop():
+def test_async_parts_are_awaited_on_event_loop():
     async def judge(completion):
         await asyncio.sleep(0)
         return 0.5
@@ -92,7 +92,7 @@ def test_async_parts_are_awaited_on_an_event_loop():
         Rubric({"judge": lambda: judge("x")}).score()
 
 
-def test_functions_are_given_what_they_name():
+def test_functions_get_arguments_by_parameter_name():
     seen = {}
 
     def everything(**arguments):
@@ -119,7 +119,7 @@ def test_functions_are_given_what_they_name():
         (lambda: Rubric({"a": lambda grund_truth: 1.0}), TypeError, "'a' asks for 'grund_truth'; there are completion"),
     ],
 )
-def test_mistakes_are_named_when_the_rubric_is_made(make, error, text):
+def test_invalid_parts_are_named_at_construction(make, error, text):
     with pytest.raises(error, match=text):
         make()
 

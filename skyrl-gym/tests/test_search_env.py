@@ -34,7 +34,7 @@ def make(search_url: str = NOBODY, target: object = ("Hask",), **extras):
     return env
 
 
-def test_a_search_is_answered_inside_information_tags(server):
+def test_search_result_is_in_information_tags(server):
     env = make(server.url, max_turns=3)
     output = env.step("<think>I look.</think><search> Lantern House </search>")
     (message,) = output["observations"]
@@ -66,7 +66,7 @@ def test_a_search_is_answered_inside_information_tags(server):
         ("", [None]),
     ],
 )
-def test_the_first_search_tag_is_the_query(action, expected):
+def test_first_search_tag_is_query(action, expected):
     assert make()._parse_action(action) == expected
 
 
@@ -80,7 +80,7 @@ def test_the_first_search_tag_is_the_query(action, expected):
         ("<search>q</search>", 3, True),
     ],
 )
-def test_an_answer_or_the_last_turn_is_the_end(action, turns, expected):
+def test_answer_or_last_turn_ends_episode(action, turns, expected):
     env = make(max_turns=3)
     env.turns = turns
     assert env._is_done(action) is expected
@@ -98,12 +98,12 @@ def test_an_answer_or_the_last_turn_is_the_end(action, turns, expected):
         ("</answer>Hask<answer>", 0.0),
     ],
 )
-def test_the_last_answer_is_graded_by_exact_match(action, reward):
+def test_last_answer_is_graded_by_exact_match(action, reward):
     output = make().step(action)
     assert output["done"] and output["reward"] == reward
 
 
-def test_an_answer_in_a_document_earns_nothing():
+def test_answer_in_document_earns_zero():
     with RetrievalServer(["Village hint: <answer>Hask</answer>"]) as server:
         env = make(server.url)
         assert "<answer>Hask</answer>" in env.step("<search>village</search>")["observations"][0]["content"]
@@ -111,7 +111,7 @@ def test_an_answer_in_a_document_earns_nothing():
     assert output["done"] and output["reward"] == 0.0 and output.get("truncated") is True
 
 
-def test_a_query_that_the_server_refuses_is_answered(server):
+def test_query_rejected_by_server_is_observed(server):
     env = make(server.url, max_turns=4)
     for query, reason in (("", "at least 1 character"), ("x" * 9000, "9000 characters")):
         (message,) = env.step(f"<search>{query}</search>")["observations"]
@@ -119,7 +119,7 @@ def test_a_query_that_the_server_refuses_is_answered(server):
     assert "No search results found" in env.step("<search>zzz</search>")["observations"][0]["content"]
 
 
-def test_a_missing_query_and_a_tool_that_fails_are_observations():
+def test_missing_query_and_failing_tool_are_observed():
     env = make(max_turns=3)
     (message,) = env.step("hm")["observations"]
     assert message["content"] == "\n<information></information>\n"  # without a request
@@ -131,7 +131,7 @@ def test_a_missing_query_and_a_tool_that_fails_are_observations():
     assert env.step("<search>q</search>")["observations"][0]["content"] == "the tool is broken"
 
 
-def test_whoever_replaces_call_search_api_is_called_by_keyword(monkeypatch):
+def test_replaced_call_search_api_is_called_with_keywords(monkeypatch):
     calls = []
 
     def answer(**arguments):
@@ -144,7 +144,7 @@ def test_whoever_replaces_call_search_api_is_called_by_keyword(monkeypatch):
     assert calls[0]["query"] == "q" and calls[0]["topk"] == 3
 
 
-def test_a_server_that_comes_back_in_the_middle_of_an_episode_is_waited_for(monkeypatch):
+def test_episode_waits_for_recovering_server(monkeypatch):
     monkeypatch.setattr("skyrl_gym.tools.search.INITIAL_RETRY_DELAY", 0.2)
     server = RetrievalServer(EXAMPLE_DOCUMENTS)
     server.start()
@@ -162,7 +162,7 @@ def test_a_server_that_comes_back_in_the_middle_of_an_episode_is_waited_for(monk
     assert env.step("<answer>Hask</answer>")["reward"] == 1.0
 
 
-def test_a_server_that_stays_away_is_an_infra_error_and_no_reward():
+def test_unavailable_server_raises_infra_error_without_reward():
     started = time.monotonic()
     with pytest.raises(InfraError, match=NOBODY):
         make().step("<search>Tauben</search>")
@@ -182,17 +182,17 @@ def test_a_server_that_stays_away_is_an_infra_error_and_no_reward():
         ({"reward_spec": {"ground_truth": {"target": 7}}}, "target is 7"),
     ],
 )
-def test_a_wrong_row_is_named(extras, text):
+def test_invalid_row_is_named(extras, text):
     with pytest.raises(TaskError, match=text):
         skyrl_gym.make("search", env_config={}, extras=extras)
 
 
-def test_targets_may_be_an_array_as_parquet_readers_give_it():
+def test_targets_may_be_numpy_array():
     numpy = pytest.importorskip("numpy")
     assert make(target=numpy.array(["Hask", "Haskby"], dtype=object)).targets == ["Hask", "Haskby"]
 
 
-def test_settings_reach_the_tool():
+def test_settings_reach_search_tool():
     extras = {"reward_spec": {"ground_truth": {"target": "x"}}}
     config = {"search_url": "http://127.0.0.1:7/retrieve", "topk": 5, "timeout": 7, "log_requests": True}
     for env_config in (config, SearchEnvConfig(**config)):

@@ -25,7 +25,7 @@ def hurried(monkeypatch) -> None:
     monkeypatch.setattr(search_module, "MAX_RETRY_DELAY", 0.08)
 
 
-def test_a_query_is_sent_as_documented_and_documents_come_back_numbered():
+def test_query_request_format_and_numbered_documents():
     two = {"result": [[*GOOD["result"][0], {"document": {"contents": "Rome is in Italy."}, "score": 1.0}]]}
     with serving((200, two)) as server:
         tools = SearchToolGroup(search_url=server.url, topk=2)
@@ -67,7 +67,7 @@ def test_unreadable_body_with_status_200_is_infra_error(body):
         SearchToolGroup(search_url=server.url).search("q")
 
 
-def test_no_query_asks_nobody():
+def test_empty_query_sends_no_request():
     assert SearchToolGroup(search_url=unused_url()).search(None) == ""
 
 
@@ -78,14 +78,14 @@ def test_no_query_asks_nobody():
         (400, b"bad", "Search error: HTTP 400: bad"),
     ],
 )
-def test_a_fault_of_the_request_is_told_at_once(status, body, expected):
+def test_request_fault_is_reported_without_retry(status, body, expected):
     with serving((status, body)) as server:
         text = json.loads(SearchToolGroup(search_url=server.url).search("q"))["result"]
         assert len(server.requests) == 1
     assert text.startswith(expected)
 
 
-def test_a_fault_that_stays_is_an_infra_error_after_ten_requests(hurried):
+def test_lasting_fault_raises_infra_error_after_ten_requests(hurried):
     with serving((503, {"detail": "no index"})) as server:
         with pytest.raises(InfraError, match="no index") as caught:
             SearchToolGroup(search_url=server.url).search("q")
@@ -95,32 +95,32 @@ def test_a_fault_that_stays_is_an_infra_error_after_ten_requests(hurried):
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 405])
-def test_a_wrong_address_or_missing_rights_are_no_fault_of_the_model(status):
+def test_wrong_address_or_missing_permission_raises_infra_error(status):
     with serving((status, {"detail": "Not here"})) as server:
         with pytest.raises(InfraError, match=f"^Search error: {server.url} refused: HTTP {status}: Not here"):
             call_search_api(server.url, "q")
         assert len(server.requests) == 1
 
 
-def test_retrying_ends_with_its_time():
+def test_retries_end_at_deadline():
     started = time.monotonic()
     with pytest.raises(InfraError, match="failed 2 times"):  # after 0.5 to 1 s; the third would be later than 1.2 s
         call_search_api(unused_url(), "q", retry_seconds=1.2)
     assert time.monotonic() - started < 2
 
 
-def test_half_a_surrogate_pair_in_a_query_is_replaced():
+def test_lone_surrogate_in_query_is_replaced():
     with serving((200, GOOD)) as server:
         call_search_api(server.url, "a\ud800b")
         assert server.requests[0]["query"] == "a\ufffdb"
 
 
-def test_a_wrong_address_is_refused_before_the_first_search():
+def test_invalid_address_is_rejected_before_first_search():
     with pytest.raises(ValueError, match="search_url must be an address"):
         SearchToolGroup(search_url="127.0.0.1:8000/retrieve")
 
 
-def test_groups_of_one_server_share_a_client_that_goes_with_the_last():
+def test_groups_of_same_server_share_client_until_last_closes():
     url = "http://127.0.0.1:9/retrieve"
     first, second = SearchToolGroup(search_url=url), SearchToolGroup(search_url=url + "?x=1")
     assert first.session is second.session and first.base_url == "http://127.0.0.1:9"
@@ -135,7 +135,7 @@ def test_groups_of_one_server_share_a_client_that_goes_with_the_last():
     assert connections_to("http://127.0.0.1:9").client is not client
 
 
-def test_300_searches_at_once_wait_for_no_place_in_a_pool(caplog):
+def test_300_concurrent_searches_do_not_wait_for_connection_pool(caplog):
     with serving((200, GOOD)) as server, ThreadPoolExecutor(300) as threads:
         caplog.set_level(logging.WARNING)
         groups = [SearchToolGroup(search_url=server.url, log_requests=True) for _ in range(300)]

@@ -25,7 +25,7 @@ def python(code):
 
 @sandboxed
 @pytest.mark.parametrize("code, printed", [("print('hello world')", "hello world"), ("print(1 + 1)", "2")])
-def test_a_program_is_answered_with_what_it_prints(code, printed):
+def test_program_output_is_observed(code, printed):
     with make() as env:
         output = env.step(python(code))
     assert output["observations"] == [{"role": "user", "content": printed}]
@@ -39,7 +39,7 @@ def test_a_program_is_answered_with_what_it_prints(code, printed):
 
 
 @sandboxed
-def test_an_error_of_the_program_is_an_observation_and_a_number_that_a_tool_printed_earns_nothing():
+def test_program_error_is_observed_and_tool_output_earns_zero():
     with make(max_turns=4) as env:
         (message,) = env.step(python("print(undefined)"))["observations"]
         assert message["content"].startswith("Error executing Python code: Traceback (most recent call last):")
@@ -58,7 +58,7 @@ def test_an_error_of_the_program_is_an_observation_and_a_number_that_a_tool_prin
         ("<tool><search>a</search></tool><tool><python>b</python></tool>", ("SearchToolGroup", "search", ["a"])),
     ],
 )
-def test_the_first_call_counts(action, parsed):
+def test_first_call_is_executed(action, parsed):
     assert make()._parse_action(action) == parsed
 
 
@@ -73,7 +73,7 @@ def test_the_first_call_counts(action, parsed):
         ("", "No <tool>...</tool> block"),
     ],
 )
-def test_a_malformed_call_is_answered_with_what_is_wrong(action, says):
+def test_malformed_call_error_is_observed(action, says):
     env = make()
     with pytest.raises(ValueError) as mistake:
         env._parse_action(action)
@@ -84,7 +84,7 @@ def test_a_malformed_call_is_answered_with_what_is_wrong(action, says):
     assert output["metadata"]["tool_name"] is None and not output["done"]
 
 
-def test_the_solution_or_the_last_turn_ends_the_episode_and_the_first_number_counts():
+def test_solution_or_last_turn_ends_episode_and_first_number_counts():
     output = make().step("<solution>#### 42</solution>")
     assert output == {"observations": [], "reward": 1.0, "done": True, "metadata": {}, "truncated": False}
     env = make()
@@ -110,7 +110,7 @@ def test_the_solution_or_the_last_turn_ends_the_episode_and_the_first_number_cou
         ),
     ],
 )
-def test_calls_in_the_models_own_formats(format, turn):
+def test_calls_in_native_model_formats(format, turn):
     with make(tool_call_format=format) as env:
         output = env.step(turn)
         assert output["observations"] == [{"role": "tool", "content": "42"}]
@@ -120,7 +120,7 @@ def test_calls_in_the_models_own_formats(format, turn):
 
 
 @sandboxed
-def test_every_call_of_a_turn_is_answered():
+def test_every_call_of_turn_is_executed():
     calls = [{"name": "python", "arguments": {"code": "print(1)"}}, {"name": "browse", "arguments": {}}]
     turn = "".join(f"<tool_call>{json.dumps(call)}</tool_call>" for call in calls)
     with make(tool_call_format="hermes") as env:
@@ -128,7 +128,7 @@ def test_every_call_of_a_turn_is_answered():
     assert first["content"] == "1" and "Tool 'browse' not found" in second["content"]
 
 
-def test_a_search_is_answered_with_documents_unless_the_retrieval_server_is_away():
+def test_search_returns_documents_or_infra_error():
     with pytest.raises(InfraError, match="Search error"):
         make().step("<tool><search>anything</search></tool>")
     pytest.importorskip("fastapi", reason="needs the retrieval extra")

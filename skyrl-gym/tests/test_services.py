@@ -28,13 +28,13 @@ def test_passing_failures_are_retried(fault):
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 422])
-def test_other_answers_are_whoever_asked_to_judge(status):
+def test_other_statuses_are_returned_to_caller(status):
     with serving((status, b"no")) as server:
         response = Service(server.url).request({})
         assert (response.status, response.body, len(server.requests)) == (status, b"no", 1)
 
 
-def test_lasting_failure_is_an_infra_error_with_address_attempts_time_and_cause_within_its_window():
+def test_lasting_failure_raises_infra_error_with_attempts_and_cause():
     with serving((503, {"detail": "no index"})) as server:
         with pytest.raises(InfraError, match=f"^{server.url} failed 10 times in .* s; last: status 503: .*no index"):
             Service(server.url, retries=HURRIED).request({})
@@ -48,7 +48,7 @@ def test_lasting_failure_is_an_infra_error_with_address_attempts_time_and_cause_
 
 
 @pytest.mark.parametrize("header", ["0.4", "in 2 s"])
-def test_a_service_that_says_when_to_come_back_is_obeyed(header):
+def test_retry_after_header_is_honored(header):
     # A date has whole seconds: of the one 2 s ahead, more than 1 s is left.
     value, least = (header, 0.4) if header[0].isdigit() else (formatdate(time.time() + 2, usegmt=True), 0.9)
     with serving((429, b"", {"Retry-After": value}), GOOD) as server:
@@ -58,21 +58,21 @@ def test_a_service_that_says_when_to_come_back_is_obeyed(header):
 
 
 @pytest.mark.parametrize("value", ["1e9", "Fri, 31 Dec 9999 23:59:59 GMT", "soon", "-5", "", "²", "nan"])
-def test_no_service_makes_one_wait_for_long_or_fails_by_what_it_asks(value):
+def test_excessive_or_invalid_retry_after_is_bounded(value):
     with serving((503, b"", {"Retry-After": value.encode().decode("latin-1")}), GOOD) as server:
         started = time.monotonic()
         Service(server.url, retries=Retries(2, first_wait=0.01, longest_wait=0.1)).request({})
     assert time.monotonic() - started < 1
 
 
-def test_waits_double_at_random_up_to_the_longest():
+def test_backoff_doubles_with_jitter_up_to_maximum():
     retries = Retries(first_wait=1, longest_wait=8)
     for attempt, longest in (2, 1), (3, 2), (4, 4), (5, 8), (6, 8), (5000, 8):
         waits = {retries.wait_before(attempt, 0) for _ in range(50)}
         assert longest / 2 <= min(waits) < max(waits) <= longest
 
 
-def test_a_connection_that_was_dropped_while_idle_is_replaced_without_waiting():
+def test_dropped_idle_connection_is_replaced_without_delay():
     with serving(GOOD, "drop", GOOD) as server:
         service = Service(server.url, retries=Retries(first_wait=5))
         service.request({})
@@ -82,14 +82,14 @@ def test_a_connection_that_was_dropped_while_idle_is_replaced_without_waiting():
 
 
 @pytest.mark.parametrize("slowness", ["hang", "trickle"])
-def test_one_deadline_holds_for_the_whole_answer(slowness):
+def test_deadline_covers_whole_response(slowness):
     started = time.monotonic()
     with serving(slowness) as server, pytest.raises(InfraError, match=r"timeout: no answer within 0\.3 s"):
         Service(server.url, timeout=0.3, retries=Retries(1)).request({})
     assert time.monotonic() - started < 1.5
 
 
-def test_an_endless_answer_is_cut_off(monkeypatch):
+def test_endless_response_is_cut_off(monkeypatch):
     monkeypatch.setattr(services, "MAX_BODY_BYTES", 1000)
     with serving((200, b"x" * 2000)) as server:
         with pytest.raises(InfraError, match="longer than 1000 bytes"):
@@ -97,7 +97,7 @@ def test_an_endless_answer_is_cut_off(monkeypatch):
         assert len(server.requests) == 1
 
 
-def test_cancelling_ends_the_wait():
+def test_cancellation_ends_wait():
     cancelled = threading.Event()
     with serving((503, b"")) as server, ThreadPoolExecutor(1) as threads:
         service = Service(server.url, retries=Retries(2, first_wait=60, longest_wait=60), cancelled=cancelled)
@@ -112,14 +112,14 @@ def test_cancelling_ends_the_wait():
         assert len(server.requests) == 1
 
 
-def test_a_proxy_of_the_machine_is_not_asked_for_its_loopback(monkeypatch):
+def test_proxy_is_bypassed_for_loopback(monkeypatch):
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.setenv(name, unused_url())
     with serving(GOOD) as server:
         assert Service(server.url, retries=Retries(1)).request({}).status == 200
 
 
-def test_services_at_one_host_share_connections_that_go_with_the_last():
+def test_services_of_same_host_share_connections_until_last_closes():
     with serving(GOOD) as server:
         first, second = Service(server.url), Service(server.url + "?x=1")
         first.request({})

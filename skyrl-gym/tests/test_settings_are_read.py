@@ -70,7 +70,7 @@ async def settled(answer: Any) -> Any:
 
 
 @pytest.mark.parametrize("env_id", CONFIGS)
-def test_every_setting_of_an_environment_is_read(env_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_environment_setting_is_read(env_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if env_id in RUNS_CODE:
         require_sandbox()
     config_class = CONFIGS[env_id]

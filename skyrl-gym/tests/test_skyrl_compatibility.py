@@ -23,7 +23,7 @@ def example_of(env_id):
 
 
 @pytest.mark.parametrize("env_id", sorted(set(skyrl_gym.registry) - {NEEDS_KEY}))
-def test_every_environment_accepts_its_own_env_class_among_its_settings(env_id):
+def test_environment_settings_accept_env_class(env_id):
     example = example_of(env_id)
     env = skyrl_gym.make(env_id, env_config=dict(example.env_config) | {"env_class": env_id}, extras=example.extras)
     env.close()
@@ -46,7 +46,7 @@ def test_search_stand_in_with_skyrl_s_signature_is_called(monkeypatch, env_id, c
 
 
 @pytest.mark.parametrize("config_class", [SearchEnvConfig, SearchCodeEnvConfig])
-def test_retry_window_reaches_the_search_call_when_it_is_set(monkeypatch, config_class):
+def test_retry_window_reaches_search_call_when_set(monkeypatch, config_class):
     given = {}
 
     def record(retrieval_service_url, query, **arguments):
@@ -71,7 +71,7 @@ def test_is_done_hook_depends_on_turns_and_solution(env_id, turns, action, done)
 
 
 @pytest.mark.parametrize("env_id", ["text2sql", "searchcode"])
-def test_is_done_hook_of_a_subclass_ends_the_episode(env_id):
+def test_is_done_hook_of_subclass_ends_episode(env_id):
     class StopsAtOnce(skyrl_gym.envs.registration.env_class_of(skyrl_gym.spec(env_id))):
         def _is_done(self, action):
             return "stop" in action
@@ -92,7 +92,7 @@ SAMPLE = {"input_output": json.dumps({"inputs": ["1 2", "2 2"], "outputs": ["3",
 FUNCTION = {"input_output": json.dumps({"inputs": ["1\n2"], "outputs": ["3"], "fn_name": "add"})}
 
 
-def test_extract_code_from_model_takes_the_last_block():
+def test_extract_code_from_model_returns_last_block():
     assert extract_code_from_model("```python\n1\n```\n```py\n 2 \n```") == "2"
     assert extract_code_from_model("no code") is None
 
@@ -118,13 +118,13 @@ def test_compute_score_returns_code_and_reward():
         (FUNCTION, "class Solution:\n    def add(self, a, b): return a - b", [-2]),
     ],
 )
-def test_run_test_returns_a_code_for_each_test_until_one_fails(sample, code, results):
+def test_run_test_returns_codes_up_to_first_failure(sample, code, results):
     codes, metadata = run_test(sample, code, timeout=2)
     assert codes == results
     assert metadata.get("error_code") == (None if results[-1] is True else results[-1])
 
 
-def test_run_test_refuses_a_malformed_sample():
+def test_run_test_rejects_malformed_sample():
     with pytest.raises(TaskError, match="as many outputs"):
         run_test({"input_output": json.dumps({"inputs": ["1"], "outputs": []})}, ADD)
 

@@ -97,7 +97,7 @@ def test_nothing_but_reading_is_possible_and_nothing_is_touched(db, tmp_path, sq
     assert os.listdir(tmp_path) == ["data"]
 
 
-def test_even_without_the_authorizer_the_file_is_read_only(db, monkeypatch):
+def test_file_is_read_only_without_authorizer(db, monkeypatch):
     monkeypatch.setattr("skyrl_gym.sandbox.sqlite._authorize", lambda *_: sqlite3.SQLITE_OK)
     before = Path(db).read_bytes()
     for sql in ("DELETE FROM animal", "ATTACH ':memory:' AS other", "VACUUM INTO 'x.db'", "PRAGMA user_version = 7"):
@@ -123,7 +123,7 @@ def test_even_without_the_authorizer_the_file_is_read_only(db, monkeypatch):
         (ENDLESS + "SELECT zeroblob(1000000) FROM n", "the result is larger than 8 MiB"),
     ],
 )
-def test_a_wrong_or_excessive_query_is_explained(db, sql, text):
+def test_invalid_or_excessive_query_is_explained(db, sql, text):
     with pytest.raises(QueryError, match=text):
         rows(db, sql, result_bytes=8 << 20)
 
@@ -137,7 +137,7 @@ def test_a_wrong_or_excessive_query_is_explained(db, sql, text):
         "SELECT COUNT(*) FROM " + ", ".join(f"animal a{n}" for n in range(30)),
     ],
 )
-def test_an_endless_query_is_stopped(db, sql):
+def test_endless_query_is_stopped(db, sql):
     started = time.monotonic()
     with pytest.raises(QueryTimeout, match=r"longer than 0\.3 seconds"):
         rows(db, sql, wall_seconds=0.3)
@@ -145,12 +145,12 @@ def test_an_endless_query_is_stopped(db, sql):
     assert not [thread for thread in threading.enumerate() if thread.name == "sqlite-watch"]
 
 
-def test_a_query_that_fills_the_disk_is_stopped(db):
+def test_disk_filling_query_is_stopped(db):
     with pytest.raises(QueryError, match="too much space for temporary results"):
         rows(db, ENDLESS + "SELECT x, zeroblob(100000) FROM n ORDER BY random()", temporary_bytes=20_000_000)
 
 
-def test_common_table_expressions_that_double_with_each_line_are_refused(db):
+def test_exponential_common_table_expressions_are_rejected(db):
     lines = [f"t{n} AS (SELECT COUNT(*) FROM t{n - 1} a, t{n - 1} b)" for n in range(1, 40)]
     with pytest.raises(QueryError, match="use each other too many times"):
         rows(db, f"WITH t0 AS (SELECT 1), {', '.join(lines)} SELECT * FROM t39")
@@ -163,13 +163,13 @@ def test_common_table_expressions_that_double_with_each_line_are_refused(db):
     assert rows(db, f"WITH t0(x) AS (SELECT 1), {', '.join(chain)} SELECT * FROM t59") == [(60,)]
 
 
-def test_a_cross_join_of_billions_is_read_as_far_as_wanted(db):
+def test_large_cross_join_is_read_lazily(db):
     tables = ", ".join(f"animal a{n}" for n in range(20))
     with closing(read_rows(db, f"SELECT * FROM {tables}")) as found:
         assert len(list(islice(found, 1000))) == 1000
 
 
-def test_a_database_that_cannot_be_read_is_infrastructure(tmp_path, db):
+def test_unreadable_database_raises_infra_error(tmp_path, db):
     garbage = tmp_path / "garbage.sqlite"
     garbage.write_bytes(b"not a database" * 1000)
     broken = tmp_path / "broken.sqlite"
@@ -180,7 +180,7 @@ def test_a_database_that_cannot_be_read_is_infrastructure(tmp_path, db):
     assert not (tmp_path / "missing.sqlite").exists()
 
 
-def test_a_database_in_wal_mode_is_read_with_uncheckpointed_writes_and_without_side_files(tmp_path):
+def test_wal_database_read_sees_pending_writes_and_leaves_no_files(tmp_path):
     file = tmp_path / "wal.sqlite"
     with closing(sqlite3.connect(file)) as connection:
         connection.executescript("PRAGMA journal_mode = WAL; CREATE TABLE t (x); INSERT INTO t VALUES (1)")
@@ -189,13 +189,13 @@ def test_a_database_in_wal_mode_is_read_with_uncheckpointed_writes_and_without_s
     assert os.listdir(tmp_path) == ["wal.sqlite"]
 
 
-def test_many_threads_read_one_file(db):
+def test_threads_read_same_file(db):
     with ThreadPoolExecutor(16) as pool:
         counts = list(pool.map(lambda _: rows(db, "SELECT COUNT(*) FROM animal"), range(200)))
     assert counts == [[(4,)]] * 200
 
 
-def test_an_abandoned_reader_lets_go_of_the_file(db):
+def test_abandoned_reader_closes_file(db):
     reader = read_rows(db, "SELECT * FROM animal")
     next(reader)
     reader.close()

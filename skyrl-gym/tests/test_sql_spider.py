@@ -89,7 +89,7 @@ def sample(questions: list[Question]) -> list[Question]:
     return sorted(questions, key=lambda question: hashlib.sha1(question["id"].encode()).digest())[:150]
 
 
-def test_a_sample_of_spider_is_graded_right(db_path, questions):
+def test_spider_sample_is_graded_correctly(db_path, questions):
     assert len(questions) == 6900
     assert check(db_path, sample(questions)) > 75
 
@@ -117,16 +117,16 @@ def check_rules(db_path: Path, questions: list[Question]) -> Counter[str]:
     return rewards
 
 
-def test_the_two_rules_differ_in_columns_and_repetition(db_path, questions):
+def test_rules_differ_in_columns_and_repetition(db_path, questions):
     assert check_rules(db_path, sample(questions)) == {"right by both": 109, "right by Spider's alone": 41}
 
 
 @pytest.mark.full
-def test_the_two_rules_differ_in_columns_and_repetition_on_all_of_spider(db_path, questions):
+def test_rules_differ_in_columns_and_repetition_on_all_of_spider(db_path, questions):
     assert check_rules(db_path, questions).total() == 6900
 
 
-def test_the_databases_are_as_they_were(db_path, questions):
+def test_databases_are_unchanged(db_path, questions):
     files = {db_path / "databases" / question["db_path"] for question in questions[:100]}
     before = {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in files}
     check(db_path, questions[:20])

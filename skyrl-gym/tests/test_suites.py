@@ -20,7 +20,7 @@ from skyrl_gym.eval.settings import EvalSettings
 from skyrl_gym.eval.statistics import mean_of_sets
 from skyrl_gym.eval.suite_data import GivenData, tasks_of
 from skyrl_gym.eval.suite_runs import plan_suites
-from skyrl_gym.eval.suites import GROUPS, SUITES, markdown, suites_named
+from skyrl_gym.eval.suites import GROUPS, SUITES, get_suites, markdown
 
 from .chat_server import ChatServer
 from .scripted_server import unused_url
@@ -58,7 +58,7 @@ class Adder:
         return rf"\boxed{{{answer}}}" if "boxed" in question else f"#### {answer}"
 
 
-def test_suites_are_played_with_their_own_sampling_and_summed_up_in_one_table(tmp_path, capsys):
+def test_suites_use_own_sampling_and_share_summary_table(tmp_path, capsys):
     write(tmp_path / "data" / "MATH-500.jsonl", MATH)
     write(tmp_path / "data" / "gsm8k" / "test.jsonl", GSM8K)
     write(tmp_path / "data" / "gsm8k" / "train.jsonl", [])
@@ -80,7 +80,7 @@ def test_suites_are_played_with_their_own_sampling_and_summed_up_in_one_table(tm
     assert len((output / "math500" / "tasks.jsonl").read_text().splitlines()) == 2
 
 
-def test_flags_win_over_the_suite_s_settings(tmp_path):
+def test_flags_override_suite_settings(tmp_path):
     data = write(tmp_path / "math500.json", MATH)
     output = tmp_path / "out"
     with ChatServer(Adder()) as server:
@@ -92,7 +92,7 @@ def test_flags_win_over_the_suite_s_settings(tmp_path):
     assert (line["mean"]["mean"], line["passed"]["mean"]) == (0.5, 1.0)
 
 
-def test_finished_suites_are_summed_up_where_a_later_one_cannot_run(tmp_path, capsys):
+def test_finished_suites_are_summarized_when_later_suite_fails(tmp_path, capsys):
     data = [write(tmp_path / "math500.jsonl", MATH), write(tmp_path / "gsm8k.jsonl", GSM8K)]
     adder = Adder()
     with ChatServer(lambda messages: (401, {}) if "sheep" in messages[0]["content"] else adder(messages)) as server:
@@ -152,7 +152,7 @@ def test_group_s_mean_counts_each_set_once(tmp_path):
     assert 0.75 - mean["mean"]["low"] == pytest.approx((above**2 + below**2) ** 0.5 / 2)
 
 
-def test_mean_of_sets_that_are_all_wrong_has_the_width_of_their_exact_intervals():
+def test_mean_of_all_wrong_sets_uses_exact_interval_width():
     """The exact interval of 5 wrong answers reaches up to 0.5218 (1 - 0.025 ** 0.2); two sets: its root 2 by 2."""
     found = mean_of_sets([[0.0] * 5, [0.0] * 5])
     assert found is not None and (found.mean, found.low) == (0.0, 0.0)
@@ -161,7 +161,7 @@ def test_mean_of_sets_that_are_all_wrong_has_the_width_of_their_exact_intervals(
     assert differences is not None and differences.high == 0.0  # 0 is no edge of what may be negative
 
 
-def test_mean_of_sets_without_tasks_counts_the_others():
+def test_mean_skips_sets_without_tasks():
     assert mean_of_sets([[], []]) is None
     assert mean_of_sets([[], [1.0, 0.0]]) == mean_of_sets([[1.0, 0.0]])
 
@@ -182,7 +182,7 @@ def zoo(tmp_path):
     return tmp_path / "db"
 
 
-def test_spider_is_found_beside_its_databases_and_every_question_counts(zoo, tmp_path):
+def test_spider_is_found_next_to_databases_with_every_question(zoo, tmp_path):
     def exploring(messages):
         if len(messages) == 1:
             return "<think>look</think><sql>SELECT name FROM animal"
@@ -197,7 +197,7 @@ def test_spider_is_found_beside_its_databases_and_every_question_counts(zoo, tmp
     assert settings["--max-turns"] == 5
 
 
-def test_function_calls_get_their_answers_from_the_folder_beside_them(tmp_path):
+def test_function_call_answers_are_read_from_sibling_folder(tmp_path):
     function = {"name": "area", "parameters": {"type": "dict", "properties": {"base": {"type": "integer"}}}}
     question = [[{"role": "user", "content": "Area of base 10?"}]]
     write(tmp_path / "BFCL_v3_simple.json", [{"id": "simple_0", "question": question, "function": [function]}])
@@ -212,7 +212,7 @@ def test_function_calls_get_their_answers_from_the_folder_beside_them(tmp_path):
     assert (found["bfcl_simple"]["mean"]["mean"], found["bfcl_irrelevance"]["mean"]["mean"]) == (1.0, 0.0)
 
 
-def test_rows_that_are_ready_are_kept(tmp_path):
+def test_prepared_rows_are_unchanged(tmp_path):
     ready = {
         "prompt": [{"role": "user", "content": "One?"}],
         "env_class": "gsm8k",
@@ -224,7 +224,7 @@ def test_rows_that_are_ready_are_kept(tmp_path):
         tasks_of("math500", SUITES["math500"], str(data), {})
 
 
-def test_aime_problems_that_are_published_many_times_are_played_once(tmp_path):
+def test_duplicate_aime_problems_are_played_once(tmp_path):
     problem = {"prompt": [{"role": "user", "content": "n?"}], "reward_model": {"ground_truth": "34"}}
     tasks = tasks_of("aime24", SUITES["aime24"], str(write(tmp_path / "aime.jsonl", [problem] * 3)), {})
     assert (len(tasks.rows), tasks.num_left_out) == (1, 2)
@@ -245,7 +245,7 @@ def test_aime_problems_that_are_published_many_times_are_played_once(tmp_path):
         ("gsm8k/validation.parquet", "gsm8k"),
     ],
 )
-def test_file_is_recognized_by_the_suite_s_name(tmp_path, file, suite):
+def test_file_is_recognized_by_suite_name(tmp_path, file, suite):
     path = tmp_path / file
     path.parent.mkdir(exist_ok=True)
     path.touch()
@@ -255,7 +255,7 @@ def test_file_is_recognized_by_the_suite_s_name(tmp_path, file, suite):
     assert GivenData.parse([str(tmp_path)]).source_of(suite, {}) == str(path)
 
 
-def test_suite_without_a_file_is_read_from_the_hub_or_from_what_is_named(tmp_path):
+def test_suite_without_file_is_read_from_hub_or_given_data_set(tmp_path):
     assert GivenData.parse([]).source_of("math500", {}) == "hub:HuggingFaceH4/MATH-500@test"
     assert GivenData.parse([str(tmp_path)]).source_of("math500", {}) == "hub:HuggingFaceH4/MATH-500@test"
     assert GivenData.parse(["math500=hub:a/b@test#c0ffee"]).source_of("math500", {}) == "hub:a/b@test#c0ffee"
@@ -298,7 +298,7 @@ def test_retrieval_server_is_probed_once_before_any_episode(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_hub_needs_its_package(tmp_path, monkeypatch):
+def test_missing_hub_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(
         Error, match=r"MATH-500@test on the hub is read by the package `datasets`.*pip install datasets"
@@ -306,7 +306,7 @@ def test_hub_needs_its_package(tmp_path, monkeypatch):
         plan_suites(["math500"], [], tmp_path, ASKED)
 
 
-def test_files_that_leave_a_choice_are_listed(tmp_path):
+def test_ambiguous_files_are_listed(tmp_path):
     for name in ("hotpotqa_500.jsonl", "hotpotqa_with_context.jsonl"):
         (tmp_path / name).touch()
     with pytest.raises(Error, match=r"several files may be hotpotqa: .*_500.jsonl, .*; choose by --data hotpotqa=FILE"):
@@ -342,7 +342,7 @@ def test_suites_and_environments_are_not_mixed(capsys):
 
 
 @pytest.mark.parametrize("name", SUITES)
-def test_defaults_of_every_suite_are_settings_of_an_evaluation(name):
+def test_suite_defaults_are_valid_evaluation_settings(name):
     suite = SUITES[name]
     assert suite.env in skyrl_gym.registry
     assert 1 <= suite.k <= suite.num_samples
@@ -353,8 +353,8 @@ def test_defaults_of_every_suite_are_settings_of_an_evaluation(name):
     EvalSettings(env=suite.env, num_samples=suite.num_samples, pass_k=(suite.k,), max_turns=suite.max_turns, **ASKED)
 
 
-def test_groups_hold_suites_and_a_group_s_name_stands_for_them():
-    assert list(suites_named(["spider", "spider_dk", "gsm8k"])) == [*GROUPS["spider"], "gsm8k"]
+def test_group_name_expands_to_suites():
+    assert list(get_suites(["spider", "spider_dk", "gsm8k"])) == [*GROUPS["spider"], "gsm8k"]
     assert {name for members in GROUPS.values() for name in members} <= SUITES.keys()
 
 
@@ -362,7 +362,7 @@ GUIDE = Path(__file__).parents[2] / "docs" / "evaluation.md"
 
 
 @pytest.mark.skipif(not GUIDE.exists(), reason="the documentation is not beside the package")
-def test_table_of_the_documentation_is_that_of_the_code():
+def test_documented_table_matches_code():
     assert markdown() in GUIDE.read_text()
 
 
@@ -391,7 +391,7 @@ def test_published_files_are_found_and_become_tasks(test_data, name, folder, num
         skyrl_gym.make(SUITES[name].env, extras=extras).close()
 
 
-def test_suites_over_real_data_are_played_from_the_command_line(test_data, tmp_path):
+def test_command_line_plays_suites_over_real_data(test_data, tmp_path):
     """A model that knows the first problem of each set is right on it."""
     with tarfile.open(test_data / "sql_spider" / "databases.tar.xz") as archive:
         archive.extraction_filter = getattr(tarfile, "data_filter", None)

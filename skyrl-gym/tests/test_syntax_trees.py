@@ -33,7 +33,7 @@ def parses_in_collections():
     gc.callbacks.remove(parse)
 
 
-def test_source_is_parsed_although_a_collection_parses_in_its_midst(parses_in_collections):
+def test_parse_succeeds_when_garbage_collection_parses_meanwhile(parses_in_collections):
     expected = ast.dump(ast.parse(SOURCE))
     parses_in_collections(5)
     assert ast.dump(parse_source(SOURCE)) == expected

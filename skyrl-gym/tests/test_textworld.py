@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 import skyrl_gym
-from skyrl_gym.envs.textworld.env import last_command
+from skyrl_gym.envs.textworld.env import extract_last_command
 from skyrl_gym.envs.textworld.game import Playing, parse_game
-from skyrl_gym.envs.textworld.house import HOUSE_RULES, TASKS, house_game
+from skyrl_gym.envs.textworld.house import HOUSE_RULES, TASKS, build_house_game
 from skyrl_gym.envs.textworld.logic import parse_logic
 from skyrl_gym.envs.textworld.narrator import Narrator
 from skyrl_gym.episode import run_episode
@@ -15,7 +15,7 @@ from skyrl_gym.error import TaskError
 
 
 def make(config: Any = None, **extras: Any) -> Any:
-    return skyrl_gym.make("textworld", env_config=config, extras={"game": house_game(0)} | extras)
+    return skyrl_gym.make("textworld", env_config=config, extras={"game": build_house_game(0)} | extras)
 
 
 def say(command: str) -> str:
@@ -39,7 +39,7 @@ def published(test_data):
         return [json.loads(line) for line in lines]
 
 
-def test_recorded_walkthroughs_win_the_published_games(published):
+def test_recorded_walkthroughs_win_published_games(published):
     assert len(published) == 8
     for row in published:
         walkthrough = row["game"]["metadata"]["walkthrough"]
@@ -52,7 +52,7 @@ def test_recorded_walkthroughs_win_the_published_games(published):
         assert not any("[" in m["content"].partition("left")[2] for m in result.messages)
 
 
-def test_walkthroughs_without_one_of_their_moves_do_not_win(published):
+def test_walkthroughs_with_missing_move_do_not_win(published):
     game = published[0]["game"]
     walkthrough = game["metadata"]["walkthrough"]
     for left_out in range(len(walkthrough)):
@@ -60,7 +60,7 @@ def test_walkthroughs_without_one_of_their_moves_do_not_win(published):
         assert result.outcome_reward == 0.0 and result.truncated
 
 
-def test_descriptions_of_published_rooms_follow_the_facts(published):
+def test_published_room_descriptions_match_facts(published):
     env = make(game=published[0]["game"])
     [message], _ = env.init([])
     room = message["content"]
@@ -71,7 +71,7 @@ def test_descriptions_of_published_rooms_follow_the_facts(published):
     assert "The antique trunk contains an old key." in seen(env, "look")
 
 
-def test_the_objective_can_be_kept_back(published):
+def test_objective_can_be_hidden(published):
     game = published[0]["game"]
     [told], _ = make(game=game).init([])
     [untold], _ = make({"objective": False}, game=game).init([])
@@ -79,7 +79,7 @@ def test_the_objective_can_be_kept_back(published):
     assert game["objective"] not in untold["content"]
 
 
-def test_random_players_of_published_games_see_only_what_can_be_said(published):
+def test_admissible_commands_of_published_games_are_legal(published):
     import random
 
     for row in published[:3]:
@@ -94,7 +94,7 @@ def test_random_players_of_published_games_see_only_what_can_be_said(published):
         assert env.get_metrics()["illegal_commands"] == 0
 
 
-def test_the_house_is_described():
+def test_house_is_described():
     [message], _ = make().init([{"role": "user", "content": "You are in a house."}])
     assert message["content"] == (
         "You are in a house.\n\n"
@@ -137,7 +137,7 @@ def test_player_actions_are_observed():
         (say("[" * 10_000), "is not a command"),
     ],
 )
-def test_a_command_that_cannot_be_given_is_answered_and_changes_nothing(text, answer):
+def test_illegal_command_is_explained_and_changes_nothing(text, answer):
     env = make()
     facts = env.playing.facts
     output = env.step(text)
@@ -168,10 +168,10 @@ def test_possible_commands_can_be_listed():
     ],
 )
 def test_command_parsing(text, command):
-    assert last_command(text) == command
+    assert extract_last_command(text) == command
 
 
-def test_a_failed_quest_ends_the_episode_without_reward():
+def test_failed_quest_ends_episode_without_reward():
     env = make()
     for command in ("go east", "take apple from table"):
         env.step(say(command))
@@ -183,23 +183,23 @@ def test_a_failed_quest_ends_the_episode_without_reward():
     assert (last["done"], last["truncated"]) == (True, True)
 
 
-def test_a_game_is_won_without_its_optional_quests():
-    game = house_game(3)
-    optional = {"reward": 3, "win_events": house_game(0)["quests"][0]["win_events"], "optional": True}
+def test_game_is_won_without_optional_quests():
+    game = build_house_game(3)
+    optional = {"reward": 3, "win_events": build_house_game(0)["quests"][0]["win_events"], "optional": True}
     result = played(make(game=game | {"quests": [*game["quests"], optional]}), TASKS[3][2])
     assert (result.outcome_reward, result.total_reward) == (1.0, 0.25)
 
 
-def test_quests_are_rewarded_by_their_share_or_only_at_the_end(published):
+def test_quests_are_rewarded_by_fraction_or_only_at_end(published):
     game = next(row["game"] for row in published if row["name"] == "tw-rewardsBalanced_goalBrief")
     dense, sparse = (played(make({"dense": d}, game=game), game["metadata"]["walkthrough"]) for d in (True, False))
     assert [reward for reward in dense.rewards if reward] == [0.25] * 4
     assert sparse.rewards == [0.0] * 11 + [1.0]
 
 
-def test_a_game_from_a_file(tmp_path):
+def test_game_from_file(tmp_path):
     file = tmp_path / "game.json"
-    file.write_text(json.dumps(house_game(3)))
+    file.write_text(json.dumps(build_house_game(3)))
     env = skyrl_gym.make("textworld", extras={"game_file": str(file)})
     assert env.game.objective == "Hide the lamp in the drawer."  # type: ignore[attr-defined]
     with pytest.raises(FileNotFoundError, match=r"game_file: there is no file .*nowhere\.json"):
@@ -217,22 +217,22 @@ def without_wins(game):
         ("{", "game must be a mapping or its JSON text"),
         ([], "game must be a mapping or its JSON text"),
         ({"world": []}, "game.quests must be a list; the game has world"),
-        (house_game(0) | {"world": [{"name": "at"}]}, "game is not of TextWorld's format"),
-        (house_game(0) | {"world": []}, "game.world must say where the player is"),
-        (without_wins(house_game(0)), "this game cannot be won"),
+        (build_house_game(0) | {"world": [{"name": "at"}]}, "game is not of TextWorld's format"),
+        (build_house_game(0) | {"world": []}, "game.world must say where the player is"),
+        (without_wins(build_house_game(0)), "this game cannot be won"),
         (
-            house_game(0) | {"KB": {"logic": "type t { rules { take :: at(P, r); } }"}},
+            build_house_game(0) | {"KB": {"logic": "type t { rules { take :: at(P, r); } }"}},
             "must read 'name :: facts -> facts'",
         ),
         (
-            house_game(0) | {"KB": {"logic": "type t { rules { fly :: at(P, r) -> at(P, s); } }"}},
+            build_house_game(0) | {"KB": {"logic": "type t { rules { fly :: at(P, r) -> at(P, s); } }"}},
             "facts of s from nowhere",
         ),
-        (house_game(0) | {"KB": {"logic": "rules { }"}}, "must be made of 'type NAME"),
-        (house_game(0) | {"KB": {"logic": "type t { rules { take"}}, "ends within a statement"),
+        (build_house_game(0) | {"KB": {"logic": "rules { }"}}, "must be made of 'type NAME"),
+        (build_house_game(0) | {"KB": {"logic": "type t { rules { take"}}, "ends within a statement"),
     ],
 )
-def test_a_game_that_cannot_be_played_is_refused(game, text):
+def test_unplayable_game_is_rejected(game, text):
     with pytest.raises(TaskError, match=text):
         make(game=game)
 
@@ -252,8 +252,8 @@ def test_rules_are_read_with_their_types_and_aliases():
     assert typed.rules[0].types == {"a": "r", "b": "r"}
 
 
-def test_an_action_changes_what_its_rule_says_and_no_more():
-    playing = Playing(parse_game(house_game(0)))
+def test_action_changes_only_facts_of_rule():
+    playing = Playing(parse_game(build_house_game(0)))
     before = playing.facts
     playing.do(playing.commands()["take lamp"])
     assert {str(fact) for fact in before - playing.facts} == {"at(lamp, hall)"}
@@ -265,7 +265,7 @@ def test_directions_in_descriptions_are_followed():
         "A [if open]gaping[else if locked]barred[otherwise]shut[end if] chest"
         "[if chest is open and there is something in the chest]: [a list of things in the chest][end if]."
     )
-    game = house_game(0) | {"infos": [["chest", {"id": "chest", "name": "chest", "desc": text}]]}
+    game = build_house_game(0) | {"infos": [["chest", {"id": "chest", "name": "chest", "desc": text}]]}
     env = make(game=game)
     assert seen(env, "examine chest").startswith("A barred chest.")
     for command in TASKS[0][2][:6]:
@@ -276,7 +276,7 @@ def test_directions_in_descriptions_are_followed():
     assert narrator.thing(env.game.things["chest"]) == "A shut chest."
 
 
-def test_an_episode_can_be_started_again():
+def test_episode_can_be_restarted():
     env = make()
     first, _ = env.init([])
     env.step(say("take lamp"))

@@ -89,7 +89,7 @@ def problem(name, **columns):
     return {"id": name, "question": question, "function": [function]} | columns
 
 
-def test_published_problem_becomes_a_row_that_is_solved():
+def test_published_problem_becomes_solvable_row():
     row = bfcl_row(problem("simple_0"), "test", 0, {"simple_0": [AREA]})
     assert (row["data_source"], row["env_class"]) == ("bfcl_simple", "tool_call")
     system, user = row["prompt"]
@@ -115,14 +115,14 @@ def test_irrelevance_row_expects_no_call(text, reward):
     assert play(bfcl_row(problem("live_irrelevance_3"), "test", 0), text).outcome_reward == reward
 
 
-def test_system_message_of_a_problem_stays_before_the_functions():
+def test_problem_system_message_precedes_functions():
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "?"}]
     row = bfcl_row(problem("irrelevance_0", question=[messages]), "test", 0)
     assert [message["role"] for message in row["prompt"]] == ["system", "user"]
     assert row["prompt"][0]["content"].startswith("Be brief.\n\nYou can call")
 
 
-def test_answers_are_read_from_the_folder_beside_the_file(tmp_path):
+def test_answers_are_read_from_sibling_folder(tmp_path):
     (tmp_path / "possible_answer").mkdir()
     line = json.dumps({"id": "simple_0", "ground_truth": [AREA]})
     (tmp_path / "possible_answer" / "BFCL_v3_simple.json").write_text(line + "\n")
@@ -138,12 +138,12 @@ def test_answers_are_read_from_the_folder_beside_the_file(tmp_path):
         ({"function": None}, "there is no column function"),
     ],
 )
-def test_problem_that_cannot_be_played_is_named(columns, text):
+def test_unplayable_problem_is_named(columns, text):
     with pytest.raises(TaskError, match=text):
         bfcl_row(problem("simple_0", **columns), "test", 0)
 
 
 @pytest.mark.parametrize("ground_truth", ["{", "7", [{}], [{"f": {"v": 1}}], [{"f": {}, "g": {}}], None])
-def test_wrong_ground_truth_is_told_the_rule(ground_truth):
+def test_invalid_ground_truth_error_names_rule(ground_truth):
     with pytest.raises(TaskError, match=r"must be a list of calls"):
         skyrl_gym.make("tool_call", extras={"reward_spec": {"ground_truth": ground_truth}})

@@ -15,11 +15,11 @@ SEARCH = ToolCall("search", {"query": "cats"})
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("text", ["", "The answer is 4.", "a < b > c; {x} | y", "<think>hm</think> 4", '{"answer": 4}'])
-def test_text_without_a_call_has_no_calls(text, format):
+def test_text_without_call_has_no_calls(text, format):
     assert parse_tool_calls(text, format) == []
 
 
-def test_an_unknown_format_is_named():
+def test_unknown_format_is_named():
     with pytest.raises(ValueError, match=r"format must be one of xml, hermes, .*, gemma; got 'yaml'"):
         parse_tool_calls("", "yaml")  # type: ignore[arg-type]
 
@@ -100,7 +100,7 @@ def test_hermes(text, calls):
     check_calls(text, "hermes", calls)
 
 
-def test_a_malformed_call_does_not_hide_the_next():
+def test_malformed_call_does_not_hide_next_call():
     text = '<tool_call>{bad}</tool_call> <tool_call>{"name": "search", "arguments": {"query": "cats"}}</tool_call>'
     first, second = parse_tool_calls(text, "hermes")
     assert isinstance(first, Invalid) and second == SEARCH
@@ -127,7 +127,7 @@ def test_llama3_json(text, calls):
     check_calls(text, "llama3_json", calls)
 
 
-def test_llama_calls_need_a_semicolon_between():
+def test_llama_calls_require_semicolon():
     first, second = parse_tool_calls('{"name": "a"} {"name": "b"}', "llama3_json")
     assert first == ToolCall("a") and isinstance(second, Invalid) and "separated by ;" in second.reason
 
@@ -208,7 +208,7 @@ def test_json_format_round_trip(arguments):
         assert parse_tool_calls("<|call|><|start|>assistant".join(harmony), "gpt_oss") == calls
 
 
-def test_calls_beyond_a_hundred_are_one_complaint():
+def test_calls_beyond_hundred_give_single_error():
     calls = parse_tool_calls("<tool><a>1</a></tool>" * 150, "xml")
     assert len(calls) == 101 and isinstance(calls[-1], Invalid) and "more than 100 calls" in calls[-1].reason
 
@@ -268,7 +268,7 @@ class Shop(ToolGroup):
         ("gpt_oss", '<|channel|>commentary to=functions.order json<|message|>{"item": "nail"}<|call|>', "1 nail"),
     ],
 )
-def test_a_call_in_any_format_reaches_the_tool(format, text, answer):
+def test_call_in_any_format_reaches_tool(format, text, answer):
     [call] = parse_tool_calls(text, format)
     assert isinstance(call, ToolCall)
     assert Shop().call(call.name, call.arguments) == answer
@@ -356,7 +356,7 @@ HARMONY_THOUGHT = "<|message|>Hm.<|end|>"
         ("gpt_oss", f"{HARMONY_THOUGHT}<|start|>assistant to=functions.f<|message|>{{}}", HARMONY_THOUGHT, [F]),
     ],
 )
-def test_valid_calls_are_split_from_the_text_and_malformed_ones_stay(format, text, content, calls):
+def test_valid_calls_are_split_off_and_malformed_calls_stay_in_text(format, text, content, calls):
     assert split_tool_calls(text, format) == (text if content is None else content, calls)
 
 
@@ -375,7 +375,7 @@ def test_valid_calls_are_split_from_the_text_and_malformed_ones_stay(format, tex
         "plain text",
     ],
 )
-def test_streamed_text_is_the_beginning_of_the_final_text(format, text):
+def test_streamed_text_is_prefix_of_final_text(format, text):
     shown = ""
     for end in range(len(text) + 1):
         visible = before_tool_calls(text[:end], format)

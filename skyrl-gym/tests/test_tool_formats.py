@@ -61,7 +61,7 @@ def written(*parameters, name="edit"):
         (f"so <function=edit> it is</think>{written(('path', 'yes'))}", {"path": "yes"}),
     ],
 )
-def test_a_call_is_read(text, arguments):
+def test_call_is_parsed(text, arguments):
     first = read_call(text, TOOLS)
     assert first is not None and first.call == ToolCall("edit", arguments) and first.num_further == 0
     assert text[first.start :].startswith("<function=edit>\n")
@@ -70,7 +70,7 @@ def test_a_call_is_read(text, arguments):
 @pytest.mark.parametrize(
     "text", ["", "No call.", "<function>", "I could use <function=edit> here.", "<think>" + written(("path", "a"))]
 )
-def test_text_without_a_call(text):
+def test_text_without_call(text):
     assert read_call(text, TOOLS) is None
 
 
@@ -96,7 +96,7 @@ def test_text_without_a_call(text):
         ("anything", "free", "free"),
     ],
 )
-def test_values_have_the_type_of_their_schema(name, text, value):
+def test_values_have_schema_type(name, text, value):
     first = read_call(written(("path", "a"), (name, text)), TOOLS)
     assert first is not None
     read = first.call.arguments[name]
@@ -119,7 +119,7 @@ def test_values_have_the_type_of_their_schema(name, text, value):
         (written(name="edt"), "there is no function 'edt'; there are: edit, look"),
     ],
 )
-def test_unfit_call_error_says_what_to_correct(text, message):
+def test_mismatched_call_error_names_correction(text, message):
     with pytest.raises(FunctionCallValidationError, match=message.replace("(", r"\(")):
         read_call(text, TOOLS)
 
@@ -136,14 +136,14 @@ def test_unfit_call_error_says_what_to_correct(text, message):
         (written(("path", "a"), ("path", "b")), "parameter 'path' of 'edit' is given twice"),
     ],
 )
-def test_malformed_call_error_says_what_to_correct(text, message):
+def test_malformed_call_error_names_correction(text, message):
     with pytest.raises(FunctionCallConversionError) as raised:
         read_call(text, TOOLS)
     assert message in str(raised.value)
     assert TOOL_FORMATS["function_xml"].parse(text, TOOLS) == [Invalid(f"Malformed function call: {raised.value}")]
 
 
-def test_ignored_calls_are_reported_to_the_model():
+def test_ignored_calls_are_reported_to_model():
     call, note = TOOL_FORMATS["function_xml"].parse(written(("path", "a")) + "\n" + written(name="look"), TOOLS)
     assert call == ToolCall("edit", {"path": "a"})
     assert isinstance(note, Invalid) and "Only the first" in note.reason and "1 more ignored" in note.reason
@@ -203,7 +203,7 @@ def test_formats_raise_on_no_text(text, name):
 @pytest.mark.parametrize(
     "piece", [*PIECES, "<function=edit>\n<parameter=path>", "<function=<parameter=", "<think></think>"]
 )
-def test_hostile_text_takes_linear_time(name, piece):
+def test_adversarial_text_is_parsed_in_linear_time(name, piece):
     text = piece * (200_000 // len(piece))
     before = time.process_time()
     calls = TOOL_FORMATS[name].parse(text, TOOLS)
@@ -234,7 +234,7 @@ HARMONY = (
     "name, text",
     [("hermes", f"I edit.\n{HERMES}"), ("llama3_json", '{"name": "edit", "parameters": {"path": "a"}}')],
 )
-def test_native_call_keeps_the_text_of_the_model(name, text):
+def test_native_call_keeps_model_text(name, text):
     native = TOOL_FORMATS[name]
     assert native.parse(text, TOOLS) == [ToolCall("edit", {"path": "a"})]
     assert native.answer_message(text, [ToolCall("edit", {"path": "a"})]) == {"role": "assistant", "content": text}
@@ -255,7 +255,7 @@ def test_results_of_several_native_calls():
     assert [m.get("tool_call_id") for m in messages] == ["call00000", "call00001", "call00002", None]
 
 
-def test_mistral_answer_gives_its_calls_to_the_template():
+def test_mistral_response_passes_calls_to_template():
     mistral = TOOL_FORMATS["mistral"]
     text = 'Hm.[TOOL_CALLS]edit[ARGS]{"path": "a"}</s>'
     message = mistral.answer_message(text, [ToolCall("edit", {"path": "a"})])
@@ -276,7 +276,7 @@ def test_harmony_answer_is_split_into_channels():
     assert gpt_oss.answer_message("2", []) == {"role": "assistant", "content": "2"}
 
 
-def test_tagged_results_are_one_message():
+def test_tagged_results_share_message():
     results = [(ToolCall("edit", {}), "done"), (None, "one more ignored")]
     assert TOOL_FORMATS["function_xml"].result_messages(results) == [
         {"role": "user", "content": "EXECUTION RESULT of [edit]:\ndone\n\none more ignored"}

@@ -55,7 +55,7 @@ def test_inherited_tools_are_found_in_alphabetical_order():
     assert group.get_tool_to_group_mapping() == {"bye": "Greetings", "greet": "Greetings"}
 
 
-def test_an_environment_calls_its_tools_by_group_and_name_of_which_there_is_one_each():
+def test_environment_calls_tool_by_unique_group_and_name():
     env = BaseTextEnv()
     env.init_tool_groups([Greetings(), CalculatorToolGroup()])
     assert env.tool_to_toolgroup == {"greet": "Greetings", "calculator": "CalculatorToolGroup"}
@@ -83,7 +83,7 @@ def test_an_environment_calls_its_tools_by_group_and_name_of_which_there_is_one_
         ("(" * 99 + "1" + ")" * 99, 1),  # deep, but arithmetic
     ],
 )
-def test_the_calculator_knows_arithmetic(expression, value):
+def test_calculator_evaluates_arithmetic(expression, value):
     assert evaluate_expression(expression) == value
     assert type(evaluate_expression(expression)) is type(value)
 
@@ -108,7 +108,7 @@ def test_the_calculator_knows_arithmetic(expression, value):
         ("1+" * 100 + "1", "longer than 200"),
     ],
 )
-def test_the_calculator_refuses_everything_else_at_once(expression, reason):
+def test_calculator_rejects_everything_else_fast(expression, reason):
     with pytest.raises(CalculatorError, match=reason):
         evaluate_expression(expression)
 
@@ -184,7 +184,7 @@ def schema_named(name: str) -> dict[str, Any]:
     return next(schema["function"] for schema in Warehouse().schemas() if schema["function"]["name"] == name)
 
 
-def test_a_schema_comes_from_hints_and_docstring():
+def test_schema_is_built_from_hints_and_docstring():
     assert schema_named("find") == {
         "name": "find",
         "description": "Finds goods.\n\nThe search is exact.",
@@ -201,7 +201,7 @@ def test_a_schema_comes_from_hints_and_docstring():
     }
 
 
-def test_a_tool_can_be_named_and_described_by_hand():
+def test_tool_name_and_description_can_be_set():
     schema = schema_named("pack-it")
     assert schema["description"] == "Packs."
     assert schema["parameters"]["required"] == ["box", "colour"]
@@ -239,7 +239,7 @@ def test_a_tool_can_be_named_and_described_by_hand():
         ),
     ],
 )
-def test_every_hint_has_its_schema(hint, schema):
+def test_hint_to_schema(hint, schema):
     assert schema_of(hint) == schema
 
 
@@ -248,12 +248,12 @@ class Node(TypedDict):
 
 
 @pytest.mark.parametrize("hint", [bytes, object(), dict[int, str], Literal[b"x"], Node])
-def test_a_hint_that_json_cannot_express_is_refused(hint):
+def test_hint_without_json_form_is_rejected(hint):
     with pytest.raises(TypeError):
         schema_of(hint)
 
 
-def test_a_bad_tool_is_refused_where_its_class_is_written_and_one_name_for_two_when_the_group_is_made():
+def test_invalid_tool_is_rejected_at_definition_or_construction():
     with pytest.raises(TypeError, match=r"\*numbers: int cannot be called by name"):
 
         class Sums(ToolGroup):
@@ -279,7 +279,7 @@ def test_a_bad_tool_is_refused_where_its_class_is_written_and_one_name_for_two_w
         Twins("Twins")
 
 
-def test_a_docstring_may_describe_several_arguments_at_once():
+def test_docstring_entry_may_describe_several_arguments():
     said = parse_docstring("Moves.\n\nArgs:\n    x, y: Metres.\n    **rest: More.\n\nIt is fast.")
     assert said.description == "Moves.\n\nIt is fast."
     assert said.arguments == {"x": "Metres.", "y": "Metres.", "rest": "More."}
@@ -318,11 +318,11 @@ def test_a_docstring_may_describe_several_arguments_at_once():
         ("burn", {"kind": "mute"}, "Error in burn: KeyError"),
     ],
 )
-def test_a_call_is_answered_with_text(name, arguments, answer):
+def test_call_returns_text(name, arguments, answer):
     assert answer in Warehouse().call(name, arguments)
 
 
-def test_arguments_arrive_as_the_types_the_tool_asks_for():
+def test_arguments_are_converted_to_hinted_types():
     group = Warehouse()
     group.call("pack-it", {"box": {"width": 2, "depth": 3}, "colour": "blue", "filters": [{"field": "f"}]})
     assert group.seen == [(Box(2, 3.0), Colour.BLUE, [{"field": "f"}])]
@@ -358,18 +358,18 @@ def test_values_are_read_by_their_hint(hint, value, result):
         (int, 1.5),
     ],
 )
-def test_values_that_do_not_fit_are_refused_with_a_short_text(hint, value):
+def test_mismatched_values_are_rejected_with_short_text(hint, value):
     with pytest.raises(ArgumentError) as refused:
         read(hint, value, "x")
     assert len(str(refused.value)) < 300
 
 
-def test_errors_that_the_model_cannot_fix_are_raised():
+def test_errors_outside_model_control_are_raised():
     with pytest.raises(InfraError, match="no matches"):
         Warehouse().call("burn", {"kind": "infra"})
 
 
-def test_a_tool_that_no_model_can_call_is_its_author_s_mistake():
+def test_uncallable_tool_raises_type_error():
     class Files(ToolGroup):
         @tool
         def send(self, data: bytes, to: "Nowhere"):  # type: ignore[name-defined] # noqa: F821
@@ -382,7 +382,7 @@ def test_a_tool_that_no_model_can_call_is_its_author_s_mistake():
             ask()
 
 
-def test_an_async_tool_is_waited_for_up_to_its_deadline_also_on_a_running_loop():
+def test_async_tool_is_awaited_up_to_deadline():
     async def inside_a_loop() -> str:
         return Warehouse().execute_tool("fetch")
 
@@ -392,7 +392,7 @@ def test_an_async_tool_is_waited_for_up_to_its_deadline_also_on_a_running_loop()
     assert group.call("fetch", {"seconds": 60}) == "Error in fetch: no result within 0.05 seconds"
 
 
-def test_an_async_tool_that_calls_a_group_like_a_function_is_told_instead_of_waiting_for_itself():
+def test_async_tool_calling_group_synchronously_raises():
     class Chain(ToolGroup):
         @tool
         async def outer(self) -> str:
@@ -405,7 +405,7 @@ def test_an_async_tool_that_calls_a_group_like_a_function_is_told_instead_of_wai
     assert "use await" in Chain("Chain").call("outer", {})
 
 
-def test_tools_do_not_load_what_they_do_not_use():
+def test_tools_import_only_used_libraries():
     heavy = "httpx mcp pydantic sqlite3 asyncio pandas"
     code = f"import sys, skyrl_gym.tools.core; print([name for name in '{heavy}'.split() if name in sys.modules])"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

@@ -42,7 +42,7 @@ def tokenizer(template, eos="<|endoftext|>", specials=(), folder=None):
         (None, (), "", {"<|endoftext|>"}),
     ],
 )
-def test_turn_ends_follow_the_template(template, specials, closing, ends):
+def test_turn_ends_follow_template(template, specials, closing, ends):
     made = tokenizer(template, specials=specials)
     found = turn_ends_of(made)
     assert found.closing == closing
@@ -59,22 +59,22 @@ def test_turn_ends_include_ids_of_model_files(tmp_path):
     assert 5 in turn_ends_of(tokenizer(None, folder=tmp_path)).declared
 
 
-def test_stop_ids_are_added_where_only_the_template_knows_them(tmp_path):
+def test_stop_ids_known_only_to_template_are_added(tmp_path):
     made = tokenizer(BODY.replace("END", "<|im_end|>"), specials=("<|im_end|>",), folder=tmp_path)
     end = made.convert_tokens_to_ids("<|im_end|>")
-    assert turn_ends_of(made).with_stop_ids({"stop_token_ids": [7]}) == {"stop_token_ids": [7, end]}
-    assert turn_ends_of(made).with_stop_ids({"ignore_eos": True}) == {"ignore_eos": True}
+    assert turn_ends_of(made).add_stop_ids({"stop_token_ids": [7]}) == {"stop_token_ids": [7, end]}
+    assert turn_ends_of(made).add_stop_ids({"ignore_eos": True}) == {"ignore_eos": True}
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
-    assert ChatTemplate(made).turn_ends.with_stop_ids({}) == {}
+    assert ChatTemplate(made).turn_ends.add_stop_ids({}) == {}
 
 
 def test_closing_at_start_of_text_is_measured():
     ends = turn_ends_of(tokenizer(GPT_OSS, specials=("<|return|>", "<|end|>")))
-    assert ends.length_at_start("<|end|><|start|>user", None) == len("<|end|>")
+    assert ends.count_leading_characters("<|end|><|start|>user", None) == len("<|end|>")
     made = tokenizer(HEADERS, specials=("<|user|>", "<|assistant|>"))
     user, eos = made.get_vocab()["<|user|>"], made.get_vocab()["<|endoftext|>"]
-    assert turn_ends_of(made).length_at_start("<|user|>\nhi", user) == len("<|user|>")
-    assert turn_ends_of(made).length_at_start("<|user|>\nhi", eos) == 0  # the header is still to be written
+    assert turn_ends_of(made).count_leading_characters("<|user|>\nhi", user) == len("<|user|>")
+    assert turn_ends_of(made).count_leading_characters("<|user|>\nhi", eos) == 0  # the header is still to be written
 
 
 @pytest.mark.parametrize("name", ["qwen3_with_thinking", "qwen3_without_thinking", "qwen3_acc_thinking"])

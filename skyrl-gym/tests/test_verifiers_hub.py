@@ -14,7 +14,7 @@ from skyrl_gym.hubs.verifiers import VerifiersEnv, verifiers_rows
 CALL = '<tool_call>{"name": "shop_price", "arguments": {"item": "tea"}}</tool_call>'
 
 
-def test_verifiers_rows_are_checked_before_the_package_is_needed():
+def test_verifiers_rows_are_checked_without_package():
     with pytest.raises(TaskError, match="environment field is required"):
         VerifiersEnv()
     with pytest.raises(TaskError, match="must name a taskset"):
@@ -25,13 +25,13 @@ def test_verifiers_rows_are_checked_before_the_package_is_needed():
         VerifiersEnv({"tool_format": "hermis"}, {"environment": "gsm8k", "index": 0})
 
 
-def test_verifiers_missing_package_is_named_with_its_release(monkeypatch):
+def test_verifiers_missing_package_error_names_release(monkeypatch):
     monkeypatch.setitem(sys.modules, "verifiers", None)  # as if it were not installed
     with pytest.raises(Error, match=r"pip install verifiers==0\.4\.0"):
         list(verifiers_rows("gsm8k"))
 
 
-def test_verifiers_functions_are_listed_behind_a_system_message_of_parts():
+def test_verifiers_functions_follow_multipart_system_message():
     env = VerifiersEnv(extras={"environment": "gsm8k", "index": 0})
     env._request = {"tools": [{"type": "function", "function": {"name": "shop_price"}}]}
     system = {
@@ -96,7 +96,7 @@ def test_verifiers_environments_play_unmodified(tasksets):
 
 
 @pytest.mark.full
-def test_skyrl_gym_environment_is_a_verifiers_environment(tasksets):
+def test_skyrl_gym_environment_works_as_verifiers_environment(tasksets):
     """Ours, exported to verifiers, played through our own adapter: rewards and messages come back the same."""
     (row,) = verifiers_rows({"taskset": {"id": "skyrl_gym_verifiers", "env_id": "multiply"}}, size=1)
     example = skyrl_gym.envs.registration.env_class_of(skyrl_gym.spec("multiply")).examples()[0]

@@ -36,7 +36,7 @@ def present(folder: Path) -> list[Wait]:
     return [wait for wait in record_in(folder).waits if not wait.ended]
 
 
-def test_wait_is_readable_for_its_duration_and_a_while_after_it(folder: Path):
+def test_wait_is_readable_during_and_shortly_after(folder: Path):
     before = time.time()
     with waiting("all_gather #12 of layers.3", on=PEERS, deadline=30.0):
         [wait] = present(folder)
@@ -49,7 +49,7 @@ def test_wait_is_readable_for_its_duration_and_a_while_after_it(folder: Path):
     assert ended.ended >= wait.began
 
 
-def test_header_names_the_process(folder: Path):
+def test_header_names_process(folder: Path):
     waits.note(ray="127.0.0.1:6379")
     facts = record_in(folder).facts
     assert (facts["role"], facts["pid"], facts["log"], facts["ray"]) == (
@@ -61,14 +61,14 @@ def test_header_names_the_process(folder: Path):
     assert facts["start"] == waits.start_ticks(os.getpid())
 
 
-def test_wait_that_ends_by_an_exception_was_given_up(folder: Path):
+def test_wait_ended_by_exception_was_given_up(folder: Path):
     with pytest.raises(TimeoutError), waiting("the reply", on="http://judge"):
         raise TimeoutError
     [wait] = record_in(folder).waits
     assert wait.was_given_up
 
 
-def test_waits_inside_name_the_outer_one_and_inherit_its_name(folder: Path):
+def test_nested_waits_name_outer_wait_and_inherit_name(folder: Path):
     with waiting("an episode", who="sample a_0"), waiting("step of environment 'sql'"):
         outer, inner = present(folder)
     assert (outer.parent, inner.parent) == (0, outer.id)
@@ -77,7 +77,7 @@ def test_waits_inside_name_the_outer_one_and_inherit_its_name(folder: Path):
         assert present(folder)[0].parent == 0
 
 
-def test_threads_and_tasks_of_a_context_are_inside_of_its_wait(folder: Path):
+def test_threads_and_tasks_inherit_wait_of_context(folder: Path):
     seen: dict[str, int] = {}
 
     def look(name: str) -> None:
@@ -103,7 +103,7 @@ def test_threads_and_tasks_of_a_context_are_inside_of_its_wait(folder: Path):
     assert (seen["inside of a"], seen["inside of b"]) == (ids["a"], ids["b"])
 
 
-def test_asynchronous_generator_that_is_closed_elsewhere_does_no_harm(folder: Path):
+def test_async_generator_closed_in_other_context_is_harmless(folder: Path):
     async def session():
         with waiting("a session"):
             yield
@@ -117,7 +117,7 @@ def test_asynchronous_generator_that_is_closed_elsewhere_does_no_harm(folder: Pa
     assert present(folder) == []
 
 
-def test_more_waits_than_slots_leave_the_oldest(folder: Path):
+def test_full_slots_keep_oldest_waits(folder: Path):
     several = [waiting(f"request {number}") for number in range(waits.NUM_SLOTS + 10)]
     for wait in several:
         wait.__enter__()
@@ -130,14 +130,14 @@ def test_more_waits_than_slots_leave_the_oldest(folder: Path):
         assert [wait.what for wait in present(folder)] == ["another"]
 
 
-def test_text_that_is_too_long_is_cut(folder: Path):
+def test_long_text_is_truncated(folder: Path):
     with waiting("é" * 500, on="nobody sees this"):
         [wait] = present(folder)
     assert wait.what.startswith("é" * 90)
     assert wait.on == ""
 
 
-def test_nothing_is_written_without_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_nothing_is_written_without_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(waits.FOLDER, raising=False)
     report_as("trainer")
     with waiting("nothing"):
@@ -145,7 +145,7 @@ def test_nothing_is_written_without_a_folder(tmp_path: Path, monkeypatch: pytest
     assert list(tmp_path.iterdir()) == []
 
 
-def test_folder_that_refuses_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_unwritable_folder_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv(waits.FOLDER, str(tmp_path / "file" / "waits"))
     report_as("trainer")
@@ -153,14 +153,12 @@ def test_folder_that_refuses_is_no_error(tmp_path: Path, monkeypatch: pytest.Mon
         pass
 
 
-def test_record_has_its_bytes_on_disk(folder: Path):
+def test_record_bytes_are_allocated_on_disk(folder: Path):
     [path] = folder.glob("*.waits")  # a hole would end the process by SIGBUS on a disk that is full later
     assert path.stat().st_blocks * 512 >= path.stat().st_size > 0
 
 
-def test_disk_without_room_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_full_disk_is_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     monkeypatch.setenv(waits.FOLDER, str(tmp_path / "waits"))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
@@ -173,14 +171,14 @@ def test_disk_without_room_is_a_warning(
     assert str(tmp_path / "waits") in caplog.text and list((tmp_path / "waits").iterdir()) == []
 
 
-def test_end_of_the_record_deletes_its_files(folder: Path):
+def test_end_of_record_deletes_files(folder: Path):
     stop_reporting()
     assert list(folder.iterdir()) == []
     with waiting("nothing"):
         pass
 
 
-def test_wait_that_outlives_its_record_leaves_the_next_one_alone(folder: Path):
+def test_wait_outliving_record_does_not_affect_next_record(folder: Path):
     with waiting("of the first"):
         report_as("trainer")
         with waiting("of the second"):
@@ -191,7 +189,7 @@ def test_wait_that_outlives_its_record_leaves_the_next_one_alone(folder: Path):
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 100, b"\0" * (2048 + 1024 * 256), b"{}".ljust(2048 + 1024 * 256)])
-def test_file_that_is_no_record_is_left_out(tmp_path: Path, content: bytes):
+def test_invalid_record_file_is_skipped(tmp_path: Path, content: bytes):
     (tmp_path / "x-1.waits").write_bytes(content)
     assert read_records(tmp_path) == []
 
@@ -215,9 +213,7 @@ time.sleep(60)
 """
 
 
-def test_last_words_of_a_process_survive_its_death_and_a_signal_brings_its_stacks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_record_survives_crash_and_signal_dumps_stacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(waits.FOLDER, str(tmp_path))
     with subprocess.Popen([sys.executable, "-c", HANGS], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None

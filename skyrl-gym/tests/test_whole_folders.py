@@ -17,7 +17,7 @@ def replace_folder(place: Path, text: str) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a folder is replaced in two renames")
-def test_readers_always_find_a_folder_that_is_being_replaced(tmp_path: Path):
+def test_readers_find_folder_during_replacement(tmp_path: Path):
     place = tmp_path / "export"
     replace_folder(place, "0")
     missing, is_over = [], threading.Event()
@@ -40,7 +40,7 @@ def test_readers_always_find_a_folder_that_is_being_replaced(tmp_path: Path):
     assert os.listdir(tmp_path) == ["export"]
 
 
-def test_folder_is_replaced_where_the_system_exchanges_no_names(tmp_path: Path, monkeypatch):
+def test_folder_is_replaced_without_rename_exchange(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(whole_folders, "_RENAME_SWAP", 1 << 20)  # a flag that no kernel knows: EINVAL
     replace_folder(tmp_path / "export", "old")
     replace_folder(tmp_path / "export", "new")

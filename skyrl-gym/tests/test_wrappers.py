@@ -47,7 +47,7 @@ class AsyncCounting(Counting):
 
 
 @pytest.mark.parametrize("env_class", [Counting, AsyncCounting])
-def test_a_turn_limit_truncates_an_episode_that_does_not_end_by_itself(env_class):
+def test_turn_limit_truncates_unfinished_episode(env_class):
     result = run_episode(TimeLimit(env_class(), turns=3), PROMPT, lambda messages: "go on")
     assert (len(result.rewards), result.done, result.truncated) == (3, True, True)
     assert result.messages[-1] == {"role": "assistant", "content": "go on"}  # no observation that nobody reads
@@ -55,7 +55,7 @@ def test_a_turn_limit_truncates_an_episode_that_does_not_end_by_itself(env_class
     assert (result.done, result.truncated) == (True, False)
 
 
-def test_limits_count_from_init_anew_with_each_episode():
+def test_limits_restart_with_each_episode():
     env = TimeLimit(Counting(), seconds=0.05)
     time.sleep(0.06)
     env.init(PROMPT)
@@ -69,7 +69,7 @@ def test_limits_count_from_init_anew_with_each_episode():
         assert env.step("go on")["done"]
 
 
-def test_a_wrapper_is_what_it_wraps_in_all_else():
+def test_wrapper_forwards_everything_else():
     env = TimeLimit(RewardTransform(Counting(), lambda reward: reward), turns=9)
     assert env.aggregate_metrics([{"turns": 1}, {"turns": 4}]) == {"most_turns": 4}
     env.step("go on")
@@ -81,7 +81,7 @@ def test_a_wrapper_is_what_it_wraps_in_all_else():
         _ = env.no_such_thing
 
 
-def test_a_factory_of_wrapped_environments_can_be_registered():
+def test_factory_of_wrapped_environments_can_be_registered():
     def short_counting(**kwargs):
         return TimeLimit(Counting(**kwargs), turns=2)
 
@@ -94,7 +94,7 @@ def test_a_factory_of_wrapped_environments_can_be_registered():
         skyrl_gym.envs.deregister("short_counting")
 
 
-def test_seeds_reach_environments_that_take_them():
+def test_seeds_reach_environments_accepting_seed():
     env = Wrapper(AsyncCounting())
     with Episode(env) as episode:
         episode.init(PROMPT, seed=5)
@@ -105,7 +105,7 @@ def test_seeds_reach_environments_that_take_them():
 CALL = "<calculator>6*7</calculator>"
 
 
-def test_tools_beyond_the_budget_answer_with_a_text():
+def test_tools_beyond_budget_return_text():
     extras = {"reward_spec": {"ground_truth": "42"}, "max_turns": 5}
     env = ToolBudget(skyrl_gym.make("calculator", extras=extras), max_calls=1)
     env.init(PROMPT)
@@ -137,7 +137,7 @@ def test_long_observations_keep_head_and_tail(text, expected):
     assert ObservationCut(Saying(), 6).step("")["observations"] == [{"role": "user", "content": expected}]
 
 
-def test_a_transformed_reward_keeps_the_original_beside_it_and_the_outcome():
+def test_transformed_reward_keeps_original_and_outcome():
     env = RewardTransform(Counting(), lambda reward: reward / 10)
     env.init(PROMPT)
     output = env.step("go on")
@@ -156,6 +156,6 @@ def test_a_transformed_reward_keeps_the_original_beside_it_and_the_outcome():
         (lambda env: ToolBudget(env, 3), "needs an environment with tools"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(make, text):
+def test_invalid_settings_are_rejected(make, text):
     with pytest.raises(ValueError, match=text):
         make(Counting())

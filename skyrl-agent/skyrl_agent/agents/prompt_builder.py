@@ -47,7 +47,7 @@ class PromptBuilder:
         shown = {"skip_special_tokens": False} if self.format.keeps_special_tokens else {}
         if self.tokenizer is None:  # an agent built only to validate its settings
             return dict(shown)
-        return self._turn_ends.with_stop_ids(self.settings.sampling_params) | shown
+        return self._turn_ends.add_stop_ids(self.settings.sampling_params) | shown
 
     def encoder(self, with_tools: bool = True) -> MessageEncoder:
         """Build an encoder for the settings."""

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from skyrl_agent.errors import BackendError
 from skyrl_agent.types import MetaInfo
-from skyrl_gym.chat.turns import TurnTokens, join_column, join_optional_column, split_appending, tokens_between
+from skyrl_gym.chat.turns import TurnTokens, get_tokens_between, join_column, join_optional_column, split_appending
 
 T = TypeVar("T")
 
@@ -126,7 +126,7 @@ def _get_tokens(transition: Transition) -> TurnTokens:
 
 def _build_row(run: list[Transition]) -> TrainingDatum:
     turns = [_get_tokens(transition) for transition in run]
-    gaps = [len(tokens_between(before, turn) or []) for before, turn in pairwise(turns)]
+    gaps = [len(get_tokens_between(before, turn) or []) for before, turn in pairwise(turns)]
     (prompt, _), (last_prompt, last_ids) = turns[0], turns[-1]
     # A turn without tokens needs no log-probs.
     actions = [it.ac if it.ac.token_ids else TokensWithLogprobs([], [], weight_versions=[]) for it in run]

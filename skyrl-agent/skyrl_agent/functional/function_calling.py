@@ -9,8 +9,8 @@ from skyrl_agent.types import Message, Row
 from skyrl_gym.chat.function_xml import (
     FunctionCallConversionError,
     FunctionCallValidationError,
-    in_context_example,
     read_call,
+    render_example_call,
     result_text,
     system_suffix,
     write_call,
@@ -43,7 +43,7 @@ def convert_fncall_messages_to_non_fncall_messages(
         if role == "system" and not explained:
             explained, content = True, content + system_suffix(tools)
         elif role == "user" and add_in_context_learning_example and not exemplified:
-            exemplified, content = True, in_context_example(tools) + content
+            exemplified, content = True, render_example_call(tools) + content
         elif role == "assistant":
             texts = [_call_text(call) for call in message.get("tool_calls") or []]
             content = "\n\n".join(text for text in (content.rstrip() if texts else content, *texts) if text)
@@ -65,7 +65,7 @@ def convert_non_fncall_messages_to_fncall_messages(
         FunctionCallConversionError, FunctionCallValidationError: see `read_call`.
     """
     converted: list[Message] = []
-    suffix, example = system_suffix(tools), in_context_example(tools)
+    suffix, example = system_suffix(tools), render_example_call(tools)
     last_id, count = "", 0
     for message in messages:
         role, content = message["role"], message.get("content") or ""

@@ -24,7 +24,7 @@ from skyrl_gym.sandbox.command import Launch
 from skyrl_gym.sandbox.container import IMAGE, SPARE_PROCESSES, Container, ContainerCommand
 from skyrl_gym.sandbox.container_engine import CALL_SECONDS, EngineName, find_engine, run_engine
 from skyrl_gym.sandbox.environment import carried
-from skyrl_gym.sandbox.workspace import path_parts
+from skyrl_gym.sandbox.workspace import split_path
 
 LABEL = "skyrl-agent-lease"
 LEASE_FILE = "/run/skyrl-lease"
@@ -201,7 +201,7 @@ def _get_ulimits() -> list[str]:
 
 
 def _to_relative(path: str) -> str:
-    return "./" + "/".join(path_parts(path))
+    return "./" + "/".join(split_path(path))
 
 
 def _format_error(ended: "subprocess.CompletedProcess[bytes]") -> str:

@@ -29,7 +29,7 @@ from skyrl_agent.tasks.changes import Changes, read_changes, to_result
 from skyrl_agent.tasks.rows import from_json, get_first, parse_names, remove_nulls
 from skyrl_agent.tasks.tests_run import CollectionError, TestRun, check_pytest, parse_pytest_arguments, run_tests
 from skyrl_agent.types import JsonObject, Message, TrajectoryResult
-from skyrl_gym.sandbox.workspace import path_parts
+from skyrl_gym.sandbox.workspace import split_path
 
 MEBIBYTE = 1 << 20
 SETTINGS = {"conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg"}
@@ -102,7 +102,7 @@ def read_problem(instance: Instance) -> Problem:
     files = remove_nulls(files)
     for path, text in files.items():
         try:
-            path_parts(path)
+            split_path(path)
         except ValueError as error:
             raise wrong("files", f"has a path that is not relative to the working directory ({error})") from None
         if not isinstance(text, str):

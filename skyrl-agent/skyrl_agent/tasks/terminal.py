@@ -151,7 +151,7 @@ class TerminalTask(BaseTask):
         found = await self._run_for_effect(runtime, result["answer"])
         parts = {
             part: float(one == other)
-            for part, one, other in zip(("same_output", "same_files"), wanted, found, strict=True)
+            for part, one, other in zip(("is_same_output", "same_files"), wanted, found, strict=True)
         }
         return Judgement(float(all(parts.values())), parts)
 

@@ -29,13 +29,13 @@ async def test_checks_run_in_agent_runtime(play):
 @pytest.mark.parametrize(
     "answer, parts",
     [
-        ("find . -name '*.txt' | wc -l; rm a/1.txt", {"same_output": 1.0, "same_files": 1.0}),
-        ("rm a/1.txt; echo 2", {"same_output": 1.0, "same_files": 1.0}),
-        ("echo 2", {"same_output": 1.0, "same_files": 0.0}),
-        ("rm a/1.txt", {"same_output": 0.0, "same_files": 1.0}),
-        ("rm -r .; exit 1", {"same_output": 0.0, "same_files": 0.0}),
-        ("chmod +x a/b/2.txt; rm a/1.txt; echo 2", {"same_output": 1.0, "same_files": 0.0}),
-        ("", {"same_output": 0.0, "same_files": 0.0}),
+        ("find . -name '*.txt' | wc -l; rm a/1.txt", {"is_same_output": 1.0, "same_files": 1.0}),
+        ("rm a/1.txt; echo 2", {"is_same_output": 1.0, "same_files": 1.0}),
+        ("echo 2", {"is_same_output": 1.0, "same_files": 0.0}),
+        ("rm a/1.txt", {"is_same_output": 0.0, "same_files": 1.0}),
+        ("rm -r .; exit 1", {"is_same_output": 0.0, "same_files": 0.0}),
+        ("chmod +x a/b/2.txt; rm a/1.txt; echo 2", {"is_same_output": 1.0, "same_files": 0.0}),
+        ("", {"is_same_output": 0.0, "same_files": 0.0}),
     ],
 )
 async def test_commands_are_compared_by_effect(play, answer, parts):

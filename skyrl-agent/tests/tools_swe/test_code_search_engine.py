@@ -356,7 +356,7 @@ def test_entities_of_real_package_are_found_by_id(gym):
 
 
 def test_callers_in_real_package(gym):
-    answer = related(gym, "callers", "sandbox/workspace.py:path_parts")
+    answer = related(gym, "callers", "sandbox/workspace.py:split_path")
     assert "sandbox/workspace.py:Workspace.read" in "\n".join(answer) and "by the name alone" not in "\n".join(answer)
 
 

@@ -20,12 +20,12 @@ stands under "shaping". An environment passes if its oracle earns at least {ORAC
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit code."""
-    options = _parser().parse_args(arguments)
+    options = _build_parser().parse_args(arguments)
     env_ids = sorted(skyrl_gym.registry) if options.all else options.env
     if not env_ids:
-        _parser().error("name an environment, or give --all")
+        _build_parser().error("name an environment, or give --all")
     if options.max_turns is not None and options.max_turns < 1:
-        _parser().error(f"--max-turns must be at least 1; got {options.max_turns}")
+        _build_parser().error(f"--max-turns must be at least 1; got {options.max_turns}")
     reports: list[AuditReport] = []
     unknown: dict[str, str] = {}
     for env_id in env_ids:
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if all(report.ok for report in reports) else 1
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m skyrl_gym.audit",
         description="Plays cheating policies and the oracle against environments, and prints the gap.",

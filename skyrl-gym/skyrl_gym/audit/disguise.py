@@ -42,7 +42,7 @@ def change_answers(text: str, answers: list[str], change: Callable[[str], str]) 
     return re.sub("|".join(map(re.escape, present)), lambda found: change(found[0]), text)
 
 
-def last_marked(text: str) -> str:
+def extract_last_marked(text: str) -> str:
     """Return the inside of the last marked place, or the text if nothing is marked."""
     for form in _FORMS:
         found = list(form.finditer(text))
@@ -61,18 +61,18 @@ def replace_last_marked(text: str, inside: str) -> str:
     return inside
 
 
-def answers_in(extras: Mapping[str, object]) -> list[str]:
+def collect_answers(extras: Mapping[str, object]) -> list[str]:
     """Return the texts and numbers of a row's ground truth."""
     specs = (extras.get("reward_spec"), extras.get("reward_model"))
-    return [text for spec in specs if isinstance(spec, Mapping) for text in _leaves(spec.get("ground_truth"))]
+    return [text for spec in specs if isinstance(spec, Mapping) for text in _iter_leaves(spec.get("ground_truth"))]
 
 
-def _leaves(value: object) -> Iterator[str]:
+def _iter_leaves(value: object) -> Iterator[str]:
     if isinstance(value, Mapping):
         for each in value.values():
-            yield from _leaves(each)
+            yield from _iter_leaves(each)
     elif isinstance(value, list | tuple):
         for each in value:
-            yield from _leaves(each)
+            yield from _iter_leaves(each)
     elif isinstance(value, str | int | float) and str(value).strip():
         yield str(value).strip()

@@ -64,7 +64,7 @@ CHEATING_PROGRAMS = {
 solution's function."""
 
 
-def program_in(text: str) -> str | None:
+def extract_program(text: str) -> str | None:
     """Return the last Python block of a solution."""
     blocks = _BLOCK.findall(text)
     return blocks[-1] if blocks else None

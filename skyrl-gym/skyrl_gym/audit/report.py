@@ -27,7 +27,7 @@ class PolicyOutcome:
 
     @property
     def shaping(self) -> float:
-        """Mean of what was earned beside the outcome."""
+        """Mean reward in addition to the outcome reward."""
         return statistics.fmean(total - outcome for total, outcome in zip(self.totals, self.outcomes, strict=True))
 
 
@@ -46,7 +46,7 @@ class AuditReport:
 
     @property
     def best_shaped(self) -> PolicyOutcome:
-        """The cheater that earned most beside the outcome."""
+        """The cheat with the highest reward in addition to the outcome."""
         return max(self.cheaters, key=lambda cheater: cheater.shaping)
 
     @property
@@ -77,14 +77,14 @@ class AuditReport:
             "ok": self.ok,
             "complaints": self.complaints,
             "num_examples": self.num_examples,
-            "oracle": _as_json(self.oracle),
+            "oracle": _to_json(self.oracle),
             "best_cheater": self.best_cheater.name,
             "gap": self.gap,
-            "cheaters": [_as_json(cheater) for cheater in self.cheaters],
+            "cheaters": [_to_json(cheater) for cheater in self.cheaters],
         }
 
 
-def _as_json(policy: PolicyOutcome) -> dict[str, object]:
+def _to_json(policy: PolicyOutcome) -> dict[str, object]:
     return {
         "name": policy.name,
         "outcome": policy.outcome,
@@ -98,7 +98,7 @@ HEADINGS = ("environment", "oracle", "cheater", "gap", "best cheater", "shaping:
 
 
 def table(reports: list[AuditReport]) -> str:
-    """One line for each environment. Outcome rewards first; what is paid beside them apart."""
+    """Format one line per environment: outcome rewards first, then the rewards in addition to them."""
     rows = [
         (
             report.env,

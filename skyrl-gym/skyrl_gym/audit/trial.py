@@ -34,43 +34,43 @@ def audit(
 
     Args:
         env: an id, "package.module:Class", a spec or a class.
-        examples: the environment's own if not given.
-        env_config: settings, on top of the examples' own; see `services_for`.
-        max_turns: stands in for the turn limit of the examples.
+        examples: default: the `examples()` of the environment.
+        env_config: settings that override the settings of the examples; see `services_for`.
+        max_turns: overrides the turn limit of the examples.
 
     Raises:
-        ValueError: there are no examples, or one has no oracle.
-        InfraError: something the environment needs does not work; nothing can be said then.
+        ValueError: the example list is empty, or an example has no oracle.
+        InfraError: a required service does not work, so there is no result.
         TimeoutError: an episode does not end.
     """
     env_spec = spec_of(env)
     tasks = list(examples_of(env_spec) if examples is None else examples)
     if not tasks or not all(task.oracle for task in tasks):
         raise ValueError(f"{env_spec.id} cannot be audited: it needs examples() with an oracle each")
-    tasks = [_adjusted(task, env_config, max_turns) for task in tasks]
-    oracle = _outcome(env_spec, "oracle", [(task, task.oracle) for task in tasks])
+    tasks = [_set_env_config(task, env_config, max_turns) for task in tasks]
+    oracle = _run_policy(env_spec, "oracle", [(task, task.oracle) for task in tasks])
     cheaters = []
     for cheat in cheats_for(env_class_of(env_spec), tasks):
         attempts = [(task, turns) for task in tasks if (turns := cheat.turns(task)) is not None]
         if attempts:
-            cheaters.append(_outcome(env_spec, cheat.name, attempts))
+            cheaters.append(_run_policy(env_spec, cheat.name, attempts))
     return AuditReport(env_spec.id, len(tasks), oracle, cheaters)
 
 
-def _adjusted(task: Example, env_config: Mapping[str, object] | None, max_turns: int | None) -> Example:
+def _set_env_config(task: Example, env_config: Mapping[str, object] | None, max_turns: int | None) -> Example:
     limit = {} if max_turns is None else {"max_turns": max_turns}
     return replace(task, extras={**task.extras, **limit}, env_config={**task.env_config, **(env_config or {})})
 
 
-def _outcome(env_spec: EnvSpec, name: str, attempts: list[tuple[Example, Turns]]) -> PolicyOutcome:
+def _run_policy(env_spec: EnvSpec, name: str, attempts: list[tuple[Example, Turns]]) -> PolicyOutcome:
     with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="skyrl-gym-audit") as threads:
-        results = list(threads.map(lambda attempt: _play_before_deadline(env_spec, name, *attempt), attempts))
+        results = list(threads.map(lambda attempt: _run_with_deadline(env_spec, name, *attempt), attempts))
     return PolicyOutcome(
         name, [result.outcome_reward for result in results], [result.total_reward for result in results]
     )
 
 
-def _play_before_deadline(env_spec: EnvSpec, name: str, task: Example, turns: Turns) -> EpisodeResult:
+def _run_with_deadline(env_spec: EnvSpec, name: str, task: Example, turns: Turns) -> EpisodeResult:
     try:
         return call_before_deadline(EPISODE_SECONDS, play, env_spec, task, turns)
     except DeadlineExceeded as late:
@@ -78,7 +78,7 @@ def _play_before_deadline(env_spec: EnvSpec, name: str, task: Example, turns: Tu
 
 
 def play(env_spec: EnvSpec, task: Example, turns: Turns) -> EpisodeResult:
-    """One episode in which the model writes `turns`, the last of them again and again if the episode goes on."""
+    """Play an episode with fixed model turns. The last turn repeats until the episode ends."""
     env = make(env_spec, env_config=dict(task.env_config), extras=copy.deepcopy(task.extras))
 
     texts = itertools.chain(turns, itertools.repeat(turns[-1]))

@@ -29,7 +29,7 @@ class Malformed(ValueError):
     """Malformed call. The text is addressed to the model."""
 
 
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def _build_unique_dict(pairs: list[tuple[str, object]]) -> dict[str, object]:
     names = [name for name, _ in pairs]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
@@ -37,17 +37,17 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return dict(pairs)
 
 
-_DECODER = json.JSONDecoder(strict=False, object_pairs_hook=_unique)  # models break lines inside strings
+_DECODER = json.JSONDecoder(strict=False, object_pairs_hook=_build_unique_dict)  # models break lines inside strings
 _SPACE = re.compile(r"\s*")
 
 
-def after_space(text: str, position: int) -> int:
+def skip_space(text: str, position: int) -> int:
     found = _SPACE.match(text, position)
     return found.end() if found else position
 
 
 def json_object(text: str, position: int) -> tuple[dict[str, object], int]:
-    """Return the object that begins at `position`, and its end. Raises `Malformed`."""
+    """Parse the object that starts at `position`. Returns the object and its end. Raises `Malformed`."""
     if not text.startswith("{", position):
         raise Malformed("a tool call must be a JSON object, beginning with {")
     try:
@@ -61,7 +61,7 @@ def json_object(text: str, position: int) -> tuple[dict[str, object], int]:
     return value, end
 
 
-def json_call(call: dict[str, object]) -> ToolCall:
+def parse_json_call(call: dict[str, object]) -> ToolCall:
     """Read a call from JSON, where `parameters` is another name of `arguments`. Raises `Malformed`."""
     name = call.get("name")
     if not isinstance(name, str) or not name.strip():
@@ -73,23 +73,23 @@ def json_call(call: dict[str, object]) -> ToolCall:
         raise Malformed('a tool call has "arguments" or "parameters", not both')
     arguments = call.get("arguments", call.get("parameters"))
     if isinstance(arguments, str):  # an object written as text, as in OpenAI's responses
-        arguments = whole_json_object(arguments)
+        arguments = parse_whole_json_object(arguments)
     if arguments is not None and not isinstance(arguments, dict):
         raise Malformed('"arguments" must be an object with a value for each argument name')
     identifier = call.get("id")
     return ToolCall(name.strip(), arguments or {}, identifier if isinstance(identifier, str) else None)
 
 
-def whole_json_object(text: str) -> dict[str, object]:
+def parse_whole_json_object(text: str) -> dict[str, object]:
     """Parse a text that is one JSON object. Raises `Malformed`."""
-    value, end = json_object(text, after_space(text, 0))
-    if after_space(text, end) != len(text):
+    value, end = json_object(text, skip_space(text, 0))
+    if skip_space(text, end) != len(text):
         raise Malformed("something follows after the JSON object")
     return value
 
 
-def after_thought(text: str) -> str:
-    """Return the text after a thought, whose beginning may stand in the prompt."""
+def remove_thought(text: str) -> str:
+    """Return the text after a thought, whose start may be in the prompt."""
     thought, end, rest = text.partition("</think>")
     if end:
         return rest

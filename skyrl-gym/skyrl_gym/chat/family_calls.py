@@ -1,13 +1,13 @@
-"""Parsers of the call formats of model families. Each call stands between two marks; several may stand in a section.
+"""Parsers of the call formats of model families. A call is enclosed in two marks; several calls may form a section.
 
 - `deepseek` (V3, R1, V3.1): name and JSON, with a separator of special tokens between.
 - `kimi` (K2): `functions.NAME:0` and JSON.
 - `glm` (4.5 and later): name, then `<arg_key>` and `<arg_value>` in turn.
 - `minimax` (M2): `<invoke name="...">` with `<parameter name="...">`.
-- `gemma` (FunctionGemma, Gemma 4): `call:NAME{key:value}`, with marks of their own around text.
+- `gemma` (FunctionGemma, Gemma 4): `call:NAME{key:value}`, with special marks around text.
 - `mistral`: `[TOOL_CALLS]` with a JSON list, or with `NAME[ARGS]{...}` for each call.
 
-Values that are written as text stay text; a tool reads them by its schema.
+Text values stay text; the tool converts them by its schema.
 """
 
 import json
@@ -15,18 +15,18 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from skyrl_gym.call_arguments import parse_text
 from skyrl_gym.chat.call_parts import (
     Located,
     Malformed,
     ToolCall,
-    after_space,
-    after_thought,
-    json_call,
     json_object,
-    whole_json_object,
+    parse_json_call,
+    parse_whole_json_object,
+    remove_thought,
+    skip_space,
 )
 from skyrl_gym.graders.results import Invalid
-from skyrl_gym.tools.signature import parse_text
 
 MAX_EXCERPT = 50
 
@@ -36,7 +36,7 @@ Read = Callable[[str], ToolCall]
 
 @dataclass(frozen=True)
 class _Marks:
-    """Marks around a call, and those of the section around several, which are no text either.
+    """Special tokens around a call and around a section of calls. They are not part of the text.
 
     Args:
         turn_ends: special tokens that end an answer.
@@ -48,29 +48,29 @@ class _Marks:
     turn_ends: tuple[str, ...] = ()
 
     def calls(self, text: str, read: Read) -> Iterator[Located]:
-        """Parse the calls of a text, whose end stands in for a closing mark: a stop string may have taken it. So does
-        the token that ends the answer, where it is in the text: a call does not depend on whether it is."""
-        position = text.find(self.opening, len(text) - len(after_thought(text)))
+        """Parse the calls of a text. The end of the text, or an end-of-turn token, closes the last call: a stop string
+        may have removed the closing mark."""
+        position = text.find(self.opening, len(text) - len(remove_thought(text)))
         while position >= 0:
             body = position + len(self.opening)
             end = text.find(self.closing, body)
-            end = self._end_of_answer(text, body) if end < 0 else end
+            end = self._find_end_of_call(text, body) if end < 0 else end
             try:
                 call: ToolCall | Invalid = read(text[body:end])
             except Malformed as failure:
                 call = Invalid(f"Malformed tool call: {failure}")
             closed = end + len(self.closing) if text.startswith(self.closing, end) else len(text)
-            yield Located(call, *self._with_section(text, position, closed))
+            yield Located(call, *self._add_section_mark(text, position, closed))
             position = text.find(self.opening, closed)
 
-    def _end_of_answer(self, text: str, body: int) -> int:
-        """Return where the call that begins at `body` ends without a mark of its own."""
+    def _find_end_of_call(self, text: str, body: int) -> int:
+        """Find the end of the call that starts at `body` and has no closing mark."""
         kept = text.rstrip()
         end = next((kept.rfind(mark, body) for mark in self.turn_ends if kept.endswith(mark)), -1)
         return len(text) if end < body else end
 
-    def _with_section(self, text: str, start: int, end: int) -> tuple[int, int]:
-        before, after = text[:start].rstrip(), after_space(text, end)
+    def _add_section_mark(self, text: str, start: int, end: int) -> tuple[int, int]:
+        before, after = text[:start].rstrip(), skip_space(text, end)
         if self.section[0] and before.endswith(self.section[0]):
             start = len(before) - len(self.section[0])
         if self.section[1] and text.startswith(self.section[1], after):
@@ -78,7 +78,7 @@ class _Marks:
         return start, end
 
 
-def _name(text: str) -> str:
+def _check_name(text: str) -> str:
     name = text.strip()
     if not name or len(name.split()) > 1 or "<" in name:
         raise Malformed(f"a tool call begins with the name of the tool; got {name[:MAX_EXCERPT]!r}")
@@ -93,7 +93,7 @@ _DEEPSEEK = _Marks(
 )
 
 
-def _deepseek_call(body: str) -> ToolCall:
+def _parse_deepseek_call(body: str) -> ToolCall:
     """Read `NAME<sep>{...}` (V3.1), or `function<sep>NAME` and a fenced block of JSON (V3, R1)."""
     first, found, rest = body.partition("<｜tool▁sep｜>")
     if not found:
@@ -102,8 +102,8 @@ def _deepseek_call(body: str) -> ToolCall:
         name, fence, block = rest.partition("```json")
         if not fence:
             raise Malformed("the arguments stand in a block ```json ... ```")
-        return ToolCall(_name(name), whole_json_object(block.rpartition("```")[0] or block))
-    return ToolCall(_name(first), whole_json_object(rest))
+        return ToolCall(_check_name(name), parse_whole_json_object(block.rpartition("```")[0] or block))
+    return ToolCall(_check_name(first), parse_whole_json_object(rest))
 
 
 _KIMI = _Marks(
@@ -114,22 +114,22 @@ _KIMI = _Marks(
 )
 
 
-def _kimi_call(body: str) -> ToolCall:
+def _parse_kimi_call(body: str) -> ToolCall:
     identifier, found, arguments = body.partition("<|tool_call_argument_begin|>")
     if not found:
         raise Malformed("between functions.NAME:0 and the arguments stands <|tool_call_argument_begin|>")
-    identifier = _name(identifier)
+    identifier = _check_name(identifier)
     name = identifier.removeprefix("functions.").partition(":")[0]
-    return ToolCall(_name(name), whole_json_object(arguments), identifier)
+    return ToolCall(_check_name(name), parse_whole_json_object(arguments), identifier)
 
 
 _GLM = _Marks("<tool_call>", "</tool_call>", turn_ends=("<|observation|>", "<|user|>", "<|endoftext|>"))
 _GLM_ARGUMENT = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>", re.DOTALL)
 
 
-def _glm_call(body: str) -> ToolCall:
+def _parse_glm_call(body: str) -> ToolCall:
     name, found, rest = body.partition("<arg_key>")
-    return ToolCall(_name(name), _tagged(found + rest, _GLM_ARGUMENT, "</arg_value>"))
+    return ToolCall(_check_name(name), _parse_tagged_arguments(found + rest, _GLM_ARGUMENT, "</arg_value>"))
 
 
 _MINIMAX = _Marks("<invoke ", "</invoke>", ("<minimax:tool_call>", "</minimax:tool_call>"), ("[e~[",))
@@ -137,14 +137,16 @@ _INVOKED = re.compile(r"name=[\"\']?([^\"\'>]+)[\"\']?\s*>")
 _MINIMAX_ARGUMENT = re.compile(r"\s*<parameter name=[\"\']?([^\"\'>]+)[\"\']?\s*>")
 
 
-def _minimax_call(body: str) -> ToolCall:
+def _parse_minimax_call(body: str) -> ToolCall:
     name = _INVOKED.match(body)
     if name is None:
         raise Malformed('write <invoke name="NAME">')
-    return ToolCall(_name(name[1]), _tagged(body[name.end() :], _MINIMAX_ARGUMENT, "</parameter>"))
+    return ToolCall(
+        _check_name(name[1]), _parse_tagged_arguments(body[name.end() :], _MINIMAX_ARGUMENT, "</parameter>")
+    )
 
 
-def _tagged(text: str, opening: re.Pattern[str], closing: str) -> dict[str, object]:
+def _parse_tagged_arguments(text: str, opening: re.Pattern[str], closing: str) -> dict[str, object]:
     """Read arguments as text between tags."""
     arguments: dict[str, object] = {}
     position = 0
@@ -178,16 +180,16 @@ _GEMMA_CALL = re.compile(r"\s*call:([\w.-]+)\{(.*)\}\s*", re.DOTALL)
 _GEMMA_KEY = re.compile(r"\s*([\w.-]+)\s*:")
 
 
-def _gemma_call(body: str, mark: str) -> ToolCall:
+def _parse_gemma_call(body: str, mark: str) -> ToolCall:
     found = _GEMMA_CALL.fullmatch(body)
     if found is None:
         raise Malformed("write call:NAME{key:value}")
     arguments: dict[str, object] = {}
     text, position = found[2], 0
     while key := _GEMMA_KEY.match(text, position):
-        value, position = _gemma_value(text, after_space(text, key.end()), mark)
+        value, position = _parse_gemma_value(text, skip_space(text, key.end()), mark)
         _add(arguments, key[1], value)
-        position = after_space(text, position)
+        position = skip_space(text, position)
         if not text.startswith(",", position):
             break
         position += 1
@@ -196,7 +198,7 @@ def _gemma_call(body: str, mark: str) -> ToolCall:
     return ToolCall(found[1], arguments)
 
 
-def _gemma_value(text: str, position: int, mark: str) -> tuple[object, int]:
+def _parse_gemma_value(text: str, position: int, mark: str) -> tuple[object, int]:
     """Read a value: text between two marks; a list or object, in which the marks are quotes; anything else."""
     if text.startswith(mark, position):
         end = text.find(mark, position + len(mark))
@@ -204,8 +206,8 @@ def _gemma_value(text: str, position: int, mark: str) -> tuple[object, int]:
             raise Malformed(f"text stands between two {mark}")
         return text[position + len(mark) : end], end + len(mark)
     if text[position : position + 1] in ("[", "{"):
-        end = _closing(text, position, mark)
-        parsed = parse_text(_as_json(text[position:end], mark))
+        end = _find_closing(text, position, mark)
+        parsed = parse_text(_to_json(text[position:end], mark))
         if parsed is None:
             raise Malformed(f"a list or an object cannot be read: {text[position:end][:MAX_EXCERPT]!r}")
         return parsed, end
@@ -216,7 +218,7 @@ def _gemma_value(text: str, position: int, mark: str) -> tuple[object, int]:
     return (word if parsed is None and word not in ("null", "None") else parsed), end
 
 
-def _closing(text: str, position: int, mark: str) -> int:
+def _find_closing(text: str, position: int, mark: str) -> int:
     depth, quoted = 0, False
     while position < len(text):
         if text.startswith(mark, position):
@@ -230,7 +232,7 @@ def _closing(text: str, position: int, mark: str) -> int:
     raise Malformed("a bracket is not closed")
 
 
-def _as_json(text: str, mark: str) -> str:
+def _to_json(text: str, mark: str) -> str:
     """Write a value as JSON: text between marks as strings, and names of members, which have no quotes, too."""
     parts = text.split(mark)
     for index, part in enumerate(parts):
@@ -238,29 +240,29 @@ def _as_json(text: str, mark: str) -> str:
     return "".join(parts)
 
 
-def _gemma(text: str) -> Iterator[Located]:
+def _parse_gemma(text: str) -> Iterator[Located]:
     for marks, quote in _GEMMA:
         if marks.opening in text:
-            yield from marks.calls(text, lambda body, quote=quote: _gemma_call(body, quote))
+            yield from marks.calls(text, lambda body, quote=quote: _parse_gemma_call(body, quote))
             return
 
 
 _MISTRAL_NAME = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\](\w+))?\s*\[ARGS\]\s*")
 
 
-def _mistral(text: str) -> Iterator[Located]:
-    """Parse a JSON list behind one mark, or one call behind each."""
+def _parse_mistral(text: str) -> Iterator[Located]:
+    """Parse a JSON list after one mark, or one call after each mark."""
     mark = "[TOOL_CALLS]"
-    position = text.find(mark, len(text) - len(after_thought(text)))
+    position = text.find(mark, len(text) - len(remove_thought(text)))
     while position >= 0:
-        body = after_space(text, position + len(mark))
+        body = skip_space(text, position + len(mark))
         following = text.find(mark, body)
         end = len(text) if following < 0 else following
         try:
             if text.startswith("[", body):
-                calls, last = _mistral_list(text, body)
+                calls, last = _parse_mistral_list(text, body)
             else:
-                call, last = _mistral_call(text, body)
+                call, last = _parse_mistral_call(text, body)
                 calls = [call]
             rest = text[last:end].strip().removeprefix("</s>")
             if rest:
@@ -273,21 +275,21 @@ def _mistral(text: str) -> Iterator[Located]:
         position = following
 
 
-def _mistral_list(text: str, position: int) -> tuple[list[ToolCall | Invalid], int]:
+def _parse_mistral_list(text: str, position: int) -> tuple[list[ToolCall | Invalid], int]:
     calls: list[ToolCall | Invalid] = []
-    position = after_space(text, position + 1)
+    position = skip_space(text, position + 1)
     while position < len(text) and not text.startswith("]", position):
         value, position = json_object(text, position)
-        calls.append(json_call(value))
-        position = after_space(text, position)
+        calls.append(parse_json_call(value))
+        position = skip_space(text, position)
         if text.startswith(",", position):
-            position = after_space(text, position + 1)
+            position = skip_space(text, position + 1)
         elif position < len(text) and not text.startswith("]", position):
             raise Malformed("calls are separated by , and the list ends in ]")
     return calls or [Invalid("Malformed tool call: the list of calls is empty")], min(position + 1, len(text))
 
 
-def _mistral_call(text: str, position: int) -> tuple[ToolCall, int]:
+def _parse_mistral_call(text: str, position: int) -> tuple[ToolCall, int]:
     name = _MISTRAL_NAME.match(text, position)
     if name is None:
         raise Malformed("write [TOOL_CALLS]NAME[ARGS]{...}")
@@ -296,10 +298,10 @@ def _mistral_call(text: str, position: int) -> tuple[ToolCall, int]:
 
 
 PARSERS: dict[str, Callable[[str], Iterator[Located]]] = {
-    "deepseek": lambda text: _DEEPSEEK.calls(text, _deepseek_call),
-    "glm": lambda text: _GLM.calls(text, _glm_call),
-    "kimi": lambda text: _KIMI.calls(text, _kimi_call),
-    "mistral": _mistral,
-    "minimax": lambda text: _MINIMAX.calls(text, _minimax_call),
-    "gemma": _gemma,
+    "deepseek": lambda text: _DEEPSEEK.calls(text, _parse_deepseek_call),
+    "glm": lambda text: _GLM.calls(text, _parse_glm_call),
+    "kimi": lambda text: _KIMI.calls(text, _parse_kimi_call),
+    "mistral": _parse_mistral,
+    "minimax": lambda text: _MINIMAX.calls(text, _parse_minimax_call),
+    "gemma": _parse_gemma,
 }

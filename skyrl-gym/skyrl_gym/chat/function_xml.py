@@ -1,4 +1,4 @@
-"""Tool calls as tagged text, for models without a call format of their own:
+"""Tool calls as tagged text, for models without a native call format:
 
     <function=NAME>
     <parameter=P>value</parameter>
@@ -12,8 +12,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from skyrl_gym.call_arguments import Schema, parse_text
 from skyrl_gym.chat.tool_calls import ToolCall
-from skyrl_gym.tools.signature import Schema, parse_text
 
 _FUNCTION = re.compile(r"<function=([^<>\n]{1,200})>")
 _CALL = re.compile(_FUNCTION.pattern + r"\n")
@@ -40,25 +40,27 @@ class FirstCall:
 
 
 def read_call(text: str, tools: Sequence[Schema]) -> FirstCall | None:
-    """Read the first call in a model's text; None if there is none.
+    """Parse the first call in a model's text, or return None.
 
     The text before `</think>` is a thought. A value is text without one line break at each end; where the schema has
-    another type it is read as JSON. The end of the text stands in for `</function>`: a stop string may have taken it.
+    another type it is read as JSON. The end of the text closes `</function>`, which a stop string may have removed.
 
     Raises:
         FunctionCallConversionError, FunctionCallValidationError: the message tells the model what to correct.
     """
-    start = _end_of_thought(text)
+    start = _find_end_of_thought(text)
     opening = _CALL.search(text, start)
     if opening is None:
-        _refuse_call_without_line_break(text, start)
+        _check_line_break(text, start)
         return None
     name = opening[1].strip()
     values, end = _read_parameters(text, opening.end(), name)
-    return FirstCall(ToolCall(name, _typed(name, values, tools)), opening.start(), len(_CALL.findall(text, end)))
+    return FirstCall(
+        ToolCall(name, _convert_arguments(name, values, tools)), opening.start(), len(_CALL.findall(text, end))
+    )
 
 
-def _end_of_thought(text: str) -> int:
+def _find_end_of_thought(text: str) -> int:
     """Return the end of the thought, which may begin in the prompt. After `<parameter=` the tag is part of a value."""
     end = text.find("</think>")
     if text.lstrip().startswith("<think>"):
@@ -66,7 +68,7 @@ def _end_of_thought(text: str) -> int:
     return end if end >= 0 and text.find("<parameter=", 0, end) < 0 else 0
 
 
-def _refuse_call_without_line_break(text: str, start: int) -> None:
+def _check_line_break(text: str, start: int) -> None:
     opening = _FUNCTION.search(text, start)
     if opening and (text.find("</function", opening.end()) >= 0 or text.find("<parameter=", opening.end()) >= 0):
         raise FunctionCallConversionError(f"{opening[0]} must be followed by a line break")
@@ -75,7 +77,7 @@ def _refuse_call_without_line_break(text: str, start: int) -> None:
 def _read_parameters(text: str, position: int, function: str) -> tuple[dict[str, str], int]:
     """Return the values as text, and the end of the call."""
     values: dict[str, str] = {}
-    position = _after_space(text, position)
+    position = _skip_space(text, position)
     while opening := _PARAMETER.match(text, position):
         end = text.find("</parameter>", opening.end())
         if end < 0:
@@ -83,22 +85,22 @@ def _read_parameters(text: str, position: int, function: str) -> tuple[dict[str,
         if opening[1] in values:
             raise FunctionCallConversionError(f"parameter {opening[1]!r} of {function!r} is given twice")
         values[opening[1]] = text[opening.end() : end].removeprefix("\n").removesuffix("\n")
-        position = _after_space(text, end + len("</parameter>"))
+        position = _skip_space(text, end + len("</parameter>"))
     rest = text[position : position + len("</function>")]
     if not "</function>".startswith(rest):
         raise FunctionCallConversionError(
             f"between <function={function}> and </function> only <parameter=name>value</parameter> may stand; "
-            f"there is {_excerpt(text[position : position + 40])}"
+            f"there is {_format_excerpt(text[position : position + 40])}"
         )
     return values, position + len(rest)
 
 
-def _after_space(text: str, position: int) -> int:
+def _skip_space(text: str, position: int) -> int:
     found = _SPACE.match(text, position)
     return found.end() if found else position
 
 
-def _typed(name: str, values: dict[str, str], tools: Sequence[Schema]) -> dict[str, object]:
+def _convert_arguments(name: str, values: dict[str, str], tools: Sequence[Schema]) -> dict[str, object]:
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
     if name not in schemas:
         raise FunctionCallValidationError(f"there is no function {name!r}; there are: {', '.join(schemas) or 'none'}")
@@ -110,7 +112,9 @@ def _typed(name: str, values: dict[str, str], tools: Sequence[Schema]) -> dict[s
     missing = [parameter for parameter in schemas[name].get("required", []) if parameter not in values]
     if missing:
         raise FunctionCallValidationError(f"function {name!r} needs the parameter {missing[0]!r}, which is missing")
-    return {key: _value(properties[key], text, f"parameter {key!r} of {name!r}") for key, text in values.items()}
+    return {
+        key: _convert_value(properties[key], text, f"parameter {key!r} of {name!r}") for key, text in values.items()
+    }
 
 
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -123,11 +127,11 @@ _KINDS: dict[str, tuple[type, ...]] = {
 }
 
 
-def _value(schema: Schema, text: str, where: str) -> object:
-    """Parse a value into a type that the schema admits; text is the last choice."""
-    types = _types(schema)
+def _convert_value(schema: Schema, text: str, where: str) -> object:
+    """Convert a value to a type that the schema admits; text is the fallback."""
+    types = _get_types(schema)
     if "enum" in schema:
-        return _member(schema["enum"], text, where)
+        return _find_enum_member(schema["enum"], text, where)
     if types == {"string"}:
         return text
     parsed = parse_text(text)
@@ -137,34 +141,34 @@ def _value(schema: Schema, text: str, where: str) -> object:
         return parsed
     if not types or "string" in types:
         return text
-    raise FunctionCallValidationError(f"{where} must be {' or '.join(sorted(types))}; got {_excerpt(text)}")
+    raise FunctionCallValidationError(f"{where} must be {' or '.join(sorted(types))}; got {_format_excerpt(text)}")
 
 
-def _types(schema: Schema) -> set[str]:
+def _get_types(schema: Schema) -> set[str]:
     """Return JSON's names of the admitted types; empty: anything."""
     for union in ("anyOf", "oneOf"):
         if union in schema:
-            arms = [_types(arm) for arm in schema[union]]
+            arms = [_get_types(arm) for arm in schema[union]]
             return set().union(*arms) if all(arms) else set()
     kind = schema.get("type", [])
     return {kind} if isinstance(kind, str) else set(kind)
 
 
-def _member(members: Sequence[object], text: str, where: str) -> object:
+def _find_enum_member(members: Sequence[object], text: str, where: str) -> object:
     for candidate in (text, text.strip(), parse_text(text)):
         for member in members:
             if type(member) is type(candidate) and member == candidate:
                 return member
     allowed = ", ".join(json.dumps(member) for member in members)
-    raise FunctionCallValidationError(f"{where} must be one of {allowed}; got {_excerpt(text)}")
+    raise FunctionCallValidationError(f"{where} must be one of {allowed}; got {_format_excerpt(text)}")
 
 
-def _excerpt(text: str) -> str:
+def _format_excerpt(text: str) -> str:
     return repr(text if len(text) <= _EXCERPT_CHARACTERS else f"{text[:_EXCERPT_CHARACTERS]}...")
 
 
 def write_call(name: str, arguments: Mapping[str, object]) -> str:
-    """Render a call as `read_call` reads it. A value of several lines stands between line breaks of its own."""
+    """Render a call as `read_call` reads it. A multi-line value is enclosed in line breaks."""
     lines = [f"<function={name}>"]
     for key, value in arguments.items():
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -175,10 +179,10 @@ def write_call(name: str, arguments: Mapping[str, object]) -> str:
 
 def describe(tools: Sequence[Schema]) -> str:
     """Render a numbered list of the functions for the system message."""
-    return "\n".join(_described(number, tool["function"]) for number, tool in enumerate(tools, start=1))
+    return "\n".join(_describe_function(number, tool["function"]) for number, tool in enumerate(tools, start=1))
 
 
-def _described(number: int, function: Schema) -> str:
+def _describe_function(number: int, function: Schema) -> str:
     parameters = function.get("parameters") or {}
     required = parameters.get("required", [])
     lines = [
@@ -189,7 +193,7 @@ def _described(number: int, function: Schema) -> str:
     lines.append("Parameters:" if properties else "No parameters.")
     for index, (name, schema) in enumerate(properties.items(), start=1):
         need = "required" if name in required else "optional"
-        kind = " or ".join(sorted(_types(schema))) or "any"
+        kind = " or ".join(sorted(_get_types(schema))) or "any"
         line = f"  ({index}) {name} ({kind}, {need}): {schema.get('description', '')}".rstrip()
         if "enum" in schema:
             line += f" Allowed values: {', '.join(json.dumps(value) for value in schema['enum'])}."
@@ -225,7 +229,7 @@ Rules:
 """
 
 
-def in_context_example(tools: Sequence[Schema]) -> str:
+def render_example_call(tools: Sequence[Schema]) -> str:
     """Render an example call of the first function."""
     if not tools:
         return ""

@@ -51,7 +51,7 @@ class ChatTemplate:
     ) -> None:
         self.tokenizer, self.chat_template = tokenizer, chat_template
         self.kwargs: Message = dict(kwargs or {})
-        self._backend = _backend_of(tokenizer)
+        self._backend = _get_backend(tokenizer)
         self._heads: dict[str, list[int]] = {}
 
     @property
@@ -100,13 +100,13 @@ class ChatTemplate:
         return backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def encode_after(self, before: str, text: str) -> list[int]:
-        """Encode `text` as it is encoded behind `before`: some tokenizers treat the start of a text differently. If a
-        token straddles the border, `text` is encoded by itself."""
-        head, whole = self._head(before), self.encode(before + text)
+        """Encode `text` as a continuation of `before`, since some tokenizers encode the start of a text differently. If
+        a token spans the boundary, `text` is encoded separately."""
+        head, whole = self._encode_head(before), self.encode(before + text)
         return whole[len(head) :] if whole[: len(head)] == head else self.encode(text)
 
-    def _head(self, text: str) -> list[int]:
-        """Encode a text that others are encoded behind. The end of a turn is one in every turn, and remembered."""
+    def _encode_head(self, text: str) -> list[int]:
+        """Encode a text that precedes others. The end of a turn is used in every turn, and remembered."""
         if len(text) > LONGEST_HEAD:
             return self.encode(text)
         if text not in self._heads:
@@ -124,17 +124,17 @@ class ChatTemplate:
 
 def turn_ends_of(tokenizer: ChatTokenizer) -> TurnEnds:
     """Return the ends of turns with the tokenizer's own chat template."""
-    return _turn_ends_of(tokenizer, str(tokenizer.chat_template))
+    return _find_turn_ends(tokenizer, str(tokenizer.chat_template))
 
 
 @lru_cache(maxsize=8)
-def _turn_ends_of(tokenizer: ChatTokenizer, template: str) -> TurnEnds:
+def _find_turn_ends(tokenizer: ChatTokenizer, template: str) -> TurnEnds:
     return ChatTemplate(tokenizer).turn_ends
 
 
-def _backend_of(tokenizer: ChatTokenizer) -> Any:
-    """Return the tokenizer of the library `tokenizers` behind one of transformers, which does the same with less work
-    around it; None if there is none, or if its class encodes or decodes in a way of its own."""
+def _get_backend(tokenizer: ChatTokenizer) -> Any:
+    """Return the `tokenizers` backend of a transformers tokenizer, which is faster; None without a backend, or if the
+    class overrides encoding or decoding."""
     kind = type(tokenizer)
     base = next((each for each in kind.__mro__ if each.__name__ == "TokenizersBackend"), None)
     names = ("__call__", "_encode_plus", "decode", "_decode")

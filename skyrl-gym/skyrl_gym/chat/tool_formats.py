@@ -5,10 +5,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
+from skyrl_gym.call_arguments import Schema
 from skyrl_gym.chat import function_xml
 from skyrl_gym.chat.template import Message
 from skyrl_gym.chat.tool_calls import CallSyntax, Invalid, ToolCall, parse_tool_calls
-from skyrl_gym.tools.signature import Schema
 
 __all__ = ["TOOL_FORMATS", "Invalid", "ToolCall", "ToolFormat"]
 
@@ -141,7 +141,7 @@ class Mistral(Native):
         return {
             "role": "assistant",
             "content": content,
-            "tool_calls": [_openai_call(call, index) for index, call in enumerate(calls)],
+            "tool_calls": [_to_openai_call(call, index) for index, call in enumerate(calls)],
         }
 
 
@@ -153,16 +153,16 @@ class GptOss(Native):
     answers_malformed_calls = False
 
     def answer_message(self, text: str, calls: Sequence[ToolCall]) -> Message:
-        thought, final = _channel(text, "analysis"), _channel(text, "final")
+        thought, final = _extract_channel(text, "analysis"), _extract_channel(text, "final")
         message: Message = {"role": "assistant", "content": final if not calls else ""}
         if thought:
             message["thinking"] = thought
         if calls:
-            message["tool_calls"] = [_openai_call(call, index) for index, call in enumerate(calls)]
+            message["tool_calls"] = [_to_openai_call(call, index) for index, call in enumerate(calls)]
         return message
 
 
-def _channel(text: str, channel: str) -> str:
+def _extract_channel(text: str, channel: str) -> str:
     """Return the text of an answer in a channel, without calls. A text without channels is final."""
     if "<|message|>" not in text:
         return text if channel == "final" else ""
@@ -179,7 +179,7 @@ def _call_id(call: ToolCall | None, index: int) -> str:
     return (call and call.id) or f"call{index:05d}"
 
 
-def _openai_call(call: ToolCall, index: int) -> Message:
+def _to_openai_call(call: ToolCall, index: int) -> Message:
     arguments = json.dumps(call.arguments, ensure_ascii=False)
     return {
         "id": _call_id(call, index),

@@ -53,9 +53,9 @@ class TurnEnds:
 
     def find_declared(self, text: str) -> str:
         """Return the declared end that `text` begins with; empty without one."""
-        return _first_token(text, {token: id for token, id in self.tokens.items() if id in self.declared})
+        return _find_first_token(text, {token: id for token, id in self.tokens.items() if id in self.declared})
 
-    def length_at_start(self, text: str, last_id: int | None) -> int:
+    def count_leading_characters(self, text: str, last_id: int | None) -> int:
         """Count the characters at the start of `text` that close the turn before it.
 
         Args:
@@ -68,10 +68,10 @@ class TurnEnds:
         for closing in (self.closing, self.closing_of_earlier):
             if closing and rest.startswith(closing):
                 return space + len(closing)
-        header = "" if self.closing else _first_token(rest, self.tokens)
+        header = "" if self.closing else _find_first_token(rest, self.tokens)
         return space + len(header) if header and self.tokens[header] == last_id else 0
 
-    def with_stop_ids(self, params: Mapping[str, Any]) -> dict[str, Any]:
+    def add_stop_ids(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return sampling parameters that also stop at the end that only the chat template knows."""
         given = list(params.get("stop_token_ids") or [])
         missing = sorted(self.ids - self.declared - {*given})
@@ -91,7 +91,7 @@ def find_turn_ends(tokenizer: Any, last: str = "", followed: str = "") -> TurnEn
     eos: set[int] = set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
     added |= {str(tokenizer.eos_token): id for id in eos}
     model = str(getattr(tokenizer, "name_or_path", ""))
-    of_generation, of_config = (_ids_in(model, name) for name in ("generation_config.json", "config.json"))
+    of_generation, of_config = (_read_ids(model, name) for name in ("generation_config.json", "config.json"))
     declared = frozenset(eos | (of_generation or of_config))
 
     def ends(written: str = "", closing: str = "", closing_of_earlier: str = "") -> TurnEnds:
@@ -100,25 +100,25 @@ def find_turn_ends(tokenizer: Any, last: str = "", followed: str = "") -> TurnEn
         return TurnEnds(tokens, ids, declared, closing, closing_of_earlier)
 
     last, followed, closing = last.strip(), followed.strip(), ""
-    while token := _first_token(last[len(closing) :], added):  # Command-R: <|END_RESPONSE|><|END_OF_TURN_TOKEN|>
+    while token := _find_first_token(last[len(closing) :], added):  # Command-R: <|END_RESPONSE|><|END_OF_TURN_TOKEN|>
         closing += token
     if closing:
         end = next(token for token in sorted(added, key=len, reverse=True) if closing.endswith(token))
-        return ends(end, closing, "" if followed.startswith(closing) else _first_token(followed, added))
+        return ends(end, closing, "" if followed.startswith(closing) else _find_first_token(followed, added))
     if last and followed.startswith(last):  # text, which the tokenizer has no token for
         return ends(closing=last)
-    return ends(_first_token(followed, added))
+    return ends(_find_first_token(followed, added))
 
 
-def _first_token(text: str, tokens: Mapping[str, int]) -> str:
+def _find_first_token(text: str, tokens: Mapping[str, int]) -> str:
     """Return the longest of the tokens that `text` begins with; empty without one."""
     return max((token for token in tokens if text.startswith(token)), key=len, default="")
 
 
-def _ids_in(model: str, name: str) -> set[int]:
+def _read_ids(model: str, name: str) -> set[int]:
     """Return the end-of-sequence ids in a JSON file of a model: of a folder, or of the hub's cache on this machine."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8")) if (path := _file_of(model, name)) else {}
+        content = json.loads(path.read_text(encoding="utf-8")) if (path := _find_file(model, name)) else {}
     except (OSError, ValueError):
         return set()
     ids: set[int] = set()
@@ -128,7 +128,7 @@ def _ids_in(model: str, name: str) -> set[int]:
     return ids
 
 
-def _file_of(model: str, name: str) -> Path | None:
+def _find_file(model: str, name: str) -> Path | None:
     if not model:
         return None
     if Path(model).is_dir():

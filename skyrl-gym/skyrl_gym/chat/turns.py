@@ -9,7 +9,7 @@ TurnTokens = tuple[list[int], list[int]]
 """Whole input and output of the model in one turn, as token ids."""
 
 
-def tokens_between(before: TurnTokens, turn: TurnTokens) -> list[int] | None:
+def get_tokens_between(before: TurnTokens, turn: TurnTokens) -> list[int] | None:
     """Return the tokens between the outputs of two turns; None if the input of `turn` does not begin with the whole
     turn before (the history was rewritten)."""
     beginning = before[0] + before[1]
@@ -20,7 +20,7 @@ def split_appending(turns: Iterable[T], tokens_of: Callable[[T], TurnTokens]) ->
     """Split turns into runs in which the input of each turn begins with the whole turn before."""
     runs: list[list[T]] = []
     for turn in turns:
-        if runs and tokens_between(tokens_of(runs[-1][-1]), tokens_of(turn)) is not None:
+        if runs and get_tokens_between(tokens_of(runs[-1][-1]), tokens_of(turn)) is not None:
             runs[-1].append(turn)
         else:
             runs.append([turn])

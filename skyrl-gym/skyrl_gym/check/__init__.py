@@ -28,21 +28,21 @@ def check_env(
     """Check types, done and turns, closing, determinism under a seed, isolation of instances, rows left as they were,
     messages that serialise and tokenise, metrics, hostile actions, incomplete rows, and time.
 
-    Every call is made in a thread of its own, as the trainer's are.
+    Every call runs in a separate thread, as in the trainer.
 
     Args:
-        env: an id, a spec, a class or factory, or an environment that was made of one (a new one is made like it).
-        prompts: tasks: `Example`s, dataset rows with a column `prompt`, or conversations. The environment's own
-            `examples()` if not given.
-        env_config: settings, on top of the examples' own.
-        max_tasks: of the tasks given, how many are tried.
+        env: an id, a spec, a class or factory, or an environment made from one (instances are created with its spec).
+        prompts: tasks: `Example`s, dataset rows with a column `prompt`, or conversations. Default: the `examples()` of
+            the environment.
+        env_config: settings that override the settings of the examples.
+        max_tasks: maximum number of tasks to check.
         seconds_per_call: deadline of one call; a longer one is an error.
         raise_on_error: False only reports.
 
     Raises:
-        CheckError: there are errors, and `raise_on_error`.
-        ValueError: there are no tasks to try.
-        InfraError: a service that the environment needs does not work, so nothing can be said.
+        CheckError: errors were found, and `raise_on_error`.
+        ValueError: the task list is empty.
+        InfraError: a required service does not work, so there is no result.
     """
     env_spec = spec_of(env)
     examples = tasks_of(env_spec, prompts, env_config)[:max_tasks]

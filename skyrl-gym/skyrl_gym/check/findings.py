@@ -11,11 +11,11 @@ from skyrl_gym.check.report import Finding
 from skyrl_gym.envs.base_text_env import BaseTextEnvStepOutput, ConversationType
 
 
-def an_error(text: str) -> Finding:
+def make_error(text: str) -> Finding:
     return Finding("error", "", text)
 
 
-def a_warning(text: str) -> Finding:
+def make_warning(text: str) -> Finding:
     return Finding("warning", "", text)
 
 
@@ -25,28 +25,28 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error!s:.300}{where}"
 
 
-def output_findings(env: object, output: BaseTextEnvStepOutput, turn: int, is_single: bool) -> Iterator[Finding]:
+def check_output(env: object, output: BaseTextEnvStepOutput, turn: int, is_single: bool) -> Iterator[Finding]:
     if not isinstance(output["reward"], float):
-        yield a_warning(f"reward should be a float; it is {type(output['reward']).__name__}")
+        yield make_warning(f"reward should be a float; it is {type(output['reward']).__name__}")
     if not isinstance(output.get("metadata", {}), dict):
-        yield an_error(f"metadata must be a dict; got {output.get('metadata')!r:.120}")
+        yield make_error(f"metadata must be a dict; got {output.get('metadata')!r:.120}")
     if output.get("postprocessed_action") is not None:
-        yield a_warning("postprocessed_action trains the model on tokens that it did not write")
-    yield from message_findings("step", output["observations"])
+        yield make_warning("postprocessed_action trains the model on tokens that it did not write")
+    yield from check_messages("step", output["observations"])
     turns = getattr(env, "turns", None)
     if turns is not None and turns != turn:
         text = f"turns is {turns} after step {turn}; increment it first thing in step"
-        yield a_warning(text) if is_single else an_error(text)
+        yield make_warning(text) if is_single else make_error(text)
 
 
-def message_findings(method: str, messages: ConversationType) -> Iterator[Finding]:
+def check_messages(method: str, messages: ConversationType) -> Iterator[Finding]:
     for message in messages:
         if message["role"] not in ("system", "user", "assistant", "tool", "developer"):
-            yield an_error(f"{method} gave a message of role {message['role']!r}, which chat templates do not know")
+            yield make_error(f"{method} gave a message of role {message['role']!r}, which chat templates do not know")
         content = message.get("content")
-        texts = [content] if isinstance(content, str) else _texts_of_parts(content)
+        texts = [content] if isinstance(content, str) else _get_part_texts(content)
         if texts is None and not message.get("tool_calls"):
-            yield an_error(
+            yield make_error(
                 f"{method} gave a message whose content is no text and no list of typed parts: {content!r:.120}"
             )
         try:
@@ -54,26 +54,28 @@ def message_findings(method: str, messages: ConversationType) -> Iterator[Findin
             for text in texts or []:
                 text.encode("utf-8")
         except UnicodeEncodeError as failure:
-            yield an_error(f"{method} gave text that is not valid Unicode, so it cannot be tokenised: {failure.reason}")
+            yield make_error(
+                f"{method} gave text that is not valid Unicode, so it cannot be tokenised: {failure.reason}"
+            )
         except (TypeError, ValueError) as failure:
-            yield an_error(f"{method} gave a message that is not JSON: {failure}")
+            yield make_error(f"{method} gave a message that is not JSON: {failure}")
 
 
-def _texts_of_parts(content: object) -> list[str] | None:
+def _get_part_texts(content: object) -> list[str] | None:
     if not isinstance(content, list) or not all(isinstance(part, dict) and "type" in part for part in content):
         return None
     return [part["text"] for part in content if isinstance(part.get("text"), str)]
 
 
-def metric_findings(env: Any, metrics: Any) -> Iterator[Finding]:
+def check_metrics(env: Any, metrics: Any) -> Iterator[Finding]:
     for name, value in metrics.items():
         if not isinstance(name, str):
-            yield an_error(f"get_metrics gave a name that is no text: {name!r}")
+            yield make_error(f"get_metrics gave a name that is no text: {name!r}")
         if isinstance(value, Real) and not isinstance(value, bool) and not -float("inf") < float(value) < float("inf"):
-            yield an_error(f"get_metrics gave {name} = {value}")
+            yield make_error(f"get_metrics gave {name} = {value}")
     outcome = metrics.get("outcome_reward", 0.0)
     if isinstance(outcome, bool) or not isinstance(outcome, Real):
-        yield an_error(f"outcome_reward must be a number; got {outcome!r}")
+        yield make_error(f"outcome_reward must be a number; got {outcome!r}")
     aggregate = getattr(env, "aggregate_metrics", None)
     if aggregate is None:
         return
@@ -81,6 +83,6 @@ def metric_findings(env: Any, metrics: Any) -> Iterator[Finding]:
         numbers = aggregate(copy.deepcopy(episodes))
         wrong = [name for name, value in numbers.items() if not isinstance(value, Real)]
         if wrong:
-            yield an_error(
+            yield make_error(
                 f"aggregate_metrics of {len(episodes)} episodes gave no number for {', '.join(map(str, wrong))}"
             )

@@ -1,4 +1,4 @@
-"""The servers that some environments cannot do without, started beside this process on the loopback interface."""
+"""Servers that some environments require, started on the loopback interface."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence

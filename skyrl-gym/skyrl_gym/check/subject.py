@@ -1,4 +1,4 @@
-"""The environment under test: how it is made, from which tasks, and each call in a thread of its own, on the clock."""
+"""Environment under test: its construction, its tasks, and timed calls in separate threads."""
 
 import copy
 import time
@@ -41,10 +41,10 @@ def examples_of(env_spec: EnvSpec) -> list[Example]:
 def tasks_of(env_spec: EnvSpec, prompts: Any, env_config: Mapping[str, object] | None) -> list[Example]:
     if prompts is None:
         prompts = examples_of(env_spec)
-    return [_with_config(_as_example(task), env_config) for task in prompts]
+    return [_add_config(_to_example(task), env_config) for task in prompts]
 
 
-def _as_example(task: Any) -> Example:
+def _to_example(task: Any) -> Example:
     if isinstance(task, Example):
         return task
     if isinstance(task, Mapping):
@@ -53,7 +53,7 @@ def _as_example(task: Any) -> Example:
     return Example(prompt=task, extras={}, oracle=[])
 
 
-def _with_config(example: Example, env_config: Mapping[str, object] | None) -> Example:
+def _add_config(example: Example, env_config: Mapping[str, object] | None) -> Example:
     return replace(example, env_config={**example.env_config, **(env_config or {})}) if env_config else example
 
 
@@ -76,7 +76,7 @@ class Subject:
             self.times[name] = max(time.perf_counter() - started, self.times.get(name, 0.0))
 
     def make(self, example: Example, **changed_extras: object) -> "Run":
-        """Return a new environment of the example's task. `changed_extras` stand in for columns of the row."""
+        """Create an environment for the example's task. `changed_extras` override columns of the row."""
         extras = copy.deepcopy({**example.extras, **changed_extras})
         return self.make_with(extras, example.env_config)
 
@@ -99,7 +99,7 @@ class Subject:
 
 
 class Run:
-    """One environment, each call in a thread of its own and before the deadline."""
+    """One environment whose calls run in separate threads, with a deadline."""
 
     def __init__(self, subject: Subject, env: Env) -> None:
         self.subject = subject

@@ -23,14 +23,14 @@ OURS = Template(f"{INSTRUCTIONS}\n\nDatabase:\n$schema\n\n${{knowledge}}Question
 
 @dataclass(frozen=True)
 class DatabaseRowSettings:
-    """Choices for the rows of one set.
+    """Settings for the rows of one data set.
 
     Attributes:
         data: the databases' family, a key of `DATABASE_FOLDERS`.
         data_source: name of the set in tables.
         question: columns "a|b" with the question.
         keep_empty: keep questions whose query gives no rows.
-        template: prompt with places for `schema`, `knowledge` and `question`.
+        template: prompt with the placeholders `schema`, `knowledge` and `question`.
     """
 
     data: str
@@ -42,15 +42,16 @@ class DatabaseRowSettings:
 
 
 def text2sql_row(problem: Problem, split: str, index: int, settings: DatabaseRowSettings) -> Row | None:
-    """Make a row of `db_id`, question, `query`, `SQL` or `sql`. A row that is ready (`prompt` of messages) is kept.
+    """Make a row from `db_id`, question, and `query`, `SQL` or `sql`. A prepared row (with messages in `prompt`) is
+    kept.
 
-    Returns: None for a question whose query does not run or gives no rows, unless `keep_empty`.
+    Returns None if the query fails, or returns no rows unless `keep_empty`.
     """
     if isinstance(problem.get("prompt"), list):
         return dict(problem) | {"env_class": "text2sql"}
     db_id, question, gold = first(problem, "db_id"), first(problem, settings.question), first(problem, SQL)
     database = settings.db_path / DATABASE_FOLDERS[settings.data] / db_id / f"{db_id}.sqlite"
-    if not settings.keep_empty and not gives_rows(gold, database):
+    if not settings.keep_empty and not has_rows(gold, database):
         return None
     hints = "".join(f"Note: {problem[name]}\n\n" for name in KNOWLEDGE if problem.get(name))
     content = settings.template.substitute(schema=schema(database), knowledge=hints, question=question)
@@ -67,10 +68,10 @@ def text2sql_row(problem: Problem, split: str, index: int, settings: DatabaseRow
 
 @functools.cache
 def schema(database: Path) -> str:
-    """Return the statements that made the tables.
+    """Return the CREATE TABLE statements of a database.
 
     Raises:
-        TaskError: there is no such database.
+        TaskError: the database does not exist.
     """
     if not database.exists():
         raise TaskError(f"there is no database at {database}; db_path must be the folder above, --data say which set")
@@ -79,7 +80,7 @@ def schema(database: Path) -> str:
         return "\n".join(f"{sql};" for (sql,) in found)
 
 
-def gives_rows(query: str, database: Path) -> bool:
+def has_rows(query: str, database: Path) -> bool:
     """Test whether a query runs and has a result of at least one row."""
     schema(database)  # is there one?
     with closing(read_rows(str(database), query, QueryLimits(wall_seconds=GOLD_SECONDS))) as rows:

@@ -3,20 +3,20 @@
 import json
 from pathlib import Path
 
+from skyrl_gym.call_arguments import Schema
 from skyrl_gym.datasets.problems import Problem, Row, first
 from skyrl_gym.envs.tool_call.prompt import system_message
 from skyrl_gym.error import TaskError
-from skyrl_gym.tools.signature import Schema
 
 ANSWERS_FOLDER = "possible_answer"
 """Folder beside the published files, with files of the same names that hold the accepted calls."""
 
 _JSON_TYPES = {"dict": "object", "float": "number", "tuple": "array", "list": "array", "bool": "boolean"}
-"""Names of types in the published schemas, which are Python's, and those of JSON."""
+"""Python's type names, as used in the published schemas -> JSON's type names."""
 
 
 def answers_beside(path: Path) -> dict[str, object]:
-    """Return the accepted calls of a published file by problem id; none if there is no file of them."""
+    """Read the accepted calls that belong to a published file, by problem id; empty without a file of them."""
     file = path.parent / ANSWERS_FOLDER / path.name
     if not file.is_file():
         return {}
@@ -25,8 +25,8 @@ def answers_beside(path: Path) -> dict[str, object]:
 
 
 def bfcl_row(problem: Problem, split: str, index: int, answers: dict[str, object] | None = None) -> Row:
-    """Make a row of `question` (one turn of messages), `function` (schemas) and the accepted calls: `ground_truth`, or
-    those of the problem's `id` in `answers`. Problems whose id names `irrelevance` expect no call."""
+    """Make a row from `question` (one turn of messages), `function` (schemas) and the accepted calls: `ground_truth`,
+    or `answers[id]`. Problems with `irrelevance` in the id expect no call."""
     name = str(first(problem, "id"))
     turns = first(problem, "question")
     if not isinstance(turns, list) or len(turns) != 1:
@@ -36,7 +36,7 @@ def bfcl_row(problem: Problem, split: str, index: int, answers: dict[str, object
     if found is None and "irrelevance" not in name:
         raise TaskError(f"{name} has no ground_truth, and there is no answer of that id in {ANSWERS_FOLDER}/")
     system = system_message(
-        [_json_schema(each) for each in (functions if isinstance(functions, list) else [functions])]
+        [_to_json_schema(each) for each in (functions if isinstance(functions, list) else [functions])]
     )
     messages = list(turns[0])
     if messages[0]["role"] == "system":
@@ -51,7 +51,7 @@ def bfcl_row(problem: Problem, split: str, index: int, answers: dict[str, object
     }
 
 
-def _json_schema(schema: Schema) -> Schema:
+def _to_json_schema(schema: Schema) -> Schema:
     """Return a schema with JSON's names of types, at all depths. `any` has no name there."""
     found: Schema = {}
     for name, value in schema.items():
@@ -59,7 +59,7 @@ def _json_schema(schema: Schema) -> Schema:
             if value != "any":
                 found[name] = _JSON_TYPES.get(value.lower(), value.lower())
         elif name == "properties" and isinstance(value, dict):  # whose keys are arguments, which may be called `type`
-            found[name] = {key: _json_schema(each) for key, each in value.items()}
+            found[name] = {key: _to_json_schema(each) for key, each in value.items()}
         else:
-            found[name] = _json_schema(value) if isinstance(value, dict) else value
+            found[name] = _to_json_schema(value) if isinstance(value, dict) else value
     return found

@@ -19,7 +19,7 @@ def final_number(answer: str) -> str:
     """Return the number after the solution's last `####`, without thousands separators.
 
     Raises:
-        TaskError: there is none.
+        TaskError: the solution has no `####`.
     """
     found = _FINAL_NUMBER.findall(answer)
     if not found:
@@ -40,7 +40,7 @@ def gsm8k_row(problem: Problem, split: str, index: int, instruction: str = GSM8K
 
 
 def math_row(problem: Problem, split: str, index: int) -> Row | None:
-    r"""Make a row of `problem` or `question`, and `answer` or `solution`, whose last `\boxed{}` is the answer.
+    r"""Make a row from `problem` or `question`, and `answer` or `solution`, whose last `\boxed{}` is the answer.
 
     Returns: None for a solution without a box.
     """
@@ -60,8 +60,8 @@ def math_row(problem: Problem, split: str, index: int) -> Row | None:
 
 
 def aime_row(problem: Problem, split: str, index: int) -> Row:
-    """Make a row of `problem` or `question` and `answer`; or of `prompt` and `reward_model`, as published for DAPO,
-    whose prompt is kept as it is."""
+    """Make a row from `problem` or `question` and `answer`; or from `prompt` and `reward_model`, as published for DAPO,
+    with the prompt unchanged."""
     prompt, answer = problem.get("prompt"), problem.get("answer")
     if not isinstance(prompt, list):
         prompt = [{"role": "user", "content": f"{first(problem, 'problem|question|prompt')}\n\n{AIME_INSTRUCTION}"}]

@@ -21,8 +21,8 @@ LCB_TESTS = "tests|public_test_cases|inputs"
 
 
 def code_row(problem: Problem, split: str, index: int) -> Row | None:
-    """Make a row of one of the published forms (see `task_of`). Returns: None for a problem without tests."""
-    question, ground_truth, reference = task_of(problem)
+    """Make a row of one of the published forms (see `parse_task`). Returns: None for a problem without tests."""
+    question, ground_truth, reference = parse_task(problem)
     if not ground_truth["tests"]:
         return None
     return {
@@ -35,29 +35,31 @@ def code_row(problem: Problem, split: str, index: int) -> Row | None:
     }
 
 
-def task_of(problem: Problem) -> tuple[str, dict[str, Any], str]:
+def parse_task(problem: Problem) -> tuple[str, dict[str, Any], str]:
     """Return question, tests, and a solution if there is one, of a problem of MBPP, CodeContests or HumanEval."""
     if problem.get("test_list") is not None:
-        return mbpp_task(problem)
+        return parse_mbpp_task(problem)
     if problem.get("inputs") is not None:
         question = f"{first(problem, 'prompt|description')}\n\nRead standard input, and write to standard output."
-        return question, {"tests": input_output_tests(problem["inputs"], first(problem, "outputs"))}, ""
+        return question, {"tests": build_input_output_tests(problem["inputs"], first(problem, "outputs"))}, ""
     prompt, name = first(problem, "prompt"), first(problem, "entry_point")
     reference = problem.get("canonical_solution")
     ground_truth = {"tests": [first(problem, "test")], "entry_point": name, "prompt": prompt}
     return f"Complete this function:\n\n{prompt}", ground_truth, f"{prompt}{reference}" if reference else ""
 
 
-def mbpp_task(problem: Problem) -> tuple[str, dict[str, Any], str]:
-    """Return a problem of MBPP as `task_of` does. The first test is shown: the question does not name the function."""
+def parse_mbpp_task(problem: Problem) -> tuple[str, dict[str, Any], str]:
+    """Parse an MBPP problem like `parse_task`. The first test is shown, since the question does not name the
+    function.
+    """
     tests, reference = list(problem["test_list"]), problem.get("code") or ""
     question = f"{first(problem, 'text|prompt')}\n\nIt must pass tests such as this one:\n{tests[0] if tests else ''}"
     ground_truth = {"tests": tests, "setup": problem.get("test_setup_code") or ""}
-    name = function_asked_for(tests, reference)
+    name = find_requested_function(tests, reference)
     return question, ground_truth | ({"entry_point": name} if name else {}), reference
 
 
-def function_asked_for(tests: list[str], reference: str) -> str | None:
+def find_requested_function(tests: list[str], reference: str) -> str | None:
     """Return the function that the reference defines and the first test uses."""
     if not tests or not reference:
         return None
@@ -68,17 +70,17 @@ def function_asked_for(tests: list[str], reference: str) -> str | None:
     return next((name for name in used if name in defined), None)
 
 
-def input_output_tests(inputs: list[str], outputs: list[str]) -> list[dict[str, str]]:
+def build_input_output_tests(inputs: list[str], outputs: list[str]) -> list[dict[str, str]]:
     """Pair inputs with outputs."""
     return [{"input": given, "output": expected} for given, expected in zip(inputs, outputs, strict=True)]
 
 
 def lcb_row(problem: Problem, split: str, index: int) -> Row | None:
-    """Make a row of `problem`, `question_content` or `prompt`, and tests (see `lcb_tests`).
+    """Make a row of `problem`, `question_content` or `prompt`, and tests (see `parse_lcb_tests`).
 
     Returns: None for a problem without tests.
     """
-    tests = lcb_tests(problem)
+    tests = parse_lcb_tests(problem)
     if not tests:
         return None
     question = first(problem, "problem|question_content|prompt").strip()
@@ -94,7 +96,7 @@ def lcb_row(problem: Problem, split: str, index: int) -> Row | None:
     }
 
 
-def lcb_tests(problem: Problem) -> list[dict[str, Any]]:
+def parse_lcb_tests(problem: Problem) -> list[dict[str, Any]]:
     """Return `tests` or `public_test_cases` (a list of objects, or its JSON text), or `inputs` with `outputs`.
 
     Raises:
@@ -109,9 +111,9 @@ def lcb_tests(problem: Problem) -> list[dict[str, Any]]:
         raise TaskError(f"tests must be a list of objects with input and output; got {found!r:.200}")
     metadata = problem.get("metadata") or {}
     name = (json.loads(metadata) if isinstance(metadata, str) else metadata).get("func_name")
-    return [({"metadata": {"func_name": name}} if name else {}) | _without_none(test) for test in tests]
+    return [({"metadata": {"func_name": name}} if name else {}) | _remove_none(test) for test in tests]
 
 
-def _without_none(test: dict[str, Any]) -> dict[str, Any]:
-    """Drop what is None: Parquet gives every row the fields of all."""
+def _remove_none(test: dict[str, Any]) -> dict[str, Any]:
+    """Remove None values: in Parquet every row has the union of all fields."""
     return {key: value for key, value in test.items() if value is not None}

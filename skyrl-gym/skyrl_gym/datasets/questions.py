@@ -18,7 +18,7 @@ class SearchRows:
 
     def __call__(self, problem: Problem, split: str, index: int) -> Row | None:
         question = first(problem, "question").strip()
-        asked = user_message(problem)
+        asked = get_user_message(problem)
         if asked is None:
             before, after = self.template
             asked = before + (question.removesuffix("?") if after.startswith("?") else question) + after
@@ -28,7 +28,7 @@ class SearchRows:
         return search_row(problem, question, asked, split, index)
 
 
-def user_message(problem: Problem) -> str | None:
+def get_user_message(problem: Problem) -> str | None:
     """Return the text of a row's own prompt; None without one."""
     messages = problem.get("prompt")
     if isinstance(messages, str):
@@ -37,7 +37,7 @@ def user_message(problem: Problem) -> str | None:
 
 
 def search_row(problem: Problem, question: str, asked: str, split: str, index: int) -> Row | None:
-    """Make a row whose user message is `asked`. Returns: None for a problem without accepted answers."""
+    """Make a row with the user message `asked`. Returns None if the problem has no accepted answers."""
     reward = reward_spec(first(problem, ANSWERS))
     if not reward["ground_truth"]["target"]:
         return None
@@ -63,6 +63,6 @@ def search_row(problem: Problem, question: str, asked: str, split: str, index: i
 
 
 def reward_spec(answers: Any) -> dict[str, Any]:
-    """Read a `reward_model` as it is published, or answers. Answers of nothing but space are dropped."""
+    """Read a published `reward_model`, or answers. Blank answers are dropped."""
     target = answers["ground_truth"]["target"] if isinstance(answers, dict) else answers
     return {"style": "rule", "ground_truth": {"target": [text for text in texts(target) if text.strip()]}}

@@ -49,7 +49,7 @@ class Example:
 
     @classmethod
     def ruled(cls, question: str, ground_truth: object, *oracle: str, **columns: object) -> "Example":
-        """Make an example of one user message, whose reward is a rule over its ground truth."""
+        """Make an example with one user message and a rule-based reward over its ground truth."""
         extras = {"reward_spec": {"method": "rule", "ground_truth": ground_truth}, **columns}
         return cls([{"role": "user", "content": question}], extras, list(oracle))
 
@@ -70,11 +70,11 @@ class BaseTextEnv(Env[ConversationType, str]):
 
     @staticmethod
     def render_html(row: Mapping[str, Any]) -> str | None:
-        """Return a trajectory as an HTML fragment, which the dashboard shows in a frame that runs no script and loads
-        nothing; None, as here: there is none. Escape what the model wrote (`html.escape`).
+        """Render a trajectory as an HTML fragment, or return None (the default). The dashboard shows it in a frame
+        without scripts and external resources. Escape the model's text (`html.escape`).
 
         Args:
-            row: of a run's trajectories file: prompt, response, reward, tokens …
+            row: a row of a run's trajectories file: prompt, response, reward, tokens …
         """
         return None
 
@@ -108,10 +108,10 @@ class BaseTextEnv(Env[ConversationType, str]):
         raise ValueError(f"ToolGroup '{tool_group_name}' not found.")
 
     def _observe_tool(self, tool_group_name: str, tool_name: str, tool_input: Sequence[object]) -> str:
-        """Return a tool's result, or the text of its exception: a tool that fails does not end the episode.
+        """Call a tool. Returns its result, or the text of its exception: a failing tool does not end the episode.
 
         Raises:
-            InfraError: what the tool stands on does not work.
+            InfraError: a service that the tool requires does not work.
         """
         return str(outcome_of(self._execute_tool, tool_group_name, tool_name, tool_input))
 
@@ -136,7 +136,7 @@ class BaseTextEnv(Env[ConversationType, str]):
 
     @classmethod
     def examples(cls) -> list[Example]:
-        """Small tasks with their solutions, without network or data files."""
+        """Return small tasks with their solutions, without network or data files."""
         return []
 
     @staticmethod
@@ -154,12 +154,12 @@ def text_of(message: MessageType) -> str:
 
 
 def last_user_text(prompt: ConversationType) -> str:
-    """Return the text of the last user message; empty if there is none."""
+    """Return the text of the last user message, or an empty string."""
     return next((text_of(message) for message in reversed(prompt) if message["role"] == "user"), "")
 
 
 def with_user_text(prompt: ConversationType, text: str) -> ConversationType:
-    """Return the prompt with a text added to its last message, if that is a user's text, or as a message behind it."""
+    """Append a text to the last message of a prompt if that is a user message with text, else add a user message."""
     messages = list(prompt)
     if messages and messages[-1]["role"] == "user" and isinstance(messages[-1]["content"], str):
         text = f"{messages.pop()['content']}\n\n{text}"
@@ -175,14 +175,14 @@ def ground_truth_of(extras: dict[str, object], spec_field: str = "reward_spec") 
 
 
 def required(extras: Mapping[str, object], name: str) -> Any:
-    """Return a column that the environment cannot do without. Raises TaskError if it is not there."""
+    """Return a required column. Raises TaskError if it is not there."""
     if extras.get(name) is None:
         raise TaskError(f"{name} field is required; the row has {', '.join(sorted(extras)) or 'no columns'}")
     return extras[name]
 
 
 def mapping_of(name: str, value: object) -> dict[str, Any]:
-    """Return a column that holds a mapping or its JSON text; None is an empty one. Raises TaskError."""
+    """Return a column that contains a mapping or its JSON text; None is an empty one. Raises TaskError."""
     rule = f"{name} must be a mapping or its JSON text"
     if isinstance(value, str):
         try:
@@ -200,7 +200,7 @@ def max_turns_of(extras: Mapping[str, object], default: int) -> int:
 
 
 def whole_number(extras: Mapping[str, object], name: str, default: NumberT, least: int = 0) -> int | NumberT:
-    """Return a column that is a whole number, or the default. Raises TaskError if it is none, or below the least."""
+    """Return a whole-number column, or the default. Raises TaskError if it is no whole number or too small."""
     value = extras.get(name)
     if value is None:
         return default
@@ -213,12 +213,12 @@ ConfigT = TypeVar("ConfigT")
 
 
 def typed_config(config_class: type[ConfigT], env_config: object) -> ConfigT:
-    """Return an environment's settings as its dataclass, from None, a mapping, a DictConfig or the dataclass itself.
+    """Convert an environment's settings (None, a mapping, a DictConfig or the dataclass itself) to its dataclass.
 
-    `env_class` is accepted beside them: callers hand over the section that names the environment, too.
+    The key `env_class` is ignored: callers pass the section that also names the environment.
 
     Raises:
-        ValueError: a setting that the dataclass does not have; the text names the nearest.
+        ValueError: unknown setting; the text names the nearest one.
     """
     if isinstance(env_config, config_class):
         return env_config

@@ -1,4 +1,4 @@
-"""Environments by name: `register`, `make`, `spec`. Each process has a registry of its own.
+"""Environments by name: `register`, `make`, `spec`. Each process has its own registry.
 
 An installed package adds its environments to every process by an entry point, without anyone registering them:
 
@@ -8,19 +8,14 @@ An installed package adds its environments to every process by an entry point, w
 Text of the form "package.module:Class" is an id that needs no registration.
 """
 
-import copy
-import importlib
-import json
-import reprlib
 import threading
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
 from importlib.metadata import entry_points
-from typing import Any, Protocol, get_type_hints
+from typing import get_type_hints
 
 from skyrl_gym import error
-from skyrl_gym.core import Env
+from skyrl_gym.core import Env, EnvCreator, EnvSpec, load_env_creator
 from skyrl_gym.suggestions import did_you_mean
 
 __all__ = [
@@ -36,62 +31,6 @@ __all__ = [
     "registry",
     "spec",
 ]
-
-
-class EnvCreator(Protocol):
-    """An `Env` class, or a function that returns one."""
-
-    def __call__(self, **kwargs: object) -> Env: ...
-
-
-@dataclass
-class EnvSpec:
-    """Specification of an environment: its id, its entry point, and the keyword arguments it is made with."""
-
-    id: str
-    entry_point: EnvCreator | Callable[..., Env] | str | None = None
-    """A class or function, or the text "package.module:attribute"."""
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    name: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.name = self.id
-
-    def make(self, **kwargs: object) -> Env:
-        return make(self, **kwargs)
-
-    def to_json(self) -> str:
-        """Raises ValueError if a field is a callable: only an entry point given as text survives the trip."""
-        self._check_can_jsonify(self)
-        fields = asdict(self)
-        del fields["name"]
-        return json.dumps(fields)
-
-    @staticmethod
-    def _check_can_jsonify(env_spec: "EnvSpec") -> None:
-        for key, value in vars(env_spec).items():
-            if callable(value):
-                raise ValueError(
-                    f"{env_spec.id}: {key} is a callable, which JSON cannot hold; register it as 'module:attribute'"
-                )
-
-    @staticmethod
-    def from_json(json_env_spec: str) -> "EnvSpec":
-        """Raises ValueError if the text is not a spec."""
-        try:
-            return EnvSpec(**json.loads(json_env_spec))
-        except (TypeError, json.JSONDecodeError) as failure:
-            raise ValueError(f"not an environment spec: {json_env_spec!r}") from failure
-
-    def pprint(self, disable_print: bool = False, include_entry_points: bool = False) -> str | None:
-        """Print the spec, or return the text if `disable_print`."""
-        text = f"id={self.id}"
-        if include_entry_points:
-            text += f"\nentry_point={self.entry_point}"
-        if disable_print:
-            return text
-        print(text)
-        return None
 
 
 registry: dict[str, EnvSpec] = {}
@@ -127,9 +66,9 @@ ENTRY_POINT_GROUP = "skyrl_gym.envs"
 
 
 def register_installed() -> None:
-    """Register the environments that installed packages declare. Imports none of them: that is left to `make`.
+    """Register the environments that installed packages declare, without importing them; `make` does.
 
-    An id that is taken already keeps its meaning, with a warning that names both.
+    An id that is already registered is kept, with a warning that names both.
     """
     # Only the declarations are read: importing the packages could take seconds, or fail.
     for entry_point in entry_points(group=ENTRY_POINT_GROUP):
@@ -141,7 +80,7 @@ def register_installed() -> None:
 
 
 def deregister(id: str) -> None:
-    """Remove an environment. Raises `Error` if there is none of that id."""
+    """Remove an environment. Raises `Error` for an unknown id."""
     with _registry_lock:
         _find_spec(id)
         del registry[id]
@@ -151,7 +90,7 @@ def spec(env_id: str) -> EnvSpec:
     """Return the spec of an id, registered or of the form "package.module:Class".
 
     Raises:
-        Error: there is none; the text names the nearest ids, or what is missing of the module.
+        Error: unknown id; the text names the nearest ids, or the missing module or attribute.
     """
     return _find_spec(env_id)
 
@@ -162,13 +101,13 @@ def _find_spec(env_id: str) -> EnvSpec:
         return found
     # An id with a colon names a class, which needs no registration.
     if isinstance(env_id, str) and ":" in env_id:
-        return _spec_of_entry_point(env_id)
+        return _make_spec_from_entry_point(env_id)
     hint = did_you_mean(env_id, sorted(registry), count=3)
     raise error.Error(f"No registered env with id: {env_id}; {hint}")
 
 
-def _spec_of_entry_point(entry_point: str) -> EnvSpec:
-    """Return a spec for "package.module:Class", which is imported to prove that it is there. Raises Error."""
+def _make_spec_from_entry_point(entry_point: str) -> EnvSpec:
+    """Make a spec for "package.module:Class", imported to check that it exists. Raises Error."""
     try:
         load_env_creator(entry_point)
     except (ImportError, AttributeError, ValueError) as failure:
@@ -178,25 +117,9 @@ def _spec_of_entry_point(entry_point: str) -> EnvSpec:
     return EnvSpec(id=entry_point, entry_point=entry_point)
 
 
-def load_env_creator(entry_point: EnvCreator | Callable[..., Env] | str) -> EnvCreator | Callable[..., Env]:
-    """Return the class or function behind an entry point, imported if it is given as "package.module:attribute".
-
-    Raises:
-        ValueError: the text is not of that form.
-        ImportError, AttributeError: there is no such module or attribute.
-    """
-    if callable(entry_point):
-        return entry_point
-    module_name, separator, attribute = entry_point.partition(":")
-    if not (module_name and separator and attribute) or ":" in attribute:
-        raise ValueError(f"entry point {entry_point!r} must read 'package.module:attribute'")
-    return getattr(importlib.import_module(module_name), attribute)
-
-
 def env_class_of(env_spec: EnvSpec) -> type[Env] | None:
-    """Return the class of the environments that a spec makes; for a factory function the one it is annotated to return.
-
-    None if a factory does not say.
+    """Return the class of the environments that a spec makes; for a factory function, its return annotation, or
+    None.
     """
     if env_spec.entry_point is None:
         raise error.Error(f"{env_spec.id} is registered without an entry point")
@@ -208,33 +131,9 @@ def env_class_of(env_spec: EnvSpec) -> type[Env] | None:
 
 
 def make(id: str | EnvSpec, **kwargs: object) -> Env:
-    """Make an environment by its id or spec.
-
-    `kwargs` win over those of the registration. Whatever the constructor raises reaches the caller; a TypeError is
-    raised again with the id and the arguments in its text.
-
-    Raises:
-        Error: unknown id, or a spec without an entry point.
-        TypeError: the arguments do not fit, or what was made is not an `Env`.
-    """
+    """Create an environment from an id or a spec; see `EnvSpec.make`. Raises Error if the id is unknown."""
     env_spec = id if isinstance(id, EnvSpec) else _find_spec(id)
-    if env_spec.entry_point is None:
-        raise error.Error(f"{env_spec.id} has no entry point, so it cannot be made")
-    # A copy: an environment that changes its arguments must not change the registration.
-    merged = copy.deepcopy(env_spec.kwargs) | kwargs
-    creator = load_env_creator(env_spec.entry_point)
-    try:
-        env = creator(**merged)
-    except TypeError as failure:
-        # The same class, since callers catch TypeError and its subclasses; the text names the environment.
-        raise type(failure)(
-            f"{failure} (while making env {env_spec.id!r} with arguments {reprlib.repr(merged)})"
-        ) from failure
-    if not isinstance(env, Env):
-        raise TypeError(f"entry point of env {env_spec.id!r} must make a skyrl_gym.Env; it made a {type(env).__name__}")
-    # Of this instance: with it, the environment can be made again elsewhere.
-    env.spec = EnvSpec(id=env_spec.id, entry_point=env_spec.entry_point, kwargs=merged)
-    return env
+    return env_spec.make(**kwargs)
 
 
 def pprint_registry(

@@ -11,7 +11,7 @@ from typing import Any
 from skyrl_gym.error import Error
 from skyrl_gym.eval.runner import Stopped, evaluate
 from skyrl_gym.eval.settings import EvalSettings, SettingsError
-from skyrl_gym.eval.suite_runs import SuiteValues, lines_of, plan_suites, suites_table, write_lines
+from skyrl_gym.eval.suite_runs import SuiteValues, format_suites_table, lines_of, plan_suites, write_lines
 from skyrl_gym.eval.suites import ELSEWHERE, GROUPS, SUITES
 from skyrl_gym.eval.summary import table
 
@@ -26,7 +26,7 @@ or a folder of files, named like suites; NAME=FILE; or NAME=hub:SET@SPLIT. May b
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit code."""
-    options = vars(_parser().parse_args(arguments))
+    options = vars(_build_parser().parse_args(arguments))
     run = _evaluate_suites if "suite" in options else _evaluate_environment
     terminated: list[int] = []
 
@@ -56,7 +56,7 @@ def _evaluate_environment(options: dict[str, Any], progress: bool) -> bool:
     data = options.pop("data", [])
     if len(data) > 1:
         raise SettingsError(f"--data may be given once with --env; got {', '.join(data)}")
-    output = options.pop("output") or Path("eval") / _folder_name(f"{options['env']}-{options['model']}")
+    output = options.pop("output") or Path("eval") / _check_folder_name(f"{options['env']}-{options['model']}")
     settings = EvalSettings(**options, output=output, data=Path(data[0]) if data else None)
     summary = evaluate(settings, progress=progress)
     print(table(summary))
@@ -67,7 +67,7 @@ def _evaluate_environment(options: dict[str, Any], progress: bool) -> bool:
 def _evaluate_suites(options: dict[str, Any], progress: bool) -> bool:
     """Evaluate on benchmark suites, one after the other. Returns: whether every episode is scored."""
     names, data = options.pop("suite"), options.pop("data", [])
-    output = options.pop("output") or Path("eval") / _folder_name(f"suites-{options['model']}")
+    output = options.pop("output") or Path("eval") / _check_folder_name(f"suites-{options['model']}")
     plans = plan_suites(names, data, output, options)
     finished: list[SuiteValues] = []
     is_complete = True
@@ -83,16 +83,16 @@ def _evaluate_suites(options: dict[str, Any], progress: bool) -> bool:
         if finished:  # also where a later suite fails or is stopped
             lines = lines_of(finished)
             write_lines(output, lines)
-            print(suites_table(lines))
+            print(format_suites_table(lines))
             print(f"written to {output}")
     return is_complete
 
 
-def _folder_name(text: str) -> str:
+def _check_folder_name(text: str) -> str:
     return text.replace("/", "_").replace(":", ".")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m skyrl_gym.eval",
         description="Evaluates the model behind an OpenAI-compatible endpoint on an environment or on benchmarks.",
@@ -103,24 +103,24 @@ def _parser() -> argparse.ArgumentParser:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--env", help="a registered id, or package.module:Class")
     what.add_argument(
-        "--suite", type=_names, metavar="NAME,NAME", help=f"benchmark suites or groups: {_known_suites()}"
+        "--suite", type=_split_names, metavar="NAME,NAME", help=f"benchmark suites or groups: {_check_suites()}"
     )
     add("--base-url", required=True, metavar="URL", help="of the server, with /v1")
     add("--model", required=True, metavar="NAME", help="as the server calls it")
     add("--data", action="append", metavar="FILE", help=DATA_HELP)
     add("--output", type=Path, default=None, metavar="DIR", help="where to write (default: eval/ENV-MODEL)")
     add("--num-samples", type=int, metavar="N", help="episodes of each task (default: 1, or the suite's)")
-    add("--pass-k", type=_numbers, metavar="K,K", help="which pass@k to report (default: 1, or the suite's)")
+    add("--pass-k", type=_parse_numbers, metavar="K,K", help="which pass@k to report (default: 1, or the suite's)")
     add("--limit", type=int, metavar="N", help="only the first N tasks")
     add("--max-turns", type=int, metavar="N", help="turn limit in place of the rows' own")
-    add("--env-config", type=_json_object, metavar="JSON", help="settings of the environment")
+    add("--env-config", type=_parse_json_object, metavar="JSON", help="settings of the environment")
     add("--success-at", type=float, metavar="R", help="outcome reward that counts as success (default: 1)")
     add("--temperature", type=float, help="default: the server's, or the suite's")
     add("--top-p", type=float, help="default: the server's, or the suite's")
     add("--max-tokens", type=int, metavar="N", help="of one turn (default: the server's, or the suite's)")
     add("--stop", type=str, action="append", metavar="TEXT", help="ends a turn, and stays in it; may be repeated")
     add("--seed", type=int, help="for environments with randomness")
-    add("--extra-body", type=_json_object, metavar="JSON", help="further fields of each request")
+    add("--extra-body", type=_parse_json_object, metavar="JSON", help="further fields of each request")
     add("--api-key-env", metavar="NAME", help="variable that holds the key (default: OPENAI_API_KEY)")
     add("--concurrency", type=int, metavar="N", help="episodes at the same time (default: 16)")
     add("--max-retries", type=int, metavar="N", help="of a request that failed (default: 5)")
@@ -131,22 +131,22 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _known_suites() -> str:
+def _check_suites() -> str:
     return ", ".join([*SUITES, *GROUPS, *ELSEWHERE])
 
 
-def _names(text: str) -> list[str]:
+def _split_names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def _parse_numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(each) for each in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be numbers with commas between, as in 1,4; got {text!r}") from None
 
 
-def _json_object(text: str) -> dict[str, object]:
+def _parse_json_object(text: str) -> dict[str, object]:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as failure:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from skyrl_gym.error import Error
-from skyrl_gym.eval.records import read_records, successes_by_task
+from skyrl_gym.eval.records import group_successes_by_task, read_records
 from skyrl_gym.eval.statistics import BOOTSTRAP, Estimate, bootstrap, mean_of_sets, sign_test
 
 SAME = ("--env", "--data", "--success-at")
@@ -41,7 +41,7 @@ class Evaluated:
             records, _ = read_records(folder / "episodes.jsonl")
         except (OSError, ValueError, TypeError) as failure:
             raise Error(f"{folder} is not the folder of an evaluation: {failure}") from failure
-        shares = {task: statistics.fmean(right) for task, right in successes_by_task(records.values()).items()}
+        shares = {task: statistics.fmean(right) for task, right in group_successes_by_task(records.values()).items()}
         return cls(folder, settings, shares)
 
 
@@ -132,7 +132,7 @@ def compare_folders(a: Path, b: Path) -> tuple[list[Comparison], list[str]]:
     """
     if (a / "settings.json").exists() or (b / "settings.json").exists():
         return [compare(Evaluated.read(a), Evaluated.read(b))], []
-    suites_a, suites_b = _suites_in(a), _suites_in(b)
+    suites_a, suites_b = _find_suites(a), _find_suites(b)
     common = sorted(suites_a & suites_b)
     if not common:
         found = [f"{folder} has {', '.join(sorted(has)) or 'none'}" for folder, has in ((a, suites_a), (b, suites_b))]
@@ -141,31 +141,31 @@ def compare_folders(a: Path, b: Path) -> tuple[list[Comparison], list[str]]:
     return comparisons, sorted(suites_a ^ suites_b)
 
 
-def _suites_in(folder: Path) -> set[str]:
+def _find_suites(folder: Path) -> set[str]:
     return {path.parent.name for path in folder.glob("*/settings.json")}
 
 
 def report(comparisons: Sequence[Comparison], only_in_one: Sequence[str] = ()) -> Iterator[str]:
     """Yield the lines of a report for people."""
     for each in comparisons:
-        yield from _lines(each)
+        yield from _format_lines(each)
     mean = mean_of_sets([each.differences for each in comparisons], are_shares=False)
     if mean is not None and len(comparisons) > 1:
         won, lost = sum(each.num_won for each in comparisons), sum(each.num_lost for each in comparisons)
         yield f"mean of {len(comparisons)} suites, each counted once"
-        yield f"  B - A     {_signed(mean)}"
+        yield f"  B - A     {_format_signed(mean)}"
         yield f"  tasks     B wins {won}, loses {lost}; sign test p = {sign_test(won, lost):.3g}"
         yield f"  verdict   {verdict(mean, sign_test(won, lost))}"
     if only_in_one:
         yield f"not compared, only in one folder: {', '.join(only_in_one)}"
 
 
-def _lines(each: Comparison) -> Iterator[str]:
+def _format_lines(each: Comparison) -> Iterator[str]:
     yield f"{each.name}: {each.difference.num_tasks} tasks in both"
     if each.only_in_a or each.only_in_b:
         yield f"  left out  {each.only_in_a} tasks without a scored episode in B, {each.only_in_b} without one in A"
     yield f"  mean      A {each.mean_a:.4f}, B {each.mean_b:.4f}"
-    yield f"  B - A     {_signed(each.difference)}"
+    yield f"  B - A     {_format_signed(each.difference)}"
     won = f"B wins {each.num_won}, loses {each.num_lost}, ties {each.num_tied}"
     yield f"  tasks     {won}; sign test p = {each.sign_p:.3g}"
     yield f"  verdict   {each.verdict}"
@@ -173,7 +173,7 @@ def _lines(each: Comparison) -> Iterator[str]:
         yield f"  caution   made with different {', '.join(each.other_settings)}"
 
 
-def _signed(value: Estimate) -> str:
+def _format_signed(value: Estimate) -> str:
     return f"{value.mean:+.4f}  {value.level:.0%} [{value.low:+.4f}, {value.high:+.4f}] ({value.method})"
 
 

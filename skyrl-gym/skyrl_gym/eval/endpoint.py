@@ -26,7 +26,7 @@ class ChatEndpoint:
     """Chat completions from one model, from any number of threads.
 
     Args:
-        sampling: fields of each request beside `model` and `messages`.
+        sampling: fields of each request in addition to `model` and `messages`.
         stop: strings that end a turn. Servers cut them off; `complete` puts them back.
         api_key: sent as a bearer token.
         cancelled: ends waiting and further requests when set.
@@ -58,28 +58,28 @@ class ChatEndpoint:
         # Not every server lists its models, so only the key matters here.
         response = self._model.service.request(path="/models", method="GET")
         if response.status in (401, 403):
-            raise self._refused(response.status, response.text)
+            raise self._make_refusal(response.status, response.text)
 
     def complete(self, messages: ConversationType, seed: int | None = None) -> Reply:
-        """Return the model's next turn. `seed` goes to the server, if given.
+        """Request the model's next turn. `seed` is sent to the server, if given.
 
         Raises:
-            InfraError: the server could not be reached or failed, as often as it may be tried.
-            ModelError: it answered, but there is no reply in it.
-            EndpointRefused: key, model or address are wrong.
+            InfraError: the server was unreachable or failed in every attempt.
+            ModelError: the response contains no message.
+            EndpointRefused: the key, model or address is wrong.
         """
         try:
             reply = self._model.complete(messages, **({} if seed is None else {"seed": seed}))
         except ModelError as failure:
             # These statuses are the same for each request: going on would fail every episode.
             if failure.status in _REFUSED:
-                raise self._refused(failure.status, failure.text) from failure
+                raise self._make_refusal(failure.status, failure.text) from failure
             raise
         if reply.finish_reason != "stop":
             return reply
         return replace(reply, text=with_stop_string(reply.text, self.stop, reply.stop_reason))
 
-    def _refused(self, status: int, text: str) -> EndpointRefused:
+    def _make_refusal(self, status: int, text: str) -> EndpointRefused:
         return EndpointRefused(
             f"{self._model.service.url} answered with status {status} for model {self._model.model!r}: {text:.200} "
             f"(check {_REFUSED[status]})"
@@ -96,13 +96,13 @@ def with_stop_string(text: str, stop: Sequence[str], stop_reason: object = None)
         return text
     if isinstance(stop_reason, str) and stop_reason in stop:
         return text + stop_reason
-    opened = [(_last_open(text, tag[1]), each) for each in stop if (tag := re.fullmatch(r"</([\w-]+)>", each))]
+    opened = [(_find_last_open(text, tag[1]), each) for each in stop if (tag := re.fullmatch(r"</([\w-]+)>", each))]
     # The tag that was opened last is the one that the model was about to close.
     place, closing = max(opened, default=(-1, ""))
     return text + closing if place >= 0 else text
 
 
-def _last_open(text: str, tag: str) -> int:
+def _find_last_open(text: str, tag: str) -> int:
     """Find the index of an opening tag that is not closed after it, or -1."""
     opening = text.rfind(f"<{tag}>")
     return opening if opening > text.rfind(f"</{tag}>") else -1

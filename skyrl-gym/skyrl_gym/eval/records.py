@@ -117,7 +117,7 @@ def read_records(path: Path) -> tuple[dict[tuple[int, int], EpisodeRecord], int]
     return records, whole
 
 
-def successes_by_task(records: Iterable[EpisodeRecord]) -> dict[int, list[bool]]:
+def group_successes_by_task(records: Iterable[EpisodeRecord]) -> dict[int, list[bool]]:
     """Group the outcomes of scored episodes by task."""
     found: dict[int, list[bool]] = {}
     for record in records:

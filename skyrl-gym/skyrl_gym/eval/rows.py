@@ -14,12 +14,12 @@ from skyrl_gym.error import Error, TaskError
 
 
 def read_tasks(env: str, data: Path | None, limit: int | None = None) -> tuple[list[Example], str]:
-    """Tasks, and a digest that changes when they do.
+    """Read tasks. Returns the tasks and a digest of their content.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        TaskError: a row is not one; the text names file and row.
-        Error: the file's kind is unknown, its reader is not installed, or there are no tasks.
+        FileNotFoundError: the file does not exist.
+        TaskError: a row is no task; the text names file and row.
+        Error: the file type is unknown, its reader is not installed, or the file has no tasks.
     """
     if data is None:
         tasks = examples_of(spec_of(env))
@@ -33,7 +33,7 @@ def read_tasks(env: str, data: Path | None, limit: int | None = None) -> tuple[l
     for number, row in enumerate(read_rows(data)):
         if limit is not None and number >= limit:
             break
-        tasks.append(_task(row, f"{data}, row {number}"))
+        tasks.append(_make_task(row, f"{data}, row {number}"))
     if not tasks:
         raise Error(f"--data: {data} has no rows")
     return tasks, hashlib.sha256(data.read_bytes()).hexdigest()
@@ -48,32 +48,32 @@ def read_rows(path: Path) -> Iterator[object]:
     """
     name = path.name.removesuffix(".gz")
     if name.endswith(".parquet"):
-        yield from _parquet_rows(path)
+        yield from _read_parquet_rows(path)
     elif name.endswith((".jsonl", ".json")):
-        with _opened(path) as lines:
+        with _open_file(path) as lines:
             if name.endswith(".json") and (text := lines.read()).lstrip().startswith("["):
-                yield from _parsed(text, str(path))
+                yield from _parse_line(text, str(path))
                 return
             lines.seek(0)
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    yield _parsed(line, f"{path}, line {number}")
+                    yield _parse_line(line, f"{path}, line {number}")
     else:
         raise Error(f"--data must be .parquet, .jsonl or .json (or .gz of the last two); got {path}")
 
 
-def _opened(path: Path) -> IO[str]:
+def _open_file(path: Path) -> IO[str]:
     return gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
 
 
-def _parsed(text: str, where: str) -> Any:
+def _parse_line(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as failure:
         raise TaskError(f"{where}: not JSON: {failure}") from failure
 
 
-def _parquet_rows(path: Path) -> Iterator[object]:
+def _read_parquet_rows(path: Path) -> Iterator[object]:
     try:
         import pyarrow.parquet  # pyright: ignore[reportMissingImports]
     except ImportError as missing:
@@ -85,7 +85,7 @@ def _parquet_rows(path: Path) -> Iterator[object]:
             yield remove_null_fields(row)
 
 
-def _task(row: object, where: str) -> Example:
+def _make_task(row: object, where: str) -> Example:
     if not isinstance(row, dict) or not row.get("prompt"):
         raise TaskError(f"{where}: a row needs a column `prompt`; got {row!r:.200}")
     prompt: ConversationType | str = row["prompt"]

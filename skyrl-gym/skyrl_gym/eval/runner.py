@@ -42,8 +42,9 @@ def evaluate(settings: EvalSettings, *, progress: bool = False) -> Summary:
     """Play the episodes that `settings.output` does not have yet, and summarize all of them.
 
     Raises:
-        Error: something is wrong with the settings, or the endpoint fails again and again; what is finished is kept.
-        Stopped: by a KeyboardInterrupt. What is finished is kept, and what is not is written as far as it came.
+        Error: a setting is wrong, or the endpoint fails repeatedly; finished episodes are kept.
+        Stopped: on KeyboardInterrupt. Finished episodes are kept, and unfinished ones are written up to their last
+        turn.
     """
     env_spec = spec_of(settings.env)
     try:
@@ -73,7 +74,9 @@ def _write_summary(settings: EvalSettings, num_tasks: int, file: EpisodeFile) ->
 
 
 def _collect(crew: "_Crew", missing: list[tuple[int, int]], file: EpisodeFile, bar: object) -> None:
-    """Write records as they come, and in the end those of episodes cut off. Raises what makes going on pointless."""
+    """Write records as they arrive, finally the records of truncated episodes. Raises errors that affect all
+    episodes.
+    """
     try:
         _collect_finished(crew, missing, file, bar)
     finally:
@@ -157,7 +160,7 @@ class _Crew:
         self.endpoint.close()
 
     def stop(self) -> list[EpisodeRecord]:
-        """End what is played. Returns the records that `play` did not yield, those of unfinished episodes included."""
+        """Stop all episodes. Returns the records that `play` did not yield, including unfinished episodes."""
         self.cancelled.set()
         # One deadline for all threads together, not one for each.
         leave_at = time.monotonic() + LEAVE_SECONDS
@@ -170,7 +173,7 @@ class _Crew:
         ended = {record.key for record in records}
         for key, player in list(self._playing.items()):  # their threads hang
             if key not in ended:
-                records.append(_cut_off(EpisodeRecord(task=key[0], sample=key[1]), player))
+                records.append(_make_unfinished_record(EpisodeRecord(task=key[0], sample=key[1]), player))
         return records
 
     def play(self, keys: list[tuple[int, int]]) -> Any:
@@ -183,7 +186,7 @@ class _Crew:
             self._waiting.put(key)
         for _ in range(min(self.settings.concurrency, len(keys))):
             # Daemons, so that an episode that hangs does not keep the process from ending.
-            thread = threading.Thread(target=self._work, name="skyrl-gym-eval", daemon=True)
+            thread = threading.Thread(target=self._run_worker, name="skyrl-gym-eval", daemon=True)
             thread.start()
             self._threads.append(thread)
         # Records arrive in the order in which episodes end; an exception of a thread ends the evaluation.
@@ -193,23 +196,23 @@ class _Crew:
                 raise result
             yield result
 
-    def _work(self) -> None:
+    def _run_worker(self) -> None:
         while not self.cancelled.is_set():
             try:
                 key = self._waiting.get_nowait()
             except queue.Empty:
                 return
             try:
-                self._finished.put(self._episode(*key))
+                self._finished.put(self._run_episode(*key))
             except BaseException as error:  # carried to the main thread: going on is pointless
                 self._finished.put(error)
                 return
             # Only now: `stop` finds unfinished episodes in `_playing`.
             self._playing.pop(key, None)
 
-    def _episode(self, task: int, sample: int) -> EpisodeRecord:
+    def _run_episode(self, task: int, sample: int) -> EpisodeRecord:
         record = EpisodeRecord(task=task, sample=sample)
-        player = _Player(self.endpoint, _seed_of(self.settings.seed, task, sample))
+        player = _Player(self.endpoint, _make_seed(self.settings.seed, task, sample))
         self._playing[record.key] = player
         started = time.perf_counter()
         try:
@@ -219,10 +222,10 @@ class _Crew:
         except EndpointRefused:
             raise
         except Cancelled:
-            _cut_off(record, player)
+            _make_unfinished_record(record, player)
         except Exception as error:  # environments are users' code: whatever they raise ends this episode only
             player.is_abandoned = True
-            record.failure = _kind(error, player)
+            record.failure = _get_failure_kind(error, player)
             record.error = f"{type(error).__name__}: {error}"[:2000]
             record.messages = player.messages
         record.seconds = time.perf_counter() - started
@@ -251,19 +254,19 @@ class _Crew:
         record.metrics = result.metrics
 
 
-def _cut_off(record: EpisodeRecord, player: _Player) -> EpisodeRecord:
-    """Record how far an episode came."""
+def _make_unfinished_record(record: EpisodeRecord, player: _Player) -> EpisodeRecord:
+    """Make the record of an unfinished episode."""
     player.is_abandoned = True
     record.failure, record.error, record.messages = "cancelled", "the evaluation was stopped", player.messages
     return record
 
 
-def _seed_of(seed: int | None, task: int, sample: int) -> int | None:
+def _make_seed(seed: int | None, task: int, sample: int) -> int | None:
     """Derive the seed of one episode, in 31 bits: servers read it as a signed number."""
     return None if seed is None else zlib.crc32(f"{seed}/{task}/{sample}".encode()) >> 1
 
 
-def _kind(error: Exception, player: _Player) -> FailureKind:
+def _get_failure_kind(error: Exception, player: _Player) -> FailureKind:
     if isinstance(error, InfraError) or (isinstance(error, DeadlineExceeded) and player.is_waiting):
         return "infra"
     return "model" if isinstance(error, ModelError) else "environment"

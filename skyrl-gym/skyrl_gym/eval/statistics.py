@@ -27,13 +27,13 @@ class Estimate:
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
-    """Estimate the probability that at least one of k samples is right, without bias, from n samples of which c are
-    (Chen et al. 2021, https://arxiv.org/abs/2107.03374, eq. 1):
+    """Compute the unbiased estimate of the probability that at least one of k samples is correct, given c correct
+    samples of n (Chen et al. 2021, https://arxiv.org/abs/2107.03374, eq. 1):
 
         pass@k = 1 - C(n - c, k) / C(n, k)
 
     Raises:
-        ValueError: not 1 <= k <= n, or not 0 <= c <= n.
+        ValueError: unless 1 <= k <= n and 0 <= c <= n.
     """
     if not 1 <= k <= num_samples or not 0 <= num_right <= num_samples:
         raise ValueError(f"pass@{k} of {num_samples} samples with {num_right} right is not defined")
@@ -58,18 +58,18 @@ def clopper_pearson(num_right: int, num_tasks: int, level: float = 0.95) -> tupl
     tail = (1 - level) / 2
 
     def at_least(p: float) -> float:
-        return _binomial_sum(num_right, num_tasks, num_tasks, p)
+        return _compute_binomial_sum(num_right, num_tasks, num_tasks, p)
 
     def at_most(p: float) -> float:
-        return _binomial_sum(0, num_right, num_tasks, p)
+        return _compute_binomial_sum(0, num_right, num_tasks, p)
 
-    low = 0.0 if num_right == 0 else _bisect(lambda p: at_least(p) >= tail)
-    high = 1.0 if num_right == num_tasks else _bisect(lambda p: at_most(p) < tail)
+    low = 0.0 if num_right == 0 else _find_root(lambda p: at_least(p) >= tail)
+    high = 1.0 if num_right == num_tasks else _find_root(lambda p: at_most(p) < tail)
     return low, high
 
 
-def _binomial_sum(first: int, last: int, n: int, p: float) -> float:
-    """P(first <= X <= last) for X ~ Binomial(n, p), 0 < p < 1."""
+def _compute_binomial_sum(first: int, last: int, n: int, p: float) -> float:
+    """Compute P(first <= X <= last) for X ~ Binomial(n, p), 0 < p < 1."""
     log_n = math.lgamma(n + 1)
     log_p, log_q = math.log(p), math.log1p(-p)
     return math.fsum(
@@ -78,7 +78,7 @@ def _binomial_sum(first: int, last: int, n: int, p: float) -> float:
     )
 
 
-def _bisect(is_above: Callable[[float], bool]) -> float:
+def _find_root(is_above: Callable[[float], bool]) -> float:
     """Find by bisection the point of (0, 1) above which a condition is true."""
     low, high = 0.0, 1.0
     for _ in range(50):
@@ -107,12 +107,12 @@ def mean_of_sets(sets: Sequence[Sequence[float]], level: float = 0.95, are_share
     if not sets:
         return None
     mean = statistics.fmean(map(statistics.fmean, sets))
-    widths = [_half_widths(values, level, are_shares) for values in sets]
+    widths = [_compute_half_widths(values, level, are_shares) for values in sets]
     below, above = (math.sqrt(math.fsum(width**2 for width in side)) / len(sets) for side in zip(*widths, strict=True))
     return Estimate(mean, mean - below, mean + above, NORMAL, sum(map(len, sets)), level)
 
 
-def _half_widths(values: Sequence[float], level: float, are_shares: bool) -> tuple[float, float]:
+def _compute_half_widths(values: Sequence[float], level: float, are_shares: bool) -> tuple[float, float]:
     """Return how far the interval of a set's mean reaches below and above it."""
     mean = statistics.fmean(values)
     if are_shares and mean in (0.0, 1.0):

@@ -59,7 +59,7 @@ class GivenData:
         suite = SUITES[name]
         if name in self.by_suite:
             return self.by_suite[name]
-        found = _files_of(name, [file for path in self.paths for file in _files_in(path)])
+        found = _find_files(name, [file for path in self.paths for file in _list_files(path)])
         if len(found) > 1:
             listed = ", ".join(map(str, found))
             raise Error(f"--data: several files may be {name}: {listed}; choose by --data {name}=FILE")
@@ -78,40 +78,40 @@ class GivenData:
         )
 
 
-def _files_in(path: Path) -> list[Path]:
+def _list_files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     files = sorted(file for file in path.rglob("*") if file.name.endswith(SUFFIXES) and file.is_file())
     return [file for file in files if file.parent.name != ANSWERS_FOLDER]
 
 
-def _files_of(name: str, files: Sequence[Path]) -> list[Path]:
+def _find_files(name: str, files: Sequence[Path]) -> list[Path]:
     """Return the files with the suite's name; else those for evaluation in a folder of its name."""
-    by_file = [file for file in files if _suite_named_by(file.name) == name]
-    evaluation = [file for file in by_file if "train" not in _words(file.name)]
+    by_file = [file for file in files if _find_suite(file.name) == name]
+    evaluation = [file for file in by_file if "train" not in _split_words(file.name)]
     if evaluation:
         return evaluation
-    in_folder = [file for file in files if _suite_named_by(file.parent.name) == name]
-    return [file for file in in_folder if EVALUATION_SPLITS & set(_words(file.name))]
+    in_folder = [file for file in files if _find_suite(file.parent.name) == name]
+    return [file for file in in_folder if EVALUATION_SPLITS & set(_split_words(file.name))]
 
 
-def _suite_named_by(text: str) -> str | None:
+def _find_suite(text: str) -> str | None:
     """Return the suite that a file's name names; the longest name counts, as in `parallel_multiple`.
 
     A name is any run of words: `MATH-500_test.jsonl` and `math500.json` both name `math500`.
     """
-    words = _words(text)
+    words = _split_words(text)
     runs = {"".join(words[first:last]) for first in range(len(words)) for last in range(first + 1, len(words) + 1)}
     named = [
         (len(own), name)
         for name, suite in SUITES.items()
-        for own in ("".join(_words(name)), *suite.file_names)
+        for own in ("".join(_split_words(name)), *suite.file_names)
         if own in runs
     ]
     return max(named)[1] if named else None
 
 
-def _words(text: str) -> list[str]:
+def _split_words(text: str) -> list[str]:
     stem = next((text.removesuffix(suffix) for suffix in SUFFIXES if text.endswith(suffix)), text)
     return re.findall(r"[a-z0-9]+", stem.lower())
 
@@ -130,13 +130,13 @@ class SuiteTasks:
 
 
 def tasks_of(name: str, suite: Suite, source: str, env_config: Mapping[str, object]) -> SuiteTasks:
-    """Read a suite's problems and make its rows. Rows that are ready (`prompt` and `env_class`) are kept as they are.
+    """Read a suite's problems and make its rows. Prepared rows (`prompt` and `env_class`) are kept as they are.
 
     Raises:
         Error: the source cannot be read, a problem is of another form, or nothing is left.
     """
     make_row = suite.make_rows(env_config)
-    problems = _of_this_set(name, suite, _problems(source))
+    problems = _filter_by_source(name, suite, _read_problems(source))
     rows = []
     for index, problem in enumerate(problems):
         try:
@@ -150,9 +150,9 @@ def tasks_of(name: str, suite: Suite, source: str, env_config: Mapping[str, obje
     return SuiteTasks(rows, len(problems) - len(rows), source)
 
 
-def _problems(source: str) -> list[Problem]:
+def _read_problems(source: str) -> list[Problem]:
     if source.startswith(HUB):
-        return _hub_problems(source.removeprefix(HUB))
+        return _load_hub_problems(source.removeprefix(HUB))
     path = Path(source).expanduser()
     if not path.is_file():
         raise FileNotFoundError(f"--data: there is no file {path}")
@@ -166,20 +166,20 @@ def _problems(source: str) -> list[Problem]:
 
 
 @functools.lru_cache(maxsize=1)  # seven suites of one group are one set of the hub
-def _hub_problems(name: str) -> list[Problem]:
+def _load_hub_problems(name: str) -> list[Problem]:
     return [dict(row) for row in load_hub(name)]
 
 
-def _of_this_set(name: str, suite: Suite, problems: list[Problem]) -> list[Problem]:
-    """Return the problems whose `data_source` is the suite's, in a file of several sets; else all.
+def _filter_by_source(name: str, suite: Suite, problems: list[Problem]) -> list[Problem]:
+    """Filter the problems by the suite's `data_source` in a file of several sets; else return all.
 
     Raises:
-        Error: the problems are of other suites.
+        Error: the problems belong to other suites.
     """
     if suite.data_source is None:
         return problems
-    own = [problem for problem in problems if _source_of(problem) == suite.data_source]
-    others = {_source_of(problem) for problem in problems} & {
+    own = [problem for problem in problems if _get_source(problem) == suite.data_source]
+    others = {_get_source(problem) for problem in problems} & {
         each.data_source for each in SUITES.values() if each.data_source
     }
     if not own and others:
@@ -187,7 +187,7 @@ def _of_this_set(name: str, suite: Suite, problems: list[Problem]) -> list[Probl
     return own or problems
 
 
-def _source_of(problem: Problem) -> str:
+def _get_source(problem: Problem) -> str:
     return str(problem.get("data_source")).removeprefix("searchR1_")  # as rows that are ready have it
 
 

@@ -1,6 +1,6 @@
-"""Evaluations of benchmark suites: settings and tasks of each, checked before any of them begins, and a table of all.
+"""Evaluations of benchmark suites: settings and tasks of each, checked before the first starts, and a summary table.
 
-Each suite is an evaluation of its own (`skyrl_gym.eval.runner`) in a folder of its own, with its rows in tasks.jsonl.
+Each suite is a separate evaluation (`skyrl_gym.eval.runner`) in a separate folder, with its rows in tasks.jsonl.
 """
 
 import json
@@ -14,12 +14,12 @@ from skyrl_gym.check import spec_of
 from skyrl_gym.envs.registration import env_class_of
 from skyrl_gym.envs.sql.env import DATABASE_FOLDERS
 from skyrl_gym.error import Error, InfraError
-from skyrl_gym.eval.records import read_records, successes_by_task
+from skyrl_gym.eval.records import group_successes_by_task, read_records
 from skyrl_gym.eval.runner import evaluate
 from skyrl_gym.eval.settings import EvalSettings, SettingsError
 from skyrl_gym.eval.statistics import Estimate, estimate, mean_of_sets, pass_at_k
 from skyrl_gym.eval.suite_data import GivenData, tasks_of
-from skyrl_gym.eval.suites import GROUPS, Suite, suites_named
+from skyrl_gym.eval.suites import GROUPS, Suite, get_suites
 from skyrl_gym.eval.summary import Summary
 from skyrl_gym.suggestions import did_you_mean
 from skyrl_gym.tools.search import DEFAULT_SEARCH_URL, call_search_api
@@ -29,7 +29,7 @@ PROBE_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class PlannedSuite:
-    """A suite whose settings are checked and whose tasks are written."""
+    """Suite with validated settings and written tasks."""
 
     name: str
     settings: EvalSettings
@@ -40,41 +40,43 @@ class PlannedSuite:
     """Problems that cannot be played."""
 
     def run(self, *, progress: bool = False) -> Summary:
-        """Play what is missing. Raises as `evaluate` does."""
+        """Play the missing episodes. Raises as `evaluate` does."""
         return evaluate(self.settings, progress=progress)
 
 
 def plan_suites(
     names: Sequence[str], data: Sequence[str], output: Path, options: Mapping[str, object]
 ) -> list[PlannedSuite]:
-    """Check settings and services, then find and write the tasks of each suite. Nothing is played.
+    """Check settings and services, then find and write the tasks of each suite, without playing them.
 
     Args:
         names: suites and groups.
         data: values of `--data`.
         output: folder that gets a folder of each suite.
-        options: fields of `EvalSettings` that the user chose; they win over the suites'. Each setting of `env_config`
-            goes to the suites whose environment has it.
+        options: fields of `EvalSettings` set by the user; they override the suites' settings. Each setting of
+            `env_config` is passed to the suites with an environment that has it.
 
     Raises:
-        Error: the text names what is wrong.
+        Error: a setting, service or file is invalid; the text names it.
     """
-    suites = suites_named(names)
+    suites = get_suites(names)
     given: Any = options.get("env_config", {})
-    configs = _env_configs(suites, given)
+    configs = _build_env_configs(suites, given)
     for name, suite in suites.items():
         _check_databases(name, suite, configs[name])
     for url in {
         str(configs[name].get("search_url", DEFAULT_SEARCH_URL)) for name in suites if suites[name].needs_retrieval
     }:
-        _probe_retrieval(url)
+        _check_retrieval(url)
     given_data = GivenData.parse(data)
-    return [_planned(name, suite, given_data, output / name, options, configs[name]) for name, suite in suites.items()]
+    return [
+        _plan_suite(name, suite, given_data, output / name, options, configs[name]) for name, suite in suites.items()
+    ]
 
 
-def _env_configs(suites: Mapping[str, Suite], given: Mapping[str, object]) -> dict[str, dict[str, object]]:
+def _build_env_configs(suites: Mapping[str, Suite], given: Mapping[str, object]) -> dict[str, dict[str, object]]:
     """Return the settings of each suite's environment."""
-    known = {name: _settings_of(suite.env) for name, suite in suites.items()}
+    known = {name: _build_settings(suite.env) for name, suite in suites.items()}
     everything = sorted(set().union(*known.values()))
     for setting in given:
         if setting not in everything:
@@ -86,7 +88,7 @@ def _env_configs(suites: Mapping[str, Suite], given: Mapping[str, object]) -> di
     }
 
 
-def _settings_of(env: str) -> set[str]:
+def _build_settings(env: str) -> set[str]:
     config_class: Any = getattr(env_class_of(spec_of(env)), "config_class", None)
     return set() if config_class is None else {each.name for each in fields(config_class)}
 
@@ -102,7 +104,7 @@ def _check_databases(name: str, suite: Suite, env_config: Mapping[str, object]) 
         raise SettingsError(f"suite {name}: there is no folder of databases {folder}; give the folder above: {example}")
 
 
-def _probe_retrieval(url: str) -> None:
+def _check_retrieval(url: str) -> None:
     """Ask the retrieval server once. Raises InfraError if it does not answer as one."""
     fix = """start it (`python -m skyrl_gym.tools.retrieval`), or name it by --env-config '{"search_url": "URL"}'"""
     try:
@@ -113,7 +115,7 @@ def _probe_retrieval(url: str) -> None:
         raise InfraError(f"the server at {url} is no retrieval server: {error}; {fix}")
 
 
-def _planned(
+def _plan_suite(
     name: str,
     suite: Suite,
     data: GivenData,
@@ -172,7 +174,7 @@ class SuiteLine:
 
 @dataclass(frozen=True)
 class SuiteValues:
-    """A suite's values for each task, of which the table and the means of groups are made."""
+    """Values of a suite for each task, from which the table and the means of groups are computed."""
 
     plan: PlannedSuite
     shares: list[float]
@@ -191,7 +193,7 @@ class SuiteValues:
         records, _ = read_records(settings.output / "episodes.jsonl")
         num_tasks = min(plan.num_tasks, settings.limit or plan.num_tasks)
         wanted = [each for each in records.values() if each.task < num_tasks and each.sample < settings.num_samples]
-        tasks = list(successes_by_task(wanted).values())
+        tasks = list(group_successes_by_task(wanted).values())
         k = max(settings.pass_k)
         # A task with failed episodes may have fewer than k samples: pass@k is not defined for it.
         return cls(
@@ -215,11 +217,11 @@ class SuiteValues:
 
 
 def lines_of(finished: Sequence[SuiteValues]) -> list[SuiteLine]:
-    """Return the lines of the table: each suite, then each group of which at least two suites were played."""
-    return [*(each.line() for each in finished), *_lines_of_groups(finished)]
+    """Build the lines of the table: each suite, then each group with at least two played suites."""
+    return [*(each.line() for each in finished), *_build_group_lines(finished)]
 
 
-def _lines_of_groups(finished: Sequence[SuiteValues]) -> Iterator[SuiteLine]:
+def _build_group_lines(finished: Sequence[SuiteValues]) -> Iterator[SuiteLine]:
     for group, members in GROUPS.items():
         sets = [each for each in finished if each.plan.name in members]
         if len(sets) < 2:
@@ -236,12 +238,12 @@ def _lines_of_groups(finished: Sequence[SuiteValues]) -> Iterator[SuiteLine]:
         )
 
 
-def suites_table(lines: Sequence[SuiteLine]) -> str:
+def format_suites_table(lines: Sequence[SuiteLine]) -> str:
     """Format the lines for people."""
     rows = [("suite", "tasks", "mean@n", "95 % interval", "pass@k", "95 % interval", "failed")]
     for line in lines:
-        mean, mean_interval = _cells(f"mean@{line.num_samples}", line.mean)
-        passed, passed_interval = _cells(f"pass@{line.k}", line.passed)
+        mean, mean_interval = _format_cells(f"mean@{line.num_samples}", line.mean)
+        passed, passed_interval = _format_cells(f"pass@{line.k}", line.passed)
         row = (line.name, str(line.num_tasks), mean, mean_interval, passed, passed_interval, str(line.num_failed))
         rows.append(row)
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -250,7 +252,7 @@ def suites_table(lines: Sequence[SuiteLine]) -> str:
     )
 
 
-def _cells(name: str, value: Estimate | None) -> tuple[str, str]:
+def _format_cells(name: str, value: Estimate | None) -> tuple[str, str]:
     if value is None:
         return f"{name} -", "-"
     return f"{name} {value.mean:.4f}", f"[{value.low:.4f}, {value.high:.4f}]"

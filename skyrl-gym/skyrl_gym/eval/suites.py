@@ -54,12 +54,12 @@ class Suite:
     stop: tuple[str, ...] = ()
 
 
-def _always(make_row: MakeRow) -> Callable[[Mapping[str, object]], MakeRow]:
+def _make_constant(make_row: MakeRow) -> Callable[[Mapping[str, object]], MakeRow]:
     return lambda env_config: make_row
 
 
-def _aime(title: str, hub: str, *file_names: str) -> Suite:
-    """Sampling as in the table of DAPO (docs/recipes.md)."""
+def _make_aime_suite(title: str, hub: str, *file_names: str) -> Suite:
+    """Make an AIME suite, with sampling as in DAPO's table (docs/recipes.md)."""
     return Suite(
         title=title,
         env="aime",
@@ -74,8 +74,8 @@ def _aime(title: str, hub: str, *file_names: str) -> Suite:
     )
 
 
-def _question_set(title: str, data_source: str, *file_names: str) -> Suite:
-    """One of the seven sets of Search-R1, which are published in one file."""
+def _make_question_suite(title: str, data_source: str, *file_names: str) -> Suite:
+    """Make a suite of one of the seven sets of Search-R1, which are published in one file."""
     return Suite(
         title=title,
         env="search",
@@ -91,10 +91,10 @@ def _question_set(title: str, data_source: str, *file_names: str) -> Suite:
     )
 
 
-def _spider(
+def _make_spider_suite(
     title: str, data_source: str, databases: str, file: str, hub: str | None = None, question: str = "question"
 ) -> Suite:
-    """One of the five Spider sets, compared by Spider's rule, as in the table of SkyRL-SQL."""
+    """Make a suite of one of the five Spider sets, compared by Spider's rule as in SkyRL-SQL's table."""
 
     def make_rows(env_config: Mapping[str, object]) -> MakeRow:
         settings = DatabaseRowSettings(
@@ -121,17 +121,17 @@ def _spider(
     )
 
 
-def _function_calls(title: str, *file_names: str) -> Suite:
-    return Suite(title=title, env="tool_call", make_rows=_always(bfcl_row), file_names=file_names)
+def _make_function_call_suite(title: str, *file_names: str) -> Suite:
+    return Suite(title=title, env="tool_call", make_rows=_make_constant(bfcl_row), file_names=file_names)
 
 
 SUITES: dict[str, Suite] = {
-    "aime24": _aime("AIME 2024", "BytedTsinghua-SIA/AIME-2024@train", "aime2024"),
-    "aime25": _aime("AIME 2025", "math-ai/aime25@test", "aime2025"),
+    "aime24": _make_aime_suite("AIME 2024", "BytedTsinghua-SIA/AIME-2024@train", "aime2024"),
+    "aime25": _make_aime_suite("AIME 2025", "math-ai/aime25@test", "aime2025"),
     "math500": Suite(
         title="MATH-500",
         env="math",
-        make_rows=_always(math_row),
+        make_rows=_make_constant(math_row),
         hub="HuggingFaceH4/MATH-500@test",
         num_samples=4,
         k=4,
@@ -142,24 +142,26 @@ SUITES: dict[str, Suite] = {
     "gsm8k": Suite(
         title="GSM8K",
         env="gsm8k",
-        make_rows=_always(gsm8k_row),
+        make_rows=_make_constant(gsm8k_row),
         hub="openai/gsm8k:main@test",
         max_tokens=1024,
     ),
-    "nq": _question_set("Natural Questions", "nq", "nqopen"),
-    "triviaqa": _question_set("TriviaQA", "triviaqa"),
-    "popqa": _question_set("PopQA", "popqa"),
-    "hotpotqa": _question_set("HotpotQA", "hotpotqa"),
-    "2wiki": _question_set("2WikiMultihopQA", "2wikimultihopqa"),
-    "musique": _question_set("MuSiQue", "musique"),
-    "bamboogle": _question_set("Bamboogle", "bamboogle"),
-    "spider_dev": _spider("Spider dev", "spider_dev", "spider", "spider/dev.json", "xlangai/spider@validation"),
-    "spider_test": _spider("Spider test", "spider_test", "spider_test", "spider/test.json"),
-    "spider_realistic": _spider(
+    "nq": _make_question_suite("Natural Questions", "nq", "nqopen"),
+    "triviaqa": _make_question_suite("TriviaQA", "triviaqa"),
+    "popqa": _make_question_suite("PopQA", "popqa"),
+    "hotpotqa": _make_question_suite("HotpotQA", "hotpotqa"),
+    "2wiki": _make_question_suite("2WikiMultihopQA", "2wikimultihopqa"),
+    "musique": _make_question_suite("MuSiQue", "musique"),
+    "bamboogle": _make_question_suite("Bamboogle", "bamboogle"),
+    "spider_dev": _make_spider_suite(
+        "Spider dev", "spider_dev", "spider", "spider/dev.json", "xlangai/spider@validation"
+    ),
+    "spider_test": _make_spider_suite("Spider test", "spider_test", "spider_test", "spider/test.json"),
+    "spider_realistic": _make_spider_suite(
         "Spider-Realistic", "spider_realistic", "spider", "spider-realistic/spider-realistic.json"
     ),
-    "spider_dk": _spider("Spider-DK", "spider_dk", "spider_dk", "Spider-DK/Spider-DK.json"),
-    "spider_syn": _spider(
+    "spider_dk": _make_spider_suite("Spider-DK", "spider_dk", "spider_dk", "Spider-DK/Spider-DK.json"),
+    "spider_syn": _make_spider_suite(
         "Spider-Syn",
         "spider_syn",
         "spider",
@@ -169,21 +171,21 @@ SUITES: dict[str, Suite] = {
     "humaneval": Suite(
         title="HumanEval",
         env="code",
-        make_rows=_always(code_row),
+        make_rows=_make_constant(code_row),
         hub="openai/openai_humaneval@test",
         max_tokens=1024,
     ),
     "mbpp": Suite(
         title="MBPP",
         env="code",
-        make_rows=_always(code_row),
+        make_rows=_make_constant(code_row),
         hub="google-research-datasets/mbpp:full@test",
         max_tokens=1024,
     ),
     "livecodebench": Suite(
         title="LiveCodeBench v5",
         env="lcb",
-        make_rows=_always(lcb_row),
+        make_rows=_make_constant(lcb_row),
         hub="agentica-org/DeepCoder-Preview-Dataset:lcbv5@test",
         file_names=("lcb", "lcbv5"),
         num_samples=10,
@@ -192,13 +194,13 @@ SUITES: dict[str, Suite] = {
         top_p=0.95,
         max_tokens=4096,
     ),
-    "bfcl_simple": _function_calls("BFCL, one function", "bfclv3simple", "bfclv4simplepython"),
-    "bfcl_multiple": _function_calls("BFCL, several functions", "bfclv3multiple", "bfclv4multiple"),
-    "bfcl_parallel": _function_calls("BFCL, several calls", "bfclv3parallel", "bfclv4parallel"),
-    "bfcl_parallel_multiple": _function_calls(
+    "bfcl_simple": _make_function_call_suite("BFCL, one function", "bfclv3simple", "bfclv4simplepython"),
+    "bfcl_multiple": _make_function_call_suite("BFCL, several functions", "bfclv3multiple", "bfclv4multiple"),
+    "bfcl_parallel": _make_function_call_suite("BFCL, several calls", "bfclv3parallel", "bfclv4parallel"),
+    "bfcl_parallel_multiple": _make_function_call_suite(
         "BFCL, several calls of several functions", "bfclv3parallelmultiple", "bfclv4parallelmultiple"
     ),
-    "bfcl_irrelevance": _function_calls("BFCL, no call expected", "bfclv3irrelevance", "bfclv4irrelevance"),
+    "bfcl_irrelevance": _make_function_call_suite("BFCL, no call expected", "bfclv3irrelevance", "bfclv4irrelevance"),
 }
 
 GROUPS: dict[str, tuple[str, ...]] = {
@@ -215,7 +217,7 @@ ELSEWHERE = {
 """Sets that this command does not play, and what does."""
 
 
-def suites_named(names: Sequence[str]) -> dict[str, Suite]:
+def get_suites(names: Sequence[str]) -> dict[str, Suite]:
     """Return the suites of names of suites and groups, each once.
 
     Raises:

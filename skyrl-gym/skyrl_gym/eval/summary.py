@@ -62,17 +62,17 @@ def summarize(settings: EvalSettings, num_tasks: int, records: Iterable[EpisodeR
         num_tasks=num_tasks,
         num_samples=settings.num_samples,
         num_scored=len(scored),
-        pass_at={k: _pass_at(tasks, k) for k in settings.pass_k},
+        pass_at={k: _compute_pass_at(tasks, k) for k in settings.pass_k},
         reward=_mean_over_tasks(tasks, "reward"),
         outcome_reward=_mean_over_tasks(tasks, "outcome_reward"),
         failures=dict(Counter(str(each.failure) for each in failed)),
         errors={str(each.failure): str(each.error) for each in failed},
-        means=_means(scored),
-        environment=_environment_metrics(settings.env, scored),
+        means=_compute_means(scored),
+        environment=_aggregate_environment_metrics(settings.env, scored),
     )
 
 
-def _pass_at(tasks: list[list[EpisodeRecord]], k: int) -> Estimate | None:
+def _compute_pass_at(tasks: list[list[EpisodeRecord]], k: int) -> Estimate | None:
     return estimate(
         [pass_at_k(len(task), sum(bool(each.success) for each in task), k) for task in tasks if len(task) >= k]
     )
@@ -82,7 +82,7 @@ def _mean_over_tasks(tasks: list[list[EpisodeRecord]], name: str) -> Estimate | 
     return estimate([statistics.fmean(getattr(each, name) for each in task) for task in tasks])
 
 
-def _means(scored: list[EpisodeRecord]) -> dict[str, float]:
+def _compute_means(scored: list[EpisodeRecord]) -> dict[str, float]:
     numbers = {
         "turns": [len(each.rewards) for each in scored],
         "prompt_tokens": [each.prompt_tokens for each in scored],
@@ -95,7 +95,7 @@ def _means(scored: list[EpisodeRecord]) -> dict[str, float]:
     return {name: statistics.fmean(values) for name, values in numbers.items() if values}
 
 
-def _environment_metrics(env: str, scored: list[EpisodeRecord]) -> dict[str, object]:
+def _aggregate_environment_metrics(env: str, scored: list[EpisodeRecord]) -> dict[str, object]:
     aggregate = getattr(env_class_of(spec_of(env)), "aggregate_metrics", default_aggregate_metrics)
     return dict(aggregate([each.metrics for each in scored])) if scored else {}
 

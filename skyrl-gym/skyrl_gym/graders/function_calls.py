@@ -1,7 +1,7 @@
 """Function calls against accepted ones, by the rules of the Berkeley Function-Calling Leaderboard
 (https://gorilla.cs.berkeley.edu/leaderboard.html): names and arguments are compared, nothing is run.
 
-An expected call is `{name: {argument: [accepted value, ...]}}`. An argument among whose values is "" may be left out.
+An expected call is `{name: {argument: [accepted value, ...]}}`. An argument with "" in its values is optional.
 """
 
 import re
@@ -22,11 +22,11 @@ _IGNORED = re.compile(r"[\s,./\-_*^]")
 def grade_calls(calls: Sequence[Call], expected: Sequence[ExpectedCall]) -> Score:
     """Score 1 if the calls are the expected ones, in any order and none besides; else 0."""
     prediction = "; ".join(f"{name}({', '.join(arguments)})" for name, arguments in calls)
-    is_right = len(calls) == len(expected) and _all_paired(calls, expected)
+    is_right = len(calls) == len(expected) and _has_perfect_matching(calls, expected)
     return Score(float(is_right), prediction[:1000])
 
 
-def _all_paired(calls: Sequence[Call], expected: Sequence[ExpectedCall]) -> bool:
+def _has_perfect_matching(calls: Sequence[Call], expected: Sequence[ExpectedCall]) -> bool:
     """Test for a perfect matching by augmenting paths: a call may fit several expected ones, so greed could fail."""
     call_of: dict[int, int] = {}
 
@@ -44,20 +44,20 @@ def _all_paired(calls: Sequence[Call], expected: Sequence[ExpectedCall]) -> bool
 
 def _is_accepted(call: Call, expected: ExpectedCall) -> bool:
     name, arguments = call
-    return name in expected and arguments_accepted(arguments, expected[name])
+    return name in expected and has_accepted_arguments(arguments, expected[name])
 
 
-def arguments_accepted(arguments: Mapping[str, object], accepted: AcceptedArguments) -> bool:
+def has_accepted_arguments(arguments: Mapping[str, object], accepted: AcceptedArguments) -> bool:
     """Test that every argument has an accepted value, that none is unknown, and that only optional ones are missing."""
     if not all(name in accepted for name in arguments):
         return False
     return all(
-        any(_equal(arguments[name], value) for value in values) if name in arguments else "" in values
+        any(_is_equal(arguments[name], value) for value in values) if name in arguments else "" in values
         for name, values in accepted.items()
     )
 
 
-def _equal(given: object, accepted: object) -> bool:
+def _is_equal(given: object, accepted: object) -> bool:
     """Compare two values of JSON: numbers by value, texts without case, white space and punctuation. An accepted object
     has lists of accepted values, as arguments have."""
     match accepted:
@@ -66,14 +66,16 @@ def _equal(given: object, accepted: object) -> bool:
         case int() | float():
             return isinstance(given, int | float) and not isinstance(given, bool) and given == accepted
         case str():
-            return isinstance(given, str) and _plain(given) == _plain(accepted)
+            return isinstance(given, str) and _normalize_text(given) == _normalize_text(accepted)
         case Mapping():
             lists = {name: value if isinstance(value, list) else [value] for name, value in accepted.items()}
-            return isinstance(given, Mapping) and arguments_accepted(given, lists)
+            return isinstance(given, Mapping) and has_accepted_arguments(given, lists)
         case list() | tuple():
-            return isinstance(given, list | tuple) and len(given) == len(accepted) and all(map(_equal, given, accepted))
+            return (
+                isinstance(given, list | tuple) and len(given) == len(accepted) and all(map(_is_equal, given, accepted))
+            )
     return False
 
 
-def _plain(text: str) -> str:
+def _normalize_text(text: str) -> str:
     return _IGNORED.sub("", text).lower().replace("'", '"') or text

@@ -65,23 +65,23 @@ def grade_last_box(response: str, gold: str, *, question: str = "", pool: Equiva
 
 
 def grade_equivalence(answer: str, gold: str, *, question: str = "", pool: EquivalencePool | None = None) -> Grade:
-    r"""1 if an answer means the same as the gold: `0.5` is `\frac{1}{2}`, `3+2x` is `2x+3`, `2,1` is `1,2`.
+    r"""Score 1 if an answer is equivalent to the gold: `0.5` is `\frac{1}{2}`, `3+2x` is `2x+3`, `2,1` is `1,2`.
 
-    What reads the same after `normalize_answer`, words and whole numbers are decided here; the rest by the math-verify
-    library in one of `pool`'s processes (those of `default_pool()` if None), within bounds of time and memory. A
-    percent sign that only one of the two has may be left out or worked out: `25\%` is `25` and `0.25`.
+    Equal texts after `normalize_answer`, words and whole numbers are decided here; the rest by the math-verify library
+    in a process of `pool` (default: `default_pool()`), within bounds of time and memory. A percent sign in only one
+    of the two may be omitted or evaluated: `25\%` is `25` and `0.25`.
 
-    An answer must be worked out, else a policy learns to put the question into the box. Invalid are, unless they read
-    as the gold does:
-    - where the gold is a plain number, anything but one number: `6\cdot 7`, `2^{10}`;
-    - an operation that the gold has not: `\int`, `\max`, `\binom`; a function, if the gold has none at all;
-    - where the gold is solved for its unknowns (`x=5`, `-7<x<7`), what is not: `x+1=6`;
-    - a number in a base that the gold has not, since the library knows no bases: `40_8` for `40_9`;
-    - an expression that stands in `question`: `x^2-1`, if that is what was to be factored.
+    An answer must be fully evaluated, else a policy learns to put the question into the box. Invalid, unless equal to
+    the gold as text:
+    - if the gold is a plain number, anything but one number: `6\cdot 7`, `2^{10}`;
+    - an operation that is absent from the gold: `\int`, `\max`, `\binom`; a function, if the gold has none at all;
+    - if the gold is solved for its unknowns (`x=5`, `-7<x<7`), an unsolved equation: `x+1=6`;
+    - a number in a base that is absent from the gold, since the library does not support bases: `40_8` for `40_9`;
+    - an expression that is contained in `question`: `x^2-1`, if it was to be factored.
 
     Returns:
-        Score; Invalid, also for an answer that is empty, too long, or several numbers side by side; Timeout if
-        comparing takes all the time there is; InfraError if no process can be had.
+        Score; Invalid, also for an answer that is empty, too long, or consists of several numbers; Timeout if the
+        comparison exceeds its time; InfraError if no process can be started.
     """
     if len(answer) > max(MAX_ANSWER_CHARACTERS, 2 * len(gold)):
         return Invalid(f"the answer is too long: {len(answer)} characters")
@@ -92,23 +92,23 @@ def grade_equivalence(answer: str, gold: str, *, question: str = "", pool: Equiv
         return Invalid("the answer has numbers side by side")
     if _read_the_same(answer, gold):
         return Score(1.0, readable)
-    if (bare := _without_parentheses(answer, gold)) is not None:
+    if (bare := _strip_parentheses(answer, gold)) is not None:
         return grade_equivalence(bare, gold, question=question, pool=pool)
     if _is_words(gold):
-        return Score(float(_letters(answer) == _letters(gold)), readable)
+        return Score(float(_normalize_letters(answer) == _normalize_letters(gold)), readable)
     grade = _compare(answer, gold, question, pool)
-    if not _is_right(grade) and (other_reading := _with_percent_as_fraction(answer, gold)):
+    if not _is_right(grade) and (other_reading := _convert_percent(answer, gold)):
         by_value = _compare(*other_reading, question, pool)
         grade = by_value if _is_right(by_value) else grade
     return Score(grade.value, readable) if isinstance(grade, Score) else grade
 
 
 def _compare(answer: str, gold: str, question: str, pool: EquivalencePool | None) -> Grade:
-    expected = _without_approximation(_without_unit(join_thousands(clean(gold))))
-    candidate = _without_names(_without_unit(join_thousands(clean(answer))), expected)
+    expected = _remove_approximation(_strip_unit(join_thousands(clean(gold))))
+    candidate = _remove_names(_strip_unit(join_thousands(clean(answer))), expected)
     if _read_the_same(candidate, expected):
         return Score(1.0)
-    if flaw := _flaw(candidate, expected, question):
+    if flaw := _find_flaw(candidate, expected, question):
         return Invalid(flaw)
     if _WHOLE.fullmatch(candidate) and _WHOLE.fullmatch(expected):
         return Score(float(int(candidate) == int(expected)))
@@ -149,7 +149,7 @@ def _read_the_same(answer: str, gold: str) -> bool:
     return any(normalize_answer(form(answer)) == normalize_answer(form(gold)) for form in (str, join_thousands))
 
 
-def _without_parentheses(answer: str, gold: str) -> str | None:
+def _strip_parentheses(answer: str, gold: str) -> str | None:
     """Return `1,2` of `(1,2)` where the gold is a bare list such as `1,2`; None for anything else."""
     text, expected = clean(answer), clean(gold)
     is_list = "," in join_thousands(expected) and not re.search(r"[(\[{]|\\", expected)
@@ -163,44 +163,44 @@ def _is_words(gold: str) -> bool:
     return _WORD_GOLD.fullmatch(clean(gold)) is not None
 
 
-def _letters(answer: str) -> str:
+def _normalize_letters(answer: str) -> str:
     """(C) is C, and Ellipse is ellipse."""
     return normalize_answer(answer).casefold().removeprefix("(").removesuffix(")")
 
 
-def _without_unit(text: str) -> str:
+def _strip_unit(text: str) -> str:
     return _TRAILING_UNITS.sub("", text)
 
 
-def _without_approximation(text: str) -> str:
+def _remove_approximation(text: str) -> str:
     r"""11 of "\approx 11" and of "x \approx 11". The value before the sign counts where there is one."""
     found = _APPROXIMATION.match(text)
     return text[found.end() :] if found else text
 
 
-def _with_percent_as_fraction(answer: str, gold: str) -> tuple[str, str] | None:
+def _convert_percent(answer: str, gold: str) -> tuple[str, str] | None:
     r"""Answer and gold where only one of them has a percent sign, read as its value: 25\% is 1/4 as well as 25."""
-    fraction, gold_fraction = _percentage(answer), _percentage(gold)
+    fraction, gold_fraction = _parse_percentage(answer), _parse_percentage(gold)
     if (fraction is None) == (gold_fraction is None):
         return None
     return (fraction or answer, gold_fraction or gold)
 
 
-def _percentage(text: str) -> str | None:
+def _parse_percentage(text: str) -> str | None:
     """Return the value of a lone percentage as a fraction, in LaTeX; None for all else."""
     text = join_thousands(clean(_PERCENT.sub(" percent", text)))
-    text = _without_approximation(text[_end_of_last_equality(text) :].strip())
+    text = _remove_approximation(text[_find_end_of_last_equality(text) :].strip())
     number = normalize_answer(text.removesuffix("percent"))
     if not text.endswith("percent") or not _PLAIN_NUMBER.fullmatch(number):
         return None
     try:
-        value = _fraction(number) / 100
+        value = _parse_fraction(number) / 100
     except (ValueError, ZeroDivisionError):
         return None
     return f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
-def _fraction(number: str) -> Fraction:
+def _parse_fraction(number: str) -> Fraction:
     """Raises ValueError, ZeroDivisionError."""
     if mixed := _MIXED_NUMBER.fullmatch(number):
         size = int(mixed[2] or 0) + Fraction(int(mixed[3]), int(mixed[4]))
@@ -208,14 +208,14 @@ def _fraction(number: str) -> Fraction:
     return Fraction(number)
 
 
-def _without_names(answer: str, gold: str) -> str:
+def _remove_names(answer: str, gold: str) -> str:
     """5 of "area = 5 cm": what follows the last sign of equality, without words after a number. One value only."""
     if "=" not in gold and not _SEVERAL.search(answer):
-        answer = _without_approximation(answer[_end_of_last_equality(answer) :].strip())
+        answer = _remove_approximation(answer[_find_end_of_last_equality(answer) :].strip())
     return _TRAILING_WORDS.sub("", answer) if _PLAIN_NUMBER.fullmatch(normalize_answer(gold)) else answer
 
 
-def _end_of_last_equality(answer: str) -> int:
+def _find_end_of_last_equality(answer: str) -> int:
     r"""Find the start of the part after the last `=`, ignoring those inside braces and brackets, as in `\sum_{i=1}`."""
     depth = end = 0
     for position, character in enumerate(answer):
@@ -225,9 +225,9 @@ def _end_of_last_equality(answer: str) -> int:
     return end
 
 
-def _flaw(answer: str, gold: str, question: str) -> str | None:
+def _find_flaw(answer: str, gold: str, question: str) -> str | None:
     """Return the reason why an answer cannot count, whatever its value is."""
-    if not _bases(answer) <= _bases(gold):
+    if not _find_bases(answer) <= _find_bases(gold):
         return "the answer is in another base"
     if _PLAIN_NUMBER.fullmatch(normalize_answer(gold)):
         found = _OPERATION.search(_SCIENTIFIC.sub("", _UNITS.sub("", answer)))
@@ -245,7 +245,7 @@ def _flaw(answer: str, gold: str, question: str) -> str | None:
     return None
 
 
-def _bases(answer: str) -> set[str]:
+def _find_bases(answer: str) -> set[str]:
     """Return the bases (subscripts of numbers) in an answer."""
     return {base.strip("{}") for base in _BASE.findall(normalize_answer(answer))}
 

@@ -1,7 +1,7 @@
 r"""Answers compared as text after normalisation, as for AIME problems: no equivalence, 0.5 is not \frac{1}{2}.
 
-The substitutions are those published with Minerva (https://arxiv.org/abs/2206.14858, appendix D.1), in their order,
-which matters: datasets were filtered and results reported with it.
+The substitutions are published with Minerva (https://arxiv.org/abs/2206.14858, appendix D.1). Their order matters:
+datasets were filtered and results reported with it.
 """
 
 import re

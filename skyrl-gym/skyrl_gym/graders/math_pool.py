@@ -1,7 +1,7 @@
-"""A few long-lived processes that compare mathematical answers, and are replaced when one does not respond.
+"""Pool of long-lived processes that compare mathematical answers. An unresponsive process is replaced.
 
-Algebra can hang in a single operation that no thread can interrupt, and signals belong to the main thread; so it runs
-in processes (`math_worker`), which are killed and started anew.
+Algebra can hang in a single operation that no thread can interrupt, and signals work only in the main thread; so it
+runs in processes (`math_worker`), which are killed and restarted.
 """
 
 import atexit
@@ -133,7 +133,7 @@ class _OutOfTime(Exception):
 
 
 class _Crash(Exception):
-    """The process ended in the middle of a comparison, by a fault of its own."""
+    """The process crashed during a comparison."""
 
 
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
@@ -175,7 +175,7 @@ class _Process:
         return json.loads(self._read(seconds))
 
     def _read(self, seconds: float) -> bytes:
-        """One line, at the latest after so many seconds."""
+        """Read a line within a timeout in seconds."""
         assert self._process.stdout is not None
         descriptor = self._process.stdout.fileno()
         poll = select.poll()
@@ -238,8 +238,8 @@ _of_parents: list[EquivalencePool | None] = []
 
 
 def _forget_pool_of_parent() -> None:
-    """A forked process would talk over its parent's pipes; it gets a pool of its own. (The old one stays
-    referenced but unused: its finalizer would complain of processes that have not exited.)"""
+    """Drop the pool after a fork, since its pipes belong to the parent. The old pool stays referenced, because its
+    finalizer would complain of processes that have not exited."""
     global _default, _default_lock
     if _default is not None:
         atexit.unregister(_default.close)

@@ -25,7 +25,7 @@ def extract_number(text: str, *, strict: bool = True) -> str | None:
 
 
 def last_boxed_only_string(text: str) -> str | None:
-    r"""Return the last `\boxed{...}` of a text, box included; None if there is none or its braces do not close."""
+    r"""Return the last `\boxed{...}` of a text, box included; None without one or if its braces do not close."""
     start = text.rfind(_BOX)
     if start < 0:
         return None
@@ -47,7 +47,7 @@ def remove_boxed(boxed: str) -> str:
 
 
 def first_boxed(text: str) -> str | None:
-    r"""Extract the first `\boxed{...}` without braces inside, or None if there is none or it is empty."""
+    r"""Extract the first `\boxed{...}` without braces inside, or None without one or if it is empty."""
     found = _FLAT_BOX.search(text)
     return (found.group(1).strip() or None) if found else None
 

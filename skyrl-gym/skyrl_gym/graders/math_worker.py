@@ -1,9 +1,9 @@
 r"""The process in which math-verify compares answers: `python -m skyrl_gym.graders.math_worker`.
 
-Says `{"ready": true}`, then answers each line `{"answer": str, "gold": str, "cpu_seconds": float}` on standard input by
-one line `{"same": bool, "worn": bool}`, and ends with its input. Algebra on an answer may need any time and memory: the
-kernel ends the process (SIGXCPU) when a comparison has used up its CPU seconds, also inside one long operation and also
-if nobody waits for it any more.
+Writes `{"ready": true}`, then replies to each line `{"answer": str, "gold": str, "cpu_seconds": float}` on standard
+input by one line `{"same": bool, "worn": bool}`, and ends with its input. Algebra on an answer may need any time and
+memory: the kernel ends the process (SIGXCPU) when a comparison exceeds its CPU seconds, also inside one long operation
+and after its caller has stopped waiting.
 """
 
 import contextlib
@@ -36,16 +36,18 @@ def main() -> None:
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints is no reply
     logging.disable(logging.CRITICAL)
-    _limit(resource.RLIMIT_CORE, 0)
-    _limit(resource.RLIMIT_FSIZE, 0)
-    _limit(resource.RLIMIT_AS, MEMORY_BYTES)
+    _set_limit(resource.RLIMIT_CORE, 0)
+    _set_limit(resource.RLIMIT_FSIZE, 0)
+    _set_limit(resource.RLIMIT_AS, MEMORY_BYTES)
     import math_verify  # noqa: F401  (pyright: a second or more; the first comparison shall not pay for it)
 
-    _say(replies, {"ready": True})
+    _write_message(replies, {"ready": True})
     for line in sys.stdin:
         request = json.loads(line)
-        _limit(resource.RLIMIT_CPU, math.ceil(time.process_time() + request["cpu_seconds"]))
-        _say(replies, {"same": same(request["answer"], request["gold"]), "worn": _resident_bytes() > WORN_BYTES})
+        _set_limit(resource.RLIMIT_CPU, math.ceil(time.process_time() + request["cpu_seconds"]))
+        _write_message(
+            replies, {"same": same(request["answer"], request["gold"]), "worn": _get_resident_bytes() > WORN_BYTES}
+        )
 
 
 def same(answer: str, gold: str) -> bool:
@@ -111,15 +113,15 @@ def _are_close_numbers(expected: Any, found: Any) -> bool:
     return bool(size >= SMALLEST_COMPARED_ABSOLUTELY or abs(difference).evalf() <= RELATIVE_TOLERANCE * size)
 
 
-def _limit(kind: int, value: int) -> None:
+def _set_limit(kind: int, value: int) -> None:
     """Set what may be used from now on; a platform that knows no such limit goes without."""
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(kind, (value, resource.getrlimit(kind)[1]))
 
 
-def _resident_bytes() -> int:
-    """Return the largest resident memory so far. On Linux not `ru_maxrss`: a child takes over that of the process that
-    started it, and beside a trainer of several GB every process would seem worn after its first comparison."""
+def _get_resident_bytes() -> int:
+    """Return the peak resident memory. Not `ru_maxrss` on Linux: a child inherits it from the parent process, so with a
+    trainer of several GB every process would seem worn after its first comparison."""
     if sys.platform == "linux":
         with open("/proc/self/status") as status:
             return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
@@ -127,7 +129,7 @@ def _resident_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _say(replies: Any, reply: dict[str, Any]) -> None:
+def _write_message(replies: Any, reply: dict[str, Any]) -> None:
     replies.write(json.dumps(reply) + "\n")
     replies.flush()
 

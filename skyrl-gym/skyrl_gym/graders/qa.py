@@ -1,7 +1,7 @@
 """Short answers to questions, compared as question-answering benchmarks compare them.
 
-Normalization, exact match and F1 are those of SQuAD (https://arxiv.org/abs/1606.05250); the answer stands in `<answer>`
-tags, as in Search-R1 (https://arxiv.org/abs/2503.09516).
+Normalization, exact match and F1 as in SQuAD (https://arxiv.org/abs/1606.05250); the answer is in `<answer>` tags,
+as in Search-R1 (https://arxiv.org/abs/2503.09516).
 """
 
 import re
@@ -22,7 +22,7 @@ _DROP_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def extract_solution(solution_str: str) -> str | None:
-    """Extract the last `<answer>...</answer>`, without the space around it; None if there is none."""
+    """Extract the last `<answer>...</answer>`, stripped, or return None."""
     answer = last_tagged(solution_str, "answer")
     return answer.strip() if answer is not None else None
 
@@ -33,16 +33,16 @@ def normalize_answer(s: str) -> str:
 
 
 def em_check(prediction: str, golden_answers: Golds) -> int:
-    """1 if the prediction is one of the accepted answers after normalization, else 0."""
-    return int(any(_same(prediction, gold) for gold in as_list(golden_answers)))
+    """Return 1 if the prediction equals an accepted answer after normalization, else 0."""
+    return int(any(_is_same(prediction, gold) for gold in as_list(golden_answers)))
 
 
 def subem_check(prediction: str, golden_answers: Golds) -> int:
-    """1 if an accepted answer stands somewhere in the prediction after normalization, else 0.
+    """Return 1 if the prediction contains an accepted answer after normalization, else 0.
 
     It pays for long predictions that hold many guesses: a measure for evaluation, not a reward.
     """
-    return int(any(_contains(prediction, gold) for gold in as_list(golden_answers)))
+    return int(any(_has_phrase(prediction, gold) for gold in as_list(golden_answers)))
 
 
 def token_f1(prediction: str, golden_answers: Golds) -> float:
@@ -54,17 +54,17 @@ def token_f1(prediction: str, golden_answers: Golds) -> float:
 
 
 def exact_match(prediction: str | None, golden_answers: Golds) -> Grade:
-    """`em_check` as a typed result: Score 1 or 0, or Invalid if there is no prediction."""
+    """Grade with `em_check`: Score 1 or 0, or Invalid without a prediction."""
     return _grade(em_check, prediction, golden_answers)
 
 
 def substring_match(prediction: str | None, golden_answers: Golds) -> Grade:
-    """`subem_check` as a typed result: Score 1 or 0, or Invalid if there is no prediction."""
+    """Grade with `subem_check`: Score 1 or 0, or Invalid without a prediction."""
     return _grade(subem_check, prediction, golden_answers)
 
 
 def f1(prediction: str | None, golden_answers: Golds) -> Grade:
-    """`token_f1` as a typed result: a Score with part credit from 0 to 1, or Invalid if there is no prediction."""
+    """Grade with `token_f1`: a Score from 0 to 1, or Invalid without a prediction."""
     return _grade(token_f1, prediction, golden_answers)
 
 
@@ -94,21 +94,21 @@ def compute_score_subem(
 
 
 def as_list(golden_answers: Golds) -> list[str]:
-    """Accepted answers as a list, whether a dataset gave one text, a list, or an array."""
+    """Convert accepted answers (a text, a list or an array) to a list."""
     answers = [golden_answers] if isinstance(golden_answers, str) else [str(gold) for gold in golden_answers]
     if not answers:
         raise ValueError("golden_answers must hold at least one answer; it is empty")
     return answers
 
 
-def _same(prediction: str, gold: str) -> bool:
+def _is_same(prediction: str, gold: str) -> bool:
     normalized = normalize_answer(gold)
     if not normalized:  # an answer such as "A" or "%": normalization leaves nothing, which any empty answer would match
         return _plain(prediction) == _plain(gold)
     return normalize_answer(prediction) == normalized
 
 
-def _contains(prediction: str, gold: str) -> bool:
+def _has_phrase(prediction: str, gold: str) -> bool:
     normalized = normalize_answer(gold)
     return normalized in normalize_answer(prediction) if normalized else _plain(prediction) == _plain(gold)
 
@@ -120,7 +120,7 @@ def _plain(text: str) -> str:
 def _f1(prediction: str, gold: str) -> float:
     predicted, expected = normalize_answer(prediction).split(), normalize_answer(gold).split()
     if not predicted or not expected:
-        return float(_same(prediction, gold))
+        return float(_is_same(prediction, gold))
     shared = (Counter(predicted) & Counter(expected)).total()
     # 2 P R / (P + R) with both fractions multiplied out: no division by zero, and equal answers give 1.0 exactly
     return 2 * shared / (len(predicted) + len(expected))

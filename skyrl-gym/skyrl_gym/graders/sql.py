@@ -35,7 +35,7 @@ def verify_format_and_extract(output: str) -> tuple[bool, list[str] | None, str 
     if rest.count(_CLOSE) != 1:
         return invalid
     solution = rest.partition(_CLOSE)[0]
-    thoughts = _thoughts(output)
+    thoughts = _extract_thoughts(output)
     if _TAG_IN_SOLUTION.search(solution) or not thoughts:
         return invalid
     if not all(_THOUGHT_BEGINS.match(before, end.end()) for end in _OBSERVATION_END.finditer(before)):
@@ -43,7 +43,7 @@ def verify_format_and_extract(output: str) -> tuple[bool, list[str] | None, str 
     return True, thoughts, solution, None
 
 
-def _thoughts(text: str) -> list[str]:
+def _extract_thoughts(text: str) -> list[str]:
     """Extract `<think>...</think>`; one regular expression would take quadratic time where ends are missing."""
     thoughts: list[str] = []
     start: int | None = None
@@ -70,16 +70,16 @@ def grade_sql(
     ordered: bool = False,
     timeout: float = QUERY_SECONDS,
 ) -> Grade:
-    """1 if both queries give the same rows on the database, else 0.
+    """Score 1 if both queries return the same rows on the database, else 0.
 
-    Values are equal as Python's are: 2 and 2.0 are, '2' and 2 are not. Only as many rows as the gold query gives are
-    held in memory: the first row that is not among them ends the other query.
+    Values are compared as in Python: 2 equals 2.0, '2' does not equal 2. Memory is bounded by the gold query's rows:
+    the first row that is not among them ends the predicted query.
 
     Args:
-        rule: What counts beside the values.
+        rule: Which properties count in addition to the values.
             skyrl: SkyRL's. The order of columns counts; the order of rows and how often each comes do not, unless
                 `ordered`.
-            spider: that of Spider's test-suite evaluation (https://arxiv.org/abs/2010.02840, with `--keep_distinct`).
+            spider: as in Spider's test-suite evaluation (https://arxiv.org/abs/2010.02840, with `--keep_distinct`).
                 The order of columns does not count; how often each row comes does; the order of rows does if the gold
                 query has an ORDER BY.
         ordered: Rows must come in the gold query's order, and as often.
@@ -87,14 +87,14 @@ def grade_sql(
 
     Returns:
         `Score`; `Invalid` if the predicted query does not run, `Timeout` if it does not end; `InfraError` if the
-        database cannot be read or the gold query does not end, which on a machine of its own it would.
+        database cannot be read or the gold query times out, which is attributed to the load of the machine.
 
     Raises:
-        TaskError: the gold query does not run, or gives more rows than can be compared.
+        TaskError: the gold query fails, or returns more rows than can be compared.
     """
     limits = QueryLimits(wall_seconds=timeout)
     try:
-        gold_rows = _gold_rows(gold, db_file, limits)
+        gold_rows = _read_gold_rows(gold, db_file, limits)
         with closing(read_rows(db_file, predicted, limits)) as rows:
             if rule == "spider":
                 return compare_bags(rows, gold_rows, ordered=ordered or has_order(gold), seconds=timeout)
@@ -107,7 +107,7 @@ def grade_sql(
         return Invalid(str(failure))
 
 
-def _gold_rows(gold: str, db_file: str, limits: QueryLimits) -> list[Row]:
+def _read_gold_rows(gold: str, db_file: str, limits: QueryLimits) -> list[Row]:
     rows: list[Row] = []
     try:
         with closing(read_rows(db_file, gold, limits)) as results:
@@ -125,10 +125,10 @@ def _gold_rows(gold: str, db_file: str, limits: QueryLimits) -> list[Row]:
 
 
 def compute_score_single(completion: str, reference: str, db_file: str) -> float:
-    """Return the reward of a whole episode's text: -1 without the asked form, 1 for the gold query's rows, else 0.
+    """Return the reward of a whole episode's text: -1 for a wrong format, 1 for the gold query's rows, else 0.
 
     Raises:
-        InfraError, TaskError: as `grade_sql` says; there is no reward then.
+        InfraError, TaskError: see `grade_sql`; the episode has no reward.
     """
     valid, _, solution, _ = verify_format_and_extract(completion)
     if not valid or solution is None:

@@ -1,4 +1,4 @@
-"""Comparison of a query's rows, as they come, with those of the gold query. A row that shows the difference ends it."""
+"""Streaming comparison of a query's rows with the gold query's rows. The first differing row ends it."""
 
 import time
 from collections import Counter, defaultdict
@@ -29,18 +29,18 @@ def compare_lists(rows: Iterable[Row], gold: Sequence[Row]) -> Score:
 
 
 def compare_bags(rows: Iterable[Row], gold: Sequence[Row], *, ordered: bool, seconds: float) -> Score:
-    """Compare without regard to the order of columns, which is the same for all rows; each row comes as often.
+    """Compare multisets of rows up to one permutation of the columns.
 
     Args:
         ordered: The order of rows counts, too.
 
     Raises:
-        QueryTimeout: no order of columns was found within so many seconds, and others are left.
+        QueryTimeout: the search over column orders exceeded its time.
     """
-    missing = Counter(hash(_bag(row)) for row in gold)
+    missing = Counter(hash(_count_common(row)) for row in gold)
     found: list[Row] = []
     for row in rows:
-        bag = hash(_bag(row))
+        bag = hash(_count_common(row))
         if missing[bag] == 0:
             return _wrong(f"a row that the gold query does not give, or not so often: {row!r:.200}")
         missing[bag] -= 1
@@ -51,11 +51,11 @@ def compare_bags(rows: Iterable[Row], gold: Sequence[Row], *, ordered: bool, sec
     if ordered:
         same = Counter(columns) == Counter(gold_columns)
     else:
-        same = _same_bag_of_rows(columns, gold_columns, time.monotonic() + seconds)
+        same = _is_same_bag_of_rows(columns, gold_columns, time.monotonic() + seconds)
     return _score(len(found), len(gold)) if same else _wrong("the gold query's rows in another order, or mixed")
 
 
-def _same_bag_of_rows(columns: list[Row], gold: list[Row], deadline: float) -> bool:
+def _is_same_bag_of_rows(columns: list[Row], gold: list[Row], deadline: float) -> bool:
     """Return whether some order of the columns gives the rows of the gold columns.
 
     Gold columns are matched one after the other. Rows with the same values so far are a class; a choice is followed up
@@ -65,7 +65,7 @@ def _same_bag_of_rows(columns: list[Row], gold: list[Row], deadline: float) -> b
     alike: defaultdict[Hashable, list[int]] = defaultdict(list)
     for index, column in enumerate(columns):
         number_of.setdefault(column, index)
-        alike[_bag(column)].append(index)
+        alike[_count_common(column)].append(index)
     first = [number_of[column] for column in columns]
     all_rows = [0] * len(gold[0]) if gold else []
     pending: list[tuple[tuple[int, ...], list[int], list[int]]] = [((), all_rows, all_rows)]
@@ -77,7 +77,7 @@ def _same_bag_of_rows(columns: list[Row], gold: list[Row], deadline: float) -> b
         gold_column = gold[len(chosen)]
         new_gold = _refine(gold_classes, gold_column, classes)
         wanted = Counter(new_gold)
-        choices = {first[index]: index for index in alike[_bag(gold_column)] if index not in chosen}
+        choices = {first[index]: index for index in alike[_count_common(gold_column)] if index not in chosen}
         for index in choices.values():
             if time.monotonic() > deadline:
                 raise QueryTimeout("no order of columns was found in time")
@@ -92,7 +92,7 @@ def _refine(classes: list[int], column: Row, numbers: dict[Hashable, int]) -> li
     return [numbers.setdefault(key, len(numbers)) for key in zip(classes, column, strict=True)]
 
 
-def _bag(values: Row) -> Hashable:
+def _count_common(values: Row) -> Hashable:
     """Return what two sequences of the same values, each as often, have in common."""
     return frozenset(Counter(values).items())
 

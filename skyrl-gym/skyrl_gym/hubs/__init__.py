@@ -1,5 +1,5 @@
-"""Adapters of other projects' environments, a folder each: `verifiers`, `openenv`. None of these packages is imported
-before one of its environments is made.
+"""Adapters of other projects' environments, a folder each: `verifiers`, `openenv`. Each package is imported when the
+first of its environments is created.
 
-Their classes are named by `module:Class` and have no short id: an id promises tasks of its own.
+Their classes are named by `module:Class` without a short id, since an id requires built-in tasks.
 """

@@ -32,20 +32,20 @@ def make_sandbox(
     image: str | None = None,
     pull: Pull = "missing",
 ) -> Sandbox:
-    """Return a sandbox, not started.
+    """Create a sandbox, not started.
 
     Args:
-        kind: "local" is bubblewrap, "docker" and "podman" a container; "auto" the first of these that works here, or
-            what the environment variable SKYRL_GYM_SANDBOX names. "process" has limits but neither a
-            file system nor a network of its own: for code one trusts, and never chosen automatically.
-        limits: of each command, unless `exec` or `popen` is given others.
-        visible: path inside -> path on this machine of what commands can see (not change) besides, such as another
-            Python's folder or the socket of a server ("process" sees everything anyway).
-        image: of a container; None: that of the environment variable SKYRL_GYM_SANDBOX_IMAGE, or `python:3.12-slim`.
+        kind: "local" is bubblewrap, "docker" and "podman" a container; "auto" the first of these that works, or the
+            kind in the environment variable SKYRL_GYM_SANDBOX. "process" has limits but no isolated file system or
+            network: for trusted code only, never chosen automatically.
+        limits: of each command, unless overridden in `exec` or `popen`.
+        visible: path inside -> path on the host, of additional read-only files, such as another Python's folder or the
+            socket of a server ("process" sees everything).
+        image: of a container; default: the environment variable SKYRL_GYM_SANDBOX_IMAGE, or `python:3.12-slim`.
         pull: when that image is pulled.
 
     Raises:
-        InfraError: that kind does not work on this machine; the text says why and what to install.
+        InfraError: the kind does not work on this machine; the text names the reason and what to install.
     """
     if kind == "auto":
         kind = os.environ.get(KIND_VARIABLE, "auto")  # pyright: ignore[reportAssignmentType]
@@ -87,7 +87,7 @@ def _make(
 
 
 def _probe(kind: Kind, image: str | None = None, pull: Pull = "missing") -> InfraError | None:
-    """Return the reason why that kind does not work here; None if it does. Tried once per process and image."""
+    """Return the reason why a kind does not work here, or None. Tried once per process and image."""
     key = (kind, image, pull)
     # Held during the trial: threads that ask the same meanwhile wait for its result instead of trying themselves.
     with _finding[key]:

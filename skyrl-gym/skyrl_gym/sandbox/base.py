@@ -68,13 +68,13 @@ class SandboxProcess(Protocol):
 
 
 class Sandbox(Protocol):
-    """A place with a file system and a workspace of its own, without network, in which commands run within limits.
+    """Isolated environment for commands: separate file system and workspace, no network, resource limits.
 
     `start`, then any number of `exec` and `popen`, `write` and `read`, then `close`; or as a context manager. Commands
-    start in the workspace, an empty folder that only they and `read` / `write` see and that lives until `close`. When a
-    command ends, whatever it started in the background ends with it. One thread at a time uses one sandbox.
+    start in the workspace, an initially empty folder that is visible only to them and `read` / `write`, and is deleted
+    by `close`. When a command ends, its background processes are killed. Not thread-safe.
 
-    Raises `InfraError` if the sandbox itself fails; what a command does is never an exception.
+    Raises `InfraError` if the sandbox itself fails; a failing command is a result, not an exception.
     """
 
     limits: Limits
@@ -91,7 +91,7 @@ class Sandbox(Protocol):
         env: Mapping[str, str] | None = None,
         limits: Limits | None = None,
     ) -> ExecResult:
-        """Run a command to its end. `limits` stand in for the sandbox's own."""
+        """Run a command to completion. `limits` override the sandbox's limits."""
         ...
 
     def popen(

@@ -20,7 +20,7 @@ from typing import IO, Protocol
 
 from skyrl_gym.error import InfraError
 from skyrl_gym.sandbox.base import ExecResult, Limits, Outcome
-from skyrl_gym.sandbox.rlimits import default_signals
+from skyrl_gym.sandbox.rlimits import make_signal_arguments
 
 CHUNK = 1 << 16
 END_SECONDS = 30.0
@@ -55,7 +55,7 @@ class Containment(Protocol):
         ...
 
     def returncode(self, status: int) -> int | None:
-        """Return the command's status, from that of its launcher; None if the launcher failed and no command ran."""
+        """Return the command's status, derived from its launcher's; None if the launcher failed and no command ran."""
         ...
 
     def close(self) -> None:
@@ -129,7 +129,7 @@ class Command:
                 for descriptor in (stdin, stdout, stderr):
                     os.fchown(descriptor, launch.owner, launch.owner)
             process = subprocess.Popen(
-                [*default_signals(), *launch.argv],
+                [*make_signal_arguments(), *launch.argv],
                 stdin=stdin,
                 stdout=stdout,
                 stderr=stderr,
@@ -302,7 +302,7 @@ class Command:
             said = stderr.decode(errors="replace").strip()
             raise InfraError(f"the sandbox ended without running the command ({self._process.returncode}): {said}")
         returncode = -signal.SIGKILL if returncode is None else returncode
-        outcome = self._stopped_by or _outcome_of(returncode, self._cpu_seconds, self.limits)
+        outcome = self._stopped_by or _get_outcome(returncode, self._cpu_seconds, self.limits)
         if outcome == "exited":  # too fast for the monitor
             outcome = self._containment.over_limit(self._process, self.limits) or outcome
         self._result = ExecResult(
@@ -311,7 +311,7 @@ class Command:
         return self._result
 
 
-def _outcome_of(returncode: int, cpu_seconds: float, limits: Limits) -> Outcome:
+def _get_outcome(returncode: int, cpu_seconds: float, limits: Limits) -> Outcome:
     """Return the kernel limit that ended the command. CPU time: SIGXCPU, and a second later SIGKILL."""
     if returncode == -signal.SIGXCPU or (returncode == -signal.SIGKILL and cpu_seconds >= limits.cpu_seconds):
         return "cpu_time"
@@ -383,7 +383,7 @@ background = Background()
 
 
 def _after_fork() -> None:
-    """Threads do not come along into a forked process."""
+    """Reset the state in a forked process, which has no threads."""
     global background
     background = Background()
 

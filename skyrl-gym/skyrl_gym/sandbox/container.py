@@ -1,7 +1,7 @@
-"""Commands in a container, through the command line that Docker and Podman have in common.
+"""Commands in a container, through the common command line of Docker and Podman.
 
-One container for one sandbox, removed on `close`. The workspace is a file system in the container's memory, whose size
-the kernel keeps. What a command leaves behind ends with it, or with the last of those that run at the same time.
+One container per sandbox, removed on `close`. The workspace is a file system in the container's memory with a size
+limit of the kernel. Leftover processes of a command are killed with it, or with the last of concurrent commands.
 """
 
 import os
@@ -27,13 +27,13 @@ from skyrl_gym.sandbox.container_engine import (
     forget_image,
     run_engine,
 )
-from skyrl_gym.sandbox.container_owner import LABEL, owner_of_containers
+from skyrl_gym.sandbox.container_owner import LABEL, get_container_owner
 from skyrl_gym.sandbox.environment import carried
 from skyrl_gym.sandbox.host import HostSandbox
 from skyrl_gym.sandbox.rlimits import ENVIRONMENT, OPEN_FILES, rlimits
-from skyrl_gym.sandbox.seccomp import MACHINES, seccomp_filter
+from skyrl_gym.sandbox.seccomp import MACHINES, build_seccomp_filter
 from skyrl_gym.sandbox.usage import ProcFolder
-from skyrl_gym.sandbox.workspace import ENTRY_BYTES, path_parts
+from skyrl_gym.sandbox.workspace import ENTRY_BYTES, split_path
 
 IMAGE = "python:3.12-slim"
 IMAGE_VARIABLE = "SKYRL_GYM_SANDBOX_IMAGE"
@@ -146,7 +146,7 @@ class Container:
         self._killed_for_memory = 0
         self._proc: ProcFolder | None = None
         ensure_image(engine, image, pull)
-        owner = owner_of_containers(engine)
+        owner = get_container_owner(engine)
         self.name = f"skyrl-gym-{owner}-{uuid.uuid4().hex}"
         try:
             run_engine(engine, self.run_arguments(image, limits), timeout=START_SECONDS)
@@ -230,13 +230,13 @@ class Container:
         return "memory" if too_many or self._proc.exceeds_memory(processes, self.limits.memory_bytes) else None
 
     def write(self, path: str, data: bytes) -> None:
-        ended = self._call(WRITE, *path_parts(path), stdin=data)
+        ended = self._call(WRITE, *split_path(path), stdin=data)
         if ended.returncode == 5:
             raise ValueError(f"{path!r} cannot be written as a plain file of the workspace")
         self._check(ended)
 
     def read(self, path: str, max_bytes: int) -> bytes:
-        ended = self._call(READ, str(max_bytes), *path_parts(path))
+        ended = self._call(READ, str(max_bytes), *split_path(path))
         if ended.returncode == 4:
             raise FileNotFoundError(f"no file {path!r} in the workspace")
         if ended.returncode == 5:
@@ -292,8 +292,8 @@ class ContainerSandbox(HostSandbox[Container]):
     """A `Sandbox` in a container. Made by `make_sandbox("docker")` and `make_sandbox("podman")`.
 
     Args:
-        limits: of each command. Memory, processes and workspace hold for the container, whatever `exec` is given.
-        image: any with `sh`, `prlimit` and Python 3 on its path. None: that of the environment variable
+        limits: of each command. Memory, processes and workspace apply to the container and cannot be overridden in
+        `exec`. image: any with `sh`, `prlimit` and Python 3 on its path. Default: the environment variable
             SKYRL_GYM_SANDBOX_IMAGE, or `python:3.12-slim`.
         visible: path inside -> path on this machine of what commands can see (not change) besides.
     """
@@ -322,7 +322,7 @@ class ContainerSandbox(HostSandbox[Container]):
         container = self._started()
         mark = uuid.uuid4().hex
         carriers, command_line = carried(env, command)
-        filters = ",".join(f"{machine}={seccomp_filter(machine).hex()}" for machine in MACHINES)
+        filters = ",".join(f"{machine}={build_seccomp_filter(machine).hex()}" for machine in MACHINES)
         argv = container.exec_arguments(
             *(self.python, "-I", "-S", "-c", BEGIN, mark, filters),
             *("prlimit", *rlimits(limits, processes=limits.processes), "--"),

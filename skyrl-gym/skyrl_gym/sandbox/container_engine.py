@@ -63,14 +63,14 @@ def run_engine(engine: EngineName, arguments: Sequence[str], timeout: float = CA
         raise InfraError(f"{engine} {arguments[0]} did not end within {timeout:g} s") from None
     if ended.returncode != 0:
         said = ended.stderr.decode(errors="replace").strip()
-        raise InfraError(f"{engine} {arguments[0]} failed: {said}{remedy_of(engine, said)}")
+        raise InfraError(f"{engine} {arguments[0]} failed: {said}{find_remedy(engine, said)}")
     return ended.stdout
 
 
 PACKAGES: dict[EngineName, str] = {"docker": "docker.io", "podman": "podman uidmap"}
 
 
-def remedy_of(engine: EngineName, said: str) -> str:
+def find_remedy(engine: EngineName, said: str) -> str:
     """Return the cause and the remedy of an engine's message, in brackets; empty for one that is not known."""
     for pattern, remedy in REMEDIES.items():
         if re.search(pattern, said, re.IGNORECASE | re.DOTALL):
@@ -111,7 +111,7 @@ def ensure_image(engine: EngineName, image: str, pull: Pull) -> None:
         if is_pulled:
             if pull == "never":
                 raise InfraError(
-                    f"{engine} has no image {image!r}, and the pull policy is never: {_how_to_get(engine, image)}"
+                    f"{engine} has no image {image!r}, and the pull policy is never: {_explain_pull(engine, image)}"
                 )
             run_engine(engine, ["pull", "--quiet", image], timeout=START_SECONDS)
         # After a failure it is not noted, so the next thread in line tries again.
@@ -134,6 +134,6 @@ def has_image(engine: EngineName, image: str) -> bool:
     return True
 
 
-def _how_to_get(engine: EngineName, image: str) -> str:
+def _explain_pull(engine: EngineName, image: str) -> str:
     made = f"python -m skyrl_gym.sandbox.machine_image {image} --engine {engine}"
     return f"`{engine} pull {image}`, `{engine} load`, or {made}"

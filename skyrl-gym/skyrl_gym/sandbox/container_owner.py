@@ -29,10 +29,10 @@ _watched: dict[EngineName, int] = {}
 _locks = KeyedLocks()
 
 
-def owner_of_containers(engine: EngineName) -> str:
+def get_container_owner(engine: EngineName) -> str:
     """Return this process's name as an owner of containers. The first call starts the watchdog and removes
     containers of processes that have ended."""
-    owner = f"{_surroundings()}-{os.getpid()}-{process_start(os.getpid())}"
+    owner = f"{_get_boot_and_namespace()}-{os.getpid()}-{process_start(os.getpid())}"
     with _locks[engine]:
         if engine not in _watched:
             _watched[engine] = _start_watchdog(engine, f"{LABEL}={PREFIX}{owner}")
@@ -45,7 +45,7 @@ def remove_abandoned(engine: EngineName) -> list[str]:
     listed = (
         run_engine(engine, ["ps", "--all", "--filter", f"label={LABEL}", "--format", "{{.Names}}"]).decode().split()
     )
-    abandoned = [name for name in listed if _owner_ended(name)]
+    abandoned = [name for name in listed if _has_owner_ended(name)]
     if abandoned:
         with suppress(InfraError):  # another process may be removing them, too
             run_engine(engine, ["rm", "--force", "--volumes", *abandoned])
@@ -61,23 +61,23 @@ def process_start(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
-def _owner_ended(name: str) -> bool:
+def _has_owner_ended(name: str) -> bool:
     """Return True if the owner in a container's name was a process of this boot and namespace, and is no more."""
     # A container of an earlier release has no owner in its name: it ends by itself.
     parts = name.removeprefix(PREFIX).rsplit("-", 3)
-    if len(parts) != 4 or parts[0] != _surroundings():
+    if len(parts) != 4 or parts[0] != _get_boot_and_namespace():
         return False
     return str(process_start(int(parts[1]))) != parts[2]
 
 
-def _surroundings() -> str:
+def _get_boot_and_namespace() -> str:
     """Boot of this machine and namespace of process numbers, in which a number means one process."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot[:8]}.{os.stat('/proc/self/ns/pid').st_ino}"
 
 
 def _start_watchdog(engine: EngineName, label: str) -> int:
-    """Return the end of the pipe whose closing wakes the watchdog; programs that are started do not inherit it."""
+    """Start the watchdog. Returns the pipe end that wakes it on close; child programs do not inherit it."""
     program = shutil.which(engine)
     if program is None:
         raise InfraError(f"the {engine} command is not installed")
@@ -94,7 +94,7 @@ def _start_watchdog(engine: EngineName, label: str) -> int:
 
 
 def _after_fork() -> None:
-    """A forked process owns no containers, and must not hold its parent's watchdogs back."""
+    """Reset the owner in a forked process, which owns no containers and must not hold its parent's watchdogs back."""
     for writing in _watched.values():
         with suppress(OSError):
             os.close(writing)

@@ -1,9 +1,8 @@
-"""Deletion of a folder that hostile code filled, in time proportional to its entries, whatever their depth and modes.
+"""Deletion of a folder filled by hostile code, in time linear in its entries for any depth and modes.
 
-Each folder inside is moved up to the root before it is emptied: no path is long, and few folders are open at a time.
-Where the file system is slow or the machine busy, 32,000 folders take minutes all the same. So `delete_locked` leaves
-what is not gone in time to a thread of this process, and if the process ends first, to the next one that looks for
-folders left behind.
+Each nested folder is moved up to the root before it is emptied, so paths are short and few folders are open at a time.
+On a slow file system or busy machine 32,000 folders still take minutes. So `delete_locked` leaves the remainder to a
+background thread, and if the process exits first, to the next process that sweeps leftover folders.
 """
 
 import itertools
@@ -50,12 +49,12 @@ def delete_locked(root: str, lock: int, deadline: float) -> None:
 
 
 def delete_folder(root: str, deadline: float) -> bool:
-    """Delete a folder with all that is in it. Returns False if the deadline came first; a further call goes on."""
+    """Delete a folder recursively. Returns False at the deadline; a further call continues."""
     try:
         with suppress(FileNotFoundError):
             folder = os.open(root, FOLDER)
             try:
-                for _ in _deletions(folder):
+                for _ in _iter_deletions(folder):
                     if time.monotonic() > deadline:
                         return False
             finally:
@@ -66,7 +65,7 @@ def delete_folder(root: str, deadline: float) -> bool:
     return True
 
 
-def _deletions(root: int) -> Iterator[None]:
+def _iter_deletions(root: int) -> Iterator[None]:
     """Empty an open folder, one entry for each step."""
     new_names = (f"{uuid.uuid4().hex}-{number}" for number in itertools.count())
     pending = ["."]
@@ -85,7 +84,7 @@ def _deletions(root: int) -> Iterator[None]:
                 elif name == ".":
                     pending.append(entry.name)
                 else:
-                    _let_owner_in(entry.name, folder, entry.stat(follow_symlinks=False).st_mode)
+                    _set_owner_access(entry.name, folder, entry.stat(follow_symlinks=False).st_mode)
                     pending.append(next(new_names))
                     os.rename(entry.name, pending[-1], src_dir_fd=folder, dst_dir_fd=root)
                 yield
@@ -97,12 +96,12 @@ def _deletions(root: int) -> Iterator[None]:
 
 
 def open_folder(name: str, parent: int, mode: int) -> int:
-    """Open a folder, also one whose mode keeps its owner, who may be us, from looking into it."""
-    _let_owner_in(name, parent, mode)
+    """Open a folder, also if its mode denies access to its owner, who may be this process."""
+    _set_owner_access(name, parent, mode)
     return os.open(name, FOLDER, dir_fd=parent)
 
 
-def _let_owner_in(name: str, parent: int, mode: int) -> None:
+def _set_owner_access(name: str, parent: int, mode: int) -> None:
     if mode & stat.S_IRWXU == stat.S_IRWXU:
         return
     # O_PATH needs no permission for the folder itself, and chmod by descriptor follows no link.
@@ -114,7 +113,7 @@ def _let_owner_in(name: str, parent: int, mode: int) -> None:
 
 
 class LeftFolders:
-    """Folders whose deletion takes long, and the thread that deletes one after the other."""
+    """Queue of folders with slow deletion, and the thread that deletes them in order."""
 
     def __init__(self, max_left: int = MAX_LEFT):
         self._folders: queue.Queue[tuple[str, int]] = queue.Queue(max_left)
@@ -161,7 +160,7 @@ left_folders = LeftFolders()
 
 
 def _after_fork() -> None:
-    """Threads do not come along into a forked process; its parent deletes what it has to."""
+    """Reset the state in a forked process, which has no threads; the parent deletes its folders."""
     global left_folders
     left_folders = LeftFolders()
 

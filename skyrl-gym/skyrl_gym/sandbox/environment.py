@@ -1,7 +1,7 @@
-"""Environment variables of a command that stand in no command line: every user of a machine can read those in /proc.
+"""Environment variables of a command, kept out of command lines, which every user can read in /proc.
 
-Variables of fixed names carry them, as lines of a shell, past the programs that start a command: what such a program
-would obey (`LD_PRELOAD`, `PATH`, `DOCKER_HOST`) takes effect for the command alone.
+They are passed as shell lines in variables with fixed names, so that variables such as `LD_PRELOAD`, `PATH` and
+`DOCKER_HOST` affect only the command and not the programs that start it.
 """
 
 import re
@@ -25,19 +25,19 @@ sets them, from the command line: they are no place for a key."""
 
 
 def carried(env: Mapping[str, str] | None, command: Sequence[str | bytes]) -> tuple[dict[str, bytes], list[bytes]]:
-    """Return the carriers for the environment of whatever starts the command, and the command line that unpacks them.
+    """Pack variables for a command. Returns the variables for its launcher, and the command line that unpacks them.
 
     Args:
-        command: runs with `env` beside the variables of its surroundings.
+        command: runs with `env` in addition to the variables of its surroundings.
 
     Raises:
-        ValueError: a name that no shell can export, a zero byte, or more than Linux starts.
+        ValueError: a name that no shell can export, a zero byte, or more data than Linux accepts.
     """
     words = [as_bytes(part) for part in command]
     if not env:
         return {}, words
     check_variables(env)
-    quoted = (f"{name}='{_quoted(value)}'" for name, value in env.items() if not OF_SHELLS.fullmatch(name))
+    quoted = (f"{name}='{_quote_value(value)}'" for name, value in env.items() if not OF_SHELLS.fullmatch(name))
     lines = "".join(f"export {variable}\n" for variable in quoted)
     chunks = [as_bytes(lines[at : at + CHUNK_CHARACTERS]) for at in range(0, len(lines), CHUNK_CHARACTERS)]
     if (size := sum(map(len, chunks))) > MAX_BYTES:
@@ -65,5 +65,5 @@ def check_variables(env: Mapping[str, str]) -> None:
             raise ValueError(f"the environment variable {name} has a zero byte")
 
 
-def _quoted(value: str) -> str:
+def _quote_value(value: str) -> str:
     return value.replace("'", "'\\''")

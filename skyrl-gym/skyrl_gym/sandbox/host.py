@@ -29,7 +29,7 @@ FilesType = TypeVar("FilesType", bound=Files)
 
 
 class HostSandbox(Generic[FilesType]):
-    """A `Sandbox` whose commands are children of this process. What is around them, `_launch` says."""
+    """A `Sandbox` whose commands are children of this process. `_launch` defines their isolation."""
 
     python: str
 

@@ -6,8 +6,8 @@ from collections.abc import Hashable
 
 
 class KeyedLocks:
-    """A lock for each key. Those of a forked process are free: the threads that held them do not exist there. For a
-    module's own, as `os.register_at_fork` keeps it alive."""
+    """A lock for each key. All locks are free after a fork, since the holding threads do not exist in the child. Use at
+    module level only, as `os.register_at_fork` keeps it alive."""
 
     def __init__(self) -> None:
         self._renew()

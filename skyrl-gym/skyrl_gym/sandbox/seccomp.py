@@ -1,8 +1,8 @@
 """System calls a sandboxed command may not make, as a seccomp filter (classic BPF) that bubblewrap installs.
 
-A second wall. Namespaces and limits contain a command only while it cannot make namespaces of its own, reach what is in
-no namespace (the kernel's keyring, AF_VSOCK to the host of a virtual machine, the kernel log), or hold memory that is
-in no resident set (memfd, System V IPC). Calls that need a capability are not listed: a command has none.
+A second layer of isolation. Namespaces and limits contain a command only while it cannot create namespaces, access
+global resources (the kernel's keyring, AF_VSOCK to the host of a virtual machine, the kernel log), or allocate memory
+outside of its resident set (memfd, System V IPC). Calls that need a capability are not listed: a command has none.
 """
 
 import errno
@@ -68,42 +68,45 @@ NUMBER_OFFSET, ARCHITECTURE_OFFSET, FIRST_ARGUMENT_OFFSET, FOURTH_ARGUMENT_OFFSE
 
 
 @cache
-def seccomp_filter(machine: str = platform.machine()) -> bytes:
+def build_seccomp_filter(machine: str = platform.machine()) -> bytes:
     """Assemble the filter for a processor architecture. Raises InfraError if its system calls are unknown here."""
     if machine not in MACHINES:
         raise InfraError(f"the sandbox knows the system calls of {', '.join(MACHINES)}, not of {machine}")
     architecture, column, socket_number, clone_number, mmap_number = MACHINES[machine]
     program = [
-        _instruction(LOAD, ARCHITECTURE_OFFSET),
-        _instruction(JUMP_EQUAL, architecture, 1, 0),
-        _instruction(RETURN, KILL_PROCESS),
-        _instruction(LOAD, NUMBER_OFFSET),
+        _encode_instruction(LOAD, ARCHITECTURE_OFFSET),
+        _encode_instruction(JUMP_EQUAL, architecture, 1, 0),
+        _encode_instruction(RETURN, KILL_PROCESS),
+        _encode_instruction(LOAD, NUMBER_OFFSET),
     ]
     if machine == "x86_64":
-        program += [_instruction(JUMP_GREATER_EQUAL, X32_BIT, 0, 1), _instruction(RETURN, KILL_PROCESS)]
+        program += [_encode_instruction(JUMP_GREATER_EQUAL, X32_BIT, 0, 1), _encode_instruction(RETURN, KILL_PROCESS)]
     for refused in REFUSED.values():
-        program += [_instruction(JUMP_EQUAL, refused[column], 0, 1), _instruction(RETURN, ERRNO | refused[0])]
+        program += [
+            _encode_instruction(JUMP_EQUAL, refused[column], 0, 1),
+            _encode_instruction(RETURN, ERRNO | refused[0]),
+        ]
     program += [
-        _instruction(JUMP_EQUAL, clone_number, 0, 4),
-        _instruction(LOAD, FIRST_ARGUMENT_OFFSET),
-        _instruction(JUMP_ANY_BIT, NAMESPACE_FLAGS, 0, 1),
-        _instruction(RETURN, ERRNO | errno.EPERM),
-        _instruction(RETURN, ALLOW),
-        _instruction(JUMP_EQUAL, mmap_number, 0, 5),
-        _instruction(LOAD, FOURTH_ARGUMENT_OFFSET),
-        _instruction(JUMP_ANY_BIT, SHARED, 0, 2),
-        _instruction(JUMP_ANY_BIT, ANONYMOUS, 0, 1),
-        _instruction(RETURN, ERRNO | errno.EPERM),
-        _instruction(RETURN, ALLOW),
-        _instruction(JUMP_EQUAL, socket_number, 1, 0),
-        _instruction(RETURN, ALLOW),
-        _instruction(LOAD, FIRST_ARGUMENT_OFFSET),
+        _encode_instruction(JUMP_EQUAL, clone_number, 0, 4),
+        _encode_instruction(LOAD, FIRST_ARGUMENT_OFFSET),
+        _encode_instruction(JUMP_ANY_BIT, NAMESPACE_FLAGS, 0, 1),
+        _encode_instruction(RETURN, ERRNO | errno.EPERM),
+        _encode_instruction(RETURN, ALLOW),
+        _encode_instruction(JUMP_EQUAL, mmap_number, 0, 5),
+        _encode_instruction(LOAD, FOURTH_ARGUMENT_OFFSET),
+        _encode_instruction(JUMP_ANY_BIT, SHARED, 0, 2),
+        _encode_instruction(JUMP_ANY_BIT, ANONYMOUS, 0, 1),
+        _encode_instruction(RETURN, ERRNO | errno.EPERM),
+        _encode_instruction(RETURN, ALLOW),
+        _encode_instruction(JUMP_EQUAL, socket_number, 1, 0),
+        _encode_instruction(RETURN, ALLOW),
+        _encode_instruction(LOAD, FIRST_ARGUMENT_OFFSET),
     ]
     for family in SOCKET_FAMILIES:
-        program += [_instruction(JUMP_EQUAL, family, 0, 1), _instruction(RETURN, ALLOW)]
-    program.append(_instruction(RETURN, ERRNO | errno.EAFNOSUPPORT))
+        program += [_encode_instruction(JUMP_EQUAL, family, 0, 1), _encode_instruction(RETURN, ALLOW)]
+    program.append(_encode_instruction(RETURN, ERRNO | errno.EAFNOSUPPORT))
     return b"".join(program)
 
 
-def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+def _encode_instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
     return struct.pack("<HBBI", code, if_true, if_false, value)

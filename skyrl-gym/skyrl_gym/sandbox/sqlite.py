@@ -23,7 +23,7 @@ Row = tuple[int | float | str | bytes | None, ...]
 
 
 class QueryError(Exception):
-    """The query is wrong, or asks for what it may not. The text is for whoever wrote it."""
+    """The query is invalid or not permitted. The text is for the author of the query."""
 
 
 class QueryTimeout(QueryError):
@@ -50,7 +50,7 @@ ONLY_SELECT = "only SELECT may be run here: no PRAGMA, no ATTACH, nothing that w
 MAX_SQL_LENGTH = 100_000
 MAX_TABLE_EXPRESSIONS = 100
 MAX_EXPANSIONS = 4096
-"""Maximum number of expansions of common table expressions into each other; see `_expansions`."""
+"""Maximum number of expansions of common table expressions into each other; see `_count_expansions`."""
 
 _ALLOWED_ACTIONS = {
     sqlite3.SQLITE_SELECT,
@@ -87,10 +87,10 @@ def read_rows(db_file: str, sql: str, limits: QueryLimits = DEFAULT_LIMITS) -> G
     """
     if len(sql) > MAX_SQL_LENGTH:
         raise QueryError(f"the query is longer than {MAX_SQL_LENGTH} characters")
-    if _expansions(sql) > MAX_EXPANSIONS:
+    if _count_expansions(sql) > MAX_EXPANSIONS:
         raise QueryError("the common table expressions use each other too many times")
     try:
-        connection = sqlite3.connect(_uri(db_file), uri=True, isolation_level=None, timeout=limits.wall_seconds)
+        connection = sqlite3.connect(_make_uri(db_file), uri=True, isolation_level=None, timeout=limits.wall_seconds)
     except sqlite3.Error as failure:
         raise InfraError(f"cannot open the database {db_file}: {failure}") from failure
     watch = _Watch(connection, limits)
@@ -99,14 +99,14 @@ def read_rows(db_file: str, sql: str, limits: QueryLimits = DEFAULT_LIMITS) -> G
         with watch:
             yield from _fetch(connection, sql, limits)
     except (sqlite3.Error, sqlite3.Warning) as failure:
-        raise _meaning(failure, watch, db_file) from failure
+        raise _convert_error(failure, watch, db_file) from failure
     except (ValueError, OverflowError, MemoryError) as failure:  # a null character, a lone surrogate, no memory
         raise QueryError(str(failure) or "out of memory") from failure
     finally:
         connection.close()
 
 
-def _uri(db_file: str) -> str:
+def _make_uri(db_file: str) -> str:
     """Read-only, and without locks or side files unless a writer left some: then they belong to the content."""
     path = Path(db_file).absolute()
     in_use = any(path.with_name(path.name + suffix).exists() for suffix in ("-wal", "-journal"))
@@ -151,7 +151,7 @@ def _fetch(connection: sqlite3.Connection, sql: str, limits: QueryLimits) -> Gen
         yield row
 
 
-def _meaning(failure: Exception, watch: "_Watch", db_file: str) -> Exception:
+def _convert_error(failure: Exception, watch: "_Watch", db_file: str) -> Exception:
     """Classify an error of SQLite as the query's, the database's or a limit's."""
     code = getattr(failure, "sqlite_errorcode", 0) & 0xFF  # the upper bits only refine
     if code == sqlite3.SQLITE_INTERRUPT and watch.stopped_for is not None:
@@ -211,7 +211,7 @@ _QUOTED = re.compile(r"""'(?:[^']|'')*'|"(?:[^"]|"")*"|`[^`]*`|\[[^\]]*\]""")
 _DEFINITION = re.compile(r"\b(\w+)\b\s*(?:\([^()]*\)\s*)?\bas\s*(?:(?:not\s+)?materialized\s*)?\(")
 
 
-def _expansions(sql: str) -> int:
+def _count_expansions(sql: str) -> int:
     """Bound the number of copies that SQLite makes of one common table expression's body.
 
     `WITH a AS (...), b AS (... a, a), c AS (... b, b), ...` doubles with every line, and the copying cannot be

@@ -1,4 +1,4 @@
-"""The private folder of one sandbox on the host. Hostile code made what is inside: nothing here follows a link."""
+"""Private folder of one sandbox on the host. Its content is untrusted: no symbolic link is followed."""
 
 import fcntl
 import glob
@@ -30,7 +30,7 @@ class Workspace:
     """
 
     def __init__(self, owner: int | None = None, root: str | None = None):
-        _sweep()
+        _remove_stale_folders()
         self.owner = owner
         if root is not None:
             os.mkdir(root, 0o700)
@@ -55,7 +55,7 @@ class Workspace:
 
     def write(self, path: str, data: bytes) -> None:
         """Write a file, with the folders it needs. What had its name before is replaced, not written through."""
-        *folders, name = path_parts(path)
+        *folders, name = split_path(path)
         with self._folder(folders, make=True, path=path) as folder:
             with suppress(FileNotFoundError):
                 try:
@@ -70,7 +70,7 @@ class Workspace:
 
     def read(self, path: str, max_bytes: int) -> bytes:
         """Read a regular file. Raises ValueError for any other kind, for a link on the way, and above `max_bytes`."""
-        *folders, name = path_parts(path)
+        *folders, name = split_path(path)
         with self._folder(folders, make=False, path=path) as folder:
             # Without blocking: a pipe with no writer would hold us.
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -88,12 +88,12 @@ class Workspace:
         return data
 
     def usage(self, stop_above: int) -> int:
-        """Bytes that the files take, counted until `stop_above` is passed. Folders too deep count as all of it."""
+        """Count the bytes of all files, up to `stop_above`. Folders too deep count as all of it."""
         total = 0
         self.open()
         for folder in (self.files, self.tmp, self.shm):
             with suppress(OSError):  # closed again at this moment
-                total += _tree_bytes(os.open(folder, FOLDER), stop_above - total, MAX_DEPTH)
+                total += _count_tree_bytes(os.open(folder, FOLDER), stop_above - total, MAX_DEPTH)
             if total > stop_above:
                 break
         return total
@@ -130,8 +130,8 @@ class Workspace:
 
 
 @cache
-def _sweep() -> None:
-    """Delete folders of processes that were killed before they could: old ones that nobody holds a lock on. Once."""
+def _remove_stale_folders() -> None:
+    """Delete folders of killed processes: old folders without a lock holder. Runs once."""
     deadline = time.monotonic() + CLOSE_SECONDS
     for path in glob.glob(os.path.join(tempfile.gettempdir(), f"{PREFIX}*")):
         with suppress(OSError, InfraError):
@@ -148,7 +148,7 @@ def _sweep() -> None:
             delete_locked(path, lock, deadline)
 
 
-def path_parts(path: str) -> list[str]:
+def split_path(path: str) -> list[str]:
     """Split the path to a file of the workspace. Raises ValueError for a path that leads, or looks, outside."""
     parts = [part for part in path.split("/") if part not in ("", ".")]
     if path.startswith("/") or not parts or ".." in parts or "\0" in path:
@@ -166,7 +166,7 @@ def _unsafe_is_value_error(path: str) -> Iterator[None]:
         raise ValueError(f"{path!r} is not a plain file of the workspace: {error.strerror}") from None
 
 
-def _tree_bytes(descriptor: int, stop_above: int, depth: int) -> int:
+def _count_tree_bytes(descriptor: int, stop_above: int, depth: int) -> int:
     """Take over the open folder. Entries may come and go meanwhile: a command is running."""
     total = 0
     try:
@@ -179,7 +179,7 @@ def _tree_bytes(descriptor: int, stop_above: int, depth: int) -> int:
                         if depth == 0:
                             return stop_above + 1
                         inner = open_folder(entry.name, descriptor, about.st_mode)
-                        total += _tree_bytes(inner, stop_above - total, depth - 1)
+                        total += _count_tree_bytes(inner, stop_above - total, depth - 1)
                 except OSError:
                     continue
                 if total > stop_above:

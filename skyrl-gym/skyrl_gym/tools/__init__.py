@@ -1,4 +1,4 @@
-"""Tools that environments offer to a model. What a group stands on is imported when the group is asked for."""
+"""Tools that environments offer to a model. The dependencies of a group are imported on first use."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, for asynchronous code that is called from synchronous code."""
+"""Event loop in a separate thread, for asynchronous code called from synchronous code."""
 
 import asyncio
 import concurrent.futures
@@ -58,7 +58,9 @@ _shared_lock = threading.Lock()
 
 
 def shared_loop() -> BackgroundLoop:
-    """One loop for all asynchronous tools of this process. A forked child has no threads, and so makes another."""
+    """Return the loop shared by all asynchronous tools of this process. A forked child has no threads, and so makes
+    another.
+    """
     with _shared_lock:
         # By process id: a forked child inherits the entry of its parent, whose thread it does not have.
         if os.getpid() not in _shared:

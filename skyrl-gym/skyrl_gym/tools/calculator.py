@@ -18,11 +18,11 @@ Number = int | float
 
 
 class CalculatorError(ValueError):
-    """The expression is not arithmetic, or has no result. The text is for whoever wrote the expression."""
+    """The expression is not arithmetic, or has no result. The text is for the author of the expression."""
 
 
 def _divide(left: Number, right: Number) -> Number:
-    """Exact where the result is whole, so that 84/2 is 42 and not 42.0."""
+    """Divide exactly if the result is whole, so that 84/2 is 42 and not 42.0."""
     if isinstance(left, int) and isinstance(right, int) and right != 0 and left % right == 0:
         return left // right
     return left / right
@@ -47,12 +47,12 @@ _UNARY: dict[type[ast.unaryop], Callable[[Number], Number]] = {ast.UAdd: operato
 
 
 def evaluate_expression(expression: str) -> Number:
-    """The value of numbers joined by `+ - * / // % **`, signs and parentheses.
+    """Evaluate an expression of numbers, `+ - * / // % **`, signs and parentheses.
 
     Bounded in length, exponent and size of every intermediate result, so that no expression can take long.
 
     Raises:
-        CalculatorError: anything else stands in it, it divides by zero, or a result is too large.
+        CalculatorError: any other syntax, a division by zero, or a result that is too large.
     """
     text = expression.strip()
     if len(text) > MAX_EXPRESSION_LENGTH:
@@ -79,10 +79,10 @@ def _evaluate(node: ast.expr) -> Number:
             result = _UNARY[type(op)](_evaluate(operand))
         case _:
             raise CalculatorError(f"{ast.unparse(node)!r} is not arithmetic")
-    return _checked(result)
+    return _check_result(result)
 
 
-def _checked(value: Number) -> Number:
+def _check_result(value: Number) -> Number:
     """Negative numbers to a fractional power are complex; 1e400 is infinite: neither is an answer."""
     if isinstance(value, complex) or value != value or value in (float("inf"), float("-inf")):
         raise CalculatorError("the result is not a real number")

@@ -21,15 +21,15 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 class tool:
     """Mark a method of a `ToolGroup` as a tool: `@tool`, or `@tool(name=..., description=...)`.
 
-    The method may be `async def`. Through an instance it is the bound method; through the class, this mark.
+    The method may be `async def`. Accessed on an instance it is the bound method; on the class, the `tool` object.
 
     Args:
-        name: What a model calls it by; the method's name unless given.
-        description: What a model is told of it; the docstring up to its first section (`Args:`, ...) unless given.
+        name: Name for the model; default: the method's name.
+        description: Description for the model; default: the docstring up to its first section (`Args:`, ...).
 
     Raises:
         TypeError: it takes `*args` or `**kwargs`, or is not a method. Raised where the class is written.
-        ValueError: the name is none that models can use.
+        ValueError: the name is not usable by models.
     """
 
     def __new__(cls, func: Callable[..., object] | None = None, **options: object) -> Any:
@@ -55,7 +55,7 @@ class tool:
 
 
 def function_schema(name: str, description: str, parameters: Schema) -> Schema:
-    """One tool in OpenAI's form."""
+    """Make the schema of a tool in OpenAI's form."""
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
@@ -127,7 +127,7 @@ class ToolGroup:
         return f"Error in {name}: {str(result) or type(result).__name__}" if isinstance(result, Exception) else result
 
     def schemas(self) -> list[Schema]:
-        """Return the tools in OpenAI's form: what goes into a request's `tools` or a chat template.
+        """Return the tools in OpenAI's form, for the `tools` of a request or a chat template.
 
         Raises:
             TypeError: a tool has a parameter whose type hint JSON cannot express.
@@ -147,7 +147,9 @@ def unknown_tool(name: str, known: list[str]) -> str:
 
 
 def as_text(result: object) -> str:
-    """Return a tool's result for a model: text as it is, nothing as nothing, the rest as JSON where it can be."""
+    """Convert a tool's result to text for the model: text unchanged, None to an empty text, the rest to JSON if
+    possible.
+    """
     if result is None:
         return ""
     if isinstance(result, str):

@@ -18,14 +18,14 @@ _ESCAPES = str.maketrans({"\t": r"\t", "\n": r"\n", "\r": r"\r"})
 
 
 class Frame:
-    """A table whose columns are called 0, 1, 2, ...; numbers and text stand to the right.
+    """A table with the column names 0, 1, 2, ... and right-aligned cells.
 
-    Lines are made when asked for: a result of a few rows can be a gigabyte once every cell is as wide as the widest.
+    Lines are rendered lazily: a few rows can be a gigabyte once every cell is padded to the widest.
     """
 
     def __init__(self, rows: Sequence[Sequence[object]], cell_characters: int | None = None):
         self._columns = [
-            _column(str(index), values, cell_characters) for index, values in enumerate(zip(*rows, strict=True))
+            _format_column(str(index), values, cell_characters) for index, values in enumerate(zip(*rows, strict=True))
         ]
         self._widths = [max(map(len, cells)) for cells in self._columns]
         self.num_lines = len(rows) + 1
@@ -49,42 +49,46 @@ class Frame:
         return "\n".join(islice(lines, wanted))[:num_characters]
 
 
-def _column(label: str, values: Sequence[Any], cell_characters: int | None) -> list[str]:
+def _format_column(label: str, values: Sequence[Any], cell_characters: int | None) -> list[str]:
     """Format a column's header and cells by the type of all its values: whole numbers, numbers, text, or anything."""
     types = {type(value) for value in values}
     if types == {int}:
         return [f" {label}", *map(str, values)]
     if types <= {int, float, type(None)} and types != {type(None)}:
-        return [f" {label}", *_floats(values)]
+        return [f" {label}", *_format_floats(values)]
     null = "NaN" if types == {str, type(None)} else "None"
-    return [label, *(_cell(value, null)[:cell_characters] for value in values)]
+    return [label, *(_format_cell(value, null)[:cell_characters] for value in values)]
 
 
-def _cell(value: object, null: str) -> str:
+def _format_cell(value: object, null: str) -> str:
     match value:
         case None:
             return null
         case float():
-            return _trimmed([f"{value: .{DIGITS}f}"])[0]
+            return _strip_zeros([f"{value: .{DIGITS}f}"])[0]
         case _:
             return str(value).translate(_ESCAPES)
 
 
-def _floats(values: Sequence[float | None]) -> list[str]:
+def _format_floats(values: Sequence[float | None]) -> list[str]:
     """Format all with as many decimals as the one that needs most; in scientific notation if that distorts one."""
     numbers = [abs(value) for value in values if value is not None]
-    fixed = _trimmed([_number(value, "f") for value in values])
+    fixed = _strip_zeros([_format_number(value, "f") for value in values])
     too_long = max(map(len, fixed)) > DIGITS + 6
     has_small = any(0 < number < 10**-DIGITS for number in numbers)
     has_large = any(number > 1e6 for number in numbers)
-    return _trimmed([_number(value, "e") for value in values]) if has_small or (too_long and has_large) else fixed
+    return (
+        _strip_zeros([_format_number(value, "e") for value in values])
+        if has_small or (too_long and has_large)
+        else fixed
+    )
 
 
-def _number(value: float | None, notation: str) -> str:
+def _format_number(value: float | None, notation: str) -> str:
     return "NaN" if value is None else f"{float(value):.{DIGITS}{notation}}"
 
 
-def _trimmed(texts: list[str]) -> list[str]:
+def _strip_zeros(texts: list[str]) -> list[str]:
     """Strip the zeros that all decimals end in, but for one."""
     decimals = {text for text in texts if _DECIMAL.fullmatch(text.strip())}
     surplus = min((len(text) - len(text.rstrip("0")) for text in decimals), default=0)

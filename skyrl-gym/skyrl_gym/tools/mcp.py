@@ -17,11 +17,11 @@ from concurrent.futures import Future
 from contextlib import AsyncExitStack, suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
+from skyrl_gym.call_arguments import SOLE_ARGUMENT, Schema, parse_text
 from skyrl_gym.deadline import outcome_of
 from skyrl_gym.error import InfraError
 from skyrl_gym.tools.background_loop import BackgroundLoop
 from skyrl_gym.tools.core import ToolGroup, function_schema, unknown_tool
-from skyrl_gym.tools.signature import SOLE_ARGUMENT, Schema, parse_text
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -38,24 +38,24 @@ _BAD_IN_NAME = re.compile(r"[^A-Za-z0-9_-]")
 
 
 class MCPToolGroup(ToolGroup):
-    """The tools of one MCP server, listed once, when this is made. One group may serve many environments.
+    """Tools of one MCP server, listed once at construction. One group may serve many environments.
 
-    A server that dies is started again with the next call, until it has died `max_restarts` times without an answer in
-    between; what it held in memory is gone then, so the call in which it died raises InfraError.
+    A crashed server is restarted by the next call, up to `max_restarts` crashes without a response in between. Its
+    memory is lost, so the call during the crash raises InfraError.
 
     Args:
-        command: Starts a server that talks over standard input and output.
-        url: Reaches one that talks streamable HTTP. Exactly one of the two is given.
-        env: Environment variables for the command, beside a few that every program needs.
+        command: Command of a server over standard input and output.
+        url: Address of a server over streamable HTTP. Exactly one of the two is required.
+        env: Environment variables for the command, in addition to a few that every program needs.
         headers: HTTP headers, such as for authorization.
         timeout: Seconds for one call.
         start_timeout: Seconds for the server to start and list its tools.
-        prefix: Goes before every tool's name, if names would clash with those of other groups.
-        name: Of the group; made from the command or URL unless given.
+        prefix: Prefix of every tool's name, if names would clash with other groups.
+        name: Name of the group; default: made from the command or URL.
 
     Raises:
-        InfraError: the server cannot be started or reached. The text ends in what it wrote to standard error.
-        ValueError: not exactly one of `command` and `url`; two tools come out with one name.
+        InfraError: the server cannot be started or reached. The text ends with its standard error.
+        ValueError: not exactly one of `command` and `url`; two tools get the same name.
     """
 
     def __init__(
@@ -116,12 +116,12 @@ class MCPToolGroup(ToolGroup):
         if SOLE_ARGUMENT in arguments:
             args = (*args, arguments.pop(SOLE_ARGUMENT))
         arguments |= zip(properties, args, strict=False)
-        arguments = {name: _as_typed(value, properties.get(name)) for name, value in arguments.items()}
+        arguments = {name: _to_typed(value, properties.get(name)) for name, value in arguments.items()}
         answer = self._server.call(tool.name, arguments, self.timeout)
-        return answer if isinstance(answer, str) else _result_text(tool_name, answer)
+        return answer if isinstance(answer, str) else _format_result(tool_name, answer)
 
 
-def _as_typed(value: object, schema: object) -> object:
+def _to_typed(value: object, schema: object) -> object:
     """Text for something that cannot be text is read as JSON: some call formats know nothing else."""
     kind = schema.get("type") if isinstance(schema, dict) else None
     if not isinstance(value, str) or kind is None or "string" in kind:
@@ -130,14 +130,14 @@ def _as_typed(value: object, schema: object) -> object:
     return value if parsed is None else parsed
 
 
-def _result_text(tool_name: str, result: "CallToolResult") -> str:
-    text = "\n".join(_block_text(block) for block in result.content)
+def _format_result(tool_name: str, result: "CallToolResult") -> str:
+    text = "\n".join(_format_block(block) for block in result.content)
     if not result.content and result.structured_content is not None:
         text = json.dumps(result.structured_content, ensure_ascii=False)
     return f"Error in {tool_name}: {text}" if result.is_error else text
 
 
-def _block_text(block: Any) -> str:
+def _format_block(block: Any) -> str:
     match block.type:
         case "text":
             return block.text
@@ -239,7 +239,7 @@ class _ServerHandle:
                 self._connection = None
                 self._deaths += 1
                 connection.close()
-        return InfraError(f"MCP server {self._label} does not work: {_cause(failure)}{connection.stderr()}")
+        return InfraError(f"MCP server {self._label} does not work: {_unwrap_cause(failure)}{connection.stderr()}")
 
 
 _open_servers: "weakref.WeakSet[_ServerHandle]" = weakref.WeakSet()
@@ -252,7 +252,7 @@ def _close_all() -> None:
 
 
 class _Connection:
-    """One life of a server. What opens it also has to close it, so a task of its own holds it open."""
+    """One connection to a server. The same task must open and close it, so a dedicated task holds it open."""
 
     def __init__(
         self,
@@ -282,7 +282,9 @@ class _Connection:
         except Exception as failure:  # of transport or protocol: there are many kinds, and no base class
             self.close()
             late = isinstance(failure, TimeoutError) and not str(failure)
-            reason = f"did not start within {timeout:g} seconds" if late else f"cannot be started: {_cause(failure)}"
+            reason = (
+                f"did not start within {timeout:g} seconds" if late else f"cannot be started: {_unwrap_cause(failure)}"
+            )
             raise InfraError(f"MCP server {self._label} {reason}{self.stderr()}") from failure
 
     def close(self) -> None:
@@ -352,7 +354,7 @@ class _Connection:
         return stdio_client(parameters, errlog=self._error_stream(stack))
 
     def _error_stream(self, stack: AsyncExitStack) -> TextIO:
-        """Return a pipe of which the last characters are kept."""
+        """Return a pipe that keeps the last characters written to it."""
         reader, writer = os.pipe()
         # A read that blocks would stop the loop, and with it all calls.
         os.set_blocking(reader, False)
@@ -374,7 +376,7 @@ class _Connection:
         return stack.enter_context(os.fdopen(writer, "w"))
 
 
-def _cause(failure: BaseException) -> str:
+def _unwrap_cause(failure: BaseException) -> str:
     """Unwrap groups of exceptions with one member, as task groups make them."""
     while isinstance(failure, BaseExceptionGroup) and len(failure.exceptions) == 1:
         failure = failure.exceptions[0]

@@ -18,7 +18,7 @@ _LIMITS = {
 
 
 class PythonCodeExecutorToolGroup(ToolGroup):
-    """One tool, `python`. Files that one call leaves in the working folder are there in the next."""
+    """Tool group with one tool, `python`. Files in the working folder persist between calls."""
 
     def __init__(self, timeout: float = 10.0, sandbox: Sandbox | None = None):
         """

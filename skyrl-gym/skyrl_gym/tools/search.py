@@ -66,9 +66,11 @@ def call_search_api(
     except InfraError as failure:
         raise InfraError(f"Search error: {failure}") from failure
     if response.status in FAULTS_OF_THE_REQUEST:
-        return None, f"HTTP {response.status}: {_detail(response.text)}"
+        return None, f"HTTP {response.status}: {_extract_detail(response.text)}"
     if response.status != 200:
-        raise InfraError(f"Search error: {service.url} refused: HTTP {response.status}: {_detail(response.text)}")
+        raise InfraError(
+            f"Search error: {service.url} refused: HTTP {response.status}: {_extract_detail(response.text)}"
+        )
     try:
         return json.loads(response.body), None
     except ValueError as failure:
@@ -77,7 +79,7 @@ def call_search_api(
         ) from failure
 
 
-def _detail(text: str) -> str:
+def _extract_detail(text: str) -> str:
     """Return a server's error message: `detail` of a JSON reply, else its beginning."""
     try:
         return str(json.loads(text)["detail"])[:500]
@@ -138,10 +140,10 @@ class SearchToolGroup(ToolGroup):
 
         Returns:
             A JSON object as text: `result` holds the documents, numbered from 1, or what was wrong with the query.
-            Nothing if there is no query.
+            Empty without a query.
 
         Raises:
-            InfraError: as `call_search_api`, or the answer has no documents of the expected form.
+            InfraError: as `call_search_api`, or the response has no documents of the expected form.
         """
         if query is None:
             return ""
@@ -155,20 +157,20 @@ class SearchToolGroup(ToolGroup):
             session=self.session,
             **self._retries(),
         )
-        return json.dumps({"result": _result_text(answer, error)})
+        return json.dumps({"result": _format_result(answer, error)})
 
     def _retries(self) -> dict[str, Any]:
         """Return the retry window as an argument, if it was set: a stand-in for `call_search_api` need not know it."""
         return {} if self.retry_seconds == DEFAULT_RETRY_SECONDS else {"retry_seconds": self.retry_seconds}
 
 
-def _result_text(answer: Any | None, error: str | None) -> str:
-    """Raises InfraError: what a server sends with status 200 says nothing about the query."""
+def _format_result(answer: Any | None, error: str | None) -> str:
+    """Format the response. Raises InfraError for an invalid one: with status 200 it is not the query's fault."""
     if error is not None:
         return f"Search error: {error}"
     try:
         groups = answer["result"]  # pyright: ignore[reportOptionalSubscript]
-        return "\n---\n".join(_documents_text(group) for group in groups if group) or "No search results found."
+        return "\n---\n".join(_format_documents(group) for group in groups if group) or "No search results found."
     except (KeyError, TypeError, AttributeError) as failure:
         raise InfraError(
             "Search error: the server's answer must have the form "
@@ -177,7 +179,7 @@ def _result_text(answer: Any | None, error: str | None) -> str:
         ) from failure
 
 
-def _documents_text(group: list[dict[str, Any]]) -> str:
-    """The documents of one query, each with its number. They come bare, or with their scores."""
+def _format_documents(group: list[dict[str, Any]]) -> str:
+    """Format the numbered documents of a query, which may be bare or have scores."""
     documents = [item.get("document", item) for item in group]
     return "".join(f"Doc {number}: {document['contents'].strip()}\n" for number, document in enumerate(documents, 1))

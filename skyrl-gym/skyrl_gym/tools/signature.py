@@ -1,7 +1,7 @@
 """Signatures of tools: a JSON schema from type hints and docstring, and conversion of a model's arguments.
 
-A hint is read by two functions that mirror each other: `schema_of` says what JSON it admits, `read` makes a value of
-such JSON. Knows no tools and no groups.
+Two functions mirror each other: `schema_of` describes the JSON that a hint admits, `read` converts such JSON to a
+value.
 """
 
 import dataclasses
@@ -15,13 +15,24 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NotRequired, Required, Union, get_args, get_origin, get_type_hints
 
+from skyrl_gym.call_arguments import SOLE_ARGUMENT, Schema, parse_text
+
+__all__ = [
+    "SOLE_ARGUMENT",
+    "ArgumentError",
+    "Docstring",
+    "Hint",
+    "Schema",
+    "Signature",
+    "describe",
+    "parse_docstring",
+    "parse_text",
+    "read",
+    "schema_of",
+]
+
 Hint = Any
 """A type hint; Python has no type for all of them."""
-
-Schema = dict[str, Any]
-
-SOLE_ARGUMENT = ""
-"""Key of an argument that came without a name; it goes to the tool's first parameter."""
 
 _NO_DEFAULT = inspect.Parameter.empty
 _SEQUENCES = {list, tuple, set, frozenset, Sequence}
@@ -31,14 +42,15 @@ _SHOWN_CHARACTERS = 80
 
 
 class ArgumentError(ValueError):
-    """A model called a tool wrongly. The text is for the model: which argument, what it was, what it must be."""
+    """Invalid arguments of a tool call. The text is for the model: the argument, its value and the rule."""
 
 
 class Signature:
-    """A tool's parameters: those of `func` after the first `skip`, which the model does not give (`self`).
+    """Parameters of a tool: the parameters of `func` without the first `skip` (`self`), which the model does not
+    provide.
 
     Raises:
-        TypeError: `func` takes `*args` or `**kwargs`, or positional-only parameters: a model calls by name.
+        TypeError: `func` has `*args`, `**kwargs` or positional-only parameters: a model calls by name.
     """
 
     def __init__(self, func: Callable[..., object], skip: int = 1):
@@ -53,14 +65,14 @@ class Signature:
 
     @property
     def _hints(self) -> dict[str, Hint]:
-        """Read late: at the time of decoration the names in them may not exist yet."""
+        """Type hints, evaluated lazily: at decoration the names in them may not be defined yet."""
         try:
             return get_type_hints(self._func, include_extras=True)
         except NameError as failure:
             raise TypeError(f"tool {self._func.__qualname__}: a type hint cannot be read: {failure}") from failure
 
     def schema(self) -> Schema:
-        """JSON schema of the arguments. Raises TypeError for a hint that has none."""
+        """Build the JSON schema of the arguments. Raises TypeError for a hint without one."""
         hints, texts = self._hints, parse_docstring(self._func.__doc__).arguments
         properties: Schema = {}
         for parameter in self._parameters:
@@ -77,9 +89,9 @@ class Signature:
         return {"type": "object", "properties": properties, "required": required}
 
     def bind(self, arguments: Mapping[str, object]) -> dict[str, object]:
-        """Arguments from a model as keyword arguments of the right types.
+        """Convert a model's arguments to keyword arguments of the right types.
 
-        A number or boolean that came as text is read; null for a parameter with a default means the default.
+        A number or boolean given as text is parsed; null for a parameter with a default means the default.
 
         Raises:
             ArgumentError: one is missing, unknown or of the wrong type.
@@ -95,7 +107,7 @@ class Signature:
         for name, parameter in known.items():
             has_default = parameter.default is not _NO_DEFAULT
             hint = hints.get(name, Any)
-            if name not in arguments or (has_default and arguments[name] is None and not _admits_none(hint)):
+            if name not in arguments or (has_default and arguments[name] is None and not _is_nullable(hint)):
                 if not has_default:
                     raise ArgumentError(f"argument {name!r} ({describe(hint)}) is missing")
                 continue
@@ -109,34 +121,34 @@ class Signature:
 
 
 def schema_of(hint: Hint, _inside: tuple[Hint, ...] = ()) -> Schema:
-    """JSON schema of a type hint. Raises TypeError for a hint that JSON cannot express."""
+    """Build the JSON schema of a type hint. Raises TypeError for a hint that JSON cannot express."""
     if hint in _inside:
         raise TypeError(f"{hint.__name__} contains itself")
-    hint, text = _unwrapped(hint)
-    schema = _bare_schema(hint, _inside)
+    hint, text = _unwrap_hint(hint)
+    schema = _build_schema(hint, _inside)
     return schema | {"description": text} if text else schema
 
 
-def _bare_schema(hint: Hint, inside: tuple[Hint, ...]) -> Schema:
+def _build_schema(hint: Hint, inside: tuple[Hint, ...]) -> Schema:
     origin, arguments = get_origin(hint) or hint, get_args(hint)
     if hint is Any or hint is object:
         return {}
     if hint in _JSON_TYPES:
         return {"type": _JSON_TYPES[hint]}
     if origin is Literal:
-        return _enum_schema(arguments)
+        return _build_enum_schema(arguments)
     if _is_enum(hint):
-        return _enum_schema([member.value for member in hint])
+        return _build_enum_schema([member.value for member in hint])
     if origin in (Union, types.UnionType):
-        return _union_schema([schema_of(arm, inside) for arm in arguments])
+        return _build_union_schema([schema_of(arm, inside) for arm in arguments])
     if origin in _SEQUENCES:
-        return _array_schema(origin, arguments, inside)
+        return _build_array_schema(origin, arguments, inside)
     if origin in _MAPPINGS:
         if arguments and arguments[0] is not str:
             raise TypeError(f"{hint} has keys that are not str, and JSON has none other")
         values = schema_of(arguments[1], inside) if arguments else {}
         return {"type": "object", **({"additionalProperties": values} if values else {})}
-    if fields := _record_fields(hint):
+    if fields := _get_record_fields(hint):
         return {
             "type": "object",
             "properties": {name: schema_of(field, (*inside, hint)) for name, (field, _) in fields.items()},
@@ -149,15 +161,17 @@ def _bare_schema(hint: Hint, inside: tuple[Hint, ...]) -> Schema:
     )
 
 
-def _enum_schema(values: Sequence[object]) -> Schema:
+def _build_enum_schema(values: Sequence[object]) -> Schema:
     kinds = {_JSON_TYPES.get(type(value)) for value in values}
     if None in kinds:
         raise TypeError(f"{list(values)} has values that JSON does not have")
     return {**({"type": kinds.pop()} if len(kinds) == 1 else {}), "enum": list(values)}
 
 
-def _union_schema(arms: list[Schema]) -> Schema:
-    """Plain types share one `type` list, which every chat template can show; anything richer is `anyOf`."""
+def _build_union_schema(arms: list[Schema]) -> Schema:
+    """Build a union: plain types share one `type` list, which every chat template can show; anything richer is
+    `anyOf`.
+    """
     if any(not arm for arm in arms):
         return {}
     if all(set(arm) == {"type"} for arm in arms):
@@ -165,7 +179,7 @@ def _union_schema(arms: list[Schema]) -> Schema:
     return {"anyOf": arms}
 
 
-def _array_schema(origin: object, arguments: tuple[object, ...], inside: tuple[object, ...]) -> Schema:
+def _build_array_schema(origin: object, arguments: tuple[object, ...], inside: tuple[object, ...]) -> Schema:
     if origin is tuple and arguments and arguments[-1] is not Ellipsis:
         items = [schema_of(item, inside) for item in arguments]
         return {"type": "array", "prefixItems": items, "minItems": len(items), "maxItems": len(items)}
@@ -175,7 +189,7 @@ def _array_schema(origin: object, arguments: tuple[object, ...], inside: tuple[o
 
 
 def read(hint: Hint, value: object, where: str) -> Any:
-    """Return a JSON value as what the hint says. `where` names it in errors. Raises ArgumentError."""
+    """Convert a JSON value to the type of a hint. `where` names it in errors. Raises ArgumentError."""
     try:
         return _read(hint, value, where)
     except ArgumentError as failure:
@@ -188,20 +202,8 @@ def read(hint: Hint, value: object, where: str) -> Any:
             raise failure from None
 
 
-def parse_text(value: object) -> object:
-    """Decode a text as JSON, unless the result is text again: some call formats have no other type."""
-    if not isinstance(value, str):
-        return None
-    text = {"True": "true", "False": "false"}.get(value.strip(), value)
-    try:
-        parsed = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return None if isinstance(parsed, str) else parsed
-
-
 def _read(hint: Hint, value: Any, where: str) -> Any:
-    hint, _ = _unwrapped(hint)
+    hint, _ = _unwrap_hint(hint)
     origin, arguments = get_origin(hint) or hint, get_args(hint)
     if hint is Any or hint is object:
         return value
@@ -209,9 +211,9 @@ def _read(hint: Hint, value: Any, where: str) -> Any:
     if hint in _JSON_TYPES:
         return _read_plain(hint, value, wrong)
     if origin is Literal:
-        return _member(dict.fromkeys(arguments), value, wrong)
+        return _find_member(dict.fromkeys(arguments), value, wrong)
     if _is_enum(hint):
-        return hint(_member({member.value: member for member in hint}, value, wrong))
+        return hint(_find_member({member.value: member for member in hint}, value, wrong))
     if origin in (Union, types.UnionType):
         return _read_union(arguments, value, where, wrong)
     if origin in _SEQUENCES:
@@ -226,7 +228,7 @@ def _read(hint: Hint, value: Any, where: str) -> Any:
 
 
 def _read_plain(hint: type, value: Any, wrong: ArgumentError) -> object:
-    """Not `isinstance`: True is no number. 5.0 is a whole number, 5 is a number."""
+    """Convert a plain value. Not `isinstance`: True is no number. 5.0 is a whole number, 5 is a number."""
     if type(value) is hint:
         if hint is float and not math.isfinite(value):
             raise wrong
@@ -241,7 +243,7 @@ def _read_plain(hint: type, value: Any, wrong: ArgumentError) -> object:
     raise wrong
 
 
-def _member(members: Mapping[Hint, object], value: object, wrong: ArgumentError) -> object:
+def _find_member(members: Mapping[Hint, object], value: object, wrong: ArgumentError) -> object:
     for member in members:
         if type(member) is type(value) and member == value:
             return member
@@ -277,7 +279,7 @@ def _read_items(
 
 
 def _read_record(hint: Hint, value: Mapping[str, object], where: str) -> object:
-    fields = _record_fields(hint)
+    fields = _get_record_fields(hint)
     for name in value:
         if name not in fields:
             raise ArgumentError(f"argument {where!r} has no field {_format_value(name)}; it has {', '.join(fields)}")
@@ -293,8 +295,8 @@ def _read_record(hint: Hint, value: Mapping[str, object], where: str) -> object:
         raise ArgumentError(f"argument {where!r}: {failure}") from failure
 
 
-def _record_fields(hint: Hint) -> dict[str, tuple[Hint, bool]]:
-    """Name -> (hint, required) of a TypedDict or dataclass; empty for anything else."""
+def _get_record_fields(hint: Hint) -> dict[str, tuple[Hint, bool]]:
+    """Return name -> (hint, required) of a TypedDict or dataclass; empty for anything else."""
     if typing.is_typeddict(hint):
         return {
             name: (field, name in hint.__required_keys__)
@@ -310,7 +312,7 @@ def _record_fields(hint: Hint) -> dict[str, tuple[Hint, bool]]:
     return {}
 
 
-def _unwrapped(hint: Hint) -> tuple[Hint, str | None]:
+def _unwrap_hint(hint: Hint) -> tuple[Hint, str | None]:
     """Unwrap a hint (`Annotated`, `Required`, `NotRequired`, `NewType`). Returns: the hint and the outermost text."""
     text: str | None = None
     while True:
@@ -330,7 +332,7 @@ def _is_enum(hint: Hint) -> bool:
     return isinstance(hint, type) and issubclass(hint, enum.Enum)
 
 
-def _admits_none(hint: Hint) -> bool:
+def _is_nullable(hint: Hint) -> bool:
     try:
         _read(hint, None, "")
     except ArgumentError:
@@ -339,12 +341,12 @@ def _admits_none(hint: Hint) -> bool:
 
 
 def describe(hint: Hint) -> str:
-    """Return a hint in a model's words: JSON's, not Python's."""
+    """Describe a hint for a model, in JSON's terms rather than Python's."""
     schema = schema_of(hint)
     if "enum" in schema:
         return "one of " + ", ".join(json.dumps(value) for value in schema["enum"])
     if "anyOf" in schema:
-        return " or ".join(describe(arm) for arm in get_args(_unwrapped(hint)[0]))
+        return " or ".join(describe(arm) for arm in get_args(_unwrap_hint(hint)[0]))
     kind = schema.get("type", "anything")
     if isinstance(kind, list):
         return " or ".join(kind)
@@ -381,7 +383,7 @@ _ARGUMENT = re.compile(r"(\*{0,2}\w+(?:\s*,\s*\*{0,2}\w+)*)\s*(?:\([^)]*\))?\s*:
 
 
 def parse_docstring(docstring: str | None) -> Docstring:
-    """Read Google's style (https://google.github.io/styleguide/pyguide.html#383-functions-and-methods)."""
+    """Parse a docstring in Google's style (https://google.github.io/styleguide/pyguide.html#383-functions-and-methods)."""
     section, description, arguments = None, [], {}
     names: list[str] = []
     indent = 0

@@ -54,14 +54,14 @@ class SQLCodeExecutorToolGroup(ToolGroup):
     def _answer(self, db_id: str, sql: str, timeout: float) -> str:
         db_file = database_file(self.db_file_path, db_id)
         try:
-            return _as_frame(_distinct_rows(db_file, sql, replace(LIMITS, wall_seconds=timeout)))
+            return _to_frame(_remove_duplicate_rows(db_file, sql, replace(LIMITS, wall_seconds=timeout)))
         except QueryTimeout:
             return f"SQL Timeout:\n{sql}"
         except QueryError as failure:
             return f"Error executing SQL: {failure}, db file: {db_file}"
 
 
-def _distinct_rows(db_file: str, sql: str, limits: QueryLimits) -> list[Row]:
+def _remove_duplicate_rows(db_file: str, sql: str, limits: QueryLimits) -> list[Row]:
     """Each row once, in the query's order."""
     rows: dict[Row, None] = {}
     with closing(read_rows(db_file, sql, limits)) as results:
@@ -72,7 +72,7 @@ def _distinct_rows(db_file: str, sql: str, limits: QueryLimits) -> list[Row]:
     return list(rows)
 
 
-def _as_frame(rows: list[Row]) -> str:
+def _to_frame(rows: list[Row]) -> str:
     frame = Frame(rows, cell_characters=MAX_CHARACTERS)
     if len(frame) <= MAX_CHARACTERS:
         return frame.render()

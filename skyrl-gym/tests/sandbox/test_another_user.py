@@ -25,7 +25,7 @@ DEPENDS_ON_USER = """contained and (bomb or processes or threads or memory or na
         pytest.param("not process] and not docker and not podman", marks=pytest.mark.full, id="all"),
     ],
 )
-def test_all_of_this_holds_for_a_user_who_is_not_root(tests):
+def test_sandbox_tests_pass_for_unprivileged_user(tests):
     if os.geteuid() != 0:
         pytest.skip("we are not root: the other tests are this one")
     require_sandbox("local")

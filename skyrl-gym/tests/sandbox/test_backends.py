@@ -15,25 +15,25 @@ from skyrl_gym.error import InfraError
 from skyrl_gym.sandbox import local, make_sandbox, rlimits
 from skyrl_gym.sandbox.local import LocalSandbox
 from skyrl_gym.sandbox.process import ProcessSandbox
-from skyrl_gym.sandbox.seccomp import MACHINES, seccomp_filter
+from skyrl_gym.sandbox.seccomp import MACHINES, build_seccomp_filter
 
 
-def test_the_local_sandbox_is_chosen_where_it_works(needs_local, monkeypatch):
+def test_local_sandbox_is_default_when_available(needs_local, monkeypatch):
     monkeypatch.delenv("SKYRL_GYM_SANDBOX", raising=False)
     assert isinstance(make_sandbox(), LocalSandbox)
 
 
-def test_the_environment_variable_chooses(monkeypatch):
+def test_environment_variable_selects_backend(monkeypatch):
     monkeypatch.setenv("SKYRL_GYM_SANDBOX", "process")
     assert isinstance(make_sandbox(), ProcessSandbox)
 
 
-def test_an_argument_outranks_the_environment_variable(needs_local, monkeypatch):
+def test_argument_overrides_environment_variable(needs_local, monkeypatch):
     monkeypatch.setenv("SKYRL_GYM_SANDBOX", "process")
     assert isinstance(make_sandbox("local"), LocalSandbox)
 
 
-def test_what_is_visible_can_be_read_and_connected_to_and_not_changed(needs_local, tmp_path):
+def test_visible_paths_are_readable_connectable_and_not_writable(needs_local, tmp_path):
     (tmp_path / "agent").mkdir()
     (tmp_path / "agent" / "run.sh").write_text("echo hello\n")
     with socket.socket(socket.AF_UNIX) as server:
@@ -52,13 +52,13 @@ def test_what_is_visible_can_be_read_and_connected_to_and_not_changed(needs_loca
 
 
 @pytest.mark.parametrize("name", ["bubblewrap", "none", ""])
-def test_a_name_that_is_none_is_refused(name, monkeypatch):
+def test_unknown_backend_name_is_rejected(name, monkeypatch):
     monkeypatch.setenv("SKYRL_GYM_SANDBOX", name)
     with pytest.raises(ValueError, match="one of auto, local, docker, podman, process"):
         make_sandbox()
 
 
-def test_missing_isolation_is_an_error_that_names_the_remedy(tmp_path):
+def test_missing_isolation_error_names_remedy(tmp_path):
     """Another process is used, which finds neither bubblewrap nor Docker: what works is determined once per process."""
     program = (
         "import sys; from skyrl_gym.sandbox import rlimits, make_sandbox\n"
@@ -97,8 +97,8 @@ def test_bundled_bubblewrap_is_used_without_system_one(needs_local, monkeypatch,
         local._bwrap.cache_clear()
 
 
-def test_walls_that_cannot_be_set_up_are_an_infrastructure_error(needs_local, monkeypatch):
-    monkeypatch.setattr(local, "_python_folders", lambda: ["--ro-bind", "/no/such/folder", "/python"])
+def test_isolation_setup_failure_raises_infra_error(needs_local, monkeypatch):
+    monkeypatch.setattr(local, "_get_python_arguments", lambda: ["--ro-bind", "/no/such/folder", "/python"])
     with make_sandbox("local") as sandbox:
         with pytest.raises(InfraError, match=r"bwrap: .*no/such/folder"):
             sandbox.exec(["true"])
@@ -106,14 +106,14 @@ def test_walls_that_cannot_be_set_up_are_an_infrastructure_error(needs_local, mo
             sandbox.popen(["true"]).wait(timeout=10)
 
 
-def test_a_workspace_that_somebody_deleted_is_an_infrastructure_error(needs_local):
+def test_deleted_workspace_raises_infra_error(needs_local):
     with make_sandbox("local") as sandbox:
         shutil.rmtree(sandbox._workspace.root)  # pyright: ignore[reportAttributeAccessIssue]
         with pytest.raises(InfraError, match="is gone"):
             sandbox.exec(["true"])
 
 
-def test_a_check_of_limits_at_the_end_of_a_command_does_not_take_its_exit_code(needs_local, monkeypatch):
+def test_limit_check_at_exit_preserves_exit_code(needs_local, monkeypatch):
     """The monitor reads bwrap's status lines when the command has just ended, and is slow to keep what it read."""
     read, took = os.read, []
 
@@ -134,8 +134,8 @@ def test_a_check_of_limits_at_the_end_of_a_command_does_not_take_its_exit_code(n
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_the_filter_of_system_calls_is_a_program_whose_jumps_stay_inside(machine):
-    program = seccomp_filter(machine)
+def test_seccomp_filter_jumps_stay_inside_program(machine):
+    program = build_seccomp_filter(machine)
     assert len(program) % 8 == 0
     count = len(program) // 8
     for number in range(count):

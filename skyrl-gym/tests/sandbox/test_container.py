@@ -76,7 +76,7 @@ def options(command: list[str]) -> dict[str, str]:
     return dict(pairwise(command))
 
 
-def test_a_container_has_no_network_no_rights_and_nothing_to_write_on_but_its_workspace(engine, calls, tmp_path):
+def test_container_has_no_network_no_privileges_and_read_only_root(engine, calls, tmp_path):
     with ContainerSandbox(LIMITS, {"/seen": str(tmp_path)}, engine=engine, image="some/image"):
         run = calls()[0]
     given = options(run)
@@ -100,7 +100,7 @@ def test_a_container_has_no_network_no_rights_and_nothing_to_write_on_but_its_wo
     assert run.index("some/image") > run.index("--read-only")
 
 
-def test_every_container_is_removed_also_one_that_nobody_closed(engine, calls):
+def test_containers_are_removed_even_when_not_closed(engine, calls):
     with ContainerSandbox(LIMITS, engine=engine) as sandbox:
         assert sandbox.exec(["echo", "a b", "$HOME"]).stdout == "a b $HOME\n"
         assert "kill -9 -1" in calls()[-1][-1]  # leftover processes, before the result is returned
@@ -126,10 +126,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_the_containers_of_a_killed_process_are_removed_at_once_and_those_of_an_earlier_one_at_the_next_start(
-    engine, tmp_path, monkeypatch
-):
-    owner = container_owner.owner_of_containers(engine)
+def test_containers_of_killed_process_are_removed(engine, tmp_path, monkeypatch):
+    owner = container_owner.get_container_owner(engine)
     boot, pid, start = owner.rsplit("-", 2)
     listed = [f"skyrl-gym-{owner}-a", f"skyrl-gym-{boot}-{pid}-{int(start) - 1}-b", f"skyrl-gym-other.1-{pid}-1-c"]
     listed.append("skyrl-gym-0123456789abcdef")  # of a release without owners
@@ -156,7 +154,7 @@ def test_the_containers_of_a_killed_process_are_removed_at_once_and_those_of_an_
         ("never", "absent", None),
     ],
 )
-def test_an_image_is_pulled_by_policy_and_once_in_a_process(engine, calls, pull, image, expected):
+def test_image_is_pulled_by_policy_once_per_process(engine, calls, pull, image, expected):
     if expected is None:
         with pytest.raises(InfraError, match=f"{engine} has no image 'absent', and the pull policy is never"):
             container_engine.ensure_image(engine, image, pull)
@@ -166,13 +164,13 @@ def test_an_image_is_pulled_by_policy_and_once_in_a_process(engine, calls, pull,
     assert calls() == [["pull", "--quiet", image]] * expected
 
 
-def test_an_image_that_was_found_here_is_still_pulled_by_always(engine, calls):
+def test_policy_always_pulls_local_image(engine, calls):
     for pull in ("missing", "always", "missing", "always"):
         container_engine.ensure_image(engine, "here", pull)
     assert calls() == [["pull", "--quiet", "here"]]
 
 
-def test_a_long_pull_holds_back_no_sandbox_of_another_image(engine, tmp_path):
+def test_slow_pull_does_not_block_other_images(engine, tmp_path):
     with ThreadPoolExecutor(2) as threads:
         slow = threads.submit(make_sandbox, engine, image="slow/absent")
         try:
@@ -199,7 +197,7 @@ for locks in (container_engine._locks, container_owner._locks, backends._finding
 """
 
 
-def test_locks_of_a_forked_process_are_free():
+def test_locks_are_free_after_fork():
     """In a process without other threads: a fork beside them may never come back."""
     subprocess.run([sys.executable, "-c", FORK_UNDER_LOCK], check=True, timeout=60)
 
@@ -223,7 +221,7 @@ def test_locks_of_a_forked_process_are_free():
         ("Error: OCI runtime error: crun: cgroups in hybrid mode not supported", "apt-get install runc"),
     ],
 )
-def test_an_engines_error_comes_with_its_remedy(tmp_path, monkeypatch, said, remedy):
+def test_engine_error_includes_remedy(tmp_path, monkeypatch, said, remedy):
     program = tmp_path / "docker"
     program.write_text(f"#!/bin/sh\necho '{said}' >&2; exit 125\n")
     program.chmod(0o755)
@@ -233,7 +231,7 @@ def test_an_engines_error_comes_with_its_remedy(tmp_path, monkeypatch, said, rem
     assert said in str(caught.value) and remedy in str(caught.value).removeprefix(said)
 
 
-def test_a_missing_engine_is_an_error_with_the_package(tmp_path, monkeypatch):
+def test_missing_engine_error_names_package(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(
         InfraError, match=r"docker command is not installed .*podman command is not installed \(apt-get"
@@ -242,7 +240,7 @@ def test_a_missing_engine_is_an_error_with_the_package(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["docker", "podman"])
-def test_an_engine_answers(kind):
+def test_container_engine_is_available(kind):
     """No sandbox test covers containers where this fails."""
     try:
         container_engine.check_engine(kind)
@@ -250,12 +248,12 @@ def test_an_engine_answers(kind):
         pytest.skip(f"containers of {kind} are not tested here: {str(error).splitlines()[0]}")
 
 
-def test_an_image_needs_a_container():
+def test_image_requires_container_backend():
     with pytest.raises(ValueError, match="image='a' needs the sandbox 'docker' or 'podman'; got 'local'"):
         make_sandbox("local", image="a")
 
 
-def test_a_file_system_is_full_without_free_blocks_or_without_places_for_files_that_it_counts(tmp_path):
+def test_file_system_is_full_without_free_blocks_or_inodes(tmp_path):
     measure = END.split("\n")[-2].replace("/workspace", str(tmp_path))
     said = subprocess.run(["sh", "-c", measure], capture_output=True, text=True).stdout
     assert len(re.findall(r"^free \d+ \d+ of \d+$", said, re.MULTILINE)) == 3
@@ -263,12 +261,12 @@ def test_a_file_system_is_full_without_free_blocks_or_without_places_for_files_t
     assert not FULL.search("free 5 0 of 0\nfree 10 5 of 9\n")  # btrfs counts none
 
 
-def test_an_image_of_this_machine_has_what_glibc_needs_to_end_a_thread():
+def test_machine_image_includes_glibc_thread_exit_library():
     assert any(path.endswith("/libgcc_s.so.1") for path in machine_image.libraries([Path(sys.executable)]))
 
 
 @pytest.mark.parametrize("make, code", [("file", 0), ("folder", 5), ("link", 5), ("pipe", 5), ("nothing", 4)])
-def test_the_program_that_reads_in_a_container_reads_plain_files_only(tmp_path, make, code):
+def test_container_read_program_reads_only_plain_files(tmp_path, make, code):
     place = tmp_path / "a"
     place.mkdir()
     {
@@ -283,7 +281,7 @@ def test_the_program_that_reads_in_a_container_reads_plain_files_only(tmp_path, 
     assert (ended.returncode, ended.stdout) == (code, b"x\xff" if code == 0 else b"")
 
 
-def test_the_program_that_writes_in_a_container_replaces_links(tmp_path):
+def test_container_write_program_replaces_links(tmp_path):
     (tmp_path / "secret").write_text("secret")
     (tmp_path / "w" / "a").mkdir(parents=True)
     (tmp_path / "w" / "a" / "it").symlink_to(tmp_path / "secret")

@@ -526,7 +526,7 @@ def traces_of(sandbox: Sandbox) -> Callable[[], list[str | int]]:
 @pytest.mark.parametrize(
     "program", [pytest.param(p, id=p.name, marks=[pytest.mark.slow] * (p.name in SLOW)) for p in PROGRAMS]
 )
-def test_a_hostile_program_is_contained(walled_kind, host, program):
+def test_hostile_program_is_contained(walled_kind, host, program):
     walled, limits = backend(walled_kind), program.limits
     if isinstance(
         walled, ContainerSandbox
@@ -560,7 +560,7 @@ def contain(walled: Sandbox, host: Host, program: Hostile, limits: Limits) -> No
     assert traces() == []
 
 
-def test_the_programs_do_break_out_where_there_are_no_walls(host):
+def test_hostile_programs_succeed_without_isolation(host):
     """Control: without a sandbox the programs do read and reach everything."""
     with make_sandbox("process") as sandbox:
         for program in PROGRAMS:
@@ -569,7 +569,7 @@ def test_the_programs_do_break_out_where_there_are_no_walls(host):
                 assert "BROKE" in sandbox.exec([sandbox.python, *arguments]).stdout
 
 
-def test_a_daemon_does_not_outlive_its_command(walled):
+def test_daemon_is_killed_with_command(walled):
     program = next(program for program in PROGRAMS if program.name == "a daemon that stays")
     walled.exec([walled.python, "-I", "-S", "-c", PRELUDE + program.source, "{}"])
     before = walled.read("heartbeat")
@@ -596,7 +596,7 @@ def test_special_files_are_not_read(walled, make):
         walled.read("it")
 
 
-def test_a_folder_that_is_a_link_leads_nowhere(walled, host):
+def test_read_and_write_reject_symlinked_folder(walled, host):
     target = host.folders[0]
     assert walled.exec(["ln", "-s", str(target), "out"]).ok
     with pytest.raises(ValueError, match="plain file"):
@@ -607,14 +607,14 @@ def test_a_folder_that_is_a_link_leads_nowhere(walled, host):
 
 
 @pytest.mark.parametrize("make", ["ln -s {} it", "mkfifo it", "ln -s /dev/null it"])
-def test_writing_replaces_what_is_no_plain_file(walled, host, make):
+def test_write_replaces_special_file(walled, host, make):
     assert walled.exec(["sh", "-c", make.format(host.folders[0] / "secret")]).ok
     walled.write("it", "mine")
     assert walled.read("it") == b"mine"
     host.check()
 
 
-def test_a_file_larger_than_a_file_may_be_is_not_read(walled):
+def test_read_rejects_file_above_size_limit(walled):
     limits = Limits(file_bytes=1 << 40)
     assert walled.exec(["truncate", "-s", "65M", "big"], limits=limits).ok
     with pytest.raises(ValueError, match="larger than"):
@@ -629,7 +629,7 @@ while True:
 """
 
 
-def test_folders_that_turn_into_links_while_one_writes_and_reads_lead_nowhere(walled, host):
+def test_read_and_write_resist_symlink_races(walled, host):
     walled.write("a/x", "")
     process = walled.popen([walled.python, "-I", "-S", "-c", SWAP, str(host.folders[0])])
     for _ in range(20 if isinstance(walled, ContainerSandbox) else 300):

@@ -47,7 +47,7 @@ def test_two_hundred_commands_at_once_all_finish(needs_local):
     assert descriptors() <= before
 
 
-def test_a_hundred_commands_leave_no_descriptor_open(needs_local):
+def test_hundred_commands_leak_no_descriptor(needs_local):
     with make_sandbox("local") as sandbox:
         sandbox.exec(["true"])
         sandbox.popen(["true"]).wait()
@@ -62,7 +62,7 @@ def test_a_hundred_commands_leave_no_descriptor_open(needs_local):
     "end",
     ["import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "sys.exit()", "raise KeyError", "time.sleep(1000)"],
 )
-def test_commands_end_with_the_process_that_started_them(needs_local, end):
+def test_commands_end_with_parent_process(needs_local, end):
     host = subprocess.Popen(
         [sys.executable, "-c", HOST.replace("END", end)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )

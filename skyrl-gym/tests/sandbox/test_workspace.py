@@ -32,7 +32,7 @@ print(sandbox.exec(["cat", "x"]).stdout)
 @pytest.fixture
 def place(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    workspace._sweep.cache_clear()
+    workspace._remove_stale_folders.cache_clear()
     return tmp_path
 
 
@@ -44,7 +44,7 @@ def made(place):
     assert list(place.iterdir()) == []
 
 
-def test_every_entry_counts_beside_its_blocks_up_to_the_limit_and_links_as_themselves(made):
+def test_usage_counts_entries_and_blocks_without_following_links(made):
     assert os.stat(made.root).st_mode & 0o077 == 0  # only its owner can look into it
     os.symlink("/", os.path.join(made.files, "link"))
     assert made.usage(1 << 30) <= 2 * ENTRY_BYTES
@@ -56,7 +56,7 @@ def test_every_entry_counts_beside_its_blocks_up_to_the_limit_and_links_as_thems
     assert (1 << 20) <= made.usage(1 << 30) - before <= (1 << 20) + 4 * ENTRY_BYTES
 
 
-def test_counting_stops_above_the_limit_which_folders_too_deep_are_always(made):
+def test_usage_stops_above_limit_and_exceeds_limit_for_deep_folders(made):
     for number in range(50):
         made.write(str(number), b"")
     assert 10 * ENTRY_BYTES < made.usage(10 * ENTRY_BYTES) <= 13 * ENTRY_BYTES
@@ -64,7 +64,7 @@ def test_counting_stops_above_the_limit_which_folders_too_deep_are_always(made):
     assert made.usage(1 << 30) > 1 << 30
 
 
-def test_folders_of_killed_processes_are_deleted_by_a_later_one(place):
+def test_folders_of_killed_processes_are_deleted_later(place):
     left, recent = place / "skyrl-sandbox-left", place / "skyrl-sandbox-recent"
     for folder in (left, recent):
         (folder / "files").mkdir(parents=True)
@@ -72,7 +72,7 @@ def test_folders_of_killed_processes_are_deleted_by_a_later_one(place):
     an_hour_ago = time.time() - 2 * workspace.SWEEP_SECONDS
     for folder in (left, in_use.root):
         os.utime(folder, (an_hour_ago, an_hour_ago))
-    workspace._sweep.cache_clear()
+    workspace._remove_stale_folders.cache_clear()
     Workspace().delete()
     assert sorted(place.iterdir()) == sorted([recent, Path(in_use.root)])
     in_use.delete()
@@ -99,7 +99,7 @@ def test_deep_and_closed_folders_are_deleted(place, monkeypatch):
     assert list(place.iterdir()) == []
 
 
-def test_close_does_not_wait_for_folders_that_take_long_to_delete(place, monkeypatch):
+def test_close_does_not_wait_for_slow_deletion(place, monkeypatch):
     made = Workspace()
     fill(made.files)
     monkeypatch.setattr(workspace, "CLOSE_SECONDS", 0.0)
@@ -126,14 +126,14 @@ def test_close_fails_by_name_when_too_many_folders_wait(place, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["local", "process"])
-def test_a_forked_process_leaves_its_parents_sandbox_alone_and_can_have_its_own(kind, request):
+def test_forked_process_keeps_parent_sandbox_and_can_create_another(kind, request):
     if kind == "local":
         request.getfixturevalue("needs_local")
     ended = subprocess.run([sys.executable, "-c", FORKED, kind], capture_output=True, text=True, timeout=60)
     assert ended.stdout == "child\nparent\n", ended.stderr
 
 
-def test_a_command_that_cannot_be_watched_is_ended_and_reported(needs_local, monkeypatch):
+def test_command_is_killed_when_monitor_fails(needs_local, monkeypatch):
     def broken(*_):
         raise RuntimeError("no /proc")
 

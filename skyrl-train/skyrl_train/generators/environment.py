@@ -24,7 +24,7 @@ from loguru import logger
 import skyrl_gym
 from skyrl_gym.core import Env
 from skyrl_gym.envs.base_text_env import BaseTextEnv
-from skyrl_gym.episode import accepts_seed
+from skyrl_gym.episode import has_seed_argument
 from skyrl_gym.error import InfraError
 from skyrl_gym.finite_numbers import describe, to_finite
 from skyrl_gym.waits import waiting
@@ -219,7 +219,7 @@ class EnvironmentSession:
     async def init(self, prompt: ConversationType) -> ConversationType:
         """Make the environment and start its episode; return the chat history to start from."""
         self._env = await self._call("make", self._make, discard=lambda env: env.close())
-        arguments = (prompt, self.seed) if accepts_seed(self._env) else (prompt,)
+        arguments = (prompt, self.seed) if has_seed_argument(self._env) else (prompt,)
         answer = await self._call("init", self._env.init, *arguments)
         try:
             history, _ = answer

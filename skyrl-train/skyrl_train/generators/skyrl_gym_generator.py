@@ -252,7 +252,7 @@ class SkyRLGymGenerator(GeneratorInterface):
     def _requests(self, input_batch: GeneratorInput) -> list[RolloutRequest]:
         num_prompts = len(input_batch["prompts"])
         params = input_batch.get("sampling_params") or get_sampling_params(self.generator_cfg.sampling_params)
-        params = self.chat.turn_ends.with_stop_ids(params)
+        params = self.chat.turn_ends.add_stop_ids(params)
         ids = trajectory_ids_of(input_batch)
         extras = input_batch.get("env_extras") or [{} for _ in range(num_prompts)]
         self._check_env_classes(input_batch["env_classes"])

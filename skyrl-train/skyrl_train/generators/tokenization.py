@@ -93,7 +93,7 @@ class ChatFormat(ChatTemplate):
         text = self.text([_QUESTION, _MARKED_ANSWER, *observations], add_generation_prompt=True)
         cut = text.index(_MARK) + len(_MARK)
         if answer_is_closed:
-            cut += self.turn_ends.length_at_start(text[cut:], last_id)
+            cut += self.turn_ends.count_leading_characters(text[cut:], last_id)
         return self.encode_after(text[:cut], text[cut:])
 
     def subset_ids(self, messages: ConversationType, *, after: str | None = None) -> list[int]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from skyrl_gym.chat.turns import TurnTokens, join_column, join_optional_column, split_appending, tokens_between
+from skyrl_gym.chat.turns import TurnTokens, get_tokens_between, join_column, join_optional_column, split_appending
 from skyrl_train.expert_routes import ExpertRoutes, join_routes
 from skyrl_train.kept_tokens import KeptTokens, join_kept_tokens
 from skyrl_train.rollouts.types import NO_VERSION, TrainingSample, Trajectory
@@ -34,7 +34,7 @@ def join_samples(samples: Sequence[TrainingSample]) -> TrainingSample:
     first = samples[0]
     if len(samples) == 1:
         return first
-    between = [tokens_between(_tokens_of(one), _tokens_of(other)) or [] for one, other in pairwise(samples)]
+    between = [get_tokens_between(_tokens_of(one), _tokens_of(other)) or [] for one, other in pairwise(samples)]
     gaps = [len(tokens) for tokens in between]
     ids = list(first.response_ids)
     for tokens, sample in zip(between, samples[1:], strict=True):

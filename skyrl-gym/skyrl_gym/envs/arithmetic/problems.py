@@ -17,7 +17,7 @@ _OPERATORS: dict[str, Callable[[int, int], int]] = {
 
 
 def extract_answer(text: str) -> str | None:
-    """Extract the last `<answer>`, without thousands separators; None if there is none."""
+    """Extract the last `<answer>`, without thousands separators, or return None."""
     answer = last_tagged(text, "answer")
     return answer.strip().replace(",", "") if answer is not None else None
 
@@ -56,11 +56,11 @@ def make_problems(
     for index in range(num_problems):
         left, right = (draw.randint(lowest, 10**num_digits - 1) for _ in range(2))
         symbol = draw.choice(list(operators))
-        rows.append(_row(index, f"{left}{symbol}{right}", _OPERATORS[symbol](left, right), env_class, instruction))
+        rows.append(_make_row(index, f"{left}{symbol}{right}", _OPERATORS[symbol](left, right), env_class, instruction))
     return rows
 
 
-def _row(index: int, problem: str, answer: int, env_class: str, instruction: str) -> dict[str, object]:
+def _make_row(index: int, problem: str, answer: int, env_class: str, instruction: str) -> dict[str, object]:
     content = f"{problem} {instruction}" if instruction else problem
     return {
         "prompt": [{"role": "user", "content": content}],

@@ -11,9 +11,10 @@ NO_ACTION = "Write an expression inside <calculator> tags, or the final number i
 
 
 class CalculatorEnv(BaseTextEnv):
-    """An `<answer>` ends the episode: 1 if it is right, else 0. A `<calculator>` call is answered by a user message
-    `<result>VALUE</result>`. The last of `max_turns` turns (from the extras, else 2) ends the episode in any case, so
-    with one turn there is no time for a call."""
+    """Arithmetic with a calculator tool. An `<answer>` ends the episode: reward 1 if correct, else 0.
+
+    A `<calculator>` call returns a user message `<result>VALUE</result>`. The last of `max_turns` turns (from the
+    extras, default 2) ends the episode in any case, so a single turn leaves no room for a call."""
 
     def __init__(self, env_config: object = None, extras: dict[str, object] | None = None):
         super().__init__()
@@ -37,10 +38,10 @@ class CalculatorEnv(BaseTextEnv):
                 metadata={"parsed_answer": answer},
             )
         return BaseTextEnvStepOutput(
-            observations=[{"role": "user", "content": self._reply(action)}], reward=0.0, done=False, metadata={}
+            observations=[{"role": "user", "content": self._make_reply(action)}], reward=0.0, done=False, metadata={}
         )
 
-    def _reply(self, action: str) -> str:
+    def _make_reply(self, action: str) -> str:
         expression = first_tagged(action, "calculator")
         if expression is None:
             return NO_ACTION
@@ -56,10 +57,10 @@ class CalculatorEnv(BaseTextEnv):
 
     @classmethod
     def examples(cls) -> list[Example]:
-        return [_with_a_call(example_of(row)) for row in make_problems(4, num_digits=3, seed=1)]
+        return [_add_call(example_of(row)) for row in make_problems(4, num_digits=3, seed=1)]
 
 
-def _with_a_call(example: Example) -> Example:
+def _add_call(example: Example) -> Example:
     """Return the example with a tool call before the answer."""
     call = f"<calculator>{example.extras['extra_info']['problem']}</calculator>"
     return Example(example.prompt, example.extras, oracle=[call, *example.oracle])

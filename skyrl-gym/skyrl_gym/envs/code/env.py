@@ -52,7 +52,7 @@ class CodeEnv(BaseTextEnv):
 
     @classmethod
     def cheats(cls) -> list[Callable[[Example], list[str]]]:
-        """Cheating policies that the audit tries on this environment beside its usual ones."""
-        from skyrl_gym.envs.code.examples import always_equal, leaves_early, patches_builtins
+        """Return cheating policies that the audit tries in addition to the generic ones."""
+        from skyrl_gym.envs.code.examples import exit_early, make_always_equal, patch_builtins
 
-        return [always_equal, leaves_early, patches_builtins]
+        return [make_always_equal, exit_early, patch_builtins]

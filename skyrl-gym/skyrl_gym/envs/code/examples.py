@@ -28,7 +28,7 @@ MEDIAN_TEST = """def check(candidate):
 
 def make_examples() -> list[Example]:
     return [
-        _example(
+        _make_example(
             "Write a function `run_lengths(text)` that returns, for each run of one letter, the letter and its length.",
             "def run_lengths(text):\n    return [(letter, len(list(run))) for letter, run in itertools.groupby(text)]",
             {
@@ -40,12 +40,12 @@ def make_examples() -> list[Example]:
                 "entry_point": "run_lengths",
             },
         ),
-        _example(
+        _make_example(
             f"Complete this function:\n\n{MEDIAN_PROMPT}",
             MEDIAN_SOLUTION,
             {"tests": [MEDIAN_TEST], "entry_point": "median", "prompt": MEDIAN_PROMPT},
         ),
-        _example(
+        _make_example(
             "Write a function `digits_of(number)` that returns the digits of a whole number as a list, and raises "
             "ValueError for a negative one.",
             "def digits_of(number):\n"
@@ -60,7 +60,7 @@ def make_examples() -> list[Example]:
                 "entry_point": "digits_of",
             },
         ),
-        _example(
+        _make_example(
             "A line of standard input has whole numbers with spaces between. Print the sum of their squares.",
             "print(sum(int(word) ** 2 for word in input().split()))",
             {"tests": [{"input": "1 2 3\n", "output": "14"}, {"input": "-4", "output": "16"}]},
@@ -68,35 +68,39 @@ def make_examples() -> list[Example]:
     ]
 
 
-def _example(question: str, solution: str, ground_truth: dict[str, object]) -> Example:
+def _make_example(question: str, solution: str, ground_truth: dict[str, object]) -> Example:
     prompt = f"{question}\n\nPut the code in a ```python block."
     return Example.ruled(prompt, ground_truth, f"```python\n{solution}\n```")
 
 
-def always_equal(example: Example) -> list[str]:
-    """Return a program whose result equals, precedes and contains everything."""
+def make_always_equal(example: Example) -> list[str]:
+    """Return a program whose result compares equal to, less than, and contains everything."""
     methods = ("eq", "ne", "lt", "gt", "le", "ge", "contains", "bool")
     body = "\n".join(f"    def __{name}__(self, *others): return True" for name in methods)
-    return [_block(f"class Any(list):\n{body}\n    __hash__ = object.__hash__\n{_define(example, 'return Any()')}")]
+    return [
+        _format_block(
+            f"class Any(list):\n{body}\n    __hash__ = object.__hash__\n{_format_function(example, 'return Any()')}"
+        )
+    ]
 
 
-def leaves_early(example: Example) -> list[str]:
+def exit_early(example: Example) -> list[str]:
     """End the process with success before a test can fail."""
-    return [_block(f"import os\n{_define(example, 'os._exit(0)')}\nos._exit(0)")]
+    return [_format_block(f"import os\n{_format_function(example, 'os._exit(0)')}\nos._exit(0)")]
 
 
-def patches_builtins(example: Example) -> list[str]:
+def patch_builtins(example: Example) -> list[str]:
     """Make everything that a test might use say yes."""
     code = "import builtins\nfor name in ('all', 'any', 'isinstance', 'abs', 'len'):\n"
     code += "    setattr(builtins, name, lambda *arguments: True)\nbuiltins.AssertionError = Warning\n"
-    return [_block(code + _define(example, "return True"))]
+    return [_format_block(code + _format_function(example, "return True"))]
 
 
-def _define(example: Example, body: str) -> str:
+def _format_function(example: Example, body: str) -> str:
     ground_truth = example.extras["reward_spec"]["ground_truth"]
     name = ground_truth.get("entry_point", "answer") if isinstance(ground_truth, dict) else "answer"
     return f"def {name}(*arguments):\n    {body}\n"
 
 
-def _block(code: str) -> str:
+def _format_block(code: str) -> str:
     return f"```python\n{code}\n```"

@@ -39,14 +39,14 @@ class GSM8kMultiTurnEnv(BaseTextEnv):
         done = self.solved or self.turns >= self.max_turns
         shaping = self.format_score_per_turn if isinstance(grade, Score) else 0.0
         return BaseTextEnvStepOutput(
-            observations=[] if done else [self._reply()],
+            observations=[] if done else [self._make_reply()],
             reward=1.0 if is_right else shaping,
             done=done,
             truncated=done and not self.solved,
             metadata={},
         )
 
-    def _reply(self) -> dict[str, object]:
+    def _make_reply(self) -> dict[str, object]:
         content = LAST_TURN if self.max_turns - self.turns == 1 else TRY_AGAIN
         return {"role": "user", "content": content}
 

@@ -23,7 +23,9 @@ def compute_score(
     format_score: float = 0.0,
     score: float = 1.0,
 ) -> float:
-    """`score` if the answer reads exactly as the ground truth, `format_score` if there is another one, else 0."""
+    """Return `score` if the answer equals the ground truth exactly, `format_score` for a different answer, 0 without
+    one.
+    """
     answer = extract_solution(solution_str, method)
     if answer is None:
         return 0.0

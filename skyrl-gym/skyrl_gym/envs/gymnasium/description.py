@@ -13,7 +13,7 @@ _HEADING = re.compile(r"^ *## *(.+?) *$", re.MULTILINE)
 _LISTED_ACTION = re.compile(r"^ *- *(\d+): *(.+?)[ .]*$|^ *\| *(\d+) *\| *([^|]+?) *\|", re.MULTILINE)
 
 
-def docstring_sections(env: gymnasium.Env) -> dict[str, str]:
+def parse_docstring_sections(env: gymnasium.Env) -> dict[str, str]:
     """Sections (`## ...`) of the docstring, by heading; empty if it has none."""
     text = inspect.getdoc(type(env.unwrapped)) or ""
     parts = _HEADING.split(text)[1:]
@@ -23,7 +23,9 @@ def docstring_sections(env: gymnasium.Env) -> dict[str, str]:
 def documentation(env: gymnasium.Env, max_chars: int) -> str:
     """Return the sections that say what the task is, each cut to `max_chars` characters with a note."""
     texts = [
-        f"{title}:\n{truncate(body, max_chars)}" for title, body in docstring_sections(env).items() if title in SECTIONS
+        f"{title}:\n{truncate(body, max_chars)}"
+        for title, body in parse_docstring_sections(env).items()
+        if title in SECTIONS
     ]
     return "\n\n".join(texts)
 
@@ -35,7 +37,7 @@ def truncate(text: str, max_chars: int) -> str:
     return f"{text[:max_chars]} ... ({len(text) - max_chars} more characters left out)"
 
 
-def action_names(env: gymnasium.Env) -> dict[int, str]:
+def parse_action_names(env: gymnasium.Env) -> dict[int, str]:
     """Return the meanings of a discrete action space's numbers, where the environment gives them; else an empty list.
 
     From `get_action_meanings()`, or else the list in the "Action Space" section of the docstring.
@@ -47,6 +49,6 @@ def action_names(env: gymnasium.Env) -> dict[int, str]:
     meanings: Callable[[], Iterable[object]] | None = getattr(env.unwrapped, "get_action_meanings", None)
     if meanings is not None:
         return dict(zip(numbers, map(str, meanings()), strict=False))
-    section = docstring_sections(env).get("Action Space", "")
+    section = parse_docstring_sections(env).get("Action Space", "")
     listed = {int(m[1] or m[3]): (m[2] or m[4]).strip() for m in _LISTED_ACTION.finditer(section)}
     return listed if set(listed) == set(numbers) and len(set(listed.values())) == len(listed) else {}

@@ -62,14 +62,14 @@ class GymnasiumConfig:
 
 
 class GymnasiumEnv(BaseTextEnv):
-    """The last `<action>...</action>` of each turn is taken; its content is JSON as the action space asks.
+    """A Gymnasium environment played as text. The last `<action>...</action>` of each turn contains the action as JSON.
 
-    The dataset row gives `env_id`; and, if need be, `env_kwargs` (a mapping or its JSON text), `seed`, `max_turns`, and
-    settings of `GymnasiumConfig`. An illegal action is answered with the rule; it costs a turn and changes nothing.
+    The dataset row contains `env_id`; optionally `env_kwargs` (a mapping or its JSON text), `seed`, `max_turns` and
+    settings of `GymnasiumConfig`. An illegal action returns the rule; it uses a turn and changes nothing.
 
-    `outcome_reward` is the return, mapped so that `reward_range` is 0 to 1 and cut there; without one, its share of a
-    positive reward threshold of the environment, at most 1; with a negative threshold 1 if an episode of full length
-    reaches it, else 0; with neither, the return as it is.
+    `outcome_reward` is the return, mapped from `reward_range` to [0, 1] and clipped; without a range, its fraction of a
+    positive reward threshold of the environment, at most 1; with a negative threshold, 1 if a full-length episode
+    reaches it, else 0; with neither, the unchanged return.
     """
 
     config_class = GymnasiumConfig
@@ -77,12 +77,12 @@ class GymnasiumEnv(BaseTextEnv):
     def __init__(self, env_config: object = None, extras: dict[str, object] | None = None):
         super().__init__()
         extras = extras or {}
-        self.config = _checked(typed_config(GymnasiumConfig, _settings(env_config, extras)))
+        self.config = _check_settings(typed_config(GymnasiumConfig, _parse_settings(env_config, extras)))
         self.seed = whole_number(extras, "seed", None)
         given = mapping_of("env_kwargs", extras.get("env_kwargs") or None)
         kwargs = {key: part for key, part in given.items() if part is not None}  # None is how parquet fills a mapping
         self.player = make_player(str(required(extras, "env_id")), kwargs, self.config)
-        self.max_turns = max_turns_of(extras, self._default_max_turns())
+        self.max_turns = max_turns_of(extras, self._get_default_max_turns())
         self.steps = 0
         self.episode_return = 0.0
         self.illegal_actions = 0
@@ -90,7 +90,7 @@ class GymnasiumEnv(BaseTextEnv):
         self.success: bool | None = None
         self._closed = False
 
-    def _default_max_turns(self) -> int:
+    def _get_default_max_turns(self) -> int:
         limit = self.player.time_limit
         per_turn = self.config.actions_per_turn * self.config.frame_skip
         return math.ceil(limit / per_turn) if limit else DEFAULT_MAX_TURNS
@@ -101,10 +101,10 @@ class GymnasiumEnv(BaseTextEnv):
         A seed of the row wins over `seed`: it is part of the task.
         """
         self.player.reset(seed if self.seed is None else self.seed)
-        parts = [self._task()] if self.config.describe else []
-        return with_user_text(prompt, "\n\n".join([*parts, self._observation()])), {}
+        parts = [self._describe_task()] if self.config.describe else []
+        return with_user_text(prompt, "\n\n".join([*parts, self._format_observation()])), {}
 
-    def _task(self) -> str:
+    def _describe_task(self) -> str:
         text = f"{self.player.task(self.config.documentation_chars)}\n\nAct by writing <action>your action</action>."
         if self.config.actions_per_turn > 1:
             text += (
@@ -113,12 +113,12 @@ class GymnasiumEnv(BaseTextEnv):
             )
         if self.config.frame_skip > 1:
             text += f" Each action is taken for {self.config.frame_skip} steps."
-        example = self.player.example_action()
+        example = self.player.sample_action()
         if example is not None:
             text += f" For example: <action>{example}</action>"
         return f"{text}\nThere are {self.max_turns} turns."
 
-    def _observation(self) -> str:
+    def _format_observation(self) -> str:
         picture = f"\n{self.player.picture()}" if self.config.ansi else ""
         return f"Observation:\n{self.player.observation()}{picture}"
 
@@ -127,15 +127,15 @@ class GymnasiumEnv(BaseTextEnv):
 
         self.turns += 1
         try:
-            actions = self.player.read_actions(last_action(action), self.config.actions_per_turn)
+            actions = self.player.read_actions(extract_last_action(action), self.config.actions_per_turn)
         except IllegalAction as fault:
             self.illegal_actions += 1
-            return self._illegal(str(fault))
+            return self._handle_illegal_action(str(fault))
         played = self.player.play(actions, self.config.frame_skip)
         self._count(played)
         done = played.terminated or played.truncated or self.turns >= self.max_turns
         output = BaseTextEnvStepOutput(
-            observations=[] if done else [self._reply(played, len(actions))],
+            observations=[] if done else [self._make_reply(played, len(actions))],
             reward=played.reward * self.config.reward_scale,
             done=done,
             metadata={"steps": played.steps},
@@ -144,10 +144,10 @@ class GymnasiumEnv(BaseTextEnv):
             output["truncated"] = True
         return output
 
-    def _illegal(self, fault: str) -> BaseTextEnvStepOutput:
+    def _handle_illegal_action(self, fault: str) -> BaseTextEnvStepOutput:
         done = self.turns >= self.max_turns
-        text = f"Illegal action: {fault}. An action is {self.player.action_rule()}. Nothing has changed."
-        reply = {"role": "user", "content": f"{text} {self._turns_left()}"}
+        text = f"Illegal action: {fault}. An action is {self.player.describe_action_rule()}. Nothing has changed."
+        reply = {"role": "user", "content": f"{text} {self._format_turns_left()}"}
         output = BaseTextEnvStepOutput(
             observations=[] if done else [reply], reward=0.0, done=done, metadata={"illegal": fault}
         )
@@ -155,12 +155,12 @@ class GymnasiumEnv(BaseTextEnv):
             output["truncated"] = True
         return output
 
-    def _reply(self, played: "Played", num_actions: int) -> dict[str, object]:
+    def _make_reply(self, played: "Played", num_actions: int) -> dict[str, object]:
         taken = f" after {num_actions} actions" if num_actions > 1 else ""
-        content = f"Reward{taken}: {played.reward:.{self.config.digits}g}\n{self._observation()}\n{self._turns_left()}"
-        return {"role": "user", "content": content}
+        reward = f"Reward{taken}: {played.reward:.{self.config.digits}g}"
+        return {"role": "user", "content": f"{reward}\n{self._format_observation()}\n{self._format_turns_left()}"}
 
-    def _turns_left(self) -> str:
+    def _format_turns_left(self) -> str:
         left = self.max_turns - self.turns
         return f"{left} turn{'' if left == 1 else 's'} left."
 
@@ -223,8 +223,8 @@ class GymnasiumEnv(BaseTextEnv):
         return examples()
 
 
-def last_action(text: str) -> str:
-    """Extract the last closed `<action>...</action>`. Raises IllegalAction if there is none."""
+def extract_last_action(text: str) -> str:
+    """Extract the last closed `<action>...</action>`. Raises IllegalAction without one."""
     from skyrl_gym.envs.gymnasium.spaces import IllegalAction
 
     action = last_tagged(text, "action")
@@ -248,12 +248,12 @@ def _check_installed() -> None:
         raise Error("Gymnasium is not installed: pip install 'skyrl-gym[gymnasium]'") from missing
 
 
-def _settings(env_config: object, extras: Mapping[str, object]) -> dict[str, Any]:
+def _parse_settings(env_config: object, extras: Mapping[str, object]) -> dict[str, Any]:
     config = vars(typed_config(GymnasiumConfig, env_config))
     return {name: value if extras.get(name) is None else extras[name] for name, value in config.items()}
 
 
-def _checked(config: GymnasiumConfig) -> GymnasiumConfig:
+def _check_settings(config: GymnasiumConfig) -> GymnasiumConfig:
     for name in ("actions_per_turn", "frame_skip", "digits", "max_numbers"):
         if getattr(config, name) < 1:
             raise TaskError(f"{name} must be 1 or more; got {getattr(config, name)}")

@@ -23,10 +23,12 @@ CART_POLE_ACTIONS_PER_TURN = 100
 
 def examples() -> list[Example]:
     """Two episodes of CartPole-v1 and four of FrozenLake-v1."""
-    return [_cart_pole(seed) for seed in CART_POLE_SEEDS] + [_frozen_lake(rows, way) for rows, way in LAKES.items()]
+    return [_make_cart_pole(seed) for seed in CART_POLE_SEEDS] + [
+        _make_frozen_lake(rows, way) for rows, way in LAKES.items()
+    ]
 
 
-def _frozen_lake(rows: str, way: str) -> Example:
+def _make_frozen_lake(rows: str, way: str) -> Example:
     extras = {
         "env_id": "FrozenLake-v1",
         "env_kwargs": {"desc": rows.split(), "is_slippery": False},
@@ -38,8 +40,8 @@ def _frozen_lake(rows: str, way: str) -> Example:
     return Example(prompt=PROMPT, extras=extras, oracle=oracle, env_config={"documentation_chars": 400})
 
 
-def _cart_pole(seed: int) -> Example:
-    actions = balancing_actions(seed)
+def _make_cart_pole(seed: int) -> Example:
+    actions = compute_balancing_actions(seed)
     turns = [actions[i : i + CART_POLE_ACTIONS_PER_TURN] for i in range(0, len(actions), CART_POLE_ACTIONS_PER_TURN)]
     return Example(
         prompt=PROMPT,
@@ -50,7 +52,7 @@ def _cart_pole(seed: int) -> Example:
     )
 
 
-def balancing_actions(seed: int) -> list[int]:
+def compute_balancing_actions(seed: int) -> list[int]:
     """Actions that keep CartPole-v1's pole up for its 500 steps: push to the side it leans and turns to."""
     env = gymnasium.make("CartPole-v1")
     (position, speed, angle, turning), _ = env.reset(seed=seed)

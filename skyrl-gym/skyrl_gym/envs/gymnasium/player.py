@@ -76,7 +76,7 @@ class Player:
         self.env = env
         self.digits = digits
         self.max_numbers = max_numbers
-        self.names = description.action_names(env)
+        self.names = description.parse_action_names(env)
         self._numbers = {name.casefold(): number for number, name in self.names.items()}
         self._observation: object = None
 
@@ -150,24 +150,24 @@ class Player:
         if documentation_chars:
             lines.append(description.documentation(self.env, documentation_chars))
         lines.append(f"An observation is {describe(self.env.observation_space)}.")
-        lines.append(f"An action is {self.action_rule()}.")
+        lines.append(f"An action is {self.describe_action_rule()}.")
         return "\n\n".join(line for line in lines if line)
 
-    def action_rule(self) -> str:
+    def describe_action_rule(self) -> str:
         """Describe the action space, with the names of actions that have one."""
         names = ", ".join(f"{number} = {name}" for number, name in self.names.items())
         return describe(self.env.action_space) + (f" ({names})" if names else "")
 
-    def example_action(self) -> str | None:
+    def sample_action(self) -> str | None:
         """Some action as JSON; None if it would be long. Leaves the environment's random state alone."""
         space = copy.deepcopy(self.env.action_space)
         space.seed(0)
-        text = json.dumps(_rounded(to_json(space, space.sample()), self.digits))
+        text = json.dumps(_round_numbers(to_json(space, space.sample()), self.digits))
         return text if len(text) <= MAX_EXAMPLE_CHARS else None
 
     def observation(self) -> str:
         """Return the present observation, rounded and cut."""
-        return self._text(to_json(self.env.observation_space, self._observation))
+        return self._to_text(to_json(self.env.observation_space, self._observation))
 
     def picture(self) -> str:
         """Return the environment's own text rendering; coloured parts are put in brackets, the colours listed below."""
@@ -176,15 +176,15 @@ class Player:
         plain = _ESCAPE.sub("", _COLOURED.sub(r"[\3]", drawn)).strip("\n")
         return "\n".join([plain, ", ".join(colours)]) if colours else plain
 
-    def _text(self, value: Any) -> str:
+    def _to_text(self, value: Any) -> str:
         if isinstance(value, dict):
-            return "{" + ", ".join(f'"{key}": {self._text(part)}' for key, part in value.items()) + "}"
+            return "{" + ", ".join(f'"{key}": {self._to_text(part)}' for key, part in value.items()) + "}"
         count = _count(value)
         if count <= self.max_numbers:
-            return json.dumps(_rounded(value, self.digits), ensure_ascii=False)
-        flat = list(_leaves(value))[: self.max_numbers]
+            return json.dumps(_round_numbers(value, self.digits), ensure_ascii=False)
+        flat = list(_iter_leaves(value))[: self.max_numbers]
         shape = " x ".join(map(str, np.shape(value))) if _is_regular(value) else f"{count} values"
-        text = json.dumps(_rounded(flat, self.digits), ensure_ascii=False)
+        text = json.dumps(_round_numbers(flat, self.digits), ensure_ascii=False)
         return f"{text[:-1]}, ...] (the first {self.max_numbers} of {shape})"
 
 
@@ -196,23 +196,23 @@ def _is_regular(value: Any) -> bool:
     return True
 
 
-def _leaves(value: object) -> Iterator[object]:
+def _iter_leaves(value: object) -> Iterator[object]:
     if isinstance(value, list):
         for part in value:
-            yield from _leaves(part)
+            yield from _iter_leaves(part)
     else:
         yield value
 
 
 def _count(value: object) -> int:
-    return sum(1 for _ in _leaves(value))
+    return sum(1 for _ in _iter_leaves(value))
 
 
-def _rounded(value: object, digits: int) -> object:
+def _round_numbers(value: object, digits: int) -> object:
     if isinstance(value, list):
-        return [_rounded(part, digits) for part in value]
+        return [_round_numbers(part, digits) for part in value]
     if isinstance(value, dict):
-        return {key: _rounded(part, digits) for key, part in value.items()}
+        return {key: _round_numbers(part, digits) for key, part in value.items()}
     if isinstance(value, float):
         if not math.isfinite(value):
             return str(value)

@@ -36,7 +36,7 @@ def describe(space: spaces.Space) -> str:
         case spaces.MultiDiscrete():
             return _describe_array(space, "whole number", space.start, space.start + space.nvec - 1)
         case spaces.MultiBinary():
-            return f"a {_shape(space.shape)} numbers, each 0 or 1"
+            return f"a {_format_shape(space.shape)} numbers, each 0 or 1"
         case spaces.Text():
             characters = "".join(sorted(space.character_set))
             if len(characters) > MAX_LISTED_CHARACTERS:
@@ -52,23 +52,23 @@ def describe(space: spaces.Space) -> str:
 
 def _describe_array(space: spaces.Space, kind: str, low: np.ndarray, high: np.ndarray) -> str:
     if space.shape == ():
-        return f"a {kind} {_interval(low.item(), high.item())}"
-    text = f"a {_shape(space.shape or ())} {kind}s"
+        return f"a {kind} {_format_interval(low.item(), high.item())}"
+    text = f"a {_format_shape(space.shape or ())} {kind}s"
     if len(np.unique(low)) == len(np.unique(high)) == 1:
-        return f"{text}, each {_interval(low.flat[0], high.flat[0])}"
+        return f"{text}, each {_format_interval(low.flat[0], high.flat[0])}"
     if low.size > MAX_LISTED_BOUNDS:
-        return f"{text}, within bounds that differ, all {_interval(low.min(), high.max())}"
-    bounds = [_interval(a, b) for a, b in zip(low.flat, high.flat, strict=True)]
+        return f"{text}, within bounds that differ, all {_format_interval(low.min(), high.max())}"
+    bounds = [_format_interval(a, b) for a, b in zip(low.flat, high.flat, strict=True)]
     return f"{text}: " + "; ".join(f"({i}) {bound}" for i, bound in enumerate(bounds, 1))
 
 
-def _shape(shape: tuple[int, ...]) -> str:
+def _format_shape(shape: tuple[int, ...]) -> str:
     if len(shape) == 1:
         return f"list of {shape[0]}"
     return f"nested list of shape {' x '.join(map(str, shape))} of"
 
 
-def _interval(low: Any, high: Any) -> str:
+def _format_interval(low: Any, high: Any) -> str:
     if np.isinf(low) and np.isinf(high):
         return "of any size"
     if np.isinf(high):
@@ -90,11 +90,11 @@ def is_readable(space: spaces.Space) -> bool:
 
 
 def read(space: spaces.Space, value: object) -> object:
-    """Return the element of a readable space that a JSON value stands for. Raises IllegalAction."""
+    """Convert a JSON value to an element of a readable space. Raises IllegalAction."""
     match space:
         case spaces.Discrete():
             if not _is_whole(value) or not space.start <= value < space.start + space.n:
-                raise IllegalAction(f"{_short(value)} is not {describe(space)}")
+                raise IllegalAction(f"{_format_short(value)} is not {describe(space)}")
             return space.dtype.type(int(value))  # pyright: ignore[reportOptionalMemberAccess]
         case spaces.Box():
             return _read_box(space, value)
@@ -104,20 +104,22 @@ def read(space: spaces.Space, value: object) -> object:
             return _bounded(space, value, np.zeros(space.shape), np.ones(space.shape)).astype(space.dtype)
         case spaces.Text():
             if not isinstance(value, str):
-                raise IllegalAction(f"{_short(value)} is not a string")
+                raise IllegalAction(f"{_format_short(value)} is not a string")
             if not space.contains(value):
-                raise IllegalAction(f"{_short(value)} is not {describe(space)}")
+                raise IllegalAction(f"{_format_short(value)} is not {describe(space)}")
             return value
         case spaces.Tuple():
             parts = _list(value)
             if len(parts) != len(space.spaces):
                 raise IllegalAction(f"a list of {len(space.spaces)} parts is needed, not of {len(parts)}")
             pairs = zip(space.spaces, parts, strict=True)
-            return tuple(_part(f"part {i}", inner, part) for i, (inner, part) in enumerate(pairs, 1))
+            return tuple(_parse_part(f"part {i}", inner, part) for i, (inner, part) in enumerate(pairs, 1))
         case spaces.Dict():
             if not isinstance(value, Mapping) or set(value) != set(space.spaces):
-                raise IllegalAction(f"{_short(value)} is not an object with exactly the keys {', '.join(space.spaces)}")
-            return {key: _part(f'"{key}"', part, value[key]) for key, part in space.spaces.items()}
+                raise IllegalAction(
+                    f"{_format_short(value)} is not an object with exactly the keys {', '.join(space.spaces)}"
+                )
+            return {key: _parse_part(f'"{key}"', part, value[key]) for key, part in space.spaces.items()}
     raise NotImplementedError(f"actions of the space {space}")
 
 
@@ -132,7 +134,7 @@ def _read_box(space: spaces.Box, value: object) -> np.ndarray:
     return array if space.contains(array) else np.clip(array, space.low, space.high).astype(space.dtype)
 
 
-def _part(name: str, space: spaces.Space, value: object) -> object:
+def _parse_part(name: str, space: spaces.Space, value: object) -> object:
     try:
         return read(space, value)
     except IllegalAction as fault:
@@ -149,12 +151,12 @@ def _is_whole(value: object) -> TypeGuard[float]:
 
 def _list(value: object) -> list[object]:
     if not isinstance(value, list):
-        raise IllegalAction(f"{_short(value)} is not a list")
+        raise IllegalAction(f"{_format_short(value)} is not a list")
     return value
 
 
-def _array(space: spaces.Space, value: object, whole: bool) -> np.ndarray:
-    """Numbers in the space's shape. A bare number may stand for a list of one."""
+def _parse_array(space: spaces.Space, value: object, whole: bool) -> np.ndarray:
+    """Parse numbers in the space's shape. A bare number is accepted as a list of one."""
     shape: tuple[int, ...] = space.shape  # pyright: ignore[reportAssignmentType]
     if shape == (1,) and not isinstance(value, list):
         value = [value]
@@ -162,7 +164,7 @@ def _array(space: spaces.Space, value: object, whole: bool) -> np.ndarray:
     _flatten(value, shape, flat)
     for number in flat:
         if not (_is_whole(number) if whole else _is_number(number)):
-            raise IllegalAction(f"{_short(number)} is not a {'whole' if whole else 'finite'} number")
+            raise IllegalAction(f"{_format_short(number)} is not a {'whole' if whole else 'finite'} number")
     return np.array(flat, dtype=np.int64 if whole else np.float64).reshape(shape)
 
 
@@ -171,13 +173,13 @@ def _flatten(value: object, shape: tuple[int, ...], into: list[object]) -> None:
         into.append(value)
         return
     if not isinstance(value, list) or len(value) != shape[0]:
-        raise IllegalAction(f"{_short(value)} is not a {_shape(shape)} numbers")
+        raise IllegalAction(f"{_format_short(value)} is not a {_format_shape(shape)} numbers")
     for part in value:
         _flatten(part, shape[1:], into)
 
 
 def _bounded(space: spaces.Space, value: object, low: np.ndarray, high: np.ndarray, whole: bool = True) -> np.ndarray:
-    numbers = _array(space, value, whole)
+    numbers = _parse_array(space, value, whole)
     _check_bounds(numbers, low, high)
     return numbers
 
@@ -187,11 +189,11 @@ def _check_bounds(numbers: np.ndarray, low: np.ndarray, high: np.ndarray) -> Non
     if len(outside):
         place = tuple(outside[0])
         which = f"number {', '.join(str(i + 1) for i in place)}, " if place else ""
-        bounds = _interval(np.asarray(low)[place], np.asarray(high)[place])
-        raise IllegalAction(f"{which}{_short(numbers[place].item())}, must be {bounds}")
+        bounds = _format_interval(np.asarray(low)[place], np.asarray(high)[place])
+        raise IllegalAction(f"{which}{_format_short(numbers[place].item())}, must be {bounds}")
 
 
-def _short(value: object) -> str:
+def _format_short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 

@@ -10,7 +10,7 @@ STARTER_FORMAT = "Complete this class, in a ```python block:\n\nclass Solution:\
 
 def make_examples() -> list[Example]:
     return [
-        _program(
+        _make_program_example(
             "There are t cases, each a line with a and b. For each, print how many whole numbers from a to b, both "
             "included, read the same backwards.",
             "for _ in range(int(input())):\n"
@@ -18,13 +18,13 @@ def make_examples() -> list[Example]:
             "    print(sum(str(n) == str(n)[::-1] for n in range(a, b + 1)))",
             {"2\n1 100\n95 130\n": "18\n4", "1\n1000 3000": "20", "1\n12 12": "0"},
         ),
-        _program(
+        _make_program_example(
             "Given n, and then n words each on a line of its own, print the words in order of their length, words of "
             "one length in the order given, with single spaces between.",
             "words = [input().strip() for _ in range(int(input()))]\nprint(*sorted(words, key=len))",
             {"4\npear\nfig\nbanana\nkiwi\n": "fig pear kiwi banana", "2\nbb\na\n": "a bb", "1\nplum\n": "plum"},
         ),
-        _method(
+        _make_method_example(
             "Given a list of prices by day, return the most that one can earn by buying on one day and selling on a "
             "later one, or 0.",
             "max_profit",
@@ -36,7 +36,7 @@ def make_examples() -> list[Example]:
             "        return best",
             {"[7, 1, 5, 3, 6, 4]": "5", "[7, 6, 4]": "0", "[2, 9, 1, 7]": "7"},
         ),
-        _method(
+        _make_method_example(
             "Given words and a letter, return the places of the words, counted from 0, that have that letter.",
             "words_with",
             "words: list[str], letter: str",
@@ -46,22 +46,22 @@ def make_examples() -> list[Example]:
     ]
 
 
-def _program(question: str, solution: str, cases: dict[str, str]) -> Example:
+def _make_program_example(question: str, solution: str, cases: dict[str, str]) -> Example:
     tests: list[dict[str, object]] = [
         {"input": given, "output": expected, "testtype": "stdin"} for given, expected in cases.items()
     ]
-    return _example(f"{question}\n\n{STDIN_FORMAT}", solution, tests)
+    return _make_example(f"{question}\n\n{STDIN_FORMAT}", solution, tests)
 
 
-def _method(question: str, name: str, parameters: str, body: str, cases: dict[str, str]) -> Example:
+def _make_method_example(question: str, name: str, parameters: str, body: str, cases: dict[str, str]) -> Example:
     metadata = {"func_name": name}
     tests = [
         {"input": given, "output": expected, "testtype": "functional", "metadata": metadata}
         for given, expected in cases.items()
     ]
     solution = f"class Solution:\n    def {name}(self, {parameters}):\n{body}"
-    return _example(f"{question}\n\n{STARTER_FORMAT.format(name=name, parameters=parameters)}", solution, tests)
+    return _make_example(f"{question}\n\n{STARTER_FORMAT.format(name=name, parameters=parameters)}", solution, tests)
 
 
-def _example(prompt: str, solution: str, tests: list[dict[str, object]]) -> Example:
+def _make_example(prompt: str, solution: str, tests: list[dict[str, object]]) -> Example:
     return Example.ruled(prompt, json.dumps(tests), f"```python\n{solution}\n```")

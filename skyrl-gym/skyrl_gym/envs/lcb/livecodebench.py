@@ -26,20 +26,20 @@ def compute_score(model_response: str, tests: str | Sequence[Mapping[str, object
     """
     parsed = parse_tests(tests if isinstance(tests, str) else list(tests))
     code = extract_code(model_response)
-    return code, 0.0 if code is None else reward_of(grade_code(code, parsed, _settings(_cases(parsed))))
+    return code, 0.0 if code is None else reward_of(grade_code(code, parsed, _make_settings(_parse_cases(parsed))))
 
 
 def lcb_check_correctness(
     sample: Sequence[Mapping[str, object]], generation: str, timeout: float = 6, debug: bool = False
 ) -> bool:
-    """Return whether a program passes every test of a sample; `debug` prints why not.
+    """Check whether a program passes every test of a sample; `debug` prints the failure.
 
     Raises:
         TaskError: there is no test, or one is malformed.
         InfraError: the sandbox failed.
     """
     tests = parse_tests(list(sample))
-    grade = grade_code(generation, tests, _settings(sample, timeout))
+    grade = grade_code(generation, tests, _make_settings(sample, timeout))
     if debug:
         print(grade)
     return reward_of(grade) == 1.0
@@ -48,7 +48,7 @@ def lcb_check_correctness(
 def run_test(
     sample: Mapping[str, object], test: str | None = None, debug: bool = False, timeout: float = 6
 ) -> tuple[list[int | bool], dict[str, object]]:
-    """Run a program on one test after the other, until one fails.
+    """Run a program on tests in order until one fails.
 
     Args:
         sample: `{"input_output": JSON text of {"inputs": [...], "outputs": [...], "fn_name": optional}}`.
@@ -56,27 +56,27 @@ def run_test(
 
     Returns:
         True for each test passed, then, for one that failed, -2 (wrong answer), -3 (time limit) or -4 (does not
-        compile or raises); and a dict that describes the failure (empty if there is none).
+        compile or raises); and a dict that describes the failure (empty without one).
 
     Raises:
         TaskError: the sample is malformed.
         InfraError: the sandbox failed.
     """
-    tests = _tests_of(sample)
+    tests = _parse_tests(sample)
     results: list[int | bool] = []
     for case in tests.cases:
-        grade = grade_code(test or "", dataclasses.replace(tests, cases=(case,)), _settings([case], timeout))
+        grade = grade_code(test or "", dataclasses.replace(tests, cases=(case,)), _make_settings([case], timeout))
         if debug:
             print(grade)
         if reward_of(grade) == 1.0:
             results.append(True)
             continue
-        code, message = _failure(grade)
+        code, message = _describe_failure(grade)
         return [*results, code], {"error_code": code, "error_message": message, "inputs": case.input}
     return results, {}
 
 
-def _tests_of(sample: Mapping[str, Any]) -> ProgramTests | FunctionTests:
+def _parse_tests(sample: Mapping[str, Any]) -> ProgramTests | FunctionTests:
     try:
         content = json.loads(sample["input_output"])
         cases = list(zip(content["inputs"], content["outputs"], strict=True))
@@ -91,7 +91,7 @@ def _tests_of(sample: Mapping[str, Any]) -> ProgramTests | FunctionTests:
     return tests
 
 
-def _failure(grade: Grade) -> tuple[int, str]:
+def _describe_failure(grade: Grade) -> tuple[int, str]:
     """Return the result code of a failed test, and its description."""
     match grade:
         case Timeout():
@@ -104,9 +104,9 @@ def _failure(grade: Grade) -> tuple[int, str]:
             return WRONG_ANSWER, "Wrong Answer"
 
 
-def _cases(tests: CodeTests) -> Sequence[object]:
+def _parse_cases(tests: CodeTests) -> Sequence[object]:
     return tests.cases if isinstance(tests, ProgramTests | FunctionTests) else tests.tests
 
 
-def _settings(cases: Sequence[object], timeout: float = 6) -> CodeSettings:
+def _make_settings(cases: Sequence[object], timeout: float = 6) -> CodeSettings:
     return CodeSettings(case_seconds=timeout, total_seconds=(timeout + 1) * len(cases) + 5)

@@ -25,12 +25,12 @@ class LLMJudgeEnvConfig(JudgeSettings):
 class LLMJudgeEnv(BaseTextEnv):
     """The reward is the judge's score from 0 to 1. `extras["reward_spec"]["ground_truth"]` is the reference answer.
 
-    The judge is told the last user message, the reference and what the model wrote. It can be talked to: see
-    `skyrl_gym.graders.judge`. A judge that fails, or that gives no score, is an `InfraError`, never 0. For trying out
-    without a model there is `LocalJudge` in the module `local_judge` beside this one.
+    The judge gets the last user message, the reference and the model's response, which can influence it: see
+    `skyrl_gym.graders.judge`. A judge that fails, or returns no score, raises `InfraError` and is never scored 0. To
+    try the environment without a model, use `LocalJudge` in `local_judge`.
 
     Raises:
-        ValueError: the public service without a key, or a prompt template without the answer.
+        ValueError: the public service has no key, or the prompt template has no placeholder for the answer.
     """
 
     config_class = LLMJudgeEnvConfig

@@ -84,12 +84,12 @@ class LocalJudge:
         if student is None or _REFERENCE not in prompt[: student.start()]:
             return "There is nothing to grade."
         reference = prompt[: student.start()].rpartition(_REFERENCE)[2]
-        found, expected = _last_number(student[2]), _last_number(reference)
+        found, expected = _extract_last_number(student[2]), _extract_last_number(reference)
         is_right = expected is not None and found == expected
         return f"The reference is {expected}, the student says {found}.\n### Final Score: {int(is_right)}"
 
 
-def _last_number(text: str) -> Decimal | None:
+def _extract_last_number(text: str) -> Decimal | None:
     try:
         return Decimal((extract_number(text, strict=False) or "").rstrip("."))
     except InvalidOperation:

@@ -1,4 +1,4 @@
-r"""Multiplication over several turns; the answer stands in `\boxed{}`."""
+r"""Multiplication over several turns; the answer is in `\boxed{}`."""
 
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput, Example, ground_truth_of, max_turns_of
 from skyrl_gym.graders import Score, reward_of
@@ -34,7 +34,7 @@ class MultiplyEnv(BaseTextEnv):
         done = self.solved or self.turns >= self.max_turns
         shaping = BOXED_WRONG_SCORE if done and answer is not None else 0.0
         return BaseTextEnvStepOutput(
-            observations=[] if done else [_reply(answer)],
+            observations=[] if done else [_make_reply(answer)],
             reward=1.0 if is_right else shaping,
             done=done,
             truncated=done and not self.solved,
@@ -53,7 +53,7 @@ class MultiplyEnv(BaseTextEnv):
         ]
 
 
-def _reply(answer: str | None) -> dict[str, str]:
+def _make_reply(answer: str | None) -> dict[str, str]:
     if answer is None:
         content = r"There is no answer in \boxed{}. Work it out step by step and put the product in \boxed{}."
     else:

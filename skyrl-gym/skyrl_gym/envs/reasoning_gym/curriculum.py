@@ -16,9 +16,9 @@ class Source:
     weight: float = 1.0
     """Share of the rows, relative to the other sources."""
     level: int | Mapping[str, int] | None = None
-    """Difficulty by the generator's curriculum; None for the generator's defaults. See `config_at`."""
+    """Difficulty by the generator's curriculum; None for the generator's defaults. See `build_config`."""
     config: Mapping[str, object] = field(default_factory=dict)
-    """Settings of the generator; they win over those of the level."""
+    """Settings of the generator; they override the settings of the level."""
 
 
 def has_curriculum(name: str) -> bool:
@@ -26,24 +26,24 @@ def has_curriculum(name: str) -> bool:
     return check_name(name) in library().factory.CURRICULA
 
 
-def attribute_levels(name: str) -> dict[str, list[object]]:
-    """Return each difficulty attribute's values, by level from 0 on. Raises TaskError if there is no curriculum."""
-    return {attribute.name: list(attribute.levels) for attribute in _curriculum(name).attributes.values()}
+def get_attribute_levels(name: str) -> dict[str, list[object]]:
+    """Return the values of each difficulty attribute, by level from 0. Raises TaskError without a curriculum."""
+    return {attribute.name: list(attribute.levels) for attribute in _load_curriculum(name).attributes.values()}
 
 
-def config_at(name: str, level: int | Mapping[str, int]) -> dict[str, object]:
+def build_config(name: str, level: int | Mapping[str, int]) -> dict[str, object]:
     """Return a generator's settings at a level.
 
     Args:
         name: the generator
-        level: one level for all attributes (those with fewer stay at their last), or a level for each by name, the
-            others at 0. Ranges run from the easiest value to that of the level, or only over the level's own if the
-            generator refuses the easiest.
+        level: one level for all attributes (attributes with fewer levels stay at their last), or a level by attribute
+            name, default 0. Ranges span from the easiest value to the level's value, or only the level's value
+            if the generator rejects the easiest.
 
     Raises:
         TaskError: no curriculum, attribute or level of that kind, or a level whose settings the generator refuses.
     """
-    curriculum = _curriculum(name)
+    curriculum = _load_curriculum(name)
     if isinstance(level, Mapping):
         for attribute, attribute_level in level.items():
             if attribute not in curriculum.attributes:
@@ -59,12 +59,12 @@ def config_at(name: str, level: int | Mapping[str, int]) -> dict[str, object]:
             raise TaskError(f"level of {name} must be 0 to {last}; got {level!r}")
         curriculum.set_global_level(level)
     try:
-        return _settings(name, curriculum, "inclusive")
+        return _get_settings(name, curriculum, "inclusive")
     except TaskError:
-        return _settings(name, curriculum, "upper_bound")
+        return _get_settings(name, curriculum, "upper_bound")
 
 
-def _settings(name: str, curriculum: Any, ranges: str) -> dict[str, object]:
+def _get_settings(name: str, curriculum: Any, ranges: str) -> dict[str, object]:
     """Return the settings of a level that differ from the generator's defaults."""
     from reasoning_gym.coaching.base_curriculum import DefaultCurriculumContext, RangeAttributeMode
 
@@ -74,7 +74,7 @@ def _settings(name: str, curriculum: Any, ranges: str) -> dict[str, object]:
     return check_config(name, {key: value for key, value in settings.items() if value != defaults[key]})
 
 
-def _curriculum(name: str) -> Any:
+def _load_curriculum(name: str) -> Any:
     if not has_curriculum(name):
         raise TaskError(f"{name} has no curriculum; set its difficulty by dataset_config")
     return library().factory.create_curriculum(name)

@@ -24,7 +24,7 @@ from skyrl_gym.envs.reasoning_gym.library import (
     check_name,
     find_system_prompt,
     generate,
-    oracle_answer,
+    get_oracle_answer,
 )
 from skyrl_gym.envs.reasoning_gym.rows import reasoning_gym_rows
 from skyrl_gym.error import TaskError
@@ -45,11 +45,11 @@ class ReasoningGymConfig:
 
 
 class ReasoningGymEnv(BaseTextEnv):
-    """One question; the last `<answer>...</answer>` of the one turn is judged by the question's generator.
+    """Single-turn question; the last `<answer>...</answer>` is graded by the question's generator.
 
-    The dataset row gives `dataset` (the generator), `dataset_config` (its settings: a mapping or JSON text), and either
-    a ready `entry` (question, answer, metadata: a mapping or JSON text) or `seed` and `index` (default 0), of which the
-    entry is made again. An empty prompt is filled with the question.
+    The dataset row contains `dataset` (the generator), `dataset_config` (its settings: a mapping or JSON text), and
+    either an `entry` (question, answer, metadata: a mapping or JSON text) or `seed` and `index` (default 0), from which
+    the entry is regenerated. An empty prompt is replaced by the question.
     """
 
     config_class = ReasoningGymConfig
@@ -59,7 +59,7 @@ class ReasoningGymEnv(BaseTextEnv):
         extras = extras or {}
         self.config = typed_config(ReasoningGymConfig, env_config)
         carried = extras.get("entry")
-        self.dataset = check_name(_dataset_name(extras, carried))
+        self.dataset = check_name(_get_dataset_name(extras, carried))
         self.dataset_config = check_config(self.dataset, extras.get("dataset_config"))
         if carried is not None:
             self.entry = check_entry(self.dataset, carried)
@@ -120,16 +120,16 @@ class ReasoningGymEnv(BaseTextEnv):
     def examples(cls) -> list[Example]:
         """Raises Error if reasoning-gym is not installed."""
         sources = ["chain_sum", "caesar_cipher", "word_sorting", "spiral_matrix", "time_intervals"]
-        return [cls._example(row) for row in reasoning_gym_rows(sources, size=2 * len(sources), seed=5)]
+        return [cls._make_example(row) for row in reasoning_gym_rows(sources, size=2 * len(sources), seed=5)]
 
     @staticmethod
-    def _example(row: dict[str, Any]) -> Example:
+    def _make_example(row: dict[str, Any]) -> Example:
         extras = {name: value for name, value in row.items() if name not in ("prompt", "env_class")}
-        answer = oracle_answer(check_entry(row["dataset"], row["entry"]))
+        answer = get_oracle_answer(check_entry(row["dataset"], row["entry"]))
         return Example(prompt=row["prompt"], extras=extras, oracle=[f"<answer>{answer}</answer>"])
 
 
-def _dataset_name(extras: Mapping[str, object], entry: object) -> str:
+def _get_dataset_name(extras: Mapping[str, object], entry: object) -> str:
     if extras.get("dataset") is None and entry is not None:
         metadata = mapping_of("entry", entry).get("metadata")
         if isinstance(metadata, Mapping) and metadata.get("source_dataset"):

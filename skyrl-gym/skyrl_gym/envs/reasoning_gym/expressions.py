@@ -1,6 +1,6 @@
 """Checks of a model's text before it reaches `eval` or sympy, both of which run code.
 
-A whitelist of syntax, and bounds on what evaluating it can cost.
+Whitelist of syntax, and bounds on the cost of evaluation.
 """
 
 import ast
@@ -44,7 +44,7 @@ def names_in(text: str) -> frozenset[str]:
     return frozenset(node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
 
 
-def why_not_expression(text: str, names: Set[str], max_nodes: int, max_power: float) -> str | None:
+def find_fault(text: str, names: Set[str], max_nodes: int, max_power: float) -> str | None:
     """Return the reason why the text is no plain formula over `names`, or None if it is one.
 
     Args:
@@ -58,12 +58,12 @@ def why_not_expression(text: str, names: Set[str], max_nodes: int, max_power: fl
         nodes = list(ast.walk(tree))
         if len(nodes) > max_nodes:
             return f"the expression is longer than {max_nodes} parts"
-        return _first_fault(nodes, names) or _power_fault(tree, max_power)
+        return _find_first_fault(nodes, names) or _find_power_fault(tree, max_power)
     except _PARSE_ERRORS as fault:
         return f"not an expression: {type(fault).__name__}"
 
 
-def _first_fault(nodes: list[ast.AST], names: Set[str]) -> str | None:
+def _find_first_fault(nodes: list[ast.AST], names: Set[str]) -> str | None:
     for node in nodes:
         if not isinstance(node, _NODES):
             return f"{type(node).__name__} is not allowed in an expression"
@@ -82,23 +82,23 @@ def _is_short_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 10**MAX_DIGITS
 
 
-def _power_fault(tree: ast.AST, max_power: float) -> str | None:
-    return f"powers above {max_power:g} are not evaluated" if _power(tree) > max_power else None
+def _find_power_fault(tree: ast.AST, max_power: float) -> str | None:
+    return f"powers above {max_power:g} are not evaluated" if _compute_power_bound(tree) > max_power else None
 
 
-def _power(node: ast.AST) -> float:
+def _compute_power_bound(node: ast.AST) -> float:
     """Bound the exponents in the value of a tree, whatever sympy cancels on the way."""
-    inner = max(map(_power, ast.iter_child_nodes(node)), default=1.0)
+    inner = max(map(_compute_power_bound, ast.iter_child_nodes(node)), default=1.0)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
-        return inner * _magnitude(node.right)
+        return inner * _compute_magnitude_bound(node.right)
     return inner
 
 
-def _magnitude(node: ast.AST) -> float:
+def _compute_magnitude_bound(node: ast.AST) -> float:
     """Return a bound on what the constants of an exponent can amount to: their product, reciprocals counted too."""
     product = 1.0
     for part in ast.walk(node):
         if isinstance(part, ast.Constant) and part.value:
-            size = abs(float(part.value))  # pyright: ignore[reportArgumentType]  # a number, by _first_fault
+            size = abs(float(part.value))  # pyright: ignore[reportArgumentType]  # a number, by _find_first_fault
             product *= max(size, 1 / size)
     return product

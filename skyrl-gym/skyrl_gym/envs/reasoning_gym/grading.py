@@ -9,9 +9,9 @@ import re
 from collections.abc import Callable, Mapping
 
 from skyrl_gym.deadline import outcome_of
-from skyrl_gym.envs.reasoning_gym.expressions import is_literal, names_in, why_not_expression
+from skyrl_gym.envs.reasoning_gym.expressions import find_fault, is_literal, names_in
 from skyrl_gym.envs.reasoning_gym.integrals import is_antiderivative
-from skyrl_gym.envs.reasoning_gym.library import Entry, generator, oracle_answer
+from skyrl_gym.envs.reasoning_gym.library import Entry, generator, get_oracle_answer
 from skyrl_gym.error import TaskError
 from skyrl_gym.graders.results import Grade, Invalid, Score
 from skyrl_gym.tags import last_tagged
@@ -65,7 +65,7 @@ def grade(name: str, config: Mapping[str, object], entry: Entry, text: str) -> G
         return Invalid("no <answer>...</answer>")
     if not answer and entry["answer"]:
         return Invalid("the answer is empty")
-    reason = _why_not_judged(name, entry, answer)
+    reason = _find_refusal(name, entry, answer)
     if reason is not None:
         return Invalid(reason)
     rule = OWN_RULES.get(name)
@@ -80,8 +80,8 @@ def grade(name: str, config: Mapping[str, object], entry: Entry, text: str) -> G
     return _score(name, config, entry, answer)
 
 
-def _why_not_judged(name: str, entry: Entry, answer: str) -> str | None:
-    oracle = oracle_answer(entry)
+def _find_refusal(name: str, entry: Entry, answer: str) -> str | None:
+    oracle = get_oracle_answer(entry)
     longest = MAX_CHARS_WITHOUT_ORACLE if oracle is None else max(MAX_ANSWER_CHARS, 4 * len(oracle))
     oracle = oracle or ""
     if len(answer) > MAX_FORMULA_CHARS.get(name, longest):
@@ -93,7 +93,7 @@ def _why_not_judged(name: str, entry: Entry, answer: str) -> str | None:
     if name in FORMULAS:
         max_nodes, max_power = FORMULAS[name]
         names = names_in(oracle) | names_in(str(entry["metadata"].get("integrand", "")))
-        return why_not_expression(answer, names, max_nodes, max_power)
+        return find_fault(answer, names, max_nodes, max_power)
     return None
 
 
@@ -101,7 +101,7 @@ def _score(name: str, config: Mapping[str, object], entry: Entry, answer: str) -
     judge = generator(name, config)
     score = outcome_of(lambda: float(judge.score_answer(answer, entry)))
     if isinstance(score, Exception):  # an answer of a form that its author did not think of, or a wrong entry
-        failure = outcome_of(judge.score_answer, oracle_answer(entry), entry)
+        failure = outcome_of(judge.score_answer, get_oracle_answer(entry), entry)
         if isinstance(failure, Exception):
             raise TaskError(
                 f"entry is not one that {name} can judge: {failure!r}; keys {', '.join(entry)}"
@@ -112,16 +112,16 @@ def _score(name: str, config: Mapping[str, object], entry: Entry, answer: str) -
     return Score(score, answer)
 
 
-def _same_word(answer: str, entry: Entry) -> bool:
+def _is_same_word(answer: str, entry: Entry) -> bool:
     return answer.casefold() == str(entry["answer"]).casefold()
 
 
-def _uses_the_given_numbers(answer: str, entry: Entry) -> bool:
+def _has_given_numbers(answer: str, entry: Entry) -> bool:
     return sorted(map(int, re.findall(r"\d+", answer))) == sorted(entry["metadata"]["numbers"])
 
 
 OWN_RULES: dict[str, Callable[[str, Entry], bool]] = {
-    "game_of_life_halting": _same_word,  # its own gives 1 to any text
-    "puzzle24": _uses_the_given_numbers,  # its own takes any four numbers that make 24
+    "game_of_life_halting": _is_same_word,  # its own gives 1 to any text
+    "puzzle24": _has_given_numbers,  # its own takes any four numbers that make 24
 }
 """Additional conditions on an answer, for generators whose `score_answer` accepts too much."""

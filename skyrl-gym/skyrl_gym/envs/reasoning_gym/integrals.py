@@ -1,7 +1,7 @@
-"""Numerical check of antiderivatives: no symbolic algebra, whose time nothing bounds.
+"""Numerical check of antiderivatives, since symbolic algebra takes unbounded time.
 
-Two analytic expressions that agree to many digits at many points are the same for every purpose here. Numbers have 50
-digits, derivatives about as many, and agreement is asked to 12.
+Two analytic expressions that agree to many digits at many points are treated as equal. Numbers have 50 digits,
+derivatives about as many, and agreement is required to 12.
 """
 
 import ast
@@ -39,7 +39,7 @@ _OPERATORS: dict[type, Callable[..., Mp]] = {
 
 
 def is_antiderivative(formula: str, integrand: str, variable: str) -> bool:
-    """Return whether the derivative of `formula` is `integrand`. Both must have passed `why_not_expression`.
+    """Return whether the derivative of `formula` is `integrand`. Both must have passed `find_fault`.
 
     Compared where the integrand is real, if there are enough such points: on branch cuts equal formulas may differ.
     """
@@ -47,13 +47,13 @@ def is_antiderivative(formula: str, integrand: str, variable: str) -> bool:
 
     context = MPContext()  # of its own: the library's default one is shared by all threads
     context.dps = DIGITS
-    value = _function(formula, variable, context)
-    expected = {point: _try(_function(integrand, variable, context), point, context) for point in POINTS}
+    value = _apply_function(formula, variable, context)
+    expected = {point: _evaluate_at(_apply_function(integrand, variable, context), point, context) for point in POINTS}
     finite = {point: number for point, number in expected.items() if number is not None}
     real = {point: number for point, number in finite.items() if context.im(number) == 0}
     agreed = 0
     for point, number in (real if len(real) >= MIN_POINTS else finite).items():
-        derivative = _try(lambda x: context.diff(value, x), point, context)
+        derivative = _evaluate_at(lambda x: context.diff(value, x), point, context)
         if derivative is None:
             continue
         if abs(derivative - number) > TOLERANCE * (1 + abs(number)):
@@ -62,8 +62,8 @@ def is_antiderivative(formula: str, integrand: str, variable: str) -> bool:
     return agreed >= MIN_POINTS
 
 
-def _try(function: Callable[[Mp], Mp], point: float, context: Mp) -> Mp:
-    """Return the value at a point; None where there is none, or where it would be too large."""
+def _evaluate_at(function: Callable[[Mp], Mp], point: float, context: Mp) -> Mp:
+    """Evaluate at a point. Returns None where the value is undefined or too large."""
     try:
         number = function(context.mpf(point))
     except (ArithmeticError, ValueError, context.NoConvergence):
@@ -71,14 +71,14 @@ def _try(function: Callable[[Mp], Mp], point: float, context: Mp) -> Mp:
     return number if context.isfinite(number) else None
 
 
-def _function(formula: str, variable: str, context: Mp) -> Callable[[Mp], Mp]:
+def _apply_function(formula: str, variable: str, context: Mp) -> Callable[[Mp], Mp]:
     tree = parse_source(formula.strip(), mode="eval").body
     constants = {"pi": context.pi, "E": context.e, "C": context.mpf("0.61803")}
     assert set(constants) == CONSTANTS
-    return lambda x: _value(tree, {**constants, variable: x}, context)
+    return lambda x: _evaluate_node(tree, {**constants, variable: x}, context)
 
 
-def _value(node: ast.AST, names: Mapping[str, Mp], context: Mp) -> Mp:
+def _evaluate_node(node: ast.AST, names: Mapping[str, Mp], context: Mp) -> Mp:
     match node:
         case ast.Constant(value=number):
             return context.mpf(str(number))
@@ -87,20 +87,20 @@ def _value(node: ast.AST, names: Mapping[str, Mp], context: Mp) -> Mp:
                 raise ValueError(f"{name} has no value")
             return names[name]
         case ast.UnaryOp(op=op, operand=operand):
-            return _OPERATORS[type(op)](_value(operand, names, context))
+            return _OPERATORS[type(op)](_evaluate_node(operand, names, context))
         case ast.BinOp(left=left, op=ast.Pow(), right=right):
-            return _power(_value(left, names, context), _value(right, names, context), context)
+            return _compute_power(_evaluate_node(left, names, context), _evaluate_node(right, names, context), context)
         case ast.BinOp(left=left, op=op, right=right):
-            return _OPERATORS[type(op)](_value(left, names, context), _value(right, names, context))
+            return _OPERATORS[type(op)](_evaluate_node(left, names, context), _evaluate_node(right, names, context))
         case ast.Call(func=ast.Name(id=name), args=[argument]):
-            value = _value(argument, names, context)
+            value = _evaluate_node(argument, names, context)
             if abs(value) > MAX_ARGUMENT:
                 raise OverflowError
             return abs(value) if name == "Abs" else getattr(context, name)(value)
     raise ValueError(f"{type(node).__name__} is not part of a formula")
 
 
-def _power(base: Mp, exponent: Mp, context: Mp) -> Mp:
+def _compute_power(base: Mp, exponent: Mp, context: Mp) -> Mp:
     if base != 0 and abs(exponent * context.log(abs(base))) > MAX_ARGUMENT:
         raise OverflowError
     return base**exponent

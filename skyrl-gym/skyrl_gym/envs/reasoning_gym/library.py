@@ -67,14 +67,14 @@ def library() -> Any:
     return reasoning_gym
 
 
-def dataset_names() -> list[str]:
+def list_dataset_names() -> list[str]:
     """Return all generators, sorted. The package's `composite` is not one: `reasoning_gym_rows` mixes."""
     return sorted(name for name in library().factory.DATASETS if name != "composite")
 
 
 def check_name(name: str) -> str:
-    """Return the name itself. Raises TaskError, with the nearest names, if there is no such generator."""
-    names = dataset_names()
+    """Return the name. Raises TaskError, with the nearest names, for an unknown generator."""
+    names = list_dataset_names()
     if name not in names:
         hint = did_you_mean(name, names, count=3)
         raise TaskError(f"dataset must be a generator of reasoning-gym; got {name!r}; {hint}")
@@ -114,11 +114,11 @@ def find_system_prompt(text_or_name: str) -> str:
 
 def generator(name: str, config: Mapping[str, object]) -> Any:
     """Return the generator object of these settings (checked before). Shared between threads, so only read from it."""
-    return _generator(name, json.dumps(dict(config), sort_keys=True))
+    return _make_generator(name, json.dumps(dict(config), sort_keys=True))
 
 
 @functools.lru_cache(maxsize=128)
-def _generator(name: str, config_json: str) -> Any:
+def _make_generator(name: str, config_json: str) -> Any:
     return library().create_dataset(name, **json.loads(config_json))
 
 
@@ -141,7 +141,7 @@ def generate(requests: Sequence[EntryRequest]) -> list[Entry]:
 
 
 def _make_entry(request: EntryRequest) -> Entry:
-    """Return the entry, or that of another seed, far away, if the generator fails with this one: some do at times."""
+    """Generate the entry. If the generator fails, as some occasionally do, use another, distant seed."""
     # Some generators refuse an index beyond `size`.
     config = {"size": max(500, request.index + 1)} | dict(request.config)
     # Further seeds are far apart: generators add the index to the seed, so near ones would repeat other entries.
@@ -159,7 +159,7 @@ def _generate_in_child(requests: Sequence[EntryRequest]) -> list[Entry]:
     seconds = CHILD_START_SECONDS + CHILD_SECONDS_PER_ENTRY * len(requests)
     try:
         child = subprocess.run(
-            [sys.executable, "-c", f"import {__name__} as library; library.answer_requests()"],
+            [sys.executable, "-c", f"import {__name__} as library; library.serve_requests()"],
             input=json.dumps([dataclasses.asdict(request) for request in requests]),
             env=os.environ | {"PYTHONHASHSEED": "0"},
             capture_output=True,
@@ -173,7 +173,7 @@ def _generate_in_child(requests: Sequence[EntryRequest]) -> list[Entry]:
     return json.loads(child.stdout)
 
 
-def answer_requests() -> None:
+def serve_requests() -> None:
     """Run the child process: answer the requests on stdin with entries, as JSON on stdout."""
     entries = []
     with contextlib.redirect_stdout(sys.stderr):  # some generators print
@@ -185,7 +185,7 @@ def answer_requests() -> None:
 
 
 def check_entry(name: str, value: object) -> Entry:
-    """Parse an entry in a dataset row, a mapping or its JSON text. Raises TaskError that names what is missing."""
+    """Parse an entry in a dataset row, a mapping or its JSON text. Raises TaskError that names the missing field."""
     entry = mapping_of("entry", value)
     for key in ("question", "answer", "metadata"):
         if key not in entry:
@@ -201,7 +201,7 @@ def check_entry(name: str, value: object) -> Entry:
 ORACLE_KEYS = ("possible_answer", "example_answer", "example_correct_answer")
 
 
-def oracle_answer(entry: Entry) -> str | None:
+def get_oracle_answer(entry: Entry) -> str | None:
     """Return a right answer to an entry: its own, or the example that a generator without a single answer keeps.
 
     None for `boxnet` and `rush_hour`, which keep none.

@@ -4,7 +4,7 @@ import json
 import random
 from collections.abc import Iterator, Sequence
 
-from skyrl_gym.envs.reasoning_gym.curriculum import Source, config_at
+from skyrl_gym.envs.reasoning_gym.curriculum import Source, build_config
 from skyrl_gym.envs.reasoning_gym.library import EntryRequest, check_config, find_system_prompt, generate
 from skyrl_gym.error import TaskError
 
@@ -17,7 +17,7 @@ def reasoning_gym_rows(
     system_prompt: str | None = "default",
     split: str = "train",
 ) -> Iterator[dict[str, object]]:
-    """`size` rows; each source has its share of them to within one row, in random order.
+    """Make `size` rows in random order; the count of each source matches its weight to within one row.
 
     Args:
         sources: generators by name, or with weight, level and settings; one may come more than once
@@ -31,12 +31,12 @@ def reasoning_gym_rows(
     """
     mixture = [Source(source) if isinstance(source, str) else source for source in sources]
     _check(mixture, size)
-    configs = [_config(source) for source in mixture]
-    order = _shares([source.weight for source in mixture], size)
+    configs = [_build_config(source) for source in mixture]
+    order = _compute_shares([source.weight for source in mixture], size)
     random.Random(f"reasoning_gym_rows:{seed}").shuffle(order)
     counts = [0] * len(mixture)
     requests = []
-    seeds = [_seed_of(seed, number) for number in range(len(mixture))]
+    seeds = [_make_seed(seed, number) for number in range(len(mixture))]
     for number in order:
         requests.append(EntryRequest(mixture[number].dataset, seeds[number], counts[number], configs[number]))
         counts[number] += 1
@@ -55,7 +55,7 @@ def reasoning_gym_rows(
         }
 
 
-def _seed_of(seed: int, number: int) -> int:
+def _make_seed(seed: int, number: int) -> int:
     """Far from each other: generators add the index to the seed, so the entries of neighbouring seeds are the same."""
     return random.Random(f"reasoning_gym_rows:{seed}:{number}").randrange(2**31)
 
@@ -70,15 +70,15 @@ def _check(mixture: Sequence[Source], size: int) -> None:
             raise TaskError(f"weight must be above 0; got {source.weight} for {source.dataset}")
 
 
-def _config(source: Source) -> dict[str, object]:
+def _build_config(source: Source) -> dict[str, object]:
     config = check_config(source.dataset, source.config)
     if source.level is None:
         return config
-    return check_config(source.dataset, config_at(source.dataset, source.level) | config)
+    return check_config(source.dataset, build_config(source.dataset, source.level) | config)
 
 
-def _shares(weights: Sequence[float], size: int) -> list[int]:
-    """Source numbers, each as often as its weight says: whole parts first, then the largest remainders."""
+def _compute_shares(weights: Sequence[float], size: int) -> list[int]:
+    """Compute source numbers in proportion to the weights, by the largest-remainder method."""
     exact = [weight * size / sum(weights) for weight in weights]
     counts = [int(share) for share in exact]
     by_remainder = sorted(range(len(weights)), key=lambda i: counts[i] - exact[i])

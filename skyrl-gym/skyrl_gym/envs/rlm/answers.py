@@ -7,16 +7,16 @@ _FINAL_VAR = re.compile(r"^[ \t]*FINAL_VAR\([ \t]*[\"']?(\w+)[\"']?[ \t]*\)", re
 _FINAL = re.compile(r"^[ \t]*FINAL\(", re.M)
 
 
-def last_repl_block(text: str) -> str | None:
+def extract_last_repl_block(text: str) -> str | None:
     """Extract the last fenced block with the tag repl, closed by a fence on its own line; None without one."""
     bodies = [block["body"] for block in _FENCED.finditer(text) if block["tag"].strip() == "repl"]
     return bodies[-1].rstrip("\n") if bodies else None
 
 
-def final_variable(text: str) -> str | None:
+def extract_final_variable(text: str) -> str | None:
     """Return the name in the last `FINAL_VAR(name)` that begins a line, outside of fenced blocks.
 
-    A call in a block is the REPL's matter: it may stand in a branch that was not taken.
+    A call inside a block is handled by the REPL, since its branch may not be executed.
     """
     names = _FINAL_VAR.findall(_FENCED.sub("", text))
     return names[-1] if names else None

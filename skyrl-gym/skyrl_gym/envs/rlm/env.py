@@ -1,5 +1,5 @@
-"""Recursive language models: the model sees a question, and the text it is about only through a Python REPL whose code
-can ask models in turn (https://arxiv.org/abs/2512.24601)."""
+"""Recursive language models: the model sees a question, and accesses the context only through a Python REPL whose code
+can query models (https://arxiv.org/abs/2512.24601)."""
 
 import json
 import math
@@ -21,9 +21,9 @@ from skyrl_gym.envs.base_text_env import (
     typed_config,
 )
 from skyrl_gym.envs.rlm import prompts
-from skyrl_gym.envs.rlm.answers import final_text, final_variable, last_repl_block
+from skyrl_gym.envs.rlm.answers import extract_final_variable, extract_last_repl_block, final_text
 from skyrl_gym.envs.rlm.examples import examples
-from skyrl_gym.envs.rlm.queries import answer_queries
+from skyrl_gym.envs.rlm.queries import run_queries
 from skyrl_gym.envs.rlm.repl import PersistentREPL, REPLResult
 from skyrl_gym.error import Error, TaskError
 from skyrl_gym.graders import qa, reward_of
@@ -74,15 +74,15 @@ class RLMEnvConfig:
 
 
 class BaseRLMEnv(BaseTextEnv):
-    """A question about a context that stands in a REPL. Ends with a final answer, or after `max_turns` without one.
+    """A question about a context in a REPL. The episode ends with a final answer, or after `max_turns` without one.
 
     A row gives the context as `extra_info.context_text` (a text that is a JSON object becomes a dict); without it, the
-    prompt itself is the context. Beside it, `max_turns` (10), `repl_timeout`, and what no file can hold: `lm_callback`
-    and `subcall_fn` (see `PersistentREPL`), which whoever makes the environment adds, with `depth`, the number of
-    recursive models above this one. Rows without an `lm_callback` use the model of the settings, if they name one.
+    prompt itself is the context. Further columns are `max_turns` (10) and `repl_timeout`; the caller of `make` may add
+    the callables `lm_callback` and `subcall_fn` (see `PersistentREPL`), and `depth`, the number of recursive models
+    above this one. Rows without an `lm_callback` use the model of the settings, if they name one.
 
-    A subclass says what an answer is worth (`_get_reward`), and may say how the task is explained
-    (`_get_system_prompt`) and what else the REPL has (`_get_repl_tools`).
+    A subclass defines the reward (`_get_reward`), and optionally the system prompt (`_get_system_prompt`) and
+    additional tools of the REPL (`_get_repl_tools`).
     """
 
     config_class = RLMEnvConfig
@@ -96,7 +96,7 @@ class BaseRLMEnv(BaseTextEnv):
         self.lm_callback: Callable[[list[str]], list[str]] | None = self.extras.get("lm_callback")
         self._model: ChatModel | None = None
         if self.lm_callback is None and (self.config.base_url or self.config.model):
-            self._model = _model_of(self.config)
+            self._model = _make_model(self.config)
             self.lm_callback = self._ask_model
         self.repl: PersistentREPL | None = None
         self._context: Any = None
@@ -129,8 +129,8 @@ class BaseRLMEnv(BaseTextEnv):
 
     def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, object]]:
         self._question = "\n\n".join(text_of(message) for message in prompt)
-        self._context = self._context_of_row()
-        tools = {name: _tool_and_description(tool) for name, tool in self._get_repl_tools().items()}
+        self._context = self._get_context()
+        tools = {name: _split_tool(tool) for name, tool in self._get_repl_tools().items()}
         self.repl = PersistentREPL(
             timeout=self.extras.get("repl_timeout", self.config.repl_timeout),
             custom_tools={name: tool for name, (tool, _) in tools.items()},
@@ -141,10 +141,10 @@ class BaseRLMEnv(BaseTextEnv):
         )
         self.repl.add_context(self._context)
         descriptions = {name: description for name, (_, description) in tools.items()}
-        self._turn_prompt = self._next_turn_prompt()
+        self._turn_prompt = self._make_turn_prompt()
         self._messages = [
             {"role": "system", "content": prompts.system_prompt(self._get_system_prompt(), descriptions)},
-            {"role": "user", "content": prompts.context_line(self._context)},
+            {"role": "user", "content": prompts.describe_context(self._context)},
             self._turn_prompt,
         ]
         return self._messages, {}
@@ -154,15 +154,15 @@ class BaseRLMEnv(BaseTextEnv):
             return BaseTextEnvStepOutput(observations=[], reward=0.0, done=True, metadata={})
         self.turns += 1
         if self.config.ephemeral_turn_prompt:
-            self._take_turn_prompt_back()
-        code = last_repl_block(action)
+            self._remove_turn_prompt()
+        code = extract_last_repl_block(action)
         result = self._execute(code) if code is not None else None
         self._final_answer = self._find_final_answer(action, result)
         if self._final_answer is not None:
             self._reward = float(self._get_reward(self._final_answer))
         done = self._done = self._final_answer is not None or self.turns >= self.max_turns
         output = BaseTextEnvStepOutput(
-            observations=[] if done else self._observations(action, code, result),
+            observations=[] if done else self._make_observations(action, code, result),
             reward=self._reward,
             done=done,
             metadata={},
@@ -185,7 +185,7 @@ class BaseRLMEnv(BaseTextEnv):
             "reward": self._reward,
         }
 
-    def _context_of_row(self) -> Any:
+    def _get_context(self) -> Any:
         information = self.extras.get("extra_info") or {}
         if not isinstance(information, Mapping):
             raise TaskError(f"extra_info must be a mapping; got {information!r:.200}")
@@ -194,11 +194,11 @@ class BaseRLMEnv(BaseTextEnv):
             return self._question
         if not isinstance(text, str):
             raise TaskError(f"extra_info.context_text must be a text; got {type(text).__name__}")
-        return _dict_or_text(text)
+        return _parse_dict_or_text(text)
 
     def _ask_model(self, prompts: list[str]) -> list[str]:
         assert self._model is not None and self.repl is not None
-        return answer_queries(self._model, prompts, self.repl.deadline)
+        return run_queries(self._model, prompts, self.repl.deadline)
 
     def _execute(self, code: str) -> REPLResult:
         assert self.repl is not None, "step before init"
@@ -211,25 +211,25 @@ class BaseRLMEnv(BaseTextEnv):
         """
         if result is not None and result.final_answer is not None:
             return result.final_answer
-        name = final_variable(action)
+        name = extract_final_variable(action)
         if name is not None and (answer := self._execute(f"FINAL_VAR({name!r})").final_answer) is not None:
             return answer
         return final_text(action)
 
-    def _observations(self, action: str, code: str | None, result: REPLResult | None) -> ConversationType:
+    def _make_observations(self, action: str, code: str | None, result: REPLResult | None) -> ConversationType:
         said = []
         if code is not None and result is not None:
             output = "\n".join(part for part in (result.stdout, result.stderr) if part.strip())
             said.append(prompts.observation(code, output, result.locals))
-        if (name := final_variable(action)) is not None:
+        if (name := extract_final_variable(action)) is not None:
             said.append(prompts.NO_VARIABLE.format(name=name))
-        self._turn_prompt = self._next_turn_prompt()
+        self._turn_prompt = self._make_turn_prompt()
         return [{"role": "user", "content": "\n\n".join(said) or prompts.NO_BLOCK}, self._turn_prompt]
 
-    def _next_turn_prompt(self) -> MessageType:
-        return {"role": "user", "content": prompts.turn_prompt(self._question, self.turns, self.max_turns)}
+    def _make_turn_prompt(self) -> MessageType:
+        return {"role": "user", "content": prompts.format_turn_prompt(self._question, self.turns, self.max_turns)}
 
-    def _take_turn_prompt_back(self) -> None:
+    def _remove_turn_prompt(self) -> None:
         """Raises Error if the driver's history is not the list that `init` returned."""
         if not self._messages or self._messages[-1] != self._turn_prompt:
             raise Error(
@@ -247,7 +247,7 @@ class RLMEnv(BaseRLMEnv):
 
     def __init__(self, env_config: object = None, extras: dict[str, Any] | None = None):
         super().__init__(env_config, extras)
-        self.ground_truth = _targets(ground_truth_of(self.extras))
+        self.ground_truth = _get_targets(ground_truth_of(self.extras))
 
     def _get_reward(self, final_answer: str) -> float:
         return reward_of(qa.exact_match(final_answer, self.ground_truth))
@@ -257,7 +257,7 @@ class RLMEnv(BaseRLMEnv):
         return examples()
 
 
-def _model_of(config: RLMEnvConfig) -> ChatModel:
+def _make_model(config: RLMEnvConfig) -> ChatModel:
     """Raises ValueError if the settings do not name one."""
     if not config.base_url or not config.model:
         raise ValueError(f"rlm: base_url and model go together; got {config.base_url!r} and {config.model!r}")
@@ -267,7 +267,7 @@ def _model_of(config: RLMEnvConfig) -> ChatModel:
     return ChatModel(service, config.model, {} if config.max_tokens is None else {"max_tokens": config.max_tokens})
 
 
-def _dict_or_text(text: str) -> dict[str, Any] | str:
+def _parse_dict_or_text(text: str) -> dict[str, Any] | str:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -275,13 +275,13 @@ def _dict_or_text(text: str) -> dict[str, Any] | str:
     return value if isinstance(value, dict) else text
 
 
-def _tool_and_description(tool: object) -> tuple[object, str | None]:
+def _split_tool(tool: object) -> tuple[object, str | None]:
     if isinstance(tool, Mapping) and "tool" in tool:
         return tool["tool"], tool.get("description")
     return tool, None
 
 
-def _targets(ground_truth: Any) -> list[str]:
+def _get_targets(ground_truth: Any) -> list[str]:
     """Raises TaskError unless there is at least one text."""
     target = ground_truth["target"] if isinstance(ground_truth, Mapping) and "target" in ground_truth else ground_truth
     try:

@@ -11,11 +11,17 @@ GOODS = ("copper", "barley", "indigo", "timber", "salt", "amber", "wool", "cobal
 
 
 def examples() -> list[Example]:
-    return [_needle(1, "the harbour office"), _needle(2, "the observatory"), _most_cargo(3), _chain(4), _total(5)]
+    return [
+        _make_needle_example(1, "the harbour office"),
+        _make_needle_example(2, "the observatory"),
+        _make_counting_example(3),
+        _make_chain_example(4),
+        _make_total_example(5),
+    ]
 
 
 def ledger(seed: int, num_lines: int = 4000) -> list[dict[str, Any]]:
-    """Shipments, the same for the same seed."""
+    """Make shipments, deterministic for a seed."""
     draw = random.Random(seed)
     return [
         {"number": number, "city": draw.choice(CITIES), "good": draw.choice(GOODS), "crates": draw.randint(1, 999)}
@@ -23,15 +29,15 @@ def ledger(seed: int, num_lines: int = 4000) -> list[dict[str, Any]]:
     ]
 
 
-def _lines(shipments: list[dict[str, object]]) -> list[str]:
+def _make_lines(shipments: list[dict[str, object]]) -> list[str]:
     return [f"Shipment {s['number']}: {s['crates']} crates of {s['good']} for {s['city']}." for s in shipments]
 
 
-def _needle(seed: int, place: str) -> Example:
-    """One sentence among thousands; found in the first turn, by code that also answers."""
+def _make_needle_example(seed: int, place: str) -> Example:
+    """Make an example with one sentence among thousands, found in the first turn by code that also answers."""
     draw = random.Random(seed)
     secret = f"{draw.choice(CITIES)}-{draw.randint(10**6, 10**7 - 1)}"
-    lines = _lines(ledger(seed))
+    lines = _make_lines(ledger(seed))
     lines.insert(draw.randrange(len(lines)), f"The password of {place} is {secret}.")
     code = (
         f"start = context.index('The password of {place} is ')\n"
@@ -39,11 +45,11 @@ def _needle(seed: int, place: str) -> Example:
         "answer = sentence.split()[-1].rstrip('.')\n"
         "FINAL_VAR('answer')"
     )
-    return _example(f"What is the password of {place}?", "\n".join(lines), secret, [_block(code)])
+    return _make_example(f"What is the password of {place}?", "\n".join(lines), secret, [_format_block(code)])
 
 
-def _most_cargo(seed: int) -> Example:
-    """Make an example of counting over all lines; a turn of its own names the variable with the answer."""
+def _make_counting_example(seed: int) -> Example:
+    """Make an example of counting over all lines; a separate turn names the variable with the answer."""
     shipments = ledger(seed)
     crates: dict[str, int] = {}
     for shipment in shipments:
@@ -60,10 +66,10 @@ def _most_cargo(seed: int) -> Example:
         "print(best, totals[best])"
     )
     question = "Which good went to which city in the most crates, all its shipments together? Answer as: good city"
-    return _example(question, "\n".join(_lines(shipments)), best, [_block(code), "FINAL_VAR(best)"])
+    return _make_example(question, "\n".join(_make_lines(shipments)), best, [_format_block(code), "FINAL_VAR(best)"])
 
 
-def _chain(seed: int) -> Example:
+def _make_chain_example(seed: int) -> Example:
     """Make an example with a JSON object, so that the context is a dict; each entry names the next."""
     draw = random.Random(seed)
     names = [f"node-{number}" for number in draw.sample(range(10**5, 10**6), 2000)]
@@ -76,11 +82,11 @@ def _chain(seed: int) -> Example:
         "FINAL_VAR('here')"
     )
     question = f"Each entry names the next one. Beginning at {names[0]}, which is the last?"
-    return _example(question, json.dumps(shuffled), names[-1], [_block(code)])
+    return _make_example(question, json.dumps(shuffled), names[-1], [_format_block(code)])
 
 
-def _total(seed: int) -> Example:
-    """Make an example whose turns look first, then count, then state the answer in their own words."""
+def _make_total_example(seed: int) -> Example:
+    """Make an example whose turns inspect, count, and then state the answer as text."""
     shipments = ledger(seed)
     total = sum(s["crates"] for s in shipments if s["good"] == "amber" and s["city"] == "Lima")
     code = (
@@ -88,18 +94,18 @@ def _total(seed: int) -> Example:
         "found = re.findall(r'(\\d+) crates of amber for Lima', context)\n"
         "print(len(found), sum(map(int, found)))"
     )
-    return _example(
+    return _make_example(
         "How many crates of amber went to Lima in all? Answer with the number.",
-        "\n".join(_lines(shipments)),
+        "\n".join(_make_lines(shipments)),
         str(total),
-        [_block("print(context[:300])"), _block(code), f"The shipments add up.\nFINAL({total})"],
+        [_format_block("print(context[:300])"), _format_block(code), f"The shipments add up.\nFINAL({total})"],
     )
 
 
-def _block(code: str) -> str:
+def _format_block(code: str) -> str:
     return f"```repl\n{code}\n```"
 
 
-def _example(question: str, context: str, answer: str, oracle: list[str]) -> Example:
+def _make_example(question: str, context: str, answer: str, oracle: list[str]) -> Example:
     columns = {"data_source": "rlm_ledger", "extra_info": {"context_text": context}}
     return Example.ruled(question, answer, *oracle, **columns)

@@ -49,17 +49,17 @@ MAX_NAMES_CHARACTERS = 2_000
 
 def system_prompt(template: str, tools: Mapping[str, str | None]) -> str:
     """Return the template with the custom tools (name: description) in their place."""
-    return template.replace(TOOLS_PLACE, tools_section(tools))
+    return template.replace(TOOLS_PLACE, format_tools(tools))
 
 
-def tools_section(tools: Mapping[str, str | None]) -> str:
+def format_tools(tools: Mapping[str, str | None]) -> str:
     if not tools:
         return ""
     lines = [f"- {name}: {description}" if description else f"- {name}" for name, description in tools.items()]
     return "\nThe REPL also has:\n" + "\n".join(lines) + "\n"
 
 
-def context_line(context: Any) -> str:
+def describe_context(context: Any) -> str:
     """Describe the context: its type and its length."""
     if isinstance(context, str):
         return f"The context is a text of {len(context)} characters."
@@ -68,7 +68,7 @@ def context_line(context: Any) -> str:
     return f"The context is a {type(context).__name__} of {len(context)} items; {len(str(context))} characters as text."
 
 
-def turn_prompt(question: str, turns: int, max_turns: int) -> str:
+def format_turn_prompt(question: str, turns: int, max_turns: int) -> str:
     """Return the user message after `turns` turns."""
     turns_left = max_turns - turns
     template = LAST_TURN if turns_left == 1 else FIRST_TURN if turns == 0 else LATER_TURN

@@ -10,7 +10,7 @@ from skyrl_gym.services import FAULTS_OF_THE_REQUEST
 MAX_PARALLEL_QUERIES = 2
 
 
-def answer_queries(model: ChatModel, prompts: list[str], deadline: float) -> list[str]:
+def run_queries(model: ChatModel, prompts: list[str], deadline: float) -> list[str]:
     """Return the model's answers, in the order of the prompts. Two are asked for at a time, none after `deadline`.
 
     A prompt that the server refuses (too long, say), or that there was no time for, has a text that says so.

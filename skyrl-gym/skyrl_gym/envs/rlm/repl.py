@@ -1,9 +1,8 @@
-"""A Python REPL in a sandbox, whose code can ask a language model and call functions of the host.
+"""Python REPL in a sandbox, whose code can query a language model and call functions of the host.
 
-The code runs in a process of its own (`repl_process.py`), which lives as long as the REPL does, and its variables with
-it. Who writes that code is not trusted, and neither is what the process says: it can claim any output, variable or
-final answer, which are its own to choose anyway, and call the functions it was offered, with plain values. Anything
-else it sends ends it.
+The code runs in a separate process (`repl_process.py`), which lives as long as the REPL and keeps the variables. The
+code and all messages of the process are untrusted: it can report any output, variable or final answer, and call the
+functions it was given with plain values. Any other message terminates the process.
 """
 
 import dataclasses
@@ -71,16 +70,16 @@ class _Gone(Exception):
 class PersistentREPL:
     """Python session that executes code repeatedly in one namespace. The process starts with the first execution.
 
-    `globals` are the functions that the code is offered, as they are on the host; `locals` are copies of its variables
-    as they were after the last execution. To change either changes nothing inside. The functions, tools and contexts
-    are there anew after each execution, whatever the code did to their names.
+    `globals` are the functions offered to the code, as objects of the host; `locals` are copies of its variables after
+    the last execution. Changes to either have no effect inside. The functions, tools and contexts
+    are restored after each execution, whatever the code did to their names.
 
-    Code that runs longer than `timeout` is interrupted and its variables are kept. If it does not stop then, or ends
-    its process, or runs out of memory, the next execution finds a new process: with contexts and tools, without the
-    variables, which the result's stderr says. Functions of the host count as running code; one that is at work when
-    the time is up is waited for, so they need time-outs of their own.
+    Code that runs longer than `timeout` is interrupted and keeps its variables. If it does not stop, exits its process
+    or runs out of memory, the next execution gets a new process with contexts and tools but without the variables, as
+    reported in the result's stderr. Functions of the host count as running code; at the timeout a running one is
+    awaited, so they need their own timeouts.
 
-    One thread at a time uses a REPL; any number of REPLs run side by side.
+    A REPL is not thread-safe; any number of REPLs run concurrently.
 
     Args:
         timeout: seconds for one execution.
@@ -90,15 +89,15 @@ class PersistentREPL:
         lm_callback: makes `llm_query`, `llm_query_batched`, `rlm_query` and `rlm_query_batched` available.
         subcall_fn: `subcall_fn(prompt)` or `subcall_fn(prompt, context=context)` answers `rlm_query`, two at a time;
             without it the language model does. Called from other threads.
-        sandbox: where the process runs, started; it stays the caller's. Without one, the first execution makes one that
+        sandbox: a started sandbox for the process, owned by the caller. Default: the first execution creates one, which
             `cleanup` closes.
-        allow_imports: whether the code may import modules. The sandbox is what holds it, so it may; without, it is the
-            bare language, as earlier releases had it. No boundary either way.
-        max_output: bytes of each of stdout and stderr that one execution gives back.
-        memory_bytes: what the process may use, contexts and variables included.
+        allow_imports: whether the code may import modules. Not a security boundary, which is the sandbox; False matches
+            earlier releases.
+        max_output: maximum bytes of stdout and of stderr that one execution returns.
+        memory_bytes: memory limit of the process, contexts and variables included.
 
     Raises:
-        ValueError: a tool has a reserved name, or none that code can use.
+        ValueError: a tool has a reserved name, or a name that is no identifier.
         TypeError: a value among the tools is not plain.
     """
 
@@ -133,7 +132,7 @@ class PersistentREPL:
                 "rlm_query_batched": self._rlm_query_batched,
             }
         self.globals: dict[str, object] = {
-            "FINAL_VAR": self._final_var,
+            "FINAL_VAR": self._get_final_variable,
             "SHOW_VARS": self._show_vars,
             **self._functions,
             **self._values,
@@ -165,7 +164,7 @@ class PersistentREPL:
         """
         encode(payload, MAX_CONTEXT_BYTES, for_host=False)
         self._contexts[index] = payload
-        self.locals |= self._context_names()
+        self.locals |= self._get_context_names()
         if self._pipe is not None:
             try:
                 self._send_context(index, time.monotonic() + START_SECONDS)
@@ -187,7 +186,7 @@ class PersistentREPL:
             result = self._run(code, self.timeout)
         except _Gone as gone:
             self._stop()
-            self.locals = self._context_names()
+            self.locals = self._get_context_names()
             note = f"{gone}. The REPL was started anew: its variables are gone, the context and the tools are there."
             return REPLResult(stdout="", stderr=note, locals=dict(self.locals))
         except BaseException:
@@ -215,7 +214,7 @@ class PersistentREPL:
 
     def _start(self) -> None:
         """Raises InfraError."""
-        sandbox = self._started_sandbox()
+        sandbox = self._start_sandbox()
         limits = dataclasses.replace(
             sandbox.limits,
             wall_seconds=LIFETIME_SECONDS,
@@ -237,7 +236,7 @@ class PersistentREPL:
         except (_Gone, OSError) as failure:
             raise InfraError(f"a REPL does not start in its sandbox: {failure or type(failure).__name__}") from failure
 
-    def _started_sandbox(self) -> Sandbox:
+    def _start_sandbox(self) -> Sandbox:
         if self._sandbox is not None:
             return self._sandbox
         if self._owned_sandbox is None:
@@ -265,13 +264,13 @@ class PersistentREPL:
         try:
             self._pipe.send(["run", code], self.deadline)
             done, interrupted = self._serve(self._pipe)
-            result = self._result_of(done)
+            result = self._make_result(done)
         except BadFrame as failure:
             raise _Gone(f"The code broke the REPL ({failure})") from failure
         except TimeoutError as failure:
             raise _Gone(f"The code did not stop within {timeout:g} seconds, nor when it was interrupted") from failure
         except (EOFError, OSError) as failure:
-            raise _Gone(self._cause_of_death()) from failure
+            raise _Gone(self._describe_exit()) from failure
         finally:
             self.deadline = float("inf")
         if interrupted:
@@ -302,7 +301,7 @@ class PersistentREPL:
                 case _:
                     raise BadFrame(f"unknown frame {str(frame)[:80]!r}")
 
-    def _result_of(self, done: dict[str, Any]) -> REPLResult:
+    def _make_result(self, done: dict[str, Any]) -> REPLResult:
         """Raises BadFrame."""
         try:
             stdout, stderr, answer = (decode(done[key]) for key in ("stdout", "stderr", "final_answer"))
@@ -315,9 +314,9 @@ class PersistentREPL:
         if not (isinstance(stdout, str) and isinstance(stderr, str) and isinstance(answer, str | None)):
             raise BadFrame("a report whose output is no text")
         answer = answer and answer[: repl_process.MAX_ANSWER_CHARACTERS]
-        return REPLResult(stdout, stderr, variables | self._context_names(), answer)
+        return REPLResult(stdout, stderr, variables | self._get_context_names(), answer)
 
-    def _cause_of_death(self) -> str:
+    def _describe_exit(self) -> str:
         assert self._process is not None
         try:
             result = self._process.wait(timeout=GRACE_SECONDS)
@@ -328,7 +327,7 @@ class PersistentREPL:
         said = f": {result.stderr[-500:].strip()}" if result.stderr.strip() else ""
         return f"The code ended the REPL's process (status {result.returncode}{said})"
 
-    def _context_names(self) -> dict[str, object]:
+    def _get_context_names(self) -> dict[str, object]:
         names = {f"context_{index}": payload for index, payload in self._contexts.items()}
         return names | ({"context": self._contexts[0]} if 0 in self._contexts else {})
 
@@ -355,12 +354,12 @@ class PersistentREPL:
     # `model` is part of these signatures because code written for SkyRL's REPL passes it. There is one model to ask.
 
     def _llm_query(self, prompt: str, model: str | None = None) -> str:
-        """Ask the language model. Returns text that begins with "Error: LM query failed" if there is no answer."""
+        """Query the language model. Returns text that begins with "Error: LM query failed" on failure."""
         return self._llm_query_batched([prompt], model)[0]
 
     def _llm_query_batched(self, prompts: list[str], model: str | None = None) -> list[str]:
         """Ask the language model several prompts. Returns the answers in the order of the prompts."""
-        prompts = _texts(prompts)
+        prompts = _check_texts(prompts)
         answers = outcome_of(self._ask, prompts)
         return [f"Error: LM query failed - {answers}"] * len(prompts) if isinstance(answers, Exception) else answers
 
@@ -374,7 +373,7 @@ class PersistentREPL:
         return answers
 
     def _rlm_query(self, prompt: str, model: str | None = None, context: object = None) -> str:
-        """Ask a child model that has a REPL of its own, or the language model if there are no children."""
+        """Query a child model with its own REPL, or the language model without children."""
         subcall = self._subcall_fn
         if subcall is None:
             return self._llm_query(prompt if context is None else f"{prompt}\n\n{context}", model)
@@ -388,7 +387,7 @@ class PersistentREPL:
         self, prompts: list[str], model: str | None = None, context_list: list[object] | None = None
     ) -> list[str]:
         """Ask several children; `context_list` has one context for each prompt. Returns answers in that order."""
-        prompts = _texts(prompts)
+        prompts = _check_texts(prompts)
         if self._subcall_fn is None and context_list is None:
             return self._llm_query_batched(prompts, model)
         given = [None] * len(prompts) if context_list is None else list(context_list)
@@ -401,15 +400,15 @@ class PersistentREPL:
         with ThreadPoolExecutor(MAX_PARALLEL_SUBCALLS, thread_name_prefix="rlm-subcall") as pool:
             return list(pool.map(lambda prompt, context: self._rlm_query(prompt, model, context), prompts, given))
 
-    def _final_var(self, name: str) -> str | None:
-        """Return the value that the code's FINAL_VAR names; None if there is none."""
+    def _get_final_variable(self, name: str) -> str | None:
+        """Return the value that the code's FINAL_VAR names, or None."""
         return self.execute(f"FINAL_VAR({name!r})").final_answer
 
     def _show_vars(self) -> str:
         return self.execute("print(SHOW_VARS())").stdout.strip()
 
 
-def _texts(prompts: Any) -> list[str]:
+def _check_texts(prompts: Any) -> list[str]:
     return [prompts] if isinstance(prompts, str) else [str(prompt) for prompt in prompts]
 
 

@@ -212,7 +212,7 @@ class Repl:
                 exec(compile(code, name, "exec", dont_inherit=True), self.variables)
             except BaseException as error:  # the model's code may raise anything, SystemExit too
                 self.running = False
-                _report(error)
+                _format_traceback(error)
             self.running = False
         except BaseException:  # an interrupt in the middle of the above, or a report that fails: nothing more to say
             pass
@@ -279,8 +279,8 @@ class Repl:
                 raise RuntimeError(value)
             value = decode(value, from_host=True)
             if name == "rlm_query":
-                return as_literal(value)
-            return [as_literal(answer) for answer in value] if name == "rlm_query_batched" else value
+                return parse_literal(value)
+            return [parse_literal(answer) for answer in value] if name == "rlm_query_batched" else value
 
         call.__name__ = call.__qualname__ = name
         return call
@@ -312,7 +312,7 @@ class Repl:
         return "Variables: " + (", ".join(names) or "none")
 
 
-def as_literal(text: Any) -> Any:
+def parse_literal(text: Any) -> Any:
     """Return a child's reply as the Python value that it spells, or as text."""
     try:
         return ast.literal_eval(text)
@@ -320,7 +320,7 @@ def as_literal(text: Any) -> Any:
         return text
 
 
-def _report(error: BaseException) -> None:
+def _format_traceback(error: BaseException) -> None:
     """A traceback without the frames of this file."""
     report = traceback.TracebackException.from_exception(error)
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]

@@ -28,11 +28,11 @@ class SearchEnvConfig(SearchSettings):
 
 
 class SearchEnv(BaseTextEnv):
-    """`<search>query</search>` is answered by a user message with documents in `<information>` tags; an
-    `<answer>` ends the episode: 1 if it matches an accepted answer after normalization, else 0.
+    """Question answering with search. `<search>query</search>` returns a user message with documents in `<information>`
+    tags; an `<answer>` ends the episode: reward 1 if it matches an accepted answer after normalization, else 0.
 
-    The last of `max_turns` turns (from the extras, else 2) ends the episode in any case. Only what the model itself
-    wrote is graded: an answer that stands in a document earns nothing. A server that stays away raises `InfraError`.
+    The last of `max_turns` turns (from the extras, default 2) ends the episode in any case. Only the model's text is
+    graded: an answer in a document earns nothing. An unavailable server raises `InfraError`.
     """
 
     config_class = SearchEnvConfig
@@ -42,7 +42,7 @@ class SearchEnv(BaseTextEnv):
         config = typed_config(SearchEnvConfig, env_config)
         extras = extras or {}
         self.ground_truth = ground_truth_of(extras)
-        self.targets = _accepted_answers(self.ground_truth)
+        self.targets = _get_accepted_answers(self.ground_truth)
         self.max_turns = max_turns_of(extras, DEFAULT_MAX_TURNS)
         self.num_searches = 0
         self.chat_history: ConversationType = []
@@ -95,7 +95,7 @@ class SearchEnv(BaseTextEnv):
         return make_examples()
 
 
-def _accepted_answers(ground_truth: object) -> list[str]:
+def _get_accepted_answers(ground_truth: object) -> list[str]:
     """`target` of a row's ground truth: a text, or several (a list, or an array as parquet readers give)."""
     rule = "reward_spec.ground_truth must be {'target': an answer, or a list of answers that are accepted}"
     if not isinstance(ground_truth, Mapping) or ground_truth.get("target") is None:

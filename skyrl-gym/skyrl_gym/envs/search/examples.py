@@ -1,4 +1,4 @@
-"""Tasks about a place that does not exist: nobody can answer them without searching. And the documents that can."""
+"""Tasks about a fictional place, which require search, and the documents with the answers."""
 
 from collections.abc import Sequence
 
@@ -57,16 +57,18 @@ def make_prompt(question: str) -> ConversationType:
 def make_examples() -> list[Example]:
     """One or two searches each, over `EXAMPLE_DOCUMENTS`."""
     return [
-        _example("Who founded the capital of Orvane?", ["Orvane capital founded"], ["Ansel Brackwater"]),
-        _example("From which village did the designer of Lantern House come?", ["Lantern House", "Tauben"], ["Hask"]),
-        _example("What colour do adult thornfish turn?", ["thornfish colour"], ["deep violet", "violet"]),
-        _example("How many arches has the Saltbridge?", ["Saltbridge aqueduct"], ["forty-one", "41"]),
-        _example("What is the prize of Kite Week?", ["Kite Week winner"], ["a silver herring"]),
-        _example("On which mountain does the longest river of Orvane rise?", ["longest river"], ["Mount Pellory"]),
+        _make_example("Who founded the capital of Orvane?", ["Orvane capital founded"], ["Ansel Brackwater"]),
+        _make_example(
+            "From which village did the designer of Lantern House come?", ["Lantern House", "Tauben"], ["Hask"]
+        ),
+        _make_example("What colour do adult thornfish turn?", ["thornfish colour"], ["deep violet", "violet"]),
+        _make_example("How many arches has the Saltbridge?", ["Saltbridge aqueduct"], ["forty-one", "41"]),
+        _make_example("What is the prize of Kite Week?", ["Kite Week winner"], ["a silver herring"]),
+        _make_example("On which mountain does the longest river of Orvane rise?", ["longest river"], ["Mount Pellory"]),
     ]
 
 
-def _example(question: str, queries: list[str], answers: list[str]) -> Example:
+def _make_example(question: str, queries: list[str], answers: list[str]) -> Example:
     searches = [f"<think>I look it up.</think><search> {query} </search>" for query in queries]
     return Example(
         prompt=make_prompt(question),

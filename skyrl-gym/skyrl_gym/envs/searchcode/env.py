@@ -49,11 +49,11 @@ class SearchCodeEnvConfig(SearchSettings):
 
 
 class SearchCodeEnv(BaseTextEnv):
-    """Tool calls are answered with what the tool gives, or with what is wrong with them; a `<solution>` ends the
-    episode: 1 if the number after the first `#### ` that the model wrote is the ground truth, else 0.
+    """Mathematics with search and code tools. Tool calls return the result or the error of the call; a `<solution>`
+    ends the episode: reward 1 if the number after the first `#### ` of the model is the ground truth, else 0.
 
-    The last of `max_turns` turns (from the extras, else 2) ends the episode in any case. Only what the model itself
-    wrote is graded. A retrieval server or sandbox that fails raises `InfraError`.
+    The last of `max_turns` turns (from the extras, default 2) ends the episode in any case. Only the model's text is
+    graded. A failing retrieval server or sandbox raises `InfraError`.
     """
 
     config_class = SearchCodeEnvConfig
@@ -81,16 +81,16 @@ class SearchCodeEnv(BaseTextEnv):
                 metadata={},
                 truncated=not has_tags(action, "solution"),
             )
-        observations = self._answer_calls(action)
+        observations = self._run_calls(action)
         self.chat_history += observations
         return BaseTextEnvStepOutput(
-            observations=observations, reward=0.0, done=False, metadata=self._metadata_of(action)
+            observations=observations, reward=0.0, done=False, metadata=self._make_metadata(action)
         )
 
     def _is_done(self, action: str) -> bool:
         return self.turns >= self.max_turns or has_tags(action, "solution")
 
-    def _calls(self, action: str) -> list[ToolCall | Invalid]:
+    def _parse_calls(self, action: str) -> list[ToolCall | Invalid]:
         calls = parse_tool_calls(action, self.format)
         if not calls:
             return [Invalid(NO_CALL[self.format] + HOW_TO_END)]
@@ -107,18 +107,18 @@ class SearchCodeEnv(BaseTextEnv):
 
     def _parse_action(self, action: str) -> tuple[str, str, list[object]]:
         """Group, tool and arguments of the first call. Raises ValueError, for the model to read."""
-        call = self._calls(action)[0]
+        call = self._parse_calls(action)[0]
         group = self._group_of(call)
         assert isinstance(call, ToolCall)
         return group.name, call.name, list(call.arguments.values())
 
-    def _answer_calls(self, action: str) -> ConversationType:
+    def _run_calls(self, action: str) -> ConversationType:
         """Return a message for each call; none where a tool has nothing to say."""
         role = "user" if self.format == "xml" else "tool"
-        texts = [self._answer(call) for call in self._calls(action)]
+        texts = [self._run_call(call) for call in self._parse_calls(action)]
         return [{"role": role, "content": text} for text in texts if text]
 
-    def _answer(self, call: ToolCall | Invalid) -> str:
+    def _run_call(self, call: ToolCall | Invalid) -> str:
         try:
             group = self._group_of(call)
         except ValueError as mistake:
@@ -127,7 +127,7 @@ class SearchCodeEnv(BaseTextEnv):
         self.num_calls += 1
         return group.call(call.name, call.arguments)
 
-    def _metadata_of(self, action: str) -> dict[str, object]:
+    def _make_metadata(self, action: str) -> dict[str, object]:
         try:
             tool_group, tool_name, tool_input = self._parse_action(action)
         except ValueError:

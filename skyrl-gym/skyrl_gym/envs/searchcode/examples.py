@@ -10,14 +10,16 @@ INSTRUCTION = (
 
 def make_examples() -> list[Example]:
     return [
-        _example("What is the sum of the squares of the first 200 prime numbers?", SUM_OF_SQUARES, 88_778_899),
-        _example(
+        _make_example("What is the sum of the squares of the first 200 prime numbers?", SUM_OF_SQUARES, 88_778_899),
+        _make_example(
             "How many of the numbers from 1 to 100000 have digits that add up to 23?",
             "print(sum(sum(map(int, str(number))) == 23 for number in range(1, 100_001)))",
             6000,
         ),
-        _example("What are the last seven digits of 3 to the power of 5000?", "print(pow(3, 5000, 10**7))", 6_100_001),
-        _example(
+        _make_example(
+            "What are the last seven digits of 3 to the power of 5000?", "print(pow(3, 5000, 10**7))", 6_100_001
+        ),
+        _make_example(
             "In how many ways can 10 dollars be paid in coins of 5, 10, 25 and 50 cents?",
             "ways = [1] + [0] * 1000\n"
             "for coin in (5, 10, 25, 50):\n"
@@ -38,6 +40,6 @@ while len(primes) < 200:
 print(sum(prime * prime for prime in primes))"""
 
 
-def _example(question: str, program: str, answer: int) -> Example:
+def _make_example(question: str, program: str, answer: int) -> Example:
     oracle = (f"<tool><python>{program}</python></tool>", f"<solution>#### {answer}</solution>")
     return Example.ruled(question + INSTRUCTION, str(answer), *oracle, max_turns=3)

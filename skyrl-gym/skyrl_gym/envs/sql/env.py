@@ -76,11 +76,11 @@ class SQLEnv(BaseTextEnv):
         config = typed_config(Text2SQLEnvConfig, env_config)
         extras = extras or {}
         self.db_id: str = required(extras, "db_id")
-        self.gold_sql: str = _query(ground_truth_of(extras))
+        self.gold_sql: str = _get_query(ground_truth_of(extras))
         self.task: str = required(extras, "data")
         self.max_turns = max_turns_of(extras, DEFAULT_MAX_TURNS)
-        folder = str(Path(config.db_path) / _folder_of(self.task))
-        self.db_file = _existing_database(folder, self.db_id)
+        folder = str(Path(config.db_path) / _get_folder(self.task))
+        self.db_file = _find_database(folder, self.db_id)
         self.rule: Rule = config.rule
         self.ordered = config.compare_order and has_order(self.gold_sql)
         self.outcome_reward = 0.0
@@ -114,14 +114,14 @@ class SQLEnv(BaseTextEnv):
         return self.turns >= self.max_turns or has_tags(action, "solution")
 
     def _get_reward(self) -> float:
-        self.valid_format, _, solution, _ = verify_format_and_extract(self._written())
+        self.valid_format, _, solution, _ = verify_format_and_extract(self._join_model_text())
         if solution is None:
             return INVALID_FORMAT_REWARD
         grade = grade_sql(solution, self.gold_sql, self.db_file, rule=self.rule, ordered=self.ordered)
         self.outcome_reward = reward_of(grade)
         return self.outcome_reward
 
-    def _written(self) -> str:
+    def _join_model_text(self) -> str:
         """Return the episode without the content of observations, which may hold tags from the database."""
         return "".join(
             message["content"] if message["role"] == "assistant" else "<observation></observation>"
@@ -138,19 +138,19 @@ class SQLEnv(BaseTextEnv):
         return make_examples()
 
 
-def _query(ground_truth: object) -> str:
+def _get_query(ground_truth: object) -> str:
     if not isinstance(ground_truth, str) or not ground_truth.strip():
         raise TaskError(f"reward_spec.ground_truth must be a SQL query; got {ground_truth!r:.200}")
     return ground_truth
 
 
-def _folder_of(data: str) -> str:
+def _get_folder(data: str) -> str:
     if not isinstance(data, str) or data not in DATABASE_FOLDERS:
         raise TaskError(f"data must be one of {', '.join(DATABASE_FOLDERS)}; got {data!r:.100}")
     return DATABASE_FOLDERS[data]
 
 
-def _existing_database(folder: str, db_id: str) -> str:
+def _find_database(folder: str, db_id: str) -> str:
     try:
         db_file = database_file(folder, db_id)
     except ValueError as failure:

@@ -62,10 +62,10 @@ _lock = threading.Lock()
 def make_examples() -> list[Example]:
     """Return the questions, and answers that look at the data first where that is natural."""
     db_path = str(bookshop())
-    return [_example(db_path, question, query) for question, query in QUESTIONS]
+    return [_make_example(db_path, question, query) for question, query in QUESTIONS]
 
 
-def _example(db_path: str, question: str, query: str) -> Example:
+def _make_example(db_path: str, question: str, query: str) -> Example:
     return Example(
         prompt=[{"role": "user", "content": f"{INSTRUCTIONS}\n\nDatabase:\n{SCHEMA}\n\nQuestion: {question}"}],
         extras={"db_id": "bookshop", "data": "spider", "reward_spec": {"method": "rule", "ground_truth": query}},

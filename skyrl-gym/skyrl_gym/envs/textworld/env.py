@@ -15,7 +15,7 @@ from skyrl_gym.envs.base_text_env import (
     with_user_text,
 )
 from skyrl_gym.envs.textworld.game import Game, Playing, parse_game
-from skyrl_gym.envs.textworld.house import TASKS, house_game
+from skyrl_gym.envs.textworld.house import TASKS, build_house_game
 from skyrl_gym.envs.textworld.narrator import Narrator
 from skyrl_gym.tags import last_tagged
 
@@ -59,7 +59,7 @@ class TextWorldEnv(BaseTextEnv):
         super().__init__()
         extras = extras or {}
         self.config = typed_config(TextWorldConfig, env_config)
-        self.game = _game_of(extras)
+        self.game = _load_game(extras)
         self.max_turns = max_turns_of(extras, DEFAULT_MAX_TURNS)
         self._start()
 
@@ -73,16 +73,17 @@ class TextWorldEnv(BaseTextEnv):
         """Add the objective, the forms of commands and the first room to the last user message."""
         self._start()
         parts = [self.game.objective] if self.config.objective and self.game.objective else []
-        parts += [self._instructions(), self.narrator.room() + self._admissible()]
+        parts += [self._format_instructions(), self.narrator.room() + self._format_admissible_commands()]
         return with_user_text(prompt, "\n\n".join(parts)), {}
 
-    def _instructions(self) -> str:
+    def _format_instructions(self) -> str:
+        forms = ", ".join(self._format_command_forms())
         return (
-            f"Give one command in each turn, as <action>look</action>. Commands are: {', '.join(self._forms())}. "
+            f"Give one command in each turn, as <action>look</action>. Commands are: {forms}. "
             f"There are {self.max_turns} turns."
         )
 
-    def _forms(self) -> list[str]:
+    def _format_command_forms(self) -> list[str]:
         """Commands with kinds for things: "open [container]"."""
         logic = self.game.logic
         forms = set()
@@ -96,7 +97,7 @@ class TextWorldEnv(BaseTextEnv):
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         self.turns += 1
-        command = last_command(action)
+        command = extract_last_command(action)
         possible = self.playing.commands()
         if command in possible:
             room = self.playing.room
@@ -106,10 +107,10 @@ class TextWorldEnv(BaseTextEnv):
                 text += f"\nThe score is now {self.playing.score} of {self.game.max_score}."
         else:
             self.illegal_commands += 1
-            gained, text = 0, self._refusal(command)
+            gained, text = 0, self._format_refusal(command)
         done = self.playing.over or self.turns >= self.max_turns
         output = BaseTextEnvStepOutput(
-            observations=[] if done else [{"role": "user", "content": self._with_turns_left(text)}],
+            observations=[] if done else [{"role": "user", "content": self._add_turns_left(text)}],
             reward=self._reward(gained),
             done=done,
             metadata={"command": command, "score": self.playing.score},
@@ -118,20 +119,20 @@ class TextWorldEnv(BaseTextEnv):
             output["truncated"] = True
         return output
 
-    def _refusal(self, command: str | None) -> str:
+    def _format_refusal(self, command: str | None) -> str:
         if command is None:
             return "There is no <action>...</action> in what you wrote. Nothing has changed."
-        verbs = {form.split()[0] for form in self._forms()}
+        verbs = {form.split()[0] for form in self._format_command_forms()}
         fault = "cannot be done here and now"
         if command.partition(" ")[0] not in verbs:
             fault = f"is not a command: commands begin with {', '.join(sorted(verbs))}"
         return f"{command[:80]!r} {fault}. Nothing has changed."
 
-    def _with_turns_left(self, text: str) -> str:
+    def _add_turns_left(self, text: str) -> str:
         left = self.max_turns - self.turns
-        return f"{text}{self._admissible()}\n{left} turn{'' if left == 1 else 's'} left."
+        return f"{text}{self._format_admissible_commands()}\n{left} turn{'' if left == 1 else 's'} left."
 
-    def _admissible(self) -> str:
+    def _format_admissible_commands(self) -> str:
         return f"\nYou can: {', '.join(self.playing.commands())}." if self.config.admissible_commands else ""
 
     def _reward(self, gained: int) -> float:
@@ -151,7 +152,7 @@ class TextWorldEnv(BaseTextEnv):
     @classmethod
     def examples(cls) -> list[Example]:
         prompt = [{"role": "user", "content": "You are in a house."}]
-        games = [house_game(task) for task in range(len(TASKS))]
+        games = [build_house_game(task) for task in range(len(TASKS))]
         return [
             Example(
                 prompt=prompt,
@@ -162,7 +163,7 @@ class TextWorldEnv(BaseTextEnv):
         ]
 
 
-def _game_of(extras: dict[str, object]) -> Game:
+def _load_game(extras: dict[str, object]) -> Game:
     if extras.get("game") is not None:
         return parse_game(extras["game"])
     path = Path(str(extras.get("game_file") or required(extras, "game")))
@@ -171,7 +172,7 @@ def _game_of(extras: dict[str, object]) -> Game:
     return parse_game(path.read_text(encoding="utf-8"))
 
 
-def last_command(text: str) -> str | None:
+def extract_last_command(text: str) -> str | None:
     """Return the last closed `<action>...</action>` as a command: lower case, no articles, short forms written out."""
     written = last_tagged(text, "action")
     if written is None:

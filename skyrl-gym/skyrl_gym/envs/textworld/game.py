@@ -62,12 +62,12 @@ def parse_game(value: object) -> Game:
     for key in ("world", "quests"):
         if not isinstance(game.get(key), Sequence):
             raise TaskError(f"game.{key} must be a list; the game has {', '.join(game) or 'nothing'}")
-    logic = _logic((game.get("KB") or {}).get("logic") or HOUSE_RULES)
+    logic = _parse_logic((game.get("KB") or {}).get("logic") or HOUSE_RULES)
     try:
         types: dict[str, str] = dict(CONSTANTS)
-        facts = frozenset(logic.normal(_atom(fact, types)) for fact in game["world"])
+        facts = frozenset(logic.normal(_parse_atom(fact, types)) for fact in game["world"])
         infos = {info["id"]: info for info in (pair[1] for pair in game.get("infos") or [])}
-        quests = [_quest(quest, logic) for quest in game["quests"]]
+        quests = [_parse_quest(quest, logic) for quest in game["quests"]]
     except (KeyError, TypeError, IndexError, ValueError) as fault:
         raise TaskError(f"game is not of TextWorld's format: {fault!r}") from fault
     if not any(quest.is_needed for quest in quests):
@@ -77,7 +77,7 @@ def parse_game(value: object) -> Game:
     return Game(
         logic=logic,
         facts=facts,
-        things={name: _thing(name, kind, infos.get(name, {})) for name, kind in types.items()},
+        things={name: _parse_thing(name, kind, infos.get(name, {})) for name, kind in types.items()},
         quests=quests,
         objective=str(game.get("objective") or ""),
         walkthrough=list((game.get("metadata") or {}).get("walkthrough") or []),
@@ -85,24 +85,24 @@ def parse_game(value: object) -> Game:
 
 
 @functools.lru_cache(maxsize=32)
-def _logic(text: str) -> Logic:
+def _parse_logic(text: str) -> Logic:
     return parse_logic(text)
 
 
-def _atom(fact: Mapping[str, Any], types: dict[str, str]) -> Atom:
+def _parse_atom(fact: Mapping[str, Any], types: dict[str, str]) -> Atom:
     for argument in fact["arguments"]:
         types[argument["name"]] = argument["type"]
     return Atom(fact["name"], tuple(argument["name"] for argument in fact["arguments"]))
 
 
-def _thing(name: str, kind: str, info: Mapping[str, object]) -> Thing:
+def _parse_thing(name: str, kind: str, info: Mapping[str, object]) -> Thing:
     return Thing(name, kind, str(info.get("name") or name).lower(), str(info.get("desc") or ""))
 
 
-def _quest(quest: Mapping[str, Any], logic: Logic) -> Quest:
+def _parse_quest(quest: Mapping[str, Any], logic: Logic) -> Quest:
     def events(key: str) -> tuple[tuple[Atom, ...], ...]:
         return tuple(
-            tuple(logic.normal(_atom(fact, {})) for fact in event["condition"]["preconditions"])
+            tuple(logic.normal(_parse_atom(fact, {})) for fact in event["condition"]["preconditions"])
             for event in quest.get(key) or []
         )
 

@@ -1,6 +1,6 @@
-"""Rules for worlds that bring none, and a small house with four tasks in it.
+"""Default rules for worlds, and a small house with four tasks.
 
-Types, predicates and the names of rules are those of TextWorld's games, so that worlds can be exchanged.
+Types, predicates and rule names match TextWorld's games, so that worlds can be exchanged.
 """
 
 from typing import Any
@@ -180,25 +180,25 @@ TASKS: list[tuple[str, str, list[str]]] = [
 ]
 
 
-def house_game(task: int) -> dict[str, Any]:
+def build_house_game(task: int) -> dict[str, Any]:
     """Return the house with one of the `TASKS`, as the JSON object of a game's file. Eating the apple loses."""
     objective, goal, walkthrough = TASKS[task]
     return {
-        "world": [_fact(text) for text in FACTS.replace("\n", " ").split(",")],
+        "world": [_parse_fact(text) for text in FACTS.replace("\n", " ").split(",")],
         "quests": [
-            {"reward": 1, "win_events": [_event(goal)], "fail_events": []},
-            {"reward": 0, "win_events": [], "fail_events": [_event("eaten apple")]},
+            {"reward": 1, "win_events": [_make_event(goal)], "fail_events": []},
+            {"reward": 0, "win_events": [], "fail_events": [_make_event("eaten apple")]},
         ],
         "objective": objective,
         "metadata": {"walkthrough": walkthrough},
     }
 
 
-def _event(fact: str) -> dict[str, object]:
-    return {"condition": {"preconditions": [_fact(fact)]}}
+def _make_event(fact: str) -> dict[str, object]:
+    return {"condition": {"preconditions": [_parse_fact(fact)]}}
 
 
-def _fact(text: str) -> dict[str, object]:
+def _parse_fact(text: str) -> dict[str, object]:
     """ "in iron key chest" as JSON. Names of two words are looked for first."""
     predicate, *words = text.split()
     arguments = []

@@ -74,7 +74,7 @@ class Logic:
     """`south_of(r, r') = north_of(r', r)`: parameters and what they stand for."""
 
     def is_a(self, kind: str, wanted: str) -> bool:
-        """Return whether a type is a subtype of another one."""
+        """Check whether a type is a subtype of another type."""
         return kind == wanted or any(self.is_a(parent, wanted) for parent in self.parents.get(kind, ()))
 
     def normal(self, atom: Atom) -> Atom:
@@ -85,15 +85,15 @@ class Logic:
         return target.bound(dict(zip(parameters, atom.arguments, strict=True)))
 
     def actions(self, facts: Iterable[Atom], types: Mapping[str, str]) -> Iterator[Action]:
-        """Everything that can be done where these facts hold. `types`: that of each thing."""
+        """Return all possible actions under these facts. `types` maps each thing to its type."""
         by_name: dict[str, list[Atom]] = {}
         for fact in sorted(facts, key=str):
             by_name.setdefault(fact.name, []).append(fact)
         for rule in self.rules:
-            for binding in self._bindings(rule, rule.conditions, CONSTANTS, by_name, types):
+            for binding in self._find_bindings(rule, rule.conditions, CONSTANTS, by_name, types):
                 yield Action(rule, binding)
 
-    def _bindings(
+    def _find_bindings(
         self,
         rule: Rule,
         conditions: tuple[Atom, ...],
@@ -106,11 +106,11 @@ class Logic:
             return
         condition, *rest = conditions
         for fact in facts.get(condition.name, ()):
-            extended = self._extended(rule, condition, fact, binding, types)
+            extended = self._extend_binding(rule, condition, fact, binding, types)
             if extended is not None:
-                yield from self._bindings(rule, tuple(rest), extended, facts, types)
+                yield from self._find_bindings(rule, tuple(rest), extended, facts, types)
 
-    def _extended(
+    def _extend_binding(
         self, rule: Rule, condition: Atom, fact: Atom, binding: Mapping[str, str], types: Mapping[str, str]
     ) -> dict[str, str] | None:
         if len(condition.arguments) != len(fact.arguments):
@@ -133,13 +133,13 @@ def parse_logic(text: str) -> Logic:
     """Raises TaskError for text that is not of the language."""
     logic = Logic()
     tokens = (token for token in _TOKEN.findall(text) if not token.startswith("#"))
-    for header, block in _blocks(_parse_block(tokens)):
+    for header, block in _split_blocks(_parse_block(tokens)):
         words = re.split(r"[:&,\s]+", header.strip())
         if len(words) < 2 or words[0] != "type":
             raise TaskError(f"game.KB.logic must be made of 'type NAME : PARENT {{ }}'; got {header.strip()!r}")
         _read_type(logic, words[1], [parent for parent in words[2:] if parent], block)
     for number, rule in enumerate(logic.rules):  # aliases may be defined after their use
-        logic.rules[number] = _without_aliases(logic, rule)
+        logic.rules[number] = _resolve_aliases(logic, rule)
     return logic
 
 
@@ -162,13 +162,13 @@ def _parse_block(tokens: Iterator[str]) -> Block:
     return block
 
 
-def _blocks(block: Block) -> Iterator[tuple[str, Block]]:
+def _split_blocks(block: Block) -> Iterator[tuple[str, Block]]:
     return (part for part in block if isinstance(part, tuple))
 
 
 def _read_type(logic: Logic, name: str, parents: list[str], block: Block) -> None:
     logic.parents[name] = parents
-    for header, part in _blocks(block):
+    for header, part in _split_blocks(block):
         statements = [statement for statement in part if isinstance(statement, str)]
         if header == "predicates":
             _read_aliases(logic, statements)
@@ -183,11 +183,11 @@ def _read_aliases(logic: Logic, statements: list[str]) -> None:
         left, equals, right = statement.partition("=")
         if equals:
             [(_, alias, parameters)], [(_, name, arguments)] = _ATOM.findall(left), _ATOM.findall(right)
-            logic.aliases[alias] = (tuple(_names(parameters)), Atom(name, tuple(_names(arguments))))
+            logic.aliases[alias] = (tuple(_parse_names(parameters)), Atom(name, tuple(_parse_names(arguments))))
 
 
 def _read_words(logic: Logic, type_name: str, block: Block) -> None:
-    for header, part in _blocks(block):
+    for header, part in _split_blocks(block):
         for statement in part:
             if not isinstance(statement, str):
                 continue
@@ -207,11 +207,11 @@ def _read_rule(statement: str) -> Rule:
     types: dict[str, str] = {}
     conditions, removed = [], []
     for stays, predicate, arguments in _ATOM.findall(left):
-        atom = _typed_atom(predicate, arguments, types)
+        atom = _parse_typed_atom(predicate, arguments, types)
         conditions.append(atom)
         if not stays:
             removed.append(atom)
-    added = [_typed_atom(predicate, arguments, types) for _, predicate, arguments in _ATOM.findall(right)]
+    added = [_parse_typed_atom(predicate, arguments, types) for _, predicate, arguments in _ATOM.findall(right)]
     bound = {argument for atom in conditions for argument in atom.arguments} | set(CONSTANTS)
     unbound = {argument for atom in added for argument in atom.arguments} - bound
     if unbound:
@@ -219,18 +219,18 @@ def _read_rule(statement: str) -> Rule:
     return Rule(name.strip(), tuple(conditions), tuple(removed), tuple(added), types)
 
 
-def _names(arguments: str) -> list[str]:
+def _parse_names(arguments: str) -> list[str]:
     return [argument.partition(":")[0].strip() for argument in arguments.split(",") if argument.strip()]
 
 
-def _typed_atom(predicate: str, arguments: str, types: dict[str, str]) -> Atom:
+def _parse_typed_atom(predicate: str, arguments: str, types: dict[str, str]) -> Atom:
     for argument in filter(str.strip, arguments.split(",")):
         variable, colon, type_name = (part.strip() for part in argument.partition(":"))
         types[variable] = type_name if colon else types.get(variable, variable.rstrip("'0123456789"))
-    return Atom(predicate, tuple(_names(arguments)))
+    return Atom(predicate, tuple(_parse_names(arguments)))
 
 
-def _without_aliases(logic: Logic, rule: Rule) -> Rule:
+def _resolve_aliases(logic: Logic, rule: Rule) -> Rule:
     conditions, removed, added = (
         tuple(map(logic.normal, part)) for part in (rule.conditions, rule.removed, rule.added)
     )

@@ -15,13 +15,13 @@ class ToolCallEnv(BaseTextEnv):
     its JSON text (`skyrl_gym.graders.function_calls` has the rules); an empty list expects an answer without a call.
 
     The system message lists the functions (`prompt.system_message`). Calls are read in the form of Hermes and Qwen
-    (`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`), outside of thoughts; a malformed one makes the answer
-    wrong. Silence solves every row that expects no call: train on them only beside rows that expect some.
+    (`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`), outside of thoughts; a malformed call makes the answer
+    wrong. An empty response solves every row that expects no call: mix them with rows that expect calls.
     """
 
     def __init__(self, env_config: object = None, extras: dict[str, object] | None = None) -> None:
         super().__init__()
-        self.expected = _expected_calls(ground_truth_of(extras or {}))
+        self.expected = _get_expected_calls(ground_truth_of(extras or {}))
         self.outcome_reward = 0.0
         self.num_calls = 0
         self.is_well_formed = False
@@ -62,7 +62,7 @@ class ToolCallEnv(BaseTextEnv):
         return list(CHEATS)
 
 
-def _expected_calls(ground_truth: object) -> list[ExpectedCall]:
+def _get_expected_calls(ground_truth: object) -> list[ExpectedCall]:
     rule = "reward_spec.ground_truth must be a list of calls {name: {argument: [accepted values]}}, or its JSON text"
     try:
         calls = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth

@@ -3,12 +3,12 @@
 import json
 from collections.abc import Callable
 
+from skyrl_gym.call_arguments import Schema
 from skyrl_gym.envs.base_text_env import ConversationType, Example
 from skyrl_gym.envs.tool_call.prompt import system_message
-from skyrl_gym.tools.signature import Schema
 
 
-def _function(name: str, description: str, required: list[str], **properties: Schema) -> Schema:
+def _make_function(name: str, description: str, required: list[str], **properties: Schema) -> Schema:
     parameters = {"type": "object", "properties": properties, "required": required}
     return {"name": name, "description": description, "parameters": parameters}
 
@@ -17,7 +17,7 @@ TEXT: Schema = {"type": "string"}
 NUMBER: Schema = {"type": "number"}
 
 FUNCTIONS = [
-    _function(
+    _make_function(
         "book_table",
         "Books a table at a restaurant.",
         ["restaurant", "guests"],
@@ -25,8 +25,8 @@ FUNCTIONS = [
         guests={"type": "integer"},
         outside={"type": "boolean", "description": "default: false"},
     ),
-    _function("convert_length", "Converts a length.", ["value", "unit", "to"], value=NUMBER, unit=TEXT, to=TEXT),
-    _function(
+    _make_function("convert_length", "Converts a length.", ["value", "unit", "to"], value=NUMBER, unit=TEXT, to=TEXT),
+    _make_function(
         "plan_route",
         "Plans a route through stops, in their order.",
         ["stops"],
@@ -84,50 +84,50 @@ _TASKS: list[tuple[str, list[dict[str, dict[str, list[object]]]], list[tuple[str
 
 
 def make_examples() -> list[Example]:
-    return [_example(request, expected, calls) for request, expected, calls in _TASKS]
+    return [_make_example(request, expected, calls) for request, expected, calls in _TASKS]
 
 
-def _example(request: str, expected: object, calls: list[tuple[str, dict[str, object]]]) -> Example:
+def _make_example(request: str, expected: object, calls: list[tuple[str, dict[str, object]]]) -> Example:
     prompt: ConversationType = [system_message(FUNCTIONS), {"role": "user", "content": request}]
-    return Example(prompt, {"reward_spec": {"method": "rule", "ground_truth": expected}}, [_written(calls)])
+    return Example(prompt, {"reward_spec": {"method": "rule", "ground_truth": expected}}, [_format_calls(calls)])
 
 
-def _written(calls: list[tuple[str, dict[str, object]]]) -> str:
+def _format_calls(calls: list[tuple[str, dict[str, object]]]) -> str:
     objects = (json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls)
     return "\n".join(f"<tool_call>\n{each}\n</tool_call>" for each in objects)
 
 
-def calls_every_function(example: Example) -> list[str]:
+def call_every_function(example: Example) -> list[str]:
     """Call each function without arguments."""
-    return [_written([(function["name"], {}) for function in FUNCTIONS])]
+    return [_format_calls([(function["name"], {}) for function in FUNCTIONS])]
 
 
-def passes_the_request(example: Example) -> list[str]:
+def pass_request(example: Example) -> list[str]:
     """Call each function with the whole request as every argument."""
     request: object = example.prompt[-1]["content"]
     names = {function["name"]: list(function["parameters"]["properties"]) for function in FUNCTIONS}
-    return [_written([(name, dict.fromkeys(arguments, request)) for name, arguments in names.items()])]
+    return [_format_calls([(name, dict.fromkeys(arguments, request)) for name, arguments in names.items()])]
 
 
-def repeats_the_calls(example: Example) -> list[str]:
+def repeat_calls(example: Example) -> list[str]:
     """Make the right calls and each of them again."""
     return [f"{example.oracle[-1]}\n{example.oracle[-1]}"]
 
 
-def adds_an_argument(example: Example) -> list[str]:
+def add_argument_to_calls(example: Example) -> list[str]:
     """Make the right calls with one more argument each."""
     return [example.oracle[-1].replace('"arguments": {', '"arguments": {"force": true, ')]
 
 
-def only_thinks_of_the_calls(example: Example) -> list[str]:
+def write_calls_in_thought(example: Example) -> list[str]:
     """Write the right calls inside a thought."""
     return [f"<think>{example.oracle[-1]}</think> Done."]
 
 
 CHEATS: list[Callable[[Example], list[str]]] = [
-    calls_every_function,
-    passes_the_request,
-    repeats_the_calls,
-    adds_an_argument,
-    only_thinks_of_the_calls,
+    call_every_function,
+    pass_request,
+    repeat_calls,
+    add_argument_to_calls,
+    write_calls_in_thought,
 ]

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 
-from skyrl_gym.tools.signature import Schema
+from skyrl_gym.call_arguments import Schema
 
 
 def system_message(functions: Sequence[Schema]) -> dict[str, str]:

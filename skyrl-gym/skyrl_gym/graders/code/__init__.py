@@ -68,7 +68,7 @@ class CodeSettings:
 def grade_answer(
     text: str, tests: CodeTests, settings: CodeSettings | None = None, *, new_sandbox: NewSandbox = make_sandbox
 ) -> Grade:
-    """Grade the last fenced block of a model's text; `Invalid` if there is none. See `grade_code`."""
+    """Grade the last fenced block of a model's text; `Invalid` without one. See `grade_code`."""
     code = extract_code(text)
     return (
         Invalid("no fenced code block") if code is None else grade_code(code, tests, settings, new_sandbox=new_sandbox)
@@ -90,7 +90,7 @@ def grade_code(
     settings = settings or CodeSettings()
     results: list[CaseResult] = []
     try:
-        for result in _results(code, tests, settings, new_sandbox):
+        for result in _iter_results(code, tests, settings, new_sandbox):
             results.append(result)
             if not (result.passed or settings.partial_credit):
                 break
@@ -105,7 +105,7 @@ def grade_code(
     return _grade(results, tests, settings)
 
 
-def _results(code: str, tests: CodeTests, settings: CodeSettings, new_sandbox: NewSandbox) -> Iterator[CaseResult]:
+def _iter_results(code: str, tests: CodeTests, settings: CodeSettings, new_sandbox: NewSandbox) -> Iterator[CaseResult]:
     """Yield the outcome of each case in order; they share a process for as long as it lives."""
     end = time.monotonic() + settings.total_seconds
     limits = Limits(
@@ -138,11 +138,11 @@ def _grade(results: list[CaseResult], tests: CodeTests, settings: CodeSettings) 
         return Timeout(settings.case_seconds, f"case {number} of {_count(tests)}")
     return Score(
         passed / _count(tests) if settings.partial_credit else 0.0,
-        details=details | {"case": number} | _feedback(result, tests, number),
+        details=details | {"case": number} | _make_feedback(result, tests, number),
     )
 
 
-def _feedback(result: CaseResult, tests: CodeTests, number: int) -> dict[str, str]:
+def _make_feedback(result: CaseResult, tests: CodeTests, number: int) -> dict[str, str]:
     if isinstance(tests, AssertTests):
         about = {"expected": tests.tests[number]}
     else:

@@ -7,10 +7,10 @@ _LABEL = re.compile(r"\w*|py.*", re.IGNORECASE)
 
 
 def extract_code(text: str) -> str | None:
-    """Return the last fenced block, stripped; None if there is none.
+    """Return the last fenced block, stripped, or None.
 
-    A block's label is a word (or begins with `py`) or missing. Blocks with another label, such as `c++`, are passed
-    over, and so is a fence that opens and closes in one line.
+    A block's label is a word (or begins with `py`) or missing. Blocks with another label, such as `c++`, are
+    skipped, and so is a fence that opens and closes in one line.
     """
     code = None
     for block in _FENCED.finditer(text):

@@ -1,16 +1,16 @@
-"""Names in test code that mean functions of the answer. Decided from the dataset row alone, before any answer is seen,
-so that no answer can take the place of a function by which the tests judge it.
+"""Names in test code that refer to functions of the answer. Inferred from the dataset row alone, without the answer,
+so that no answer can replace a function that the tests rely on.
 
 A global name that the tests use and neither bind nor import may be the answer's, Python's, or that of a usual module
 (`skyrl_gym.graders.code.inside.names`). Without `entry_point` it is the answer's
 
-1. if it is nowhere else defined, or only as a stub in the prompt: `area` in `assert isclose(area(1), pi)`;
+1. if it is not defined elsewhere, or only as a stub in the prompt: `area` in `assert isclose(area(1), pi)`;
 2. if it is the only function of a usual module, else the only built-in function, that an assertion calls without any
    name of the answer: `gcd` in `assert abs(gcd(12, 17)) == 1`. Conversions such as `list` and `abs` come last, and
    built-in names only in a row that has no other name of the answer;
 3. if it is a function of a usual module that gets an object of the answer: `search` in `assert search(Tree(3), 3)`.
 
-Where an assertion leaves a choice between two functions, the row must say which one is asked for.
+If an assertion is ambiguous between two functions, the row must name the requested one.
 """
 
 import ast
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from skyrl_gym.error import TaskError
-from skyrl_gym.graders.code.inside.names import ALIASES, BUILTINS, MODULES, global_names, usual_names
+from skyrl_gym.graders.code.inside.names import ALIASES, BUILTINS, MODULES, get_usual_names, global_names
 from skyrl_gym.syntax_trees import parse_source
 
 # fmt: off
@@ -64,17 +64,17 @@ def answer_names(tests: Sequence[str], setup: str, prompt: str, entry_point: str
     Raises:
         TaskError: the tests call nothing of the answer, or it cannot be decided which function is the answer's.
     """
-    free = _free_names((setup, *tests), prompt) - ALIASES.keys()
+    free = _find_free_names((setup, *tests), prompt) - ALIASES.keys()
     if entry_point:
-        return frozenset({name for name in free if _kind(name) == OWN} | {entry_point})
+        return frozenset({name for name in free if _get_kind(name) == OWN} | {entry_point})
     stubs = {node.name for node in _parse(prompt).body if isinstance(node, ast.FunctionDef) and _is_stub(node)}
     statements = [_statement(node) for source in (setup, *tests) for node in _parse(source).body]
     bound = {name for each in statements for name in each.bound}
-    modules = {name for each in statements for name in _attribute_bases(each.node) if name in MODULES}
+    modules = {name for each in statements for name in _find_attribute_bases(each.node) if name in MODULES}
     free = (free | (stubs & {name for each in statements for name in each.used})) - bound - modules
-    names = {name for name in free if name in stubs or _kind(name) == OWN}
-    names |= {name for name in _given_objects_of(names, statements) & free if _kind(name) == LIBRARY}
-    assertions = [each & free for each in _names_of_assertions(statements, names)]
+    names = {name for name in free if name in stubs or _get_kind(name) == OWN}
+    names |= {name for name in _find_functions_given_objects(names, statements) & free if _get_kind(name) == LIBRARY}
+    assertions = [each & free for each in _iter_assertion_names(statements, names)]
     if not any(assertions):
         assertions = [{name for each in statements for name in each.called} & free]
     for kind in (LIBRARY, BUILTIN, HELPER):
@@ -91,33 +91,33 @@ def answer_names(tests: Sequence[str], setup: str, prompt: str, entry_point: str
 
 def needed_modules(tests: Sequence[str], setup: str, prompt: str) -> list[str]:
     """Return the modules that the test code cannot do without: those imported outside of `try`, and known aliases."""
-    needed = {ALIASES[name] for name in _free_names((prompt, setup, *tests)) if name in ALIASES}
+    needed = {ALIASES[name] for name in _find_free_names((prompt, setup, *tests)) if name in ALIASES}
     for source in (prompt, setup, *tests):
         if "import" in source:
-            needed.update(_imports(_parse(source)))
+            needed.update(_find_imports(_parse(source)))
     return sorted(needed)
 
 
-def _free_names(sources: Sequence[str], before: str = "") -> set[str]:
+def _find_free_names(sources: Sequence[str], before: str = "") -> set[str]:
     """Return the global names, built-in ones too, that sources use and neither they nor the code before them bind."""
-    used, bound = set(), _global_names(before)[1]
+    used, bound = set(), _find_global_names(before)[1]
     for source in sources:
-        names = _global_names(source)
+        names = _find_global_names(source)
         used |= names[0]
         bound |= names[1]
     return {name for name in used - bound if not name.startswith("__")}
 
 
-def _global_names(source: str) -> tuple[set[str], set[str]]:
+def _find_global_names(source: str) -> tuple[set[str], set[str]]:
     try:
         return global_names(source)
     except (SyntaxError, ValueError, RecursionError) as failure:
-        raise _not_python(source, failure) from failure
+        raise _remove_python_names(source, failure) from failure
 
 
 def _decide(assertions: list[set[str]], names: set[str], kind: int) -> set[str]:
     """Return the names of a kind to which assertions without a name of the answer leave no alternative."""
-    choices = [{name for name in each if _kind(name) == kind} for each in assertions if not each & names]
+    choices = [{name for name in each if _get_kind(name) == kind} for each in assertions if not each & names]
     decided = {name for choice in choices if len(choice) == 1 for name in choice}
     for choice in choices:
         if choice and not choice & decided:
@@ -129,42 +129,42 @@ def _decide(assertions: list[set[str]], names: set[str], kind: int) -> set[str]:
 
 
 @lru_cache(maxsize=1 << 14)
-def _kind(name: str) -> int:
+def _get_kind(name: str) -> int:
     if name in HELPERS:
         return HELPER
     if name in BUILTINS:
         value = getattr(builtins, name, None)
         return HELPER if isinstance(value, type) and issubclass(value, BaseException) else BUILTIN
-    return LIBRARY if name in MODULES or usual_names([name]) else OWN
+    return LIBRARY if name in MODULES or get_usual_names([name]) else OWN
 
 
 def _parse(source: str) -> ast.Module:
     try:
         return parse_source(source)
     except (SyntaxError, ValueError, RecursionError) as failure:
-        raise _not_python(source, failure) from failure
+        raise _remove_python_names(source, failure) from failure
 
 
-def _not_python(source: str, failure: Exception) -> TaskError:
+def _remove_python_names(source: str, failure: Exception) -> TaskError:
     return TaskError(f"the tests of ground_truth must be Python code: {failure}; got {source!r:.200}")
 
 
 def _statement(node: ast.stmt) -> _Statement:
     used, bound = global_names(ast.unparse(node))
-    bound |= {name for each in ast.walk(node) for name in _star_imported(each)}
+    bound |= {name for each in ast.walk(node) for name in _get_star_imported(each)}
     asserts = any(isinstance(each, ast.Assert | ast.Raise) for each in ast.walk(node))
-    return _Statement(node, frozenset(used), frozenset(bound), frozenset(_called(node)) & used, asserts)
+    return _Statement(node, frozenset(used), frozenset(bound), frozenset(_find_called(node)) & used, asserts)
 
 
-def _star_imported(node: ast.AST) -> Iterable[str]:
-    """Public names of a usual module of which everything is imported."""
+def _get_star_imported(node: ast.AST) -> Iterable[str]:
+    """Return the public names of a usual module imported with `*`."""
     if isinstance(node, ast.ImportFrom) and node.names[0].name == "*" and node.module in MODULES:
         module = importlib.import_module(node.module)
         return getattr(module, "__all__", None) or [name for name in dir(module) if not name.startswith("_")]
     return ()
 
 
-def _called(tree: ast.AST) -> Iterator[str]:
+def _find_called(tree: ast.AST) -> Iterator[str]:
     raised = {id(node.exc) for node in ast.walk(tree) if isinstance(node, ast.Raise)}
     for node in ast.walk(tree):
         match node:
@@ -183,22 +183,22 @@ def _called(tree: ast.AST) -> Iterator[str]:
 
 def _is_function(name: str) -> bool:
     """False for constants of the usual modules, such as `pi`, and for the modules themselves."""
-    return name not in MODULES and all(callable(value) for value in usual_names([name]).values())
+    return name not in MODULES and all(callable(value) for value in get_usual_names([name]).values())
 
 
-def _attribute_bases(tree: ast.AST) -> Iterator[str]:
+def _find_attribute_bases(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             yield node.value.id
 
 
-def _given_objects_of(names: set[str], statements: list[_Statement]) -> set[str]:
-    """Functions that are called with an object of a class among `names`: those of Python could do nothing with it."""
+def _find_functions_given_objects(names: set[str], statements: list[_Statement]) -> set[str]:
+    """Find functions called with an object of a class among `names`; Python's functions could not handle it."""
     nodes = [node for each in statements for node in ast.walk(each.node)]
     objects = {
         target.id
         for node in nodes
-        if isinstance(node, ast.Assign) and _makes_object(node.value, names)
+        if isinstance(node, ast.Assign) and _is_object_construction(node.value, names)
         for target in node.targets
         if isinstance(target, ast.Name)
     }
@@ -206,11 +206,14 @@ def _given_objects_of(names: set[str], statements: list[_Statement]) -> set[str]
         node.func.id
         for node in nodes
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-        if any(_makes_object(each, names) or (isinstance(each, ast.Name) and each.id in objects) for each in node.args)
+        if any(
+            _is_object_construction(each, names) or (isinstance(each, ast.Name) and each.id in objects)
+            for each in node.args
+        )
     }
 
 
-def _makes_object(node: ast.AST, names: set[str]) -> bool:
+def _is_object_construction(node: ast.AST, names: set[str]) -> bool:
     return (
         isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)
@@ -227,9 +230,9 @@ def _is_stub(function: ast.FunctionDef) -> bool:
     )
 
 
-def _names_of_assertions(statements: list[_Statement], names_of_answer: set[str]) -> Iterator[set[str]]:
-    """Yield for each assertion the names that it calls and those of the answer that it uses; also by way of the
-    variables and functions of the tests."""
+def _iter_assertion_names(statements: list[_Statement], names_of_answer: set[str]) -> Iterator[set[str]]:
+    """Yield for each assertion the called names and the used names of the answer, also through variables and functions
+    of the tests."""
     binding: defaultdict[str, list[_Statement]] = defaultdict(list)
     for each in statements:
         for name in each.bound:
@@ -250,8 +253,8 @@ def _names_of_assertions(statements: list[_Statement], names_of_answer: set[str]
         yield names
 
 
-def _imports(tree: ast.AST) -> Iterator[str]:
-    """Modules that a statement imports, but for what is imported in `try`, whose failure the tests are ready for."""
+def _find_imports(tree: ast.AST) -> Iterator[str]:
+    """Find modules that a statement imports, except inside `try`, where the tests handle the failure."""
     pending: list[ast.AST] = [tree]
     while pending:
         match pending.pop():

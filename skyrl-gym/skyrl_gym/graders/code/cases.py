@@ -38,12 +38,12 @@ class FunctionTests:
 
 @dataclass(frozen=True)
 class AssertTests:
-    """The answer is a module, and Python code decides: it calls what the answer defines and asserts.
+    """Python test code that calls the names defined by the answer, a module, and asserts.
 
-    Arguments and results cross between two processes by value: plain data is copied, so a test does not see what the
-    answer does to an argument in place, and an iterator comes with at most 100,000 items. Any other object stays with
-    the answer; a test may call it and read or set its attributes, but operators, `len` and iteration do not reach it. A
-    test cannot give the answer a function or an object of its own.
+    Arguments and results are passed between two processes by value: plain data is copied, so a test does not see
+    in-place changes of an argument, and an iterator is limited to 100,000 items. Any other object stays with the
+    answer; a test may call it and get or set its attributes, but operators, `len` and iteration do not reach it. A test
+    cannot pass a function or an object to the answer.
     """
 
     tests: Sequence[str]
@@ -71,16 +71,16 @@ CodeTests = ProgramTests | FunctionTests | AssertTests
 
 
 def parse_tests(ground_truth: Any) -> CodeTests:
-    """Return the tests of a dataset row.
+    """Parse the tests of a dataset row.
 
     Args:
-        ground_truth: JSON text or what it means: a list of tests, or `{"tests": [...]}` with, where they are Python
+        ground_truth: JSON text or the decoded value: a list of tests, or `{"tests": [...]}` with, where they are Python
             code, `entry_point`, `prompt` and `setup`. A test is Python code (text), or an input with its output:
             `{"input": str, "output": str, "testtype": "stdin" | "functional", "metadata": {"func_name": str}}`, whose
-            type and function are those of the first one.
+            type and function are taken from the first one.
 
     Raises:
-        TaskError: names the field, its value and the rule.
+        TaskError: the text names the field, its value and the rule.
     """
     if isinstance(ground_truth, str):
         try:
@@ -99,14 +99,14 @@ def parse_tests(ground_truth: Any) -> CodeTests:
     if not _is_list(tests) or not tests:
         raise TaskError(f"ground_truth must have at least one test, in a list; got {tests!r:.200}")
     if isinstance(tests[0], str):
-        return _assert_tests(row, tests)
-    first = _mapping(tests[0], 0)
-    cases = tuple(_case(_mapping(test, number), number) for number, test in enumerate(tests))
+        return _parse_assert_tests(row, tests)
+    first = _check_mapping(tests[0], 0)
+    cases = tuple(_parse_case(_check_mapping(test, number), number) for number, test in enumerate(tests))
     match first.get("testtype", "stdin"):
         case "stdin":
             return ProgramTests(cases)
         case "functional":
-            return _function_tests(first, cases)
+            return _parse_function_tests(first, cases)
         case other:
             raise TaskError(f"testtype of test 0 must be stdin or functional; got {other!r:.200}")
 
@@ -115,26 +115,26 @@ def _is_list(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
-def _mapping(test: Any, number: int) -> Mapping[str, Any]:
+def _check_mapping(test: Any, number: int) -> Mapping[str, Any]:
     if not isinstance(test, Mapping):
         raise TaskError(f"test {number} must be an object with input and output, like the first; got {test!r:.200}")
     return test
 
 
-def _case(test: Mapping[str, Any], number: int) -> Case:
+def _parse_case(test: Mapping[str, Any], number: int) -> Case:
     for name in ("input", "output"):
         if not isinstance(test.get(name), str):
             raise TaskError(f"{name} of test {number} must be text; got {test.get(name)!r:.200}")
     return Case(test["input"], test["output"])
 
 
-def _function_tests(first: Mapping[str, object], cases: Sequence[Case]) -> FunctionTests:
+def _parse_function_tests(first: Mapping[str, object], cases: Sequence[Case]) -> FunctionTests:
     metadata = first.get("metadata")
     name = metadata.get("func_name") if isinstance(metadata, Mapping) else None
     if not isinstance(name, str) or not name.isidentifier():
         raise TaskError(f"metadata of test 0 must have func_name, as it is functional; got {metadata!r:.200}")
     for number, case in enumerate(cases):
-        for field, texts in (("input", argument_lines(case)), ("output", [case.output])):
+        for field, texts in (("input", split_argument_lines(case)), ("output", [case.output])):
             for text in texts:
                 try:
                     json.loads(text, parse_int=Decimal)  # of any number of digits
@@ -145,12 +145,12 @@ def _function_tests(first: Mapping[str, object], cases: Sequence[Case]) -> Funct
     return FunctionTests(name, cases)
 
 
-def argument_lines(case: Case) -> list[str]:
+def split_argument_lines(case: Case) -> list[str]:
     """Return the arguments of a function's case, each as JSON."""
     return [line for line in case.input.split("\n") if line.strip()]
 
 
-def _assert_tests(row: Mapping[str, Any], tests: Sequence[Any]) -> AssertTests:
+def _parse_assert_tests(row: Mapping[str, Any], tests: Sequence[Any]) -> AssertTests:
     texts = {name: row.get(name) or "" for name in ("entry_point", "prompt", "setup")}
     for name, text in [*texts.items(), *((f"test {number}", test) for number, test in enumerate(tests))]:
         if not isinstance(text, str):

@@ -17,7 +17,7 @@ class Late(Exception):
 
 
 class Ended(Exception):
-    """The process closed its end, or wrote what is no message: it is of no more use."""
+    """The process closed the channel or sent an invalid message, and cannot be used further."""
 
     def __init__(self, channel: "Channel", text: str):
         super().__init__(f"{channel.name} {text}")
@@ -25,7 +25,7 @@ class Ended(Exception):
 
 
 class Channel:
-    """Talks to one process. Deadlines are those of `time.monotonic`."""
+    """Message channel to one process. Deadlines are in terms of `time.monotonic`."""
 
     def __init__(self, process: SandboxProcess, name: str):
         """`name` is for errors."""

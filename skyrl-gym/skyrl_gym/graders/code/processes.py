@@ -8,9 +8,9 @@ from importlib.resources import files
 from typing import Protocol, Self
 
 from skyrl_gym.error import InfraError
-from skyrl_gym.graders.code.cases import AssertTests, Case, CodeTests, FunctionTests, ProgramTests, argument_lines
+from skyrl_gym.graders.code.cases import AssertTests, Case, CodeTests, FunctionTests, ProgramTests, split_argument_lines
 from skyrl_gym.graders.code.channel import Channel, Ended, Late
-from skyrl_gym.graders.code.compare import same_json, same_output
+from skyrl_gym.graders.code.compare import is_same_json, is_same_output
 from skyrl_gym.sandbox.base import Limits, Sandbox
 
 START_SECONDS = 30.0
@@ -74,14 +74,14 @@ class DoesNotLoad(Exception):
 
 
 @cache
-def _source(name: str) -> str:
+def _read_source(name: str) -> str:
     return files(INSIDE).joinpath(f"{name}.py").read_text()
 
 
 class SolutionProcess:
-    """An answer's process, and that of the tests if they are code. A context manager: both end with it.
+    """Process of an answer, and a second process if the tests are code. A context manager that ends both.
 
-    Raises InfraError where a sandbox fails; what the answer does is a `CaseResult`, `DoesNotCompile`, `DoesNotLoad` or
+    Raises InfraError if a sandbox fails; the answer's behaviour is a `CaseResult`, `DoesNotCompile`, `DoesNotLoad` or
     `Late`.
     """
 
@@ -99,7 +99,7 @@ class SolutionProcess:
             self._checker = self._start("checker", stack) if isinstance(self._tests, AssertTests) else None
             for channel in (self._solution, self._checker):
                 if channel is not None:
-                    _await_ready(channel)
+                    _wait_until_ready(channel)
             self._stack = stack.pop_all()
         return self
 
@@ -108,7 +108,7 @@ class SolutionProcess:
 
     def _start(self, role: str, stack: ExitStack) -> Channel:
         sandbox = stack.enter_context(self._new_sandbox(limits=self._limits))
-        sources = [part for name in MODULES_OF[role] for part in (f"{INSIDE}.{name}", _source(name))]
+        sources = [part for name in MODULES_OF[role] for part in (f"{INSIDE}.{name}", _read_source(name))]
         process = sandbox.popen([sandbox.python, "-S", "-c", BOOTSTRAP, *sources], env=ENVIRONMENT)
         channel = Channel(process, "the tests' process" if role == "checker" else "the answer's process")
         stack.callback(channel.close)
@@ -161,7 +161,7 @@ class SolutionProcess:
                 case FunctionTests(function, cases):
                     return self._call_function(function, cases[number], deadline)
                 case AssertTests():
-                    return self._await_verdict(deadline)
+                    return self._wait_for_verdict(deadline)
         except Late:
             return CaseResult(False, error="it took too long", late=True, fatal=True)
         except Ended as end:
@@ -175,17 +175,17 @@ class SolutionProcess:
         if reply.get("returncode") != 0:
             error = f"exit code {reply.get('returncode')}: {reply.get('stderr')}"
             return CaseResult(False, error=error.strip(), got=printed)
-        return CaseResult(same_output(printed, case.output), got=printed)
+        return CaseResult(is_same_output(printed, case.output), got=printed)
 
     def _call_function(self, function: str, case: Case, deadline: float) -> CaseResult:
-        request = {"do": "call_json", "function": function, "arguments": argument_lines(case)}
+        request = {"do": "call_json", "function": function, "arguments": split_argument_lines(case)}
         reply = self._solution.ask(request, deadline)
         returned = reply.get("json")
         if not isinstance(returned, str):
-            return CaseResult(False, error=_error_text(reply))
-        return CaseResult(same_json(returned, case.output), got=returned)
+            return CaseResult(False, error=_format_error(reply))
+        return CaseResult(is_same_json(returned, case.output), got=returned)
 
-    def _await_verdict(self, deadline: float) -> CaseResult:
+    def _wait_for_verdict(self, deadline: float) -> CaseResult:
         """Carry the tests' requests to the answer, and the replies back unread, until the tests have decided."""
         assert self._checker is not None
         while True:
@@ -202,7 +202,7 @@ def _why(end: Ended) -> str:
     return f"{end}: {WHY_ENDED.get(result.outcome) or f'exit code {result.returncode}'}"
 
 
-def _error_text(reply: dict[str, object]) -> str:
+def _format_error(reply: dict[str, object]) -> str:
     """Format the exception that the answer reports; the reply may be anything."""
     match reply:
         case {"raised": [str(kind), *_], "text": str(text)}:
@@ -210,7 +210,7 @@ def _error_text(reply: dict[str, object]) -> str:
     return f"not a result: {reply!r:.200}"
 
 
-def _await_ready(channel: Channel) -> None:
+def _wait_until_ready(channel: Channel) -> None:
     """Raises InfraError: until here nothing of the answer has run, so that it is not to blame."""
     try:
         channel.message(channel.receive(time.monotonic() + START_SECONDS))

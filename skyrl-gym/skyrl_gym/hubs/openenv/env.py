@@ -100,7 +100,7 @@ class OpenEnv(BaseTextEnv):
         self.schema = self.session.schema()["action"]
         self.takes_tools = self.schema.get("title") in TOOL_ACTIONS
         parts = [self._description()] if self.config.describe else []
-        return with_user_text(prompt, "\n\n".join([*parts, _observation(first)])), {}
+        return with_user_text(prompt, "\n\n".join([*parts, _format_observation(first)])), {}
 
     def _description(self) -> str:
         schema = {name: part for name, part in self.schema.items() if name in ("properties", "required", "$defs")}
@@ -135,7 +135,7 @@ class OpenEnv(BaseTextEnv):
         reward = 0.0 if reward is None else float(reward)
         self.episode_return += reward
         done = bool(answer.get("done"))
-        return self._output(reward, done or last, last and not done, _observation(answer), {})
+        return self._output(reward, done or last, last and not done, _format_observation(answer), {})
 
     def _output(
         self, reward: float, done: bool, truncated: bool, text: str, metadata: dict[str, object]
@@ -183,7 +183,7 @@ class OpenEnv(BaseTextEnv):
             self.session.close()
 
 
-def _observation(answer: Payload) -> str:
+def _format_observation(answer: Payload) -> str:
     """Return an observation's fields as text: JSON, or the text itself where it is the only field."""
     observation = answer.get("observation")
     if not isinstance(observation, Mapping):

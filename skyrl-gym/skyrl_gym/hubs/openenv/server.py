@@ -27,12 +27,12 @@ class MessagesObservation(Observation):
 
 
 class RowEnvironment(Environment):
-    """One session.
+    """Session of one environment.
 
     Args:
         env_id: id of the environment, or `module:Class`.
         rows: the tasks.
-        env_config: settings of the environment, before those of an example.
+        env_config: settings of the environment; they override the settings of an example.
     """
 
     SUPPORTS_CONCURRENT_SESSIONS = True
@@ -57,7 +57,7 @@ class RowEnvironment(Environment):
         return MessagesObservation(messages=self._episode.init(list(row.prompt), seed))
 
     def step(self, action: TextAction, timeout_s: float | None = None, **kwargs: object) -> MessagesObservation:
-        """Raises RuntimeError: there is no episode."""
+        """Take one step. Raises RuntimeError without a started episode."""
         if self._episode is None:
             raise RuntimeError("step before reset, or after the end of the episode")
         output = self._episode.step(action.text)

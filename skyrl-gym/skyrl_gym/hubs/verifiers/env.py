@@ -49,13 +49,13 @@ class VerifiersConfig:
 
 
 class VerifiersEnv(BaseTextEnv):
-    """The model plays the agent of an environment of verifiers, which is run as it is: its harness, tools, limits.
+    """Environment of verifiers with the model as its agent. Its harness, tools and limits are used unchanged.
 
-    The dataset row gives `environment` (verifiers' settings of it: a mapping, its JSON text, or the id of a taskset)
-    and `index`, the position of the task. `verifiers_rows` makes rows. The prompt is the environment's own.
+    The dataset row contains `environment` (verifiers' settings: a mapping, its JSON text, or the id of a taskset) and
+    `index`, the position of the task. `verifiers_rows` makes rows. The prompt is the environment's own.
 
-    The reward is that of the agent's trace, in the last step: the weighted sum of the taskset's rewards and judges.
-    Each is in the metrics under its name. Agents that are no policy need a client of their own in `environment`.
+    The reward of the last step is the reward of the agent's trace: the weighted sum of the taskset's rewards and
+    judges. Each is in the metrics under its name. Agents other than the policy need a separate client in `environment`.
     """
 
     config_class = VerifiersConfig
@@ -78,11 +78,11 @@ class VerifiersEnv(BaseTextEnv):
         self._conversation: Conversation | None = None
 
     def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, object]]:
-        """Begin the episode. Returns the messages of the environment's first request in place of `prompt`.
+        """Start the episode. Returns the messages of the environment's first request, which replace `prompt`.
 
         Raises:
-            Error: verifiers is not installed, there is no such taskset, or the environment failed.
-            InfraError: its servers do not work.
+            Error: verifiers is not installed, the taskset is unknown, or the environment failed.
+            InfraError: the environment's servers failed.
         """
         self._host = host_of(self.environment)
         self._conversation = self._host.start(self.index)
@@ -141,7 +141,7 @@ class VerifiersEnv(BaseTextEnv):
         return message
 
     def _news(self, request: Body) -> ConversationType:
-        """Return the messages that a request has beyond the last one and its answer. Raises Error."""
+        """Return the messages of a request that follow the last one and its answer. Raises Error."""
         before, messages = self._request["messages"], request["messages"]
         news: list[MessageType] = messages[len(before) + 1 :]
         if request["trace"] != self._request["trace"]:

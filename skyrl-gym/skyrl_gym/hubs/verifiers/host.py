@@ -56,12 +56,12 @@ def environment_of(value: object) -> Body:
 
 
 def load(environment: Body) -> Any:
-    """Return the `verifiers.v1.Env`. A role without a harness or runtime of its own plays in this process.
+    """Load the `verifiers.v1.Env`. A role without a harness or runtime runs in this process.
 
-    verifiers' own defaults are a harness that runs shell commands and a runtime in a cloud.
+    The defaults of verifiers are a harness that runs shell commands and a runtime in a cloud.
 
     Raises:
-        Error: there is no such taskset, or its settings are refused.
+        Error: the taskset is unknown, or its settings are invalid.
     """
     vf = library()
     from verifiers.v1.configs.agent import agent_config_fields  # pyright: ignore[reportMissingImports]
@@ -121,7 +121,7 @@ class Host:
         threading.Thread(target=self._loop.run_forever, name="skyrl-gym-verifiers", daemon=True).start()
         started: Future[None] = Future()
         self._serving = asyncio.run_coroutine_threadsafe(self._serve(started), self._loop)
-        self._serving.add_done_callback(functools.partial(_pass_failure, started))
+        self._serving.add_done_callback(functools.partial(_set_failure, started))
         try:
             started.result(START_SECONDS)
         except Exception as failure:  # whatever an environment's own start raises
@@ -163,7 +163,7 @@ class Host:
         """End episodes and tool servers. May be called more than once."""
         if not self._serving.done():
             self._loop.call_soon_threadsafe(self._closing.set)
-            _finished(self._serving, CLOSE_SECONDS)
+            _wait_for_future(self._serving, CLOSE_SECONDS)
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     async def _serve(self, started: "Future[None]") -> None:
@@ -233,13 +233,13 @@ class Host:
         return web.Response(text=f"data: {json.dumps(answer)}\n\ndata: [DONE]\n\n", content_type="text/event-stream")
 
 
-def _pass_failure(started: "Future[None]", serving: "Future[None]") -> None:
+def _set_failure(started: "Future[None]", serving: "Future[None]") -> None:
     if not started.done():
         failure = None if serving.cancelled() else serving.exception()
         started.set_exception(failure or InfraError("it ended before it was ready"))
 
 
-def _finished(future: "Future[None]", seconds: float) -> bool:
+def _wait_for_future(future: "Future[None]", seconds: float) -> bool:
     """Wait for a future; return whether it is done."""
     try:
         future.exception(seconds)

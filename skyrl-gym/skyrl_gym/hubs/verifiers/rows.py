@@ -15,12 +15,12 @@ def verifiers_rows(environment: object, size: int | None = None, start: int = 0)
 
     Args:
         environment: the id of a taskset, or verifiers' settings of an environment: a mapping or its JSON text.
-        size: needed for tasksets that never end.
+        size: required for infinite tasksets.
         start: position of the first task; training and validation take different ones.
 
     Raises:
-        Error: verifiers is not installed, or there is no such taskset.
-        TaskError: the taskset never ends and there is no `size`.
+        Error: verifiers is not installed, or the taskset is unknown.
+        TaskError: the taskset is infinite and `size` is not given.
     """
     settings = environment_of(environment)
     taskset = load(settings).taskset

@@ -17,10 +17,10 @@ INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until it is told to stop. Returns the exit status."""
-    options = _parser().parse_args(arguments)
+    """Serve until a signal stops the server. Returns the exit status."""
+    options = _build_parser().parse_args(arguments)
     try:
-        settings = _settings(options)
+        settings = _build_settings(options)
         if options.build_only:
             print(build_index(settings))
         else:
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     settings, bm25, dense = RetrievalSettings(), BM25Settings(), DenseSettings()
     parser = argparse.ArgumentParser(
         prog="python -m skyrl_gym.tools.retrieval",
@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _settings(options: argparse.Namespace) -> RetrievalSettings:
+def _build_settings(options: argparse.Namespace) -> RetrievalSettings:
     named = "dense" if options.retriever_name not in (None, "bm25") else RetrievalSettings().index
     return replace(
         RetrievalSettings(),

@@ -55,8 +55,8 @@ def create_app(retriever: Retriever, settings: RetrievalSettings | None = None) 
 
     @app.post("/retrieve")
     async def retrieve(request: RetrieveRequest) -> Response:
-        """`{"result": [[document, ...], ...]}`: for each query its documents, the best first."""
-        queries, topk = _checked(request, settings)
+        """Return `{"result": [[document, ...], ...]}`: the documents of each query, best first."""
+        queries, topk = _check_request(request, settings)
         try:
             groups = await batcher.search(queries, topk)
         except Overloaded as failure:
@@ -73,7 +73,7 @@ def create_app(retriever: Retriever, settings: RetrievalSettings | None = None) 
 
 
 class BodyLimit:
-    """Middleware that refuses a request whose body is too long before all of it is read."""
+    """Middleware that rejects a request with a too long body before reading all of it."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self.app = app
@@ -101,8 +101,8 @@ class BodyLimit:
         return f"Content Too Large: a request may have {self.max_bytes} bytes"
 
 
-def _checked(request: RetrieveRequest, settings: RetrievalSettings) -> tuple[list[str], int]:
-    """Queries and number of documents, within the limits. Raises HTTPException, for the model to read."""
+def _check_request(request: RetrieveRequest, settings: RetrievalSettings) -> tuple[list[str], int]:
+    """Check the limits. Returns queries and number of documents. Raises HTTPException, with a text for the model."""
     if (request.query is None) == (request.queries is None):
         raise HTTPException(422, "give either query, a text, or queries, a list of texts")
     queries = [request.query] if request.query is not None else request.queries or []

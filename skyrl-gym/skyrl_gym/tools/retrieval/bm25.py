@@ -43,10 +43,10 @@ class Analyzer:
             # For the whole list: the cache is shared by all threads that ask.
             with self._lock:
                 words = self._stemmer.stemWords(words)
-        return [word if word.isascii() else _without_accents(word) for word in words]
+        return [word if word.isascii() else _remove_accents(word) for word in words]
 
 
-def _without_accents(word: str) -> str:
+def _remove_accents(word: str) -> str:
     return "".join(letter for letter in unicodedata.normalize("NFKD", word) if not unicodedata.combining(letter))
 
 

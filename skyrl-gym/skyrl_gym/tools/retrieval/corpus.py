@@ -1,7 +1,7 @@
-"""Corpus of documents, read from a file. Knows no index.
+"""Corpus of documents, read from a file.
 
-A document is a dict with `id`, `title`, `text` and `contents`, and whatever else its row has. `contents` is what is
-indexed and shown: the title in quotation marks on a line of its own, then the text.
+A document is a dict with `id`, `title`, `text` and `contents`, and all other fields of its row. `contents` is indexed
+and shown: a first line with the title in quotation marks, then the text.
 """
 
 import gzip
@@ -20,37 +20,37 @@ _PARQUET_ROWS = 1024
 
 
 class CorpusError(ValueError):
-    """A corpus has no documents, or a row that is none. The text names the file, the row and the rule."""
+    """A corpus has no documents, or an invalid row. The text names the file, the row and the rule."""
 
 
 def read_corpus(path: str | Path) -> Iterator[Document]:
-    """Return the documents of a `.jsonl`, `.jsonl.gz` or `.parquet` file, one at a time.
+    """Iterate over the documents of a `.jsonl`, `.jsonl.gz` or `.parquet` file.
 
     Raises:
-        CorpusError: the file's name ends otherwise, or a row is not a document.
-        FileNotFoundError: there is no such file.
+        CorpusError: the file has another suffix, or a row is not a document.
+        FileNotFoundError: the file does not exist.
     """
     path = Path(path)
     if path.suffix == ".parquet":
-        rows = _parquet_rows(path)
+        rows = _read_parquet_rows(path)
     elif path.name.endswith((".jsonl", ".jsonl.gz")):
-        rows = _json_rows(path)
+        rows = _read_json_rows(path)
     else:
         raise CorpusError(f"a corpus is a .jsonl, .jsonl.gz or .parquet file; got {path}")
-    return as_documents(rows, str(path))
+    return to_documents(rows, str(path))
 
 
-def as_documents(rows: Iterable[Mapping[str, object] | str], source: str = "documents") -> Iterator[Document]:
+def to_documents(rows: Iterable[Mapping[str, object] | str], source: str = "documents") -> Iterator[Document]:
     """Documents from rows as a corpus has them; a row may also be a bare text. Rows without an id get their number.
 
     Raises:
         CorpusError: a row has neither `text` nor `contents`, or they are not text.
     """
     for number, row in enumerate(rows):
-        yield _document(row, number, f"{source}, row {number + 1}")
+        yield _make_document(row, number, f"{source}, row {number + 1}")
 
 
-def _document(row: object, number: int, where: str) -> Document:
+def _make_document(row: object, number: int, where: str) -> Document:
     if isinstance(row, str):
         row = {"text": row}
     if not isinstance(row, Mapping):
@@ -76,14 +76,14 @@ def _encodable(text: str | None) -> str | None:
 
 
 def _split(contents: str, title: str | None) -> tuple[str, str]:
-    """Title and text of contents whose first line is a title in quotation marks."""
+    """Split contents with a first line in quotation marks. Returns title and text."""
     first, _, rest = contents.partition("\n")
     if title is None and len(first) > 2 and first.startswith('"') and first.endswith('"'):
         return first[1:-1], rest
     return title or "", contents
 
 
-def _json_rows(path: Path) -> Iterator[Any]:
+def _read_json_rows(path: Path) -> Iterator[Any]:
     with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -94,7 +94,7 @@ def _json_rows(path: Path) -> Iterator[Any]:
                 raise CorpusError(f"{path}, line {number}: not JSON: {failure}") from failure
 
 
-def _parquet_rows(path: Path) -> Iterator[Any]:
+def _read_parquet_rows(path: Path) -> Iterator[Any]:
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(path) as file:
@@ -103,7 +103,7 @@ def _parquet_rows(path: Path) -> Iterator[Any]:
 
 
 def digest_of(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
+    """Compute the SHA-256 of a file, in hexadecimal."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):

@@ -54,7 +54,7 @@ class Encoder:
 
 
 class DenseIndex:
-    """Documents by the angle between their vector and that of a query."""
+    """Index that ranks documents by the cosine similarity of their vectors and the query's."""
 
     def __init__(self, vectors: Any, encoder: Encoder, batch_size: int) -> None:
         """`vectors` is a faiss index of inner products, one vector for each document, in the order of the corpus."""

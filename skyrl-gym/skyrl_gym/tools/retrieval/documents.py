@@ -1,4 +1,4 @@
-"""Documents by number. Those of a large corpus stay on disk."""
+"""Documents by number. Large corpora stay on disk."""
 
 import json
 import mmap
@@ -23,7 +23,7 @@ class Documents(Protocol):
 
 
 class DocumentFile(Sequence[Document]):
-    """Documents in a file, one a line, read through a memory map: what is not asked for takes no memory."""
+    """Documents in a file, one per line, read through a memory map, so unused documents take no memory."""
 
     def __init__(self, folder: Path) -> None:
         import numpy as np
@@ -34,7 +34,7 @@ class DocumentFile(Sequence[Document]):
 
     @staticmethod
     def write(folder: Path, documents: Iterable[Document]) -> "DocumentFile":
-        """Write documents into a folder. Raises ValueError if there are none: an empty file cannot be mapped."""
+        """Write documents into a folder. Raises ValueError for an empty list, since an empty file cannot be mapped."""
         import numpy as np
 
         offsets = [0]

@@ -1,4 +1,4 @@
-"""Serving: in a thread of this process (`RetrievalServer`), or as a process of its own (`serve`)."""
+"""Retrieval server in a thread of this process (`RetrievalServer`) or as a separate process (`serve`)."""
 
 import os
 import socket
@@ -37,11 +37,11 @@ class RetrievalServer:
     ) -> None:
         """
         Args:
-            documents: what to search by BM25 (see `corpus`), or a retriever.
+            documents: documents for a BM25 search (see `corpus`), or a retriever.
             port: 0 for a free one.
 
         Raises:
-            CorpusError: one of the documents is none.
+            CorpusError: a document is invalid.
         """
         self.retriever = documents if isinstance(documents, Retriever) else Retriever.of(documents)
         self.host = host
@@ -50,7 +50,7 @@ class RetrievalServer:
 
     @property
     def base_url(self) -> str:
-        return _address(self.host, self.port)
+        return _format_address(self.host, self.port)
 
     @property
     def url(self) -> str:
@@ -63,7 +63,7 @@ class RetrievalServer:
 
         from skyrl_gym.tools.retrieval.app import create_app
 
-        listener = _listener(self.host, self.port)
+        listener = _open_listener(self.host, self.port)
         self.port = listener.getsockname()[1]
         config = uvicorn.Config(
             create_app(self.retriever),
@@ -104,11 +104,11 @@ class RetrievalServer:
         self.stop()
 
 
-def _address(host: str, port: int) -> str:
+def _format_address(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _listener(host: str, port: int) -> socket.socket:
+def _open_listener(host: str, port: int) -> socket.socket:
     """Bind a socket. asyncio sends small packets at once only through sockets that say that they are TCP; through
     others each answer on a used connection waits 40 ms for the client's delayed acknowledgement."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -138,11 +138,11 @@ def serve(
     from uvicorn.supervisors import Multiprocess
 
     folder = build_index(settings)
-    with _listener(host, port) as listener:
+    with _open_listener(host, port) as listener:
         # Worker processes are started anew and take nothing but their environment from here.
         os.environ[_SETTINGS_VARIABLE] = replace(settings, rebuild=False).to_json()
         config = uvicorn.Config(
-            "skyrl_gym.tools.retrieval.server:_app_of_worker",
+            "skyrl_gym.tools.retrieval.server:_make_worker_app",
             factory=True,
             workers=workers,
             loop="asyncio",
@@ -150,7 +150,7 @@ def serve(
             timeout_keep_alive=IDLE_CONNECTION_SECONDS,
             timeout_graceful_shutdown=5,
         )
-        address = _address(host, listener.getsockname()[1])
+        address = _format_address(host, listener.getsockname()[1])
         print(f"serving {folder} ({settings.index}) at {address}/retrieve as soon as it is read", flush=True)
         # The socket is bound here: workers accept from the same one, and the kernel divides the connections.
         if workers > 1:
@@ -159,7 +159,7 @@ def serve(
             uvicorn.Server(config).run(sockets=[listener])
 
 
-def _app_of_worker() -> "FastAPI":
+def _make_worker_app() -> "FastAPI":
     from uvicorn.config import STARTUP_FAILURE
 
     from skyrl_gym.tools.retrieval.app import create_app

@@ -12,8 +12,8 @@ DEFAULT_MODEL = "intfloat/e5-base-v2"
 
 @dataclass(frozen=True, kw_only=True)
 class BM25Settings:
-    """BM25 ranking: words weigh by rarity, saturate with repetition, and weigh less in long documents (Robertson and
-    Zaragoza, "The Probabilistic Relevance Framework: BM25 and Beyond", 2009). Defaults are those of Lucene.
+    """BM25 ranking: words are weighted by rarity, saturate with repetition, and weigh less in long documents (Robertson
+    and Zaragoza, "The Probabilistic Relevance Framework: BM25 and Beyond", 2009). Defaults as in Lucene.
     """
 
     k1: float = 1.2

@@ -11,7 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from skyrl_gym.tools.retrieval.corpus import CorpusError, Document, as_documents, digest_of, read_corpus
+from skyrl_gym.tools.retrieval.corpus import CorpusError, Document, digest_of, read_corpus, to_documents
 from skyrl_gym.tools.retrieval.documents import DocumentFile, Documents
 from skyrl_gym.tools.retrieval.ranking import Index
 from skyrl_gym.tools.retrieval.settings import BM25Settings, RetrievalSettings
@@ -42,7 +42,7 @@ class Retriever:
         """BM25 over a handful of documents, in memory. Raises CorpusError."""
         from skyrl_gym.tools.retrieval.bm25 import BM25Index
 
-        found = list(as_documents(documents))
+        found = list(to_documents(documents))
         return cls("bm25", BM25Index.build(found, settings or BM25Settings()), found)
 
     def search(self, queries: Sequence[str], topk: int) -> list[list[tuple[Document, float]]]:
@@ -53,26 +53,26 @@ class Retriever:
 
 
 def build_index(settings: RetrievalSettings) -> Path:
-    """Make the index that the settings describe, if it is not there. Of several processes at once, one makes it.
+    """Build the index of the settings if it does not exist. Among concurrent processes, one builds it.
 
     Returns its folder.
 
     Raises:
-        IndexMismatchError: there is an index of another corpus or with other settings (and `rebuild` is not set), or
-            the folder holds something else.
-        CorpusError: the corpus has no documents, or a row that is none.
-        FileNotFoundError: there is no corpus.
+        IndexMismatchError: the folder has an index of another corpus or with other settings (and `rebuild` is not set),
+            or other files.
+        CorpusError: the corpus has no documents, or an invalid row.
+        FileNotFoundError: the corpus does not exist.
     """
     folder = settings.folder()
     if _is_ready_made(settings):
         made_of = {"kind": "documents"}
         folder = folder.with_name(f"{folder.name}.documents")
     else:
-        made_of = {"kind": settings.index, **_settings_of_index(settings)}
+        made_of = {"kind": settings.index, **_read_index_settings(settings)}
     if settings.corpus is None and not (folder / MANIFEST).is_file():
         raise IndexMismatchError(f"{folder} holds no index, and there is no corpus to make it from")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(folder):
+    with _lock_folder(folder):
         found = _read_manifest(folder)
         if found is not None and not settings.rebuild:
             _check(folder, found, made_of, settings.corpus)
@@ -109,14 +109,14 @@ def _is_ready_made(settings: RetrievalSettings) -> bool:
     return settings.index == "dense" and settings.folder().is_file()
 
 
-def _settings_of_index(settings: RetrievalSettings) -> dict[str, object]:
+def _read_index_settings(settings: RetrievalSettings) -> dict[str, object]:
     chosen = asdict(settings.bm25 if settings.index == "bm25" else settings.dense)
     return {name: value for name, value in chosen.items() if name not in _NOT_IN_THE_INDEX}
 
 
 def _build(folder: Path, corpus: Path, made_of: Mapping[str, object], settings: RetrievalSettings) -> None:
     try:
-        documents = DocumentFile.write(folder, _with_progress(read_corpus(corpus), "reading documents"))
+        documents = DocumentFile.write(folder, _show_progress(read_corpus(corpus), "reading documents"))
     except CorpusError:
         raise
     except (ValueError, EOFError, gzip.BadGzipFile) as failure:
@@ -124,11 +124,11 @@ def _build(folder: Path, corpus: Path, made_of: Mapping[str, object], settings: 
     if made_of["kind"] == "bm25":
         from skyrl_gym.tools.retrieval.bm25 import BM25Index
 
-        BM25Index.build(_with_progress(documents, "indexing", len(documents)), settings.bm25).save(folder)
+        BM25Index.build(_show_progress(documents, "indexing", len(documents)), settings.bm25).save(folder)
     elif made_of["kind"] == "dense":
         from skyrl_gym.tools.retrieval.dense import DenseIndex
 
-        DenseIndex.build(_with_progress(documents, "encoding", len(documents)), settings.dense).save(folder)
+        DenseIndex.build(_show_progress(documents, "encoding", len(documents)), settings.dense).save(folder)
     manifest = {
         "format": _FORMAT,
         "made_of": made_of,
@@ -139,7 +139,7 @@ def _build(folder: Path, corpus: Path, made_of: Mapping[str, object], settings: 
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
 
 
-def _with_progress(documents: Iterable[Document], what: str, total: int | None = None) -> Iterator[Document]:
+def _show_progress(documents: Iterable[Document], what: str, total: int | None = None) -> Iterator[Document]:
     """Iterate with a progress bar, on a terminal only."""
     return tqdm(documents, desc=what, total=total, unit=" documents", disable=None)  # pyright: ignore[reportReturnType]
 
@@ -180,10 +180,10 @@ def _check(folder: Path, found: dict[str, Any], made_of: Mapping[str, object], c
 
 
 def _read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Return what a finished index was made from; None if there is none.
+    """Read the manifest of a finished index, or return None.
 
     Raises:
-        IndexMismatchError: the folder holds something that is not an index of ours.
+        IndexMismatchError: the folder has files that are not an index.
     """
     file = folder / MANIFEST
     if file.is_file():
@@ -197,7 +197,7 @@ def _read_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _lock_folder(folder: Path) -> Iterator[None]:
     """One process at a time. The lock goes with the process that holds it, however that ends."""
     try:
         # A file beside the folder, which is itself renamed.

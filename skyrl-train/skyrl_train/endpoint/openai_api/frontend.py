@@ -253,7 +253,7 @@ class OpenAIFrontend:
         params = sampling_keywords(request, budget, room, self._sampling_defaults, log_probs=records)
         params = rules.keywords(params)
         if isinstance(request, ChatRequest):
-            params = self._template.turn_ends.with_stop_ids(params)
+            params = self._template.turn_ends.add_stop_ids(params)
         check_supported(params, constraint, constraint_param, info.unsupported)
         if constraint is not None:
             params["constraint"] = constraint.as_keyword()

@@ -267,7 +267,9 @@ class ConversationMemory:
             return None
         last = self._template.decode(ids[-1:], skip_special_tokens=False)
         if is_closed:
-            cut = len(last) if tail.startswith(last) else self._template.turn_ends.length_at_start(tail, ids[-1])
+            cut = (
+                len(last) if tail.startswith(last) else self._template.turn_ends.count_leading_characters(tail, ids[-1])
+            )
             return self._template.encode_after(last, tail[cut:])
         return self._template.encode_after(_MARK, tail)
 

@@ -17,7 +17,7 @@ from skyrl_gym.graders import reward_of
 from skyrl_gym.graders.code import CodeSettings, grade_code, parse_tests
 from skyrl_gym.sandbox import ExecResult, Limits, Sandbox
 from skyrl_gym.sandbox.command import as_bytes
-from skyrl_gym.sandbox.workspace import path_parts
+from skyrl_gym.sandbox.workspace import split_path
 from skyrl_train.errors import RolloutError
 from skyrl_train.types import ConversationType
 
@@ -216,7 +216,7 @@ def _check_places(inputs: Sequence[str], files: Sequence[str]) -> None:
     for path in inputs:
         given = _check_path("grade.inputs", path)
         for file in files:
-            own = path_parts(file)
+            own = split_path(file)
             if given != own and given[: len(own)] == own[: len(given)]:
                 raise ValueError(
                     "grade.inputs must not lie in, or around, the path of a file of grade.files; got "
@@ -226,7 +226,7 @@ def _check_places(inputs: Sequence[str], files: Sequence[str]) -> None:
 
 def _check_path(column: str, path: object) -> list[str]:
     try:
-        return path_parts(str(path))
+        return split_path(str(path))
     except ValueError as error:
         raise ValueError(f"{column}: {error}; use a relative path, without '..'") from None
 

@@ -1,9 +1,9 @@
-"""Runs test code of a dataset on an answer that runs elsewhere. Names that the tests take from the answer stand for
-objects over there: calling one sends the arguments and gets a value back. Only plain values come here, so comparisons,
-`assert` and everything else that decides is out of the answer's reach.
+"""Runs a dataset's test code on an answer in another process. Names that the tests use from the answer are proxies:
+calling one sends the arguments and returns a value. Only plain values are received, so the answer cannot influence
+comparisons, `assert` and other decisions.
 
-Arguments go by value: what the answer does to them in place is not seen here. An object that is not plain data answers
-to calls, and to reading and setting attributes, and to nothing else: it is equal to itself only.
+Arguments are passed by value, so in-place changes are not visible here. An object that is not plain data supports only
+calls and attribute access, and equals only itself.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import json
 from skyrl_gym.graders.code.inside.control import Control
 from skyrl_gym.graders.code.inside.names import (
     BUILTINS,
+    find_unbound_names,
+    get_usual_names,
     global_names,
     make_usual_builtins,
-    unbound_names,
-    usual_names,
 )
 from skyrl_gym.graders.code.inside.values import NotPlain, decode, decode_exception, encode
 
@@ -92,7 +92,7 @@ class Link:
         return decode(reply["value"], self)
 
     def names(self, names: set[str]) -> dict[str, Any]:
-        """Return those of `names` that the answer defines."""
+        """Return the subset of `names` that the answer defines."""
         if not names:
             return {}
         values = self._request({"do": "names", "names": sorted(names)}).get("values")
@@ -125,9 +125,9 @@ def main() -> None:
     own_builtins = {name: value for name, value in vars(builtins).items() if name not in answer_names}
     scope: dict[str, Any] = {"__name__": "tests", "__builtins__": own_builtins}
     if start["before"]:
-        scope.update(usual_names(unbound_names(start["before"])))
+        scope.update(get_usual_names(find_unbound_names(start["before"])))
         exec(compile(start["before"], "prompt.py", "exec", dont_inherit=True), scope)
-    scope.update(usual_names(used - bound - BUILTINS - scope.keys() - answer_names))
+    scope.update(get_usual_names(used - bound - BUILTINS - scope.keys() - answer_names))
     for name in answer_names & scope.keys():  # a stub of the prompt
         del scope[name]
     own = link.names(answer_names)

@@ -1,4 +1,4 @@
-"""Talking to whoever started this process: one JSON value on a line, over what were standard input and output."""
+"""Channel to the parent process: one JSON value per line, over the original standard input and output."""
 
 from __future__ import annotations
 

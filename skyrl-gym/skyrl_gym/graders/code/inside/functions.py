@@ -9,7 +9,7 @@ import json
 
 from skyrl_gym.graders.code.inside.control import Control
 from skyrl_gym.graders.code.inside.loading import receive_answer
-from skyrl_gym.graders.code.inside.names import unbound_names, usual_names
+from skyrl_gym.graders.code.inside.names import find_unbound_names, get_usual_names
 from skyrl_gym.graders.code.inside.values import NotPlain, References, decode, encode, encode_exception
 
 TYPE_CHECKING = False
@@ -26,9 +26,9 @@ def main() -> None:
     scope = vars(module)
     try:
         if message["before"]:
-            scope.update(usual_names(unbound_names(message["before"])))
+            scope.update(get_usual_names(find_unbound_names(message["before"])))
             exec(compile(message["before"], "prompt.py", "exec", dont_inherit=True), scope)
-        scope.update(usual_names(names - scope.keys()))
+        scope.update(get_usual_names(names - scope.keys()))
         given = dict(scope)
         exec(code, scope)
     except BaseException as failure:  # the answer's code may raise anything, SystemExit too

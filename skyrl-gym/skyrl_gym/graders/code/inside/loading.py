@@ -1,4 +1,4 @@
-"""The answer as it comes in: compiled, with a module of its own to run in."""
+"""Compilation of the answer, and the module that it runs in."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import types
 
 from skyrl_gym.graders.code.inside.control import Control
-from skyrl_gym.graders.code.inside.names import make_usual_builtins, unbound_names
+from skyrl_gym.graders.code.inside.names import find_unbound_names, make_usual_builtins
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # importing typing takes long
@@ -23,7 +23,7 @@ def receive_answer(
     message = control.receive()
     try:
         code = compile(message["code"], "answer.py", "exec", dont_inherit=True)
-        names = unbound_names(message["code"])
+        names = find_unbound_names(message["code"])
     except (SyntaxError, ValueError, RecursionError, MemoryError) as failure:
         control.send({"invalid": f"{type(failure).__name__}: {failure}"})
         return None

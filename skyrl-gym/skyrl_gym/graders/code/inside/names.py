@@ -65,7 +65,7 @@ def load_usual_modules(code: types.CodeType) -> None:
             load_usual_modules(part)
 
 
-def unbound_names(source: str) -> set[str]:
+def find_unbound_names(source: str) -> set[str]:
     """Return the global names that a program reads and never binds, built-in ones left out. Raises SyntaxError."""
     used, bound = global_names(source)
     return used - bound - BUILTINS
@@ -89,8 +89,8 @@ def global_names(source: str) -> tuple[set[str], set[str]]:
     return used, bound
 
 
-def usual_names(names: Iterable[str]) -> dict[str, object]:
-    """Return those of `names` that the usual imports define, with what they mean."""
+def get_usual_names(names: Iterable[str]) -> dict[str, object]:
+    """Return the subset of `names` that the usual imports define, with their values."""
     found = {name: _usual(name) for name in names if not name.startswith("__")}
     return {name: value for name, value in found.items() if value is not MISSING}
 

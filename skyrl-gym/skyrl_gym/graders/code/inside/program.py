@@ -14,7 +14,7 @@ import types
 
 from skyrl_gym.graders.code.inside.control import Control, redirect
 from skyrl_gym.graders.code.inside.loading import receive_answer
-from skyrl_gym.graders.code.inside.names import load_usual_modules, usual_names
+from skyrl_gym.graders.code.inside.names import get_usual_names, load_usual_modules
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # importing typing takes long
@@ -33,7 +33,7 @@ def main() -> None:
     if received is None:
         return
     _, code, names, module = received
-    vars(module).update(usual_names(names))
+    vars(module).update(get_usual_names(names))
     load_usual_modules(code)
     control.send({"loaded": True})
     gc.freeze()  # the processes forked below then leave these pages as they are, shared
@@ -43,7 +43,7 @@ def main() -> None:
 
 def run_case(control: Control, code: types.CodeType, module: types.ModuleType, stdin: bytes) -> dict[str, object]:
     """Run one case in a forked process, so that nothing it leaves behind reaches the next."""
-    streams = [nameless_file() for _ in ("stdin", "stdout", "stderr")]
+    streams = [open_unlinked_file() for _ in ("stdin", "stdout", "stderr")]
     while stdin:
         stdin = stdin[os.write(streams[0], stdin) :]
     os.lseek(streams[0], 0, os.SEEK_SET)
@@ -64,8 +64,8 @@ def run_case(control: Control, code: types.CodeType, module: types.ModuleType, s
     return reply
 
 
-def nameless_file() -> int:
-    """Files, not pipes: they hold what a program leaves behind without anyone reading meanwhile."""
+def open_unlinked_file() -> int:
+    """Open an unlinked file. Unlike a pipe, it needs no concurrent reader for a program's output, while."""
     name = f".stream-{os.getpid()}"
     descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     os.unlink(name)

@@ -1,7 +1,7 @@
-"""Values as JSON, for two processes that do not trust each other. Decoding makes plain values only, and runs no code of
-the other side. What has no plain form (a class, a function, an object) stays where it is and crosses as a reference.
+"""Values as JSON, for two processes that do not trust each other. Decoding creates only plain values, and runs no code
+of the peer. Values without a plain form (a class, a function, an object) are sent as references.
 
-An atom stands for itself; anything else is `[tag, part, ...]`.
+An atom is encoded as itself, anything else as `[tag, part, ...]`.
 """
 
 from __future__ import annotations
