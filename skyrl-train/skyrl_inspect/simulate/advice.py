@@ -130,12 +130,11 @@ class AsyncAdvice(TrainerHook):
     def on_log(self) -> None:
         """Record the step, and every `INTERVAL` steps log advice and add the simulated utilisation to the metrics."""
         run = self.run
-        pool = run.pool if isinstance(run, FullyAsyncRayPPOTrainer) else None
-        if pool is None or "step" not in run.all_timings:
+        if not isinstance(run, FullyAsyncRayPPOTrainer) or run.pool is None or "step" not in run.all_timings:
             return
         timings = run.all_timings
         waited, synced = timings["wait_for_generation_buffer"], timings["sync_weights"]
-        self._adviser = self._adviser or Adviser(pool.scheduler.limits)
+        self._adviser = self._adviser or Adviser(run.pool.scheduler.limits)
         self._adviser.record(run.step_groups, timings["step"] - waited - synced, synced, waited, run.all_metrics)
         if run.global_step % INTERVAL == 0:
             predicted = self._adviser.predict()
