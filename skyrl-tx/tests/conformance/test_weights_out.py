@@ -41,7 +41,7 @@ async def log_probs_of_vllm(model: Path, adapter: str) -> list[float]:
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-async def test_weights_taken_out_are_those_of_the_sampler(sdk_python, start_server, tmp_path: Path):
+async def test_exported_weights_match_sampler(sdk_python, start_server, tmp_path: Path):
     python = sdk_python("cookbook-0.6.1")
     tiny_model = Path(make_tiny_model(tmp_path / "tiny", tied=False))
     server = start_server(tiny_model, served=["tiny"])

@@ -27,7 +27,7 @@ class OneToken(SamplingBackend):
     async def close(self) -> None: ...
 
 
-async def test_an_adapter_is_read_once_and_again_after_a_write(tmp_path: Path, monkeypatch):
+async def test_adapter_is_read_once_and_reread_after_write(tmp_path: Path, monkeypatch):
     folders, said = Folders(str(tmp_path / "base"), tmp_path / "cache"), list[FromEngine]()
     with folders.writing(folders.place("a")) as scratch:
         (scratch / "adapter").write_bytes(b"\5")

@@ -177,7 +177,7 @@ async def after_a_crash(
 
 
 @pytest.mark.slow
-async def test_an_engine_killed_in_the_middle_goes_on_bit_for_bit(tiny_model: Path, tmp_path: Path):
+async def test_killed_engine_resumes_bit_for_bit(tiny_model: Path, tmp_path: Path):
     calm = config_of(tiny_model, tmp_path / "calm", tokens_per_micro_batch=256)
     wild = config_of(tiny_model, tmp_path / "wild", tokens_per_micro_batch=256)
     models = ("a1", "a2", "b1")
@@ -203,7 +203,7 @@ async def test_an_engine_killed_in_the_middle_goes_on_bit_for_bit(tiny_model: Pa
     assert last.keys() == set(models)
 
 
-async def test_an_engine_trains_samples_fails_what_is_poisoned_and_stops_when_told(tiny_model: Path, tmp_path: Path):
+async def test_engine_trains_samples_fails_poisoned_request_and_stops(tiny_model: Path, tmp_path: Path):
     config = config_of(tiny_model, tmp_path)
     adapter = config.checkpoints_base + "/a1/one"
     spec = SampleSpec(
@@ -254,9 +254,7 @@ async def test_an_engine_trains_samples_fails_what_is_poisoned_and_stops_when_to
 
 
 @pytest.mark.full
-async def test_one_that_stands_by_costs_no_time_and_is_an_engine_once_it_has_an_address(
-    tiny_model: Path, tmp_path: Path
-):
+async def test_standby_process_idles_and_becomes_engine_given_address(tiny_model: Path, tmp_path: Path):
     command = engine_command(config_of(tiny_model, tmp_path), FROM_STDIN)
     processes = [
         await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(2)
@@ -293,7 +291,7 @@ time.sleep(600)
 """
 
 
-async def test_an_engine_ends_when_its_parent_is_killed(tiny_model: Path, tmp_path: Path):
+async def test_engine_exits_when_parent_is_killed(tiny_model: Path, tmp_path: Path):
     config = config_of(tiny_model, tmp_path)
     channel = ApiChannel.bind(tmp_path / "sockets")
     parent = await asyncio.create_subprocess_exec(
@@ -323,7 +321,7 @@ def is_alive(pid: int) -> bool:
     )  # nobody buries orphans here
 
 
-def test_an_engine_whose_parent_is_gone_already_does_not_stay(tiny_model: Path, tmp_path: Path):
+def test_engine_exits_when_parent_is_already_dead(tiny_model: Path, tmp_path: Path):
     command = engine_command(config_of(tiny_model, tmp_path), f"ipc://{tmp_path}/nobody")
     command[-1] = "1000000000"  # a process that is not the one that starts it
     assert subprocess.run(command, timeout=60, capture_output=True).returncode == ORPHANED
@@ -340,7 +338,7 @@ def test_an_engine_whose_parent_is_gone_already_does_not_stay(tiny_model: Path, 
         pytest.param({"device": "abacus"}, "backend_config.device", marks=pytest.mark.slow),
     ],
 )
-def test_wrong_settings_end_it_with_a_status_of_their_own(
+def test_wrong_settings_exit_with_distinct_status(
     tiny_model: Path, tmp_path: Path, settings: dict[str, Any], said: str
 ):
     command = engine_command(config_of(tiny_model, tmp_path, **settings), f"ipc://{tmp_path}/nobody")
@@ -349,6 +347,6 @@ def test_wrong_settings_end_it_with_a_status_of_their_own(
     assert said in ended.stderr
 
 
-def test_the_command_line_shows_no_secrets(tmp_path: Path):
+def test_engine_command_line_shows_no_secrets(tmp_path: Path):
     config = EngineConfig(base_model="x", database_url="postgresql://me:secret@host/db", state_dir=tmp_path)
     assert "secret" not in " ".join(engine_command(config, "ipc:///x"))

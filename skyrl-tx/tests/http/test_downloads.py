@@ -22,7 +22,7 @@ def query_of(address: str) -> dict[str, str]:
     return {name: values[0] for name, values in parse_qs(urlsplit(address).query).items()}
 
 
-def test_an_address_says_everything_that_it_stands_for(signer):
+def test_download_url_contains_all_signed_fields(signer):
     address = signer.address("http://127.0.0.1:8000/", signer.of("anna", PATH))
     query = query_of(address)
     assert urlsplit(address).path == "/api/v1/downloads/session_ab%3Atrain%3A0/sampler_weights/step-1.5"
@@ -34,7 +34,7 @@ def test_an_address_says_everything_that_it_stands_for(signer):
     "change",
     [{"tenant": "bela"}, {"path": PATH._replace(name="other")}, {"file": "adapter_config.json"}, {"expires": 2**40}],
 )
-def test_an_address_that_was_changed_signed_by_another_or_is_too_old_is_refused(signer, change):
+def test_changed_foreign_or_expired_download_url_is_refused(signer, change):
     download = signer.of("anna", PATH)
     signature = query_of(signer.address("http://x", download))["signature"]
     changed, old = dataclasses.replace(download, **change), dataclasses.replace(download, expires=1)
@@ -50,7 +50,7 @@ def refused_as(status, says, signer, download, signature):
     assert error.value.status == status
 
 
-def test_the_secret_outlives_the_server_and_is_its_owners_alone(tmp_path):
+def test_download_secret_survives_restart_and_is_private_to_owner(tmp_path):
     first = Downloads.with_secret_in(tmp_path / "state")
     download = first.of("anna", PATH)
     signature = query_of(first.address("http://x", download))["signature"]

@@ -38,7 +38,7 @@ def endpoint() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("endpoint")
-async def test_new_endpoint_answers_with_a_key_and_is_documented(served: Any):
+async def test_new_endpoint_accepts_key_and_is_documented(served: Any):
     anna, nobody = await served("anna"), await served("nobody")
     answer = await anna.get("/api/v1/number_of_models")
     assert NumberOfModels.model_validate_json(answer.content).num_models >= 1

@@ -41,13 +41,13 @@ def server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterat
         yield server
 
 
-def test_the_api_process_imports_no_torch():
+def test_api_process_imports_no_torch():
     program = "import sys, tx.tinker.api, tx.run.main; print(*{'torch', 'transformers', 'ray'} & set(sys.modules))"
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     assert output.stdout.split() == []
 
 
-def test_wrong_settings_end_it_at_once_with_a_plain_text():
+def test_wrong_settings_end_server_with_plain_error():
     argv = [sys.executable, "-m", "tx.tinker.api", "--bse-model", "x"]
     ended = subprocess.run(argv, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 2
@@ -78,7 +78,7 @@ async def test_impossible_settings_are_found_before_anything_starts(tmp_path, ti
 
 
 @pytest.mark.process
-def test_a_port_that_is_taken_is_said_before_anything_starts(tmp_path, tiny_model, server):
+def test_occupied_port_is_reported_before_startup(tmp_path, tiny_model, server):
     port = server.url.rsplit(":", 1)[1]
     argv = [sys.executable, "-m", "tx.tinker.api", "--base-model", str(tiny_model), "--port", port]
     ended = subprocess.run([*argv, "--state-dir", str(tmp_path / "x")], capture_output=True, text=True, timeout=120)
@@ -119,7 +119,7 @@ def stop_while_a_client_polls(server: ServerProcess) -> None:
 
 
 @pytest.mark.process
-def test_a_body_of_100_mb_is_refused_at_once(server):
+def test_body_of_100_mb_is_refused_immediately(server):
     with httpx.Client(base_url=server.url, timeout=60) as client:
         for content in (b"x" * 100_000_000, (b"x" * 1_000_000 for _ in range(100))):
             headers = {"content-type": "application/x-protobuf"}
@@ -202,7 +202,7 @@ def check_damage_is_named(
 
 
 @pytest.mark.process
-def test_a_user_trains_samples_and_takes_the_adapter_home(server, tmp_path):
+def test_user_trains_samples_and_downloads_adapter(server, tmp_path):
     with httpx.Client(base_url=server.url, timeout=60) as client:
 
         def post(endpoint: str, **body) -> httpx.Response:

@@ -8,11 +8,11 @@ from tx.tinker.config import EngineConfig
 DOCUMENT = Path(__file__).parents[3] / "docs" / "tinker-settings.md"
 
 
-def test_the_page_in_docs_is_the_one_made_from_the_code():
+def test_settings_document_matches_code():
     assert DOCUMENT.read_text() == page(), "run `python -m tx.run.document > docs/tinker-settings.md`"
 
 
-def test_every_setting_has_a_meaning():
+def test_every_setting_has_description():
     rows = [line for line in page().splitlines() if line.startswith("| `")]
     assert all(row.split(" | ")[-1].strip(" |") for row in rows)
     assert len(rows) > len(EngineConfig.model_fields) + 8

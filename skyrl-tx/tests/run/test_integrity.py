@@ -46,7 +46,7 @@ async def keep(state: Path, snapshot: str) -> str:
 
 
 @pytest.mark.parametrize("damage", ["nothing", "everything"])
-def test_every_damaged_file_is_named_with_what_to_do(tmp_path: Path, capsys, damage: str):
+def test_integrity_names_every_damaged_file_with_remedy(tmp_path: Path, capsys, damage: str):
     state, base = tmp_path / "state", tmp_path / "checkpoints"
     options = ["--state-dir", str(state), "--checkpoints-base", str(base), "--port", "0"]
     folders, snapshots = (Folders(str(folder), tmp_path / "cache") for folder in (base, state / "snapshots"))
@@ -82,7 +82,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("end", ["stopped", "killed"])
-def test_the_check_changes_nothing_and_reads_an_older_schema(tmp_path: Path, capsys, end: str):
+def test_integrity_changes_nothing_and_reads_older_schema(tmp_path: Path, capsys, end: str):
     state, base = tmp_path / "state", tmp_path / "checkpoints"
     options = ["--state-dir", str(state), "--checkpoints-base", str(base), "--port", "0"]
     (base / ".partial" / "of-a-dead-process").mkdir(parents=True)
@@ -110,7 +110,7 @@ def test_the_check_changes_nothing_and_reads_an_older_schema(tmp_path: Path, cap
     assert (base / ".partial" / "of-a-dead-process").is_dir()
 
 
-def test_a_mistyped_folder_is_refused_and_not_made(tmp_path: Path, capsys):
+def test_integrity_refuses_mistyped_folder_without_creating_it(tmp_path: Path, capsys):
     options = ["--state-dir", str(tmp_path / "stat"), "--checkpoints-base", str(tmp_path / "c"), "--port", "0"]
     assert doctor.main([*options, "--integrity"]) == 1
     assert f"there is no folder {tmp_path / 'stat'}; give the --state-dir" in capsys.readouterr().out

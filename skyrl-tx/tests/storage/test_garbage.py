@@ -64,16 +64,14 @@ def requests(session: Session) -> list[str]:
         (True, {"kind": "sample", "delivered_at": None, "completed_at": None, "status": "pending"}),
     ],
 )
-def test_results_that_were_delivered_go_unless_a_replay_needs_them(
-    session: Session, kept: bool, values: dict[str, Any]
-):
+def test_delivered_results_are_removed_unless_replay_needs_them(session: Session, kept: bool, values: dict[str, Any]):
     add_request(session, "r", **values)
     expected = (0, []) if kept else (1, ["r payload", "r result"])
     assert garbage.deliverable_results(session, NOW, TTL) == expected
     assert requests(session) == (["r"] if kept else [])
 
 
-def test_payloads_that_no_replay_needs_go_before_their_results(session: Session):
+def test_payloads_unneeded_by_replay_are_removed_before_results(session: Session):
     add_request(session, "in the snapshot", model_id="live", seq=5, delivered_at=None)
     add_request(session, "after it", model_id="live", seq=6, delivered_at=None)
     add_request(session, "waits", status="pending", delivered_at=None, completed_at=None)
@@ -85,7 +83,7 @@ def test_payloads_that_no_replay_needs_go_before_their_results(session: Session)
     assert rows[1].result_blob == "in the snapshot result"
 
 
-def test_a_call_takes_so_many_rows_and_no_more(session: Session, monkeypatch: pytest.MonkeyPatch):
+def test_garbage_collection_bounds_rows_per_call(session: Session, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(garbage, "MOST_AT_ONCE", 2)
     for i in range(5):
         add_request(session, f"{i}")
@@ -93,7 +91,7 @@ def test_a_call_takes_so_many_rows_and_no_more(session: Session, monkeypatch: py
     assert counts == [2, 2, 1, 0]
 
 
-def test_blobs_that_no_row_names_are_found(session: Session, tmp_path: Path):
+def test_unreferenced_blobs_are_found(session: Session, tmp_path: Path):
     blobs = Blobs(tmp_path / "blobs")
     payload, result, left = (blobs.put(b"x") for _ in range(3))
     add_row(session, RequestRow, request_id="r", tenant="t", kind="train", status="done", created_at=0.0,
@@ -132,7 +130,7 @@ def test_expired_checkpoints_go_with_their_folders(session: Session):
     assert garbage.scheduled_deletions(session) == []
 
 
-def test_a_folder_that_a_sampler_still_has_stays_until_that_is_gone(session: Session):
+def test_folder_in_use_by_sampler_is_kept_until_sampler_ends(session: Session):
     add_checkpoint(session, "old", NOW - 1, "/old")
     add_sampler(session, "s", "open", "/old")
     assert garbage.expired_checkpoints(session, NOW) == []

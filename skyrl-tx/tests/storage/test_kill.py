@@ -120,7 +120,7 @@ async def check_rows(url: str, state: Path, told: set[str]) -> int:
 
 
 @pytest.mark.parametrize("database", ["sqlite", pytest.param("postgres", marks=pytest.mark.slow)])
-async def test_acknowledged_writes_survive_a_kill(database: str, tmp_path: Path, request: pytest.FixtureRequest):
+async def test_acknowledged_writes_survive_kill(database: str, tmp_path: Path, request: pytest.FixtureRequest):
     url = f"sqlite:///{tmp_path / 'tx.db'}"
     if database == "postgres":
         url = request.getfixturevalue("postgres_url")

@@ -67,7 +67,7 @@ def log_probs_in(model, datum):
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_peft_loads_what_is_saved_and_gives_the_same_log_probs_and_gradients(name, model_folder, supervised, tmp_path):
+def test_peft_loads_saved_adapter_with_same_logprobs_and_gradients(name, model_folder, supervised, tmp_path):
     data = supervised([9, 1, 33, 2, 40])
     backend = trained(model_folder(name), data)
     backend.save("m", tmp_path, state=False)

@@ -47,7 +47,7 @@ def state(backend: TorchTraining) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("steps, half", [(0, False), (0, True), (2, False), (2, True)])
-def test_a_restored_model_goes_on_as_if_nothing_had_happened(
+def test_restored_model_continues_identically(
     steps: int, half: bool, model_folder: Make, supervised: Supervised, tmp_path: Path
 ) -> None:
     data = supervised([9, 4])
@@ -63,7 +63,7 @@ def test_a_restored_model_goes_on_as_if_nothing_had_happened(
     assert state(restored) == state(backend)
 
 
-def test_load_takes_the_optimizer_only_if_asked_and_drops_the_gradient(
+def test_load_restores_optimizer_on_request_and_drops_gradient(
     model_folder: Make, supervised: Supervised, tmp_path: Path
 ) -> None:
     saved = new(model_folder("llama"))
@@ -79,7 +79,7 @@ def test_load_takes_the_optimizer_only_if_asked_and_drops_the_gradient(
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3_moe", "phi3"])
-def test_the_native_engine_reads_what_is_saved(
+def test_native_engine_reads_saved_adapter(
     name: str, model_folder: Make, supervised: Supervised, tmp_path: Path
 ) -> None:
     backend = new(model_folder(name))
@@ -95,7 +95,7 @@ def test_the_native_engine_reads_what_is_saved(
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
-async def test_the_native_engine_samples_with_the_log_probs_of_training(
+async def test_native_engine_samples_with_training_logprobs(
     name: str, model_folder: Make, supervised: Supervised, tmp_path: Path
 ) -> None:
     backend = new(model_folder(name))
@@ -125,7 +125,7 @@ async def test_the_native_engine_samples_with_the_log_probs_of_training(
         (False, False, True, ["lm_head"]),
     ],
 )
-def test_the_parts_that_are_trained_are_those_asked_for(
+def test_only_requested_modules_are_trained(
     attn: bool, mlp: bool, unembed: bool, targets: list[str], model_folder: Make, supervised: Supervised, tmp_path: Path
 ) -> None:
     lora = LoraSpec(rank=2, train_attn=attn, train_mlp=mlp, train_unembed=unembed)
@@ -172,7 +172,7 @@ def damage(folder: Path, how: str) -> None:
         ("not finite", "not finite"),
     ],
 )
-def test_a_damaged_checkpoint_is_refused_and_leaves_the_model_as_it_was(
+def test_damaged_checkpoint_is_refused_and_model_unchanged(
     how: str, says: str, model_folder: Make, supervised: Supervised, tmp_path: Path
 ) -> None:
     saved = new(model_folder("llama"))
@@ -188,13 +188,13 @@ def test_a_damaged_checkpoint_is_refused_and_leaves_the_model_as_it_was(
     assert state(backend) == before
 
 
-def test_a_checkpoint_of_another_rank_is_refused_with_both(model_folder: Make, tmp_path: Path) -> None:
+def test_checkpoint_of_other_rank_is_refused_naming_both(model_folder: Make, tmp_path: Path) -> None:
     new(model_folder("llama"), LoraSpec(rank=3)).save("m", tmp_path, state=False)
     with pytest.raises(ModelError, match=r"rank 3 .* rank 5"):
         new(model_folder("llama")).load("m", tmp_path, optimizer=False)
 
 
-def test_a_new_adapter_follows_from_seed_and_layer_and_changes_nothing(
+def test_new_adapter_is_determined_by_seed_and_layer_and_is_identity(
     model_folder: Make, supervised: Supervised
 ) -> None:
     a, same, other = (new(model_folder("llama"), LoraSpec(rank=4, seed=seed)) for seed in (7, 7, 8))

@@ -45,7 +45,7 @@ def parts_of(dtype: torch.dtype) -> list[Part]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_forward_and_gradients_are_those_of_one_product_for_each_part(dtype: torch.dtype) -> None:
+def test_grouped_product_matches_separate_products_with_gradients(dtype: torch.dtype) -> None:
     results, product = (
         [],
         FrozenProduct(torch.randn(OUT, WIDTH, generator=torch.Generator().manual_seed(1)).to(dtype), None),
@@ -67,7 +67,7 @@ def test_forward_and_gradients_are_those_of_one_product_for_each_part(dtype: tor
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
-def test_the_setting_groups_the_models_of_a_pass_and_trains_the_same(
+def test_grouping_setting_trains_same_models(
     name: str, model_folder: Make, supervised: Supervised, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called = []

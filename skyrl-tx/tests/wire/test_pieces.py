@@ -13,7 +13,7 @@ LISTS = [[], [3], [-1, 5, 2**40, 7], [0.5, -3.0, 1e-9], [1, 2, 3, 4.5], [2**70, 
 
 @pytest.mark.parametrize("numbers", LISTS, ids=str)
 @pytest.mark.parametrize("size", [1, 3, 4])
-def test_divided_lists_are_converted_as_whole_ones(numbers, size, monkeypatch):
+def test_divided_lists_are_converted_like_whole_ones(numbers, size, monkeypatch):
     value = {"a": {"data": numbers, "shape": [len(numbers)]}, "texts": ["x"] * 5, "rows": [[1, 2], None, [3]], "b": 1}
     whole, values = np.asarray(numbers), np.asarray(numbers, np.float32)
     monkeypatch.setattr(pieces, "PIECE", size)
@@ -24,7 +24,7 @@ def test_divided_lists_are_converted_as_whole_ones(numbers, size, monkeypatch):
         assert orjson.loads(pieces.json_of(value)) == value and pieces.json_of(value) == orjson.dumps(value)
 
 
-def test_no_call_gets_more_than_a_piece_of_a_long_list(monkeypatch):
+def test_long_list_is_converted_in_bounded_pieces(monkeypatch):
     sizes = []
 
     def asarray(numbers, *args):
