@@ -21,7 +21,7 @@ from tx.tinker.commands import CreateModel, Load, ModelCommand, Optimize, Sample
 from tx.tinker.config import EngineConfig
 from tx.tinker.engine.channel import ApiChannel
 from tx.tinker.engine.messages import Cancel, Done, EngineStats, Failed, FromApi, Ready, Restore, Snapshotted
-from tx.tinker.engine.process import FROM_STDIN, ORPHANED, STANDING_BY, WRONG_SETTINGS, engine_command
+from tx.tinker.engine.process import FROM_STDIN, ORPHANED, STANDING_BY, WRONG_SETTINGS, build_engine_command
 from tx.tinker.types import AdamParams, Datum, LoraSpec, SampleParams, SampleSpec
 from tx.tinker.wire.codec import TrainingRequest, decode_pass_output, decode_sample_output, encode_training
 
@@ -85,7 +85,7 @@ class EngineProcess:
 @contextlib.asynccontextmanager
 async def engine(config: EngineConfig) -> AsyncIterator[EngineProcess]:
     channel = ApiChannel.bind(config.state_folder / "sockets")
-    process = await asyncio.create_subprocess_exec(*engine_command(config, channel.address))
+    process = await asyncio.create_subprocess_exec(*build_engine_command(config, channel.address))
     running = EngineProcess(channel, process)
     try:
         await asyncio.wait_for(running.ready.wait(), 90)
@@ -255,7 +255,7 @@ async def test_engine_trains_samples_fails_poisoned_request_and_stops(tiny_model
 
 @pytest.mark.full
 async def test_standby_process_idles_and_becomes_engine_given_address(tiny_model: Path, tmp_path: Path):
-    command = engine_command(config_of(tiny_model, tmp_path), FROM_STDIN)
+    command = build_engine_command(config_of(tiny_model, tmp_path), FROM_STDIN)
     processes = [
         await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(2)
     ]
@@ -284,8 +284,8 @@ async def test_standby_process_idles_and_becomes_engine_given_address(tiny_model
 PARENT = """
 import subprocess, sys, time
 from tx.tinker.config import EngineConfig
-from tx.tinker.engine.process import engine_command
-child = subprocess.Popen(engine_command(EngineConfig.model_validate_json(sys.argv[1]), sys.argv[2]))
+from tx.tinker.engine.process import build_engine_command
+child = subprocess.Popen(build_engine_command(EngineConfig.model_validate_json(sys.argv[1]), sys.argv[2]))
 print(child.pid, flush=True)
 time.sleep(600)
 """
@@ -322,7 +322,7 @@ def is_alive(pid: int) -> bool:
 
 
 def test_engine_exits_when_parent_is_already_dead(tiny_model: Path, tmp_path: Path):
-    command = engine_command(config_of(tiny_model, tmp_path), f"ipc://{tmp_path}/nobody")
+    command = build_engine_command(config_of(tiny_model, tmp_path), f"ipc://{tmp_path}/nobody")
     command[-1] = "1000000000"  # a process that is not the one that starts it
     assert subprocess.run(command, timeout=60, capture_output=True).returncode == ORPHANED
 
@@ -341,7 +341,7 @@ def test_engine_exits_when_parent_is_already_dead(tiny_model: Path, tmp_path: Pa
 def test_wrong_settings_exit_with_distinct_status(
     tiny_model: Path, tmp_path: Path, settings: dict[str, Any], said: str
 ):
-    command = engine_command(config_of(tiny_model, tmp_path, **settings), f"ipc://{tmp_path}/nobody")
+    command = build_engine_command(config_of(tiny_model, tmp_path, **settings), f"ipc://{tmp_path}/nobody")
     ended = subprocess.run(command, timeout=60, capture_output=True, text=True)
     assert ended.returncode == WRONG_SETTINGS
     assert said in ended.stderr
@@ -349,4 +349,4 @@ def test_wrong_settings_exit_with_distinct_status(
 
 def test_engine_command_line_shows_no_secrets(tmp_path: Path):
     config = EngineConfig(base_model="x", database_url="postgresql://me:secret@host/db", state_dir=tmp_path)
-    assert "secret" not in " ".join(engine_command(config, "ipc:///x"))
+    assert "secret" not in " ".join(build_engine_command(config, "ipc:///x"))

@@ -10,7 +10,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from tx.tinker.file_limit import MOST, raise_file_limit
-from tx.tinker.http.connections import MAX_HEAD_BYTES, Connections, limit_of_connections
+from tx.tinker.http.connections import MAX_HEAD_BYTES, Connections, compute_connection_limit
 
 HALF = b"POST /x HTTP/1.1\r\nHost: x\r\nX-"
 WHOLE = b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
@@ -156,7 +156,7 @@ async def test_connection_with_unread_response_is_cut(serve, application):
 
 @pytest.mark.parametrize("files, expected", [(100, 50), (1024, 768), (20_000, 19_744)])
 def test_some_files_are_kept_for_other_things_than_connections(files: int, expected: int):
-    assert limit_of_connections(files) == expected
+    assert compute_connection_limit(files) == expected
 
 
 def test_open_file_limit_is_raised_to_system_maximum():

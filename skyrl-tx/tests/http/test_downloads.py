@@ -51,9 +51,9 @@ def refused_as(status, says, signer, download, signature):
 
 
 def test_download_secret_survives_restart_and_is_private_to_owner(tmp_path):
-    first = Downloads.with_secret_in(tmp_path / "state")
+    first = Downloads.load_or_create(tmp_path / "state")
     download = first.of("anna", PATH)
-    signature = query_of(first.address("http://x", download))["signature"]
-    Downloads.with_secret_in(tmp_path / "state").check(download, signature)
+    signature = query_of(first.build_url("http://x", download))["signature"]
+    Downloads.load_or_create(tmp_path / "state").check(download, signature)
     (secret,) = (tmp_path / "state").iterdir()
     assert stat.S_IMODE(secret.stat().st_mode) == 0o600

@@ -108,7 +108,7 @@ async def test_large_bodies_of_tenant_are_parsed_sequentially():
 
     def parsing(tenant: str, parse: Callable[[], str]) -> asyncio.Task[str]:
         request = Request({"type": "http", "tx.share": intake.begin(tenant, "/x")})
-        return asyncio.create_task(bodies.in_thread_if_large(request, SMALL_BYTES, parse))
+        return asyncio.create_task(bodies.run_in_thread_if_large(request, SMALL_BYTES, parse))
 
     annas = [parsing("anna", parse) for _ in range(3)]
     assert await asyncio.to_thread(begun.acquire, timeout=20)

@@ -17,7 +17,7 @@ from tx.errors import ConfigError
 from tx.run import recover
 from tx.tinker.service.checkpoints import Checkpoints
 from tx.tinker.service.state import ServerState
-from tx.tinker.storage.checkpoint_places import place_of
+from tx.tinker.storage.checkpoint_places import get_folder_parts
 from tx.tinker.storage.db_models import SamplerRow
 from tx.tinker.storage.store import Store
 from tx.tinker.types import TinkerPath
@@ -50,7 +50,7 @@ async def test_checkpoints_are_listed_again_and_can_be_loaded(tmp_path: Path, op
     save(base, "external_weights", "private@12", suffix=".age")
     orphan = save(base, "samplers", "0@5")  # without a name
     long = "n" * 200 + ".-" + "m" * 53
-    place = place_of(TinkerPath(RUN, "weights", long), 6)
+    place = get_folder_parts(TinkerPath(RUN, "weights", long), 6)
     save(base, "weights", "/".join(place[2:]))
     (save(base, "weights", "torn@9") / "optimizer.safetensors").write_bytes(b"\0" * 9)
     code = await run(recover.main, ["anna", *options])

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from tx.errors import ConfigError
-from tx.run.train import TrainOptions, trainer_settings
+from tx.run.train import TrainOptions, build_trainer_settings
 
 OPTIONS = TrainOptions(model="tiny", dataset="data.jsonl", output_dir="out", batch_size=4)
 
@@ -22,7 +22,7 @@ def test_train_options_become_trainer_settings(tmp_path):
         optimizer_args='{"learning_rate": 0.01, "b2": 0.95}',
         tracker_args='{"name": "first"}',
     )
-    settings = validate_supervised_cfg(trainer_settings(options), SupervisedConfig)
+    settings = validate_supervised_cfg(build_trainer_settings(options), SupervisedConfig)
     trainer = settings.trainer
     assert settings.data.train_data == ["data.jsonl"]
     assert trainer.policy.model.path == "tiny"
@@ -34,12 +34,12 @@ def test_train_options_become_trainer_settings(tmp_path):
 
 
 def test_hub_dataset_name_has_split():
-    settings = trainer_settings(dataclasses.replace(OPTIONS, dataset="org/name", split="test"))
+    settings = build_trainer_settings(dataclasses.replace(OPTIONS, dataset="org/name", split="test"))
     assert settings["data"]["train_data"] == ["org/name:test"]
 
 
 def test_train_resumes_from_checkpoint():
-    settings = trainer_settings(dataclasses.replace(OPTIONS, load_checkpoint_path="out/ckpts/global_step_3"))
+    settings = build_trainer_settings(dataclasses.replace(OPTIONS, load_checkpoint_path="out/ckpts/global_step_3"))
     assert settings["trainer"]["resume_mode"] == "from_path"
 
 
@@ -58,4 +58,4 @@ def test_train_resumes_from_checkpoint():
 )
 def test_unsupported_train_options_are_refused(change, says):
     with pytest.raises(ConfigError, match=says):
-        trainer_settings(dataclasses.replace(OPTIONS, **change))
+        build_trainer_settings(dataclasses.replace(OPTIONS, **change))

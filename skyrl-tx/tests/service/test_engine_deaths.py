@@ -212,7 +212,7 @@ async def test_standby_process_becomes_next_engine(service: TinkerService, alice
         await until(lambda: service._link._standby._waits)
         engine, standby = pids_of(service)
         seen.append(engine)
-        service._link._signal(signal.SIGKILL)
+        service._link._send_signal(signal.SIGKILL)
         await until(lambda life=life: service._link.ready and service._link.engine_generation == life + 1)
         assert service._link._process.pid == standby
     await until(lambda: service._link._standby._process)

@@ -170,8 +170,8 @@ async def test_latest_samples_of_step_are_bounded_for_dashboard(tiny_model: Path
 
 def test_stored_samples_are_private_and_full_file_is_not_rewritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     written = []
-    keep_last = kept_samples._keep_last
-    monkeypatch.setattr(kept_samples, "_keep_last", lambda *args: written.append(1) or keep_last(*args))
+    keep_last = kept_samples._remove_all_but_last
+    monkeypatch.setattr(kept_samples, "_remove_all_but_last", lambda *args: written.append(1) or keep_last(*args))
     samples = KeptSamples(1000, 10_000, Texts(tmp_path))  # no tokenizer there
     for number in range(100):
         samples.add(tmp_path, 0, f"s:sample:0:{number}", [40, 41], SampleOutput([Sequence([50], [-0.5], "length")]))
@@ -261,7 +261,7 @@ def test_unremovable_run_folder_does_not_block_removal_of_others(tmp_path: Path,
 
 def wait_until_written(files: RunFiles) -> None:
     written = threading.Event()
-    files._later(written.set)
+    files._submit(written.set)
     assert written.wait(30)
 
 

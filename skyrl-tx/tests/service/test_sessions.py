@@ -16,7 +16,7 @@ pytestmark = pytest.mark.process
 
 async def test_session_without_heartbeat_ends_and_unloads_models(tmp_path: Path):
     async with running(tmp_path, session_timeout_sec=2, session_cleanup_interval_sec=0) as service:
-        await service._link.known_info(30)
+        await service._link.wait_for_info(30)
         silent, alive = await Client(service).begin(), await Client(service, "bob").begin()
 
         async def beat() -> None:
@@ -40,7 +40,7 @@ async def test_session_without_heartbeat_ends_and_unloads_models(tmp_path: Path)
 @pytest.mark.slow
 @pytest.mark.parametrize("service", [{"session_timeout_sec": 2, "session_cleanup_interval_sec": 0}], indirect=True)
 async def test_any_request_keeps_session_alive(service: TinkerService):
-    await service._link.known_info(30)
+    await service._link.wait_for_info(30)
     trains, samples, polls = [await Client(service, tenant).begin() for tenant in ("alice", "bob", "carol")]
     model, base = await trains.model(), await samples.sampler(0, base_model="tiny")
     late = await polls.train(await polls.model(), 2)  # 1 never comes

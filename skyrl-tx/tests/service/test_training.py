@@ -9,7 +9,7 @@ from service_users import Chain, Client, pass_of, refused, restarted, until
 
 from tx.errors import Busy
 from tx.tinker.service import intake
-from tx.tinker.service.repetitions import digest_of
+from tx.tinker.service.repetitions import compute_digest
 from tx.tinker.service.results import TryAgain
 from tx.tinker.service.service import TinkerService
 from tx.tinker.wire import schemas
@@ -76,8 +76,8 @@ async def test_release_with_additional_field_deduplicates_requests_of_previous()
 
     Later.__name__ = schemas.OptimStepRequest.__name__
     same = {"model_id": "m", "seq_id": 1}
-    before, now = [await digest_of(kind.model_validate(same)) for kind in (schemas.OptimStepRequest, Later)]
-    assert before == now != await digest_of(Later(**same, added=1))
+    before, now = [await compute_digest(kind.model_validate(same)) for kind in (schemas.OptimStepRequest, Later)]
+    assert before == now != await compute_digest(Later(**same, added=1))
 
 
 async def test_refused_request_consumes_seq_and_repeats_refusal(alice: Client, model: str, tmp_path: Path):
@@ -199,7 +199,7 @@ async def test_run_folders_beyond_limit_are_removed_only_for_unloaded_models(
     gone, stays = (tmp_path / "state" / "runs" / each.replace(":", "_") for each in (model, live))
     await until(lambda: gone.is_dir() and stays.is_dir())
     await alice.result(await service.models.unload("alice", model))
-    await service._limit_run_folders()
+    await service._remove_old_run_folders()
     await until(lambda: not gone.exists())
     assert stays.is_dir() and (tmp_path / "state" / "runs" / "server").is_dir()
 

@@ -11,7 +11,7 @@ from tx.tinker.backends.skyrl_train.settings import (
     GENERATOR_SETTINGS,
     TRAINING_SETTINGS,
     SkyRLTrainSettings,
-    known_settings,
+    get_setting_names,
 )
 from tx.tinker.backends.torch.settings import TrainingSettings
 
@@ -69,5 +69,5 @@ def test_addresses_mean_servers_started_elsewhere():
 def test_every_setting_of_training_is_there():
     training = set(TrainingSettings.__dataclass_fields__)
     assert set(TRAINING_SETTINGS) <= training
-    assert training <= set(known_settings())
-    assert {f"generator.{name}" for name in GENERATOR_SETTINGS} <= set(known_settings())
+    assert training <= set(get_setting_names())
+    assert {f"generator.{name}" for name in GENERATOR_SETTINGS} <= set(get_setting_names())

@@ -15,7 +15,7 @@ from skyrl_gym import whole_folders
 from tx.errors import ConfigError
 from tx.tinker.storage import remote
 from tx.tinker.storage.folders import Folders
-from tx.tinker.storage.manifests import MANIFEST, DamagedFilesError, files_of
+from tx.tinker.storage.manifests import MANIFEST, DamagedFilesError, list_files
 
 RUN = "session_00aa:train:0"
 
@@ -55,7 +55,7 @@ def test_folder_is_replaced_atomically(folders: Folders):
     for text in ("first", "second", "third"):
         with folders.writing(folder) as path:
             (path / text).write_text(text)
-        assert [path.name for path in files_of(folders.local(folder))] == [text]
+        assert [path.name for path in list_files(folders.local(folder))] == [text]
 
 
 def test_failed_write_keeps_previous_folder(folders: Folders):

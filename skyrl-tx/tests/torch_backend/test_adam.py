@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tx.errors import ModelError
-from tx.tinker.backends.torch.adam import AdamState, adamw, clipped
+from tx.tinker.backends.torch.adam import AdamState, adamw, clip_gradient
 from tx.tinker.backends.torch.training import TorchTraining
 from tx.tinker.types import AdamParams, Datum, LoraSpec, TrainingPass
 
@@ -51,7 +51,7 @@ def test_eps_zero_keeps_weights_without_gradient(eps: float) -> None:
 @pytest.mark.parametrize("largest, expected", [(0.0, [3.0, 4.0]), (10.0, [3.0, 4.0]), (1.0, [0.6, 0.8])])
 def test_clipping_by_norm(largest: float, expected: list[float]) -> None:
     gradient = torch.tensor([3.0, 4.0])
-    shorter, norm = clipped(gradient, largest)
+    shorter, norm = clip_gradient(gradient, largest)
     assert norm == 5.0 and gradient.tolist() == [3.0, 4.0]
     torch.testing.assert_close(shorter, torch.tensor(expected))
 

@@ -7,7 +7,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from tx.tinker.backends.torch.files import _named
+from tx.tinker.backends.torch.files import _build_named_matrices
 from tx.tinker.backends.torch.training import TorchTraining
 from tx.tinker.types import AdamParams, LoraSpec, PassOutput, TrainingPass
 
@@ -81,7 +81,10 @@ def test_peft_loads_saved_adapter_with_same_logprobs_and_gradients(name, model_f
     assert result.metrics["loss:sum"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-3)
     loss.backward()
     adapter = backend._adapters["m"]
-    ours = {name.replace("weight", "default.weight"): x for name, x in _named(adapter, adapter.gradient).items()}
+    ours = {
+        name.replace("weight", "default.weight"): x
+        for name, x in _build_named_matrices(adapter, adapter.gradient).items()
+    }
     theirs = {name: p.grad for name, p in peft.named_parameters() if p.requires_grad}
     theirs = {name: x for each in theirs.items() for name, x in of_experts(*each, num_experts=6)}
     assert set(ours) == set(theirs)

@@ -166,7 +166,7 @@ def test_ranks_shard_adapter_completely(model_folder: Make, supervised: Supervis
     whole = one._adapters["m"]
     new = [Adapter(lora, whole.sites, torch.device("cpu"), torch.float32, RankGroup(rank, 3)) for rank in range(3)]
     for part in new:
-        part.begin()
+        part.initialize()
     run(one, "m", supervised(LENGTHS))
     one.optim_step("m", ADAM)
     run(one, "m", supervised(LENGTHS))
@@ -335,7 +335,7 @@ def test_data_are_divided_evenly_in_consecutive_runs() -> None:
     firsts = set()
     for _ in range(200):
         data = [Datum(draw.integers(99, size=draw.integers(1, 90)), {}) for _ in range(draw.integers(1, 12))]
-        owners = RankGroup(size=3).owners(data)
+        owners = RankGroup(size=3).assign_owners(data)
         turns = [a for a, b in zip(owners, [*owners[1:], -1], strict=True) if a != b]
         assert len(turns) <= 3 and all((b - a) % 3 == 1 for a, b in pairwise(turns))
         lengths = [len(datum.tokens) for datum in data]
@@ -352,5 +352,5 @@ def test_no_process_gets_more_tokens_than_single_process_limit() -> None:
     assert [datum for batch in batches for datum in batch] == data
     for batch in batches:
         lengths = [len(datum.tokens) for datum in batch]
-        assert np.bincount(RankGroup(size=4).owners(batch), lengths).max() <= max(64, *lengths)
+        assert np.bincount(RankGroup(size=4).assign_owners(batch), lengths).max() <= max(64, *lengths)
     assert len(batches) <= len(micro_batches(data, 64)) / 4 + 1

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tx.tinker.backends.torch import adapters, grouped
-from tx.tinker.backends.torch.adapters import FrozenProduct, adapted_product
+from tx.tinker.backends.torch.adapters import FrozenProduct, compute_adapted_product
 from tx.tinker.backends.torch.parts import Matrices, Part
 from tx.tinker.backends.torch.training import TorchTraining
 from tx.tinker.types import AdamParams, Datum, LoraSpec, PassOutput, TrainingPass
@@ -53,9 +53,9 @@ def test_grouped_product_matches_separate_products_with_gradients(dtype: torch.d
     for is_grouped in (False, True):
         parts = parts_of(dtype)
         x = torch.randn(320, WIDTH, generator=torch.Generator().manual_seed(2)).to(dtype).requires_grad_()
-        y = adapted_product(x, product, parts, torch.zeros((), requires_grad=True), is_grouped)
+        y = compute_adapted_product(x, product, parts, torch.zeros((), requires_grad=True), is_grouped)
         y.backward(torch.randn(320, OUT, generator=torch.Generator().manual_seed(3)).to(dtype))
-        plain = adapted_product(x.detach(), product, parts, None, is_grouped)
+        plain = compute_adapted_product(x.detach(), product, parts, None, is_grouped)
         assert torch.equal(plain, y)
         results.append([y.detach(), x.grad, *(matrix for part in parts for matrix in part.gradient or ())])
     groups, rest = grouped.group_parts(parts_of(dtype))

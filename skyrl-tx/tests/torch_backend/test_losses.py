@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tx.tinker.backends.torch.losses import LOSSES, loss_inputs
+from tx.tinker.backends.torch.losses import LOSSES, collect_loss_inputs
 from tx.tinker.backends.torch.training import TorchTraining
 from tx.tinker.types import Datum, LoraSpec, PassOutput, TrainingPass
 from tx.tinker.wire.losses import LOSS_RULES
@@ -25,7 +25,7 @@ def of_one(loss: str, log_prob: float, config: dict[str, float] | None = None, *
     arrays = {name: np.array([value], np.float32) for name, value in inputs.items()}
     data = [Datum(np.array([1]), {"target_tokens": np.array([1]), **arrays})]
     log_probs = torch.tensor([log_prob], requires_grad=True)
-    losses, metrics = LOSSES[loss](log_probs, loss_inputs(loss, data, config or {}, CPU))
+    losses, metrics = LOSSES[loss](log_probs, collect_loss_inputs(loss, data, config or {}, CPU))
     assert all(name.rpartition(":")[2] in ("sum", "mean", "min", "max") for name in metrics)
     losses.sum().backward()
     assert log_probs.grad is not None
@@ -106,7 +106,7 @@ def test_gspo_uses_single_ratio_per_datum_over_masked_targets() -> None:
 
     data = [datum([-1.1, -9.0, -0.9], [1, 0, 1]), datum([-1.1, -1.1], [1, 1]), datum([-5.0], [0])]
     log_probs = torch.full((6,), -1.0, requires_grad=True)
-    losses, _ = LOSSES["gspo"](log_probs, loss_inputs("gspo", data, {}, CPU))
+    losses, _ = LOSSES["gspo"](log_probs, collect_loss_inputs("gspo", data, {}, CPU))
     expected = [-1.0] * 3 + [-math.exp(0.1)] * 2 + [-1.0]  # means of 0.1 and -0.1; of 0.1 twice; of nothing
     torch.testing.assert_close(losses.detach(), torch.tensor(expected))
     losses.sum().backward()

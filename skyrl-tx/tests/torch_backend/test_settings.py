@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig, MambaConfig, Mixtra
 
 from skyrl_train.errors import ConfigError
 from tx.errors import ModelError
-from tx.tinker.backends.torch.layout import lay_out, padded_length
+from tx.tinker.backends.torch.layout import build_layout, compute_padded_length
 from tx.tinker.backends.torch.settings import TrainingSettings
 from tx.tinker.backends.torch.training import TorchTraining
 from tx.tinker.types import AdamParams, Datum, LoraSpec, PassOutput, TrainingPass
@@ -120,14 +120,14 @@ def test_requests_are_cut_by_length_alone(model_folder: Make, supervised: Superv
 
 def test_padding_depends_on_datum_length_and_is_small() -> None:
     for length in range(1, 5000):
-        padded = padded_length(length)
+        padded = compute_padded_length(length)
         assert padded >= length and padded % 32 == 0 and padded - length < max(32, length / 8 + 1)
 
 
 def test_models_start_at_block_boundary_and_tokens_map_back() -> None:
     draw = np.random.default_rng(0)
     data = [[Datum(draw.integers(9, size=n), {}) for n in lengths] for lengths in ([1], [33, 2, 64], [32], [100, 7])]
-    layout = lay_out(data, torch.device("cpu"))
+    layout = build_layout(data, torch.device("cpu"))
     assert all(segment.start % 32 == segment.end % 32 == 0 for segment in layout.segments)
     tokens = layout.input_ids[0].float()[:, None, None].requires_grad_()
     there = layout.rows.to_slots(tokens)

@@ -53,7 +53,7 @@ def test_shared_experts_reduce_qwen3_30b_a3b_to_hosted_service_count() -> None:
     meta = torch.device("meta")
     whole, shared = (
         Adapter(LoraSpec(rank=1), each, meta, torch.float32).num_weights
-        for each in (sites, [site.sharing_experts() for site in sites])
+        for each in (sites, [site.to_shared_experts() for site in sites])
     )
     assert shared == 3 * (width + experts * of_expert)
     assert whole / shared == pytest.approx(3.6, abs=0.01)
@@ -70,7 +70,7 @@ def test_shared_matrix_gradient_is_sum_over_experts(model_folder: Make, supervis
     for a, b in zip(run(ours, data).logprobs, run(copies, data).logprobs, strict=True):
         assert np.array_equal(a, b)
     found, expected = (
-        adapter.by_site(adapter.gradient)
+        adapter.group_by_site(adapter.gradient)
         for adapter in (each._adapters["m"] for each in (ours, copies))
         if adapter.gradient is not None
     )

@@ -18,9 +18,9 @@ from tx.tinker.wire.codec import (
     decode_sample_output,
     decode_training,
     encode_pass_output,
+    encode_pass_output_json,
     encode_sample_output,
     encode_training,
-    pass_output_json,
     sample_output_json,
 )
 
@@ -223,7 +223,7 @@ def test_misaligned_tokens_and_wrong_shapes_are_refused():
 
 def test_result_as_json_of_old_clients():
     output = PassOutput([np.array([-1.5, -2], np.float32), np.array([[-1, -2]], np.float32)], {"loss:sum": 3.5})
-    assert pass_output_json(encode_pass_output(output)) == {
+    assert encode_pass_output_json(encode_pass_output(output)) == {
         "loss_fn_output_type": "ArrayRecord",
         "loss_fn_outputs": [
             {"logprobs": {"data": [-1.5, -2.0], "dtype": "float32", "shape": [2]}},

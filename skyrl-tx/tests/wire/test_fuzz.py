@@ -182,7 +182,7 @@ def test_sample_with_any_mutated_value_is_decoded_or_refused(facts, path, value)
     try:
         request = schemas.AsampleRequest.model_validate_json(json.dumps(_changed(ASAMPLE, path, value)))
     except ValidationError as error:
-        assert schemas.explain(error)
+        assert schemas.describe_errors(error)
     else:
         with contextlib.suppress(RequestError):
             check_sample(request.to_spec(lambda: 0), facts)
@@ -196,4 +196,4 @@ def test_bodies_with_any_values_in_their_fields(kind, data):
     try:
         kind.model_validate_json(json.dumps(body)) if data.draw(st.booleans()) else kind.model_validate(body)
     except ValidationError as error:
-        json.dumps(schemas.explain(error)).encode()
+        json.dumps(schemas.describe_errors(error)).encode()

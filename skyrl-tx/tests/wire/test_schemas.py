@@ -19,8 +19,8 @@ from tx.tinker.wire.schemas import (
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
     SetTtlRequest,
-    as_request_error,
-    explain,
+    describe_errors,
+    to_request_error,
 )
 
 CREATE = {"session_id": "session_1", "model_seq_id": 0, "base_model": "m"}
@@ -38,7 +38,7 @@ SAMPLE = {
 def refused(kind: type[schemas.Body] | type[schemas.LenientBody], body: Any) -> str:
     with pytest.raises(ValidationError) as error:
         kind.model_validate(body)
-    return explain(error.value)
+    return describe_errors(error.value)
 
 
 def test_adapter_step_and_sample_requests_use_protocol_defaults():
@@ -204,4 +204,4 @@ def test_validation_error_explanation_can_always_be_sent():
     said.encode()
     with pytest.raises(ValidationError) as error:
         SaveWeightsRequest.model_validate({})
-    assert as_request_error(error.value).status == 422
+    assert to_request_error(error.value).status == 422

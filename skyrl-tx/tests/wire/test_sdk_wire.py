@@ -14,7 +14,7 @@ from sdk_environment import sdk_environment
 from tx.tinker.types import PassOutput, SampleOutput, Sequence
 from tx.tinker.wire import schemas
 from tx.tinker.wire.checks import check_training
-from tx.tinker.wire.codec import encode_pass_output, encode_sample_output, pass_output_json, sample_output_json
+from tx.tinker.wire.codec import encode_pass_output, encode_pass_output_json, encode_sample_output, sample_output_json
 from tx.tinker.wire.training_requests import read_training_body
 
 ENCODINGS = {"0.16.1": ["json"], "0.24.1": ["json", "protobuf"], "0.38.0": ["protobuf"]}
@@ -127,7 +127,7 @@ def test_results_are_read_exactly_by_sdk(version):
     for encoding in ENCODINGS[version]:
         orders = []
         for kind, data, as_json in (
-            ("pass", passed, pass_output_json),
+            ("pass", passed, encode_pass_output_json),
             *(("sample", s, sample_output_json) for s in (bare, full)),
         ):
             orders.append((kind, encoding, (data if encoding == "protobuf" else orjson.dumps(as_json(data))).hex()))

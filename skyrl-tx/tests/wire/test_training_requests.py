@@ -9,7 +9,7 @@ import zstandard
 from tx.errors import RequestError
 from tx.tinker.types import Datum
 from tx.tinker.wire.codec import TrainingRequest, decode_training, encode_training
-from tx.tinker.wire.training_requests import Address, find_address, read_training_body, with_loss
+from tx.tinker.wire.training_requests import Address, find_address, read_training_body, set_loss
 
 PROTOBUF, JSON = "application/x-protobuf", "application/json"
 MAX = 1_000_000
@@ -53,7 +53,7 @@ def test_protobuf_body_is_stored_as_payload():
 
 def test_substitute_loss_replaces_requested_loss_in_payload():
     request, _ = read(payload(loss_fn="stable_reinforce"))
-    other = with_loss(request, "gspo")
+    other = set_loss(request, "gspo")
     again = decode_training(other.payload)
     for one in (other, again):
         assert one.loss_fn == "gspo" and one.loss_config["clip_high_threshold"] == 1.2

@@ -21,8 +21,8 @@ from tx.tinker.config import EngineConfig
 from tx.tinker.file_limit import FEW, raise_file_limit
 from tx.tinker.http.api_keys import read_api_keys
 from tx.tinker.http.app import create_app
-from tx.tinker.http.connections import Connections, limit_of_connections
-from tx.tinker.service.run_files import log_to_file, server_log
+from tx.tinker.http.connections import Connections, compute_connection_limit
+from tx.tinker.service.run_files import get_server_log_path, log_to_file
 from tx.tinker.service.service import TinkerService
 from tx.tinker.storage.blobs import Blobs
 from tx.tinker.storage.folders import Folders
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # what the web server raises again once it has closed
     try:
         config = read_config(sys.argv[1:] if argv is None else argv)
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with asyncio.Runner(loop_factory=_create_loop()) as runner:
             runner.run(serve(config))
     except ConfigError as error:
         print(f"ConfigError: {error}", file=sys.stderr)
@@ -61,12 +61,12 @@ async def serve(config: EngineConfig) -> None:
     keys = read_api_keys(config)
     check_backend(config)
     facts = read_base_model(config.base_model)
-    connections = _connections()
+    connections = _build_connections()
     state = config.state_folder
     folders = Folders(config.checkpoints_base, state / "cache")
-    listening = listen(config.host, config.port)
+    listening = open_socket(config.host, config.port)
     state.mkdir(parents=True, exist_ok=True)
-    run, log_file = state / "runs" / SERVER, server_log(state / "runs")
+    run, log_file = state / "runs" / SERVER, get_server_log_path(state / "runs")
     with listening, recorded_run(run / "waits", SERVER, explainer=explain_expiry, log=str(log_file)):
         service = TinkerService(config, facts, Store(config.store_url), Blobs(state / "blobs"), folders)
         await service.start()
@@ -84,9 +84,9 @@ async def serve(config: EngineConfig) -> None:
         raise ConfigError("the engine cannot work with these settings; the log above has its reason")
 
 
-def _connections() -> Connections:
+def _build_connections() -> Connections:
     files = raise_file_limit()
-    connections = Connections(limit_of_connections(files))
+    connections = Connections(compute_connection_limit(files))
     logger.info("at most %d files are open at a time, so %d connections", files, connections.limit)
     if files < FEW:
         logger.warning("that is little for many clients: raise the hard limit (`ulimit -Hn`, systemd's LimitNOFILE)")
@@ -98,7 +98,7 @@ async def _stop_on_fatal_config_error(server: "Server", service: TinkerService) 
     server.should_exit = True
 
 
-def listen(host: str, port: int) -> socket.socket:
+def open_socket(host: str, port: int) -> socket.socket:
     """A socket that clients can connect to from now on; nobody answers yet.
 
     Raises:
@@ -145,20 +145,20 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listening in sockets or []:
-            print(f"tx listens on {address_of(listening)}", flush=True)
+            print(f"tx listens on {get_address(listening)}", flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.app.state.polls.release()
         await super().shutdown(sockets)
 
 
-def address_of(listening: socket.socket) -> str:
+def get_address(listening: socket.socket) -> str:
     """Return the URL of a listening socket."""
     host, port = listening.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _loop_factory():
+def _create_loop():
     try:
         import uvloop
     except ImportError:  # not made for every platform

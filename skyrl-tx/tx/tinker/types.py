@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from tx.errors import RequestError
-from tx.tinker.pieces import array_of
+from tx.tinker.pieces import to_array
 
 LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
 SERVER, ENGINE = "server", "engine"
@@ -86,7 +86,7 @@ class PromptTargets(msgspec.Struct, frozen=True, kw_only=True):
 
     def cells(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return of the cells that ask for something: index in `ids`, row, id; [C] each."""
-        ids = array_of(self.ids).astype(np.int64, copy=False)
+        ids = to_array(self.ids).astype(np.int64, copy=False)
         rows = np.repeat(np.arange(self.shape[0]), self.shape[1] if self.crow is None else np.diff(self.crow))
         asked = np.flatnonzero(ids >= 0)
         return asked, rows[asked], ids[asked]
@@ -166,23 +166,23 @@ class SampleOutput:
     target_prompt_logprobs: TargetLogProbs | None = None
 
 
-def request_id_of(owner_id: str, seq: int | str) -> str:
+def format_request_id(owner_id: str, seq: int | str) -> str:
     """Return the id of a request of a model or sampler: the same for each repetition of the request."""
     return f"{owner_id}:{seq}"
 
 
-def model_id_of(session_id: str, model_seq_id: int) -> str:
+def format_model_id(session_id: str, model_seq_id: int) -> str:
     return f"{session_id}:train:{model_seq_id}"
 
 
-def sampler_id_of(session_id: str, sampling_session_seq_id: int) -> str:
+def format_sampler_id(session_id: str, sampling_session_seq_id: int) -> str:
     return f"{session_id}:sample:{sampling_session_seq_id}"
 
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 
 
-def checkpoint_name(name: str, setting: str = "path") -> str:
+def validate_checkpoint_name(name: str, setting: str = "path") -> str:
     """A name that is safe as a folder's.
 
     Raises:
@@ -216,6 +216,6 @@ class TinkerPath(NamedTuple):
         match text.split("/"):
             case ["tinker:", "", run_id, ("weights" | "sampler_weights" | "external_weights") as kind, name]:
                 if re.fullmatch(r"[\w:.-]+", run_id):
-                    return cls(run_id, kind, checkpoint_name(name, setting))
+                    return cls(run_id, kind, validate_checkpoint_name(name, setting))
         kinds = "|".join(get_args(CheckpointKind))
         raise RequestError(f"{setting} must be tinker://RUN/{kinds}/NAME; got {text[:200]!r}")

@@ -26,7 +26,7 @@ from tx.tinker.storage.manifests import DamagedFilesError
 from tx.tinker.types import LoraSpec
 
 
-def next_job(steps: Steps, outcome: Future[object] | None) -> Job:
+def resume_steps(steps: Steps, outcome: Future[object] | None) -> Job:
     """Go on after the outcome of a job (None: begin), which is raised inside the steps if it is an error. Returns: the
     next job. Raises: StopIteration at the end."""
     if outcome is None:
@@ -42,7 +42,7 @@ def run_here(steps: Steps) -> object:
     with ThreadPoolExecutor(1) as pool:
         try:
             while True:
-                outcome = pool.submit(next_job(steps, outcome))
+                outcome = pool.submit(resume_steps(steps, outcome))
                 wait((outcome,))
         except StopIteration as end:
             return end.value
@@ -199,22 +199,22 @@ class Models:
             leaving = [m for m in leaving if not is_busy(m.model_id)]
             if not leaving:
                 return False
-            self._offload(min(leaving, key=self._order_of_leaving))
+            self._offload(min(leaving, key=self._get_eviction_key))
         if model.snapshot is None:
             self._training.create(model.model_id, model.lora)
         else:
-            self._training.restore(model.model_id, model.lora, self._verified(model.snapshot))
+            self._training.restore(model.model_id, model.lora, self._verify_folder(model.snapshot))
         model.in_memory, model.loaded_at = True, self._now()
         if is_swap:
             self._swap_seconds = model.loaded_at - began
             self._swaps_counted_to = min(self._swaps_counted_to + self._swap_interval, model.loaded_at)
         return True
 
-    def _order_of_leaving(self, model: Model) -> tuple[bool, float]:
+    def _get_eviction_key(self, model: Model) -> tuple[bool, float]:
         is_active = self._now() - model.last_used < ACTIVE_SECONDS
         return is_active, model.loaded_at if is_active else model.last_used
 
-    def _verified(self, snapshot: str) -> Path:
+    def _verify_folder(self, snapshot: str) -> Path:
         try:
             return self._folders.verified(snapshot)
         except DamagedFilesError as error:

@@ -30,20 +30,20 @@ _SECRETS = {"database_url", "api_keys_file"}
 _POLL_SECONDS = 0.5
 
 
-def engine_command(config: EngineConfig, address: str) -> list[str]:
+def build_engine_command(config: EngineConfig, address: str) -> list[str]:
     """Return the command line of an engine owned by this process, for a channel's address or `FROM_STDIN`."""
     settings = config.model_dump_json(exclude=_SECRETS)
     module = "tx.tinker.engine.main"
     return [sys.executable, "-m", module, "--config", settings, "--channel", address, "--parent", str(os.getpid())]
 
 
-def name_process(name: str) -> None:
+def set_process_name(name: str) -> None:
     """Set the process name that `ps` and `top` show, where supported."""
     with suppress(OSError):
         Path("/proc/self/comm").write_text(name)
 
 
-def at_low_priority(work: Callable[[], None]) -> None:
+def run_at_low_priority(work: Callable[[], None]) -> None:
     """Run in a thread of the lowest priority, where threads have priorities of their own (Linux). The priority cannot
     be raised again without a privilege.
     """
@@ -56,7 +56,7 @@ def at_low_priority(work: Callable[[], None]) -> None:
         thread.submit(work).result()
 
 
-def when_gone(parent: int, then: Callable[[], None]) -> None:
+def call_when_parent_exits(parent: int, then: Callable[[], None]) -> None:
     """Call `then` in a thread when the process that started this one has ended, even by kill -9; at once if it already
     has.
     """

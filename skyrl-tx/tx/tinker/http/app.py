@@ -70,7 +70,7 @@ def create_app(
     state.polls = OpenPolls()
     state.connections, state.metrics = connections, Metrics(service, connections, intake)
     state.texts = Texts(facts.folder)
-    state.downloads = Downloads.with_secret_in(config.state_folder)
+    state.downloads = Downloads.load_or_create(config.state_folder)
 
     # Asked for most often first: routes are tried in order.
     for family in (futures, sampling, sessions, training, models, weights, runs, downloads, server, not_here):

@@ -14,8 +14,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tx.errors import Busy, RequestError
 from tx.tinker.http.replies import busy
-from tx.tinker.http.scope import TENANT, service_of, tenant_of
-from tx.tinker.wire.schemas import as_request_error
+from tx.tinker.http.scope import TENANT, get_service, get_tenant
+from tx.tinker.wire.schemas import to_request_error
 from tx.tinker.wire.training_requests import find_address
 
 Schema = TypeVar("Schema", bound=BaseModel)
@@ -188,7 +188,7 @@ async def read_body(request: Request, max_bytes: int | None = None) -> bytes:
     return b"".join(pieces)
 
 
-async def in_thread_if_large(request: Request, size: int, parse: Callable[[], Result]) -> Result:
+async def run_in_thread_if_large(request: Request, size: int, parse: Callable[[], Result]) -> Result:
     """Return what `parse` does. Of a tenant only one large body is parsed at a time: threads, and turns of the
     interpreter, are left for the others."""
     if size < THREAD_FROM_BYTES:
@@ -204,33 +204,33 @@ async def read_json(request: Request, schema: type[Schema], max_bytes: int | Non
     Raises:
         RequestError: no JSON (400), or not of the schema (422, naming field, value and rule).
     """
-    require_content_type(request, "application/json")
+    check_content_type(request, "application/json")
     body = await read_body(request, max_bytes)
-    return await in_thread_if_large(request, len(body), lambda: parse_json(body, schema))
+    return await run_in_thread_if_large(request, len(body), lambda: parse_json(body, schema))
 
 
 async def read_json_in_order(request: Request, schema: type[Schema]) -> Schema:
     """Read a body as `read_json` does, and record a refusal's seq as used up: clients never reuse a seq, so the model
     would wait for it for ever."""
-    require_content_type(request, "application/json")
+    check_content_type(request, "application/json")
     body = await read_body(request)
     try:
-        return await in_thread_if_large(request, len(body), lambda: parse_json(body, schema))
+        return await run_in_thread_if_large(request, len(body), lambda: parse_json(body, schema))
     except RequestError as error:
-        await use_up_place(request, body, error)
+        await record_refusal(request, body, error)
         raise
 
 
-async def use_up_place(request: Request, body: bytes, error: RequestError) -> None:
+async def record_refusal(request: Request, body: bytes, error: RequestError) -> None:
     """Record the refusal of a body whose model and seq can still be read."""
     headers = request.headers
     content_type, encoding = headers.get("content-type", ""), headers.get("content-encoding")
     max_bytes = max_body_bytes(request)
-    address = await in_thread_if_large(
+    address = await run_in_thread_if_large(
         request, len(body), lambda: find_address(body, content_type, encoding, max_bytes)
     )
     if address is not None:
-        await service_of(request).intake.refuse(tenant_of(request), address.model_id, address.seq, str(error))
+        await get_service(request).intake.refuse(get_tenant(request), address.model_id, address.seq, str(error))
 
 
 def parse_json(body: bytes, schema: type[Schema]) -> Schema:
@@ -241,10 +241,10 @@ def parse_json(body: bytes, schema: type[Schema]) -> Schema:
         first = error.errors(include_url=False, include_context=False)[0]
         if first["type"] == "json_invalid":
             raise RequestError(f"body must be JSON: {first['msg'].removeprefix('Invalid JSON: ')}") from None
-        raise as_request_error(error) from None
+        raise to_request_error(error) from None
 
 
-def require_content_type(request: Request, *allowed: str) -> str:
+def check_content_type(request: Request, *allowed: str) -> str:
     """The content type of the request, without its parameters. A browser sends no other site's page these types without
     asking first, so such pages cannot use a server on loopback.
 

@@ -19,7 +19,7 @@ RESERVED_FILES = 256
 """File descriptors kept for the database, payloads and the engine."""
 
 
-def limit_of_connections(files: int) -> int:
+def compute_connection_limit(files: int) -> int:
     """Return how many connections there is room for, of so many files."""
     return max(files - RESERVED_FILES, files // 2)
 
@@ -97,7 +97,7 @@ class _Timed(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:
-            self._late = _stopped(self._late)
+            self._late = _cancel_timer(self._late)
             self._head_bytes = 0
             self.registry.serving(self)
             return
@@ -120,7 +120,7 @@ class _Timed(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._unread = _stopped(self._unread)
+        self._unread = _cancel_timer(self._unread)
 
     def abort(self) -> None:
         """End the connection at once."""
@@ -130,9 +130,9 @@ class _Timed(asyncio.Protocol):
         self.transport.abort()
 
     def _stop_clocks(self) -> None:
-        self._late, self._unread = _stopped(self._late), _stopped(self._unread)
+        self._late, self._unread = _cancel_timer(self._late), _cancel_timer(self._unread)
 
 
-def _stopped(clock: asyncio.TimerHandle | None) -> None:
+def _cancel_timer(clock: asyncio.TimerHandle | None) -> None:
     if clock is not None:
         clock.cancel()

@@ -49,10 +49,10 @@ class Metrics:
         self.requests.labels(method, route, str(status)).inc()
         self.seconds.labels(method, route).observe(seconds)
 
-    def text(self) -> bytes:
+    def render(self) -> bytes:
         return generate_latest(self.registry)
 
-    def text_for(self, tenant: str) -> bytes:
+    def render_for_tenant(self, tenant: str) -> bytes:
         """Return a tenant's own numbers, and the few that concern everybody."""
         registry = CollectorRegistry()
         for source in self._sources:

@@ -31,7 +31,7 @@ _PROBLEMS = {
 _OF_BODIES = (408, 413, 415)
 
 
-def described(
+def describe_route(
     answer: type[BaseModel], body: type[BaseModel] | None = None, *, also: dict[int, Any] | None = None, **kwargs: Any
 ) -> dict[str, Any]:
     """Keyword arguments of a route.
@@ -47,11 +47,11 @@ def described(
         responses[408] = {"model": Problem, "description": "The body did not arrive in time"}
     extra: dict[str, Any] = kwargs.pop("openapi_extra", {})
     if body is not None and not extra:
-        extra = {"requestBody": json_body(body)}
+        extra = {"requestBody": describe_json_body(body)}
     return {"response_model": answer, "responses": responses | (also or {}), "openapi_extra": extra, **kwargs}
 
 
-def json_body(*kinds: type[BaseModel]) -> dict[str, Any]:
+def describe_json_body(*kinds: type[BaseModel]) -> dict[str, Any]:
     """A required JSON body, of one of the kinds."""
     _BODIES.update(kinds)
     schemas = [{"$ref": _COMPONENT.format(model=kind.__name__)} for kind in kinds]
@@ -59,7 +59,7 @@ def json_body(*kinds: type[BaseModel]) -> dict[str, Any]:
     return {"required": True, "content": {"application/json": {"schema": schema}}}
 
 
-def with_protobuf(content: dict[str, Any]) -> dict[str, Any]:
+def add_protobuf(content: dict[str, Any]) -> dict[str, Any]:
     """A body or answer that may be protobuf as well."""
     binary = {PROTOBUF: {"schema": {"type": "string", "format": "binary"}}}
     return {**content, "content": content["content"] | binary}

@@ -13,20 +13,20 @@ from tx.errors import Busy
 DRAIN_SECONDS = 30.0
 
 
-def as_json(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+def to_json_response(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """A dict or a pydantic object as an answer."""
     body = value.model_dump_json().encode() if isinstance(value, BaseModel) else orjson.dumps(value)
     return Response(body, status, headers, media_type="application/json")
 
 
-def problem(status: int, text: str, headers: dict[str, str] | None = None) -> Response:
+def build_problem(status: int, text: str, headers: dict[str, str] | None = None) -> Response:
     """A refusal that clients print as it is."""
-    return as_json({"detail": text}, status, headers)
+    return to_json_response({"detail": text}, status, headers)
 
 
 def busy(error: Busy) -> Response:
     """429, which clients try again."""
-    return problem(429, str(error), retry_after(error.retry_after_seconds))
+    return build_problem(429, str(error), retry_after(error.retry_after_seconds))
 
 
 def retry_after(seconds: float) -> dict[str, str]:
@@ -45,11 +45,11 @@ class TooLarge(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": self.body, "more_body": True})
         if (b"expect", b"100-continue") not in scope["headers"]:
-            await _drain(receive)
+            await _read_rest(receive)
         await send({"type": "http.response.body", "body": b""})
 
 
-async def _drain(receive: Receive) -> None:
+async def _read_rest(receive: Receive) -> None:
     try:
         async with asyncio.timeout(DRAIN_SECONDS):
             more = True

@@ -21,25 +21,25 @@ from tx.tinker.wire.codec import TrainingRequest
 from tx.tinker.wire.schemas import AsampleRequest
 
 
-async def digest_of(request: object) -> bytes:
+async def compute_digest(request: object) -> bytes:
     """Hash the content of a request. Equal for JSON and protobuf, whatever the order of maps, and for releases in which
     a request has more fields."""
     if isinstance(request, TrainingRequest):
         if len(request.payload) >= THREAD_FROM_BYTES:
-            return await asyncio.to_thread(_digest_of_pass, request)
-        return _digest_of_pass(request)
+            return await asyncio.to_thread(_compute_pass_digest, request)
+        return _compute_pass_digest(request)
     assert isinstance(request, BaseModel)
     if isinstance(request, AsampleRequest) and request.num_tokens > THREAD_FROM_TOKENS:
-        return await asyncio.to_thread(_digest_of_model, request)
-    return _digest_of_model(request)
+        return await asyncio.to_thread(_compute_model_digest, request)
+    return _compute_model_digest(request)
 
 
-def _digest_of_model(request: BaseModel) -> bytes:
+def _compute_model_digest(request: BaseModel) -> bytes:
     content = request.model_dump_json(exclude_defaults=True)
     return hashlib.sha256(f"{type(request).__name__}{content}".encode()).digest()[:16]
 
 
-def _digest_of_pass(request: TrainingRequest) -> bytes:
+def _compute_pass_digest(request: TrainingRequest) -> bytes:
     settings = (request.forward_only, request.loss_fn, sorted(request.loss_config.items()))
     found = hashlib.sha256(repr(settings).encode())
     for datum in request.data:
@@ -61,7 +61,7 @@ class Repetitions:
         Raises:
             RequestError: it has other content.
         """
-        before = await self._store.read(partial(_content, request_id=request_id))
+        before = await self._store.read(partial(_extract_content, request_id=request_id))
         if before is not None and before != content:
             owner, _, seq = request_id.rpartition(":")
             raise RequestError(
@@ -70,5 +70,5 @@ class Repetitions:
             )
 
 
-def _content(database: Database, request_id: str) -> bytes | None:
+def _extract_content(database: Database, request_id: str) -> bytes | None:
     return database.scalar(select(col(RequestRow.content)).where(col(RequestRow.request_id) == request_id))

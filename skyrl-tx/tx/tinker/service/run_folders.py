@@ -23,7 +23,9 @@ def run_folders(runs: Path) -> list[RunFolder]:
     none."""
     entries = list(os.scandir(runs)) if runs.is_dir() else []
     folders = [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
-    return sorted((_measured(each) for each in folders if _is_of_server(each)), key=lambda folder: folder.changed_at)
+    return sorted(
+        (_measure_folder(each) for each in folders if _is_of_server(each)), key=lambda folder: folder.changed_at
+    )
 
 
 class Removal(NamedTuple):
@@ -66,13 +68,13 @@ def _is_of_server(folder: Path) -> bool:
     return isinstance(facts, dict) and "tinker" in facts
 
 
-def _measured(folder: Path) -> RunFolder:
-    stats = list(_stats(folder))
+def _measure_folder(folder: Path) -> RunFolder:
+    stats = list(_read_stats(folder))
     changed_at = max((stat.st_mtime for stat in stats), default=0.0)
     return RunFolder(folder, changed_at, sum(stat.st_size for stat in stats))
 
 
-def _stats(folder: Path) -> Iterator[os.stat_result]:
+def _read_stats(folder: Path) -> Iterator[os.stat_result]:
     for parent, _, files in os.walk(folder):
         for file in files:
             try:

@@ -66,11 +66,11 @@ class Sequencer(Generic[T]):
             return None
         missing = range(self.next_seq, start)
         self.next_seq = end
-        return GivenUp(missing, self._taken(range(start, end)))
+        return GivenUp(missing, self._remove_waiting(range(start, end)))
 
     def drain(self) -> list[T]:
         """Remove and return all waiting requests."""
-        return self._taken(sorted(self._early))
+        return self._remove_waiting(sorted(self._early))
 
     def waiting(self) -> list[T]:
         """Return all waiting requests."""
@@ -80,5 +80,5 @@ class Sequencer(Generic[T]):
     def num_waiting(self) -> int:
         return len(self._early)
 
-    def _taken(self, seqs: range | list[int]) -> list[T]:
+    def _remove_waiting(self, seqs: range | list[int]) -> list[T]:
         return [item for seq in seqs if (item := self._early.pop(seq).item) is not None]

@@ -24,7 +24,7 @@ async def start_process(command: list[str], stdin: int = DEVNULL) -> Process:
     )
 
 
-def signal_session(process: Process | None, number: int) -> None:
+def send_signal_to_session(process: Process | None, number: int) -> None:
     """Signal a process of `start_process` and its children, unless it has ended."""
     if process is not None and process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
@@ -67,7 +67,7 @@ class Standby:
             self._making.cancel()
             await asyncio.wait((self._making,))
         process, self._process, self._making, self._waits = self._process, None, None, False
-        signal_session(process, signal.SIGKILL)
+        send_signal_to_session(process, signal.SIGKILL)
         if process is not None:
             await process.wait()
 

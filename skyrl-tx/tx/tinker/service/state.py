@@ -10,7 +10,7 @@ from tx.tinker.commands import Save, StoredCommand
 from tx.tinker.service.results import StoredResult
 from tx.tinker.service.sequencer import Sequencer
 from tx.tinker.storage.db_models import SamplerRow
-from tx.tinker.types import CheckpointKind, LoraSpec, sampler_id_of
+from tx.tinker.types import CheckpointKind, LoraSpec, format_sampler_id
 
 
 @dataclass(eq=False)
@@ -147,7 +147,7 @@ class ServerState:
             run.saving[save.kind, save.name] = command.folder
             self.saves[pending.request_id] = (pending.tenant, save.kind, run.lora.rank)
         if save.sampling_session_seq_id is not None:
-            self.promised_samplers.add(sampler_id_of(run.session_id, save.sampling_session_seq_id))
+            self.promised_samplers.add(format_sampler_id(run.session_id, save.sampling_session_seq_id))
 
     def keep_promise(self, pending: "PendingRequest") -> None:
         """Release the names reserved by `promise`: the request ended."""
@@ -158,7 +158,7 @@ class ServerState:
         if save.name is not None and run.saving.get((save.kind, save.name)) == command.folder:
             del run.saving[save.kind, save.name]
         if save.sampling_session_seq_id is not None:
-            self.promised_samplers.discard(sampler_id_of(run.session_id, save.sampling_session_seq_id))
+            self.promised_samplers.discard(format_sampler_id(run.session_id, save.sampling_session_seq_id))
 
     def touch(self, session_id: str) -> None:
         """Note a request of a session."""

@@ -83,8 +83,8 @@ class Database:
         self.is_sqlite = self.url.get_backend_name() == "sqlite"
         self._lock: int | None = None
         try:
-            self.writer = self._engine(num_connections=1)
-            self.reader = self._engine(num_connections=_NUM_READERS)
+            self.writer = self._create_engine(num_connections=1)
+            self.reader = self._create_engine(num_connections=_NUM_READERS)
         except (ImportError, NoSuchModuleError) as error:
             raise ConfigError(
                 "database_url: PostgreSQL needs a driver that is not installed; pip install 'skyrl-tx[postgres]'"
@@ -110,10 +110,10 @@ class Database:
                 self._on_connect(self.reader, _set_up_sqlite_reader)
                 self._check_file()
             else:
-                self._on_connect(self.writer, _take_advisory_lock)
+                self._on_connect(self.writer, _acquire_advisory_lock)
             return self._check_schema()
         except (SQLAlchemyError, OSError) as error:
-            raise _unusable(self, error) from error
+            raise _build_error(self, error) from error
 
     @contextmanager
     def reading(self) -> Iterator[tuple[Session, int]]:
@@ -128,13 +128,13 @@ class Database:
             if self.is_sqlite:
                 self._lock_to_read()
             else:
-                event.listen(engine, "connect", lambda connection, _: _take_advisory_lock(connection))
+                event.listen(engine, "connect", lambda connection, _: _acquire_advisory_lock(connection))
             with Session(engine, expire_on_commit=False) as session:
                 if self.is_sqlite:
-                    _quick_check(self, session.connection())
-                yield session, self._readable_version(session)
+                    _run_quick_check(self, session.connection())
+                yield session, self._check_readable_version(session)
         except (SQLAlchemyError, OSError) as error:
-            raise _unusable(self, error) from error
+            raise _build_error(self, error) from error
         finally:
             engine.dispose()
             self.close()
@@ -142,7 +142,7 @@ class Database:
     def _check_file(self) -> None:
         """Raise ConfigError if the file is damaged: better at the start than in the middle of a run."""
         with self.writer.connect() as connection:
-            _quick_check(self, connection)
+            _run_quick_check(self, connection)
 
     @contextmanager
     def writing(self) -> Iterator[Connection]:
@@ -161,7 +161,7 @@ class Database:
             os.close(self._lock)
             self._lock = None
 
-    def _engine(self, num_connections: int) -> Engine:
+    def _create_engine(self, num_connections: int) -> Engine:
         arguments: dict[str, Any] = {"check_same_thread": False, "timeout": _BUSY_SECONDS}
         if not self.is_sqlite:
             # Keepalives, so that a host that is gone is noticed in a minute and not in two hours.
@@ -238,7 +238,7 @@ class Database:
             )
         return bool(found)
 
-    def _readable_version(self, session: Session) -> int:
+    def _check_readable_version(self, session: Session) -> int:
         if not self._has_tables(session.connection()):
             return 0
         version = session.scalars(select(SchemaRow)).one().version
@@ -268,15 +268,15 @@ def _read_only_engine(url: URL) -> Engine:
     return create_engine(url.set(database=f"file:{quote(str(file))}", query=query))
 
 
-def _quick_check(database: "Database", connection: Connection) -> None:
+def _run_quick_check(database: "Database", connection: Connection) -> None:
     found = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar()
     if found != "ok":
         raise ConfigError(f"database_url: {database} is damaged ({found}). {_WAY_OUT}")
 
 
-def _unusable(database: "Database", error: Exception) -> ConfigError:
+def _build_error(database: "Database", error: Exception) -> ConfigError:
     way_out = f". {_WAY_OUT}" if "not a database" in str(error) or "malformed" in str(error) else ""
-    return ConfigError(f"database_url: {database} cannot be used: {reason_of(error)}{way_out}")
+    return ConfigError(f"database_url: {database} cannot be used: {extract_reason(error)}{way_out}")
 
 
 def _make_savepoints_cheap(engine: Engine) -> None:
@@ -304,7 +304,7 @@ def _set_up_sqlite_reader(connection: Any) -> None:
     connection.execute("PRAGMA query_only=ON").close()
 
 
-def _take_advisory_lock(connection: Any) -> None:
+def _acquire_advisory_lock(connection: Any) -> None:
     """PostgreSQL's lock is the writing connection's: while we can write, it is ours; when the connection is lost, so is
     the lock, and the next connection takes it again before it writes."""
     deadline = time.monotonic() + _LOCK_PATIENCE_SECONDS
@@ -323,6 +323,6 @@ def _take_advisory_lock(connection: Any) -> None:
         time.sleep(0.1)
 
 
-def reason_of(error: Exception) -> str:
+def extract_reason(error: Exception) -> str:
     """The driver's words, without SQLAlchemy's frame around them."""
     return str(error.orig if isinstance(error, DBAPIError) else error).strip()

@@ -9,17 +9,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PARTIAL = ".partial"
-"""Folder of what is being written or removed. What a dead process left in it is removed by `sweep`."""
+"""Folder of what is being written or removed. What a dead process left in it is removed by `remove_leftovers`."""
 
 
 @contextmanager
-def scratch_folder(partials: Path) -> Iterator[Path]:
+def create_scratch_folder(partials: Path) -> Iterator[Path]:
     """An empty folder in `partials` that is ours until we leave, or die: a lock beside it says so to `sweep`. It may be
     renamed to where it is wanted."""
     while True:
         holder = partials / secrets.token_hex(8)
         holder.mkdir(parents=True)
-        lock = _try_lock(holder)
+        lock = _acquire_lock(holder)
         if lock is not None:
             break  # else a sweep came between, and is removing it
     try:
@@ -35,20 +35,20 @@ def remove_tree(folder: Path, partials: Path) -> None:
     """Remove a folder so that it is at any time either complete under its name or absent. Does nothing if it is
     absent.
     """
-    with scratch_folder(partials) as scratch, suppress(FileNotFoundError):
+    with create_scratch_folder(partials) as scratch, suppress(FileNotFoundError):
         folder.rename(scratch / folder.name)
 
 
-def sweep(partials: Path) -> None:
+def remove_leftovers(partials: Path) -> None:
     """Remove files of dead processes in `partials`; files of a living process stay."""
     for holder in partials.iterdir() if partials.is_dir() else ():
-        lock = _try_lock(holder)
+        lock = _acquire_lock(holder)
         if lock is not None:
             shutil.rmtree(holder, ignore_errors=True)
             os.close(lock)
 
 
-def _try_lock(holder: Path) -> int | None:
+def _acquire_lock(holder: Path) -> int | None:
     """A descriptor that holds the lock of a folder, or None: another one has it, or the folder is gone. The lock goes
     with the descriptor, so with the process too. It is on a file, since NFS locks no folders."""
     path = holder / "lock"

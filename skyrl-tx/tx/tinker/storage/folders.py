@@ -18,15 +18,15 @@ from pathlib import Path
 
 from skyrl_gym.whole_folders import exchange, fsync_folder, sync_tree
 from tx.errors import ConfigError
-from tx.tinker.storage.files import PARTIAL, remove_tree, scratch_folder, sweep
-from tx.tinker.storage.manifests import files_of, verify, write_manifest
+from tx.tinker.storage.files import PARTIAL, create_scratch_folder, remove_leftovers, remove_tree
+from tx.tinker.storage.manifests import list_files, verify, write_manifest
 from tx.tinker.storage.remote import RemoteFolders
 
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:@-]{0,254}")
 _LOCAL_SCHEMES = ("file://", "local://")
 
 
-def without_local_scheme(base: str) -> str:
+def remove_local_scheme(base: str) -> str:
     """Return a local folder of `--checkpoints-base` as a path; a URL of an object store as it is."""
     for scheme in _LOCAL_SCHEMES:
         base = base.removeprefix(scheme)
@@ -47,7 +47,7 @@ class Folders:
 
     def __init__(self, base: str, cache: Path, cache_bytes: int = 32 << 30, *, read_only: bool = False):
         self._remote: RemoteFolders | None = None
-        base = without_local_scheme(base)
+        base = remove_local_scheme(base)
         if "://" in base:
             self._remote = RemoteFolders(base, Path(cache).expanduser().absolute(), cache_bytes)
             self.base = base.rstrip("/")
@@ -61,7 +61,7 @@ class Folders:
             self._partials.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"checkpoints_base: {folder} cannot be written: {error}") from error
-        sweep(self._partials)
+        remove_leftovers(self._partials)
 
     def place(self, *parts: str) -> str:
         """The folder (path or URL) for `parts` under the base; run ids may contain ':'.
@@ -94,18 +94,18 @@ class Folders:
                 yield scratch
                 self._remote.upload(scratch, folder)
             return
-        with scratch_folder(self._partials) as scratch:
+        with create_scratch_folder(self._partials) as scratch:
             yield scratch
             write_manifest(scratch)
             sync_tree(scratch)
-            self._put_in_place(scratch, Path(folder))
+            self._move_into_place(scratch, Path(folder))
 
     def local(self, folder: str) -> Path:
         """A local copy to read (the folder itself if it is local; a remote one's stays for minutes at least). Raises
         FileNotFoundError."""
         if self._remote is not None and "://" in folder:
             return self._remote.download(folder)
-        return _existing(folder)
+        return _check_exists(folder)
 
     def verified(self, folder: str) -> Path:
         """A local copy of which every file was read and is as it was saved.
@@ -116,7 +116,7 @@ class Folders:
         """
         if self._remote is not None and "://" in folder:
             return self._remote.download(folder, verified=True)
-        local = _existing(folder)
+        local = _check_exists(folder)
         verify(local)
         return local
 
@@ -124,7 +124,7 @@ class Folders:
         """Bytes of its files. Raises FileNotFoundError."""
         if self._remote is not None and "://" in folder:
             return self._remote.size(folder)
-        return sum(path.stat().st_size for path in files_of(_existing(folder)))
+        return sum(path.stat().st_size for path in list_files(_check_exists(folder)))
 
     def remove(self, folder: str) -> None:
         """Nothing to do if it is gone. While it goes it is whole or not there.
@@ -145,8 +145,8 @@ class Folders:
         partial = to.with_name(to.name + PARTIAL)
         try:
             with tarfile.open(partial, "w", format=tarfile.PAX_FORMAT) as tar:
-                for path in files_of(source):
-                    tar.add(path, arcname=path.relative_to(source).as_posix(), filter=_anonymous)
+                for path in list_files(source):
+                    tar.add(path, arcname=path.relative_to(source).as_posix(), filter=_normalize_member)
             partial.rename(to)
         finally:
             partial.unlink(missing_ok=True)
@@ -156,7 +156,7 @@ class Folders:
         if inside == folder or not all(_PART.fullmatch(part) for part in inside.split("/")):
             raise ValueError(f"{folder[:200]!r} is no folder under checkpoints_base ({self.base})")
 
-    def _put_in_place(self, scratch: Path, place: Path) -> None:
+    def _move_into_place(self, scratch: Path, place: Path) -> None:
         place.parent.mkdir(parents=True, exist_ok=True)
         if not place.exists():
             scratch.rename(place)
@@ -169,13 +169,13 @@ class Folders:
                 break
 
 
-def _existing(folder: str) -> Path:
+def _check_exists(folder: str) -> Path:
     path = Path(folder)
     if not path.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}")
     return path
 
 
-def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
+def _normalize_member(member: tarfile.TarInfo) -> tarfile.TarInfo:
     member.mtime, member.uid, member.gid, member.uname, member.gname, member.mode = 0, 0, 0, "", "", 0o644
     return member

@@ -25,7 +25,7 @@ from sqlalchemy.orm import make_transient
 from sqlmodel import Session
 
 from skyrl_gym.waits import waiting
-from tx.tinker.storage.database import AlreadyServed, Database, reason_of
+from tx.tinker.storage.database import AlreadyServed, Database, extract_reason
 
 T = TypeVar("T")
 
@@ -146,10 +146,10 @@ class Store:
                     connected = True
                     return unit(session)
             except SQLAlchemyError as error:
-                if connected and not _connection_was_lost(error):
+                if connected and not _is_connection_lost(error):
                     raise
                 if time.monotonic() > deadline:
-                    raise StoreError(f"{self._database} cannot be reached: {reason_of(error)}") from error
+                    raise StoreError(f"{self._database} cannot be reached: {extract_reason(error)}") from error
                 time.sleep(0.1)
 
     # ---- in the writer's thread
@@ -163,7 +163,7 @@ class Store:
                 for unit in group:
                     unit.error = StoreError(str(error), isinstance(error, StoreError) and error.may_stand)
                     unit.error.__cause__ = error
-            self._deliver(group)
+            self._send_results(group)
 
     def _write_group(self, group: list["_Unit"]) -> None:
         """Run units until none waits or time is up, and commit them. After a lost connection, reconnect and run all of
@@ -189,20 +189,20 @@ class Store:
                     connection.commit()
                 return
             except (SQLAlchemyError, AlreadyServed) as error:
-                lost = step == "connecting" or _connection_was_lost(error)
+                lost = step == "connecting" or _is_connection_lost(error)
                 if lost and step != "committing" and time.monotonic() < deadline:
                     time.sleep(0.2)
                     continue
                 may_stand = lost and step == "committing"
                 outcome = "may or may not stand" if may_stand else "was not applied"
-                message = f"{self._database} failed while {step}, and this change {outcome}: {reason_of(error)}"
+                message = f"{self._database} failed while {step}, and this change {outcome}: {extract_reason(error)}"
                 raise StoreError(message, may_stand) from error
 
     def _run_together(self, connection: Connection, group: list["_Unit"]) -> bool:
         """False if a unit failed; then what all of them did is to be undone."""
         until = time.monotonic() + self._group_seconds
         transaction = connection.begin()
-        with _session(connection) as session:
+        with _open_session(connection) as session:
             done = 0
             while done < len(group) or self._join(group, until):
                 if not group[done].run(session) or not transaction.is_active:
@@ -224,7 +224,7 @@ class Store:
         group.append(unit)
         return True
 
-    def _deliver(self, group: list["_Unit"]) -> None:
+    def _send_results(self, group: list["_Unit"]) -> None:
         def deliver() -> None:
             for unit in group:
                 self._room.release()
@@ -252,7 +252,7 @@ class _UnitSession(Session):
         raise RuntimeError("a unit does not roll back: it raises, or does what may fail in session.begin_nested()")
 
 
-def _session(connection: Connection) -> _UnitSession:
+def _open_session(connection: Connection) -> _UnitSession:
     return _UnitSession(connection, expire_on_commit=False, join_transaction_mode="rollback_only")
 
 
@@ -279,14 +279,14 @@ class _Unit:
             session.expunge_all()
         except BaseException as error:  # delivered to the caller of the unit
             self.error = error
-            if _connection_was_lost(error):
+            if _is_connection_lost(error):
                 raise
         return self.error is None
 
     def run_apart(self, connection: Connection) -> None:
         """Run the unit in its own savepoint, which alone is undone if it fails. Raises: see `run`."""
         savepoint = connection.begin_nested()
-        with _session(connection) as session:
+        with _open_session(connection) as session:
             went_well = self.run(session)
         if went_well and savepoint.is_active:
             savepoint.commit()
@@ -309,5 +309,5 @@ class _Unit:
             self.done.set_exception(self.error)
 
 
-def _connection_was_lost(error: BaseException) -> bool:
+def _is_connection_lost(error: BaseException) -> bool:
     return isinstance(error, DBAPIError) and error.connection_invalidated

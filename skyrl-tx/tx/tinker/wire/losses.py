@@ -63,13 +63,13 @@ ELSEWHERE = MappingProxyType(
 """Losses that the hosted service has and this one has not, with the reason."""
 
 
-def with_default_config(loss_fn: str, config: Mapping[str, float]) -> dict[str, float]:
+def fill_default_config(loss_fn: str, config: Mapping[str, float]) -> dict[str, float]:
     """Every setting of the loss, those not given at their defaults."""
     rule = LOSS_RULES.get(loss_fn)
     return {**(rule.config if rule else {}), **config}
 
 
-def with_default_inputs(loss_fn: str, datum: Datum) -> Datum:
+def fill_default_inputs(loss_fn: str, datum: Datum) -> Datum:
     """Add weights of one where cross-entropy was given none, and where gspo was given no mask, one of the targets whose
     sampling log-prob or advantage is not 0: clients pad both with zeros over the prompt."""
     inputs = datum.inputs

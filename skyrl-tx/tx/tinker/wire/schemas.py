@@ -60,7 +60,7 @@ class LenientBody(BaseModel):
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
 
-def _storable(value: dict[str, object] | None) -> dict[str, object] | None:
+def _validate_storable(value: dict[str, object] | None) -> dict[str, object] | None:
     """Metadata that a database can hold."""
     try:
         size = len(orjson.dumps(value))  # no half surrogate pairs, no integers of more than 64 bits
@@ -88,7 +88,7 @@ class CreateSessionRequest(LenientBody):
     project_id: Name | None = None
     display_name: Name | None = None
 
-    _storable = field_validator("user_metadata")(_storable)
+    _validate_storable = field_validator("user_metadata")(_validate_storable)
 
 
 class SessionHeartbeatRequest(LenientBody):
@@ -122,7 +122,7 @@ class LoraConfig(Body):
         """Args: draw_seed: gives a seed where the request has none."""
         return LoraSpec(
             rank=self.rank,
-            seed=_seed(self.seed, draw_seed),
+            seed=_normalize_seed(self.seed, draw_seed),
             train_attn=self.train_attn,
             train_mlp=self.train_mlp,
             train_unembed=self.train_unembed,
@@ -151,7 +151,7 @@ class CreateModelRequest(Body):
     optimizer_config: OptimizerConfig | None = None
     type: Literal["create_model"] = "create_model"
 
-    _storable = field_validator("user_metadata")(_storable)
+    _validate_storable = field_validator("user_metadata")(_validate_storable)
 
     @field_validator("lora_config")
     @classmethod
@@ -213,7 +213,7 @@ class SaveWeightsRequest(Body):
     user_metadata: dict[str, str] | None = None
     type: Literal["save_weights"] = "save_weights"
 
-    _storable = field_validator("user_metadata")(_storable)
+    _validate_storable = field_validator("user_metadata")(_validate_storable)
 
 
 class SaveWeightsForSamplerRequest(Body):
@@ -227,7 +227,7 @@ class SaveWeightsForSamplerRequest(Body):
     user_metadata: dict[str, str] | None = None
     type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
 
-    _storable = field_validator("user_metadata")(_storable)
+    _validate_storable = field_validator("user_metadata")(_validate_storable)
 
     @model_validator(mode="after")
     def _has_a_use(self) -> Self:
@@ -246,7 +246,7 @@ class SaveWeightsExternalRequest(Body):
     """Public keys that every file is encrypted to: `age1…`, or an SSH key."""
     type: Literal["save_weights_external"] = "save_weights_external"
 
-    _storable = field_validator("user_metadata")(_storable)
+    _validate_storable = field_validator("user_metadata")(_validate_storable)
 
 
 class LoadWeightsRequest(Body):
@@ -264,7 +264,7 @@ class LoadWeightsRequest(Body):
     weights_access_token: str | None = None
     type: Literal["load_weights"] = "load_weights"
 
-    _storable = field_validator("user_metadata")(_storable)
+    _validate_storable = field_validator("user_metadata")(_validate_storable)
 
     @property
     def creates_model(self) -> bool:
@@ -364,7 +364,7 @@ class SamplingParams(Body):
     def to_params(self, draw_seed: Callable[[], int]) -> SampleParams:
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return SampleParams(
-            seed=_seed(self.seed, draw_seed),
+            seed=_normalize_seed(self.seed, draw_seed),
             max_tokens=self.max_tokens,
             temperature=float(self.temperature),
             top_k=self.top_k,
@@ -479,7 +479,7 @@ class HasErrors(Protocol):
     def errors(self) -> Any: ...
 
 
-def explain(error: HasErrors) -> str:
+def describe_errors(error: HasErrors) -> str:
     """Describe validation errors, one per line: `field: rule; got value`."""
     lines = []
     for e in error.errors()[:5]:
@@ -492,11 +492,11 @@ def explain(error: HasErrors) -> str:
     return "\n".join(dict.fromkeys(lines)).encode(errors="backslashreplace").decode()
 
 
-def as_request_error(error: HasErrors) -> RequestError:
+def to_request_error(error: HasErrors) -> RequestError:
     """The same to be raised: 422, the wrong shape of a request."""
-    return RequestError(explain(error), 422)
+    return RequestError(describe_errors(error), 422)
 
 
-def _seed(given: int | None, draw_seed: Callable[[], int]) -> int:
+def _normalize_seed(given: int | None, draw_seed: Callable[[], int]) -> int:
     """Not negative, as random generators want it."""
     return (draw_seed() if given is None else given) % 2**63

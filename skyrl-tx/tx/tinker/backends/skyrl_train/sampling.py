@@ -60,7 +60,7 @@ class EngineSampling(SamplingBackend):
         self._num_running += spec.num_samples
         try:
             async with self._turns.take(tenant, spec.num_samples), self._slots.use(adapter) as name:
-                return await self._answer(spec, name)
+                return await self._sample_and_score(spec, name)
         except (ValueError, UnsupportedByEngine, WeightSyncError) as error:
             raise ModelError(str(error)) from error
         except TimeoutError as error:
@@ -83,7 +83,7 @@ class EngineSampling(SamplingBackend):
         except WorkerError as error:
             raise BackendLost(str(error)) from error
 
-    async def _answer(self, spec: SampleSpec, lora_name: str | None) -> SampleOutput:
+    async def _sample_and_score(self, spec: SampleSpec, lora_name: str | None) -> SampleOutput:
         """Engines score prompts at the temperature of the answer, for every answer again; we want temperature 1, once.
         So where that is not the same the scores are a request of their own."""
         params, num_top = spec.params, spec.topk_prompt_logprobs
@@ -105,7 +105,7 @@ class EngineSampling(SamplingBackend):
         } | ({"prompt_logprobs": num_top} if together else {})
         seeds = [(params.seed, index) for index in range(spec.num_samples)]
         answers = await self._generate(spec.prompt, values, seeds, lora_name)
-        return _output(spec, answers, (scores or answers)[0])
+        return _to_sample_output(spec, answers, (scores or answers)[0])
 
     async def _generate(
         self, prompt: list[int], params: dict[str, Any], seeds: list[tuple[int, int]], lora_name: str | None
@@ -122,7 +122,7 @@ class EngineSampling(SamplingBackend):
         return await gather_or_cancel([self._client.generate(request) for request in requests])
 
 
-def _output(spec: SampleSpec, completions: list[Completion], scored: Completion) -> SampleOutput:
+def _to_sample_output(spec: SampleSpec, completions: list[Completion], scored: Completion) -> SampleOutput:
     sequences = []
     for completion in completions:
         reason, log_probs = completion.stop_reason, completion.log_probs
@@ -136,10 +136,10 @@ def _output(spec: SampleSpec, completions: list[Completion], scored: Completion)
     if spec.prompt_logprobs:
         assert scored.prompt_log_probs is not None
         scores = [None, *scored.prompt_log_probs]
-    return SampleOutput(sequences=sequences, prompt_logprobs=scores, topk_prompt_logprobs=_top(spec, scored))
+    return SampleOutput(sequences=sequences, prompt_logprobs=scores, topk_prompt_logprobs=_extract_topk(spec, scored))
 
 
-def _top(spec: SampleSpec, scored: Completion) -> list[list[tuple[int, float]] | None] | None:
+def _extract_topk(spec: SampleSpec, scored: Completion) -> list[list[tuple[int, float]] | None] | None:
     """Return the likeliest tokens in the place of each prompt token; nothing predicts the first one."""
     if not spec.topk_prompt_logprobs:
         return None

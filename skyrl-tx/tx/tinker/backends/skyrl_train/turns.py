@@ -31,7 +31,7 @@ class Turns:
         """
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queues.setdefault(tenant, deque()).append((num_rows, turn))
-        self._serve()
+        self._dispatch_waiting()
         try:
             await turn
             yield
@@ -40,10 +40,10 @@ class Turns:
                 self._free += num_rows
                 self._held[tenant] -= num_rows
                 self._held += Counter()  # forgets those at 0
-            self._serve()
+            self._dispatch_waiting()
 
-    def _serve(self) -> None:
-        while (tenant := self._next()) is not None:
+    def _dispatch_waiting(self) -> None:
+        while (tenant := self._find_next()) is not None:
             num_rows, turn = self._queues[tenant].popleft()
             self._queues.move_to_end(tenant)
             if not turn.cancelled():
@@ -51,7 +51,7 @@ class Turns:
                 self._held[tenant] += num_rows
                 turn.set_result(None)
 
-    def _next(self) -> str | None:
+    def _find_next(self) -> str | None:
         for tenant in [tenant for tenant, queue in self._queues.items() if not queue]:
             del self._queues[tenant]
         return next((tenant for tenant in self._queues if self._held[tenant] < GREED * self._free), None)

@@ -79,7 +79,7 @@ class AdapterSlots:
             return slot
         turn: asyncio.Future[_Slot] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(folder, []).append(turn)
-        self._serve()
+        self._dispatch_waiting()
         try:
             return await turn
         except asyncio.CancelledError:
@@ -87,19 +87,19 @@ class AdapterSlots:
                 self._release(turn.result())
             elif folder in self._waiting and all(other.cancelled() for other in self._waiting[folder]):
                 del self._waiting[folder]
-                self._serve()
+                self._dispatch_waiting()
             raise
 
     def _release(self, slot: _Slot) -> None:
         slot.num_users -= 1
-        self._serve()
+        self._dispatch_waiting()
 
-    def _serve(self) -> None:
+    def _dispatch_waiting(self) -> None:
         """Assign free slots to waiting requests, then make further slots free if needed."""
         while self._waiting:
             folder = next(iter(self._waiting))
             slot = self._slots.get(folder)
-            if slot is None and len(self._slots) >= self._num_slots and self._idle() is None:
+            if slot is None and len(self._slots) >= self._num_slots and self._find_idle() is None:
                 break
             turns = [turn for turn in self._waiting.pop(folder) if not turn.done()]
             if not turns:
@@ -114,25 +114,25 @@ class AdapterSlots:
         for index, slot in enumerate(sorted(self._slots.values(), key=lambda slot: not slot.leaving)):
             slot.leaving = index < num_leaving  # those that already were; then the ones asked for longest ago
 
-    def _idle(self) -> Path | None:
+    def _find_idle(self) -> Path | None:
         """Return the least recently used idle adapter."""
         return next((folder for folder, slot in self._slots.items() if not slot.num_users), None)
 
     def _open(self, folder: Path) -> _Slot:
         former = None
         if len(self._slots) >= self._num_slots:
-            idle = self._idle()
+            idle = self._find_idle()
             assert idle is not None
             former = self._slots.pop(idle)
         slot = _Slot(str(folder), asyncio.create_task(self._load(folder, former)))
         self._slots[folder] = slot
 
-        def forget_if_failed(loading: "asyncio.Task[None]") -> None:
+        def remove_if_failed(loading: "asyncio.Task[None]") -> None:
             if (loading.cancelled() or loading.exception() is not None) and self._slots.get(folder) is slot:
                 del self._slots[folder]
-                self._serve()
+                self._dispatch_waiting()
 
-        slot.loading.add_done_callback(forget_if_failed)
+        slot.loading.add_done_callback(remove_if_failed)
         return slot
 
     async def _load(self, folder: Path, former: _Slot | None) -> None:

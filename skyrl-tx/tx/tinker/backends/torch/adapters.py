@@ -42,7 +42,7 @@ class Site(NamedTuple):
     shared: Literal["a", "b"] | None = None
     """Matrix that all experts have in common."""
 
-    def sharing_experts(self) -> "Site":
+    def to_shared_experts(self) -> "Site":
         """Return the site with one matrix for all experts on the side of the model's width: A of what reads hidden
         states (gate and up), B of what writes them (down)."""
         if self.num_experts is None:
@@ -88,7 +88,7 @@ class Adapter:
         self.num_weights = sum(self._sizes)
         """P."""
         # float32 even where products are bfloat16, which would round away any update below 1/512 of a weight.
-        self.weights = torch.zeros(ranks.part_size(self.num_weights), device=device)
+        self.weights = torch.zeros(ranks.get_part_size(self.num_weights), device=device)
         self.gradient: torch.Tensor | None = None
         """[p], None where nothing is accumulated."""
         self.mean: torch.Tensor | None = None
@@ -96,17 +96,17 @@ class Adapter:
         self.step = 0
         self._computed_with: dict[str, Matrices] | None = None
 
-    def begin(self) -> None:
+    def initialize(self) -> None:
         """A from the seed and the layer's name, uniform in +-1 / sqrt(in) as peft has it; B zero. The same numbers on
         every device."""
         whole = torch.zeros(self.num_weights)
-        for site, (a, _) in zip(self.sites, self.matrices_of(whole), strict=True):
+        for site, (a, _) in zip(self.sites, self.split_matrices(whole), strict=True):
             # A generator for each layer: its numbers do not depend on which other layers the model adapts.
             digest = hashlib.blake2b(f"{self.lora.seed}:{site.name}".encode(), digest_size=8).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
             bound = 1 / math.sqrt(site.num_in)
             a.uniform_(-bound, bound, generator=generator)
-        self.weights.copy_(self.ranks.part_of(whole))
+        self.weights.copy_(self.ranks.extract_part(whole))
         self.changed()
 
     def changed(self) -> None:
@@ -131,19 +131,19 @@ class Adapter:
         self.gradient = None
         self.changed()
 
-    def matrices_of(self, vector: torch.Tensor) -> Iterator[Matrices]:
+    def split_matrices(self, vector: torch.Tensor) -> Iterator[Matrices]:
         """A vector [P] as the matrices of each site, which are views of it."""
         pieces = [piece.view(shape) for piece, shape in zip(vector.split(self._sizes), self._shapes, strict=True)]
         return map(Matrices, pieces[::2], pieces[1::2])
 
-    def by_site(self, vector: torch.Tensor) -> dict[str, Matrices]:
-        return dict(zip((site.name for site in self.sites), self.matrices_of(vector), strict=True))
+    def group_by_site(self, vector: torch.Tensor) -> dict[str, Matrices]:
+        return dict(zip((site.name for site in self.sites), self.split_matrices(vector), strict=True))
 
     def gather(self) -> dict[str, Matrices]:
         """Return the matrices of each site in `dtype`. A collective."""
         if self._computed_with is not None:
             return self._computed_with
-        gathered = self.by_site(self.ranks.whole(self.weights.to(self.dtype), self.num_weights))
+        gathered = self.group_by_site(self.ranks.gather_vector(self.weights.to(self.dtype), self.num_weights))
         # Cast once for each optimizer step, not for each pass. In float32 nothing is copied: these are the weights. Of
         # several ranks none keeps the whole weights, which would need the memory that sharding saves.
         if self.ranks.size == 1:
@@ -151,7 +151,7 @@ class Adapter:
         return gathered
 
     def zero_gradient(self) -> torch.Tensor:
-        """Return a vector for the gradient of a pass, as `RankGroup.part_of_sum` takes it."""
+        """Return a vector for the gradient of a pass, as `RankGroup.reduce_scatter` takes it."""
         # A matrix that experts share sums a product of each of them, which bfloat16 would round away one by one.
         dtype = torch.float32 if any(site.shared for site in self.sites) else self.dtype
         return torch.zeros(self.ranks.size * len(self.weights), device=self.weights.device, dtype=dtype)
@@ -165,7 +165,7 @@ class Adapter:
             matrices: from `gather`.
             gradient: from `zero_gradient`; the backward adds to it.
         """
-        gradients = {} if gradient is None else self.by_site(gradient[: self.num_weights])
+        gradients = {} if gradient is None else self.group_by_site(gradient[: self.num_weights])
         return {
             name: Part(start, end, of_site, self.scaling, gradients.get(name)) for name, of_site in matrices.items()
         }
@@ -175,7 +175,7 @@ class Adapter:
         if self.gradient is None:
             self.gradient = torch.zeros_like(self.weights)
         # float32, although the pass computes in the base model's dtype: bfloat16 would round at each micro-batch.
-        self.gradient.add_(self.ranks.part_of_sum(gradient))
+        self.gradient.add_(self.ranks.reduce_scatter(gradient))
 
 
 class FrozenProduct:
@@ -257,7 +257,7 @@ class AdaptedLinear(Adaptable):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
         self.check(rows)
-        y = adapted_product(rows, self.product, self.parts, self.root, self.is_grouped)
+        y = compute_adapted_product(rows, self.product, self.parts, self.root, self.is_grouped)
         return y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -269,7 +269,7 @@ class Product(Protocol):
     def backward(self, gradient: torch.Tensor) -> torch.Tensor: ...
 
 
-def adapted_product(
+def compute_adapted_product(
     x: torch.Tensor, product: Product, parts: Sequence[Part], root: torch.Tensor | None, is_grouped: bool = False
 ) -> torch.Tensor:
     """The frozen product of rows, and what adapters add to it.

@@ -15,7 +15,7 @@ from torch import nn
 from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN, get_checkpoint_conversion_mapping
 
 from skyrl_train.inference_engines.native.experts import PROJECTIONS, is_plain, shape_of
-from tx.tinker.backends.torch.adapters import Adaptable, FrozenProduct, Site, adapted_product
+from tx.tinker.backends.torch.adapters import Adaptable, FrozenProduct, Site, compute_adapted_product
 from tx.tinker.backends.torch.layout import BLOCK, Exchange
 from tx.tinker.backends.torch.parts import Part
 
@@ -79,7 +79,7 @@ class AdaptedExperts:
             return self._whole(hidden_states, top_k_index, top_k_weights)
         # Only here: the three products get slots, of which there are more than rows of the pass.
         gate.check(hidden_states)
-        slots = _slots(top_k_index, gate.parts, BLOCK)
+        slots = _build_slots(top_k_index, gate.parts, BLOCK)
         num_chosen = top_k_index.shape[1]
         nothing = slots.padding[:0]
         pairs = hidden_states[:, None].expand(-1, num_chosen, -1).flatten(0, 1)
@@ -89,12 +89,16 @@ class AdaptedExperts:
         of_gate_and_up = [
             part
             for projection, columns in zip((gate, up), halves, strict=True)
-            for part in _parts(slots.rows, projection.parts, columns)
+            for part in _build_parts(slots.rows, projection.parts, columns)
         ]
         product = _ExpertsProduct(lambda: self._module.gate_up_proj, slots.rows)
-        gated = self._module._apply_gate(adapted_product(x, product, of_gate_and_up, gate.root, gate.is_grouped))
+        gated = self._module._apply_gate(
+            compute_adapted_product(x, product, of_gate_and_up, gate.root, gate.is_grouped)
+        )
         product = _ExpertsProduct(lambda: self._module.down_proj, slots.rows)
-        y: Any = adapted_product(gated, product, list(_parts(slots.rows, down.parts)), down.root, down.is_grouped)
+        y: Any = compute_adapted_product(
+            gated, product, list(_build_parts(slots.rows, down.parts)), down.root, down.is_grouped
+        )
         # In the backward, padding slots get the gradient 0 here: their copies add nothing to the adapters' gradients.
         of_pairs: Any = Exchange.apply(y, slots.slot_of_pair, slots.pair_of_slot, slots.padding)
         # Some routers give float32 weights: then the sum over experts is float32, and only the result is rounded.
@@ -115,7 +119,7 @@ def adapt_experts(model: Any) -> dict[str, AdaptedExperts]:
     return adapted
 
 
-def have_names_in_files(model: Any) -> bool:
+def has_standard_file_names(model: Any) -> bool:
     """Return True if files of such models name each expert's three layers as `PROJECTIONS`, and peft reads adapters of
     these names as those of experts (of Qwen3.5-MoE it would give them to the shared expert)."""
     model_type = model.config.get_text_config().model_type
@@ -131,7 +135,7 @@ def has_experts_in_lists(model: nn.Module) -> bool:
     return any("experts" in name.split(".") for name in in_lists)
 
 
-def _slots(top_k_index: torch.Tensor, parts: Sequence[Part], block: int) -> _ExpertSlots:
+def _build_slots(top_k_index: torch.Tensor, parts: Sequence[Part], block: int) -> _ExpertSlots:
     # On the host: the numbers of rows are the shapes of the products, so a GPU has to be waited for in any case.
     chosen = top_k_index.cpu().numpy()
     part_of_token = np.full(len(chosen), -1)
@@ -159,7 +163,7 @@ def _slots(top_k_index: torch.Tensor, parts: Sequence[Part], block: int) -> _Exp
     return _ExpertSlots(rows, *(torch.from_numpy(array).to(top_k_index.device) for array in arrays))
 
 
-def _parts(rows: Sequence[_Rows], parts: Sequence[Part], columns: slice = slice(None)) -> Iterator[Part]:
+def _build_parts(rows: Sequence[_Rows], parts: Sequence[Part], columns: slice = slice(None)) -> Iterator[Part]:
     """Return each expert's parts of the models' adapters."""
     for expert, index, start, end in rows:
         if index >= 0:

@@ -68,32 +68,32 @@ class GroupTraining(TrainingBackend):
     def __init__(self, ranks: TrainingRanks):
         self._ranks = ranks
         self._num_ranks = len(ranks.call("info"))
-        self._info: BackendInfo = self._all("info")
+        self._info: BackendInfo = self._call_all("info")
 
     def info(self) -> BackendInfo:
         return self._info
 
     def create(self, model_id: str, lora: LoraSpec) -> None:
-        self._all("create", model_id, lora)
+        self._call_all("create", model_id, lora)
 
     def forget(self, model_id: str) -> None:
-        self._all("forget", model_id)
+        self._call_all("forget", model_id)
 
     def micro_batches(self, data: Sequence[Datum]) -> list[list[Datum]]:
         return micro_batches(data, self._info.pass_tokens // self._num_ranks, self._num_ranks)
 
     def run(self, passes: Sequence[TrainingPass]) -> list[PassOutput | Failure]:
-        return self._all("run", list(passes))
+        return self._call_all("run", list(passes))
 
     def copy_gradient(self, model_id: str) -> None:
         """Keep the copies in the ranks, one per model."""
-        self._all("copy_gradient", model_id)
+        self._call_all("copy_gradient", model_id)
 
     def put_gradient(self, model_id: str, gradient: None) -> None:
-        self._all("put_gradient", model_id, gradient)
+        self._call_all("put_gradient", model_id, gradient)
 
     def optim_step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
-        return self._all("optim_step", model_id, adam)
+        return self._call_all("optim_step", model_id, adam)
 
     def save(self, model_id: str, folder: Path, *, state: bool) -> None:
         answer = self._ranks.call("save", model_id, folder, state=state)[0]  # who alone writes
@@ -101,15 +101,15 @@ class GroupTraining(TrainingBackend):
             raise answer
 
     def load(self, model_id: str, folder: Path, *, optimizer: bool) -> None:
-        self._all("load", model_id, folder, optimizer=optimizer)
+        self._call_all("load", model_id, folder, optimizer=optimizer)
 
     def restore(self, model_id: str, lora: LoraSpec, folder: Path) -> None:
-        self._all("restore", model_id, lora, folder)
+        self._call_all("restore", model_id, lora, folder)
 
     def close(self) -> None:
         self._ranks.close()
 
-    def _all(self, method: str, *args: object, **options: object) -> Any:
+    def _call_all(self, method: str, *args: object, **options: object) -> Any:
         """Return rank 0's result, if all ranks succeeded, or all failed with the same kind of error."""
         answers = self._ranks.call(method, *args, **options)
         failed = {rank: answer for rank, answer in enumerate(answers) if isinstance(answer, Exception)}

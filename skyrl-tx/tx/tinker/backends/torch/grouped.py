@@ -42,7 +42,7 @@ def group_parts(parts: Sequence[Part]) -> tuple[list[PartGroup], list[Part]]:
     """Return groups of parts with the same rank and columns whose rows follow each other, and the parts that are left:
     alone in their group, or of a width or rank that is not aligned."""
     groups, rest = [], []
-    for members in _runs(parts):
+    for members in _split_runs(parts):
         a, b = (torch.stack([getattr(part.matrices, side) for part in members]) for side in "ab")
         sizes = (a.shape[1], a.shape[2], b.shape[2])
         if len(members) == 1 or any(size * a.element_size() % ALIGNMENT for size in sizes):
@@ -78,7 +78,7 @@ def add_gradients(
         dx[group.rows] += grouped_mm(back, group.a, offs=group.ends)
 
 
-def _runs(parts: Sequence[Part]) -> list[list[Part]]:
+def _split_runs(parts: Sequence[Part]) -> list[list[Part]]:
     """Split parts by rank and columns, and where the rows of one do not begin where those before end."""
 
     def kind(part: Part) -> tuple[int, int, int]:

@@ -107,7 +107,7 @@ class PassLayout:
     segments: list[Segment]
 
 
-def padded_length(length: int) -> int:
+def compute_padded_length(length: int) -> int:
     """Return the length that attention pads a datum to: at most an eighth more, or the next multiple of `BLOCK`."""
     unit = BLOCK
     # Coarser steps for longer data: there are few distinct lengths, and data of one length share a call.
@@ -135,7 +135,7 @@ def micro_batches(data: Sequence[Datum], num_tokens: int, num_ranks: int = 1) ->
     return [list(chain(*parts[i : i + num_ranks])) for i in range(0, len(parts), num_ranks)]
 
 
-def lay_out(data_of_models: Sequence[Sequence[Datum]], device: torch.device) -> PassLayout:
+def build_layout(data_of_models: Sequence[Sequence[Datum]], device: torch.device) -> PassLayout:
     """One after the other, in the order given."""
     ids, lengths, segments, starts = [], [], [], []
     at = 0
@@ -159,12 +159,14 @@ def lay_out(data_of_models: Sequence[Sequence[Datum]], device: torch.device) -> 
     return PassLayout(
         torch.from_numpy(np.concatenate(ids).astype(np.int64))[None].to(device),
         torch.from_numpy(np.concatenate(positions))[None].to(device),
-        _rows(starts, lengths, segments, at, device),
+        _build_rows(starts, lengths, segments, at, device),
         segments,
     )
 
 
-def _rows(starts: list[int], lengths: list[int], segments: list[Segment], total: int, device: torch.device) -> Rows:
+def _build_rows(
+    starts: list[int], lengths: list[int], segments: list[Segment], total: int, device: torch.device
+) -> Rows:
     boundaries = torch.tensor([*starts, total], dtype=torch.int32, device=device)
     if device.type != "cpu":
         return Rows(tuple(lengths), boundaries)
@@ -177,7 +179,7 @@ def _rows(starts: list[int], lengths: list[int], segments: list[Segment], total:
     for start, length in zip(starts, lengths, strict=True):
         if start not in block_padding_of:
             # Across models: attention gives a datum the same bits in any batch, if its padded length is the same.
-            by_length.setdefault(padded_length(length), []).append((start, length))
+            by_length.setdefault(compute_padded_length(length), []).append((start, length))
     groups, tokens, padding = [], [], []
     slot_of_token = np.zeros(total, np.int64)
     at = 0
@@ -226,7 +228,7 @@ class Exchange(torch.autograd.Function):
         return gradient.index_select(0, back).index_fill_(0, copies, 0.0), None, None, None
 
 
-def rows_attention(
+def compute_rows_attention(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -279,4 +281,4 @@ def rows_attention(
     return answer[None].contiguous(), None
 
 
-AttentionInterface.register(ATTENTION, rows_attention)
+AttentionInterface.register(ATTENTION, compute_rows_attention)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from tx.tinker.types import Datum
-from tx.tinker.wire.losses import TARGETS, with_default_config
+from tx.tinker.wire.losses import TARGETS, fill_default_config
 
 BOUNDS = ("clip_low_threshold", "clip_high_threshold")
 
@@ -56,28 +56,30 @@ def cross_entropy(log_probs: torch.Tensor, inputs: LossInputs) -> LossResult:
 
 def importance_sampling(log_probs: torch.Tensor, inputs: LossInputs) -> LossResult:
     """L = -sum r A."""
-    ratio = _ratio(log_probs, inputs)
-    return -ratio * inputs.tensors["advantages"], _ratio_metrics(ratio, inputs)
+    ratio = _compute_ratio(log_probs, inputs)
+    return -ratio * inputs.tensors["advantages"], _compute_ratio_metrics(ratio, inputs)
 
 
 def ppo(log_probs: torch.Tensor, inputs: LossInputs) -> LossResult:
     """L = -sum min(r A, clip(r, low, high) A) (https://arxiv.org/abs/1707.06347, eq. 7), bounds 0.8 and 1.2."""
-    return _clipped_surrogate(_ratio(log_probs, inputs), inputs)
+    return _compute_clipped_surrogate(_compute_ratio(log_probs, inputs), inputs)
 
 
 def cispo(log_probs: torch.Tensor, inputs: LossInputs) -> LossResult:
     """L = -sum sg[clip(r, low, high)] lp A (https://arxiv.org/abs/2506.13585, eq. 4), bounds 0 and 4: a clipped target
     keeps its gradient."""
-    ratio = _ratio(log_probs, inputs).detach()
+    ratio = _compute_ratio(log_probs, inputs).detach()
     clipped = ratio.clamp(*inputs.bounds())
-    return -clipped * log_probs * inputs.tensors["advantages"], _ratio_metrics(ratio, inputs, clipped)
+    return -clipped * log_probs * inputs.tensors["advantages"], _compute_ratio_metrics(ratio, inputs, clipped)
 
 
 def dro(log_probs: torch.Tensor, inputs: LossInputs) -> LossResult:
     """L = -sum (lp A - beta / 2 (lp - q)^2) (https://arxiv.org/abs/2405.19107), beta 0.05."""
     distance = log_probs - inputs.tensors["logprobs"]
     penalty = 0.5 * inputs.config["beta"] * distance**2
-    return penalty - log_probs * inputs.tensors["advantages"], _ratio_metrics(_ratio(log_probs, inputs), inputs)
+    return penalty - log_probs * inputs.tensors["advantages"], _compute_ratio_metrics(
+        _compute_ratio(log_probs, inputs), inputs
+    )
 
 
 def gspo(log_probs: torch.Tensor, inputs: LossInputs) -> LossResult:
@@ -97,7 +99,7 @@ def gspo(log_probs: torch.Tensor, inputs: LossInputs) -> LossResult:
         for ratios, mask in zip(log_ratios.split(inputs.lengths), counted.split(inputs.lengths), strict=True)
     ]
     of_sequence = torch.cat(of_datum).clamp(max=LARGEST_LOG_RATIO).exp()
-    return _clipped_surrogate(of_sequence * (log_probs - log_probs.detach()).exp(), inputs)
+    return _compute_clipped_surrogate(of_sequence * (log_probs - log_probs.detach()).exp(), inputs)
 
 
 LOSSES: dict[str, Callable[[torch.Tensor, LossInputs], LossResult]] = {
@@ -110,15 +112,15 @@ LOSSES: dict[str, Callable[[torch.Tensor, LossInputs], LossResult]] = {
 }
 
 
-def loss_inputs(name: str, data: list[Datum], config: Mapping[str, float], device: torch.device) -> LossInputs:
+def collect_loss_inputs(name: str, data: list[Datum], config: Mapping[str, float], device: torch.device) -> LossInputs:
     """Collect the inputs of a loss from data that `wire.checks` has passed."""
-    config = with_default_config(name, config)
+    config = fill_default_config(name, config)
     keys = sorted({key for datum in data for key in datum.inputs} - {TARGETS})
-    tensors = {key: _concatenate(key, data, config.get(key, 1.0)).to(device) for key in keys}
+    tensors = {key: _merge_inputs(key, data, config.get(key, 1.0)).to(device) for key in keys}
     return LossInputs(tensors, config, tuple(datum.inputs[TARGETS].size for datum in data))
 
 
-def _concatenate(key: str, data: list[Datum], default: float) -> torch.Tensor:
+def _merge_inputs(key: str, data: list[Datum], default: float) -> torch.Tensor:
     """[M]. A datum without an input that others have takes the setting of that name, or 1 (a weight)."""
     parts = []
     for datum in data:
@@ -127,18 +129,20 @@ def _concatenate(key: str, data: list[Datum], default: float) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(parts).astype(np.float32))
 
 
-def _ratio(log_probs: torch.Tensor, inputs: LossInputs) -> torch.Tensor:
+def _compute_ratio(log_probs: torch.Tensor, inputs: LossInputs) -> torch.Tensor:
     return (log_probs - inputs.tensors["logprobs"]).clamp(max=LARGEST_LOG_RATIO).exp()
 
 
-def _clipped_surrogate(ratio: torch.Tensor, inputs: LossInputs) -> LossResult:
+def _compute_clipped_surrogate(ratio: torch.Tensor, inputs: LossInputs) -> LossResult:
     # Inside the bounds both products are equal, and torch.minimum gives each half of the gradient. clamp passes its
     # half on to the ratio, so the gradient is whole there; outside, the clipped product has none.
     clipped, advantages = ratio.clamp(*inputs.bounds()), inputs.tensors["advantages"]
-    return -torch.minimum(ratio * advantages, clipped * advantages), _ratio_metrics(ratio, inputs, clipped)
+    return -torch.minimum(ratio * advantages, clipped * advantages), _compute_ratio_metrics(ratio, inputs, clipped)
 
 
-def _ratio_metrics(ratio: torch.Tensor, inputs: LossInputs, clipped: torch.Tensor | None = None) -> dict[str, float]:
+def _compute_ratio_metrics(
+    ratio: torch.Tensor, inputs: LossInputs, clipped: torch.Tensor | None = None
+) -> dict[str, float]:
     """Compute metrics of the ratio over targets with an advantage: prompts have none."""
     counted = inputs.tensors["advantages"] != 0
     ratio = ratio.detach()

@@ -82,10 +82,10 @@ class NativeSampling(SamplingBackend):
             max_loras=max_loaded_adapters,
             max_lora_rank=max_lora_rank,
             max_prefill_tokens=max_prefill_tokens,
-            max_cache_gib=_share_of_free_memory(device) if max_cache_gib is None else max_cache_gib,
+            max_cache_gib=_get_memory_share(device) if max_cache_gib is None else max_cache_gib,
             prefix_cache_gib=prefix_cache_gib,
             command_timeout_seconds=_STEP_SECONDS,
-            shared_weights=None if share_with is None else _tensors_of(share_with),
+            shared_weights=None if share_with is None else _to_tensors(share_with),
         )
         self._max_loaded_adapters = max_loaded_adapters
         self._engine: NativeInferenceEngine | None = None
@@ -111,7 +111,7 @@ class NativeSampling(SamplingBackend):
         """
         self._num_running += spec.num_samples
         try:
-            async with self._loaded(adapter) as name:
+            async with self._load_adapter(adapter) as name:
                 return await self._complete(spec, name, tenant)
         except FloatingPointError as error:
             raise ModelError(str(error), "server" if adapter is None else "user") from error
@@ -134,7 +134,7 @@ class NativeSampling(SamplingBackend):
             await self._slots.close()
 
     @contextlib.asynccontextmanager
-    async def _loaded(self, adapter: Path | None) -> AsyncIterator[str | None]:
+    async def _load_adapter(self, adapter: Path | None) -> AsyncIterator[str | None]:
         assert self._slots is not None, "start() comes first"
         async with contextlib.AsyncExitStack() as stack:
             # Only around the start of the block: a ValueError raised inside it is not one of loading the adapter.
@@ -178,25 +178,25 @@ class NativeSampling(SamplingBackend):
             for index in range(spec.num_samples)
         ]
         completions = await gather_or_cancel([_complete(engine, request, lora_name) for request in requests])
-        return _output(spec, completions, requests[0].prompt_scores)
+        return _to_sample_output(spec, completions, requests[0].prompt_scores)
 
 
 async def _complete(engine: NativeInferenceEngine, request: Request, lora_name: str | None) -> Completion:
     return await engine.complete(request, lora_name)
 
 
-def _share_of_free_memory(device: str) -> float:
+def _get_memory_share(device: str) -> float:
     """GiB."""
     if torch.device(device).type == "cuda":
         return torch.cuda.mem_get_info(device)[0] / 2 / 2**30
     return psutil.virtual_memory().available / 4 / 2**30
 
 
-def _tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def _to_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def _output(spec: SampleSpec, completions: list[Completion], scores: PromptScores | None) -> SampleOutput:
+def _to_sample_output(spec: SampleSpec, completions: list[Completion], scores: PromptScores | None) -> SampleOutput:
     sequences = []
     for completion in completions:
         if completion.stop_reason == "abort":
@@ -207,8 +207,8 @@ def _output(spec: SampleSpec, completions: list[Completion], scores: PromptScore
         sequences=sequences,
         # Nothing predicts the first token of a prompt.
         prompt_logprobs=[None, *_log_probs(scores)] if spec.prompt_logprobs else None,
-        topk_prompt_logprobs=[None, *_top(scores)] if spec.topk_prompt_logprobs else None,
-        target_prompt_logprobs=None if spec.targets is None else _of_targets(spec.targets, scores),
+        topk_prompt_logprobs=[None, *_extract_topk(scores)] if spec.topk_prompt_logprobs else None,
+        target_prompt_logprobs=None if spec.targets is None else _extract_target_logprobs(spec.targets, scores),
     )
 
 
@@ -217,14 +217,14 @@ def _log_probs(scores: PromptScores | None) -> list[float]:
     return [] if scores is None else scores.log_probs.tolist()
 
 
-def _of_targets(targets: PromptTargets, scores: PromptScores | None) -> TargetLogProbs:
+def _extract_target_logprobs(targets: PromptTargets, scores: PromptScores | None) -> TargetLogProbs:
     values = np.zeros(len(targets.ids))
     if scores is not None:
         values[targets.cells()[0]] = scores.target_log_probs
     return TargetLogProbs(targets.shape, list_of(values), targets.crow, targets.columns)
 
 
-def _top(scores: PromptScores | None) -> list[list[tuple[int, float]]]:
+def _extract_topk(scores: PromptScores | None) -> list[list[tuple[int, float]]]:
     if scores is None:
         return []
     ids, log_probs = scores.top_ids.tolist(), scores.top_log_probs.tolist()

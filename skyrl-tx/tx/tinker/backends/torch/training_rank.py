@@ -22,7 +22,7 @@ class RankTraining(TorchTraining):
 
     def __init__(self, base_model_folder: str | Path, rank_group: RankGroup, **settings: Any):
         super().__init__(base_model_folder, rank_group=rank_group, **settings)
-        parameters = [(local_part(each).numel(), each.numel()) for each in self.base_model.parameters()]
+        parameters = [(get_local_part(each).numel(), each.numel()) for each in self.base_model.parameters()]
         held, whole = map(sum, zip(*parameters, strict=True))
         logger.info(
             "process {} of {} holds {:,} of {:,} numbers of the model", rank_group.rank, rank_group.size, held, whole
@@ -45,7 +45,7 @@ class RankTraining(TorchTraining):
         super().forget(model_id)
 
 
-def local_part(parameter: torch.Tensor) -> torch.Tensor:
+def get_local_part(parameter: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a parameter."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
@@ -62,7 +62,7 @@ class TrainingRank:
         self._folder, self._settings, self._timeout_seconds = base_model_folder, settings, timeout_seconds
         self._training: RankTraining | None = None
 
-    def rendezvous_point(self) -> tuple[str, int]:
+    def find_rendezvous_point(self) -> tuple[str, int]:
         """An address and free port of this process's machine where its group can meet."""
         return node_address(), free_port()
 
