@@ -76,7 +76,7 @@ class AdapterHandle:
         return self.client.model_id
 
     def submit(self, data: list[Any], loss: str = "cross_entropy", config: dict[str, float] | None = None) -> Any:
-        """A forward-backward that nobody waits for yet."""
+        """Submit a forward-backward without waiting."""
         return self.client.forward_backward(data, loss, config)
 
     def backward(self, data: list[Any], loss: str = "cross_entropy", config: dict[str, float] | None = None) -> Pass:
@@ -144,7 +144,7 @@ class SamplerHandle:
     def submit(
         self, prompt: Tokens, n: int = 1, *, prompt_logprobs: bool = False, topk: int = 0, **params: object
     ) -> Any:
-        """A sample request that nobody waits for yet; `read` reads what it comes to."""
+        """Submit a sample request without waiting; `read` reads its result."""
         return self.client.sample(
             types.ModelInput.from_ints(list(prompt)),
             n,

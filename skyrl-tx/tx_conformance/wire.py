@@ -109,7 +109,7 @@ class Wire:
         return self.post("create_model", body | {"lora_config": lora, "type": "create_model"} | changes)
 
     def model(self, **changes: Any) -> str:
-        """A new adapter in a session of its own; its id."""
+        """Create an adapter in a new session; return its id."""
         return self.result(self.create_model(self.session(), **changes))["model_id"]
 
     def unload(self, model_id: str) -> None:
@@ -172,5 +172,5 @@ class Wire:
         return result["loss_fn_outputs"][0]["logprobs"]["data"]
 
     def fresh(self, name: str) -> str:
-        """A name nobody had."""
+        """Return a unique name."""
         return f"{name}-{time.time_ns() % 10**9}-{next(self._counter)}"

@@ -1,10 +1,10 @@
-"""`tx console`: the dashboard of skyrl_train over a server's runs, for each API key its own, and a page to sample from
-checkpoints.
+"""`tx console`: the dashboard of skyrl_train over a server's runs, restricted to the runs of each API key, and a page
+to sample from checkpoints.
 
-A process of its own beside the server: it reads the run folders and writes nothing. A browser gives its key once, as
-`/?token=KEY`, and is known by a random cookie until the login expires; the page to sample asks the server with that
-key. Where the server has no keys, the console draws a token of its own and prints it: other users of the machine reach
-its port, too.
+A separate process: it reads the server's run folders and writes nothing. A browser sends its key once, as
+`/?token=KEY`, and is identified by a random cookie until the login expires; the sampling page sends requests with that
+key. If the server has no keys, the console generates a token and prints it, since other users of the machine can reach
+its port.
 """
 
 import argparse
@@ -56,11 +56,11 @@ MAX_BODY_BYTES = 1 << 20
 
 
 class TenantRuns(RunsFolder):
-    """The run folders of one tenant among those of a server. The rest does not exist: neither listed nor opened.
+    """Run folders of one tenant of a server. Other tenants' folders are neither listed nor opened.
 
     Args:
         path: `runs` of the state folder
-        tenant: whose they are, by `tinker.tenant` in each `config.yaml`
+        tenant: the owner, from `tinker.tenant` in each `config.yaml`
     """
 
     def __init__(self, path: Path, tenant: str):
@@ -111,17 +111,17 @@ class _Login(NamedTuple):
 
 
 class Console:
-    """Application that sends each request to the pages of its key's tenant.
+    """Application that routes each request to the pages of its key's tenant.
 
     Args:
         runs: `runs` of the state folder
-        keys: none: whoever has the token sees everything
+        keys: if empty, the token gives access to everything
         server: URL of the server, for the page to sample
         login_hours: time after which a browser must give its key again
         token: for a console without keys
 
     Attributes:
-        token: needed where there are no keys; drawn if left out
+        token: required without keys; generated if omitted
     """
 
     def __init__(

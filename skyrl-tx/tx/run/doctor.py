@@ -126,13 +126,14 @@ def _check_base_model(config: EngineConfig) -> Finding:
 
 
 def _check_memory(config: EngineConfig) -> Iterator[Finding]:
-    """Compare the weights of the `torch` backend on a CPU with the free memory: those of the model (with several
-    processes that train, a copy divided over them besides), and the copy of linear layers that sampling packs."""
+    """Compare free memory with the CPU weights of the `torch` backend: the model (plus a sharded copy when several
+    processes train) and the packed copy of the linear layers used for sampling.
+    """
     folder = Path(config.base_model).expanduser()
     files = list(folder.glob("*.safetensors"))
     if config.backend != "torch" or not files:
         return
-    import torch  # heavy, as what is below it
+    import torch  # heavy, like the imports below
 
     from tx.tinker.backends.torch.settings import DTYPES, TrainingSettings
 

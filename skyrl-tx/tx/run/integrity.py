@@ -1,6 +1,6 @@
-"""`tx doctor --integrity`: reads all that a stopped server keeps and compares it with its checksums and its database.
+"""`tx doctor --integrity`: check the files of a stopped server against their checksums and its database.
 
-Reads only: nothing is created, migrated or removed. Each finding says what is lost and what to do.
+Read-only: nothing is created, migrated or removed. Each finding names the loss and the remedy.
 """
 
 import tempfile

@@ -85,10 +85,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def find_checkpoints(base: Path) -> tuple[list[FoundCheckpoint], list[str]]:
-    """Find the newest folder of each checkpoint under `base`. Returns: the whole ones, and what is wrong with others.
+    """Find the newest folder of each checkpoint under `base`. Returns: complete folders, and the errors of the others.
 
     Raises:
-        ConfigError: there is no such folder.
+        ConfigError: the folder does not exist.
     """
     if not base.is_dir():
         raise ConfigError(f"checkpoints_base: there is no folder {base}")
@@ -125,11 +125,11 @@ async def register(
 ) -> tuple[list[str], list[Path]]:
     """Insert checkpoints, their runs and sessions where they are missing.
 
-    Returns: for each checkpoint `added`, `known`, or `no run` for an encrypted one of whose run nothing else is there;
-        and those of `samplers` (folders) that no row names.
+    Returns: for each checkpoint `added`, `known`, or `no run` (encrypted, and no other trace of its run exists); and
+        the `samplers` (folders) that no row references.
 
     Raises:
-        ConfigError: the database cannot be used; a server is using it, perhaps.
+        ConfigError: the database cannot be used, for example because a server is using it.
     """
     config.state_folder.mkdir(parents=True, exist_ok=True)  # it may be what was lost
     store = Store(config.store_url)

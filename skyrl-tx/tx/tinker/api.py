@@ -56,7 +56,7 @@ async def serve(config: EngineConfig) -> None:
     """Serve until a signal.
 
     Raises:
-        ConfigError: what is asked for cannot be; nothing was started.
+        ConfigError: the settings cannot be satisfied; nothing was started.
     """
     keys = read_api_keys(config)
     check_backend(config)
@@ -73,7 +73,7 @@ async def serve(config: EngineConfig) -> None:
         log_to_file(log_file)  # now that no other server has this folder
         try:
             server = Server(create_app(service, config, facts, folders, keys, connections), connections)
-            gc.freeze()  # what is here now stays: later collections need not look at it
+            gc.freeze()  # startup objects are permanent: exclude them from later collections
             async with asyncio.TaskGroup() as tasks:
                 watching = tasks.create_task(_stop_on_fatal_config_error(server, service))
                 await server.serve(sockets=[listening])
@@ -99,14 +99,14 @@ async def _stop_on_fatal_config_error(server: "Server", service: TinkerService) 
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """A socket that clients can connect to from now on; nobody answers yet.
+    """Open a listening socket. Connections queue until the server accepts them.
 
     Raises:
-        ConfigError: the address is taken, or is none of this machine.
+        ConfigError: the address is in use, or not an address of this machine.
     """
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        # Named: without it asyncio leaves Nagle's algorithm on, and each answer waits 40 ms.
+        # Named: without it asyncio leaves Nagle's algorithm on, which delays each response by 40 ms.
         listening = socket.socket(family, kind, socket.IPPROTO_TCP)
     except OSError as error:
         raise ConfigError(f"--host {host}: {error}") from None
@@ -122,7 +122,7 @@ def open_socket(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """The web server, which says where it listens, and lets nobody wait while it closes."""
+    """Web server that reports its address and answers pending polls when it closes."""
 
     def __init__(self, app: FastAPI, connections: Connections):
         super().__init__(

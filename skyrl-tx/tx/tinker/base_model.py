@@ -33,7 +33,7 @@ def read_base_model(name_or_dir: str) -> BaseModelFacts:
     """Read a local folder, or download a model from the hub and read it.
 
     Raises:
-        ConfigError: no such model, or its files do not say what is needed.
+        ConfigError: the model does not exist, or its files are incomplete.
     """
     folder = Path(name_or_dir).expanduser()
     is_local = folder.is_dir()

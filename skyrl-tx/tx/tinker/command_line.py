@@ -57,7 +57,7 @@ def _build_parser() -> argparse.ArgumentParser:
         prog="python -m tx.tinker.api",
         description=f"A training service that speaks the protocol of the tinker SDK. Each option may also be set in "
         f"the environment, as {ENV_PREFIX} and its name in capitals with _ for -.",
-        argument_default=argparse.SUPPRESS,  # what is not given is not there, so that the environment shows through
+        argument_default=argparse.SUPPRESS,  # omit missing options, so that environment variables apply
         allow_abbrev=False,
     )
     for name, field in _FIELDS.items():

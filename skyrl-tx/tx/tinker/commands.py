@@ -293,7 +293,9 @@ class CreateModel(ModelCommand, frozen=True, kw_only=True):
 
 
 class Train(ModelCommand, frozen=True, kw_only=True):
-    """A forward or forward-backward pass. The engine executes it jointly with those of other models (`RunningPass`)."""
+    """A forward or forward-backward pass. The engine executes it jointly with passes of other models
+    (`RunningPass`).
+    """
 
     payload: bytes
     """A checked `ForwardBackwardRequest` of the wire."""

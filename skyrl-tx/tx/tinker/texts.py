@@ -31,10 +31,10 @@ class Texts:
         return self._tokenizer.decode_batch([[token] for token in tokens], skip_special_tokens=False)
 
     def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
-        """The messages up to where the assistant begins to speak.
+        """Encode messages up to the start of the assistant's turn.
 
         Raises:
-            RequestError: there is no template, or it refuses the messages.
+            RequestError: the chat template is missing, or refuses the messages.
         """
         import jinja2
 

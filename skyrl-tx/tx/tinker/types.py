@@ -75,8 +75,9 @@ TARGETS_REFUSED = (
 
 
 class PromptTargets(msgspec.Struct, frozen=True, kw_only=True):
-    """Token ids whose log-probs a request asks for, by place in its prompt of N tokens, in the layout of the wire: a
-    table [N - 1, K], dense or with the listed cells alone (CSR)."""
+    """Token ids to score at each position of a prompt of N tokens, in the wire layout: a table [N - 1, K], dense or
+    sparse (CSR).
+    """
 
     shape: tuple[int, int]
     ids: list[int]
@@ -183,7 +184,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 
 
 def validate_checkpoint_name(name: str, setting: str = "path") -> str:
-    """A name that is safe as a folder's.
+    """Return the name if it is safe as a folder name.
 
     Raises:
         RequestError: it is not.
@@ -211,7 +212,7 @@ class TinkerPath(NamedTuple):
         """Parse a path.
 
         Raises:
-            RequestError: it is none.
+            RequestError: the path is invalid.
         """
         match text.split("/"):
             case ["tinker:", "", run_id, ("weights" | "sampler_weights" | "external_weights") as kind, name]:

@@ -48,8 +48,9 @@ class Failure:
 
 
 class BackendLost(BaseException):
-    """Nothing can be computed by this backend any more; the text says why. The engine process ends, and the next one
-    does what was not done. No `Exception`, so that nobody takes it for the failure of one request."""
+    """The backend cannot compute anything further; the text says why. The engine process exits, and the next one
+    executes unfinished requests. Not an `Exception`, so that it is not handled as the failure of one request.
+    """
 
 
 class TrainingBackend(ABC):
@@ -80,8 +81,9 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def copy_gradient(self, model_id: str) -> Any:
-        """Copy the accumulated gradient for `put_gradient`; None (or anything cheap) if there is none. Taken before a
-        request of several micro-batches, since a failed one must leave no effect."""
+        """Copy the accumulated gradient for `put_gradient`; return None (or anything cheap) without a gradient. Called
+        before a request of several micro-batches, since a failed request must have no effect.
+        """
 
     @abstractmethod
     def put_gradient(self, model_id: str, gradient: Any) -> None:
@@ -123,7 +125,9 @@ class TrainingBackend(ABC):
 
 
 class SamplingBackend(ABC):
-    """Called from one asyncio loop; every coroutine ends. Requests run together, whoever they are from."""
+    """Interface for sampling, called from one asyncio loop; every coroutine ends. Requests of all tenants are
+    batched.
+    """
 
     @abstractmethod
     async def start(self) -> None:
@@ -131,12 +135,12 @@ class SamplingBackend(ABC):
 
     @abstractmethod
     async def sample(self, spec: SampleSpec, adapter: Path | None, *, tenant: str = "") -> SampleOutput:
-        """Samples from an adapter's folder (as `save` wrote it; it never changes), or from the base model. Loads it
-        when needed and forgets the least recently used. Tenants take turns where several wait.
+        """Sample from an adapter's folder (written by `save`, immutable), or from the base model. Adapters are loaded
+        on demand and evicted least recently used first. Waiting tenants are served in turn.
 
         Raises:
-            ModelError: the adapter cannot be loaded, the output was not finite.
-            BackendLost: nobody's request will be answered any more.
+            ModelError: the adapter cannot be loaded, or the output was not finite.
+            BackendLost: no further request will be completed.
         """
 
     @abstractmethod
@@ -144,11 +148,11 @@ class SamplingBackend(ABC):
         """Return the number of requests under way."""
 
     async def end_of_step(self) -> None:
-        """Return when the current step is over, so that a hung step is noticed. A backend that detects hangs itself
-        returns at once.
+        """Wait for the end of the current step, to detect hung steps. A backend that detects hangs itself returns
+        immediately.
 
         Raises:
-            BackendLost: nobody's request will be answered any more.
+            BackendLost: no further request will be completed.
         """
         return
 

@@ -54,7 +54,7 @@ def check_backend(config: EngineConfig) -> None:
 
 
 def extract_training_settings(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the `torch` backend's settings that are `TrainingSettings`."""
+    """Return the `TrainingSettings` among the settings of the `torch` backend."""
     return {name: value for name, value in values.items() if name not in SAMPLING_SETTINGS}
 
 

@@ -1,8 +1,8 @@
 """Channel between the API process and one engine process: messages both ways, in order, over a Unix socket.
 
-Every engine gets a socket of its own, so that nothing meant for a dead one reaches the next. The channel does not know
-whether the other side lives: the API hears of the engine's end from the child process, the engine of the API's from
-`parent.py`. What was sent and not read when a process dies is lost; the database has it.
+Every engine gets a new socket, so that messages to a crashed engine never reach its successor. The channel does not
+detect whether its peer is alive: the API watches the child process, and the engine its parent (`process.py`). Messages
+not read before a crash are lost; the database still has the requests.
 """
 
 import asyncio
@@ -102,7 +102,7 @@ class EngineChannel:
 
 def _open_pair(context: zmq.asyncio.Context) -> zmq.asyncio.Socket:
     socket = context.socket(zmq.PAIR)
-    socket.sndhwm = socket.rcvhwm = 0  # no limit here: the API bounds what is under way
+    socket.sndhwm = socket.rcvhwm = 0  # no limit here: the API bounds the requests in flight
     return socket
 
 

@@ -1,4 +1,4 @@
-"""Work that may wait for disks and networks, done beside the training thread, which takes the outcome back."""
+"""Runs disk and network jobs in helper threads; the training thread collects the outcomes."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -94,7 +94,7 @@ class Engine:
         watching = asyncio.create_task(sampling.watch())
         parts = (training, reading, stats, watching, sampling.lost, stopped)
         ended, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
-        reading.cancel()  # what comes now is for the next engine
+        reading.cancel()  # later messages are for the next engine
         self._stopping.set()
         trainer.inbox.put(_wake_up)
         await asyncio.wait((training,), timeout=FINISH_SECONDS + SNAPSHOT_SECONDS)

@@ -27,8 +27,11 @@ from tx.tinker.types import LoraSpec
 
 
 def resume_steps(steps: Steps, outcome: Future[object] | None) -> Job:
-    """Go on after the outcome of a job (None: begin), which is raised inside the steps if it is an error. Returns: the
-    next job. Raises: StopIteration at the end."""
+    """Resume steps with the outcome of a job (None: start); errors are raised inside the steps. Returns: the next job.
+
+    Raises:
+        StopIteration: at the end.
+    """
     if outcome is None:
         return next(steps)
     if error := outcome.exception():
@@ -158,13 +161,13 @@ class Models:
     # ---- memory
 
     def admitted(self, since: Mapping[str, float]) -> set[str]:
-        """Choose the models whose commands may run now.
+        """Select the models that may run commands now.
 
-        Those in memory, and as many others as there is room for. Of the rest, which would have to take the place of
-        another one, those that wait longest, as many as swaps are due; one at least if no model in memory has work.
+        These are the models in memory, and as many others as fit. Of the rest, which need an eviction, the longest
+        waiting are admitted, as many as swaps are due; at least one if no model in memory has work.
 
         Args:
-            since: time since when each model with a command that is ready has waited.
+            since: start of the wait of each model with a ready command.
         """
         at_hand = {model_id for model_id in since if (model := self._models.get(model_id)) and model.needs_no_place}
         absent = sorted(since.keys() - at_hand, key=lambda model_id: since[model_id])
@@ -179,14 +182,14 @@ class Models:
         """Load the model into memory, and evict another one if there is no room.
 
         Args:
-            is_busy: models that cannot leave now
+            is_busy: models that cannot be evicted now
 
         Returns:
-            False: no room now; some model is busy.
+            False: no free slot now; some model is busy.
 
         Raises:
-            ModelError: what is on disk cannot be read.
-            Exception: of the backend, or of the disk: the other model cannot be written.
+            ModelError: the files cannot be read.
+            Exception: from the backend or the disk: the evicted model cannot be written.
         """
         began = model.last_used = self._now()
         if model.in_memory:
@@ -226,7 +229,7 @@ class Models:
 
     def _offload(self, model: Model) -> None:
         if model.changed and not model.damaged:
-            run_here(self.write_snapshot(model))  # it must stand before the memory goes
+            run_here(self.write_snapshot(model))  # must be complete before the memory is freed
         self._training.forget(model.model_id)
         model.in_memory = False
 

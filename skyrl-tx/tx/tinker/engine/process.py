@@ -44,8 +44,8 @@ def set_process_name(name: str) -> None:
 
 
 def run_at_low_priority(work: Callable[[], None]) -> None:
-    """Run in a thread of the lowest priority, where threads have priorities of their own (Linux). The priority cannot
-    be raised again without a privilege.
+    """Run in a thread of the lowest priority, where priorities are per thread (Linux). Raising a priority again needs a
+    privilege.
     """
 
     def give_way() -> None:
@@ -69,7 +69,7 @@ def call_when_parent_exits(parent: int, then: Callable[[], None]) -> None:
 
 
 def _wait_until_gone(parent: int) -> None:
-    # Left where the process is gone, the kernel refuses or there is no pidfd_open (macOS): the loop below then asks.
+    # Without pidfd_open (macOS), on refusal, or after the process exited, the loop below polls instead.
     with suppress(OSError, AttributeError), os.fdopen(os.pidfd_open(parent)) as ended:
         # Asked after the open: the number of a process that is still the parent cannot have passed to another one.
         if os.getppid() == parent:

@@ -4,12 +4,12 @@ A turn has two halves: quick commands (all but passes) at the heads of queues, i
 one pass, made of one micro-batch of each of several models. So a command waits for at most one pass and one command of
 each other tenant.
 
-Models in memory come first (`Models.admitted`): queues of other models are not ready until a swap is due for them, and
-their tenants count as idle.
+Models in memory have priority (`Models.admitted`): queues of other models are not ready until a swap is due for them,
+and their tenants count as idle.
 
-A tenant's share of the passes is counted in tokens, whatever the number of its models. The one who has had least comes
-first, and when it has no more to send the pass is full, even if there were room: every further micro-batch of another
-would make its next one wait.
+A tenant's share of the passes is counted in tokens, whatever the number of its models. The tenant with the least is
+served first, and once it has no more work the pass is closed even if it has room: further micro-batches of others would
+delay its next one.
 """
 
 import time
@@ -39,10 +39,10 @@ class ModelQueue:
 
 
 class Scheduler:
-    """Queues of commands, and the choice of the next ones.
+    """Scheduler that holds the command queues and selects the next commands.
 
     Args:
-        admitted: which of the models whose commands are ready may run now, by the time since when each waits.
+        admitted: selects the models that may run now, given the start of each one's wait.
         now: seconds.
     """
 
@@ -76,7 +76,7 @@ class Scheduler:
             del self._queues[queue.model_id]
 
     def quick_round(self) -> list[ModelQueue]:
-        """Return one queue per tenant whose first command is quick: the one that waits longest."""
+        """Return the longest waiting queue with a quick first command of each tenant."""
         first: dict[str, ModelQueue] = {}
         for queue in self._get_ready(passes=False):
             first.setdefault(queue.tenant, queue)
@@ -85,8 +85,8 @@ class Scheduler:
         return list(first.values())
 
     def pass_candidates(self) -> Iterator[ModelQueue]:
-        """Yield queues whose micro-batch may join this pass, best first. The caller charges each that joins (`charge`)
-        before it asks for the next; one that cannot join now is passed over."""
+        """Yield queues whose micro-batch may join this pass, best first. The caller charges each joining
+        queue (`charge`) before requesting the next; queues that cannot join now are skipped."""
         waiting: dict[str, deque[ModelQueue]] = {}
         for queue in self._get_ready(passes=True):
             waiting.setdefault(queue.tenant, deque()).append(queue)

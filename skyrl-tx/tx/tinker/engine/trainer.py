@@ -135,9 +135,11 @@ class Trainer:
         return model_id in self._running or model_id in self._held
 
     def _get_model(self, command: ModelCommand) -> Model | None:
-        """Return the command's model, loaded into memory; None if there is no room now."""
+        """Return the command's model, loaded into memory; None without a free slot."""
         model = self._models.get(command.model_id)
-        if model is None and isinstance(command, CreateModel | Unload):  # one whose creation failed may be unloaded too
+        if model is None and isinstance(
+            command, CreateModel | Unload
+        ):  # a model whose creation failed may still be unloaded
             model = Model(
                 command.model_id, command.tenant, command.lora if isinstance(command, CreateModel) else LoraSpec()
             )
@@ -322,7 +324,7 @@ class Trainer:
             self._models.damage(model, f"what was done before a restart could not be done again: {failed.error}")
         elif isinstance(command, CreateModel):
             self._models.forget(command.model_id)
-        elif model and command.seq > model.seq:  # a step whose gradient was not finite has cleared it
+        elif model and command.seq > model.seq:  # a step with a non-finite gradient has cleared it
             self._models.done(model, command.seq, seconds=0.0, changed=isinstance(command, Optimize))
         if not command.replay:
             self._send(failed)

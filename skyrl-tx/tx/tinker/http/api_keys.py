@@ -84,10 +84,10 @@ class ApiKeys:
 
 
 def read_api_keys(config: EngineConfig, env: Mapping[str, str] | None = None) -> ApiKeys:
-    """The keys of the settings: of `api_keys_file`, else of TX_API_KEYS, else none.
+    """Read the API keys from `api_keys_file`, else from TX_API_KEYS, else none.
 
     Raises:
-        ConfigError: they cannot be read, or there are none and the server would listen beyond loopback.
+        ConfigError: the keys cannot be read, or are missing and the server would listen beyond loopback.
     """
     if config.api_keys_file is not None:
         keys = ApiKeys(_read_file(config.api_keys_file))
@@ -108,7 +108,7 @@ def is_loopback(host: str) -> bool:
 
 
 def extract_key(headers: Headers) -> str:
-    """The key that a request carries; empty if none."""
+    """Return the key of a request; empty if none."""
     if key := headers.get("x-api-key"):
         return key.strip()
     scheme, _, value = headers.get("authorization", "").partition(" ")

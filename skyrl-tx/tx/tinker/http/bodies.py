@@ -53,8 +53,8 @@ class Intake:
     their bodies that have arrived.
 
     Args:
-        max_bytes: of all bodies. A tenant may hold as many as are still free, so one alone takes half, and there is
-            always room for another's; a body that is there alone is let in whatever its size
+        max_bytes: of all bodies. A tenant may hold as many as are still free, so a single tenant gets at most half and
+            others always have room; a lone body is admitted whatever its size
         max_requests: of all tenants together
     """
 
@@ -77,7 +77,7 @@ class Intake:
         raise Busy(why, RETRY_SECONDS)
 
     def begin(self, tenant: str, path: str) -> "Share":
-        """Count a request. Raises Busy for a tenant whose requests leave the others too little room."""
+        """Count a request. Raises Busy if the tenant's requests would leave too little room for other tenants."""
         # No await between check and count, here and in `hold`: two requests of the loop cannot both get the last place.
         room, total = FULL * self.max_requests, self.num_requests.total()
         share = room / len(self.num_requests.keys() | {tenant})
@@ -95,7 +95,7 @@ class Share:
         self.intake, self.tenant, self.num_bytes = intake, tenant, 0
 
     def check(self, num_bytes: int) -> None:
-        """Raise Busy if there is no room for so many bytes now."""
+        """Raise Busy if these bytes do not fit now."""
         intake, more = self.intake, num_bytes - self.num_bytes
         total, own = intake.num_bytes.total() + more, intake.num_bytes[self.tenant] + more
         # `total > num_bytes`: a body that would be alone is let in, or one above half of the limit could never be sent.
@@ -107,7 +107,7 @@ class Share:
             )
 
     def hold(self, num_bytes: int) -> None:
-        """Hold so many bytes, which have arrived. Raises Busy if there is no room for them."""
+        """Reserve received bytes. Raises Busy if they do not fit."""
         self.check(num_bytes)
         _add(self.intake.num_bytes, self.tenant, num_bytes - self.num_bytes)
         self.num_bytes = num_bytes
@@ -124,7 +124,7 @@ def _add(counts: Counter[str], tenant: str, number: int) -> None:
 
 
 class Counted:
-    """Middleware that has every request counted. Inside of the door, which knows whose it is. Pure ASGI."""
+    """ASGI middleware that counts every request. Runs inside the authentication, which determines the tenant."""
 
     def __init__(self, app: ASGIApp, intake: Intake):
         self.app, self.intake = app, intake
@@ -135,7 +135,7 @@ class Counted:
             share = scope[_SHARE] = self.intake.begin(tenant or "", scope["path"])
         except Busy as error:
             if tenant:
-                # The client is alive, but its session's id is in what is not read.
+                # The client is alive, but its session id is in the unread body.
                 scope["app"].state.service.sessions.keep_all(tenant)
             return await busy(error)(scope, receive, send)
         try:
@@ -222,7 +222,7 @@ async def read_json_in_order(request: Request, schema: type[Schema]) -> Schema:
 
 
 async def record_refusal(request: Request, body: bytes, error: RequestError) -> None:
-    """Record the refusal of a body whose model and seq can still be read."""
+    """Record the refusal of a body if its model and seq are readable."""
     headers = request.headers
     content_type, encoding = headers.get("content-type", ""), headers.get("content-encoding")
     max_bytes = max_body_bytes(request)
@@ -245,11 +245,11 @@ def parse_json(body: bytes, schema: type[Schema]) -> Schema:
 
 
 def check_content_type(request: Request, *allowed: str) -> str:
-    """The content type of the request, without its parameters. A browser sends no other site's page these types without
-    asking first, so such pages cannot use a server on loopback.
+    """Return the content type of the request, without parameters. The accepted types trigger a CORS preflight, so pages
+    of other sites cannot use a server on loopback.
 
     Raises:
-        RequestError: another one.
+        RequestError: an unsupported content type.
     """
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type not in allowed:

@@ -20,7 +20,7 @@ RESERVED_FILES = 256
 
 
 def compute_connection_limit(files: int) -> int:
-    """Return how many connections there is room for, of so many files."""
+    """Return the number of connections that an open file limit allows."""
     return max(files - RESERVED_FILES, files // 2)
 
 
@@ -50,7 +50,7 @@ class Connections:
         }
 
     def protocol(self) -> type[asyncio.Protocol]:
-        """Return uvicorn's HTTP protocol, whose connections are registered here and cut when they are late."""
+        """Return uvicorn's HTTP protocol, whose connections are registered here and cut at their deadlines."""
         return type("TimedConnection", (_Timed, AutoHTTPProtocol), {"registry": self})
 
     def opened(self, connection: "_Timed") -> None:
@@ -72,8 +72,9 @@ class Connections:
 
 
 class _Timed(asyncio.Protocol):
-    """Timers of a connection, beside uvicorn's protocol. It is *idle* until a request's headers are complete and again
-    once that is answered; in between, whoever reads the body keeps the time (`bodies`)."""
+    """uvicorn's protocol with a connection timer. A connection is *idle* until a request's headers are complete and
+    again after the response; in between, the reader of the body enforces deadlines (`bodies`).
+    """
 
     registry: Connections
     transport: Any

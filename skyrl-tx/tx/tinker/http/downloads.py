@@ -81,7 +81,7 @@ class Downloads:
         return f"{base_url.rstrip('/')}{DOWNLOADS}{path}?{urlencode(query)}"
 
     def check(self, download: Download, signature: str) -> None:
-        """Raises RequestError: not signed by us (403), or no longer valid (410)."""
+        """Verify a signature. Raises RequestError: not signed by this server (403), or expired (410)."""
         if not hmac.compare_digest(self._compute_signature(download).encode(), signature.encode(errors="replace")):
             raise RequestError("this download address is not one of this server's; ask for the archive again", 403)
         if time.time() > download.expires:

@@ -1,7 +1,8 @@
 """Exception handlers: responses that say what to do, and never cause a client to retry in a tight loop.
 
-What nobody foresaw is logged with an id that the answer carries. Clients try 5xx again for five minutes with growing
-pauses, except while polling for results, where they ask again at once; there the answer is a 429, which they pause for.
+Unexpected errors are logged with an id that the response contains. Clients retry 5xx for five minutes with increasing
+delays, except while polling for results, where they retry immediately; there the response is a 429, for which they
+pause.
 """
 
 import asyncio
@@ -61,7 +62,7 @@ class Unforeseen:
             name = secrets.token_hex(4)
             logger.exception("error %s at %s %s", name, scope["method"], scope["path"])
             if started:
-                raise  # half an answer is out: the connection must break for the client to see it
+                raise  # partially sent: only a broken connection signals the error to the client
             await _handle_unforeseen(name, scope["path"])(scope, receive, send)
 
 
@@ -80,7 +81,7 @@ async def _handle_refused(request: Request, error: Exception) -> Response:
 
 
 async def _handle_busy(request: Request, error: Exception) -> Response:
-    """Whatever was refused, and be it a heartbeat: whoever asks is there."""
+    """Respond with 429. Even a refused request (or heartbeat) keeps its session alive."""
     assert isinstance(error, Busy)
     if tenant := request.scope[TENANT]:
         get_service(request).sessions.keep_all(tenant)
@@ -94,7 +95,7 @@ async def _handle_wrong_parameters(request: Request, error: Exception) -> Respon
 
 
 class _Parameters:
-    """Findings by the parameters' names, without the part of the address they stand in."""
+    """Validation errors by parameter name, without the parameter's location."""
 
     def __init__(self, error: RequestValidationError):
         self._findings = [{**found, "loc": found["loc"][1:]} for found in error.errors()]

@@ -14,18 +14,18 @@ DRAIN_SECONDS = 30.0
 
 
 def to_json_response(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """A dict or a pydantic object as an answer."""
+    """Encode a dict or a pydantic object as a JSON response."""
     body = value.model_dump_json().encode() if isinstance(value, BaseModel) else orjson.dumps(value)
     return Response(body, status, headers, media_type="application/json")
 
 
 def build_problem(status: int, text: str, headers: dict[str, str] | None = None) -> Response:
-    """A refusal that clients print as it is."""
+    """Build an error response; clients print its text verbatim."""
     return to_json_response({"detail": text}, status, headers)
 
 
 def busy(error: Busy) -> Response:
-    """429, which clients try again."""
+    """Build a 429 response, which clients retry."""
     return build_problem(429, str(error), retry_after(error.retry_after_seconds))
 
 

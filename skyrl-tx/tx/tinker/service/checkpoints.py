@@ -1,7 +1,7 @@
-"""Checkpoints and the runs they come from: who may see which, what they are, how they go.
+"""Checkpoints and their training runs: access, description, deletion.
 
-A checkpoint's folder is named for its name and the request that made it, and is never written twice. So replacing or
-deleting a checkpoint harms no sampler that has its weights: the folder goes when nobody uses it any more.
+A checkpoint's folder is named after the checkpoint and the request that created it, and is never rewritten. So
+replacing or deleting a checkpoint does not affect samplers of its weights: the folder is deleted once unused.
 """
 
 import time
@@ -55,7 +55,7 @@ class Checkpoints:
 
         Args:
             optimizer: require one
-            pending_model_id: model whose saves under way count: they finish before its next request
+            pending_model_id: count saves in flight of this model: they finish before its next request
             to_load: False: only describe or download it, so it may be external
 
         Raises:
@@ -106,13 +106,13 @@ class Checkpoints:
         """Count a save from now on; one under way counts as large as the tenant's largest of its kind and rank.
 
         Raises:
-            RequestError: the tenant's checkpoints are as large as they may be.
-            Busy: a save is under way whose like was never saved, so its size is not known yet.
+            RequestError: the tenant's checkpoint quota is used up.
+            Busy: a save of a kind and rank never saved before is in flight, so its size is unknown.
         """
         if self._max_gb is None:
             return
         saved, largest = await self._store.read(partial(_sum_sizes, tenant=tenant))
-        # No await from here on: of saves that come together, each counts those before it.
+        # No await from here on: concurrent saves must count earlier ones.
         under_way = [(kind, rank) for of, kind, rank in self._state.saves.values() if of == tenant]
         num_bytes = saved + sum(largest.get(each, 0) for each in under_way)
         if num_bytes >= self._max_gb * 1e9:

@@ -58,7 +58,7 @@ class Dispatch:
             await self._count_death([*heads, *restored.samples], "the server died with it")
 
     def due(self, run: Run, pending_requests: list[PendingRequest]) -> None:
-        """Queue requests whose predecessors have all arrived."""
+        """Queue requests after all their predecessors have arrived."""
         if pending_requests and run.model_id not in self._state.runs:  # its creation failed while these were accepted
             self.spawn(self.fail(pending_requests, "the model could not be created", "user"))
             return
@@ -168,7 +168,7 @@ class Dispatch:
             self.spawn(self._send_sample(pending))
 
     def _find_next(self, run: Run) -> PendingRequest | None:
-        """Return the next request to send. A suspect that waits for its trial blocks those behind it."""
+        """Return the next request to send. A suspect that waits for its trial blocks later requests."""
         engine_generation = self._link.engine_generation
         pending = next(
             (e for e in run.queue.values() if not e.recording_result and e.sent_to != engine_generation), None

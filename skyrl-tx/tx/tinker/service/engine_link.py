@@ -97,7 +97,7 @@ class EngineLink:
         self._supervision = asyncio.create_task(self._run_engines(), name="engine-supervision")
 
     async def send(self, message: FromApi) -> None:
-        """Send a message to the present engine; drop it if there is none."""
+        """Send a message to the current engine; drop it without one."""
         if self._channel is not None:
             await self._channel.send(message)
 
@@ -243,7 +243,7 @@ class EngineLink:
     async def _check_liveness(self) -> str:
         while True:
             await asyncio.sleep(min(1.0, self._timeouts.silence / 4))
-            # Sees an event loop that hangs. An engine whose training thread hangs still sends statistics: see `_is_stuck`.
+            # Detects a hung event loop. With a hung training thread statistics still arrive: see `_is_stuck`.
             timeouts = self._timeouts.silence if self.ready else self._timeouts.start
             if time.monotonic() - self._heard_at > timeouts:
                 silent = f"it said nothing for {timeouts:g} s" + ("" if self.ready else " after its start")

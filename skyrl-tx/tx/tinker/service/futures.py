@@ -42,7 +42,7 @@ class Futures:
         """Wait up to `timeout` seconds for a result.
 
         Raises:
-            RequestError: 404 unknown, 410 no longer kept
+            RequestError: 404 unknown, 410 expired
         """
         self._state.heard_of(tenant, request_id)
         result = await self._find(tenant, request_id, timeout)
@@ -109,7 +109,7 @@ def _get_row(database: Database, tenant: str, request_id: str) -> RequestRow | N
     model, sampler = database.get(ModelRow, owner), database.get(SamplerRow, owner)
     if model is not None and model.tenant == tenant and int(seq) < model.next_seq:
         raise gone(request_id)
-    if sampler is not None and sampler.tenant == tenant:  # clients submit a sample that is gone again
+    if sampler is not None and sampler.tenant == tenant:  # clients resubmit samples that were removed
         raise gone(request_id)
     return None
 

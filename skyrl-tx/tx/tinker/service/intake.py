@@ -81,9 +81,9 @@ class RequestIntake:
         """Accept a request for a model, and return once it is durable.
 
         Raises:
-            RequestError: the model is not there, or the request is wrong, which uses up its seq, or its seq was used
-                by another one.
-            Busy: later.
+            RequestError: the model does not exist, the request is invalid (which consumes its seq), or its seq is
+                already used.
+            Busy: retry later.
         """
         model_id, seq = request.model_id, request.seq_id
         assert model_id is not None and seq is not None
@@ -111,7 +111,7 @@ class RequestIntake:
         return {"request_id": format_request_id(model_id, seq), "model_id": model_id}
 
     async def refuse(self, tenant: str, model_id: str, seq: int, error: str) -> None:
-        """Record a refusal (4xx) by the HTTP layer: it uses up the seq. No effect if there is no such model."""
+        """Record a refusal (4xx) by the HTTP layer: it consumes the seq. No effect if the model does not exist."""
         run = self._state.runs.get(model_id)
         if run is None or run.tenant != tenant or run.sequence.too_far(seq) or run.sequence.knows(seq):
             return
@@ -134,7 +134,7 @@ class RequestIntake:
         return format_request_id(run.model_id, "unload")
 
     async def give_up_gaps(self, run: Run, waiting_since_before: float, timeout: float) -> None:
-        """Fail requests whose predecessor never arrived, so that later ones can proceed."""
+        """Fail requests with a missing predecessor, so that later ones can proceed."""
         while (given_up := run.sequence.give_up(waiting_since_before)) is not None:
             first, last = given_up.missing[0], given_up.missing[-1]
             missing = f"seq_id {first}" if first == last else f"seq_ids {first} to {last}"
@@ -175,7 +175,7 @@ class RequestIntake:
         run.delayed = {each: at for each, at in run.delayed.items() if each >= expected and now - at < PATIENCE_SECONDS}
         earlier = min(run.delayed, default=seq)
         run.delayed[seq] = now
-        if earlier < seq:  # else what is left would go to later ones, and the model wait for this one
+        if earlier < seq:  # otherwise later requests would use the remainder, and the model would wait for this one
             quota.refuse(run.tenant, 1.0)
         quota.admit(run.tenant)
         del run.delayed[seq]

@@ -31,10 +31,10 @@ class KeptSamples:
         self._num_rows: dict[Path, int] = {}  # of the file of a model's present step
 
     def add(self, run: Path, step: int, request_id: str, prompt: Sequence[int], output: SampleOutput) -> None:
-        """Append the samples of a request to those of a step, and drop the earliest beyond the limits.
+        """Append the samples of a request to a step's file, and drop the earliest beyond the limits.
 
         Raises:
-            OSError: they cannot be written.
+            OSError: the files cannot be written.
         """
         folder = run / "trajectories"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # other users of the machine may read the rest of a run
@@ -48,7 +48,7 @@ class KeptSamples:
         self._num_rows[file] += len(rows)
         is_large = file.stat().st_size > self._most_bytes
         if is_large or self._num_rows[file] >= 2 * self._most:
-            # Half of the bytes: a full file would else be written anew for each request.
+            # Half of the bytes: otherwise a full file would be rewritten for each request.
             most_bytes = self._most_bytes // 2 if is_large else self._most_bytes
             self._num_rows[file] = _remove_all_but_last(file, self._most, most_bytes)
         _remove_earliest(folder, self._most_bytes)

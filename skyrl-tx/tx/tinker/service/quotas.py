@@ -13,8 +13,8 @@ LONGEST_RETRY_SECONDS = 60.0
 
 
 class TokenQuota:
-    """A bucket of tokens for each tenant: it holds a minute's, and a request is admitted unless the bucket is empty. A
-    request that is larger than what is left leaves a debt, which the next ones wait for.
+    """Token bucket for each tenant with the capacity of one minute. A request is admitted unless the bucket is empty;
+    one larger than the remainder leaves a debt, which later requests wait for.
 
     Args:
         per_minute: tokens; None: no limit

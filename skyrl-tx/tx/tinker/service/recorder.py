@@ -207,7 +207,7 @@ def _record_snapshot(database: Database, message: Snapshotted) -> tuple[str | No
     if model is None or model.status != "live" or model.snapshot_seq >= message.seq:
         return None
     if count_pending(database, message.model_id, message.seq):
-        return None  # it contains what is not recorded; a new engine would do it twice
+        return None  # contains unrecorded commands, which a new engine would execute twice
     before = model.snapshot
     model.snapshot, model.snapshot_seq = message.folder, message.seq
     model.next_seq = max(model.next_seq, message.seq + 1)

@@ -124,7 +124,9 @@ def _run(row: ModelRow) -> Run:
 
 
 def _restore_requests(run: Run, rows: list[RequestRow]) -> None:
-    """Restore a model's requests: all rows after its snapshot, and pending ones. Waits for a predecessor start anew."""
+    """Restore a model's requests: all rows after its snapshot, and pending ones. Timeouts for missing predecessors
+    restart.
+    """
     now, unload = time.monotonic(), None
     for row in rows:
         pending = _build_entry(run, row) if row.status == "pending" else None

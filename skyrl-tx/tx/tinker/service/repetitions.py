@@ -1,7 +1,7 @@
-"""Recognition of repeated requests: the same number must come with the same content.
+"""Deduplication of repeated requests: the same seq must have the same content.
 
-Clients repeat a request whose answer was lost. A number that comes again with other content is a mistake of the client
-(two programs with one model, a counter that was reset), which would else get the result of a request it never made.
+Clients repeat a request whose response was lost. A reused seq with other content is a client error (two programs with
+one model, a counter that was reset); otherwise the client would get the result of another request.
 """
 
 import asyncio

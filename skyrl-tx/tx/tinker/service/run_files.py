@@ -82,17 +82,17 @@ class _Progress:
 
 
 class RunFiles:
-    """Writer of the run folders. A thread of its own writes, so that lines keep their order and a slow disk stops no
-    event loop.
+    """Writer of the run folders. A single thread writes, so that lines keep their order and a slow disk does not block
+    the event loop.
 
     Args:
         folder: `runs` in the state folder.
-        samples: where samples are kept; None: they are not.
+        samples: store for samples; None: samples are not stored.
     """
 
     def __init__(self, folder: Path, samples: KeptSamples | None = None):
         self._folder, self._samples = folder, samples
-        # Not a pool, whose threads a process waits for at its end, however long the disk is stalled.
+        # Not a pool: the interpreter joins pool threads at exit, however long the disk is stalled.
         self._thread = threading.Thread(target=self._write_all, name="run-files", daemon=True)
         self._writes: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._progress: dict[str, _Progress] = {}  # of live models; only that thread uses it
@@ -114,8 +114,8 @@ class RunFiles:
 
         Args:
             metrics: numbers of the engine.
-            body: the result as it is stored.
-            model_id: of a sample, the model whose weights were sampled from, if that is known.
+            body: the stored result.
+            model_id: for a sample, the model of the sampled weights, if known.
         """
         self._done[pending.kind] += 1
         run = pending.run
@@ -144,14 +144,16 @@ class RunFiles:
             self._submit(partial(self._log, run.model_id, level, text))
 
     def note(self, numbers: Mapping[str, float | Mapping[str, float]]) -> None:
-        """Write the present numbers of the server, those of all tenants together."""
+        """Write the current metrics of the server, summed over tenants."""
         sums = {name: sum(value.values()) if isinstance(value, Mapping) else value for name, value in numbers.items()}
         row = {f"server/{name}": float(value) for name, value in sums.items()}
         row |= {f"requests/{kind}": float(count) for kind, count in self._done.items()}
         self._submit(partial(self._write_numbers, row))
 
     def limit(self, max_bytes: float, live: Iterable[str]) -> None:
-        """Remove the oldest run folders beyond a total size, but those of live models and of the server."""
+        """Remove the oldest run folders beyond a total size, except the server's and those that belong to live
+        models.
+        """
         self._submit(partial(self._remove_oldest, max_bytes, {self._get_path(name).name for name in (SERVER, *live)}))
 
     def close(self, seconds: float | None = None) -> None:
@@ -308,7 +310,7 @@ def _format_checkpoint_event(pending: PendingRequest, run: Run) -> str:
 
 
 def _read_tenant(run: Path) -> str | None:
-    """Return whose run a folder holds, None if it does not say."""
+    """Return the tenant of a run folder, None if not recorded."""
     try:
         return json.loads((run / "config.yaml").read_bytes())["tinker"]["tenant"]
     except (FileNotFoundError, ValueError, KeyError):

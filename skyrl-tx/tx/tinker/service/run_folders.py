@@ -1,5 +1,6 @@
-"""Total size of run folders. Beyond a limit those of models that are no longer live go, longest unchanged first. Other
-folders beside them are a user's own, and stay."""
+"""Size limit of run folders. Beyond it, folders of unloaded models are removed, least recently modified first. Other
+folders belong to the user and are kept.
+"""
 
 import json
 import os
@@ -19,8 +20,7 @@ class RunFolder(NamedTuple):
 
 
 def run_folders(runs: Path) -> list[RunFolder]:
-    """Return the folders that a server made for its models and itself, longest unchanged first; links to folders are
-    none."""
+    """Return the run folders that a server created, least recently modified first; links are ignored."""
     entries = list(os.scandir(runs)) if runs.is_dir() else []
     folders = [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
     return sorted(

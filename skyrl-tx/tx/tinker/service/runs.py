@@ -167,7 +167,11 @@ class Runs:
     async def _is_repeated(
         self, tenant: str, model_id: str, request: schemas.CreateModelRequest | schemas.LoadWeightsRequest
     ) -> bool:
-        """Return True if this request was accepted before. Raises: RequestError if another one was."""
+        """Return True if this request was accepted before.
+
+        Raises:
+            RequestError: a different request was.
+        """
         run = self._state.runs.get(model_id)
         if run is not None and run.tenant == tenant:
             await self._intake.created(run)

@@ -116,7 +116,7 @@ class Samplers:
             assert request.seq_id is not None
             self._state.sampler(tenant, request.sampling_session_id)
             spec, content = await self._build_spec(request), await compute_digest(request)
-            sampler = self._state.sampler(tenant, request.sampling_session_id)  # it may have gone meanwhile
+            sampler = self._state.sampler(tenant, request.sampling_session_id)  # it may have been removed meanwhile
             request_id = format_request_id(sampler.sampler_id, request.seq_id)
             # No await between these checks and the start of the acceptance: of equal requests only one is accepted.
             if (accepting := sampler.accepting.get(request.seq_id)) is not None:

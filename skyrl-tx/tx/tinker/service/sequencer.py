@@ -10,7 +10,7 @@ FURTHEST_AHEAD = 10_000
 
 
 class GivenUp(NamedTuple, Generic[T]):
-    """Gap that is no longer waited for."""
+    """Gap that was abandoned."""
 
     missing: range
     """Seqs that never arrived."""
@@ -55,8 +55,9 @@ class Sequencer(Generic[T]):
         return due
 
     def give_up(self, waiting_since_before: float) -> GivenUp[T] | None:
-        """Skip the first gap if it has blocked a request since before this moment, together with the requests directly
-        behind it: they may be chunks of one batch with the missing ones, and wrong without those."""
+        """Skip the first gap if it has blocked a request since before this moment, together with the directly following
+        requests: they may be chunks of one batch with the missing ones, and wrong without them.
+        """
         if not self._early:
             return None
         start = end = min(self._early)

@@ -77,7 +77,7 @@ class Sessions:
         await asyncio.shield(session.ending)
 
     async def finish_endings(self) -> None:
-        """Unload models whose session ended just before the previous server did."""
+        """Unload models of sessions that ended just before the previous server stopped."""
         for run in list(self._state.runs.values()):
             if run.session_id not in self._state.sessions and run.unloading is None:
                 await self._intake.unload(run)

@@ -17,8 +17,9 @@ log = logging.getLogger(__name__)
 
 
 async def start_process(command: list[str], stdin: int = DEVNULL) -> Process:
-    """Start a process in a session of its own: Ctrl-C in the terminal reaches this process only, which then terminates
-    it."""
+    """Start a process in a new session: Ctrl-C in the terminal reaches only this process, which then terminates the
+    other.
+    """
     return await asyncio.create_subprocess_exec(
         *command, stdin=stdin, stdout=PIPE, stderr=STDOUT, start_new_session=True
     )
@@ -45,7 +46,7 @@ class Standby:
         self._making: asyncio.Task[None] | None = None
 
     def prepare(self) -> None:
-        """Start one in the background, if there is none."""
+        """Start a standby process in the background, unless one exists."""
         if self._making is None:
             self._making = asyncio.create_task(self._make(), name="standby-engine")
 

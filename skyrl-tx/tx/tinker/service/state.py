@@ -236,7 +236,7 @@ def start_shared(
     def ended(task: asyncio.Task[None]) -> None:
         tasks.pop(seq, None)
         if not task.cancelled():
-            task.exception()  # retrieved here: the callers, who raise it, may be gone
+            task.exception()  # retrieved here: the callers that raise it may be cancelled
 
     task.add_done_callback(ended)
     return task

@@ -1,8 +1,8 @@
-"""Bytes too large for a row: one file each, whole or not there, named by nobody but us.
+"""Storage for bytes too large for a row: one file each, written atomically, with generated names.
 
-A blob is written under a passing name, put on the disk, and renamed; only then does `put` give its id away. So a row
-that names a blob never outlives a kill, or a power cut, without it. The other way round a blob may be left that no row
-names; `garbage.find_unreferenced_blobs` finds those.
+A blob is written under a temporary name, synced, and renamed before `put` returns its id. So a row never references a
+missing blob, even after a kill or power cut. A crash may leave an unreferenced blob; `garbage.find_unreferenced_blobs`
+finds those.
 
 Every method may be called from any thread.
 """
@@ -93,15 +93,15 @@ class Blobs:
         return blob
 
     def get(self, blob: str) -> bytes:
-        """Raises FileNotFoundError for one that is gone, ValueError for what is no blob's id."""
+        """Read a blob. Raises FileNotFoundError if it was removed, ValueError for an invalid id."""
         return self._get_path(blob).read_bytes()
 
     def has(self, blob: str) -> bool:
-        """Return True if a blob is there."""
+        """Return True if a blob exists."""
         return self._get_path(blob).is_file()
 
     def drop(self, blob: str) -> None:
-        """Nothing to do if it is gone."""
+        """Delete a blob; idempotent."""
         self._get_path(blob).unlink(missing_ok=True)
 
     def all(self, min_age_seconds: float = 0.0) -> set[str]:

@@ -1,7 +1,7 @@
-"""Connections to sqlite and PostgreSQL: what an URL means, how each is set up, and that one server alone writes.
+"""Connections to sqlite and PostgreSQL: URLs, setup, and the lock that allows only one writing server.
 
-sqlite needs a local disk (its log is shared memory); a pooler before PostgreSQL must keep sessions (the lock is one's).
-Knows no rows but the one that says whose schema this is.
+sqlite needs a local disk (its log is shared memory); a pooler for PostgreSQL must keep sessions (the lock belongs to a
+session). Independent of tables, except for the schema version.
 """
 
 import fcntl
@@ -146,7 +146,9 @@ class Database:
 
     @contextmanager
     def writing(self) -> Iterator[Connection]:
-        """The writing connection. After an error it is thrown away: a failed commit may leave a transaction open."""
+        """Yield the writing connection. After an error it is discarded: a failed commit may leave a transaction
+        open.
+        """
         with self.writer.connect() as connection:
             try:
                 yield connection
@@ -164,7 +166,7 @@ class Database:
     def _create_engine(self, num_connections: int) -> Engine:
         arguments: dict[str, Any] = {"check_same_thread": False, "timeout": _BUSY_SECONDS}
         if not self.is_sqlite:
-            # Keepalives, so that a host that is gone is noticed in a minute and not in two hours.
+            # Keepalives detect an unreachable host within a minute instead of two hours.
             arguments = {"connect_timeout": 10, "keepalives_idle": 20, "keepalives_interval": 10, "keepalives_count": 4}
             arguments["application_name"] = "skyrl-tx"
         engine = create_engine(
@@ -183,7 +185,7 @@ class Database:
             event.listen(engine, "begin", lambda connection: connection.exec_driver_sql(begin))
 
     def _lock_to_read(self) -> None:
-        """Lock the file against servers. Its lock file is not made where there is none: then no server uses it."""
+        """Lock the file against servers. A missing lock file is not created: then no server uses the database."""
         if not (database := Path(str(self.url.database))).is_file():
             raise ConfigError(f"database_url: there is no file {database}; check --state-dir")
         with suppress(FileNotFoundError):
@@ -229,7 +231,11 @@ class Database:
         return schema.database_id
 
     def _has_tables(self, connection: Connection) -> bool:
-        """Return whether our tables are there. Raises: ConfigError if some are and were made by another program."""
+        """Return True if our tables exist.
+
+        Raises:
+            ConfigError: the tables belong to another program.
+        """
         found = set(inspect(connection).get_table_names()) & set(Row.metadata.tables)
         if found and SchemaRow.__tablename__ not in found:
             raise ConfigError(
@@ -280,7 +286,9 @@ def _build_error(database: "Database", error: Exception) -> ConfigError:
 
 
 def _make_savepoints_cheap(engine: Engine) -> None:
-    """SQLAlchemy compiles the three statements anew at each use, which was a third of the time of a small unit."""
+    """Cache the three savepoint statements: SQLAlchemy compiles them at each use, a third of the time of a small
+    unit.
+    """
     for method, statement in (
         ("do_savepoint", "SAVEPOINT"),
         ("do_release_savepoint", "RELEASE SAVEPOINT"),

@@ -1,4 +1,4 @@
-"""Files and folders that survive what kills the process or the machine. Knows paths, not what is in them."""
+"""Crash-safe files and folders. Independent of their contents."""
 
 import fcntl
 import os
@@ -14,8 +14,9 @@ PARTIAL = ".partial"
 
 @contextmanager
 def create_scratch_folder(partials: Path) -> Iterator[Path]:
-    """An empty folder in `partials` that is ours until we leave, or die: a lock beside it says so to `sweep`. It may be
-    renamed to where it is wanted."""
+    """Create an empty folder in `partials`, locked until the block or the process ends so that `remove_leftovers` keeps
+    it. It may be renamed to its final location.
+    """
     while True:
         holder = partials / secrets.token_hex(8)
         holder.mkdir(parents=True)
@@ -49,8 +50,9 @@ def remove_leftovers(partials: Path) -> None:
 
 
 def _acquire_lock(holder: Path) -> int | None:
-    """A descriptor that holds the lock of a folder, or None: another one has it, or the folder is gone. The lock goes
-    with the descriptor, so with the process too. It is on a file, since NFS locks no folders."""
+    """Return a descriptor that holds the lock of a folder, or None if it is locked or removed. The lock is released
+    with the descriptor, and so with the process. It is on a file, since NFS cannot lock folders.
+    """
     path = holder / "lock"
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -59,7 +61,7 @@ def _acquire_lock(holder: Path) -> int | None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # Between open and flock, another process may have deleted the file, or made a new one at its path. A lock on
-        # the deleted file would exclude nobody.
+        # the deleted file would exclude no process.
         if os.path.samestat(os.stat(path), os.fstat(descriptor)):
             return descriptor
     except (BlockingIOError, FileNotFoundError):

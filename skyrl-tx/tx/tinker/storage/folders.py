@@ -1,13 +1,13 @@
 """Atomic checkpoint folders: local, or fsspec URLs (`s3://`, `gs://`).
 
-Local: a folder is filled under `BASE/.partial`, put on the disk, and renamed to its place. Where one stands already the
-two swap names in one step of the file system (`whole_folders.exchange`), so at every moment a whole one is there; on
-file systems that cannot swap (NFS) the old one goes a moment before the new one comes.
+Local: a folder is filled under `BASE/.partial`, synced, and renamed to its location. An existing folder is exchanged
+atomically (`whole_folders.exchange`), so a complete one exists at every moment; on file systems that cannot exchange
+(NFS) the old one is removed just before the rename.
 
-Both have a manifest, which names the files with sizes and hashes (`manifests`): `verified` compares them.
+Both have a manifest with sizes and hashes of the files (`manifests`), which `verified` checks.
 
-Remote: files first, then the manifest; without a manifest nothing is there.
-Files that replace others have keys of their own, so that the old manifest stays true until the new one takes its place.
+Remote: files are uploaded before the manifest; a folder without manifest does not exist. Replacement files have new
+keys, so the old manifest stays valid until it is replaced.
 """
 
 import re
@@ -27,7 +27,7 @@ _LOCAL_SCHEMES = ("file://", "local://")
 
 
 def remove_local_scheme(base: str) -> str:
-    """Return a local folder of `--checkpoints-base` as a path; a URL of an object store as it is."""
+    """Return a local folder of `--checkpoints-base` as a path; URLs of object stores unchanged."""
     for scheme in _LOCAL_SCHEMES:
         base = base.removeprefix(scheme)
     return base
@@ -108,11 +108,11 @@ class Folders:
         return _check_exists(folder)
 
     def verified(self, folder: str) -> Path:
-        """A local copy of which every file was read and is as it was saved.
+        """Return a local copy with every file verified against its checksum.
 
         Raises:
-            FileNotFoundError: there is none.
-            DamagedFilesError: some files are others.
+            FileNotFoundError: the folder does not exist.
+            DamagedFilesError: some files differ.
         """
         if self._remote is not None and "://" in folder:
             return self._remote.download(folder, verified=True)

@@ -1,15 +1,15 @@
-"""Garbage collection: finding and forgetting data so that a crash in between leaves no orphans.
+"""Garbage collection of database rows and files such that a crash in between leaves no orphans.
 
-Rows go first, in a unit of `Store.write`; what each function returns may then go from the disk. Blobs that a crash left
-there are found by `find_unreferenced_blobs`; folders stand in `doomed_folders` from the transaction that took their last row
-until they are gone (checkpoints-base may be shared with others, so it is never searched).
+Rows go first, in a unit of `Store.write`; what each function returns may then be deleted from disk. Blobs left by a
+crash are found by `find_unreferenced_blobs`; folders are listed as scheduled deletions from the transaction that
+removed their last row until they are deleted (checkpoints-base may be shared, so it is never searched).
 
     while (forgotten := await store.write(lambda session: remove_delivered_results(session, now, ttl))).num_requests:
         for blob in forgotten.blobs:
             blobs.drop(blob)
 
     await store.write(lambda session: remove_expired_checkpoints(session, now))
-    for folder in await store.read(doomed_folders):
+    for folder in await store.read(list_scheduled_deletions):
         folders.remove(folder)
         await store.write(lambda session: remove_scheduled_deletion(session, folder))
 """
@@ -69,8 +69,8 @@ def find_unreferenced_blobs(session: Session, blobs: Blobs, min_age_seconds: flo
 
 
 def remove_delivered_results(session: Session, now: float, ttl: float) -> Forgotten:
-    """Forget requests whose result was fetched more than `ttl` seconds ago, or not fetched for a day, unless a replay
-    after a crash would need them.
+    """Remove requests with results fetched more than `ttl` seconds ago, or not fetched for a day, unless needed for
+    replay after a crash.
     """
     fetched = _requests.c.delivered_at < now - ttl
     unwanted = and_(_requests.c.delivered_at.is_(None), _requests.c.completed_at < now - max(ttl, ABANDONED_SECONDS))
@@ -96,10 +96,10 @@ def remove_spent_payloads(session: Session) -> Forgotten:
 
 
 def remove_expired_checkpoints(session: Session, now: float) -> list[str]:
-    """Forget checkpoints whose TTL has expired.
+    """Remove checkpoints with expired TTL.
 
     Returns:
-        folders scheduled for deletion; one that a sampler uses stays until that is gone
+        folders scheduled for deletion; a folder used by a sampler is kept until the sampler is removed
     """
     key = (_checkpoints.c.model_id, _checkpoints.c.kind, _checkpoints.c.name)
     rows = session.execute(
@@ -111,7 +111,7 @@ def remove_expired_checkpoints(session: Session, now: float) -> list[str]:
 
 
 def remove_ended_samplers(session: Session, now: float, ttl: float) -> list[str]:
-    """Forget samplers whose session ended more than `ttl` seconds ago and that have no pending requests.
+    """Remove samplers without pending requests whose session ended more than `ttl` seconds ago.
 
     Returns:
         unused folders, scheduled for deletion

@@ -1,8 +1,8 @@
-"""Checksums of a folder's files, in a file beside them, so that damaged files are never loaded.
+"""Checksums of a folder's files, stored in a file of the folder, so that damaged files are never loaded.
 
     {"files": {"adapter_model.safetensors": {"size": 1234, "sha256": "…"}}}
 
-Folders of releases without checksums have no such file and are taken as they are.
+Folders of releases without checksums have no such file and are not verified.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""Folders in an object store, and a bounded local cache of them. Knows fsspec, not what is in the files."""
+"""Folders in an object store (fsspec), with a bounded local cache. Independent of the files' contents."""
 
 import hashlib
 import json
@@ -80,14 +80,14 @@ class RemoteFolders:
         self._remove_files(folder, [file["key"] for file in json.loads(before or '{"files": {}}')["files"].values()])
 
     def download(self, folder: str, *, verified: bool = False) -> Path:
-        """A local copy; one in the cache that is still true is taken.
+        """Return a local copy, from the cache if it is current.
 
         Args:
-            verified: read the copy in the cache as well; a damaged one is made again
+            verified: also verify a cached copy; a damaged one is downloaded again
 
         Raises:
-            FileNotFoundError: there is none.
-            DamagedFilesError: a file there is not what the manifest says.
+            FileNotFoundError: the folder does not exist.
+            DamagedFilesError: a remote file differs from the manifest.
         """
         manifest = self._read_manifest(folder)
         if manifest is None:
@@ -141,7 +141,7 @@ class RemoteFolders:
             raise DamagedFilesError(f"{name} is damaged (its sha256 is not that of the file that was saved)")
 
     def _update_last_use(self, copy: Path) -> bool:
-        """Mark a copy as used now. Returns False if there is none."""
+        """Update the time of last use of a copy. Returns False if it does not exist."""
         try:
             os.utime(copy)
         except FileNotFoundError:

@@ -1,13 +1,13 @@
-"""The database behind one thread: units of work from the event loop, many to a transaction.
+"""Database access through one thread: units of work from the event loop, batched into transactions.
 
 A unit is a function of a SQLAlchemy session. Units that arrive while a transaction is being written share the next one,
-so that a hundred small requests cost one commit. If one of them fails, all are undone and run again, each in a
-savepoint of its own, so that the others stand; while all goes well, no unit pays for a savepoint.
-`await store.write(...)` returns when its transaction is committed. From then on it survives a kill of this process; and
-a power cut too: sqlite writes its log through at each commit (`synchronous=FULL`; shared by a group this costs little),
-PostgreSQL does so unless told otherwise (`synchronous_commit`).
+so that a hundred small requests cost one commit. If one of them fails, all are rolled back and run again, each in its
+own savepoint, so that the others succeed; without failures, no unit pays for a savepoint.
+`await store.write(...)` returns when its transaction is committed. From then on it survives a kill of this process and
+a power cut: sqlite syncs its log at each commit (`synchronous=FULL`; amortized over a group), PostgreSQL by default
+(`synchronous_commit`).
 
-Units run one after another in the order of the calls, each sees what those before it did, and none sees half of one.
+Units run sequentially in the order of the calls; each sees the effects of earlier units, and never partial ones.
 """
 
 import asyncio
@@ -31,10 +31,10 @@ T = TypeVar("T")
 
 
 class StoreError(Exception):
-    """The database failed, not the unit: unreachable, disk full, closed.
+    """Failure of the database rather than the unit: unreachable, disk full, closed.
 
     Args:
-        may_stand: the connection was lost while it committed, so nobody knows. Else nothing was done.
+        may_stand: the connection was lost during the commit, so the outcome is unknown. Otherwise nothing was written.
     """
 
     def __init__(self, message: str, may_stand: bool = False):
@@ -93,9 +93,9 @@ class Store:
         """
         self._check_open()
         await self._room.acquire()
-        # close() may have run during the await: the writer has then been told to end and would never see this unit.
+        # close() may have run during the await: the writer is then stopping and would never see this unit.
         if self._closed:
-            self._room.release()  # for the next who waits, to be told the same
+            self._room.release()  # for the next waiting caller, which gets the same error
             self._check_open()
         loop = asyncio.get_running_loop()
         work = _Unit(unit, loop, loop.create_future())
@@ -219,7 +219,7 @@ class Store:
         except queue.Empty:
             return False
         if unit is None:
-            self._units.put(None)  # closing: nothing comes after it
+            self._units.put(None)  # closing: the last unit
             return False
         group.append(unit)
         return True
@@ -232,12 +232,12 @@ class Store:
 
         try:
             group[0].loop.call_soon_threadsafe(deliver)
-        except RuntimeError:  # the loop is closed, and so nobody waits
+        except RuntimeError:  # the loop is closed, so no caller waits
             return
 
 
 class _UnitSession(Session):
-    """A session whose beginning and end are the store's."""
+    """Session whose transaction is controlled by the store."""
 
     def add(self, instance: object, *, _warn: bool = True) -> None:
         """A row that the caller made is new again, if an earlier run of the unit inserted it and was undone."""
@@ -258,7 +258,7 @@ def _open_session(connection: Connection) -> _UnitSession:
 
 @dataclass(eq=False)
 class _Unit:
-    """A function on its way through the writer, and who waits for it."""
+    """Function queued for the writer, with its waiting caller."""
 
     function: Callable[[Session], object]
     loop: asyncio.AbstractEventLoop

@@ -33,13 +33,13 @@ class ModelBounds(Protocol):
 
 
 def check_training(request: TrainingRequest | TrainingPass, facts: ModelBounds, *, finite: bool = True) -> None:
-    """Data, loss and settings.
+    """Check data, loss and settings.
 
     Args:
-        finite: inputs must be; the training backend takes what is not, which stays in its model's gradient.
+        finite: require finite inputs; the training backend accepts others, which only affect their model's gradient.
 
     Raises:
-        RequestError: something cannot be trained on.
+        RequestError: the request cannot be trained on.
     """
     rule = _get_rule(request.loss_fn)
     _check_loss_config(request, rule)
@@ -128,10 +128,10 @@ def _check_bounds(datum: Datum, name: str) -> None:
 
 
 def check_tokens(tokens: np.ndarray, name: str, facts: ModelBounds) -> None:
-    """Token ids, of any shape.
+    """Check token ids of any shape.
 
     Raises:
-        RequestError: one is none of the vocabulary's.
+        RequestError: an id is outside the vocabulary.
     """
     if not tokens.size or (tokens.min() >= 0 and tokens.max() < facts.vocab_size):
         return

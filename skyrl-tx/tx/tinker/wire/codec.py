@@ -49,7 +49,7 @@ def decode_training(payload: bytes) -> TrainingRequest:
     """Decode a `ForwardBackwardRequest`.
 
     Raises:
-        RequestError: it is none, or holds what cannot be read.
+        RequestError: invalid bytes or unreadable contents.
     """
     message = parse_message(pb.ForwardBackwardRequest, payload)
     check_unknown_fields(message, "the request")
@@ -95,10 +95,10 @@ def convert_input(name: str, array: np.ndarray, field_name: str) -> np.ndarray:
 
 
 def parse_message(kind: type[M], data: bytes) -> M:
-    """Protobuf bytes as a message.
+    """Parse protobuf bytes.
 
     Raises:
-        RequestError: they are none.
+        RequestError: invalid bytes.
     """
     message = kind()
     try:
@@ -111,7 +111,7 @@ def parse_message(kind: type[M], data: bytes) -> M:
 
 
 def check_unknown_fields(message: Message, what: str) -> None:
-    """A field that a newer client knows and this server does not may change what is asked: refused, not ignored."""
+    """Refuse unknown fields: a field of a newer client may change the meaning of the request."""
     for unknown in UnknownFieldSet(message):
         raise RequestError(f"field number {unknown.field_number} of {what} is not known to this server")
 
@@ -184,7 +184,7 @@ def decode_pass_output(data: bytes) -> PassOutput:
 
 
 def encode_pass_output_json(data: bytes) -> dict[str, object]:
-    """The same for clients that take JSON."""
+    """Encode a pass output for clients that accept JSON."""
     output = decode_pass_output(data)
     return {
         "loss_fn_output_type": "ArrayRecord",

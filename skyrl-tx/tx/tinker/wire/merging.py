@@ -1,4 +1,4 @@
-"""One result out of those of a request's micro-batches, by the rules that clients use for their own chunks."""
+"""Merges the results of a request's micro-batches by the rules that clients use for chunks."""
 
 from collections.abc import Callable, Sequence
 

@@ -384,8 +384,9 @@ _NOT_HERE = {
 
 
 class TargetTokens(Body):
-    """Token ids to score, a tensor [len(prompt) - 1, K]: those of row i in the place of prompt token i + 1; -1 for
-    none."""
+    """Token ids to score, a tensor [len(prompt) - 1, K]: row i is scored at the position of prompt token i + 1; -1 for
+    none.
+    """
 
     data: list[int]
     dtype: Literal["int64"] = "int64"

@@ -103,7 +103,7 @@ def find_address(body: bytes, content_type: str, content_encoding: str | None, m
 
 
 class _Addressed(msgspec.Struct):
-    """The rest of the body is passed over, of which nothing is made: that is many times faster."""
+    """Address of a request. The rest of the body is skipped without building objects, which is many times faster."""
 
     model_id: str
     seq_id: int
@@ -228,7 +228,7 @@ def _from_json(body: bytes, forward_only: bool) -> TrainingRequest:
 
 
 def _decode_json(body: bytes | msgspec.Raw, kind: Any, name: str) -> Any:
-    """JSON as a struct; `name` is where it stands in the body, if not at its top."""
+    """Decode JSON into a struct; `name` is its location in the body, if nested."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:  # "Expected `int`, got `str` - at `$.data[0]`"

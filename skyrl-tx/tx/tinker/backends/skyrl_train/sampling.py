@@ -1,8 +1,7 @@
-"""Sampling by engines of skyrl_train, each in a Ray process of its own or a server started elsewhere.
+"""Sampling with engines of skyrl_train, each in a separate Ray process or on an external server.
 
-Engines that die are started again with the adapters that were loaded, as often as `generator.max_engine_restarts`
-allows; their requests go on from the tokens they have. Knows folders of adapters and the client over the engines;
-nothing of training, tenants' rights or the wire.
+Crashed engines are restarted with their loaded adapters, up to `generator.max_engine_restarts` times; their requests
+resume from the tokens generated so far. Independent of training, permissions and the wire format.
 """
 
 import asyncio
@@ -84,8 +83,9 @@ class EngineSampling(SamplingBackend):
             raise BackendLost(str(error)) from error
 
     async def _sample_and_score(self, spec: SampleSpec, lora_name: str | None) -> SampleOutput:
-        """Engines score prompts at the temperature of the answer, for every answer again; we want temperature 1, once.
-        So where that is not the same the scores are a request of their own."""
+        """Sample, and score the prompt once at temperature 1. Engines score prompts at the sampling temperature and
+        once per completion; where that differs, scoring is a separate request.
+        """
         params, num_top = spec.params, spec.topk_prompt_logprobs
         is_scored = spec.prompt_logprobs or num_top > 0
         together = is_scored and spec.num_samples == 1 and params.temperature in (0.0, 1.0)
@@ -140,7 +140,7 @@ def _to_sample_output(spec: SampleSpec, completions: list[Completion], scored: C
 
 
 def _extract_topk(spec: SampleSpec, scored: Completion) -> list[list[tuple[int, float]] | None] | None:
-    """Return the likeliest tokens in the place of each prompt token; nothing predicts the first one."""
+    """Return the top-k tokens at each prompt position; None at the first, which has no prediction."""
     if not spec.topk_prompt_logprobs:
         return None
     assert scored.prompt_top is not None

@@ -39,7 +39,7 @@ class Turns:
             if turn.done() and not turn.cancelled():
                 self._free += num_rows
                 self._held[tenant] -= num_rows
-                self._held += Counter()  # forgets those at 0
+                self._held += Counter()  # removes zero counts
             self._dispatch_waiting()
 
     def _dispatch_waiting(self) -> None:

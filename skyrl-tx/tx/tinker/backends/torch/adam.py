@@ -1,9 +1,9 @@
-"""AdamW (https://arxiv.org/abs/1711.05101) on one model's adapter, which lies in memory as one vector.
+"""AdamW (https://arxiv.org/abs/1711.05101) on one model's adapter, which is stored as one vector.
 
-Each number is computed from its own alone, so ranks can hold a part of the vector each; what depends on all of them are
-norms, which are given as a function.
+The update is elementwise, so each rank can hold a shard of the vector; only norms depend on all elements, and are
+passed as a function.
 
-Shapes: P numbers of the adapter, or of this rank's part of it.
+Shapes: P numbers of the adapter, or of this rank's shard.
 """
 
 import math
@@ -85,7 +85,9 @@ def adamw(
 def clip_gradient(
     gradient: torch.Tensor, largest_norm: float, norm: Norm = ALONE.compute_norm
 ) -> tuple[torch.Tensor, float]:
-    """Return g min(1, largest_norm / |g|) and |g|; a largest norm of 0 clips nothing. `gradient` stays as it is."""
+    """Return g min(1, largest_norm / |g|) and |g|; a largest norm of 0 disables clipping. `gradient` is not
+    modified.
+    """
     length = norm(gradient)
     if 0 < largest_norm < length < math.inf:
         return gradient * (largest_norm / length), length

@@ -1,10 +1,9 @@
-"""Cache of the adapters in an engine: loaded on request, evicted when slots are needed. Knows folders and
-load / unload of an engine; nothing of sampling.
+"""Cache of the adapters in an engine: loaded on request, evicted when slots are needed. Independent of sampling.
 
-A folder never changes, so one that is loaded stays right. At most `num_slots` are loaded at a time. A request whose
-adapter has no slot waits for its turn, in the order in which the adapters that have none were first asked for. For each
-of these one adapter that is in use (the one asked for longest ago) takes no new requests any more: it runs dry, gives
-its slot, and may wait for another. So nobody waits for longer than the requests before them take.
+Folders are immutable, so a loaded adapter never becomes stale. At most `num_slots` are loaded at a time. Adapters
+without a slot queue in the order of their first request. For each of them one adapter in use (the least recently
+requested) stops accepting new requests: it drains, releases its slot, and may queue again. So the wait is bounded by
+the requests in flight and ahead in the queue.
 """
 
 import asyncio
@@ -39,11 +38,11 @@ class _Slot:
 
 
 class AdapterSlots:
-    """The adapters of one engine. For one asyncio loop.
+    """Adapter cache of one engine, for use from one asyncio loop.
 
     Args:
-        engine: nobody else loads adapters into it
-        num_slots: as many as it can hold
+        engine: must not receive adapters from other code
+        num_slots: the engine's capacity
     """
 
     def __init__(self, engine: Loader, num_slots: int):
@@ -112,7 +111,7 @@ class AdapterSlots:
                 turn.set_result(slot)
         num_leaving = sum(folder not in self._slots for folder in self._waiting)
         for index, slot in enumerate(sorted(self._slots.values(), key=lambda slot: not slot.leaving)):
-            slot.leaving = index < num_leaving  # those that already were; then the ones asked for longest ago
+            slot.leaving = index < num_leaving  # already leaving slots first, then the least recently requested
 
     def _find_idle(self) -> Path | None:
         """Return the least recently used idle adapter."""
@@ -136,7 +135,7 @@ class AdapterSlots:
         return slot
 
     async def _load(self, folder: Path, former: _Slot | None) -> None:
-        """Load the adapter, in place of another one if no slot is free."""
+        """Load the adapter, and evict another one if no slot is free."""
         if former is not None:
             await asyncio.wait([former.loading])
             if not former.loading.cancelled() and former.loading.exception() is None:

@@ -1,11 +1,10 @@
-"""Low-rank adapters of many models on the linear layers of one frozen base model, and on those of its experts.
+"""Low-rank adapters of many models on the linear layers, including experts, of one frozen base model.
 
-A layer computes W x for the rows of all models at once and adds (32 / rank) B A x to each model's rows with that
-model's own matrices, by products of its own: with their shapes and places in memory, no result depends on co-batched
-requests.
+A layer computes W x for the rows of all models at once and adds (32 / rank) B A x to each model's rows in separate
+products with that model's matrices: shapes and memory alignment, and so results, do not depend on co-batched requests.
 
-An adapter's matrices are views of one vector, its gradient is another: optimizer, norms and files see vectors. Where
-several ranks train, each holds a part of every vector (`rank_group`), and the whole ones exist during a pass alone.
+An adapter's matrices are views of one vector, and its gradient is another: optimizer, norms and files use vectors. With
+several ranks, each holds a shard of every vector (`rank_group`); whole vectors exist only during a pass.
 
 Shapes: N rows of a pass, n of a model, r rank, P numbers of an adapter, E experts of a layer.
 """
@@ -65,7 +64,7 @@ class Site(NamedTuple):
 
 
 class Adapter:
-    """One model: its weights, what is accumulated of their gradient, its optimizer. All float32.
+    """Adapter of one model: weights, accumulated gradient and optimizer state. All float32.
 
     Args:
         sites: the layers it adapts, in the base model's order.
@@ -119,7 +118,7 @@ class Adapter:
         return {kind: vector for kind in kinds if (vector := getattr(self, kind)) is not None}
 
     def adam_state(self) -> AdamState:
-        """Return weights and moments; those of an adapter before its first step are zero."""
+        """Return weights and moments; moments are zero before the first step."""
         mean, square = (torch.zeros_like(self.weights) if each is None else each for each in (self.mean, self.square))
         return AdamState(self.weights, mean, square)
 

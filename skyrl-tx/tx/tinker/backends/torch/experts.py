@@ -1,8 +1,9 @@
-"""Mixture-of-experts layers with adapters, whose rows do not depend on what else is routed to the same expert.
+"""Mixture-of-experts layers with adapters, whose rows do not depend on other rows routed to the same expert.
 
-Each model's rows of an expert lie together and are filled up to whole blocks (see `layout`).
+Each model's rows of an expert are contiguous and padded to whole blocks (see `layout`).
 
-Shapes: N tokens, k experts of each, S slots in which the N k pairs lie by expert, D width of the model, I of an expert.
+Shapes: N tokens, k experts of each, S slots that hold the N k pairs sorted by expert, D width of the model, I of an
+expert.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -120,8 +121,9 @@ def adapt_experts(model: Any) -> dict[str, AdaptedExperts]:
 
 
 def has_standard_file_names(model: Any) -> bool:
-    """Return True if files of such models name each expert's three layers as `PROJECTIONS`, and peft reads adapters of
-    these names as those of experts (of Qwen3.5-MoE it would give them to the shared expert)."""
+    """Return True if model files name each expert's three layers as `PROJECTIONS`, and peft applies adapters of these
+    names to the experts (for Qwen3.5-MoE it would apply them to the shared expert).
+    """
     model_type = model.config.get_text_config().model_type
     conversions = get_checkpoint_conversion_mapping(model_type) or []
     sources = {pattern for conversion in conversions for pattern in conversion.source_patterns}
@@ -174,10 +176,10 @@ def _build_parts(rows: Sequence[_Rows], parts: Sequence[Part], columns: slice = 
 
 
 class _ExpertsProduct:
-    """x_s W_e^T of the slots of each expert; W is frozen.
+    """x_s W_e^T for the slots of each expert, with frozen W.
 
     Args:
-        weights: gives [E, out, in]. It is asked at each product: of a sharded model the whole is there only then.
+        weights: returns [E, out, in]. Called at each product: a sharded model is gathered only then.
     """
 
     def __init__(self, weights: Callable[[], torch.Tensor], rows: Sequence[_Rows]):

@@ -1,6 +1,6 @@
-"""An adapter in a folder: as peft reads it, and beside it what training goes on with.
+"""Folder format of an adapter: peft's files, and the state needed to resume training.
 
-Every rank reads all of a folder and keeps its part; rank 0 alone writes. So a folder does not depend on the number of
+Every rank reads the whole folder and keeps its shard; only rank 0 writes. So a folder does not depend on the number of
 ranks.
 
 Shapes: P numbers of an adapter.
@@ -31,12 +31,12 @@ _VECTORS = ("mean", "square", "gradient")
 def write_adapter(
     adapter: Adapter, weights: torch.Tensor, folder: Path, base_model: str, target_modules: list[str]
 ) -> None:
-    """`adapter_config.json` and `adapter_model.safetensors`, float32.
+    """Write `adapter_config.json` and `adapter_model.safetensors`, float32.
 
     Args:
         weights: [P] on the CPU.
-        base_model: what peft shall name as the base.
-        target_modules: the layers as peft is told of them.
+        base_model: name of the base model in peft's config.
+        target_modules: adapted layers in peft's config.
     """
     config = LoraConfig(
         r=adapter.lora.rank,
@@ -54,10 +54,10 @@ def write_adapter(
 
 
 def write_state(adapter: Adapter, vectors: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Optimizer, step count and accumulated gradient, bit for bit.
+    """Write optimizer state, step count and accumulated gradient, bit for bit.
 
     Args:
-        vectors: [P] on the CPU, those of `_VECTORS` that exist.
+        vectors: [P] on the CPU, the existing ones of `_VECTORS`.
     """
     tensors = {
         f"{kind}.{name}": tensor
@@ -70,12 +70,12 @@ def write_state(adapter: Adapter, vectors: Mapping[str, torch.Tensor], folder: P
 
 
 def shares_experts(sites: Sequence[Site], folder: Path, *, by_weights: bool) -> bool | None:
-    """Return whether experts share matrices in a checkpoint; None without experts, or if it does not say.
+    """Return whether experts share matrices in a checkpoint; None without experts, or if unknown.
 
     Args:
         sites: the layers of the model, in either layout.
-        by_weights: where the optimizer's file does not say (there is none, or it is an earlier release's of a model
-            without moments and gradient), compare the experts' copies of the matrices that may be shared.
+        by_weights: where the optimizer file does not record it (missing, or written by an earlier release without
+            moments and gradient), compare the experts' copies of the matrices that may be shared.
 
     Raises:
         ModelError: the folder cannot be read.
@@ -102,7 +102,7 @@ def read_into(adapter: Adapter, folder: Path, *, optimizer: bool, gradient: bool
     """Load weights; the optimizer if requested, else a new one; the accumulated gradient if requested, else none.
 
     Raises:
-        ModelError: what is in the folder does not fit, or is damaged; the adapter is as it was.
+        ModelError: the folder does not match or is damaged; the adapter is unchanged.
     """
     weights = _read_weights(adapter, folder)
     step, vectors = _read_state(adapter, folder) if optimizer or gradient else (0, {})
@@ -202,7 +202,7 @@ def _open_state(folder: Path) -> Iterator[Any]:
 
 
 def _read_state(adapter: Adapter, folder: Path) -> tuple[int, dict[str, torch.Tensor]]:
-    """The number of steps, and the vectors that are there."""
+    """Read the number of steps, and the vectors present."""
     if not (folder / STATE_FILE).exists():
         raise ModelError("the checkpoint holds no optimizer: it was saved to sample from. Load it without optimizer")
     with _open_state(folder) as file:

@@ -1,4 +1,4 @@
-"""The base model: frozen, from transformers, with its linear layers ready for adapters. Knows nobody who has one."""
+"""The frozen base model from transformers, with its linear layers prepared for adapters."""
 
 import logging
 import re
@@ -140,7 +140,9 @@ def _load(folder: Path, settings: TrainingSettings, ranks: RankGroup) -> Any:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         for module in model.modules():
             if isinstance(module, GradientCheckpointingLayer):
-                module.training = True  # the layer alone, whose activations are thrown away; what is in it drops none
+                module.training = (
+                    True  # enables recomputation in the layer; its submodules stay in eval mode, without dropout
+                )
     return model
 
 
@@ -169,10 +171,10 @@ def _find_output_layer(model: Any, folder: Path) -> tuple[str, nn.Linear]:
 
 
 def _can_be_adapted(name: str, module: nn.Module, others: frozenset[str]) -> bool:
-    """Linear layers that all tokens go through: no routers, no experts, be they fused or in a list.
+    """Return True for linear layers that process all tokens: not routers or experts, fused or listed.
 
     Args:
-        others: last parts of names that peft would take for fused experts, wherever they stand in the model.
+        others: name suffixes that peft would match with fused experts anywhere in the model.
     """
     parts = name.split(".")
     is_linear = isinstance(module, nn.Linear | Conv1D)

@@ -15,10 +15,10 @@ from tx.tinker.types import AdamParams, Datum, LoraSpec, PassOutput, TrainingPas
 
 
 class TrainingRanks:
-    """Training ranks, each a `TrainingRank` in a process of its own, joined into one group.
+    """Group of training ranks, each a `TrainingRank` in a separate process.
 
     Args:
-        ranks: started; nobody else calls them.
+        ranks: already started, and called only by this object.
         device: `cpu` or `cuda`.
         timeout_seconds: of every call.
 
@@ -96,7 +96,7 @@ class GroupTraining(TrainingBackend):
         return self._call_all("optim_step", model_id, adam)
 
     def save(self, model_id: str, folder: Path, *, state: bool) -> None:
-        answer = self._ranks.call("save", model_id, folder, state=state)[0]  # who alone writes
+        answer = self._ranks.call("save", model_id, folder, state=state)[0]  # only rank 0 writes
         if isinstance(answer, Exception):
             raise answer
 

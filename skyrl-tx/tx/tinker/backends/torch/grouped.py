@@ -39,8 +39,9 @@ class PartGroup(NamedTuple):
 
 
 def group_parts(parts: Sequence[Part]) -> tuple[list[PartGroup], list[Part]]:
-    """Return groups of parts with the same rank and columns whose rows follow each other, and the parts that are left:
-    alone in their group, or of a width or rank that is not aligned."""
+    """Return groups of parts with the same rank and columns and contiguous rows, and the remaining parts: single ones,
+    and unaligned widths or ranks.
+    """
     groups, rest = [], []
     for members in _split_runs(parts):
         a, b = (torch.stack([getattr(part.matrices, side) for part in members]) for side in "ab")

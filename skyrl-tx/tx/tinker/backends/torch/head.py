@@ -1,7 +1,7 @@
-"""Log-probs of targets from a model's last hidden states, with its adapter on the output layer, and the way back.
+"""Log-probs of targets from a model's last hidden states, with its adapter on the output layer; forward and backward.
 
-Everything here is of one model: the logits of a chunk of its tokens are made, used and thrown away, and made again for
-the backward, unless one chunk holds them all. So the memory is that of a chunk, whatever the number of tokens.
+Logits are computed per chunk of one model's tokens, freed, and recomputed in the backward unless one chunk holds all
+tokens. So memory is bounded by a chunk, whatever the number of tokens.
 
 Shapes: n rows of hidden states (of `layout.BLOCK` each), C rows of a chunk, V words, M targets, r rank.
 """
@@ -95,8 +95,8 @@ class Scored:
             del logits  # before the next chunk's are made
 
     def backward(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Compute the gradient of the hidden states [n, H] from that of the log-probs [M]; add the adapter's to
-        `part.gradient`. Once:
+        """Compute the gradient of the hidden states [n, H] from the gradient of the log-probs [M]; add the adapter's to
+        `part.gradient`. May be called once:
 
             d log p(target) / dz_v = [v = target] - p_v
         """

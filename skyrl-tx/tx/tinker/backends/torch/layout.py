@@ -1,14 +1,13 @@
-"""Layout of the data of several models in one pass: end to end, each model's together.
+"""Layout of the data of several models in one pass: concatenated, grouped by model.
 
-Co-batched data must not change a bit of a datum's results (float32 on a CPU), so nothing here depends on them but the
-offsets, which are always multiples of `BLOCK`:
+Co-batched data must not change a bit of a datum's results (float32 on a CPU), so only offsets depend on them, and these
+are multiples of `BLOCK`:
 
-- A model's tokens are filled up to a multiple of `BLOCK` rows. Elementwise kernels take whole vectors of 32 numbers and
-  compute what is left over otherwise; matrix products take fewer than 4 rows otherwise, and see how memory is aligned.
-- Attention takes each datum padded to a length that follows from its own alone, and all data of such a length at once.
+- A model's tokens are padded to a multiple of `BLOCK` rows. Elementwise kernels process vectors of 32 numbers and
+  compute a remainder differently; matrix products treat fewer than 4 rows differently, and depend on memory alignment.
+- Attention pads each datum to a length that depends on its own length only, and batches data of equal padded length.
 
-Filler stands behind what belongs to the same model and is a copy of it, so that numbers that are not finite stay with
-the model they came from.
+Padding follows the data of the same model and copies it, so that non-finite numbers stay within their model.
 
 Shapes: N tokens of a pass with block padding, S slots of attention.
 """
@@ -117,7 +116,7 @@ def compute_padded_length(length: int) -> int:
 
 
 def split_by_tokens(data: Sequence[Datum], num_tokens: int) -> list[list[Datum]]:
-    """Consecutive data in parts of at most so many tokens; a longer datum is a part of its own."""
+    """Split consecutive data into parts of at most `num_tokens` tokens; a longer datum is a separate part."""
     parts: list[list[Datum]] = []
     room = 0
     for datum in data:
@@ -186,7 +185,7 @@ def _build_rows(
     for padded, ranks in by_length.items():
         groups.append(Group(at, len(ranks), padded))
         for start, length in ranks:
-            # Padding stands behind the datum, where its tokens never look (attention is causal).
+            # Padding follows the datum, so causal attention ignores it.
             slots = np.full(padded, start)
             slots[:length] = np.arange(start, start + length)
             tokens.append(slots)

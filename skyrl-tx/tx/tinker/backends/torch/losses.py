@@ -1,10 +1,10 @@
-"""The losses of the protocol: plain sums over all targets of all data, no mean anywhere.
+"""Losses of the protocol: plain sums over all targets of all data, without averaging.
 
-Each is a pure function of the log-probs under the weights as they are now and of what the request brought. What that
-may be, and the defaults of settings, has its home in `wire.losses`. Adding one is a rule there, a function here, and a
-row of hand-computed numbers in its test.
+Each is a pure function of the log-probs under the current weights and of the request's inputs. `wire.losses` defines
+these inputs and the defaults of settings. To add a loss, add a rule there, a function here, and a row of manually
+computed numbers in the test.
 
-Shapes: M targets, those of all data of a micro-batch one after the other. In formulas lp = log p(target), q = log p of
+Shapes: M targets, concatenated over all data of a micro-batch. In formulas lp = log p(target), q = log p of
 the policy that sampled it, A its advantage, r = exp(lp - q); sg[x] is x, held constant by the gradient.
 """
 
@@ -48,7 +48,7 @@ LossResult = tuple[torch.Tensor, dict[str, float]]
 def cross_entropy(log_probs: torch.Tensor, inputs: LossInputs) -> LossResult:
     """L = -sum w lp, with w = 1 where the request has no weights.
 
-    With w = -g it has the gradient g, which is how clients run losses of their own.
+    With w = -g its gradient is g, which is how clients implement custom losses.
     """
     weights = inputs.tensors.get("weights")
     return (-log_probs if weights is None else -weights * log_probs), {}

@@ -1,9 +1,9 @@
-"""One forward and backward of the base model over the data of several models, laid end to end; from the last hidden
-states on each model goes alone: its output layer, its loss, its gradient.
+"""One forward and backward of the base model over the concatenated data of several models. From the last hidden states
+on, output layer, loss and gradient are computed per model.
 
-Where several processes hold the base model, each computes a share of every model's data, with whole weights that are
-gathered for the pass. What belongs to a model is put together from their log-probs, as if one process had computed
-them; its gradient is the sum of theirs, of which each keeps a part.
+With several processes, each computes a share of every model's data, with weights gathered for the pass. A model's
+result is merged from their log-probs, as if one process had computed it; its gradient is reduced over processes, and
+each keeps a shard.
 """
 
 import logging
@@ -93,7 +93,7 @@ def _split_shares(each: TrainingPass, owners: list[int], rank: int) -> TrainingP
 
 
 def _handle_failure_alone(compute: Callable[Concatenate[TrainingPass, P], Outcome]) -> Callable[..., Outcome]:
-    """Turn an error into the failure of the pass that is computed, so that the others go on."""
+    """Convert an error into a failure of the current pass, so that other passes continue."""
 
     def guarded(each: TrainingPass, *args: P.args, **kwargs: P.kwargs) -> Outcome:
         try:
@@ -117,7 +117,7 @@ def _score(
     inputs = collect_loss_inputs(each.loss_fn, each.data, each.loss_config, base.device)
     rows = slice(segment.start, segment.end)
     scored = base.head.score(hidden.detach()[rows], Targets.of(each.data), part)
-    # A leaf: autograd ends here and `scored.backward` goes on by chunks, so logits of all rows never exist at once.
+    # A leaf: autograd ends here and `scored.backward` continues by chunks, so logits of all rows never coexist.
     log_probs = scored.log_probs.requires_grad_(of_hidden is not None)
     with torch.set_grad_enabled(of_hidden is not None):
         loss = LOSSES[each.loss_fn](log_probs, inputs)
@@ -130,7 +130,7 @@ def _score(
 def _merge_shares(
     rank_group: RankGroup, passes: Sequence[TrainingPass], owners: list[list[int]], outcomes: dict[int, Outcome]
 ) -> list[Outcome]:
-    """Each model's result out of those of its shares."""
+    """Merge each model's result from its shares."""
     if rank_group.size == 1:
         return [outcomes[i] for i in range(len(passes))]
     of_ranks = rank_group.gather_values({i: _to_picklable(outcome) for i, outcome in outcomes.items()})

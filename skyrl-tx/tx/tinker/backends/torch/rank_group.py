@@ -87,7 +87,7 @@ class RankGroup:
         """Sum a vector over all ranks in float32. A collective.
 
         Args:
-            vector: [size p], filled up with zeros behind its P numbers.
+            vector: [size p], its P numbers padded with zeros.
 
         Returns: this rank's part, [p]
         """
@@ -114,10 +114,10 @@ class RankGroup:
 
         Args:
             model: on the meta device for its shapes; without files whole and on the CPU of rank 0.
-            files: that each rank reads its part from; None: from rank 0.
+            files: from which each rank reads its shard; None: broadcast from rank 0.
 
         Raises:
-            ConfigError: nobody knows what its blocks are.
+            ConfigError: the model's blocks cannot be determined.
         """
         for name, dtype in self.gather_values({name: each.dtype for name, each in model.named_parameters()})[0].items():
             parameter = model.get_parameter(name)  # some stay float32 when they are loaded

@@ -1,13 +1,13 @@
-"""Sampling by the native engine of skyrl_train, in this process, in a thread of its own: continuous batching over
-everybody's requests. Knows folders of adapters and the engine; nothing of training, tenants' rights or the wire.
+"""Sampling with the native engine of skyrl_train, in a separate thread of this process: continuous batching over the
+requests of all tenants. Independent of training, permissions and the wire format.
 
-An answer is a function of its `SampleSpec` and the adapter's folder: float32 on a CPU gives the same bits
-whatever the co-batched requests are, and in every repetition.
+A completion is a function of its `SampleSpec` and the adapter's folder: float32 on a CPU gives the same bits for any
+co-batched requests, and in every repetition.
 
-What is fair: requests of a tenant are answered in the order of their arrival, tenants take turns, and one tenant never
-holds more than three times as many rows as it leaves free (`skyrl_train.inference_engines.native.waiting`). So a
-request waits for no other tenant's answers to end while fewer than about `max_num_seqs / 3` tenants want more than they
-get; how long a token takes grows with the rows that run, and with prompts that come in (`max_prefill_tokens` a step).
+Fairness: requests of a tenant are served in arrival order, tenants in turn, and one tenant never holds more than three
+times as many rows as it leaves free (`skyrl_train.inference_engines.native.waiting`). So a request need not wait for
+another tenant's completions while fewer than about `max_num_seqs / 3` tenants have waiting requests; the latency of a
+token grows with the running rows, and with the prompts being prefilled (`max_prefill_tokens` a step).
 """
 
 import asyncio
@@ -44,17 +44,17 @@ class NativeSampling(SamplingBackend):
         base_model: its folder
         device: `cpu`, `cuda`, `cuda:N`
         dtype: of the weights: `float32`, `bfloat16`, `float16`
-        max_num_seqs: sequences that are written at the same time
-        max_context: tokens of a prompt and its answer; None: the model's limit
-        max_loaded_adapters: requests that need more at the same time take turns
+        max_num_seqs: sequences generated concurrently
+        max_context: tokens of prompt and completion; None: the model's limit
+        max_loaded_adapters: further adapters wait for a slot
         max_lora_rank: an adapter of a larger rank is refused
-        max_prefill_tokens: prompt tokens computed between two tokens of the running answers
-        max_cache_gib: memory for keys and values; None: a quarter of what is free at the start (half on a GPU)
-        prefix_cache_gib: memory for keys and values of earlier prompts and answers, for prompts that begin alike
-        share_with: the same base model, already loaded in this process as transformers made it (before anything wrapped
-            its layers). Its parameters are used, not copied, where device and dtype are the same; nobody may change
-            them. On a CPU the engine keeps a packed copy of the linear layers all the same: in bfloat16 104 million
-            parameters took 0.21 GB more with it, in float32 0.43
+        max_prefill_tokens: prompt tokens computed between two decoding steps
+        max_cache_gib: memory for keys and values; None: a quarter of the memory free at the start (half on a GPU)
+        prefix_cache_gib: memory for keys and values of earlier prompts and completions, reused for common prefixes
+        share_with: the same base model, already loaded in this process by transformers (before its layers were
+            wrapped). Its parameters are shared where device and dtype match, and must not be modified. On a CPU the
+            engine still keeps a packed copy of the linear layers: for 104 million parameters 0.21 GB more in bfloat16,
+            0.43 in float32
     """
 
     def __init__(
@@ -104,10 +104,10 @@ class NativeSampling(SamplingBackend):
         """See the interface.
 
         Args:
-            tenant: whose turn it is; "": nobody's in particular, who may have every row
+            tenant: for fair scheduling; "": no tenant, may use every row
 
         Raises:
-            BackendLost: the engine has stopped: this and every other call.
+            BackendLost: the engine has stopped; every call fails.
         """
         self._num_running += spec.num_samples
         try:
@@ -169,7 +169,7 @@ class NativeSampling(SamplingBackend):
             Request(
                 prompt,
                 settings,
-                # A random stream for each sample: a request's samples differ, and depend on nothing beside them.
+                # A random stream for each sample: a request's samples differ, and are independent of other requests.
                 (params.seed, index),
                 scoring=scoring if index == 0 else None,
                 group=tenant or None,

@@ -217,11 +217,11 @@ class TorchTraining(TrainingBackend):
         return np.bincount(self._rank_group.assign_owners(data), lengths, self._rank_group.size)
 
     def _run_safely(self, passes: Sequence[TrainingPass]) -> Sequence[PassOutput | Failure]:
-        """Together, and one by one if that fails: then only who is to blame does."""
+        """Run passes jointly; if that fails, one by one, so that only the faulty pass fails."""
         adapters = [self._get_adapter(each.model_id) for each in passes]
         try:
             return run_together(self._base, self._rank_group, passes, adapters)
-        except Exception as error:  # whatever it is, it is told to the one it belongs to
+        except Exception as error:  # any error is reported to the request that caused it
             if self._rank_group.size > 1:  # the others are in the middle of the pass, and wait for this one
                 raise BackendLost(f"training process {self._rank_group.rank} failed in a pass: {error!r}") from error
             if len(passes) == 1:

@@ -34,7 +34,7 @@ class RankTraining(TorchTraining):
         return outputs if self._rank_group.rank == 0 else []
 
     def copy_gradient(self, model_id: str) -> None:
-        """Copy this rank's part of the gradient, in place of an earlier copy."""
+        """Copy this rank's shard of the gradient, replacing any earlier copy."""
         self._kept[model_id] = super().copy_gradient(model_id)
 
     def put_gradient(self, model_id: str, gradient: None) -> None:

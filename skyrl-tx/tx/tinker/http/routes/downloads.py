@@ -1,4 +1,4 @@
-"""Checkpoints to take away: addresses that work for an hour, without a key, and what is behind them."""
+"""Checkpoint downloads: signed URLs that are valid for an hour without a key, and the files they serve."""
 
 import asyncio
 import logging

@@ -18,7 +18,7 @@ _DONE = {"status_code": 204, "response_class": Response}
 
 @router.get("/training_runs", **describe_route(responses.TrainingRuns))
 async def training_runs(request: Request, limit: Limit = 20, offset: Offset = 0, access_scope: str = "") -> Response:
-    """The latest first. Every run of one's own key; `access_scope` changes nothing."""
+    """List the runs of the caller's key, newest first; `access_scope` has no effect."""
     return to_json_response(await get_service(request).checkpoints.training_runs(get_tenant(request), limit, offset))
 
 

@@ -42,7 +42,7 @@ async def finish_session(request: Request, session_id: Id) -> Response:
 
 @router.get("/sessions", **describe_route(responses.SessionList))
 async def list_sessions(request: Request, limit: Limit = 20, offset: Offset = 0, access_scope: str = "") -> Response:
-    """Every session of one's own key; `access_scope` changes nothing."""
+    """List the sessions of the caller's key; `access_scope` has no effect."""
     return to_json_response(await get_service(request).sessions.list(get_tenant(request), limit, offset))
 
 
