@@ -1,4 +1,4 @@
-"""A checkpoint as it comes out of the server: a tar with a PEFT adapter in it, read with nothing but numpy."""
+"""Downloaded checkpoint: a tar with a PEFT adapter, read with numpy only."""
 
 import io
 import json

@@ -1,7 +1,6 @@
-"""The SDK, whatever its version, with plain numbers in and out.
-
-Versions differ in what returns a future of a client and what the client itself, in where the REST client is made, and
-in what results are made of. What a version has is found out by looking, not from its number.
+"""Adapter for any version of the SDK, with plain numbers as inputs and outputs. Versions differ in which calls return
+futures, in how the REST client is created, and in result types. Features are detected by inspection, not by version
+number.
 """
 
 import inspect

@@ -1,4 +1,4 @@
-"""A model's requests are done in the order of their seq, each once, whatever the network does with them."""
+"""Requests of a model are executed once each, in seq order, regardless of network reordering and retries."""
 
 from tx_conformance.checks import check, expect, expect_close, expect_equal, expect_refused
 from tx_conformance.server import ServerUnderTest

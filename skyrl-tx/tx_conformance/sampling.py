@@ -1,4 +1,4 @@
-"""Sampling: what each option means, and what the log-probs that come back are of."""
+"""Sampling: effect of each option, and meaning of the returned log-probs."""
 
 from typing import Any
 

@@ -117,7 +117,7 @@ class Console:
         runs: `runs` of the state folder
         keys: if empty, the token gives access to everything
         server: URL of the server, for the page to sample
-        login_hours: time after which a browser must give its key again
+        login_hours: lifetime of a login
         token: for a console without keys
 
     Attributes:
@@ -239,7 +239,7 @@ def _render_page(content: str | bytes, media_type: str, status: int = 200) -> Re
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until told to stop. Returns 2 for wrong options."""
+    """Serve until a signal. Returns 2 for wrong options."""
     options, rest = _build_parser().parse_known_args(list(argv))
     try:
         config = read_config(["--base-model", "-", *rest])

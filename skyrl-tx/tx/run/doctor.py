@@ -56,7 +56,7 @@ _NO_MODEL = "-"
 
 
 def examine(config: EngineConfig) -> Iterator[Finding]:
-    """Every finding, in the order in which a server would stumble over them."""
+    """Return all findings, in the order in which a server would hit them."""
     yield _check_python()
     yield _check_torch()
     yield _run_check(
@@ -185,7 +185,7 @@ def _check_port(config: EngineConfig) -> str:
 
 
 def _check_writable(folder: Path) -> str:
-    """Try to write to a folder, or to the one in which the server will make it: a mistyped name leaves nothing."""
+    """Test writing to a folder, or to its nearest existing parent, so that a mistyped name creates nothing."""
     nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     with tempfile.NamedTemporaryFile(dir=nearest):
         return f"{folder} can be written" if nearest == folder else f"the server makes {folder} at its start"

@@ -54,7 +54,7 @@ are skyrl_train's ([configuration.md](configuration.md)).
 
 
 def render_page() -> str:
-    """The page's text."""
+    """Return the Markdown text of the page."""
     options = [
         _render_row(
             "--" + name.replace("_", "-"),

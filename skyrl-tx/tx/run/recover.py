@@ -1,4 +1,4 @@
-"""`tx recover`: checkpoints on disk that a new database does not know, listed again after the old one was lost."""
+"""`tx recover`: register checkpoints on disk in a new database after the old one was lost."""
 
 import asyncio
 import json

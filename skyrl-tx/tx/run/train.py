@@ -32,10 +32,10 @@ class TrainOptions:
 
 
 def run(options: TrainOptions) -> None:
-    """Trains to the end, and leaves the model in `output_dir`/exports.
+    """Train to the end, and export the model to `output_dir`/exports.
 
     Raises:
-        ConfigError: an option that cannot be, before anything starts.
+        ConfigError: an invalid option; nothing was started.
         SystemExit: the run failed; the log says why.
     """
     values = build_trainer_settings(options)
@@ -53,10 +53,10 @@ def run(options: TrainOptions) -> None:
 
 
 def build_trainer_settings(options: TrainOptions) -> dict[str, Any]:
-    """The trainer's settings, those that differ from its defaults.
+    """Build the trainer settings that differ from its defaults.
 
     Raises:
-        ConfigError: an option that the trainer has no way to honour.
+        ConfigError: the trainer does not support an option.
     """
     if options.loader != "tx.loaders.chat":
         raise ConfigError(

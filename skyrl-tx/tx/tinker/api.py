@@ -37,7 +37,7 @@ BACKLOG = 4096
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until told to stop. Returns the exit status: 0 after SIGTERM or SIGINT, 2 for wrong settings."""
+    """Serve until a signal. Returns the exit status: 0 after SIGTERM or SIGINT, 2 for wrong settings."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # what the web server raises again once it has closed
     try:

@@ -1,7 +1,5 @@
-"""The command line and the environment, made from the fields of `EngineConfig`.
-
-Command line before environment (`TX_` and the field's name) before default. A name that is no option is refused, with
-the nearest that is. Knows no field by name.
+"""Command line and environment, generated from the fields of `EngineConfig`. Command line takes precedence over
+environment (`TX_` and the field's name), and that over defaults. Unknown options are refused with the nearest name.
 """
 
 import argparse
@@ -22,11 +20,11 @@ _FIELDS = EngineConfig.model_fields
 
 
 def read_config(argv: Sequence[str], env: Mapping[str, str] | None = None) -> EngineConfig:
-    """The settings of a server.
+    """Read the settings of a server.
 
     Args:
         argv: without the program's name
-        env: `os.environ` if left out
+        env: `os.environ` if omitted
 
     Raises:
         ConfigError: an unknown option or a wrong value, by its option's name.

@@ -1,5 +1,6 @@
-"""Conversions of long lists of numbers, a piece at a time: one call over a million of them holds the interpreter's lock
-for 15 to 50 ms, in which no other thread answers a client."""
+"""Piecewise conversion of long lists of numbers: one call over a million numbers holds the interpreter lock for 15 to
+50 ms, during which no other thread can serve a client.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

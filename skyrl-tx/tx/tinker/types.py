@@ -1,6 +1,5 @@
-"""The nouns of the server, with every value filled in: what requests become once they are read and checked.
-
-Knows no HTTP, no database, no torch. Shapes: N input tokens of a datum, K target tokens a position.
+"""Data types of the server: parsed and checked requests with all defaults filled in. Independent of HTTP, database and
+torch. Shapes: N input tokens of a datum, K target tokens a position.
 """
 
 import re
@@ -86,7 +85,7 @@ class PromptTargets(msgspec.Struct, frozen=True, kw_only=True):
     columns: list[int] | None = None
 
     def cells(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return of the cells that ask for something: index in `ids`, row, id; [C] each."""
+        """Return index in `ids`, row and id of the requested cells; [C] each."""
         ids = to_array(self.ids).astype(np.int64, copy=False)
         rows = np.repeat(np.arange(self.shape[0]), self.shape[1] if self.crow is None else np.diff(self.crow))
         asked = np.flatnonzero(ids >= 0)

@@ -1,4 +1,4 @@
-"""Construction of a backend from settings: the only place that knows concrete ones. Light to import."""
+"""Builds a backend from settings: the only module that knows concrete backends. Cheap to import."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, fields
@@ -45,7 +45,7 @@ def check_backend(config: EngineConfig) -> None:
     """Check `backend_config` as far as possible without torch.
 
     Raises:
-        ConfigError: a setting is unknown or impossible, or what it names is not installed.
+        ConfigError: a setting is unknown or invalid, or a required package is not installed.
     """
     if config.backend == "skyrl_train":
         from tx.tinker.backends.skyrl_train.settings import SkyRLTrainSettings

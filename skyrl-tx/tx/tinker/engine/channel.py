@@ -32,7 +32,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class ApiChannel:
-    """The API's side: made before the engine is started, with the address to tell it. One event loop."""
+    """API side of the channel, created before the engine starts, with the address for it. One event loop."""
 
     def __init__(self, socket: zmq.asyncio.Socket, address: str, temporary: Path | None):
         self._socket, self.address, self._temporary = socket, address, temporary
@@ -71,7 +71,7 @@ class ApiChannel:
 
 
 class EngineChannel:
-    """The engine's side. `send` from any thread; everything else in the loop it was made in."""
+    """Engine side of the channel. `send` from any thread; everything else in the loop that created it."""
 
     def __init__(self, address: str):
         self._loop = asyncio.get_running_loop()

@@ -1,9 +1,9 @@
 """The engine process: `python -m tx.tinker.engine.main --config JSON --channel ADDRESS --parent PID`.
 
-With `--channel -` it does its imports at low priority, says so, and is an engine as soon as stdin gives it an address.
+With `--channel -` it imports at low priority, reports, and becomes an engine once stdin provides an address.
 
 Three threads that matter: the event loop reads the channel and samples, one thread trains, one belongs to the native
-engine. If one of them ends, so does the process, and the API starts a new one: nothing here is the truth.
+engine. If one of them ends, the process exits, and the API starts a new one: the database is authoritative.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The engine as a process: how the API starts it, and what ends it with the API.
+"""Engine process: start by the API, and exit together with it.
 
 No parent-death signal of the system (PR_SET_PDEATHSIG): that one comes when the thread ends that started the child.
 """
@@ -57,9 +57,7 @@ def run_at_low_priority(work: Callable[[], None]) -> None:
 
 
 def call_when_parent_exits(parent: int, then: Callable[[], None]) -> None:
-    """Call `then` in a thread when the process that started this one has ended, even by kill -9; at once if it already
-    has.
-    """
+    """Call `then` in a thread when the parent process exits, even by kill -9; immediately if it has exited."""
 
     def watch() -> None:
         _wait_until_gone(parent)

@@ -48,7 +48,7 @@ class Sampling:
         task.add_done_callback(lambda _: self._tasks.pop(command.request_id, None))
 
     def cancel(self, request_ids: list[str]) -> None:
-        """Cancel unfinished requests; nothing is reported of them."""
+        """Cancel unfinished requests without reporting results."""
         for request_id in request_ids:
             if task := self._tasks.get(request_id):
                 task.cancel()

@@ -68,11 +68,7 @@ class Trainer:
         self._helpers = Helpers(self.inbox.put)
 
     def step(self, wait_seconds: float) -> bool:
-        """Process the inbox and take a turn; wait for a message if there is nothing to do.
-
-        Returns:
-            whether there was something
-        """
+        """Process the inbox and take a turn; wait for a message if idle. Returns: True if there was work"""
         self._turn_began = self._now()
         came = self._read_inbox(0.0)
         worked = self._run_turn()

@@ -1,4 +1,4 @@
-"""The door: no request goes further without a tenant. Before routing, so that unknown paths need a key too."""
+"""Authentication: every request needs a tenant. Runs before routing, so that unknown paths need a key too."""
 
 from starlette.datastructures import Headers
 from starlette.responses import Response

@@ -38,7 +38,7 @@ _SHARE = "tx.share"
 
 
 class BodyTooLarge(RequestError):
-    """The body goes over the server's limit; the rest of it was not read."""
+    """The body exceeds the server's limit; the rest was not read."""
 
     def __init__(self, max_bytes: int):
         super().__init__(
@@ -149,15 +149,15 @@ def max_body_bytes(request: Request) -> int:
 
 
 async def read_body(request: Request, max_bytes: int | None = None) -> bytes:
-    """The body, as sent.
+    """Read the raw body.
 
     Args:
-        max_bytes: the server's limit if left out
+        max_bytes: default: the server's limit
 
     Raises:
-        BodyTooLarge: by its own account (before anything is read), or by what arrives.
-        RequestError: it does not arrive in time.
-        Busy: the tenant sends too much at the moment, for all that others send.
+        BodyTooLarge: by its declared length (before reading), or by the received bytes.
+        RequestError: the body timed out.
+        Busy: the tenant is sending too much, given the load of others.
     """
     max_bytes = max_bytes or max_body_bytes(request)
     announced = request.headers.get("content-length", "")
@@ -199,10 +199,10 @@ async def run_in_thread_if_large(request: Request, size: int, parse: Callable[[]
 
 
 async def read_json(request: Request, schema: type[Schema], max_bytes: int | None = None) -> Schema:
-    """The body as an object of the schema.
+    """Read the body as an object of the schema.
 
     Raises:
-        RequestError: no JSON (400), or not of the schema (422, naming field, value and rule).
+        RequestError: invalid JSON (400), or schema violation (422, naming field, value and rule).
     """
     check_content_type(request, "application/json")
     body = await read_body(request, max_bytes)

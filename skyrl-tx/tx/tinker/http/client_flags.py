@@ -5,7 +5,7 @@ from tx.tinker.http.api_keys import is_loopback
 
 
 def get_client_flags(config: EngineConfig) -> dict[str, object]:
-    """The answer of `client/config`. Keys that a version does not know are ignored by it."""
+    """Return the response of `client/config`. Clients ignore unknown keys."""
     return {
         "pjwt_auth_enabled": False,  # keys are sent as they are, never exchanged for tokens
         "credential_default_source": "api_key",
@@ -28,5 +28,5 @@ def get_client_flags(config: EngineConfig) -> dict[str, object]:
 
 
 def get_dynamic_flags() -> dict[str, object]:
-    """The answer of `client/dynamic_config`, which clients ask for again and again."""
+    """Return the response of `client/dynamic_config`, which clients poll."""
     return {"refresh_interval_sec": 300, "sample_cancel_enabled": False, "sample_cancel_max_batch_size": 64}

@@ -1,4 +1,4 @@
-"""Clients' connections: how long one may go without a whole request, and which one goes when there are too many.
+"""Limits of client connections: deadline for a complete request, and eviction of idle connections.
 
 uvicorn itself has a time-out for the pause between two requests, which the next request's first byte ends.
 """

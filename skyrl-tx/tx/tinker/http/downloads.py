@@ -1,7 +1,7 @@
-"""Addresses from which a checkpoint's files can be fetched without an API key, for a while.
+"""Signed URLs that serve a checkpoint's files without an API key for a limited time.
 
-Clients hand such an address to the user, who gives it to a browser or `curl`. So it carries who asked, until when it
-counts, and a signature over everything in it. The secret stays in the state folder: addresses outlive a restart.
+Users open such a URL in a browser or `curl`. So it contains tenant, expiry time, and a signature over everything in it.
+The secret is stored in the state folder, so URLs survive a restart.
 """
 
 import hashlib

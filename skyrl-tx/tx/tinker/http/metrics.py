@@ -1,4 +1,4 @@
-"""Numbers for Prometheus: of requests, counted here, and of everything else, asked for at each scrape."""
+"""Prometheus metrics: request metrics are counted here, all others are collected at each scrape."""
 
 import time
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""Exception handlers: responses that say what to do, and never cause a client to retry in a tight loop.
+"""Exception handlers: responses name the remedy, and never cause a client to retry in a tight loop.
 
 Unexpected errors are logged with an id that the response contains. Clients retry 5xx for five minutes with increasing
 delays, except while polling for results, where they retry immediately; there the response is a 429, for which they
@@ -39,7 +39,7 @@ def install(app: FastAPI) -> None:
 
 
 class Unforeseen:
-    """The outermost catch: pure ASGI, so that nothing is raised into the web server."""
+    """Outermost ASGI middleware that catches all exceptions, so that none reaches the web server."""
 
     def __init__(self, app: ASGIApp):
         self.app = app

@@ -30,13 +30,14 @@ def busy(error: Busy) -> Response:
 
 
 def retry_after(seconds: float) -> dict[str, str]:
-    """`Retry-After` knows whole seconds only; the SDK reads the other first."""
+    """Build retry headers. `Retry-After` allows whole seconds only; the SDK reads the other header first."""
     return {"Retry-After": str(max(1, math.ceil(seconds))), "Retry-After-Ms": str(max(1, round(seconds * 1000)))}
 
 
 class TooLarge(Response):
-    """A 413 at once, to a client that may still be sending: clients that read answers only after their whole request
-    would see a broken connection instead of it, so what they send is thrown away for a while."""
+    """413 response to a client that may still be sending. The rest of the body is discarded for a limited time, since
+    clients that read the response after sending would otherwise see a broken connection.
+    """
 
     def __init__(self, text: str):
         super().__init__(orjson.dumps({"detail": text}), 413, {"Connection": "close"}, media_type="application/json")

@@ -103,7 +103,7 @@ class Checkpoints:
             raise RequestError(f"path: the checkpoint {path!s} exists already; {fix}")
 
     async def reserve_room(self, tenant: str, request_id: str, kind: CheckpointKind, rank: int) -> None:
-        """Count a save from now on; one under way counts as large as the tenant's largest of its kind and rank.
+        """Count a save from now on; a save in flight counts as the tenant's largest checkpoint of its kind and rank.
 
         Raises:
             RequestError: the tenant's checkpoint quota is used up.
@@ -183,7 +183,7 @@ class Checkpoints:
     # ---- as things to change
 
     async def delete(self, tenant: str, run_id: str, kind: CheckpointKind, name: str) -> None:
-        """Delete a checkpoint, and its folder once nothing uses it."""
+        """Delete a checkpoint, and its folder once unused."""
 
         def unit(database: Database, row: CheckpointRow) -> None:
             database.delete(row)
@@ -251,7 +251,7 @@ def _sum_sizes(database: Database, tenant: str) -> tuple[int, dict[tuple[str, in
 
 
 def describe(row: CheckpointRow) -> dict[str, object]:
-    """A checkpoint as the protocol has it."""
+    """Describe a checkpoint in the protocol's format."""
     return {
         "checkpoint_id": f"{row.kind}/{row.name}",
         "checkpoint_type": _TYPES[row.kind],

@@ -139,11 +139,11 @@ class BackgroundCleanup:
             await self._store.write(partial(garbage.remove_scheduled_deletion, folder=folder))
 
     async def remove_leftovers(self) -> None:
-        """Delete blobs that a crash left on disk and that are too old to belong to work under way."""
+        """Delete blobs that a crash left on disk and that are too old to belong to requests in flight."""
         await self._remove_blobs(min_age_seconds=3600.0)
 
     async def delete_leftovers(self) -> None:
-        """Delete leftover blobs and unused snapshots at the start, when no work is under way."""
+        """Delete leftover blobs and unused snapshots at the start, when no request is in flight."""
         await self._remove_blobs(min_age_seconds=0.0)
         await self.remove_unused_snapshots()
 

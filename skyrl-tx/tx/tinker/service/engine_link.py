@@ -164,7 +164,7 @@ class EngineLink:
             await asyncio.sleep(min(self._timeouts.first_delay * 2**exponent, self._timeouts.longest_delay))
 
     async def _run_engine(self) -> str:
-        """Run one engine from start to end. Returns: the reason of its end."""
+        """Run one engine until it exits. Returns: the reason."""
         self._kill_reason = None
         channel = self._channel = ApiChannel.bind(self._folder)
         tasks: list[asyncio.Task[str]] = []

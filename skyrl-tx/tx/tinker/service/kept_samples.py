@@ -1,7 +1,7 @@
-"""The last samples of models, in their run folders, in the form in which the dashboard reads trajectories.
+"""Latest samples of models in their run folders, in the dashboard's trajectory format.
 
 `trajectories/train_step_000012.jsonl` has the last samples that were drawn between the model's optimizer steps 12 and
-13, from any of its samplers. Prompts and responses are clients' data: nothing is kept unless the setting asks for it.
+13, from any of its samplers. Prompts and responses are clients' data: they are stored only if the setting enables it.
 """
 
 import json

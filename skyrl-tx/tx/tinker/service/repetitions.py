@@ -56,10 +56,10 @@ class Repetitions:
         self._store = store
 
     async def check(self, request_id: str, content: bytes) -> None:
-        """Compare a request with the one of this id in the database; nothing to compare is no error.
+        """Compare a request with the stored request of this id, if any.
 
         Raises:
-            RequestError: it has other content.
+            RequestError: the content differs.
         """
         before = await self._store.read(partial(_extract_content, request_id=request_id))
         if before is not None and before != content:

@@ -104,7 +104,7 @@ def record_deaths(database: Database, num_deaths: dict[str, int]) -> None:
     """Record the crashes that each request was running at.
 
     Args:
-        num_deaths: by request id, at how many deaths it was under way
+        num_deaths: number of crashes during each request, by id
     """
     set_at_work(database, False)
     if num_deaths:

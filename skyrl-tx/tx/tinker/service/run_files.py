@@ -1,10 +1,10 @@
-"""Run folders of models and of the server, in the form that the trainer's runs have and the dashboard reads.
+"""Run folders of models and of the server, in the trainer's format, which the dashboard reads.
 
-The database forgets a result once it is delivered, so what training looked like is written here as it happens: a model
+The database removes results after delivery, so the training history is written here as it happens: a model
 has `config.yaml`, `metrics.jsonl` with a line an optimizer step, and `logs/trainer.log`; the folder `server` has a line
-a minute. Prompts and responses are in them only if the settings ask for it (`kept_samples`). Nothing depends on these
-files: a line that cannot be written, or is lost with the process, costs its place in a curve. Any of the folders may be
-deleted; `limit` does so with the oldest ones.
+a minute. Prompts and responses are included only if enabled (`kept_samples`). Nothing depends on these
+files: a line that cannot be written, or is lost in a crash, leaves a gap in a curve. Any of the folders may be deleted;
+    `limit` deletes the oldest ones.
 """
 
 import json
@@ -263,7 +263,7 @@ class RunFiles:
         self._is_full = is_full
 
     def _get_progress(self, name: str) -> _Progress:
-        """Return the progress of a model; after a restart of the server, its last line tells how far it was."""
+        """Return the progress of a model; after a restart of the server, read it from the last line."""
         if name not in self._progress:
             self._progress[name] = _Progress(_read_last_step(self._get_path(name) / "metrics.jsonl"), time.monotonic())
         return self._progress[name]

@@ -1,4 +1,4 @@
-"""Samplers and samples. The weights of a sampler never change, whatever is trained, replaced or deleted later."""
+"""Samplers and samples. The weights of a sampler are immutable, whatever is trained, replaced or deleted later."""
 
 import asyncio
 import hashlib
@@ -33,7 +33,7 @@ class Samplers:
     """Samplers and their sample requests.
 
     Args:
-        records_stability: take requests that should record what `stable_reinforce` trains on, and record nothing
+        records_stability: accept requests to record inputs of `stable_reinforce`, without recording anything
         scores_targets: the backend computes `target_prompt_logprobs`
     """
 

@@ -166,7 +166,7 @@ class ServerState:
             session.touch()
 
     def heard_of(self, tenant: str, request_id: str) -> None:
-        """Note that the result of a request was asked for: its session is alive."""
+        """Record a poll for the result of a request: its session is alive."""
         pending = self.pending.get(request_id)
         if pending is None or pending.tenant != tenant:
             return
@@ -204,8 +204,9 @@ class ServerState:
         return sampler
 
     def superseded_samplers(self, keep: int, idle_seconds: float) -> list[Sampler]:
-        """Return samplers without a name that are not among the `keep` newest of their model, have nothing to do and
-        were not used for `idle_seconds`."""
+        """Return unnamed samplers that are not among the `keep` newest of their model, have no pending requests and
+        were not used for `idle_seconds`.
+        """
         of_models: dict[str | None, list[Sampler]] = {}
         for sampler in self.samplers.values():
             if sampler.ephemeral:

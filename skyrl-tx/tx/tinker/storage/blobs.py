@@ -29,7 +29,7 @@ class Blobs:
     """Blob `abcdef…` is the file `ab/abcdef…`.
 
     Args:
-        folder: theirs alone, on a local disk; made if missing.
+        folder: on a local disk, used exclusively; created if missing.
         read_only: create nothing; only `get` and `has` may be called.
 
     Raises:
@@ -76,7 +76,7 @@ class Blobs:
         """Write a blob and return its id. Durable when it returns.
 
         Raises:
-            OSError: the disk is full or refuses; nothing is left.
+            OSError: the write failed (for example disk full); no partial blob is left.
         """
         blob = secrets.token_hex(16)
         partial = self._partials / blob

@@ -46,10 +46,10 @@ class AlreadyServed(ConfigError):
 
 
 def parse_url(text: str) -> URL:
-    """The URL of a database, with the drivers we use (names of other drivers, as `+asyncpg`, are taken as ours).
+    """Parse the URL of a database, with our drivers (other driver names, such as `+asyncpg`, are replaced).
 
     Raises:
-        ConfigError: it is no URL of sqlite or PostgreSQL.
+        ConfigError: not a URL of sqlite or PostgreSQL.
     """
     try:
         url = make_url(text)
@@ -121,7 +121,7 @@ class Database:
         Nothing is created or migrated.
 
         Raises:
-            ConfigError: it does not exist, a server uses it, it is damaged, or this release cannot read its tables.
+            ConfigError: the database does not exist, is in use by a server, damaged, or from an unreadable release.
         """
         engine = _read_only_engine(self.url)
         try:
@@ -192,7 +192,9 @@ class Database:
             self._lock_as(os.O_RDONLY)
 
     def _lock_file(self) -> None:
-        """One server a file. The lock goes with the process, however it dies; the file stays."""
+        """Lock the file for one server. The lock is released when the process exits for any reason; the file
+        remains.
+        """
         Path(str(self.url.database)).parent.mkdir(parents=True, exist_ok=True)
         descriptor = self._lock_as(os.O_RDWR | os.O_CREAT)
         # Written only with the lock held, so that the id in a refusal is never that of a server that was refused.
@@ -332,5 +334,5 @@ def _acquire_advisory_lock(connection: Any) -> None:
 
 
 def extract_reason(error: Exception) -> str:
-    """The driver's words, without SQLAlchemy's frame around them."""
+    """Return the driver's message, without SQLAlchemy's wrapping."""
     return str(error.orig if isinstance(error, DBAPIError) else error).strip()

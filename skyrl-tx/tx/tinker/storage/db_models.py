@@ -27,7 +27,7 @@ MIGRATIONS = {
 
 
 class Row(SQLModel):
-    """Base of our tables, so that only they are made, whatever else uses SQLModel in this process."""
+    """Base of our tables, with separate metadata, so that only these tables are created."""
 
     metadata = MetaData()
 

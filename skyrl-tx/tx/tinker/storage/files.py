@@ -41,7 +41,7 @@ def remove_tree(folder: Path, partials: Path) -> None:
 
 
 def remove_leftovers(partials: Path) -> None:
-    """Remove files of dead processes in `partials`; files of a living process stay."""
+    """Remove files of exited processes in `partials`; files of running processes are kept."""
     for holder in partials.iterdir() if partials.is_dir() else ():
         lock = _acquire_lock(holder)
         if lock is not None:

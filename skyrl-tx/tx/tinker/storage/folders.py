@@ -38,8 +38,8 @@ class Folders:
     Args:
         base: `--checkpoints-base`
         cache: a local folder for copies of remote ones; several processes may share it
-        cache_bytes: how large it may grow; what was used in the last minutes stays all the same
-        read_only: create nothing under a local base, and sweep nothing; folders may only be read
+        cache_bytes: size limit; copies used in the last minutes are kept beyond it
+        read_only: create and remove nothing under a local base; folders may only be read
 
     Raises:
         ConfigError: the base cannot be written, its scheme is unknown or needs a package that is not installed.
@@ -64,10 +64,10 @@ class Folders:
         remove_leftovers(self._partials)
 
     def place(self, *parts: str) -> str:
-        """The folder (path or URL) for `parts` under the base; run ids may contain ':'.
+        """Return the folder (path or URL) for `parts` under the base; run ids may contain ':'.
 
         Raises:
-            ValueError: a part is no plain name.
+            ValueError: a part is not a plain name.
         """
         for part in parts:
             if not _PART.fullmatch(part):
@@ -81,12 +81,12 @@ class Folders:
 
     @contextmanager
     def writing(self, folder: str) -> Iterator[Path]:
-        """A new local folder to fill; on leaving without an error it stands, whole and durable, as `folder` (replacing
-        what stood there); with an error nothing is left. One writer a folder at a time.
+        """Yield a new local folder to fill. On success it atomically and durably becomes `folder` (replacing a previous
+        one); on an error it is removed. One writer per folder at a time.
 
         Raises:
             ValueError: the folder did not come from `place`.
-            OSError: it could not be written or uploaded; what stood there before does so still.
+            OSError: it could not be written or uploaded; the previous folder is kept.
         """
         self._check_ours(folder)
         if self._remote is not None:
@@ -101,8 +101,9 @@ class Folders:
             self._move_into_place(scratch, Path(folder))
 
     def local(self, folder: str) -> Path:
-        """A local copy to read (the folder itself if it is local; a remote one's stays for minutes at least). Raises
-        FileNotFoundError."""
+        """Return a local copy to read (the folder itself if local; copies of remote folders are kept for minutes at
+        least). Raises FileNotFoundError.
+        """
         if self._remote is not None and "://" in folder:
             return self._remote.download(folder)
         return _check_exists(folder)
@@ -121,13 +122,13 @@ class Folders:
         return local
 
     def size(self, folder: str) -> int:
-        """Bytes of its files. Raises FileNotFoundError."""
+        """Return the bytes of its files. Raises FileNotFoundError."""
         if self._remote is not None and "://" in folder:
             return self._remote.size(folder)
         return sum(path.stat().st_size for path in list_files(_check_exists(folder)))
 
     def remove(self, folder: str) -> None:
-        """Nothing to do if it is gone. While it goes it is whole or not there.
+        """Remove a folder atomically; idempotent.
 
         Raises:
             ValueError: the folder did not come from `place`.
@@ -139,8 +140,9 @@ class Folders:
             remove_tree(Path(folder), self._partials)
 
     def archive(self, folder: str, to: Path) -> None:
-        """A tar of its files (no leading folder), written to a local file. The same files give the same bytes. Raises:
-        see `verified`."""
+        """Write a tar of its files (without a leading folder) to a local file. The same files give the same bytes.
+        Raises as `verified`.
+        """
         source = self.verified(folder)
         partial = to.with_name(to.name + PARTIAL)
         try:

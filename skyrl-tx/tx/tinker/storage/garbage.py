@@ -55,11 +55,11 @@ class Forgotten(NamedTuple):
 
 
 def find_unreferenced_blobs(session: Session, blobs: Blobs, min_age_seconds: float = 3600.0) -> set[str]:
-    """Find blobs that no row names: left by a crash, or their row is yet to come. Only age distinguishes those, so pass
-    0 only at the start, before requests are taken.
+    """Find blobs that no row references: left by a crash, or with a row still to be written. Only age distinguishes
+    these, so pass 0 only at the start, before requests are accepted.
 
     Raises:
-        ConfigError: the blobs are another database's.
+        ConfigError: the blobs belong to another database.
     """
     blobs.claim(session.scalars(select(get_table(SchemaRow).c.database_id)).one())
     found = blobs.all(min_age_seconds)

@@ -35,8 +35,8 @@ class RemoteFolders:
     """
     Args:
         base: an fsspec URL
-        cache: local folder of copies, each named by the hash of its manifest, so a copy never grows old
-        cache_bytes: the least recently used go above this
+        cache: local folder of copies, each named by the hash of its manifest, so copies never become stale
+        cache_bytes: limit beyond which least recently used copies are evicted
 
     Raises:
         ConfigError: the scheme is unknown, or its package is not installed; the cache cannot be written.
@@ -63,7 +63,7 @@ class RemoteFolders:
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:
-        """A local folder to fill."""
+        """Create a local folder to fill."""
         with create_scratch_folder(self._partials) as folder:
             yield folder
 
@@ -107,7 +107,7 @@ class RemoteFolders:
         return copy
 
     def size(self, folder: str) -> int:
-        """Bytes of its files. Raises FileNotFoundError."""
+        """Return the bytes of its files. Raises FileNotFoundError."""
         manifest = self._read_manifest(folder)
         if manifest is None:
             raise FileNotFoundError(f"there is no folder {folder}")

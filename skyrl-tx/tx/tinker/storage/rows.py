@@ -8,7 +8,7 @@ from tx.tinker.storage.db_models import ModelRow, RequestRow, Row
 
 
 def get_table(row_type: type[Row]) -> Table:
-    """The table of a row class."""
+    """Return the table of a row class."""
     return Row.metadata.tables[str(row_type.__tablename__)]
 
 

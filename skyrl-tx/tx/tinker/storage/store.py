@@ -85,7 +85,7 @@ class Store:
         again (another unit of its transaction failed, the connection was lost), so it must change nothing but the
         session. It may return rows: they keep their values.
 
-        Once there was room for the unit it is applied whole, even if the caller is cancelled.
+        Once queued, the unit is applied completely, even if the caller is cancelled.
 
         Raises:
             StoreError: the transaction failed, or the store is closed.
@@ -240,7 +240,7 @@ class _UnitSession(Session):
     """Session whose transaction is controlled by the store."""
 
     def add(self, instance: object, *, _warn: bool = True) -> None:
-        """A row that the caller made is new again, if an earlier run of the unit inserted it and was undone."""
+        """Add a row; one that an earlier, rolled-back run of the unit inserted is made new again."""
         if inspect(instance).detached:  # pyright: ignore[reportOptionalMemberAccess]
             make_transient(instance)
         super().add(instance, _warn=_warn)
@@ -270,7 +270,7 @@ class _Unit:
         """Run the unit. Returns: False if it failed; the session is reset for the next unit.
 
         Raises:
-            SQLAlchemyError: the transaction is gone, with all that ran in it.
+            SQLAlchemyError: the transaction is lost, with all its units.
         """
         self.value, self.error = None, None
         try:

@@ -147,10 +147,10 @@ def _format_location(place: tuple[int, ...]) -> str:
 
 
 def check_lora(lora: LoraSpec, max_rank: int, can_train_unembed: bool = True) -> None:
-    """An adapter that a backend can hold.
+    """Check that a backend supports an adapter.
 
     Raises:
-        RequestError: it cannot.
+        RequestError: unsupported.
     """
     if not 0 < lora.rank <= max_rank:
         raise RequestError(f"lora_config.rank must be 1 to {max_rank}; got {lora.rank}")
@@ -162,10 +162,10 @@ def check_lora(lora: LoraSpec, max_rank: int, can_train_unembed: bool = True) ->
 
 
 def check_sample(spec: SampleSpec, facts: ModelBounds) -> None:
-    """Prompt, room for an answer, and how it is drawn.
+    """Check prompt, remaining context and sampling parameters.
 
     Raises:
-        RequestError: the prompt cannot be continued so.
+        RequestError: the prompt cannot be sampled from.
     """
     if not spec.prompt:
         raise RequestError("prompt must hold at least one token; got none")

@@ -1,7 +1,6 @@
-"""Training requests and results as bytes of the wire and back, and results as JSON for clients that know no protobuf.
+"""Wire encoding of training requests and results, and JSON results for clients without protobuf.
 
-Says whether bytes can be read; whether the values make sense is for `checks`. One datum costs a few microseconds, a
-token nothing.
+Checks that bytes can be decoded; `checks` validates values. Cost: a few microseconds per datum, independent of tokens.
 """
 
 from dataclasses import dataclass, field
@@ -82,10 +81,10 @@ def encode_training(request: TrainingRequest) -> bytes:
 
 
 def convert_input(name: str, array: np.ndarray, field_name: str) -> np.ndarray:
-    """An input with the type that its name asks for: targets are integers, everything else is float32.
+    """Convert an input to the type of its name: targets are integers, everything else is float32.
 
     Raises:
-        RequestError: targets that are no integers.
+        RequestError: non-integer targets.
     """
     if name != TARGETS:
         return array.astype(np.float32, copy=False)
@@ -244,7 +243,7 @@ def decode_sample_output(data: bytes) -> SampleOutput:
 
 
 def sample_output_json(data: bytes) -> dict[str, object]:
-    """The same for clients that take JSON; what was not asked for is left out."""
+    """Encode a sample output for clients that accept JSON; fields not requested are omitted."""
     output = decode_sample_output(data)
     answer: dict[str, object] = {"type": "sample", "sequences": [sequence._asdict() for sequence in output.sequences]}
     if output.prompt_logprobs is not None:

@@ -1,7 +1,7 @@
-"""The JSON bodies of requests, as FastAPI reads them: shapes and types. What needs the model's facts is for `checks`.
+"""Schemas of JSON request bodies: structure and types. `checks` validates what depends on the model.
 
-A field that is not known here is refused if it asks for something, with the nearest name; a newer client's field that
-asks for nothing (null, false, 0, empty) is let through, since clients send their defaults.
+An unknown field is refused with the nearest name if it has an effect; unset fields of newer clients (null, false, 0,
+empty) are accepted, since clients send their defaults.
 """
 
 import json
@@ -55,7 +55,7 @@ class Body(BaseModel):
 
 
 class LenientBody(BaseModel):
-    """A request that is only noted: whatever it holds is welcome."""
+    """Request that is only recorded and accepts any fields."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
@@ -494,10 +494,10 @@ def describe_errors(error: HasErrors) -> str:
 
 
 def to_request_error(error: HasErrors) -> RequestError:
-    """The same to be raised: 422, the wrong shape of a request."""
+    """Convert validation errors to a RequestError with status 422."""
     return RequestError(describe_errors(error), 422)
 
 
 def _normalize_seed(given: int | None, draw_seed: Callable[[], int]) -> int:
-    """Not negative, as random generators want it."""
+    """Make a seed non-negative, as random generators require."""
     return (draw_seed() if given is None else given) % 2**63

@@ -1,6 +1,5 @@
-"""Tensors of the wire, protobuf and JSON, as numpy arrays, and back.
-
-Knows nothing of what a tensor is for; `field` is its name in errors. Nothing here loops over elements.
+"""Conversion of wire tensors (protobuf and JSON) to and from numpy arrays. `field` is the tensor's name in errors. No
+loops over elements.
 """
 
 from collections.abc import Sequence
@@ -74,7 +73,7 @@ class TensorReader:
     def _to_dense(
         self, values: np.ndarray, crow: np.ndarray, col: np.ndarray, shape: list[int], field: str
     ) -> np.ndarray:
-        """[rows, columns] of a CSR tensor, zero where it lists nothing."""
+        """Expand a CSR tensor to [rows, columns], zero where not listed."""
         if len(shape) != 2 or min(shape) < 0:
             raise RequestError(f"{field}.shape must be [rows, columns] for a sparse tensor; got {shape[:8]}")
         self._dense_left -= prod(shape)
@@ -142,7 +141,7 @@ def _from_numbers(numbers: Sequence[int | float], dtype: str, field: str) -> np.
 
 
 def _convert_to_wide(array: np.ndarray) -> np.ndarray:
-    """A copy: float32 for bfloat16, its upper half; int64 for int32."""
+    """Return a wider copy: float32 for bfloat16 (its upper half), int64 for int32."""
     match array.dtype.str:
         case "<u2":
             return (array.astype(np.uint32) << 16).view(np.float32)

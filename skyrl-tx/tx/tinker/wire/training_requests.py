@@ -1,5 +1,6 @@
-"""The body of `forward_backward` and `forward`, as it comes off the network, as a request: JSON of old clients or
-protobuf, zstd or not. What cannot be read is refused before it costs memory."""
+"""Parser of `forward_backward` and `forward` bodies: JSON of old clients or protobuf, optionally zstd-compressed.
+Invalid bodies are refused before they use memory.
+"""
 
 import re
 from dataclasses import replace
@@ -51,7 +52,7 @@ def read_training_body(
         max_bytes: of the body, packed and unpacked
 
     Raises:
-        RequestError: too large (413), of another type (415), not what its type says, or without an address (400).
+        RequestError: too large (413), unsupported type (415), contradicting its type, or without an address (400).
     """
     kind = _parse_media_type(content_type)
     if kind not in (*PROTOBUF, "application/json"):
@@ -110,10 +111,10 @@ class _Addressed(msgspec.Struct):
 
 
 def unpack(body: bytes, content_encoding: str | None, max_bytes: int) -> bytes:
-    """The body without its compression.
+    """Decompress a body.
 
     Raises:
-        RequestError: too large, packed or not (413); another packing than zstd (415); cut short or no zstd (400).
+        RequestError: too large, compressed or not (413); not zstd (415); truncated or invalid zstd (400).
     """
     if len(body) > max_bytes:
         raise build_too_large(max_bytes)

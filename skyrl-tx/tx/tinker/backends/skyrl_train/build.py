@@ -116,7 +116,7 @@ class AdaptersForEngines(GroupTraining):
 def _check_gpus(config: SkyRLConfig) -> None:
     """
     Raises:
-        ConfigError: Ray has fewer than are asked for; nothing would ever start.
+        ConfigError: Ray has fewer GPUs than required; engines would never start.
     """
     placement, generator = config.trainer.placement, config.generator
     num_engines = generator.num_inference_engines if generator.run_engines_locally else 0

@@ -50,7 +50,7 @@ class EngineSampling(SamplingBackend):
             raise ConfigError(f"the {info.backend} engines take no adapters: {why}")
 
     def num_running(self) -> int:
-        """Sequences asked for and not done."""
+        """Return the number of unfinished sequences."""
         return self._num_running
 
     async def sample(self, spec: SampleSpec, adapter: Path | None, *, tenant: str = "") -> SampleOutput:
@@ -71,7 +71,7 @@ class EngineSampling(SamplingBackend):
             self._num_running -= spec.num_samples
 
     async def close(self) -> None:
-        """End the engines at once: they hold no state that is not stored elsewhere."""
+        """Stop the engines immediately: their state is stored elsewhere."""
         engines = [engine for engine in self._client.engines if isinstance(engine, Process)]
         await asyncio.gather(self._client.teardown(), *(asyncio.to_thread(engine.kill) for engine in engines))
         await self._slots.close()

@@ -80,7 +80,7 @@ class SkyRLTrainSettings:
         """Read and check the settings, as far as possible without torch.
 
         Raises:
-            ConfigError: an unknown name (with the nearest), a value that is impossible, engines that are not installed.
+            ConfigError: an unknown name (suggests the nearest), an invalid value, or engines that are not installed.
         """
         check_setting_names(values, get_setting_names())
         own, sections = {}, {"training": {}, "generator": {}}
@@ -117,7 +117,7 @@ class SkyRLTrainSettings:
         return config
 
     def resolved_dtype(self, device: str) -> str:
-        """`dtype`, with None answered."""
+        """`dtype`, with None resolved."""
         return self.dtype or ("float32" if device == "cpu" else "bfloat16")
 
     def _build_generator_values(self) -> dict[str, Any]:
@@ -131,6 +131,6 @@ class SkyRLTrainSettings:
 
 
 def get_setting_names() -> list[str]:
-    """Every name that `--backend-config` may have."""
+    """Return every valid name in `--backend-config`."""
     own = [field.name for field in fields(SkyRLTrainSettings) if field.name not in ("training", "generator")]
     return [*own, *TRAINING_SETTINGS, *(_PREFIX + name for name in GENERATOR_SETTINGS)]

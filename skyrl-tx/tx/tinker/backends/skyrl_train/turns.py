@@ -1,8 +1,8 @@
 """Round-robin queue over tenants for the rows of engines; first in, first out within a tenant.
 
-A tenant may begin something while it holds less than `GREED` times the rows that are free (the native engine's rule,
-`skyrl_train.inference_engines.native.waiting`, for requests of several rows). So rows are never all taken by those who
-came first. Knows no engines.
+A tenant may start requests while it holds less than `GREED` times the free rows (the native engine's rule,
+`skyrl_train.inference_engines.native.waiting`, for requests of several rows). So early tenants never occupy all rows.
+Independent of engines.
 """
 
 import asyncio

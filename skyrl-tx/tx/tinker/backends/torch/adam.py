@@ -39,7 +39,7 @@ def adamw(
     scaling: float = 1.0,
     norm: Norm = ALONE.compute_norm,
 ) -> AdamState:
-    """Compute the state after one step; `before` and `gradient` stay as they are.
+    """Compute the state after one step; `before` and `gradient` are not modified.
 
         m = b1 m + (1 - b1) g             v = b2 v + (1 - b2) g^2
         p = p - lr wd p                   (the decay does not pass through m and v)

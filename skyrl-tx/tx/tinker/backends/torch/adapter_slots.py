@@ -54,11 +54,10 @@ class AdapterSlots:
 
     @asynccontextmanager
     async def use(self, folder: Path | None) -> AsyncIterator[str | None]:
-        """The name under which the engine knows the adapter, and holds it until the end of the block. None: the base
-        model.
+        """Yield the adapter's name in the engine, and hold its slot until the end of the block. None: the base model.
 
         Raises:
-            ValueError: it cannot be loaded: names the folder, and why.
+            ValueError: the adapter cannot be loaded; names folder and reason.
         """
         if folder is None:
             yield None

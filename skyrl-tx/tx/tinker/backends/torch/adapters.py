@@ -50,7 +50,7 @@ class Site(NamedTuple):
 
     @property
     def layers(self) -> list[str]:
-        """The names that its linear layers have in files, in the order of its matrices."""
+        """Names of its linear layers in files, in the order of its matrices."""
         layer, _, projection = self.name.rpartition(".")
         experts = range(self.num_experts or 0)
         return [f"{layer}.{expert}.{projection}" for expert in experts] or [self.name]
@@ -96,8 +96,9 @@ class Adapter:
         self._computed_with: dict[str, Matrices] | None = None
 
     def initialize(self) -> None:
-        """A from the seed and the layer's name, uniform in +-1 / sqrt(in) as peft has it; B zero. The same numbers on
-        every device."""
+        """Initialize A from the seed and the layer's name, uniform in +-1 / sqrt(in) like peft; B zero. The numbers are
+        the same on every device.
+        """
         whole = torch.zeros(self.num_weights)
         for site, (a, _) in zip(self.sites, self.split_matrices(whole), strict=True):
             # A generator for each layer: its numbers do not depend on which other layers the model adapts.
@@ -123,15 +124,14 @@ class Adapter:
         return AdamState(self.weights, mean, square)
 
     def take(self, state: AdamState) -> None:
-        """Make an optimizer step's result the adapter's, and clear the gradient that it used up. Nothing in here can
-        fail, so a step is taken whole or not at all."""
+        """Store the result of an optimizer step, and clear the gradient. Cannot fail, so a step is atomic."""
         self.weights, self.mean, self.square = state
         self.step += 1
         self.gradient = None
         self.changed()
 
     def split_matrices(self, vector: torch.Tensor) -> Iterator[Matrices]:
-        """A vector [P] as the matrices of each site, which are views of it."""
+        """Split a vector [P] into views: the matrices of each site."""
         pieces = [piece.view(shape) for piece, shape in zip(vector.split(self._sizes), self._shapes, strict=True)]
         return map(Matrices, pieces[::2], pieces[1::2])
 
@@ -178,10 +178,10 @@ class Adapter:
 
 
 class FrozenProduct:
-    """y = W x + b of rows, and its gradient, which only x has.
+    """y = W x + b of rows, and the gradient of x (W and b are frozen).
 
-    float32 on a CPU goes to oneDNN, which torch would not take (`skyrl_train.models.cpu_linear`), but for layers so
-    small that calling it costs more than it saves. The choice is the layer's, whatever the number of rows.
+    float32 on a CPU uses oneDNN, which torch would not choose (`skyrl_train.models.cpu_linear`), except for layers too
+    small to profit. The choice depends on the layer only, not on the number of rows.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
@@ -207,8 +207,9 @@ def _is_for_onednn(weight: torch.Tensor) -> bool:
 
 
 class FrozenLinear(FrozenProduct):
-    """Frozen product of an `nn.Linear`, or of transformers' Conv1D (weight [in, out]). The module is asked at each
-    product: of a sharded model it holds the whole weight only then."""
+    """Frozen product of an `nn.Linear`, or of transformers' Conv1D (weight [in, out]). The module is read at each
+    product: a sharded model holds the whole weight only then.
+    """
 
     def __init__(self, module: Any):
         self._module, self._transposed = module, not isinstance(module, nn.Linear)
@@ -271,7 +272,7 @@ class Product(Protocol):
 def compute_adapted_product(
     x: torch.Tensor, product: Product, parts: Sequence[Part], root: torch.Tensor | None, is_grouped: bool = False
 ) -> torch.Tensor:
-    """The frozen product of rows, and what adapters add to it.
+    """Compute the frozen product of rows, plus the adapters' products.
 
     Args:
         x: [N, in]
@@ -329,7 +330,8 @@ class _Adapted(torch.autograd.Function):
 
 
 def add_gradient(part: Part, x: torch.Tensor, low: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor | None) -> None:
-    """The backward of y += scaling B A x for a model's rows: to `part.gradient`, and to dx if it is wanted, in place.
+    """Run the backward of y += scaling B A x for a model's rows: adds to `part.gradient`, and to dx if required, in
+    place.
 
         dB += dy^T (scaling A x)      dA += (scaling dy B)^T x      dx += (scaling dy B) A
 

@@ -65,7 +65,7 @@ class AdaptedExperts:
         return sites
 
     def __call__(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> Any:
-        """The weighted sum of each token's experts; transformers' calling convention.
+        """Compute the weighted sum of each token's experts; transformers' calling convention.
 
         Args:
             hidden_states: [N, D]

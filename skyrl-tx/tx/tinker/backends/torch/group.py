@@ -1,4 +1,4 @@
-"""Training over several processes: every call goes to all ranks, and rank 0 answers."""
+"""Training over several processes: every call runs on all ranks, and rank 0's result is returned."""
 
 import asyncio
 from collections.abc import Coroutine, Sequence
@@ -43,10 +43,10 @@ class TrainingRanks:
             raise
 
     def call(self, method: str, *args: object, **options: object) -> list[Any]:
-        """`training.method(*args, **options)` on all: what it returned or the exception it raised, in rank order.
+        """Call `training.method(*args, **options)` on all ranks. Returns: results or exceptions, in rank order.
 
         Raises:
-            BackendLost: one of them has ended, or did not answer in time. No call can succeed after that.
+            BackendLost: a rank exited or timed out. No later call can succeed.
         """
         return self._run(self._group.call_all(TrainingRank.answer, method, args, options))
 

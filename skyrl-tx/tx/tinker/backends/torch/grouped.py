@@ -65,7 +65,7 @@ def add_adapters(y: torch.Tensor, x: torch.Tensor, group: PartGroup) -> torch.Te
 def add_gradients(
     group: PartGroup, x: torch.Tensor, low: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor | None
 ) -> None:
-    """The backward of `add_adapters`: to the gradient of each part, and to dx if it is wanted, in place.
+    """Run the backward of `add_adapters`: adds to the gradient of each part, and to dx if required, in place.
 
     Args:
         x, dy, dx: of all rows of the layer.

@@ -28,7 +28,7 @@ class Targets(NamedTuple):
 
     @classmethod
     def of(cls, data: list[Datum]) -> "Targets":
-        """A row may have several targets ([N, K])."""
+        """Collect the targets of data. A row may have several ([N, K])."""
         words = [datum.inputs["target_tokens"] for datum in data]
         starts = np.cumsum([0] + [len(datum.tokens) for datum in data])
         rows = [

@@ -43,7 +43,7 @@ class Segment(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Data that attention takes at once."""
+    """Data of one attention call."""
 
     start: int
     count: int
@@ -135,7 +135,7 @@ def micro_batches(data: Sequence[Datum], num_tokens: int, num_ranks: int = 1) ->
 
 
 def build_layout(data_of_models: Sequence[Sequence[Datum]], device: torch.device) -> PassLayout:
-    """One after the other, in the order given."""
+    """Lay out data sequentially, in the given order."""
     ids, lengths, segments, starts = [], [], [], []
     at = 0
     for data in data_of_models:
@@ -212,8 +212,7 @@ def _build_rows(
 
 
 class Exchange(torch.autograd.Function):
-    """Rows of x by index. The gradient comes back by the inverse index, so nothing is summed up; it is zero where what
-    went forth was only a copy."""
+    """Rows of x by index. The gradient uses the inverse index, so no sums are needed; it is zero for copied rows."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, forth: torch.Tensor, back: torch.Tensor, copies: torch.Tensor):

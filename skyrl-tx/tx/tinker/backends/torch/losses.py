@@ -34,8 +34,9 @@ class LossInputs:
     """Targets of each datum; they sum to M."""
 
     def bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Between what a ratio is kept: of each target if the request says so, else one for all. They are ratios, not
-        distances from 1."""
+        """Return the clipping bounds of a ratio: per target if the request has them, else shared. Ratios, not distances
+        from 1.
+        """
         device = self.tensors["logprobs"].device
         low, high = (self.tensors.get(n, torch.tensor(self.config[n], device=device)) for n in BOUNDS)
         return low, high

@@ -36,7 +36,7 @@ P = ParamSpec("P")
 def run_together(
     base: FrozenModel, rank_group: RankGroup, passes: Sequence[TrainingPass], adapters: Sequence[Adapter]
 ) -> list[Outcome]:
-    """Gradients are added to the models' own at the very end, when nothing can fail any more. A collective.
+    """Run passes jointly. Gradients are accumulated at the very end, after everything that may fail. A collective.
 
     Args:
         passes: all forward only, or none.
@@ -113,7 +113,7 @@ def _score(
     hidden: torch.Tensor,
     of_hidden: torch.Tensor | None,
 ) -> Outcome:
-    """A model's log-probs and loss, and the gradient of its rows of the hidden states."""
+    """Compute a model's log-probs and loss, and the gradient of its hidden states."""
     inputs = collect_loss_inputs(each.loss_fn, each.data, each.loss_config, base.device)
     rows = slice(segment.start, segment.end)
     scored = base.head.score(hidden.detach()[rows], Targets.of(each.data), part)

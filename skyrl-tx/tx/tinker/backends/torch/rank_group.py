@@ -1,10 +1,10 @@
 """Group of processes that share one frozen model: assignment of data, and collectives.
 
 Transformer blocks are sharded over the ranks (FSDP2): every rank must take part in each forward and backward, if need
-be with dummy data. A vector of an adapter (weights, gradient, moments) is cut into one part for each rank: the weights
-are gathered for a pass, and the gradient is summed into the parts at its end.
+be with dummy data. A vector of an adapter (weights, gradient, moments) is sharded over ranks: weights are gathered for
+a pass, and gradients reduce-scattered at its end.
 
-Shapes: P numbers of a vector, p = P / ranks, rounded up, of a part; the last part is filled up with zeros.
+Shapes: P numbers of a vector, p = P / ranks, rounded up, of a part; the last part is padded with zeros.
 """
 
 from bisect import bisect_left

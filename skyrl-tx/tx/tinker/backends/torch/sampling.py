@@ -97,7 +97,7 @@ class NativeSampling(SamplingBackend):
         self._slots = AdapterSlots(self._engine, self._max_loaded_adapters)
 
     def num_running(self) -> int:
-        """Sequences asked for and not done."""
+        """Return the number of unfinished sequences."""
         return self._num_running
 
     async def sample(self, spec: SampleSpec, adapter: Path | None, *, tenant: str = "") -> SampleOutput:

@@ -1,7 +1,7 @@
-"""Training of many adapters of one frozen model, in this process. Knows no HTTP, no order of requests.
+"""Training of many adapters of one frozen model in this process. Independent of HTTP and request order.
 
-With whom a model shares a `multi_adapter_pass` changes no bit of what it gets (float32 on a CPU with one thread);
-`layout` and `adapters` say why.
+Co-batched models in a `multi_adapter_pass` do not change a bit of a model's results (float32 on a CPU with one thread);
+see `layout` and `adapters`.
 """
 
 import logging
@@ -61,8 +61,9 @@ class TorchTraining(TrainingBackend):
 
     @property
     def base_model(self) -> nn.Module:
-        """The frozen transformers model, for who wants to share its weights: parameters have transformers' names. Its
-        layers are this object's to call."""
+        """The frozen transformers model, for sharing its weights: parameters have transformers' names. Do not call its
+        layers.
+        """
         return self._base.model
 
     # ---- models
@@ -174,7 +175,7 @@ class TorchTraining(TrainingBackend):
         return self._create_empty(msgspec.structs.replace(adapter.lora, share_experts=shares_experts))
 
     def _get_target_modules(self, adapter: Adapter) -> list[str]:
-        """Last parts of names where they say which layers are meant (engines know these), else whole names."""
+        """Return name suffixes where they identify the layers (as engines expect), else full names."""
         adapted = {site.name for site in adapter.sites if site.num_experts is None}
         leaves = {name.rpartition(".")[2] for name in adapted}
         meant = {name for name, _ in self._base.model.named_modules() if name.rpartition(".")[2] in leaves}

@@ -63,7 +63,7 @@ class TrainingRank:
         self._training: RankTraining | None = None
 
     def find_rendezvous_point(self) -> tuple[str, int]:
-        """An address and free port of this process's machine where its group can meet."""
+        """Return an address and free port of this machine for the process group's rendezvous."""
         return node_address(), free_port()
 
     def init_model(self, info: RankInfo) -> ParallelInfo:

@@ -57,7 +57,7 @@ async def archive(request: Request, run_id: RunId, kind: Kind, name: Name) -> Re
 
 @router.get(f"{CHECKPOINT}/external_weights_urls", **describe_route(responses.FileAddresses))
 async def external_weights_urls(request: Request, run_id: RunId, kind: Kind, name: Name) -> Response:
-    """An address for each file."""
+    """Return a signed URL for each file."""
     path = TinkerPath(run_id, kind, name)
     folder = await get_service(request).checkpoints.archive(get_tenant(request), *path)
     local = await asyncio.to_thread(_read, request.app.state.folders.verified, folder)
@@ -117,7 +117,7 @@ def _read(read: Callable[[str], T], folder: str) -> T:
 
 
 def _build_tar(folders: Folders, folder: str) -> Path:
-    """A tar of the folder, as a temporary file."""
+    """Build a tar of the folder in a temporary file."""
     with tempfile.NamedTemporaryFile(suffix=".tar", prefix="tx-archive-", delete=False) as file:
         path = Path(file.name)
     try:

@@ -1,5 +1,5 @@
-"""Sampling for OpenAI's clients: `base_url` is `{server}/oai/api/v1`, `model` a sampler path (`tinker://…`) or the base
-model's name. Whole answers only, no streams."""
+"""Sampling for OpenAI clients: `base_url` is `{server}/oai/api/v1`, `model` a sampler path (`tinker://…`) or the base
+model's name. No streaming."""
 
 import asyncio
 import secrets
@@ -116,7 +116,7 @@ async def chat_completions(request: Request) -> Response:
 
 @router.get("/models", **describe_route(ResponseBody))
 async def list_models(request: Request) -> Response:
-    """The base model's names; sampler paths need no listing to be used."""
+    """List the base model's names; sampler paths work without being listed."""
     names = request.app.state.config.served_names
     return to_json_response(
         {"object": "list", "data": [{"id": name, "object": "model", "owned_by": "tx"} for name in names]}
@@ -124,7 +124,7 @@ async def list_models(request: Request) -> Response:
 
 
 def _parse_prompts(prompt: Any, texts: Texts) -> list[list[int]]:
-    """One or several, as text or tokens."""
+    """Parse one or several prompts, as text or tokens."""
     several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
     return [texts.encode(one) if isinstance(one, str) else one for one in (prompt if several else [prompt])]
 
@@ -173,7 +173,7 @@ async def _wait_for_result(request: Request, request_id: str) -> StoredResult:
 
 
 def _build_choice(index: int, sequence: Sequence, stop: str | list[str] | None, texts: Texts) -> dict[str, object]:
-    """Here the text that stopped an answer is no part of it, unlike in the other protocol."""
+    """Build a choice. Unlike in the Tinker protocol, the stop text is not part of the completion."""
     text = texts.decode(sequence.tokens)
     for ending in [stop] if isinstance(stop, str) else stop or []:
         if ending:

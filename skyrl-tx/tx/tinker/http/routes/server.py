@@ -46,7 +46,7 @@ async def client_dynamic_config(request: Request) -> Response:
 
 @router.post("/telemetry", **describe_route(responses.TelemetryTaken, schemas.TelemetryRequest))
 async def telemetry(request: Request) -> Response:
-    """Taken and thrown away: nothing leaves this machine."""
+    """Accept and discard telemetry: nothing leaves this machine."""
     await read_json(request, schemas.TelemetryRequest, MAX_TELEMETRY_BYTES)
     return to_json_response({"status": "accepted"})
 

@@ -1,4 +1,4 @@
-"""Training: passes and optimizer steps, in the order of their `seq_id` whatever the order they come in."""
+"""Training: passes and optimizer steps, executed in `seq_id` order regardless of arrival order."""
 
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
@@ -32,7 +32,7 @@ router = APIRouter(tags=["training"])
 
 
 def _describe_pass_route(body: type[BaseModel]) -> dict:
-    """A route that takes JSON or protobuf, which may be packed (`Content-Encoding: zstd`)."""
+    """Describe a route that accepts JSON or protobuf, optionally compressed (`Content-Encoding: zstd`)."""
     return describe_route(
         responses.Accepted, body, openapi_extra={"requestBody": add_protobuf(describe_json_body(body))}
     )

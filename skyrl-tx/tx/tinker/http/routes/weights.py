@@ -1,4 +1,4 @@
-"""Weights: saved, loaded, told about. Checkpoints that stand already are in `checkpoints`."""
+"""Routes that save, load and describe weights. Existing checkpoints are handled by `checkpoints`."""
 
 from fastapi import APIRouter, Request, Response
 
