@@ -72,7 +72,7 @@ def temperature_zero(server: ServerUnderTest) -> None:
     """temperature 0 always samples the most likely token"""
     tokens = greedy(server).tokens[0]
     expect_equal(greedy(server, seed=9).tokens[0], tokens, "tokens with another seed")
-    expect_equal([best[0][0] for best in _best(server, tokens, 1)], tokens, "likeliest tokens")
+    expect_equal([best[0][0] for best in _best(server, tokens, 1)], tokens, "most likely tokens")
 
 
 @check
@@ -84,9 +84,9 @@ def top_k(server: ServerUnderTest) -> None:
     for sample in sampler.ask(ask, 4, seed=3, temperature=2.0, top_k=2, **FREE).samples:
         for token, best in zip(sample.tokens, _best(server, sample.tokens, 3), strict=True):
             near = [t for t, lp in best if lp > best[1][1] - 1e-4]  # equally likely tokens have no order
-            expect(token in near, f"token {token} is none of the two likeliest, {best}")
+            expect(token in near, f"token {token} is not among the two most likely, {best}")
             ranks.add(near.index(token))
-    expect(ranks == {0, 1}, f"of the two likeliest only {ranks} were drawn")
+    expect(ranks == {0, 1}, f"only ranks {ranks} of the two most likely were sampled")
 
 
 @check

@@ -69,7 +69,7 @@ class Wire:
         return str(response.json()["request_id"])
 
     def poll(self, request_id: str, seconds: float = 45) -> httpx.Response | None:
-        """One poll; None: there was no answer within `seconds`."""
+        """Poll once; None: no response within `seconds`."""
         try:
             return self.post("retrieve_future", {"request_id": request_id}, timeout=seconds)
         except httpx.ReadTimeout:

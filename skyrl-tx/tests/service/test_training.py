@@ -103,7 +103,7 @@ async def test_unfilled_gap_is_abandoned(service: TinkerService, alice: Client, 
     for answer in stranded:
         stored = await alice.stored(answer)
         assert (stored.category, "seq_id 1 did not arrive within 1 s" in (stored.error or "")) == ("user", True)
-    await refused(400, alice.train(model, 1), "seq_id 1 comes too late")
+    await refused(400, alice.train(model, 1), "seq_id 1 arrived too late")
     assert (await alice.result(await alice.train(model, 4)))["state"] == Chain(model).train(4).state
 
 

@@ -71,8 +71,8 @@ async def two_models_learn_and_answer(client: Client) -> None:
     await client.fetch(await second.step(learning_rate=0.02))
 
 
-async def likeliest_tokens_of_a_prompt_agree_with_its_scores(client: Client) -> None:
-    """All of the vocabulary is asked for, so that each prompt token is among the likeliest in its place."""
+async def check_topk_prompt_logprobs_agree_with_scores(client: Client) -> None:
+    """Request top-k over the whole vocabulary, so that each prompt token is included."""
     model = await Model.new(client, "tiny", number=2, rank=8, seed=2, train_unembed=False)
     scored = await answer(model, await sampler_of(model), 0, topk_prompt_logprobs=VOCABULARY)
     assert scored.prompt_logprobs is not None and scored.topk_prompt_logprobs is not None
@@ -144,7 +144,7 @@ async def test_vllm_serves_adapters(tmp_path: Path):
             with pytest.raises((Refused, Failed), match="train_unembed must be false"):
                 await Model.new(client, "tiny", rank=8, train_unembed=True)
             await two_models_learn_and_answer(client)
-            await likeliest_tokens_of_a_prompt_agree_with_its_scores(client)
+            await check_topk_prompt_logprobs_agree_with_scores(client)
         stopped_whole(server, least=5)
 
 
@@ -159,7 +159,7 @@ async def test_running_cluster_is_joined_and_outlives_server(
         with server_of(tmp_path / "server", tiny_model, **settings) as server:
             async with Client(server.url) as client:
                 await two_models_learn_and_answer(client)
-                await likeliest_tokens_of_a_prompt_agree_with_its_scores(client)
+                await check_topk_prompt_logprobs_agree_with_scores(client)
             assert not any("raylet" in process.name() for process in descendants(server)), "no cluster of its own"
             assert server.stop() == 0
         health = [sys.executable, "-m", "ray.scripts.scripts", "health-check", f"--address={address}"]

@@ -162,7 +162,7 @@ class SampleOutput:
     prompt_logprobs: list[float | None] | None = None
     """len(prompt); None first"""
     topk_prompt_logprobs: list[list[tuple[int, float]] | None] | None = None
-    """len(prompt); None first; else the k likeliest (token, log-prob), likeliest first"""
+    """len(prompt); None first; else the top-k (token, log-prob) in descending order"""
     target_prompt_logprobs: TargetLogProbs | None = None
 
 

@@ -69,7 +69,7 @@ class Unforeseen:
 def _handle_unforeseen(name: str, path: str) -> Response:
     text = f"error {name} in the server; its log has the details"
     if path in POLL_PATHS:
-        return build_problem(429, f"{text}; the result is kept, ask again", retry_after(POLL_PAUSE_SECONDS))
+        return build_problem(429, f"{text}; the result is kept, retry", retry_after(POLL_PAUSE_SECONDS))
     return build_problem(500, text)
 
 

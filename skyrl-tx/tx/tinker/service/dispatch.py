@@ -199,7 +199,7 @@ class Dispatch:
             log.exception("%s cannot be read", run.model_id)
             await asyncio.sleep(1)
         except FileNotFoundError:
-            log.exception("%s cannot be told to the engine", run.model_id)
+            log.exception("%s cannot be sent to the engine", run.model_id)
             lost = [
                 pending
                 for pending in run.queue.values()

@@ -119,4 +119,4 @@ def _build_unknown_error(request_id: str) -> RequestError:
 
 
 def gone(request_id: str) -> RequestError:
-    return RequestError(f"the result of {request_id[:200]!r} is no longer kept", 410)
+    return RequestError(f"the result of {request_id[:200]!r} has expired", 410)

@@ -139,9 +139,9 @@ class RequestIntake:
             first, last = given_up.missing[0], given_up.missing[-1]
             missing = f"seq_id {first}" if first == last else f"seq_ids {first} to {last}"
             late = f"{missing} did not arrive within {timeout:g} s"
-            log.warning("%s: %s; %d requests behind fail", run.model_id, late, len(given_up.stranded))
+            log.warning("%s: %s; %d later requests fail", run.model_id, late, len(given_up.stranded))
             refusals = {
-                seq: RequestError(f"seq_id {seq} comes too late: it was given up after {timeout:g} s")
+                seq: RequestError(f"seq_id {seq} arrived too late: it was abandoned after {timeout:g} s")
                 for seq in given_up.missing
             }
             run.refused |= refusals

@@ -204,7 +204,7 @@ def _check_targets(spec: SampleSpec, facts: ModelBounds) -> None:
 
 def _check_room(prompt: int, max_tokens: int | None, context: int) -> None:
     if prompt >= context:
-        raise RequestError(f"prompt must leave room for an answer in the context of {context} tokens; got {prompt}")
+        raise RequestError(f"prompt must leave room for a completion in the context of {context} tokens; got {prompt}")
     if max_tokens is not None and not 1 <= max_tokens <= context - prompt:
         raise RequestError(
             f"sampling_params.max_tokens must be 1 to {context - prompt}, what the prompt's {prompt} tokens leave of "
@@ -216,8 +216,7 @@ def _check_distribution(params: SampleParams) -> None:
     low, high = TEMPERATURES
     if params.temperature != 0 and not low <= params.temperature <= high:
         raise RequestError(
-            f"sampling_params.temperature must be 0 (the likeliest token) or {low} to {high:g}; "
-            f"got {params.temperature}"
+            f"sampling_params.temperature must be 0 (greedy) or {low} to {high:g}; got {params.temperature}"
         )
     if not 0 < params.top_p <= 1:
         raise RequestError(f"sampling_params.top_p must be above 0 and at most 1; got {params.top_p}")

@@ -128,7 +128,7 @@ def _to_sample_output(spec: SampleSpec, completions: list[Completion], scored: C
         reason, log_probs = completion.stop_reason, completion.log_probs
         assert log_probs is not None
         if reason not in ("stop", "length"):
-            raise ModelError("the engines were told to abort all requests", "server")
+            raise ModelError("the engines aborted all requests", "server")
         if not all(map(math.isfinite, log_probs)):
             raise ModelError("the model's output was not finite", "server")
         sequences.append(Sequence(completion.token_ids, log_probs, reason))

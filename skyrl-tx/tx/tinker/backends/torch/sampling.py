@@ -200,7 +200,7 @@ def _to_sample_output(spec: SampleSpec, completions: list[Completion], scores: P
     sequences = []
     for completion in completions:
         if completion.stop_reason == "abort":
-            raise ModelError("the engine was told to abort all requests", "server")
+            raise ModelError("the engine aborted all requests", "server")
         reason = "length" if completion.stop_reason == "length" else "stop"
         sequences.append(Sequence(completion.token_ids, completion.log_probs or [], reason))
     return SampleOutput(

@@ -108,7 +108,7 @@ def _read(read: Callable[[str], T], folder: str) -> T:
     try:
         return read(folder)
     except FileNotFoundError:
-        raise RequestError("this checkpoint's files are gone", 404) from None
+        raise RequestError("this checkpoint's files no longer exist", 404) from None
     except DamagedFilesError as error:
         logger.error("checkpoint %s: %s", folder, error)
         raise RequestError(

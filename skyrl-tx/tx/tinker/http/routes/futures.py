@@ -36,7 +36,7 @@ _RESULT = add_protobuf(
     }
 )
 _PENDING = {"model": responses.TryAgainLater, "description": "Not finished: ask once more"}
-_GONE = {"model": responses.Problem, "description": "The result is no longer kept"}
+_GONE = {"model": responses.Problem, "description": "The result has expired"}
 
 
 @router.post(

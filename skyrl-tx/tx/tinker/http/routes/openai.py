@@ -166,10 +166,10 @@ async def _wait_for_result(request: Request, request_id: str) -> StoredResult:
         waiting = get_service(request).futures.retrieve(get_tenant(request), request_id, POLL_SECONDS)
         result = await request.app.state.polls.wait_for(waiting)
         if result is None:
-            raise RequestError("the server is restarting; ask again", 503)
+            raise RequestError("the server is restarting; retry", 503)
         if not isinstance(result, TryAgain):
             return result
-    raise RequestError(f"no answer within {DEADLINE_SECONDS:.0f} s", 503)
+    raise RequestError(f"no response within {DEADLINE_SECONDS:.0f} s", 503)
 
 
 def _build_choice(index: int, sequence: Sequence, stop: str | list[str] | None, texts: Texts) -> dict[str, object]:
