@@ -1,4 +1,4 @@
-"""Models in memory and on disk: what leaves comes back the same, and a crash costs seconds."""
+"""Models in memory and on disk: eviction and restore are exact, and a crash costs seconds."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The real engine process with the tiny model: what it answers, and what is left when it is killed."""
+"""The real engine process with the tiny model: its results, and its state after a kill."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Connections on loopback, to a web server without a service behind it."""
+"""Connections on loopback to a web server without a service."""
 
 import asyncio
 import resource

@@ -45,7 +45,7 @@ async def test_bodies_of_all_clients_share_limit(served):
 
 
 class Stalled:
-    """A body that begins, and goes on when it may."""
+    """Request body that sends its first bytes, and the rest on permission."""
 
     def __init__(self, first: bytes):
         self.first, self.begun, self.may_go_on = first, asyncio.Event(), asyncio.Event()

@@ -144,7 +144,7 @@ def result_of(client: httpx.Client, accepted: httpx.Response) -> dict:
 
 
 def check_external_weights(client: httpx.Client, post: Callable[..., httpx.Response], model: str, adapter: bytes):
-    """Weights saved for download are those of the sampler, in plain or for whoever has the key; seq 6 to 8."""
+    """Weights saved for download equal the sampler's, plain or encrypted; seq 6 to 8."""
     identity, ssh = pyrage.x25519.Identity.generate(), "ssh-rsa AAAA"
     save = partial(post, "save_weights_external", model_id=model)
     refused = save(seq_id=6, path="private", age_encryption_recipients=[str(identity.to_public()), ssh])
@@ -179,7 +179,7 @@ def check_damage_is_named(
     model: str,
     sample: Callable[..., httpx.Response],
 ) -> None:
-    """A flipped byte in a checkpoint is found by whoever loads, samples from or downloads it; seq 9 to 11."""
+    """A flipped byte in a checkpoint is detected on load, sampling and download; seq 9 to 11."""
     saved = {}
     for seq, endpoint in ((9, "save_weights"), (10, "save_weights_for_sampler")):
         saved[endpoint] = result_of(client, post(endpoint, model_id=model, seq_id=seq, path="torn"))["path"]

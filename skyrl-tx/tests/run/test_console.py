@@ -22,7 +22,7 @@ JSON = {"Content-Type": "application/json"}
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
-    """A run of anna, one of bela, the server's own, and a folder and a file that are nobody's."""
+    """Runs of anna, bela and the server, and an unrelated folder and file."""
     for name, tinker in (("s1_train_0", {"tenant": "anna"}), ("s2_train_0", {"tenant": "bela"}), ("server", {})):
         folder = tmp_path / "runs" / name
         (folder / "logs").mkdir(parents=True)

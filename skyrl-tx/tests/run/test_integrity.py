@@ -1,4 +1,4 @@
-"""`tx doctor --integrity`: what is damaged in a stopped server's folders, with what to do."""
+"""`tx doctor --integrity`: damage in a stopped server's folders, with remedies."""
 
 import asyncio
 import shutil

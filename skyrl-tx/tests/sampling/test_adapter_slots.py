@@ -1,4 +1,4 @@
-"""Order in which requests get adapter slots, and what is loaded then: with a real engine of two slots."""
+"""Order of adapter slot assignment and loading, with a real engine of two slots."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -24,7 +24,7 @@ def slots(engine: NativeInferenceEngine) -> AdapterSlots:
 
 
 class User:
-    """Somebody who uses an adapter until told to go."""
+    """Request that uses an adapter until released."""
 
     def __init__(self, slots: AdapterSlots, folder: Path):
         self.goes = asyncio.Event()
@@ -97,7 +97,7 @@ async def test_waiting_adapters_get_slots_in_arrival_order(engine, slots, adapte
 
 
 async def test_busy_adapter_releases_slot_to_waiting_adapters(engine, slots, adapter):
-    """Two adapters are in use without end; a third waits; one of the two runs dry for it, and comes again after."""
+    """Two adapters are in constant use and a third waits; one of the two drains, and is requested again later."""
     busy = await User(slots, adapter(1)).starts()
     others = await User(slots, adapter(2)).starts()
     third = await User(slots, adapter(3)).waits()

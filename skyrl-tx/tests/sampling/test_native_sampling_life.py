@@ -1,4 +1,4 @@
-"""Sampling that goes wrong, is given up, is shared by many, or shares its weights."""
+"""Failed, cancelled and concurrent sampling, and shared weights."""
 
 import asyncio
 import shutil
@@ -143,7 +143,7 @@ async def test_rank_above_maximum_is_refused(sampling_of, adapter):
 
 
 async def test_long_samples_of_tenant_do_not_block_other_tenant(sampling_of):
-    """One tenant takes 6 of 8 rows; when the others' first request comes, it starts at once."""
+    """One tenant takes 6 of 8 rows; another tenant's first request starts immediately."""
     async with sampling_of(max_num_seqs=8) as sampling:
         greedy = asyncio.create_task(sampling.sample(spec(64), None, tenant="greedy"))
         await until(lambda: core_of(sampling).num_running == 6)

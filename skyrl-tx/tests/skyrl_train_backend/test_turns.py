@@ -1,4 +1,4 @@
-"""Tenants share the rows of engines: nobody takes all, and nobody waits for ever."""
+"""Tenants share the rows of engines: none occupies all, and none starves."""
 
 import asyncio
 from contextlib import AsyncExitStack
@@ -9,7 +9,7 @@ from tx.tinker.backends.skyrl_train.turns import Turns
 
 
 class Line:
-    """Requests that come in an order, and hold their rows until they are told to leave."""
+    """Requests that arrive in order, and hold their rows until released."""
 
     def __init__(self, num_rows: int):
         self._turns = Turns(num_rows)

@@ -1,4 +1,4 @@
-"""URLs, one server a database, versions; a PostgreSQL server that goes away."""
+"""URLs, one server per database, versions, and loss of the PostgreSQL server."""
 
 import asyncio
 import sqlite3

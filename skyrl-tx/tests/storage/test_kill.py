@@ -1,4 +1,4 @@
-"""kill -9 of a process that writes, at random moments: what it was told that stands, stands; nothing is half there.
+"""kill -9 of a writing process at random moments: acknowledged writes survive, and none is partial.
 
 TX_KILLS sets how often (5)."""
 

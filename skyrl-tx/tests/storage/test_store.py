@@ -1,4 +1,4 @@
-"""Units, groups, reads, and what a caller is told when the database fails. On sqlite and on a PostgreSQL server."""
+"""Units, groups, reads, and errors when the database fails. On sqlite and PostgreSQL."""
 
 import asyncio
 import threading
@@ -31,7 +31,7 @@ def add(name: str) -> Callable[[Session], None]:
 
 
 class Held:
-    """A unit that holds the writer until it is let go: what is written meanwhile makes one group."""
+    """Unit that blocks the writer until released, so that later writes form one group."""
 
     def __init__(self) -> None:
         self.running, self.go = threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""Training over two real processes: what one process computes, to the same bits each time, whoever else is there."""
+"""Training over two real processes: equal to one process, reproducible, and independent of co-batched models."""
 
 import os
 import re

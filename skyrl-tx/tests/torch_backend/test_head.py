@@ -1,4 +1,4 @@
-"""Log-probs of several targets a row, in chunks, with and without an adapter: those of torch itself."""
+"""Log-probs of several targets per row, in chunks, with and without an adapter, equal torch's."""
 
 import numpy as np
 import pytest

@@ -118,7 +118,7 @@ def test_passes_are_shared_up_to_token_limit(model_folder: Make) -> None:
 
 
 def run_beside(backend: TorchTraining, bad: TrainingPass, model_folder: Path) -> Exception:
-    """The error of one among two healthy models, which get what they get alone, and of which nothing is left."""
+    """Return the error of one model between two healthy ones, whose results equal separate passes."""
     for model_id in ("a", "b", bad.model_id):
         add(backend, model_id, LoraSpec(rank=4))
     healthy = [TrainingPass(i, data_of("cross_entropy", [9, 4], n, VOCAB), "cross_entropy") for n, i in enumerate("ab")]

@@ -56,7 +56,7 @@ def test_impossible_adapters_are_refused(lora: LoraSpec, says: str, model_folder
 
 
 def test_experts_named_differently_in_files_have_no_adapters(tmp_path: Path) -> None:
-    """Nobody could read them."""
+    """Such weights would be unreadable."""
     shape = dict(vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_local_experts=2)
     config = MixtralConfig(**shape, num_attention_heads=2, num_key_value_heads=1, head_dim=8)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)

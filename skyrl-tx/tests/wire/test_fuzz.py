@@ -1,4 +1,4 @@
-"""Whatever comes, it is read or refused: nothing but RequestError ever leaves, and what is read can be checked."""
+"""Fuzzing: any input is decoded or refused with RequestError, and decoded requests can be checked."""
 
 import contextlib
 import json

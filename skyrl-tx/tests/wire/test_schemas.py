@@ -1,4 +1,4 @@
-"""JSON bodies: what clients send is read; what is wrong is refused with its field; nothing asked for is ignored."""
+"""JSON bodies: valid ones are read, invalid ones refused with the field, and no option is ignored."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Bodies as they come off the network: what is right is read, whatever its dress; what is wrong is refused at once."""
+"""Request bodies: valid ones are read in every encoding, invalid ones are refused immediately."""
 
 import json
 
