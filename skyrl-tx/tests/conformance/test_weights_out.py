@@ -60,7 +60,7 @@ async def test_exported_weights_match_sampler(sdk_python, start_server, tmp_path
     found["merged"] = log_probs_of(AutoModelForCausalLM.from_pretrained(said["merged"], dtype=torch.float32))
     assert found == dict.fromkeys(found, expected)
     assert len(found) == 6
-    # What the tools saved on the way is gone.
+    # Intermediate files of the tools were removed.
     assert said["checkpoints"] == ["external_weights/external", "external_weights/served", "weights/state"]
 
     if find_spec("vllm") is not None:

@@ -136,7 +136,7 @@ class Bench:
         )
         self._seqs: dict[str, count] = {}
 
-    # ---- what it is told
+    # ---- commands
 
     def _tell(self, kind: type[ModelCommand], model: str, **values: Any) -> str:
         seq = next(self._seqs.setdefault(model, count()))

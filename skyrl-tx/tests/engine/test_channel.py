@@ -73,7 +73,7 @@ async def test_channel_delivers_messages_sent_before_engine_closed(tmp_path: Pat
     for message in last:
         engine.send(message)
     await engine.close()
-    engine.send(Done(request_id="late", result=b""))  # goes nowhere, and harms nobody
+    engine.send(Done(request_id="late", result=b""))  # dropped without effect
     messages = aiter(api)
     assert [await anext(messages), await anext(messages)] == last
     api.close()

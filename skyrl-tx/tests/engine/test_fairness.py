@@ -69,7 +69,7 @@ def test_scheduler_prefers_resident_models_without_starving_others(make_bench: A
     num_steps = [len(found) for found in waits.values()]
     assert min(num_steps) > 0.5 * max(num_steps)
     assert max(map(max, waits.values())) < 5
-    in_passes = sum(bench.trainer.train_tokens.values()) / 1000  # the rest is for snapshots of those that leave
+    in_passes = sum(bench.trainer.train_tokens.values()) / 1000  # the rest is for snapshots of evicted models
     assert in_passes > 0.65 * bench.clock.seconds
 
 

@@ -59,7 +59,7 @@ def test_failed_snapshot_write_keeps_model_and_fails_request_needing_slot(make_b
 def test_model_is_snapshotted_when_replay_would_cost_two_seconds(bench: Any):
     bench.do("create a1" + 30 * ", train a1 1x90, optimize a1")  # a pass takes 0.09 s
     (snapshotted,) = bench.snapshots
-    assert snapshotted.seq == 45  # the 23rd pass goes over 2 s
+    assert snapshotted.seq == 45  # the 23rd pass exceeds 2 s
     assert (Path(snapshotted.folder) / "sum.json").is_file()
 
 

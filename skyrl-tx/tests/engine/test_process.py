@@ -140,7 +140,7 @@ def adapter_of(model: str, config: EngineConfig) -> bytes:
 async def undisturbed(config: EngineConfig, stories: dict[str, list[ModelCommand]]) -> dict[str, bytes]:
     """Results of all orders by request id, and of nothing else in the engine's way."""
     async with engine(config) as running:
-        for story in stories.values():  # one model after the other: nobody shares a pass
+        for story in stories.values():  # sequentially: models share no pass
             await running.tell(*story)
             await running.hear(*(command.request_id for command in story))
         results = {name: done.result for name, done in running.outcomes.items() if isinstance(done, Done)}
@@ -318,7 +318,7 @@ def is_alive(pid: int) -> bool:
     status = Path(f"/proc/{pid}/stat")
     return not (
         status.exists() and status.read_text().rpartition(")")[2].split()[0] == "Z"
-    )  # nobody buries orphans here
+    )  # orphans are not reaped here
 
 
 def test_engine_exits_when_parent_is_already_dead(tiny_model: Path, tmp_path: Path):

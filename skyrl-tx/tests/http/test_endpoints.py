@@ -234,7 +234,7 @@ async def test_objects_of_another_tenant_do_not_exist(served):
 
 async def test_unexpected_error_has_id_and_delays_retries(client, service, caplog):
     session = await session_of(client)
-    await service.close()  # its database is gone from under it
+    await service.close()  # closes the database under the running app
     with caplog.at_level(logging.CRITICAL):
         answer = await client.get(f"/api/v1/sessions/{session}")
         poll = await client.post("/api/v1/retrieve_future", json={"request_id": "x"})

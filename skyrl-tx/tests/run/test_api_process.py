@@ -218,7 +218,7 @@ def test_user_trains_samples_and_downloads_adapter(server, tmp_path):
         datum = tokens | {"loss_fn_inputs": {"target_tokens": {"data": [6, 7, 8], "dtype": "int64"}}}
         batch = {"data": [datum], "loss_fn": "cross_entropy"}
         refused = post("optim_step", model_id=model, seq_id=1, adam_params={"learning_rate": -1})
-        assert refused.status_code == 422  # and its place is used up: the next one goes on
+        assert refused.status_code == 422  # and its seq is consumed: the next request continues
         first = result_of(client, post("forward_backward", model_id=model, seq_id=2, forward_backward_input=batch))
         assert len(first["loss_fn_outputs"][0]["logprobs"]["data"]) == 3
         result_of(client, post("optim_step", model_id=model, seq_id=3, adam_params={"learning_rate": 0.01}))
@@ -230,7 +230,7 @@ def test_user_trains_samples_and_downloads_adapter(server, tmp_path):
         archive = client.get(f"/api/v1/training_runs/{model}/checkpoints/sampler_weights/mine/archive")
         assert archive.status_code == 302
         assert archive.headers["expires"]
-        packed = client.get(archive.headers["location"])  # whoever has the address needs no key
+        packed = client.get(archive.headers["location"])  # the signed URL needs no key
         with tarfile.open(fileobj=io.BytesIO(packed.content)) as tar:
             names = set(tar.getnames())
         assert {"adapter_config.json", "adapter_model.safetensors", "checkpoint_complete"} <= names

@@ -59,7 +59,7 @@ def test_doctor_names_unreadable_weight_files(tiny_model, tmp_path, options, cap
     for name in ("model", "scale", "empty"):
         assert any(f"{model / name}.safetensors cannot be read" in text for text in found["wrong"])
     assert all("git lfs pull" in text for text in found["wrong"])
-    assert any(text.startswith("database") for text in found["ok"]), "the table goes on"
+    assert any(text.startswith("database") for text in found["ok"]), "the table continues"
 
 
 def test_doctor_reports_all_problems_with_remedies(tmp_path, options, capsys):

@@ -91,7 +91,7 @@ def test_integrity_changes_nothing_and_reads_older_schema(tmp_path: Path, capsys
         async with opened(f"sqlite:///{state / 'tx.db'}") as store:
             await store.write(lambda database: database.execute(text("ALTER TABLE requests DROP COLUMN content")))
             await store.write(lambda database: database.execute(text("UPDATE schema SET version = 1")))
-            if end == "killed":  # its log is read where it lies
+            if end == "killed":  # its log is read in place
                 shutil.copytree(state, tmp_path / "copy")
 
     state.mkdir()
@@ -106,7 +106,7 @@ def test_integrity_changes_nothing_and_reads_older_schema(tmp_path: Path, capsys
     assert "migrates its schema 1 at its start" in printed and "0 are as they were saved" in printed
     after = contents(tmp_path)
     changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
-    assert changed <= {"state/tx.db-shm"}, "shared memory of sqlite, beside the log that a killed server left"
+    assert changed <= {"state/tx.db-shm"}, "shared memory of sqlite, created for the log of a killed server"
     assert (base / ".partial" / "of-a-dead-process").is_dir()
 
 

@@ -101,7 +101,7 @@ async def test_busy_adapter_releases_slot_to_waiting_adapters(engine, slots, ada
     busy = await User(slots, adapter(1)).starts()
     others = await User(slots, adapter(2)).starts()
     third = await User(slots, adapter(3)).waits()
-    late = await User(slots, adapter(1)).waits()  # behind the third, though its adapter is there
+    late = await User(slots, adapter(1)).waits()  # after the third, although its adapter is loaded
     at_once = await User(slots, adapter(2)).starts()  # only one adapter has to go
     await busy.leaves()
     await third.starts()

@@ -149,7 +149,7 @@ async def test_prompt_targets_dense_or_sparse_are_scored_independent_of_batch(sa
     expected = log_softmax(reference, prompt)[rows, ids]
     close(of_sparse.values, expected)
     assert (of_sparse.crow, of_sparse.columns, of_sparse.shape) == (crow, columns, (299, 2))
-    table = np.zeros((299, 2))  # 0 where nothing is asked for, as the SDK's users are told
+    table = np.zeros((299, 2))  # 0 where nothing is requested, as the SDK documents
     table[rows, columns] = of_sparse.values
     assert of_dense.values == table.flatten().tolist()
     assert of_short.values[0] == 0

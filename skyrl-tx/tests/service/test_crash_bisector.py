@@ -20,7 +20,7 @@ def run(work: list[str], deadly: set[str], seed: int = 0, restarts: bool = False
     done, culprit_request, deaths = [], [], 0
     while left := [w for w in work if w not in done and w not in culprit_request]:
         running = [w for w in left if suspects.may_run(w)]
-        assert running, "nobody may run"
+        assert running, "no item may run"
         killers = [w for w in running if w in deadly]
         finished = [w for w in running if w not in deadly]
         if killers:

@@ -27,7 +27,7 @@ def test_tenant_request_limit_applies_per_kind():
         ({}, "a", 5000, True),  # one that is larger than the limit alone: else it would never be done
         ({"a": 900}, "a", 100, True),
         ({"a": 900}, "a", 101, False),
-        ({"a": 900}, "b", 500, True),  # whoever has nothing under way may begin
+        ({"a": 900}, "b", 500, True),  # a tenant without requests in flight is admitted
         ({"a": 900, "b": 100}, "b", 400, True),  # together too much, but b is below its half
         ({"a": 900, "b": 100}, "b", 401, False),
         ({"a": 900, "b": 100}, "a", 1, False),

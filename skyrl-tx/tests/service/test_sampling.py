@@ -186,7 +186,7 @@ async def test_deleting_session_deletes_samplers(service: TinkerService, alice: 
     for attempt in (alice.sample(sampler, 1), alice.sampler(1, base_model="tiny")):
         await refused(404, attempt)
     await service._cleanup.collect_garbage()
-    assert not list((tmp_path / "checkpoints").glob("*/samplers/*")), "nobody else can use them"
+    assert not list((tmp_path / "checkpoints").glob("*/samplers/*")), "no other user has them"
     await refused(410, service.sessions.heartbeat("alice", alice.session_id))
     await service.sessions.finish("alice", alice.session_id)
 

@@ -26,7 +26,7 @@ def test_concurrent_puts_succeed_and_dropped_blob_is_removed(blobs: Blobs):
         ids = list(threads.map(lambda i: blobs.put(b"%d" % i), range(200)))
     assert [blobs.get(blob) for blob in ids] == [b"%d" % i for i in range(200)]
     assert blobs.all() == set(ids)
-    for _ in range(2):  # a dropped one is gone and may be dropped again
+    for _ in range(2):  # dropping is idempotent
         blobs.drop(ids[0])
     with pytest.raises(FileNotFoundError):
         blobs.get(ids[0])

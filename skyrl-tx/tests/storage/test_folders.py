@@ -157,7 +157,7 @@ def test_reader_always_finds_complete_folder(tmp_path: Path):
 
     def read() -> None:
         while not done.is_set():
-            descriptor = os.open(folder, os.O_RDONLY)  # what stands there now, whatever its name is next
+            descriptor = os.open(folder, os.O_RDONLY)  # pins the current folder across renames
             try:
                 with open(os.open("adapter.txt", os.O_RDONLY, dir_fd=descriptor)) as file:
                     seen.add(file.read())

@@ -139,7 +139,7 @@ async def test_unit_hiding_error_is_reported(store: Store):
         try:
             session.flush()
         except IntegrityError:
-            return  # and "a" is gone too
+            return  # and "a" is rolled back too
 
     with pytest.raises(RuntimeError, match="begin_nested"):
         await store.write(unit)
@@ -191,7 +191,7 @@ async def test_full_disk_is_reported_and_recoverable(store: Store):
     await store.write(limit(await store.write(pages) + 5))
     results = await write_as_one_group(store, add("a"), large, add("b"))
     assert any("full" in str(result) for result in results)
-    for name, result in zip("ab", (results[0], results[2]), strict=True):  # told that it stands, or that it does not
+    for name, result in zip("ab", (results[0], results[2]), strict=True):  # reported as committed or not
         assert (result is None) == (name in await store.read(names))
     await store.write(limit(1_000_000))
     await store.write(large)

@@ -135,7 +135,7 @@ async def register(
     store = Store(config.store_url)
     await store.start()
     try:
-        states = await store.write(lambda database: [_add_row(database, config, tenant, each) for each in found])
+        states = await store.write(lambda database: [_add_rows(database, config, tenant, each) for each in found])
         known = await store.read(lambda database: set(database.scalars(select(col(SamplerRow.folder)))))
         # Below the base, not whole: this command may name it by another path than the server (a link, another machine).
         known_places = {Path(folder).parts[-3:] for folder in known if folder}
@@ -144,7 +144,7 @@ async def register(
         await store.close()
 
 
-def _add_row(database: Database, config: EngineConfig, tenant: str, found: FoundCheckpoint) -> str:
+def _add_rows(database: Database, config: EngineConfig, tenant: str, found: FoundCheckpoint) -> str:
     run, kind, name = found.path
     if database.get(CheckpointRow, (run, kind, name)) is not None:
         return "known"

@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # what the web server raises again once it has closed
     try:
         config = read_config(sys.argv[1:] if argv is None else argv)
-        with asyncio.Runner(loop_factory=_create_loop()) as runner:
+        with asyncio.Runner(loop_factory=_get_loop_factory()) as runner:
             runner.run(serve(config))
     except ConfigError as error:
         print(f"ConfigError: {error}", file=sys.stderr)
@@ -158,7 +158,7 @@ def get_address(listening: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _create_loop():
+def _get_loop_factory():
     try:
         import uvloop
     except ImportError:  # not made for every platform

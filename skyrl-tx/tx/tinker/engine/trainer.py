@@ -254,7 +254,7 @@ class Trainer:
                 self._reset_gradients(running)
                 self._send_failed(queue, output.error)
             else:
-                self._collect_commands(queue, running, output)
+                self._process_output(queue, running, output)
 
     def _run(self, passes: list[TrainingPass]) -> list[PassOutput | Failure]:
         try:
@@ -265,7 +265,7 @@ class Trainer:
             logger.warning("a pass of {} models failed ({!r}); each is tried alone", len(passes), error)
             return [output for one in passes for output in self._run([one])]
 
-    def _collect_commands(self, queue: ModelQueue, running: RunningPass, output: PassOutput) -> None:
+    def _process_output(self, queue: ModelQueue, running: RunningPass, output: PassOutput) -> None:
         if not running.command.replay:
             self.train_tokens[queue.tenant] += running.tokens
         running.outputs.append(output)

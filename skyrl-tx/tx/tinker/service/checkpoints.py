@@ -137,7 +137,7 @@ class Checkpoints:
 
     async def training_runs(self, tenant: str, limit: int = 20, offset: int = 0) -> dict[str, object]:
         """List a page of the tenant's runs, most recently used first."""
-        limit = _get_page(limit, offset)
+        limit = _validate_limit(limit, offset)
 
         def unit(database: Database) -> tuple[list[dict[str, object]], int]:
             mine = col(ModelRow.tenant) == tenant
@@ -163,18 +163,18 @@ class Checkpoints:
 
         def unit(database: Database) -> list[CheckpointRow]:
             _run(database, tenant, run_id)
-            return list(database.scalars(_sort_newest_first().where(col(CheckpointRow.model_id) == run_id)))
+            return list(database.scalars(_build_newest_first_query().where(col(CheckpointRow.model_id) == run_id)))
 
         return {"checkpoints": [describe(row) for row in await self._store.read(unit)]}
 
     async def of_tenant(self, tenant: str, limit: int = 100, offset: int = 0) -> dict[str, object]:
         """List a page of the tenant's checkpoints, newest first."""
-        limit = _get_page(limit, offset)
+        limit = _validate_limit(limit, offset)
 
         def unit(database: Database) -> tuple[list[CheckpointRow], int]:
             mine = col(CheckpointRow.tenant) == tenant
             total = database.scalar(select(func.count()).select_from(CheckpointRow).where(mine)) or 0
-            return list(database.scalars(_sort_newest_first().where(mine).limit(limit).offset(offset))), total
+            return list(database.scalars(_build_newest_first_query().where(mine).limit(limit).offset(offset))), total
 
         rows, total = await self._store.read(unit)
         cursor = {"offset": offset, "limit": limit, "total_count": total}
@@ -267,7 +267,7 @@ def describe(row: CheckpointRow) -> dict[str, object]:
 def _describe_runs(database: Database, rows: list[ModelRow]) -> list[dict[str, object]]:
     ids = [row.model_id for row in rows]
     last: dict[tuple[str, str], CheckpointRow] = {}
-    for checkpoint in database.scalars(_sort_newest_first().where(col(CheckpointRow.model_id).in_(ids))):
+    for checkpoint in database.scalars(_build_newest_first_query().where(col(CheckpointRow.model_id).in_(ids))):
         last.setdefault((checkpoint.model_id, checkpoint.kind), checkpoint)
     return [_describe_run(row, last) for row in rows]
 
@@ -288,7 +288,7 @@ def _describe_run(row: ModelRow, last: dict[tuple[str, str], CheckpointRow]) -> 
     }
 
 
-def _sort_newest_first():  # the type of a select is long and says nothing
+def _build_newest_first_query():  # the type of a select is long and says nothing
     return select(CheckpointRow).order_by(
         col(CheckpointRow.created_at).desc(), col(CheckpointRow.model_id), col(CheckpointRow.name)
     )
@@ -308,7 +308,7 @@ def _run(database: Database, tenant: str, run_id: str) -> ModelRow:
     return row
 
 
-def _get_page(limit: int, offset: int) -> int:
+def _validate_limit(limit: int, offset: int) -> int:
     if limit < 0 or offset < 0:
         raise RequestError(f"limit and offset must be 0 or more; got {limit} and {offset}")
     return min(limit, PAGE)

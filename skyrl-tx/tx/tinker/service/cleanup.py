@@ -142,7 +142,7 @@ class BackgroundCleanup:
         """Delete blobs that a crash left on disk and that are too old to belong to requests in flight."""
         await self._remove_blobs(min_age_seconds=3600.0)
 
-    async def delete_leftovers(self) -> None:
+    async def run_startup_cleanup(self) -> None:
         """Delete leftover blobs and unused snapshots at the start, when no request is in flight."""
         await self._remove_blobs(min_age_seconds=0.0)
         await self.remove_unused_snapshots()

@@ -173,7 +173,7 @@ class EngineLink:
             process = self._process = await self._start_process(channel.address)
             reading = asyncio.create_task(self._read_log(process))
             tasks = [
-                asyncio.create_task(self._handle_exit(process, reading)),
+                asyncio.create_task(self._wait_for_exit(process, reading)),
                 asyncio.create_task(self._read_messages(channel)),
                 asyncio.create_task(self._check_liveness()),
             ]
@@ -198,7 +198,7 @@ class EngineLink:
             return process
         return await start_process(self._command(address))
 
-    async def _handle_exit(self, process: asyncio.subprocess.Process, reading: asyncio.Task[None]) -> str:
+    async def _wait_for_exit(self, process: asyncio.subprocess.Process, reading: asyncio.Task[None]) -> str:
         code = await process.wait()
         await asyncio.wait((reading,), timeout=2)  # a grandchild may hold the pipe
         reading.cancel()
@@ -227,13 +227,13 @@ class EngineLink:
                         self._standby.prepare()
                 case EngineStats():
                     self.stats = message
-                    if stuck := self._is_stuck(message):
+                    if stuck := self._describe_stuck(message):
                         return stuck + await explanation(f"{stuck[0].upper()}{stuck[1:]}")
                 case _:
                     self._on_message(message)
         return "its channel was closed"
 
-    def _is_stuck(self, stats: EngineStats) -> str | None:
+    def _describe_stuck(self, stats: EngineStats) -> str | None:
         limit = self._timeouts.turn
         for what, seconds in (("a training pass", stats.turn_seconds), ("a step of sampling", stats.step_seconds)):
             if seconds > limit:
@@ -243,7 +243,7 @@ class EngineLink:
     async def _check_liveness(self) -> str:
         while True:
             await asyncio.sleep(min(1.0, self._timeouts.silence / 4))
-            # Detects a hung event loop. With a hung training thread statistics still arrive: see `_is_stuck`.
+            # Detects a hung event loop. With a hung training thread statistics still arrive: see `_describe_stuck`.
             timeouts = self._timeouts.silence if self.ready else self._timeouts.start
             if time.monotonic() - self._heard_at > timeouts:
                 silent = f"it said nothing for {timeouts:g} s" + ("" if self.ready else " after its start")

@@ -121,7 +121,7 @@ class TinkerService:
         await self._store.start()
         try:
             # Before requests are taken in: a blob without a row is then a leftover, not one that is being written.
-            await self._cleanup.delete_leftovers()
+            await self._cleanup.run_startup_cleanup()
             await self._dispatch.restore(await restore(self._store, self._state, self._limits))
             await self.sessions.finish_endings()
         except BaseException:

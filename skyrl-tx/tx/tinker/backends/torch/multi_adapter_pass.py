@@ -47,7 +47,7 @@ def run_together(
     """
     with_gradient = not passes[0].forward_only
     owners = [rank_group.assign_owners(each.data) for each in passes]
-    mine = [_split_shares(each, of_data, rank_group.rank) for each, of_data in zip(passes, owners, strict=True)]
+    mine = [_filter_share(each, of_data, rank_group.rank) for each, of_data in zip(passes, owners, strict=True)]
     here = [i for i, each in enumerate(mine) if each.data]
     layout = build_layout([mine[i].data for i in here] or [_NOBODYS], base.device)
     # Not strict: the dummy data of a rank without data have a segment, but no model.
@@ -88,7 +88,7 @@ def to_failure(each: TrainingPass, error: Exception) -> Failure:
     return Failure(error.with_traceback(None))
 
 
-def _split_shares(each: TrainingPass, owners: list[int], rank: int) -> TrainingPass:
+def _filter_share(each: TrainingPass, owners: list[int], rank: int) -> TrainingPass:
     return replace(each, data=[datum for datum, owner in zip(each.data, owners, strict=True) if owner == rank])
 
 
