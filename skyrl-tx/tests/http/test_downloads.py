@@ -23,7 +23,7 @@ def query_of(address: str) -> dict[str, str]:
 
 
 def test_download_url_contains_all_signed_fields(signer):
-    address = signer.address("http://127.0.0.1:8000/", signer.of("anna", PATH))
+    address = signer.build_url("http://127.0.0.1:8000/", signer.of("anna", PATH))
     query = query_of(address)
     assert urlsplit(address).path == "/api/v1/downloads/session_ab%3Atrain%3A0/sampler_weights/step-1.5"
     assert set(query) == {"tenant", "expires", "signature"}
@@ -36,10 +36,10 @@ def test_download_url_contains_all_signed_fields(signer):
 )
 def test_changed_foreign_or_expired_download_url_is_refused(signer, change):
     download = signer.of("anna", PATH)
-    signature = query_of(signer.address("http://x", download))["signature"]
+    signature = query_of(signer.build_url("http://x", download))["signature"]
     changed, old = dataclasses.replace(download, **change), dataclasses.replace(download, expires=1)
     refused_as(403, "not one of this server's", signer, changed, signature)
-    refused_as(410, "expired", signer, old, query_of(signer.address("http://x", old))["signature"])
+    refused_as(410, "expired", signer, old, query_of(signer.build_url("http://x", old))["signature"])
     for made_up in ("", "é", "0" * 64):
         refused_as(403, "not one of this server's", signer, download, made_up)
 

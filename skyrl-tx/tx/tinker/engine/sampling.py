@@ -78,7 +78,7 @@ class Sampling:
             output = await self._backend.sample(command.spec, adapter, tenant=command.tenant)
             result = encode_sample_output(output)
         except FileNotFoundError:
-            gone = ModelError("the weights of this sampler are not there any more")
+            gone = ModelError("the weights of this sampler no longer exist")
             self._send(Failed.of(command.request_id, gone))
         except DamagedFilesError as error:
             logger.error("adapter {}: {}", command.adapter, error)

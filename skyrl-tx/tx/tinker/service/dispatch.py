@@ -207,7 +207,7 @@ class Dispatch:
             ]
             await self.fail(
                 lost,
-                "what the server kept of this model is not there any more (its log names the file): create a model "
+                "the stored state of this model no longer exists (its log names the file): create a model "
                 "from its last checkpoint",
                 "server",
             )

@@ -55,5 +55,5 @@ async def telemetry(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """Everybody's numbers for an admin's key, a tenant's own for another."""
     numbers = request.app.state.metrics
-    text = numbers.text() if is_admin(request) else numbers.text_for(get_tenant(request))
+    text = numbers.render() if is_admin(request) else numbers.render_for_tenant(get_tenant(request))
     return Response(text, media_type=CONTENT_TYPE_LATEST)
