@@ -19,7 +19,7 @@ import pytest
 from skyrl_train.utils.cpu_numerics import prepare_cpu
 
 prepare_cpu()
-sys.path.insert(0, str(Path(__file__).parent))  # for the helpers beside this file; importlib mode does not
+sys.path.insert(0, str(Path(__file__).parent))  # for the helpers in this folder; importlib mode does not
 
 
 @pytest.fixture(scope="session")

@@ -141,7 +141,7 @@ class ServerProcess:
                 argv = process.cmdline()
                 if "tx.tinker.engine.main" in argv and any(str(self.state) in part for part in argv):
                     found.append(process)
-            except psutil.Error:  # gone, or none of our business
+            except psutil.Error:  # exited, or not accessible
                 continue
         return [process for process in found if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
 

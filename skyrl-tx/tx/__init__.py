@@ -1,3 +1,3 @@
-"""A training service for language models that speaks the protocol of the `tinker` SDK, on one's own hardware."""
+"""Self-hosted training service for language models with the protocol of the `tinker` SDK."""
 
 __version__ = "0.1.0"

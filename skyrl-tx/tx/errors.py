@@ -2,16 +2,16 @@
 
 
 class ConfigError(Exception):
-    """A setting that cannot be, found before anything starts: its name, the value, the rule, the likely intent."""
+    """Invalid setting, detected before anything starts. Names the setting, the value, the rule and the likely fix."""
 
 
 class RequestError(Exception):
-    """A request that is refused at once: never retried by clients, never acted upon.
+    """Request that is refused immediately, without effect, and not retried by clients.
 
     Args:
         message: field, value, rule, likely fix
-        status: 400 bad value, 401 no key, 404 no such thing, 413 too large, 422 wrong shape of the request, 410 gone.
-            Never 409 or 5xx, which clients try again for minutes.
+        status: 400 bad value, 401 no key, 404 not found, 413 too large, 422 invalid schema, 410 expired. Never 409 or
+        5xx, which clients retry for minutes.
     """
 
     def __init__(self, message: str, status: int = 400):
@@ -20,10 +20,10 @@ class RequestError(Exception):
 
 
 class Busy(Exception):
-    """Too much is under way; the same request is welcome later (429).
+    """Overload: the request may be retried later (429).
 
     Args:
-        retry_after_seconds: when
+        retry_after_seconds: suggested delay
     """
 
     def __init__(self, message: str, retry_after_seconds: float):

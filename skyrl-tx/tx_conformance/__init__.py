@@ -2,8 +2,8 @@
 
     python -m tx_conformance --base-url http://127.0.0.1:8000 --model NAME
 
-A package beside the server: it imports nothing of `tx`, and needs only `tinker` (0.16.1 or newer), numpy and httpx,
-which the SDK brings. It knows nothing of how a server is made; what it sees are answers, log-probs and archives.
+Independent of the server: it does not import `tx`, and needs only `tinker` (0.16.1 or newer), numpy and httpx, which
+the SDK installs. It tests a server as a black box: responses, log-probs and archives.
 
     checks.py       checks and their assertions
     client.py       the SDK, whatever its version, with plain numbers in and out

@@ -1,4 +1,4 @@
-"""`python -m tx_conformance`: base URL and model name in, table out; exit status 1 if anything failed."""
+"""`python -m tx_conformance`: run the checks and print a table; exit status 1 if any check failed."""
 
 import argparse
 import logging

@@ -1,4 +1,4 @@
-"""A checkpoint as it comes out of the server: a tar with a PEFT adapter in it, read with nothing but numpy."""
+"""Downloaded checkpoint: a tar with a PEFT adapter, read with numpy only."""
 
 import io
 import json
@@ -36,7 +36,7 @@ def archive_url(wire: Wire, path: str) -> str:
 
 
 def fetch(wire: Wire, path: str) -> PeftAdapter:
-    """Download a checkpoint and read its adapter. The URL needs no key: users receive it as it is."""
+    """Download a checkpoint and read its adapter. The URL needs no key: users receive it unchanged."""
     import httpx
 
     answer = httpx.get(archive_url(wire, path), timeout=60, trust_env=False)

@@ -44,7 +44,7 @@ def path_form(server: ServerUnderTest) -> None:
 
 @check
 def optimizer_comes_back_when_asked(server: ServerUnderTest) -> None:
-    """load_state_with_optimizer goes on as if nothing had happened; load_state begins with a fresh optimizer"""
+    """load_state_with_optimizer resumes exactly; load_state starts with a fresh optimizer"""
     adapter = trained(server)
     path = adapter.save(server.wire.fresh("moments"))
     learn(server, adapter, seed=2)
@@ -71,7 +71,7 @@ def loading_clears_gradient(server: ServerUnderTest) -> None:
 
 @check
 def resume(server: ServerUnderTest) -> None:
-    """a new training client made from a state has its weights, rank and seed of its own"""
+    """a training client created from a state is a new model with its weights and rank"""
     adapter = trained(server)
     path = adapter.save(server.wire.fresh("resume"))
     resumed = server.keep(server.service.resume(path))
@@ -82,7 +82,7 @@ def resume(server: ServerUnderTest) -> None:
 
 @check
 def resume_with_optimizer(server: ServerUnderTest) -> None:
-    """one made with the optimizer goes on exactly as the old one does"""
+    """a client created with the optimizer continues exactly like the original"""
     adapter = trained(server)
     resumed = server.keep(server.service.resume(adapter.save(server.wire.fresh("resume")), optimizer=True))
     for one in (adapter, resumed):
@@ -92,7 +92,7 @@ def resume_with_optimizer(server: ServerUnderTest) -> None:
 
 @check
 def create_by_loading(server: ServerUnderTest) -> None:
-    """load_weights with a session makes a model whose id the client can work out, and whose seqs go on at 1"""
+    """load_weights with a session creates a model with a predictable id and seqs that start at 1"""
     wire, adapter = server.wire, trained(server)
     path, session = adapter.save(wire.fresh("made")), wire.session()
     body = {"session_id": session, "model_seq_id": 5, "path": path, "optimizer": True, "type": "load_weights"}
@@ -151,7 +151,7 @@ def overwritten_by_the_sdk(server: ServerUnderTest) -> None:
 
 @check
 def old_sampler_keeps_its_weights(server: ServerUnderTest) -> None:
-    """a sampler goes on with the weights it was made of, to the bit, while training goes on"""
+    """a sampler keeps its weights bit for bit while training continues"""
     adapter = trained(server)
     sampler = adapter.sampler()
     before = sampler.logprobs(server.lesson)[1:]

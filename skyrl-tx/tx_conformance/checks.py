@@ -75,7 +75,7 @@ def expect_far(got: object, other: object, distance: float, what: str) -> None:
 
 
 def expect_refused(answer: "httpx.Response", *words: str, statuses: tuple[int, ...] = (400, 404, 413, 422)) -> None:
-    """The answer is one of these 4xx, and its body speaks of what is wrong."""
+    """Assert that the response is one of these 4xx, and that its body names the problem."""
     expect(answer.status_code in statuses, f"answered {answer.status_code} {shorten(answer.text)}, not {statuses}")
     for word in words:
         expect(word.lower() in answer.text.lower(), f"the refusal does not say {word!r}: {shorten(answer.text)}")

@@ -1,7 +1,6 @@
-"""The SDK, whatever its version, with plain numbers in and out.
-
-Versions differ in what returns a future of a client and what the client itself, in where the REST client is made, and
-in what results are made of. What a version has is found out by looking, not from its number.
+"""Adapter for any version of the SDK, with plain numbers as inputs and outputs. Versions differ in which calls return
+futures, in how the REST client is created, and in result types. Features are detected by inspection, not by version
+number.
 """
 
 import inspect
@@ -76,7 +75,7 @@ class AdapterHandle:
         return self.client.model_id
 
     def submit(self, data: list[Any], loss: str = "cross_entropy", config: dict[str, float] | None = None) -> Any:
-        """A forward-backward that nobody waits for yet."""
+        """Submit a forward-backward without waiting."""
         return self.client.forward_backward(data, loss, config)
 
     def backward(self, data: list[Any], loss: str = "cross_entropy", config: dict[str, float] | None = None) -> Pass:
@@ -144,7 +143,7 @@ class SamplerHandle:
     def submit(
         self, prompt: Tokens, n: int = 1, *, prompt_logprobs: bool = False, topk: int = 0, **params: object
     ) -> Any:
-        """A sample request that nobody waits for yet; `read` reads what it comes to."""
+        """Submit a sample request without waiting; `read` reads its result."""
         return self.client.sample(
             types.ModelInput.from_ints(list(prompt)),
             n,

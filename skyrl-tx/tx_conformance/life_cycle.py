@@ -23,7 +23,7 @@ def capabilities(server: ServerUnderTest) -> None:
 
 @check
 def client_config(server: ServerUnderTest) -> None:
-    """a client is told its settings, and is not sent to fetch tokens elsewhere"""
+    """a client receives its settings, and is not redirected to another token service"""
     config = server.wire.answer("POST", "client/config", {"sdk_version": "0.38.0"})
     expect(not config.get("pjwt_auth_enabled"), "pjwt_auth_enabled is on: keys would be exchanged at /auth/token")
     dynamic = server.wire.post("client/dynamic_config", {"sdk_version": "0.38.0"})
@@ -74,7 +74,7 @@ def ended_session_takes_no_model(server: ServerUnderTest) -> None:
 
 @check
 def two_sessions(server: ServerUnderTest) -> None:
-    """a second service client is a second session with adapters of its own"""
+    """a second service client is a second session with separate adapters"""
     other = Service(server.target.base_url, server.target.api_key, user_metadata={"made_by": "contract"})
     one, two = server.adapter(), server.keep(other.adapter(server.target.model, rank=4, seed=7, train_unembed=False))
     expect(one.id != two.id, "both adapters have one id")
@@ -138,7 +138,7 @@ def seed_decides(server: ServerUnderTest) -> None:
 
 @check
 def unload(server: ServerUnderTest) -> None:
-    """an unloaded adapter is gone: what is asked of it is refused at once"""
+    """requests for an unloaded adapter are refused immediately"""
     wire = server.wire
     model_id = wire.model()
     result = wire.result(wire.post("unload_model", {"model_id": model_id, "type": "unload_model"}))

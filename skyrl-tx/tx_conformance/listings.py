@@ -15,7 +15,7 @@ def saved(server: ServerUnderTest, *names: str) -> tuple[str, list[str]]:
 
 
 def checkpoint(server: ServerUnderTest, run: str, name: str, kind: str = "weights") -> dict[str, object]:
-    """A run's checkpoint as it is listed; {} if it is not."""
+    """Return a run's checkpoint from the listing; {} if missing."""
     listed = server.wire.answer("GET", f"training_runs/{run}/checkpoints")["checkpoints"]
     return next((one for one in listed if one["checkpoint_id"] == f"{kind}/{name}"), {})
 
@@ -122,7 +122,7 @@ def delete(server: ServerUnderTest) -> None:
 
 @check
 def sampler_survives_its_checkpoint(server: ServerUnderTest) -> None:
-    """a sampling client goes on after its checkpoint was deleted, or is told so at once; it never hangs"""
+    """a sampling client continues after its checkpoint was deleted, or fails immediately; it never hangs"""
     adapter = server.adapter()
     path = adapter.save_for_sampler(server.wire.fresh("gone"))
     sampler_id = server.wire.sampling_session(server.wire.session(), 1, model_path=path).json()["sampling_session_id"]

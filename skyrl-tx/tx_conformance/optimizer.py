@@ -26,7 +26,7 @@ def taught(server: ServerUnderTest, scale: float = 1.0, **adam: float) -> Adapte
 
 
 def idle(server: ServerUnderTest, adapter: AdapterHandle, **adam: float) -> None:
-    """A step whose gradient is zero."""
+    """Run a step with zero gradient."""
     adapter.backward([text_datum(server.lesson, np.zeros(16))])
     adapter.step(**adam)
 
@@ -102,9 +102,9 @@ def adam_remembers(server: ServerUnderTest) -> None:
 
 @check
 def gradient_scale(server: ServerUnderTest) -> None:
-    """the gradient is that of the plain sum: its norm by how far descent goes is its norm by clipping
+    """the gradient belongs to the plain sum: its norm measured by descent equals its norm measured by clipping
 
-    Descent by eta g gains eta |g|^2; clipped to c it gains eta |g| c. So both tell |g|, and a mean would not agree.
+    Descent by eta g gains eta |g|^2; clipped to c it gains eta |g| c. Both measure |g|, and would differ for a mean.
     """
     eta = server.gentle["learning_rate"] / server.gentle["eps"]
     free = moved(server, taught(server, **server.gentle))
@@ -129,7 +129,7 @@ def grad_clip(server: ServerUnderTest) -> None:
 
 @check
 def weight_decay_is_decoupled(server: ServerUnderTest) -> None:
-    """decay takes lr * wd of each weight beside the step: all of it when that is 1"""
+    """decay subtracts lr * wd of each weight independently of the step: all of it at 1"""
     adapter = taught(server, learning_rate=LR)
     expect_far(adapter.logprobs(server.lesson)[0], server.base_logprobs, 1e-3, "the first step did nothing")
     idle(server, adapter, learning_rate=0.1, weight_decay=10.0, beta1=0.0)

@@ -1,4 +1,4 @@
-"""A model's requests are done in the order of their seq, each once, whatever the network does with them."""
+"""Requests of a model are executed once each, in seq order, regardless of network reordering and retries."""
 
 from tx_conformance.checks import check, expect, expect_close, expect_equal, expect_refused
 from tx_conformance.server import ServerUnderTest
@@ -28,7 +28,7 @@ def any_order_of_arrival(server: ServerUnderTest) -> None:
 
 @check
 def a_gap_waits(server: ServerUnderTest) -> None:
-    """a request whose predecessor has not come waits, and does not fail"""
+    """a request with a missing predecessor waits, and does not fail"""
     wire, model_id = server.wire, server.model()
     two = wire.accepted(wire.step(model_id, 2))
     expect(wire.waits(two), "seq 2 is done before seq 1 came")
@@ -38,7 +38,7 @@ def a_gap_waits(server: ServerUnderTest) -> None:
 
 @check
 def a_gap_blocks_nobody_else(server: ServerUnderTest) -> None:
-    """another model goes on while one waits for a missing seq"""
+    """another model continues while one waits for a missing seq"""
     wire, stuck, other = server.wire, server.model(), server.model()
     wire.accepted(wire.step(stuck, 5))
     wire.result(wire.backward(other, 1, [text_datum(server.lesson)]))
@@ -167,7 +167,7 @@ def refused_before_its_turn(server: ServerUnderTest) -> None:
 
 @check
 def save_sees_what_came_before(server: ServerUnderTest) -> None:
-    """a save submitted behind a step has the weights after it; one that arrives early too"""
+    """a save submitted after a step has the weights after it, even if it arrives early"""
     wire, model_id = server.wire, server.model()
     saving = wire.accepted(wire.save(model_id, 3, wire.fresh("behind")))
     wire.accepted(wire.step(model_id, 2))

@@ -1,4 +1,4 @@
-"""Bad input is a 4xx at once, that names field and rule; nothing hangs, nothing is a 5xx."""
+"""Bad input gets an immediate 4xx that names field and rule, never a hang or a 5xx."""
 
 import time
 from collections.abc import Callable, Iterator

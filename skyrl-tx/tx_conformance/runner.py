@@ -24,7 +24,7 @@ class Verdict:
 
 
 def chosen(only: list[str]) -> list[Check]:
-    """Checks whose id has one of the words in it; all for none."""
+    """Return the checks with one of the words in their id; all checks without words."""
     return [check for check in CHECKS if not only or any(word in check.id for word in only)]
 
 

@@ -1,4 +1,4 @@
-"""Sampling: what each option means, and what the log-probs that come back are of."""
+"""Sampling: effect of each option, and meaning of the returned log-probs."""
 
 from typing import Any
 
@@ -69,29 +69,29 @@ def company_changes_nothing(server: ServerUnderTest) -> None:
 
 @check
 def temperature_zero(server: ServerUnderTest) -> None:
-    """temperature 0 takes the likeliest token each time"""
+    """temperature 0 always samples the most likely token"""
     tokens = greedy(server).tokens[0]
     expect_equal(greedy(server, seed=9).tokens[0], tokens, "tokens with another seed")
-    expect_equal([best[0][0] for best in _best(server, tokens, 1)], tokens, "likeliest tokens")
+    expect_equal([best[0][0] for best in _best(server, tokens, 1)], tokens, "most likely tokens")
 
 
 @check
 def top_k(server: ServerUnderTest) -> None:
-    """top_k keeps the k likeliest: 1 is greedy, 2 takes both and no third"""
+    """top_k keeps the k most likely tokens: 1 is greedy, 2 samples both and no third"""
     sampler, ask = base(server), prompt(server)
     expect_equal(sampler.ask(ask, seed=3, top_k=1, **FREE).tokens, greedy(server).tokens, "top_k 1")
     ranks = set()
     for sample in sampler.ask(ask, 4, seed=3, temperature=2.0, top_k=2, **FREE).samples:
         for token, best in zip(sample.tokens, _best(server, sample.tokens, 3), strict=True):
             near = [t for t, lp in best if lp > best[1][1] - 1e-4]  # equally likely tokens have no order
-            expect(token in near, f"token {token} is none of the two likeliest, {best}")
+            expect(token in near, f"token {token} is not among the two most likely, {best}")
             ranks.add(near.index(token))
-    expect(ranks == {0, 1}, f"of the two likeliest only {ranks} were drawn")
+    expect(ranks == {0, 1}, f"only ranks {ranks} of the two most likely were sampled")
 
 
 @check
 def top_p(server: ServerUnderTest) -> None:
-    """top_p keeps the likeliest tokens up to that probability: hardly any is greedy, 1 is all"""
+    """top_p keeps the most likely tokens up to that probability: near 0 is greedy, 1 keeps all"""
     sampler, ask = base(server), prompt(server)
     expect_equal(sampler.ask(ask, seed=3, top_p=1e-6, **FREE).tokens, greedy(server).tokens, "top_p 1e-6")
     expect_equal(sampler.ask(ask, seed=3, top_p=1.0, **FREE).tokens, sampler.ask(ask, seed=3, **FREE).tokens, "top_p 1")
@@ -154,7 +154,7 @@ def end_of_text(server: ServerUnderTest) -> None:
 
 @check
 def max_tokens_none(server: ServerUnderTest) -> None:
-    """a sample without max_tokens goes on to the end of the context"""
+    """a sample without max_tokens continues to the end of the context"""
     if server.max_context > 1024:
         raise Skip(f"a context of {server.max_context} tokens takes long to fill")
     ask = server.text(server.max_context - 20, seed=41)
@@ -176,7 +176,7 @@ def prompt_over_the_context(server: ServerUnderTest) -> None:
 
 @check
 def logprobs_are_the_models(server: ServerUnderTest) -> None:
-    """log-probs of samples at temperature 1 are those the prompt would have"""
+    """log-probs of samples at temperature 1 equal prompt log-probs of the same tokens"""
     sampler, ask = base(server), prompt(server)
     for sample in sampler.ask(ask, 2, seed=5, **FREE).samples:
         scored = sampler.logprobs([*ask, *sample.tokens])[len(ask) :]
@@ -243,7 +243,7 @@ def prompt_logprobs_know_no_temperature(server: ServerUnderTest) -> None:
 
 @check
 def topk_prompt_logprobs(server: ServerUnderTest) -> None:
-    """topk_prompt_logprobs gives the k likeliest tokens of each position, likeliest first, the first position None"""
+    """topk_prompt_logprobs returns the k most likely tokens of each position in descending order, None at the first"""
     sampler, ask = base(server), prompt(server)
     answer = sampler.ask(ask, max_tokens=1, topk=4, prompt_logprobs=True)
     topk, own = answer.topk or [], answer.prompt_logprobs or []
@@ -366,7 +366,7 @@ def new_options_are_not_ignored(server: ServerUnderTest) -> None:
 
 
 def _best(server: ServerUnderTest, tokens: list[int], k: int) -> list[list[tuple[int, float]]]:
-    """The k likeliest tokens where each of `tokens` stands after the prompt."""
+    """Return the k most likely tokens at the position of each of `tokens` after the prompt."""
     ask = prompt(server)
     topk = base(server).ask([*ask, *tokens], max_tokens=1, topk=k).topk or []
     return [best or [] for best in topk[len(ask) :]]

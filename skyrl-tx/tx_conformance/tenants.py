@@ -26,7 +26,7 @@ def stranger(server: ServerUnderTest) -> Wire:
 
 @check
 def keys_are_checked(server: ServerUnderTest) -> None:
-    """a server with keys answers a request with another one, or none, with 401 before anything else"""
+    """a server with keys rejects a missing or unknown key with 401 before anything else"""
     stranger(server)
     url = f"{server.target.base_url}/api/v1/create_session"
     for headers in ({}, {"X-API-Key": "tml-wrong"}, {"X-API-Key": ""}):
@@ -107,7 +107,7 @@ def samplers_are_ones_own(server: ServerUnderTest) -> None:
 
 @check
 def listings_are_ones_own(server: ServerUnderTest) -> None:
-    """lists of runs, checkpoints and sessions have only one's own"""
+    """lists of runs, checkpoints and sessions contain only the caller's"""
     other, wire = stranger(server), server.wire
     session = wire.session()
     model = wire.result(wire.create_model(session))["model_id"]

@@ -124,7 +124,7 @@ def large_batch_in_chunks(server: ServerUnderTest) -> None:
 
 @check
 def chunks_add_up(server: ServerUnderTest) -> None:
-    """the gradient of a batch cut into chunks is that of its parts"""
+    """the gradient of a chunked batch equals the gradient of the whole batch"""
     texts = [text_datum(server.text(3, seed=10 + i % 5)) for i in range(1025)]
     cut, parts = taught(server, texts), taught(server, texts[:500], texts[500:])
     expect_close(cut.logprobs(server.lesson), parts.logprobs(server.lesson), 2e-3, "log-probs after the step")

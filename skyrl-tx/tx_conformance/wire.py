@@ -69,7 +69,7 @@ class Wire:
         return str(response.json()["request_id"])
 
     def poll(self, request_id: str, seconds: float = 45) -> httpx.Response | None:
-        """One poll; None: there was no answer within `seconds`."""
+        """Poll once; None: no response within `seconds`."""
         try:
             return self.post("retrieve_future", {"request_id": request_id}, timeout=seconds)
         except httpx.ReadTimeout:
@@ -109,7 +109,7 @@ class Wire:
         return self.post("create_model", body | {"lora_config": lora, "type": "create_model"} | changes)
 
     def model(self, **changes: Any) -> str:
-        """A new adapter in a session of its own; its id."""
+        """Create an adapter in a new session; return its id."""
         return self.result(self.create_model(self.session(), **changes))["model_id"]
 
     def unload(self, model_id: str) -> None:
@@ -172,5 +172,5 @@ class Wire:
         return result["loss_fn_outputs"][0]["logprobs"]["data"]
 
     def fresh(self, name: str) -> str:
-        """A name nobody had."""
+        """Return a unique name."""
         return f"{name}-{time.time_ns() % 10**9}-{next(self._counter)}"

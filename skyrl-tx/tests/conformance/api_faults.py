@@ -120,7 +120,7 @@ faults(
         ("checkpoints_are_everybodys", "a checkpoint may be loaded and fetched by every tenant",
          f"{CHECKPOINTS}.source", as_any_tenant),
         ("checkpoints_are_changed_by_everybody", "a checkpoint may be deleted and published by every tenant",
-         f"{CHECKPOINTS}._change", as_any_tenant),
+         f"{CHECKPOINTS}._update_checkpoint", as_any_tenant),
         ("lists_of_checkpoints_are_everybodys", "the list of a tenant's checkpoints has those of all",
          f"{CHECKPOINTS}.of_tenant", lists_of_all("checkpoints")),
         ("lists_of_sessions_are_everybodys", "the list of a tenant's sessions has those of all",
@@ -129,7 +129,7 @@ faults(
 )  # fmt: skip
 
 
-@fault(API, "tenants.", "tx.tinker.http.auth:ApiKeys.holder_of")
+@fault(API, "tenants.", "tx.tinker.http.auth:ApiKeys.find_holder")
 def unknown_keys_are_let_in(holder_of, self, key):
     """whoever brings no key that is known is the first tenant"""
     from tx.tinker.http import auth
@@ -137,7 +137,7 @@ def unknown_keys_are_let_in(holder_of, self, key):
     return holder_of(self, key) or auth.LOCAL._replace(tenant=TENANTS[0])
 
 
-@fault(API, "tenants.", "tx.tinker.http.auth:key_of", name="unknown_keys_are_let_in")
+@fault(API, "tenants.", "tx.tinker.http.auth:extract_key", name="unknown_keys_are_let_in")
 def _some_key(key_of, headers):
     return key_of(headers) or "nothing"
 
@@ -185,7 +185,7 @@ for _groups, _row in [
     ("refusals.", ("data_is_not_checked", "a pass is accepted whatever its tokens, and fails later",
                    "tx.tinker.commands:check_training", lambda *_: None)),
     ("refusals.", ("refusals_say_nothing", "a refusal has a status, and no reason",
-                   "tx.tinker.http.problems:problem",
+                   "tx.tinker.http.problems:build_problem",
                    lambda problem, status, text, *more: problem(status, "bad request", *more))),
 ]:  # fmt: skip
     faults(API, _groups, [_row])
@@ -200,7 +200,7 @@ def refused_heartbeats_end_sessions(keep_all, self, tenant):
         _ending.add(asyncio.ensure_future(self.end(session, "expired")))
 
 
-@fault(API, "life_cycle. listings.", "tx.tinker.http.problems:_refused")
+@fault(API, "life_cycle. listings.", "tx.tinker.http.problems:_handle_refused")
 async def not_found_is_an_error_of_the_server(refused, request, error):
     """404 is answered as 500"""
     answer = await refused(request, error)

@@ -100,13 +100,13 @@ def main() -> None:
     if module == API:
         from tx.tinker.service import service
 
-        start = service.engine_command
+        start = service.build_engine_command
 
         def engine_command(*args: Any) -> list[str]:
             python, _, engine, *rest = start(*args)
             return [python, __file__, engine, *rest]
 
-        service.engine_command = engine_command
+        service.build_engine_command = engine_command
     inject(module)
     sys.argv = [module, *argv]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

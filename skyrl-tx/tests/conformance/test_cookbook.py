@@ -35,7 +35,7 @@ def server(start_server, playground: Path):
 
 @pytest.mark.full
 @pytest.mark.timeout(SECONDS)
-def test_the_cookbooks_recipes_learn(python: Path, playground: Path, server):
+def test_cookbook_recipes_learn(python: Path, playground: Path, server):
     command = [sys.executable, HERE / "recipes.py", "--python", python, "--playground", playground]
     command += ["--base-url", server.url, "--api-key", server.keys[0]]
     run = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
@@ -45,7 +45,7 @@ def test_the_cookbooks_recipes_learn(python: Path, playground: Path, server):
 
 @pytest.mark.full
 @pytest.mark.timeout(SECONDS)
-def test_every_program_of_the_recipes_ends_as_expected(python: Path, playground: Path, server):
+def test_recipe_programs_end_as_expected(python: Path, playground: Path, server):
     environment = ENVIRONMENT | {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": server.keys[0]}
     command = [python, HERE / "every_recipe.py", playground]
     run = subprocess.run(command, capture_output=True, text=True, env=environment)

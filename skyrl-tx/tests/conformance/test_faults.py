@@ -71,6 +71,6 @@ def test_conformance_suite_notices_fault(name: str, failing: Failing):
     assert noticed, f"not noticed: {FAULTS[name].meaning}"
 
 
-def test_suite_detects_the_fault_itself(failing: Failing):
+def test_suite_detects_fault(failing: Failing):
     """Control: with no fault switched on, the same server passes the suite."""
     assert failing("") == {}

@@ -32,7 +32,7 @@ os._exit(0)
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_sdk_waits_for_its_quota_and_harms_nobody(tiny_model: Path, tmp_path: Path):
+def test_sdk_waits_for_quota_without_harming_other_tenants(tiny_model: Path, tmp_path: Path):
     python = sdk_environment("0.38.0")
     options = ["--base-model", str(tiny_model), "--served-model-name", "tiny", "--no-standby-engine"]
     options += ["--max-tokens-per-minute-per-tenant", "6000"]

@@ -41,7 +41,7 @@ async def log_probs_of_vllm(model: Path, adapter: str) -> list[float]:
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-async def test_weights_taken_out_are_those_of_the_sampler(sdk_python, start_server, tmp_path: Path):
+async def test_exported_weights_match_sampler(sdk_python, start_server, tmp_path: Path):
     python = sdk_python("cookbook-0.6.1")
     tiny_model = Path(make_tiny_model(tmp_path / "tiny", tied=False))
     server = start_server(tiny_model, served=["tiny"])
@@ -60,7 +60,7 @@ async def test_weights_taken_out_are_those_of_the_sampler(sdk_python, start_serv
     found["merged"] = log_probs_of(AutoModelForCausalLM.from_pretrained(said["merged"], dtype=torch.float32))
     assert found == dict.fromkeys(found, expected)
     assert len(found) == 6
-    # What the tools saved on the way is gone.
+    # Intermediate files of the tools were removed.
     assert said["checkpoints"] == ["external_weights/external", "external_weights/served", "weights/state"]
 
     if find_spec("vllm") is not None:

@@ -115,7 +115,7 @@ faults(
         ("betas_are_ignored", "beta1 is 0.9, beta2 0.95", ADAMW, other_params(beta1=0.9, beta2=0.95)),
         ("no_bias_correction", "moments are not corrected for their start", ADAMW,
          lambda step, before, gradient, number, *args: step(before, gradient, 10**6, *args)),
-        ("clip_is_ignored", "grad_clip_norm does nothing", "tx.tinker.backends.torch.training:clipped",
+        ("clip_is_ignored", "grad_clip_norm does nothing", "tx.tinker.backends.torch.training:clip_gradient",
          lambda clipped, gradient, largest: clipped(gradient, 0.0)),
         ("parts_are_ignored", "train_attn and train_mlp are always on", f"{TRAINING}.create",
          other_lora(train_attn=lambda: True, train_mlp=lambda: True)),

@@ -32,7 +32,7 @@ async def test_fifty_kills_are_seen_by_no_user(tmp_path: Path, tiny_model: Path,
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
-async def test_kills_are_seen_by_no_user_of_a_server_on_postgresql(tmp_path: Path, tiny_model: Path, postgres: Any):
+async def test_kills_are_invisible_to_users_on_postgresql(tmp_path: Path, tiny_model: Path, postgres: Any):
     urls = []
     for name in ("undisturbed", "disturbed"):
         postgres.run(f"CREATE DATABASE {name}")

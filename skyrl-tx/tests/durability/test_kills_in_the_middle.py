@@ -125,7 +125,7 @@ class OutOfMemoryKiller:
 
 @pytest.mark.full
 @pytest.mark.timeout(1200)
-async def test_a_request_that_kills_the_engine_fails_and_others_go_on(tmp_path: Path, tiny_model: Path):
+async def test_engine_crashing_request_fails_and_others_complete(tmp_path: Path, tiny_model: Path):
     async with served(tmp_path, tiny_model) as (server, client):
         model, poisoned = [await Model.new(client, "tiny", rank=4, seed=i) for i in range(2)]
         before = await next_losses(client, poisoned)

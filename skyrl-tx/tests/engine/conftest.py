@@ -123,7 +123,7 @@ class Clock:
 
 
 class Bench:
-    """A trainer, what it is told and what it said. Orders get seqs by themselves."""
+    """A trainer with its sent commands and received messages. Commands get seqs automatically."""
 
     def __init__(self, folder: Path, *, limit: int = 64, pass_tokens: int = 1000):
         self.clock = Clock()
@@ -136,7 +136,7 @@ class Bench:
         )
         self._seqs: dict[str, count] = {}
 
-    # ---- what it is told
+    # ---- commands
 
     def _tell(self, kind: type[ModelCommand], model: str, **values: Any) -> str:
         seq = next(self._seqs.setdefault(model, count()))

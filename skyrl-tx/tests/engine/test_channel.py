@@ -42,7 +42,7 @@ async def test_every_message_arrives_as_it_was_sent_and_in_order(tmp_path: Path)
     api.close()
 
 
-async def test_results_of_several_threads_arrive_each_in_its_order(tmp_path: Path):
+async def test_channel_preserves_order_per_thread(tmp_path: Path):
     api = ApiChannel.bind(tmp_path)
     engine = EngineChannel(api.address)
 
@@ -66,20 +66,20 @@ async def test_results_of_several_threads_arrive_each_in_its_order(tmp_path: Pat
     api.close()
 
 
-async def test_messages_sent_before_the_engine_closed_are_still_read(tmp_path: Path):
+async def test_channel_delivers_messages_sent_before_engine_closed(tmp_path: Path):
     api = ApiChannel.bind(tmp_path)
     engine = EngineChannel(api.address)
     last = [Failed(request_id="r", error="no", category="user"), Snapshotted(model_id="m", seq=3, folder="/s")]
     for message in last:
         engine.send(message)
     await engine.close()
-    engine.send(Done(request_id="late", result=b""))  # goes nowhere, and harms nobody
+    engine.send(Done(request_id="late", result=b""))  # dropped without effect
     messages = aiter(api)
     assert [await anext(messages), await anext(messages)] == last
     api.close()
 
 
-async def test_closing_ends_the_reading(tmp_path: Path):
+async def test_channel_close_ends_reading(tmp_path: Path):
     api = ApiChannel.bind(tmp_path)
 
     async def read() -> str:
@@ -93,7 +93,7 @@ async def test_closing_ends_the_reading(tmp_path: Path):
     assert await asyncio.wait_for(reading, 2) == "ended"
 
 
-async def test_a_reader_can_be_cancelled_and_the_channel_read_again(tmp_path: Path):
+async def test_channel_read_can_be_cancelled_and_restarted(tmp_path: Path):
     api = ApiChannel.bind(tmp_path)
     reading = asyncio.create_task(anext(aiter(api)))
     await asyncio.sleep(0.05)
@@ -107,7 +107,7 @@ async def test_a_reader_can_be_cancelled_and_the_channel_read_again(tmp_path: Pa
     api.close()
 
 
-async def test_only_the_owner_reaches_the_socket_which_goes_with_the_channel(tmp_path: Path):
+async def test_channel_socket_is_private_and_removed_on_close(tmp_path: Path):
     api = ApiChannel.bind(tmp_path / "run")
     path = Path(api.address.removeprefix("ipc://"))
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -116,7 +116,7 @@ async def test_only_the_owner_reaches_the_socket_which_goes_with_the_channel(tmp
     assert not path.exists()
 
 
-async def test_a_state_folder_of_a_long_path_is_no_trouble(tmp_path: Path):
+async def test_channel_supports_long_state_folder_path(tmp_path: Path):
     api = ApiChannel.bind(tmp_path / ("long" * 40))
     path = Path(api.address.removeprefix("ipc://"))
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700

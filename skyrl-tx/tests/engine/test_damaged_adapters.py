@@ -27,13 +27,13 @@ class OneToken(SamplingBackend):
     async def close(self) -> None: ...
 
 
-async def test_an_adapter_is_read_once_and_again_after_a_write(tmp_path: Path, monkeypatch):
+async def test_adapter_is_read_once_and_reread_after_write(tmp_path: Path, monkeypatch):
     folders, said = Folders(str(tmp_path / "base"), tmp_path / "cache"), list[FromEngine]()
     with folders.writing(folders.place("a")) as scratch:
         (scratch / "adapter").write_bytes(b"\5")
     sampling, hashed = Sampling(OneToken(), folders, said.append), []
-    sha256_of = manifests.sha256_of
-    monkeypatch.setattr(manifests, "sha256_of", lambda path: hashed.append(path) or sha256_of(path))
+    sha256_of = manifests.compute_sha256
+    monkeypatch.setattr(manifests, "compute_sha256", lambda path: hashed.append(path) or sha256_of(path))
 
     async def sample(number: int) -> FromEngine:
         spec = SampleSpec(prompt=[1], params=SampleParams(seed=0))

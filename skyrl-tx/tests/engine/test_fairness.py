@@ -12,7 +12,7 @@ def passes_until(bench: Any, request_id: str, most: int = 10_000) -> int:
     return len(bench.backend.passes) - before
 
 
-def test_a_step_or_a_short_pass_waits_for_one_micro_batch_of_anothers_thousand_data(bench: Any):
+def test_step_or_short_pass_waits_for_single_micro_batch_of_others(bench: Any):
     bench.do("create a1, create b1")
     [long] = bench.tell("train a1" + 1000 * " 1x50")  # 500 micro-batches
     bench.trainer.step(0.0)
@@ -23,7 +23,7 @@ def test_a_step_or_a_short_pass_waits_for_one_micro_batch_of_anothers_thousand_d
     assert long not in bench.answered
 
 
-def test_a_tenant_with_ten_models_leaves_half_to_one_with_one(bench: Any):
+def test_tenant_with_ten_models_leaves_half_of_time_to_other_tenant(bench: Any):
     models = [*(f"a{n}" for n in range(10)), "b1"]
     bench.do(", ".join(f"create {model}" for model in models))
     bench.tell(", ".join(f"train {model}{20 * ' 1x100'}" for model in models))
@@ -46,7 +46,7 @@ def test_more_busy_models_than_places_all_get_their_turn(make_bench: Any):
         assert '"weight": 900.0' in text
 
 
-def test_models_in_memory_go_first_and_all_others_get_their_turn_also_beside_a_flood(make_bench: Any):
+def test_scheduler_prefers_resident_models_without_starving_others(make_bench: Any):
     """Six tenants train without a pause, there is room for three models, and one has endless data."""
     bench = make_bench(limit=3, pass_tokens=140)
     for name in "abcdef":
@@ -69,11 +69,11 @@ def test_models_in_memory_go_first_and_all_others_get_their_turn_also_beside_a_f
     num_steps = [len(found) for found in waits.values()]
     assert min(num_steps) > 0.5 * max(num_steps)
     assert max(map(max, waits.values())) < 5
-    in_passes = sum(bench.trainer.train_tokens.values()) / 1000  # the rest is for snapshots of those that leave
+    in_passes = sum(bench.trainer.train_tokens.values()) / 1000  # the rest is for snapshots of evicted models
     assert in_passes > 0.65 * bench.clock.seconds
 
 
-def test_a_model_gets_a_place_after_the_longest_wait_whatever_swaps_cost(make_bench: Any):
+def test_model_is_swapped_in_after_longest_wait_whatever_swap_cost(make_bench: Any):
     bench = make_bench(limit=1)
     bench.do("create a1, train a1 1")
     bench.do("create b1")

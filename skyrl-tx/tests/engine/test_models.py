@@ -1,4 +1,4 @@
-"""Models in memory and on disk: what leaves comes back the same, and a crash costs seconds."""
+"""Models in memory and on disk: eviction and restore are exact, and a crash costs seconds."""
 
 import shutil
 from pathlib import Path
@@ -14,7 +14,7 @@ def weights(bench: Any) -> dict[str, float]:
 # ---- memory
 
 
-def test_the_least_recently_used_model_leaves_and_comes_back_as_it_was(make_bench: Any):
+def test_least_recently_used_model_is_evicted_and_restored_unchanged(make_bench: Any):
     bench = make_bench(limit=2)
     for number, model in enumerate(("a1", "a2")):
         bench.do(f"create {model} {number}, train {model} 5")  # a gradient that waits for its step
@@ -27,14 +27,14 @@ def test_the_least_recently_used_model_leaves_and_comes_back_as_it_was(make_benc
     assert bench.models.num_in_memory() == 2
 
 
-def test_a_model_that_nothing_changed_leaves_without_a_snapshot_and_is_made_again(make_bench: Any):
+def test_unchanged_model_is_evicted_without_snapshot_and_recreated(make_bench: Any):
     bench = make_bench(limit=1)
     *_, saved = bench.do("create a1 7, forward a1 1, create b1, save a1 seven")
     assert bench.snapshots == [] and bench.result(saved) == {}
     assert weights(bench) == {"a1": 7.0}
 
 
-def test_a_model_in_the_middle_of_a_request_keeps_its_place(make_bench: Any):
+def test_model_in_middle_of_request_is_not_evicted(make_bench: Any):
     bench = make_bench(limit=1)
     bench.tell("create a1, train a1 1x100 1x100 1x100")
     bench.trainer.step(0.0)
@@ -42,9 +42,7 @@ def test_a_model_in_the_middle_of_a_request_keeps_its_place(make_bench: Any):
     assert bench.backend.passes == [["a1"]] * 3 + [["b1"]]
 
 
-def test_a_snapshot_that_cannot_be_written_keeps_the_model_and_fails_the_one_who_needed_the_place(
-    make_bench: Any, tmp_path: Path
-):
+def test_failed_snapshot_write_keeps_model_and_fails_request_needing_slot(make_bench: Any, tmp_path: Path):
     bench = make_bench(limit=1)
     bench.do("create a1, train a1 5")
     shutil.rmtree(tmp_path / "snapshots")
@@ -58,20 +56,20 @@ def test_a_snapshot_that_cannot_be_written_keeps_the_model_and_fails_the_one_who
 # ---- snapshots
 
 
-def test_a_model_is_snapshotted_when_a_crash_would_cost_two_seconds(bench: Any):
+def test_model_is_snapshotted_when_replay_would_cost_two_seconds(bench: Any):
     bench.do("create a1" + 30 * ", train a1 1x90, optimize a1")  # a pass takes 0.09 s
     (snapshotted,) = bench.snapshots
-    assert snapshotted.seq == 45  # the 23rd pass goes over 2 s
+    assert snapshotted.seq == 45  # the 23rd pass exceeds 2 s
     assert (Path(snapshotted.folder) / "sum.json").is_file()
 
 
-def test_snapshots_take_at_most_a_tenth_of_the_time(bench: Any):
+def test_snapshots_use_at_most_tenth_of_time(bench: Any):
     bench.do("create a1" + 1000 * ", train a1 1x90")
     assert 0.1 * len(bench.snapshots) <= 0.1 * bench.clock.seconds
     assert bench.snapshots  # the disk is real: how many depends on it
 
 
-def test_a_snapshot_is_told_after_the_results_that_it_contains(bench: Any):
+def test_snapshot_is_reported_after_results_it_contains(bench: Any):
     bench.do("create a1" + 60 * ", train a1 1x90")
     done = -1
     for message in bench.said:
@@ -81,7 +79,7 @@ def test_a_snapshot_is_told_after_the_results_that_it_contains(bench: Any):
             assert message.seq <= done
 
 
-def test_a_model_at_rest_is_snapshotted_once(bench: Any):
+def test_idle_model_is_snapshotted_once(bench: Any):
     bench.do("create a1, train a1 1")
     assert bench.snapshots == []
     bench.clock.seconds += 6
@@ -91,7 +89,7 @@ def test_a_model_at_rest_is_snapshotted_once(bench: Any):
     assert [snapshotted.seq for snapshotted in bench.snapshots] == [1]
 
 
-def test_a_model_made_from_a_checkpoint_outlives_the_checkpoint(make_bench: Any):
+def test_model_created_from_checkpoint_outlives_checkpoint(make_bench: Any):
     first = make_bench()
     first.do("create a1, train a1 4, optimize a1, save a1 four")
     first.create("b1", folder=first.checkpoints.place("four"))
@@ -122,7 +120,7 @@ def test_stopping_puts_changed_models_to_disk(make_bench: Any):
 STORY = "train a1 3, forward a1 50, optimize a1, train a1 4, forward a1 50, optimize a1"
 
 
-def test_commands_after_the_creation_are_replayed_silently(make_bench: Any):
+def test_commands_after_creation_are_replayed_silently(make_bench: Any):
     bench = make_bench()
     bench.restore("a1", None, -1, weight=1)
     bench.tell(f"create a1 1, {STORY}", replay=True)
@@ -132,7 +130,7 @@ def test_commands_after_the_creation_are_replayed_silently(make_bench: Any):
     assert bench.trainer.train_tokens == {"a": 1}
 
 
-def test_a_model_is_made_again_from_its_seed_even_if_its_creation_is_not_told(make_bench: Any):
+def test_model_is_recreated_from_seed_when_creation_is_unreported(make_bench: Any):
     bench = make_bench()
     bench.restore("a1", None, -1, weight=2)
     _, saved = bench.tell("train a1 1, save a1 old", replay=True)
@@ -140,7 +138,7 @@ def test_a_model_is_made_again_from_its_seed_even_if_its_creation_is_not_told(ma
     assert weights(bench) == {"a1": 3.0} and saved not in bench.answered
 
 
-def test_a_snapshot_and_what_came_after_it_make_the_same_model(make_bench: Any):
+def test_snapshot_plus_later_commands_restore_same_model(make_bench: Any):
     first = make_bench(limit=1)
     first.do(f"create a1 1, {STORY}, train a1 9")  # the gradient is in the snapshot
     first.do("create b1")  # takes the only place
@@ -152,7 +150,7 @@ def test_a_snapshot_and_what_came_after_it_make_the_same_model(make_bench: Any):
     assert second.answered == []
 
 
-def test_a_step_that_failed_clears_the_gradient_again(make_bench: Any):
+def test_replayed_failed_step_clears_gradient(make_bench: Any):
     bench = make_bench()
     bench.restore("a1", None, -1)
     bench.tell("train a1" + 9 * " 74" + ", optimize a1, train a1 2", replay=True)  # 666: not finite
@@ -160,7 +158,7 @@ def test_a_step_that_failed_clears_the_gradient_again(make_bench: Any):
     assert bench.result(stepped) == {"metrics": {"grad_norm:mean": 2.0}}
 
 
-def test_a_model_that_cannot_be_brought_back_fails_its_orders_and_no_others(make_bench: Any, tmp_path: Path):
+def test_model_failing_to_restore_fails_only_own_commands(make_bench: Any, tmp_path: Path):
     bench = make_bench()
     bench.restore("a1", str(tmp_path / "snapshots" / "gone"), 3)
     [replayed] = bench.tell("train a1 1", replay=True)

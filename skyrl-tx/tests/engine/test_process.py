@@ -1,4 +1,4 @@
-"""The real engine process with the tiny model: what it answers, and what is left when it is killed."""
+"""The real engine process with the tiny model: its results, and its state after a kill."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ from tx.tinker.commands import CreateModel, Load, ModelCommand, Optimize, Sample
 from tx.tinker.config import EngineConfig
 from tx.tinker.engine.channel import ApiChannel
 from tx.tinker.engine.messages import Cancel, Done, EngineStats, Failed, FromApi, Ready, Restore, Snapshotted
-from tx.tinker.engine.process import FROM_STDIN, ORPHANED, STANDING_BY, WRONG_SETTINGS, engine_command
+from tx.tinker.engine.process import FROM_STDIN, ORPHANED, STANDING_BY, WRONG_SETTINGS, build_engine_command
 from tx.tinker.types import AdamParams, Datum, LoraSpec, SampleParams, SampleSpec
 from tx.tinker.wire.codec import TrainingRequest, decode_pass_output, decode_sample_output, encode_training
 
@@ -85,7 +85,7 @@ class EngineProcess:
 @contextlib.asynccontextmanager
 async def engine(config: EngineConfig) -> AsyncIterator[EngineProcess]:
     channel = ApiChannel.bind(config.state_folder / "sockets")
-    process = await asyncio.create_subprocess_exec(*engine_command(config, channel.address))
+    process = await asyncio.create_subprocess_exec(*build_engine_command(config, channel.address))
     running = EngineProcess(channel, process)
     try:
         await asyncio.wait_for(running.ready.wait(), 90)
@@ -140,7 +140,7 @@ def adapter_of(model: str, config: EngineConfig) -> bytes:
 async def undisturbed(config: EngineConfig, stories: dict[str, list[ModelCommand]]) -> dict[str, bytes]:
     """Results of all orders by request id, and of nothing else in the engine's way."""
     async with engine(config) as running:
-        for story in stories.values():  # one model after the other: nobody shares a pass
+        for story in stories.values():  # sequentially: models share no pass
             await running.tell(*story)
             await running.hear(*(command.request_id for command in story))
         results = {name: done.result for name, done in running.outcomes.items() if isinstance(done, Done)}
@@ -177,7 +177,7 @@ async def after_a_crash(
 
 
 @pytest.mark.slow
-async def test_an_engine_killed_in_the_middle_goes_on_bit_for_bit(tiny_model: Path, tmp_path: Path):
+async def test_killed_engine_resumes_bit_for_bit(tiny_model: Path, tmp_path: Path):
     calm = config_of(tiny_model, tmp_path / "calm", tokens_per_micro_batch=256)
     wild = config_of(tiny_model, tmp_path / "wild", tokens_per_micro_batch=256)
     models = ("a1", "a2", "b1")
@@ -203,7 +203,7 @@ async def test_an_engine_killed_in_the_middle_goes_on_bit_for_bit(tiny_model: Pa
     assert last.keys() == set(models)
 
 
-async def test_an_engine_trains_samples_fails_what_is_poisoned_and_stops_when_told(tiny_model: Path, tmp_path: Path):
+async def test_engine_trains_samples_fails_poisoned_request_and_stops(tiny_model: Path, tmp_path: Path):
     config = config_of(tiny_model, tmp_path)
     adapter = config.checkpoints_base + "/a1/one"
     spec = SampleSpec(
@@ -254,10 +254,8 @@ async def test_an_engine_trains_samples_fails_what_is_poisoned_and_stops_when_to
 
 
 @pytest.mark.full
-async def test_one_that_stands_by_costs_no_time_and_is_an_engine_once_it_has_an_address(
-    tiny_model: Path, tmp_path: Path
-):
-    command = engine_command(config_of(tiny_model, tmp_path), FROM_STDIN)
+async def test_standby_process_idles_and_becomes_engine_given_address(tiny_model: Path, tmp_path: Path):
+    command = build_engine_command(config_of(tiny_model, tmp_path), FROM_STDIN)
     processes = [
         await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(2)
     ]
@@ -286,14 +284,14 @@ async def test_one_that_stands_by_costs_no_time_and_is_an_engine_once_it_has_an_
 PARENT = """
 import subprocess, sys, time
 from tx.tinker.config import EngineConfig
-from tx.tinker.engine.process import engine_command
-child = subprocess.Popen(engine_command(EngineConfig.model_validate_json(sys.argv[1]), sys.argv[2]))
+from tx.tinker.engine.process import build_engine_command
+child = subprocess.Popen(build_engine_command(EngineConfig.model_validate_json(sys.argv[1]), sys.argv[2]))
 print(child.pid, flush=True)
 time.sleep(600)
 """
 
 
-async def test_an_engine_ends_when_its_parent_is_killed(tiny_model: Path, tmp_path: Path):
+async def test_engine_exits_when_parent_is_killed(tiny_model: Path, tmp_path: Path):
     config = config_of(tiny_model, tmp_path)
     channel = ApiChannel.bind(tmp_path / "sockets")
     parent = await asyncio.create_subprocess_exec(
@@ -320,11 +318,11 @@ def is_alive(pid: int) -> bool:
     status = Path(f"/proc/{pid}/stat")
     return not (
         status.exists() and status.read_text().rpartition(")")[2].split()[0] == "Z"
-    )  # nobody buries orphans here
+    )  # orphans are not reaped here
 
 
-def test_an_engine_whose_parent_is_gone_already_does_not_stay(tiny_model: Path, tmp_path: Path):
-    command = engine_command(config_of(tiny_model, tmp_path), f"ipc://{tmp_path}/nobody")
+def test_engine_exits_when_parent_is_already_dead(tiny_model: Path, tmp_path: Path):
+    command = build_engine_command(config_of(tiny_model, tmp_path), f"ipc://{tmp_path}/nobody")
     command[-1] = "1000000000"  # a process that is not the one that starts it
     assert subprocess.run(command, timeout=60, capture_output=True).returncode == ORPHANED
 
@@ -340,15 +338,15 @@ def test_an_engine_whose_parent_is_gone_already_does_not_stay(tiny_model: Path, 
         pytest.param({"device": "abacus"}, "backend_config.device", marks=pytest.mark.slow),
     ],
 )
-def test_wrong_settings_end_it_with_a_status_of_their_own(
+def test_wrong_settings_exit_with_distinct_status(
     tiny_model: Path, tmp_path: Path, settings: dict[str, Any], said: str
 ):
-    command = engine_command(config_of(tiny_model, tmp_path, **settings), f"ipc://{tmp_path}/nobody")
+    command = build_engine_command(config_of(tiny_model, tmp_path, **settings), f"ipc://{tmp_path}/nobody")
     ended = subprocess.run(command, timeout=60, capture_output=True, text=True)
     assert ended.returncode == WRONG_SETTINGS
     assert said in ended.stderr
 
 
-def test_the_command_line_shows_no_secrets(tmp_path: Path):
+def test_engine_command_line_shows_no_secrets(tmp_path: Path):
     config = EngineConfig(base_model="x", database_url="postgresql://me:secret@host/db", state_dir=tmp_path)
-    assert "secret" not in " ".join(engine_command(config, "ipc:///x"))
+    assert "secret" not in " ".join(build_engine_command(config, "ipc:///x"))

@@ -37,12 +37,12 @@ def one_pass(scheduler: Scheduler, tokens: dict[str, int] | int = 100, room: int
     return [queue.model_id for queue in joined]
 
 
-def test_everybody_joins_a_pass_that_has_room_and_all_models_of_a_tenant_who_is_alone():
+def test_pass_with_room_is_joined_by_all_models_of_lone_tenant():
     for models in (["a1", "b1", "c1"], ["a1", "a2", "a3"]):
         assert sorted(one_pass(scheduler_of(dict.fromkeys(models, 1)))) == models
 
 
-def test_ten_models_of_one_tenant_get_no_more_than_one_of_another():
+def test_ten_models_of_tenant_get_same_time_as_single_model_of_other():
     scheduler = scheduler_of({**{f"a{n}": 100 for n in range(10)}, "b0": 100})
     served = Counter(model for _ in range(60) for model in one_pass(scheduler))
     of_a = sum(number for model, number in served.items() if model[0] == "a")
@@ -56,7 +56,7 @@ def test_shares_are_counted_in_tokens():
     assert served["b1"] > 100 and abs(served["a1"] * (936 + 64) - served["b1"] * (36 + 64)) <= 1000
 
 
-def test_nobody_starves_when_only_one_micro_batch_fits():
+def test_no_tenant_starves_when_single_micro_batch_fits():
     scheduler = scheduler_of({f"{tenant}{n}": 100 for tenant in "abc" for n in range(3)})
     order_of_models = [model for _ in range(45) for model in one_pass(scheduler, room=100)]
     for tenant in "abc":
@@ -65,7 +65,7 @@ def test_nobody_starves_when_only_one_micro_batch_fits():
     assert set(Counter(order_of_models).values()) == {5}
 
 
-def test_an_idle_hour_is_no_credit():
+def test_idle_time_earns_no_credit():
     scheduler = scheduler_of({"a1": 1000})
     for _ in range(100):
         one_pass(scheduler)
@@ -75,7 +75,7 @@ def test_an_idle_hour_is_no_credit():
     assert abs(served["a1"] - served["b1"]) <= 1
 
 
-def test_one_who_cannot_join_now_holds_up_nobody():
+def test_blocked_model_holds_up_no_other():
     scheduler = scheduler_of({"a1": 3, "b1": 3})
     joined = []
     for queue in scheduler.pass_candidates():
@@ -86,7 +86,7 @@ def test_one_who_cannot_join_now_holds_up_nobody():
     assert joined == ["b1"]
 
 
-def test_quick_orders_go_round_the_tenants_one_each():
+def test_quick_commands_round_robin_over_tenants():
     scheduler = Scheduler()
     for model in ("a1", "a2", "b1"):
         for seq in range(2):
@@ -100,7 +100,7 @@ def test_quick_orders_go_round_the_tenants_one_each():
     assert scheduler.num_commands == 0
 
 
-def test_a_held_model_has_no_turn_and_others_have():
+def test_held_model_is_skipped():
     scheduler = scheduler_of({"a1": 1, "a2": 1})
     queue = next(queue for queue in scheduler.pass_candidates() if queue.model_id == "a1")
     queue.held = True

@@ -12,7 +12,7 @@ from tx.tinker.engine.messages import Done
 from tx.tinker.types import AdamParams
 
 
-def test_a_model_is_made_trained_stepped_saved_and_unloaded(bench: Any):
+def test_model_is_created_trained_stepped_saved_and_unloaded(bench: Any):
     created = bench.create("a1", weight=2)
     passed = bench.train("a1", [1, 2, 3])
     stepped = bench.optimize("a1", learning_rate=0.5)
@@ -30,7 +30,7 @@ def test_a_model_is_made_trained_stepped_saved_and_unloaded(bench: Any):
     assert bench.backend.models == {}
 
 
-def test_orders_of_a_model_are_done_in_their_order_though_all_came_at_once(bench: Any):
+def test_commands_of_model_run_in_order_when_all_arrive_together(bench: Any):
     asked = (f"train a1 {n}, optimize a1, save a1 n{n}" for n in range(1, 6))
     expected = bench.do(", ".join(["create a1", *asked]))
     assert bench.answered == expected
@@ -41,7 +41,7 @@ def test_orders_of_a_model_are_done_in_their_order_though_all_came_at_once(bench
     assert weights == [1.0, 3.0, 6.0, 10.0, 15.0]
 
 
-def test_a_request_of_many_micro_batches_has_one_result_in_the_order_of_its_data(bench: Any):
+def test_multi_micro_batch_result_keeps_data_order(bench: Any):
     _, passed = bench.do("create a1 1, train a1 1x60 2x60 3x60 4x60 5x60")  # two do not fit into one micro-batch
     assert bench.backend.passes == [["a1"]] * 5
     output = bench.result(passed)
@@ -50,12 +50,12 @@ def test_a_request_of_many_micro_batches_has_one_result_in_the_order_of_its_data
     assert bench.trainer.train_tokens == {"a": 300}
 
 
-def test_models_of_several_tenants_share_a_pass(bench: Any):
+def test_models_of_several_tenants_share_pass(bench: Any):
     bench.do("create a1, train a1 1, create b1, train b1 1, create c1, train c1 1")
     assert [sorted(models) for models in bench.backend.passes] == [["a1", "b1", "c1"]]
 
 
-def test_a_pass_has_no_more_tokens_than_it_may(make_bench: Any):
+def test_pass_respects_token_limit(make_bench: Any):
     bench = make_bench(pass_tokens=200)
     bench.do(", ".join(f"create {model}, train {model} 1x90" for model in ("a1", "b1", "c1", "d1")))
     assert sorted(map(len, bench.backend.passes)) == [2, 2]
@@ -64,7 +64,7 @@ def test_a_pass_has_no_more_tokens_than_it_may(make_bench: Any):
 # ---- failures
 
 
-def test_a_failed_request_leaves_nothing_of_its_earlier_micro_batches(bench: Any):
+def test_failed_request_discards_earlier_micro_batches(bench: Any):
     *_, failed, stepped = bench.do("create a1, train a1 5, train a1 1x100 2x100 13, optimize a1")
     assert bench.result(failed) == ("user", "thirteen is no number")
     assert bench.result(stepped) == {"metrics": {"grad_norm:mean": 5.0}}  # what came before it is still there
@@ -73,7 +73,7 @@ def test_a_failed_request_leaves_nothing_of_its_earlier_micro_batches(bench: Any
 @pytest.mark.parametrize(
     "poison, told", [(13, ("user", "thirteen")), (14, ("server", "RuntimeError"))], ids=["users", "ours"]
 )
-def test_a_poisoned_request_fails_alone(bench: Any, poison: int, told: tuple[str, str]):
+def test_poisoned_request_fails_alone(bench: Any, poison: int, told: tuple[str, str]):
     bench.tell("create a1, create a2, create b1")
     failed, *others = bench.tell(f"train a1 {poison}, train a1 1, train a2 2, train b1 3")
     steps = bench.do("optimize a1, optimize a2, optimize b1")
@@ -83,7 +83,7 @@ def test_a_poisoned_request_fails_alone(bench: Any, poison: int, told: tuple[str
     assert [bench.result(step)["metrics"]["grad_norm:mean"] for step in steps] == [1.0, 2.0, 3.0]
 
 
-def test_unexpected_error_fails_one_command_and_reveals_only_its_kind(bench: Any):
+def test_unexpected_error_fails_single_command_and_reveals_only_kind(bench: Any):
     bench.create("a1", weight=7)
     failed = bench.optimize("a1", learning_rate=-1.0)
     after = bench.save("a1", "after")
@@ -104,9 +104,7 @@ HEAD = {"request_id": "x", "tenant": "a", "model_id": "a1", "seq": 1}
         pytest.param(Save(**HEAD, folder="/elsewhere", state=True), "server", 0, id="no folder of ours"),
     ],
 )
-def test_an_order_that_cannot_be_done_fails_and_changes_nothing(
-    bench: Any, command: Any, category: str, seqs_done: int
-):
+def test_impossible_command_fails_and_changes_nothing(bench: Any, command: Any, category: str, seqs_done: int):
     bench.create("a1")
     for _ in range(seqs_done):
         bench.optimize("a1")
@@ -116,7 +114,7 @@ def test_an_order_that_cannot_be_done_fails_and_changes_nothing(
     assert bench.backend.models["a1"].steps == seqs_done
 
 
-def test_a_model_that_could_not_be_made_is_not_there_for_later_orders(bench: Any):
+def test_model_failing_creation_is_unknown_to_later_commands(bench: Any):
     failed, later = bench.create("a1", rank=9), bench.train("a1", [1])
     gone = bench.unload("a1")
     bench.work()
@@ -125,7 +123,7 @@ def test_a_model_that_could_not_be_made_is_not_there_for_later_orders(bench: Any
     assert bench.result(gone) == {}
 
 
-def test_a_turn_can_be_seen_to_take_long_while_it_does(bench: Any):
+def test_trainer_reports_seconds_of_running_turn(bench: Any):
     seen, run = [], bench.backend.run
 
     def watched(passes: Any) -> Any:
@@ -142,7 +140,7 @@ def test_a_turn_can_be_seen_to_take_long_while_it_does(bench: Any):
 # ---- checkpoints
 
 
-def test_a_checkpoint_becomes_a_new_model_or_that_of_another(bench: Any):
+def test_checkpoint_loads_into_new_or_existing_model(bench: Any):
     bench.do("create a1, train a1 3, optimize a1, save a1 three")
     bench.create("b1", folder=bench.checkpoints.place("three"), optimizer=True)
     bench.create("c1", weight=9)
@@ -153,7 +151,7 @@ def test_a_checkpoint_becomes_a_new_model_or_that_of_another(bench: Any):
     assert (bench.backend.models["c1"].weight, bench.backend.models["c1"].steps) == (3.0, 0)
 
 
-def test_a_checkpoint_that_is_gone_is_the_users_error_and_changes_nothing(bench: Any):
+def test_missing_checkpoint_is_user_error_and_changes_nothing(bench: Any):
     bench.create("a1", weight=4)
     failed = bench.load("a1", "never")
     lost = bench.create("b1", folder=bench.checkpoints.place("never"))
@@ -162,7 +160,7 @@ def test_a_checkpoint_that_is_gone_is_the_users_error_and_changes_nothing(bench:
     assert bench.backend.models["a1"].weight == 4.0 and "b1" not in bench.backend.models
 
 
-def test_a_damaged_checkpoint_or_snapshot_is_named_and_never_trained_on(make_bench: Any, tmp_path: Path):
+def test_damaged_checkpoint_or_snapshot_is_named_and_never_loaded(make_bench: Any, tmp_path: Path):
     bench = make_bench(limit=1)
     bench.do("create a1 1, train a1 2, optimize a1, save a1 whole, save a1 torn")
     damage(bench.checkpoints.place("torn"))

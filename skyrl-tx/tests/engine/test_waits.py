@@ -10,7 +10,7 @@ from skyrl_inspect.explain.evidence import observe
 from skyrl_inspect.explain.text import headline
 
 
-def test_pass_that_does_not_end_is_named_with_its_model(bench: Any, tmp_path: Path):
+def test_hung_pass_is_named_with_model(bench: Any, tmp_path: Path):
     began, goes_on = threading.Event(), threading.Event()
 
     def run_forever(passes: Any) -> Any:

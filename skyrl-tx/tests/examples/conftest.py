@@ -1,4 +1,4 @@
-"""The examples' tiny model behind a real server, and an environment that has the SDK."""
+"""A real server of the examples' tiny model, and an environment with the SDK."""
 
 import os
 import subprocess

@@ -45,7 +45,7 @@ def curve(printed: str, name: str) -> list[float]:
     return [float(number) for number in re.findall(rf"^step .*{name}\s+(-?[\d.]+)", printed, re.MULTILINE)]
 
 
-def test_supervised_training_goes_on_from_what_it_saved(run):
+def test_supervised_training_resumes_from_saved_state(run):
     printed = run("sft.py", "--steps", "16")
     loss = curve(printed, "loss")
     assert "a new client goes on from tinker://" in printed
@@ -55,19 +55,19 @@ def test_supervised_training_goes_on_from_what_it_saved(run):
 
 
 @pytest.mark.parametrize("loss", ["importance_sampling", "ppo"])
-def test_reinforcement_raises_the_reward(run, loss):
+def test_reinforcement_learning_raises_reward(run, loss):
     rewards = curve(run("rl.py", "--steps", "12", "--loss", loss), "reward")
     assert mean(rewards[-3:]) > mean(rewards[:3]) + 0.15
 
 
-def test_the_model_learns_to_ask_the_tool(run):
+def test_model_learns_to_call_tool(run):
     printed = run("multi_turn_tool_rl.py", "--steps", "8")
     rewards, asked = curve(printed, "reward"), curve(printed, "asked")
     assert asked[-1] > asked[0] + 0.2
     assert mean(rewards[-2:]) > mean(rewards[:2]) + 0.15
 
 
-def test_a_loss_of_ones_own_falls(run):
+def test_custom_loss_decreases(run):
     if sys.version_info[:2] != (3, 11):
         pytest.skip("torch is borrowed from this environment, whose Python must be the SDK environment's, 3.11")
     printed = run("dpo.py", "--steps", "6", borrow_torch=True)
@@ -77,6 +77,6 @@ def test_a_loss_of_ones_own_falls(run):
     assert curve(printed, "preferred")[-1] == 1.0
 
 
-def test_the_student_comes_nearer_to_the_teacher(run):
+def test_student_approaches_teacher(run):
     divergence = curve(run("distillation.py", "--steps", "10"), "KL to the teacher")
     assert mean(divergence[-3:]) < 0.5 * mean(divergence[:3])

@@ -54,7 +54,7 @@ async def service(config: EngineConfig) -> AsyncIterator[TinkerService]:
 
 @pytest.fixture
 async def served(config: EngineConfig, service: TinkerService) -> AsyncIterator[Served]:
-    """Make a client of the application, with API keys (of anna, bela, an admin) if it is told whose it is."""
+    """Create a client of the application, with API keys (of anna, bela, an admin) if a tenant is given."""
     async with AsyncExitStack() as stack:
         apps: dict[bool, Any] = {}
 

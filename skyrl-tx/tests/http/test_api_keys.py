@@ -5,52 +5,52 @@ from starlette.datastructures import Headers
 
 from tx.errors import ConfigError
 from tx.tinker.config import EngineConfig
-from tx.tinker.http.api_keys import ApiKeys, key_of, read_api_keys
+from tx.tinker.http.api_keys import ApiKeys, extract_key, read_api_keys
 
 
 def config(**settings) -> EngineConfig:
     return EngineConfig(base_model="tiny", **settings)
 
 
-def test_a_key_belongs_to_its_tenant_and_others_to_nobody():
+def test_api_key_belongs_to_tenant_and_unknown_key_to_none():
     keys = ApiKeys([("anna", "tml-anna-key"), ("bela", "tml-bela-key"), ("anna", "tml-anna-second")])
-    assert keys.holder_of("tml-anna-key") == ("anna", False)
-    assert keys.holder_of("tml-anna-second") == ("anna", False)
-    assert keys.holder_of("tml-bela-key") == ("bela", False)
-    assert keys.holder_of("tml-anna-ke") is None
-    assert keys.holder_of("tml-änna-key") is None
-    assert keys.holder_of("") is None
+    assert keys.find_holder("tml-anna-key") == ("anna", False)
+    assert keys.find_holder("tml-anna-second") == ("anna", False)
+    assert keys.find_holder("tml-bela-key") == ("bela", False)
+    assert keys.find_holder("tml-anna-ke") is None
+    assert keys.find_holder("tml-änna-key") is None
+    assert keys.find_holder("") is None
 
 
-def test_a_key_is_found_in_each_header_it_may_stand_in():
+def test_api_key_is_found_in_each_supported_header():
     for headers in (
         {"x-api-key": "tml-anna-key"},
         {"authorization": "Bearer tml-anna-key"},
     ):
-        assert key_of(Headers(headers)) == "tml-anna-key"
+        assert extract_key(Headers(headers)) == "tml-anna-key"
     for headers in ({}, {"authorization": "Digest x"}):
-        assert key_of(Headers(headers)) == ""
+        assert extract_key(Headers(headers)) == ""
 
 
-def test_a_file_of_keys_may_hold_comments_and_empty_lines_and_keys_of_the_environment_are_pairs(tmp_path):
+def test_api_keys_file_allows_comments_and_environment_holds_pairs(tmp_path):
     file = tmp_path / "keys"
     file.write_text("# ours\n\nanna   tml-anna-key\nbela\ttml-bela-key\n")
-    assert read_api_keys(config(api_keys_file=file), {}).holder_of("tml-bela-key") == ("bela", False)
+    assert read_api_keys(config(api_keys_file=file), {}).find_holder("tml-bela-key") == ("bela", False)
     keys = read_api_keys(config(), {"TX_API_KEYS": "anna=tml-anna=key, bela=tml-bela-key"})
-    assert keys.holder_of("tml-anna=key") == ("anna", False)
-    assert keys.holder_of("tml-bela-key") == ("bela", False)
+    assert keys.find_holder("tml-anna=key") == ("anna", False)
+    assert keys.find_holder("tml-bela-key") == ("bela", False)
 
 
-def test_a_key_may_have_the_role_of_an_admin(tmp_path):
+def test_api_key_may_have_admin_role(tmp_path):
     file = tmp_path / "keys"
     file.write_text("anna tml-anna-key\noperator tml-operator-key admin\nanna tml-anna-too admin\n")
     text = "anna=tml-anna-key,operator:admin=tml-operator-key,anna:admin=tml-anna-too"
     of_file, of_text = read_api_keys(config(api_keys_file=file), {}), read_api_keys(config(), {"TX_API_KEYS": text})
     for keys in (of_file, of_text):
-        assert keys.holder_of("tml-anna-key") == ("anna", False)
-        assert keys.holder_of("tml-anna-too") == ("anna", True)
-        assert keys.holder_of("tml-operator-key") == ("operator", True)
-        assert keys.holder_of("tml-other-key") is None
+        assert keys.find_holder("tml-anna-key") == ("anna", False)
+        assert keys.find_holder("tml-anna-too") == ("anna", True)
+        assert keys.find_holder("tml-operator-key") == ("operator", True)
+        assert keys.find_holder("tml-other-key") is None
 
 
 @pytest.mark.parametrize("text", ["anna:root=tml-anna-key", "anna:=tml-anna-key", "anna:admin:x=tml-anna-key"])
@@ -72,21 +72,21 @@ def test_another_role_is_refused(text):
         ("# nothing", "has no keys"),
     ],
 )
-def test_a_wrong_line_of_the_file_is_named(tmp_path, lines, says):
+def test_api_keys_file_error_names_line(tmp_path, lines, says):
     file = tmp_path / "keys"
     file.write_text(lines)
     with pytest.raises(ConfigError, match=says):
         read_api_keys(config(api_keys_file=file), {})
 
 
-def test_the_text_of_an_error_never_shows_a_key(tmp_path):
+def test_api_key_error_text_never_shows_key(tmp_path):
     for text in ("tml-forgot-the-name", "anna=tml-secret key"):
         with pytest.raises(ConfigError) as error:
             read_api_keys(config(), {"TX_API_KEYS": text})
         assert "tml-" not in str(error.value)
 
 
-def test_a_missing_file_of_keys_is_an_error_and_no_open_door(tmp_path):
+def test_missing_api_keys_file_is_error(tmp_path):
     with pytest.raises(ConfigError, match="cannot read"):
         read_api_keys(config(api_keys_file=tmp_path / "nowhere"), {})
 

@@ -1,4 +1,4 @@
-"""Connections on loopback, to a web server without a service behind it."""
+"""Connections on loopback to a web server without a service."""
 
 import asyncio
 import resource
@@ -10,7 +10,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from tx.tinker.file_limit import MOST, raise_file_limit
-from tx.tinker.http.connections import MAX_HEAD_BYTES, Connections, limit_of_connections
+from tx.tinker.http.connections import MAX_HEAD_BYTES, Connections, compute_connection_limit
 
 HALF = b"POST /x HTTP/1.1\r\nHost: x\r\nX-"
 WHOLE = b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
@@ -87,7 +87,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_connections_without_a_whole_head_are_cut_and_those_being_served_are_not(serve, application):
+async def test_connections_without_complete_head_are_cut_but_not_served_ones(serve, application):
     connections = Connections(100, head_seconds=0.2)
     connect = await serve(connections)
     served = await connect(WHOLE)
@@ -104,7 +104,7 @@ async def test_connections_without_a_whole_head_are_cut_and_those_being_served_a
     assert (await answer(served)).startswith(b"HTTP/1.1 200")
 
 
-async def test_a_half_sent_head_after_an_answer_is_cut_too(serve, application):
+async def test_half_sent_head_after_response_is_cut(serve, application):
     connections = Connections(100, head_seconds=0.2)
     connect = await serve(connections)
     application.may_answer.set()
@@ -117,7 +117,7 @@ async def test_a_half_sent_head_after_an_answer_is_cut_too(serve, application):
     await until(lambda: connections.num_open == 0)
 
 
-async def test_a_head_without_end_is_cut(serve):
+async def test_endless_head_is_cut(serve):
     connections = Connections(100)
     connect = await serve(connections)
     stream = await connect(HALF)
@@ -126,7 +126,7 @@ async def test_a_head_without_end_is_cut(serve):
     assert connections.num_cut == 1
 
 
-async def test_beyond_the_limit_the_connection_longest_without_a_request_goes(serve, application):
+async def test_connection_limit_evicts_least_recently_used(serve, application):
     connections = Connections(3)
     connect = await serve(connections)
     served = await connect(WHOLE)
@@ -144,7 +144,7 @@ async def test_beyond_the_limit_the_connection_longest_without_a_request_goes(se
     assert await is_cut(second), "it has waited longer than the two that were answered"
 
 
-async def test_a_connection_whose_answer_is_not_read_is_cut(serve, application):
+async def test_connection_with_unread_response_is_cut(serve, application):
     connections = Connections(100, unread_seconds=0.2)
     connect = await serve(connections)
     application.may_answer.set()
@@ -156,10 +156,10 @@ async def test_a_connection_whose_answer_is_not_read_is_cut(serve, application):
 
 @pytest.mark.parametrize("files, expected", [(100, 50), (1024, 768), (20_000, 19_744)])
 def test_some_files_are_kept_for_other_things_than_connections(files: int, expected: int):
-    assert limit_of_connections(files) == expected
+    assert compute_connection_limit(files) == expected
 
 
-def test_the_limit_of_open_files_is_raised_as_far_as_the_system_allows():
+def test_open_file_limit_is_raised_to_system_maximum():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = MOST if hard == resource.RLIM_INFINITY else min(hard, MOST)
     try:

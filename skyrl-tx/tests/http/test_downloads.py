@@ -22,8 +22,8 @@ def query_of(address: str) -> dict[str, str]:
     return {name: values[0] for name, values in parse_qs(urlsplit(address).query).items()}
 
 
-def test_an_address_says_everything_that_it_stands_for(signer):
-    address = signer.address("http://127.0.0.1:8000/", signer.of("anna", PATH))
+def test_download_url_contains_all_signed_fields(signer):
+    address = signer.build_url("http://127.0.0.1:8000/", signer.of("anna", PATH))
     query = query_of(address)
     assert urlsplit(address).path == "/api/v1/downloads/session_ab%3Atrain%3A0/sampler_weights/step-1.5"
     assert set(query) == {"tenant", "expires", "signature"}
@@ -34,12 +34,12 @@ def test_an_address_says_everything_that_it_stands_for(signer):
     "change",
     [{"tenant": "bela"}, {"path": PATH._replace(name="other")}, {"file": "adapter_config.json"}, {"expires": 2**40}],
 )
-def test_an_address_that_was_changed_signed_by_another_or_is_too_old_is_refused(signer, change):
+def test_changed_foreign_or_expired_download_url_is_refused(signer, change):
     download = signer.of("anna", PATH)
-    signature = query_of(signer.address("http://x", download))["signature"]
+    signature = query_of(signer.build_url("http://x", download))["signature"]
     changed, old = dataclasses.replace(download, **change), dataclasses.replace(download, expires=1)
     refused_as(403, "not one of this server's", signer, changed, signature)
-    refused_as(410, "expired", signer, old, query_of(signer.address("http://x", old))["signature"])
+    refused_as(410, "expired", signer, old, query_of(signer.build_url("http://x", old))["signature"])
     for made_up in ("", "é", "0" * 64):
         refused_as(403, "not one of this server's", signer, download, made_up)
 
@@ -50,10 +50,10 @@ def refused_as(status, says, signer, download, signature):
     assert error.value.status == status
 
 
-def test_the_secret_outlives_the_server_and_is_its_owners_alone(tmp_path):
-    first = Downloads.with_secret_in(tmp_path / "state")
+def test_download_secret_survives_restart_and_is_private_to_owner(tmp_path):
+    first = Downloads.load_or_create(tmp_path / "state")
     download = first.of("anna", PATH)
-    signature = query_of(first.address("http://x", download))["signature"]
-    Downloads.with_secret_in(tmp_path / "state").check(download, signature)
+    signature = query_of(first.build_url("http://x", download))["signature"]
+    Downloads.load_or_create(tmp_path / "state").check(download, signature)
     (secret,) = (tmp_path / "state").iterdir()
     assert stat.S_IMODE(secret.stat().st_mode) == 0o600

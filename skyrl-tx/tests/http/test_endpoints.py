@@ -31,7 +31,7 @@ async def session_of(client: httpx.AsyncClient) -> str:
     return responses.SessionMade.model_validate_json(answer.content).session_id
 
 
-async def test_the_server_says_what_it_serves_and_its_ways_and_takes_telemetry_up_to_a_size(client):
+async def test_server_reports_capabilities_and_accepts_bounded_telemetry(client):
     assert (await client.get("/healthz")).json() == (await client.get("/api/v1/healthz")).json() == {"status": "ok"}
     answer = await client.get("/api/v1/get_server_capabilities")
     names = {model.model_name for model in responses.Capabilities.model_validate_json(answer.content).supported_models}
@@ -46,7 +46,7 @@ async def test_the_server_says_what_it_serves_and_its_ways_and_takes_telemetry_u
     assert (await client.post("/api/v1/telemetry", json={"events": ["x" * 5_000_000]})).status_code == 413
 
 
-async def test_a_session_lives_while_it_is_not_finished(client):
+async def test_session_lives_until_finished(client):
     session = await session_of(client)
     beat = {"session_id": session, "type": "session_heartbeat"}
     assert (await client.post("/api/v1/session_heartbeat", json=beat)).json() == {"type": "session_heartbeat"}
@@ -75,7 +75,7 @@ async def pending_sample(client: httpx.AsyncClient) -> responses.SampleAccepted:
     return responses.SampleAccepted.model_validate_json(answer.content)
 
 
-async def test_a_result_that_is_not_there_yet_is_a_408_that_says_so(client, monkeypatch):
+async def test_pending_result_is_408_with_reason(client, monkeypatch):
     monkeypatch.setattr(futures, "POLL_SECONDS", 0.05)
     accepted = await pending_sample(client)
     assert len(accepted.sample_sequence_ids) == 3
@@ -83,7 +83,7 @@ async def test_a_result_that_is_not_there_yet_is_a_408_that_says_so(client, monk
     assert responses.TryAgainLater.model_validate_json(answer.content).request_id == accepted.request_id
 
 
-async def test_a_closing_server_answers_polls_at_once(client):
+async def test_closing_server_answers_polls_immediately(client):
     accepted = await pending_sample(client)
     poll = asyncio.create_task(client.post("/api/v1/retrieve_future", json={"request_id": accepted.request_id}))
     polls = client._transport.app.state.polls  # type: ignore[attr-defined]
@@ -107,7 +107,7 @@ async def test_a_closing_server_answers_polls_at_once(client):
         (b"[" * 100_000, 400, "body must be JSON"),
     ],
 )
-async def test_a_wrong_body_says_what_is_wrong(client, body, status, says):
+async def test_invalid_body_error_names_problem(client, body, status, says):
     answer = await said(status, client.post("/api/v1/session_heartbeat", content=body, headers=JSON))
     assert re.search(says, answer.json()["detail"])
 
@@ -139,12 +139,12 @@ async def test_pages_have_limits(client, query):
 
 
 @pytest.mark.parametrize("name", ["..", "%2e%2e%2fx", "a%00b", ".hidden", "a%0Ab", "x" * 300])
-async def test_names_that_leave_their_folder_are_no_names(client, name):
+async def test_names_escaping_folder_are_refused(client, name):
     answer = await client.get(f"/api/v1/training_runs/run/checkpoints/weights/{name}/archive")
     assert answer.status_code in (404, 422)
 
 
-async def test_a_body_larger_than_announced_as_allowed_is_not_read(client):
+async def test_body_larger_than_declared_limit_is_not_read(client):
     read = 0
 
     async def pieces():
@@ -159,7 +159,7 @@ async def test_a_body_larger_than_announced_as_allowed_is_not_read(client):
     assert read <= 1000
 
 
-async def test_a_body_of_unknown_length_is_read_up_to_the_limit(client):
+async def test_body_of_unknown_length_is_read_up_to_limit(client):
     async def pieces():
         for _ in range(100):
             yield b"x" * 65536
@@ -167,7 +167,7 @@ async def test_a_body_of_unknown_length_is_read_up_to_the_limit(client):
     await said(413, client.post("/api/v1/forward_backward", content=pieces(), headers=JSON))
 
 
-async def test_the_hosted_services_loss_is_refused_unless_another_one_stands_in(served, service):
+async def test_hosted_loss_is_refused_without_configured_substitute(served, service):
     plain, standing_in = await served(), await served(stable_reinforce_as="importance_sampling")
     session, lora = await session_of(plain), {"rank": 4}
     asked = {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": lora}
@@ -183,7 +183,7 @@ async def test_the_hosted_services_loss_is_refused_unless_another_one_stands_in(
     assert decode_training(command.payload).loss_fn == "importance_sampling"
 
 
-async def test_every_address_needs_a_key_if_there_are_keys(served):
+async def test_every_route_needs_key_when_keys_exist(served):
     nobody = await served("nobody")
     for method, path in (("POST", "/api/v1/create_session"), ("GET", "/api/v1/nowhere"), ("GET", "/openapi.json")):
         answer = await said(401, nobody.request(method, path))
@@ -193,14 +193,14 @@ async def test_every_address_needs_a_key_if_there_are_keys(served):
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-async def test_health_is_open_and_metrics_need_a_key(served, host):
+async def test_health_is_open_and_metrics_need_key(served, host):
     nobody, anna = await served("nobody", host=host), await served("anna")
     for path, without_key in (("/healthz", 200), ("/api/v1/healthz", 200), ("/metrics", 401)):
         assert (await nobody.get(path)).status_code == without_key, path
         assert (await anna.get(path)).status_code == 200, path
 
 
-async def test_a_key_sees_its_own_tenant_and_an_admins_key_all(served):
+async def test_key_sees_own_tenant_and_admin_key_sees_all(served):
     anna, bela, admin = await served("anna"), await served("bela"), await served("admin")
     for client in (anna, bela):
         await session_of(client)
@@ -215,7 +215,7 @@ async def test_a_key_sees_its_own_tenant_and_an_admins_key_all(served):
     assert "tx_http_requests_total" in metrics[admin] and "tx_connections_limit" in metrics[admin]
 
 
-async def test_metrics_and_limits_are_of_the_web_servers_own_connections(config, service):
+async def test_metrics_and_limits_count_connections_of_web_server(config, service):
     folders = Folders(config.checkpoints_base, config.state_folder / "cache")
     app = create_app(service, config, read_base_model(config.base_model), folders, connections=Connections(4))
     assert app.state.connections.limit == 4, "there are none yet: a server that has just started"
@@ -232,9 +232,9 @@ async def test_objects_of_another_tenant_do_not_exist(served):
     assert session not in (await bela.get("/api/v1/sessions")).json()["sessions"]
 
 
-async def test_unexpected_error_has_an_id_and_delays_retries(client, service, caplog):
+async def test_unexpected_error_has_id_and_delays_retries(client, service, caplog):
     session = await session_of(client)
-    await service.close()  # its database is gone from under it
+    await service.close()  # closes the database under the running app
     with caplog.at_level(logging.CRITICAL):
         answer = await client.get(f"/api/v1/sessions/{session}")
         poll = await client.post("/api/v1/retrieve_future", json={"request_id": "x"})
@@ -245,7 +245,7 @@ async def test_unexpected_error_has_an_id_and_delays_retries(client, service, ca
         assert int(poll.headers["retry-after"]) >= 1
 
 
-async def test_numbers_of_the_server_can_be_scraped(client):
+async def test_server_metrics_can_be_scraped(client):
     await session_of(client)
     await client.get("/nowhere/x")
     text = (await client.get("/metrics")).text
@@ -255,7 +255,7 @@ async def test_numbers_of_the_server_can_be_scraped(client):
     assert "tx_http_request_seconds_bucket" in text
 
 
-async def test_the_description_knows_every_endpoint(client):
+async def test_openapi_document_lists_every_endpoint(client):
     description = (await client.get("/openapi.json")).json()
     known = set(description["paths"])
     app = client._transport.app  # type: ignore[attr-defined]
@@ -268,7 +268,7 @@ async def test_the_description_knows_every_endpoint(client):
         assert name in description["components"]["schemas"], name
 
 
-async def test_one_openai_request_asks_for_a_bounded_number_of_answers_and_tokens(client):
+async def test_openai_request_bounds_completions_and_tokens(client):
     answer = await client.post(
         "/oai/api/v1/completions", json={"model": "tiny", "prompt": [5, 6], "max_tokens": 10**30}
     )

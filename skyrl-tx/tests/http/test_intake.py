@@ -17,7 +17,7 @@ JSON = {"content-type": "application/json"}
 SAMPLE = {"base_model": "tiny", "prompt": {"chunks": [{"tokens": [5]}]}, "sampling_params": {"max_tokens": 1}}
 
 
-async def test_bodies_of_all_clients_share_a_limit(served):
+async def test_bodies_of_all_clients_share_limit(served):
     client = await served(max_bodies_mb=1)
     half_sent, go_on = asyncio.Event(), asyncio.Event()
 
@@ -45,7 +45,7 @@ async def test_bodies_of_all_clients_share_a_limit(served):
 
 
 class Stalled:
-    """A body that begins, and goes on when it may."""
+    """Request body that sends its first bytes, and the rest on permission."""
 
     def __init__(self, first: bytes):
         self.first, self.begun, self.may_go_on = first, asyncio.Event(), asyncio.Event()
@@ -56,7 +56,7 @@ class Stalled:
         await self.may_go_on.wait()
 
 
-async def test_uploads_that_stall_take_no_room_from_others(served):
+async def test_stalled_uploads_reserve_no_room(served):
     anna, bela = await served("anna", max_bodies_mb=16), await served("bela")
     session = (await bela.post("/api/v1/create_session", json={"tags": []})).json()["session_id"]
     stalled = [Stalled(b"{") for _ in range(16)]
@@ -76,14 +76,14 @@ async def test_uploads_that_stall_take_no_room_from_others(served):
     await asyncio.gather(*uploads, return_exceptions=True)
 
 
-async def test_a_body_that_stalls_is_given_up(client, monkeypatch):
+async def test_stalled_body_is_aborted(client, monkeypatch):
     monkeypatch.setattr(bodies, "IDLE_SECONDS", 0.05)
     answer = await client.post("/api/v1/forward_backward", content=Stalled(b"{")(), headers=JSON)
     assert (answer.status_code, answer.headers["connection"]) == (408, "close")
     assert "nothing of it came" in answer.json()["detail"]
 
 
-async def test_a_refused_body_is_looked_through_beside_the_event_loop(client, monkeypatch):
+async def test_refused_body_is_searched_off_event_loop(client, monkeypatch):
     threads, find_address = [], bodies.find_address
 
     def watched(*args):
@@ -97,7 +97,7 @@ async def test_a_refused_body_is_looked_through_beside_the_event_loop(client, mo
     assert threads and threading.get_ident() not in threads
 
 
-async def test_large_bodies_of_a_tenant_are_parsed_one_at_a_time():
+async def test_large_bodies_of_tenant_are_parsed_sequentially():
     intake = Intake(max_bytes=1, max_requests=100)
     begun, may_end = threading.Semaphore(0), threading.Event()
 
@@ -108,7 +108,7 @@ async def test_large_bodies_of_a_tenant_are_parsed_one_at_a_time():
 
     def parsing(tenant: str, parse: Callable[[], str]) -> asyncio.Task[str]:
         request = Request({"type": "http", "tx.share": intake.begin(tenant, "/x")})
-        return asyncio.create_task(bodies.in_thread_if_large(request, SMALL_BYTES, parse))
+        return asyncio.create_task(bodies.run_in_thread_if_large(request, SMALL_BYTES, parse))
 
     annas = [parsing("anna", parse) for _ in range(3)]
     assert await asyncio.to_thread(begun.acquire, timeout=20)
@@ -126,7 +126,7 @@ def held(intake: Intake, tenant: str, num_bytes: int) -> bool:
     return True
 
 
-def test_a_tenant_may_hold_as_much_as_is_still_free():
+def test_tenant_may_hold_as_much_as_is_still_free():
     intake = Intake(max_bytes=64 * SMALL_BYTES, max_requests=1000)
     assert [held(intake, "anna", 16 * SMALL_BYTES) for _ in range(3)] == [True, True, False]
     assert held(intake, "bela", 16 * SMALL_BYTES), "half of it is free"
@@ -136,13 +136,13 @@ def test_a_tenant_may_hold_as_much_as_is_still_free():
     assert intake.refusals == {"anna": 1, "bela": 1}
 
 
-def test_a_body_that_is_there_alone_is_let_in_whatever_its_size():
+def test_lone_body_is_admitted_whatever_size():
     intake = Intake(max_bytes=1, max_requests=1000)
     assert held(intake, "anna", 10**9)
     assert not held(intake, "bela", 10**6)
 
 
-def test_requests_of_one_tenant_leave_room_for_those_of_others():
+def test_requests_of_tenant_leave_room_for_other_tenants():
     intake = Intake(max_bytes=1, max_requests=100)
     assert sum(held(intake, "anna", 0) for _ in range(100)) == 75
     assert sum(held(intake, "bela", 0) for _ in range(100)) == 38, "half of 75"
@@ -161,7 +161,7 @@ def test_ended_bodies_are_not_counted():
 
 
 @pytest.mark.parametrize("how", ["malformed", "stalled", "busy"])
-async def test_a_refused_heartbeat_ends_no_session_of_its_tenant(served, service, monkeypatch, how: str):
+async def test_refused_heartbeat_ends_no_session_of_tenant(served, service, monkeypatch, how: str):
     anna, bela = await served("anna"), await served("bela")
     made = [
         (await each.post("/api/v1/create_session", json={"tags": []})).json()["session_id"] for each in (anna, bela)
@@ -196,7 +196,7 @@ REFUSED: dict[str, Callable[..., Awaitable[httpx.Response]]] = {
 }
 
 
-async def test_a_sample_with_a_key_is_asked_once(served):
+async def test_idempotency_key_deduplicates_samples(served):
     anna, bela = await served("anna"), await served("bela")
 
     async def ask(client, **headers: str) -> str:

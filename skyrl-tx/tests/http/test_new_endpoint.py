@@ -7,10 +7,10 @@ import pytest
 from fastapi import Request, Response
 
 from tx.tinker.http import responses
-from tx.tinker.http.openapi import described
-from tx.tinker.http.replies import as_json
+from tx.tinker.http.openapi import describe_route
+from tx.tinker.http.replies import to_json_response
 from tx.tinker.http.routes import server
-from tx.tinker.http.scope import service_of
+from tx.tinker.http.scope import get_service
 
 
 class NumberOfModels(responses.ResponseBody):
@@ -29,16 +29,16 @@ def endpoint() -> Iterator[None]:
     """Would be in `http/routes/server.py`."""
     before = list(server.router.routes)
 
-    @server.router.get("/number_of_models", **described(NumberOfModels))
+    @server.router.get("/number_of_models", **describe_route(NumberOfModels))
     async def route(request: Request) -> Response:
-        return as_json(number_of_models(service_of(request)))
+        return to_json_response(number_of_models(get_service(request)))
 
     yield
     server.router.routes[:] = before
 
 
 @pytest.mark.usefixtures("endpoint")
-async def test_new_endpoint_answers_with_a_key_and_is_documented(served: Any):
+async def test_new_endpoint_accepts_key_and_is_documented(served: Any):
     anna, nobody = await served("anna"), await served("nobody")
     answer = await anna.get("/api/v1/number_of_models")
     assert NumberOfModels.model_validate_json(answer.content).num_models >= 1

@@ -26,14 +26,14 @@ def chat(content: bytes = b'"Hi"', more: bytes = b"") -> bytes:
         (chat(more=b', "seed": ' + HUGE), 422, "seed: "),
     ],
 )
-async def test_chat_refuses_what_cannot_be_and_says_why(client, body, status, says):
+async def test_openai_chat_refuses_invalid_request_with_reason(client, body, status, says):
     answer = await client.post("/oai/api/v1/chat/completions", content=body, headers=JSON)
     assert answer.status_code == status, answer.text
     assert answer.json()["detail"].startswith((says, f"sampling_params.{says}"))
 
 
 @pytest.mark.parametrize("prompt", [b'"\\ud800"', DEEP, b"[5, " + HUGE + b"]"])
-async def test_completions_refuse_what_is_no_prompt(client, prompt):
+async def test_openai_completions_refuse_invalid_prompt(client, prompt):
     body = b'{"model": "tiny", "max_tokens": 2, "prompt": ' + prompt + b"}"
     answer = await client.post("/oai/api/v1/completions", content=body, headers=JSON)
     assert answer.status_code == 400, answer.text
@@ -48,6 +48,6 @@ async def test_completions_refuse_what_is_no_prompt(client, prompt):
         ({"authorization": "Bearer"}, 401),
     ],
 )
-async def test_a_key_in_authorization_needs_its_scheme(served, headers, status):
+async def test_authorization_header_needs_bearer_scheme(served, headers, status):
     nobody = await served("nobody")
     assert (await nobody.get("/oai/api/v1/models", headers=headers)).status_code == status

@@ -7,13 +7,13 @@ import pytest
 from tx.tinker.http.polls import OpenPolls
 
 
-async def test_a_poll_gets_its_result():
+async def test_poll_gets_result():
     polls = OpenPolls()
     assert await polls.wait_for(asyncio.sleep(0, "done")) == "done"
     assert len(polls) == 0
 
 
-async def test_a_server_that_closes_answers_all_of_them_at_once():
+async def test_closing_server_answers_all_polls_immediately():
     polls = OpenPolls()
     waiting = [asyncio.create_task(polls.wait_for(asyncio.sleep(60, "late"))) for _ in range(100)]
     await asyncio.sleep(0)
@@ -22,7 +22,7 @@ async def test_a_server_that_closes_answers_all_of_them_at_once():
     assert await asyncio.wait_for(asyncio.gather(*waiting), 5) == [None] * 100
 
 
-async def test_a_poll_that_is_cancelled_by_others_is_cancelled():
+async def test_externally_cancelled_poll_is_cancelled():
     polls = OpenPolls()
     waiting = asyncio.create_task(polls.wait_for(asyncio.sleep(60)))
     await asyncio.sleep(0)

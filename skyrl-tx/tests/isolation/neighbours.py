@@ -105,7 +105,7 @@ class Neighbour:
 
     async def _come_and_go(self, model: Model) -> bool:
         loss, data = self._data(self.num_done)
-        await model.train(data, loss)  # nobody waits for it
+        await model.train(data, loss)  # not awaited
         await model.unload()
         return False
 

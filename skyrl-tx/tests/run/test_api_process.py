@@ -41,13 +41,13 @@ def server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterat
         yield server
 
 
-def test_the_api_process_imports_no_torch():
+def test_api_process_imports_no_torch():
     program = "import sys, tx.tinker.api, tx.run.main; print(*{'torch', 'transformers', 'ray'} & set(sys.modules))"
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     assert output.stdout.split() == []
 
 
-def test_wrong_settings_end_it_at_once_with_a_plain_text():
+def test_wrong_settings_end_server_with_plain_error():
     argv = [sys.executable, "-m", "tx.tinker.api", "--bse-model", "x"]
     ended = subprocess.run(argv, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 2
@@ -78,7 +78,7 @@ async def test_impossible_settings_are_found_before_anything_starts(tmp_path, ti
 
 
 @pytest.mark.process
-def test_a_port_that_is_taken_is_said_before_anything_starts(tmp_path, tiny_model, server):
+def test_occupied_port_is_reported_before_startup(tmp_path, tiny_model, server):
     port = server.url.rsplit(":", 1)[1]
     argv = [sys.executable, "-m", "tx.tinker.api", "--base-model", str(tiny_model), "--port", port]
     ended = subprocess.run([*argv, "--state-dir", str(tmp_path / "x")], capture_output=True, text=True, timeout=120)
@@ -119,7 +119,7 @@ def stop_while_a_client_polls(server: ServerProcess) -> None:
 
 
 @pytest.mark.process
-def test_a_body_of_100_mb_is_refused_at_once(server):
+def test_body_of_100_mb_is_refused_immediately(server):
     with httpx.Client(base_url=server.url, timeout=60) as client:
         for content in (b"x" * 100_000_000, (b"x" * 1_000_000 for _ in range(100))):
             headers = {"content-type": "application/x-protobuf"}
@@ -144,7 +144,7 @@ def result_of(client: httpx.Client, accepted: httpx.Response) -> dict:
 
 
 def check_external_weights(client: httpx.Client, post: Callable[..., httpx.Response], model: str, adapter: bytes):
-    """Weights saved for download are those of the sampler, in plain or for whoever has the key; seq 6 to 8."""
+    """Weights saved for download equal the sampler's, plain or encrypted; seq 6 to 8."""
     identity, ssh = pyrage.x25519.Identity.generate(), "ssh-rsa AAAA"
     save = partial(post, "save_weights_external", model_id=model)
     refused = save(seq_id=6, path="private", age_encryption_recipients=[str(identity.to_public()), ssh])
@@ -179,7 +179,7 @@ def check_damage_is_named(
     model: str,
     sample: Callable[..., httpx.Response],
 ) -> None:
-    """A flipped byte in a checkpoint is found by whoever loads, samples from or downloads it; seq 9 to 11."""
+    """A flipped byte in a checkpoint is detected on load, sampling and download; seq 9 to 11."""
     saved = {}
     for seq, endpoint in ((9, "save_weights"), (10, "save_weights_for_sampler")):
         saved[endpoint] = result_of(client, post(endpoint, model_id=model, seq_id=seq, path="torn"))["path"]
@@ -202,7 +202,7 @@ def check_damage_is_named(
 
 
 @pytest.mark.process
-def test_a_user_trains_samples_and_takes_the_adapter_home(server, tmp_path):
+def test_user_trains_samples_and_downloads_adapter(server, tmp_path):
     with httpx.Client(base_url=server.url, timeout=60) as client:
 
         def post(endpoint: str, **body) -> httpx.Response:
@@ -218,7 +218,7 @@ def test_a_user_trains_samples_and_takes_the_adapter_home(server, tmp_path):
         datum = tokens | {"loss_fn_inputs": {"target_tokens": {"data": [6, 7, 8], "dtype": "int64"}}}
         batch = {"data": [datum], "loss_fn": "cross_entropy"}
         refused = post("optim_step", model_id=model, seq_id=1, adam_params={"learning_rate": -1})
-        assert refused.status_code == 422  # and its place is used up: the next one goes on
+        assert refused.status_code == 422  # and its seq is consumed: the next request continues
         first = result_of(client, post("forward_backward", model_id=model, seq_id=2, forward_backward_input=batch))
         assert len(first["loss_fn_outputs"][0]["logprobs"]["data"]) == 3
         result_of(client, post("optim_step", model_id=model, seq_id=3, adam_params={"learning_rate": 0.01}))
@@ -230,7 +230,7 @@ def test_a_user_trains_samples_and_takes_the_adapter_home(server, tmp_path):
         archive = client.get(f"/api/v1/training_runs/{model}/checkpoints/sampler_weights/mine/archive")
         assert archive.status_code == 302
         assert archive.headers["expires"]
-        packed = client.get(archive.headers["location"])  # whoever has the address needs no key
+        packed = client.get(archive.headers["location"])  # the signed URL needs no key
         with tarfile.open(fileobj=io.BytesIO(packed.content)) as tar:
             names = set(tar.getnames())
         assert {"adapter_config.json", "adapter_model.safetensors", "checkpoint_complete"} <= names

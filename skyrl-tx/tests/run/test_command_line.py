@@ -9,7 +9,7 @@ from tx.tinker.command_line import read_config
 from tx.tinker.config import EngineConfig
 
 
-def test_every_field_is_an_option():
+def test_every_settings_field_is_option():
     argv = ["--base-model", "tiny", "--port", "0", "--served-model-name", "a", "--served-model-name", "b"]
     argv += ["--backend-config", '{"dtype": "float32"}', "--state-dir", "/x", "--session-timeout-sec", "-1"]
     config = read_config(argv, {})
@@ -20,14 +20,14 @@ def test_every_field_is_an_option():
     assert config.session_timeout_sec == -1
 
 
-def test_the_command_line_comes_before_the_environment_and_that_before_the_default():
+def test_command_line_precedes_environment_and_default():
     env = {"TX_PORT": "9000", "TX_HOST": "localhost", "TX_BASE_MODEL": "tiny"}
     config = read_config(["--port", "9001"], env)
     assert (config.port, config.host, config.base_model) == (9001, "localhost", "tiny")
     assert config.checkpoints_base == EngineConfig(base_model="x").checkpoints_base
 
 
-def test_lists_and_objects_have_a_form_in_the_environment():
+def test_environment_accepts_lists_and_objects():
     env = {"TX_SERVED_MODEL_NAME": "a, b,", "TX_BACKEND_CONFIG": '{"a": 1}', "TX_DATABASE_URL": "sqlite:///x.db"}
     config = read_config(["--base-model", "tiny"], env)
     assert config.served_model_name == ["a", "b"]
@@ -53,19 +53,19 @@ def test_lists_and_objects_have_a_form_in_the_environment():
         (["--base-model"], "--base-model"),
     ],
 )
-def test_a_wrong_command_line_says_what_is_wrong(argv, says):
+def test_wrong_command_line_is_explained(argv, says):
     with pytest.raises(ConfigError, match=says):
         read_config(argv, {})
 
 
-def test_a_wrong_value_of_the_environment_is_named_by_its_variable():
+def test_wrong_environment_value_is_named_by_variable():
     with pytest.raises(ConfigError, match="TX_PORT: "):
         read_config(["--base-model", "x"], {"TX_PORT": "many"})
     with pytest.raises(ConfigError, match="TX_BACKEND_CONFIG must"):
         read_config(["--base-model", "x"], {"TX_BACKEND_CONFIG": "1"})
 
 
-def test_help_lists_every_option_with_its_default(capsys):
+def test_help_lists_every_option_with_default(capsys):
     with pytest.raises(SystemExit):
         read_config(["--help"], {})
     text = " ".join(capsys.readouterr().out.split())

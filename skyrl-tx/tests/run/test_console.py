@@ -22,7 +22,7 @@ JSON = {"Content-Type": "application/json"}
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
-    """A run of anna, one of bela, the server's own, and a folder and a file that are nobody's."""
+    """Runs of anna, bela and the server, and an unrelated folder and file."""
     for name, tinker in (("s1_train_0", {"tenant": "anna"}), ("s2_train_0", {"tenant": "bela"}), ("server", {})):
         folder = tmp_path / "runs" / name
         (folder / "logs").mkdir(parents=True)
@@ -48,7 +48,7 @@ def client_of(app: Console, tenant: str) -> TestClient:
     return client
 
 
-def test_a_key_sees_its_own_runs_and_no_way_leads_to_others(app: Console):
+def test_console_key_sees_own_runs_only(app: Console):
     with client_of(app, "anna") as anna, client_of(app, "operator") as operator:
         assert [row["name"] for row in anna.get("/api/runs").json()["runs"]] == ["s1_train_0"]
         asked = {"run": "s1_train_0", "name": ["train/loss"]}
@@ -68,7 +68,7 @@ def test_a_key_sees_its_own_runs_and_no_way_leads_to_others(app: Console):
         assert operator.get("/api/log", params={"run": "s2_train_0"} | log).json()["text"] == f"{SECRET}\n"
 
 
-def test_nothing_is_shown_without_a_known_key(app: Console):
+def test_console_shows_nothing_without_known_key(app: Console):
     with TestClient(app, base_url="http://127.0.0.1", follow_redirects=False) as client:
         for headers in ({}, {"X-API-Key": "tml-other-key"}, {"Cookie": "tx_console=guessed"}):
             for path in ("/", "/api/runs", "/assets/app.js", "/playground", "/playground/checkpoints", "/?token=wrong"):
@@ -78,7 +78,7 @@ def test_nothing_is_shown_without_a_known_key(app: Console):
         assert [row["name"] for row in bearer.json()["runs"]] == ["s2_train_0"]
 
 
-def test_the_page_to_sample_says_that_the_server_is_away_and_takes_no_forms(app: Console):
+def test_sampling_page_reports_unreachable_server_and_refuses_forms(app: Console):
     with client_of(app, "bela") as bela:
         assert "Sample from a checkpoint" in bela.get("/playground").text
         assert bela.get("/playground.js").headers["content-type"].startswith("text/javascript")
@@ -90,7 +90,7 @@ def test_the_page_to_sample_says_that_the_server_is_away_and_takes_no_forms(app:
         assert bela.post("/playground/completions", content=endless, headers=JSON).status_code == 413
 
 
-def test_without_keys_the_printed_token_is_needed_and_only_names_of_this_machine_are_answered(runs: Path):
+def test_keyless_console_needs_token_and_local_host_name(runs: Path):
     app = Console(runs, ApiKeys(), "http://127.0.0.1:1")
     for base_url, status in (("http://127.0.0.1", 200), ("http://localhost:8265", 200), ("http://evil.example", 400)):
         with TestClient(app, base_url=base_url) as client:
@@ -102,7 +102,7 @@ def test_without_keys_the_printed_token_is_needed_and_only_names_of_this_machine
             assert app.token not in str(client.cookies)
 
 
-def test_a_login_expires(app: Console):
+def test_console_login_expires(app: Console):
     with client_of(app, "anna") as anna:
         assert anna.get("/api/runs").status_code == 200
         app._logins = {cookie: login._replace(expires_at=0.0) for cookie, login in app._logins.items()}
@@ -126,7 +126,7 @@ def test_wrong_options_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_a_user_looks_at_a_curve_and_samples_in_a_browser(tiny_model: Path, tmp_path: Path):
+def test_browser_user_views_curve_and_samples(tiny_model: Path, tmp_path: Path):
     sync_api = pytest.importorskip("playwright.sync_api", reason="needs skyrl-agent[browser]")
     program = shutil.which("chromium") or pytest.skip("no Chromium: apt-get install chromium")
     options = ["--base-model", str(tiny_model), "--served-model-name", "tiny", "--no-standby-engine"]

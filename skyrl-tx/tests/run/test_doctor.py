@@ -36,7 +36,7 @@ def test_doctor_has_nothing_to_say_if_all_is_well(tiny_model, options, capsys):
     assert any("Qwen3ForCausalLM, vocabulary 99, context 512" in text for text in found["ok"])
 
 
-def test_doctor_counts_the_packed_copy_of_the_weights_of_a_cpu(tiny_model, options, capsys, monkeypatch):
+def test_doctor_counts_packed_cpu_weights(tiny_model, options, capsys, monkeypatch):
     sizes = [tensor.numel() for tensor in load_file(tiny_model / "model.safetensors").values()]
     free = 4 * sum(sizes) + 1000  # enough for the weights alone
     monkeypatch.setattr(doctor.psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
@@ -45,7 +45,7 @@ def test_doctor_counts_the_packed_copy_of_the_weights_of_a_cpu(tiny_model, optio
         assert any("their packed copy" in text for text in lines_of(capsys.readouterr().out)[verdict]), settings
 
 
-def test_doctor_names_files_of_weights_that_cannot_be_read(tiny_model, tmp_path, options, capsys):
+def test_doctor_names_unreadable_weight_files(tiny_model, tmp_path, options, capsys):
     model = shutil.copytree(tiny_model, tmp_path / "model")
     save_file({"scale": torch.tensor(1.0)}, model / "scale.safetensors")
     assert doctor.main(["--base-model", str(model), *options]) == 0, "a number is a tensor, too"
@@ -59,10 +59,10 @@ def test_doctor_names_files_of_weights_that_cannot_be_read(tiny_model, tmp_path,
     for name in ("model", "scale", "empty"):
         assert any(f"{model / name}.safetensors cannot be read" in text for text in found["wrong"])
     assert all("git lfs pull" in text for text in found["wrong"])
-    assert any(text.startswith("database") for text in found["ok"]), "the table goes on"
+    assert any(text.startswith("database") for text in found["ok"]), "the table continues"
 
 
-def test_every_trouble_is_found_at_once_with_its_way_out(tmp_path, options, capsys):
+def test_doctor_reports_all_problems_with_remedies(tmp_path, options, capsys):
     (tmp_path / "model").mkdir()
     (tmp_path / "state").write_text("a file where a folder should be")
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -77,12 +77,12 @@ def test_every_trouble_is_found_at_once_with_its_way_out(tmp_path, options, caps
     assert any("choose another --port" in text for text in wrong)
 
 
-def test_doctor_without_a_model_checks_the_rest(options, capsys):
+def test_doctor_without_model_checks_rest(options, capsys):
     assert doctor.main(options) == 0
     assert any("give --base-model" in text for text in lines_of(capsys.readouterr().out)["note"])
 
 
-def test_doctor_tells_that_run_folders_are_above_their_limit(tmp_path, options, capsys):
+def test_doctor_reports_run_folders_above_limit(tmp_path, options, capsys):
     logs = tmp_path / "state" / "runs" / "s_train_0" / "logs"
     logs.mkdir(parents=True)
     (logs.parent / "config.yaml").write_text('{"tinker": {}}')
@@ -95,12 +95,12 @@ def test_doctor_tells_that_run_folders_are_above_their_limit(tmp_path, options, 
         )
 
 
-def test_a_wrong_option_is_no_finding_but_an_error(capsys):
+def test_doctor_wrong_option_is_error_not_finding(capsys):
     assert doctor.main(["--prot", "1"]) == 2
     assert "did you mean --port" in capsys.readouterr().err
 
 
-def test_the_command_knows_its_version_and_refuses_unknown_options():
+def test_doctor_prints_version_and_refuses_unknown_options():
     run = CliRunner().invoke
     assert run(app, ["version"]).output == f"tx v{__version__}\n"
     assert run(app, ["train", "--modle", "x"]).exit_code == 2

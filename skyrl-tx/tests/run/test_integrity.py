@@ -1,4 +1,4 @@
-"""`tx doctor --integrity`: what is damaged in a stopped server's folders, with what to do."""
+"""`tx doctor --integrity`: damage in a stopped server's folders, with remedies."""
 
 import asyncio
 import shutil
@@ -46,7 +46,7 @@ async def keep(state: Path, snapshot: str) -> str:
 
 
 @pytest.mark.parametrize("damage", ["nothing", "everything"])
-def test_every_damaged_file_is_named_with_what_to_do(tmp_path: Path, capsys, damage: str):
+def test_integrity_names_every_damaged_file_with_remedy(tmp_path: Path, capsys, damage: str):
     state, base = tmp_path / "state", tmp_path / "checkpoints"
     options = ["--state-dir", str(state), "--checkpoints-base", str(base), "--port", "0"]
     folders, snapshots = (Folders(str(folder), tmp_path / "cache") for folder in (base, state / "snapshots"))
@@ -82,7 +82,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("end", ["stopped", "killed"])
-def test_the_check_changes_nothing_and_reads_an_older_schema(tmp_path: Path, capsys, end: str):
+def test_integrity_changes_nothing_and_reads_older_schema(tmp_path: Path, capsys, end: str):
     state, base = tmp_path / "state", tmp_path / "checkpoints"
     options = ["--state-dir", str(state), "--checkpoints-base", str(base), "--port", "0"]
     (base / ".partial" / "of-a-dead-process").mkdir(parents=True)
@@ -91,7 +91,7 @@ def test_the_check_changes_nothing_and_reads_an_older_schema(tmp_path: Path, cap
         async with opened(f"sqlite:///{state / 'tx.db'}") as store:
             await store.write(lambda database: database.execute(text("ALTER TABLE requests DROP COLUMN content")))
             await store.write(lambda database: database.execute(text("UPDATE schema SET version = 1")))
-            if end == "killed":  # its log is read where it lies
+            if end == "killed":  # its log is read in place
                 shutil.copytree(state, tmp_path / "copy")
 
     state.mkdir()
@@ -106,11 +106,11 @@ def test_the_check_changes_nothing_and_reads_an_older_schema(tmp_path: Path, cap
     assert "migrates its schema 1 at its start" in printed and "0 are as they were saved" in printed
     after = contents(tmp_path)
     changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
-    assert changed <= {"state/tx.db-shm"}, "shared memory of sqlite, beside the log that a killed server left"
+    assert changed <= {"state/tx.db-shm"}, "shared memory of sqlite, created for the log of a killed server"
     assert (base / ".partial" / "of-a-dead-process").is_dir()
 
 
-def test_a_mistyped_folder_is_refused_and_not_made(tmp_path: Path, capsys):
+def test_integrity_refuses_mistyped_folder_without_creating_it(tmp_path: Path, capsys):
     options = ["--state-dir", str(tmp_path / "stat"), "--checkpoints-base", str(tmp_path / "c"), "--port", "0"]
     assert doctor.main([*options, "--integrity"]) == 1
     assert f"there is no folder {tmp_path / 'stat'}; give the --state-dir" in capsys.readouterr().out

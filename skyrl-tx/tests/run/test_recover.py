@@ -17,7 +17,7 @@ from tx.errors import ConfigError
 from tx.run import recover
 from tx.tinker.service.checkpoints import Checkpoints
 from tx.tinker.service.state import ServerState
-from tx.tinker.storage.checkpoint_places import place_of
+from tx.tinker.storage.checkpoint_places import get_folder_parts
 from tx.tinker.storage.db_models import SamplerRow
 from tx.tinker.storage.store import Store
 from tx.tinker.types import TinkerPath
@@ -50,7 +50,7 @@ async def test_checkpoints_are_listed_again_and_can_be_loaded(tmp_path: Path, op
     save(base, "external_weights", "private@12", suffix=".age")
     orphan = save(base, "samplers", "0@5")  # without a name
     long = "n" * 200 + ".-" + "m" * 53
-    place = place_of(TinkerPath(RUN, "weights", long), 6)
+    place = get_folder_parts(TinkerPath(RUN, "weights", long), 6)
     save(base, "weights", "/".join(place[2:]))
     (save(base, "weights", "torn@9") / "optimizer.safetensors").write_bytes(b"\0" * 9)
     code = await run(recover.main, ["anna", *options])
@@ -87,9 +87,7 @@ async def test_checkpoints_are_listed_again_and_can_be_loaded(tmp_path: Path, op
     assert "samplers" not in capsys.readouterr().out
 
 
-async def test_samplers_of_a_database_are_known_by_whatever_path_their_folder_is_named(
-    tmp_path: Path, options: list[str], capsys
-):
+async def test_recovered_samplers_match_database_by_any_folder_path(tmp_path: Path, options: list[str], capsys):
     used = save(tmp_path / "checkpoints", "samplers", "0@5")
     assert await run(recover.main, options) == 0
     assert "unknown: 1 samplers" in capsys.readouterr().out
@@ -113,7 +111,7 @@ def test_there_is_nothing_to_recover_where_no_folder_is(options: list[str], caps
     assert "checkpoints_base: there is no folder" in capsys.readouterr().err
 
 
-async def test_a_damaged_database_is_named_at_the_start_with_the_way_out(tmp_path: Path):
+async def test_damaged_database_is_named_at_start_with_remedy(tmp_path: Path):
     path = tmp_path / "tx.db"
     async with opened(f"sqlite:///{path}"):
         pass

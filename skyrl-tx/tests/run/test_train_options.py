@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 
 from tx.errors import ConfigError
-from tx.run.train import TrainOptions, trainer_settings
+from tx.run.train import TrainOptions, build_trainer_settings
 
 OPTIONS = TrainOptions(model="tiny", dataset="data.jsonl", output_dir="out", batch_size=4)
 
 
-def test_options_become_settings_that_the_trainer_knows(tmp_path):
+def test_train_options_become_trainer_settings(tmp_path):
     from skyrl_train.config.supervised import SupervisedConfig
     from skyrl_train.config.validation import validate_supervised_cfg
 
@@ -22,7 +22,7 @@ def test_options_become_settings_that_the_trainer_knows(tmp_path):
         optimizer_args='{"learning_rate": 0.01, "b2": 0.95}',
         tracker_args='{"name": "first"}',
     )
-    settings = validate_supervised_cfg(trainer_settings(options), SupervisedConfig)
+    settings = validate_supervised_cfg(build_trainer_settings(options), SupervisedConfig)
     trainer = settings.trainer
     assert settings.data.train_data == ["data.jsonl"]
     assert trainer.policy.model.path == "tiny"
@@ -33,13 +33,13 @@ def test_options_become_settings_that_the_trainer_knows(tmp_path):
     assert trainer.export_path.startswith(str(tmp_path))
 
 
-def test_a_name_of_the_hub_has_a_split():
-    settings = trainer_settings(dataclasses.replace(OPTIONS, dataset="org/name", split="test"))
+def test_hub_dataset_name_has_split():
+    settings = build_trainer_settings(dataclasses.replace(OPTIONS, dataset="org/name", split="test"))
     assert settings["data"]["train_data"] == ["org/name:test"]
 
 
-def test_a_checkpoint_is_gone_on_from():
-    settings = trainer_settings(dataclasses.replace(OPTIONS, load_checkpoint_path="out/ckpts/global_step_3"))
+def test_train_resumes_from_checkpoint():
+    settings = build_trainer_settings(dataclasses.replace(OPTIONS, load_checkpoint_path="out/ckpts/global_step_3"))
     assert settings["trainer"]["resume_mode"] == "from_path"
 
 
@@ -56,6 +56,6 @@ def test_a_checkpoint_is_gone_on_from():
         ({"max_steps": 0}, "--max-steps must be at least 1"),
     ],
 )
-def test_options_that_the_trainer_cannot_honour_are_refused(change, says):
+def test_unsupported_train_options_are_refused(change, says):
     with pytest.raises(ConfigError, match=says):
-        trainer_settings(dataclasses.replace(OPTIONS, **change))
+        build_trainer_settings(dataclasses.replace(OPTIONS, **change))

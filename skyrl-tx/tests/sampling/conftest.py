@@ -42,7 +42,7 @@ async def sampling(sampling_of: SamplingOf) -> AsyncIterator[NativeSampling]:
 
 @pytest.fixture(scope="session")
 def adapter(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """The folder of an adapter of the tiny model with random matrices, scaled so that it changes what is said."""
+    """Build a folder with a random adapter of the tiny model, scaled so that it changes completions."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     made: dict[tuple[Any, ...], Path] = {}
 

@@ -1,4 +1,4 @@
-"""Order in which requests get adapter slots, and what is loaded then: with a real engine of two slots."""
+"""Order of adapter slot assignment and loading, with a real engine of two slots."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -24,7 +24,7 @@ def slots(engine: NativeInferenceEngine) -> AdapterSlots:
 
 
 class User:
-    """Somebody who uses an adapter until told to go."""
+    """Request that uses an adapter until released."""
 
     def __init__(self, slots: AdapterSlots, folder: Path):
         self.goes = asyncio.Event()
@@ -59,7 +59,7 @@ def num_loads(engine: Any) -> int:
     return engine._core.loras._serials
 
 
-async def test_many_requests_for_a_new_adapter_load_it_once_and_it_stays(engine, slots, adapter):
+async def test_new_adapter_is_loaded_once_for_many_requests_and_stays(engine, slots, adapter):
     users = [User(slots, adapter(1)) for _ in range(20)]
     for user in users:
         await user.starts()
@@ -71,7 +71,7 @@ async def test_many_requests_for_a_new_adapter_load_it_once_and_it_stays(engine,
     await again.leaves()
 
 
-async def test_the_least_recently_asked_for_goes_and_never_one_in_use(engine, slots, adapter):
+async def test_adapter_slots_evict_least_recently_used_but_none_in_use(engine, slots, adapter):
     first, second, third = adapter(1), adapter(2), adapter(3)
     used = await User(slots, first).starts()
     await (await User(slots, second).starts()).leaves()
@@ -83,7 +83,7 @@ async def test_the_least_recently_asked_for_goes_and_never_one_in_use(engine, sl
     assert loaded(engine) == {str(first), str(second)}
 
 
-async def test_adapters_without_a_slot_get_one_in_the_order_they_came(engine, slots, adapter):
+async def test_waiting_adapters_get_slots_in_arrival_order(engine, slots, adapter):
     users = [await User(slots, adapter(index)).starts() for index in (1, 2)]
     third, fourth = await User(slots, adapter(3)).waits(), await User(slots, adapter(4)).waits()
     await users[1].leaves()
@@ -96,12 +96,12 @@ async def test_adapters_without_a_slot_get_one_in_the_order_they_came(engine, sl
         await user.leaves()
 
 
-async def test_an_adapter_that_is_always_asked_for_does_not_keep_its_slot_from_others(engine, slots, adapter):
-    """Two adapters are in use without end; a third waits; one of the two runs dry for it, and comes again after."""
+async def test_busy_adapter_releases_slot_to_waiting_adapters(engine, slots, adapter):
+    """Two adapters are in constant use and a third waits; one of the two drains, and is requested again later."""
     busy = await User(slots, adapter(1)).starts()
     others = await User(slots, adapter(2)).starts()
     third = await User(slots, adapter(3)).waits()
-    late = await User(slots, adapter(1)).waits()  # behind the third, though its adapter is there
+    late = await User(slots, adapter(1)).waits()  # after the third, although its adapter is loaded
     at_once = await User(slots, adapter(2)).starts()  # only one adapter has to go
     await busy.leaves()
     await third.starts()
@@ -112,7 +112,7 @@ async def test_an_adapter_that_is_always_asked_for_does_not_keep_its_slot_from_o
         await user.leaves()
 
 
-async def test_adapter_stays_if_the_waiting_request_gives_up(engine, slots, adapter):
+async def test_adapter_stays_when_waiting_request_is_cancelled(engine, slots, adapter):
     users = [await User(slots, adapter(index)).starts() for index in (1, 2)]
     third = await User(slots, adapter(3)).waits()
     late = await User(slots, adapter(1)).waits()
@@ -123,7 +123,7 @@ async def test_adapter_stays_if_the_waiting_request_gives_up(engine, slots, adap
         await user.leaves()
 
 
-async def test_those_who_gave_up_leave_no_trace(engine, slots, adapter):
+async def test_cancelled_waiters_leave_no_trace(engine, slots, adapter):
     users = [await User(slots, adapter(index)).starts() for index in (1, 2)]
     gone = [User(slots, adapter(3)) for _ in range(3)]
     stays = await User(slots, adapter(4)).waits()
@@ -143,7 +143,7 @@ async def test_those_who_gave_up_leave_no_trace(engine, slots, adapter):
     assert not slots._waiting and all(slot.num_users == 0 for slot in slots._slots.values())
 
 
-async def test_a_storm_of_adapters_ends_with_everyone_served(engine, slots, adapter):
+async def test_adapter_storm_serves_every_request(engine, slots, adapter):
     async def use(index: int) -> None:
         for turn in range(4):
             folder = adapter((index * 7 + turn * 3) % 9)

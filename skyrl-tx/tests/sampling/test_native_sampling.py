@@ -55,7 +55,7 @@ async def test_log_probs_are_tempered_and_taken_before_truncation(sampling, refe
         assert (scores.gather(1, chosen) >= best[:, -1:]).all() and (likelier < 0.8).all()
 
 
-async def test_samples_differ_and_come_again_whoever_asks_for_how_many(sampling):
+async def test_samples_differ_and_are_reproducible_for_any_batch(sampling):
     eight = (await sampling.sample(spec(num_samples=8), None)).sequences
     three = (await sampling.sample(spec(num_samples=3), None)).sequences
     other = (await sampling.sample(spec(num_samples=8, seed=4), None)).sequences
@@ -63,7 +63,7 @@ async def test_samples_differ_and_come_again_whoever_asks_for_how_many(sampling)
     assert three == eight[:3]
 
 
-async def test_the_end_of_sequence_ends_an_answer_only_where_the_request_left_stops_open(sampling):
+async def test_end_of_sequence_stops_only_without_requested_stops(sampling):
     ends = (await sampling.sample(spec(num_samples=24, max_tokens=150, stop_at_eos=True), None)).sequences
     goes_on = (await sampling.sample(spec(num_samples=24, max_tokens=150), None)).sequences
     stopped = [sequence for sequence in ends if sequence.stop_reason == "stop"]
@@ -74,7 +74,7 @@ async def test_the_end_of_sequence_ends_an_answer_only_where_the_request_left_st
 
 
 @pytest.mark.parametrize("kind", ["token", "text", "special token as text"])
-async def test_stops_keep_what_completes_them(sampling, tiny_model, kind):
+async def test_stop_keeps_completing_token(sampling, tiny_model, kind):
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     [plain] = (await sampling.sample(spec(max_tokens=120, seed=5), None)).sequences
     place = {"token": 4, "text": 7, "special token as text": next(i for i, t in enumerate(plain.tokens) if t < 3)}
@@ -89,7 +89,7 @@ async def test_stops_keep_what_completes_them(sampling, tiny_model, kind):
     assert stopped.tokens == plain.tokens[: len(stopped.tokens)] and len(stopped.tokens) <= place[kind] + 1
 
 
-async def test_context_ends_a_response_without_max_tokens(sampling_of):
+async def test_context_ends_response_without_max_tokens(sampling_of):
     async with sampling_of(max_context=40) as sampling:
         [sequence] = (await sampling.sample(spec(max_tokens=None), None)).sequences
         assert len(sequence.tokens) == 40 - len(PROMPT) and sequence.stop_reason == "length"
@@ -97,7 +97,7 @@ async def test_context_ends_a_response_without_max_tokens(sampling_of):
         assert cut == sequence
 
 
-async def test_prompt_log_probs_are_at_temperature_one_whatever_the_answers(sampling, reference):
+async def test_prompt_logprobs_use_temperature_one(sampling, reference):
     output = await sampling.sample(spec(num_samples=4, scores=True, temperature=0.3), None)
     plain = await sampling.sample(spec(num_samples=4, temperature=0.3), None)
     short = await sampling.sample(spec(prompt=[5], scores=True, top=2), None)
@@ -107,7 +107,7 @@ async def test_prompt_log_probs_are_at_temperature_one_whatever_the_answers(samp
     assert short.prompt_logprobs == [None] and short.topk_prompt_logprobs == [None]
 
 
-async def test_scoring_what_was_sampled_gives_the_same_bits(sampling, adapter):
+async def test_scoring_sampled_tokens_gives_same_bits(sampling, adapter):
     """Prefill and decoding agree, at temperature 1 and with an adapter on the output layer."""
     for folder in (None, adapter(1)):
         [written] = (await sampling.sample(spec(max_tokens=80), folder)).sequences
@@ -116,7 +116,7 @@ async def test_scoring_what_was_sampled_gives_the_same_bits(sampling, adapter):
         assert scored.prompt_logprobs[len(PROMPT) :] == written.logprobs
 
 
-async def test_the_likeliest_tokens_of_every_place(sampling, reference):
+async def test_topk_prompt_logprobs_at_every_position(sampling, reference):
     prompt = np.random.default_rng(0).integers(3, 99, 300).tolist()  # more than is scored at a time
     output = await sampling.sample(spec(prompt=prompt, top=4, temperature=0.5, max_tokens=1), None)
     more = await sampling.sample(spec(prompt=prompt, scores=True, top=500, max_tokens=1), None)
@@ -130,9 +130,7 @@ async def test_the_likeliest_tokens_of_every_place(sampling, reference):
     assert more.topk_prompt_logprobs is not None and len(more.topk_prompt_logprobs[1] or []) == 99  # all there are
 
 
-async def test_other_tokens_in_the_places_of_a_prompt_are_scored_dense_or_sparse_whatever_the_company(
-    sampling, reference
-):
+async def test_prompt_targets_dense_or_sparse_are_scored_independent_of_batch(sampling, reference):
     prompt = np.random.default_rng(0).integers(3, 99, 300).tolist()
     asked = [[7, -1], *[[-1, -1]] * 254, [5, 9], [11, 90], *[[-1, -1]] * 41, [4, 3]]  # on both sides of 256 tokens
     dense = PromptTargets(shape=(299, 2), ids=[token for row in asked for token in row])
@@ -151,14 +149,14 @@ async def test_other_tokens_in_the_places_of_a_prompt_are_scored_dense_or_sparse
     expected = log_softmax(reference, prompt)[rows, ids]
     close(of_sparse.values, expected)
     assert (of_sparse.crow, of_sparse.columns, of_sparse.shape) == (crow, columns, (299, 2))
-    table = np.zeros((299, 2))  # 0 where nothing is asked for, as the SDK's users are told
+    table = np.zeros((299, 2))  # 0 where nothing is requested, as the SDK documents
     table[rows, columns] = of_sparse.values
     assert of_dense.values == table.flatten().tolist()
     assert of_short.values[0] == 0
     close(of_short.values[1:], log_softmax(reference, [5, 6, 7])[1:2, 8])
 
 
-async def test_a_prompt_is_computed_once_for_all_its_samples_and_scores(sampling):
+async def test_prompt_is_computed_once_for_all_samples_and_scores(sampling):
     await sampling.sample(spec(16, list(range(3, 53)), scores=True, top=3), None)
     assert sampling._engine._core.num_prompt_tokens_computed == 50
 
@@ -176,7 +174,7 @@ async def test_two_hundred_short_requests_are_prefilled_together(sampling):
 
 
 @pytest.mark.parametrize("rank", [1, 8, 128])
-async def test_an_adapters_answers_are_those_of_peft(sampling, adapter, tiny_model, rank):
+async def test_adapter_completions_match_peft(sampling, adapter, tiny_model, rank):
     folder = adapter(rank, rank=rank)
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), folder).eval()
     adapted, plain = await asyncio.gather(
@@ -208,7 +206,7 @@ def crowd(adapter: Any) -> list[tuple[SampleSpec, Path | None]]:
     return requests
 
 
-async def test_an_answer_does_not_depend_on_its_company_nor_on_how_often_it_is_asked_for(sampling_of, adapter):
+async def test_completion_is_independent_of_batch_and_repetition(sampling_of, adapter):
     requests = crowd(adapter)
     async with asyncio.timeout(240):
         async with sampling_of(max_loaded_adapters=1) as sampling:
@@ -235,7 +233,7 @@ async def test_an_answer_does_not_depend_on_its_company_nor_on_how_often_it_is_a
         ({"temperature": float("nan")}, "temperature must be 0"),
     ],
 )
-async def test_a_request_that_cannot_be_is_its_users_fault(sampling, wrong, message):
+async def test_impossible_request_is_user_error(sampling, wrong, message):
     with pytest.raises(ModelError, match=message) as raised:
         await sampling.sample(spec(**wrong), None)
     assert raised.value.category == "user" and sampling.num_running() == 0

@@ -1,4 +1,4 @@
-"""Sampling that goes wrong, is given up, is shared by many, or shares its weights."""
+"""Failed, cancelled and concurrent sampling, and shared weights."""
 
 import asyncio
 import shutil
@@ -35,7 +35,7 @@ def core_of(sampling: NativeSampling) -> Any:
     return sampling._engine._core
 
 
-async def test_a_caller_who_goes_away_frees_rows_and_adapter(sampling_of, adapter):
+async def test_cancelled_caller_frees_rows_and_adapter(sampling_of, adapter):
     async with sampling_of(max_num_seqs=4, max_loaded_adapters=1) as sampling:
         task = asyncio.create_task(sampling.sample(spec(8), adapter(1)))
         await until(lambda: core_of(sampling).num_running == 4)
@@ -67,7 +67,7 @@ async def test_stopped_engine_fails_all_requests(sampling_of, adapter):
             await sampling.end_of_step()
 
 
-async def test_a_step_that_does_not_end_is_seen_by_its_end_not_coming(sampling):
+async def test_hung_step_is_detected(sampling):
     await asyncio.wait_for(sampling.end_of_step(), 20)
     core, go = core_of(sampling), threading.Event()
     step = core.step
@@ -102,7 +102,7 @@ def not_finite(adapter: Any, tmp_path: Path) -> Path:
     return folder
 
 
-async def test_an_adapter_with_nan_fails_its_own_requests_and_no_others(sampling, adapter, not_finite):
+async def test_adapter_with_nan_fails_only_own_requests(sampling, adapter, not_finite):
     good = adapter(2)
     expected = [await sampling.sample(spec(4, 30, seed=index), good) for index in range(8)]
     calls = [
@@ -125,7 +125,7 @@ async def test_an_adapter_with_nan_fails_its_own_requests_and_no_others(sampling
         (lambda folder: (folder / "adapter_config.json").write_text("[1]"), "must hold an object"),
     ],
 )
-async def test_a_damaged_adapter_fails_those_who_ask_for_it(sampling_of, adapter, tmp_path, damage, message):
+async def test_damaged_adapter_fails_only_own_requests(sampling_of, adapter, tmp_path, damage, message):
     folder = tmp_path / "damaged"
     shutil.copytree(adapter(1), folder)
     damage(folder)
@@ -136,14 +136,14 @@ async def test_a_damaged_adapter_fails_those_who_ask_for_it(sampling_of, adapter
         await sampling.sample(spec(max_tokens=2), adapter(1))  # the slot is free
 
 
-async def test_a_rank_above_the_largest_is_refused(sampling_of, adapter):
+async def test_rank_above_maximum_is_refused(sampling_of, adapter):
     async with sampling_of(max_lora_rank=4) as sampling:
         with pytest.raises(ModelError, match="rank 8, above the engine's max_lora_rank=4"):
             await sampling.sample(spec(), adapter(1))
 
 
-async def test_many_long_samples_of_one_tenant_do_not_hold_up_another(sampling_of):
-    """One tenant takes 6 of 8 rows; when the others' first request comes, it starts at once."""
+async def test_long_samples_of_tenant_do_not_block_other_tenant(sampling_of):
+    """One tenant takes 6 of 8 rows; another tenant's first request starts immediately."""
     async with sampling_of(max_num_seqs=8) as sampling:
         greedy = asyncio.create_task(sampling.sample(spec(64), None, tenant="greedy"))
         await until(lambda: core_of(sampling).num_running == 6)
@@ -154,7 +154,7 @@ async def test_many_long_samples_of_one_tenant_do_not_hold_up_another(sampling_o
         greedy.cancel()
 
 
-async def test_weights_of_a_model_that_is_loaded_are_used_and_give_the_same(sampling_of, adapter, tiny_model):
+async def test_preloaded_model_weights_are_reused_with_same_results(sampling_of, adapter, tiny_model):
     async with sampling_of() as sampling:
         expected = [await sampling.sample(spec(4, 30), folder) for folder in (None, adapter(1))]
     model = AutoModelForCausalLM.from_pretrained(tiny_model)

@@ -22,7 +22,7 @@ from tx.tinker.backends.base import BackendInfo
 from tx.tinker.commands import CreateModel, Load, ModelCommand, Optimize, Sample, Save, Train, Unload
 from tx.tinker.engine.channel import EngineChannel
 from tx.tinker.engine.messages import Cancel, Done, EngineStats, Failed, Ready, Restore, Snapshotted
-from tx.tinker.engine.process import FROM_STDIN, STANDING_BY, when_gone
+from tx.tinker.engine.process import FROM_STDIN, STANDING_BY, call_when_parent_exits
 from tx.tinker.types import ENGINE
 from tx.tinker.wire.codec import TrainingRequest, decode_training
 
@@ -178,7 +178,7 @@ def misbehave(how: float) -> None:
 
 
 async def main(address: str, snapshots: str, parent: str, commands_per_snapshot: str = "3", seconds: str = "0") -> None:
-    when_gone(int(parent), partial(os._exit, 3))
+    call_when_parent_exits(int(parent), partial(os._exit, 3))
     if address == FROM_STDIN:
         print(STANDING_BY, flush=True)
         address = sys.stdin.readline().strip()

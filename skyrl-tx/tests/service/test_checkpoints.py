@@ -15,7 +15,7 @@ from tx.tinker.storage.db_models import CheckpointRow
 pytestmark = pytest.mark.process
 
 
-async def test_training_goes_on_from_a_checkpoint(service: TinkerService, alice: Client, model: str):
+async def test_training_resumes_from_checkpoint(service: TinkerService, alice: Client, model: str):
     await alice.train(model, 1)
     path = (await alice.result(await alice.save(model, 2, "after-1")))["path"]
     assert path == f"tinker://{model}/weights/after-1"
@@ -35,7 +35,7 @@ async def test_training_goes_on_from_a_checkpoint(service: TinkerService, alice:
     }
 
 
-async def test_a_new_model_begins_where_a_checkpoint_ended(service: TinkerService, alice: Client, model: str):
+async def test_new_model_starts_from_checkpoint(service: TinkerService, alice: Client, model: str):
     await alice.train(model, 1)
     path = (await alice.result(await alice.save(model, 2, "x")))["path"]
     first, again = await alice.model_from(path, 1), await alice.model_from(path, 1)
@@ -49,7 +49,7 @@ async def test_a_new_model_begins_where_a_checkpoint_ended(service: TinkerServic
     assert state == Chain(model).train(1).state
 
 
-async def test_no_error_names_a_folder_of_the_server(alice: Client, model: str, tmp_path: Path):
+async def test_errors_name_no_server_folder(alice: Client, model: str, tmp_path: Path):
     path = (await alice.result(await alice.save(model, 1, "gone")))["path"]
     for state in tmp_path.glob("checkpoints/*/weights/gone@1/state.json"):
         state.unlink()
@@ -58,9 +58,7 @@ async def test_no_error_names_a_folder_of_the_server(alice: Client, model: str, 
     assert str(tmp_path) not in (stored.error or "")
 
 
-async def test_words_of_errors_stay_though_a_relative_folder_of_the_server_is_called_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+async def test_error_words_survive_relative_server_folder_of_same_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     async with running(Path()) as service:  # as with --state-dir state
         alice = await Client(service).begin()
@@ -72,14 +70,14 @@ async def test_words_of_errors_stay_though_a_relative_folder_of_the_server_is_ca
     assert f"/{model}/weights/gone@1/state.json" in error and str(tmp_path) not in error
 
 
-async def test_saving_and_loading_may_be_asked_in_one_breath(alice: Client, model: str):
+async def test_save_and_load_can_be_submitted_together(alice: Client, model: str):
     await alice.save(model, 1, "start")
     await alice.train(model, 2)
     await alice.load(model, 3, f"tinker://{model}/weights/start")
     assert (await alice.result(await alice.train(model, 4)))["state"] == Chain(model).train(4).state
 
 
-async def test_a_name_is_taken_once_unless_it_is_to_be_replaced(
+async def test_checkpoint_name_is_unique_unless_replaced(
     service: TinkerService, alice: Client, model: str, tmp_path: Path
 ):
     await alice.save(model, 1, "best")
@@ -97,7 +95,7 @@ async def test_a_name_is_taken_once_unless_it_is_to_be_replaced(
 @pytest.mark.parametrize(
     "service", [{"max_checkpoints_gb_per_tenant": 10e-9, "max_models_per_tenant": 2}], indirect=True
 )
-async def test_a_tenant_at_its_quota_is_told_and_others_go_on(
+async def test_tenant_at_quota_is_refused_and_others_continue(
     service: TinkerService, alice: Client, bob: Client, model: str
 ):
     """A checkpoint has 7 bytes, and 10 are allowed."""
@@ -129,7 +127,7 @@ async def test_a_tenant_at_its_quota_is_told_and_others_go_on(
     await alice.model(3)
 
 
-async def test_a_name_is_no_path(alice: Client, model: str):
+async def test_checkpoint_name_is_not_path(alice: Client, model: str):
     for seq, name in enumerate(["../up", "a/b", ".hidden", "", "a" * 256, "-x", "a..b"], start=1):
         with pytest.raises((RequestError, ValidationError)):
             await alice.save(model, seq, name)
@@ -166,9 +164,7 @@ async def test_lists_of_runs_and_checkpoints(service: TinkerService, alice: Clie
     assert (await service.sessions.list("bob"))["sessions"] == [bob.session_id]
 
 
-async def test_a_checkpoint_goes_when_its_time_is_over(
-    service: TinkerService, alice: Client, model: str, tmp_path: Path
-):
+async def test_checkpoint_expires(service: TinkerService, alice: Client, model: str, tmp_path: Path):
     path = (await alice.result(await alice.save(model, 1, "brief", ttl_seconds=3600)))["path"]
     for ttl in (10, 3599, 20 * 365 * 86400):
         with pytest.raises(RequestError, match="ttl_seconds must be 3600 to"):
@@ -184,13 +180,13 @@ async def test_a_checkpoint_goes_when_its_time_is_over(
     await alice.result(await alice.save(model, 2, "brief"))
 
 
-async def test_invalid_checkpoint_path_is_refused_with_its_field(service: TinkerService, alice: Client):
+async def test_invalid_checkpoint_path_is_refused_with_field(service: TinkerService, alice: Client):
     for path in ("nonsense", "tinker://a/weights", "tinker://a/b/c", "tinker://x/weights/../../etc"):
         await refused(400, alice.model_from(path, 0), "path must be")
         await refused(400, service.checkpoints.weights_info("alice", path), "tinker_path must be")
 
 
-async def test_a_checkpoint_of_another_rank_does_not_fit(alice: Client):
+async def test_checkpoint_of_other_rank_is_refused(alice: Client):
     small, large = await alice.model(0, rank=4), await alice.model(1, rank=16)
     path = (await alice.result(await alice.save_sampler(small, 1, path="s")))["path"]
     await refused(400, alice.load(large, 1, path), "the checkpoint's rank must be 16")

@@ -1,4 +1,4 @@
-"""Killed at random moments, the service and its engine lose nothing that was told, and do nothing twice."""
+"""Killed at random moments, service and engine lose no acknowledged request and execute none twice."""
 
 import json
 import os

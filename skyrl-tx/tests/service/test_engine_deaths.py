@@ -21,7 +21,7 @@ pytestmark = pytest.mark.process
 STANDBY = pytest.mark.parametrize("service", [{"standby_engine": True}], indirect=True)
 
 
-async def test_a_killed_engine_costs_nobody_anything(tmp_path: Path):
+async def test_killed_engine_loses_no_request(tmp_path: Path):
     command = scripted(tmp_path / "state", commands_per_snapshot=4, seconds=0.01)
     async with running(tmp_path, command=command, standby_engine=True) as service:
         alice, bob = await Client(service).begin(), await Client(service, "bob").begin()
@@ -52,7 +52,7 @@ def suspected_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("suspected_at_once")
 @STANDBY
-async def test_the_order_that_kills_fails_and_the_others_go_on(service: TinkerService, alice: Client, bob: Client):
+async def test_deadly_command_fails_and_others_complete(service: TinkerService, alice: Client, bob: Client):
     mine, his = await alice.model(), await bob.model()
     base = await bob.sampler(0, base_model="tiny")
     await alice.train(mine, 1)
@@ -83,7 +83,7 @@ async def crash(service: TinkerService) -> None:
 
 @pytest.mark.parametrize("together", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.slow
-async def test_a_request_that_takes_the_server_along_is_found_after_its_restarts(
+async def test_request_crashing_server_is_found_after_restarts(
     tmp_path: Path, together: bool, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(crash_bisector, "DEATHS_TO_BE_SUSPECTED", 2)  # each costs a start
@@ -107,7 +107,7 @@ async def test_a_request_that_takes_the_server_along_is_found_after_its_restarts
             assert isinstance(await service.futures.retrieve("alice", deadly["request_id"], 0.1), TryAgain)
 
 
-async def test_snapshots_of_a_dead_engine_that_nobody_recorded_go(tmp_path: Path):
+async def test_unrecorded_snapshots_of_dead_engine_are_removed(tmp_path: Path):
     async with running(tmp_path, command=scripted(tmp_path / "state", commands_per_snapshot=1)) as service:
         alice = await Client(service).begin()
         model = await alice.model()
@@ -126,7 +126,7 @@ async def test_snapshots_of_a_dead_engine_that_nobody_recorded_go(tmp_path: Path
 
 @pytest.mark.usefixtures("suspected_at_once")
 @pytest.mark.slow
-async def test_an_engine_that_hangs_is_replaced(alice: Client):
+async def test_hung_engine_is_replaced(alice: Client):
     base = await alice.sampler(0, base_model="tiny")
     hanging = await alice.sample(base, 0, params={"temperature": HANG})
     other = await alice.sample(base, 1)
@@ -138,7 +138,7 @@ async def test_an_engine_that_hangs_is_replaced(alice: Client):
 @pytest.mark.usefixtures("suspected_at_once")
 @pytest.mark.parametrize("what", ["training pass", pytest.param("step of sampling", marks=pytest.mark.slow)])
 @pytest.mark.slow
-async def test_an_engine_that_is_at_one_pass_for_ever_is_replaced(tmp_path: Path, what: str):
+async def test_engine_stuck_in_pass_is_replaced(tmp_path: Path, what: str):
     async with running(tmp_path, timeouts=replace(TIMEOUTS, turn=0.5)) as service:
         alice = await Client(service).begin()
         model, base = await alice.model(), await alice.sampler(0, base_model="tiny")
@@ -153,7 +153,7 @@ async def test_an_engine_that_is_at_one_pass_for_ever_is_replaced(tmp_path: Path
         assert (await alice.result(other))["state"] == "base"
 
 
-async def test_requests_queue_while_the_engine_starts_and_the_client_is_told(tmp_path: Path):
+async def test_requests_queue_while_engine_starts_and_client_is_notified(tmp_path: Path):
     go = tmp_path / "go"
     inner = scripted(tmp_path / "state")
 
@@ -173,7 +173,7 @@ async def test_requests_queue_while_the_engine_starts_and_the_client_is_told(tmp
         assert service._link.trouble is None
 
 
-async def test_an_engine_that_cannot_start_is_tried_again_and_says_why(tmp_path: Path):
+async def test_failing_engine_start_is_retried_and_reported(tmp_path: Path):
     def broken(address: str) -> list[str]:
         return [sys.executable, "-c", "import sys; print('no such disk', flush=True); sys.exit(1)"]
 
@@ -205,14 +205,14 @@ def pids_of(service: TinkerService) -> tuple[int, int]:
 
 @STANDBY
 @pytest.mark.slow
-async def test_the_one_that_stands_by_is_the_next_engine(service: TinkerService, alice: Client, model: str):
+async def test_standby_process_becomes_next_engine(service: TinkerService, alice: Client, model: str):
     first = await alice.train(model, 1)
     seen = []
     for life in (1, 2):
         await until(lambda: service._link._standby._waits)
         engine, standby = pids_of(service)
         seen.append(engine)
-        service._link._signal(signal.SIGKILL)
+        service._link._send_signal(signal.SIGKILL)
         await until(lambda life=life: service._link.ready and service._link.engine_generation == life + 1)
         assert service._link._process.pid == standby
     await until(lambda: service._link._standby._process)
@@ -221,7 +221,7 @@ async def test_the_one_that_stands_by_is_the_next_engine(service: TinkerService,
     assert (await alice.result(first))["state"] == Chain(model).train(1).state
 
 
-async def test_one_that_is_not_standing_by_yet_is_not_waited_for(tmp_path: Path):
+async def test_unready_standby_process_is_not_awaited(tmp_path: Path):
     inner = scripted(tmp_path / "state")
 
     def command(address: str) -> list[str]:
@@ -236,7 +236,7 @@ async def test_one_that_is_not_standing_by_yet_is_not_waited_for(tmp_path: Path)
             os.kill(slow, 0)
 
 
-async def test_standby_process_needs_the_setting(service: TinkerService):
+async def test_standby_process_needs_setting(service: TinkerService):
     await until(lambda: service._link.ready)
     assert service._link._standby is None
 
@@ -251,7 +251,7 @@ async def test_closing_leaves_no_process(tmp_path: Path):
     assert not list((tmp_path / "state" / "sockets").glob("*"))
 
 
-async def test_an_engine_that_does_not_stop_is_ended(tmp_path: Path):
+async def test_unresponsive_engine_is_killed(tmp_path: Path):
     deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
     link = EngineLink(lambda address: [sys.executable, "-c", deaf], tmp_path, TIMEOUTS)
 

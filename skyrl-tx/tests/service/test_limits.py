@@ -7,7 +7,7 @@ from tx.tinker.service.limits import Limits
 from tx.tinker.service.quotas import TokenQuota
 
 
-def test_a_tenant_has_so_many_requests_of_each_kind():
+def test_tenant_request_limit_applies_per_kind():
     limits = Limits(max_pending=2, max_sample_tokens=1000)
     for _ in range(2):
         limits.admit_training("a")
@@ -27,7 +27,7 @@ def test_a_tenant_has_so_many_requests_of_each_kind():
         ({}, "a", 5000, True),  # one that is larger than the limit alone: else it would never be done
         ({"a": 900}, "a", 100, True),
         ({"a": 900}, "a", 101, False),
-        ({"a": 900}, "b", 500, True),  # whoever has nothing under way may begin
+        ({"a": 900}, "b", 500, True),  # a tenant without requests in flight is admitted
         ({"a": 900, "b": 100}, "b", 400, True),  # together too much, but b is below its half
         ({"a": 900, "b": 100}, "b", 401, False),
         ({"a": 900, "b": 100}, "a", 1, False),
@@ -35,7 +35,7 @@ def test_a_tenant_has_so_many_requests_of_each_kind():
         ({"a": 500, "b": 400, "c": 300}, "c", 34, False),
     ],
 )
-def test_samples_of_all_share_a_number_of_tokens(under_way, tenant, tokens, admitted):
+def test_samples_of_all_tenants_share_token_limit(under_way, tenant, tokens, admitted):
     limits = Limits(max_pending=10, max_sample_tokens=1000)
     for other, count in under_way.items():
         limits.enter(other, count)
@@ -46,7 +46,7 @@ def test_samples_of_all_share_a_number_of_tokens(under_way, tenant, tokens, admi
             limits.admit_sample(tenant, tokens)
 
 
-def test_tokens_per_minute_come_back_with_time_and_a_sample_gives_back_what_it_did_not_use():
+def test_token_rate_refills_and_sample_returns_unused_tokens():
     seconds = [0.0]
     limits = Limits(max_pending=9, max_sample_tokens=10_000, quota=TokenQuota(600, lambda: seconds[0]))
     limits.admit_sample("a", 1000)  # larger than what is left: a debt

@@ -42,7 +42,7 @@ def rows(folder: Path) -> list[dict]:
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
-async def test_curves_of_a_model_go_on_after_a_restart(tmp_path: Path):
+async def test_model_curves_continue_after_restart(tmp_path: Path):
     files = RunFiles(tmp_path)
     files.done(pending("create"), {})
     files.done(pending("train"), passes(6.0, 3.0, 1.0))
@@ -76,7 +76,7 @@ async def test_curves_of_a_model_go_on_after_a_restart(tmp_path: Path):
     assert len(log.splitlines()) == 6  # an error of many lines is one
 
 
-async def test_a_model_that_could_not_be_made_is_a_failed_run(tmp_path: Path):
+async def test_model_failing_creation_is_failed_run(tmp_path: Path):
     files = RunFiles(tmp_path)
     files.failed(pending("create"), "no memory", "server")
     files.close()
@@ -86,7 +86,7 @@ async def test_a_model_that_could_not_be_made_is_a_failed_run(tmp_path: Path):
     assert "ERROR    create r failed (server): no memory" in log
 
 
-async def test_run_folders_that_cannot_be_written_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+async def test_unwritable_run_folders_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     (tmp_path / "runs").write_text("a file")
     files = RunFiles(tmp_path / "runs")
     with caplog.at_level(logging.WARNING):
@@ -97,7 +97,7 @@ async def test_run_folders_that_cannot_be_written_are_logged_once(tmp_path: Path
     assert "cannot be written" in caplog.text
 
 
-async def test_a_stalled_disk_keeps_no_process_from_its_end(tmp_path: Path):
+async def test_stalled_disk_does_not_block_exit(tmp_path: Path):
     (tmp_path / "s_train_0").mkdir()
     pipe = tmp_path / "s_train_0" / "config.yaml"
     os.mkfifo(pipe)  # writing waits for a reader
@@ -112,7 +112,7 @@ async def test_a_stalled_disk_keeps_no_process_from_its_end(tmp_path: Path):
     assert [row["step"] for row in rows(tmp_path)] == [1]
 
 
-async def test_the_log_of_a_model_begins_anew_when_it_is_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_model_log_is_rotated_when_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(run_files, "MODEL_LOG_BYTES", 1000)
     files = RunFiles(tmp_path)
     files.done(pending("create"), {})
@@ -135,7 +135,7 @@ def sample(number: int, tenant: str = "alice") -> tuple[PendingRequest, bytes]:
     return PendingRequest(f"s:sample:0:{number}", tenant, "sample", stored), body
 
 
-async def test_last_samples_of_each_step_are_kept_within_bounds_for_the_dashboard(tiny_model: Path, tmp_path: Path):
+async def test_latest_samples_of_step_are_bounded_for_dashboard(tiny_model: Path, tmp_path: Path):
     def keep(files: RunFiles, number: int, tenant: str = "alice") -> None:
         request, body = sample(number, tenant)
         files.done(request, {"tokens": 4.0}, RUN.model_id, body)
@@ -168,12 +168,10 @@ async def test_last_samples_of_each_step_are_kept_within_bounds_for_the_dashboar
     assert max(path.name for path in kept) == "train_step_000020.jsonl" and len(kept) > 1
 
 
-def test_kept_samples_are_private_and_a_full_file_is_not_written_anew_for_each_request(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_stored_samples_are_private_and_full_file_is_not_rewritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     written = []
-    keep_last = kept_samples._keep_last
-    monkeypatch.setattr(kept_samples, "_keep_last", lambda *args: written.append(1) or keep_last(*args))
+    keep_last = kept_samples._remove_all_but_last
+    monkeypatch.setattr(kept_samples, "_remove_all_but_last", lambda *args: written.append(1) or keep_last(*args))
     samples = KeptSamples(1000, 10_000, Texts(tmp_path))  # no tokenizer there
     for number in range(100):
         samples.add(tmp_path, 0, f"s:sample:0:{number}", [40, 41], SampleOutput([Sequence([50], [-0.5], "length")]))
@@ -185,7 +183,7 @@ def test_kept_samples_are_private_and_a_full_file_is_not_written_anew_for_each_r
     assert 0 < len(written) < 10
 
 
-async def test_samples_that_wait_for_a_stalled_disk_are_few_and_later_ones_are_kept_again(
+async def test_samples_waiting_for_stalled_disk_are_bounded_and_recover(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     request, body = sample(1)
@@ -213,7 +211,7 @@ async def test_samples_that_wait_for_a_stalled_disk_are_few_and_later_ones_are_k
     assert len(kept) == 4
 
 
-async def test_oldest_run_folders_of_unloaded_models_are_removed_beyond_the_limit_and_nothing_else(
+async def test_oldest_run_folders_of_unloaded_models_are_removed_beyond_limit(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     files = RunFiles(tmp_path, KeptSamples(4, 10_000, Texts(tmp_path)))
@@ -244,7 +242,7 @@ async def test_oldest_run_folders_of_unloaded_models_are_removed_beyond_the_limi
     assert caplog.text.count("unload models, or raise the limit") == 1
 
 
-def test_a_folder_that_cannot_be_removed_keeps_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_unremovable_run_folder_does_not_block_removal_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for age, name in enumerate(("first", "second", "third")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.yaml").write_text('{"tinker": {}}')
@@ -263,7 +261,7 @@ def test_a_folder_that_cannot_be_removed_keeps_no_other(tmp_path: Path, monkeypa
 
 def wait_until_written(files: RunFiles) -> None:
     written = threading.Event()
-    files._later(written.set)
+    files._submit(written.set)
     assert written.wait(30)
 
 

@@ -18,7 +18,7 @@ from tx.tinker.wire.checks import check_sample
 pytestmark = pytest.mark.process
 
 
-async def test_a_sampler_keeps_its_weights_while_training_goes_on(service: TinkerService, alice: Client, model: str):
+async def test_sampler_keeps_weights_while_training_continues(service: TinkerService, alice: Client, model: str):
     await alice.train(model, 1)
     saved = await alice.result(await alice.save_sampler(model, 2, sampling_session_seq_id=0))
     sampler = f"{alice.session_id}:sample:0"
@@ -34,7 +34,7 @@ async def test_a_sampler_keeps_its_weights_while_training_goes_on(service: Tinke
     }
 
 
-async def test_samplers_of_a_name_outlive_the_name(service: TinkerService, alice: Client, model: str, tmp_path: Path):
+async def test_samplers_of_name_outlive_name(service: TinkerService, alice: Client, model: str, tmp_path: Path):
     path = (await alice.result(await alice.save_sampler(model, 1, path="first")))["path"]
     assert path == f"tinker://{model}/sampler_weights/first"
     sampler = await alice.sampler(3, model_path=path)
@@ -49,7 +49,7 @@ async def test_samplers_of_a_name_outlive_the_name(service: TinkerService, alice
     assert not folders[0].exists(), "with its last user the folder goes"
 
 
-async def test_targets_of_a_prompt_are_checked_in_a_thread_if_large_and_refused_before_anything_is_stored(
+async def test_prompt_targets_are_checked_off_loop_and_refused_before_storage(
     service: TinkerService, alice: Client, monkeypatch: pytest.MonkeyPatch
 ):
     sampler, threads = await alice.sampler(0, base_model="tiny"), []
@@ -72,9 +72,7 @@ async def test_targets_of_a_prompt_are_checked_in_a_thread_if_large_and_refused_
 
 
 @pytest.mark.parametrize("service", [{"backend": "skyrl_train"}], indirect=True)
-async def test_targets_of_a_prompt_are_refused_before_the_engine_of_another_backend_is_ready(
-    service: TinkerService, alice: Client
-):
+async def test_prompt_targets_are_refused_before_other_backend_is_ready(service: TinkerService, alice: Client):
     targets = {"data": [7, 7], "shape": [2, 1]}
     asked = alice.sample(None, base_model="tiny", target_prompt_logprobs=targets)
     await refused(400, asked, "not computed by the backend of this server: ask for topk_prompt_logprobs")
@@ -82,7 +80,7 @@ async def test_targets_of_a_prompt_are_refused_before_the_engine_of_another_back
 
 
 @pytest.mark.parametrize("service", [{"keep_samplers": 3, "sampler_idle_sec": 0}], indirect=True)
-async def test_samplers_without_a_name_give_way_to_newer_ones_of_their_model(
+async def test_unnamed_samplers_are_replaced_by_newer_ones_of_model(
     service: TinkerService, alice: Client, model: str, tmp_path: Path
 ):
     """Each step of a loop of reinforcement learning saves one; another model's and a named one stay."""
@@ -110,14 +108,14 @@ async def test_samplers_without_a_name_give_way_to_newer_ones_of_their_model(
 
 
 @pytest.mark.parametrize("service", [{"keep_samplers": 1, "sampler_idle_sec": 3600}], indirect=True)
-async def test_a_sampler_in_use_stays_though_it_is_old(service: TinkerService, alice: Client, model: str):
+async def test_sampler_in_use_is_kept_when_old(service: TinkerService, alice: Client, model: str):
     for step in range(3):
         await alice.result(await alice.save_sampler(model, step + 1, sampling_session_seq_id=step))
     await service._cleanup.collect_garbage()
     await alice.result(await alice.sample(f"{alice.session_id}:sample:0", 0))
 
 
-async def test_the_same_sample_again_is_the_same_sample(alice: Client, tmp_path: Path):
+async def test_repeated_sample_is_deduplicated(alice: Client, tmp_path: Path):
     sampler = await alice.sampler(0, base_model="alias")
     assert sampler == await alice.sampler(0, base_model="alias")
     answers = await asyncio.gather(*(alice.sample(sampler, 5, num_samples=2) for _ in range(4)))
@@ -132,7 +130,7 @@ async def test_the_same_sample_again_is_the_same_sample(alice: Client, tmp_path:
 
 
 @pytest.mark.parametrize("service", [{"stable_reinforce_as": "ppo"}, {}], indirect=True)
-async def test_stability_info_is_taken_only_where_another_loss_stands_in(service: TinkerService, alice: Client):
+async def test_stability_info_is_accepted_only_with_loss_substitute(service: TinkerService, alice: Client):
     asked = alice.sample(await alice.sampler(0, base_model="tiny"), 0, record_stability_info=True)
     if service._config.stable_reinforce_as:
         assert (await alice.result(await asked))["state"] == "base"
@@ -140,7 +138,7 @@ async def test_stability_info_is_taken_only_where_another_loss_stands_in(service
         await refused(400, asked, "serve with --stable-reinforce-as importance_sampling")
 
 
-async def test_samples_without_a_sampler(alice: Client, model: str):
+async def test_samples_without_sampler(alice: Client, model: str):
     path = (await alice.result(await alice.save(model, 1, "one")))["path"]
     assert (await alice.result(await alice.sample(None, base_model="tiny")))["state"] == "base"
     assert (await alice.result(await alice.sample(None, model_path=path)))["state"] == Chain(model).state
@@ -165,7 +163,7 @@ async def test_published_checkpoints_are_usable_by_others(service: TinkerService
 
 
 @pytest.mark.parametrize("service", [{"max_sample_tokens_pending": 100}], indirect=True)
-async def test_one_tenants_long_samples_leave_room_for_others(service: TinkerService):
+async def test_long_samples_of_tenant_leave_room_for_others(service: TinkerService):
     await without_engine(service)
     alice, bob = await Client(service).begin(), await Client(service, "bob").begin()
     base, other = await alice.sampler(0, base_model="tiny"), await bob.sampler(0, base_model="tiny")
@@ -180,7 +178,7 @@ async def test_one_tenants_long_samples_leave_room_for_others(service: TinkerSer
     assert await alice.sample(base, 1, **long), "what was accepted is accepted"
 
 
-async def test_a_session_takes_its_samplers_along(service: TinkerService, alice: Client, model: str, tmp_path: Path):
+async def test_deleting_session_deletes_samplers(service: TinkerService, alice: Client, model: str, tmp_path: Path):
     await alice.result(await alice.save_sampler(model, 1, sampling_session_seq_id=0))
     sampler = f"{alice.session_id}:sample:0"
     assert (await service.sessions.get("alice", alice.session_id))["sampler_ids"] == [sampler]
@@ -188,12 +186,12 @@ async def test_a_session_takes_its_samplers_along(service: TinkerService, alice:
     for attempt in (alice.sample(sampler, 1), alice.sampler(1, base_model="tiny")):
         await refused(404, attempt)
     await service._cleanup.collect_garbage()
-    assert not list((tmp_path / "checkpoints").glob("*/samplers/*")), "nobody else can use them"
+    assert not list((tmp_path / "checkpoints").glob("*/samplers/*")), "no other user has them"
     await refused(410, service.sessions.heartbeat("alice", alice.session_id))
     await service.sessions.finish("alice", alice.session_id)
 
 
-async def test_a_number_makes_one_sampler(service: TinkerService, alice: Client, model: str):
+async def test_sampler_number_is_used_once(service: TinkerService, alice: Client, model: str):
     await alice.train(model, 2)  # holds back nothing, but is not done: 1 is missing
     promised = await alice.save_sampler(model, 3, sampling_session_seq_id=9)
     await refused(400, alice.save_sampler(model, 4, sampling_session_seq_id=9), "is taken")

@@ -8,7 +8,7 @@ from tx.tinker.service.sequencer import FURTHEST_AHEAD, Sequencer
 
 
 @pytest.mark.parametrize("arrival", list(itertools.permutations(range(4))))
-def test_every_order_of_arrival_gives_the_order_of_seqs(arrival):
+def test_sequencer_restores_seq_order_for_any_arrival_order(arrival):
     sequencer = Sequencer[str]()
     assert [item for seq in arrival for item in sequencer.offer(seq, f"r{seq}", now=0.0)] == ["r0", "r1", "r2", "r3"]
     assert (sequencer.next_seq, sequencer.num_waiting) == (4, 0)
@@ -25,7 +25,7 @@ def test_every_order_of_arrival_gives_the_order_of_seqs(arrival):
         ([(1, None), (2, None), (3, "c")], [[], [], ["c"]]),
     ],
 )
-def test_a_refused_request_only_uses_up_its_seq(offers, due):
+def test_refused_request_only_consumes_seq(offers, due):
     sequencer = Sequencer[str](next_seq=1)
     assert [sequencer.offer(seq, item, now=0.0) for seq, item in offers] == due
 
@@ -45,7 +45,7 @@ def test_no_client_is_so_far_ahead(seq, too_far):
     assert Sequencer[str]().too_far(seq) is too_far
 
 
-def test_a_gap_is_given_up_with_those_directly_behind_it():
+def test_sequence_gap_is_abandoned_with_directly_following_requests():
     sequencer = Sequencer[str](next_seq=2)
     for seq, now in [(3, 10.0), (4, 20.0), (6, 30.0)]:
         assert sequencer.offer(seq, f"r{seq}", now=now) == []
@@ -57,7 +57,7 @@ def test_a_gap_is_given_up_with_those_directly_behind_it():
     assert sequencer.offer(5, "r5", now=40.0) == ["r5", "r6"]
 
 
-def test_sequence_without_a_gap_gives_up_nothing_and_waiting_requests_can_be_abandoned():
+def test_sequence_without_gap_abandons_nothing_and_drain_returns_waiting():
     sequencer = Sequencer[str]()
     sequencer.offer(0, "r0", now=0.0)
     assert sequencer.give_up(waiting_since_before=1e9) is None

@@ -14,9 +14,9 @@ from tx.tinker.storage.db_models import ModelRow, SessionRow
 pytestmark = pytest.mark.process
 
 
-async def test_a_session_without_heartbeat_ends_and_takes_its_models_along(tmp_path: Path):
+async def test_session_without_heartbeat_ends_and_unloads_models(tmp_path: Path):
     async with running(tmp_path, session_timeout_sec=2, session_cleanup_interval_sec=0) as service:
-        await service._link.known_info(30)
+        await service._link.wait_for_info(30)
         silent, alive = await Client(service).begin(), await Client(service, "bob").begin()
 
         async def beat() -> None:
@@ -39,8 +39,8 @@ async def test_a_session_without_heartbeat_ends_and_takes_its_models_along(tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("service", [{"session_timeout_sec": 2, "session_cleanup_interval_sec": 0}], indirect=True)
-async def test_whatever_is_asked_keeps_a_session_alive(service: TinkerService):
-    await service._link.known_info(30)
+async def test_any_request_keeps_session_alive(service: TinkerService):
+    await service._link.wait_for_info(30)
     trains, samples, polls = [await Client(service, tenant).begin() for tenant in ("alice", "bob", "carol")]
     model, base = await trains.model(), await samples.sampler(0, base_model="tiny")
     late = await polls.train(await polls.model(), 2)  # 1 never comes
@@ -52,7 +52,7 @@ async def test_whatever_is_asked_keeps_a_session_alive(service: TinkerService):
 
 
 @pytest.mark.slow
-async def test_sessions_have_the_whole_timeout_again_after_a_restart(alice: Client, model: str, tmp_path: Path):
+async def test_session_timeout_restarts_after_server_restart(alice: Client, model: str, tmp_path: Path):
     await alice.train(model, 2)  # 1 is missing
     first = await alice.train(model, 1)
     await alice.result(first)
@@ -70,7 +70,7 @@ async def test_sessions_have_the_whole_timeout_again_after_a_restart(alice: Clie
         assert rows[0].last_heartbeat_at > long_ago
 
 
-async def test_requests_accepted_before_a_restart_are_done_after_it(alice: Client, model: str, tmp_path: Path):
+async def test_accepted_requests_complete_after_restart(alice: Client, model: str, tmp_path: Path):
     answers = {seq: await alice.train(model, seq) for seq in (1, 2, 3, 5)}
     saving = await alice.save_sampler(model, 6, sampling_session_seq_id=0)
     sample = await alice.sample(await alice.sampler(1, base_model="tiny"), 0)
@@ -86,9 +86,7 @@ async def test_requests_accepted_before_a_restart_are_done_after_it(alice: Clien
         assert (await alice.result(await alice.sample(sampler, 0)))["state"] == chain.state
 
 
-async def test_an_unload_is_finished_after_a_restart_without_bringing_the_model_back(
-    alice: Client, model: str, tmp_path: Path
-):
+async def test_unload_completes_after_restart_without_restoring_model(alice: Client, model: str, tmp_path: Path):
     await without_engine(alice.service)
     gone = await alice.service.models.unload("alice", model)
     async with restarted(alice, tmp_path) as service:
@@ -97,9 +95,7 @@ async def test_an_unload_is_finished_after_a_restart_without_bringing_the_model_
 
 
 @pytest.mark.slow
-async def test_a_session_that_ended_with_the_server_unloads_its_models_afterwards(
-    alice: Client, model: str, tmp_path: Path
-):
+async def test_models_of_session_ended_with_server_are_unloaded_at_restart(alice: Client, model: str, tmp_path: Path):
     ended = update(SessionRow).values(ended_at=time.time(), end_reason="finished")  # and then it was killed
     await alice.service._store.write(lambda database: database.execute(ended))
     async with restarted(alice, tmp_path):
@@ -107,7 +103,7 @@ async def test_a_session_that_ended_with_the_server_unloads_its_models_afterward
 
 
 @pytest.mark.parametrize("service", [{"result_ttl_sec": 0}], indirect=True)
-async def test_results_are_kept_for_a_while_after_they_were_fetched(service: TinkerService, alice: Client, model: str):
+async def test_results_are_kept_temporarily_after_fetch(service: TinkerService, alice: Client, model: str):
     base = await alice.sampler(0, base_model="tiny")
     sample = await alice.sample(base, 0)
     passes = [await alice.train(model, seq) for seq in range(1, 7)]

@@ -9,7 +9,7 @@ from service_users import Chain, Client, pass_of, refused, restarted, until
 
 from tx.errors import Busy
 from tx.tinker.service import intake
-from tx.tinker.service.repetitions import digest_of
+from tx.tinker.service.repetitions import compute_digest
 from tx.tinker.service.results import TryAgain
 from tx.tinker.service.service import TinkerService
 from tx.tinker.wire import schemas
@@ -18,7 +18,7 @@ from tx.tinker.wire.codec import TrainingRequest
 pytestmark = pytest.mark.process
 
 
-async def test_a_pass_a_step_and_their_results(alice: Client, model: str):
+async def test_pass_and_step_return_results(alice: Client, model: str):
     first, second = await alice.train(model, 1), await alice.step(model, 2)
     assert first == {"request_id": f"{model}:1", "model_id": model}
     assert (await alice.result(first))["state"] == Chain(model).train(1).state
@@ -32,7 +32,7 @@ async def test_early_requests_are_done_in_order(alice: Client, model: str):
         assert (await alice.result(answers[seq]))["state"] == chain.train(seq).state
 
 
-async def test_the_same_request_again_is_the_same_request(service: TinkerService, alice: Client, model: str):
+async def test_repeated_request_is_deduplicated(service: TinkerService, alice: Client, model: str):
     answers = await asyncio.gather(*(alice.train(model, 1) for _ in range(5)))
     await alice.result(answers[0])
     answers.append(await alice.train(model, 1))
@@ -41,7 +41,7 @@ async def test_the_same_request_again_is_the_same_request(service: TinkerService
     assert await alice.model() == model
 
 
-async def test_a_number_that_comes_again_with_other_content_is_refused(
+async def test_reused_seq_with_other_content_is_refused(
     service: TinkerService, alice: Client, model: str, tmp_path: Path
 ):
     other = "came before with other content"
@@ -70,17 +70,17 @@ async def test_a_number_that_comes_again_with_other_content_is_refused(
         assert await alice.save(model, 3, "a") == {"request_id": f"{model}:3", "model_id": model}
 
 
-async def test_a_release_with_a_further_field_knows_the_requests_of_the_one_before():
+async def test_release_with_additional_field_deduplicates_requests_of_previous():
     class Later(schemas.OptimStepRequest):
         added: int | None = None
 
     Later.__name__ = schemas.OptimStepRequest.__name__
     same = {"model_id": "m", "seq_id": 1}
-    before, now = [await digest_of(kind.model_validate(same)) for kind in (schemas.OptimStepRequest, Later)]
-    assert before == now != await digest_of(Later(**same, added=1))
+    before, now = [await compute_digest(kind.model_validate(same)) for kind in (schemas.OptimStepRequest, Later)]
+    assert before == now != await compute_digest(Later(**same, added=1))
 
 
-async def test_a_refused_request_uses_up_its_seq_and_says_the_same_again(alice: Client, model: str, tmp_path: Path):
+async def test_refused_request_consumes_seq_and_repeats_refusal(alice: Client, model: str, tmp_path: Path):
     bad = pass_of(model, 1)
     bad.data[0].tokens[2] = 1000
     for _ in range(2):
@@ -98,16 +98,16 @@ async def test_a_refused_request_uses_up_its_seq_and_says_the_same_again(alice: 
 
 
 @pytest.mark.parametrize("service", [{"seq_gap_timeout_sec": 1}], indirect=True)
-async def test_a_gap_that_nobody_fills_is_given_up(service: TinkerService, alice: Client, model: str):
+async def test_unfilled_gap_is_abandoned(service: TinkerService, alice: Client, model: str):
     stranded = [await alice.train(model, 2), await alice.step(model, 3)]
     for answer in stranded:
         stored = await alice.stored(answer)
         assert (stored.category, "seq_id 1 did not arrive within 1 s" in (stored.error or "")) == ("user", True)
-    await refused(400, alice.train(model, 1), "seq_id 1 comes too late")
+    await refused(400, alice.train(model, 1), "seq_id 1 arrived too late")
     assert (await alice.result(await alice.train(model, 4)))["state"] == Chain(model).train(4).state
 
 
-async def test_a_seq_far_ahead_and_a_pass_without_data_are_mistakes(alice: Client, model: str):
+async def test_distant_seq_and_pass_without_data_are_refused(alice: Client, model: str):
     await refused(400, alice.train(model, 2_000_000), "seq_id must be 1 to 10001 by now; got 2000000")
     empty = TrainingRequest(model, 1, [], "cross_entropy")
     await refused(400, alice.submit_pass(empty), "data must hold at least one datum")
@@ -146,7 +146,7 @@ async def test_another_tenants_things_do_not_exist(service: TinkerService, alice
     assert (await alice.result(await alice.train(model, 2)))["state"] == Chain(model).train(2).state
 
 
-async def test_a_wrong_model_is_refused_at_once(service: TinkerService, alice: Client):
+async def test_wrong_model_is_refused_immediately(service: TinkerService, alice: Client):
     await refused(400, alice.model(rank=1000), r"lora_config\.rank must be 1 to 64; got 1000")
     request = schemas.CreateModelRequest(session_id=alice.session_id, model_seq_id=0, base_model="gpt-9")
     names = "base_model must be 'tiny' or 'alias', which is served here; got 'gpt-9'"
@@ -158,9 +158,7 @@ async def test_a_wrong_model_is_refused_at_once(service: TinkerService, alice: C
 
 
 @pytest.mark.parametrize("service", [{"share_expert_matrices": True}], indirect=True)
-async def test_models_stay_with_shared_or_separate_expert_matrices_when_the_setting_changes(
-    service: TinkerService, alice: Client, tmp_path: Path
-):
+async def test_models_keep_expert_layout_when_setting_changes(service: TinkerService, alice: Client, tmp_path: Path):
     sharing = await alice.model()
     await alice.result(await alice.save(sharing, 1, "kept"))
     async with restarted(alice, tmp_path) as service:
@@ -170,7 +168,7 @@ async def test_models_stay_with_shared_or_separate_expert_matrices_when_the_sett
         assert [run.lora.share_experts for run in runs] == [True, False, True]
 
 
-async def test_a_failed_step_is_part_of_the_history(service: TinkerService, alice: Client, model: str):
+async def test_failed_step_is_part_of_history(service: TinkerService, alice: Client, model: str):
     stored = await alice.stored(await alice.step(model, 1, FAIL))
     assert (stored.error, stored.category, stored.body) == ("not finite", "user", None)
     service._link.kill("the test says so")
@@ -178,7 +176,7 @@ async def test_a_failed_step_is_part_of_the_history(service: TinkerService, alic
     assert result["state"] == Chain(model).failed(1).train(2).state
 
 
-async def test_an_unloaded_model_does_first_what_was_accepted(
+async def test_unloaded_model_first_completes_accepted_requests(
     service: TinkerService, alice: Client, model: str, tmp_path: Path
 ):
     accepted = [await alice.train(model, seq) for seq in (1, 2, 5)]
@@ -192,7 +190,7 @@ async def test_an_unloaded_model_does_first_what_was_accepted(
 
 
 @pytest.mark.parametrize("service", [{"max_runs_gb": 1e-9}], indirect=True)
-async def test_run_folders_beyond_the_limit_go_with_unloaded_models_alone(
+async def test_run_folders_beyond_limit_are_removed_only_for_unloaded_models(
     service: TinkerService, alice: Client, model: str, tmp_path: Path
 ):
     live = await alice.model(1)
@@ -201,13 +199,13 @@ async def test_run_folders_beyond_the_limit_go_with_unloaded_models_alone(
     gone, stays = (tmp_path / "state" / "runs" / each.replace(":", "_") for each in (model, live))
     await until(lambda: gone.is_dir() and stays.is_dir())
     await alice.result(await service.models.unload("alice", model))
-    await service._limit_run_folders()
+    await service._remove_old_run_folders()
     await until(lambda: not gone.exists())
     assert stays.is_dir() and (tmp_path / "state" / "runs" / "server").is_dir()
 
 
 @pytest.mark.parametrize("service", [{"max_pending_per_tenant": 3, "max_sample_tokens_pending": 100}], indirect=True)
-async def test_too_much_is_refused_without_using_up_a_seq(service: TinkerService, alice: Client, model: str):
+async def test_overload_is_refused_without_consuming_seq(service: TinkerService, alice: Client, model: str):
     early = [await alice.train(model, seq) for seq in (2, 3, 4)]
     with pytest.raises(Busy) as busy:
         await alice.train(model, 5)
@@ -247,7 +245,7 @@ async def test_tokens_per_minute_delay_their_tenant_alone_and_in_order(
 @pytest.mark.parametrize(
     "service", [{"max_tokens_per_minute_per_tenant": 120, "seq_gap_timeout_sec": 1}], indirect=True
 )
-async def test_a_delayed_request_that_is_given_up_stops_its_model_for_a_time_alone(
+async def test_abandoned_delayed_request_stops_model_temporarily(
     service: TinkerService, alice: Client, model: str, monkeypatch: pytest.MonkeyPatch
 ):
     await alice.train(model, 1, length=60, copies=5)
@@ -263,7 +261,7 @@ async def test_a_delayed_request_that_is_given_up_stops_its_model_for_a_time_alo
     assert (await alice.result(await alice.train(model, 4)))["state"]
 
 
-async def test_a_poll_waits_and_says_try_again(service: TinkerService, alice: Client, model: str):
+async def test_poll_waits_then_returns_try_again(service: TinkerService, alice: Client, model: str):
     early = await alice.train(model, 2)
     polls = [service.futures.retrieve("alice", early["request_id"], 0.2) for _ in range(500)]
     assert set(await asyncio.gather(*polls)) == {TryAgain(f"{model}:2", "active", None)}
@@ -273,9 +271,7 @@ async def test_a_poll_waits_and_says_try_again(service: TinkerService, alice: Cl
     assert len({result["state"] for result in await asyncio.gather(*waiting)}) == 1
 
 
-async def test_large_payloads_and_results_are_files_only_as_long_as_they_are_needed(
-    alice: Client, model: str, tmp_path: Path
-):
+async def test_large_payload_and_result_files_exist_only_while_needed(alice: Client, model: str, tmp_path: Path):
     chain = Chain(model)
     for seq in range(1, 7):
         chain.train(seq, length=60, copies=50)

@@ -26,7 +26,7 @@ def recorded(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.process
-async def test_server_names_the_engine_that_is_stopped(recorded: Path):
+async def test_server_names_stopped_engine(recorded: Path):
     async with running(recorded) as service:
         alice = await Client(service).begin()
         model = await alice.model()

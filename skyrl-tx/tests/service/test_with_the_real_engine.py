@@ -47,7 +47,7 @@ async def story(folder: Path, base_model: Path, *, kill: bool) -> list:
     return results
 
 
-async def test_a_killed_engine_changes_no_loss_and_no_sample(tmp_path: Path, tiny_model: Path):
+async def test_killed_engine_changes_no_loss_and_no_sample(tmp_path: Path, tiny_model: Path):
     undisturbed = await asyncio.wait_for(story(tmp_path / "a", tiny_model, kill=False), 120)
     disturbed = await asyncio.wait_for(story(tmp_path / "b", tiny_model, kill=True), 120)
     assert disturbed == undisturbed

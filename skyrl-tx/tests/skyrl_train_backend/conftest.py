@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # for the helpers beside this file; importlib mode does not
+sys.path.insert(0, str(Path(__file__).parent))  # for the helpers in this folder; importlib mode does not
 
 from engines_of_tests import Engines, trained_adapter
 

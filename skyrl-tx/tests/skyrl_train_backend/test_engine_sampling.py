@@ -18,8 +18,8 @@ SPECS = {
     "greedy, with scores": spec(temperature=0.0, scores=True),
     "truncated": spec(4, temperature=0.7, top_k=9, top_p=0.9),
     "scores at a temperature": spec(3, temperature=0.5, scores=True),
-    "likeliest tokens of the prompt": spec(top=3),
-    "likeliest tokens and scores of several": spec(2, temperature=0.5, scores=True, top=2),
+    "top-k tokens of the prompt": spec(top=3),
+    "top-k tokens and scores of several": spec(2, temperature=0.5, scores=True, top=2),
     "scores of one": spec(max_tokens=1, scores=True),
     "the end of sequence": spec(6, max_tokens=80, stop_at_eos=True),
     "stop tokens": spec(3, max_tokens=80, stop_token_ids=(17, 40)),
@@ -27,7 +27,7 @@ SPECS = {
 }
 
 
-async def test_answers_are_those_of_the_torch_backend(engines_of, adapter, tiny_model: Path):
+async def test_completions_match_torch_backend(engines_of, adapter, tiny_model: Path):
     native = NativeSampling(tiny_model)
     await native.start()
     async with engines_of(num_engines=2) as engines:
@@ -46,7 +46,7 @@ async def test_answers_are_those_of_the_torch_backend(engines_of, adapter, tiny_
     await native.close()
 
 
-async def test_requests_that_engines_cannot_do_are_refused_by_name_and_the_users_fault(engines_of, adapter):
+async def test_requests_unsupported_by_engines_are_refused_as_user_error(engines_of, adapter):
     async with engines_of(takes_head=False) as engines:
         with pytest.raises(
             ModelError, match=r"train_unembed=false, or serve with generator\.backend=native"
@@ -73,7 +73,7 @@ async def test_more_adapters_than_there_is_room_for_take_turns(engines_of, adapt
     assert len({tuple(output.sequences[0].tokens) for output in alone}) == 3
 
 
-async def test_engines_that_die_cost_nothing_but_time(engines_of, adapter):
+async def test_engine_crash_costs_only_time(engines_of, adapter):
     """Requests under way go on, and adapters are there again, in every engine."""
     long = spec(2, max_tokens=150)
     async with engines_of(num_engines=2) as engines, asyncio.timeout(120):
@@ -89,7 +89,7 @@ async def test_engines_that_die_cost_nothing_but_time(engines_of, adapter):
         assert engines.client.take_metrics()["engines/restarts"] == 2
 
 
-async def test_an_adapter_is_loaded_though_the_engine_dies_at_that_moment(engines_of, adapter):
+async def test_adapter_is_loaded_despite_simultaneous_engine_crash(engines_of, adapter):
     async with engines_of(num_engines=2, max_loaded_adapters=1) as engines, asyncio.timeout(120):
         before = await engines.sampling.sample(spec(), adapter(1))
         asking = asyncio.create_task(engines.sampling.sample(spec(), adapter(2)))  # takes the place of the first
@@ -99,7 +99,7 @@ async def test_an_adapter_is_loaded_though_the_engine_dies_at_that_moment(engine
         assert await engines.sampling.sample(spec(), adapter(1)) == before
 
 
-async def test_backend_is_lost_once_the_restarts_are_used_up(engines_of, adapter):
+async def test_backend_is_lost_after_exhausting_restarts(engines_of, adapter):
     async with engines_of(max_restarts=0) as engines, asyncio.timeout(60):
         running = asyncio.create_task(engines.sampling.sample(spec(max_tokens=None), adapter(1)))
         while not engines.sampling.num_running():

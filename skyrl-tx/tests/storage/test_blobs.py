@@ -21,19 +21,19 @@ def test_stored_blob_is_read_back(blobs: Blobs, data: bytes):
     assert blobs.get(blobs.put(data)) == data
 
 
-def test_many_threads_put_at_once_and_a_dropped_blob_is_gone(blobs: Blobs):
+def test_concurrent_puts_succeed_and_dropped_blob_is_removed(blobs: Blobs):
     with ThreadPoolExecutor(8) as threads:
         ids = list(threads.map(lambda i: blobs.put(b"%d" % i), range(200)))
     assert [blobs.get(blob) for blob in ids] == [b"%d" % i for i in range(200)]
     assert blobs.all() == set(ids)
-    for _ in range(2):  # a dropped one is gone and may be dropped again
+    for _ in range(2):  # dropping is idempotent
         blobs.drop(ids[0])
     with pytest.raises(FileNotFoundError):
         blobs.get(ids[0])
     assert blobs.all() == set(ids[1:])
 
 
-def test_only_blobs_of_an_age_are_listed(blobs: Blobs, tmp_path: Path):
+def test_blobs_are_listed_by_minimum_age(blobs: Blobs, tmp_path: Path):
     old, young = blobs.put(b"a"), blobs.put(b"b")
     os.utime(tmp_path / "blobs" / old[:2] / old, (time.time() - 100,) * 2)
     assert blobs.all(min_age_seconds=50) == {old}
@@ -47,14 +47,14 @@ def test_invalid_ids_reach_no_file(blobs: Blobs, name: str):
             method(name)
 
 
-def test_a_disk_that_refuses_leaves_nothing(blobs: Blobs, tmp_path: Path):
+def test_failing_disk_leaves_no_partial_blob(blobs: Blobs, tmp_path: Path):
     (tmp_path / "blobs" / ".partial").rmdir()
     with pytest.raises(OSError):
         blobs.put(b"a")
     assert blobs.all() == set()
 
 
-def test_blobs_belong_to_the_database_that_claimed_them(blobs: Blobs, tmp_path: Path):
+def test_blobs_belong_to_claiming_database(blobs: Blobs, tmp_path: Path):
     blobs.claim("one")
     blobs.claim("one")
     with pytest.raises(ConfigError, match="belong to another database"):
@@ -67,7 +67,7 @@ def test_blobs_belong_to_the_database_that_claimed_them(blobs: Blobs, tmp_path: 
     assert [path.name for path in partials.iterdir()] == ["young"]
 
 
-def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path):
+def test_unwritable_blob_folder_is_refused(tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="state_dir"):
         Blobs(tmp_path / "file" / "blobs")

@@ -1,4 +1,4 @@
-"""URLs, one server a database, versions; a PostgreSQL server that goes away."""
+"""URLs, one server per database, versions, and loss of the PostgreSQL server."""
 
 import asyncio
 import sqlite3
@@ -39,7 +39,7 @@ def add(name: str) -> Any:
         ("sqlite:///:memory:", "forgets all"),
     ],
 )
-def test_unusable_databases_are_refused_with_the_remedy(url: str, says: str):
+def test_unusable_databases_are_refused_with_remedy(url: str, says: str):
     with pytest.raises(ConfigError, match=says):
         Store(url)
 
@@ -56,7 +56,7 @@ async def refusal(url: str) -> str:
     return str(caught.value)
 
 
-async def test_files_that_are_no_database_of_ours_are_refused(tmp_path: Path):
+async def test_foreign_database_files_are_refused(tmp_path: Path):
     (tmp_path / "tx.db").write_text("not a database " * 1000)
     with closing(sqlite3.connect(tmp_path / "tinker.db")) as connection:
         connection.execute("CREATE TABLE sessions (session_id TEXT)")
@@ -75,7 +75,7 @@ async def test_another_schema_is_refused(tmp_path: Path, found: int, says: str):
     assert says in await refusal(url)
 
 
-async def test_a_database_of_the_version_before_is_brought_up_to_date(url: str):
+async def test_previous_database_version_is_migrated(url: str):
     async with opened(url) as store:
         await store.write(add("a"))
     database = Database(url)
@@ -92,7 +92,7 @@ async def test_a_database_of_the_version_before_is_brought_up_to_date(url: str):
                 assert rows == []
 
 
-def test_a_change_of_the_tables_has_a_new_version():
+def test_table_change_requires_new_schema_version():
     """If this fails: raise SCHEMA_VERSION if the last version has users, and write the new fingerprint here."""
     from hashlib import sha256
 
@@ -102,7 +102,7 @@ def test_a_change_of_the_tables_has_a_new_version():
     assert (SCHEMA_VERSION, sha256("".join(tables).encode()).hexdigest()[:8]) == (3, TABLES_OF_VERSION_3)
 
 
-async def test_a_second_server_is_refused_until_the_first_is_gone(url: str):
+async def test_second_server_is_refused_until_first_exits(url: str):
     async with opened(url) as store:
         says = "in use by another server" + " (process " * url.startswith("sqlite")
         assert says in await refusal(url)
@@ -111,7 +111,7 @@ async def test_a_second_server_is_refused_until_the_first_is_gone(url: str):
         assert await store.read(names) == ["a"]
 
 
-async def test_the_password_is_not_said(tmp_path: Path):
+async def test_database_password_is_not_shown(tmp_path: Path):
     text = await refusal("postgresql://user:secret@127.0.0.1:1/name")
     assert "secret" not in text and "127.0.0.1:1" in text
 
@@ -123,12 +123,10 @@ class TestPostgres:
         async with opened(postgres_url) as store:
             yield store
 
-    async def test_a_database_that_is_not_there_is_said(self, postgres: Any):
+    async def test_missing_database_is_reported(self, postgres: Any):
         assert '"nowhere" does not exist' in await refusal(postgres.url("nowhere"))
 
-    async def test_a_lost_connection_is_made_anew_and_units_run_once(
-        self, postgres: Any, postgres_url: str, store: Store
-    ):
+    async def test_lost_connection_is_reopened_and_units_run_once(self, postgres: Any, postgres_url: str, store: Store):
         runs = []
 
         def cut_off(session: Session) -> None:
@@ -143,7 +141,7 @@ class TestPostgres:
         assert await store.read(names) == ["a", "after", "b", "before"]
         assert "in use by another server" in await refusal(postgres_url)  # the new connection holds the lock
 
-    async def test_a_connection_lost_in_the_commit_leaves_it_open_what_stands(self, postgres: Any, store: Store):
+    async def test_connection_lost_in_commit_leaves_outcome_open(self, postgres: Any, store: Store):
         def cut_off(_: Any) -> None:
             postgres.run("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()")
 
@@ -155,7 +153,7 @@ class TestPostgres:
         assert "b" in await store.read(names)
 
     @pytest.mark.slow
-    async def test_a_server_that_comes_back_is_waited_for(self, postgres: Any, store: Store):
+    async def test_restarting_database_server_is_awaited(self, postgres: Any, store: Store):
         await store.write(add("a"))
         await store.read(names)
         await asyncio.to_thread(postgres.stop)
@@ -167,7 +165,7 @@ class TestPostgres:
         assert "a" in await read
         assert await store.read(names) == ["a", "b"]
 
-    async def test_a_server_that_stays_away_is_an_error(self, postgres: Any, postgres_url: str):
+    async def test_unreachable_database_server_is_error(self, postgres: Any, postgres_url: str):
         async with opened(postgres_url, reconnect_seconds=0.5) as store:
             await store.write(add("a"))
             await asyncio.to_thread(postgres.stop)

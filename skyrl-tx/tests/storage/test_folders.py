@@ -15,7 +15,7 @@ from skyrl_gym import whole_folders
 from tx.errors import ConfigError
 from tx.tinker.storage import remote
 from tx.tinker.storage.folders import Folders
-from tx.tinker.storage.manifests import MANIFEST, DamagedFilesError, files_of
+from tx.tinker.storage.manifests import MANIFEST, DamagedFilesError, list_files
 
 RUN = "session_00aa:train:0"
 
@@ -50,15 +50,15 @@ def test_written_folder_is_read_back(folders: Folders, base: str):
     assert folders.size(folder) == 9
 
 
-def test_a_folder_is_replaced_as_a_whole(folders: Folders):
+def test_folder_is_replaced_atomically(folders: Folders):
     folder = folders.place(RUN, "weights", "a")
     for text in ("first", "second", "third"):
         with folders.writing(folder) as path:
             (path / text).write_text(text)
-        assert [path.name for path in files_of(folders.local(folder))] == [text]
+        assert [path.name for path in list_files(folders.local(folder))] == [text]
 
 
-def test_an_error_leaves_what_stood_there(folders: Folders):
+def test_failed_write_keeps_previous_folder(folders: Folders):
     folder = folders.place(RUN, "weights", "a")
     for _ in range(2):
         with pytest.raises(OSError, match="full"), folders.writing(folder) as path:
@@ -73,7 +73,7 @@ def test_an_error_leaves_what_stood_there(folders: Folders):
     assert texts(folders.local(folder)) == ["a", "aa"]
 
 
-def test_a_removed_folder_is_gone_and_may_be_removed_again(folders: Folders):
+def test_removed_folder_is_deleted_and_remove_is_idempotent(folders: Folders):
     kept = write(folders, folders.place(RUN, "weights", "a"), "a")
     removed = write(folders, folders.place(RUN, "weights", "ab"), "b")
     folders.remove(removed)
@@ -90,7 +90,7 @@ def flip_a_byte(path: Path) -> None:
     path.write_bytes(content)
 
 
-def test_each_damaged_file_of_a_local_folder_is_named_and_none_is_archived(tmp_path: Path):
+def test_damaged_local_files_are_named_and_never_archived(tmp_path: Path):
     folders = Folders(str(tmp_path / "base"), tmp_path / "cache")
     folder = write(folders, folders.place(RUN, "weights", "a"), "abc")
     assert texts(folders.verified(folder)) == ["abc", "abcabc"]
@@ -112,7 +112,7 @@ def test_each_damaged_file_of_a_local_folder_is_named_and_none_is_archived(tmp_p
     folders.verified(folder)  # of a release without checksums
 
 
-def test_an_archive_has_its_files_and_no_dates(folders: Folders, tmp_path: Path):
+def test_archive_contains_files_without_dates(folders: Folders, tmp_path: Path):
     folder = folders.place(RUN, "weights", "a")
     digests = set()
     for _ in range(2):
@@ -133,7 +133,7 @@ def test_an_archive_has_its_files_and_no_dates(folders: Folders, tmp_path: Path)
 @pytest.mark.parametrize(
     "part", ["", ".", "..", "a/b", "/etc", "a\\b", "a\0b", "a\n", ".partial", "-a", "a*", "~", "é", "x" * 256]
 )
-def test_no_name_leads_out_of_the_base(folders: Folders, part: str):
+def test_names_cannot_escape_base(folders: Folders, part: str):
     with pytest.raises(ValueError, match="a part of a folder's name"):
         folders.place(RUN, part)
 
@@ -148,7 +148,7 @@ def test_only_places_are_written_or_removed(folders: Folders, folder: str):
             attempt(folder)
 
 
-def test_a_reader_always_finds_a_whole_folder(tmp_path: Path):
+def test_reader_always_finds_complete_folder(tmp_path: Path):
     """The folder is replaced again and again meanwhile, under one name."""
     folders = Folders(str(tmp_path / "base"), tmp_path / "cache")
     folder = write(folders, folders.place("a"), "0")
@@ -157,7 +157,7 @@ def test_a_reader_always_finds_a_whole_folder(tmp_path: Path):
 
     def read() -> None:
         while not done.is_set():
-            descriptor = os.open(folder, os.O_RDONLY)  # what stands there now, whatever its name is next
+            descriptor = os.open(folder, os.O_RDONLY)  # pins the current folder across renames
             try:
                 with open(os.open("adapter.txt", os.O_RDONLY, dir_fd=descriptor)) as file:
                     seen.add(file.read())
@@ -185,7 +185,7 @@ def test_folders_are_replaced_even_if_names_cannot_be_swapped(tmp_path: Path, mo
         assert texts(folders.local(folder)) == [text, text * 2]
 
 
-def test_leftovers_of_dead_writers_are_removed_and_files_of_living_ones_stay(tmp_path: Path):
+def test_leftovers_of_dead_writers_are_removed_and_live_files_kept(tmp_path: Path):
     folders = Folders(str(tmp_path / "base"), tmp_path / "cache")
     partials = tmp_path / "base" / ".partial"
     (partials / "dead").mkdir()
@@ -205,9 +205,7 @@ def test_leftovers_of_dead_writers_are_removed_and_files_of_living_ones_stay(tmp
         ("{tmp_path}/file/base", "checkpoints_base"),
     ],
 )
-def test_a_base_that_cannot_be_or_be_written_is_refused_and_one_of_a_file_url_is_local(
-    tmp_path: Path, base: str, says: str
-):
+def test_unusable_base_is_refused_and_file_url_is_local(tmp_path: Path, base: str, says: str):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=says):
         Folders(base.format(tmp_path=tmp_path), tmp_path / "cache")
@@ -220,20 +218,18 @@ class TestRemote:
     def base(self) -> str:
         return f"memory://{secrets.token_hex(4)}/checkpoints"
 
-    def test_folder_without_its_manifest_does_not_exist(self, folders: Folders):
+    def test_folder_without_manifest_does_not_exist(self, folders: Folders):
         folder = write(folders, folders.place(RUN, "weights", "a"), "a")
         fsspec.filesystem("memory").rm_file(f"{folder}/{remote.MANIFEST}")
         with pytest.raises(FileNotFoundError):
             folders.local(folder)
 
-    def test_a_first_folder_has_plain_names(self, folders: Folders):
+    def test_first_remote_folder_has_plain_names(self, folders: Folders):
         folder = write(folders, folders.place(RUN, "weights", "a"), "a")
         found = fsspec.filesystem("memory").find(folder)
         assert sorted(path.split("/a/")[1] for path in found) == ["adapter.txt", "deep/state.txt", remote.MANIFEST]
 
-    def test_an_upload_that_breaks_off_leaves_the_folder_before(
-        self, folders: Folders, monkeypatch: pytest.MonkeyPatch
-    ):
+    def test_interrupted_upload_keeps_previous_folder(self, folders: Folders, monkeypatch: pytest.MonkeyPatch):
         folder = write(folders, folders.place(RUN, "weights", "a"), "a")
         store = fsspec.filesystem("memory")
         put_file = type(store).put_file
@@ -251,25 +247,25 @@ class TestRemote:
         write(folders, folder, "c")
         assert texts(folders.local(folder)) == ["c", "cc"]
 
-    def test_a_damaged_file_is_said(self, folders: Folders):
+    def test_damaged_remote_file_is_reported(self, folders: Folders):
         folder = write(folders, folders.place(RUN, "weights", "a"), "a")
         fsspec.filesystem("memory").pipe_file(f"{folder}/adapter.txt", b"b")
         with pytest.raises(DamagedFilesError, match=r"adapter\.txt is damaged"):
             folders.local(folder)
 
-    def test_a_damaged_copy_in_the_cache_is_made_again(self, folders: Folders):
+    def test_damaged_cached_copy_is_downloaded_again(self, folders: Folders):
         folder = write(folders, folders.place(RUN, "weights", "a"), "a")
         flip_a_byte(folders.local(folder) / "adapter.txt")
         assert texts(folders.verified(folder)) == ["a", "aa"]
 
-    def test_a_copy_is_made_once(self, folders: Folders):
+    def test_remote_folder_is_downloaded_once(self, folders: Folders):
         folder = write(folders, folders.place(RUN, "weights", "a"), "a")
         copy = folders.local(folder)
         fsspec.filesystem("memory").rm_file(f"{folder}/adapter.txt")
         assert folders.local(folder) == copy
         assert texts(copy) == ["a", "aa"]
 
-    def test_the_cache_forgets_what_was_least_recently_used(self, base: str, tmp_path: Path):
+    def test_cache_evicts_least_recently_used(self, base: str, tmp_path: Path):
         folders = Folders(base, tmp_path / "cache", cache_bytes=2000)
         copies = {}
         for number, name in enumerate("abc"):

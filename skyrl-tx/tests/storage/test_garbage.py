@@ -64,42 +64,40 @@ def requests(session: Session) -> list[str]:
         (True, {"kind": "sample", "delivered_at": None, "completed_at": None, "status": "pending"}),
     ],
 )
-def test_results_that_were_delivered_go_unless_a_replay_needs_them(
-    session: Session, kept: bool, values: dict[str, Any]
-):
+def test_delivered_results_are_removed_unless_replay_needs_them(session: Session, kept: bool, values: dict[str, Any]):
     add_request(session, "r", **values)
     expected = (0, []) if kept else (1, ["r payload", "r result"])
-    assert garbage.deliverable_results(session, NOW, TTL) == expected
+    assert garbage.remove_delivered_results(session, NOW, TTL) == expected
     assert requests(session) == (["r"] if kept else [])
 
 
-def test_payloads_that_no_replay_needs_go_before_their_results(session: Session):
+def test_payloads_unneeded_by_replay_are_removed_before_results(session: Session):
     add_request(session, "in the snapshot", model_id="live", seq=5, delivered_at=None)
     add_request(session, "after it", model_id="live", seq=6, delivered_at=None)
     add_request(session, "waits", status="pending", delivered_at=None, completed_at=None)
-    assert garbage.spent_payloads(session) == (1, ["in the snapshot payload"])
-    assert garbage.spent_payloads(session) == (0, [])
+    assert garbage.remove_spent_payloads(session) == (1, ["in the snapshot payload"])
+    assert garbage.remove_spent_payloads(session) == (0, [])
     rows = session.exec(select(RequestRow).order_by(col(RequestRow.request_id))).all()
     assert [row.payload for row in rows] == ["after it payload", None, "waits payload"]
     assert [row.order for row in rows] == [b"order", None, b"order"]
     assert rows[1].result_blob == "in the snapshot result"
 
 
-def test_a_call_takes_so_many_rows_and_no_more(session: Session, monkeypatch: pytest.MonkeyPatch):
+def test_garbage_collection_bounds_rows_per_call(session: Session, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(garbage, "MOST_AT_ONCE", 2)
     for i in range(5):
         add_request(session, f"{i}")
-    counts = [garbage.deliverable_results(session, NOW, TTL).num_requests for _ in range(4)]
+    counts = [garbage.remove_delivered_results(session, NOW, TTL).num_requests for _ in range(4)]
     assert counts == [2, 2, 1, 0]
 
 
-def test_blobs_that_no_row_names_are_found(session: Session, tmp_path: Path):
+def test_unreferenced_blobs_are_found(session: Session, tmp_path: Path):
     blobs = Blobs(tmp_path / "blobs")
     payload, result, left = (blobs.put(b"x") for _ in range(3))
     add_row(session, RequestRow, request_id="r", tenant="t", kind="train", status="done", created_at=0.0,
             payload=payload, result_blob=result)  # fmt: skip
-    assert garbage.unreferenced_blobs(session, blobs, min_age_seconds=0) == {left}
-    assert garbage.unreferenced_blobs(session, blobs) == set()  # perhaps its row is on the way
+    assert garbage.find_unreferenced_blobs(session, blobs, min_age_seconds=0) == {left}
+    assert garbage.find_unreferenced_blobs(session, blobs) == set()  # perhaps its row is on the way
 
 
 def test_blobs_of_another_database_are_not_taken_for_garbage(session: Session, tmp_path: Path):
@@ -107,7 +105,7 @@ def test_blobs_of_another_database_are_not_taken_for_garbage(session: Session, t
     blobs.claim("another")
     blobs.put(b"x")
     with pytest.raises(ConfigError, match="belong to another database"):
-        garbage.unreferenced_blobs(session, blobs, min_age_seconds=0)
+        garbage.find_unreferenced_blobs(session, blobs, min_age_seconds=0)
 
 
 def add_checkpoint(session: Session, name: str, expires_at: float | None, folder: str) -> None:
@@ -125,21 +123,21 @@ def test_expired_checkpoints_go_with_their_folders(session: Session):
     add_checkpoint(session, "old", NOW - 1, "/old")
     add_checkpoint(session, "young", NOW + 1, "/young")
     add_checkpoint(session, "for ever", None, "/for-ever")
-    assert garbage.expired_checkpoints(session, NOW) == ["/old"]
+    assert garbage.remove_expired_checkpoints(session, NOW) == ["/old"]
     assert sorted(session.exec(select(CheckpointRow.name))) == ["for ever", "young"]
-    assert garbage.scheduled_deletions(session) == ["/old"]
-    garbage.folder_is_gone(session, "/old")
-    assert garbage.scheduled_deletions(session) == []
+    assert garbage.list_scheduled_deletions(session) == ["/old"]
+    garbage.remove_scheduled_deletion(session, "/old")
+    assert garbage.list_scheduled_deletions(session) == []
 
 
-def test_a_folder_that_a_sampler_still_has_stays_until_that_is_gone(session: Session):
+def test_folder_in_use_by_sampler_is_kept_until_sampler_ends(session: Session):
     add_checkpoint(session, "old", NOW - 1, "/old")
     add_sampler(session, "s", "open", "/old")
-    assert garbage.expired_checkpoints(session, NOW) == []
-    assert garbage.ended_samplers(session, NOW, TTL) == []
+    assert garbage.remove_expired_checkpoints(session, NOW) == []
+    assert garbage.remove_ended_samplers(session, NOW, TTL) == []
     session.get_one(SessionRow, "open").ended_at = NOW - 2 * TTL
     session.flush()
-    assert garbage.ended_samplers(session, NOW, TTL) == ["/old"]
+    assert garbage.remove_ended_samplers(session, NOW, TTL) == ["/old"]
 
 
 def test_samplers_of_ended_sessions_go_when_they_have_nothing_to_do(session: Session):
@@ -150,6 +148,6 @@ def test_samplers_of_ended_sessions_go_when_they_have_nothing_to_do(session: Ses
     add_sampler(session, "busy", "ended", "/busy", ephemeral=True)
     add_sampler(session, "living", "open", "/living", ephemeral=True)
     add_request(session, "r", status="pending", sampler_id="busy", completed_at=None, delivered_at=None)
-    assert garbage.ended_samplers(session, NOW, TTL) == ["/own"]
+    assert garbage.remove_ended_samplers(session, NOW, TTL) == ["/own"]
     assert sorted(session.exec(select(SamplerRow.sampler_id))) == ["busy", "living"]
-    assert garbage.ended_samplers(session, NOW, TTL) == []
+    assert garbage.remove_ended_samplers(session, NOW, TTL) == []

@@ -1,4 +1,4 @@
-"""kill -9 of a process that writes, at random moments: what it was told that stands, stands; nothing is half there.
+"""kill -9 of a writing process at random moments: acknowledged writes survive, and none is partial.
 
 TX_KILLS sets how often (5)."""
 
@@ -18,7 +18,7 @@ from tx.tinker.storage import garbage
 from tx.tinker.storage.blobs import Blobs
 from tx.tinker.storage.db_models import RequestRow, SessionRow
 from tx.tinker.storage.folders import Folders
-from tx.tinker.storage.manifests import files_of
+from tx.tinker.storage.manifests import list_files
 from tx.tinker.storage.store import Store
 
 pytestmark = pytest.mark.process
@@ -29,7 +29,7 @@ from pathlib import Path
 from tx.tinker.storage.blobs import Blobs
 from tx.tinker.storage.db_models import RequestRow, SessionRow
 from tx.tinker.storage.folders import Folders
-from tx.tinker.storage.manifests import files_of
+from tx.tinker.storage.manifests import list_files
 from tx.tinker.storage.rows import add_row
 from tx.tinker.storage.store import Store
 
@@ -90,7 +90,7 @@ def check_folders(state: Path, told: dict[str, str]) -> None:
     for number, last in told.items():
         texts = [
             path.read_text()
-            for path in files_of(folders.verified(folders.place(f"session_0:train:{number}", "weights", "a")))
+            for path in list_files(folders.verified(folders.place(f"session_0:train:{number}", "weights", "a")))
         ]
         assert len(texts) == 3 and len(set(texts)) == 1
         life, i = map(int, texts[0].split()[0].split("."))
@@ -111,7 +111,7 @@ async def check_rows(url: str, state: Path, told: set[str]) -> int:
     for row in requests:
         assert row.payload is not None
         assert hashlib.sha256(blobs.get(row.payload)).hexdigest() == row.tenant
-    left = await store.read(lambda session: garbage.unreferenced_blobs(session, blobs, min_age_seconds=0))
+    left = await store.read(lambda session: garbage.find_unreferenced_blobs(session, blobs, min_age_seconds=0))
     for blob in left:
         blobs.drop(blob)
     assert blobs.all() == {row.payload for row in requests}
@@ -120,7 +120,7 @@ async def check_rows(url: str, state: Path, told: set[str]) -> int:
 
 
 @pytest.mark.parametrize("database", ["sqlite", pytest.param("postgres", marks=pytest.mark.slow)])
-async def test_acknowledged_writes_survive_a_kill(database: str, tmp_path: Path, request: pytest.FixtureRequest):
+async def test_acknowledged_writes_survive_kill(database: str, tmp_path: Path, request: pytest.FixtureRequest):
     url = f"sqlite:///{tmp_path / 'tx.db'}"
     if database == "postgres":
         url = request.getfixturevalue("postgres_url")

@@ -1,4 +1,4 @@
-"""Units, groups, reads, and what a caller is told when the database fails. On sqlite and on a PostgreSQL server."""
+"""Units, groups, reads, and errors when the database fails. On sqlite and PostgreSQL."""
 
 import asyncio
 import threading
@@ -31,7 +31,7 @@ def add(name: str) -> Callable[[Session], None]:
 
 
 class Held:
-    """A unit that holds the writer until it is let go: what is written meanwhile makes one group."""
+    """Unit that blocks the writer until released, so that later writes form one group."""
 
     def __init__(self) -> None:
         self.running, self.go = threading.Event(), threading.Event()
@@ -56,7 +56,7 @@ async def write_as_one_group(store: Store, *units: Callable[[Session], Any]) -> 
     return await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_rows_keep_their_values_have_defaults_without_the_mapper_and_integers_of_64_bits(store: Store):
+async def test_rows_round_trip_with_sql_defaults_and_64_bit_integers(store: Store):
     def unit(session: Session) -> SessionRow:
         add_row(session, SessionRow, session_id="b", tenant="local", created_at=0.0, last_heartbeat_at=0.0)
         add_row(session, RequestRow, request_id="r", tenant="t", kind="sample", status="done", created_at=0.0,
@@ -72,7 +72,7 @@ async def test_rows_keep_their_values_have_defaults_without_the_mapper_and_integ
     assert (await store.read(lambda session: session.get_one(RequestRow, "r"))).seq == 2**63 - 1
 
 
-async def test_units_run_in_the_order_of_the_calls_and_see_those_before(store: Store):
+async def test_units_run_in_call_order_and_see_earlier_ones(store: Store):
     def count(session: Session) -> int:
         number = len(names(session))
         add(f"{number:03}")(session)
@@ -81,7 +81,7 @@ async def test_units_run_in_the_order_of_the_calls_and_see_those_before(store: S
     assert await asyncio.gather(*(store.write(count) for _ in range(200))) == list(range(200))
 
 
-async def test_units_that_wait_share_a_commit(store: Store):
+async def test_waiting_units_share_commit(store: Store):
     commits = []
     event.listen(store._database.writer, "commit", commits.append)
     await write_as_one_group(store, *(add(f"{i}") for i in range(100)))
@@ -89,7 +89,7 @@ async def test_units_that_wait_share_a_commit(store: Store):
     assert len(await store.read(names)) == 100
 
 
-async def test_a_unit_that_fails_is_rolled_back_alone(store: Store):
+async def test_failing_unit_is_rolled_back_alone(store: Store):
     def fails_late(session: Session) -> None:
         add("b")(session)
         session.flush()
@@ -101,7 +101,7 @@ async def test_a_unit_that_fails_is_rolled_back_alone(store: Store):
     assert await store.read(names) == ["a", "c"]
 
 
-async def test_a_row_that_the_caller_made_stands_beside_a_unit_that_fails(store: Store):
+async def test_row_built_by_caller_survives_failing_unit_in_group(store: Store):
     """The failure undoes the whole group, and all of it runs again with the same row."""
     row = SessionRow(session_id="mine", tenant="local", created_at=0.0, last_heartbeat_at=0.0)
     runs = []
@@ -115,7 +115,7 @@ async def test_a_row_that_the_caller_made_stands_beside_a_unit_that_fails(store:
     assert len(runs) == 2 and await store.read(names) == ["mine"]
 
 
-async def test_a_part_of_a_unit_may_fail(store: Store):
+async def test_savepoint_within_unit_may_fail(store: Store):
     def unit(session: Session) -> str:
         add("new")(session)
         session.flush()
@@ -130,7 +130,7 @@ async def test_a_part_of_a_unit_may_fail(store: Store):
     assert await store.read(names) == ["new"]
 
 
-async def test_a_unit_that_hides_an_error_is_told(store: Store):
+async def test_unit_hiding_error_is_reported(store: Store):
     def unit(session: Session) -> None:
         add("a")(session)
         session.flush()
@@ -139,7 +139,7 @@ async def test_a_unit_that_hides_an_error_is_told(store: Store):
         try:
             session.flush()
         except IntegrityError:
-            return  # and "a" is gone too
+            return  # and "a" is rolled back too
 
     with pytest.raises(RuntimeError, match="begin_nested"):
         await store.write(unit)
@@ -147,12 +147,12 @@ async def test_a_unit_that_hides_an_error_is_told(store: Store):
 
 
 @pytest.mark.parametrize("end", [Session.commit.__name__, Session.rollback.__name__])
-async def test_a_unit_does_not_end_its_transaction(store: Store, end: str):
+async def test_unit_cannot_end_transaction(store: Store, end: str):
     with pytest.raises(RuntimeError, match="a unit does not"):
         await store.write(lambda session: getattr(session, end)())
 
 
-async def test_a_unit_may_raise_anything(store: Store):
+async def test_unit_may_raise_any_exception(store: Store):
     with pytest.raises(RuntimeError, match="StopIteration"):
         await store.write(lambda _: next(iter(())))
     with pytest.raises(SystemExit):
@@ -161,7 +161,7 @@ async def test_a_unit_may_raise_anything(store: Store):
 
 
 @SQLITE
-async def test_a_failed_commit_fails_its_group_and_no_other(store: Store):
+async def test_failed_commit_fails_only_own_group(store: Store):
     def orphan(session: Session) -> None:  # its missing session is found at the commit
         session.execute(text("PRAGMA defer_foreign_keys=ON"))
         values = {"lora_rank": 8, "lora_seed": 0, "train_attn": True, "train_mlp": True, "train_unembed": True}
@@ -177,7 +177,7 @@ async def test_a_failed_commit_fails_its_group_and_no_other(store: Store):
 
 
 @SQLITE
-async def test_a_full_disk_is_said_and_passes(store: Store):
+async def test_full_disk_is_reported_and_recoverable(store: Store):
     def pages(session: Session) -> int:
         return session.execute(text("PRAGMA page_count")).scalar_one()
 
@@ -191,13 +191,13 @@ async def test_a_full_disk_is_said_and_passes(store: Store):
     await store.write(limit(await store.write(pages) + 5))
     results = await write_as_one_group(store, add("a"), large, add("b"))
     assert any("full" in str(result) for result in results)
-    for name, result in zip("ab", (results[0], results[2]), strict=True):  # told that it stands, or that it does not
+    for name, result in zip("ab", (results[0], results[2]), strict=True):  # reported as committed or not
         assert (result is None) == (name in await store.read(names))
     await store.write(limit(1_000_000))
     await store.write(large)
 
 
-async def test_a_cancelled_caller_leaves_a_whole_unit(store: Store):
+async def test_cancelled_caller_leaves_complete_unit(store: Store):
     held = Held()
     first = await held.begin(store)
 
@@ -230,7 +230,7 @@ async def test_callers_wait_for_room(url: str):
         assert await store.read(names) == [f"{i:02}" for i in range(20) if i != 10]
 
 
-async def test_reads_do_not_wait_for_the_writer(store: Store):
+async def test_reads_do_not_wait_for_writer(store: Store):
     await store.write(add("a"))
     held = Held()
 
@@ -247,7 +247,7 @@ async def test_reads_do_not_wait_for_the_writer(store: Store):
     assert await store.read(names) == ["a", "b"]
 
 
-async def test_a_read_sees_one_moment(store: Store):
+async def test_read_sees_consistent_snapshot(store: Store):
     between, go = threading.Event(), threading.Event()
 
     def twice(session: Session) -> tuple[list[str], list[str]]:
@@ -263,7 +263,7 @@ async def test_a_read_sees_one_moment(store: Store):
     assert await read == ([], [])
 
 
-async def test_a_read_cannot_write(store: Store):
+async def test_read_cannot_write(store: Store):
     def unit(session: Session) -> None:
         add("a")(session)
         session.flush()
@@ -272,7 +272,7 @@ async def test_a_read_cannot_write(store: Store):
         await store.read(unit)
 
 
-async def test_close_finishes_what_had_room_and_refuses_the_rest(url: str):
+async def test_close_finishes_started_units_and_refuses_rest(url: str):
     store = Store(url, max_waiting=50)
     await store.start()
     tasks = [asyncio.create_task(store.write(add(f"{i}"))) for i in range(80)]
@@ -290,7 +290,7 @@ async def test_close_finishes_what_had_room_and_refuses_the_rest(url: str):
         assert again.database_id == store.database_id
 
 
-def test_a_loop_that_ends_without_close_hangs_nobody(url: str):
+def test_event_loop_ending_without_close_hangs_no_caller(url: str):
     tasks = []
 
     async def forget() -> Store:
@@ -307,7 +307,7 @@ def test_a_loop_that_ends_without_close_hangs_nobody(url: str):
 
 
 @pytest.mark.process
-async def test_a_thousand_callers_beside_megabytes(store: Store, tmp_path: Path):
+async def test_store_serves_thousand_callers_next_to_megabytes(store: Store, tmp_path: Path):
     """Large data is stored beside the rows (`blobs.py`), so it does not delay them in the queue."""
     blobs = Blobs(tmp_path / "blobs")
 

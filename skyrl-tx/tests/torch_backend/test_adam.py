@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tx.errors import ModelError
-from tx.tinker.backends.torch.adam import AdamState, adamw, clipped
+from tx.tinker.backends.torch.adam import AdamState, adamw, clip_gradient
 from tx.tinker.backends.torch.training import TorchTraining
 from tx.tinker.types import AdamParams, Datum, LoraSpec, TrainingPass
 
@@ -25,7 +25,7 @@ Supervised = Callable[..., list[Datum]]
         AdamParams(learning_rate=0.01, beta1=0.0, beta2=0.0, eps=1e-8),
     ],
 )
-def test_steps_are_those_of_torch(params: AdamParams) -> None:
+def test_adam_steps_match_torch(params: AdamParams) -> None:
     torch.manual_seed(0)
     theirs = torch.randn(100, requires_grad=True)
     ours = AdamState(theirs.detach().clone(), torch.zeros(100), torch.zeros(100))
@@ -42,7 +42,7 @@ def test_steps_are_those_of_torch(params: AdamParams) -> None:
 
 
 @pytest.mark.parametrize("eps", [0.0, 1e-300])
-def test_an_eps_of_zero_leaves_numbers_without_gradient_as_they_are(eps: float) -> None:
+def test_eps_zero_keeps_weights_without_gradient(eps: float) -> None:
     before = AdamState(torch.ones(2), torch.zeros(2), torch.zeros(2))
     after = adamw(before, torch.tensor([0.0, 4.0]), 1, AdamParams(learning_rate=0.1, eps=eps))
     torch.testing.assert_close(after.weights, torch.tensor([1.0, 0.9]))
@@ -51,7 +51,7 @@ def test_an_eps_of_zero_leaves_numbers_without_gradient_as_they_are(eps: float) 
 @pytest.mark.parametrize("largest, expected", [(0.0, [3.0, 4.0]), (10.0, [3.0, 4.0]), (1.0, [0.6, 0.8])])
 def test_clipping_by_norm(largest: float, expected: list[float]) -> None:
     gradient = torch.tensor([3.0, 4.0])
-    shorter, norm = clipped(gradient, largest)
+    shorter, norm = clip_gradient(gradient, largest)
     assert norm == 5.0 and gradient.tolist() == [3.0, 4.0]
     torch.testing.assert_close(shorter, torch.tensor(expected))
 
@@ -67,7 +67,7 @@ def backend(model_folder: Make) -> TorchTraining:
     return backend
 
 
-def test_a_step_without_gradient_changes_nothing(backend: TorchTraining, supervised: Supervised) -> None:
+def test_step_without_gradient_changes_nothing(backend: TorchTraining, supervised: Supervised) -> None:
     one_pass(backend, supervised([5]))
     first = backend.optim_step("m", AdamParams(weight_decay=0.1))
     assert first["grad_norm:mean"] > 0 and first["step:max"] == 1
@@ -83,7 +83,7 @@ def test_forward_only_leaves_no_gradient(backend: TorchTraining, supervised: Sup
     assert backend._adapters["m"].gradient is None
 
 
-def test_a_gradient_that_is_not_finite_is_refused_and_cleared(backend: TorchTraining, supervised: Supervised) -> None:
+def test_nonfinite_gradient_is_refused_and_cleared(backend: TorchTraining, supervised: Supervised) -> None:
     (datum,) = supervised([5])
     datum.inputs["weights"][2] = np.nan
     before = backend._adapters["m"].weights.clone()
@@ -117,7 +117,7 @@ def saved(backend: TorchTraining, folder: Path, model_id: str = "m") -> dict[str
 
 
 @pytest.mark.parametrize("what", IMPOSSIBLE)
-def test_a_step_that_fails_changes_no_bit_and_names_the_cause(
+def test_failing_step_changes_no_bit_and_names_cause(
     backend: TorchTraining, supervised: Supervised, tmp_path: Path, what: str
 ) -> None:
     one_pass(backend, supervised([5]))
@@ -135,14 +135,14 @@ def test_a_step_that_fails_changes_no_bit_and_names_the_cause(
     assert backend.optim_step("m", possible)["step:max"] == 2
 
 
-def test_a_large_step_that_float32_can_hold_is_taken(backend: TorchTraining, supervised: Supervised) -> None:
+def test_large_finite_step_is_applied(backend: TorchTraining, supervised: Supervised) -> None:
     one_pass(backend, supervised([5]))
     backend.optim_step("m", AdamParams(learning_rate=1e9, weight_decay=1e-9))
     weights = backend._adapters["m"].weights
     assert weights.isfinite().all() and weights.abs().max() > 1e8
 
 
-def test_a_copied_gradient_is_put_back_bit_for_bit(backend: TorchTraining, supervised: Supervised) -> None:
+def test_copied_gradient_is_restored_bit_for_bit(backend: TorchTraining, supervised: Supervised) -> None:
     nothing = backend.copy_gradient("m")
     one_pass(backend, supervised([5]))
     some = backend.copy_gradient("m")
@@ -157,7 +157,7 @@ def test_a_copied_gradient_is_put_back_bit_for_bit(backend: TorchTraining, super
     assert backend.optim_step("m", AdamParams())["grad_norm:mean"] == 0
 
 
-def test_another_models_weight_decay_is_its_own(backend: TorchTraining, supervised: Supervised) -> None:
+def test_weight_decay_is_independent_per_model(backend: TorchTraining, supervised: Supervised) -> None:
     backend.create("other", LoraSpec(rank=4))
     one_pass(backend, supervised([5]), "other")
     before = backend._adapters["m"].weights.clone()

@@ -7,7 +7,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from tx.tinker.backends.torch.files import _named
+from tx.tinker.backends.torch.files import _build_named_matrices
 from tx.tinker.backends.torch.training import TorchTraining
 from tx.tinker.types import AdamParams, LoraSpec, PassOutput, TrainingPass
 
@@ -67,7 +67,7 @@ def log_probs_in(model, datum):
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_peft_loads_what_is_saved_and_gives_the_same_log_probs_and_gradients(name, model_folder, supervised, tmp_path):
+def test_peft_loads_saved_adapter_with_same_logprobs_and_gradients(name, model_folder, supervised, tmp_path):
     data = supervised([9, 1, 33, 2, 40])
     backend = trained(model_folder(name), data)
     backend.save("m", tmp_path, state=False)
@@ -81,7 +81,10 @@ def test_peft_loads_what_is_saved_and_gives_the_same_log_probs_and_gradients(nam
     assert result.metrics["loss:sum"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-3)
     loss.backward()
     adapter = backend._adapters["m"]
-    ours = {name.replace("weight", "default.weight"): x for name, x in _named(adapter, adapter.gradient).items()}
+    ours = {
+        name.replace("weight", "default.weight"): x
+        for name, x in _build_named_matrices(adapter, adapter.gradient).items()
+    }
     theirs = {name: p.grad for name, p in peft.named_parameters() if p.requires_grad}
     theirs = {name: x for each in theirs.items() for name, x in of_experts(*each, num_experts=6)}
     assert set(ours) == set(theirs)

@@ -63,7 +63,7 @@ def log_probs_of_peft(folder: str, adapter: Path, tokens: np.ndarray) -> torch.T
 
 
 @pytest.mark.parametrize("name", EACH)
-async def test_an_adapter_is_trained_sampled_and_resumed_exactly(name: str, tmp_path: Path) -> None:
+async def test_adapter_is_trained_sampled_and_resumed_exactly(name: str, tmp_path: Path) -> None:
     folder = ARCHITECTURES[name].save(tmp_path / "base")
     lora = LoraSpec(rank=4, seed=3)
     backend, alone = TorchTraining(folder), TorchTraining(folder)

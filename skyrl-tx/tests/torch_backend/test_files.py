@@ -47,7 +47,7 @@ def state(backend: TorchTraining) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("steps, half", [(0, False), (0, True), (2, False), (2, True)])
-def test_a_restored_model_goes_on_as_if_nothing_had_happened(
+def test_restored_model_continues_identically(
     steps: int, half: bool, model_folder: Make, supervised: Supervised, tmp_path: Path
 ) -> None:
     data = supervised([9, 4])
@@ -63,7 +63,7 @@ def test_a_restored_model_goes_on_as_if_nothing_had_happened(
     assert state(restored) == state(backend)
 
 
-def test_load_takes_the_optimizer_only_if_asked_and_drops_the_gradient(
+def test_load_restores_optimizer_on_request_and_drops_gradient(
     model_folder: Make, supervised: Supervised, tmp_path: Path
 ) -> None:
     saved = new(model_folder("llama"))
@@ -79,7 +79,7 @@ def test_load_takes_the_optimizer_only_if_asked_and_drops_the_gradient(
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3_moe", "phi3"])
-def test_the_native_engine_reads_what_is_saved(
+def test_native_engine_reads_saved_adapter(
     name: str, model_folder: Make, supervised: Supervised, tmp_path: Path
 ) -> None:
     backend = new(model_folder(name))
@@ -87,7 +87,7 @@ def test_the_native_engine_reads_what_is_saved(
     backend.save("m", tmp_path, state=True)
     layers = read_lora(str(tmp_path), AutoModelForCausalLM.from_pretrained(model_folder(name)), max_rank=8)
     adapter: Adapter = backend._adapters["m"]
-    ours = adapter.by_site(adapter.weights)
+    ours = adapter.group_by_site(adapter.weights)
     assert set(layers) == set(ours) and "lm_head" in layers
     for site, matrices in layers.items():
         assert torch.equal(matrices.a, ours[site].a) and torch.equal(matrices.b, ours[site].b.mT)
@@ -95,7 +95,7 @@ def test_the_native_engine_reads_what_is_saved(
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
-async def test_the_native_engine_samples_with_the_log_probs_of_training(
+async def test_native_engine_samples_with_training_logprobs(
     name: str, model_folder: Make, supervised: Supervised, tmp_path: Path
 ) -> None:
     backend = new(model_folder(name))
@@ -125,7 +125,7 @@ async def test_the_native_engine_samples_with_the_log_probs_of_training(
         (False, False, True, ["lm_head"]),
     ],
 )
-def test_the_parts_that_are_trained_are_those_asked_for(
+def test_only_requested_modules_are_trained(
     attn: bool, mlp: bool, unembed: bool, targets: list[str], model_folder: Make, supervised: Supervised, tmp_path: Path
 ) -> None:
     lora = LoraSpec(rank=2, train_attn=attn, train_mlp=mlp, train_unembed=unembed)
@@ -172,7 +172,7 @@ def damage(folder: Path, how: str) -> None:
         ("not finite", "not finite"),
     ],
 )
-def test_a_damaged_checkpoint_is_refused_and_leaves_the_model_as_it_was(
+def test_damaged_checkpoint_is_refused_and_model_unchanged(
     how: str, says: str, model_folder: Make, supervised: Supervised, tmp_path: Path
 ) -> None:
     saved = new(model_folder("llama"))
@@ -188,20 +188,20 @@ def test_a_damaged_checkpoint_is_refused_and_leaves_the_model_as_it_was(
     assert state(backend) == before
 
 
-def test_a_checkpoint_of_another_rank_is_refused_with_both(model_folder: Make, tmp_path: Path) -> None:
+def test_checkpoint_of_other_rank_is_refused_naming_both(model_folder: Make, tmp_path: Path) -> None:
     new(model_folder("llama"), LoraSpec(rank=3)).save("m", tmp_path, state=False)
     with pytest.raises(ModelError, match=r"rank 3 .* rank 5"):
         new(model_folder("llama")).load("m", tmp_path, optimizer=False)
 
 
-def test_a_new_adapter_follows_from_seed_and_layer_and_changes_nothing(
+def test_new_adapter_is_determined_by_seed_and_layer_and_is_identity(
     model_folder: Make, supervised: Supervised
 ) -> None:
     a, same, other = (new(model_folder("llama"), LoraSpec(rank=4, seed=seed)) for seed in (7, 7, 8))
     assert state(a) == state(same) != state(other)
     part = new(model_folder("llama"), LoraSpec(rank=4, seed=7, train_attn=False))
-    whole = a._adapters["m"].by_site(a._adapters["m"].weights)
-    for site, matrices in part._adapters["m"].by_site(part._adapters["m"].weights).items():
+    whole = a._adapters["m"].group_by_site(a._adapters["m"].weights)
+    for site, matrices in part._adapters["m"].group_by_site(part._adapters["m"].weights).items():
         assert torch.equal(matrices.a, whole[site].a) and not bool(matrices.b.any())
         assert 0.9 < float(matrices.a.abs().max()) * matrices.a.shape[1] ** 0.5 <= 1
     outputs = [each.run([TrainingPass("m", supervised([9]), "cross_entropy")])[0] for each in (a, other)]

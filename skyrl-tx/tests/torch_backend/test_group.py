@@ -1,4 +1,4 @@
-"""Training over two real processes: what one process computes, to the same bits each time, whoever else is there."""
+"""Training over two real processes: equal to one process, reproducible, and independent of co-batched models."""
 
 import os
 import re
@@ -96,13 +96,15 @@ def assert_trains_as_one_process_does(backend: TrainingBackend, one: TrainingBac
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_two_processes_train_as_one_does(group: GroupTraining, model_folder: Make, supervised: Supervised) -> None:
+def test_two_processes_train_like_single_process(
+    group: GroupTraining, model_folder: Make, supervised: Supervised
+) -> None:
     assert_trains_as_one_process_does(group, TorchTraining(model_folder("qwen2")), supervised)
 
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_the_same_again_gives_the_same_bits_also_from_a_snapshot_and_on_every_process(
+def test_training_is_reproducible_from_snapshot_and_on_every_process(
     started: tuple[GroupTraining, TrainingRanks], supervised: Supervised, tmp_path: Path
 ) -> None:
     group, ranks = started
@@ -130,7 +132,7 @@ def test_the_same_again_gives_the_same_bits_also_from_a_snapshot_and_on_every_pr
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_a_state_goes_from_one_process_to_two_and_back_and_steps_are_the_same(
+def test_state_moves_between_process_counts_with_same_steps(
     group: GroupTraining, model_folder: Make, supervised: Supervised, tmp_path: Path
 ) -> None:
     lora, one = LoraSpec(rank=5, seed=1), TorchTraining(model_folder("qwen2"))
@@ -158,15 +160,13 @@ def test_a_state_goes_from_one_process_to_two_and_back_and_steps_are_the_same(
     group.forget("m")
 
 
-def test_each_rank_holds_a_part_of_an_adapter_and_together_they_hold_all(
-    model_folder: Make, supervised: Supervised, tmp_path: Path
-) -> None:
+def test_ranks_shard_adapter_completely(model_folder: Make, supervised: Supervised, tmp_path: Path) -> None:
     lora, one = LoraSpec(rank=5, seed=1), TorchTraining(model_folder("qwen2"))
     one.create("m", lora)
     whole = one._adapters["m"]
     new = [Adapter(lora, whole.sites, torch.device("cpu"), torch.float32, RankGroup(rank, 3)) for rank in range(3)]
     for part in new:
-        part.begin()
+        part.initialize()
     run(one, "m", supervised(LENGTHS))
     one.optim_step("m", ADAM)
     run(one, "m", supervised(LENGTHS))
@@ -184,7 +184,7 @@ def test_each_rank_holds_a_part_of_an_adapter_and_together_they_hold_all(
 
 
 @pytest.mark.process
-def test_company_changes_no_bit_and_what_is_wrong_with_one_model_is_told_to_it_alone(
+def test_co_batched_models_change_no_bit_and_errors_stay_per_model(
     group: GroupTraining, supervised: Supervised, tmp_path: Path
 ) -> None:
     wrong = supervised([3, 50, 4], 7)
@@ -221,9 +221,7 @@ def test_company_changes_no_bit_and_what_is_wrong_with_one_model_is_told_to_it_a
 
 
 @pytest.mark.process
-def test_a_datum_that_is_wrong_is_named_by_its_number_in_the_request(
-    group: GroupTraining, supervised: Supervised
-) -> None:
+def test_invalid_datum_is_named_by_index_in_request(group: GroupTraining, supervised: Supervised) -> None:
     group.create("m", LoraSpec(rank=2))
     data = [Datum(datum.tokens, {"target_tokens": datum.inputs["target_tokens"]}) for datum in supervised([30, 30, 5])]
     for datum in data[:2]:
@@ -236,7 +234,7 @@ def test_a_datum_that_is_wrong_is_named_by_its_number_in_the_request(
 
 
 @pytest.mark.process
-def test_a_gradient_is_put_back(group: GroupTraining, supervised: Supervised, tmp_path: Path) -> None:
+def test_gradient_is_restored(group: GroupTraining, supervised: Supervised, tmp_path: Path) -> None:
     group.create("m", LoraSpec(rank=2))
     run(group, "m", supervised(LENGTHS))
     before = saved(group, "m", tmp_path / "before")
@@ -250,9 +248,7 @@ def test_a_gradient_is_put_back(group: GroupTraining, supervised: Supervised, tm
 
 
 @pytest.mark.slow
-def test_the_death_of_a_process_is_told_by_name_and_the_others_end_with_it(
-    model_folder: Make, supervised: Supervised, tmp_path: Path
-) -> None:
+def test_crashed_process_is_named_and_ends_others(model_folder: Make, supervised: Supervised, tmp_path: Path) -> None:
     """The model is a mixture of experts, with recomputed activations."""
     folder = model_folder("qwen3_moe")
     group, _, ranks = start(ProcessRanks, folder, tmp_path, gradient_checkpointing=True)
@@ -295,7 +291,7 @@ def ray_cluster() -> Iterator[None]:
 
 
 @pytest.mark.full
-def test_processes_of_ray_do_the_same(
+def test_ray_processes_match_plain_processes(
     ray_cluster: None, model_folder: Make, supervised: Supervised, tmp_path: Path
 ) -> None:
     folder = model_folder("llama")
@@ -312,7 +308,7 @@ def test_processes_of_ray_do_the_same(
 
 @pytest.mark.full
 @pytest.mark.parametrize(("architecture", "dtype"), [("qwen2", "float32"), ("qwen3_moe", "bfloat16")])
-def test_processes_that_read_their_parts_compute_the_bits_of_a_whole_model(
+def test_processes_reading_shards_match_whole_model_bit_for_bit(
     model_folder: Make, supervised: Supervised, tmp_path: Path, architecture: str, dtype: str
 ) -> None:
     """Pickled weights cannot be read in parts: rank 0 loads all of them for the other."""
@@ -334,12 +330,12 @@ def test_processes_that_read_their_parts_compute_the_bits_of_a_whole_model(
     assert warned == [False, True]
 
 
-def test_data_are_shared_evenly_and_one_after_the_other() -> None:
+def test_data_are_divided_evenly_in_consecutive_runs() -> None:
     draw = np.random.default_rng(0)
     firsts = set()
     for _ in range(200):
         data = [Datum(draw.integers(99, size=draw.integers(1, 90)), {}) for _ in range(draw.integers(1, 12))]
-        owners = RankGroup(size=3).owners(data)
+        owners = RankGroup(size=3).assign_owners(data)
         turns = [a for a, b in zip(owners, [*owners[1:], -1], strict=True) if a != b]
         assert len(turns) <= 3 and all((b - a) % 3 == 1 for a, b in pairwise(turns))
         lengths = [len(datum.tokens) for datum in data]
@@ -349,12 +345,12 @@ def test_data_are_shared_evenly_and_one_after_the_other() -> None:
     assert firsts == {0, 1, 2}
 
 
-def test_no_process_gets_more_tokens_than_one_alone_would_hold() -> None:
+def test_no_process_gets_more_tokens_than_single_process_limit() -> None:
     draw = np.random.default_rng(1)
     data = [Datum(draw.integers(99, size=draw.integers(1, 70)), {}) for _ in range(300)]
     batches = micro_batches(data, 64, 4)
     assert [datum for batch in batches for datum in batch] == data
     for batch in batches:
         lengths = [len(datum.tokens) for datum in batch]
-        assert np.bincount(RankGroup(size=4).owners(batch), lengths).max() <= max(64, *lengths)
+        assert np.bincount(RankGroup(size=4).assign_owners(batch), lengths).max() <= max(64, *lengths)
     assert len(batches) <= len(micro_batches(data, 64)) / 4 + 1

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tx.tinker.backends.torch import adapters, grouped
-from tx.tinker.backends.torch.adapters import FrozenProduct, adapted_product
+from tx.tinker.backends.torch.adapters import FrozenProduct, compute_adapted_product
 from tx.tinker.backends.torch.parts import Matrices, Part
 from tx.tinker.backends.torch.training import TorchTraining
 from tx.tinker.types import AdamParams, Datum, LoraSpec, PassOutput, TrainingPass
@@ -45,7 +45,7 @@ def parts_of(dtype: torch.dtype) -> list[Part]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_forward_and_gradients_are_those_of_one_product_for_each_part(dtype: torch.dtype) -> None:
+def test_grouped_product_matches_separate_products_with_gradients(dtype: torch.dtype) -> None:
     results, product = (
         [],
         FrozenProduct(torch.randn(OUT, WIDTH, generator=torch.Generator().manual_seed(1)).to(dtype), None),
@@ -53,9 +53,9 @@ def test_forward_and_gradients_are_those_of_one_product_for_each_part(dtype: tor
     for is_grouped in (False, True):
         parts = parts_of(dtype)
         x = torch.randn(320, WIDTH, generator=torch.Generator().manual_seed(2)).to(dtype).requires_grad_()
-        y = adapted_product(x, product, parts, torch.zeros((), requires_grad=True), is_grouped)
+        y = compute_adapted_product(x, product, parts, torch.zeros((), requires_grad=True), is_grouped)
         y.backward(torch.randn(320, OUT, generator=torch.Generator().manual_seed(3)).to(dtype))
-        plain = adapted_product(x.detach(), product, parts, None, is_grouped)
+        plain = compute_adapted_product(x.detach(), product, parts, None, is_grouped)
         assert torch.equal(plain, y)
         results.append([y.detach(), x.grad, *(matrix for part in parts for matrix in part.gradient or ())])
     groups, rest = grouped.group_parts(parts_of(dtype))
@@ -67,7 +67,7 @@ def test_forward_and_gradients_are_those_of_one_product_for_each_part(dtype: tor
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
-def test_the_setting_groups_the_models_of_a_pass_and_trains_the_same(
+def test_grouping_setting_trains_same_models(
     name: str, model_folder: Make, supervised: Supervised, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called = []

@@ -1,4 +1,4 @@
-"""Log-probs of several targets a row, in chunks, with and without an adapter: those of torch itself."""
+"""Log-probs of several targets per row, in chunks, with and without an adapter, equal torch's."""
 
 import numpy as np
 import pytest
@@ -16,9 +16,7 @@ RULES = [LogitRule(), LogitRule(multiplier=0.5), LogitRule(multiplier=2.0, softc
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("chunk_size", [32, 1024])
 @pytest.mark.parametrize("num_targets", [None, 1, 3])
-def test_log_probs_and_gradients_are_those_of_whole_logits(
-    rule: LogitRule, chunk_size: int, num_targets: int | None
-) -> None:
+def test_logprobs_and_gradients_match_whole_logits(rule: LogitRule, chunk_size: int, num_targets: int | None) -> None:
     torch.manual_seed(0)
     hidden = torch.randn(96, 16, requires_grad=True)
     weight, bias = torch.randn(50, 16), torch.randn(50)
@@ -43,7 +41,7 @@ def test_log_probs_and_gradients_are_those_of_whole_logits(
         torch.testing.assert_close(ours, theirs.grad, rtol=1e-3, atol=1e-3)
 
 
-def test_logits_of_one_chunk_only_are_in_memory() -> None:
+def test_logits_of_single_chunk_are_in_memory() -> None:
     """4096 rows of 8192 words would be 128 MiB; the largest tensor made is a chunk's 1 MiB."""
     largest = 0
 

@@ -52,7 +52,7 @@ def same_bits(a: torch.Tensor | np.ndarray, b: torch.Tensor | np.ndarray) -> boo
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "qwen3_moe", "phi3", "sliding"])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_a_pass_of_many_models_gives_each_the_bits_it_gets_alone(name: str, seed: int, model_folder: Make) -> None:
+def test_pass_of_many_models_matches_separate_passes_bit_for_bit(name: str, seed: int, model_folder: Make) -> None:
     draw = random.Random(seed)
     together = TorchTraining(model_folder(name), tokens_per_micro_batch=10**6)
     alone = TorchTraining(model_folder(name))
@@ -80,7 +80,7 @@ def test_a_pass_of_many_models_gives_each_the_bits_it_gets_alone(name: str, seed
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
-def test_a_forward_gives_the_bits_of_a_forward_and_backward(name: str, model_folder: Make) -> None:
+def test_forward_matches_forward_backward_bit_for_bit(name: str, model_folder: Make) -> None:
     backend = TorchTraining(model_folder(name))
     add(backend, "m", LoraSpec(rank=4))
     data = data_of("ppo", [1, 40, 7], 0, VOCAB)
@@ -99,7 +99,7 @@ def test_gradient_checkpointing_changes_no_bit(model_folder: Make) -> None:
     assert same_bits(*gradients)
 
 
-def test_passes_are_shared_only_up_to_the_tokens_of_one(model_folder: Make) -> None:
+def test_passes_are_shared_up_to_token_limit(model_folder: Make) -> None:
     backend = TorchTraining(model_folder("llama"), tokens_per_micro_batch=64)
     sizes: list[int] = []
     embedding = backend._base.model.get_input_embeddings()
@@ -118,7 +118,7 @@ def test_passes_are_shared_only_up_to_the_tokens_of_one(model_folder: Make) -> N
 
 
 def run_beside(backend: TorchTraining, bad: TrainingPass, model_folder: Path) -> Exception:
-    """The error of one among two healthy models, which get what they get alone, and of which nothing is left."""
+    """Return the error of one model between two healthy ones, whose results equal separate passes."""
     for model_id in ("a", "b", bad.model_id):
         add(backend, model_id, LoraSpec(rank=4))
     healthy = [TrainingPass(i, data_of("cross_entropy", [9, 4], n, VOCAB), "cross_entropy") for n, i in enumerate("ab")]
@@ -163,7 +163,7 @@ def datum(tokens: list[int], **inputs: list[float]) -> Datum:
         (TrainingPass("x", [datum([1])], "cross_entropy", {"beta": 1.0}), r"loss_fn_config\['beta'\]"),
     ],
 )
-def test_a_bad_request_fails_alone_and_says_why(bad: TrainingPass, says: str, model_folder: Make) -> None:
+def test_invalid_request_fails_alone_with_reason(bad: TrainingPass, says: str, model_folder: Make) -> None:
     error = run_beside(TorchTraining(model_folder("llama")), bad, model_folder("llama"))
     assert isinstance(error, ModelError) and error.category == "user"
     with pytest.raises(ModelError, match=says):
@@ -171,7 +171,7 @@ def test_a_bad_request_fails_alone_and_says_why(bad: TrainingPass, says: str, mo
 
 
 @pytest.mark.parametrize("when", ["forward", "backward"])
-def test_request_that_breaks_a_pass_is_found_and_fails_alone(when: str, model_folder: Make) -> None:
+def test_request_breaking_pass_is_found_and_fails_alone(when: str, model_folder: Make) -> None:
     backend = TorchTraining(model_folder("llama"))
 
     def no_memory(_module: object, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor | None:
@@ -190,7 +190,7 @@ def test_request_that_breaks_a_pass_is_found_and_fails_alone(when: str, model_fo
     assert "no room" in str(run_beside(backend, bad, model_folder("llama")))
 
 
-def test_a_model_that_is_not_loaded_fails_alone(model_folder: Make) -> None:
+def test_unloaded_model_fails_alone(model_folder: Make) -> None:
     backend = TorchTraining(model_folder("llama"))
     add(backend, "a", LoraSpec(rank=4))
     backend.forget("never was there")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tx.tinker.backends.torch.losses import LOSSES, loss_inputs
+from tx.tinker.backends.torch.losses import LOSSES, collect_loss_inputs
 from tx.tinker.backends.torch.training import TorchTraining
 from tx.tinker.types import Datum, LoraSpec, PassOutput, TrainingPass
 from tx.tinker.wire.losses import LOSS_RULES
@@ -25,14 +25,14 @@ def of_one(loss: str, log_prob: float, config: dict[str, float] | None = None, *
     arrays = {name: np.array([value], np.float32) for name, value in inputs.items()}
     data = [Datum(np.array([1]), {"target_tokens": np.array([1]), **arrays})]
     log_probs = torch.tensor([log_prob], requires_grad=True)
-    losses, metrics = LOSSES[loss](log_probs, loss_inputs(loss, data, config or {}, CPU))
+    losses, metrics = LOSSES[loss](log_probs, collect_loss_inputs(loss, data, config or {}, CPU))
     assert all(name.rpartition(":")[2] in ("sum", "mean", "min", "max") for name in metrics)
     losses.sum().backward()
     assert log_probs.grad is not None
     return losses.item(), log_probs.grad.item()
 
 
-def test_every_loss_of_the_protocol_is_there() -> None:
+def test_every_protocol_loss_exists() -> None:
     assert set(LOSSES) == set(LOSS_RULES)
 
 
@@ -45,7 +45,7 @@ def test_cross_entropy(weights: dict[str, float], loss: float, gradient: float) 
 
 
 @pytest.mark.parametrize("lp, q, advantage", [(-1.0, -1.0, 2.0), (-1.0, -2.0, 1.0), (-3.0, -1.0, -1.0)])
-def test_importance_sampling_is_the_ratio_times_the_advantage(lp: float, q: float, advantage: float) -> None:
+def test_importance_sampling_is_ratio_times_advantage(lp: float, q: float, advantage: float) -> None:
     expected = -math.exp(lp - q) * advantage
     assert of_one("importance_sampling", lp, logprobs=q, advantages=advantage) == pytest.approx((expected, expected))
 
@@ -65,7 +65,7 @@ LOG2 = math.log(2)
         (-LOG2, -1.0, {"clip_low_threshold": 0.4}, 0.5, 0.5),
     ],
 )
-def test_ppo_and_gspo_of_one_target(
+def test_ppo_and_gspo_single_target(
     log_ratio: float, advantage: float, config: dict[str, float], loss: float, gradient: float
 ) -> None:
     inputs = {"logprobs": -1.0 - log_ratio, "advantages": advantage}
@@ -78,29 +78,27 @@ def test_ppo_and_gspo_of_one_target(
     "log_ratio, config, weight",
     [(0.0, {}, 1.0), (LOG2, {}, 2.0), (3 * LOG2, {}, 4.0), (-LOG2, {"clip_low_threshold": 0.8}, 0.8)],
 )
-def test_cispo_clips_the_weight_and_keeps_the_gradient(
-    log_ratio: float, config: dict[str, float], weight: float
-) -> None:
+def test_cispo_clips_weight_and_keeps_gradient(log_ratio: float, config: dict[str, float], weight: float) -> None:
     result = of_one("cispo", -1.0, config, logprobs=-1.0 - log_ratio, advantages=3.0)
     assert result == pytest.approx((weight * 3, -weight * 3))
 
 
 @pytest.mark.parametrize("config, beta", [({}, 0.05), ({"beta": 0.5}, 0.5)])
-def test_dro_pulls_back_to_the_policy_that_sampled(config: dict[str, float], beta: float) -> None:
+def test_dro_pulls_toward_sampling_policy(config: dict[str, float], beta: float) -> None:
     result = of_one("dro", -1.0, config, logprobs=-3.0, advantages=0.5)
     assert result == pytest.approx((0.5 + beta / 2 * 4, -0.5 + beta * 2))
 
 
-def test_bounds_of_single_targets_outrank_the_request() -> None:
+def test_per_target_bounds_override_request() -> None:
     inputs = {"logprobs": -1.0 - LOG2, "advantages": 1.0, "clip_low_threshold": 0.0, "clip_high_threshold": 1.5}
     assert of_one("ppo", -1.0, {"clip_high_threshold": 9.0}, **inputs)[0] == pytest.approx(-1.5)
 
 
-def test_a_ratio_that_overflows_leaves_a_finite_gradient() -> None:
+def test_overflowing_ratio_leaves_finite_gradient() -> None:
     assert of_one("ppo", 0.0, logprobs=-1000.0, advantages=1.0) == pytest.approx((-1.2, 0.0))
 
 
-def test_gspo_has_one_ratio_a_datum_from_the_targets_that_the_mask_counts() -> None:
+def test_gspo_uses_single_ratio_per_datum_over_masked_targets() -> None:
     def datum(q: list[float], mask: list[float]) -> Datum:
         ids = np.arange(len(q))
         arrays = {"logprobs": q, "advantages": [1.0] * len(q), "sequence_ratio_mask": mask}
@@ -108,14 +106,14 @@ def test_gspo_has_one_ratio_a_datum_from_the_targets_that_the_mask_counts() -> N
 
     data = [datum([-1.1, -9.0, -0.9], [1, 0, 1]), datum([-1.1, -1.1], [1, 1]), datum([-5.0], [0])]
     log_probs = torch.full((6,), -1.0, requires_grad=True)
-    losses, _ = LOSSES["gspo"](log_probs, loss_inputs("gspo", data, {}, CPU))
+    losses, _ = LOSSES["gspo"](log_probs, collect_loss_inputs("gspo", data, {}, CPU))
     expected = [-1.0] * 3 + [-math.exp(0.1)] * 2 + [-1.0]  # means of 0.1 and -0.1; of 0.1 twice; of nothing
     torch.testing.assert_close(losses.detach(), torch.tensor(expected))
     losses.sum().backward()
     torch.testing.assert_close(log_probs.grad, torch.tensor(expected))  # a ratio's own gradient is itself
 
 
-def test_a_loss_is_a_plain_sum_over_data(model_folder: Make, supervised: Supervised) -> None:
+def test_loss_is_plain_sum_over_data(model_folder: Make, supervised: Supervised) -> None:
     """Twice the data is twice the loss and gradient, however it is cut."""
     data, gradients, losses = supervised([7, 20, 3]), [], []
     for passes in ([data], [data + data], [data[:1], data[1:]]):
@@ -129,7 +127,7 @@ def test_a_loss_is_a_plain_sum_over_data(model_folder: Make, supervised: Supervi
     assert losses == pytest.approx([losses[0], 2 * losses[0], losses[0]])
 
 
-def test_a_loss_of_the_clients_own_has_torchs_gradient(model_folder: Make, supervised: Supervised) -> None:
+def test_custom_client_loss_has_torch_gradient(model_folder: Make, supervised: Supervised) -> None:
     """forward, the client's loss and its gradient g, then cross-entropy with weights -g: against the loss itself, built
     into the backend."""
 

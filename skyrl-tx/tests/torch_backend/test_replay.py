@@ -72,7 +72,7 @@ def orders_with_failing_steps(supervised: Supervised, replay: bool) -> list[Any]
     return commands
 
 
-def test_replayed_failing_steps_leave_the_same_bits(model_folder: Make, supervised: Supervised, tmp_path: Path) -> None:
+def test_replayed_failing_steps_leave_same_bits(model_folder: Make, supervised: Supervised, tmp_path: Path) -> None:
     first = Engine(model_folder("llama"), tmp_path)
     before = first.carry_out(orders_with_failing_steps(supervised, replay=False), "before")
     failed = {each.request_id: each for each in first.reports if isinstance(each, Failed)}

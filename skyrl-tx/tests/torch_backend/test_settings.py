@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig, MambaConfig, Mixtra
 
 from skyrl_train.errors import ConfigError
 from tx.errors import ModelError
-from tx.tinker.backends.torch.layout import lay_out, padded_length
+from tx.tinker.backends.torch.layout import build_layout, compute_padded_length
 from tx.tinker.backends.torch.settings import TrainingSettings
 from tx.tinker.backends.torch.training import TorchTraining
 from tx.tinker.types import AdamParams, Datum, LoraSpec, PassOutput, TrainingPass
@@ -55,8 +55,8 @@ def test_impossible_adapters_are_refused(lora: LoraSpec, says: str, model_folder
         TorchTraining(model_folder("llama")).create("m", lora)
 
 
-def test_experts_that_have_other_names_in_files_have_no_adapters(tmp_path: Path) -> None:
-    """Nobody could read them."""
+def test_experts_named_differently_in_files_have_no_adapters(tmp_path: Path) -> None:
+    """Such weights would be unreadable."""
     shape = dict(vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_local_experts=2)
     config = MixtralConfig(**shape, num_attention_heads=2, num_key_value_heads=1, head_dim=8)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
@@ -66,7 +66,7 @@ def test_experts_that_have_other_names_in_files_have_no_adapters(tmp_path: Path)
         backend.create("n", LoraSpec(train_attn=False, train_unembed=False))
 
 
-def test_models_that_would_give_wrong_numbers_are_refused(tmp_path: Path) -> None:
+def test_unsupported_models_are_refused(tmp_path: Path) -> None:
     GptOssConfig(quantization_config={"quant_method": "mxfp4"}).save_pretrained(tmp_path / "quantized")
     with pytest.raises(ConfigError, match=r"its weights are quantized \(mxfp4\)"):
         TorchTraining(tmp_path / "quantized")
@@ -94,7 +94,7 @@ def test_gpt2_is_trained_too(model_folder: Make, supervised: Supervised) -> None
     assert losses[0] > losses[1] > losses[2]
 
 
-def test_bfloat16_computes_nearly_the_same(model_folder: Make, supervised: Supervised) -> None:
+def test_bfloat16_computes_nearly_same(model_folder: Make, supervised: Supervised) -> None:
     data, results = [_plain(d) for d in supervised([20, 30])], []
     for dtype in ("float32", "bfloat16"):
         backend = TorchTraining(model_folder("llama"), dtype=dtype)
@@ -118,16 +118,16 @@ def test_requests_are_cut_by_length_alone(model_folder: Make, supervised: Superv
     assert list(itertools.chain(*batches)) == data
 
 
-def test_padding_follows_from_a_datums_length_alone_and_is_little() -> None:
+def test_padding_depends_on_datum_length_and_is_small() -> None:
     for length in range(1, 5000):
-        padded = padded_length(length)
+        padded = compute_padded_length(length)
         assert padded >= length and padded % 32 == 0 and padded - length < max(32, length / 8 + 1)
 
 
-def test_every_model_begins_at_a_whole_block_and_every_token_finds_its_way_back() -> None:
+def test_models_start_at_block_boundary_and_tokens_map_back() -> None:
     draw = np.random.default_rng(0)
     data = [[Datum(draw.integers(9, size=n), {}) for n in lengths] for lengths in ([1], [33, 2, 64], [32], [100, 7])]
-    layout = lay_out(data, torch.device("cpu"))
+    layout = build_layout(data, torch.device("cpu"))
     assert all(segment.start % 32 == segment.end % 32 == 0 for segment in layout.segments)
     tokens = layout.input_ids[0].float()[:, None, None].requires_grad_()
     there = layout.rows.to_slots(tokens)
@@ -142,7 +142,7 @@ def test_every_model_begins_at_a_whole_block_and_every_token_finds_its_way_back(
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3_moe", "gpt2"])
-def test_the_base_models_weights_keep_transformers_names_and_values(name: str, model_folder: Make) -> None:
+def test_base_model_weights_keep_transformers_names_and_values(name: str, model_folder: Make) -> None:
     ours = TorchTraining(model_folder(name)).base_model.state_dict()
     theirs = AutoModelForCausalLM.from_pretrained(model_folder(name)).state_dict()
     assert list(ours) == list(theirs) and all(torch.equal(ours[key], theirs[key]) for key in theirs)

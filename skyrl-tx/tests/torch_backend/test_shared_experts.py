@@ -44,7 +44,7 @@ def trained(folder: Path, data: list[Datum], lora: LoraSpec = LORA, dtype: str =
     return backend
 
 
-def test_qwen3_30b_a3b_has_3_6_times_fewer_numbers_and_as_many_as_the_hosted_service_counts() -> None:
+def test_shared_experts_reduce_qwen3_30b_a3b_to_hosted_service_count() -> None:
     """The service counts, for each unit of rank, the width of the model once and that of each expert for each of the
     three projections (`get_lora_param_count` of tinker-cookbook)."""
     width, of_expert, experts = 2048, 768, 128
@@ -53,15 +53,13 @@ def test_qwen3_30b_a3b_has_3_6_times_fewer_numbers_and_as_many_as_the_hosted_ser
     meta = torch.device("meta")
     whole, shared = (
         Adapter(LoraSpec(rank=1), each, meta, torch.float32).num_weights
-        for each in (sites, [site.sharing_experts() for site in sites])
+        for each in (sites, [site.to_shared_experts() for site in sites])
     )
     assert shared == 3 * (width + experts * of_expert)
     assert whole / shared == pytest.approx(3.6, abs=0.01)
 
 
-def test_the_gradient_of_a_shared_matrix_is_the_sum_of_those_of_experts(
-    model_folder: Make, supervised: Supervised, tmp_path: Path
-) -> None:
+def test_shared_matrix_gradient_is_sum_over_experts(model_folder: Make, supervised: Supervised, tmp_path: Path) -> None:
     """An adapter with a copy for each expert is loaded from the files of one that shares."""
     data = supervised([9, 33, 2, 40])
     ours = trained(model_folder("qwen3_moe"), data)
@@ -72,7 +70,7 @@ def test_the_gradient_of_a_shared_matrix_is_the_sum_of_those_of_experts(
     for a, b in zip(run(ours, data).logprobs, run(copies, data).logprobs, strict=True):
         assert np.array_equal(a, b)
     found, expected = (
-        adapter.by_site(adapter.gradient)
+        adapter.group_by_site(adapter.gradient)
         for adapter in (each._adapters["m"] for each in (ours, copies))
         if adapter.gradient is not None
     )
@@ -89,7 +87,7 @@ def test_the_gradient_of_a_shared_matrix_is_the_sum_of_those_of_experts(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_state_goes_on_bit_for_bit_and_files_hold_a_copy_for_each_expert(
+def test_shared_expert_state_resumes_exactly_and_files_hold_expert_copies(
     dtype: str, model_folder: Make, supervised: Supervised, tmp_path: Path
 ) -> None:
     data = supervised([9, 33])
@@ -113,7 +111,7 @@ def test_a_state_goes_on_bit_for_bit_and_files_hold_a_copy_for_each_expert(
     assert a.keys() == b.keys() and all(torch.equal(a[kind], b[kind]) for kind in a)
 
 
-def test_a_checkpoint_whose_optimizer_contradicts_its_weights_is_refused_and_changes_nothing(
+def test_checkpoint_with_contradicting_optimizer_is_refused(
     model_folder: Make, supervised: Supervised, tmp_path: Path
 ) -> None:
     folder, data = model_folder("qwen3_moe"), supervised([20])
@@ -131,7 +129,7 @@ def test_a_checkpoint_whose_optimizer_contradicts_its_weights_is_refused_and_cha
 
 @pytest.mark.parametrize("state", [True, False], ids=["with optimizer", "weights alone"])
 @pytest.mark.parametrize("share", [True, False], ids=["shared", "whole"])
-def test_a_model_takes_the_layout_of_the_checkpoint_and_keeps_it_in_snapshots(
+def test_model_adopts_checkpoint_layout_and_keeps_it_in_snapshots(
     share: bool, state: bool, model_folder: Make, supervised: Supervised, tmp_path: Path
 ) -> None:
     folder, data = model_folder("qwen3_moe"), supervised([20])
@@ -154,7 +152,7 @@ def test_a_model_takes_the_layout_of_the_checkpoint_and_keeps_it_in_snapshots(
     assert torch.equal(a, b) and torch.equal(a, c)
 
 
-async def test_the_native_engine_samples_from_shared_matrices_with_the_log_probs_of_training(
+async def test_native_engine_samples_shared_experts_with_training_logprobs(
     model_folder: Make, supervised: Supervised, tmp_path: Path
 ) -> None:
     backend = trained(model_folder("qwen3_moe"), supervised([9, 30]))

@@ -31,14 +31,14 @@ def test_model_without_tokenizer_is_read(tmp_path):
     assert facts.tokenizer_id is None
 
 
-def test_the_text_part_of_a_larger_model_counts(tmp_path):
+def test_base_model_config_reads_text_config_of_multimodal_model(tmp_path):
     text = {"vocab_size": 50, "max_position_embeddings": 64}
     facts = read_base_model(write(tmp_path, config={"architectures": ["X"], "text_config": text}))
     assert (facts.vocab_size, facts.max_context) == (50, 64)
     assert facts.tied_embeddings  # transformers' default where nothing is said
 
 
-def test_a_saved_model_and_tokenizer_are_read(tiny_model):
+def test_saved_model_and_tokenizer_are_read(tiny_model):
     facts = read_base_model(str(tiny_model))
     assert (facts.vocab_size, facts.max_context) == (99, 512)
     assert facts.tokenizer_id == str(tiny_model)
@@ -46,12 +46,12 @@ def test_a_saved_model_and_tokenizer_are_read(tiny_model):
 
 
 @pytest.mark.parametrize("missing", ["vocab_size", "max_position_embeddings"])
-def test_a_config_that_does_not_say_what_is_needed_is_refused(tmp_path, missing):
+def test_incomplete_config_is_refused(tmp_path, missing):
     with pytest.raises(ConfigError, match=f"must say {missing}"):
         read_base_model(write(tmp_path, config={k: v for k, v in CONFIG.items() if k != missing}))
 
 
-def test_a_folder_without_config_and_a_folder_that_is_not_there_are_refused(tmp_path):
+def test_missing_folder_or_config_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"must have a config\.json"):
         read_base_model(str(tmp_path))
     (tmp_path / "config.json").write_text("{")
@@ -62,7 +62,7 @@ def test_a_folder_without_config_and_a_folder_that_is_not_there_are_refused(tmp_
             read_base_model(name)
 
 
-def test_reading_bodies_and_models_takes_no_torch():
+def test_reading_bodies_and_models_imports_no_torch():
     modules = "tx.tinker.base_model, tx.tinker.wire.schemas, tx.tinker.wire.checks, tx.tinker.wire.training_requests"
     code = (
         f"import sys, {modules}; print([m for m in ('torch', 'transformers', 'huggingface_hub') if m in sys.modules])"

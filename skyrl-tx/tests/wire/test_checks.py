@@ -36,7 +36,7 @@ def sample(prompt: list[int] | None = None, **fields) -> SampleSpec:
 
 
 @pytest.mark.parametrize("loss_fn", LOSSES)
-def test_a_right_request_of_each_loss_passes(loss_fn, facts):
+def test_valid_request_of_each_loss_passes(loss_fn, facts):
     check_training(request(loss_fn), facts)
 
 
@@ -44,7 +44,7 @@ def test_each_loss_has_rules():
     assert tuple(LOSS_RULES) == LOSSES
 
 
-def test_targets_may_be_k_a_token_for_cross_entropy(facts):
+def test_cross_entropy_accepts_k_targets_per_token(facts):
     targets = np.array([[6, 7], [7, 8], [8, 9]])
     wide = Datum(np.array([5, 6, 7]), {"target_tokens": targets, "weights": np.ones((3, 2), np.float32)})
     check_training(request(data=[wide]), facts)
@@ -97,13 +97,13 @@ BOUNDS = {"clip_low_threshold": floats(0.5, 0.6, 0.7), "clip_high_threshold": fl
         ("ppo", RL | BOUNDS | {"clip_low_threshold": floats(0, 2, 0)}, "got 2.0 and 1.0 at 1"),
     ],
 )  # fmt: skip
-def test_bad_inputs_of_a_loss_are_refused(loss_fn, inputs, says, facts):
+def test_bad_loss_inputs_are_refused(loss_fn, inputs, says, facts):
     with pytest.raises(RequestError, match=re.escape(says)):
         check_training(request(loss_fn, [datum(**inputs)]), facts)
 
 
 @pytest.mark.parametrize("loss_fn", ["ppo", "cispo", "gspo"])
-def test_bounds_may_be_given_a_token(loss_fn, facts):
+def test_per_token_bounds_are_accepted(loss_fn, facts):
     mask = {"sequence_ratio_mask": floats(1, 1, 0)} if loss_fn == "gspo" else {}
     check_training(request(loss_fn, [datum(**RL, **mask, **BOUNDS)]), facts)
 
@@ -129,7 +129,7 @@ def test_bad_losses_and_settings_are_refused(loss_fn, config, says, facts):
         check_training(request(loss_fn, **config), facts)
 
 
-def test_a_right_sample_passes(facts):
+def test_valid_sample_passes(facts):
     check_sample(sample(num_samples=4, max_tokens=14, temperature=0.7, top_k=5, top_p=0.9), facts)
     check_sample(sample(temperature=0, stop_strings=("end",), topk_prompt_logprobs=20), facts)
     check_sample(sample(stop_token_ids=(1, 99)), facts)
@@ -141,12 +141,12 @@ def test_a_right_sample_passes(facts):
         ({"prompt": []}, "prompt must hold at least one token; got none"),
         ({"prompt": [5, 100]}, "prompt must be token ids from 0 to 99, the vocabulary; got 100 at 1"),
         ({"prompt": [2**70]}, f"got {2**70} at 0"),
-        ({"prompt": [0] * 16}, "prompt must leave room for an answer in the context of 16 tokens; got 16"),
+        ({"prompt": [0] * 16}, "prompt must leave room for a completion in the context of 16 tokens; got 16"),
         ({"max_tokens": 15}, "sampling_params.max_tokens must be 1 to 14"),
         ({"max_tokens": 0}, "sampling_params.max_tokens must be 1 to 14"),
         ({"num_samples": 0}, "num_samples must be 1 to 1024; got 0"),
         ({"num_samples": 1025}, "got 1025"),
-        ({"temperature": -1.0}, "sampling_params.temperature must be 0 (the likeliest token) or 0.001 to 100; got -1"),
+        ({"temperature": -1.0}, "sampling_params.temperature must be 0 (greedy) or 0.001 to 100; got -1"),
         ({"temperature": NAN}, "got nan"),
         ({"temperature": 1e-9}, "got 1e-09"),
         ({"top_p": 0.0}, "sampling_params.top_p must be above 0 and at most 1; got 0.0"),

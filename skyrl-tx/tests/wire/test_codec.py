@@ -18,9 +18,9 @@ from tx.tinker.wire.codec import (
     decode_sample_output,
     decode_training,
     encode_pass_output,
+    encode_pass_output_json,
     encode_sample_output,
     encode_training,
-    pass_output_json,
     sample_output_json,
 )
 
@@ -47,7 +47,7 @@ def data(draw) -> Datum:
 
 @given(st.lists(data(), max_size=4), st.integers(1, 2**31 - 1), st.booleans(), st.text(max_size=5))
 @settings(max_examples=40, deadline=None)
-def test_a_training_request_survives_the_wire(given_data, seq, forward_only, name):
+def test_training_request_round_trips(given_data, seq, forward_only, name):
     request = TrainingRequest(name, seq, given_data, "ppo", {"clip_low_threshold": 0.5}, forward_only)
     read = decode_training(encode_training(request))
     assert (read.model_id, read.seq_id, read.loss_fn, read.forward_only) == (name, seq, "ppo", forward_only)
@@ -58,7 +58,7 @@ def test_a_training_request_survives_the_wire(given_data, seq, forward_only, nam
 
 @given(st.lists(shapes.flatmap(lambda shape: npst.arrays(np.float32, shape, elements=float32)), max_size=5))
 @settings(max_examples=100, deadline=None)
-def test_a_result_survives_the_wire_also_with_another_k_for_each_datum(logprobs):
+def test_result_round_trips_with_different_k_per_datum(logprobs):
     read = decode_pass_output(encode_pass_output(PassOutput(logprobs, {"loss:sum": -1.5})))
     assert read.metrics == {"loss:sum": -1.5}
     assert all(np.array_equal(a, b) and a.shape == b.shape for a, b in zip(logprobs, read.logprobs, strict=True))
@@ -73,13 +73,13 @@ topk_row = st.lists(st.tuples(st.integers(0, 2**31 - 1), st.floats(-1000, 0, wid
     st.none() | st.lists(st.none() | topk_row, min_size=1, max_size=4),
 )
 @settings(max_examples=100, deadline=None)
-def test_samples_survive_the_wire(answers, prompt_logprobs, topk):
+def test_samples_round_trip(answers, prompt_logprobs, topk):
     sequences = [Sequence([t for t, _ in a], [p for _, p in a], "stop" if len(a) % 2 else "length") for a in answers]
     output = SampleOutput(sequences, prompt_logprobs, topk)
     assert decode_sample_output(encode_sample_output(output)) == output
 
 
-def test_a_training_request_as_the_protocol_lays_it_out():
+def test_training_request_matches_protocol_layout():
     message = pb.ForwardBackwardRequest(model_id="m", seq_id=3, loss_fn="cross_entropy")
     one = message.data.add()
     one.model_input.add().encoded_text.tokens = bytes([1, 0, 0, 0, 2, 0, 0, 0])
@@ -109,7 +109,7 @@ def message_of_sparse(num_data: int, name: str, values: np.ndarray, *, shape: li
     return message
 
 
-def test_a_sparse_tensor_is_read_as_its_dense_self():
+def test_sparse_tensor_decodes_like_dense():
     parts = {"shape": [3, 4], "crow": [0, 2, 2, 3], "col": [0, 3, 1]}
     message = message_of_sparse(1, "target_tokens", np.array([7, 8, 9]), **parts)
     read = decode_training(message.SerializeToString()).data[0].inputs["target_tokens"]
@@ -131,7 +131,7 @@ def test_a_sparse_tensor_is_read_as_its_dense_self():
         ({"col": [0]}, "3 numbers"),
     ],
 )
-def test_a_sparse_tensor_that_does_not_fit_is_refused(change, says):
+def test_inconsistent_sparse_tensor_is_refused(change, says):
     parts = {"shape": [3, 4], "crow": [0, 2, 2, 3], "col": [0, 3, 1]} | change
     message = message_of_sparse(1, "weights", np.ones(3, np.float32), **parts)
     with pytest.raises(RequestError, match=r"data\[0\]\.loss_fn_inputs\['weights'\]") as refused:
@@ -153,7 +153,7 @@ def test_cross_entropy_without_weights_has_weights_of_one():
 @pytest.mark.parametrize(
     ("given", "expected"), [(None, [0.0, 0.0, 1.0, 1.0]), ([0.0, 1.0, 1.0, 0.0], [0.0, 1.0, 1.0, 0.0])]
 )
-def test_gspo_without_a_mask_counts_the_sampled_targets(given: list[float] | None, expected: list[float]):
+def test_gspo_without_mask_counts_sampled_targets(given: list[float] | None, expected: list[float]):
     """The prompt is padded with zeros; the last token was certain when it was sampled."""
     inputs = {"target_tokens": np.array([0, 0, 5, 6]), "logprobs": np.array([0, 0, -1, 0], np.float32)}
     inputs["advantages"] = np.array([0, 0, 2, 2], np.float32)
@@ -172,7 +172,7 @@ def test_integer_weights_become_floats_and_float_targets_are_refused():
         decode_training(encode_training(request))
 
 
-def test_settings_of_the_new_map_outrank_those_of_the_old():
+def test_loss_config_v2_overrides_loss_config():
     message = pb.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="dro", loss_fn_config={"beta": 1.0})
     assert decode_training(message.SerializeToString()).loss_config == {"beta": 1.0}
     message.loss_fn_config_v2["beta"].number = 2.0
@@ -190,20 +190,20 @@ def test_chunks_other_than_text_are_refused_by_name(kind):
         decode_training(message.SerializeToString())
 
 
-def test_a_field_that_only_a_newer_client_knows_is_refused():
+def test_unknown_field_of_newer_client_is_refused():
     payload = encode_training(TrainingRequest("m", 1, [], "ppo")) + bytes([(99 << 3) & 0x7F | 0x80, 99 >> 4, 1])
     with pytest.raises(RequestError, match="field number 99 of the request is not known"):
         decode_training(payload)
 
 
 @pytest.mark.parametrize("cut", [1, 10, 30])
-def test_bytes_that_are_cut_short_are_refused(cut):
+def test_truncated_bytes_are_refused(cut):
     request = TrainingRequest("model", 1, [Datum(np.array([1, 2, 3]), {"target_tokens": np.array([2, 3, 4])})], "ppo")
     with pytest.raises(RequestError, match="body must be a protobuf ForwardBackwardRequest"):
         decode_training(encode_training(request)[:-cut])
 
 
-def test_tokens_of_three_bytes_and_shapes_that_do_not_hold_are_refused():
+def test_misaligned_tokens_and_wrong_shapes_are_refused():
     message = pb.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="ppo")
     message.data.add().model_input.add().encoded_text.tokens = b"abc"
     with pytest.raises(RequestError, match="numbers of 4 bytes each; got 3 bytes"):
@@ -221,9 +221,9 @@ def test_tokens_of_three_bytes_and_shapes_that_do_not_hold_are_refused():
         decode_training(message.SerializeToString())
 
 
-def test_a_result_as_json_of_old_clients():
+def test_result_as_json_of_old_clients():
     output = PassOutput([np.array([-1.5, -2], np.float32), np.array([[-1, -2]], np.float32)], {"loss:sum": 3.5})
-    assert pass_output_json(encode_pass_output(output)) == {
+    assert encode_pass_output_json(encode_pass_output(output)) == {
         "loss_fn_output_type": "ArrayRecord",
         "loss_fn_outputs": [
             {"logprobs": {"data": [-1.5, -2.0], "dtype": "float32", "shape": [2]}},
@@ -245,7 +245,7 @@ def test_samples_as_json_of_old_clients():
 
 
 @pytest.mark.parametrize("layout", [{}, {"crow": [0, 0, 2], "columns": [0, 1]}])
-def test_log_probs_of_targets_survive_the_wire_in_their_layout(layout):
+def test_target_logprobs_round_trip_in_layout(layout):
     values = [0.0, 0.0, -0.5, 0.0] if not layout else [-0.5, 0.0]
     output = SampleOutput([], target_prompt_logprobs=TargetLogProbs((2, 2), values, **layout))
     encoded = encode_sample_output(output)
@@ -255,7 +255,7 @@ def test_log_probs_of_targets_survive_the_wire_in_their_layout(layout):
     assert tensor == {"data": values, "dtype": "float32", "shape": [2, 2]} | sparse
 
 
-def test_empty_slots_of_top_k_are_token_0_at_minus_99999_and_no_logprob_is_nan():
+def test_empty_topk_slots_are_token_0_at_minus_99999_and_never_nan():
     encoded = encode_sample_output(SampleOutput([], [None], [None, [(7, -0.25)], [(3, -1.0), (0, -2.0)]]))
     message = pb.SampleResponse.FromString(encoded)
     topk = message.topk_prompt_logprobs

@@ -1,4 +1,4 @@
-"""Whatever comes, it is read or refused: nothing but RequestError ever leaves, and what is read can be checked."""
+"""Fuzzing: any input is decoded or refused with RequestError, and decoded requests can be checked."""
 
 import contextlib
 import json
@@ -55,7 +55,7 @@ def test_random_bytes(facts, body, content_type, encoding, forward):
 
 @given(st.lists(st.tuples(st.integers(0, len(VALID) - 1), st.integers(0, 255)), max_size=4), st.integers(0, len(VALID)))
 @often
-def test_a_right_protobuf_with_some_bytes_changed_and_the_end_cut_off(facts, changes, cut):
+def test_mutated_and_truncated_protobuf_is_decoded_or_refused(facts, changes, cut):
     body = bytearray(VALID)
     for place, byte in changes:
         body[place] = byte
@@ -154,7 +154,7 @@ TRAINING = {
 
 @given(st.sampled_from(list(_paths(TRAINING))), JSON_VALUES)
 @often
-def test_a_right_json_with_anything_in_one_place(facts, path, value):
+def test_json_with_any_mutated_value_is_decoded_or_refused(facts, path, value):
     body = json.dumps(_changed(TRAINING, path, value)).encode()
     read_and_check(body, "application/json", None, facts)
 
@@ -178,11 +178,11 @@ ASAMPLE = {
 
 @given(st.sampled_from(list(_paths(ASAMPLE))), JSON_VALUES)
 @often
-def test_a_right_sample_with_anything_in_one_place(facts, path, value):
+def test_sample_with_any_mutated_value_is_decoded_or_refused(facts, path, value):
     try:
         request = schemas.AsampleRequest.model_validate_json(json.dumps(_changed(ASAMPLE, path, value)))
     except ValidationError as error:
-        assert schemas.explain(error)
+        assert schemas.describe_errors(error)
     else:
         with contextlib.suppress(RequestError):
             check_sample(request.to_spec(lambda: 0), facts)
@@ -196,4 +196,4 @@ def test_bodies_with_any_values_in_their_fields(kind, data):
     try:
         kind.model_validate_json(json.dumps(body)) if data.draw(st.booleans()) else kind.model_validate(body)
     except ValidationError as error:
-        json.dumps(schemas.explain(error)).encode()
+        json.dumps(schemas.describe_errors(error)).encode()

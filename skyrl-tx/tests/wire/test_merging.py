@@ -11,12 +11,12 @@ def part(num_data: int, **metrics: float) -> PassOutput:
     return PassOutput([np.full(2, i, np.float32) for i in range(num_data)], names)
 
 
-def test_metrics_are_merged_by_the_second_half_of_their_names():
+def test_metrics_are_merged_by_name_suffix():
     merged = merge_outputs([part(1, a_sum=1, b_mean=1, c_min=1, d_max=1), part(3, a_sum=2, b_mean=5, c_min=2, d_max=2)])
     assert merged.metrics == {"a:sum": 3, "b:mean": 4, "c:min": 1, "d:max": 2}  # b = (1 * 1 + 3 * 5) / 4
 
 
-def test_log_probs_keep_their_order_weights_may_be_given_and_a_metric_may_be_in_some_parts_only():
+def test_merge_keeps_logprob_order_and_handles_weights_and_partial_metrics():
     merged = merge_outputs([part(2, a_sum=0), part(1, a_sum=0)])
     assert [array[0] for array in merged.logprobs] == [0, 1, 0]
     merged = merge_outputs([part(1, a_mean=1), part(1, a_mean=2, b_sum=7)], weights=[3, 1])

@@ -13,18 +13,18 @@ LISTS = [[], [3], [-1, 5, 2**40, 7], [0.5, -3.0, 1e-9], [1, 2, 3, 4.5], [2**70, 
 
 @pytest.mark.parametrize("numbers", LISTS, ids=str)
 @pytest.mark.parametrize("size", [1, 3, 4])
-def test_divided_lists_are_converted_as_whole_ones(numbers, size, monkeypatch):
+def test_divided_lists_are_converted_like_whole_ones(numbers, size, monkeypatch):
     value = {"a": {"data": numbers, "shape": [len(numbers)]}, "texts": ["x"] * 5, "rows": [[1, 2], None, [3]], "b": 1}
     whole, values = np.asarray(numbers), np.asarray(numbers, np.float32)
     monkeypatch.setattr(pieces, "PIECE", size)
-    array = pieces.array_of(numbers)
+    array = pieces.to_array(numbers)
     assert np.array_equal(array, whole) and (array.dtype == whole.dtype or 2**70 in numbers)
     assert pieces.list_of(values) == values.tolist()
     if 2**70 not in numbers:
-        assert orjson.loads(pieces.json_of(value)) == value and pieces.json_of(value) == orjson.dumps(value)
+        assert orjson.loads(pieces.encode_json(value)) == value and pieces.encode_json(value) == orjson.dumps(value)
 
 
-def test_no_call_gets_more_than_a_piece_of_a_long_list(monkeypatch):
+def test_long_list_is_converted_in_bounded_pieces(monkeypatch):
     sizes = []
 
     def asarray(numbers, *args):

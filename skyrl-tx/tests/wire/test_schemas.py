@@ -1,4 +1,4 @@
-"""JSON bodies: what clients send is read; what is wrong is refused with its field; nothing asked for is ignored."""
+"""JSON bodies: valid ones are read, invalid ones refused with the field, and no option is ignored."""
 
 import json
 import re
@@ -19,8 +19,8 @@ from tx.tinker.wire.schemas import (
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
     SetTtlRequest,
-    as_request_error,
-    explain,
+    describe_errors,
+    to_request_error,
 )
 
 CREATE = {"session_id": "session_1", "model_seq_id": 0, "base_model": "m"}
@@ -38,10 +38,10 @@ SAMPLE = {
 def refused(kind: type[schemas.Body] | type[schemas.LenientBody], body: Any) -> str:
     with pytest.raises(ValidationError) as error:
         kind.model_validate(body)
-    return explain(error.value)
+    return describe_errors(error.value)
 
 
-def test_adapters_steps_and_samples_are_read_with_the_protocols_defaults():
+def test_adapter_step_and_sample_requests_use_protocol_defaults():
     lora = CreateModelRequest.model_validate(CREATE | {"lora_config": {"rank": 8, "train_mlp": False}}).lora_config
     assert lora and lora.to_spec(lambda: 42) == LoraSpec(rank=8, seed=42, train_mlp=False)
     seeded = CreateModelRequest.model_validate(CREATE | {"lora_config": {"seed": 0}}).lora_config
@@ -74,7 +74,7 @@ def test_other_stops_are_refused(stop):
     assert "sampling_params.stop: must be" in refused(AsampleRequest, SAMPLE | {"sampling_params": {"stop": stop}})
 
 
-def test_a_given_seed_is_kept_and_a_negative_one_is_as_good():
+def test_given_seed_is_kept_including_negative():
     def seed(value):
         return (
             AsampleRequest.model_validate(SAMPLE | {"sampling_params": {"seed": value}}).to_spec(lambda: 9).params.seed
@@ -93,12 +93,12 @@ def test_a_given_seed_is_kept_and_a_negative_one_is_as_good():
         ("an_option_of_next_year", 0, 1),
     ],
 )
-def test_options_that_are_not_here_are_refused_only_if_they_ask_for_something(option, nothing, something):
+def test_unsupported_options_are_refused_only_when_they_request_something(option, nothing, something):
     AsampleRequest.model_validate(SAMPLE | {option: nothing})
     assert option in refused(AsampleRequest, SAMPLE | {option: something})
 
 
-def test_targets_of_a_prompt_that_do_not_hold_together_are_refused():
+def test_inconsistent_prompt_targets_are_refused():
     for change, says in (
         ({"shape": [4]}, "shape must be [len(prompt) - 1, K]; got [4]"),
         ({"shape": [3, 2]}, "target_prompt_logprobs.shape must hold as many numbers as there are, 4"),
@@ -111,7 +111,7 @@ def test_targets_of_a_prompt_that_do_not_hold_together_are_refused():
             request.to_spec(lambda: 0)
 
 
-def test_full_fine_tuning_names_what_to_use():
+def test_full_fine_tuning_error_names_alternative():
     full = refused(CreateModelRequest, CREATE | {"lora_config": None})
     assert full.startswith("lora_config: must be an adapter's: there is no full fine-tuning here")
     assert "`tx train` or skyrl_train" in full
@@ -119,7 +119,7 @@ def test_full_fine_tuning_names_what_to_use():
     assert CreateModelRequest.model_validate(left_out).lora_config is None
 
 
-def test_an_unknown_field_is_refused_with_the_nearest_name():
+def test_unknown_field_is_refused_with_nearest_name():
     assert refused(SaveWeightsRequest, SAVE | {"overwrit": True}) == (
         "body: field 'overwrit' is not known to this server; did you mean overwrite?"
     )
@@ -129,7 +129,7 @@ def test_an_unknown_field_is_refused_with_the_nearest_name():
 
 
 @pytest.mark.parametrize("chunk", [{"type": "image", "data": "", "format": "png"}, {"data": "", "format": "png"}])
-def test_a_prompt_of_images_is_refused_by_name(chunk):
+def test_image_prompt_is_refused_by_name(chunk):
     said = refused(AsampleRequest, SAMPLE | {"prompt": {"chunks": [chunk]}})
     assert said.startswith("prompt.chunks[0]: must be encoded_text: this server's models read tokens only; got")
 
@@ -172,17 +172,17 @@ def test_a_prompt_of_images_is_refused_by_name(chunk):
         (AsampleRequest, SAMPLE | {"num_samples": -1}, "num_samples: Input should be greater"),
     ],
 )  # fmt: skip
-def test_a_wrong_field_is_refused_by_name(kind, body, says):
+def test_wrong_field_is_refused_by_name(kind, body, says):
     assert says in refused(kind, body)
 
 
-def test_weights_are_loaded_in_place_or_into_a_new_model():
+def test_weights_load_in_place_or_into_new_model():
     assert not LoadWeightsRequest.model_validate(LOAD | STEP).creates_model
     new = LoadWeightsRequest.model_validate(LOAD | {"session_id": "s", "model_seq_id": 0, "base_model": "m"})
     assert new.creates_model
 
 
-def test_only_what_a_database_can_hold_is_metadata():
+def test_metadata_accepts_only_database_storable_values():
     deep: Any = {}
     for _ in range(5000):
         deep = {"a": deep}
@@ -192,16 +192,16 @@ def test_only_what_a_database_can_hold_is_metadata():
     assert CreateSessionRequest.model_validate({"user_metadata": fine}).user_metadata == fine
 
 
-def test_bodies_that_are_only_noted_may_hold_anything():
+def test_recorded_only_bodies_accept_anything():
     schemas.TelemetryRequest.model_validate({"events": [{"x": 1}], "whatever": {}})
     schemas.CreateSessionRequest.model_validate({"tags": [], "user_metadata": None, "field_of_next_year": 1})
     schemas.FinishSessionRequest.model_validate({"reason": {"type": "errored", "more": 1}, "detail": "x"})
 
 
-def test_an_explanation_can_always_be_sent():
+def test_validation_error_explanation_can_always_be_sent():
     said = refused(SaveWeightsRequest, SAVE | {"user_metadata": {"\ud800": 1}})
     json.dumps(said).encode()
     said.encode()
     with pytest.raises(ValidationError) as error:
         SaveWeightsRequest.model_validate({})
-    assert as_request_error(error.value).status == 422
+    assert to_request_error(error.value).status == 422

@@ -14,7 +14,7 @@ from sdk_environment import sdk_environment
 from tx.tinker.types import PassOutput, SampleOutput, Sequence
 from tx.tinker.wire import schemas
 from tx.tinker.wire.checks import check_training
-from tx.tinker.wire.codec import encode_pass_output, encode_sample_output, pass_output_json, sample_output_json
+from tx.tinker.wire.codec import encode_pass_output, encode_pass_output_json, encode_sample_output, sample_output_json
 from tx.tinker.wire.training_requests import read_training_body
 
 ENCODINGS = {"0.16.1": ["json"], "0.24.1": ["json", "protobuf"], "0.38.0": ["protobuf"]}
@@ -59,7 +59,7 @@ def training(version: str, name: str):
             )
 
 
-def test_training_requests_of_the_sdk_are_read_exactly(version, facts):
+def test_sdk_training_requests_are_read_exactly(version, facts):
     requests = list(training(version, "cross_entropy"))
     assert len(requests) == {"0.16.1": 2, "0.24.1": 3, "0.38.0": 1}[version]
     for request, forward in requests:
@@ -76,7 +76,7 @@ def test_training_requests_of_the_sdk_are_read_exactly(version, facts):
             assert datum.inputs["weights"].tolist() == [[0.5, -0.5]]
 
 
-def test_settings_of_a_loss_arrive(version, facts):
+def test_loss_settings_are_read(version, facts):
     for request, _ in training(version, "ppo"):
         check_training(request, facts)
         assert request.loss_config == {"clip_low_threshold": 0.5, "clip_high_threshold": 1.5}
@@ -91,7 +91,7 @@ def test_sparse_tensors_arrive_dense(version, facts):
         assert request.data[0].inputs["weights"].tolist() == [[0.5, 0, 0, 1], [0, 0, 0, 0], [0, 2, 0, 0]]
 
 
-def test_every_other_body_is_read_whole(version):
+def test_all_other_sdk_bodies_are_read_completely(version):
     bodies = written(version)["bodies"]
     assert len(bodies) >= 26
     for name, body in bodies:
@@ -100,7 +100,7 @@ def test_every_other_body_is_read_whole(version):
         assert not lost, (name, lost)
 
 
-def test_sampling_requests_of_the_sdk_are_read_exactly(version):
+def test_sdk_sampling_requests_are_read_exactly(version):
     full, _, bare, _ = [
         schemas.AsampleRequest.model_validate(b) for n, b in written(version)["bodies"] if n == "AsampleRequest"
     ]
@@ -112,7 +112,7 @@ def test_sampling_requests_of_the_sdk_are_read_exactly(version):
     assert bare.to_spec(lambda: 9).params.stop_at_eos
 
 
-def test_results_are_read_exactly_by_the_sdk(version):
+def test_results_are_read_exactly_by_sdk(version):
     passed = encode_pass_output(
         PassOutput(
             [np.array([-0.5, -1], np.float32), np.array([-2], np.float32), np.array([[-1, -2]], np.float32)],
@@ -127,7 +127,7 @@ def test_results_are_read_exactly_by_the_sdk(version):
     for encoding in ENCODINGS[version]:
         orders = []
         for kind, data, as_json in (
-            ("pass", passed, pass_output_json),
+            ("pass", passed, encode_pass_output_json),
             *(("sample", s, sample_output_json) for s in (bare, full)),
         ):
             orders.append((kind, encoding, (data if encoding == "protobuf" else orjson.dumps(as_json(data))).hex()))

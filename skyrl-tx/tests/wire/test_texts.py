@@ -14,7 +14,7 @@ MESSAGES = [
 ]
 
 
-def test_text_and_chats_become_the_tokens_that_transformers_makes(tiny_model):
+def test_text_and_chats_tokenize_like_transformers(tiny_model):
     from transformers import AutoTokenizer
 
     theirs = AutoTokenizer.from_pretrained(tiny_model)
@@ -26,7 +26,7 @@ def test_text_and_chats_become_the_tokens_that_transformers_makes(tiny_model):
     assert texts.decode_each([44, 1]) == ["H", "<end>"]
 
 
-def test_a_template_may_be_in_the_tokenizers_settings_and_refuse_messages(tmp_path, tiny_model):
+def test_chat_template_may_be_in_tokenizer_config_and_refuse_messages(tmp_path, tiny_model):
     (tmp_path / "tokenizer.json").write_bytes((tiny_model / "tokenizer.json").read_bytes())
     template = "{% if messages[0].role != 'user' %}{{ raise_exception('user first') }}{% endif %}{{ eos_token }}ab"
     settings = {"chat_template": template, "eos_token": {"content": "<end>"}}
@@ -36,7 +36,7 @@ def test_a_template_may_be_in_the_tokenizers_settings_and_refuse_messages(tmp_pa
         Texts(tmp_path).encode_chat(MESSAGES[1:])
 
 
-def test_error_without_tokenizer_or_template_says_what_to_send_instead(tmp_path):
+def test_error_without_tokenizer_or_template_suggests_alternative(tmp_path):
     with pytest.raises(RequestError, match="prompt must be token ids"):
         Texts(tmp_path).encode("x")
     with pytest.raises(RequestError, match="use completions"):

@@ -1,4 +1,4 @@
-"""Bodies as they come off the network: what is right is read, whatever its dress; what is wrong is refused at once."""
+"""Request bodies: valid ones are read in every encoding, invalid ones are refused immediately."""
 
 import json
 
@@ -9,7 +9,7 @@ import zstandard
 from tx.errors import RequestError
 from tx.tinker.types import Datum
 from tx.tinker.wire.codec import TrainingRequest, decode_training, encode_training
-from tx.tinker.wire.training_requests import Address, find_address, read_training_body, with_loss
+from tx.tinker.wire.training_requests import Address, find_address, read_training_body, set_loss
 
 PROTOBUF, JSON = "application/x-protobuf", "application/json"
 MAX = 1_000_000
@@ -44,16 +44,16 @@ def refused(*args, **kwargs) -> RequestError:
     return error.value
 
 
-def test_protobuf_is_its_own_payload():
+def test_protobuf_body_is_stored_as_payload():
     body = payload()
     request, kept = read(body)
     assert kept == body
     assert (request.model_id, request.seq_id, request.forward_only) == ("s:train:0", 7, False)
 
 
-def test_another_loss_takes_the_place_of_the_one_asked_for_in_the_payload_too():
+def test_substitute_loss_replaces_requested_loss_in_payload():
     request, _ = read(payload(loss_fn="stable_reinforce"))
-    other = with_loss(request, "gspo")
+    other = set_loss(request, "gspo")
     again = decode_training(other.payload)
     for one in (other, again):
         assert one.loss_fn == "gspo" and one.loss_config["clip_high_threshold"] == 1.2
@@ -61,21 +61,21 @@ def test_another_loss_takes_the_place_of_the_one_asked_for_in_the_payload_too():
 
 
 @pytest.mark.parametrize("write_size", [True, False])
-def test_zstd_is_unpacked_with_and_without_its_size(write_size):
+def test_zstd_is_unpacked_with_and_without_size(write_size):
     body = payload()
     packed = zstandard.ZstdCompressor(write_content_size=write_size).compress(body)
     assert read(packed, encoding="zstd")[1] == body
     assert read(packed, encoding=" ZSTD ")[1] == body
 
 
-def test_json_of_old_clients_means_the_same():
+def test_json_of_old_clients_decodes_to_same_request():
     request, kept = read(as_json(), "application/json; charset=utf-8")
     assert kept == payload()
     assert request.data[0].tokens.tolist() == [5, 6]
     assert request.data[0].inputs["weights"].tolist() == [0.0, 1.0]
 
 
-def test_the_forward_endpoint_makes_a_request_forward_only():
+def test_forward_endpoint_makes_request_forward_only():
     assert read(as_json("forward_input"), JSON, forward=True)[0].forward_only
     request, kept = read(payload(), forward=True)
     assert request.forward_only
@@ -93,7 +93,7 @@ def test_sparse_tensors_in_json_are_read_as_their_dense_selves():
     assert read(body, JSON)[0].data[0].inputs["weights"].tolist() == [[0, 0, 0], [0, 0, 0.5]]
 
 
-def test_a_body_over_the_limit_is_413_packed_or_not():
+def test_body_over_limit_is_413_packed_or_not():
     body = payload()
     assert refused(body, max_bytes=10).status == 413
     for write_size in (True, False):
@@ -105,7 +105,7 @@ def test_a_body_over_the_limit_is_413_packed_or_not():
 
 
 @pytest.mark.parametrize("write_size", [True, False])
-def test_zstd_that_is_cut_short_or_is_none_or_is_followed_by_something_is_refused(write_size):
+def test_truncated_invalid_or_trailing_zstd_is_refused(write_size):
     packed = zstandard.ZstdCompressor(write_content_size=write_size).compress(payload() * 50)
     for body in (packed[:-1], packed[: len(packed) // 2], packed[:3], b"", b"no zstd at all", packed + b"more"):
         error = refused(body, encoding="zstd")
@@ -118,7 +118,7 @@ def test_other_types_and_packings_are_415():
         assert error.status == 415
 
 
-def test_bytes_that_are_not_what_their_type_says_are_refused():
+def test_bytes_contradicting_content_type_are_refused():
     assert "body must be a protobuf ForwardBackwardRequest" in str(refused(b"\xff" * 20))
     assert "body must be a protobuf" in str(refused(json.dumps(as_json()).encode()))
     assert "body must be JSON" in str(refused(payload(), JSON))
@@ -170,20 +170,20 @@ TOKENS = "data[0].model_input.chunks[0].tokens"
         (TARGETS + ".dtype", "float32", "['target_tokens'].dtype must be int64; got float32"),
     ],
 )
-def test_json_that_is_wrong_in_one_place_is_refused_with_that_place(path, value, says):
+def test_invalid_json_is_refused_with_location(path, value, says):
     error = refused(change(path, value), JSON)
     assert error.status == 400
     assert says in str(error)
 
 
-def test_whole_numbers_may_be_written_as_floats_and_weights_that_float32_cannot_hold_become_infinite():
+def test_whole_floats_are_integers_and_overflowing_weights_infinite():
     """The checks refuse the latter."""
     assert read(change(TARGETS + ".data", [6.0, 7.0]), JSON)[1] == payload()
     assert np.isinf(read(change(WEIGHTS + ".data", [1e300, 0]), JSON)[0].data[0].inputs["weights"][0])
 
 
 @pytest.mark.parametrize("seq", [0, -1])
-def test_a_request_without_an_address_is_refused(seq):
+def test_request_without_model_and_seq_is_refused(seq):
     assert "seq_id must be a number from 1" in str(refused(payload(seq_id=seq)))
     assert "seq_id must be a number from 1" in str(refused(as_json() | {"seq_id": seq}, JSON))
     assert "seq_id must be a number from 1" in str(refused(as_json() | {"seq_id": 2**40}, JSON))
@@ -194,7 +194,7 @@ def test_a_request_without_an_address_is_refused(seq):
     )
 
 
-def test_a_refused_body_still_says_whose_turn_it_was():
+def test_refused_body_still_reports_model_and_seq():
     there = Address("s:train:0", 7)
     assert find_address(payload(loss_fn="nonsense"), PROTOBUF, None, MAX) == there
     assert find_address(zstandard.compress(payload()), PROTOBUF, "zstd", MAX) == there
@@ -204,6 +204,6 @@ def test_a_refused_body_still_says_whose_turn_it_was():
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"3", b'{"seq_id": 1}', b'{"model_id": "m", "seq_id": true}', b"\xff"])
-def test_a_body_that_says_nothing_of_it_has_no_address(body):
+def test_body_without_model_and_seq_has_no_address(body):
     assert find_address(body, JSON, None, MAX) is None
     assert find_address(body, PROTOBUF, "zstd", MAX) is None

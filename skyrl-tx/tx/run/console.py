@@ -1,10 +1,10 @@
-"""`tx console`: the dashboard of skyrl_train over a server's runs, for each API key its own, and a page to sample from
-checkpoints.
+"""`tx console`: the dashboard of skyrl_train over a server's runs, restricted to the runs of each API key, and a page
+to sample from checkpoints.
 
-A process of its own beside the server: it reads the run folders and writes nothing. A browser gives its key once, as
-`/?token=KEY`, and is known by a random cookie until the login expires; the page to sample asks the server with that
-key. Where the server has no keys, the console draws a token of its own and prints it: other users of the machine reach
-its port, too.
+A separate process: it reads the server's run folders and writes nothing. A browser sends its key once, as
+`/?token=KEY`, and is identified by a random cookie until the login expires; the sampling page sends requests with that
+key. If the server has no keys, the console generates a token and prints it, since other users of the machine can reach
+its port.
 """
 
 import argparse
@@ -36,10 +36,10 @@ from skyrl_inspect.dashboard.runs_folder import FolderEntry, NotBelowError, Runs
 from skyrl_inspect.dashboard.server import HEADERS, make_app
 from skyrl_train.errors import DataError
 from tx.errors import ConfigError
-from tx.tinker.api import address_of, listen
+from tx.tinker.api import get_address, open_socket
 from tx.tinker.command_line import read_config
 from tx.tinker.config import EngineConfig
-from tx.tinker.http.api_keys import ADMIN, LOCAL, ApiKeys, Holder, is_loopback, key_of, read_api_keys
+from tx.tinker.http.api_keys import ADMIN, LOCAL, ApiKeys, Holder, extract_key, is_loopback, read_api_keys
 from tx.tinker.types import SERVER
 
 COOKIE = "tx_console"
@@ -56,11 +56,11 @@ MAX_BODY_BYTES = 1 << 20
 
 
 class TenantRuns(RunsFolder):
-    """The run folders of one tenant among those of a server. The rest does not exist: neither listed nor opened.
+    """Run folders of one tenant of a server. Other tenants' folders are neither listed nor opened.
 
     Args:
         path: `runs` of the state folder
-        tenant: whose they are, by `tinker.tenant` in each `config.yaml`
+        tenant: the owner, from `tinker.tenant` in each `config.yaml`
     """
 
     def __init__(self, path: Path, tenant: str):
@@ -79,7 +79,7 @@ class TenantRuns(RunsFolder):
             yield file
 
     @contextmanager
-    def _folder(self, parts: list[str]) -> Iterator[int]:
+    def _get_folder(self, parts: list[str]) -> Iterator[int]:
         if parts:
             self._check(parts[0])
         with super()._folder(parts) as number:
@@ -91,10 +91,10 @@ class TenantRuns(RunsFolder):
 
     def _is_own(self, run: str) -> bool:
         if not self._own.get(run):  # once true it stays so; a folder may get its file a moment later
-            self._own[run] = self._tenant_of(run) == self._tenant
+            self._own[run] = self._read_tenant(run) == self._tenant
         return self._own[run]
 
-    def _tenant_of(self, run: str) -> str | None:
+    def _read_tenant(self, run: str) -> str | None:
         try:
             config = json.loads((self.path / run / "config.yaml").read_bytes())  # JSON, as the server writes it
             return config["tinker"]["tenant"]
@@ -111,17 +111,17 @@ class _Login(NamedTuple):
 
 
 class Console:
-    """Application that sends each request to the pages of its key's tenant.
+    """Application that routes each request to the pages of its key's tenant.
 
     Args:
         runs: `runs` of the state folder
-        keys: none: whoever has the token sees everything
+        keys: if empty, the token gives access to everything
         server: URL of the server, for the page to sample
-        login_hours: time after which a browser must give its key again
+        login_hours: lifetime of a login
         token: for a console without keys
 
     Attributes:
-        token: needed where there are no keys; drawn if left out
+        token: required without keys; generated if omitted
     """
 
     def __init__(
@@ -140,9 +140,9 @@ class Console:
         self._defaults = defaults or Defaults()
         self._logins: dict[str, _Login] = {}
         self._pages: dict[Holder, ASGIApp] = {}
-        routes = [Route(PLAYGROUND, self._playground), Route(f"{PLAYGROUND}.js", self._script)]
+        routes = [Route(PLAYGROUND, self._render_playground), Route(f"{PLAYGROUND}.js", self._get_script)]
         routes += [
-            Route(f"{PLAYGROUND}/{name}", partial(self._ask, name), methods=[method])
+            Route(f"{PLAYGROUND}/{name}", partial(self._send_to_server, name), methods=[method])
             for name, (method, _) in _ASKED.items()
         ]
         self._own_pages = Starlette(routes=routes)
@@ -157,31 +157,31 @@ class Console:
         request = Request(scope)
         # Without keys any page that a browser shows could ask, under a name of its own that leads here.
         if not self._keys and not is_loopback((request.url.hostname or "").strip("[]")):
-            return await _page("ask for 127.0.0.1 or localhost\n", "text/plain", 400)(scope, receive, send)
-        login = self._login_of(request)
+            return await _render_page("ask for 127.0.0.1 or localhost\n", "text/plain", 400)(scope, receive, send)
+        login = self._find_login(request)
         if login is None:
             text = "This console needs an API key of the server: open it as /?token=KEY\n"
             if not self._keys:
                 text = "This console needs the token that it printed at its start: open it as /?token=TOKEN\n"
-            return await _page(text, "text/plain", 401)(scope, receive, send)
+            return await _render_page(text, "text/plain", 401)(scope, receive, send)
         if "token" in request.query_params:
-            return await self._welcome(login)(scope, receive, send)
+            return await self._redirect_with_cookie(login)(scope, receive, send)
         if scope["path"].startswith(PLAYGROUND):
             scope["tx.login"] = login
             return await self._own_pages(scope, receive, send)
-        await self._pages_of(login.holder)(scope, receive, send)
+        await self._get_pages(login.holder)(scope, receive, send)
 
-    def _login_of(self, request: Request) -> _Login | None:
+    def _find_login(self, request: Request) -> _Login | None:
         login = self._logins.get(request.cookies.get(COOKIE, ""))
         if login is not None and login.expires_at > time.monotonic() and "token" not in request.query_params:
             return login
-        key = request.query_params.get("token") or key_of(request.headers)
+        key = request.query_params.get("token") or extract_key(request.headers)
         if not self._keys:
             return _Login(LOCAL, "") if hmac.compare_digest(key.encode(), self.token.encode()) else None
-        holder = self._keys.holder_of(key) if key else None
+        holder = self._keys.find_holder(key) if key else None
         return None if holder is None else _Login(holder, key)
 
-    def _welcome(self, login: _Login) -> Response:
+    def _redirect_with_cookie(self, login: _Login) -> Response:
         """Return to the page without the key in its address. The cookie is random: a key is not kept in the browser."""
         number, now = secrets.token_urlsafe(32), time.monotonic()
         self._logins = {cookie: other for cookie, other in self._logins.items() if other.expires_at > now}
@@ -190,7 +190,7 @@ class Console:
         answer.set_cookie(COOKIE, number, httponly=True, samesite="strict", max_age=int(self._login_seconds))
         return answer
 
-    def _pages_of(self, holder: Holder) -> ASGIApp:
+    def _get_pages(self, holder: Holder) -> ASGIApp:
         if holder not in self._pages:
             folder = RunsFolder(self._runs) if holder.is_admin else TenantRuns(self._runs, holder.tenant)
             self._pages[holder] = make_app(folder, self._defaults, hosts=["*"])
@@ -198,59 +198,59 @@ class Console:
 
     # ---- the page to sample
 
-    async def _playground(self, _: Request) -> Response:
-        return _page(_asset("playground.html"), "text/html")
+    async def _render_playground(self, _: Request) -> Response:
+        return _render_page(_read_asset("playground.html"), "text/html")
 
-    async def _script(self, _: Request) -> Response:
-        return _page(_asset("playground.js"), "text/javascript")
+    async def _get_script(self, _: Request) -> Response:
+        return _render_page(_read_asset("playground.js"), "text/javascript")
 
-    async def _ask(self, name: str, request: Request) -> Response:
+    async def _send_to_server(self, name: str, request: Request) -> Response:
         """Ask the server in the name of the key."""
         login: _Login = request.scope["tx.login"]
         method, path = _ASKED[name]
         if method == "POST" and request.headers.get("content-type") != "application/json":  # another site's form
-            return _page('{"detail": "content-type must be application/json"}', "application/json", 415)
+            return _render_page('{"detail": "content-type must be application/json"}', "application/json", 415)
         body = bytearray()
         async for chunk in request.stream():
             body += chunk
             if len(body) > MAX_BODY_BYTES:
-                return _page('{"detail": "the prompt is too long for this page"}', "application/json", 413)
-        return await run_in_threadpool(self._answer, method, path, login.key, bytes(body) or None)
+                return _render_page('{"detail": "the prompt is too long for this page"}', "application/json", 413)
+        return await run_in_threadpool(self._handle_request, method, path, login.key, bytes(body) or None)
 
-    def _answer(self, method: str, path: str, key: str, body: bytes | None) -> Response:
+    def _handle_request(self, method: str, path: str, key: str, body: bytes | None) -> Response:
         headers = {"Content-Type": "application/json"} | ({"X-API-Key": key} if key else {})
         asked = urllib.request.Request(f"{self._server}{path}", body, headers, method=method)
         try:
             with urllib.request.urlopen(asked, timeout=ANSWER_SECONDS) as answer:
-                return _page(answer.read(), "application/json", answer.status)
+                return _render_page(answer.read(), "application/json", answer.status)
         except urllib.error.HTTPError as error:
-            return _page(error.read(), "application/json", error.code)
+            return _render_page(error.read(), "application/json", error.code)
         except OSError as error:
             text = json.dumps({"detail": f"the server does not answer ({error}): give its address as --server"})
-            return _page(text, "application/json", 502)
+            return _render_page(text, "application/json", 502)
 
 
-def _asset(name: str) -> bytes:
+def _read_asset(name: str) -> bytes:
     return (files("tx.run") / "assets" / name).read_bytes()
 
 
-def _page(content: str | bytes, media_type: str, status: int = 200) -> Response:
+def _render_page(content: str | bytes, media_type: str, status: int = 200) -> Response:
     return Response(content, status, HEADERS, media_type=media_type)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until told to stop. Returns 2 for wrong options."""
-    options, rest = _parser().parse_known_args(list(argv))
+    """Serve until a signal. Returns 2 for wrong options."""
+    options, rest = _build_parser().parse_known_args(list(argv))
     try:
         config = read_config(["--base-model", "-", *rest])
         app = make_console(config, options)
-        listening = listen(options.host, options.port)
+        listening = open_socket(options.host, options.port)
     except (ConfigError, DataError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
     with listening:
         token = "" if app.has_keys else f"?token={app.token}"
-        print(f"console of {config.state_folder}: {address_of(listening)}/{token}", flush=True)
+        print(f"console of {config.state_folder}: {get_address(listening)}/{token}", flush=True)
         settings = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1)
         uvicorn.Server(settings).run(sockets=[listening])
     return 0
@@ -274,7 +274,7 @@ def make_console(config: EngineConfig, options: argparse.Namespace) -> Console:
     return Console(runs, keys, server, defaults, login_hours=options.login_hours)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tx console",
         description=f"Pages about a server's runs: a key's own ({ADMIN} keys: all, and those of the `{SERVER}`), and "

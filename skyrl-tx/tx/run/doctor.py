@@ -15,18 +15,18 @@ import psutil
 from skyrl_train.errors import ConfigError as TrainerConfigError
 from tx.errors import ConfigError
 from tx.run.integrity import Finding, check_integrity
-from tx.tinker.api import listen
-from tx.tinker.backends.build import check_backend, without_sampling_settings
+from tx.tinker.api import open_socket
+from tx.tinker.backends.build import check_backend, extract_training_settings
 from tx.tinker.base_model import read_base_model
 from tx.tinker.command_line import read_config
 from tx.tinker.config import EngineConfig
 from tx.tinker.file_limit import FEW, raise_file_limit
 from tx.tinker.http.api_keys import read_api_keys
-from tx.tinker.http.connections import limit_of_connections
+from tx.tinker.http.connections import compute_connection_limit
 from tx.tinker.service.run_folders import run_folders
 from tx.tinker.storage.database import Database
 from tx.tinker.storage.db_models import SCHEMA_VERSION
-from tx.tinker.storage.folders import Folders, without_local_scheme
+from tx.tinker.storage.folders import Folders, remove_local_scheme
 
 INTEGRITY = "--integrity"
 """Option of this command alone: read all files of the (stopped) server."""
@@ -56,40 +56,40 @@ _NO_MODEL = "-"
 
 
 def examine(config: EngineConfig) -> Iterator[Finding]:
-    """Every finding, in the order in which a server would stumble over them."""
-    yield _python()
-    yield _torch()
-    yield _probe(
+    """Return all findings, in the order in which a server would hit them."""
+    yield _check_python()
+    yield _check_torch()
+    yield _run_check(
         "API keys", lambda: f"{'keys are set' if read_api_keys(config) else 'none needed'} for --host {config.host}"
     )
-    yield _probe("backend", lambda: _backend(config))
-    yield _base_model(config)
-    yield from _memory(config)
-    yield _probe("port", lambda: _port(config))
-    yield _probe("state folder", lambda: _writable(config.state_folder))
-    yield _probe("checkpoints", lambda: _checkpoints(config))
-    yield _probe("database", lambda: _database(config))
-    yield _disk(config)
+    yield _run_check("backend", lambda: _check_backend(config))
+    yield _check_base_model(config)
+    yield from _check_memory(config)
+    yield _run_check("port", lambda: _check_port(config))
+    yield _run_check("state folder", lambda: _check_writable(config.state_folder))
+    yield _run_check("checkpoints", lambda: _check_checkpoints(config))
+    yield _run_check("database", lambda: _check_database(config))
+    yield _check_disk(config)
     yield _run_folders(config)
     yield _open_files()
-    yield _sdk()
+    yield _check_sdk()
 
 
-def _probe(subject: str, look: Callable[[], str]) -> Finding:
+def _run_check(subject: str, look: Callable[[], str]) -> Finding:
     try:
         return Finding(subject, "ok", look())
     except (ConfigError, OSError) as error:
         return Finding(subject, "wrong", str(error))
 
 
-def _python() -> Finding:
+def _check_python() -> Finding:
     version = ".".join(map(str, sys.version_info[:3]))
     if (3, 11) <= sys.version_info < (3, 13):
         return Finding("Python", "ok", version)
     return Finding("Python", "wrong", f"{version}; use 3.11 or 3.12")
 
 
-def _torch() -> Finding:
+def _check_torch() -> Finding:
     if importlib.util.find_spec("torch") is None:
         return Finding("torch", "wrong", "not installed; see INSTALL.md for the build that suits this machine")
     import torch  # heavy
@@ -102,12 +102,12 @@ def _torch() -> Finding:
     return Finding("torch", "ok", f"{torch.__version__}, on the CPU")
 
 
-def _backend(config: EngineConfig) -> str:
+def _check_backend(config: EngineConfig) -> str:
     check_backend(config)
     return config.backend
 
 
-def _base_model(config: EngineConfig) -> Finding:
+def _check_base_model(config: EngineConfig) -> Finding:
     if config.base_model == _NO_MODEL:
         return Finding("base model", "note", "not looked at; give --base-model NAME_OR_DIR")
     if not Path(config.base_model).expanduser().is_dir():
@@ -125,25 +125,26 @@ def _base_model(config: EngineConfig) -> Finding:
     return Finding("base model", "ok", text)
 
 
-def _memory(config: EngineConfig) -> Iterator[Finding]:
-    """Compare the weights of the `torch` backend on a CPU with the free memory: those of the model (with several
-    processes that train, a copy divided over them besides), and the copy of linear layers that sampling packs."""
+def _check_memory(config: EngineConfig) -> Iterator[Finding]:
+    """Compare free memory with the CPU weights of the `torch` backend: the model (plus a sharded copy when several
+    processes train) and the packed copy of the linear layers used for sampling.
+    """
     folder = Path(config.base_model).expanduser()
     files = list(folder.glob("*.safetensors"))
     if config.backend != "torch" or not files:
         return
-    import torch  # heavy, as what is below it
+    import torch  # heavy, like the imports below
 
     from tx.tinker.backends.torch.settings import DTYPES, TrainingSettings
 
     try:
-        settings = TrainingSettings.from_dict(without_sampling_settings(config.backend_config))
+        settings = TrainingSettings.from_dict(extract_training_settings(config.backend_config))
         facts = read_base_model(config.base_model)
     except (ConfigError, TrainerConfigError):
         return  # a finding of its own, or an error of the server's start
     if not settings.device.startswith("cpu"):
         return
-    shapes, damaged = _shapes(files)
+    shapes, damaged = _read_shapes(files)
     if damaged:
         yield from damaged
         return
@@ -163,7 +164,7 @@ def _memory(config: EngineConfig) -> Iterator[Finding]:
         yield Finding("memory", "note", text + fix)
 
 
-def _shapes(files: Sequence[Path]) -> tuple[list[tuple[str, list[int]]], list[Finding]]:
+def _read_shapes(files: Sequence[Path]) -> tuple[list[tuple[str, list[int]]], list[Finding]]:
     """Read name and shape of each tensor from the files' headers. Returns: them, and a finding for each other file."""
     from safetensors import SafetensorError, safe_open
 
@@ -178,31 +179,31 @@ def _shapes(files: Sequence[Path]) -> tuple[list[tuple[str, list[int]]], list[Fi
     return shapes, damaged
 
 
-def _port(config: EngineConfig) -> str:
-    listen(config.host, config.port).close()
+def _check_port(config: EngineConfig) -> str:
+    open_socket(config.host, config.port).close()
     return f"{config.host}:{config.port} is free"
 
 
-def _writable(folder: Path) -> str:
-    """Try to write to a folder, or to the one in which the server will make it: a mistyped name leaves nothing."""
+def _check_writable(folder: Path) -> str:
+    """Test writing to a folder, or to its nearest existing parent, so that a mistyped name creates nothing."""
     nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     with tempfile.NamedTemporaryFile(dir=nearest):
         return f"{folder} can be written" if nearest == folder else f"the server makes {folder} at its start"
 
 
-def _checkpoints(config: EngineConfig) -> str:
-    base = without_local_scheme(config.checkpoints_base)
+def _check_checkpoints(config: EngineConfig) -> str:
+    base = remove_local_scheme(config.checkpoints_base)
     if "://" not in base:
-        return _writable(Path(base).expanduser())
+        return _check_writable(Path(base).expanduser())
     with tempfile.TemporaryDirectory() as cache:
         Folders(base, Path(cache))
     return f"{base} is known to fsspec"
 
 
-def _database(config: EngineConfig) -> str:
+def _check_database(config: EngineConfig) -> str:
     database = Database(config.store_url)
     if database.is_sqlite and not (file := Path(str(database.url.database))).exists():
-        _writable(file.parent)
+        _check_writable(file.parent)
         return f"the server makes {file} at its start"
     with database.reading() as (_, version):
         opened = "sqlite in the state folder opens" if database.is_sqlite else "PostgreSQL answers"
@@ -211,7 +212,7 @@ def _database(config: EngineConfig) -> str:
     return f"{opened}; the server {f'migrates its schema {version}' if version else 'makes its tables'} at its start"
 
 
-def _disk(config: EngineConfig) -> Finding:
+def _check_disk(config: EngineConfig) -> Finding:
     free = shutil.disk_usage(config.state_folder if config.state_folder.exists() else Path.home()).free / 2**30
     text = f"{free:,.1f} GiB free at the state folder"
     return Finding("disk", "ok", text) if free > LITTLE_DISK_GB else Finding("disk", "note", f"{text}: that is little")
@@ -231,13 +232,13 @@ def _run_folders(config: EngineConfig) -> Finding:
 
 def _open_files() -> Finding:
     files = raise_file_limit()
-    text = f"at most {files:,} at a time, so {limit_of_connections(files):,} connections"
+    text = f"at most {files:,} at a time, so {compute_connection_limit(files):,} connections"
     if files >= FEW:
         return Finding("open files", "ok", text)
     return Finding("open files", "note", f"{text}; raise the hard limit (`ulimit -Hn`, systemd's LimitNOFILE)")
 
 
-def _sdk() -> Finding:
+def _check_sdk() -> Finding:
     oldest, newest = (".".join(map(str, version)) for version in SDK_VERSIONS)
     try:
         version = importlib.metadata.version("tinker")

@@ -18,7 +18,7 @@ from tx.tinker.backends.skyrl_train.settings import (
     GENERATOR_SETTINGS,
     TRAINING_SETTINGS,
     SkyRLTrainSettings,
-    known_settings,
+    get_setting_names,
 )
 from tx.tinker.backends.torch.sampling import NativeSampling
 from tx.tinker.backends.torch.settings import TrainingSettings
@@ -53,70 +53,81 @@ are skyrl_train's ([configuration.md](configuration.md)).
 """
 
 
-def page() -> str:
-    """The page's text."""
+def render_page() -> str:
+    """Return the Markdown text of the page."""
     options = [
-        _row("--" + name.replace("_", "-"), _default(field.get_default(call_default_factory=True)), field.description)
+        _render_row(
+            "--" + name.replace("_", "-"),
+            _render_default(field.get_default(call_default_factory=True)),
+            field.description,
+        )
         for name, field in EngineConfig.model_fields.items()
     ]
     meanings = field_meanings(TrainingSettings)
-    training = [_row(field.name, _default(field.default), meanings[field.name]) for field in fields(TrainingSettings)]
+    training = [
+        _render_row(field.name, _render_default(field.default), meanings[field.name])
+        for field in fields(TrainingSettings)
+    ]
     parameters = inspect.signature(NativeSampling).parameters
     sampling = [
-        _row(name, _default(parameters[name].default), meaning)
-        for name, meaning in _argument_meanings(NativeSampling).items()
+        _render_row(name, _render_default(parameters[name].default), meaning)
+        for name, meaning in _parse_argument_meanings(NativeSampling).items()
         if name in SAMPLING_SETTINGS
     ]
     return "\n".join(
         [
             _INTRODUCTION,
-            _table("option", options),
+            _render_table("option", options),
             _BACKEND,
-            _table("setting", [*training, *sampling]),
+            _render_table("setting", [*training, *sampling]),
             _ENGINES,
-            _table("setting", [*_of_ray(), *_of_engines()]),
+            _render_table("setting", [*_describe_ray(), *_describe_engines()]),
         ]
     )
 
 
-def _of_ray() -> list[str]:
+def _describe_ray() -> list[str]:
     own, training = field_meanings(SkyRLTrainSettings), field_meanings(TrainingSettings)
     rows = [
-        _row(field.name, _default(field.default), own[field.name])
+        _render_row(field.name, _render_default(field.default), own[field.name])
         for field in fields(SkyRLTrainSettings)
-        if field.name in known_settings()
+        if field.name in get_setting_names()
     ]
     defaults = TrainingSettings()
-    return rows + [_row(name, _default(getattr(defaults, name)), training[name]) for name in TRAINING_SETTINGS]
+    return rows + [
+        _render_row(name, _render_default(getattr(defaults, name)), training[name]) for name in TRAINING_SETTINGS
+    ]
 
 
-def _of_engines() -> list[str]:
+def _describe_engines() -> list[str]:
     meanings = field_meanings(GeneratorConfig)
     defaults = asdict(GeneratorConfig()) | {"backend": "vllm", "model_dtype": None, "remote_inference_engine_urls": []}
-    return [_row(f"generator.{name}", _default(defaults[name]), meanings[name]) for name in GENERATOR_SETTINGS]
+    return [
+        _render_row(f"generator.{name}", _render_default(defaults[name]), meanings[name]) for name in GENERATOR_SETTINGS
+    ]
 
 
-def _argument_meanings(documented: type) -> dict[str, str]:
+def _parse_argument_meanings(documented: type) -> dict[str, str]:
     """Read the `Args:` section of a docstring."""
     text = (inspect.getdoc(documented) or "").partition("Args:\n")[2]
     found = re.findall(r"^ {4}(\w+): (.*?)(?=^ {4}\w+: |\Z)", text, re.DOTALL | re.MULTILINE)
     return {name: meaning[0].upper() + meaning[1:] for name, meaning in found}
 
 
-def _table(head: str, rows: Iterable[str]) -> str:
+def _render_table(head: str, rows: Iterable[str]) -> str:
     return f"| {head} | default | meaning |\n|---|---|---|\n" + "\n".join(rows) + "\n"
 
 
-def _row(name: str, default: str, meaning: str | None) -> str:
+def _render_row(name: str, default: str, meaning: str | None) -> str:
     cells = [f"`{name}`", default, " ".join((meaning or "").split()).rstrip(".")]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def _default(value: Any) -> str:
+def _render_default(value: Any) -> str:
     if value is PydanticUndefined:
         return "required"
     return "" if value in (None, [], {}) else f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    print(render_page(), end="")

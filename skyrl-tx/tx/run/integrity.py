@@ -1,6 +1,6 @@
-"""`tx doctor --integrity`: reads all that a stopped server keeps and compares it with its checksums and its database.
+"""`tx doctor --integrity`: check the files of a stopped server against their checksums and its database.
 
-Reads only: nothing is created, migrated or removed. Each finding says what is lost and what to do.
+Read-only: nothing is created, migrated or removed. Each finding names the loss and the remedy.
 """
 
 import tempfile
@@ -55,7 +55,7 @@ def check_integrity(config: EngineConfig) -> Iterator[Finding]:
         with Database(config.store_url).reading() as (database, version):
             if not version:
                 raise ConfigError(f"database_url: {config.store_url} has no tables of a server")
-            kept = _rows(database)
+            kept = _read_rows(database)
     except ConfigError as error:
         yield Finding("integrity", "wrong", f"{error}; stop the server for this check, or fix the database first")
         return
@@ -106,7 +106,7 @@ def _check(kind: str, kept: list[tuple[str, str]], folders: Folders, remedy: str
         yield Finding(f"{kind}s", "ok", f"{len(kept)} are as they were saved")
 
 
-def _rows(database: Session) -> _Kept:
+def _read_rows(database: Session) -> _Kept:
     """Read the columns that databases of earlier releases have, too."""
     path = (col(CheckpointRow.model_id), col(CheckpointRow.kind), col(CheckpointRow.name))
     checkpoints = database.execute(select(*path, col(CheckpointRow.folder)).order_by(path[0]))

@@ -50,7 +50,7 @@ def train(
     tracker: Annotated[str | None, typer.Option(help="console, tensorboard, wandb, mlflow or swanlab.")] = None,
     tracker_args: Annotated[str, typer.Option(help="JSON: project, name.")] = "{}",
 ) -> None:
-    """Fine-tune a model on demonstrations, all of its weights. Independent of the server."""
+    """Fine-tune all weights of a model on demonstrations, without a server."""
     from tx.run.train import TrainOptions, run
 
     options = TrainOptions(
@@ -83,7 +83,7 @@ def version() -> None:
 
 @app.command(context_settings=_PASS_ON, add_help_option=False)
 def doctor(context: typer.Context) -> None:
-    """Check what a server with these options needs, and say what to do about the rest. Options as of `tx serve`;
+    """Check the requirements of a server with these options, and explain how to fix problems. Options as of `tx serve`;
     --integrity also reads all checkpoints, snapshots and payloads of a stopped server."""
     from tx.run.doctor import main
 

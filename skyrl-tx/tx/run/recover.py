@@ -1,4 +1,4 @@
-"""`tx recover`: checkpoints on disk that a new database does not know, listed again after the old one was lost."""
+"""`tx recover`: register checkpoints on disk in a new database after the old one was lost."""
 
 import asyncio
 import json
@@ -20,8 +20,8 @@ from tx.tinker.command_line import read_config
 from tx.tinker.config import EngineConfig
 from tx.tinker.storage.checkpoint_places import find_places
 from tx.tinker.storage.db_models import CheckpointRow, ModelRow, SamplerRow, SessionRow
-from tx.tinker.storage.folders import Folders, without_local_scheme
-from tx.tinker.storage.manifests import files_of, verify
+from tx.tinker.storage.folders import Folders, remove_local_scheme
+from tx.tinker.storage.manifests import list_files, verify
 from tx.tinker.storage.store import Store
 from tx.tinker.types import TinkerPath
 
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
         removes, argv = REMOVE_SAMPLERS in argv, [word for word in argv if word != REMOVE_SAMPLERS]
         tenant, *options = argv if argv and not argv[0].startswith("-") else ("local", *argv)
         config = read_config(options)
-        base = without_local_scheme(config.checkpoints_base)
+        base = remove_local_scheme(config.checkpoints_base)
         if "://" in base:
             raise ConfigError(
                 f"checkpoints_base: {base} is no local folder; copy it to one, recover from that, "
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
         folder = Path(base).expanduser().absolute()
         found, damaged = find_checkpoints(folder)
         states, samplers = asyncio.run(register(config, tenant, found, sorted(folder.glob(_SAMPLERS))))
-        num_bytes = sum(file.stat().st_size for sampler in samplers for file in files_of(sampler))
+        num_bytes = sum(file.stat().st_size for sampler in samplers for file in list_files(sampler))
         counted = f"{len(samplers)} samplers without a name under {folder}, {num_bytes / 1e6:,.1f} MB"
         for sampler in samplers if removes else ():
             Folders(base, config.state_folder / "cache").remove(str(sampler))
@@ -85,10 +85,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def find_checkpoints(base: Path) -> tuple[list[FoundCheckpoint], list[str]]:
-    """Find the newest folder of each checkpoint under `base`. Returns: the whole ones, and what is wrong with others.
+    """Find the newest folder of each checkpoint under `base`. Returns: complete folders, and the errors of the others.
 
     Raises:
-        ConfigError: there is no such folder.
+        ConfigError: the folder does not exist.
     """
     if not base.is_dir():
         raise ConfigError(f"checkpoints_base: there is no folder {base}")
@@ -125,17 +125,17 @@ async def register(
 ) -> tuple[list[str], list[Path]]:
     """Insert checkpoints, their runs and sessions where they are missing.
 
-    Returns: for each checkpoint `added`, `known`, or `no run` for an encrypted one of whose run nothing else is there;
-        and those of `samplers` (folders) that no row names.
+    Returns: for each checkpoint `added`, `known`, or `no run` (encrypted, and no other trace of its run exists); and
+        the `samplers` (folders) that no row references.
 
     Raises:
-        ConfigError: the database cannot be used; a server is using it, perhaps.
+        ConfigError: the database cannot be used, for example because a server is using it.
     """
     config.state_folder.mkdir(parents=True, exist_ok=True)  # it may be what was lost
     store = Store(config.store_url)
     await store.start()
     try:
-        states = await store.write(lambda database: [_insert(database, config, tenant, each) for each in found])
+        states = await store.write(lambda database: [_add_rows(database, config, tenant, each) for each in found])
         known = await store.read(lambda database: set(database.scalars(select(col(SamplerRow.folder)))))
         # Below the base, not whole: this command may name it by another path than the server (a link, another machine).
         known_places = {Path(folder).parts[-3:] for folder in known if folder}
@@ -144,7 +144,7 @@ async def register(
         await store.close()
 
 
-def _insert(database: Database, config: EngineConfig, tenant: str, found: FoundCheckpoint) -> str:
+def _add_rows(database: Database, config: EngineConfig, tenant: str, found: FoundCheckpoint) -> str:
     run, kind, name = found.path
     if database.get(CheckpointRow, (run, kind, name)) is not None:
         return "known"
@@ -176,7 +176,7 @@ def _insert(database: Database, config: EngineConfig, tenant: str, found: FoundC
         )
         database.add(model)
         database.flush()
-    size = sum(file.stat().st_size for file in files_of(found.folder))
+    size = sum(file.stat().st_size for file in list_files(found.folder))
     row = CheckpointRow(
         model_id=run, kind=kind, name=name, tenant=tenant, folder=str(found.folder), created_at=now, size_bytes=size
     )

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tx.errors import ConfigError
-from tx.tinker.command_line import json_object
+from tx.tinker.command_line import parse_json_object
 
 _OPTIMIZER_ARGS = {"learning_rate", "weight_decay", "b1", "b2"}
 _TRACKER_ARGS = {"project": "project_name", "name": "run_name"}
@@ -32,13 +32,13 @@ class TrainOptions:
 
 
 def run(options: TrainOptions) -> None:
-    """Trains to the end, and leaves the model in `output_dir`/exports.
+    """Train to the end, and export the model to `output_dir`/exports.
 
     Raises:
-        ConfigError: an option that cannot be, before anything starts.
+        ConfigError: an invalid option; nothing was started.
         SystemExit: the run failed; the log says why.
     """
-    values = trainer_settings(options)
+    values = build_trainer_settings(options)
     from skyrl_train.config.supervised import SupervisedConfig
     from skyrl_train.config.validation import validate_supervised_cfg
     from skyrl_train.entrypoints.main_base import run_experiment
@@ -52,11 +52,11 @@ def run(options: TrainOptions) -> None:
     run_experiment(settings.as_training_config(), lambda _: SupervisedExp(settings))
 
 
-def trainer_settings(options: TrainOptions) -> dict[str, Any]:
-    """The trainer's settings, those that differ from its defaults.
+def build_trainer_settings(options: TrainOptions) -> dict[str, Any]:
+    """Build the trainer settings that differ from its defaults.
 
     Raises:
-        ConfigError: an option that the trainer has no way to honour.
+        ConfigError: the trainer does not support an option.
     """
     if options.loader != "tx.loaders.chat":
         raise ConfigError(
@@ -75,27 +75,30 @@ def trainer_settings(options: TrainOptions) -> dict[str, Any]:
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1; got {value}")
     trainer: dict[str, Any] = {
-        "policy": {"model": {"path": options.model}, "optimizer_config": _optimizer(options.optimizer_args)},
+        "policy": {
+            "model": {"path": options.model},
+            "optimizer_config": _build_optimizer_settings(options.optimizer_args),
+        },
         "train_batch_size": options.batch_size,
         "run_dir": options.output_dir,
         "ckpt_interval": options.save_steps,
         "hf_save_interval": options.save_steps,
         "max_training_steps": options.max_steps,
         "logger": ["console", options.tracker] if options.tracker not in (None, "console") else ["console"],
-        **_tracker(options.tracker_args),
+        **_build_tracker_settings(options.tracker_args),
     }
     if options.load_checkpoint_path:
         trainer |= {"resume_mode": "from_path", "resume_path": options.load_checkpoint_path}
-    return {"data": {"train_data": [_source(options)]}, "trainer": trainer}
+    return {"data": {"train_data": [_resolve_source(options)]}, "trainer": trainer}
 
 
-def _source(options: TrainOptions) -> str:
+def _resolve_source(options: TrainOptions) -> str:
     is_file = Path(options.dataset).expanduser().suffix in (".parquet", ".json", ".jsonl")
     return options.dataset if is_file else f"{options.dataset}:{options.split}"
 
 
-def _optimizer(text: str) -> dict[str, Any]:
-    given = _object(text, "--optimizer-args", _OPTIMIZER_ARGS)
+def _build_optimizer_settings(text: str) -> dict[str, Any]:
+    given = _parse_object(text, "--optimizer-args", _OPTIMIZER_ARGS)
     settings: dict[str, Any] = {}
     if "learning_rate" in given:
         settings["lr"] = given["learning_rate"]
@@ -106,13 +109,13 @@ def _optimizer(text: str) -> dict[str, Any]:
     return settings
 
 
-def _tracker(text: str) -> dict[str, Any]:
-    given = _object(text, "--tracker-args", set(_TRACKER_ARGS))
+def _build_tracker_settings(text: str) -> dict[str, Any]:
+    given = _parse_object(text, "--tracker-args", set(_TRACKER_ARGS))
     return {_TRACKER_ARGS[name]: value for name, value in given.items()}
 
 
-def _object(text: str, option: str, known: set[str]) -> dict[str, Any]:
-    value = json_object(text, option)
+def _parse_object(text: str, option: str, known: set[str]) -> dict[str, Any]:
+    value = parse_json_object(text, option)
     if unknown := sorted(set(value) - known):
         raise ConfigError(f"{option}: {unknown[0]!r} is not known; known are {', '.join(sorted(known))}")
     return value

@@ -21,8 +21,8 @@ from tx.tinker.config import EngineConfig
 from tx.tinker.file_limit import FEW, raise_file_limit
 from tx.tinker.http.api_keys import read_api_keys
 from tx.tinker.http.app import create_app
-from tx.tinker.http.connections import Connections, limit_of_connections
-from tx.tinker.service.run_files import log_to_file, server_log
+from tx.tinker.http.connections import Connections, compute_connection_limit
+from tx.tinker.service.run_files import get_server_log_path, log_to_file
 from tx.tinker.service.service import TinkerService
 from tx.tinker.storage.blobs import Blobs
 from tx.tinker.storage.folders import Folders
@@ -37,12 +37,12 @@ BACKLOG = 4096
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until told to stop. Returns the exit status: 0 after SIGTERM or SIGINT, 2 for wrong settings."""
+    """Serve until a signal. Returns the exit status: 0 after SIGTERM or SIGINT, 2 for wrong settings."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # what the web server raises again once it has closed
     try:
         config = read_config(sys.argv[1:] if argv is None else argv)
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with asyncio.Runner(loop_factory=_get_loop_factory()) as runner:
             runner.run(serve(config))
     except ConfigError as error:
         print(f"ConfigError: {error}", file=sys.stderr)
@@ -56,24 +56,24 @@ async def serve(config: EngineConfig) -> None:
     """Serve until a signal.
 
     Raises:
-        ConfigError: what is asked for cannot be; nothing was started.
+        ConfigError: the settings cannot be satisfied; nothing was started.
     """
     keys = read_api_keys(config)
     check_backend(config)
     facts = read_base_model(config.base_model)
-    connections = _connections()
+    connections = _build_connections()
     state = config.state_folder
     folders = Folders(config.checkpoints_base, state / "cache")
-    listening = listen(config.host, config.port)
+    listening = open_socket(config.host, config.port)
     state.mkdir(parents=True, exist_ok=True)
-    run, log_file = state / "runs" / SERVER, server_log(state / "runs")
+    run, log_file = state / "runs" / SERVER, get_server_log_path(state / "runs")
     with listening, recorded_run(run / "waits", SERVER, explainer=explain_expiry, log=str(log_file)):
         service = TinkerService(config, facts, Store(config.store_url), Blobs(state / "blobs"), folders)
         await service.start()
         log_to_file(log_file)  # now that no other server has this folder
         try:
             server = Server(create_app(service, config, facts, folders, keys, connections), connections)
-            gc.freeze()  # what is here now stays: later collections need not look at it
+            gc.freeze()  # startup objects are permanent: exclude them from later collections
             async with asyncio.TaskGroup() as tasks:
                 watching = tasks.create_task(_stop_on_fatal_config_error(server, service))
                 await server.serve(sockets=[listening])
@@ -84,9 +84,9 @@ async def serve(config: EngineConfig) -> None:
         raise ConfigError("the engine cannot work with these settings; the log above has its reason")
 
 
-def _connections() -> Connections:
+def _build_connections() -> Connections:
     files = raise_file_limit()
-    connections = Connections(limit_of_connections(files))
+    connections = Connections(compute_connection_limit(files))
     logger.info("at most %d files are open at a time, so %d connections", files, connections.limit)
     if files < FEW:
         logger.warning("that is little for many clients: raise the hard limit (`ulimit -Hn`, systemd's LimitNOFILE)")
@@ -98,15 +98,15 @@ async def _stop_on_fatal_config_error(server: "Server", service: TinkerService) 
     server.should_exit = True
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that clients can connect to from now on; nobody answers yet.
+def open_socket(host: str, port: int) -> socket.socket:
+    """Open a listening socket. Connections queue until the server accepts them.
 
     Raises:
-        ConfigError: the address is taken, or is none of this machine.
+        ConfigError: the address is in use, or not an address of this machine.
     """
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        # Named: without it asyncio leaves Nagle's algorithm on, and each answer waits 40 ms.
+        # Named: without it asyncio leaves Nagle's algorithm on, which delays each response by 40 ms.
         listening = socket.socket(family, kind, socket.IPPROTO_TCP)
     except OSError as error:
         raise ConfigError(f"--host {host}: {error}") from None
@@ -122,7 +122,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """The web server, which says where it listens, and lets nobody wait while it closes."""
+    """Web server that reports its address and answers pending polls when it closes."""
 
     def __init__(self, app: FastAPI, connections: Connections):
         super().__init__(
@@ -145,20 +145,20 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listening in sockets or []:
-            print(f"tx listens on {address_of(listening)}", flush=True)
+            print(f"tx listens on {get_address(listening)}", flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.app.state.polls.release()
         await super().shutdown(sockets)
 
 
-def address_of(listening: socket.socket) -> str:
+def get_address(listening: socket.socket) -> str:
     """Return the URL of a listening socket."""
     host, port = listening.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _loop_factory():
+def _get_loop_factory():
     try:
         import uvloop
     except ImportError:  # not made for every platform

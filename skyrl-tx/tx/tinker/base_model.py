@@ -33,12 +33,12 @@ def read_base_model(name_or_dir: str) -> BaseModelFacts:
     """Read a local folder, or download a model from the hub and read it.
 
     Raises:
-        ConfigError: no such model, or its files do not say what is needed.
+        ConfigError: the model does not exist, or its files are incomplete.
     """
     folder = Path(name_or_dir).expanduser()
     is_local = folder.is_dir()
-    folder = folder.resolve() if is_local else _fetched(name_or_dir)
-    config = _json(folder / "config.json")
+    folder = folder.resolve() if is_local else _resolve_folder(name_or_dir)
+    config = _read_json(folder / "config.json")
     if not config:
         raise ConfigError(f"base_model must have a config.json; {folder} has none that can be read")
     text = config.get("text_config") or config
@@ -46,15 +46,15 @@ def read_base_model(name_or_dir: str) -> BaseModelFacts:
     return BaseModelFacts(
         name=name_or_dir,
         folder=folder,
-        vocab_size=_number(text, ("vocab_size",), folder),
-        max_context=_number(text, _CONTEXT_FIELDS, folder),
+        vocab_size=_read_number(text, ("vocab_size",), folder),
+        max_context=_read_number(text, _CONTEXT_FIELDS, folder),
         architecture=next(iter(config.get("architectures") or ["unknown"])),
         tied_embeddings=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", True))),
         tokenizer_id=(str(folder) if is_local else name_or_dir) if has_tokenizer else None,
     )
 
 
-def _fetched(name: str) -> Path:
+def _resolve_folder(name: str) -> Path:
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ConfigError(f"base_model must be a folder or a name of the hub; there is no folder {name}")
     from huggingface_hub import snapshot_download  # heavy, and needed for names of the hub only
@@ -65,7 +65,7 @@ def _fetched(name: str) -> Path:
         raise ConfigError(f"base_model {name} is no local folder, and the hub did not give it: {error}") from error
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     """Empty if it is not there or cannot be read."""
     try:
         content = json.loads(path.read_text())
@@ -74,7 +74,7 @@ def _json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _number(config: dict[str, Any], fields: tuple[str, ...], folder: Path) -> int:
+def _read_number(config: dict[str, Any], fields: tuple[str, ...], folder: Path) -> int:
     for name in fields:
         if isinstance(config.get(name), int):
             return config[name]

@@ -1,7 +1,5 @@
-"""The command line and the environment, made from the fields of `EngineConfig`.
-
-Command line before environment (`TX_` and the field's name) before default. A name that is no option is refused, with
-the nearest that is. Knows no field by name.
+"""Command line and environment, generated from the fields of `EngineConfig`. Command line takes precedence over
+environment (`TX_` and the field's name), and that over defaults. Unknown options are refused with the nearest name.
 """
 
 import argparse
@@ -22,25 +20,27 @@ _FIELDS = EngineConfig.model_fields
 
 
 def read_config(argv: Sequence[str], env: Mapping[str, str] | None = None) -> EngineConfig:
-    """The settings of a server.
+    """Read the settings of a server.
 
     Args:
         argv: without the program's name
-        env: `os.environ` if left out
+        env: `os.environ` if omitted
 
     Raises:
         ConfigError: an unknown option or a wrong value, by its option's name.
         SystemExit: after `--help`.
     """
-    given, unknown = _parser().parse_known_args(list(argv))
+    given, unknown = _build_parser().parse_known_args(list(argv))
     if unknown:
-        raise ConfigError(_unknown_option(unknown[0]))
-    from_env = dict(_values_of(os.environ if env is None else env))
-    sources = {name: f"{ENV_PREFIX}{name.upper()}" for name in from_env} | {name: _option(name) for name in vars(given)}
+        raise ConfigError(_describe_unknown_option(unknown[0]))
+    from_env = dict(_read_values(os.environ if env is None else env))
+    sources = {name: f"{ENV_PREFIX}{name.upper()}" for name in from_env} | {
+        name: _add_option(name) for name in vars(given)
+    }
     try:
         return EngineConfig(**from_env | vars(given))
     except ValidationError as error:
-        raise ConfigError("; ".join(_explain(problem, sources) for problem in error.errors())) from None
+        raise ConfigError("; ".join(_describe_error(problem, sources) for problem in error.errors())) from None
 
 
 class _Parser(argparse.ArgumentParser):
@@ -50,12 +50,12 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m tx.tinker.api",
         description=f"A training service that speaks the protocol of the tinker SDK. Each option may also be set in "
         f"the environment, as {ENV_PREFIX} and its name in capitals with _ for -.",
-        argument_default=argparse.SUPPRESS,  # what is not given is not there, so that the environment shows through
+        argument_default=argparse.SUPPRESS,  # omit missing options, so that environment variables apply
         allow_abbrev=False,
     )
     for name, field in _FIELDS.items():
@@ -65,12 +65,12 @@ def _parser() -> argparse.ArgumentParser:
         elif _is(field, list):
             kind["action"] = "append"
         elif _is(field, dict):
-            kind["type"] = lambda text, name=name: json_object(text, _option(name))
-        parser.add_argument(_option(name), help=_help(field), **kind)
+            kind["type"] = lambda text, name=name: parse_json_object(text, _add_option(name))
+        parser.add_argument(_add_option(name), help=_format_help(field), **kind)
     return parser
 
 
-def _values_of(env: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
+def _read_values(env: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
     for name, field in _FIELDS.items():
         variable = f"{ENV_PREFIX}{name.upper()}"
         text = env.get(variable)
@@ -83,12 +83,12 @@ def _values_of(env: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
         elif _is(field, list):
             yield name, [part.strip() for part in text.split(",") if part.strip()]
         elif _is(field, dict):
-            yield name, json_object(text, variable)
+            yield name, parse_json_object(text, variable)
         else:
             yield name, text
 
 
-def _option(name: str) -> str:
+def _add_option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
@@ -96,14 +96,14 @@ def _is(field: FieldInfo, kind: type) -> bool:
     return get_origin(field.annotation) is kind
 
 
-def _help(field: FieldInfo) -> str:
+def _format_help(field: FieldInfo) -> str:
     text = " ".join((field.description or "").split())
     if field.default in (None, "") or field.is_required() or field.default_factory is not None:
         return text.replace("%", "%%")
     return f"{text} Default {field.default}.".replace("%", "%%")
 
 
-def json_object(text: str, source: str) -> dict[str, Any]:
+def parse_json_object(text: str, source: str) -> dict[str, Any]:
     """Read a JSON object that was given as `source`. Raises: ConfigError."""
     try:
         value = json.loads(text)
@@ -114,17 +114,17 @@ def json_object(text: str, source: str) -> dict[str, Any]:
     return value
 
 
-def _unknown_option(text: str) -> str:
+def _describe_unknown_option(text: str) -> str:
     if not text.startswith("-"):
         return f"unexpected argument {text!r}; settings are given as --name value"
     name = text.split("=", 1)[0]
-    hint = did_you_mean(name, map(_option, _FIELDS), otherwise="--help lists them all")
+    hint = did_you_mean(name, map(_add_option, _FIELDS), otherwise="--help lists them all")
     return f"unknown option {name}; {hint}"
 
 
-def _explain(problem: Any, sources: Mapping[str, str]) -> str:
+def _describe_error(problem: Any, sources: Mapping[str, str]) -> str:
     name = str(problem["loc"][0])
     if problem["type"] == "missing":
-        return f"{_option(name)} is required"
+        return f"{_add_option(name)} is required"
     rule = problem["msg"][0].lower() + problem["msg"][1:]
-    return f"{sources.get(name, _option(name))}: {rule}; got {problem['input']!r}"
+    return f"{sources.get(name, _add_option(name))}: {rule}; got {problem['input']!r}"

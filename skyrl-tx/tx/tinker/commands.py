@@ -24,22 +24,22 @@ from sqlmodel import Session as Database
 from tx.errors import ModelError, RequestError
 from tx.tinker.backends.base import TrainingBackend
 from tx.tinker.base_model import BaseModelFacts
-from tx.tinker.storage.checkpoint_places import place_of
+from tx.tinker.storage.checkpoint_places import get_folder_parts
 from tx.tinker.storage.db_models import CheckpointRow, ModelRow, SamplerRow, SessionRow
 from tx.tinker.storage.encryption import encrypt_folder, parse_recipients
 from tx.tinker.storage.folders import Folders
 from tx.tinker.storage.garbage import schedule_deletion
 from tx.tinker.storage.manifests import DamagedFilesError
-from tx.tinker.storage.rows import forget_commands, touch_model
+from tx.tinker.storage.rows import remove_commands, update_model
 from tx.tinker.types import (
     AdamParams,
     CheckpointKind,
     LoraSpec,
     SampleSpec,
     TinkerPath,
-    checkpoint_name,
-    request_id_of,
-    sampler_id_of,
+    format_request_id,
+    format_sampler_id,
+    validate_checkpoint_name,
 )
 from tx.tinker.wire import schemas
 from tx.tinker.wire.checks import check_training
@@ -282,7 +282,7 @@ class CreateModel(ModelCommand, frozen=True, kw_only=True):
         optimizer = False
         if isinstance(request, schemas.LoadWeightsRequest):
             answer, optimizer = {"path": request.path} | answer, request.optimizer
-        address = CommandAddress(request_id_of(model_id, 0), tenant, model_id, 0)
+        address = CommandAddress(format_request_id(model_id, 0), tenant, model_id, 0)
         command = cls(**address._asdict(), lora=lora, folder=folder, optimizer=optimizer)
         return StoredCommand(command=command, answer=orjson.dumps(answer))
 
@@ -293,7 +293,9 @@ class CreateModel(ModelCommand, frozen=True, kw_only=True):
 
 
 class Train(ModelCommand, frozen=True, kw_only=True):
-    """A forward or forward-backward pass. The engine executes it jointly with those of other models (`RunningPass`)."""
+    """A forward or forward-backward pass. The engine executes it jointly with passes of other models
+    (`RunningPass`).
+    """
 
     payload: bytes
     """A checked `ForwardBackwardRequest` of the wire."""
@@ -357,7 +359,7 @@ class Save(ModelCommand, frozen=True, kw_only=True):
         context: EncodeContext,
     ) -> EncodedCommand:
         """Choose a folder for this request alone, so that a replay after a crash overwrites nothing else."""
-        name = checkpoint_name(request.path) if request.path is not None else None
+        name = validate_checkpoint_name(request.path) if request.path is not None else None
         number, overwrite, recipients = None, False, ()
         kind: CheckpointKind = "sampler_weights"
         if isinstance(request, schemas.SaveWeightsRequest):
@@ -386,7 +388,7 @@ class Save(ModelCommand, frozen=True, kw_only=True):
                 await context.checkpoints.check_name_is_free(path)
             # Last: a request that is refused after it would keep its room.
             await context.checkpoints.reserve_room(address.tenant, address.request_id, kind, model.lora.rank)
-            folder = context.folders.place(*place_of(path, address.seq))
+            folder = context.folders.place(*get_folder_parts(path, address.seq))
             answer["path"] = str(path)
         command = cls(**address._asdict(), folder=folder, state=kind == "weights", recipients=recipients)
         return EncodedCommand("save", StoredCommand(command=command, answer=orjson.dumps(answer), save=effect))
@@ -428,7 +430,7 @@ class Save(ModelCommand, frozen=True, kw_only=True):
         if effect.sampling_session_seq_id is None:
             return PostCommit()
         session = database.get(SessionRow, model.session_id)
-        sampler_id = sampler_id_of(model.session_id, effect.sampling_session_seq_id)
+        sampler_id = format_sampler_id(model.session_id, effect.sampling_session_seq_id)
         if session is None or session.ended_at is not None or database.get(SamplerRow, sampler_id) is not None:
             schedule_deletion(database, [self.folder], now)
             return PostCommit()
@@ -485,7 +487,7 @@ class Unload(ModelCommand, frozen=True, kw_only=True):
     @classmethod
     def encode(cls, tenant: str, model_id: str, seq: int) -> StoredCommand:
         """Args: seq: the model's next one, which stays unused."""
-        command = cls(request_id=request_id_of(model_id, "unload"), tenant=tenant, model_id=model_id, seq=seq)
+        command = cls(request_id=format_request_id(model_id, "unload"), tenant=tenant, model_id=model_id, seq=seq)
         return StoredCommand(command=command, answer=orjson.dumps({"model_id": model_id, "type": "unload_model"}))
 
     def execute(self, context: ExecutionContext) -> Steps:
@@ -496,8 +498,8 @@ class Unload(ModelCommand, frozen=True, kw_only=True):
     def record(self, database: Database, effect: SaveEffect | None, size_bytes: int) -> PostCommit:
         """Mark the model unloaded and forget the commands kept for replay."""
         snapshot = database.get_one(ModelRow, self.model_id).snapshot
-        touch_model(database, self.model_id, status="unloaded", snapshot=None, next_seq=self.seq)
-        return PostCommit(snapshot=snapshot, blobs=forget_commands(database, self.model_id))
+        update_model(database, self.model_id, status="unloaded", snapshot=None, next_seq=self.seq)
+        return PostCommit(snapshot=snapshot, blobs=remove_commands(database, self.model_id))
 
 
 class Sample(Command, frozen=True, kw_only=True):

@@ -106,5 +106,5 @@ class EngineConfig(BaseModel):
 
     @property
     def served_names(self) -> list[str]:
-        """Every name under which requests may ask for the model, the first is its own."""
+        """Names of the model accepted in requests; the first is its own."""
         return list(dict.fromkeys([self.base_model, *self.served_model_name]))

@@ -1,5 +1,6 @@
-"""Conversions of long lists of numbers, a piece at a time: one call over a million of them holds the interpreter's lock
-for 15 to 50 ms, in which no other thread answers a client."""
+"""Piecewise conversion of long lists of numbers: one call over a million numbers holds the interpreter lock for 15 to
+50 ms, during which no other thread can serve a client.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,33 +12,33 @@ PIECE = 1 << 16
 """Numbers, about a millisecond."""
 
 
-def array_of(numbers: Sequence[int | float]) -> np.ndarray:
+def to_array(numbers: Sequence[int | float]) -> np.ndarray:
     """[N] as `np.asarray` makes it."""
-    return np.concatenate([np.asarray(piece) for piece in _pieces(numbers)])
+    return np.concatenate([np.asarray(piece) for piece in _split_pieces(numbers)])
 
 
 def list_of(array: np.ndarray) -> list[Any]:
     """Return an array [N] as `tolist` does."""
     numbers = []
-    for piece in _pieces(array):
+    for piece in _split_pieces(array):
         numbers += piece.tolist()
     return numbers
 
 
-def json_of(value: object) -> bytes:
+def encode_json(value: object) -> bytes:
     """Encode an object. Lists of numbers in dictionaries are divided if they are long."""
-    return orjson.dumps(_divided(value))
+    return orjson.dumps(_encode_divided(value))
 
 
-def _divided(value: object) -> object:
+def _encode_divided(value: object) -> object:
     if isinstance(value, dict):
-        return {name: _divided(each) for name, each in value.items()}
+        return {name: _encode_divided(each) for name, each in value.items()}
     if isinstance(value, list) and len(value) > PIECE and isinstance(value[0], int | float):
-        return orjson.Fragment(b"[" + b",".join(orjson.dumps(piece)[1:-1] for piece in _pieces(value)) + b"]")
+        return orjson.Fragment(b"[" + b",".join(orjson.dumps(piece)[1:-1] for piece in _split_pieces(value)) + b"]")
     return value
 
 
-def _pieces(numbers: Any) -> Iterator[Any]:
+def _split_pieces(numbers: Any) -> Iterator[Any]:
     """Yield parts of a list or an array; at least one, for the type of an empty array."""
     for start in range(0, max(len(numbers), 1), PIECE):
         yield numbers[start : start + PIECE]

@@ -1,5 +1,6 @@
-"""The base model's tokenizer and chat template, for those who send text instead of tokens. Without transformers, which
-would make the API process slow to start and large."""
+"""Tokenizer and chat template of the base model, for text requests. Avoids transformers, which would make the API
+process large and slow to start.
+"""
 
 import json
 from collections.abc import Sequence
@@ -27,14 +28,14 @@ class Texts:
         return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
 
     def decode_each(self, tokens: Sequence[int]) -> list[str]:
-        """Each token alone."""
+        """Decode each token separately."""
         return self._tokenizer.decode_batch([[token] for token in tokens], skip_special_tokens=False)
 
     def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
-        """The messages up to where the assistant begins to speak.
+        """Encode messages up to the start of the assistant's turn.
 
         Raises:
-            RequestError: there is no template, or it refuses the messages.
+            RequestError: the chat template is missing, or refuses the messages.
         """
         import jinja2
 

@@ -1,6 +1,5 @@
-"""The nouns of the server, with every value filled in: what requests become once they are read and checked.
-
-Knows no HTTP, no database, no torch. Shapes: N input tokens of a datum, K target tokens a position.
+"""Data types of the server: parsed and checked requests with all defaults filled in. Independent of HTTP, database and
+torch. Shapes: N input tokens of a datum, K target tokens a position.
 """
 
 import re
@@ -11,7 +10,7 @@ import msgspec
 import numpy as np
 
 from tx.errors import RequestError
-from tx.tinker.pieces import array_of
+from tx.tinker.pieces import to_array
 
 LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
 SERVER, ENGINE = "server", "engine"
@@ -75,8 +74,9 @@ TARGETS_REFUSED = (
 
 
 class PromptTargets(msgspec.Struct, frozen=True, kw_only=True):
-    """Token ids whose log-probs a request asks for, by place in its prompt of N tokens, in the layout of the wire: a
-    table [N - 1, K], dense or with the listed cells alone (CSR)."""
+    """Token ids to score at each position of a prompt of N tokens, in the wire layout: a table [N - 1, K], dense or
+    sparse (CSR).
+    """
 
     shape: tuple[int, int]
     ids: list[int]
@@ -85,8 +85,8 @@ class PromptTargets(msgspec.Struct, frozen=True, kw_only=True):
     columns: list[int] | None = None
 
     def cells(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return of the cells that ask for something: index in `ids`, row, id; [C] each."""
-        ids = array_of(self.ids).astype(np.int64, copy=False)
+        """Return index in `ids`, row and id of the requested cells; [C] each."""
+        ids = to_array(self.ids).astype(np.int64, copy=False)
         rows = np.repeat(np.arange(self.shape[0]), self.shape[1] if self.crow is None else np.diff(self.crow))
         asked = np.flatnonzero(ids >= 0)
         return asked, rows[asked], ids[asked]
@@ -162,28 +162,28 @@ class SampleOutput:
     prompt_logprobs: list[float | None] | None = None
     """len(prompt); None first"""
     topk_prompt_logprobs: list[list[tuple[int, float]] | None] | None = None
-    """len(prompt); None first; else the k likeliest (token, log-prob), likeliest first"""
+    """len(prompt); None first; else the top-k (token, log-prob) in descending order"""
     target_prompt_logprobs: TargetLogProbs | None = None
 
 
-def request_id_of(owner_id: str, seq: int | str) -> str:
+def format_request_id(owner_id: str, seq: int | str) -> str:
     """Return the id of a request of a model or sampler: the same for each repetition of the request."""
     return f"{owner_id}:{seq}"
 
 
-def model_id_of(session_id: str, model_seq_id: int) -> str:
+def format_model_id(session_id: str, model_seq_id: int) -> str:
     return f"{session_id}:train:{model_seq_id}"
 
 
-def sampler_id_of(session_id: str, sampling_session_seq_id: int) -> str:
+def format_sampler_id(session_id: str, sampling_session_seq_id: int) -> str:
     return f"{session_id}:sample:{sampling_session_seq_id}"
 
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 
 
-def checkpoint_name(name: str, setting: str = "path") -> str:
-    """A name that is safe as a folder's.
+def validate_checkpoint_name(name: str, setting: str = "path") -> str:
+    """Return the name if it is safe as a folder name.
 
     Raises:
         RequestError: it is not.
@@ -211,11 +211,11 @@ class TinkerPath(NamedTuple):
         """Parse a path.
 
         Raises:
-            RequestError: it is none.
+            RequestError: the path is invalid.
         """
         match text.split("/"):
             case ["tinker:", "", run_id, ("weights" | "sampler_weights" | "external_weights") as kind, name]:
                 if re.fullmatch(r"[\w:.-]+", run_id):
-                    return cls(run_id, kind, checkpoint_name(name, setting))
+                    return cls(run_id, kind, validate_checkpoint_name(name, setting))
         kinds = "|".join(get_args(CheckpointKind))
         raise RequestError(f"{setting} must be tinker://RUN/{kinds}/NAME; got {text[:200]!r}")

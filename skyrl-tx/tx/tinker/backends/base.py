@@ -1,7 +1,7 @@
 """Interface of backends: training of many adapters of one model, and sampling from them.
 
-All methods are functions of their arguments and of the model's own earlier calls: co-batched models change nothing
-(float32 on a CPU: not a bit). So calls can be done again after a crash, and give the same."""
+Methods depend only on their arguments and the model's earlier calls, not on co-batched models (float32 on a CPU: bit
+for bit). So calls can be replayed after a crash with the same results."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -41,15 +41,16 @@ class BackendInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Failure:
-    """Failure of one model's part of a pass; nothing of it was accumulated."""
+    """Failure of one model in a pass; none of its gradient was accumulated."""
 
     error: Exception
     """`ModelError` says whose fault it is; anything else is ours."""
 
 
 class BackendLost(BaseException):
-    """Nothing can be computed by this backend any more; the text says why. The engine process ends, and the next one
-    does what was not done. No `Exception`, so that nobody takes it for the failure of one request."""
+    """The backend cannot compute anything further; the text says why. The engine process exits, and the next one
+    executes unfinished requests. Not an `Exception`, so that it is not handled as the failure of one request.
+    """
 
 
 class TrainingBackend(ABC):
@@ -61,7 +62,7 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def create(self, model_id: str, lora: LoraSpec) -> None:
-        """A new adapter: A from the seed, B zero, fresh optimizer, no gradient."""
+        """Create an adapter: A from the seed, B zero, fresh optimizer, no gradient."""
 
     @abstractmethod
     def forget(self, model_id: str) -> None:
@@ -73,15 +74,16 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def run(self, passes: Sequence[TrainingPass]) -> list[PassOutput | Failure]:
-        """One micro-batch of each of several models at once. Gradients of the loss (a plain sum) are added to each
-        model's own, unless `forward_only`. A model appears at most once.
+        """Run one micro-batch of each of several models jointly. Gradients of the loss (a plain sum) are accumulated
+        per model, unless `forward_only`. A model appears at most once.
 
-        Should it raise (out of memory, say), nothing was added to any of them; the caller tries each model alone."""
+        If it raises (for example out of memory), no gradient was accumulated; the caller retries each model alone."""
 
     @abstractmethod
     def copy_gradient(self, model_id: str) -> Any:
-        """Copy the accumulated gradient for `put_gradient`; None (or anything cheap) if there is none. Taken before a
-        request of several micro-batches, since a failed one must leave no effect."""
+        """Copy the accumulated gradient for `put_gradient`; return None (or anything cheap) without a gradient. Called
+        before a request of several micro-batches, since a failed request must have no effect.
+        """
 
     @abstractmethod
     def put_gradient(self, model_id: str, gradient: Any) -> None:
@@ -89,12 +91,12 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def optim_step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
-        """One AdamW step with what was accumulated, then clears it. With nothing accumulated nothing changes. Returns
+        """Take one AdamW step with the accumulated gradient, and clear it. Without a gradient nothing changes. Returns
         metrics (`grad_norm:mean`, …).
 
         Raises:
-            ModelError: something is not finite: the gradient, which is cleared, since no later step could use it; or a
-                setting, a moment or the weights after the step. Else nothing has changed.
+            ModelError: a non-finite gradient, which is cleared, since no later step could use it; or a non-finite
+                setting, moment or updated weight. Otherwise nothing has changed.
             Exception: nothing has changed.
         """
 
@@ -123,7 +125,9 @@ class TrainingBackend(ABC):
 
 
 class SamplingBackend(ABC):
-    """Called from one asyncio loop; every coroutine ends. Requests run together, whoever they are from."""
+    """Interface for sampling, called from one asyncio loop; every coroutine ends. Requests of all tenants are
+    batched.
+    """
 
     @abstractmethod
     async def start(self) -> None:
@@ -131,24 +135,24 @@ class SamplingBackend(ABC):
 
     @abstractmethod
     async def sample(self, spec: SampleSpec, adapter: Path | None, *, tenant: str = "") -> SampleOutput:
-        """Samples from an adapter's folder (as `save` wrote it; it never changes), or from the base model. Loads it
-        when needed and forgets the least recently used. Tenants take turns where several wait.
+        """Sample from an adapter's folder (written by `save`, immutable), or from the base model. Adapters are loaded
+        on demand and evicted least recently used first. Waiting tenants are served in turn.
 
         Raises:
-            ModelError: the adapter cannot be loaded, the output was not finite.
-            BackendLost: nobody's request will be answered any more.
+            ModelError: the adapter cannot be loaded, or the output was not finite.
+            BackendLost: no further request will be completed.
         """
 
     @abstractmethod
     def num_running(self) -> int:
-        """Return the number of requests under way."""
+        """Return the number of requests in flight."""
 
     async def end_of_step(self) -> None:
-        """Return when the current step is over, so that a hung step is noticed. A backend that detects hangs itself
-        returns at once.
+        """Wait for the end of the current step, to detect hung steps. A backend that detects hangs itself returns
+        immediately.
 
         Raises:
-            BackendLost: nobody's request will be answered any more.
+            BackendLost: no further request will be completed.
         """
         return
 

@@ -1,4 +1,4 @@
-"""Construction of a backend from settings: the only place that knows concrete ones. Light to import."""
+"""Builds a backend from settings: the only module that knows concrete backends. Cheap to import."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, fields
@@ -36,7 +36,7 @@ def build_backend(config: EngineConfig, facts: "BaseModelFacts") -> Backend:
             from tx.tinker.backends.skyrl_train.build import build
 
             return build(config, facts)
-        return _torch_backend(dict(config.backend_config), facts, config.state_folder / "logs")
+        return _build_torch_backend(dict(config.backend_config), facts, config.state_folder / "logs")
     except TrainerConfigError as error:
         raise ConfigError(str(error)) from error
 
@@ -45,7 +45,7 @@ def check_backend(config: EngineConfig) -> None:
     """Check `backend_config` as far as possible without torch.
 
     Raises:
-        ConfigError: a setting is unknown or impossible, or what it names is not installed.
+        ConfigError: a setting is unknown or invalid, or a required package is not installed.
     """
     if config.backend == "skyrl_train":
         from tx.tinker.backends.skyrl_train.settings import SkyRLTrainSettings
@@ -53,8 +53,8 @@ def check_backend(config: EngineConfig) -> None:
         SkyRLTrainSettings.from_dict(config.backend_config)
 
 
-def without_sampling_settings(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the `torch` backend's settings that are `TrainingSettings`."""
+def extract_training_settings(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `TrainingSettings` among the settings of the `torch` backend."""
     return {name: value for name, value in values.items() if name not in SAMPLING_SETTINGS}
 
 
@@ -64,7 +64,7 @@ def import_backend(config: EngineConfig) -> None:
         from tx.tinker.backends.torch import sampling, training  # noqa: F401
 
 
-def _torch_backend(settings: dict[str, Any], facts: "BaseModelFacts", log_folder: Path) -> Backend:
+def _build_torch_backend(settings: dict[str, Any], facts: "BaseModelFacts", log_folder: Path) -> Backend:
     from skyrl_train.utils.cpu_numerics import prepare_cpu
     from tx.tinker.backends.torch.settings import TrainingSettings
 

@@ -1,8 +1,8 @@
 """Channel between the API process and one engine process: messages both ways, in order, over a Unix socket.
 
-Every engine gets a socket of its own, so that nothing meant for a dead one reaches the next. The channel does not know
-whether the other side lives: the API hears of the engine's end from the child process, the engine of the API's from
-`parent.py`. What was sent and not read when a process dies is lost; the database has it.
+Every engine gets a new socket, so that messages to a crashed engine never reach its successor. The channel does not
+detect whether its peer is alive: the API watches the child process, and the engine its parent (`process.py`). Messages
+not read before a crash are lost; the database still has the requests.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class ApiChannel:
-    """The API's side: made before the engine is started, with the address to tell it. One event loop."""
+    """API side of the channel, created before the engine starts, with the address for it. One event loop."""
 
     def __init__(self, socket: zmq.asyncio.Socket, address: str, temporary: Path | None):
         self._socket, self.address, self._temporary = socket, address, temporary
@@ -50,17 +50,17 @@ class ApiChannel:
             temporary = folder = Path(tempfile.mkdtemp(prefix="tx-"))
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         path = folder.absolute() / name
-        socket = _pair(zmq.asyncio.Context.instance())
+        socket = _create_socket(zmq.asyncio.Context.instance())
         socket.bind(f"ipc://{path}")
         path.chmod(0o600)
         return cls(socket, f"ipc://{path}", temporary)
 
     async def send(self, message: FromApi) -> None:
         """Queue a message for the engine, which may not have started yet. Does not wait for it."""
-        self._socket.send_multipart(_frames(message), copy=False)  # its future would wait for the other side
+        self._socket.send_multipart(_encode_frames(message), copy=False)  # its future would wait for the other side
 
     def __aiter__(self) -> AsyncIterator[FromEngine]:
-        return _messages(self._socket, self._decoder)
+        return _receive_messages(self._socket, self._decoder)
 
     def close(self) -> None:
         """End `async for`, and remove the socket file."""
@@ -71,18 +71,18 @@ class ApiChannel:
 
 
 class EngineChannel:
-    """The engine's side. `send` from any thread; everything else in the loop it was made in."""
+    """Engine side of the channel. `send` from any thread; everything else in the loop that created it."""
 
     def __init__(self, address: str):
         self._loop = asyncio.get_running_loop()
         self._decoder = msgspec.msgpack.Decoder(FromApi)
         self._context = zmq.asyncio.Context()
-        self._socket = _pair(self._context)
+        self._socket = _create_socket(self._context)
         self._socket.connect(address)
 
     def send(self, message: FromEngine) -> None:
         """Never waits. Messages of one thread arrive in its order; after `close` they go nowhere."""
-        frames = _frames(message)
+        frames = _encode_frames(message)
         with contextlib.suppress(RuntimeError):  # the loop is closed: the process is ending
             self._loop.call_soon_threadsafe(self._send, frames)
 
@@ -91,7 +91,7 @@ class EngineChannel:
             self._socket.send_multipart(frames, copy=False)
 
     def __aiter__(self) -> AsyncIterator[FromApi]:
-        return _messages(self._socket, self._decoder)
+        return _receive_messages(self._socket, self._decoder)
 
     async def close(self) -> None:
         """Close after delivering earlier messages, if the other side reads them within a second."""
@@ -100,20 +100,20 @@ class EngineChannel:
         await asyncio.to_thread(self._context.term)
 
 
-def _pair(context: zmq.asyncio.Context) -> zmq.asyncio.Socket:
+def _create_socket(context: zmq.asyncio.Context) -> zmq.asyncio.Socket:
     socket = context.socket(zmq.PAIR)
-    socket.sndhwm = socket.rcvhwm = 0  # no limit here: the API bounds what is under way
+    socket.sndhwm = socket.rcvhwm = 0  # no limit here: the API bounds the requests in flight
     return socket
 
 
-def _frames(message: FromApi | FromEngine) -> list[bytes]:
+def _encode_frames(message: FromApi | FromEngine) -> list[bytes]:
     field = _LARGE_FIELD.get(type(message))
     if field is None or len(getattr(message, field)) < _LARGE_BYTES:
         return [_encoder.encode(message)]
     return [_encoder.encode(msgspec.structs.replace(message, **{field: b""})), getattr(message, field)]
 
 
-async def _messages(socket: zmq.asyncio.Socket, decoder: msgspec.msgpack.Decoder) -> AsyncIterator[Any]:
+async def _receive_messages(socket: zmq.asyncio.Socket, decoder: msgspec.msgpack.Decoder) -> AsyncIterator[Any]:
     while not socket.closed:
         try:
             frames = await socket.recv_multipart(copy=False)

@@ -1,4 +1,4 @@
-"""Work that may wait for disks and networks, done beside the training thread, which takes the outcome back."""
+"""Runs disk and network jobs in helper threads; the training thread collects the outcomes."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,13 +19,13 @@ class Helpers:
 
     def start(self, job: Job, then: Callable[[Future[object]], None]) -> None:
         """Run `job` in a helper thread, then `then` with its outcome in the training thread."""
-        self._pool.submit(_recorded, job).add_done_callback(lambda outcome: self._give_back(lambda: then(outcome)))
+        self._pool.submit(_run_job, job).add_done_callback(lambda outcome: self._give_back(lambda: then(outcome)))
 
     def close(self) -> None:
         """Drop jobs that have not started, without waiting for running ones."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _recorded(job: Job) -> object:
+def _run_job(job: Job) -> object:
     with waiting("to read or write a checkpoint or snapshot"):
         return job()

@@ -1,9 +1,9 @@
 """The engine process: `python -m tx.tinker.engine.main --config JSON --channel ADDRESS --parent PID`.
 
-With `--channel -` it does its imports at low priority, says so, and is an engine as soon as stdin gives it an address.
+With `--channel -` it imports at low priority, reports, and becomes an engine once stdin provides an address.
 
 Three threads that matter: the event loop reads the channel and samples, one thread trains, one belongs to the native
-engine. If one of them ends, so does the process, and the API starts a new one: nothing here is the truth.
+engine. If one of them ends, the process exits, and the API starts a new one: the database is authoritative.
 """
 
 import argparse
@@ -37,9 +37,9 @@ from tx.tinker.engine.process import (
     ORPHANED,
     STANDING_BY,
     WRONG_SETTINGS,
-    at_low_priority,
-    name_process,
-    when_gone,
+    call_when_parent_exits,
+    run_at_low_priority,
+    set_process_name,
 )
 from tx.tinker.engine.sampling import Sampling
 from tx.tinker.engine.trainer import Trainer
@@ -82,7 +82,7 @@ class Engine:
         backend, info = building.result()
         loop.add_signal_handler(signal.SIGTERM, self._stop.set)  # again: Ray has put its own in the place of it
         await backend.sampling.start()
-        checkpoints, snapshots = self._folders()
+        checkpoints, snapshots = self._open_folders()
         models = Models(backend.training, snapshots, info.max_resident_models)
         trainer = Trainer(backend.training, models, checkpoints, channel.send, pass_tokens=info.pass_tokens)
         sampling = Sampling(backend.sampling, checkpoints, channel.send)
@@ -94,7 +94,7 @@ class Engine:
         watching = asyncio.create_task(sampling.watch())
         parts = (training, reading, stats, watching, sampling.lost, stopped)
         ended, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
-        reading.cancel()  # what comes now is for the next engine
+        reading.cancel()  # later messages are for the next engine
         self._stopping.set()
         trainer.inbox.put(_wake_up)
         await asyncio.wait((training,), timeout=FINISH_SECONDS + SNAPSHOT_SECONDS)
@@ -112,7 +112,7 @@ class Engine:
         backend = build_backend(self._config, read_base_model(self._config.base_model))
         return backend, backend.training.info()
 
-    def _folders(self) -> tuple[Folders, Folders]:
+    def _open_folders(self) -> tuple[Folders, Folders]:
         state = self._config.state_folder
         checkpoints = Folders(self._config.checkpoints_base, state / "cache")
         return checkpoints, Folders(str(state / "snapshots"), state / "cache")
@@ -164,11 +164,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     _log_to_stderr()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the API, which then sends SIGTERM
-    when_gone(options.parent, partial(os._exit, ORPHANED))
+    call_when_parent_exits(options.parent, partial(os._exit, ORPHANED))
     config, address = EngineConfig.model_validate_json(options.config), options.channel
-    if address == FROM_STDIN and not (address := _stand_by(config)):
+    if address == FROM_STDIN and not (address := _wait_for_address(config)):
         return ORPHANED
-    name_process("tx-engine")
+    set_process_name("tx-engine")
     report_as(ENGINE)
     try:
         return asyncio.run(Engine(config, address).serve())
@@ -177,10 +177,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return WRONG_SETTINGS
 
 
-def _stand_by(config: EngineConfig) -> str:
+def _wait_for_address(config: EngineConfig) -> str:
     """Wait for the channel's address on stdin. Returns: "" at its end."""
-    name_process("tx-standby")
-    at_low_priority(partial(import_backend, config))
+    set_process_name("tx-standby")
+    run_at_low_priority(partial(import_backend, config))
     print(STANDING_BY, flush=True)
     return sys.stdin.readline().strip()
 

@@ -65,7 +65,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     @classmethod
     def of(cls, request_id: str, error: BaseException) -> "Failed":
-        """Describe an error for the client; one that nobody foresaw is logged."""
+        """Describe an error for the client; unexpected errors are logged."""
         if isinstance(error, ModelError):
             text, category = str(error), error.category
         elif isinstance(error, RequestError):

@@ -26,9 +26,12 @@ from tx.tinker.storage.manifests import DamagedFilesError
 from tx.tinker.types import LoraSpec
 
 
-def next_job(steps: Steps, outcome: Future[object] | None) -> Job:
-    """Go on after the outcome of a job (None: begin), which is raised inside the steps if it is an error. Returns: the
-    next job. Raises: StopIteration at the end."""
+def resume_steps(steps: Steps, outcome: Future[object] | None) -> Job:
+    """Resume steps with the outcome of a job (None: start); errors are raised inside the steps. Returns: the next job.
+
+    Raises:
+        StopIteration: at the end.
+    """
     if outcome is None:
         return next(steps)
     if error := outcome.exception():
@@ -42,7 +45,7 @@ def run_here(steps: Steps) -> object:
     with ThreadPoolExecutor(1) as pool:
         try:
             while True:
-                outcome = pool.submit(next_job(steps, outcome))
+                outcome = pool.submit(resume_steps(steps, outcome))
                 wait((outcome,))
         except StopIteration as end:
             return end.value
@@ -158,13 +161,13 @@ class Models:
     # ---- memory
 
     def admitted(self, since: Mapping[str, float]) -> set[str]:
-        """Choose the models whose commands may run now.
+        """Select the models that may run commands now.
 
-        Those in memory, and as many others as there is room for. Of the rest, which would have to take the place of
-        another one, those that wait longest, as many as swaps are due; one at least if no model in memory has work.
+        These are the models in memory, and as many others as fit. Of the rest, which need an eviction, the longest
+        waiting are admitted, as many as swaps are due; at least one if no model in memory has work.
 
         Args:
-            since: time since when each model with a command that is ready has waited.
+            since: start of the wait of each model with a ready command.
         """
         at_hand = {model_id for model_id in since if (model := self._models.get(model_id)) and model.needs_no_place}
         absent = sorted(since.keys() - at_hand, key=lambda model_id: since[model_id])
@@ -179,14 +182,14 @@ class Models:
         """Load the model into memory, and evict another one if there is no room.
 
         Args:
-            is_busy: models that cannot leave now
+            is_busy: models that cannot be evicted now
 
         Returns:
-            False: no room now; some model is busy.
+            False: no free slot now; some model is busy.
 
         Raises:
-            ModelError: what is on disk cannot be read.
-            Exception: of the backend, or of the disk: the other model cannot be written.
+            ModelError: the files cannot be read.
+            Exception: from the backend or the disk: the evicted model cannot be written.
         """
         began = model.last_used = self._now()
         if model.in_memory:
@@ -199,22 +202,22 @@ class Models:
             leaving = [m for m in leaving if not is_busy(m.model_id)]
             if not leaving:
                 return False
-            self._offload(min(leaving, key=self._order_of_leaving))
+            self._offload(min(leaving, key=self._get_eviction_key))
         if model.snapshot is None:
             self._training.create(model.model_id, model.lora)
         else:
-            self._training.restore(model.model_id, model.lora, self._verified(model.snapshot))
+            self._training.restore(model.model_id, model.lora, self._verify_folder(model.snapshot))
         model.in_memory, model.loaded_at = True, self._now()
         if is_swap:
             self._swap_seconds = model.loaded_at - began
             self._swaps_counted_to = min(self._swaps_counted_to + self._swap_interval, model.loaded_at)
         return True
 
-    def _order_of_leaving(self, model: Model) -> tuple[bool, float]:
+    def _get_eviction_key(self, model: Model) -> tuple[bool, float]:
         is_active = self._now() - model.last_used < ACTIVE_SECONDS
         return is_active, model.loaded_at if is_active else model.last_used
 
-    def _verified(self, snapshot: str) -> Path:
+    def _verify_folder(self, snapshot: str) -> Path:
         try:
             return self._folders.verified(snapshot)
         except DamagedFilesError as error:
@@ -226,7 +229,7 @@ class Models:
 
     def _offload(self, model: Model) -> None:
         if model.changed and not model.damaged:
-            run_here(self.write_snapshot(model))  # it must stand before the memory goes
+            run_here(self.write_snapshot(model))  # must be complete before the memory is freed
         self._training.forget(model.model_id)
         model.in_memory = False
 

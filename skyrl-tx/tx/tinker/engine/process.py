@@ -1,4 +1,4 @@
-"""The engine as a process: how the API starts it, and what ends it with the API.
+"""Engine process: start by the API, and exit together with it.
 
 No parent-death signal of the system (PR_SET_PDEATHSIG): that one comes when the thread ends that started the child.
 """
@@ -30,22 +30,22 @@ _SECRETS = {"database_url", "api_keys_file"}
 _POLL_SECONDS = 0.5
 
 
-def engine_command(config: EngineConfig, address: str) -> list[str]:
+def build_engine_command(config: EngineConfig, address: str) -> list[str]:
     """Return the command line of an engine owned by this process, for a channel's address or `FROM_STDIN`."""
     settings = config.model_dump_json(exclude=_SECRETS)
     module = "tx.tinker.engine.main"
     return [sys.executable, "-m", module, "--config", settings, "--channel", address, "--parent", str(os.getpid())]
 
 
-def name_process(name: str) -> None:
+def set_process_name(name: str) -> None:
     """Set the process name that `ps` and `top` show, where supported."""
     with suppress(OSError):
         Path("/proc/self/comm").write_text(name)
 
 
-def at_low_priority(work: Callable[[], None]) -> None:
-    """Run in a thread of the lowest priority, where threads have priorities of their own (Linux). The priority cannot
-    be raised again without a privilege.
+def run_at_low_priority(work: Callable[[], None]) -> None:
+    """Run in a thread of the lowest priority, where priorities are per thread (Linux). Raising a priority again needs a
+    privilege.
     """
 
     def give_way() -> None:
@@ -56,10 +56,8 @@ def at_low_priority(work: Callable[[], None]) -> None:
         thread.submit(work).result()
 
 
-def when_gone(parent: int, then: Callable[[], None]) -> None:
-    """Call `then` in a thread when the process that started this one has ended, even by kill -9; at once if it already
-    has.
-    """
+def call_when_parent_exits(parent: int, then: Callable[[], None]) -> None:
+    """Call `then` in a thread when the parent process exits, even by kill -9; immediately if it has exited."""
 
     def watch() -> None:
         _wait_until_gone(parent)
@@ -69,7 +67,7 @@ def when_gone(parent: int, then: Callable[[], None]) -> None:
 
 
 def _wait_until_gone(parent: int) -> None:
-    # Left where the process is gone, the kernel refuses or there is no pidfd_open (macOS): the loop below then asks.
+    # Without pidfd_open (macOS), on refusal, or after the process exited, the loop below polls instead.
     with suppress(OSError, AttributeError), os.fdopen(os.pidfd_open(parent)) as ended:
         # Asked after the open: the number of a process that is still the parent cannot have passed to another one.
         if os.getppid() == parent:

@@ -14,7 +14,7 @@ from tx.tinker.backends.base import BackendLost, SamplingBackend
 from tx.tinker.commands import Sample
 from tx.tinker.engine.messages import Done, Failed, FromEngine
 from tx.tinker.storage.folders import Folders
-from tx.tinker.storage.manifests import DamagedFilesError, Signature, signature
+from tx.tinker.storage.manifests import DamagedFilesError, Signature, compute_signature
 from tx.tinker.wire.codec import encode_sample_output
 
 WATCH_SECONDS = 1.0
@@ -43,12 +43,12 @@ class Sampling:
 
     def begin(self, command: Sample) -> None:
         """Start a sample request."""
-        task = asyncio.create_task(self._answer(command))
+        task = asyncio.create_task(self._process_request(command))
         self._tasks[command.request_id] = task
         task.add_done_callback(lambda _: self._tasks.pop(command.request_id, None))
 
     def cancel(self, request_ids: list[str]) -> None:
-        """Cancel unfinished requests; nothing is reported of them."""
+        """Cancel unfinished requests without reporting results."""
         for request_id in request_ids:
             if task := self._tasks.get(request_id):
                 task.cancel()
@@ -72,13 +72,13 @@ class Sampling:
             task.cancel()
         await self._backend.close()
 
-    async def _answer(self, command: Sample) -> None:
+    async def _process_request(self, command: Sample) -> None:
         try:
-            adapter = await self._local(command.adapter)
+            adapter = await self._get_local_folder(command.adapter)
             output = await self._backend.sample(command.spec, adapter, tenant=command.tenant)
             result = encode_sample_output(output)
         except FileNotFoundError:
-            gone = ModelError("the weights of this sampler are not there any more")
+            gone = ModelError("the weights of this sampler no longer exist")
             self._send(Failed.of(command.request_id, gone))
         except DamagedFilesError as error:
             logger.error("adapter {}: {}", command.adapter, error)
@@ -96,19 +96,19 @@ class Sampling:
             self.tokens[command.tenant] += tokens
             self._send(Done(request_id=command.request_id, result=result, metrics={"tokens": float(tokens)}))
 
-    async def _local(self, adapter: str | None) -> Path | None:
+    async def _get_local_folder(self, adapter: str | None) -> Path | None:
         """Return the folder of an adapter. Its files are read and compared with their checksums when this process has
         not done so, or they were written since."""
         if adapter is None:
             return None
         known = self._verified.get(adapter)
-        if known is not None and "://" not in adapter and signature(self._folders.local(adapter)) == known:
+        if known is not None and "://" not in adapter and compute_signature(self._folders.local(adapter)) == known:
             self._verified.move_to_end(adapter)
             return self._folders.local(adapter)
         if known is not None and "://" in adapter:
             return await asyncio.to_thread(self._folders.local, adapter)
         local = await asyncio.to_thread(self._folders.verified, adapter)
-        self._verified[adapter] = signature(local)
+        self._verified[adapter] = compute_signature(local)
         if len(self._verified) > MOST_VERIFIED:
             self._verified.popitem(last=False)
         return local

@@ -4,12 +4,12 @@ A turn has two halves: quick commands (all but passes) at the heads of queues, i
 one pass, made of one micro-batch of each of several models. So a command waits for at most one pass and one command of
 each other tenant.
 
-Models in memory come first (`Models.admitted`): queues of other models are not ready until a swap is due for them, and
-their tenants count as idle.
+Models in memory have priority (`Models.admitted`): queues of other models are not ready until a swap is due for them,
+and their tenants count as idle.
 
-A tenant's share of the passes is counted in tokens, whatever the number of its models. The one who has had least comes
-first, and when it has no more to send the pass is full, even if there were room: every further micro-batch of another
-would make its next one wait.
+A tenant's share of the passes is counted in tokens, whatever the number of its models. The tenant with the least is
+served first, and once it has no more work the pass is closed even if it has room: further micro-batches of others would
+delay its next one.
 """
 
 import time
@@ -39,10 +39,10 @@ class ModelQueue:
 
 
 class Scheduler:
-    """Queues of commands, and the choice of the next ones.
+    """Scheduler that holds the command queues and selects the next commands.
 
     Args:
-        admitted: which of the models whose commands are ready may run now, by the time since when each waits.
+        admitted: selects the models that may run now, given the start of each one's wait.
         now: seconds.
     """
 
@@ -62,7 +62,7 @@ class Scheduler:
         queue = self._queues.get(command.model_id)
         if queue is None:
             queue = self._queues[command.model_id] = ModelQueue(
-                command.model_id, command.tenant, last_turn=self._next_turn(), since=self._now()
+                command.model_id, command.tenant, last_turn=self._increment_turn(), since=self._now()
             )
         queue.commands.append(command)
         self.num_commands += 1
@@ -76,19 +76,19 @@ class Scheduler:
             del self._queues[queue.model_id]
 
     def quick_round(self) -> list[ModelQueue]:
-        """Return one queue per tenant whose first command is quick: the one that waits longest."""
+        """Return the longest waiting queue with a quick first command of each tenant."""
         first: dict[str, ModelQueue] = {}
-        for queue in self._ready(passes=False):
+        for queue in self._get_ready(passes=False):
             first.setdefault(queue.tenant, queue)
         for queue in first.values():
-            queue.last_turn = self._next_turn()
+            queue.last_turn = self._increment_turn()
         return list(first.values())
 
     def pass_candidates(self) -> Iterator[ModelQueue]:
-        """Yield queues whose micro-batch may join this pass, best first. The caller charges each that joins (`charge`)
-        before it asks for the next; one that cannot join now is passed over."""
+        """Yield queues whose micro-batch may join this pass, best first. The caller charges each joining
+        queue (`charge`) before requesting the next; queues that cannot join now are skipped."""
         waiting: dict[str, deque[ModelQueue]] = {}
-        for queue in self._ready(passes=True):
+        for queue in self._get_ready(passes=True):
             waiting.setdefault(queue.tenant, deque()).append(queue)
         self._shares.begin(waiting)
         joined = set()
@@ -106,10 +106,10 @@ class Scheduler:
 
     def charge(self, queue: ModelQueue, tokens: int) -> None:
         """Charge a tenant for a micro-batch that joins the pass."""
-        queue.last_turn = self._next_turn()
+        queue.last_turn = self._increment_turn()
         self._shares.charge(queue.tenant, MICRO_BATCH_COST + tokens)
 
-    def _ready(self, *, passes: bool) -> list[ModelQueue]:
+    def _get_ready(self, *, passes: bool) -> list[ModelQueue]:
         ready = [queue for queue in self._queues.values() if not queue.held]
         leaving = {queue.model_id for queue in ready if isinstance(queue.commands[0], Unload)}  # needs no memory
         waiting = {queue.model_id: queue.since for queue in ready if queue.model_id not in leaving}
@@ -117,6 +117,6 @@ class Scheduler:
         of_kind = (q for q in ready if isinstance(q.commands[0], Train) == passes and q.model_id in admitted)
         return sorted(of_kind, key=lambda queue: queue.last_turn)
 
-    def _next_turn(self) -> int:
+    def _increment_turn(self) -> int:
         self._turn += 1
         return self._turn

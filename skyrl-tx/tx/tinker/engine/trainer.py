@@ -22,7 +22,7 @@ from tx.tinker.backends.base import Failure, TrainingBackend
 from tx.tinker.commands import CreateModel, ExecutionContext, ModelCommand, Optimize, Steps, Train, Unload
 from tx.tinker.engine.helpers import Helpers
 from tx.tinker.engine.messages import Done, Failed, FromEngine, Restore
-from tx.tinker.engine.models import Model, Models, next_job
+from tx.tinker.engine.models import Model, Models, resume_steps
 from tx.tinker.engine.passes import NOTHING, PassResult, RunningPass
 from tx.tinker.engine.scheduler import ModelQueue, Scheduler
 from tx.tinker.storage.folders import Folders
@@ -68,14 +68,10 @@ class Trainer:
         self._helpers = Helpers(self.inbox.put)
 
     def step(self, wait_seconds: float) -> bool:
-        """Process the inbox and take a turn; wait for a message if there is nothing to do.
-
-        Returns:
-            whether there was something
-        """
+        """Process the inbox and take a turn; wait for a message if idle. Returns: True if there was work"""
         self._turn_began = self._now()
         came = self._read_inbox(0.0)
-        worked = self._turn()
+        worked = self._run_turn()
         if not came and not worked:
             self._turn_began = None
             with waiting(NEXT_CALL, on=SERVER):
@@ -97,7 +93,7 @@ class Trainer:
         deadline = self._now() + seconds
         for model in self._models.changed():
             if self._now() < deadline and not self._is_busy(model.model_id):
-                self._beside(self._models.write_snapshot(model))
+                self._run_background_snapshot(self._models.write_snapshot(model))
         while self._models.is_writing() and self._now() < deadline:
             self._read_inbox(0.1)
         for snapshotted in self._models.completed_snapshots():
@@ -121,23 +117,25 @@ class Trainer:
             else:
                 item()
 
-    def _turn(self) -> bool:
+    def _run_turn(self) -> bool:
         started = self._now()
-        worked = self._quick_commands(started + QUICK_SECONDS)
-        worked = self._one_pass() or worked
+        worked = self._run_quick_commands(started + QUICK_SECONDS)
+        worked = self._run_pass() or worked
         if worked:
             self.busy_seconds += self._now() - started
         elif model := self._models.at_rest(self._is_busy):
-            self._beside(self._models.write_snapshot(model))
+            self._run_background_snapshot(self._models.write_snapshot(model))
         return worked
 
     def _is_busy(self, model_id: str) -> bool:
         return model_id in self._running or model_id in self._held
 
-    def _model_of(self, command: ModelCommand) -> Model | None:
-        """Return the command's model, loaded into memory; None if there is no room now."""
+    def _get_model(self, command: ModelCommand) -> Model | None:
+        """Return the command's model, loaded into memory; None without a free slot."""
         model = self._models.get(command.model_id)
-        if model is None and isinstance(command, CreateModel | Unload):  # one whose creation failed may be unloaded too
+        if model is None and isinstance(
+            command, CreateModel | Unload
+        ):  # a model whose creation failed may still be unloaded
             model = Model(
                 command.model_id, command.tenant, command.lora if isinstance(command, CreateModel) else LoraSpec()
             )
@@ -154,18 +152,18 @@ class Trainer:
 
     # ---- quick commands
 
-    def _quick_commands(self, deadline: float) -> bool:
+    def _run_quick_commands(self, deadline: float) -> bool:
         worked = False
-        while any([self._quick_command(queue) for queue in self._scheduler.quick_round()]):
+        while any([self._run_quick_command(queue) for queue in self._scheduler.quick_round()]):
             worked = True
             if self._now() >= deadline:
                 break
         return worked
 
-    def _quick_command(self, queue: ModelQueue) -> bool:
+    def _run_quick_command(self, queue: ModelQueue) -> bool:
         model, before = None, self._scheduler.num_commands
-        with self._reporting_failure(queue):
-            model = self._model_of(queue.commands[0])
+        with self._handle_failure(queue):
+            model = self._get_model(queue.commands[0])
         if model is None:
             return self._scheduler.num_commands < before
         queue.held = True
@@ -173,7 +171,7 @@ class Trainer:
         command = queue.commands[0]
         steps = self._execute(model, command)
         with waiting(f"{type(command).__name__} {command.request_id}"):
-            self._advance(steps, lambda result: self._done(queue, *result), partial(self._failed, queue))
+            self._advance(steps, lambda result: self._send_done(queue, *result), partial(self._send_failed, queue))
         return True
 
     def _execute(self, model: Model, command: ModelCommand) -> Steps:
@@ -186,7 +184,7 @@ class Trainer:
         body = json.dumps({} if result.metrics is None else {"metrics": result.metrics}).encode()
         return body, result.metrics or {}, result.size_bytes
 
-    def _beside(self, steps: Steps) -> None:
+    def _run_background_snapshot(self, steps: Steps) -> None:
         """Run the steps of a snapshot that no command waits for. If it fails, a later one replaces it."""
         self._advance(steps, lambda _: None, _log_lost_snapshot)
 
@@ -198,7 +196,7 @@ class Trainer:
         outcome: Future[object] | None = None,
     ) -> None:
         try:
-            job = next_job(steps, outcome)
+            job = resume_steps(steps, outcome)
         except StopIteration as end:
             done(end.value)
         except Exception as error:  # reported by `failed`
@@ -208,7 +206,7 @@ class Trainer:
 
     # ---- passes
 
-    def _one_pass(self) -> bool:
+    def _run_pass(self) -> bool:
         """Run one micro-batch of each of several models. Returns: False if there was none."""
         joined: list[tuple[ModelQueue, RunningPass]] = []
         tokens, before = 0, self._scheduler.num_commands
@@ -231,12 +229,12 @@ class Trainer:
             return self._running[queue.model_id]
         command = queue.commands[0]
         assert isinstance(command, Train)
-        with self._reporting_failure(queue):
-            if self._model_of(command) is None:
+        with self._handle_failure(queue):
+            if self._get_model(command) is None:
                 return None
             request = decode_training(command.payload)
             if command.replay and request.forward_only:
-                self._pass_done(queue, command, changed=False)
+                self._process_pass_result(queue, command, changed=False)
                 return None
             running = RunningPass(command, request, self._training.micro_batches(request.data))
             if running.adds_gradient and len(running.parts) > 1:
@@ -253,10 +251,10 @@ class Trainer:
         for (queue, running), output in zip(joined, outputs, strict=True):
             running.seconds += seconds * running.tokens / max(tokens, 1)
             if isinstance(output, Failure):
-                self._undo(running)
-                self._failed(queue, output.error)
+                self._reset_gradients(running)
+                self._send_failed(queue, output.error)
             else:
-                self._take(queue, running, output)
+                self._process_output(queue, running, output)
 
     def _run(self, passes: list[TrainingPass]) -> list[PassOutput | Failure]:
         try:
@@ -267,19 +265,21 @@ class Trainer:
             logger.warning("a pass of {} models failed ({!r}); each is tried alone", len(passes), error)
             return [output for one in passes for output in self._run([one])]
 
-    def _take(self, queue: ModelQueue, running: RunningPass, output: PassOutput) -> None:
+    def _process_output(self, queue: ModelQueue, running: RunningPass, output: PassOutput) -> None:
         if not running.command.replay:
             self.train_tokens[queue.tenant] += running.tokens
         running.outputs.append(output)
         if not running.done:
             return
         result = None
-        with self._reporting_failure(queue, running):
+        with self._handle_failure(queue, running):
             result = NOTHING if running.command.replay else running.result()
         if result is not None:
-            self._pass_done(queue, running.command, result, seconds=running.seconds, changed=running.adds_gradient)
+            self._process_pass_result(
+                queue, running.command, result, seconds=running.seconds, changed=running.adds_gradient
+            )
 
-    def _undo(self, running: RunningPass) -> None:
+    def _reset_gradients(self, running: RunningPass) -> None:
         """Undo the gradient of the micro-batches that succeeded."""
         if not running.outputs or not running.adds_gradient:
             return
@@ -288,7 +288,7 @@ class Trainer:
         elif model := self._models.get(running.command.model_id):
             self._models.damage(model, "a request failed after its gradient was added")
 
-    def _pass_done(
+    def _process_pass_result(
         self,
         queue: ModelQueue,
         command: Train,
@@ -300,42 +300,42 @@ class Trainer:
         if model := self._models.get(command.model_id):
             num_bytes = len(command.payload)
             self._models.done(model, command.seq, seconds=seconds, num_bytes=num_bytes, changed=changed)
-        self._done(queue, result.body, result.metrics)
+        self._send_done(queue, result.body, result.metrics)
 
     # ---- reports
 
-    def _done(self, queue: ModelQueue, result: bytes, metrics: dict[str, float], size_bytes: int = 0) -> None:
-        command = self._leave(queue)
+    def _send_done(self, queue: ModelQueue, result: bytes, metrics: dict[str, float], size_bytes: int = 0) -> None:
+        command = self._remove_first(queue)
         if not command.replay:
             done = Done(request_id=command.request_id, result=result, size_bytes=size_bytes, metrics=metrics)
             self._send(done)
         if (model := self._models.get(command.model_id)) and self._models.is_due(model):
-            self._beside(self._models.write_snapshot(model))
+            self._run_background_snapshot(self._models.write_snapshot(model))
 
-    def _failed(self, queue: ModelQueue, error: BaseException) -> None:
-        command, model = self._leave(queue), self._models.get(queue.model_id)
+    def _send_failed(self, queue: ModelQueue, error: BaseException) -> None:
+        command, model = self._remove_first(queue), self._models.get(queue.model_id)
         failed = Failed.of(command.request_id, error)
         failed_before = isinstance(command, Optimize) and isinstance(error, ModelError)  # the only failures done again
         if command.replay and model and not failed_before:
             self._models.damage(model, f"what was done before a restart could not be done again: {failed.error}")
         elif isinstance(command, CreateModel):
             self._models.forget(command.model_id)
-        elif model and command.seq > model.seq:  # a step whose gradient was not finite has cleared it
+        elif model and command.seq > model.seq:  # a step with a non-finite gradient has cleared it
             self._models.done(model, command.seq, seconds=0.0, changed=isinstance(command, Optimize))
         if not command.replay:
             self._send(failed)
 
     @contextmanager
-    def _reporting_failure(self, queue: ModelQueue, running: RunningPass | None = None) -> Iterator[None]:
+    def _handle_failure(self, queue: ModelQueue, running: RunningPass | None = None) -> Iterator[None]:
         """Turn an error into the failure of a queue's first command, and undo what a pass added."""
         try:
             yield
         except Exception as error:  # reported as this command's failure
             if running is not None:
-                self._undo(running)
-            self._failed(queue, error)
+                self._reset_gradients(running)
+            self._send_failed(queue, error)
 
-    def _leave(self, queue: ModelQueue) -> ModelCommand:
+    def _remove_first(self, queue: ModelQueue) -> ModelCommand:
         """Remove the first command from its queue."""
         command = queue.commands[0]
         self._running.pop(queue.model_id, None)

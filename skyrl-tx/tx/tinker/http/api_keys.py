@@ -64,7 +64,7 @@ class ApiKeys:
                     f"role of an API key of {name} must be {ADMIN!r} or left out; got {' '.join(roles)!r}"
                 )
             holder = Holder(name, bool(roles))
-            other = self._holders.setdefault(self._digest(key), holder)
+            other = self._holders.setdefault(self._compute_digest(key), holder)
             if other.tenant != name:
                 raise ConfigError(f"{name} and {other.tenant} have the same API key; each needs its own")
             if other != holder:
@@ -75,26 +75,26 @@ class ApiKeys:
     def __bool__(self) -> bool:
         return bool(self._holders)
 
-    def holder_of(self, key: str) -> Holder | None:
+    def find_holder(self, key: str) -> Holder | None:
         """Return the holder of a key, or None. Constant-time in the keys: compares digests with a secret salt."""
-        return self._holders.get(self._digest(key))
+        return self._holders.get(self._compute_digest(key))
 
-    def _digest(self, key: str) -> bytes:
+    def _compute_digest(self, key: str) -> bytes:
         return hmac.digest(self._salt, key.encode(), hashlib.sha256)
 
 
 def read_api_keys(config: EngineConfig, env: Mapping[str, str] | None = None) -> ApiKeys:
-    """The keys of the settings: of `api_keys_file`, else of TX_API_KEYS, else none.
+    """Read the API keys from `api_keys_file`, else from TX_API_KEYS, else none.
 
     Raises:
-        ConfigError: they cannot be read, or there are none and the server would listen beyond loopback.
+        ConfigError: the keys cannot be read, or are missing and the server would listen beyond loopback.
     """
     if config.api_keys_file is not None:
-        keys = ApiKeys(_of_file(config.api_keys_file))
+        keys = ApiKeys(_read_file(config.api_keys_file))
         if not keys:
             raise ConfigError(f"--api-keys-file: {config.api_keys_file} has no keys; one a line, `NAME KEY`")
     else:
-        keys = ApiKeys(_of_text((os.environ if env is None else env).get(ENV_VARIABLE, "")))
+        keys = ApiKeys(_parse_keys((os.environ if env is None else env).get(ENV_VARIABLE, "")))
     if not keys and not is_loopback(config.host):
         raise ConfigError(
             f"--host {config.host} would let everybody in the network in: give --api-keys-file FILE (lines `NAME KEY`, "
@@ -107,8 +107,8 @@ def is_loopback(host: str) -> bool:
     return host in LOOPBACK_HOSTS or bool(re.fullmatch(r"127(\.\d{1,3}){3}", host))
 
 
-def key_of(headers: Headers) -> str:
-    """The key that a request carries; empty if none."""
+def extract_key(headers: Headers) -> str:
+    """Return the key of a request; empty if none."""
     if key := headers.get("x-api-key"):
         return key.strip()
     scheme, _, value = headers.get("authorization", "").partition(" ")
@@ -117,7 +117,7 @@ def key_of(headers: Headers) -> str:
     return ""
 
 
-def _of_file(path: Path) -> list[tuple[str, ...]]:
+def _read_file(path: Path) -> list[tuple[str, ...]]:
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -136,7 +136,7 @@ def _of_file(path: Path) -> list[tuple[str, ...]]:
     return keys
 
 
-def _of_text(text: str) -> list[tuple[str, ...]]:
+def _parse_keys(text: str) -> list[tuple[str, ...]]:
     keys = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, key = part.partition("=")

@@ -45,13 +45,13 @@ def create_app(
     """
     Args:
         service: started by the caller before the first request, and closed after the last
-        facts: of the base model; its tokenizer is there for those who send text
+        facts: of the base model, with its tokenizer for text requests
         folders: of the checkpoints, for downloads
-        keys: as the settings say if left out
-        connections: of the web server; none of its own (a test) counts as many
+        keys: read from the settings if omitted
+        connections: of the web server; if omitted (in tests), the limit is large
 
     Raises:
-        ConfigError: API keys cannot be read, or the host asks for some and there are none.
+        ConfigError: API keys cannot be read, or are missing and required for the host.
     """
     keys = read_api_keys(config) if keys is None else keys
     app = FastAPI(
@@ -70,7 +70,7 @@ def create_app(
     state.polls = OpenPolls()
     state.connections, state.metrics = connections, Metrics(service, connections, intake)
     state.texts = Texts(facts.folder)
-    state.downloads = Downloads.with_secret_in(config.state_folder)
+    state.downloads = Downloads.load_or_create(config.state_folder)
 
     # Asked for most often first: routes are tried in order.
     for family in (futures, sampling, sessions, training, models, weights, runs, downloads, server, not_here):

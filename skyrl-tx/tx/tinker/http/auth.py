@@ -1,11 +1,11 @@
-"""The door: no request goes further without a tenant. Before routing, so that unknown paths need a key too."""
+"""Authentication: every request needs a tenant. Runs before routing, so that unknown paths need a key too."""
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tx.tinker.http.api_keys import LOCAL, ApiKeys, key_of
-from tx.tinker.http.replies import problem
+from tx.tinker.http.api_keys import LOCAL, ApiKeys, extract_key
+from tx.tinker.http.replies import build_problem
 from tx.tinker.http.scope import IS_ADMIN, TENANT
 
 DOWNLOADS = "/api/v1/downloads/"
@@ -28,10 +28,10 @@ class Door:
             return await self.app(scope, receive, send)
         holder = LOCAL
         if self.keys:
-            key = key_of(Headers(scope=scope))
-            holder = self.keys.holder_of(key) if key else None
+            key = extract_key(Headers(scope=scope))
+            holder = self.keys.find_holder(key) if key else None
             if holder is None and not _is_open(scope["path"]):
-                return await _refusal(bool(key))(scope, receive, send)
+                return await _build_refusal(bool(key))(scope, receive, send)
         scope[TENANT], scope[IS_ADMIN] = holder or (None, False)
         return await self.app(scope, receive, send)
 
@@ -40,6 +40,6 @@ def _is_open(path: str) -> bool:
     return path in OPEN_PATHS or path.startswith(DOWNLOADS)
 
 
-def _refusal(had_key: bool) -> Response:
+def _build_refusal(had_key: bool) -> Response:
     text = "this API key is not known here" if had_key else "an API key is needed, in the header X-API-Key"
-    return problem(401, text, {"WWW-Authenticate": "Bearer"})
+    return build_problem(401, text, {"WWW-Authenticate": "Bearer"})

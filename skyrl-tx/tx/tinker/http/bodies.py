@@ -14,8 +14,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tx.errors import Busy, RequestError
 from tx.tinker.http.replies import busy
-from tx.tinker.http.scope import TENANT, service_of, tenant_of
-from tx.tinker.wire.schemas import as_request_error
+from tx.tinker.http.scope import TENANT, get_service, get_tenant
+from tx.tinker.wire.schemas import to_request_error
 from tx.tinker.wire.training_requests import find_address
 
 Schema = TypeVar("Schema", bound=BaseModel)
@@ -38,7 +38,7 @@ _SHARE = "tx.share"
 
 
 class BodyTooLarge(RequestError):
-    """The body goes over the server's limit; the rest of it was not read."""
+    """The body exceeds the server's limit; the rest was not read."""
 
     def __init__(self, max_bytes: int):
         super().__init__(
@@ -53,8 +53,8 @@ class Intake:
     their bodies that have arrived.
 
     Args:
-        max_bytes: of all bodies. A tenant may hold as many as are still free, so one alone takes half, and there is
-            always room for another's; a body that is there alone is let in whatever its size
+        max_bytes: of all bodies. A tenant may hold as many as are still free, so a single tenant gets at most half and
+            others always have room; a lone body is admitted whatever its size
         max_requests: of all tenants together
     """
 
@@ -77,7 +77,7 @@ class Intake:
         raise Busy(why, RETRY_SECONDS)
 
     def begin(self, tenant: str, path: str) -> "Share":
-        """Count a request. Raises Busy for a tenant whose requests leave the others too little room."""
+        """Count a request. Raises Busy if the tenant's requests would leave too little room for other tenants."""
         # No await between check and count, here and in `hold`: two requests of the loop cannot both get the last place.
         room, total = FULL * self.max_requests, self.num_requests.total()
         share = room / len(self.num_requests.keys() | {tenant})
@@ -95,7 +95,7 @@ class Share:
         self.intake, self.tenant, self.num_bytes = intake, tenant, 0
 
     def check(self, num_bytes: int) -> None:
-        """Raise Busy if there is no room for so many bytes now."""
+        """Raise Busy if these bytes do not fit now."""
         intake, more = self.intake, num_bytes - self.num_bytes
         total, own = intake.num_bytes.total() + more, intake.num_bytes[self.tenant] + more
         # `total > num_bytes`: a body that would be alone is let in, or one above half of the limit could never be sent.
@@ -107,7 +107,7 @@ class Share:
             )
 
     def hold(self, num_bytes: int) -> None:
-        """Hold so many bytes, which have arrived. Raises Busy if there is no room for them."""
+        """Reserve received bytes. Raises Busy if they do not fit."""
         self.check(num_bytes)
         _add(self.intake.num_bytes, self.tenant, num_bytes - self.num_bytes)
         self.num_bytes = num_bytes
@@ -124,7 +124,7 @@ def _add(counts: Counter[str], tenant: str, number: int) -> None:
 
 
 class Counted:
-    """Middleware that has every request counted. Inside of the door, which knows whose it is. Pure ASGI."""
+    """ASGI middleware that counts every request. Runs inside the authentication, which determines the tenant."""
 
     def __init__(self, app: ASGIApp, intake: Intake):
         self.app, self.intake = app, intake
@@ -135,7 +135,7 @@ class Counted:
             share = scope[_SHARE] = self.intake.begin(tenant or "", scope["path"])
         except Busy as error:
             if tenant:
-                # The client is alive, but its session's id is in what is not read.
+                # The client is alive, but its session id is in the unread body.
                 scope["app"].state.service.sessions.keep_all(tenant)
             return await busy(error)(scope, receive, send)
         try:
@@ -149,15 +149,15 @@ def max_body_bytes(request: Request) -> int:
 
 
 async def read_body(request: Request, max_bytes: int | None = None) -> bytes:
-    """The body, as sent.
+    """Read the raw body.
 
     Args:
-        max_bytes: the server's limit if left out
+        max_bytes: default: the server's limit
 
     Raises:
-        BodyTooLarge: by its own account (before anything is read), or by what arrives.
-        RequestError: it does not arrive in time.
-        Busy: the tenant sends too much at the moment, for all that others send.
+        BodyTooLarge: by its declared length (before reading), or by the received bytes.
+        RequestError: the body timed out.
+        Busy: the tenant is sending too much, given the load of others.
     """
     max_bytes = max_bytes or max_body_bytes(request)
     announced = request.headers.get("content-length", "")
@@ -188,7 +188,7 @@ async def read_body(request: Request, max_bytes: int | None = None) -> bytes:
     return b"".join(pieces)
 
 
-async def in_thread_if_large(request: Request, size: int, parse: Callable[[], Result]) -> Result:
+async def run_in_thread_if_large(request: Request, size: int, parse: Callable[[], Result]) -> Result:
     """Return what `parse` does. Of a tenant only one large body is parsed at a time: threads, and turns of the
     interpreter, are left for the others."""
     if size < THREAD_FROM_BYTES:
@@ -199,38 +199,38 @@ async def in_thread_if_large(request: Request, size: int, parse: Callable[[], Re
 
 
 async def read_json(request: Request, schema: type[Schema], max_bytes: int | None = None) -> Schema:
-    """The body as an object of the schema.
+    """Read the body as an object of the schema.
 
     Raises:
-        RequestError: no JSON (400), or not of the schema (422, naming field, value and rule).
+        RequestError: invalid JSON (400), or schema violation (422, naming field, value and rule).
     """
-    require_content_type(request, "application/json")
+    check_content_type(request, "application/json")
     body = await read_body(request, max_bytes)
-    return await in_thread_if_large(request, len(body), lambda: parse_json(body, schema))
+    return await run_in_thread_if_large(request, len(body), lambda: parse_json(body, schema))
 
 
 async def read_json_in_order(request: Request, schema: type[Schema]) -> Schema:
     """Read a body as `read_json` does, and record a refusal's seq as used up: clients never reuse a seq, so the model
     would wait for it for ever."""
-    require_content_type(request, "application/json")
+    check_content_type(request, "application/json")
     body = await read_body(request)
     try:
-        return await in_thread_if_large(request, len(body), lambda: parse_json(body, schema))
+        return await run_in_thread_if_large(request, len(body), lambda: parse_json(body, schema))
     except RequestError as error:
-        await use_up_place(request, body, error)
+        await record_refusal(request, body, error)
         raise
 
 
-async def use_up_place(request: Request, body: bytes, error: RequestError) -> None:
-    """Record the refusal of a body whose model and seq can still be read."""
+async def record_refusal(request: Request, body: bytes, error: RequestError) -> None:
+    """Record the refusal of a body if its model and seq are readable."""
     headers = request.headers
     content_type, encoding = headers.get("content-type", ""), headers.get("content-encoding")
     max_bytes = max_body_bytes(request)
-    address = await in_thread_if_large(
+    address = await run_in_thread_if_large(
         request, len(body), lambda: find_address(body, content_type, encoding, max_bytes)
     )
     if address is not None:
-        await service_of(request).intake.refuse(tenant_of(request), address.model_id, address.seq, str(error))
+        await get_service(request).intake.refuse(get_tenant(request), address.model_id, address.seq, str(error))
 
 
 def parse_json(body: bytes, schema: type[Schema]) -> Schema:
@@ -241,15 +241,15 @@ def parse_json(body: bytes, schema: type[Schema]) -> Schema:
         first = error.errors(include_url=False, include_context=False)[0]
         if first["type"] == "json_invalid":
             raise RequestError(f"body must be JSON: {first['msg'].removeprefix('Invalid JSON: ')}") from None
-        raise as_request_error(error) from None
+        raise to_request_error(error) from None
 
 
-def require_content_type(request: Request, *allowed: str) -> str:
-    """The content type of the request, without its parameters. A browser sends no other site's page these types without
-    asking first, so such pages cannot use a server on loopback.
+def check_content_type(request: Request, *allowed: str) -> str:
+    """Return the content type of the request, without parameters. The accepted types trigger a CORS preflight, so pages
+    of other sites cannot use a server on loopback.
 
     Raises:
-        RequestError: another one.
+        RequestError: an unsupported content type.
     """
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type not in allowed:

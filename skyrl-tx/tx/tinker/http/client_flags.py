@@ -4,8 +4,8 @@ from tx.tinker.config import EngineConfig
 from tx.tinker.http.api_keys import is_loopback
 
 
-def client_flags(config: EngineConfig) -> dict[str, object]:
-    """The answer of `client/config`. Keys that a version does not know are ignored by it."""
+def get_client_flags(config: EngineConfig) -> dict[str, object]:
+    """Return the response of `client/config`. Clients ignore unknown keys."""
     return {
         "pjwt_auth_enabled": False,  # keys are sent as they are, never exchanged for tokens
         "credential_default_source": "api_key",
@@ -27,6 +27,6 @@ def client_flags(config: EngineConfig) -> dict[str, object]:
     }
 
 
-def dynamic_flags() -> dict[str, object]:
-    """The answer of `client/dynamic_config`, which clients ask for again and again."""
+def get_dynamic_flags() -> dict[str, object]:
+    """Return the response of `client/dynamic_config`, which clients poll."""
     return {"refresh_interval_sec": 300, "sample_cancel_enabled": False, "sample_cancel_max_batch_size": 64}

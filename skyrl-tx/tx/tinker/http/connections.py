@@ -1,4 +1,4 @@
-"""Clients' connections: how long one may go without a whole request, and which one goes when there are too many.
+"""Limits of client connections: deadline for a complete request, and eviction of idle connections.
 
 uvicorn itself has a time-out for the pause between two requests, which the next request's first byte ends.
 """
@@ -19,8 +19,8 @@ RESERVED_FILES = 256
 """File descriptors kept for the database, payloads and the engine."""
 
 
-def limit_of_connections(files: int) -> int:
-    """Return how many connections there is room for, of so many files."""
+def compute_connection_limit(files: int) -> int:
+    """Return the number of connections that an open file limit allows."""
     return max(files - RESERVED_FILES, files // 2)
 
 
@@ -50,7 +50,7 @@ class Connections:
         }
 
     def protocol(self) -> type[asyncio.Protocol]:
-        """Return uvicorn's HTTP protocol, whose connections are registered here and cut when they are late."""
+        """Return uvicorn's HTTP protocol, whose connections are registered here and cut at their deadlines."""
         return type("TimedConnection", (_Timed, AutoHTTPProtocol), {"registry": self})
 
     def opened(self, connection: "_Timed") -> None:
@@ -72,8 +72,9 @@ class Connections:
 
 
 class _Timed(asyncio.Protocol):
-    """Timers of a connection, beside uvicorn's protocol. It is *idle* until a request's headers are complete and again
-    once that is answered; in between, whoever reads the body keeps the time (`bodies`)."""
+    """uvicorn's protocol with a connection timer. A connection is *idle* until a request's headers are complete and
+    again after the response; in between, the reader of the body enforces deadlines (`bodies`).
+    """
 
     registry: Connections
     transport: Any
@@ -97,7 +98,7 @@ class _Timed(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:
-            self._late = _stopped(self._late)
+            self._late = _cancel_timer(self._late)
             self._head_bytes = 0
             self.registry.serving(self)
             return
@@ -120,7 +121,7 @@ class _Timed(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._unread = _stopped(self._unread)
+        self._unread = _cancel_timer(self._unread)
 
     def abort(self) -> None:
         """End the connection at once."""
@@ -130,9 +131,9 @@ class _Timed(asyncio.Protocol):
         self.transport.abort()
 
     def _stop_clocks(self) -> None:
-        self._late, self._unread = _stopped(self._late), _stopped(self._unread)
+        self._late, self._unread = _cancel_timer(self._late), _cancel_timer(self._unread)
 
 
-def _stopped(clock: asyncio.TimerHandle | None) -> None:
+def _cancel_timer(clock: asyncio.TimerHandle | None) -> None:
     if clock is not None:
         clock.cancel()

@@ -1,7 +1,7 @@
-"""Addresses from which a checkpoint's files can be fetched without an API key, for a while.
+"""Signed URLs that serve a checkpoint's files without an API key for a limited time.
 
-Clients hand such an address to the user, who gives it to a browser or `curl`. So it carries who asked, until when it
-counts, and a signature over everything in it. The secret stays in the state folder: addresses outlive a restart.
+Users open such a URL in a browser or `curl`. So it contains tenant, expiry time, and a signature over everything in it.
+The secret is stored in the state folder, so URLs survive a restart.
 """
 
 import hashlib
@@ -54,7 +54,7 @@ class Downloads:
         self._secret = secret
 
     @classmethod
-    def with_secret_in(cls, folder: Path) -> "Downloads":
+    def load_or_create(cls, folder: Path) -> "Downloads":
         """Read the secret from a folder, where the first server creates it."""
         path = folder / _SECRET
         if not path.exists():
@@ -68,23 +68,25 @@ class Downloads:
     def of(self, tenant: str, path: TinkerPath, file: str = "") -> Download:
         return Download(tenant, path, int(time.time()) + VALID_SECONDS, file)
 
-    def address(self, base_url: str, download: Download) -> str:
+    def build_url(self, base_url: str, download: Download) -> str:
         """
         Args:
             base_url: of the server, as the client reached it
         """
         query = {"tenant": download.tenant, "file": download.file, "expires": download.expires}
-        query = {name: value for name, value in query.items() if value != ""} | {"signature": self._sign(download)}
+        query = {name: value for name, value in query.items() if value != ""} | {
+            "signature": self._compute_signature(download)
+        }
         path = "/".join(quote(part, safe="") for part in download.path)
         return f"{base_url.rstrip('/')}{DOWNLOADS}{path}?{urlencode(query)}"
 
     def check(self, download: Download, signature: str) -> None:
-        """Raises RequestError: not signed by us (403), or no longer valid (410)."""
-        if not hmac.compare_digest(self._sign(download).encode(), signature.encode(errors="replace")):
+        """Verify a signature. Raises RequestError: not signed by this server (403), or expired (410)."""
+        if not hmac.compare_digest(self._compute_signature(download).encode(), signature.encode(errors="replace")):
             raise RequestError("this download address is not one of this server's; ask for the archive again", 403)
         if time.time() > download.expires:
             raise RequestError("this download address has expired; ask for the archive again", 410)
 
-    def _sign(self, download: Download) -> str:
+    def _compute_signature(self, download: Download) -> str:
         text = "\n".join((download.tenant, str(download.path), str(download.expires), download.file))
         return hmac.new(self._secret, text.encode(), hashlib.sha256).hexdigest()

@@ -1,4 +1,4 @@
-"""Numbers for Prometheus: of requests, counted here, and of everything else, asked for at each scrape."""
+"""Prometheus metrics: request metrics are counted here, all others are collected at each scrape."""
 
 import time
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ PUBLIC = ("engine_ready", "engine_deaths_total")
 class Metrics:
     """
     Args:
-        sources: whose numbers go out with those of requests
+        sources: components whose metrics are exported with the request metrics
     """
 
     def __init__(self, *sources: CountsSomething):
@@ -49,10 +49,10 @@ class Metrics:
         self.requests.labels(method, route, str(status)).inc()
         self.seconds.labels(method, route).observe(seconds)
 
-    def text(self) -> bytes:
+    def render(self) -> bytes:
         return generate_latest(self.registry)
 
-    def text_for(self, tenant: str) -> bytes:
+    def render_for_tenant(self, tenant: str) -> bytes:
         """Return a tenant's own numbers, and the few that concern everybody."""
         registry = CollectorRegistry()
         for source in self._sources:
@@ -61,11 +61,11 @@ class Metrics:
 
 
 class _Numbers(Collector):
-    """`name: number` becomes `tx_name`; `name: {tenant: number}` the same with a label. Names that end in `_total`
-    only grow.
+    """`name: number` becomes `tx_name`; `name: {tenant: number}` the same with a label. Names that end in `_total` are
+    counters.
 
     Args:
-        tenant: whose numbers alone are shown, with those in `PUBLIC`; None: everybody's
+        tenant: show only this tenant's numbers and `PUBLIC`; None: all numbers
     """
 
     def __init__(self, source: CountsSomething, tenant: str | None = None):
@@ -87,8 +87,8 @@ class _Numbers(Collector):
 
 
 class Measured:
-    """Middleware that counts requests by their route's pattern: addresses contain ids, each of which would be a time
-    series. Pure ASGI.
+    """ASGI middleware that counts requests by route pattern: URLs contain ids, each of which would become a time
+    series.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics):
@@ -99,7 +99,7 @@ class Measured:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         started = time.perf_counter()
-        status = 499  # nobody was there to answer
+        status = 499  # the client disconnected
 
         async def watching(message: Message) -> None:
             nonlocal status

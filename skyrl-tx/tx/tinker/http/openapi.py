@@ -1,6 +1,6 @@
-"""The server's description of itself: what each endpoint takes and answers.
+"""OpenAPI description of the server: bodies and responses of each endpoint.
 
-Endpoints read their bodies themselves (`bodies`: limits, threads), so the framework must be told of them.
+Endpoints read their bodies themselves (`bodies`: limits, threads), so they must be declared to the framework.
 """
 
 from collections.abc import Collection
@@ -31,15 +31,15 @@ _PROBLEMS = {
 _OF_BODIES = (408, 413, 415)
 
 
-def described(
+def describe_route(
     answer: type[BaseModel], body: type[BaseModel] | None = None, *, also: dict[int, Any] | None = None, **kwargs: Any
 ) -> dict[str, Any]:
-    """Keyword arguments of a route.
+    """Build keyword arguments of a route.
 
     Args:
-        answer: of 200
-        body: what a JSON body must be; None: the endpoint takes none
-        also: further answers by status
+        answer: model of the 200 response
+        body: schema of a JSON body; None: no body
+        also: further responses by status
     """
     codes = [code for code in _PROBLEMS if body is not None or code not in _OF_BODIES]
     responses: dict[int | str, Any] = {code: {"model": Problem, "description": _PROBLEMS[code]} for code in codes}
@@ -47,20 +47,20 @@ def described(
         responses[408] = {"model": Problem, "description": "The body did not arrive in time"}
     extra: dict[str, Any] = kwargs.pop("openapi_extra", {})
     if body is not None and not extra:
-        extra = {"requestBody": json_body(body)}
+        extra = {"requestBody": describe_json_body(body)}
     return {"response_model": answer, "responses": responses | (also or {}), "openapi_extra": extra, **kwargs}
 
 
-def json_body(*kinds: type[BaseModel]) -> dict[str, Any]:
-    """A required JSON body, of one of the kinds."""
+def describe_json_body(*kinds: type[BaseModel]) -> dict[str, Any]:
+    """Describe a required JSON body with one of the schemas."""
     _BODIES.update(kinds)
     schemas = [{"$ref": _COMPONENT.format(model=kind.__name__)} for kind in kinds]
     schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
     return {"required": True, "content": {"application/json": {"schema": schema}}}
 
 
-def with_protobuf(content: dict[str, Any]) -> dict[str, Any]:
-    """A body or answer that may be protobuf as well."""
+def add_protobuf(content: dict[str, Any]) -> dict[str, Any]:
+    """Add protobuf to the content types of a body or response."""
     binary = {PROTOBUF: {"schema": {"type": "string", "format": "binary"}}}
     return {**content, "content": content["content"] | binary}
 

@@ -1,4 +1,4 @@
-"""Long polls under way: requests that wait for a result."""
+"""Open long polls: requests that wait for a result."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -8,7 +8,7 @@ Result = TypeVar("Result")
 
 
 class OpenPolls:
-    """Registry of open polls, so that a closing server can answer them at once. Used on one event loop."""
+    """Registry of open polls, so that a closing server can release them immediately. For one event loop."""
 
     def __init__(self):
         self._tasks: set[asyncio.Task] = set()
@@ -18,7 +18,7 @@ class OpenPolls:
         return len(self._tasks)
 
     async def wait_for(self, result: Awaitable[Result]) -> Result | None:
-        """The result, or None once `release` was called."""
+        """Wait for the result, or return None once `release` was called."""
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)

@@ -1,7 +1,8 @@
-"""Exception handlers: responses that say what to do, and never cause a client to retry in a tight loop.
+"""Exception handlers: responses name the remedy, and never cause a client to retry in a tight loop.
 
-What nobody foresaw is logged with an id that the answer carries. Clients try 5xx again for five minutes with growing
-pauses, except while polling for results, where they ask again at once; there the answer is a 429, which they pause for.
+Unexpected errors are logged with an id that the response contains. Clients retry 5xx for five minutes with increasing
+delays, except while polling for results, where they retry immediately; there the response is a 429, for which they
+pause.
 """
 
 import asyncio
@@ -19,9 +20,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tx.errors import Busy, RequestError
 from tx.tinker.http.bodies import BodyTooLarge
-from tx.tinker.http.replies import TooLarge, busy, problem, retry_after
-from tx.tinker.http.scope import TENANT, service_of
-from tx.tinker.wire.schemas import explain
+from tx.tinker.http.replies import TooLarge, build_problem, busy, retry_after
+from tx.tinker.http.scope import TENANT, get_service
+from tx.tinker.wire.schemas import describe_errors
 
 logger = logging.getLogger(__name__)
 
@@ -31,14 +32,14 @@ POLL_PAUSE_SECONDS = 5
 
 def install(app: FastAPI) -> None:
     """Register the exception handlers of the app."""
-    app.add_exception_handler(RequestError, _refused)
-    app.add_exception_handler(Busy, _busy)
-    app.add_exception_handler(RequestValidationError, _wrong_parameters)
-    app.add_exception_handler(HTTPException, _of_the_framework)
+    app.add_exception_handler(RequestError, _handle_refused)
+    app.add_exception_handler(Busy, _handle_busy)
+    app.add_exception_handler(RequestValidationError, _handle_wrong_parameters)
+    app.add_exception_handler(HTTPException, _handle_framework_error)
 
 
 class Unforeseen:
-    """The outermost catch: pure ASGI, so that nothing is raised into the web server."""
+    """Outermost ASGI middleware that catches all exceptions, so that none reaches the web server."""
 
     def __init__(self, app: ASGIApp):
         self.app = app
@@ -61,40 +62,40 @@ class Unforeseen:
             name = secrets.token_hex(4)
             logger.exception("error %s at %s %s", name, scope["method"], scope["path"])
             if started:
-                raise  # half an answer is out: the connection must break for the client to see it
-            await _unforeseen(name, scope["path"])(scope, receive, send)
+                raise  # partially sent: only a broken connection signals the error to the client
+            await _handle_unforeseen(name, scope["path"])(scope, receive, send)
 
 
-def _unforeseen(name: str, path: str) -> Response:
+def _handle_unforeseen(name: str, path: str) -> Response:
     text = f"error {name} in the server; its log has the details"
     if path in POLL_PATHS:
-        return problem(429, f"{text}; the result is kept, ask again", retry_after(POLL_PAUSE_SECONDS))
-    return problem(500, text)
+        return build_problem(429, f"{text}; the result is kept, retry", retry_after(POLL_PAUSE_SECONDS))
+    return build_problem(500, text)
 
 
-async def _refused(request: Request, error: Exception) -> Response:
+async def _handle_refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
     if isinstance(error, BodyTooLarge):
         return TooLarge(str(error))
-    return problem(error.status, str(error), {"Connection": "close"} if error.status == 408 else None)
+    return build_problem(error.status, str(error), {"Connection": "close"} if error.status == 408 else None)
 
 
-async def _busy(request: Request, error: Exception) -> Response:
-    """Whatever was refused, and be it a heartbeat: whoever asks is there."""
+async def _handle_busy(request: Request, error: Exception) -> Response:
+    """Respond with 429. Even a refused request (or heartbeat) keeps its session alive."""
     assert isinstance(error, Busy)
     if tenant := request.scope[TENANT]:
-        service_of(request).sessions.keep_all(tenant)
+        get_service(request).sessions.keep_all(tenant)
     return busy(error)
 
 
-async def _wrong_parameters(request: Request, error: Exception) -> Response:
+async def _handle_wrong_parameters(request: Request, error: Exception) -> Response:
     """Refuse wrong path or query parameters; bodies are read by `bodies`."""
     assert isinstance(error, RequestValidationError)
-    return problem(422, explain(_Parameters(error)))
+    return build_problem(422, describe_errors(_Parameters(error)))
 
 
 class _Parameters:
-    """Findings by the parameters' names, without the part of the address they stand in."""
+    """Validation errors by parameter name, without the parameter's location."""
 
     def __init__(self, error: RequestValidationError):
         self._findings = [{**found, "loc": found["loc"][1:]} for found in error.errors()]
@@ -103,18 +104,18 @@ class _Parameters:
         return self._findings
 
 
-async def _of_the_framework(request: Request, error: Exception) -> Response:
+async def _handle_framework_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     text = str(error.detail)
     if error.status_code == 404:
         text = f"no such endpoint: {request.method} {request.url.path}; /openapi.json lists those there are"
     if error.status_code == 405:
         text = f"{request.url.path} does not take {request.method}"
-        return problem(405, text, {"Allow": ", ".join(_methods_of(request))})
-    return problem(error.status_code, text, dict(error.headers or {}))
+        return build_problem(405, text, {"Allow": ", ".join(_list_methods(request))})
+    return build_problem(error.status_code, text, dict(error.headers or {}))
 
 
-def _methods_of(request: Request) -> list[str]:
+def _list_methods(request: Request) -> list[str]:
     """List the methods of an address, which several routes may share."""
     matching = (route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE)
     return sorted({method for route in matching for method in getattr(route, "methods", None) or ()})

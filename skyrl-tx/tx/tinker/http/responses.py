@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class ResponseBody(BaseModel):
-    """An answer may hold more than is said here."""
+    """Base of response models; responses may have additional fields."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 

@@ -10,7 +10,7 @@ IS_ADMIN = "tx.is_admin"
 """Beside it, whether the key sees what concerns all tenants."""
 
 
-def tenant_of(request: Request) -> str:
+def get_tenant(request: Request) -> str:
     return request.scope[TENANT]
 
 
@@ -18,5 +18,5 @@ def is_admin(request: Request) -> bool:
     return request.scope[IS_ADMIN]
 
 
-def service_of(request: Request) -> TinkerService:
+def get_service(request: Request) -> TinkerService:
     return request.app.state.service

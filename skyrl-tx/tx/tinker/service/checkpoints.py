@@ -1,7 +1,7 @@
-"""Checkpoints and the runs they come from: who may see which, what they are, how they go.
+"""Checkpoints and their training runs: access, description, deletion.
 
-A checkpoint's folder is named for its name and the request that made it, and is never written twice. So replacing or
-deleting a checkpoint harms no sampler that has its weights: the folder goes when nobody uses it any more.
+A checkpoint's folder is named after the checkpoint and the request that created it, and is never rewritten. So
+replacing or deleting a checkpoint does not affect samplers of its weights: the folder is deleted once unused.
 """
 
 import time
@@ -20,7 +20,7 @@ from tx.tinker.service.state import ServerState
 from tx.tinker.storage.db_models import CheckpointRow, ModelRow, SamplerRow
 from tx.tinker.storage.garbage import schedule_deletion
 from tx.tinker.storage.store import Store
-from tx.tinker.types import CheckpointKind, TinkerPath, checkpoint_name, sampler_id_of
+from tx.tinker.types import CheckpointKind, TinkerPath, format_sampler_id, validate_checkpoint_name
 
 T = TypeVar("T")
 TTL_SECONDS = (3600, 10 * 365 * 86400)
@@ -55,7 +55,7 @@ class Checkpoints:
 
         Args:
             optimizer: require one
-            pending_model_id: model whose saves under way count: they finish before its next request
+            pending_model_id: count saves in flight of this model: they finish before its next request
             to_load: False: only describe or download it, so it may be external
 
         Raises:
@@ -103,16 +103,16 @@ class Checkpoints:
             raise RequestError(f"path: the checkpoint {path!s} exists already; {fix}")
 
     async def reserve_room(self, tenant: str, request_id: str, kind: CheckpointKind, rank: int) -> None:
-        """Count a save from now on; one under way counts as large as the tenant's largest of its kind and rank.
+        """Count a save from now on; a save in flight counts as the tenant's largest checkpoint of its kind and rank.
 
         Raises:
-            RequestError: the tenant's checkpoints are as large as they may be.
-            Busy: a save is under way whose like was never saved, so its size is not known yet.
+            RequestError: the tenant's checkpoint quota is used up.
+            Busy: a save of a kind and rank never saved before is in flight, so its size is unknown.
         """
         if self._max_gb is None:
             return
-        saved, largest = await self._store.read(partial(_sizes, tenant=tenant))
-        # No await from here on: of saves that come together, each counts those before it.
+        saved, largest = await self._store.read(partial(_sum_sizes, tenant=tenant))
+        # No await from here on: concurrent saves must count earlier ones.
         under_way = [(kind, rank) for of, kind, rank in self._state.saves.values() if of == tenant]
         num_bytes = saved + sum(largest.get(each, 0) for each in under_way)
         if num_bytes >= self._max_gb * 1e9:
@@ -127,7 +127,7 @@ class Checkpoints:
 
     async def free_sampler_id(self, session_id: str, number: int) -> str:
         """Raises RequestError if the sampler exists or is being saved."""
-        sampler_id = sampler_id_of(session_id, number)
+        sampler_id = format_sampler_id(session_id, number)
         row = await self._store.read(lambda database: database.get(SamplerRow, sampler_id))
         if row is not None or sampler_id in self._state.promised_samplers:
             raise RequestError(f"sampling_session_seq_id {number} of this session is taken: give the next number")
@@ -137,7 +137,7 @@ class Checkpoints:
 
     async def training_runs(self, tenant: str, limit: int = 20, offset: int = 0) -> dict[str, object]:
         """List a page of the tenant's runs, most recently used first."""
-        limit = _page(limit, offset)
+        limit = _validate_limit(limit, offset)
 
         def unit(database: Database) -> tuple[list[dict[str, object]], int]:
             mine = col(ModelRow.tenant) == tenant
@@ -149,32 +149,32 @@ class Checkpoints:
                 .offset(offset)
             ).all()
             total = database.scalar(select(func.count()).select_from(ModelRow).where(mine)) or 0
-            return _described_runs(database, list(rows)), total
+            return _describe_runs(database, list(rows)), total
 
         runs, total = await self._store.read(unit)
         return {"training_runs": runs, "cursor": {"offset": offset, "limit": limit, "total_count": total}}
 
     async def training_run(self, tenant: str, run_id: str) -> dict[str, object]:
         """Describe a run. Raises: RequestError 404."""
-        return await self._store.read(lambda database: _described_runs(database, [_run(database, tenant, run_id)])[0])
+        return await self._store.read(lambda database: _describe_runs(database, [_run(database, tenant, run_id)])[0])
 
     async def of_run(self, tenant: str, run_id: str) -> dict[str, object]:
         """List the checkpoints of a run, newest first."""
 
         def unit(database: Database) -> list[CheckpointRow]:
             _run(database, tenant, run_id)
-            return list(database.scalars(_newest_first().where(col(CheckpointRow.model_id) == run_id)))
+            return list(database.scalars(_build_newest_first_query().where(col(CheckpointRow.model_id) == run_id)))
 
         return {"checkpoints": [describe(row) for row in await self._store.read(unit)]}
 
     async def of_tenant(self, tenant: str, limit: int = 100, offset: int = 0) -> dict[str, object]:
         """List a page of the tenant's checkpoints, newest first."""
-        limit = _page(limit, offset)
+        limit = _validate_limit(limit, offset)
 
         def unit(database: Database) -> tuple[list[CheckpointRow], int]:
             mine = col(CheckpointRow.tenant) == tenant
             total = database.scalar(select(func.count()).select_from(CheckpointRow).where(mine)) or 0
-            return list(database.scalars(_newest_first().where(mine).limit(limit).offset(offset))), total
+            return list(database.scalars(_build_newest_first_query().where(mine).limit(limit).offset(offset))), total
 
         rows, total = await self._store.read(unit)
         cursor = {"offset": offset, "limit": limit, "total_count": total}
@@ -183,14 +183,14 @@ class Checkpoints:
     # ---- as things to change
 
     async def delete(self, tenant: str, run_id: str, kind: CheckpointKind, name: str) -> None:
-        """Delete a checkpoint, and its folder once nothing uses it."""
+        """Delete a checkpoint, and its folder once unused."""
 
         def unit(database: Database, row: CheckpointRow) -> None:
             database.delete(row)
             database.flush()
             schedule_deletion(database, [row.folder], time.time())
 
-        await self._change(tenant, run_id, kind, name, unit)
+        await self._update_checkpoint(tenant, run_id, kind, name, unit)
 
     async def set_ttl(self, tenant: str, run_id: str, kind: CheckpointKind, name: str, ttl_seconds: int | None) -> None:
         """Set the seconds until a checkpoint expires; None: never."""
@@ -201,7 +201,7 @@ class Checkpoints:
         def unit(database: Database, row: CheckpointRow) -> None:
             row.expires_at = None if ttl_seconds is None else time.time() + ttl_seconds
 
-        await self._change(tenant, run_id, kind, name, unit)
+        await self._update_checkpoint(tenant, run_id, kind, name, unit)
 
     async def publish(self, tenant: str, run_id: str, kind: CheckpointKind, name: str, public: bool) -> None:
         """Allow or forbid other tenants to read a checkpoint."""
@@ -209,12 +209,14 @@ class Checkpoints:
         def unit(database: Database, row: CheckpointRow) -> None:
             row.public = public
 
-        await self._change(tenant, run_id, kind, name, unit)
+        await self._update_checkpoint(tenant, run_id, kind, name, unit)
 
-    async def _change(
+    async def _update_checkpoint(
         self, tenant: str, run_id: str, kind: str, name: str, change: Callable[[Database, CheckpointRow], None]
     ) -> None:
-        place = TinkerPath.parse(f"tinker://{run_id}/{kind}/{checkpoint_name(name, 'checkpoint')}", "checkpoint")
+        place = TinkerPath.parse(
+            f"tinker://{run_id}/{kind}/{validate_checkpoint_name(name, 'checkpoint')}", "checkpoint"
+        )
 
         def unit(database: Database) -> None:
             row, _ = _find(database, place)
@@ -225,14 +227,14 @@ class Checkpoints:
         await self._store.write(unit)
 
 
-def bytes_of_tenants(database: Database) -> dict[str, int]:
+def sum_bytes_by_tenant(database: Database) -> dict[str, int]:
     """Return the total size of each tenant's checkpoints."""
     size = func.sum(col(CheckpointRow.size_bytes))
     rows = database.execute(select(col(CheckpointRow.tenant), size).group_by(col(CheckpointRow.tenant)))
     return {tenant: int(num_bytes) for tenant, num_bytes in rows}
 
 
-def _sizes(database: Database, tenant: str) -> tuple[int, dict[tuple[str, int], int]]:
+def _sum_sizes(database: Database, tenant: str) -> tuple[int, dict[tuple[str, int], int]]:
     """Return the total size of a tenant's checkpoints, and the largest by kind and rank."""
     rows = database.execute(
         select(
@@ -249,28 +251,28 @@ def _sizes(database: Database, tenant: str) -> tuple[int, dict[tuple[str, int], 
 
 
 def describe(row: CheckpointRow) -> dict[str, object]:
-    """A checkpoint as the protocol has it."""
+    """Describe a checkpoint in the protocol's format."""
     return {
         "checkpoint_id": f"{row.kind}/{row.name}",
         "checkpoint_type": _TYPES[row.kind],
-        "time": _time(row.created_at),
+        "time": _format_time(row.created_at),
         "tinker_path": f"tinker://{row.model_id}/{row.kind}/{row.name}",
         "size_bytes": row.size_bytes,
         "public": row.public,
         "user_metadata": row.user_metadata,
-        "expires_at": None if row.expires_at is None else _time(row.expires_at),
+        "expires_at": None if row.expires_at is None else _format_time(row.expires_at),
     }
 
 
-def _described_runs(database: Database, rows: list[ModelRow]) -> list[dict[str, object]]:
+def _describe_runs(database: Database, rows: list[ModelRow]) -> list[dict[str, object]]:
     ids = [row.model_id for row in rows]
     last: dict[tuple[str, str], CheckpointRow] = {}
-    for checkpoint in database.scalars(_newest_first().where(col(CheckpointRow.model_id).in_(ids))):
+    for checkpoint in database.scalars(_build_newest_first_query().where(col(CheckpointRow.model_id).in_(ids))):
         last.setdefault((checkpoint.model_id, checkpoint.kind), checkpoint)
-    return [_described_run(row, last) for row in rows]
+    return [_describe_run(row, last) for row in rows]
 
 
-def _described_run(row: ModelRow, last: dict[tuple[str, str], CheckpointRow]) -> dict[str, object]:
+def _describe_run(row: ModelRow, last: dict[tuple[str, str], CheckpointRow]) -> dict[str, object]:
     weights, sampler = last.get((row.model_id, "weights")), last.get((row.model_id, "sampler_weights"))
     return {
         "training_run_id": row.model_id,
@@ -279,14 +281,14 @@ def _described_run(row: ModelRow, last: dict[tuple[str, str], CheckpointRow]) ->
         "is_lora": True,
         "lora_rank": row.lora_rank,
         "corrupted": row.status == "failed",
-        "last_request_time": _time(row.last_request_at),
+        "last_request_time": _format_time(row.last_request_at),
         "last_checkpoint": describe(weights) if weights else None,
         "last_sampler_checkpoint": describe(sampler) if sampler else None,
         "user_metadata": row.user_metadata,
     }
 
 
-def _newest_first():  # the type of a select is long and says nothing
+def _build_newest_first_query():  # the type of a select is long and says nothing
     return select(CheckpointRow).order_by(
         col(CheckpointRow.created_at).desc(), col(CheckpointRow.model_id), col(CheckpointRow.name)
     )
@@ -306,11 +308,11 @@ def _run(database: Database, tenant: str, run_id: str) -> ModelRow:
     return row
 
 
-def _page(limit: int, offset: int) -> int:
+def _validate_limit(limit: int, offset: int) -> int:
     if limit < 0 or offset < 0:
         raise RequestError(f"limit and offset must be 0 or more; got {limit} and {offset}")
     return min(limit, PAGE)
 
 
-def _time(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")

@@ -13,7 +13,7 @@ from sqlmodel import Session as Database
 from sqlmodel import col
 
 from tx.tinker.config import EngineConfig
-from tx.tinker.service.checkpoints import bytes_of_tenants
+from tx.tinker.service.checkpoints import sum_bytes_by_tenant
 from tx.tinker.service.futures import Futures
 from tx.tinker.service.intake import RequestIntake
 from tx.tinker.service.recorder import remove_snapshot
@@ -104,46 +104,46 @@ class BackgroundCleanup:
     async def collect_garbage(self) -> None:
         """Forget expired checkpoints, ended and superseded samplers, delivered results and spent payloads."""
         now, ttl = time.time(), self._config.result_ttl_sec
-        await self._store.write(partial(garbage.expired_checkpoints, now=now))
-        await self._store.write(partial(garbage.ended_samplers, now=now, ttl=0))
+        await self._store.write(partial(garbage.remove_expired_checkpoints, now=now))
+        await self._store.write(partial(garbage.remove_ended_samplers, now=now, ttl=0))
         superseded = self._state.superseded_samplers(self._config.keep_samplers, self._config.sampler_idle_sec)
         for sampler in superseded:
             del self._state.samplers[sampler.sampler_id]
         if superseded:
             ids = [sampler.sampler_id for sampler in superseded]
             try:
-                await self._store.write(partial(garbage.forget_samplers, sampler_ids=ids, now=now))
+                await self._store.write(partial(garbage.remove_samplers, sampler_ids=ids, now=now))
             except BaseException:  # they stand in the database, and go another time
                 self._state.samplers |= {sampler.sampler_id: sampler for sampler in superseded}
                 raise
-        for find in (partial(garbage.deliverable_results, now=now, ttl=ttl), garbage.spent_payloads):
+        for find in (partial(garbage.remove_delivered_results, now=now, ttl=ttl), garbage.remove_spent_payloads):
             while (forgotten := await self._store.write(find)).num_requests:
                 await asyncio.to_thread(lambda blobs=forgotten.blobs: [self._blobs.drop(blob) for blob in blobs])
         await self.delete_scheduled_folders()
 
     async def measure_disks(self) -> None:
         """Note the size of checkpoints and the free bytes of disks."""
-        self._state.checkpoint_bytes = await self._store.read(bytes_of_tenants)
-        self._state.free_bytes = await asyncio.to_thread(self._free_bytes)
+        self._state.checkpoint_bytes = await self._store.read(sum_bytes_by_tenant)
+        self._state.free_bytes = await asyncio.to_thread(self._get_free_bytes)
 
-    def _free_bytes(self) -> dict[str, int]:
+    def _get_free_bytes(self) -> dict[str, int]:
         folders = {"state_free_bytes": str(self._config.state_folder), "checkpoints_free_bytes": self._folders.base}
         return {name: shutil.disk_usage(folder).free for name, folder in folders.items() if "://" not in folder}
 
     async def delete_scheduled_folders(self) -> None:
         """Delete folders scheduled for deletion, except those that pending work uses."""
-        for folder in await self._store.read(garbage.scheduled_deletions):
+        for folder in await self._store.read(garbage.list_scheduled_deletions):
             if folder in self._state.folders_in_use():
                 continue
             await asyncio.to_thread(self._folders.remove, folder)
-            await self._store.write(partial(garbage.folder_is_gone, folder=folder))
+            await self._store.write(partial(garbage.remove_scheduled_deletion, folder=folder))
 
     async def remove_leftovers(self) -> None:
-        """Delete blobs that a crash left on disk and that are too old to belong to work under way."""
+        """Delete blobs that a crash left on disk and that are too old to belong to requests in flight."""
         await self._remove_blobs(min_age_seconds=3600.0)
 
-    async def clean_up(self) -> None:
-        """Delete leftover blobs and unused snapshots at the start, when no work is under way."""
+    async def run_startup_cleanup(self) -> None:
+        """Delete leftover blobs and unused snapshots at the start, when no request is in flight."""
         await self._remove_blobs(min_age_seconds=0.0)
         await self.remove_unused_snapshots()
 
@@ -154,20 +154,20 @@ class BackgroundCleanup:
             recording: folders that are being written down at this moment
         """
         found = await asyncio.to_thread(lambda: {str(folder) for folder in self._snapshots.glob("*/*")})
-        for folder in found - recording - set(await self._store.read(_snapshots_in_use)):
+        for folder in found - recording - set(await self._store.read(_find_snapshots_in_use)):
             await remove_snapshot(folder)
 
     async def _remove_blobs(self, min_age_seconds: float) -> None:
-        find = partial(garbage.unreferenced_blobs, blobs=self._blobs, min_age_seconds=min_age_seconds)
+        find = partial(garbage.find_unreferenced_blobs, blobs=self._blobs, min_age_seconds=min_age_seconds)
         for blob in await self._store.read(find):
             await asyncio.to_thread(self._blobs.drop, blob)
 
     def every(self, seconds: float, work: Callable[[], Awaitable[None]]) -> None:
         """Repeat work until the end, first after `seconds`."""
-        self._tasks.append(asyncio.create_task(_again_and_again(seconds, work)))
+        self._tasks.append(asyncio.create_task(_run_repeatedly(seconds, work)))
 
 
-async def _again_and_again(seconds: float, work: Callable[[], Awaitable[None]]) -> None:
+async def _run_repeatedly(seconds: float, work: Callable[[], Awaitable[None]]) -> None:
     while True:
         await asyncio.sleep(seconds)
         try:
@@ -192,6 +192,6 @@ def _record_times(database: Database, heartbeats: list[dict], touched: list[dict
         connection.execute(update(requests).where(first_time).values(delivered_at=at), delivered)
 
 
-def _snapshots_in_use(database: Database) -> list[str]:
+def _find_snapshots_in_use(database: Database) -> list[str]:
     column = col(ModelRow.snapshot)
     return [folder for folder in database.scalars(select(column).where(column.is_not(None))) if folder is not None]

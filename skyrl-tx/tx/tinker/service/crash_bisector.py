@@ -25,7 +25,7 @@ class CrashBisector(Generic[T]):
     def restore(self, deaths: Mapping[T, int]) -> None:
         """Restore the numbers of crashes."""
         self.deaths |= {item: number for item, number in deaths.items() if number}
-        self._next_trial()
+        self._start_next_trial()
 
     def may_run(self, item: T) -> bool:
         """Return False while only the items on trial may run."""
@@ -40,7 +40,7 @@ class CrashBisector(Generic[T]):
             self.deaths = dict.fromkeys(self.deaths, DEATHS_TO_BE_SUSPECTED - 1)  # their crashes were the culprit's
         else:
             self.deaths |= {item: self.deaths.get(item, 0) + 1 for item in present}
-        self._next_trial()
+        self._start_next_trial()
         return culprit_request
 
     def finished(self, item: T) -> bool:
@@ -51,10 +51,10 @@ class CrashBisector(Generic[T]):
         self._trial.remove(item)
         if self._trial:
             return False
-        self._next_trial()
+        self._start_next_trial()
         return True
 
-    def _next_trial(self) -> None:
+    def _start_next_trial(self) -> None:
         most = max(self.deaths.values(), default=0)
         suspects = [item for item, number in self.deaths.items() if number == most >= DEATHS_TO_BE_SUSPECTED]
         self._trial = set(suspects[: (len(suspects) + 1) // 2])

@@ -18,7 +18,7 @@ from tx.tinker.engine.messages import Cancel, Done, Failed, FromApi, FromEngine,
 from tx.tinker.service.crash_bisector import CrashBisector
 from tx.tinker.service.engine_link import EngineLink
 from tx.tinker.service.recorder import ResultRecorder
-from tx.tinker.service.recovery import RestoredRequests, commands_after_snapshot
+from tx.tinker.service.recovery import RestoredRequests, find_commands_after_snapshot
 from tx.tinker.service.rows import record_deaths, set_at_work
 from tx.tinker.service.state import PendingRequest, Run, ServerState
 from tx.tinker.storage.blobs import Blobs
@@ -58,7 +58,7 @@ class Dispatch:
             await self._count_death([*heads, *restored.samples], "the server died with it")
 
     def due(self, run: Run, pending_requests: list[PendingRequest]) -> None:
-        """Queue requests whose predecessors have all arrived."""
+        """Queue requests after all their predecessors have arrived."""
         if pending_requests and run.model_id not in self._state.runs:  # its creation failed while these were accepted
             self.spawn(self.fail(pending_requests, "the model could not be created", "user"))
             return
@@ -72,9 +72,9 @@ class Dispatch:
             for pending in run.queue.values():
                 if pending.payload_blob is not None:
                     pending.payload = None  # it may wait for long; there is the blob
-        elif not run.pumping and self._next(run) is not None:
+        elif not run.pumping and self._find_next(run) is not None:
             run.pumping = True
-            self.spawn(self._pump(run))
+            self.spawn(self._send_queued(run))
 
     async def sample(self, pending: PendingRequest) -> None:
         """Send a sample request now, or once the engine is ready."""
@@ -92,7 +92,7 @@ class Dispatch:
     ) -> None:
         """Fail requests that will not be executed."""
         for pending in await self._recorder.failed(pending_requests, error, category, do_again=do_again, also=also):
-            self._finished(pending)
+            self._handle_finished(pending)
 
     async def cancel_samples(self, sampler_ids: set[str], reason: str) -> None:
         """Cancel the pending samples of these samplers."""
@@ -105,7 +105,7 @@ class Dispatch:
         """Run a coroutine in the background; `close` cancels it."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._handle_end)
 
     async def close(self) -> None:
         """Wait for results that are being recorded, and cancel all other work."""
@@ -118,7 +118,7 @@ class Dispatch:
         with suppress(StoreError):  # the next server then takes this exit for a crash
             await self._store.write(partial(set_at_work, at_work=False))
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _handle_end(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("in the background", exc_info=error)
@@ -128,17 +128,17 @@ class Dispatch:
     def on_ready(self) -> None:
         """Start sending to a new engine."""
         self.spawn(self._store.write(partial(set_at_work, at_work=True)))
-        self._go_on()
+        self._resume_models()
 
     def on_message(self, message: FromEngine) -> None:
         """Record a result or a snapshot of the engine."""
         if isinstance(message, Snapshotted):
             self.recording.add(message.folder)
-            self.spawn(self._snapshotted(message))
+            self.spawn(self._handle_snapshot(message))
         elif isinstance(message, Done | Failed):
             pending = self._state.pending.get(message.request_id)
             if pending is not None and not pending.recording_result:
-                self._link.did_something()
+                self._link.reset_restart_delay()
                 pending.recording_result = True
                 self.spawn(self._record_outcome(pending, message))
 
@@ -161,27 +161,27 @@ class Dispatch:
 
     # ---- sending
 
-    def _go_on(self) -> None:
+    def _resume_models(self) -> None:
         for run in self._state.runs.values():
             self.pump(run)
         for pending in self._samples.values():
             self.spawn(self._send_sample(pending))
 
-    def _next(self, run: Run) -> PendingRequest | None:
-        """Return the next request to send. A suspect that waits for its trial blocks those behind it."""
+    def _find_next(self, run: Run) -> PendingRequest | None:
+        """Return the next request to send. A suspect that waits for its trial blocks later requests."""
         engine_generation = self._link.engine_generation
         pending = next(
             (e for e in run.queue.values() if not e.recording_result and e.sent_to != engine_generation), None
         )
         return pending if pending is not None and self._bisector.may_run(pending) else None
 
-    async def _pump(self, run: Run) -> None:
+    async def _send_queued(self, run: Run) -> None:
         engine_generation = self._link.engine_generation
         try:
             while (
                 self._link.ready
                 and self._link.engine_generation == engine_generation
-                and (pending := self._next(run)) is not None
+                and (pending := self._find_next(run)) is not None
             ):
                 run.touched_in = engine_generation
                 if run.resident_in != engine_generation:
@@ -191,7 +191,7 @@ class Dispatch:
                     await self._reload_model(run, pending, engine_generation)
                     run.resident_in = engine_generation
                     continue
-                await self._send(await self._whole(pending), engine_generation)
+                await self._send(await self._load_payload(pending), engine_generation)
                 pending.sent_to, pending.payload = engine_generation, None
         except StaleEngineError:
             pass
@@ -199,7 +199,7 @@ class Dispatch:
             log.exception("%s cannot be read", run.model_id)
             await asyncio.sleep(1)
         except FileNotFoundError:
-            log.exception("%s cannot be told to the engine", run.model_id)
+            log.exception("%s cannot be sent to the engine", run.model_id)
             lost = [
                 pending
                 for pending in run.queue.values()
@@ -207,7 +207,7 @@ class Dispatch:
             ]
             await self.fail(
                 lost,
-                "what the server kept of this model is not there any more (its log names the file): create a model "
+                "the stored state of this model no longer exists (its log names the file): create a model "
                 "from its last checkpoint",
                 "server",
             )
@@ -222,7 +222,7 @@ class Dispatch:
         recording = [pending.finished for pending in run.queue.values() if pending.recording_result]
         if recording:
             await asyncio.wait(recording, timeout=60)
-        rows = await self._store.read(partial(commands_after_snapshot, model_id=run.model_id))
+        rows = await self._store.read(partial(find_commands_after_snapshot, model_id=run.model_id))
         await self._send(
             Restore(
                 model_id=run.model_id, tenant=run.tenant, lora=run.lora, snapshot=run.snapshot, seq=run.snapshot_seq
@@ -231,21 +231,21 @@ class Dispatch:
         )
         for row in rows:
             if (pending := run.queue.get(row.request_id)) is not None:
-                body = row.result if row.result_blob is None else await self._blob(row.result_blob)
+                body = row.result if row.result_blob is None else await self._read_blob(row.result_blob)
                 self._recorder.already(pending, row, body)
-                self._finished(pending)
+                self._handle_finished(pending)
             if row.order is None:
                 continue
             command = msgspec.structs.replace(StoredCommand.decode(row.order).command, replay=True)
             if isinstance(command, Train) and row.payload is not None:
-                command = msgspec.structs.replace(command, payload=await self._blob(row.payload))
+                command = msgspec.structs.replace(command, payload=await self._read_blob(row.payload))
             await self._send(command, engine_generation)
 
-    async def _whole(self, pending: PendingRequest) -> FromApi:
+    async def _load_payload(self, pending: PendingRequest) -> FromApi:
         """Return the command with its payload."""
         command = pending.stored.command
         if isinstance(command, Train) and pending.payload_blob is not None:
-            payload = pending.payload if pending.payload is not None else await self._blob(pending.payload_blob)
+            payload = pending.payload if pending.payload is not None else await self._read_blob(pending.payload_blob)
             return msgspec.structs.replace(command, payload=payload)
         return command
 
@@ -265,12 +265,12 @@ class Dispatch:
             raise StaleEngineError
         await self._link.send(message)
 
-    async def _blob(self, blob: str) -> bytes:
+    async def _read_blob(self, blob: str) -> bytes:
         return await asyncio.to_thread(self._blobs.get, blob)
 
     # ---- outcomes
 
-    async def _snapshotted(self, message: Snapshotted) -> None:
+    async def _handle_snapshot(self, message: Snapshotted) -> None:
         try:
             await self._recorder.snapshotted(message)
         finally:
@@ -280,7 +280,7 @@ class Dispatch:
         try:
             if isinstance(message, Done):
                 await self._recorder.done(pending, message)
-                self._finished(pending)
+                self._handle_finished(pending)
             else:
                 do_again = pending.kind == "optimize" and message.category == "user"
                 await self.fail([pending], message.error, message.category, do_again=do_again)
@@ -293,7 +293,7 @@ class Dispatch:
         pending.recording_result = True
         await self._record_outcome(pending, Done(request_id=pending.request_id, result=b"{}"))
 
-    def _finished(self, pending: PendingRequest) -> None:
+    def _handle_finished(self, pending: PendingRequest) -> None:
         self._samples.pop(pending.request_id, None)
         if self._bisector.finished(pending):
-            self._go_on()
+            self._resume_models()

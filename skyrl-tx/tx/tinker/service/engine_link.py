@@ -18,7 +18,7 @@ from tx.tinker.backends.base import BackendInfo
 from tx.tinker.engine.channel import ApiChannel
 from tx.tinker.engine.messages import EngineStats, FromApi, FromEngine, Ready
 from tx.tinker.engine.process import WRONG_SETTINGS
-from tx.tinker.service.standby import Standby, signal_session, start_process
+from tx.tinker.service.standby import Standby, send_signal_to_session, start_process
 from tx.tinker.types import ENGINE
 
 log = logging.getLogger(__name__)
@@ -94,27 +94,27 @@ class EngineLink:
         self._on_ready, self._on_message, self._on_death = on_ready, on_message, on_death
         for socket in self._folder.glob("engine-*.sock"):  # of servers that were killed; each has this folder alone
             socket.unlink(missing_ok=True)
-        self._supervision = asyncio.create_task(self._supervise(), name="engine-supervision")
+        self._supervision = asyncio.create_task(self._run_engines(), name="engine-supervision")
 
     async def send(self, message: FromApi) -> None:
-        """Send a message to the present engine; drop it if there is none."""
+        """Send a message to the current engine; drop it without one."""
         if self._channel is not None:
             await self._channel.send(message)
 
-    async def known_info(self, timeout: float) -> BackendInfo | None:
+    async def wait_for_info(self, timeout: float) -> BackendInfo | None:
         """Wait for the backend's description. Returns: None if no engine was ready within `timeout`."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._informed.wait(), timeout)
         return self.info
 
-    def did_something(self) -> None:
+    def reset_restart_delay(self) -> None:
         """Reset the restart delay after a completed command."""
         self._deaths_in_a_row = 0
 
     def kill(self, reason: str) -> None:
         """Kill the present engine; a restart follows."""
         self._kill_reason = reason
-        self._signal(signal.SIGKILL)
+        self._send_signal(signal.SIGKILL)
 
     async def close(self) -> None:
         """Terminate the engine, and kill it after a timeout."""
@@ -135,7 +135,7 @@ class EngineLink:
 
     # ---- supervision
 
-    async def _supervise(self) -> None:
+    async def _run_engines(self) -> None:
         while True:
             # Before the start: requests sent to earlier engines then differ from it, so callers send them again.
             self.engine_generation += 1
@@ -148,7 +148,7 @@ class EngineLink:
                 return
             self.deaths, self.last_death = self.deaths + 1, why
             self._deaths_in_a_row += 1
-            public = _without_details(why)
+            public = _remove_details(why)
             self.trouble = f"the engine is being restarted: {public}"
             log.error("engine %d ended: %s", self.engine_generation, why)
             try:
@@ -164,18 +164,18 @@ class EngineLink:
             await asyncio.sleep(min(self._timeouts.first_delay * 2**exponent, self._timeouts.longest_delay))
 
     async def _run_engine(self) -> str:
-        """Run one engine from start to end. Returns: the reason of its end."""
+        """Run one engine until it exits. Returns: the reason."""
         self._kill_reason = None
         channel = self._channel = ApiChannel.bind(self._folder)
         tasks: list[asyncio.Task[str]] = []
         try:
             self._heard_at = time.monotonic()
-            process = self._process = await self._new_process(channel.address)
+            process = self._process = await self._start_process(channel.address)
             reading = asyncio.create_task(self._read_log(process))
             tasks = [
-                asyncio.create_task(self._ended(process, reading)),
-                asyncio.create_task(self._listen(channel)),
-                asyncio.create_task(self._watch()),
+                asyncio.create_task(self._wait_for_exit(process, reading)),
+                asyncio.create_task(self._read_messages(channel)),
+                asyncio.create_task(self._check_liveness()),
             ]
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             # After `kill` the process ends by SIGKILL; the reason given there says more than the signal.
@@ -187,18 +187,18 @@ class EngineLink:
             # No result of this engine may be taken once its death is reported, which counts the unfinished requests.
             for task in tasks:
                 task.cancel()
-            self._signal(signal.SIGKILL)
+            self._send_signal(signal.SIGKILL)
             if self._process is not None:
                 await self._process.wait()
             channel.close()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _new_process(self, address: str) -> asyncio.subprocess.Process:
+    async def _start_process(self, address: str) -> asyncio.subprocess.Process:
         if self._standby is not None and (process := await self._standby.take(address)) is not None:
             return process
         return await start_process(self._command(address))
 
-    async def _ended(self, process: asyncio.subprocess.Process, reading: asyncio.Task[None]) -> str:
+    async def _wait_for_exit(self, process: asyncio.subprocess.Process, reading: asyncio.Task[None]) -> str:
         code = await process.wait()
         await asyncio.wait((reading,), timeout=2)  # a grandchild may hold the pipe
         reading.cancel()
@@ -206,12 +206,12 @@ class EngineLink:
         last = next((line for line in reversed(self.log_tail) if line.strip()), "")
         return f"it ended with {how}" + (f": {last[-300:]}" if last else "")
 
-    async def _listen(self, channel: ApiChannel) -> str:
+    async def _read_messages(self, channel: ApiChannel) -> str:
         with contextlib.ExitStack() as starting:
             starting.enter_context(waiting("the engine to be ready", on=ENGINE, deadline=self._timeouts.start))
-            return await self._take_messages(channel, starting.close)
+            return await self._handle_messages(channel, starting.close)
 
-    async def _take_messages(self, channel: ApiChannel, when_ready: Callable[[], None]) -> str:
+    async def _handle_messages(self, channel: ApiChannel, when_ready: Callable[[], None]) -> str:
         async for message in channel:
             self._heard_at = time.monotonic()
             match message:
@@ -227,23 +227,23 @@ class EngineLink:
                         self._standby.prepare()
                 case EngineStats():
                     self.stats = message
-                    if stuck := self._stuck(message):
+                    if stuck := self._describe_stuck(message):
                         return stuck + await explanation(f"{stuck[0].upper()}{stuck[1:]}")
                 case _:
                     self._on_message(message)
         return "its channel was closed"
 
-    def _stuck(self, stats: EngineStats) -> str | None:
+    def _describe_stuck(self, stats: EngineStats) -> str | None:
         limit = self._timeouts.turn
         for what, seconds in (("a training pass", stats.turn_seconds), ("a step of sampling", stats.step_seconds)):
             if seconds > limit:
                 return f"{what} took longer than {limit:g} s (--pass-timeout-seconds)"
         return None
 
-    async def _watch(self) -> str:
+    async def _check_liveness(self) -> str:
         while True:
             await asyncio.sleep(min(1.0, self._timeouts.silence / 4))
-            # Sees an event loop that hangs. An engine whose training thread hangs still sends statistics: see `_stuck`.
+            # Detects a hung event loop. With a hung training thread statistics still arrive: see `_describe_stuck`.
             timeouts = self._timeouts.silence if self.ready else self._timeouts.start
             if time.monotonic() - self._heard_at > timeouts:
                 silent = f"it said nothing for {timeouts:g} s" + ("" if self.ready else " after its start")
@@ -263,11 +263,11 @@ class EngineLink:
         if rest:
             self.log_tail.append(rest)
 
-    def _signal(self, number: int) -> None:
-        signal_session(self._process, number)
+    def _send_signal(self, number: int) -> None:
+        send_signal_to_session(self._process, number)
 
 
-def _without_details(why: str) -> str:
+def _remove_details(why: str) -> str:
     """Return what clients may read: lines of the log and explanations, which follow the first colon, name paths of this
     machine and requests of others."""
     return why.partition(": ")[0]

@@ -42,7 +42,7 @@ class Futures:
         """Wait up to `timeout` seconds for a result.
 
         Raises:
-            RequestError: 404 unknown, 410 no longer kept
+            RequestError: 404 unknown, 410 expired
         """
         self._state.heard_of(tenant, request_id)
         result = await self._find(tenant, request_id, timeout)
@@ -65,11 +65,11 @@ class Futures:
     async def _find(self, tenant: str, request_id: str, timeout: float) -> StoredResult | TryAgain:
         if (pending := self._state.pending.get(request_id)) is not None:
             if pending.tenant != tenant:
-                raise _unknown(request_id)
+                raise _build_unknown_error(request_id)
             return await self._wait(pending, timeout)
         if (cached := self._cache.get(request_id)) is not None:
             if cached[0] != tenant:
-                raise _unknown(request_id)
+                raise _build_unknown_error(request_id)
             return cached[1]
         return await self._read(tenant, request_id)
 
@@ -82,9 +82,9 @@ class Futures:
         return TryAgain(pending.request_id, "paused_capacity" if reason else "active", reason)
 
     async def _read(self, tenant: str, request_id: str) -> StoredResult | TryAgain:
-        row = await self._store.read(partial(_row_or_gone, tenant=tenant, request_id=request_id))
+        row = await self._store.read(partial(_get_row, tenant=tenant, request_id=request_id))
         if row is None or row.tenant != tenant:
-            raise _unknown(request_id)
+            raise _build_unknown_error(request_id)
         if row.status == "pending":  # being accepted or recorded at this moment
             await asyncio.sleep(0.05)
             return TryAgain(request_id)
@@ -99,7 +99,7 @@ class Futures:
         return StoredResult(request_id, row.kind, body, row.error, row.category)
 
 
-def _row_or_gone(database: Database, tenant: str, request_id: str) -> RequestRow | None:
+def _get_row(database: Database, tenant: str, request_id: str) -> RequestRow | None:
     """Return the row. Raises: RequestError 410 if its id, `{model or sampler}:{seq}`, shows that there was one."""
     if (row := database.get(RequestRow, request_id)) is not None:
         return row
@@ -109,14 +109,14 @@ def _row_or_gone(database: Database, tenant: str, request_id: str) -> RequestRow
     model, sampler = database.get(ModelRow, owner), database.get(SamplerRow, owner)
     if model is not None and model.tenant == tenant and int(seq) < model.next_seq:
         raise gone(request_id)
-    if sampler is not None and sampler.tenant == tenant:  # clients submit a sample that is gone again
+    if sampler is not None and sampler.tenant == tenant:  # clients resubmit samples that were removed
         raise gone(request_id)
     return None
 
 
-def _unknown(request_id: str) -> RequestError:
+def _build_unknown_error(request_id: str) -> RequestError:
     return RequestError(f"request_id {request_id[:200]!r} is not known", 404)
 
 
 def gone(request_id: str) -> RequestError:
-    return RequestError(f"the result of {request_id[:200]!r} is no longer kept", 410)
+    return RequestError(f"the result of {request_id[:200]!r} has expired", 410)

@@ -19,13 +19,13 @@ from tx.tinker.commands import CommandAddress, EncodeContext, EncodedCommand, Mo
 from tx.tinker.service.dispatch import Dispatch
 from tx.tinker.service.limits import Limits
 from tx.tinker.service.quotas import LONGEST_RETRY_SECONDS
-from tx.tinker.service.repetitions import Repetitions, digest_of
+from tx.tinker.service.repetitions import Repetitions, compute_digest
 from tx.tinker.service.rows import fail_requests, insert_refusal, insert_request
 from tx.tinker.service.sequencer import FURTHEST_AHEAD
 from tx.tinker.service.state import PendingRequest, Run, ServerState, start_shared
 from tx.tinker.storage.blobs import Blobs
 from tx.tinker.storage.store import Store, StoreError
-from tx.tinker.types import request_id_of
+from tx.tinker.types import format_request_id
 from tx.tinker.wire.codec import TrainingRequest
 
 log = logging.getLogger(__name__)
@@ -81,13 +81,13 @@ class RequestIntake:
         """Accept a request for a model, and return once it is durable.
 
         Raises:
-            RequestError: the model is not there, or the request is wrong, which uses up its seq, or its seq was used
-                by another one.
-            Busy: later.
+            RequestError: the model does not exist, the request is invalid (which consumes its seq), or its seq is
+                already used.
+            Busy: retry later.
         """
         model_id, seq = request.model_id, request.seq_id
         assert model_id is not None and seq is not None
-        content = await digest_of(request)
+        content = await compute_digest(request)
         run, is_new = self._state.run(tenant, model_id), False
         if (deciding := run.deciding.get(seq)) is None and not run.sequence.knows(seq):
             if run.sequence.too_far(seq):
@@ -96,19 +96,22 @@ class RequestIntake:
             if seq != run.sequence.next_seq:  # that one is what others wait for
                 self._limits.admit_training(tenant)
             tokens = self._admit_tokens(run, seq, request)
-            address = CommandAddress(request_id_of(model_id, seq), tenant, model_id, seq)
+            address = CommandAddress(format_request_id(model_id, seq), tenant, model_id, seq)
             encode = partial(command.encode, request, address, run, self._context)
-            deciding, is_new = start_shared(run.deciding, seq, self._charged(run, seq, encode, content, tokens)), True
+            deciding, is_new = (
+                start_shared(run.deciding, seq, self._handle_with_charge(run, seq, encode, content, tokens)),
+                True,
+            )
         if deciding is not None:
             await asyncio.shield(deciding)
         elif seq in run.refused:
             raise run.refused[seq]
         if not is_new:
-            await self.repetitions.check(request_id_of(model_id, seq), content)
-        return {"request_id": request_id_of(model_id, seq), "model_id": model_id}
+            await self.repetitions.check(format_request_id(model_id, seq), content)
+        return {"request_id": format_request_id(model_id, seq), "model_id": model_id}
 
     async def refuse(self, tenant: str, model_id: str, seq: int, error: str) -> None:
-        """Record a refusal (4xx) by the HTTP layer: it uses up the seq. No effect if there is no such model."""
+        """Record a refusal (4xx) by the HTTP layer: it consumes the seq. No effect if the model does not exist."""
         run = self._state.runs.get(model_id)
         if run is None or run.tenant != tenant or run.sequence.too_far(seq) or run.sequence.knows(seq):
             return
@@ -122,23 +125,23 @@ class RequestIntake:
     async def unload(self, run: Run) -> str:
         """Unload the model after its accepted requests. Returns: the request's id, once it is durable."""
         if run.unloading is None:
-            run.unloading = asyncio.create_task(self._unload(run))
+            run.unloading = asyncio.create_task(self._submit_unload(run))
         try:
             await asyncio.shield(run.unloading)
         except StoreError:
             run.unloading = None
             raise
-        return request_id_of(run.model_id, "unload")
+        return format_request_id(run.model_id, "unload")
 
     async def give_up_gaps(self, run: Run, waiting_since_before: float, timeout: float) -> None:
-        """Fail requests whose predecessor never arrived, so that later ones can proceed."""
+        """Fail requests with a missing predecessor, so that later ones can proceed."""
         while (given_up := run.sequence.give_up(waiting_since_before)) is not None:
             first, last = given_up.missing[0], given_up.missing[-1]
             missing = f"seq_id {first}" if first == last else f"seq_ids {first} to {last}"
             late = f"{missing} did not arrive within {timeout:g} s"
-            log.warning("%s: %s; %d requests behind fail", run.model_id, late, len(given_up.stranded))
+            log.warning("%s: %s; %d later requests fail", run.model_id, late, len(given_up.stranded))
             refusals = {
-                seq: RequestError(f"seq_id {seq} comes too late: it was given up after {timeout:g} s")
+                seq: RequestError(f"seq_id {seq} arrived too late: it was abandoned after {timeout:g} s")
                 for seq in given_up.missing
             }
             run.refused |= refusals
@@ -154,10 +157,10 @@ class RequestIntake:
             self._dispatch.pump(run)
 
     async def _create(self, run: Run, stored: StoredCommand, insert: Insert, content: bytes) -> None:
-        request_id = request_id_of(run.model_id, 0)
+        request_id = format_request_id(run.model_id, 0)
         pending = PendingRequest(request_id, run.tenant, "create", stored, content, run=run, seq=0)
         try:
-            await self._keep(pending, insert)
+            await self._add_request(pending, insert)
         except BaseException:
             del self._state.runs[run.model_id]
             raise
@@ -172,13 +175,13 @@ class RequestIntake:
         run.delayed = {each: at for each, at in run.delayed.items() if each >= expected and now - at < PATIENCE_SECONDS}
         earlier = min(run.delayed, default=seq)
         run.delayed[seq] = now
-        if earlier < seq:  # else what is left would go to later ones, and the model wait for this one
+        if earlier < seq:  # otherwise later requests would use the remainder, and the model would wait for this one
             quota.refuse(run.tenant, 1.0)
         quota.admit(run.tenant)
         del run.delayed[seq]
         return tokens
 
-    async def _charged(
+    async def _handle_with_charge(
         self, run: Run, seq: int, encode: Callable[[], Awaitable[EncodedCommand]], content: bytes, tokens: int
     ) -> None:
         """Decide on a request, and give the tokens of one that is refused back."""
@@ -197,7 +200,7 @@ class RequestIntake:
     async def _decide(
         self, run: Run, seq: int, encode: Callable[[], Awaitable[EncodedCommand]], content: bytes | None = None
     ) -> None:
-        request_id = request_id_of(run.model_id, seq)
+        request_id = format_request_id(run.model_id, seq)
         try:
             encoded = await encode()
         except RequestError as error:
@@ -211,11 +214,11 @@ class RequestIntake:
         if encoded.payload is not None:
             pending.payload = encoded.payload
             pending.payload_blob = await asyncio.to_thread(self._blobs.put, encoded.payload)
-        await self._keep(pending)
+        await self._add_request(pending)
         run.unsaved_request_at = time.time()
         self._dispatch.due(run, run.sequence.offer(seq, pending, time.monotonic()))
 
-    async def _keep(self, pending: PendingRequest, insert: Insert = insert_request) -> None:
+    async def _add_request(self, pending: PendingRequest, insert: Insert = insert_request) -> None:
         """Insert the request; if that fails, forget it."""
         self._limits.enter(pending.tenant, None)
         self._state.promise(pending)
@@ -228,23 +231,23 @@ class RequestIntake:
             self._limits.leave(pending.tenant, None)
             self._state.keep_promise(pending)
             del self._state.pending[pending.request_id]
-            if pending.payload_blob is not None and not _may_stand(error):
+            if pending.payload_blob is not None and not _is_possibly_written(error):
                 await asyncio.to_thread(self._blobs.drop, pending.payload_blob)
             raise
 
-    async def _unload(self, run: Run) -> None:
+    async def _submit_unload(self, run: Run) -> None:
         if run.deciding:
             await asyncio.wait(list(run.deciding.values()))
         if stranded := run.sequence.drain():
             error = "not done: the model was unloaded before its earlier requests arrived"
             await self._dispatch.fail(stranded, error, "user")
-        request_id = request_id_of(run.model_id, "unload")
+        request_id = format_request_id(run.model_id, "unload")
         stored = Unload.encode(run.tenant, run.model_id, run.sequence.next_seq)
         pending = PendingRequest(request_id, run.tenant, "unload", stored, run=run)
-        await self._keep(pending)
+        await self._add_request(pending)
         self._dispatch.due(run, [pending])
 
 
-def _may_stand(error: BaseException) -> bool:
+def _is_possibly_written(error: BaseException) -> bool:
     """Return True if the row, which names the blob, may have been written despite the error."""
     return isinstance(error, StoreError) and error.may_stand

@@ -1,7 +1,7 @@
-"""The last samples of models, in their run folders, in the form in which the dashboard reads trajectories.
+"""Latest samples of models in their run folders, in the dashboard's trajectory format.
 
 `trajectories/train_step_000012.jsonl` has the last samples that were drawn between the model's optimizer steps 12 and
-13, from any of its samplers. Prompts and responses are clients' data: nothing is kept unless the setting asks for it.
+13, from any of its samplers. Prompts and responses are clients' data: they are stored only if the setting enables it.
 """
 
 import json
@@ -31,29 +31,29 @@ class KeptSamples:
         self._num_rows: dict[Path, int] = {}  # of the file of a model's present step
 
     def add(self, run: Path, step: int, request_id: str, prompt: Sequence[int], output: SampleOutput) -> None:
-        """Append the samples of a request to those of a step, and drop the earliest beyond the limits.
+        """Append the samples of a request to a step's file, and drop the earliest beyond the limits.
 
         Raises:
-            OSError: they cannot be written.
+            OSError: the files cannot be written.
         """
         folder = run / "trajectories"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # other users of the machine may read the rest of a run
         file = folder / f"train_step_{step:06d}.jsonl"
-        rows = self._rows(request_id, prompt, output)
+        rows = self._build_rows(request_id, prompt, output)
         if file not in self._num_rows:  # a new step, or this process has not seen it
             self._num_rows = {path: number for path, number in self._num_rows.items() if path.parent != folder}
-            self._num_rows[file] = len(_lines(file))
+            self._num_rows[file] = len(_read_lines(file))
         with open(file, "ab") as written:
             written.write(b"".join(rows))
         self._num_rows[file] += len(rows)
         is_large = file.stat().st_size > self._most_bytes
         if is_large or self._num_rows[file] >= 2 * self._most:
-            # Half of the bytes: a full file would else be written anew for each request.
+            # Half of the bytes: otherwise a full file would be rewritten for each request.
             most_bytes = self._most_bytes // 2 if is_large else self._most_bytes
-            self._num_rows[file] = _keep_last(file, self._most, most_bytes)
-        _drop_earliest(folder, self._most_bytes)
+            self._num_rows[file] = _remove_all_but_last(file, self._most, most_bytes)
+        _remove_earliest(folder, self._most_bytes)
 
-    def _rows(self, request_id: str, prompt: Sequence[int], output: SampleOutput) -> list[bytes]:
+    def _build_rows(self, request_id: str, prompt: Sequence[int], output: SampleOutput) -> list[bytes]:
         prompt_ids = list(prompt[-MOST_TOKENS:])
         rows = []
         for number, sequence in enumerate(output.sequences[-self._most :], max(0, len(output.sequences) - self._most)):
@@ -70,7 +70,7 @@ class KeptSamples:
         return rows
 
 
-def _lines(file: Path) -> list[bytes]:
+def _read_lines(file: Path) -> list[bytes]:
     """Return the whole lines of a file; a kill may have torn the last."""
     try:
         return [line for line in file.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
@@ -78,10 +78,10 @@ def _lines(file: Path) -> list[bytes]:
         return []
 
 
-def _keep_last(file: Path, most: int, most_bytes: int) -> int:
+def _remove_all_but_last(file: Path, most: int, most_bytes: int) -> int:
     """Rewrite a file with its last lines. Returns: their number."""
     kept: list[bytes] = []
-    for line in reversed(_lines(file)[-most:]):
+    for line in reversed(_read_lines(file)[-most:]):
         most_bytes -= len(line)
         if most_bytes < 0:
             break
@@ -92,7 +92,7 @@ def _keep_last(file: Path, most: int, most_bytes: int) -> int:
     return len(kept)
 
 
-def _drop_earliest(folder: Path, most_bytes: int) -> None:
+def _remove_earliest(folder: Path, most_bytes: int) -> None:
     for file in sorted(folder.glob("train_step_*.jsonl"), reverse=True):
         most_bytes -= file.stat().st_size
         if most_bytes < 0:

@@ -27,7 +27,7 @@ class Limits:
     def admit_training(self, tenant: str) -> None:
         """Check the limit of training requests. Raises: Busy."""
         if self.training[tenant] >= self.max_pending:
-            self._refuse(
+            self._raise_busy(
                 tenant, f"{self.training[tenant]} training requests wait already; the most is {self.max_pending}"
             )
 
@@ -35,12 +35,12 @@ class Limits:
         """Check the limits of samples, of sample tokens and of tokens per minute. Raises: Busy."""
         self.quota.admit(tenant)
         if self.samples[tenant] >= self.max_pending:
-            self._refuse(tenant, f"{self.samples[tenant]} samples wait already; the most is {self.max_pending}")
+            self._raise_busy(tenant, f"{self.samples[tenant]} samples wait already; the most is {self.max_pending}")
         own, total = self.sample_tokens[tenant], self.sample_tokens.total()
         others = sum(1 for other, count in self.sample_tokens.items() if count and other != tenant)
         share = self.max_sample_tokens / (others + 1)
         if own and total + tokens > self.max_sample_tokens and own + tokens > share:
-            self._refuse(
+            self._raise_busy(
                 tenant,
                 f"samples of {own} tokens wait already; the share of one of {others + 1} tenants is {int(share)}",
             )
@@ -63,6 +63,6 @@ class Limits:
             if not counter[tenant]:
                 del counter[tenant]
 
-    def _refuse(self, tenant: str, why: str) -> None:
+    def _raise_busy(self, tenant: str, why: str) -> None:
         self.refusals[tenant] += 1
         raise Busy(why, RETRY_SECONDS)

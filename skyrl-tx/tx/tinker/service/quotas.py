@@ -13,8 +13,8 @@ LONGEST_RETRY_SECONDS = 60.0
 
 
 class TokenQuota:
-    """A bucket of tokens for each tenant: it holds a minute's, and a request is admitted unless the bucket is empty. A
-    request that is larger than what is left leaves a debt, which the next ones wait for.
+    """Token bucket for each tenant with the capacity of one minute. A request is admitted unless the bucket is empty;
+    one larger than the remainder leaves a debt, which later requests wait for.
 
     Args:
         per_minute: tokens; None: no limit
@@ -29,7 +29,7 @@ class TokenQuota:
 
     def left(self, tenant: str) -> float:
         """Return the tokens in the bucket; below 0, the debt."""
-        return float("inf") if self._per_minute is None else self._per_minute - self._present(tenant)
+        return float("inf") if self._per_minute is None else self._per_minute - self._get_used(tenant)
 
     def all_left(self) -> dict[str, float]:
         """Return the tokens left by tenant, of those that used some."""
@@ -62,9 +62,9 @@ class TokenQuota:
     def charge(self, tenant: str, tokens: int) -> None:
         """Take tokens out; negative ones are given back."""
         if self._per_minute is not None:
-            self._used[tenant] = (max(0.0, self._present(tenant) + tokens), self._now())
+            self._used[tenant] = (max(0.0, self._get_used(tenant) + tokens), self._now())
 
-    def _present(self, tenant: str) -> float:
+    def _get_used(self, tenant: str) -> float:
         assert self._per_minute is not None
         used, since = self._used.get(tenant, (0.0, 0.0))
         return max(0.0, used - (self._now() - since) * self._per_minute / 60)

@@ -18,12 +18,12 @@ from tx.tinker.engine.messages import Done, Snapshotted
 from tx.tinker.service.futures import Futures
 from tx.tinker.service.limits import Limits
 from tx.tinker.service.results import StoredResult
-from tx.tinker.service.rows import fail_requests, finish_request, num_pending
+from tx.tinker.service.rows import count_pending, fail_requests, finish_request
 from tx.tinker.service.run_files import RunFiles
 from tx.tinker.service.state import PendingRequest, Sampler, ServerState
 from tx.tinker.storage.blobs import Blobs
 from tx.tinker.storage.db_models import ModelRow, RequestRow
-from tx.tinker.storage.rows import forget_commands, touch_model
+from tx.tinker.storage.rows import remove_commands, update_model
 from tx.tinker.storage.store import Store
 
 
@@ -55,9 +55,9 @@ class ResultRecorder:
         post_commit = await self._store.write(unit)
         sampler = self._state.samplers.get(pending.sampler_id or "")
         self._run_files.done(pending, message.metrics, None if sampler is None else sampler.model_id, body)
-        self._follow(pending, post_commit)
-        self._release(pending, StoredResult(pending.request_id, pending.kind, body), _tokens_of(pending, message))
-        await self._drop(post_commit.blobs)
+        self._apply_post_commit(pending, post_commit)
+        self._release(pending, StoredResult(pending.request_id, pending.kind, body), _count_tokens(pending, message))
+        await self._delete_blobs(post_commit.blobs)
         await remove_snapshot(post_commit.snapshot)
 
     async def failed(
@@ -96,7 +96,7 @@ class ResultRecorder:
             fail_requests(database, pending_requests, error, category, keep_command=do_again)
             fail_requests(database, behind, f"the model could not be created: {error}", category)
             for run in never_made:
-                touch_model(database, run.model_id, status="failed", next_seq=run.sequence.next_seq)
+                update_model(database, run.model_id, status="failed", next_seq=run.sequence.next_seq)
             also(database)
 
         try:
@@ -112,7 +112,7 @@ class ResultRecorder:
             self._run_files.failed(pending, text, category)
             self._release(pending, StoredResult(pending.request_id, pending.kind, None, text, category))
         if not do_again:
-            await self._drop(
+            await self._delete_blobs(
                 [pending.payload_blob for pending in (*pending_requests, *behind) if pending.payload_blob is not None]
             )
         return [*pending_requests, *behind]
@@ -137,7 +137,7 @@ class ResultRecorder:
         for seq in [seq for seq in run.needed_folders if seq <= message.seq]:
             del run.needed_folders[seq]
         await remove_snapshot(folder)
-        await self._drop(blobs)
+        await self._delete_blobs(blobs)
 
     def already(self, pending: PendingRequest, row: RequestRow, body: bytes | None) -> None:
         """Publish a result that the database has although its transaction seemed to fail."""
@@ -152,7 +152,7 @@ class ResultRecorder:
             self._limits.leave(pending.tenant, pending.tokens if pending.kind == "sample" else None, used_tokens)
         self._futures.publish(pending, result)
 
-    def _follow(self, pending: PendingRequest, post_commit: PostCommit) -> None:
+    def _apply_post_commit(self, pending: PendingRequest, post_commit: PostCommit) -> None:
         if post_commit.sampler is not None and post_commit.sampler.session_id in self._state.sessions:
             self._state.samplers[post_commit.sampler.sampler_id] = Sampler.of(post_commit.sampler)
         command, run = pending.stored.command, pending.run
@@ -162,12 +162,12 @@ class ResultRecorder:
         if run is not None and pending.kind == "unload":
             self._state.runs.pop(run.model_id, None)
 
-    async def _drop(self, blobs: list[str]) -> None:
+    async def _delete_blobs(self, blobs: list[str]) -> None:
         if blobs:
             await asyncio.to_thread(lambda: [self._blobs.drop(blob) for blob in blobs])
 
 
-def _tokens_of(pending: PendingRequest, message: Done) -> int:
+def _count_tokens(pending: PendingRequest, message: Done) -> int:
     """Return the tokens of a sample's prompt and responses; 0 of all else."""
     command = pending.stored.command
     return len(command.spec.prompt) + int(message.metrics.get("tokens", 0)) if isinstance(command, Sample) else 0
@@ -206,9 +206,9 @@ def _record_snapshot(database: Database, message: Snapshotted) -> tuple[str | No
     model = database.get(ModelRow, message.model_id)
     if model is None or model.status != "live" or model.snapshot_seq >= message.seq:
         return None
-    if num_pending(database, message.model_id, message.seq):
-        return None  # it contains what is not recorded; a new engine would do it twice
+    if count_pending(database, message.model_id, message.seq):
+        return None  # contains unrecorded commands, which a new engine would execute twice
     before = model.snapshot
     model.snapshot, model.snapshot_seq = message.folder, message.seq
     model.next_seq = max(model.next_seq, message.seq + 1)
-    return before, forget_commands(database, message.model_id, message.seq)
+    return before, remove_commands(database, message.model_id, message.seq)

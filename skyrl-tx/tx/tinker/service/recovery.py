@@ -22,7 +22,7 @@ from tx.tinker.storage.store import Store
 log = logging.getLogger(__name__)
 
 
-def commands_after_snapshot(database: Database, model_id: str) -> list[RequestRow]:
+def find_commands_after_snapshot(database: Database, model_id: str) -> list[RequestRow]:
     """Return the decided requests after a model's snapshot, in order. Those that still have a command changed the model
     and are replayed."""
     rows = (
@@ -124,10 +124,12 @@ def _run(row: ModelRow) -> Run:
 
 
 def _restore_requests(run: Run, rows: list[RequestRow]) -> None:
-    """Restore a model's requests: all rows after its snapshot, and pending ones. Waits for a predecessor start anew."""
+    """Restore a model's requests: all rows after its snapshot, and pending ones. Timeouts for missing predecessors
+    restart.
+    """
     now, unload = time.monotonic(), None
     for row in rows:
-        pending = _entry(run, row) if row.status == "pending" else None
+        pending = _build_entry(run, row) if row.status == "pending" else None
         if row.status == "done" and row.kind in ("create", "load") and row.order is not None:
             command = StoredCommand.decode(row.order).command
             if isinstance(command, ModelCommand) and command.source_folder:
@@ -145,7 +147,7 @@ def _restore_requests(run: Run, rows: list[RequestRow]) -> None:
         run.unloading.set_result(None)
 
 
-def _entry(run: Run, row: RequestRow) -> PendingRequest:
+def _build_entry(run: Run, row: RequestRow) -> PendingRequest:
     stored = StoredCommand.decode(row.order or b"")
     return PendingRequest(row.request_id, row.tenant, row.kind, stored, payload_blob=row.payload, run=run, seq=row.seq)
 

@@ -1,7 +1,7 @@
-"""Recognition of repeated requests: the same number must come with the same content.
+"""Deduplication of repeated requests: the same seq must have the same content.
 
-Clients repeat a request whose answer was lost. A number that comes again with other content is a mistake of the client
-(two programs with one model, a counter that was reset), which would else get the result of a request it never made.
+Clients repeat a request whose response was lost. A reused seq with other content is a client error (two programs with
+one model, a counter that was reset); otherwise the client would get the result of another request.
 """
 
 import asyncio
@@ -21,25 +21,25 @@ from tx.tinker.wire.codec import TrainingRequest
 from tx.tinker.wire.schemas import AsampleRequest
 
 
-async def digest_of(request: object) -> bytes:
+async def compute_digest(request: object) -> bytes:
     """Hash the content of a request. Equal for JSON and protobuf, whatever the order of maps, and for releases in which
     a request has more fields."""
     if isinstance(request, TrainingRequest):
         if len(request.payload) >= THREAD_FROM_BYTES:
-            return await asyncio.to_thread(_digest_of_pass, request)
-        return _digest_of_pass(request)
+            return await asyncio.to_thread(_compute_pass_digest, request)
+        return _compute_pass_digest(request)
     assert isinstance(request, BaseModel)
     if isinstance(request, AsampleRequest) and request.num_tokens > THREAD_FROM_TOKENS:
-        return await asyncio.to_thread(_digest_of_model, request)
-    return _digest_of_model(request)
+        return await asyncio.to_thread(_compute_model_digest, request)
+    return _compute_model_digest(request)
 
 
-def _digest_of_model(request: BaseModel) -> bytes:
+def _compute_model_digest(request: BaseModel) -> bytes:
     content = request.model_dump_json(exclude_defaults=True)
     return hashlib.sha256(f"{type(request).__name__}{content}".encode()).digest()[:16]
 
 
-def _digest_of_pass(request: TrainingRequest) -> bytes:
+def _compute_pass_digest(request: TrainingRequest) -> bytes:
     settings = (request.forward_only, request.loss_fn, sorted(request.loss_config.items()))
     found = hashlib.sha256(repr(settings).encode())
     for datum in request.data:
@@ -56,12 +56,12 @@ class Repetitions:
         self._store = store
 
     async def check(self, request_id: str, content: bytes) -> None:
-        """Compare a request with the one of this id in the database; nothing to compare is no error.
+        """Compare a request with the stored request of this id, if any.
 
         Raises:
-            RequestError: it has other content.
+            RequestError: the content differs.
         """
-        before = await self._store.read(partial(_content, request_id=request_id))
+        before = await self._store.read(partial(_extract_content, request_id=request_id))
         if before is not None and before != content:
             owner, _, seq = request_id.rpartition(":")
             raise RequestError(
@@ -70,5 +70,5 @@ class Repetitions:
             )
 
 
-def _content(database: Database, request_id: str) -> bytes | None:
+def _extract_content(database: Database, request_id: str) -> bytes | None:
     return database.scalar(select(col(RequestRow.content)).where(col(RequestRow.request_id) == request_id))

@@ -14,7 +14,7 @@ Metrics = dict[str, float | Mapping[str, float]]
 restart with it."""
 
 
-def metrics(state: ServerState, limits: Limits, link: EngineLink, dispatch: Dispatch) -> Metrics:
+def collect_metrics(state: ServerState, limits: Limits, link: EngineLink, dispatch: Dispatch) -> Metrics:
     """Collect the present values."""
     now = time.monotonic()
     numbers: Metrics = {

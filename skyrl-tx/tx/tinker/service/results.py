@@ -6,7 +6,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class StoredResult:
-    """A finished request. Either `body` or `error` is there."""
+    """Result of a finished request: either `body` or `error` is set."""
 
     request_id: str
     kind: str

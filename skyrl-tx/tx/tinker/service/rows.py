@@ -10,7 +10,7 @@ from sqlmodel import col
 from tx.errors import RequestError
 from tx.tinker.service.state import PendingRequest
 from tx.tinker.storage.db_models import RequestRow, SchemaRow
-from tx.tinker.types import request_id_of
+from tx.tinker.types import format_request_id
 
 _requests = RequestRow.metadata.tables["requests"]
 _INSERT = insert(_requests)
@@ -64,7 +64,7 @@ def insert_refusal(database: Database, tenant: str, model_id: str, seq: int, ref
     now = time.time()
     database.execute(
         insert(RequestRow).values(
-            request_id=request_id_of(model_id, seq),
+            request_id=format_request_id(model_id, seq),
             tenant=tenant,
             kind="refused",
             model_id=model_id,
@@ -104,7 +104,7 @@ def record_deaths(database: Database, num_deaths: dict[str, int]) -> None:
     """Record the crashes that each request was running at.
 
     Args:
-        num_deaths: by request id, at how many deaths it was under way
+        num_deaths: number of crashes during each request, by id
     """
     set_at_work(database, False)
     if num_deaths:
@@ -113,7 +113,7 @@ def record_deaths(database: Database, num_deaths: dict[str, int]) -> None:
         database.connection().execute(statement.values(num_deaths=bindparam("number")), rows)
 
 
-def num_pending(database: Database, model_id: str, up_to_seq: int) -> int:
+def count_pending(database: Database, model_id: str, up_to_seq: int) -> int:
     """Count the pending requests of a model up to a seq."""
     rows = (
         col(RequestRow.model_id) == model_id,

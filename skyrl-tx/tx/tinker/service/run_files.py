@@ -1,10 +1,10 @@
-"""Run folders of models and of the server, in the form that the trainer's runs have and the dashboard reads.
+"""Run folders of models and of the server, in the trainer's format, which the dashboard reads.
 
-The database forgets a result once it is delivered, so what training looked like is written here as it happens: a model
+The database removes results after delivery, so the training history is written here as it happens: a model
 has `config.yaml`, `metrics.jsonl` with a line an optimizer step, and `logs/trainer.log`; the folder `server` has a line
-a minute. Prompts and responses are in them only if the settings ask for it (`kept_samples`). Nothing depends on these
-files: a line that cannot be written, or is lost with the process, costs its place in a curve. Any of the folders may be
-deleted; `limit` does so with the oldest ones.
+a minute. Prompts and responses are included only if enabled (`kept_samples`). Nothing depends on these
+files: a line that cannot be written, or is lost in a crash, leaves a gap in a curve. Any of the folders may be deleted;
+    `limit` deletes the oldest ones.
 """
 
 import json
@@ -69,7 +69,7 @@ class _Progress:
         self.output = new if self.output is None else merge_outputs([self.output, new], [self.weight, weight])
         self.weight += weight
 
-    def row(self, optimizer: dict[str, float]) -> dict[str, float]:
+    def build_row(self, optimizer: dict[str, float]) -> dict[str, float]:
         """Return the row of the optimizer step that ends here."""
         metrics = {} if self.output is None else self.output.metrics
         row = {"step": self.step + 1, "time": time.time(), "timing/step": time.monotonic() - self.began}
@@ -82,17 +82,17 @@ class _Progress:
 
 
 class RunFiles:
-    """Writer of the run folders. A thread of its own writes, so that lines keep their order and a slow disk stops no
-    event loop.
+    """Writer of the run folders. A single thread writes, so that lines keep their order and a slow disk does not block
+    the event loop.
 
     Args:
         folder: `runs` in the state folder.
-        samples: where samples are kept; None: they are not.
+        samples: store for samples; None: samples are not stored.
     """
 
     def __init__(self, folder: Path, samples: KeptSamples | None = None):
         self._folder, self._samples = folder, samples
-        # Not a pool, whose threads a process waits for at its end, however long the disk is stalled.
+        # Not a pool: the interpreter joins pool threads at exit, however long the disk is stalled.
         self._thread = threading.Thread(target=self._write_all, name="run-files", daemon=True)
         self._writes: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._progress: dict[str, _Progress] = {}  # of live models; only that thread uses it
@@ -105,7 +105,7 @@ class RunFiles:
         """Write that the server starts, with its settings: without the database's URL, which may hold a password."""
         settings = config.model_dump(mode="json", exclude={"database_url"})
         facts = {"trainer": {"run_name": SERVER, "policy": {"model": {"path": config.base_model}}}, "tinker": settings}
-        self._later(partial(self._begin, SERVER, facts, "step 0: the server starts"))
+        self._submit(partial(self._write_start, SERVER, facts, "step 0: the server starts"))
 
     def done(
         self, pending: PendingRequest, metrics: dict[str, float], model_id: str | None = None, body: bytes = b""
@@ -114,26 +114,26 @@ class RunFiles:
 
         Args:
             metrics: numbers of the engine.
-            body: the result as it is stored.
-            model_id: of a sample, the model whose weights were sampled from, if that is known.
+            body: the stored result.
+            model_id: for a sample, the model of the sampled weights, if known.
         """
         self._done[pending.kind] += 1
         run = pending.run
         if run is not None and pending.kind == "create":
-            self._later(partial(self._create, run))
+            self._submit(partial(self._create, run))
         elif run is not None and pending.kind == "train":
-            self._later(lambda: self._of(run.model_id).add(metrics))
+            self._submit(lambda: self._get_progress(run.model_id).add(metrics))
         elif run is not None and pending.kind == "optimize":
-            self._later(partial(self._step, run.model_id, metrics))
+            self._submit(partial(self._step, run.model_id, metrics))
         elif run is not None and pending.kind == "unload":
-            self._later(partial(self._end, run.model_id))
+            self._submit(partial(self._write_end, run.model_id))
         elif run is not None and pending.kind in ("save", "load"):
-            self._later(partial(self._log, run.model_id, "INFO", _saved_or_loaded(pending, run)))
+            self._submit(partial(self._log, run.model_id, "INFO", _format_checkpoint_event(pending, run)))
         elif model_id is not None:  # a sample
             counts = {"requests": 1, "tokens": int(metrics.get("tokens", 0))}
-            self._later(lambda: self._of(model_id).samples.update(counts))
+            self._submit(lambda: self._get_progress(model_id).samples.update(counts))
             if self._samples is not None and self._has_room_for(body):
-                self._later(partial(self._keep, self._samples, model_id, pending, body))
+                self._submit(partial(self._save_sample, self._samples, model_id, pending, body))
 
     def failed(self, pending: PendingRequest, error: str, category: str) -> None:
         """Write a request that failed."""
@@ -141,35 +141,37 @@ class RunFiles:
         if (run := pending.run) is not None:
             level = "ERROR" if pending.kind == "create" else "WARNING"
             text = f"{pending.kind} {pending.request_id} failed ({category}): {error}"
-            self._later(partial(self._log, run.model_id, level, text))
+            self._submit(partial(self._log, run.model_id, level, text))
 
     def note(self, numbers: Mapping[str, float | Mapping[str, float]]) -> None:
-        """Write the present numbers of the server, those of all tenants together."""
+        """Write the current metrics of the server, summed over tenants."""
         sums = {name: sum(value.values()) if isinstance(value, Mapping) else value for name, value in numbers.items()}
         row = {f"server/{name}": float(value) for name, value in sums.items()}
         row |= {f"requests/{kind}": float(count) for kind, count in self._done.items()}
-        self._later(partial(self._note, row))
+        self._submit(partial(self._write_numbers, row))
 
     def limit(self, max_bytes: float, live: Iterable[str]) -> None:
-        """Remove the oldest run folders beyond a total size, but those of live models and of the server."""
-        self._later(partial(self._limit, max_bytes, {self._path(name).name for name in (SERVER, *live)}))
+        """Remove the oldest run folders beyond a total size, except the server's and those that belong to live
+        models.
+        """
+        self._submit(partial(self._remove_oldest, max_bytes, {self._get_path(name).name for name in (SERVER, *live)}))
 
     def close(self, seconds: float | None = None) -> None:
         """Write that the server stops, and wait until all is written, but not longer than `seconds`."""
-        self._later(partial(self._log, SERVER, "INFO", "told to stop"))
+        self._submit(partial(self._log, SERVER, "INFO", "told to stop"))
         self._is_closed = True
         self._writes.put(None)
         self._thread.join(seconds)
 
     def _has_room_for(self, body: bytes) -> bool:
-        """Return whether a sample may wait, and count its bytes if so. `_keep` counts them off."""
+        """Return whether a sample may wait, and count its bytes if so. `_save_sample` counts them off."""
         with self._lock:
             if self._writes.qsize() >= MOST_WAITING_SAMPLES or self._sample_bytes + len(body) > MOST_SAMPLE_BYTES:
                 return False
             self._sample_bytes += len(body)
             return True
 
-    def _later(self, write: Callable[[], None]) -> None:
+    def _submit(self, write: Callable[[], None]) -> None:
         if self._is_closed:  # a request may end after the server's stop
             return
         if self._thread.ident is None:
@@ -191,11 +193,11 @@ class RunFiles:
             except Exception:  # a curve is no reason to end anything
                 log.exception("run folders in %s", self._folder)
 
-    def _path(self, name: str) -> Path:
+    def _get_path(self, name: str) -> Path:
         return self._folder / re.sub(r"[^A-Za-z0-9._-]", "_", name)
 
-    def _begin(self, name: str, facts: dict, text: str) -> None:
-        path = self._path(name)
+    def _write_start(self, name: str, facts: dict, text: str) -> None:
+        path = self._get_path(name)
         path.mkdir(parents=True, exist_ok=True)
         (path / "config.yaml").write_text(json.dumps(facts, indent=2) + "\n")  # JSON is YAML
         self._log(name, "INFO", text)
@@ -206,44 +208,46 @@ class RunFiles:
             "trainer": {"run_name": run.model_id, "seed": run.lora.seed, "policy": {"model": model}},
             "tinker": {"tenant": run.tenant, "session_id": run.session_id, "lora": msgspec.structs.asdict(run.lora)},
         }
-        self._begin(run.model_id, facts, f"step 0: created from {run.base_model} with LoRA of rank {run.lora.rank}")
+        self._write_start(
+            run.model_id, facts, f"step 0: created from {run.base_model} with LoRA of rank {run.lora.rank}"
+        )
 
     def _step(self, model_id: str, metrics: dict[str, float]) -> None:
-        progress = self._of(model_id)
-        row = progress.row(metrics)
+        progress = self._get_progress(model_id)
+        row = progress.build_row(metrics)
         self._progress[model_id] = _Progress(progress.step + 1, time.monotonic(), tenant=progress.tenant)
-        self._append(model_id, "metrics.jsonl", json.dumps(row))
+        self._write_line(model_id, "metrics.jsonl", json.dumps(row))
         loss = f": loss {row['train/loss']:.5g}" if "train/loss" in row else ""
         self._log(model_id, "INFO", f"step {int(row['step'])}{loss}")
 
-    def _keep(self, samples: KeptSamples, model_id: str, pending: PendingRequest, body: bytes) -> None:
+    def _save_sample(self, samples: KeptSamples, model_id: str, pending: PendingRequest, body: bytes) -> None:
         """Keep a sample of a model of the same tenant: others sample from weights that are public, or given to them,
         and their prompts are not for the owner's eyes."""
         try:
-            command, progress = pending.stored.command, self._of(model_id)
+            command, progress = pending.stored.command, self._get_progress(model_id)
             if progress.tenant is None:
-                progress.tenant = _tenant_of(self._path(model_id))
+                progress.tenant = _read_tenant(self._get_path(model_id))
             if isinstance(command, Sample) and progress.tenant == pending.tenant:
                 output = decode_sample_output(body)
-                samples.add(self._path(model_id), progress.step, pending.request_id, command.spec.prompt, output)
+                samples.add(self._get_path(model_id), progress.step, pending.request_id, command.spec.prompt, output)
         finally:
             with self._lock:
                 self._sample_bytes -= len(body)
 
-    def _end(self, model_id: str) -> None:
+    def _write_end(self, model_id: str) -> None:
         self._log(model_id, "INFO", "this run is finished: its model was unloaded")
         self._progress.pop(model_id, None)
 
-    def _note(self, row: dict[str, float]) -> None:
-        progress = self._of(SERVER)
+    def _write_numbers(self, row: dict[str, float]) -> None:
+        progress = self._get_progress(SERVER)
         progress.step += 1
-        self._append(SERVER, "metrics.jsonl", json.dumps({"step": progress.step, "time": time.time(), **row}))
+        self._write_line(SERVER, "metrics.jsonl", json.dumps({"step": progress.step, "time": time.time(), **row}))
 
-    def _limit(self, max_bytes: float, live: set[str]) -> None:
+    def _remove_oldest(self, max_bytes: float, live: set[str]) -> None:
         removed, failed, num_bytes = remove_oldest(self._folder, max_bytes, live)
         if removed:
             log.info("max_runs_gb=%g: run folders removed: %s", max_bytes / 1e9, ", ".join(removed))
-            gone = {model_id for model_id in self._progress if self._path(model_id).name in removed}
+            gone = {model_id for model_id in self._progress if self._get_path(model_id).name in removed}
             self._progress = {model_id: each for model_id, each in self._progress.items() if model_id not in gone}
         for name, error in failed.items():
             if name not in self._not_removed:
@@ -258,21 +262,21 @@ class RunFiles:
             )  # fmt: skip
         self._is_full = is_full
 
-    def _of(self, name: str) -> _Progress:
-        """Return the progress of a model; after a restart of the server, its last line tells how far it was."""
+    def _get_progress(self, name: str) -> _Progress:
+        """Return the progress of a model; after a restart of the server, read it from the last line."""
         if name not in self._progress:
-            self._progress[name] = _Progress(_last_step(self._path(name) / "metrics.jsonl"), time.monotonic())
+            self._progress[name] = _Progress(_read_last_step(self._get_path(name) / "metrics.jsonl"), time.monotonic())
         return self._progress[name]
 
     def _log(self, name: str, level: str, text: str) -> None:
         when = time.strftime("%Y-%m-%d %H:%M:%S")
-        path = self._path(name) / "logs" / "trainer.log"
+        path = self._get_path(name) / "logs" / "trainer.log"
         if path.exists() and path.stat().st_size >= MODEL_LOG_BYTES:
             path.replace(path.with_name("trainer.log.1"))
-        self._append(name, "logs/trainer.log", f"{when} {level:<8} {' '.join(text.split())[:_MAX_ERROR]}")
+        self._write_line(name, "logs/trainer.log", f"{when} {level:<8} {' '.join(text.split())[:_MAX_ERROR]}")
 
-    def _append(self, name: str, file: str, line: str) -> None:
-        path = self._path(name) / file
+    def _write_line(self, name: str, file: str, line: str) -> None:
+        path = self._get_path(name) / file
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         try:
@@ -283,7 +287,7 @@ class RunFiles:
             os.close(descriptor)
 
 
-def server_log(folder: Path) -> Path:
+def get_server_log_path(folder: Path) -> Path:
     """Return the path of the server's log."""
     return folder / SERVER / "logs" / "server.log"
 
@@ -296,7 +300,7 @@ def log_to_file(path: Path) -> None:
     logging.getLogger().addHandler(handler)
 
 
-def _saved_or_loaded(pending: PendingRequest, run: Run) -> str:
+def _format_checkpoint_event(pending: PendingRequest, run: Run) -> str:
     save = pending.stored.save
     if save is None:
         return "weights loaded from a checkpoint"
@@ -305,15 +309,15 @@ def _saved_or_loaded(pending: PendingRequest, run: Run) -> str:
     return f"checkpoint saved: {TinkerPath(run.model_id, save.kind, save.name)}"
 
 
-def _tenant_of(run: Path) -> str | None:
-    """Return whose run a folder holds, None if it does not say."""
+def _read_tenant(run: Path) -> str | None:
+    """Return the tenant of a run folder, None if not recorded."""
     try:
         return json.loads((run / "config.yaml").read_bytes())["tinker"]["tenant"]
     except (FileNotFoundError, ValueError, KeyError):
         return None
 
 
-def _last_step(path: Path) -> int:
+def _read_last_step(path: Path) -> int:
     """Return the step of the last whole line of a file of metrics; 0 without one."""
     try:
         with open(path, "rb") as file:

@@ -1,5 +1,6 @@
-"""Total size of run folders. Beyond a limit those of models that are no longer live go, longest unchanged first. Other
-folders beside them are a user's own, and stay."""
+"""Size limit of run folders. Beyond it, folders of unloaded models are removed, least recently modified first. Other
+folders belong to the user and are kept.
+"""
 
 import json
 import os
@@ -19,11 +20,12 @@ class RunFolder(NamedTuple):
 
 
 def run_folders(runs: Path) -> list[RunFolder]:
-    """Return the folders that a server made for its models and itself, longest unchanged first; links to folders are
-    none."""
+    """Return the run folders that a server created, least recently modified first; links are ignored."""
     entries = list(os.scandir(runs)) if runs.is_dir() else []
     folders = [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
-    return sorted((_measured(each) for each in folders if _is_of_server(each)), key=lambda folder: folder.changed_at)
+    return sorted(
+        (_measure_folder(each) for each in folders if _is_of_server(each)), key=lambda folder: folder.changed_at
+    )
 
 
 class Removal(NamedTuple):
@@ -66,13 +68,13 @@ def _is_of_server(folder: Path) -> bool:
     return isinstance(facts, dict) and "tinker" in facts
 
 
-def _measured(folder: Path) -> RunFolder:
-    stats = list(_stats(folder))
+def _measure_folder(folder: Path) -> RunFolder:
+    stats = list(_read_stats(folder))
     changed_at = max((stat.st_mtime for stat in stats), default=0.0)
     return RunFolder(folder, changed_at, sum(stat.st_size for stat in stats))
 
 
-def _stats(folder: Path) -> Iterator[os.stat_result]:
+def _read_stats(folder: Path) -> Iterator[os.stat_result]:
     for parent, _, files in os.walk(folder):
         for file in files:
             try:

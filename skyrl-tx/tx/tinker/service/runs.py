@@ -16,12 +16,12 @@ from tx.tinker.service.dispatch import Dispatch
 from tx.tinker.service.engine_link import EngineLink
 from tx.tinker.service.intake import RequestIntake
 from tx.tinker.service.limits import Limits
-from tx.tinker.service.repetitions import digest_of
+from tx.tinker.service.repetitions import compute_digest
 from tx.tinker.service.rows import insert_request
 from tx.tinker.service.state import PendingRequest, Run, ServerState
 from tx.tinker.storage.db_models import ModelRow
 from tx.tinker.storage.store import Store
-from tx.tinker.types import LoraSpec, model_id_of, request_id_of
+from tx.tinker.types import LoraSpec, format_model_id, format_request_id
 from tx.tinker.wire import schemas
 from tx.tinker.wire.checks import check_lora
 
@@ -54,30 +54,30 @@ class Runs:
 
     async def create(self, tenant: str, request: schemas.CreateModelRequest) -> dict[str, str]:
         """Create a model with a new adapter."""
-        model_id = model_id_of(request.session_id, request.model_seq_id)
-        if await self._exists(tenant, model_id, request):
-            return _accepted(model_id)
+        model_id = format_model_id(request.session_id, request.model_seq_id)
+        if await self._is_repeated(tenant, model_id, request):
+            return _build_accepted(model_id)
         self._state.session(tenant, request.session_id)
         self.check_base_model(request.base_model)
         lora = (request.lora_config or schemas.LoraConfig()).to_spec(draw_seed)
         lora = msgspec.structs.replace(lora, share_experts=self._config.share_expert_matrices)
         await self._check_lora(lora)
-        row = self._row(tenant, request.session_id, request.model_seq_id, request.base_model, lora)
+        row = self._build_row(tenant, request.session_id, request.model_seq_id, request.base_model, lora)
         row.user_metadata = request.user_metadata
         return await self._create(request, row, lora)
 
     async def create_from_checkpoint(self, tenant: str, request: schemas.LoadWeightsRequest) -> dict[str, str]:
         """Create a model with the adapter of a checkpoint."""
         assert request.session_id is not None and request.model_seq_id is not None
-        model_id = model_id_of(request.session_id, request.model_seq_id)
-        if await self._exists(tenant, model_id, request):
-            return _accepted(model_id)
+        model_id = format_model_id(request.session_id, request.model_seq_id)
+        if await self._is_repeated(tenant, model_id, request):
+            return _build_accepted(model_id)
         self._state.session(tenant, request.session_id)
         if request.base_model is not None:
             self.check_base_model(request.base_model)
         source = await self._checkpoints.source(tenant, request.path, optimizer=request.optimizer)
         await self._check_lora(source.lora)
-        row = self._row(
+        row = self._build_row(
             tenant, request.session_id, request.model_seq_id, request.base_model or source.base_model, source.lora
         )
         row.user_metadata, row.origin = request.user_metadata, request.path
@@ -89,7 +89,7 @@ class Runs:
         if run is not None and run.tenant == tenant:
             base_model, rank = run.base_model, run.lora.rank
         else:
-            row = await self._row_of(tenant, model_id)
+            row = await self._get_row(tenant, model_id)
             base_model, rank = row.base_model, row.lora_rank
         return {
             "type": "get_info",
@@ -109,9 +109,9 @@ class Runs:
         run = self._state.runs.get(model_id)
         if run is not None and run.tenant == tenant:
             await self._intake.unload(run)
-        elif (await self._row_of(tenant, model_id)).status != "unloaded":
+        elif (await self._get_row(tenant, model_id)).status != "unloaded":
             raise RequestError(f"model_id {model_id!r} is no live model: its creation failed", 404)
-        return {"request_id": request_id_of(model_id, "unload"), "model_id": model_id}
+        return {"request_id": format_request_id(model_id, "unload"), "model_id": model_id}
 
     def check_base_model(self, name: str) -> None:
         """Check that a base model is served. Raises: RequestError."""
@@ -124,7 +124,7 @@ class Runs:
     # ---- making
 
     async def _check_lora(self, lora: LoraSpec) -> None:
-        info = await self._link.known_info(BACKEND_PATIENCE_SECONDS)
+        info = await self._link.wait_for_info(BACKEND_PATIENCE_SECONDS)
         if info is None:
             return
         check_lora(lora, info.max_lora_rank, info.can_train_unembed)
@@ -142,7 +142,7 @@ class Runs:
         folder: str | None = None,
     ) -> dict[str, str]:
         run = self._state.runs.get(row.model_id)  # the same request may have come while this one was checked
-        content = await digest_of(request)
+        content = await compute_digest(request)
         if run is None:
             self._state.session(row.tenant, row.session_id)  # it may have ended meanwhile
             self._check_number_of_models(row.tenant)
@@ -152,8 +152,8 @@ class Runs:
             await self._intake.create(run, stored, partial(_insert_model, row), content)
         else:
             await self._intake.created(run)
-            await self._intake.repetitions.check(request_id_of(row.model_id, 0), content)
-        return _accepted(row.model_id)
+            await self._intake.repetitions.check(format_request_id(row.model_id, 0), content)
+        return _build_accepted(row.model_id)
 
     def _check_number_of_models(self, tenant: str) -> None:
         most = self._config.max_models_per_tenant
@@ -164,10 +164,14 @@ class Runs:
                 "unload one, or end its session"
             )
 
-    async def _exists(
+    async def _is_repeated(
         self, tenant: str, model_id: str, request: schemas.CreateModelRequest | schemas.LoadWeightsRequest
     ) -> bool:
-        """Return True if this request was accepted before. Raises: RequestError if another one was."""
+        """Return True if this request was accepted before.
+
+        Raises:
+            RequestError: a different request was.
+        """
         run = self._state.runs.get(model_id)
         if run is not None and run.tenant == tenant:
             await self._intake.created(run)
@@ -175,19 +179,19 @@ class Runs:
             row = await self._store.read(lambda database: database.get(ModelRow, model_id))
             if row is None or row.tenant != tenant:
                 return False
-        await self._intake.repetitions.check(request_id_of(model_id, 0), await digest_of(request))
+        await self._intake.repetitions.check(format_request_id(model_id, 0), await compute_digest(request))
         return True
 
-    async def _row_of(self, tenant: str, model_id: str) -> ModelRow:
+    async def _get_row(self, tenant: str, model_id: str) -> ModelRow:
         row = await self._store.read(lambda database: database.get(ModelRow, model_id))
         if row is None or row.tenant != tenant:
             raise RequestError(f"model_id {model_id!r} is not known", 404)
         return row
 
-    def _row(self, tenant: str, session_id: str, model_seq_id: int, base_model: str, lora: LoraSpec) -> ModelRow:
+    def _build_row(self, tenant: str, session_id: str, model_seq_id: int, base_model: str, lora: LoraSpec) -> ModelRow:
         now = time.time()
         return ModelRow(
-            model_id=model_id_of(session_id, model_seq_id),
+            model_id=format_model_id(session_id, model_seq_id),
             tenant=tenant,
             session_id=session_id,
             model_seq_id=model_seq_id,
@@ -204,8 +208,8 @@ class Runs:
         )
 
 
-def _accepted(model_id: str) -> dict[str, str]:
-    return {"request_id": request_id_of(model_id, 0), "model_id": model_id}
+def _build_accepted(model_id: str) -> dict[str, str]:
+    return {"request_id": format_request_id(model_id, 0), "model_id": model_id}
 
 
 def _insert_model(row: ModelRow, database: Database, pending: PendingRequest) -> None:

@@ -1,4 +1,4 @@
-"""Samplers and samples. The weights of a sampler never change, whatever is trained, replaced or deleted later."""
+"""Samplers and samples. The weights of a sampler are immutable, whatever is trained, replaced or deleted later."""
 
 import asyncio
 import hashlib
@@ -15,13 +15,13 @@ from tx.tinker.commands import THREAD_FROM_TOKENS, Sample
 from tx.tinker.service.checkpoints import Checkpoints
 from tx.tinker.service.dispatch import Dispatch
 from tx.tinker.service.limits import Limits
-from tx.tinker.service.repetitions import Repetitions, digest_of
+from tx.tinker.service.repetitions import Repetitions, compute_digest
 from tx.tinker.service.rows import insert_request
 from tx.tinker.service.runs import Runs, draw_seed
 from tx.tinker.service.state import PendingRequest, Sampler, ServerState, start_shared
 from tx.tinker.storage.db_models import SamplerRow, SessionRow
 from tx.tinker.storage.store import Store
-from tx.tinker.types import TARGETS_REFUSED, SampleSpec, request_id_of, sampler_id_of
+from tx.tinker.types import TARGETS_REFUSED, SampleSpec, format_request_id, format_sampler_id
 from tx.tinker.wire import schemas
 from tx.tinker.wire.checks import check_sample
 from tx.tinker.wire.losses import ELSEWHERE, STABLE_REINFORCE
@@ -33,7 +33,7 @@ class Samplers:
     """Samplers and their sample requests.
 
     Args:
-        records_stability: take requests that should record what `stable_reinforce` trains on, and record nothing
+        records_stability: accept requests to record inputs of `stable_reinforce`, without recording anything
         scores_targets: the backend computes `target_prompt_logprobs`
     """
 
@@ -60,7 +60,7 @@ class Samplers:
     async def create_sampler(self, tenant: str, request: schemas.CreateSamplingSessionRequest) -> dict[str, object]:
         """Create a sampler of a checkpoint or the base model, unless it exists."""
         session = self._state.session(tenant, request.session_id)
-        sampler_id = sampler_id_of(session.session_id, request.sampling_session_seq_id)
+        sampler_id = format_sampler_id(session.session_id, request.sampling_session_seq_id)
         if sampler_id in self._state.promised_samplers:
             raise RequestError(
                 f"sampling_session_seq_id {request.sampling_session_seq_id} is taken by a save_weights_for_sampler "
@@ -69,7 +69,7 @@ class Samplers:
         if (sampler := self._state.samplers.get(sampler_id)) is not None:
             _check_same(sampler, request)
         else:
-            row = await self._new_sampler(tenant, sampler_id, request)
+            row = await self._create_sampler(tenant, sampler_id, request)
             await self._store.write(partial(_insert_sampler, row=row))
             row = await self._store.read(lambda database: database.get_one(SamplerRow, sampler_id))
             sampler = Sampler.of(row)
@@ -85,7 +85,7 @@ class Samplers:
             raise RequestError(f"there is no sampler {sampler_id[:200]!r}", 404)
         return {"sampler_id": sampler_id, "base_model": row.base_model, "model_path": row.model_path}
 
-    async def _new_sampler(
+    async def _create_sampler(
         self, tenant: str, sampler_id: str, request: schemas.CreateSamplingSessionRequest
     ) -> SamplerRow:
         row = SamplerRow(
@@ -115,9 +115,9 @@ class Samplers:
         else:
             assert request.seq_id is not None
             self._state.sampler(tenant, request.sampling_session_id)
-            spec, content = await self._spec(request), await digest_of(request)
-            sampler = self._state.sampler(tenant, request.sampling_session_id)  # it may have gone meanwhile
-            request_id = request_id_of(sampler.sampler_id, request.seq_id)
+            spec, content = await self._build_spec(request), await compute_digest(request)
+            sampler = self._state.sampler(tenant, request.sampling_session_id)  # it may have been removed meanwhile
+            request_id = format_request_id(sampler.sampler_id, request.seq_id)
             # No await between these checks and the start of the acceptance: of equal requests only one is accepted.
             if (accepting := sampler.accepting.get(request.seq_id)) is not None:
                 await asyncio.shield(accepting)
@@ -130,19 +130,19 @@ class Samplers:
         return {"request_id": request_id, "sample_sequence_ids": ids}
 
     async def _sample(self, sampler: Sampler, spec: SampleSpec, seq: int, request_id: str, content: bytes) -> None:
-        pending = self._entry(sampler.tenant, request_id, spec, sampler.folder, content)
+        pending = self._build_entry(sampler.tenant, request_id, spec, sampler.folder, content)
         pending.sampler_id = sampler.sampler_id
         self._limits.admit_sample(pending.tenant, pending.tokens)
-        await asyncio.shield(start_shared(sampler.accepting, seq, self._accept(pending)))
+        await asyncio.shield(start_shared(sampler.accepting, seq, self._add_request(pending)))
 
     async def _sample_without_sampler(self, tenant: str, request: schemas.AsampleRequest, key: str | None) -> str:
         """Sample from the base model or a checkpoint. A repetition is a new request, unless its key is the same."""
         drawn = hashlib.sha256(f"{tenant}\n{key}".encode()).hexdigest()[:32] if key else secrets.token_hex(16)
-        request_id, content = f"sample_{drawn}", await digest_of(request)
+        request_id, content = f"sample_{drawn}", await compute_digest(request)
         if request_id in self._state.pending:
             await self._repetitions.check(request_id, content)
             return request_id
-        spec, folder = await self._spec(request), None
+        spec, folder = await self._build_spec(request), None
         if request.base_model is not None:
             self._runs.check_base_model(request.base_model)
         if request.model_path is not None:
@@ -150,50 +150,50 @@ class Samplers:
         if request_id in self._state.pending:  # the same request may have come while this one was checked
             await self._repetitions.check(request_id, content)
             return request_id
-        pending = self._entry(tenant, request_id, spec, folder, content)
+        pending = self._build_entry(tenant, request_id, spec, folder, content)
         self._limits.admit_sample(tenant, pending.tokens)
-        await self._accept(pending)
+        await self._add_request(pending)
         return request_id
 
-    async def _spec(self, request: schemas.AsampleRequest) -> SampleSpec:
+    async def _build_spec(self, request: schemas.AsampleRequest) -> SampleSpec:
         """Check a request. Raises: RequestError."""
         if request.record_stability_info and not self._records_stability:
             raise RequestError(f"record_stability_info belongs to the loss {STABLE_REINFORCE}: {_LOSS_IS_ELSEWHERE}")
         if request.target_prompt_logprobs is not None and not self._scores_targets:
             raise RequestError(TARGETS_REFUSED)
         if request.num_tokens > THREAD_FROM_TOKENS:
-            return await asyncio.to_thread(self._checked, request)
-        return self._checked(request)
+            return await asyncio.to_thread(self._parse_spec, request)
+        return self._parse_spec(request)
 
-    def _checked(self, request: schemas.AsampleRequest) -> SampleSpec:
+    def _parse_spec(self, request: schemas.AsampleRequest) -> SampleSpec:
         spec = request.to_spec(draw_seed)
         check_sample(spec, self._facts)
         return spec
 
-    def _entry(
+    def _build_entry(
         self, tenant: str, request_id: str, spec: SampleSpec, folder: str | None, content: bytes
     ) -> PendingRequest:
         stored = Sample.encode(request_id, tenant, spec, folder)
         tokens = sample_tokens(spec, self._facts.max_context)
         return PendingRequest(request_id, tenant, "sample", stored, content, tokens=tokens)
 
-    async def _accept(self, pending: PendingRequest) -> None:
+    async def _add_request(self, pending: PendingRequest) -> None:
         """Insert the request. An existing row means that an earlier process accepted the same request."""
         self._state.pending[pending.request_id] = pending
         self._limits.enter(pending.tenant, pending.tokens)
         try:
             await self._store.write(partial(insert_request, pending=pending))
         except IntegrityError:
-            self._forget(pending)
+            self._remove_request(pending)
             assert pending.content is not None
             await self._repetitions.check(pending.request_id, pending.content)
             return
         except BaseException:
-            self._forget(pending)
+            self._remove_request(pending)
             raise
         await self._dispatch.sample(pending)
 
-    def _forget(self, pending: PendingRequest) -> None:
+    def _remove_request(self, pending: PendingRequest) -> None:
         del self._state.pending[pending.request_id]
         self._limits.leave(pending.tenant, pending.tokens)
 

@@ -10,7 +10,7 @@ FURTHEST_AHEAD = 10_000
 
 
 class GivenUp(NamedTuple, Generic[T]):
-    """Gap that is no longer waited for."""
+    """Gap that was abandoned."""
 
     missing: range
     """Seqs that never arrived."""
@@ -55,8 +55,9 @@ class Sequencer(Generic[T]):
         return due
 
     def give_up(self, waiting_since_before: float) -> GivenUp[T] | None:
-        """Skip the first gap if it has blocked a request since before this moment, together with the requests directly
-        behind it: they may be chunks of one batch with the missing ones, and wrong without those."""
+        """Skip the first gap if it has blocked a request since before this moment, together with the directly following
+        requests: they may be chunks of one batch with the missing ones, and wrong without them.
+        """
         if not self._early:
             return None
         start = end = min(self._early)
@@ -66,11 +67,11 @@ class Sequencer(Generic[T]):
             return None
         missing = range(self.next_seq, start)
         self.next_seq = end
-        return GivenUp(missing, self._taken(range(start, end)))
+        return GivenUp(missing, self._remove_waiting(range(start, end)))
 
     def drain(self) -> list[T]:
         """Remove and return all waiting requests."""
-        return self._taken(sorted(self._early))
+        return self._remove_waiting(sorted(self._early))
 
     def waiting(self) -> list[T]:
         """Return all waiting requests."""
@@ -80,5 +81,5 @@ class Sequencer(Generic[T]):
     def num_waiting(self) -> int:
         return len(self._early)
 
-    def _taken(self, seqs: range | list[int]) -> list[T]:
+    def _remove_waiting(self, seqs: range | list[int]) -> list[T]:
         return [item for seq in seqs if (item := self._early.pop(seq).item) is not None]

@@ -14,7 +14,7 @@ from pydantic import JsonValue
 from tx.tinker.base_model import BaseModelFacts
 from tx.tinker.commands import EncodeContext
 from tx.tinker.config import EngineConfig
-from tx.tinker.engine.process import engine_command
+from tx.tinker.engine.process import build_engine_command
 from tx.tinker.service.checkpoints import Checkpoints
 from tx.tinker.service.cleanup import BackgroundCleanup
 from tx.tinker.service.dispatch import Dispatch
@@ -26,7 +26,7 @@ from tx.tinker.service.limits import Limits
 from tx.tinker.service.quotas import TokenQuota
 from tx.tinker.service.recorder import ResultRecorder
 from tx.tinker.service.recovery import restore
-from tx.tinker.service.reports import Metrics, metrics
+from tx.tinker.service.reports import Metrics, collect_metrics
 from tx.tinker.service.run_files import RunFiles
 from tx.tinker.service.runs import Runs
 from tx.tinker.service.sampling import Samplers
@@ -81,7 +81,7 @@ class TinkerService:
             TokenQuota(config.max_tokens_per_minute_per_tenant),
         )
         self._link = link = EngineLink(
-            command or partial(engine_command, config), config.state_folder / "sockets",
+            command or partial(build_engine_command, config), config.state_folder / "sockets",
             timeouts or EngineTimeouts(turn=config.pass_timeout_seconds), standby=config.standby_engine,
         )  # fmt: skip
         self.futures = Futures(store, blobs, state, lambda: link.trouble)
@@ -121,21 +121,21 @@ class TinkerService:
         await self._store.start()
         try:
             # Before requests are taken in: a blob without a row is then a leftover, not one that is being written.
-            await self._cleanup.clean_up()
+            await self._cleanup.run_startup_cleanup()
             await self._dispatch.restore(await restore(self._store, self._state, self._limits))
             await self.sessions.finish_endings()
         except BaseException:
             await self._store.close()
             raise
         # After the restore: the engine is sent what that has found as soon as it is ready.
-        self._link.start(self._dispatch.on_ready, self._dispatch.on_message, self._after_death)
+        self._link.start(self._dispatch.on_ready, self._dispatch.on_message, self._handle_engine_exit)
         await self._cleanup.measure_disks()
         self._cleanup.start()
         self._run_files.begin(self._config)
-        await self._note_metrics()
-        self._cleanup.every(METRICS_SECONDS, self._note_metrics)
-        await self._limit_run_folders()
-        self._cleanup.every(RUN_FOLDERS_SECONDS, self._limit_run_folders)
+        await self._log_metrics()
+        self._cleanup.every(METRICS_SECONDS, self._log_metrics)
+        await self._remove_old_run_folders()
+        self._cleanup.every(RUN_FOLDERS_SECONDS, self._remove_old_run_folders)
 
     async def close(self) -> None:
         """Stop the engine and all background tasks. Accepted, unfinished requests stay in the database."""
@@ -146,13 +146,13 @@ class TinkerService:
         await asyncio.to_thread(self._run_files.close, LAST_LINES_SECONDS)
         await self._store.close()
 
-    async def _note_metrics(self) -> None:
+    async def _log_metrics(self) -> None:
         self._run_files.note(self.metrics())
 
-    async def _limit_run_folders(self) -> None:
+    async def _remove_old_run_folders(self) -> None:
         self._run_files.limit(self._config.max_runs_gb * 1e9, self._state.runs)
 
-    async def _after_death(self, why: str) -> None:
+    async def _handle_engine_exit(self, why: str) -> None:
         await self._dispatch.on_death(why)
         # The next engine starts after this, so no snapshot is being written; some may still be recorded.
         await self._cleanup.remove_unused_snapshots(frozenset(self._dispatch.recording))
@@ -178,4 +178,4 @@ class TinkerService:
 
     def metrics(self) -> Metrics:
         """Return the present values of /metrics."""
-        return metrics(self._state, self._limits, self._link, self._dispatch)
+        return collect_metrics(self._state, self._limits, self._link, self._dispatch)

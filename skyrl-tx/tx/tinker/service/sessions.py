@@ -52,7 +52,7 @@ class Sessions:
         """Keep a session alive. Raises: RequestError 404 if unknown, 410 if it ended."""
         session = self._state.sessions.get(session_id)
         if session is None or session.tenant != tenant or session.ending is not None:
-            await self._row(tenant, session_id)
+            await self._build_row(tenant, session_id)
             raise RequestError(f"session_id {session_id!r} has ended", 410)
         session.touch()
         return {"type": "session_heartbeat"}
@@ -65,7 +65,7 @@ class Sessions:
         """End a session, unless it has ended already."""
         session = self._state.sessions.get(session_id)
         if session is None or session.tenant != tenant:
-            await self._row(tenant, session_id)
+            await self._build_row(tenant, session_id)
         else:
             await self.end(session, "finished")
         return {"type": "finish_session", "session_id": session_id}
@@ -73,11 +73,11 @@ class Sessions:
     async def end(self, session: Session, reason: str) -> None:
         """End a session: remove its samplers at once, and unload its models after their accepted requests."""
         if session.ending is None:
-            session.ending = asyncio.create_task(self._end(session, reason))
+            session.ending = asyncio.create_task(self._close_session(session, reason))
         await asyncio.shield(session.ending)
 
     async def finish_endings(self) -> None:
-        """Unload models whose session ended just before the previous server did."""
+        """Unload models of sessions that ended just before the previous server stopped."""
         for run in list(self._state.runs.values()):
             if run.session_id not in self._state.sessions and run.unloading is None:
                 await self._intake.unload(run)
@@ -102,7 +102,7 @@ class Sessions:
 
     async def get(self, tenant: str, session_id: str) -> dict[str, object]:
         """Describe a session with its runs and samplers. Raises: RequestError 404."""
-        row = await self._row(tenant, session_id)
+        row = await self._build_row(tenant, session_id)
 
         def unit(database: Database) -> tuple[list[str], list[str]]:
             runs = select(col(ModelRow.model_id)).where(col(ModelRow.session_id) == session_id)
@@ -120,13 +120,13 @@ class Sessions:
             "display_name": row.display_name,
         }
 
-    async def _row(self, tenant: str, session_id: str) -> SessionRow:
+    async def _build_row(self, tenant: str, session_id: str) -> SessionRow:
         row = await self._store.read(lambda database: database.get(SessionRow, session_id))
         if row is None or row.tenant != tenant:
             raise RequestError(f"session_id {session_id!r} is not known", 404)
         return row
 
-    async def _end(self, session: Session, reason: str) -> None:
+    async def _close_session(self, session: Session, reason: str) -> None:
         await self._store.write(partial(_record_end, session_id=session.session_id, reason=reason))
         self._state.sessions.pop(session.session_id, None)
         samplers = {s.sampler_id for s in self._state.samplers.values() if s.session_id == session.session_id}

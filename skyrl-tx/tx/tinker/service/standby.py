@@ -17,14 +17,15 @@ log = logging.getLogger(__name__)
 
 
 async def start_process(command: list[str], stdin: int = DEVNULL) -> Process:
-    """Start a process in a session of its own: Ctrl-C in the terminal reaches this process only, which then terminates
-    it."""
+    """Start a process in a new session: Ctrl-C in the terminal reaches only this process, which then terminates the
+    other.
+    """
     return await asyncio.create_subprocess_exec(
         *command, stdin=stdin, stdout=PIPE, stderr=STDOUT, start_new_session=True
     )
 
 
-def signal_session(process: Process | None, number: int) -> None:
+def send_signal_to_session(process: Process | None, number: int) -> None:
     """Signal a process of `start_process` and its children, unless it has ended."""
     if process is not None and process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
@@ -45,7 +46,7 @@ class Standby:
         self._making: asyncio.Task[None] | None = None
 
     def prepare(self) -> None:
-        """Start one in the background, if there is none."""
+        """Start a standby process in the background, unless one exists."""
         if self._making is None:
             self._making = asyncio.create_task(self._make(), name="standby-engine")
 
@@ -67,7 +68,7 @@ class Standby:
             self._making.cancel()
             await asyncio.wait((self._making,))
         process, self._process, self._making, self._waits = self._process, None, None, False
-        signal_session(process, signal.SIGKILL)
+        send_signal_to_session(process, signal.SIGKILL)
         if process is not None:
             await process.wait()
 

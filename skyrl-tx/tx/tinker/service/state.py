@@ -10,7 +10,7 @@ from tx.tinker.commands import Save, StoredCommand
 from tx.tinker.service.results import StoredResult
 from tx.tinker.service.sequencer import Sequencer
 from tx.tinker.storage.db_models import SamplerRow
-from tx.tinker.types import CheckpointKind, LoraSpec, sampler_id_of
+from tx.tinker.types import CheckpointKind, LoraSpec, format_sampler_id
 
 
 @dataclass(eq=False)
@@ -147,7 +147,7 @@ class ServerState:
             run.saving[save.kind, save.name] = command.folder
             self.saves[pending.request_id] = (pending.tenant, save.kind, run.lora.rank)
         if save.sampling_session_seq_id is not None:
-            self.promised_samplers.add(sampler_id_of(run.session_id, save.sampling_session_seq_id))
+            self.promised_samplers.add(format_sampler_id(run.session_id, save.sampling_session_seq_id))
 
     def keep_promise(self, pending: "PendingRequest") -> None:
         """Release the names reserved by `promise`: the request ended."""
@@ -158,7 +158,7 @@ class ServerState:
         if save.name is not None and run.saving.get((save.kind, save.name)) == command.folder:
             del run.saving[save.kind, save.name]
         if save.sampling_session_seq_id is not None:
-            self.promised_samplers.discard(sampler_id_of(run.session_id, save.sampling_session_seq_id))
+            self.promised_samplers.discard(format_sampler_id(run.session_id, save.sampling_session_seq_id))
 
     def touch(self, session_id: str) -> None:
         """Note a request of a session."""
@@ -166,7 +166,7 @@ class ServerState:
             session.touch()
 
     def heard_of(self, tenant: str, request_id: str) -> None:
-        """Note that the result of a request was asked for: its session is alive."""
+        """Record a poll for the result of a request: its session is alive."""
         pending = self.pending.get(request_id)
         if pending is None or pending.tenant != tenant:
             return
@@ -204,8 +204,9 @@ class ServerState:
         return sampler
 
     def superseded_samplers(self, keep: int, idle_seconds: float) -> list[Sampler]:
-        """Return samplers without a name that are not among the `keep` newest of their model, have nothing to do and
-        were not used for `idle_seconds`."""
+        """Return unnamed samplers that are not among the `keep` newest of their model, have no pending requests and
+        were not used for `idle_seconds`.
+        """
         of_models: dict[str | None, list[Sampler]] = {}
         for sampler in self.samplers.values():
             if sampler.ephemeral:
@@ -236,7 +237,7 @@ def start_shared(
     def ended(task: asyncio.Task[None]) -> None:
         tasks.pop(seq, None)
         if not task.cancelled():
-            task.exception()  # retrieved here: the callers, who raise it, may be gone
+            task.exception()  # retrieved here: the callers that raise it may be cancelled
 
     task.add_done_callback(ended)
     return task

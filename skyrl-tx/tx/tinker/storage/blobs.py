@@ -1,8 +1,8 @@
-"""Bytes too large for a row: one file each, whole or not there, named by nobody but us.
+"""Storage for bytes too large for a row: one file each, written atomically, with generated names.
 
-A blob is written under a passing name, put on the disk, and renamed; only then does `put` give its id away. So a row
-that names a blob never outlives a kill, or a power cut, without it. The other way round a blob may be left that no row
-names; `garbage.unreferenced_blobs` finds those.
+A blob is written under a temporary name, synced, and renamed before `put` returns its id. So a row never references a
+missing blob, even after a kill or power cut. A crash may leave an unreferenced blob; `garbage.find_unreferenced_blobs`
+finds those.
 
 Every method may be called from any thread.
 """
@@ -29,7 +29,7 @@ class Blobs:
     """Blob `abcdef…` is the file `ab/abcdef…`.
 
     Args:
-        folder: theirs alone, on a local disk; made if missing.
+        folder: on a local disk, used exclusively; created if missing.
         read_only: create nothing; only `get` and `has` may be called.
 
     Raises:
@@ -76,7 +76,7 @@ class Blobs:
         """Write a blob and return its id. Durable when it returns.
 
         Raises:
-            OSError: the disk is full or refuses; nothing is left.
+            OSError: the write failed (for example disk full); no partial blob is left.
         """
         blob = secrets.token_hex(16)
         partial = self._partials / blob
@@ -85,24 +85,24 @@ class Blobs:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            partial.rename(self._path(blob))
+            partial.rename(self._get_path(blob))
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
-        fsync_folder(self._path(blob).parent)
+        fsync_folder(self._get_path(blob).parent)
         return blob
 
     def get(self, blob: str) -> bytes:
-        """Raises FileNotFoundError for one that is gone, ValueError for what is no blob's id."""
-        return self._path(blob).read_bytes()
+        """Read a blob. Raises FileNotFoundError if it was removed, ValueError for an invalid id."""
+        return self._get_path(blob).read_bytes()
 
     def has(self, blob: str) -> bool:
-        """Return True if a blob is there."""
-        return self._path(blob).is_file()
+        """Return True if a blob exists."""
+        return self._get_path(blob).is_file()
 
     def drop(self, blob: str) -> None:
-        """Nothing to do if it is gone."""
-        self._path(blob).unlink(missing_ok=True)
+        """Delete a blob; idempotent."""
+        self._get_path(blob).unlink(missing_ok=True)
 
     def all(self, min_age_seconds: float = 0.0) -> set[str]:
         """Return the blobs of at least this age, to find leftovers."""
@@ -117,7 +117,7 @@ class Blobs:
                         found.add(entry.name)
         return found
 
-    def _path(self, blob: str) -> Path:
+    def _get_path(self, blob: str) -> Path:
         if not _ID.fullmatch(blob):
             raise ValueError(f"not the id of a blob: {blob[:80]!r}")
         return self._folder / blob[:2] / blob

@@ -16,7 +16,7 @@ _RUN = re.compile(r".+:train:\d+")
 _FOLDER = re.compile(r"(?P<name>.+)@(?P<seq>\d+)")
 
 
-def place_of(path: TinkerPath, seq: int) -> tuple[str, ...]:
+def get_folder_parts(path: TinkerPath, seq: int) -> tuple[str, ...]:
     """Return the parts of a checkpoint's folder under the base, as `Folders.place` takes them."""
     beginning, rest = path.name[:_LONGEST], path.name[_LONGEST:]
     if not rest:

@@ -1,7 +1,7 @@
-"""Connections to sqlite and PostgreSQL: what an URL means, how each is set up, and that one server alone writes.
+"""Connections to sqlite and PostgreSQL: URLs, setup, and the lock that allows only one writing server.
 
-sqlite needs a local disk (its log is shared memory); a pooler before PostgreSQL must keep sessions (the lock is one's).
-Knows no rows but the one that says whose schema this is.
+sqlite needs a local disk (its log is shared memory); a pooler for PostgreSQL must keep sessions (the lock belongs to a
+session). Independent of tables, except for the schema version.
 """
 
 import fcntl
@@ -46,10 +46,10 @@ class AlreadyServed(ConfigError):
 
 
 def parse_url(text: str) -> URL:
-    """The URL of a database, with the drivers we use (names of other drivers, as `+asyncpg`, are taken as ours).
+    """Parse the URL of a database, with our drivers (other driver names, such as `+asyncpg`, are replaced).
 
     Raises:
-        ConfigError: it is no URL of sqlite or PostgreSQL.
+        ConfigError: not a URL of sqlite or PostgreSQL.
     """
     try:
         url = make_url(text)
@@ -83,8 +83,8 @@ class Database:
         self.is_sqlite = self.url.get_backend_name() == "sqlite"
         self._lock: int | None = None
         try:
-            self.writer = self._engine(num_connections=1)
-            self.reader = self._engine(num_connections=_NUM_READERS)
+            self.writer = self._create_engine(num_connections=1)
+            self.reader = self._create_engine(num_connections=_NUM_READERS)
         except (ImportError, NoSuchModuleError) as error:
             raise ConfigError(
                 "database_url: PostgreSQL needs a driver that is not installed; pip install 'skyrl-tx[postgres]'"
@@ -110,10 +110,10 @@ class Database:
                 self._on_connect(self.reader, _set_up_sqlite_reader)
                 self._check_file()
             else:
-                self._on_connect(self.writer, _take_advisory_lock)
+                self._on_connect(self.writer, _acquire_advisory_lock)
             return self._check_schema()
         except (SQLAlchemyError, OSError) as error:
-            raise _unusable(self, error) from error
+            raise _build_error(self, error) from error
 
     @contextmanager
     def reading(self) -> Iterator[tuple[Session, int]]:
@@ -121,20 +121,20 @@ class Database:
         Nothing is created or migrated.
 
         Raises:
-            ConfigError: it does not exist, a server uses it, it is damaged, or this release cannot read its tables.
+            ConfigError: the database does not exist, is in use by a server, damaged, or from an unreadable release.
         """
         engine = _read_only_engine(self.url)
         try:
             if self.is_sqlite:
                 self._lock_to_read()
             else:
-                event.listen(engine, "connect", lambda connection, _: _take_advisory_lock(connection))
+                event.listen(engine, "connect", lambda connection, _: _acquire_advisory_lock(connection))
             with Session(engine, expire_on_commit=False) as session:
                 if self.is_sqlite:
-                    _quick_check(self, session.connection())
-                yield session, self._readable_version(session)
+                    _run_quick_check(self, session.connection())
+                yield session, self._check_readable_version(session)
         except (SQLAlchemyError, OSError) as error:
-            raise _unusable(self, error) from error
+            raise _build_error(self, error) from error
         finally:
             engine.dispose()
             self.close()
@@ -142,11 +142,13 @@ class Database:
     def _check_file(self) -> None:
         """Raise ConfigError if the file is damaged: better at the start than in the middle of a run."""
         with self.writer.connect() as connection:
-            _quick_check(self, connection)
+            _run_quick_check(self, connection)
 
     @contextmanager
     def writing(self) -> Iterator[Connection]:
-        """The writing connection. After an error it is thrown away: a failed commit may leave a transaction open."""
+        """Yield the writing connection. After an error it is discarded: a failed commit may leave a transaction
+        open.
+        """
         with self.writer.connect() as connection:
             try:
                 yield connection
@@ -161,10 +163,10 @@ class Database:
             os.close(self._lock)
             self._lock = None
 
-    def _engine(self, num_connections: int) -> Engine:
+    def _create_engine(self, num_connections: int) -> Engine:
         arguments: dict[str, Any] = {"check_same_thread": False, "timeout": _BUSY_SECONDS}
         if not self.is_sqlite:
-            # Keepalives, so that a host that is gone is noticed in a minute and not in two hours.
+            # Keepalives detect an unreachable host within a minute instead of two hours.
             arguments = {"connect_timeout": 10, "keepalives_idle": 20, "keepalives_interval": 10, "keepalives_count": 4}
             arguments["application_name"] = "skyrl-tx"
         engine = create_engine(
@@ -183,14 +185,16 @@ class Database:
             event.listen(engine, "begin", lambda connection: connection.exec_driver_sql(begin))
 
     def _lock_to_read(self) -> None:
-        """Lock the file against servers. Its lock file is not made where there is none: then no server uses it."""
+        """Lock the file against servers. A missing lock file is not created: then no server uses the database."""
         if not (database := Path(str(self.url.database))).is_file():
             raise ConfigError(f"database_url: there is no file {database}; check --state-dir")
         with suppress(FileNotFoundError):
             self._lock_as(os.O_RDONLY)
 
     def _lock_file(self) -> None:
-        """One server a file. The lock goes with the process, however it dies; the file stays."""
+        """Lock the file for one server. The lock is released when the process exits for any reason; the file
+        remains.
+        """
         Path(str(self.url.database)).parent.mkdir(parents=True, exist_ok=True)
         descriptor = self._lock_as(os.O_RDWR | os.O_CREAT)
         # Written only with the lock held, so that the id in a refusal is never that of a server that was refused.
@@ -229,7 +233,11 @@ class Database:
         return schema.database_id
 
     def _has_tables(self, connection: Connection) -> bool:
-        """Return whether our tables are there. Raises: ConfigError if some are and were made by another program."""
+        """Return True if our tables exist.
+
+        Raises:
+            ConfigError: the tables belong to another program.
+        """
         found = set(inspect(connection).get_table_names()) & set(Row.metadata.tables)
         if found and SchemaRow.__tablename__ not in found:
             raise ConfigError(
@@ -238,7 +246,7 @@ class Database:
             )
         return bool(found)
 
-    def _readable_version(self, session: Session) -> int:
+    def _check_readable_version(self, session: Session) -> int:
         if not self._has_tables(session.connection()):
             return 0
         version = session.scalars(select(SchemaRow)).one().version
@@ -268,19 +276,21 @@ def _read_only_engine(url: URL) -> Engine:
     return create_engine(url.set(database=f"file:{quote(str(file))}", query=query))
 
 
-def _quick_check(database: "Database", connection: Connection) -> None:
+def _run_quick_check(database: "Database", connection: Connection) -> None:
     found = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar()
     if found != "ok":
         raise ConfigError(f"database_url: {database} is damaged ({found}). {_WAY_OUT}")
 
 
-def _unusable(database: "Database", error: Exception) -> ConfigError:
+def _build_error(database: "Database", error: Exception) -> ConfigError:
     way_out = f". {_WAY_OUT}" if "not a database" in str(error) or "malformed" in str(error) else ""
-    return ConfigError(f"database_url: {database} cannot be used: {reason_of(error)}{way_out}")
+    return ConfigError(f"database_url: {database} cannot be used: {extract_reason(error)}{way_out}")
 
 
 def _make_savepoints_cheap(engine: Engine) -> None:
-    """SQLAlchemy compiles the three statements anew at each use, which was a third of the time of a small unit."""
+    """Cache the three savepoint statements: SQLAlchemy compiles them at each use, a third of the time of a small
+    unit.
+    """
     for method, statement in (
         ("do_savepoint", "SAVEPOINT"),
         ("do_release_savepoint", "RELEASE SAVEPOINT"),
@@ -304,7 +314,7 @@ def _set_up_sqlite_reader(connection: Any) -> None:
     connection.execute("PRAGMA query_only=ON").close()
 
 
-def _take_advisory_lock(connection: Any) -> None:
+def _acquire_advisory_lock(connection: Any) -> None:
     """PostgreSQL's lock is the writing connection's: while we can write, it is ours; when the connection is lost, so is
     the lock, and the next connection takes it again before it writes."""
     deadline = time.monotonic() + _LOCK_PATIENCE_SECONDS
@@ -323,6 +333,6 @@ def _take_advisory_lock(connection: Any) -> None:
         time.sleep(0.1)
 
 
-def reason_of(error: Exception) -> str:
-    """The driver's words, without SQLAlchemy's frame around them."""
+def extract_reason(error: Exception) -> str:
+    """Return the driver's message, without SQLAlchemy's wrapping."""
     return str(error.orig if isinstance(error, DBAPIError) else error).strip()

@@ -1,7 +1,7 @@
 """Database tables: the authoritative state, of which both processes hold copies.
 
-Large bytes (training batches, results) lie in files beside the database (`blobs.py`), small ones in the row.
-Times are seconds since the epoch (float, UTC). Integers of users are 64 bits wide: PostgreSQL's plain ones have 32.
+Large bytes (training batches, results) are stored in files (`blobs.py`), small ones in the row.
+Times are seconds since the epoch (float, UTC). Integers from users are 64 bits wide: PostgreSQL's default is 32.
 """
 
 from sqlalchemy import JSON, BigInteger, Column, Index, LargeBinary, MetaData, UniqueConstraint, false, text
@@ -27,7 +27,7 @@ MIGRATIONS = {
 
 
 class Row(SQLModel):
-    """Base of our tables, so that only they are made, whatever else uses SQLModel in this process."""
+    """Base of our tables, with separate metadata, so that only these tables are created."""
 
     metadata = MetaData()
 
@@ -107,7 +107,7 @@ class ModelRow(Row, table=True):
 
 
 class RequestRow(Row, table=True):
-    """Something that is asked once, done once, and whose result waits to be fetched."""
+    """Request that is executed once, with a result to be fetched."""
 
     __tablename__ = "requests"  # pyright: ignore[reportAssignmentType]
     # Few indexes: each costs at every request. Those of the constraints find a model's or a sampler's requests too.
@@ -190,8 +190,9 @@ class SamplerRow(Row, table=True):
 
 
 class ScheduledDeletionRow(Row, table=True):
-    """A folder whose last row is gone, written in the transaction that removed it, so that a crash before the folder is
-    removed leaves no orphan. Never write again to a folder that stands here."""
+    """Folder scheduled for deletion, recorded in the transaction that removed its last row, so that a crash before the
+    deletion leaves no orphan. Never write to such a folder again.
+    """
 
     __tablename__ = "doomed_folders"  # pyright: ignore[reportAssignmentType]
     folder: str = Field(primary_key=True)

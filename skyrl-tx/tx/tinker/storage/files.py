@@ -1,4 +1,4 @@
-"""Files and folders that survive what kills the process or the machine. Knows paths, not what is in them."""
+"""Crash-safe files and folders. Independent of their contents."""
 
 import fcntl
 import os
@@ -9,17 +9,18 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PARTIAL = ".partial"
-"""Folder of what is being written or removed. What a dead process left in it is removed by `sweep`."""
+"""Folder of what is being written or removed. What a dead process left in it is removed by `remove_leftovers`."""
 
 
 @contextmanager
-def scratch_folder(partials: Path) -> Iterator[Path]:
-    """An empty folder in `partials` that is ours until we leave, or die: a lock beside it says so to `sweep`. It may be
-    renamed to where it is wanted."""
+def create_scratch_folder(partials: Path) -> Iterator[Path]:
+    """Create an empty folder in `partials`, locked until the block or the process ends so that `remove_leftovers` keeps
+    it. It may be renamed to its final location.
+    """
     while True:
         holder = partials / secrets.token_hex(8)
         holder.mkdir(parents=True)
-        lock = _try_lock(holder)
+        lock = _acquire_lock(holder)
         if lock is not None:
             break  # else a sweep came between, and is removing it
     try:
@@ -35,22 +36,23 @@ def remove_tree(folder: Path, partials: Path) -> None:
     """Remove a folder so that it is at any time either complete under its name or absent. Does nothing if it is
     absent.
     """
-    with scratch_folder(partials) as scratch, suppress(FileNotFoundError):
+    with create_scratch_folder(partials) as scratch, suppress(FileNotFoundError):
         folder.rename(scratch / folder.name)
 
 
-def sweep(partials: Path) -> None:
-    """Remove files of dead processes in `partials`; files of a living process stay."""
+def remove_leftovers(partials: Path) -> None:
+    """Remove files of exited processes in `partials`; files of running processes are kept."""
     for holder in partials.iterdir() if partials.is_dir() else ():
-        lock = _try_lock(holder)
+        lock = _acquire_lock(holder)
         if lock is not None:
             shutil.rmtree(holder, ignore_errors=True)
             os.close(lock)
 
 
-def _try_lock(holder: Path) -> int | None:
-    """A descriptor that holds the lock of a folder, or None: another one has it, or the folder is gone. The lock goes
-    with the descriptor, so with the process too. It is on a file, since NFS locks no folders."""
+def _acquire_lock(holder: Path) -> int | None:
+    """Return a descriptor that holds the lock of a folder, or None if it is locked or removed. The lock is released
+    with the descriptor, and so with the process. It is on a file, since NFS cannot lock folders.
+    """
     path = holder / "lock"
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -59,7 +61,7 @@ def _try_lock(holder: Path) -> int | None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # Between open and flock, another process may have deleted the file, or made a new one at its path. A lock on
-        # the deleted file would exclude nobody.
+        # the deleted file would exclude no process.
         if os.path.samestat(os.stat(path), os.fstat(descriptor)):
             return descriptor
     except (BlockingIOError, FileNotFoundError):

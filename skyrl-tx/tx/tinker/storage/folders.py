@@ -1,13 +1,13 @@
 """Atomic checkpoint folders: local, or fsspec URLs (`s3://`, `gs://`).
 
-Local: a folder is filled under `BASE/.partial`, put on the disk, and renamed to its place. Where one stands already the
-two swap names in one step of the file system (`whole_folders.exchange`), so at every moment a whole one is there; on
-file systems that cannot swap (NFS) the old one goes a moment before the new one comes.
+Local: a folder is filled under `BASE/.partial`, synced, and renamed to its location. An existing folder is exchanged
+atomically (`whole_folders.exchange`), so a complete one exists at every moment; on file systems that cannot exchange
+(NFS) the old one is removed just before the rename.
 
-Both have a manifest, which names the files with sizes and hashes (`manifests`): `verified` compares them.
+Both have a manifest with sizes and hashes of the files (`manifests`), which `verified` checks.
 
-Remote: files first, then the manifest; without a manifest nothing is there.
-Files that replace others have keys of their own, so that the old manifest stays true until the new one takes its place.
+Remote: files are uploaded before the manifest; a folder without manifest does not exist. Replacement files have new
+keys, so the old manifest stays valid until it is replaced.
 """
 
 import re
@@ -18,16 +18,16 @@ from pathlib import Path
 
 from skyrl_gym.whole_folders import exchange, fsync_folder, sync_tree
 from tx.errors import ConfigError
-from tx.tinker.storage.files import PARTIAL, remove_tree, scratch_folder, sweep
-from tx.tinker.storage.manifests import files_of, verify, write_manifest
+from tx.tinker.storage.files import PARTIAL, create_scratch_folder, remove_leftovers, remove_tree
+from tx.tinker.storage.manifests import list_files, verify, write_manifest
 from tx.tinker.storage.remote import RemoteFolders
 
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:@-]{0,254}")
 _LOCAL_SCHEMES = ("file://", "local://")
 
 
-def without_local_scheme(base: str) -> str:
-    """Return a local folder of `--checkpoints-base` as a path; a URL of an object store as it is."""
+def remove_local_scheme(base: str) -> str:
+    """Return a local folder of `--checkpoints-base` as a path; URLs of object stores unchanged."""
     for scheme in _LOCAL_SCHEMES:
         base = base.removeprefix(scheme)
     return base
@@ -38,8 +38,8 @@ class Folders:
     Args:
         base: `--checkpoints-base`
         cache: a local folder for copies of remote ones; several processes may share it
-        cache_bytes: how large it may grow; what was used in the last minutes stays all the same
-        read_only: create nothing under a local base, and sweep nothing; folders may only be read
+        cache_bytes: size limit; copies used in the last minutes are kept beyond it
+        read_only: create and remove nothing under a local base; folders may only be read
 
     Raises:
         ConfigError: the base cannot be written, its scheme is unknown or needs a package that is not installed.
@@ -47,7 +47,7 @@ class Folders:
 
     def __init__(self, base: str, cache: Path, cache_bytes: int = 32 << 30, *, read_only: bool = False):
         self._remote: RemoteFolders | None = None
-        base = without_local_scheme(base)
+        base = remove_local_scheme(base)
         if "://" in base:
             self._remote = RemoteFolders(base, Path(cache).expanduser().absolute(), cache_bytes)
             self.base = base.rstrip("/")
@@ -61,13 +61,13 @@ class Folders:
             self._partials.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"checkpoints_base: {folder} cannot be written: {error}") from error
-        sweep(self._partials)
+        remove_leftovers(self._partials)
 
     def place(self, *parts: str) -> str:
-        """The folder (path or URL) for `parts` under the base; run ids may contain ':'.
+        """Return the folder (path or URL) for `parts` under the base; run ids may contain ':'.
 
         Raises:
-            ValueError: a part is no plain name.
+            ValueError: a part is not a plain name.
         """
         for part in parts:
             if not _PART.fullmatch(part):
@@ -81,12 +81,12 @@ class Folders:
 
     @contextmanager
     def writing(self, folder: str) -> Iterator[Path]:
-        """A new local folder to fill; on leaving without an error it stands, whole and durable, as `folder` (replacing
-        what stood there); with an error nothing is left. One writer a folder at a time.
+        """Yield a new local folder to fill. On success it atomically and durably becomes `folder` (replacing a previous
+        one); on an error it is removed. One writer per folder at a time.
 
         Raises:
             ValueError: the folder did not come from `place`.
-            OSError: it could not be written or uploaded; what stood there before does so still.
+            OSError: it could not be written or uploaded; the previous folder is kept.
         """
         self._check_ours(folder)
         if self._remote is not None:
@@ -94,40 +94,41 @@ class Folders:
                 yield scratch
                 self._remote.upload(scratch, folder)
             return
-        with scratch_folder(self._partials) as scratch:
+        with create_scratch_folder(self._partials) as scratch:
             yield scratch
             write_manifest(scratch)
             sync_tree(scratch)
-            self._put_in_place(scratch, Path(folder))
+            self._move_into_place(scratch, Path(folder))
 
     def local(self, folder: str) -> Path:
-        """A local copy to read (the folder itself if it is local; a remote one's stays for minutes at least). Raises
-        FileNotFoundError."""
+        """Return a local copy to read (the folder itself if local; copies of remote folders are kept for minutes at
+        least). Raises FileNotFoundError.
+        """
         if self._remote is not None and "://" in folder:
             return self._remote.download(folder)
-        return _existing(folder)
+        return _check_exists(folder)
 
     def verified(self, folder: str) -> Path:
-        """A local copy of which every file was read and is as it was saved.
+        """Return a local copy with every file verified against its checksum.
 
         Raises:
-            FileNotFoundError: there is none.
-            DamagedFilesError: some files are others.
+            FileNotFoundError: the folder does not exist.
+            DamagedFilesError: some files differ.
         """
         if self._remote is not None and "://" in folder:
             return self._remote.download(folder, verified=True)
-        local = _existing(folder)
+        local = _check_exists(folder)
         verify(local)
         return local
 
     def size(self, folder: str) -> int:
-        """Bytes of its files. Raises FileNotFoundError."""
+        """Return the bytes of its files. Raises FileNotFoundError."""
         if self._remote is not None and "://" in folder:
             return self._remote.size(folder)
-        return sum(path.stat().st_size for path in files_of(_existing(folder)))
+        return sum(path.stat().st_size for path in list_files(_check_exists(folder)))
 
     def remove(self, folder: str) -> None:
-        """Nothing to do if it is gone. While it goes it is whole or not there.
+        """Remove a folder atomically; idempotent.
 
         Raises:
             ValueError: the folder did not come from `place`.
@@ -139,14 +140,15 @@ class Folders:
             remove_tree(Path(folder), self._partials)
 
     def archive(self, folder: str, to: Path) -> None:
-        """A tar of its files (no leading folder), written to a local file. The same files give the same bytes. Raises:
-        see `verified`."""
+        """Write a tar of its files (without a leading folder) to a local file. The same files give the same bytes.
+        Raises as `verified`.
+        """
         source = self.verified(folder)
         partial = to.with_name(to.name + PARTIAL)
         try:
             with tarfile.open(partial, "w", format=tarfile.PAX_FORMAT) as tar:
-                for path in files_of(source):
-                    tar.add(path, arcname=path.relative_to(source).as_posix(), filter=_anonymous)
+                for path in list_files(source):
+                    tar.add(path, arcname=path.relative_to(source).as_posix(), filter=_normalize_member)
             partial.rename(to)
         finally:
             partial.unlink(missing_ok=True)
@@ -156,7 +158,7 @@ class Folders:
         if inside == folder or not all(_PART.fullmatch(part) for part in inside.split("/")):
             raise ValueError(f"{folder[:200]!r} is no folder under checkpoints_base ({self.base})")
 
-    def _put_in_place(self, scratch: Path, place: Path) -> None:
+    def _move_into_place(self, scratch: Path, place: Path) -> None:
         place.parent.mkdir(parents=True, exist_ok=True)
         if not place.exists():
             scratch.rename(place)
@@ -169,13 +171,13 @@ class Folders:
                 break
 
 
-def _existing(folder: str) -> Path:
+def _check_exists(folder: str) -> Path:
     path = Path(folder)
     if not path.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}")
     return path
 
 
-def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
+def _normalize_member(member: tarfile.TarInfo) -> tarfile.TarInfo:
     member.mtime, member.uid, member.gid, member.uname, member.gname, member.mode = 0, 0, 0, "", "", 0o644
     return member

@@ -1,17 +1,17 @@
-"""Garbage collection: finding and forgetting data so that a crash in between leaves no orphans.
+"""Garbage collection of database rows and files such that a crash in between leaves no orphans.
 
-Rows go first, in a unit of `Store.write`; what each function returns may then go from the disk. Blobs that a crash left
-there are found by `unreferenced_blobs`; folders stand in `doomed_folders` from the transaction that took their last row
-until they are gone (checkpoints-base may be shared with others, so it is never searched).
+Rows go first, in a unit of `Store.write`; what each function returns may then be deleted from disk. Blobs left by a
+crash are found by `find_unreferenced_blobs`; folders are listed as scheduled deletions from the transaction that
+removed their last row until they are deleted (checkpoints-base may be shared, so it is never searched).
 
-    while (forgotten := await store.write(lambda session: deliverable_results(session, now, ttl))).num_requests:
+    while (forgotten := await store.write(lambda session: remove_delivered_results(session, now, ttl))).num_requests:
         for blob in forgotten.blobs:
             blobs.drop(blob)
 
-    await store.write(lambda session: expired_checkpoints(session, now))
-    for folder in await store.read(doomed_folders):
+    await store.write(lambda session: remove_expired_checkpoints(session, now))
+    for folder in await store.read(list_scheduled_deletions):
         folders.remove(folder)
-        await store.write(lambda session: folder_is_gone(session, folder))
+        await store.write(lambda session: remove_scheduled_deletion(session, folder))
 """
 
 from collections.abc import Iterable
@@ -30,13 +30,13 @@ from tx.tinker.storage.db_models import (
     SchemaRow,
     SessionRow,
 )
-from tx.tinker.storage.rows import table_of
+from tx.tinker.storage.rows import get_table
 
-_requests, _models, _samplers = table_of(RequestRow), table_of(ModelRow), table_of(SamplerRow)
+_requests, _models, _samplers = get_table(RequestRow), get_table(ModelRow), get_table(SamplerRow)
 _checkpoints, _sessions, _scheduled_deletions = (
-    table_of(CheckpointRow),
-    table_of(SessionRow),
-    table_of(ScheduledDeletionRow),
+    get_table(CheckpointRow),
+    get_table(SessionRow),
+    get_table(ScheduledDeletionRow),
 )
 
 MOST_AT_ONCE = 250
@@ -54,40 +54,40 @@ class Forgotten(NamedTuple):
     """Blobs that may be deleted from disk after the commit."""
 
 
-def unreferenced_blobs(session: Session, blobs: Blobs, min_age_seconds: float = 3600.0) -> set[str]:
-    """Find blobs that no row names: left by a crash, or their row is yet to come. Only age distinguishes those, so pass
-    0 only at the start, before requests are taken.
+def find_unreferenced_blobs(session: Session, blobs: Blobs, min_age_seconds: float = 3600.0) -> set[str]:
+    """Find blobs that no row references: left by a crash, or with a row still to be written. Only age distinguishes
+    these, so pass 0 only at the start, before requests are accepted.
 
     Raises:
-        ConfigError: the blobs are another database's.
+        ConfigError: the blobs belong to another database.
     """
-    blobs.claim(session.scalars(select(table_of(SchemaRow).c.database_id)).one())
+    blobs.claim(session.scalars(select(get_table(SchemaRow).c.database_id)).one())
     found = blobs.all(min_age_seconds)
     for column in (_requests.c.payload, _requests.c.result_blob):
         found.difference_update(session.scalars(select(column).where(column.is_not(None))))
     return found
 
 
-def deliverable_results(session: Session, now: float, ttl: float) -> Forgotten:
-    """Forget requests whose result was fetched more than `ttl` seconds ago, or not fetched for a day, unless a replay
-    after a crash would need them.
+def remove_delivered_results(session: Session, now: float, ttl: float) -> Forgotten:
+    """Remove requests with results fetched more than `ttl` seconds ago, or not fetched for a day, unless needed for
+    replay after a crash.
     """
     fetched = _requests.c.delivered_at < now - ttl
     unwanted = and_(_requests.c.delivered_at.is_(None), _requests.c.completed_at < now - max(ttl, ABANDONED_SECONDS))
     rows = session.execute(
         select(_requests.c.request_id, _requests.c.payload, _requests.c.result_blob)
-        .where(or_(fetched, unwanted), _requests.c.status != "pending", ~_needed_for_replay())
+        .where(or_(fetched, unwanted), _requests.c.status != "pending", ~_is_needed_for_replay())
         .limit(MOST_AT_ONCE)
     ).all()
     session.execute(delete(_requests).where(_requests.c.request_id.in_([row.request_id for row in rows])))
     return Forgotten(len(rows), [blob for _, *blobs in rows for blob in blobs if blob is not None])
 
 
-def spent_payloads(session: Session) -> Forgotten:
+def remove_spent_payloads(session: Session) -> Forgotten:
     """Forget command and payload of completed requests that no replay needs; keep their results."""
     rows = session.execute(
         select(_requests.c.request_id, _requests.c.payload)
-        .where(_requests.c.order.is_not(None), _requests.c.status != "pending", ~_needed_for_replay())
+        .where(_requests.c.order.is_not(None), _requests.c.status != "pending", ~_is_needed_for_replay())
         .limit(MOST_AT_ONCE)
     ).all()
     ids = [row.request_id for row in rows]
@@ -95,11 +95,11 @@ def spent_payloads(session: Session) -> Forgotten:
     return Forgotten(len(rows), [row.payload for row in rows if row.payload is not None])
 
 
-def expired_checkpoints(session: Session, now: float) -> list[str]:
-    """Forget checkpoints whose TTL has expired.
+def remove_expired_checkpoints(session: Session, now: float) -> list[str]:
+    """Remove checkpoints with expired TTL.
 
     Returns:
-        folders scheduled for deletion; one that a sampler uses stays until that is gone
+        folders scheduled for deletion; a folder used by a sampler is kept until the sampler is removed
     """
     key = (_checkpoints.c.model_id, _checkpoints.c.kind, _checkpoints.c.name)
     rows = session.execute(
@@ -110,8 +110,8 @@ def expired_checkpoints(session: Session, now: float) -> list[str]:
     return schedule_deletion(session, (row.folder for row in rows), now)
 
 
-def ended_samplers(session: Session, now: float, ttl: float) -> list[str]:
-    """Forget samplers whose session ended more than `ttl` seconds ago and that have no pending requests.
+def remove_ended_samplers(session: Session, now: float, ttl: float) -> list[str]:
+    """Remove samplers without pending requests whose session ended more than `ttl` seconds ago.
 
     Returns:
         unused folders, scheduled for deletion
@@ -123,10 +123,10 @@ def ended_samplers(session: Session, now: float, ttl: float) -> list[str]:
         .where(_sessions.c.ended_at < now - ttl, ~working)
         .limit(MOST_AT_ONCE)
     )
-    return forget_samplers(session, list(session.scalars(ended)), now)
+    return remove_samplers(session, list(session.scalars(ended)), now)
 
 
-def forget_samplers(session: Session, sampler_ids: list[str], now: float) -> list[str]:
+def remove_samplers(session: Session, sampler_ids: list[str], now: float) -> list[str]:
     """Forget samplers. Returns: unused folders, scheduled for deletion."""
     these = _samplers.c.sampler_id.in_(sampler_ids)
     folders = list(session.scalars(select(_samplers.c.folder).where(these, _samplers.c.folder.is_not(None))))
@@ -151,17 +151,17 @@ def schedule_deletion(session: Session, candidates: Iterable[str], now: float) -
     return sorted(folders)
 
 
-def scheduled_deletions(session: Session) -> list[str]:
+def list_scheduled_deletions(session: Session) -> list[str]:
     """Return the folders scheduled for deletion, oldest first."""
     return list(session.scalars(select(_scheduled_deletions.c.folder).order_by(_scheduled_deletions.c.doomed_at)))
 
 
-def folder_is_gone(session: Session, folder: str) -> None:
+def remove_scheduled_deletion(session: Session, folder: str) -> None:
     """Forget a deleted folder."""
     session.execute(delete(_scheduled_deletions).where(_scheduled_deletions.c.folder == folder))
 
 
-def _needed_for_replay() -> ColumnElement[bool]:
+def _is_needed_for_replay() -> ColumnElement[bool]:
     """Requests that a model runs again after a crash: those after its last snapshot."""
     return exists().where(
         _models.c.model_id == _requests.c.model_id,

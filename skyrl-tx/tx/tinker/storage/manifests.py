@@ -1,8 +1,8 @@
-"""Checksums of a folder's files, in a file beside them, so that damaged files are never loaded.
+"""Checksums of a folder's files, stored in a file of the folder, so that damaged files are never loaded.
 
     {"files": {"adapter_model.safetensors": {"size": 1234, "sha256": "…"}}}
 
-Folders of releases without checksums have no such file and are taken as they are.
+Folders of releases without checksums have no such file and are not verified.
 """
 
 import hashlib
@@ -19,12 +19,12 @@ class DamagedFilesError(OSError):
     """Files are not those that were saved. The text names them without the folder: clients read it."""
 
 
-def files_of(folder: Path) -> list[Path]:
+def list_files(folder: Path) -> list[Path]:
     """List the files of a folder, without the manifest."""
     return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
 
 
-def sha256_of(path: Path) -> str:
+def compute_sha256(path: Path) -> str:
     """Hash a file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -33,8 +33,8 @@ def sha256_of(path: Path) -> str:
 def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
     """Return size and hash of each file, by its path in the folder."""
     return {
-        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": sha256_of(path)}
-        for path in files_of(folder)
+        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": compute_sha256(path)}
+        for path in list_files(folder)
     }
 
 
@@ -73,11 +73,11 @@ def find_damage(folder: Path) -> Iterator[str]:
             yield f"{name} is missing"
         elif path.stat().st_size != size:
             yield f"{name} has {path.stat().st_size:,} bytes instead of {size:,}"
-        elif sha256_of(path) != sha256:
+        elif compute_sha256(path) != sha256:
             yield f"{name} is damaged (its sha256 is not that of the file that was saved)"
 
 
-def signature(folder: Path) -> Signature:
+def compute_signature(folder: Path) -> Signature:
     """Return facts of a folder's files that change when one is written: cheap to compare."""
     found = ((path.name, path.stat()) for path in sorted(folder.rglob("*")) if path.is_file())
     return tuple((name, facts.st_ino, facts.st_size, facts.st_mtime_ns) for name, facts in found)

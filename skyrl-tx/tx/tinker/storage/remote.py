@@ -1,4 +1,4 @@
-"""Folders in an object store, and a bounded local cache of them. Knows fsspec, not what is in the files."""
+"""Folders in an object store (fsspec), with a bounded local cache. Independent of the files' contents."""
 
 import hashlib
 import json
@@ -14,14 +14,14 @@ from typing import Any
 from fsspec.core import url_to_fs
 
 from tx.errors import ConfigError
-from tx.tinker.storage.files import PARTIAL, remove_tree, scratch_folder, sweep
+from tx.tinker.storage.files import PARTIAL, create_scratch_folder, remove_leftovers, remove_tree
 from tx.tinker.storage.manifests import (
     MANIFEST,
     DamagedFilesError,
+    compute_sha256,
     describe_files,
     encode_manifest,
     find_damage,
-    sha256_of,
 )
 
 log = logging.getLogger(__name__)
@@ -35,8 +35,8 @@ class RemoteFolders:
     """
     Args:
         base: an fsspec URL
-        cache: local folder of copies, each named by the hash of its manifest, so a copy never grows old
-        cache_bytes: the least recently used go above this
+        cache: local folder of copies, each named by the hash of its manifest, so copies never become stale
+        cache_bytes: limit beyond which least recently used copies are evicted
 
     Raises:
         ConfigError: the scheme is unknown, or its package is not installed; the cache cannot be written.
@@ -59,72 +59,72 @@ class RemoteFolders:
             self._partials.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"state_dir: copies of checkpoints cannot be written to {cache}: {error}") from error
-        sweep(self._partials)
+        remove_leftovers(self._partials)
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:
-        """A local folder to fill."""
-        with scratch_folder(self._partials) as folder:
+        """Create a local folder to fill."""
+        with create_scratch_folder(self._partials) as folder:
             yield folder
 
     def upload(self, source: Path, folder: str) -> None:
         """Make the remote folder equal to the local one: upload files, then the manifest, then remove files that only
         the previous manifest names.
         """
-        before = self._manifest(folder)
+        before = self._read_manifest(folder)
         prefix = f"{secrets.token_hex(8)}/" if before else ""  # plain names as long as nothing is replaced
         files = {name: facts | {"key": prefix + name} for name, facts in describe_files(source).items()}
         for name, facts in files.items():
             self._fs.put_file(str(source / name), f"{folder}/{facts['key']}")
         self._fs.pipe_file(f"{folder}/{MANIFEST}", encode_manifest(files))
-        self._drop(folder, [file["key"] for file in json.loads(before or '{"files": {}}')["files"].values()])
+        self._remove_files(folder, [file["key"] for file in json.loads(before or '{"files": {}}')["files"].values()])
 
     def download(self, folder: str, *, verified: bool = False) -> Path:
-        """A local copy; one in the cache that is still true is taken.
+        """Return a local copy, from the cache if it is current.
 
         Args:
-            verified: read the copy in the cache as well; a damaged one is made again
+            verified: also verify a cached copy; a damaged one is downloaded again
 
         Raises:
-            FileNotFoundError: there is none.
-            DamagedFilesError: a file there is not what the manifest says.
+            FileNotFoundError: the folder does not exist.
+            DamagedFilesError: a remote file differs from the manifest.
         """
-        manifest = self._manifest(folder)
+        manifest = self._read_manifest(folder)
         if manifest is None:
             raise FileNotFoundError(f"there is no folder {folder}")
         copy = self._cache / hashlib.sha256(manifest).hexdigest()
         if verified and (damage := list(find_damage(copy))):
             log.warning("%s, a copy of %s, is fetched again: %s", copy, folder, "; ".join(damage))
             remove_tree(copy, self._partials)
-        if not self._touch(copy):
+        if not self._update_last_use(copy):
             with self.scratch() as scratch:
                 for name, file in json.loads(manifest)["files"].items():
                     self._download_file(f"{folder}/{file['key']}", scratch / name, name, file["sha256"])
                 (scratch / MANIFEST).write_bytes(manifest)
-                if not self._touch(copy):  # another process was faster
+                if not self._update_last_use(copy):  # another process was faster
                     scratch.rename(copy)
             self._make_room(copy)
         return copy
 
     def size(self, folder: str) -> int:
-        """Bytes of its files. Raises FileNotFoundError."""
-        manifest = self._manifest(folder)
+        """Return the bytes of its files. Raises FileNotFoundError."""
+        manifest = self._read_manifest(folder)
         if manifest is None:
             raise FileNotFoundError(f"there is no folder {folder}")
         return sum(file["size"] for file in json.loads(manifest)["files"].values())
 
     def remove(self, folder: str) -> None:
         """Delete a folder, its manifest first, if it exists."""
-        self._drop(folder, [MANIFEST])
-        self._drop(folder, None)
+        self._remove_files(folder, [MANIFEST])
+        self._remove_files(folder, None)
 
-    def _manifest(self, folder: str) -> bytes | None:
+    def _read_manifest(self, folder: str) -> bytes | None:
         try:
             return self._fs.cat_file(f"{folder}/{MANIFEST}")
         except FileNotFoundError:
             return None
 
-    def _drop(self, folder: str, keys: list[str] | None) -> None:
+    def _remove_files(self, folder: str, keys: list[str] | None) -> None:
         """Remove some files of a folder, or all; missing ones are no error."""
         paths = self._fs.find(folder) if keys is None else [f"{folder}/{key}" for key in keys]
         for path in paths:
@@ -136,12 +136,12 @@ class RemoteFolders:
     def _download_file(self, url: str, to: Path, name: str, sha256: str) -> None:
         to.parent.mkdir(parents=True, exist_ok=True)
         self._fs.get_file(url, str(to))
-        if sha256_of(to) != sha256:
+        if compute_sha256(to) != sha256:
             log.error("%s is not what its manifest says: damaged, or written over by someone else", url)
             raise DamagedFilesError(f"{name} is damaged (its sha256 is not that of the file that was saved)")
 
-    def _touch(self, copy: Path) -> bool:
-        """Mark a copy as used now. Returns False if there is none."""
+    def _update_last_use(self, copy: Path) -> bool:
+        """Update the time of last use of a copy. Returns False if it does not exist."""
         try:
             os.utime(copy)
         except FileNotFoundError:
@@ -149,18 +149,18 @@ class RemoteFolders:
         return True
 
     def _make_room(self, newest: Path) -> None:
-        copies = sorted((path for path in self._cache.iterdir() if path.name != PARTIAL), key=_last_used)
+        copies = sorted((path for path in self._cache.iterdir() if path.name != PARTIAL), key=_get_last_use)
         sizes = {path: sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) for path in copies}
         total = sum(sizes.values())
         for path in copies:
             if total <= self._cache_bytes:
                 return
-            if path != newest and _last_used(path) < time.time() - _IN_USE_SECONDS:
+            if path != newest and _get_last_use(path) < time.time() - _IN_USE_SECONDS:
                 remove_tree(path, self._partials)
                 total -= sizes[path]
 
 
-def _last_used(path: Path) -> float:
+def _get_last_use(path: Path) -> float:
     try:
         return path.stat().st_mtime
     except FileNotFoundError:  # another process made room

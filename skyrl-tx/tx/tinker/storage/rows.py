@@ -7,17 +7,17 @@ from sqlmodel import Session, col
 from tx.tinker.storage.db_models import ModelRow, RequestRow, Row
 
 
-def table_of(row_type: type[Row]) -> Table:
-    """The table of a row class."""
+def get_table(row_type: type[Row]) -> Table:
+    """Return the table of a row class."""
     return Row.metadata.tables[str(row_type.__tablename__)]
 
 
 def add_row(session: Session, row_type: type[Row], **values: object) -> None:
     """Insert a row, with defaults for missing columns. Raises sqlalchemy's IntegrityError if the key is taken."""
-    session.connection().execute(insert(table_of(row_type)), values)
+    session.connection().execute(insert(get_table(row_type)), values)
 
 
-def forget_commands(database: Session, model_id: str, up_to_seq: int | None = None) -> list[str]:
+def remove_commands(database: Session, model_id: str, up_to_seq: int | None = None) -> list[str]:
     """Forget the commands that no restore of a model needs any more. Returns: blobs to delete after the commit."""
     rows = col(RequestRow.model_id) == model_id
     if up_to_seq is not None:
@@ -29,6 +29,6 @@ def forget_commands(database: Session, model_id: str, up_to_seq: int | None = No
     return [blob for blob in blobs if blob is not None]
 
 
-def touch_model(database: Session, model_id: str, **values: object) -> None:
+def update_model(database: Session, model_id: str, **values: object) -> None:
     """Set columns of a model's row."""
     database.execute(update(ModelRow).where(col(ModelRow.model_id) == model_id).values(**values))

@@ -1,13 +1,13 @@
-"""The database behind one thread: units of work from the event loop, many to a transaction.
+"""Database access through one thread: units of work from the event loop, batched into transactions.
 
 A unit is a function of a SQLAlchemy session. Units that arrive while a transaction is being written share the next one,
-so that a hundred small requests cost one commit. If one of them fails, all are undone and run again, each in a
-savepoint of its own, so that the others stand; while all goes well, no unit pays for a savepoint.
-`await store.write(...)` returns when its transaction is committed. From then on it survives a kill of this process; and
-a power cut too: sqlite writes its log through at each commit (`synchronous=FULL`; shared by a group this costs little),
-PostgreSQL does so unless told otherwise (`synchronous_commit`).
+so that a hundred small requests cost one commit. If one of them fails, all are rolled back and run again, each in its
+own savepoint, so that the others succeed; without failures, no unit pays for a savepoint.
+`await store.write(...)` returns when its transaction is committed. From then on it survives a kill of this process and
+a power cut: sqlite syncs its log at each commit (`synchronous=FULL`; amortized over a group), PostgreSQL by default
+(`synchronous_commit`).
 
-Units run one after another in the order of the calls, each sees what those before it did, and none sees half of one.
+Units run sequentially in the order of the calls; each sees the effects of earlier units, and never partial ones.
 """
 
 import asyncio
@@ -25,16 +25,16 @@ from sqlalchemy.orm import make_transient
 from sqlmodel import Session
 
 from skyrl_gym.waits import waiting
-from tx.tinker.storage.database import AlreadyServed, Database, reason_of
+from tx.tinker.storage.database import AlreadyServed, Database, extract_reason
 
 T = TypeVar("T")
 
 
 class StoreError(Exception):
-    """The database failed, not the unit: unreachable, disk full, closed.
+    """Failure of the database rather than the unit: unreachable, disk full, closed.
 
     Args:
-        may_stand: the connection was lost while it committed, so nobody knows. Else nothing was done.
+        may_stand: the connection was lost during the commit, so the outcome is unknown. Otherwise nothing was written.
     """
 
     def __init__(self, message: str, may_stand: bool = False):
@@ -85,7 +85,7 @@ class Store:
         again (another unit of its transaction failed, the connection was lost), so it must change nothing but the
         session. It may return rows: they keep their values.
 
-        Once there was room for the unit it is applied whole, even if the caller is cancelled.
+        Once queued, the unit is applied completely, even if the caller is cancelled.
 
         Raises:
             StoreError: the transaction failed, or the store is closed.
@@ -93,9 +93,9 @@ class Store:
         """
         self._check_open()
         await self._room.acquire()
-        # close() may have run during the await: the writer has then been told to end and would never see this unit.
+        # close() may have run during the await: the writer is then stopping and would never see this unit.
         if self._closed:
-            self._room.release()  # for the next who waits, to be told the same
+            self._room.release()  # for the next waiting caller, which gets the same error
             self._check_open()
         loop = asyncio.get_running_loop()
         work = _Unit(unit, loop, loop.create_future())
@@ -146,10 +146,10 @@ class Store:
                     connected = True
                     return unit(session)
             except SQLAlchemyError as error:
-                if connected and not _connection_was_lost(error):
+                if connected and not _is_connection_lost(error):
                     raise
                 if time.monotonic() > deadline:
-                    raise StoreError(f"{self._database} cannot be reached: {reason_of(error)}") from error
+                    raise StoreError(f"{self._database} cannot be reached: {extract_reason(error)}") from error
                 time.sleep(0.1)
 
     # ---- in the writer's thread
@@ -163,7 +163,7 @@ class Store:
                 for unit in group:
                     unit.error = StoreError(str(error), isinstance(error, StoreError) and error.may_stand)
                     unit.error.__cause__ = error
-            self._deliver(group)
+            self._send_results(group)
 
     def _write_group(self, group: list["_Unit"]) -> None:
         """Run units until none waits or time is up, and commit them. After a lost connection, reconnect and run all of
@@ -189,20 +189,20 @@ class Store:
                     connection.commit()
                 return
             except (SQLAlchemyError, AlreadyServed) as error:
-                lost = step == "connecting" or _connection_was_lost(error)
+                lost = step == "connecting" or _is_connection_lost(error)
                 if lost and step != "committing" and time.monotonic() < deadline:
                     time.sleep(0.2)
                     continue
                 may_stand = lost and step == "committing"
                 outcome = "may or may not stand" if may_stand else "was not applied"
-                message = f"{self._database} failed while {step}, and this change {outcome}: {reason_of(error)}"
+                message = f"{self._database} failed while {step}, and this change {outcome}: {extract_reason(error)}"
                 raise StoreError(message, may_stand) from error
 
     def _run_together(self, connection: Connection, group: list["_Unit"]) -> bool:
         """False if a unit failed; then what all of them did is to be undone."""
         until = time.monotonic() + self._group_seconds
         transaction = connection.begin()
-        with _session(connection) as session:
+        with _open_session(connection) as session:
             done = 0
             while done < len(group) or self._join(group, until):
                 if not group[done].run(session) or not transaction.is_active:
@@ -219,12 +219,12 @@ class Store:
         except queue.Empty:
             return False
         if unit is None:
-            self._units.put(None)  # closing: nothing comes after it
+            self._units.put(None)  # closing: the last unit
             return False
         group.append(unit)
         return True
 
-    def _deliver(self, group: list["_Unit"]) -> None:
+    def _send_results(self, group: list["_Unit"]) -> None:
         def deliver() -> None:
             for unit in group:
                 self._room.release()
@@ -232,15 +232,15 @@ class Store:
 
         try:
             group[0].loop.call_soon_threadsafe(deliver)
-        except RuntimeError:  # the loop is closed, and so nobody waits
+        except RuntimeError:  # the loop is closed, so no caller waits
             return
 
 
 class _UnitSession(Session):
-    """A session whose beginning and end are the store's."""
+    """Session whose transaction is controlled by the store."""
 
     def add(self, instance: object, *, _warn: bool = True) -> None:
-        """A row that the caller made is new again, if an earlier run of the unit inserted it and was undone."""
+        """Add a row; one that an earlier, rolled-back run of the unit inserted is made new again."""
         if inspect(instance).detached:  # pyright: ignore[reportOptionalMemberAccess]
             make_transient(instance)
         super().add(instance, _warn=_warn)
@@ -252,13 +252,13 @@ class _UnitSession(Session):
         raise RuntimeError("a unit does not roll back: it raises, or does what may fail in session.begin_nested()")
 
 
-def _session(connection: Connection) -> _UnitSession:
+def _open_session(connection: Connection) -> _UnitSession:
     return _UnitSession(connection, expire_on_commit=False, join_transaction_mode="rollback_only")
 
 
 @dataclass(eq=False)
 class _Unit:
-    """A function on its way through the writer, and who waits for it."""
+    """Function queued for the writer, with its waiting caller."""
 
     function: Callable[[Session], object]
     loop: asyncio.AbstractEventLoop
@@ -270,7 +270,7 @@ class _Unit:
         """Run the unit. Returns: False if it failed; the session is reset for the next unit.
 
         Raises:
-            SQLAlchemyError: the transaction is gone, with all that ran in it.
+            SQLAlchemyError: the transaction is lost, with all its units.
         """
         self.value, self.error = None, None
         try:
@@ -279,14 +279,14 @@ class _Unit:
             session.expunge_all()
         except BaseException as error:  # delivered to the caller of the unit
             self.error = error
-            if _connection_was_lost(error):
+            if _is_connection_lost(error):
                 raise
         return self.error is None
 
     def run_apart(self, connection: Connection) -> None:
         """Run the unit in its own savepoint, which alone is undone if it fails. Raises: see `run`."""
         savepoint = connection.begin_nested()
-        with _session(connection) as session:
+        with _open_session(connection) as session:
             went_well = self.run(session)
         if went_well and savepoint.is_active:
             savepoint.commit()
@@ -309,5 +309,5 @@ class _Unit:
             self.done.set_exception(self.error)
 
 
-def _connection_was_lost(error: BaseException) -> bool:
+def _is_connection_lost(error: BaseException) -> bool:
     return isinstance(error, DBAPIError) and error.connection_invalidated

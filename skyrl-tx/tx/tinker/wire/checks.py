@@ -6,10 +6,10 @@ import numpy as np
 
 from skyrl_gym.suggestions import did_you_mean
 from tx.errors import RequestError
-from tx.tinker.pieces import array_of
+from tx.tinker.pieces import to_array
 from tx.tinker.types import Datum, LoraSpec, SampleParams, SampleSpec, TrainingPass
 from tx.tinker.wire.codec import TrainingRequest
-from tx.tinker.wire.losses import ELSEWHERE, LOSS_RULES, TARGETS, LossRule, with_default_config
+from tx.tinker.wire.losses import ELSEWHERE, LOSS_RULES, TARGETS, LossRule, fill_default_config
 
 MAX_SAMPLES = 1024
 MAX_STOPS = 64
@@ -33,15 +33,15 @@ class ModelBounds(Protocol):
 
 
 def check_training(request: TrainingRequest | TrainingPass, facts: ModelBounds, *, finite: bool = True) -> None:
-    """Data, loss and settings.
+    """Check data, loss and settings.
 
     Args:
-        finite: inputs must be; the training backend takes what is not, which stays in its model's gradient.
+        finite: require finite inputs; the training backend accepts others, which only affect their model's gradient.
 
     Raises:
-        RequestError: something cannot be trained on.
+        RequestError: the request cannot be trained on.
     """
-    rule = _rule_of(request.loss_fn)
+    rule = _get_rule(request.loss_fn)
     _check_loss_config(request, rule)
     if not request.data:
         raise RequestError("data must hold at least one datum; got none")
@@ -49,7 +49,7 @@ def check_training(request: TrainingRequest | TrainingPass, facts: ModelBounds, 
         _check_datum(datum, f"data[{i}]", request.loss_fn, rule, facts, finite)
 
 
-def _rule_of(loss_fn: str) -> LossRule:
+def _get_rule(loss_fn: str) -> LossRule:
     if loss_fn in LOSS_RULES:
         return LOSS_RULES[loss_fn]
     if loss_fn in ELSEWHERE:
@@ -59,7 +59,7 @@ def _rule_of(loss_fn: str) -> LossRule:
 
 
 def _check_loss_config(request: TrainingRequest | TrainingPass, rule: LossRule) -> None:
-    config = with_default_config(request.loss_fn, request.loss_config)
+    config = fill_default_config(request.loss_fn, request.loss_config)
     for name, value in config.items():
         if name not in rule.config:
             hint = did_you_mean(name, rule.config, otherwise="none of them is near")
@@ -94,7 +94,7 @@ def _check_datum(datum: Datum, name: str, loss_fn: str, rule: LossRule, facts: M
             _check_input(array, key, field, targets.shape, loss_fn, rule)
             if finite and not np.isfinite(array).all():
                 place = tuple(int(i) for i in np.argwhere(~np.isfinite(array))[0])
-                raise RequestError(f"{field} must be finite; got {array[place]} at {_place(place)}")
+                raise RequestError(f"{field} must be finite; got {array[place]} at {_format_location(place)}")
     _check_bounds(datum, name)
 
 
@@ -128,29 +128,29 @@ def _check_bounds(datum: Datum, name: str) -> None:
 
 
 def check_tokens(tokens: np.ndarray, name: str, facts: ModelBounds) -> None:
-    """Token ids, of any shape.
+    """Check token ids of any shape.
 
     Raises:
-        RequestError: one is none of the vocabulary's.
+        RequestError: an id is outside the vocabulary.
     """
     if not tokens.size or (tokens.min() >= 0 and tokens.max() < facts.vocab_size):
         return
     place = tuple(int(i) for i in np.argwhere((tokens < 0) | (tokens >= facts.vocab_size))[0])
     raise RequestError(
         f"{name} must be token ids from 0 to {facts.vocab_size - 1}, the vocabulary; "
-        f"got {tokens[place]} at {_place(place)}"
+        f"got {tokens[place]} at {_format_location(place)}"
     )
 
 
-def _place(place: tuple[int, ...]) -> str:
+def _format_location(place: tuple[int, ...]) -> str:
     return str(place[0]) if len(place) == 1 else str(list(place))
 
 
 def check_lora(lora: LoraSpec, max_rank: int, can_train_unembed: bool = True) -> None:
-    """An adapter that a backend can hold.
+    """Check that a backend supports an adapter.
 
     Raises:
-        RequestError: it cannot.
+        RequestError: unsupported.
     """
     if not 0 < lora.rank <= max_rank:
         raise RequestError(f"lora_config.rank must be 1 to {max_rank}; got {lora.rank}")
@@ -162,10 +162,10 @@ def check_lora(lora: LoraSpec, max_rank: int, can_train_unembed: bool = True) ->
 
 
 def check_sample(spec: SampleSpec, facts: ModelBounds) -> None:
-    """Prompt, room for an answer, and how it is drawn.
+    """Check prompt, remaining context and sampling parameters.
 
     Raises:
-        RequestError: the prompt cannot be continued so.
+        RequestError: the prompt cannot be sampled from.
     """
     if not spec.prompt:
         raise RequestError("prompt must hold at least one token; got none")
@@ -194,7 +194,7 @@ def _check_targets(spec: SampleSpec, facts: ModelBounds) -> None:
         )
     if len(targets.ids) > MAX_TOPK_NUMBERS:
         raise RequestError(f"target_prompt_logprobs must be at most {MAX_TOPK_NUMBERS} tokens; got {len(targets.ids)}")
-    ids = array_of(targets.ids)
+    ids = to_array(targets.ids)
     if ids.size and not -1 <= ids.min() <= ids.max() < facts.vocab_size:
         raise RequestError(
             f"target_prompt_logprobs.data must be token ids below {facts.vocab_size}, or -1 for none; got "
@@ -204,7 +204,7 @@ def _check_targets(spec: SampleSpec, facts: ModelBounds) -> None:
 
 def _check_room(prompt: int, max_tokens: int | None, context: int) -> None:
     if prompt >= context:
-        raise RequestError(f"prompt must leave room for an answer in the context of {context} tokens; got {prompt}")
+        raise RequestError(f"prompt must leave room for a completion in the context of {context} tokens; got {prompt}")
     if max_tokens is not None and not 1 <= max_tokens <= context - prompt:
         raise RequestError(
             f"sampling_params.max_tokens must be 1 to {context - prompt}, what the prompt's {prompt} tokens leave of "
@@ -216,8 +216,7 @@ def _check_distribution(params: SampleParams) -> None:
     low, high = TEMPERATURES
     if params.temperature != 0 and not low <= params.temperature <= high:
         raise RequestError(
-            f"sampling_params.temperature must be 0 (the likeliest token) or {low} to {high:g}; "
-            f"got {params.temperature}"
+            f"sampling_params.temperature must be 0 (greedy) or {low} to {high:g}; got {params.temperature}"
         )
     if not 0 < params.top_p <= 1:
         raise RequestError(f"sampling_params.top_p must be above 0 and at most 1; got {params.top_p}")

@@ -1,7 +1,6 @@
-"""Training requests and results as bytes of the wire and back, and results as JSON for clients that know no protobuf.
+"""Wire encoding of training requests and results, and JSON results for clients without protobuf.
 
-Says whether bytes can be read; whether the values make sense is for `checks`. One datum costs a few microseconds, a
-token nothing.
+Checks that bytes can be decoded; `checks` validates values. Cost: a few microseconds per datum, independent of tokens.
 """
 
 from dataclasses import dataclass, field
@@ -14,10 +13,10 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from tx.errors import RequestError
-from tx.tinker.pieces import array_of, list_of
+from tx.tinker.pieces import list_of, to_array
 from tx.tinker.types import Datum, PassOutput, SampleOutput, Sequence, TargetLogProbs
 from tx.tinker.wire import tinker_wire_pb2 as pb
-from tx.tinker.wire.losses import TARGETS, with_default_config, with_default_inputs
+from tx.tinker.wire.losses import TARGETS, fill_default_config, fill_default_inputs
 from tx.tinker.wire.tensors import TensorReader, read_tokens, write_tensor
 
 MAX_DATA = 16_384
@@ -49,10 +48,10 @@ def decode_training(payload: bytes) -> TrainingRequest:
     """Decode a `ForwardBackwardRequest`.
 
     Raises:
-        RequestError: it is none, or holds what cannot be read.
+        RequestError: invalid bytes or unreadable contents.
     """
-    message = parsed(pb.ForwardBackwardRequest, payload)
-    refuse_unknown_fields(message, "the request")
+    message = parse_message(pb.ForwardBackwardRequest, payload)
+    check_unknown_fields(message, "the request")
     if len(message.data) > MAX_DATA:
         raise RequestError(f"data must be at most {MAX_DATA} data; got {len(message.data)}")
     reader = TensorReader()
@@ -61,7 +60,7 @@ def decode_training(payload: bytes) -> TrainingRequest:
         seq_id=message.seq_id,
         data=[_read_datum(datum, reader, message.loss_fn, f"data[{i}]") for i, datum in enumerate(message.data)],
         loss_fn=message.loss_fn,
-        loss_config=with_default_config(message.loss_fn, _read_loss_config(message)),
+        loss_config=fill_default_config(message.loss_fn, _read_loss_config(message)),
         forward_only=message.forward_only,
     )
 
@@ -81,11 +80,11 @@ def encode_training(request: TrainingRequest) -> bytes:
     return message.SerializeToString(deterministic=True)
 
 
-def typed_input(name: str, array: np.ndarray, field_name: str) -> np.ndarray:
-    """An input with the type that its name asks for: targets are integers, everything else is float32.
+def convert_input(name: str, array: np.ndarray, field_name: str) -> np.ndarray:
+    """Convert an input to the type of its name: targets are integers, everything else is float32.
 
     Raises:
-        RequestError: targets that are no integers.
+        RequestError: non-integer targets.
     """
     if name != TARGETS:
         return array.astype(np.float32, copy=False)
@@ -94,11 +93,11 @@ def typed_input(name: str, array: np.ndarray, field_name: str) -> np.ndarray:
     return array
 
 
-def parsed(kind: type[M], data: bytes) -> M:
-    """Protobuf bytes as a message.
+def parse_message(kind: type[M], data: bytes) -> M:
+    """Parse protobuf bytes.
 
     Raises:
-        RequestError: they are none.
+        RequestError: invalid bytes.
     """
     message = kind()
     try:
@@ -110,8 +109,8 @@ def parsed(kind: type[M], data: bytes) -> M:
     return message
 
 
-def refuse_unknown_fields(message: Message, what: str) -> None:
-    """A field that a newer client knows and this server does not may change what is asked: refused, not ignored."""
+def check_unknown_fields(message: Message, what: str) -> None:
+    """Refuse unknown fields: a field of a newer client may change the meaning of the request."""
     for unknown in UnknownFieldSet(message):
         raise RequestError(f"field number {unknown.field_number} of {what} is not known to this server")
 
@@ -126,23 +125,23 @@ def _read_loss_config(message: pb.ForwardBackwardRequest) -> dict[str, float]:
 
 
 def _read_datum(message: pb.Datum, reader: TensorReader, loss_fn: str, name: str) -> Datum:
-    refuse_unknown_fields(message, name)
+    check_unknown_fields(message, name)
     chunks = [_read_chunk(chunk, f"{name}.model_input.chunks[{i}]") for i, chunk in enumerate(message.model_input)]
     inputs = {}
     for key, tensor in message.loss_fn_inputs.items():
         field_name = f"{name}.loss_fn_inputs[{key!r}]"
-        inputs[key] = typed_input(key, reader.read(tensor, field_name), field_name)
-    return with_default_inputs(loss_fn, Datum(tokens=join_chunks(chunks), inputs=inputs))
+        inputs[key] = convert_input(key, reader.read(tensor, field_name), field_name)
+    return fill_default_inputs(loss_fn, Datum(tokens=join_chunks(chunks), inputs=inputs))
 
 
 def _read_chunk(chunk: pb.Chunk, name: str) -> np.ndarray:
     kind = chunk.WhichOneof("chunk")
     if kind != "encoded_text":
-        raise RequestError(not_text(name, kind))
+        raise RequestError(describe_non_text_input(name, kind))
     return read_tokens(chunk.encoded_text.tokens, f"{name}.tokens")
 
 
-def not_text(name: str, kind: str | None) -> str:
+def describe_non_text_input(name: str, kind: str | None) -> str:
     """Return the error text for an input that is not text."""
     return f"{name} must be encoded_text: this server's models read tokens only; got {kind or 'something else'}"
 
@@ -172,7 +171,7 @@ def encode_pass_output(output: PassOutput) -> bytes:
 
 def decode_pass_output(data: bytes) -> PassOutput:
     """Decode the output of `encode_pass_output`."""
-    message = parsed(pb.ForwardBackwardOutput, data)
+    message = parse_message(pb.ForwardBackwardOutput, data)
     logprobs = []
     for record in message.loss_fn_outputs:
         tensor = record.fields["logprobs"]
@@ -183,8 +182,8 @@ def decode_pass_output(data: bytes) -> PassOutput:
     return PassOutput(logprobs=logprobs, metrics=dict(message.metrics))
 
 
-def pass_output_json(data: bytes) -> dict[str, object]:
-    """The same for clients that take JSON."""
+def encode_pass_output_json(data: bytes) -> dict[str, object]:
+    """Encode a pass output for clients that accept JSON."""
     output = decode_pass_output(data)
     return {
         "loss_fn_output_type": "ArrayRecord",
@@ -219,7 +218,7 @@ def encode_sample_output(output: SampleOutput) -> bytes:
 
 def decode_sample_output(data: bytes) -> SampleOutput:
     """Decode the output of `encode_sample_output`; log-probs have the precision of float32."""
-    message = parsed(pb.SampleResponse, data)
+    message = parse_message(pb.SampleResponse, data)
     return SampleOutput(
         sequences=[
             Sequence(
@@ -244,7 +243,7 @@ def decode_sample_output(data: bytes) -> SampleOutput:
 
 
 def sample_output_json(data: bytes) -> dict[str, object]:
-    """The same for clients that take JSON; what was not asked for is left out."""
+    """Encode a sample output for clients that accept JSON; fields not requested are omitted."""
     output = decode_sample_output(data)
     answer: dict[str, object] = {"type": "sample", "sequences": [sequence._asdict() for sequence in output.sequences]}
     if output.prompt_logprobs is not None:
@@ -261,13 +260,13 @@ def sample_output_json(data: bytes) -> dict[str, object]:
 def _write_targets(targets: TargetLogProbs, message: pb.Tensor) -> None:
     message.dtype = pb.DTYPE_FLOAT32
     message.shape.extend(targets.shape)
-    values = array_of(targets.values).astype("<f4").tobytes()
+    values = to_array(targets.values).astype("<f4").tobytes()
     if targets.crow is None or targets.columns is None:
         message.dense = values
         return
     message.sparse_csr.values = values
-    message.sparse_csr.crow_indices = array_of(targets.crow).astype("<i8").tobytes()
-    message.sparse_csr.col_indices = array_of(targets.columns).astype("<i8").tobytes()
+    message.sparse_csr.crow_indices = to_array(targets.crow).astype("<i8").tobytes()
+    message.sparse_csr.col_indices = to_array(targets.columns).astype("<i8").tobytes()
 
 
 def _read_targets(message: pb.Tensor) -> TargetLogProbs:

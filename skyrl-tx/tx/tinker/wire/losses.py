@@ -63,15 +63,16 @@ ELSEWHERE = MappingProxyType(
 """Losses that the hosted service has and this one has not, with the reason."""
 
 
-def with_default_config(loss_fn: str, config: Mapping[str, float]) -> dict[str, float]:
-    """Every setting of the loss, those not given at their defaults."""
+def fill_default_config(loss_fn: str, config: Mapping[str, float]) -> dict[str, float]:
+    """Return every setting of the loss, with defaults filled in."""
     rule = LOSS_RULES.get(loss_fn)
     return {**(rule.config if rule else {}), **config}
 
 
-def with_default_inputs(loss_fn: str, datum: Datum) -> Datum:
-    """Add weights of one where cross-entropy was given none, and where gspo was given no mask, one of the targets whose
-    sampling log-prob or advantage is not 0: clients pad both with zeros over the prompt."""
+def fill_default_inputs(loss_fn: str, datum: Datum) -> Datum:
+    """Fill in weights of one for cross-entropy, and for gspo a mask of the targets with nonzero sampling log-prob or
+    advantage: clients pad both with zeros over the prompt.
+    """
     inputs = datum.inputs
     if loss_fn == "cross_entropy" and "weights" not in inputs and TARGETS in inputs:
         inputs = {**inputs, "weights": np.ones(inputs[TARGETS].shape, np.float32)}

@@ -1,4 +1,4 @@
-"""One result out of those of a request's micro-batches, by the rules that clients use for their own chunks."""
+"""Merges the results of a request's micro-batches by the rules that clients use for chunks."""
 
 from collections.abc import Callable, Sequence
 
@@ -16,11 +16,11 @@ REDUCTIONS: dict[str, Callable[[Sequence[float], Sequence[float]], float]] = {
 
 
 def merge_outputs(outputs: Sequence[PassOutput], weights: Sequence[float] | None = None) -> PassOutput:
-    """Log-probs one after the other, metrics by the second half of their names.
+    """Concatenate log-probs, and reduce metrics by the suffix of their names.
 
     Args:
-        outputs: at least one; a metric may be in some of them only
-        weights: how much each counts in a mean; None: its number of data
+        outputs: at least one; a metric may be missing in some
+        weights: for means; None: the number of data
     """
     weights = [len(output.logprobs) for output in outputs] if weights is None else weights
     if len(outputs) == 1:

@@ -1,7 +1,7 @@
-"""The JSON bodies of requests, as FastAPI reads them: shapes and types. What needs the model's facts is for `checks`.
+"""Schemas of JSON request bodies: structure and types. `checks` validates what depends on the model.
 
-A field that is not known here is refused if it asks for something, with the nearest name; a newer client's field that
-asks for nothing (null, false, 0, empty) is let through, since clients send their defaults.
+An unknown field is refused with the nearest name if it has an effect; unset fields of newer clients (null, false, 0,
+empty) are accepted, since clients send their defaults.
 """
 
 import json
@@ -55,12 +55,12 @@ class Body(BaseModel):
 
 
 class LenientBody(BaseModel):
-    """A request that is only noted: whatever it holds is welcome."""
+    """Request that is only recorded and accepts any fields."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
 
-def _storable(value: dict[str, object] | None) -> dict[str, object] | None:
+def _validate_storable(value: dict[str, object] | None) -> dict[str, object] | None:
     """Metadata that a database can hold."""
     try:
         size = len(orjson.dumps(value))  # no half surrogate pairs, no integers of more than 64 bits
@@ -88,7 +88,7 @@ class CreateSessionRequest(LenientBody):
     project_id: Name | None = None
     display_name: Name | None = None
 
-    _storable = field_validator("user_metadata")(_storable)
+    _validate_storable = field_validator("user_metadata")(_validate_storable)
 
 
 class SessionHeartbeatRequest(LenientBody):
@@ -122,7 +122,7 @@ class LoraConfig(Body):
         """Args: draw_seed: gives a seed where the request has none."""
         return LoraSpec(
             rank=self.rank,
-            seed=_seed(self.seed, draw_seed),
+            seed=_normalize_seed(self.seed, draw_seed),
             train_attn=self.train_attn,
             train_mlp=self.train_mlp,
             train_unembed=self.train_unembed,
@@ -151,7 +151,7 @@ class CreateModelRequest(Body):
     optimizer_config: OptimizerConfig | None = None
     type: Literal["create_model"] = "create_model"
 
-    _storable = field_validator("user_metadata")(_storable)
+    _validate_storable = field_validator("user_metadata")(_validate_storable)
 
     @field_validator("lora_config")
     @classmethod
@@ -213,7 +213,7 @@ class SaveWeightsRequest(Body):
     user_metadata: dict[str, str] | None = None
     type: Literal["save_weights"] = "save_weights"
 
-    _storable = field_validator("user_metadata")(_storable)
+    _validate_storable = field_validator("user_metadata")(_validate_storable)
 
 
 class SaveWeightsForSamplerRequest(Body):
@@ -227,7 +227,7 @@ class SaveWeightsForSamplerRequest(Body):
     user_metadata: dict[str, str] | None = None
     type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
 
-    _storable = field_validator("user_metadata")(_storable)
+    _validate_storable = field_validator("user_metadata")(_validate_storable)
 
     @model_validator(mode="after")
     def _has_a_use(self) -> Self:
@@ -246,7 +246,7 @@ class SaveWeightsExternalRequest(Body):
     """Public keys that every file is encrypted to: `age1…`, or an SSH key."""
     type: Literal["save_weights_external"] = "save_weights_external"
 
-    _storable = field_validator("user_metadata")(_storable)
+    _validate_storable = field_validator("user_metadata")(_validate_storable)
 
 
 class LoadWeightsRequest(Body):
@@ -264,7 +264,7 @@ class LoadWeightsRequest(Body):
     weights_access_token: str | None = None
     type: Literal["load_weights"] = "load_weights"
 
-    _storable = field_validator("user_metadata")(_storable)
+    _validate_storable = field_validator("user_metadata")(_validate_storable)
 
     @property
     def creates_model(self) -> bool:
@@ -364,7 +364,7 @@ class SamplingParams(Body):
     def to_params(self, draw_seed: Callable[[], int]) -> SampleParams:
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return SampleParams(
-            seed=_seed(self.seed, draw_seed),
+            seed=_normalize_seed(self.seed, draw_seed),
             max_tokens=self.max_tokens,
             temperature=float(self.temperature),
             top_k=self.top_k,
@@ -384,8 +384,9 @@ _NOT_HERE = {
 
 
 class TargetTokens(Body):
-    """Token ids to score, a tensor [len(prompt) - 1, K]: those of row i in the place of prompt token i + 1; -1 for
-    none."""
+    """Token ids to score, a tensor [len(prompt) - 1, K]: row i is scored at the position of prompt token i + 1; -1 for
+    none.
+    """
 
     data: list[int]
     dtype: Literal["int64"] = "int64"
@@ -479,7 +480,7 @@ class HasErrors(Protocol):
     def errors(self) -> Any: ...
 
 
-def explain(error: HasErrors) -> str:
+def describe_errors(error: HasErrors) -> str:
     """Describe validation errors, one per line: `field: rule; got value`."""
     lines = []
     for e in error.errors()[:5]:
@@ -492,11 +493,11 @@ def explain(error: HasErrors) -> str:
     return "\n".join(dict.fromkeys(lines)).encode(errors="backslashreplace").decode()
 
 
-def as_request_error(error: HasErrors) -> RequestError:
-    """The same to be raised: 422, the wrong shape of a request."""
-    return RequestError(explain(error), 422)
+def to_request_error(error: HasErrors) -> RequestError:
+    """Convert validation errors to a RequestError with status 422."""
+    return RequestError(describe_errors(error), 422)
 
 
-def _seed(given: int | None, draw_seed: Callable[[], int]) -> int:
-    """Not negative, as random generators want it."""
+def _normalize_seed(given: int | None, draw_seed: Callable[[], int]) -> int:
+    """Make a seed non-negative, as random generators require."""
     return (draw_seed() if given is None else given) % 2**63

@@ -1,6 +1,5 @@
-"""Tensors of the wire, protobuf and JSON, as numpy arrays, and back.
-
-Knows nothing of what a tensor is for; `field` is its name in errors. Nothing here loops over elements.
+"""Conversion of wire tensors (protobuf and JSON) to and from numpy arrays. `field` is the tensor's name in errors. No
+loops over elements.
 """
 
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ import msgspec
 import numpy as np
 
 from tx.errors import RequestError
-from tx.tinker.pieces import array_of
+from tx.tinker.pieces import to_array
 from tx.tinker.wire import tinker_wire_pb2 as pb
 
 MAX_DENSE_ELEMENTS = 2**25
@@ -46,10 +45,10 @@ class TensorReader:
             raise RequestError(f"{field}.dtype must be FLOAT32, INT64, INT32 or BFLOAT16; got {tensor.dtype}")
         shape = list(tensor.shape)
         if tensor.WhichOneof("encoding") != "sparse_csr":
-            return _shaped(_widened(_from_bytes(tensor.dense, dtype, field)), shape, field)
+            return _validate_shape(_convert_to_wide(_from_bytes(tensor.dense, dtype, field)), shape, field)
         csr = tensor.sparse_csr
-        return self._dense(
-            _widened(_from_bytes(csr.values, dtype, f"{field}.values")),
+        return self._to_dense(
+            _convert_to_wide(_from_bytes(csr.values, dtype, f"{field}.values")),
             _from_bytes(csr.crow_indices, "<i8", f"{field}.crow_indices"),
             _from_bytes(csr.col_indices, "<i8", f"{field}.col_indices"),
             shape,
@@ -60,10 +59,10 @@ class TensorReader:
         values = _from_numbers(tensor.data, tensor.dtype, f"{field}.data")
         crow, col = tensor.sparse_crow_indices, tensor.sparse_col_indices
         if crow is None and col is None:
-            return _shaped(values, tensor.shape or [], field)
+            return _validate_shape(values, tensor.shape or [], field)
         if crow is None or col is None:
             raise RequestError(f"{field}: sparse_crow_indices and sparse_col_indices come together or not at all")
-        return self._dense(
+        return self._to_dense(
             values,
             _from_numbers(crow, "int64", f"{field}.sparse_crow_indices"),
             _from_numbers(col, "int64", f"{field}.sparse_col_indices"),
@@ -71,8 +70,10 @@ class TensorReader:
             field,
         )
 
-    def _dense(self, values: np.ndarray, crow: np.ndarray, col: np.ndarray, shape: list[int], field: str) -> np.ndarray:
-        """[rows, columns] of a CSR tensor, zero where it lists nothing."""
+    def _to_dense(
+        self, values: np.ndarray, crow: np.ndarray, col: np.ndarray, shape: list[int], field: str
+    ) -> np.ndarray:
+        """Expand a CSR tensor to [rows, columns], zero where not listed."""
         if len(shape) != 2 or min(shape) < 0:
             raise RequestError(f"{field}.shape must be [rows, columns] for a sparse tensor; got {shape[:8]}")
         self._dense_left -= prod(shape)
@@ -125,11 +126,11 @@ def _from_numbers(numbers: Sequence[int | float], dtype: str, field: str) -> np.
     if dtype == "float32":
         try:
             with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused with the rest
-                return array_of(numbers).astype(np.float64).astype(np.float32)
+                return to_array(numbers).astype(np.float64).astype(np.float32)
         except OverflowError:
             raise RequestError(f"{field} must be numbers that float32 can hold") from None
     try:
-        array = array_of(numbers)
+        array = to_array(numbers)
         with np.errstate(invalid="ignore"):  # of what int64 cannot hold something else becomes, as is seen below
             whole = array.astype(np.int64) if array.size else np.zeros(0, np.int64)
     except (OverflowError, TypeError, ValueError):
@@ -139,8 +140,8 @@ def _from_numbers(numbers: Sequence[int | float], dtype: str, field: str) -> np.
     return whole
 
 
-def _widened(array: np.ndarray) -> np.ndarray:
-    """A copy: float32 for bfloat16, its upper half; int64 for int32."""
+def _convert_to_wide(array: np.ndarray) -> np.ndarray:
+    """Return a wider copy: float32 for bfloat16 (its upper half), int64 for int32."""
     match array.dtype.str:
         case "<u2":
             return (array.astype(np.uint32) << 16).view(np.float32)
@@ -150,7 +151,7 @@ def _widened(array: np.ndarray) -> np.ndarray:
             return array.copy()
 
 
-def _shaped(array: np.ndarray, shape: list[int], field: str) -> np.ndarray:
+def _validate_shape(array: np.ndarray, shape: list[int], field: str) -> np.ndarray:
     if not shape:
         return array
     if min(shape) < 0 or len(shape) > 8 or prod(shape) != array.size:

@@ -1,5 +1,6 @@
-"""The body of `forward_backward` and `forward`, as it comes off the network, as a request: JSON of old clients or
-protobuf, zstd or not. What cannot be read is refused before it costs memory."""
+"""Parser of `forward_backward` and `forward` bodies: JSON of old clients or protobuf, optionally zstd-compressed.
+Invalid bodies are refused before they use memory.
+"""
 
 import re
 from dataclasses import replace
@@ -15,13 +16,13 @@ from tx.tinker.wire import tinker_wire_pb2 as pb
 from tx.tinker.wire.codec import (
     MAX_DATA,
     TrainingRequest,
+    convert_input,
     decode_training,
+    describe_non_text_input,
     encode_training,
     join_chunks,
-    not_text,
-    typed_input,
 )
-from tx.tinker.wire.losses import with_default_config, with_default_inputs
+from tx.tinker.wire.losses import fill_default_config, fill_default_inputs
 from tx.tinker.wire.tensors import JsonTensor, TensorReader, read_json_tokens
 
 PROTOBUF = ("application/x-protobuf", "application/protobuf")
@@ -51,9 +52,9 @@ def read_training_body(
         max_bytes: of the body, packed and unpacked
 
     Raises:
-        RequestError: too large (413), of another type (415), not what its type says, or without an address (400).
+        RequestError: too large (413), unsupported type (415), contradicting its type, or without an address (400).
     """
-    kind = _media_type(content_type)
+    kind = _parse_media_type(content_type)
     if kind not in (*PROTOBUF, "application/json"):
         raise RequestError(f"content-type must be application/json or {PROTOBUF[0]}; got {content_type[:80]!r}", 415)
     body = unpack(body, content_encoding, max_bytes)
@@ -64,22 +65,22 @@ def read_training_body(
     request = decode_training(body)
     _check_address(request)
     if forward_only_default and not request.forward_only:
-        body += _last_word(forward_only=True)
+        body += _encode_override(forward_only=True)
     return replace(request, payload=body, forward_only=forward_only_default or request.forward_only)
 
 
-def with_loss(request: TrainingRequest, loss_fn: str) -> TrainingRequest:
+def set_loss(request: TrainingRequest, loss_fn: str) -> TrainingRequest:
     """Return a request that was read from a body with another loss, in its payload too."""
     return replace(
         request,
         loss_fn=loss_fn,
-        loss_config=with_default_config(loss_fn, request.loss_config),
-        data=[with_default_inputs(loss_fn, datum) for datum in request.data],
-        payload=request.payload + _last_word(loss_fn=loss_fn),
+        loss_config=fill_default_config(loss_fn, request.loss_config),
+        data=[fill_default_inputs(loss_fn, datum) for datum in request.data],
+        payload=request.payload + _encode_override(loss_fn=loss_fn),
     )
 
 
-def _last_word(**fields: Any) -> bytes:
+def _encode_override(**fields: Any) -> bytes:
     """Return bytes that set fields of a payload when they follow it: the last value of a field counts."""
     return pb.ForwardBackwardRequest(**fields).SerializeToString()
 
@@ -89,7 +90,7 @@ def find_address(body: bytes, content_type: str, content_encoding: str | None, m
     model continues with the next. Never raises."""
     try:
         body = unpack(body, content_encoding, max_bytes)
-        if _media_type(content_type) in PROTOBUF:
+        if _parse_media_type(content_type) in PROTOBUF:
             message = pb.ForwardBackwardRequest.FromString(body)
             model_id, seq = message.model_id, message.seq_id
         else:
@@ -103,20 +104,20 @@ def find_address(body: bytes, content_type: str, content_encoding: str | None, m
 
 
 class _Addressed(msgspec.Struct):
-    """The rest of the body is passed over, of which nothing is made: that is many times faster."""
+    """Address of a request. The rest of the body is skipped without building objects, which is many times faster."""
 
     model_id: str
     seq_id: int
 
 
 def unpack(body: bytes, content_encoding: str | None, max_bytes: int) -> bytes:
-    """The body without its compression.
+    """Decompress a body.
 
     Raises:
-        RequestError: too large, packed or not (413); another packing than zstd (415); cut short or no zstd (400).
+        RequestError: too large, compressed or not (413); not zstd (415); truncated or invalid zstd (400).
     """
     if len(body) > max_bytes:
-        raise too_large(max_bytes)
+        raise build_too_large(max_bytes)
     match (content_encoding or "identity").strip().lower():
         case "identity":
             return body
@@ -126,7 +127,7 @@ def unpack(body: bytes, content_encoding: str | None, max_bytes: int) -> bytes:
             raise RequestError(f"content-encoding must be zstd or identity; got {other[:80]!r}", 415)
 
 
-def too_large(max_bytes: int) -> RequestError:
+def build_too_large(max_bytes: int) -> RequestError:
     return RequestError(
         f"body must be at most {max_bytes:,} bytes, also once unpacked (--max-body-mb); send fewer data a request", 413
     )
@@ -138,7 +139,7 @@ def _unpack_zstd(body: bytes, max_bytes: int) -> bytes:
         if size == zstandard.CONTENTSIZE_UNKNOWN:
             return _unpack_zstd_of_unknown_size(body, max_bytes)
         if size > max_bytes:
-            raise too_large(max_bytes)
+            raise build_too_large(max_bytes)
         return zstandard.ZstdDecompressor().decompress(body, max_output_size=max_bytes, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise RequestError(f"body must be one whole zstd frame, as content-encoding says ({error})") from None
@@ -152,7 +153,7 @@ def _unpack_zstd_of_unknown_size(body: bytes, max_bytes: int) -> bytes:
         parts.append(stream.decompress(body[start : start + 1024]))
         size += len(parts[-1])
         if size > max_bytes:
-            raise too_large(max_bytes)
+            raise build_too_large(max_bytes)
         if stream.eof:
             break
     if not stream.eof or stream.unused_data or start + 1024 < len(body):
@@ -160,7 +161,7 @@ def _unpack_zstd_of_unknown_size(body: bytes, max_bytes: int) -> bytes:
     return b"".join(parts)
 
 
-def _media_type(content_type: str) -> str:
+def _parse_media_type(content_type: str) -> str:
     return content_type.split(";")[0].strip().lower()
 
 
@@ -212,7 +213,7 @@ class _Forward(msgspec.Struct, forbid_unknown_fields=True):
 
 def _from_json(body: bytes, forward_only: bool) -> TrainingRequest:
     kind: Any = _Forward if forward_only else _ForwardBackward
-    message = _decoded(body, kind, "")
+    message = _decode_json(body, kind, "")
     given: _Input = message.forward_input if forward_only else message.forward_backward_input
     if len(given.data) > MAX_DATA:
         raise RequestError(f"data must be at most {MAX_DATA} data; got {len(given.data)}")
@@ -220,15 +221,15 @@ def _from_json(body: bytes, forward_only: bool) -> TrainingRequest:
     return TrainingRequest(
         model_id=message.model_id,
         seq_id=message.seq_id,
-        data=[_datum(datum, reader, given.loss_fn, f"data[{i}]") for i, datum in enumerate(given.data)],
+        data=[_parse_datum(datum, reader, given.loss_fn, f"data[{i}]") for i, datum in enumerate(given.data)],
         loss_fn=given.loss_fn,
-        loss_config=with_default_config(given.loss_fn, _loss_config(given.loss_fn_config or {})),
+        loss_config=fill_default_config(given.loss_fn, _parse_loss_config(given.loss_fn_config or {})),
         forward_only=forward_only,
     )
 
 
-def _decoded(body: bytes | msgspec.Raw, kind: Any, name: str) -> Any:
-    """JSON as a struct; `name` is where it stands in the body, if not at its top."""
+def _decode_json(body: bytes | msgspec.Raw, kind: Any, name: str) -> Any:
+    """Decode JSON into a struct; `name` is its location in the body, if nested."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:  # "Expected `int`, got `str` - at `$.data[0]`"
@@ -238,22 +239,22 @@ def _decoded(body: bytes | msgspec.Raw, kind: Any, name: str) -> Any:
         raise RequestError(f"body must be JSON, in which there is no NaN or Infinity: {error}") from None
 
 
-def _loss_config(given: dict[str, Any]) -> dict[str, float]:
+def _parse_loss_config(given: dict[str, Any]) -> dict[str, float]:
     for name, value in given.items():
         if type(value) not in (int, float) or abs(value) > 1e308:
             raise RequestError(f"loss_fn_config[{name[:80]!r}] must be a number; got {str(value)[:80]!r}")
     return {name: float(value) for name, value in given.items()}
 
 
-def _datum(datum: _Datum, reader: TensorReader, loss_fn: str, name: str) -> Datum:
+def _parse_datum(datum: _Datum, reader: TensorReader, loss_fn: str, name: str) -> Datum:
     chunks = []
     for i, chunk in enumerate(datum.model_input.chunks):
         field = f"{name}.model_input.chunks[{i}]"
         if chunk.type not in (None, "encoded_text") or chunk.tokens is None:
-            raise RequestError(not_text(field, chunk.type))
+            raise RequestError(describe_non_text_input(field, chunk.type))
         chunks.append(read_json_tokens(chunk.tokens, f"{field}.tokens"))
     inputs = {}
     for key, tensor in datum.loss_fn_inputs.items():
         field = f"{name}.loss_fn_inputs[{key!r}]"
-        inputs[key] = typed_input(key, reader.read_json(_decoded(tensor, JsonTensor, field), field), field)
-    return with_default_inputs(loss_fn, Datum(tokens=join_chunks(chunks), inputs=inputs))
+        inputs[key] = convert_input(key, reader.read_json(_decode_json(tensor, JsonTensor, field), field), field)
+    return fill_default_inputs(loss_fn, Datum(tokens=join_chunks(chunks), inputs=inputs))

@@ -11,10 +11,10 @@ from skyrl_train.weight_sync.base import LoraLoadRequest
 
 
 class SteadyAdapters:
-    """Loading and unloading of adapters in every engine; waits for engines that are restarting.
+    """Loads and unloads adapters in every engine; waits for restarting engines.
 
     Args:
-        client: nobody else loads adapters into its engines
+        client: its engines must not receive adapters from other code
         takes_head: the engines compute adapters of the output layer
     """
 

@@ -36,11 +36,11 @@ def build(config: EngineConfig, facts: BaseModelFacts) -> Backend:
         os.environ["RAY_ADDRESS"] = settings.ray_address
     start_ray(engines)
     _check_gpus(engines)
-    sampling = _sampling(settings, engines)  # the engines start meanwhile
-    return Backend(training=_training(settings, engines, facts.folder), sampling=sampling)
+    sampling = _build_sampling(settings, engines)  # the engines start meanwhile
+    return Backend(training=_build_training(settings, engines, facts.folder), sampling=sampling)
 
 
-def _sampling(settings: SkyRLTrainSettings, engines: SkyRLConfig) -> "SamplingWithRay":
+def _build_sampling(settings: SkyRLTrainSettings, engines: SkyRLConfig) -> "SamplingWithRay":
     check_engines(engines)
     trust = bool(settings.training.get("trust_remote_code", False))
     tokenizer = AutoTokenizer.from_pretrained(engines.trainer.policy.model.path, trust_remote_code=trust)
@@ -49,11 +49,11 @@ def _sampling(settings: SkyRLTrainSettings, engines: SkyRLConfig) -> "SamplingWi
         client,
         max_num_seqs=engines.generator.max_num_seqs * len(client.engines),
         max_loaded_adapters=settings.max_loaded_adapters,
-        takes_head=_takes_head(engines),
+        takes_head=_has_head_adapters(engines),
     )
 
 
-def _training(settings: SkyRLTrainSettings, engines: SkyRLConfig, base_model: Path) -> "AdaptersForEngines":
+def _build_training(settings: SkyRLTrainSettings, engines: SkyRLConfig, base_model: Path) -> "AdaptersForEngines":
     placement = engines.trainer.placement
     device, seconds = placement.device, settings.process_timeout_seconds
     options = {"dtype": settings.resolved_dtype(device), "max_lora_rank": settings.max_lora_rank, **settings.training}
@@ -66,11 +66,11 @@ def _training(settings: SkyRLTrainSettings, engines: SkyRLConfig, base_model: Pa
         log_folder=RunFolder(engines.trainer.run_dir).logs_folder,
     )
     ranks = TrainingRanks(workers, device=device, timeout_seconds=seconds)
-    frozen_head = settings.freeze_unembed and not _takes_head(engines)
-    return AdaptersForEngines(ranks, takes_head=_takes_head(engines), frozen_head=frozen_head)
+    frozen_head = settings.freeze_unembed and not _has_head_adapters(engines)
+    return AdaptersForEngines(ranks, takes_head=_has_head_adapters(engines), frozen_head=frozen_head)
 
 
-def _takes_head(engines: SkyRLConfig) -> bool:
+def _has_head_adapters(engines: SkyRLConfig) -> bool:
     """Return True if the engines compute adapters of the output layer."""
     return EngineRegistry.requirements(engines.generator.backend).output_layer_adapters
 
@@ -116,7 +116,7 @@ class AdaptersForEngines(GroupTraining):
 def _check_gpus(config: SkyRLConfig) -> None:
     """
     Raises:
-        ConfigError: Ray has fewer than are asked for; nothing would ever start.
+        ConfigError: Ray has fewer GPUs than required; engines would never start.
     """
     placement, generator = config.trainer.placement, config.generator
     num_engines = generator.num_inference_engines if generator.run_engines_locally else 0

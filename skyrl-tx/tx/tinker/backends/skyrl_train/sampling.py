@@ -1,8 +1,7 @@
-"""Sampling by engines of skyrl_train, each in a Ray process of its own or a server started elsewhere.
+"""Sampling with engines of skyrl_train, each in a separate Ray process or on an external server.
 
-Engines that die are started again with the adapters that were loaded, as often as `generator.max_engine_restarts`
-allows; their requests go on from the tokens they have. Knows folders of adapters and the client over the engines;
-nothing of training, tenants' rights or the wire.
+Crashed engines are restarted with their loaded adapters, up to `generator.max_engine_restarts` times; their requests
+resume from the tokens generated so far. Independent of training, permissions and the wire format.
 """
 
 import asyncio
@@ -51,7 +50,7 @@ class EngineSampling(SamplingBackend):
             raise ConfigError(f"the {info.backend} engines take no adapters: {why}")
 
     def num_running(self) -> int:
-        """Sequences asked for and not done."""
+        """Return the number of unfinished sequences."""
         return self._num_running
 
     async def sample(self, spec: SampleSpec, adapter: Path | None, *, tenant: str = "") -> SampleOutput:
@@ -60,7 +59,7 @@ class EngineSampling(SamplingBackend):
         self._num_running += spec.num_samples
         try:
             async with self._turns.take(tenant, spec.num_samples), self._slots.use(adapter) as name:
-                return await self._answer(spec, name)
+                return await self._sample_and_score(spec, name)
         except (ValueError, UnsupportedByEngine, WeightSyncError) as error:
             raise ModelError(str(error)) from error
         except TimeoutError as error:
@@ -72,7 +71,7 @@ class EngineSampling(SamplingBackend):
             self._num_running -= spec.num_samples
 
     async def close(self) -> None:
-        """End the engines at once: they hold no state that is not stored elsewhere."""
+        """Stop the engines immediately: their state is stored elsewhere."""
         engines = [engine for engine in self._client.engines if isinstance(engine, Process)]
         await asyncio.gather(self._client.teardown(), *(asyncio.to_thread(engine.kill) for engine in engines))
         await self._slots.close()
@@ -83,9 +82,10 @@ class EngineSampling(SamplingBackend):
         except WorkerError as error:
             raise BackendLost(str(error)) from error
 
-    async def _answer(self, spec: SampleSpec, lora_name: str | None) -> SampleOutput:
-        """Engines score prompts at the temperature of the answer, for every answer again; we want temperature 1, once.
-        So where that is not the same the scores are a request of their own."""
+    async def _sample_and_score(self, spec: SampleSpec, lora_name: str | None) -> SampleOutput:
+        """Sample, and score the prompt once at temperature 1. Engines score prompts at the sampling temperature and
+        once per completion; where that differs, scoring is a separate request.
+        """
         params, num_top = spec.params, spec.topk_prompt_logprobs
         is_scored = spec.prompt_logprobs or num_top > 0
         together = is_scored and spec.num_samples == 1 and params.temperature in (0.0, 1.0)
@@ -105,7 +105,7 @@ class EngineSampling(SamplingBackend):
         } | ({"prompt_logprobs": num_top} if together else {})
         seeds = [(params.seed, index) for index in range(spec.num_samples)]
         answers = await self._generate(spec.prompt, values, seeds, lora_name)
-        return _output(spec, answers, (scores or answers)[0])
+        return _to_sample_output(spec, answers, (scores or answers)[0])
 
     async def _generate(
         self, prompt: list[int], params: dict[str, Any], seeds: list[tuple[int, int]], lora_name: str | None
@@ -122,13 +122,13 @@ class EngineSampling(SamplingBackend):
         return await gather_or_cancel([self._client.generate(request) for request in requests])
 
 
-def _output(spec: SampleSpec, completions: list[Completion], scored: Completion) -> SampleOutput:
+def _to_sample_output(spec: SampleSpec, completions: list[Completion], scored: Completion) -> SampleOutput:
     sequences = []
     for completion in completions:
         reason, log_probs = completion.stop_reason, completion.log_probs
         assert log_probs is not None
         if reason not in ("stop", "length"):
-            raise ModelError("the engines were told to abort all requests", "server")
+            raise ModelError("the engines aborted all requests", "server")
         if not all(map(math.isfinite, log_probs)):
             raise ModelError("the model's output was not finite", "server")
         sequences.append(Sequence(completion.token_ids, log_probs, reason))
@@ -136,11 +136,11 @@ def _output(spec: SampleSpec, completions: list[Completion], scored: Completion)
     if spec.prompt_logprobs:
         assert scored.prompt_log_probs is not None
         scores = [None, *scored.prompt_log_probs]
-    return SampleOutput(sequences=sequences, prompt_logprobs=scores, topk_prompt_logprobs=_top(spec, scored))
+    return SampleOutput(sequences=sequences, prompt_logprobs=scores, topk_prompt_logprobs=_extract_topk(spec, scored))
 
 
-def _top(spec: SampleSpec, scored: Completion) -> list[list[tuple[int, float]] | None] | None:
-    """Return the likeliest tokens in the place of each prompt token; nothing predicts the first one."""
+def _extract_topk(spec: SampleSpec, scored: Completion) -> list[list[tuple[int, float]] | None] | None:
+    """Return the top-k tokens at each prompt position; None at the first, which has no prediction."""
     if not spec.topk_prompt_logprobs:
         return None
     assert scored.prompt_top is not None

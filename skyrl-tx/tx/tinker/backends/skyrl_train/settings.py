@@ -80,9 +80,9 @@ class SkyRLTrainSettings:
         """Read and check the settings, as far as possible without torch.
 
         Raises:
-            ConfigError: an unknown name (with the nearest), a value that is impossible, engines that are not installed.
+            ConfigError: an unknown name (suggests the nearest), an invalid value, or engines that are not installed.
         """
-        check_setting_names(values, known_settings())
+        check_setting_names(values, get_setting_names())
         own, sections = {}, {"training": {}, "generator": {}}
         for name, value in values.items():
             if name.startswith(_PREFIX):
@@ -91,7 +91,7 @@ class SkyRLTrainSettings:
                 (sections["training"] if name in TRAINING_SETTINGS else own)[name] = value
         try:
             settings = build(cls, own | sections, "backend_config")
-            check_backend(build(GeneratorConfig, settings._generator_values(), "generator", SkyRLConfig))
+            check_backend(build(GeneratorConfig, settings._build_generator_values(), "generator", SkyRLConfig))
         except TrainerConfigError as error:
             raise ConfigError(str(error)) from error
         for name in ("num_processes", "process_timeout_seconds", "max_lora_rank", "max_loaded_adapters"):
@@ -110,27 +110,27 @@ class SkyRLTrainSettings:
         model = {"path": str(base_model), "lora": {"rank": self.max_lora_rank}}
         trainer = {"policy": {"model": model}, "placement": asdict(placement), "run_dir": str(run_folder)}
         dtype = self.resolved_dtype(placement.device)
-        values = {"trainer": trainer, "generator": {"model_dtype": dtype} | self._generator_values()}
+        values = {"trainer": trainer, "generator": {"model_dtype": dtype} | self._build_generator_values()}
         config = validate_generator_cfg(values)
-        own_kwargs = {"max_model_len": max_context} | self._room_for_adapters(config.generator.backend)
+        own_kwargs = {"max_model_len": max_context} | self._get_adapter_limits(config.generator.backend)
         config.generator.engine_init_kwargs = own_kwargs | config.generator.engine_init_kwargs
         return config
 
     def resolved_dtype(self, device: str) -> str:
-        """`dtype`, with None answered."""
+        """`dtype`, with None resolved."""
         return self.dtype or ("float32" if device == "cpu" else "bfloat16")
 
-    def _generator_values(self) -> dict[str, Any]:
+    def _build_generator_values(self) -> dict[str, Any]:
         remote = "remote_inference_engine_urls" in self.generator
         defaults = {"backend": "auto" if remote else "vllm", "run_engines_locally": not remote}
         return defaults | {"weight_sync_strategy": "adapter"} | dict(self.generator)
 
-    def _room_for_adapters(self, backend: str) -> dict[str, Any]:
+    def _get_adapter_limits(self, backend: str) -> dict[str, Any]:
         keyword, spare = EngineRegistry.requirements(backend).adapter_slots
         return {keyword: self.max_loaded_adapters + spare}
 
 
-def known_settings() -> list[str]:
-    """Every name that `--backend-config` may have."""
+def get_setting_names() -> list[str]:
+    """Return every valid name in `--backend-config`."""
     own = [field.name for field in fields(SkyRLTrainSettings) if field.name not in ("training", "generator")]
     return [*own, *TRAINING_SETTINGS, *(_PREFIX + name for name in GENERATOR_SETTINGS)]

@@ -1,8 +1,8 @@
 """Round-robin queue over tenants for the rows of engines; first in, first out within a tenant.
 
-A tenant may begin something while it holds less than `GREED` times the rows that are free (the native engine's rule,
-`skyrl_train.inference_engines.native.waiting`, for requests of several rows). So rows are never all taken by those who
-came first. Knows no engines.
+A tenant may start requests while it holds less than `GREED` times the free rows (the native engine's rule,
+`skyrl_train.inference_engines.native.waiting`, for requests of several rows). So early tenants never occupy all rows.
+Independent of engines.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ class Turns:
         """
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queues.setdefault(tenant, deque()).append((num_rows, turn))
-        self._serve()
+        self._dispatch_waiting()
         try:
             await turn
             yield
@@ -39,11 +39,11 @@ class Turns:
             if turn.done() and not turn.cancelled():
                 self._free += num_rows
                 self._held[tenant] -= num_rows
-                self._held += Counter()  # forgets those at 0
-            self._serve()
+                self._held += Counter()  # removes zero counts
+            self._dispatch_waiting()
 
-    def _serve(self) -> None:
-        while (tenant := self._next()) is not None:
+    def _dispatch_waiting(self) -> None:
+        while (tenant := self._find_next()) is not None:
             num_rows, turn = self._queues[tenant].popleft()
             self._queues.move_to_end(tenant)
             if not turn.cancelled():
@@ -51,7 +51,7 @@ class Turns:
                 self._held[tenant] += num_rows
                 turn.set_result(None)
 
-    def _next(self) -> str | None:
+    def _find_next(self) -> str | None:
         for tenant in [tenant for tenant, queue in self._queues.items() if not queue]:
             del self._queues[tenant]
         return next((tenant for tenant in self._queues if self._held[tenant] < GREED * self._free), None)

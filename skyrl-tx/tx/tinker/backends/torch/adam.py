@@ -1,9 +1,9 @@
-"""AdamW (https://arxiv.org/abs/1711.05101) on one model's adapter, which lies in memory as one vector.
+"""AdamW (https://arxiv.org/abs/1711.05101) on one model's adapter, which is stored as one vector.
 
-Each number is computed from its own alone, so ranks can hold a part of the vector each; what depends on all of them are
-norms, which are given as a function.
+The update is elementwise, so each rank can hold a shard of the vector; only norms depend on all elements, and are
+passed as a function.
 
-Shapes: P numbers of the adapter, or of this rank's part of it.
+Shapes: P numbers of the adapter, or of this rank's shard.
 """
 
 import math
@@ -37,9 +37,9 @@ def adamw(
     step: int,
     params: AdamParams,
     scaling: float = 1.0,
-    norm: Norm = ALONE.norm,
+    norm: Norm = ALONE.compute_norm,
 ) -> AdamState:
-    """Compute the state after one step; `before` and `gradient` stay as they are.
+    """Compute the state after one step; `before` and `gradient` are not modified.
 
         m = b1 m + (1 - b1) g             v = b2 v + (1 - b2) g^2
         p = p - lr wd p                   (the decay does not pass through m and v)
@@ -53,20 +53,20 @@ def adamw(
     Raises:
         ModelError: float32 cannot hold the result; names the setting, or the moment.
     """
-    decay = _as_float32(
+    decay = _to_float32(
         "adam_params.learning_rate * adam_params.weight_decay", params.learning_rate * params.weight_decay
     )
-    rate = _as_float32(
+    rate = _to_float32(
         f"adam_params.learning_rate={params.learning_rate:g} / (1 - beta1^{step})",
-        params.learning_rate / _unbiased("beta1", params.beta1, step),
+        params.learning_rate / _compute_bias_correction("beta1", params.beta1, step),
     )
     # An eps of 0 is the smallest number instead: a weight without a gradient would move by 0 / 0.
-    eps = max(_as_float32("adam_params.eps", params.eps), _FLOAT32.tiny)
+    eps = max(_to_float32("adam_params.eps", params.eps), _FLOAT32.tiny)
     mean = before.mean.mul(params.beta1).add_(gradient, alpha=1 - params.beta1)
     square = before.square.mul(params.beta2).addcmul_(gradient, gradient, value=1 - params.beta2)
-    root = (square / _unbiased("beta2", params.beta2, step)).sqrt_()
+    root = (square / _compute_bias_correction("beta2", params.beta2, step)).sqrt_()
     if not math.isfinite(norm(root)):
-        raise _refusal(
+        raise _build_error(
             f"Adam's second moment, the mean of squared gradients, is not finite in float32 (the gradient's norm is "
             f"{norm(gradient):.3g}). Set adam_params.grad_clip_norm, or give the data smaller weights or advantages"
         )
@@ -75,31 +75,35 @@ def adamw(
     weights.addcdiv_(mean, root.add_(eps), value=-rate)
     # No entry of scaling * B A is larger than this, so what the layers add is finite as well.
     if not scaling * norm(weights) ** 2 <= _FLOAT32.max:
-        raise _refusal(
+        raise _build_error(
             f"the weights, or their product B A, would not be finite in float32 after it (norm {norm(weights):.3g}, "
             f"before {norm(before.weights):.3g}). Lower {_to_blame(params)}"
         )
     return AdamState(weights, mean, square)
 
 
-def clipped(gradient: torch.Tensor, largest_norm: float, norm: Norm = ALONE.norm) -> tuple[torch.Tensor, float]:
-    """Return g min(1, largest_norm / |g|) and |g|; a largest norm of 0 clips nothing. `gradient` stays as it is."""
+def clip_gradient(
+    gradient: torch.Tensor, largest_norm: float, norm: Norm = ALONE.compute_norm
+) -> tuple[torch.Tensor, float]:
+    """Return g min(1, largest_norm / |g|) and |g|; a largest norm of 0 disables clipping. `gradient` is not
+    modified.
+    """
     length = norm(gradient)
     if 0 < largest_norm < length < math.inf:
         return gradient * (largest_norm / length), length
     return gradient, length
 
 
-def _unbiased(name: str, beta: float, step: int) -> float:
+def _compute_bias_correction(name: str, beta: float, step: int) -> float:
     """Return 1 - beta^step, what a moment that began at 0 lacks to an average."""
     if not 0 <= beta < 1:
-        raise _refusal(f"adam_params.{name} must be from 0 to below 1; got {beta}")
+        raise _build_error(f"adam_params.{name} must be from 0 to below 1; got {beta}")
     return 1 - beta**step
 
 
-def _as_float32(name: str, value: float) -> float:
+def _to_float32(name: str, value: float) -> float:
     if not abs(value) <= _FLOAT32.max:
-        raise _refusal(f"{name} comes to {value:.3g}, which is not finite in float32. Lower it")
+        raise _build_error(f"{name} comes to {value:.3g}, which is not finite in float32. Lower it")
     return value
 
 
@@ -110,5 +114,5 @@ def _to_blame(params: AdamParams) -> str:
     return f"adam_params.learning_rate={rate:g}"
 
 
-def _refusal(reason: str) -> ModelError:
+def _build_error(reason: str) -> ModelError:
     return ModelError(f"no step was taken and nothing has changed: {reason}")

@@ -1,10 +1,9 @@
-"""Cache of the adapters in an engine: loaded on request, evicted when slots are needed. Knows folders and
-load / unload of an engine; nothing of sampling.
+"""Cache of the adapters in an engine: loaded on request, evicted when slots are needed. Independent of sampling.
 
-A folder never changes, so one that is loaded stays right. At most `num_slots` are loaded at a time. A request whose
-adapter has no slot waits for its turn, in the order in which the adapters that have none were first asked for. For each
-of these one adapter that is in use (the one asked for longest ago) takes no new requests any more: it runs dry, gives
-its slot, and may wait for another. So nobody waits for longer than the requests before them take.
+Folders are immutable, so a loaded adapter never becomes stale. At most `num_slots` are loaded at a time. Adapters
+without a slot queue in the order of their first request. For each of them one adapter in use (the least recently
+requested) stops accepting new requests: it drains, releases its slot, and may queue again. So the wait is bounded by
+the requests in flight and ahead in the queue.
 """
 
 import asyncio
@@ -39,11 +38,11 @@ class _Slot:
 
 
 class AdapterSlots:
-    """The adapters of one engine. For one asyncio loop.
+    """Adapter cache of one engine, for use from one asyncio loop.
 
     Args:
-        engine: nobody else loads adapters into it
-        num_slots: as many as it can hold
+        engine: must not receive adapters from other code
+        num_slots: the engine's capacity
     """
 
     def __init__(self, engine: Loader, num_slots: int):
@@ -55,11 +54,10 @@ class AdapterSlots:
 
     @asynccontextmanager
     async def use(self, folder: Path | None) -> AsyncIterator[str | None]:
-        """The name under which the engine knows the adapter, and holds it until the end of the block. None: the base
-        model.
+        """Yield the adapter's name in the engine, and hold its slot until the end of the block. None: the base model.
 
         Raises:
-            ValueError: it cannot be loaded: names the folder, and why.
+            ValueError: the adapter cannot be loaded; names folder and reason.
         """
         if folder is None:
             yield None
@@ -79,7 +77,7 @@ class AdapterSlots:
             return slot
         turn: asyncio.Future[_Slot] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(folder, []).append(turn)
-        self._serve()
+        self._dispatch_waiting()
         try:
             return await turn
         except asyncio.CancelledError:
@@ -87,19 +85,19 @@ class AdapterSlots:
                 self._release(turn.result())
             elif folder in self._waiting and all(other.cancelled() for other in self._waiting[folder]):
                 del self._waiting[folder]
-                self._serve()
+                self._dispatch_waiting()
             raise
 
     def _release(self, slot: _Slot) -> None:
         slot.num_users -= 1
-        self._serve()
+        self._dispatch_waiting()
 
-    def _serve(self) -> None:
+    def _dispatch_waiting(self) -> None:
         """Assign free slots to waiting requests, then make further slots free if needed."""
         while self._waiting:
             folder = next(iter(self._waiting))
             slot = self._slots.get(folder)
-            if slot is None and len(self._slots) >= self._num_slots and self._idle() is None:
+            if slot is None and len(self._slots) >= self._num_slots and self._find_idle() is None:
                 break
             turns = [turn for turn in self._waiting.pop(folder) if not turn.done()]
             if not turns:
@@ -112,31 +110,31 @@ class AdapterSlots:
                 turn.set_result(slot)
         num_leaving = sum(folder not in self._slots for folder in self._waiting)
         for index, slot in enumerate(sorted(self._slots.values(), key=lambda slot: not slot.leaving)):
-            slot.leaving = index < num_leaving  # those that already were; then the ones asked for longest ago
+            slot.leaving = index < num_leaving  # already leaving slots first, then the least recently requested
 
-    def _idle(self) -> Path | None:
+    def _find_idle(self) -> Path | None:
         """Return the least recently used idle adapter."""
         return next((folder for folder, slot in self._slots.items() if not slot.num_users), None)
 
     def _open(self, folder: Path) -> _Slot:
         former = None
         if len(self._slots) >= self._num_slots:
-            idle = self._idle()
+            idle = self._find_idle()
             assert idle is not None
             former = self._slots.pop(idle)
         slot = _Slot(str(folder), asyncio.create_task(self._load(folder, former)))
         self._slots[folder] = slot
 
-        def forget_if_failed(loading: "asyncio.Task[None]") -> None:
+        def remove_if_failed(loading: "asyncio.Task[None]") -> None:
             if (loading.cancelled() or loading.exception() is not None) and self._slots.get(folder) is slot:
                 del self._slots[folder]
-                self._serve()
+                self._dispatch_waiting()
 
-        slot.loading.add_done_callback(forget_if_failed)
+        slot.loading.add_done_callback(remove_if_failed)
         return slot
 
     async def _load(self, folder: Path, former: _Slot | None) -> None:
-        """Load the adapter, in place of another one if no slot is free."""
+        """Load the adapter, and evict another one if no slot is free."""
         if former is not None:
             await asyncio.wait([former.loading])
             if not former.loading.cancelled() and former.loading.exception() is None:

@@ -1,11 +1,10 @@
-"""Low-rank adapters of many models on the linear layers of one frozen base model, and on those of its experts.
+"""Low-rank adapters of many models on the linear layers, including experts, of one frozen base model.
 
-A layer computes W x for the rows of all models at once and adds (32 / rank) B A x to each model's rows with that
-model's own matrices, by products of its own: with their shapes and places in memory, no result depends on co-batched
-requests.
+A layer computes W x for the rows of all models at once and adds (32 / rank) B A x to each model's rows in separate
+products with that model's matrices: shapes and memory alignment, and so results, do not depend on co-batched requests.
 
-An adapter's matrices are views of one vector, its gradient is another: optimizer, norms and files see vectors. Where
-several ranks train, each holds a part of every vector (`rank_group`), and the whole ones exist during a pass alone.
+An adapter's matrices are views of one vector, and its gradient is another: optimizer, norms and files use vectors. With
+several ranks, each holds a shard of every vector (`rank_group`); whole vectors exist only during a pass.
 
 Shapes: N rows of a pass, n of a model, r rank, P numbers of an adapter, E experts of a layer.
 """
@@ -42,7 +41,7 @@ class Site(NamedTuple):
     shared: Literal["a", "b"] | None = None
     """Matrix that all experts have in common."""
 
-    def sharing_experts(self) -> "Site":
+    def to_shared_experts(self) -> "Site":
         """Return the site with one matrix for all experts on the side of the model's width: A of what reads hidden
         states (gate and up), B of what writes them (down)."""
         if self.num_experts is None:
@@ -51,7 +50,7 @@ class Site(NamedTuple):
 
     @property
     def layers(self) -> list[str]:
-        """The names that its linear layers have in files, in the order of its matrices."""
+        """Names of its linear layers in files, in the order of its matrices."""
         layer, _, projection = self.name.rpartition(".")
         experts = range(self.num_experts or 0)
         return [f"{layer}.{expert}.{projection}" for expert in experts] or [self.name]
@@ -65,7 +64,7 @@ class Site(NamedTuple):
 
 
 class Adapter:
-    """One model: its weights, what is accumulated of their gradient, its optimizer. All float32.
+    """Adapter of one model: weights, accumulated gradient and optimizer state. All float32.
 
     Args:
         sites: the layers it adapts, in the base model's order.
@@ -88,7 +87,7 @@ class Adapter:
         self.num_weights = sum(self._sizes)
         """P."""
         # float32 even where products are bfloat16, which would round away any update below 1/512 of a weight.
-        self.weights = torch.zeros(ranks.part_size(self.num_weights), device=device)
+        self.weights = torch.zeros(ranks.get_part_size(self.num_weights), device=device)
         self.gradient: torch.Tensor | None = None
         """[p], None where nothing is accumulated."""
         self.mean: torch.Tensor | None = None
@@ -96,17 +95,18 @@ class Adapter:
         self.step = 0
         self._computed_with: dict[str, Matrices] | None = None
 
-    def begin(self) -> None:
-        """A from the seed and the layer's name, uniform in +-1 / sqrt(in) as peft has it; B zero. The same numbers on
-        every device."""
+    def initialize(self) -> None:
+        """Initialize A from the seed and the layer's name, uniform in +-1 / sqrt(in) like peft; B zero. The numbers are
+        the same on every device.
+        """
         whole = torch.zeros(self.num_weights)
-        for site, (a, _) in zip(self.sites, self.matrices_of(whole), strict=True):
+        for site, (a, _) in zip(self.sites, self.split_matrices(whole), strict=True):
             # A generator for each layer: its numbers do not depend on which other layers the model adapts.
             digest = hashlib.blake2b(f"{self.lora.seed}:{site.name}".encode(), digest_size=8).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
             bound = 1 / math.sqrt(site.num_in)
             a.uniform_(-bound, bound, generator=generator)
-        self.weights.copy_(self.ranks.part_of(whole))
+        self.weights.copy_(self.ranks.extract_part(whole))
         self.changed()
 
     def changed(self) -> None:
@@ -119,31 +119,30 @@ class Adapter:
         return {kind: vector for kind in kinds if (vector := getattr(self, kind)) is not None}
 
     def adam_state(self) -> AdamState:
-        """Return weights and moments; those of an adapter before its first step are zero."""
+        """Return weights and moments; moments are zero before the first step."""
         mean, square = (torch.zeros_like(self.weights) if each is None else each for each in (self.mean, self.square))
         return AdamState(self.weights, mean, square)
 
     def take(self, state: AdamState) -> None:
-        """Make an optimizer step's result the adapter's, and clear the gradient that it used up. Nothing in here can
-        fail, so a step is taken whole or not at all."""
+        """Store the result of an optimizer step, and clear the gradient. Cannot fail, so a step is atomic."""
         self.weights, self.mean, self.square = state
         self.step += 1
         self.gradient = None
         self.changed()
 
-    def matrices_of(self, vector: torch.Tensor) -> Iterator[Matrices]:
-        """A vector [P] as the matrices of each site, which are views of it."""
+    def split_matrices(self, vector: torch.Tensor) -> Iterator[Matrices]:
+        """Split a vector [P] into views: the matrices of each site."""
         pieces = [piece.view(shape) for piece, shape in zip(vector.split(self._sizes), self._shapes, strict=True)]
         return map(Matrices, pieces[::2], pieces[1::2])
 
-    def by_site(self, vector: torch.Tensor) -> dict[str, Matrices]:
-        return dict(zip((site.name for site in self.sites), self.matrices_of(vector), strict=True))
+    def group_by_site(self, vector: torch.Tensor) -> dict[str, Matrices]:
+        return dict(zip((site.name for site in self.sites), self.split_matrices(vector), strict=True))
 
     def gather(self) -> dict[str, Matrices]:
         """Return the matrices of each site in `dtype`. A collective."""
         if self._computed_with is not None:
             return self._computed_with
-        gathered = self.by_site(self.ranks.whole(self.weights.to(self.dtype), self.num_weights))
+        gathered = self.group_by_site(self.ranks.gather_vector(self.weights.to(self.dtype), self.num_weights))
         # Cast once for each optimizer step, not for each pass. In float32 nothing is copied: these are the weights. Of
         # several ranks none keeps the whole weights, which would need the memory that sharding saves.
         if self.ranks.size == 1:
@@ -151,7 +150,7 @@ class Adapter:
         return gathered
 
     def zero_gradient(self) -> torch.Tensor:
-        """Return a vector for the gradient of a pass, as `RankGroup.part_of_sum` takes it."""
+        """Return a vector for the gradient of a pass, as `RankGroup.reduce_scatter` takes it."""
         # A matrix that experts share sums a product of each of them, which bfloat16 would round away one by one.
         dtype = torch.float32 if any(site.shared for site in self.sites) else self.dtype
         return torch.zeros(self.ranks.size * len(self.weights), device=self.weights.device, dtype=dtype)
@@ -165,7 +164,7 @@ class Adapter:
             matrices: from `gather`.
             gradient: from `zero_gradient`; the backward adds to it.
         """
-        gradients = {} if gradient is None else self.by_site(gradient[: self.num_weights])
+        gradients = {} if gradient is None else self.group_by_site(gradient[: self.num_weights])
         return {
             name: Part(start, end, of_site, self.scaling, gradients.get(name)) for name, of_site in matrices.items()
         }
@@ -175,14 +174,14 @@ class Adapter:
         if self.gradient is None:
             self.gradient = torch.zeros_like(self.weights)
         # float32, although the pass computes in the base model's dtype: bfloat16 would round at each micro-batch.
-        self.gradient.add_(self.ranks.part_of_sum(gradient))
+        self.gradient.add_(self.ranks.reduce_scatter(gradient))
 
 
 class FrozenProduct:
-    """y = W x + b of rows, and its gradient, which only x has.
+    """y = W x + b of rows, and the gradient of x (W and b are frozen).
 
-    float32 on a CPU goes to oneDNN, which torch would not take (`skyrl_train.models.cpu_linear`), but for layers so
-    small that calling it costs more than it saves. The choice is the layer's, whatever the number of rows.
+    float32 on a CPU uses oneDNN, which torch would not choose (`skyrl_train.models.cpu_linear`), except for layers too
+    small to profit. The choice depends on the layer only, not on the number of rows.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
@@ -208,8 +207,9 @@ def _is_for_onednn(weight: torch.Tensor) -> bool:
 
 
 class FrozenLinear(FrozenProduct):
-    """Frozen product of an `nn.Linear`, or of transformers' Conv1D (weight [in, out]). The module is asked at each
-    product: of a sharded model it holds the whole weight only then."""
+    """Frozen product of an `nn.Linear`, or of transformers' Conv1D (weight [in, out]). The module is read at each
+    product: a sharded model holds the whole weight only then.
+    """
 
     def __init__(self, module: Any):
         self._module, self._transposed = module, not isinstance(module, nn.Linear)
@@ -257,7 +257,7 @@ class AdaptedLinear(Adaptable):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
         self.check(rows)
-        y = adapted_product(rows, self.product, self.parts, self.root, self.is_grouped)
+        y = compute_adapted_product(rows, self.product, self.parts, self.root, self.is_grouped)
         return y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -269,10 +269,10 @@ class Product(Protocol):
     def backward(self, gradient: torch.Tensor) -> torch.Tensor: ...
 
 
-def adapted_product(
+def compute_adapted_product(
     x: torch.Tensor, product: Product, parts: Sequence[Part], root: torch.Tensor | None, is_grouped: bool = False
 ) -> torch.Tensor:
-    """The frozen product of rows, and what adapters add to it.
+    """Compute the frozen product of rows, plus the adapters' products.
 
     Args:
         x: [N, in]
@@ -330,7 +330,8 @@ class _Adapted(torch.autograd.Function):
 
 
 def add_gradient(part: Part, x: torch.Tensor, low: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor | None) -> None:
-    """The backward of y += scaling B A x for a model's rows: to `part.gradient`, and to dx if it is wanted, in place.
+    """Run the backward of y += scaling B A x for a model's rows: adds to `part.gradient`, and to dx if required, in
+    place.
 
         dB += dy^T (scaling A x)      dA += (scaling dy B)^T x      dx += (scaling dy B) A
 

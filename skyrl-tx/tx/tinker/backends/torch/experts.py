@@ -1,8 +1,9 @@
-"""Mixture-of-experts layers with adapters, whose rows do not depend on what else is routed to the same expert.
+"""Mixture-of-experts layers with adapters, whose rows do not depend on other rows routed to the same expert.
 
-Each model's rows of an expert lie together and are filled up to whole blocks (see `layout`).
+Each model's rows of an expert are contiguous and padded to whole blocks (see `layout`).
 
-Shapes: N tokens, k experts of each, S slots in which the N k pairs lie by expert, D width of the model, I of an expert.
+Shapes: N tokens, k experts of each, S slots that hold the N k pairs sorted by expert, D width of the model, I of an
+expert.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ from torch import nn
 from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN, get_checkpoint_conversion_mapping
 
 from skyrl_train.inference_engines.native.experts import PROJECTIONS, is_plain, shape_of
-from tx.tinker.backends.torch.adapters import Adaptable, FrozenProduct, Site, adapted_product
+from tx.tinker.backends.torch.adapters import Adaptable, FrozenProduct, Site, compute_adapted_product
 from tx.tinker.backends.torch.layout import BLOCK, Exchange
 from tx.tinker.backends.torch.parts import Part
 
@@ -64,7 +65,7 @@ class AdaptedExperts:
         return sites
 
     def __call__(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> Any:
-        """The weighted sum of each token's experts; transformers' calling convention.
+        """Compute the weighted sum of each token's experts; transformers' calling convention.
 
         Args:
             hidden_states: [N, D]
@@ -79,7 +80,7 @@ class AdaptedExperts:
             return self._whole(hidden_states, top_k_index, top_k_weights)
         # Only here: the three products get slots, of which there are more than rows of the pass.
         gate.check(hidden_states)
-        slots = _slots(top_k_index, gate.parts, BLOCK)
+        slots = _build_slots(top_k_index, gate.parts, BLOCK)
         num_chosen = top_k_index.shape[1]
         nothing = slots.padding[:0]
         pairs = hidden_states[:, None].expand(-1, num_chosen, -1).flatten(0, 1)
@@ -89,12 +90,16 @@ class AdaptedExperts:
         of_gate_and_up = [
             part
             for projection, columns in zip((gate, up), halves, strict=True)
-            for part in _parts(slots.rows, projection.parts, columns)
+            for part in _build_parts(slots.rows, projection.parts, columns)
         ]
         product = _ExpertsProduct(lambda: self._module.gate_up_proj, slots.rows)
-        gated = self._module._apply_gate(adapted_product(x, product, of_gate_and_up, gate.root, gate.is_grouped))
+        gated = self._module._apply_gate(
+            compute_adapted_product(x, product, of_gate_and_up, gate.root, gate.is_grouped)
+        )
         product = _ExpertsProduct(lambda: self._module.down_proj, slots.rows)
-        y: Any = adapted_product(gated, product, list(_parts(slots.rows, down.parts)), down.root, down.is_grouped)
+        y: Any = compute_adapted_product(
+            gated, product, list(_build_parts(slots.rows, down.parts)), down.root, down.is_grouped
+        )
         # In the backward, padding slots get the gradient 0 here: their copies add nothing to the adapters' gradients.
         of_pairs: Any = Exchange.apply(y, slots.slot_of_pair, slots.pair_of_slot, slots.padding)
         # Some routers give float32 weights: then the sum over experts is float32, and only the result is rounded.
@@ -115,9 +120,10 @@ def adapt_experts(model: Any) -> dict[str, AdaptedExperts]:
     return adapted
 
 
-def have_names_in_files(model: Any) -> bool:
-    """Return True if files of such models name each expert's three layers as `PROJECTIONS`, and peft reads adapters of
-    these names as those of experts (of Qwen3.5-MoE it would give them to the shared expert)."""
+def has_standard_file_names(model: Any) -> bool:
+    """Return True if model files name each expert's three layers as `PROJECTIONS`, and peft applies adapters of these
+    names to the experts (for Qwen3.5-MoE it would apply them to the shared expert).
+    """
     model_type = model.config.get_text_config().model_type
     conversions = get_checkpoint_conversion_mapping(model_type) or []
     sources = {pattern for conversion in conversions for pattern in conversion.source_patterns}
@@ -131,7 +137,7 @@ def has_experts_in_lists(model: nn.Module) -> bool:
     return any("experts" in name.split(".") for name in in_lists)
 
 
-def _slots(top_k_index: torch.Tensor, parts: Sequence[Part], block: int) -> _ExpertSlots:
+def _build_slots(top_k_index: torch.Tensor, parts: Sequence[Part], block: int) -> _ExpertSlots:
     # On the host: the numbers of rows are the shapes of the products, so a GPU has to be waited for in any case.
     chosen = top_k_index.cpu().numpy()
     part_of_token = np.full(len(chosen), -1)
@@ -159,7 +165,7 @@ def _slots(top_k_index: torch.Tensor, parts: Sequence[Part], block: int) -> _Exp
     return _ExpertSlots(rows, *(torch.from_numpy(array).to(top_k_index.device) for array in arrays))
 
 
-def _parts(rows: Sequence[_Rows], parts: Sequence[Part], columns: slice = slice(None)) -> Iterator[Part]:
+def _build_parts(rows: Sequence[_Rows], parts: Sequence[Part], columns: slice = slice(None)) -> Iterator[Part]:
     """Return each expert's parts of the models' adapters."""
     for expert, index, start, end in rows:
         if index >= 0:
@@ -170,10 +176,10 @@ def _parts(rows: Sequence[_Rows], parts: Sequence[Part], columns: slice = slice(
 
 
 class _ExpertsProduct:
-    """x_s W_e^T of the slots of each expert; W is frozen.
+    """x_s W_e^T for the slots of each expert, with frozen W.
 
     Args:
-        weights: gives [E, out, in]. It is asked at each product: of a sharded model the whole is there only then.
+        weights: returns [E, out, in]. Called at each product: a sharded model is gathered only then.
     """
 
     def __init__(self, weights: Callable[[], torch.Tensor], rows: Sequence[_Rows]):

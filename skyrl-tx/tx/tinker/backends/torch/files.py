@@ -1,6 +1,6 @@
-"""An adapter in a folder: as peft reads it, and beside it what training goes on with.
+"""Folder format of an adapter: peft's files, and the state needed to resume training.
 
-Every rank reads all of a folder and keeps its part; rank 0 alone writes. So a folder does not depend on the number of
+Every rank reads the whole folder and keeps its shard; only rank 0 writes. So a folder does not depend on the number of
 ranks.
 
 Shapes: P numbers of an adapter.
@@ -31,12 +31,12 @@ _VECTORS = ("mean", "square", "gradient")
 def write_adapter(
     adapter: Adapter, weights: torch.Tensor, folder: Path, base_model: str, target_modules: list[str]
 ) -> None:
-    """`adapter_config.json` and `adapter_model.safetensors`, float32.
+    """Write `adapter_config.json` and `adapter_model.safetensors`, float32.
 
     Args:
         weights: [P] on the CPU.
-        base_model: what peft shall name as the base.
-        target_modules: the layers as peft is told of them.
+        base_model: name of the base model in peft's config.
+        target_modules: adapted layers in peft's config.
     """
     config = LoraConfig(
         r=adapter.lora.rank,
@@ -48,17 +48,21 @@ def write_adapter(
     # Not in the constructor, which makes a set of them: its order is another in each process.
     config.target_modules = target_modules
     config.save_pretrained(str(folder))
-    _save(_expanded(adapter, _named(adapter, weights)), folder / WEIGHTS_FILE, "format", "pt")
+    _save(
+        _copy_shared_to_experts(adapter, _build_named_matrices(adapter, weights)), folder / WEIGHTS_FILE, "format", "pt"
+    )
 
 
 def write_state(adapter: Adapter, vectors: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Optimizer, step count and accumulated gradient, bit for bit.
+    """Write optimizer state, step count and accumulated gradient, bit for bit.
 
     Args:
-        vectors: [P] on the CPU, those of `_VECTORS` that exist.
+        vectors: [P] on the CPU, the existing ones of `_VECTORS`.
     """
     tensors = {
-        f"{kind}.{name}": tensor for kind, vector in vectors.items() for name, tensor in _named(adapter, vector).items()
+        f"{kind}.{name}": tensor
+        for kind, vector in vectors.items()
+        for name, tensor in _build_named_matrices(adapter, vector).items()
     }
     if any(site.num_experts is not None for site in adapter.sites):
         tensors[_SHARES_EXPERTS] = torch.tensor(adapter.lora.share_experts)
@@ -66,17 +70,17 @@ def write_state(adapter: Adapter, vectors: Mapping[str, torch.Tensor], folder: P
 
 
 def shares_experts(sites: Sequence[Site], folder: Path, *, by_weights: bool) -> bool | None:
-    """Return whether experts share matrices in a checkpoint; None without experts, or if it does not say.
+    """Return whether experts share matrices in a checkpoint; None without experts, or if unknown.
 
     Args:
         sites: the layers of the model, in either layout.
-        by_weights: where the optimizer's file does not say (there is none, or it is an earlier release's of a model
-            without moments and gradient), compare the experts' copies of the matrices that may be shared.
+        by_weights: where the optimizer file does not record it (missing, or written by an earlier release without
+            moments and gradient), compare the experts' copies of the matrices that may be shared.
 
     Raises:
         ModelError: the folder cannot be read.
     """
-    sites = [site.sharing_experts() for site in sites if site.num_experts is not None]
+    sites = [site.to_shared_experts() for site in sites if site.num_experts is not None]
     if not sites:
         return None
     if (folder / STATE_FILE).exists():
@@ -86,11 +90,11 @@ def shares_experts(sites: Sequence[Site], folder: Path, *, by_weights: bool) -> 
                 return bool(file.get_tensor(_SHARES_EXPERTS))
         if names:
             matrices = {name.partition(".")[2] for name in names}
-            return any(key in matrices for key, _ in _shared(sites))
+            return any(key in matrices for key, _ in _iter_shared_keys(sites))
     if not by_weights:
         return None
     tensors = _read_file(folder).tensors
-    copies = ([tensors[key] for key in of_experts if key in tensors] for _, of_experts in _shared(sites))
+    copies = ([tensors[key] for key in of_experts if key in tensors] for _, of_experts in _iter_shared_keys(sites))
     return all(torch.equal(copy, each[0]) for each in copies for copy in each)
 
 
@@ -98,7 +102,7 @@ def read_into(adapter: Adapter, folder: Path, *, optimizer: bool, gradient: bool
     """Load weights; the optimizer if requested, else a new one; the accumulated gradient if requested, else none.
 
     Raises:
-        ModelError: what is in the folder does not fit, or is damaged; the adapter is as it was.
+        ModelError: the folder does not match or is damaged; the adapter is unchanged.
     """
     weights = _read_weights(adapter, folder)
     step, vectors = _read_state(adapter, folder) if optimizer or gradient else (0, {})
@@ -109,46 +113,46 @@ def read_into(adapter: Adapter, folder: Path, *, optimizer: bool, gradient: bool
     adapter.gradient = vectors.get("gradient") if gradient else None
 
 
-def _named(adapter: Adapter, vector: torch.Tensor) -> dict[str, torch.Tensor]:
+def _build_named_matrices(adapter: Adapter, vector: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return a vector [P] as peft's matrices A and B of each layer, which are views of it. One that experts share has
     the name of their projection, without a number."""
     named = {}
-    for site, matrices in zip(adapter.sites, adapter.matrices_of(vector), strict=True):
+    for site, matrices in zip(adapter.sites, adapter.split_matrices(vector), strict=True):
         for side, matrix in zip("AB", matrices, strict=True):
             stacked = {site.name: matrix} if matrix.dim() == 2 else dict(zip(site.layers, matrix, strict=True))
-            named |= {_key(layer, side): each if side == "A" else each.t() for layer, each in stacked.items()}
+            named |= {_build_key(layer, side): each if side == "A" else each.t() for layer, each in stacked.items()}
     return named
 
 
-def _key(layer: str, side: str) -> str:
+def _build_key(layer: str, side: str) -> str:
     return f"base_model.model.{layer}.lora_{side}.weight"
 
 
-def _shared(sites: Iterable[Site]) -> Iterator[tuple[str, list[str]]]:
+def _iter_shared_keys(sites: Iterable[Site]) -> Iterator[tuple[str, list[str]]]:
     """Yield the key of each matrix that experts share, and the keys that peft has for it, one for each expert."""
     for site in sites:
         if site.shared is not None:
             side = site.shared.upper()
-            yield _key(site.name, side), [_key(layer, side) for layer in site.layers]
+            yield _build_key(site.name, side), [_build_key(layer, side) for layer in site.layers]
 
 
-def _expanded(adapter: Adapter, named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _copy_shared_to_experts(adapter: Adapter, named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return matrices as peft and engines read them: a shared one as a copy for each expert, since they have no form
     of a shared one."""
-    for key, of_experts in _shared(adapter.sites):
+    for key, of_experts in _iter_shared_keys(adapter.sites):
         matrix = named.pop(key)
         named |= {of_expert: matrix.clone() for of_expert in of_experts}
     return named
 
 
-def _merged(adapter: Adapter, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+def _merge_expert_copies(adapter: Adapter, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
     """Return matrices with the copies for each expert of a shared one as one.
 
     Raises:
         ModelError: the experts' differ.
     """
     merged = dict(tensors)
-    for key, of_experts in _shared(adapter.sites):
+    for key, of_experts in _iter_shared_keys(adapter.sites):
         copies = [merged.pop(of_expert) for of_expert in of_experts if of_expert in merged]
         if any(not torch.equal(copy, copies[0]) for copy in copies):
             raise ModelError(
@@ -185,7 +189,7 @@ def _read_weights(adapter: Adapter, folder: Path) -> torch.Tensor:
     other = [field for field in ("use_dora", "use_rslora", "lora_bias") if file.config.get(field)]
     if other:
         raise ModelError(f"the checkpoint was made with {other[0]}, which is not trained here")
-    return _vector(adapter, _merged(adapter, file.tensors), "", "adapter")
+    return _build_vector(adapter, _merge_expert_copies(adapter, file.tensors), "", "adapter")
 
 
 @contextmanager
@@ -198,7 +202,7 @@ def _open_state(folder: Path) -> Iterator[Any]:
 
 
 def _read_state(adapter: Adapter, folder: Path) -> tuple[int, dict[str, torch.Tensor]]:
-    """The number of steps, and the vectors that are there."""
+    """Read the number of steps, and the vectors present."""
     if not (folder / STATE_FILE).exists():
         raise ModelError("the checkpoint holds no optimizer: it was saved to sample from. Load it without optimizer")
     with _open_state(folder) as file:
@@ -207,10 +211,10 @@ def _read_state(adapter: Adapter, folder: Path) -> tuple[int, dict[str, torch.Te
     there = [kind for kind in _VECTORS if any(name.startswith(f"{kind}.") for name in tensors)]
     if step and not {"mean", "square"} <= set(there):
         raise ModelError(f"the checkpoint's optimizer ({STATE_FILE}) is damaged: it has no moments", "server")
-    return step, {kind: _vector(adapter, tensors, f"{kind}.", "optimizer") for kind in there}
+    return step, {kind: _build_vector(adapter, tensors, f"{kind}.", "optimizer") for kind in there}
 
 
-def _vector(adapter: Adapter, tensors: Mapping[str, Any], prefix: str, what: str) -> torch.Tensor:
+def _build_vector(adapter: Adapter, tensors: Mapping[str, Any], prefix: str, what: str) -> torch.Tensor:
     """Return this rank's part [p] of a vector on the adapter's device, from tensors by name.
 
     Raises:
@@ -218,7 +222,7 @@ def _vector(adapter: Adapter, tensors: Mapping[str, Any], prefix: str, what: str
     """
     found = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
     result = torch.empty(adapter.num_weights)
-    expected = _named(adapter, result)
+    expected = _build_named_matrices(adapter, result)
     for name in {**expected, **found}:
         given, wanted = (list(each[name].shape) if name in each else "missing" for each in (found, expected))
         if given != wanted:
@@ -227,4 +231,4 @@ def _vector(adapter: Adapter, tensors: Mapping[str, Any], prefix: str, what: str
         if what == "adapter" and not bool(found[name].isfinite().all()):
             raise ModelError(f"the checkpoint's {name} is not finite")
         view.copy_(found[name])
-    return adapter.ranks.part_of(result).to(adapter.weights.device, copy=adapter.ranks.size > 1)
+    return adapter.ranks.extract_part(result).to(adapter.weights.device, copy=adapter.ranks.size > 1)

@@ -1,4 +1,4 @@
-"""The base model: frozen, from transformers, with its linear layers ready for adapters. Knows nobody who has one."""
+"""The frozen base model from transformers, with its linear layers prepared for adapters."""
 
 import logging
 import re
@@ -23,9 +23,9 @@ from skyrl_train.models.scoring import logit_rule
 from skyrl_train.models.scoring_check import differing_rules, unknown_layers
 from skyrl_train.models.weight_files import WeightFiles, apply_dtype_plan, fill_buffers, open_on_all_ranks
 from tx.tinker.backends.torch.adapters import Adaptable, AdaptedLinear, FrozenLinear, Site
-from tx.tinker.backends.torch.experts import adapt_experts, has_experts_in_lists, have_names_in_files
+from tx.tinker.backends.torch.experts import adapt_experts, has_experts_in_lists, has_standard_file_names
 from tx.tinker.backends.torch.head import Head, Targets
-from tx.tinker.backends.torch.layout import ATTENTION, PassLayout, lay_out
+from tx.tinker.backends.torch.layout import ATTENTION, PassLayout, build_layout
 from tx.tinker.backends.torch.rank_group import ALONE, RankGroup
 from tx.tinker.backends.torch.settings import TrainingSettings
 from tx.tinker.types import Datum
@@ -61,7 +61,7 @@ class FrozenModel:
         self.one_model_a_pass = str(rotary.get("rope_type")) in _LENGTH_DEPENDENT_ROTARY
         """Something in it would depend on the rows of others: frequencies of positions that follow from the longest row
         of a pass, experts that are not known here."""
-        head_name, head = _output_layer(model, folder)
+        head_name, head = _find_output_layer(model, folder)
         use_delta_nets(model)
         beside = parts_beside_decoder(model)
         modules = {name: module for name, module in model.named_modules() if name not in {head_name, *beside}}
@@ -72,9 +72,9 @@ class FrozenModel:
         """Adaptable layers by name of their site."""
         for name, module in modules.items():
             if _can_be_adapted(name, module, others):
-                self.sites.append(_site(name, module))
+                self.sites.append(_build_site(name, module))
                 self.layers[name] = module.forward = AdaptedLinear(FrozenLinear(module))  # type: ignore[method-assign]
-            elif name in experts and have_names_in_files(model):
+            elif name in experts and has_standard_file_names(model):
                 self.sites += experts[name].sites(name)
                 for projection, layer in experts[name].projections.items():
                     self.layers[f"{name}.{projection}"] = layer
@@ -91,11 +91,11 @@ class FrozenModel:
             self.one_model_a_pass |= has_experts_in_lists(model) or (has_fused_experts(model) and not experts)
         _check(self, folder)
 
-    def sites_of(self, kinds: Mapping[str, bool]) -> list[Site]:
+    def find_sites(self, kinds: Mapping[str, bool]) -> list[Site]:
         """Return the layers of the given kinds, in the model's order."""
         return [site for site in self.sites if kinds[site.kind]]
 
-    def hidden_states(self, layout: PassLayout) -> torch.Tensor:
+    def compute_hidden_states(self, layout: PassLayout) -> torch.Tensor:
         """[N, H], before the output layer."""
         # Without the output layer: logits of all rows [N, V] may not fit in memory; `Head` makes them chunk by chunk.
         output = self.model.get_decoder()(
@@ -123,7 +123,7 @@ def _load(folder: Path, settings: TrainingSettings, ranks: RankGroup) -> Any:
     files = None
     try:
         if ranks.size > 1:
-            model, files = _without_weights(config, folder, options)
+            model, files = _build_on_meta_device(config, folder, options)
         if files is None and ranks.rank == 0:
             model: Any = AutoModelForCausalLM.from_pretrained(folder, config=config, **options)
     except ValueError as error:
@@ -140,11 +140,13 @@ def _load(folder: Path, settings: TrainingSettings, ranks: RankGroup) -> Any:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         for module in model.modules():
             if isinstance(module, GradientCheckpointingLayer):
-                module.training = True  # the layer alone, whose activations are thrown away; what is in it drops none
+                module.training = (
+                    True  # enables recomputation in the layer; its submodules stay in eval mode, without dropout
+                )
     return model
 
 
-def _without_weights(config: Any, folder: Path, options: dict[str, Any]) -> tuple[Any, WeightFiles | None]:
+def _build_on_meta_device(config: Any, folder: Path, options: dict[str, Any]) -> tuple[Any, WeightFiles | None]:
     """Make the model on the meta device, and open the files that each rank reads its part from; None where a rank
     cannot: rank 0 then loads all of it for the others. A collective."""
     with torch.device("meta"):
@@ -161,7 +163,7 @@ def _max_context(config: Any) -> int:
     return int(getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or 2**31 - 1)
 
 
-def _output_layer(model: Any, folder: Path) -> tuple[str, nn.Linear]:
+def _find_output_layer(model: Any, folder: Path) -> tuple[str, nn.Linear]:
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise ConfigError(f"{folder}: its output layer is a {type(head).__name__}, and must be a linear layer")
@@ -169,17 +171,17 @@ def _output_layer(model: Any, folder: Path) -> tuple[str, nn.Linear]:
 
 
 def _can_be_adapted(name: str, module: nn.Module, others: frozenset[str]) -> bool:
-    """Linear layers that all tokens go through: no routers, no experts, be they fused or in a list.
+    """Return True for linear layers that process all tokens: not routers or experts, fused or listed.
 
     Args:
-        others: last parts of names that peft would take for fused experts, wherever they stand in the model.
+        others: name suffixes that peft would match with fused experts anywhere in the model.
     """
     parts = name.split(".")
     is_linear = isinstance(module, nn.Linear | Conv1D)
     return is_linear and "experts" not in parts and parts[-1] not in _ROUTERS and parts[-1] not in others
 
 
-def _site(name: str, module: Any) -> Site:
+def _build_site(name: str, module: Any) -> Site:
     """Classify a layer by its name: attention, else feed-forward."""
     kind = "attn" if _ATTENTION.search(name) else "mlp"
     num_in, num_out = module.weight.shape if isinstance(module, Conv1D) else module.weight.shape[::-1]
@@ -198,14 +200,14 @@ def _check(base: FrozenModel, folder: Path) -> None:
     # Several lengths end to end: attention that looks into a neighbouring row gives other numbers than each row alone.
     rows = [generator.integers(base.vocab_size, size=length) for length in (7, 3, 1)]
     data = [Datum(tokens, {"target_tokens": np.roll(tokens, -1)}) for tokens in rows]
-    layout = lay_out([data], base.device)
+    layout = build_layout([data], base.device)
     if unknown := unknown_layers(base.model):
         raise ConfigError(f"{folder} cannot be trained here: it has layers of another kind ({unknown})")
     try:
-        scored = base.head.score(base.hidden_states(layout), Targets.of(data), None)
+        scored = base.head.score(base.compute_hidden_states(layout), Targets.of(data), None)
         problem = differing_rules(base.model.config.get_text_config(), layout.rows)
         base.model.set_attn_implementation("eager")
-        expected = torch.cat([_own_log_probs(base, tokens) for tokens in rows])
+        expected = torch.cat([_has_own_log_probs(base, tokens) for tokens in rows])
     except ValueError as error:  # what attention refuses
         raise ConfigError(f"{folder} cannot be trained here: {error}") from error
     finally:
@@ -223,7 +225,7 @@ def _check(base: FrozenModel, folder: Path) -> None:
         raise ConfigError(f"{folder} cannot be trained here: {problem}")
 
 
-def _own_log_probs(base: FrozenModel, tokens: np.ndarray) -> torch.Tensor:
+def _has_own_log_probs(base: FrozenModel, tokens: np.ndarray) -> torch.Tensor:
     ids = torch.from_numpy(tokens)[None].to(base.device)
     log_probs = base.model(input_ids=ids, use_cache=False).logits[0].float().log_softmax(dim=-1)
     return log_probs.gather(1, ids.roll(-1, 1)[0, :, None])[:, 0]

@@ -1,4 +1,4 @@
-"""Training over several processes: every call goes to all ranks, and rank 0 answers."""
+"""Training over several processes: every call runs on all ranks, and rank 0's result is returned."""
 
 import asyncio
 from collections.abc import Coroutine, Sequence
@@ -15,10 +15,10 @@ from tx.tinker.types import AdamParams, Datum, LoraSpec, PassOutput, TrainingPas
 
 
 class TrainingRanks:
-    """Training ranks, each a `TrainingRank` in a process of its own, joined into one group.
+    """Group of training ranks, each a `TrainingRank` in a separate process.
 
     Args:
-        ranks: started; nobody else calls them.
+        ranks: already started, and called only by this object.
         device: `cpu` or `cuda`.
         timeout_seconds: of every call.
 
@@ -43,10 +43,10 @@ class TrainingRanks:
             raise
 
     def call(self, method: str, *args: object, **options: object) -> list[Any]:
-        """`training.method(*args, **options)` on all: what it returned or the exception it raised, in rank order.
+        """Call `training.method(*args, **options)` on all ranks. Returns: results or exceptions, in rank order.
 
         Raises:
-            BackendLost: one of them has ended, or did not answer in time. No call can succeed after that.
+            BackendLost: a rank exited or timed out. No later call can succeed.
         """
         return self._run(self._group.call_all(TrainingRank.answer, method, args, options))
 
@@ -68,48 +68,48 @@ class GroupTraining(TrainingBackend):
     def __init__(self, ranks: TrainingRanks):
         self._ranks = ranks
         self._num_ranks = len(ranks.call("info"))
-        self._info: BackendInfo = self._all("info")
+        self._info: BackendInfo = self._call_all("info")
 
     def info(self) -> BackendInfo:
         return self._info
 
     def create(self, model_id: str, lora: LoraSpec) -> None:
-        self._all("create", model_id, lora)
+        self._call_all("create", model_id, lora)
 
     def forget(self, model_id: str) -> None:
-        self._all("forget", model_id)
+        self._call_all("forget", model_id)
 
     def micro_batches(self, data: Sequence[Datum]) -> list[list[Datum]]:
         return micro_batches(data, self._info.pass_tokens // self._num_ranks, self._num_ranks)
 
     def run(self, passes: Sequence[TrainingPass]) -> list[PassOutput | Failure]:
-        return self._all("run", list(passes))
+        return self._call_all("run", list(passes))
 
     def copy_gradient(self, model_id: str) -> None:
         """Keep the copies in the ranks, one per model."""
-        self._all("copy_gradient", model_id)
+        self._call_all("copy_gradient", model_id)
 
     def put_gradient(self, model_id: str, gradient: None) -> None:
-        self._all("put_gradient", model_id, gradient)
+        self._call_all("put_gradient", model_id, gradient)
 
     def optim_step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
-        return self._all("optim_step", model_id, adam)
+        return self._call_all("optim_step", model_id, adam)
 
     def save(self, model_id: str, folder: Path, *, state: bool) -> None:
-        answer = self._ranks.call("save", model_id, folder, state=state)[0]  # who alone writes
+        answer = self._ranks.call("save", model_id, folder, state=state)[0]  # only rank 0 writes
         if isinstance(answer, Exception):
             raise answer
 
     def load(self, model_id: str, folder: Path, *, optimizer: bool) -> None:
-        self._all("load", model_id, folder, optimizer=optimizer)
+        self._call_all("load", model_id, folder, optimizer=optimizer)
 
     def restore(self, model_id: str, lora: LoraSpec, folder: Path) -> None:
-        self._all("restore", model_id, lora, folder)
+        self._call_all("restore", model_id, lora, folder)
 
     def close(self) -> None:
         self._ranks.close()
 
-    def _all(self, method: str, *args: object, **options: object) -> Any:
+    def _call_all(self, method: str, *args: object, **options: object) -> Any:
         """Return rank 0's result, if all ranks succeeded, or all failed with the same kind of error."""
         answers = self._ranks.call(method, *args, **options)
         failed = {rank: answer for rank, answer in enumerate(answers) if isinstance(answer, Exception)}

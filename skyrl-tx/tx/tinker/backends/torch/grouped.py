@@ -39,10 +39,11 @@ class PartGroup(NamedTuple):
 
 
 def group_parts(parts: Sequence[Part]) -> tuple[list[PartGroup], list[Part]]:
-    """Return groups of parts with the same rank and columns whose rows follow each other, and the parts that are left:
-    alone in their group, or of a width or rank that is not aligned."""
+    """Return groups of parts with the same rank and columns and contiguous rows, and the remaining parts: single ones,
+    and unaligned widths or ranks.
+    """
     groups, rest = [], []
-    for members in _runs(parts):
+    for members in _split_runs(parts):
         a, b = (torch.stack([getattr(part.matrices, side) for part in members]) for side in "ab")
         sizes = (a.shape[1], a.shape[2], b.shape[2])
         if len(members) == 1 or any(size * a.element_size() % ALIGNMENT for size in sizes):
@@ -64,7 +65,7 @@ def add_adapters(y: torch.Tensor, x: torch.Tensor, group: PartGroup) -> torch.Te
 def add_gradients(
     group: PartGroup, x: torch.Tensor, low: torch.Tensor, dy: torch.Tensor, dx: torch.Tensor | None
 ) -> None:
-    """The backward of `add_adapters`: to the gradient of each part, and to dx if it is wanted, in place.
+    """Run the backward of `add_adapters`: adds to the gradient of each part, and to dx if required, in place.
 
     Args:
         x, dy, dx: of all rows of the layer.
@@ -78,7 +79,7 @@ def add_gradients(
         dx[group.rows] += grouped_mm(back, group.a, offs=group.ends)
 
 
-def _runs(parts: Sequence[Part]) -> list[list[Part]]:
+def _split_runs(parts: Sequence[Part]) -> list[list[Part]]:
     """Split parts by rank and columns, and where the rows of one do not begin where those before end."""
 
     def kind(part: Part) -> tuple[int, int, int]:

@@ -1,7 +1,7 @@
-"""Log-probs of targets from a model's last hidden states, with its adapter on the output layer, and the way back.
+"""Log-probs of targets from a model's last hidden states, with its adapter on the output layer; forward and backward.
 
-Everything here is of one model: the logits of a chunk of its tokens are made, used and thrown away, and made again for
-the backward, unless one chunk holds them all. So the memory is that of a chunk, whatever the number of tokens.
+Logits are computed per chunk of one model's tokens, freed, and recomputed in the backward unless one chunk holds all
+tokens. So memory is bounded by a chunk, whatever the number of tokens.
 
 Shapes: n rows of hidden states (of `layout.BLOCK` each), C rows of a chunk, V words, M targets, r rank.
 """
@@ -28,7 +28,7 @@ class Targets(NamedTuple):
 
     @classmethod
     def of(cls, data: list[Datum]) -> "Targets":
-        """A row may have several targets ([N, K])."""
+        """Collect the targets of data. A row may have several ([N, K])."""
         words = [datum.inputs["target_tokens"] for datum in data]
         starts = np.cumsum([0] + [len(datum.tokens) for datum in data])
         rows = [
@@ -71,14 +71,14 @@ class Scored:
 
     def __init__(self, head: Head, hidden: torch.Tensor, targets: Targets, part: Part | None):
         self._head, self._hidden, self._part = head, hidden, part
-        self._chunks = list(_chunks(len(hidden), head.chunk_size, targets, hidden.device))
+        self._chunks = list(_iter_chunks(len(hidden), head.chunk_size, targets, hidden.device))
         self._low = None if part is None else torch.mm(hidden, part.matrices.a.t()).mul_(part.scaling)
         self._kept: torch.Tensor | None = None
         self._norms: list[torch.Tensor] = []
         self.log_probs = torch.empty(len(targets.rows), device=hidden.device)
         """[M] float32"""
         for chunk in self._chunks:
-            logits = self._logits(chunk)
+            logits = self._compute_logits(chunk)
             # The largest logit of each row [C, 1] is subtracted so that exp() cannot overflow; `norm` adds it again.
             largest = logits.amax(dim=-1, keepdim=True)
             logits.sub_(largest)
@@ -95,14 +95,14 @@ class Scored:
             del logits  # before the next chunk's are made
 
     def backward(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Compute the gradient of the hidden states [n, H] from that of the log-probs [M]; add the adapter's to
-        `part.gradient`. Once:
+        """Compute the gradient of the hidden states [n, H] from the gradient of the log-probs [M]; add the adapter's to
+        `part.gradient`. May be called once:
 
             d log p(target) / dz_v = [v = target] - p_v
         """
         answer = torch.empty_like(self._hidden)
         for chunk, norm in zip(self._chunks, self._norms, strict=True):
-            dz = self._grad_of_logits(chunk, norm, gradient[chunk.targets]).to(self._hidden.dtype)
+            dz = self._compute_logits_gradient(chunk, norm, gradient[chunk.targets]).to(self._hidden.dtype)
             dx = self._head.product.backward(dz)
             if self._part is not None:
                 assert self._low is not None
@@ -111,13 +111,13 @@ class Scored:
             del dz
         return answer
 
-    def _grad_of_logits(self, chunk: _Chunk, norm: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    def _compute_logits_gradient(self, chunk: _Chunk, norm: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         """[C, V] float32, with respect to h W^T + b + adapter."""
         rule, slope = self._head.rule, None
         if self._kept is not None:
             p, self._kept = self._kept, None
         else:
-            p = self._logits(chunk)
+            p = self._compute_logits(chunk)
             # d/dz of c tanh(z / c) is 1 - tanh^2, taken from the capped logits before they are overwritten.
             slope = None if rule.softcap is None else 1 - (p / rule.softcap).square_()
             p.sub_(norm).exp_()
@@ -128,7 +128,7 @@ class Scored:
             dz.mul_(rule.multiplier)
         return dz if slope is None else dz.mul_(slope)
 
-    def _logits(self, chunk: _Chunk) -> torch.Tensor:
+    def _compute_logits(self, chunk: _Chunk) -> torch.Tensor:
         """[C, V] float32"""
         product = self._head.product.forward(self._hidden[chunk.rows])
         if self._part is not None:
@@ -137,7 +137,7 @@ class Scored:
         return self._head.rule.apply(product.float())
 
 
-def _chunks(num_rows: int, size: int, targets: Targets, device: torch.device) -> Iterator[_Chunk]:
+def _iter_chunks(num_rows: int, size: int, targets: Targets, device: torch.device) -> Iterator[_Chunk]:
     for start in range(0, num_rows, size):
         end = min(start + size, num_rows)
         first, last = np.searchsorted(targets.rows, (start, end))

@@ -1,14 +1,13 @@
-"""Layout of the data of several models in one pass: end to end, each model's together.
+"""Layout of the data of several models in one pass: concatenated, grouped by model.
 
-Co-batched data must not change a bit of a datum's results (float32 on a CPU), so nothing here depends on them but the
-offsets, which are always multiples of `BLOCK`:
+Co-batched data must not change a bit of a datum's results (float32 on a CPU), so only offsets depend on them, and these
+are multiples of `BLOCK`:
 
-- A model's tokens are filled up to a multiple of `BLOCK` rows. Elementwise kernels take whole vectors of 32 numbers and
-  compute what is left over otherwise; matrix products take fewer than 4 rows otherwise, and see how memory is aligned.
-- Attention takes each datum padded to a length that follows from its own alone, and all data of such a length at once.
+- A model's tokens are padded to a multiple of `BLOCK` rows. Elementwise kernels process vectors of 32 numbers and
+  compute a remainder differently; matrix products treat fewer than 4 rows differently, and depend on memory alignment.
+- Attention pads each datum to a length that depends on its own length only, and batches data of equal padded length.
 
-Filler stands behind what belongs to the same model and is a copy of it, so that numbers that are not finite stay with
-the model they came from.
+Padding follows the data of the same model and copies it, so that non-finite numbers stay within their model.
 
 Shapes: N tokens of a pass with block padding, S slots of attention.
 """
@@ -44,7 +43,7 @@ class Segment(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Data that attention takes at once."""
+    """Data of one attention call."""
 
     start: int
     count: int
@@ -107,7 +106,7 @@ class PassLayout:
     segments: list[Segment]
 
 
-def padded_length(length: int) -> int:
+def compute_padded_length(length: int) -> int:
     """Return the length that attention pads a datum to: at most an eighth more, or the next multiple of `BLOCK`."""
     unit = BLOCK
     # Coarser steps for longer data: there are few distinct lengths, and data of one length share a call.
@@ -117,7 +116,7 @@ def padded_length(length: int) -> int:
 
 
 def split_by_tokens(data: Sequence[Datum], num_tokens: int) -> list[list[Datum]]:
-    """Consecutive data in parts of at most so many tokens; a longer datum is a part of its own."""
+    """Split consecutive data into parts of at most `num_tokens` tokens; a longer datum is a separate part."""
     parts: list[list[Datum]] = []
     room = 0
     for datum in data:
@@ -135,8 +134,8 @@ def micro_batches(data: Sequence[Datum], num_tokens: int, num_ranks: int = 1) ->
     return [list(chain(*parts[i : i + num_ranks])) for i in range(0, len(parts), num_ranks)]
 
 
-def lay_out(data_of_models: Sequence[Sequence[Datum]], device: torch.device) -> PassLayout:
-    """One after the other, in the order given."""
+def build_layout(data_of_models: Sequence[Sequence[Datum]], device: torch.device) -> PassLayout:
+    """Lay out data sequentially, in the given order."""
     ids, lengths, segments, starts = [], [], [], []
     at = 0
     for data in data_of_models:
@@ -159,12 +158,14 @@ def lay_out(data_of_models: Sequence[Sequence[Datum]], device: torch.device) -> 
     return PassLayout(
         torch.from_numpy(np.concatenate(ids).astype(np.int64))[None].to(device),
         torch.from_numpy(np.concatenate(positions))[None].to(device),
-        _rows(starts, lengths, segments, at, device),
+        _build_rows(starts, lengths, segments, at, device),
         segments,
     )
 
 
-def _rows(starts: list[int], lengths: list[int], segments: list[Segment], total: int, device: torch.device) -> Rows:
+def _build_rows(
+    starts: list[int], lengths: list[int], segments: list[Segment], total: int, device: torch.device
+) -> Rows:
     boundaries = torch.tensor([*starts, total], dtype=torch.int32, device=device)
     if device.type != "cpu":
         return Rows(tuple(lengths), boundaries)
@@ -177,14 +178,14 @@ def _rows(starts: list[int], lengths: list[int], segments: list[Segment], total:
     for start, length in zip(starts, lengths, strict=True):
         if start not in block_padding_of:
             # Across models: attention gives a datum the same bits in any batch, if its padded length is the same.
-            by_length.setdefault(padded_length(length), []).append((start, length))
+            by_length.setdefault(compute_padded_length(length), []).append((start, length))
     groups, tokens, padding = [], [], []
     slot_of_token = np.zeros(total, np.int64)
     at = 0
     for padded, ranks in by_length.items():
         groups.append(Group(at, len(ranks), padded))
         for start, length in ranks:
-            # Padding stands behind the datum, where its tokens never look (attention is causal).
+            # Padding follows the datum, so causal attention ignores it.
             slots = np.full(padded, start)
             slots[:length] = np.arange(start, start + length)
             tokens.append(slots)
@@ -211,8 +212,7 @@ def _rows(starts: list[int], lengths: list[int], segments: list[Segment], total:
 
 
 class Exchange(torch.autograd.Function):
-    """Rows of x by index. The gradient comes back by the inverse index, so nothing is summed up; it is zero where what
-    went forth was only a copy."""
+    """Rows of x by index. The gradient uses the inverse index, so no sums are needed; it is zero for copied rows."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, forth: torch.Tensor, back: torch.Tensor, copies: torch.Tensor):
@@ -226,7 +226,7 @@ class Exchange(torch.autograd.Function):
         return gradient.index_select(0, back).index_fill_(0, copies, 0.0), None, None, None
 
 
-def rows_attention(
+def compute_rows_attention(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -279,4 +279,4 @@ def rows_attention(
     return answer[None].contiguous(), None
 
 
-AttentionInterface.register(ATTENTION, rows_attention)
+AttentionInterface.register(ATTENTION, compute_rows_attention)

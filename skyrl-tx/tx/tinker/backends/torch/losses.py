@@ -1,10 +1,10 @@
-"""The losses of the protocol: plain sums over all targets of all data, no mean anywhere.
+"""Losses of the protocol: plain sums over all targets of all data, without averaging.
 
-Each is a pure function of the log-probs under the weights as they are now and of what the request brought. What that
-may be, and the defaults of settings, has its home in `wire.losses`. Adding one is a rule there, a function here, and a
-row of hand-computed numbers in its test.
+Each is a pure function of the log-probs under the current weights and of the request's inputs. `wire.losses` defines
+these inputs and the defaults of settings. To add a loss, add a rule there, a function here, and a row of manually
+computed numbers in the test.
 
-Shapes: M targets, those of all data of a micro-batch one after the other. In formulas lp = log p(target), q = log p of
+Shapes: M targets, concatenated over all data of a micro-batch. In formulas lp = log p(target), q = log p of
 the policy that sampled it, A its advantage, r = exp(lp - q); sg[x] is x, held constant by the gradient.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from tx.tinker.types import Datum
-from tx.tinker.wire.losses import TARGETS, with_default_config
+from tx.tinker.wire.losses import TARGETS, fill_default_config
 
 BOUNDS = ("clip_low_threshold", "clip_high_threshold")
 
@@ -34,8 +34,9 @@ class LossInputs:
     """Targets of each datum; they sum to M."""
 
     def bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Between what a ratio is kept: of each target if the request says so, else one for all. They are ratios, not
-        distances from 1."""
+        """Return the clipping bounds of a ratio: per target if the request has them, else shared. Ratios, not distances
+        from 1.
+        """
         device = self.tensors["logprobs"].device
         low, high = (self.tensors.get(n, torch.tensor(self.config[n], device=device)) for n in BOUNDS)
         return low, high
@@ -48,7 +49,7 @@ LossResult = tuple[torch.Tensor, dict[str, float]]
 def cross_entropy(log_probs: torch.Tensor, inputs: LossInputs) -> LossResult:
     """L = -sum w lp, with w = 1 where the request has no weights.
 
-    With w = -g it has the gradient g, which is how clients run losses of their own.
+    With w = -g its gradient is g, which is how clients implement custom losses.
     """
     weights = inputs.tensors.get("weights")
     return (-log_probs if weights is None else -weights * log_probs), {}
@@ -56,28 +57,30 @@ def cross_entropy(log_probs: torch.Tensor, inputs: LossInputs) -> LossResult:
 
 def importance_sampling(log_probs: torch.Tensor, inputs: LossInputs) -> LossResult:
     """L = -sum r A."""
-    ratio = _ratio(log_probs, inputs)
-    return -ratio * inputs.tensors["advantages"], _ratio_metrics(ratio, inputs)
+    ratio = _compute_ratio(log_probs, inputs)
+    return -ratio * inputs.tensors["advantages"], _compute_ratio_metrics(ratio, inputs)
 
 
 def ppo(log_probs: torch.Tensor, inputs: LossInputs) -> LossResult:
     """L = -sum min(r A, clip(r, low, high) A) (https://arxiv.org/abs/1707.06347, eq. 7), bounds 0.8 and 1.2."""
-    return _clipped_surrogate(_ratio(log_probs, inputs), inputs)
+    return _compute_clipped_surrogate(_compute_ratio(log_probs, inputs), inputs)
 
 
 def cispo(log_probs: torch.Tensor, inputs: LossInputs) -> LossResult:
     """L = -sum sg[clip(r, low, high)] lp A (https://arxiv.org/abs/2506.13585, eq. 4), bounds 0 and 4: a clipped target
     keeps its gradient."""
-    ratio = _ratio(log_probs, inputs).detach()
+    ratio = _compute_ratio(log_probs, inputs).detach()
     clipped = ratio.clamp(*inputs.bounds())
-    return -clipped * log_probs * inputs.tensors["advantages"], _ratio_metrics(ratio, inputs, clipped)
+    return -clipped * log_probs * inputs.tensors["advantages"], _compute_ratio_metrics(ratio, inputs, clipped)
 
 
 def dro(log_probs: torch.Tensor, inputs: LossInputs) -> LossResult:
     """L = -sum (lp A - beta / 2 (lp - q)^2) (https://arxiv.org/abs/2405.19107), beta 0.05."""
     distance = log_probs - inputs.tensors["logprobs"]
     penalty = 0.5 * inputs.config["beta"] * distance**2
-    return penalty - log_probs * inputs.tensors["advantages"], _ratio_metrics(_ratio(log_probs, inputs), inputs)
+    return penalty - log_probs * inputs.tensors["advantages"], _compute_ratio_metrics(
+        _compute_ratio(log_probs, inputs), inputs
+    )
 
 
 def gspo(log_probs: torch.Tensor, inputs: LossInputs) -> LossResult:
@@ -97,7 +100,7 @@ def gspo(log_probs: torch.Tensor, inputs: LossInputs) -> LossResult:
         for ratios, mask in zip(log_ratios.split(inputs.lengths), counted.split(inputs.lengths), strict=True)
     ]
     of_sequence = torch.cat(of_datum).clamp(max=LARGEST_LOG_RATIO).exp()
-    return _clipped_surrogate(of_sequence * (log_probs - log_probs.detach()).exp(), inputs)
+    return _compute_clipped_surrogate(of_sequence * (log_probs - log_probs.detach()).exp(), inputs)
 
 
 LOSSES: dict[str, Callable[[torch.Tensor, LossInputs], LossResult]] = {
@@ -110,15 +113,15 @@ LOSSES: dict[str, Callable[[torch.Tensor, LossInputs], LossResult]] = {
 }
 
 
-def loss_inputs(name: str, data: list[Datum], config: Mapping[str, float], device: torch.device) -> LossInputs:
+def collect_loss_inputs(name: str, data: list[Datum], config: Mapping[str, float], device: torch.device) -> LossInputs:
     """Collect the inputs of a loss from data that `wire.checks` has passed."""
-    config = with_default_config(name, config)
+    config = fill_default_config(name, config)
     keys = sorted({key for datum in data for key in datum.inputs} - {TARGETS})
-    tensors = {key: _concatenate(key, data, config.get(key, 1.0)).to(device) for key in keys}
+    tensors = {key: _merge_inputs(key, data, config.get(key, 1.0)).to(device) for key in keys}
     return LossInputs(tensors, config, tuple(datum.inputs[TARGETS].size for datum in data))
 
 
-def _concatenate(key: str, data: list[Datum], default: float) -> torch.Tensor:
+def _merge_inputs(key: str, data: list[Datum], default: float) -> torch.Tensor:
     """[M]. A datum without an input that others have takes the setting of that name, or 1 (a weight)."""
     parts = []
     for datum in data:
@@ -127,18 +130,20 @@ def _concatenate(key: str, data: list[Datum], default: float) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(parts).astype(np.float32))
 
 
-def _ratio(log_probs: torch.Tensor, inputs: LossInputs) -> torch.Tensor:
+def _compute_ratio(log_probs: torch.Tensor, inputs: LossInputs) -> torch.Tensor:
     return (log_probs - inputs.tensors["logprobs"]).clamp(max=LARGEST_LOG_RATIO).exp()
 
 
-def _clipped_surrogate(ratio: torch.Tensor, inputs: LossInputs) -> LossResult:
+def _compute_clipped_surrogate(ratio: torch.Tensor, inputs: LossInputs) -> LossResult:
     # Inside the bounds both products are equal, and torch.minimum gives each half of the gradient. clamp passes its
     # half on to the ratio, so the gradient is whole there; outside, the clipped product has none.
     clipped, advantages = ratio.clamp(*inputs.bounds()), inputs.tensors["advantages"]
-    return -torch.minimum(ratio * advantages, clipped * advantages), _ratio_metrics(ratio, inputs, clipped)
+    return -torch.minimum(ratio * advantages, clipped * advantages), _compute_ratio_metrics(ratio, inputs, clipped)
 
 
-def _ratio_metrics(ratio: torch.Tensor, inputs: LossInputs, clipped: torch.Tensor | None = None) -> dict[str, float]:
+def _compute_ratio_metrics(
+    ratio: torch.Tensor, inputs: LossInputs, clipped: torch.Tensor | None = None
+) -> dict[str, float]:
     """Compute metrics of the ratio over targets with an advantage: prompts have none."""
     counted = inputs.tensors["advantages"] != 0
     ratio = ratio.detach()

@@ -1,9 +1,9 @@
-"""One forward and backward of the base model over the data of several models, laid end to end; from the last hidden
-states on each model goes alone: its output layer, its loss, its gradient.
+"""One forward and backward of the base model over the concatenated data of several models. From the last hidden states
+on, output layer, loss and gradient are computed per model.
 
-Where several processes hold the base model, each computes a share of every model's data, with whole weights that are
-gathered for the pass. What belongs to a model is put together from their log-probs, as if one process had computed
-them; its gradient is the sum of theirs, of which each keeps a part.
+With several processes, each computes a share of every model's data, with weights gathered for the pass. A model's
+result is merged from their log-probs, as if one process had computed it; its gradient is reduced over processes, and
+each keeps a shard.
 """
 
 import logging
@@ -19,8 +19,8 @@ from tx.tinker.backends.base import Failure
 from tx.tinker.backends.torch.adapters import Adapter, set_parts
 from tx.tinker.backends.torch.frozen_model import FrozenModel
 from tx.tinker.backends.torch.head import Targets
-from tx.tinker.backends.torch.layout import Segment, lay_out
-from tx.tinker.backends.torch.losses import LOSSES, LossResult, loss_inputs
+from tx.tinker.backends.torch.layout import Segment, build_layout
+from tx.tinker.backends.torch.losses import LOSSES, LossResult, collect_loss_inputs
 from tx.tinker.backends.torch.rank_group import RankGroup
 from tx.tinker.types import Datum, PassOutput, TrainingPass
 
@@ -36,7 +36,7 @@ P = ParamSpec("P")
 def run_together(
     base: FrozenModel, rank_group: RankGroup, passes: Sequence[TrainingPass], adapters: Sequence[Adapter]
 ) -> list[Outcome]:
-    """Gradients are added to the models' own at the very end, when nothing can fail any more. A collective.
+    """Run passes jointly. Gradients are accumulated at the very end, after everything that may fail. A collective.
 
     Args:
         passes: all forward only, or none.
@@ -46,10 +46,10 @@ def run_together(
         Exception: the base model could not be computed; nothing was added.
     """
     with_gradient = not passes[0].forward_only
-    owners = [rank_group.owners(each.data) for each in passes]
-    mine = [_share(each, of_data, rank_group.rank) for each, of_data in zip(passes, owners, strict=True)]
+    owners = [rank_group.assign_owners(each.data) for each in passes]
+    mine = [_filter_share(each, of_data, rank_group.rank) for each, of_data in zip(passes, owners, strict=True)]
     here = [i for i, each in enumerate(mine) if each.data]
-    layout = lay_out([mine[i].data for i in here] or [_NOBODYS], base.device)
+    layout = build_layout([mine[i].data for i in here] or [_NOBODYS], base.device)
     # Not strict: the dummy data of a rank without data have a segment, but no model.
     segments = dict(zip(here, layout.segments, strict=False))
     # Vectors of their own: if the pass fails, what was accumulated before is unchanged. Models without data on this
@@ -61,7 +61,7 @@ def run_together(
     set_parts(base.layers, list(parts.values()), layout.input_ids.shape[1], root)
     try:
         with torch.set_grad_enabled(with_gradient):
-            hidden = base.hidden_states(layout)
+            hidden = base.compute_hidden_states(layout)
         # Rows of a model whose loss fails stay 0: it does not disturb the one backward of all models.
         of_hidden = torch.zeros_like(hidden) if with_gradient else None
         outcomes = {
@@ -72,7 +72,7 @@ def run_together(
     finally:
         # After the backward, not before: with gradient checkpointing it runs the layers' forward again.
         set_parts(base.layers, (), 0, None)
-    results = _put_together(rank_group, passes, owners, outcomes)
+    results = _merge_shares(rank_group, passes, owners, outcomes)
     # Every rank has put together the same results, so all agree on which gradients to sum, and in which order. One that
     # skipped a sum would leave the others waiting until the timeout.
     for adapter, gradient, result in zip(adapters, gradients, results, strict=True):
@@ -81,30 +81,30 @@ def run_together(
     return results
 
 
-def failure(each: TrainingPass, error: Exception) -> Failure:
+def to_failure(each: TrainingPass, error: Exception) -> Failure:
     """Wrap an error without its traceback, which would keep the pass's tensors alive; server errors are logged."""
     if not isinstance(error, ModelError):
         logger.error("a pass of model %s failed", each.model_id, exc_info=error)
     return Failure(error.with_traceback(None))
 
 
-def _share(each: TrainingPass, owners: list[int], rank: int) -> TrainingPass:
+def _filter_share(each: TrainingPass, owners: list[int], rank: int) -> TrainingPass:
     return replace(each, data=[datum for datum, owner in zip(each.data, owners, strict=True) if owner == rank])
 
 
-def _failing_alone(compute: Callable[Concatenate[TrainingPass, P], Outcome]) -> Callable[..., Outcome]:
-    """Turn an error into the failure of the pass that is computed, so that the others go on."""
+def _handle_failure_alone(compute: Callable[Concatenate[TrainingPass, P], Outcome]) -> Callable[..., Outcome]:
+    """Convert an error into a failure of the current pass, so that other passes continue."""
 
     def guarded(each: TrainingPass, *args: P.args, **kwargs: P.kwargs) -> Outcome:
         try:
             return compute(each, *args, **kwargs)
         except Exception as error:  # this model's alone
-            return failure(each, error)
+            return to_failure(each, error)
 
     return guarded
 
 
-@_failing_alone
+@_handle_failure_alone
 def _score(
     each: TrainingPass,
     base: FrozenModel,
@@ -113,40 +113,40 @@ def _score(
     hidden: torch.Tensor,
     of_hidden: torch.Tensor | None,
 ) -> Outcome:
-    """A model's log-probs and loss, and the gradient of its rows of the hidden states."""
-    inputs = loss_inputs(each.loss_fn, each.data, each.loss_config, base.device)
+    """Compute a model's log-probs and loss, and the gradient of its hidden states."""
+    inputs = collect_loss_inputs(each.loss_fn, each.data, each.loss_config, base.device)
     rows = slice(segment.start, segment.end)
     scored = base.head.score(hidden.detach()[rows], Targets.of(each.data), part)
-    # A leaf: autograd ends here and `scored.backward` goes on by chunks, so logits of all rows never exist at once.
+    # A leaf: autograd ends here and `scored.backward` continues by chunks, so logits of all rows never coexist.
     log_probs = scored.log_probs.requires_grad_(of_hidden is not None)
     with torch.set_grad_enabled(of_hidden is not None):
         loss = LOSSES[each.loss_fn](log_probs, inputs)
     if of_hidden is not None:
         (gradient,) = torch.autograd.grad(loss[0].sum(), log_probs)
         of_hidden[rows] = scored.backward(gradient)
-    return _output(each, log_probs, loss)
+    return _build_output(each, log_probs, loss)
 
 
-def _put_together(
+def _merge_shares(
     rank_group: RankGroup, passes: Sequence[TrainingPass], owners: list[list[int]], outcomes: dict[int, Outcome]
 ) -> list[Outcome]:
-    """Each model's result out of those of its shares."""
+    """Merge each model's result from its shares."""
     if rank_group.size == 1:
         return [outcomes[i] for i in range(len(passes))]
-    of_ranks = rank_group.exchange({i: _portable(outcome) for i, outcome in outcomes.items()})
+    of_ranks = rank_group.gather_values({i: _to_picklable(outcome) for i, outcome in outcomes.items()})
     return [
         _merge_outcomes(each, owners[i], {rank: of_rank[i] for rank, of_rank in enumerate(of_ranks) if i in of_rank})
         for i, each in enumerate(passes)
     ]
 
 
-@_failing_alone
+@_handle_failure_alone
 def _merge_outcomes(each: TrainingPass, owners: list[int], shares: dict[int, Outcome]) -> Outcome:
     """
     Args:
         shares: by rank.
     """
-    inputs = loss_inputs(each.loss_fn, each.data, each.loss_config, torch.device("cpu"))
+    inputs = collect_loss_inputs(each.loss_fn, each.data, each.loss_config, torch.device("cpu"))
     pieces = {}
     for rank, share in shares.items():
         if isinstance(share, Failure):
@@ -155,10 +155,10 @@ def _merge_outcomes(each: TrainingPass, owners: list[int], shares: dict[int, Out
     # Each rank holds its data in the order of the request, so the next piece of a datum's owner is that datum's.
     log_probs = torch.from_numpy(np.concatenate([next(pieces[owner]).reshape(-1) for owner in owners]))
     # The loss once more, over all log-probs: metrics of shares, as means, cannot be combined without their counts.
-    return _output(each, log_probs, LOSSES[each.loss_fn](log_probs, inputs))
+    return _build_output(each, log_probs, LOSSES[each.loss_fn](log_probs, inputs))
 
 
-def _output(each: TrainingPass, log_probs: torch.Tensor, loss: LossResult) -> PassOutput:
+def _build_output(each: TrainingPass, log_probs: torch.Tensor, loss: LossResult) -> PassOutput:
     """
     Args:
         log_probs: [M], of all targets one after the other.
@@ -177,7 +177,7 @@ def _output(each: TrainingPass, log_probs: torch.Tensor, loss: LossResult) -> Pa
     )
 
 
-def _portable(outcome: Outcome) -> Outcome:
+def _to_picklable(outcome: Outcome) -> Outcome:
     """Errors of libraries may not survive the way to another process."""
     if isinstance(outcome, Failure) and not isinstance(outcome.error, ModelError):
         return Failure(RuntimeError(f"{type(outcome.error).__name__}: {outcome.error}"))

@@ -1,10 +1,10 @@
 """Group of processes that share one frozen model: assignment of data, and collectives.
 
 Transformer blocks are sharded over the ranks (FSDP2): every rank must take part in each forward and backward, if need
-be with dummy data. A vector of an adapter (weights, gradient, moments) is cut into one part for each rank: the weights
-are gathered for a pass, and the gradient is summed into the parts at its end.
+be with dummy data. A vector of an adapter (weights, gradient, moments) is sharded over ranks: weights are gathered for
+a pass, and gradients reduce-scattered at its end.
 
-Shapes: P numbers of a vector, p = P / ranks, rounded up, of a part; the last part is filled up with zeros.
+Shapes: P numbers of a vector, p = P / ranks, rounded up, of a part; the last part is padded with zeros.
 """
 
 from bisect import bisect_left
@@ -39,7 +39,7 @@ class RankGroup:
     size: int = 1
     mesh: DeviceMesh | None = None
 
-    def owners(self, data: Sequence[Datum]) -> list[int]:
+    def assign_owners(self, data: Sequence[Datum]) -> list[int]:
         """Assign each datum to a rank: consecutive data together, as evenly as possible. The result depends on the data
         alone, so co-batched requests change nothing; so does the first rank, which spreads small requests."""
         if self.size == 1:
@@ -51,23 +51,23 @@ class RankGroup:
         first = sum(int(datum.tokens.sum()) for datum in data)
         return [(first + i) % self.size for i, part in enumerate(split_by_tokens(data, room)) for _ in part]
 
-    def exchange(self, mine: T) -> list[T]:
+    def gather_values(self, mine: T) -> list[T]:
         """Gather a value from every rank, in rank order. A collective."""
         everyone: list[Any] = [None] * self.size
         dist.all_gather_object(everyone, mine)
         return everyone
 
-    def part_size(self, count: int) -> int:
+    def get_part_size(self, count: int) -> int:
         """Return p of a vector of `count` numbers."""
         return -(-count // self.size)
 
-    def part_of(self, vector: torch.Tensor) -> torch.Tensor:
+    def extract_part(self, vector: torch.Tensor) -> torch.Tensor:
         """Return this rank's part [p] of a vector [P] that every rank has."""
-        size = self.part_size(len(vector))
+        size = self.get_part_size(len(vector))
         part = vector[self.rank * size : (self.rank + 1) * size]
         return part if len(part) == size else torch.cat([part, part.new_zeros(size - len(part))])
 
-    def whole(self, part: torch.Tensor, count: int) -> torch.Tensor:
+    def gather_vector(self, part: torch.Tensor, count: int) -> torch.Tensor:
         """Gather a vector [`count`] from its parts. A collective."""
         if self.size == 1:
             return part
@@ -75,7 +75,7 @@ class RankGroup:
         dist.all_gather_into_tensor(padded, part)
         return padded[:count]
 
-    def whole_on_first(self, part: torch.Tensor, count: int) -> torch.Tensor:
+    def gather_vector_on_first(self, part: torch.Tensor, count: int) -> torch.Tensor:
         """Gather a vector [`count`] on the CPU of rank 0; on other ranks the result is empty. A collective."""
         if self.size == 1:
             return part.cpu()
@@ -83,11 +83,11 @@ class RankGroup:
         dist.gather(part, parts, dst=0)
         return torch.cat([each.cpu() for each in parts])[:count] if parts is not None else torch.empty(0)
 
-    def part_of_sum(self, vector: torch.Tensor) -> torch.Tensor:
+    def reduce_scatter(self, vector: torch.Tensor) -> torch.Tensor:
         """Sum a vector over all ranks in float32. A collective.
 
         Args:
-            vector: [size p], filled up with zeros behind its P numbers.
+            vector: [size p], its P numbers padded with zeros.
 
         Returns: this rank's part, [p]
         """
@@ -98,7 +98,7 @@ class RankGroup:
         dist.reduce_scatter_tensor(part, vector.float())
         return part
 
-    def norm(self, part: torch.Tensor) -> float:
+    def compute_norm(self, part: torch.Tensor) -> float:
         """Compute the Euclidean norm of a vector from its parts, the same on each rank. It is summed in float64: finite
         where every number is. A collective."""
         of_part = torch.linalg.vector_norm(part, dtype=torch.float64)
@@ -114,12 +114,12 @@ class RankGroup:
 
         Args:
             model: on the meta device for its shapes; without files whole and on the CPU of rank 0.
-            files: that each rank reads its part from; None: from rank 0.
+            files: from which each rank reads its shard; None: broadcast from rank 0.
 
         Raises:
-            ConfigError: nobody knows what its blocks are.
+            ConfigError: the model's blocks cannot be determined.
         """
-        for name, dtype in self.exchange({name: each.dtype for name, each in model.named_parameters()})[0].items():
+        for name, dtype in self.gather_values({name: each.dtype for name, each in model.named_parameters()})[0].items():
             parameter = model.get_parameter(name)  # some stay float32 when they are loaded
             parameter.data = parameter.data.to(dtype)
         # Taken before sharding, which replaces the parameters by shards.

@@ -1,13 +1,13 @@
-"""Sampling by the native engine of skyrl_train, in this process, in a thread of its own: continuous batching over
-everybody's requests. Knows folders of adapters and the engine; nothing of training, tenants' rights or the wire.
+"""Sampling with the native engine of skyrl_train, in a separate thread of this process: continuous batching over the
+requests of all tenants. Independent of training, permissions and the wire format.
 
-An answer is a function of its `SampleSpec` and the adapter's folder: float32 on a CPU gives the same bits
-whatever the co-batched requests are, and in every repetition.
+A completion is a function of its `SampleSpec` and the adapter's folder: float32 on a CPU gives the same bits for any
+co-batched requests, and in every repetition.
 
-What is fair: requests of a tenant are answered in the order of their arrival, tenants take turns, and one tenant never
-holds more than three times as many rows as it leaves free (`skyrl_train.inference_engines.native.waiting`). So a
-request waits for no other tenant's answers to end while fewer than about `max_num_seqs / 3` tenants want more than they
-get; how long a token takes grows with the rows that run, and with prompts that come in (`max_prefill_tokens` a step).
+Fairness: requests of a tenant are served in arrival order, tenants in turn, and one tenant never holds more than three
+times as many rows as it leaves free (`skyrl_train.inference_engines.native.waiting`). So a request need not wait for
+another tenant's completions while fewer than about `max_num_seqs / 3` tenants have waiting requests; the latency of a
+token grows with the running rows, and with the prompts being prefilled (`max_prefill_tokens` a step).
 """
 
 import asyncio
@@ -44,17 +44,17 @@ class NativeSampling(SamplingBackend):
         base_model: its folder
         device: `cpu`, `cuda`, `cuda:N`
         dtype: of the weights: `float32`, `bfloat16`, `float16`
-        max_num_seqs: sequences that are written at the same time
-        max_context: tokens of a prompt and its answer; None: the model's limit
-        max_loaded_adapters: requests that need more at the same time take turns
+        max_num_seqs: sequences generated concurrently
+        max_context: tokens of prompt and completion; None: the model's limit
+        max_loaded_adapters: further adapters wait for a slot
         max_lora_rank: an adapter of a larger rank is refused
-        max_prefill_tokens: prompt tokens computed between two tokens of the running answers
-        max_cache_gib: memory for keys and values; None: a quarter of what is free at the start (half on a GPU)
-        prefix_cache_gib: memory for keys and values of earlier prompts and answers, for prompts that begin alike
-        share_with: the same base model, already loaded in this process as transformers made it (before anything wrapped
-            its layers). Its parameters are used, not copied, where device and dtype are the same; nobody may change
-            them. On a CPU the engine keeps a packed copy of the linear layers all the same: in bfloat16 104 million
-            parameters took 0.21 GB more with it, in float32 0.43
+        max_prefill_tokens: prompt tokens computed between two decoding steps
+        max_cache_gib: memory for keys and values; None: a quarter of the memory free at the start (half on a GPU)
+        prefix_cache_gib: memory for keys and values of earlier prompts and completions, reused for common prefixes
+        share_with: the same base model, already loaded in this process by transformers (before its layers were
+            wrapped). Its parameters are shared where device and dtype match, and must not be modified. On a CPU the
+            engine still keeps a packed copy of the linear layers: for 104 million parameters 0.21 GB more in bfloat16,
+            0.43 in float32
     """
 
     def __init__(
@@ -82,10 +82,10 @@ class NativeSampling(SamplingBackend):
             max_loras=max_loaded_adapters,
             max_lora_rank=max_lora_rank,
             max_prefill_tokens=max_prefill_tokens,
-            max_cache_gib=_share_of_free_memory(device) if max_cache_gib is None else max_cache_gib,
+            max_cache_gib=_get_memory_share(device) if max_cache_gib is None else max_cache_gib,
             prefix_cache_gib=prefix_cache_gib,
             command_timeout_seconds=_STEP_SECONDS,
-            shared_weights=None if share_with is None else _tensors_of(share_with),
+            shared_weights=None if share_with is None else _to_tensors(share_with),
         )
         self._max_loaded_adapters = max_loaded_adapters
         self._engine: NativeInferenceEngine | None = None
@@ -97,21 +97,21 @@ class NativeSampling(SamplingBackend):
         self._slots = AdapterSlots(self._engine, self._max_loaded_adapters)
 
     def num_running(self) -> int:
-        """Sequences asked for and not done."""
+        """Return the number of unfinished sequences."""
         return self._num_running
 
     async def sample(self, spec: SampleSpec, adapter: Path | None, *, tenant: str = "") -> SampleOutput:
         """See the interface.
 
         Args:
-            tenant: whose turn it is; "": nobody's in particular, who may have every row
+            tenant: for fair scheduling; "": no tenant, may use every row
 
         Raises:
-            BackendLost: the engine has stopped: this and every other call.
+            BackendLost: the engine has stopped; every call fails.
         """
         self._num_running += spec.num_samples
         try:
-            async with self._loaded(adapter) as name:
+            async with self._load_adapter(adapter) as name:
                 return await self._complete(spec, name, tenant)
         except FloatingPointError as error:
             raise ModelError(str(error), "server" if adapter is None else "user") from error
@@ -134,7 +134,7 @@ class NativeSampling(SamplingBackend):
             await self._slots.close()
 
     @contextlib.asynccontextmanager
-    async def _loaded(self, adapter: Path | None) -> AsyncIterator[str | None]:
+    async def _load_adapter(self, adapter: Path | None) -> AsyncIterator[str | None]:
         assert self._slots is not None, "start() comes first"
         async with contextlib.AsyncExitStack() as stack:
             # Only around the start of the block: a ValueError raised inside it is not one of loading the adapter.
@@ -169,7 +169,7 @@ class NativeSampling(SamplingBackend):
             Request(
                 prompt,
                 settings,
-                # A random stream for each sample: a request's samples differ, and depend on nothing beside them.
+                # A random stream for each sample: a request's samples differ, and are independent of other requests.
                 (params.seed, index),
                 scoring=scoring if index == 0 else None,
                 group=tenant or None,
@@ -178,37 +178,37 @@ class NativeSampling(SamplingBackend):
             for index in range(spec.num_samples)
         ]
         completions = await gather_or_cancel([_complete(engine, request, lora_name) for request in requests])
-        return _output(spec, completions, requests[0].prompt_scores)
+        return _to_sample_output(spec, completions, requests[0].prompt_scores)
 
 
 async def _complete(engine: NativeInferenceEngine, request: Request, lora_name: str | None) -> Completion:
     return await engine.complete(request, lora_name)
 
 
-def _share_of_free_memory(device: str) -> float:
+def _get_memory_share(device: str) -> float:
     """GiB."""
     if torch.device(device).type == "cuda":
         return torch.cuda.mem_get_info(device)[0] / 2 / 2**30
     return psutil.virtual_memory().available / 4 / 2**30
 
 
-def _tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def _to_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def _output(spec: SampleSpec, completions: list[Completion], scores: PromptScores | None) -> SampleOutput:
+def _to_sample_output(spec: SampleSpec, completions: list[Completion], scores: PromptScores | None) -> SampleOutput:
     sequences = []
     for completion in completions:
         if completion.stop_reason == "abort":
-            raise ModelError("the engine was told to abort all requests", "server")
+            raise ModelError("the engine aborted all requests", "server")
         reason = "length" if completion.stop_reason == "length" else "stop"
         sequences.append(Sequence(completion.token_ids, completion.log_probs or [], reason))
     return SampleOutput(
         sequences=sequences,
         # Nothing predicts the first token of a prompt.
         prompt_logprobs=[None, *_log_probs(scores)] if spec.prompt_logprobs else None,
-        topk_prompt_logprobs=[None, *_top(scores)] if spec.topk_prompt_logprobs else None,
-        target_prompt_logprobs=None if spec.targets is None else _of_targets(spec.targets, scores),
+        topk_prompt_logprobs=[None, *_extract_topk(scores)] if spec.topk_prompt_logprobs else None,
+        target_prompt_logprobs=None if spec.targets is None else _extract_target_logprobs(spec.targets, scores),
     )
 
 
@@ -217,14 +217,14 @@ def _log_probs(scores: PromptScores | None) -> list[float]:
     return [] if scores is None else scores.log_probs.tolist()
 
 
-def _of_targets(targets: PromptTargets, scores: PromptScores | None) -> TargetLogProbs:
+def _extract_target_logprobs(targets: PromptTargets, scores: PromptScores | None) -> TargetLogProbs:
     values = np.zeros(len(targets.ids))
     if scores is not None:
         values[targets.cells()[0]] = scores.target_log_probs
     return TargetLogProbs(targets.shape, list_of(values), targets.crow, targets.columns)
 
 
-def _top(scores: PromptScores | None) -> list[list[tuple[int, float]]]:
+def _extract_topk(scores: PromptScores | None) -> list[list[tuple[int, float]]]:
     if scores is None:
         return []
     ids, log_probs = scores.top_ids.tolist(), scores.top_log_probs.tolist()

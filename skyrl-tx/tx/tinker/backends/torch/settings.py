@@ -65,7 +65,7 @@ class TrainingSettings:
         device = self.device
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        on_cpu = _device(device).type == "cpu"
+        on_cpu = _resolve_device(device).type == "cpu"
         dtype = self.dtype or ("float32" if on_cpu else "bfloat16")
         tokens = self.tokens_per_micro_batch or (2048 if on_cpu else 16384)
         open_ones = {"device": device, "dtype": dtype, "tokens_per_micro_batch": tokens}
@@ -92,14 +92,14 @@ class TrainingSettings:
 
     @property
     def torch_device(self) -> torch.device:
-        return _device(self.device)
+        return _resolve_device(self.device)
 
     @property
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype or "float32"]
 
 
-def _device(name: str) -> torch.device:
+def _resolve_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError) as error:

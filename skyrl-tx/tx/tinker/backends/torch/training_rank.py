@@ -22,7 +22,7 @@ class RankTraining(TorchTraining):
 
     def __init__(self, base_model_folder: str | Path, rank_group: RankGroup, **settings: Any):
         super().__init__(base_model_folder, rank_group=rank_group, **settings)
-        parameters = [(local_part(each).numel(), each.numel()) for each in self.base_model.parameters()]
+        parameters = [(get_local_part(each).numel(), each.numel()) for each in self.base_model.parameters()]
         held, whole = map(sum, zip(*parameters, strict=True))
         logger.info(
             "process {} of {} holds {:,} of {:,} numbers of the model", rank_group.rank, rank_group.size, held, whole
@@ -34,7 +34,7 @@ class RankTraining(TorchTraining):
         return outputs if self._rank_group.rank == 0 else []
 
     def copy_gradient(self, model_id: str) -> None:
-        """Copy this rank's part of the gradient, in place of an earlier copy."""
+        """Copy this rank's shard of the gradient, replacing any earlier copy."""
         self._kept[model_id] = super().copy_gradient(model_id)
 
     def put_gradient(self, model_id: str, gradient: None) -> None:
@@ -45,7 +45,7 @@ class RankTraining(TorchTraining):
         super().forget(model_id)
 
 
-def local_part(parameter: torch.Tensor) -> torch.Tensor:
+def get_local_part(parameter: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a parameter."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
@@ -62,8 +62,8 @@ class TrainingRank:
         self._folder, self._settings, self._timeout_seconds = base_model_folder, settings, timeout_seconds
         self._training: RankTraining | None = None
 
-    def rendezvous_point(self) -> tuple[str, int]:
-        """An address and free port of this process's machine where its group can meet."""
+    def find_rendezvous_point(self) -> tuple[str, int]:
+        """Return an address and free port of this machine for the process group's rendezvous."""
         return node_address(), free_port()
 
     def init_model(self, info: RankInfo) -> ParallelInfo:

@@ -1,4 +1,4 @@
-"""Checkpoints to take away: addresses that work for an hour, without a key, and what is behind them."""
+"""Checkpoint downloads: signed URLs that are valid for an hour without a key, and the files they serve."""
 
 import asyncio
 import logging
@@ -17,13 +17,13 @@ from tx.errors import RequestError
 from tx.tinker.http import responses
 from tx.tinker.http.auth import DOWNLOADS
 from tx.tinker.http.downloads import Download, Downloads
-from tx.tinker.http.openapi import described
+from tx.tinker.http.openapi import describe_route
 from tx.tinker.http.parameters import Kind, Name, RunId
-from tx.tinker.http.replies import as_json
+from tx.tinker.http.replies import to_json_response
 from tx.tinker.http.routes.runs import CHECKPOINT
-from tx.tinker.http.scope import service_of, tenant_of
+from tx.tinker.http.scope import get_service, get_tenant
 from tx.tinker.storage.folders import Folders
-from tx.tinker.storage.manifests import DamagedFilesError, files_of
+from tx.tinker.storage.manifests import DamagedFilesError, list_files
 from tx.tinker.types import TinkerPath
 
 T = TypeVar("T")
@@ -44,34 +44,34 @@ _MOVED = {
 
 @router.get(
     f"{CHECKPOINT}/archive",
-    **described(responses.Nothing, response_model=None, response_class=Response, status_code=302, also=_MOVED),
+    **describe_route(responses.Nothing, response_model=None, response_class=Response, status_code=302, also=_MOVED),
 )
 async def archive(request: Request, run_id: RunId, kind: Kind, name: Name) -> Response:
     path = TinkerPath(run_id, kind, name)
-    await service_of(request).checkpoints.archive(tenant_of(request), *path)  # whether there is one
+    await get_service(request).checkpoints.archive(get_tenant(request), *path)  # whether there is one
     signer: Downloads = request.app.state.downloads
-    download = signer.of(tenant_of(request), path)
-    where = signer.address(str(request.base_url), download)
+    download = signer.of(get_tenant(request), path)
+    where = signer.build_url(str(request.base_url), download)
     return Response(status_code=302, headers={"Location": where, "Expires": download.expires_header})
 
 
-@router.get(f"{CHECKPOINT}/external_weights_urls", **described(responses.FileAddresses))
+@router.get(f"{CHECKPOINT}/external_weights_urls", **describe_route(responses.FileAddresses))
 async def external_weights_urls(request: Request, run_id: RunId, kind: Kind, name: Name) -> Response:
-    """An address for each file."""
+    """Return a signed URL for each file."""
     path = TinkerPath(run_id, kind, name)
-    folder = await service_of(request).checkpoints.archive(tenant_of(request), *path)
+    folder = await get_service(request).checkpoints.archive(get_tenant(request), *path)
     local = await asyncio.to_thread(_read, request.app.state.folders.verified, folder)
-    files = [file.relative_to(local).as_posix() for file in files_of(local)]
+    files = [file.relative_to(local).as_posix() for file in list_files(local)]
     signer: Downloads = request.app.state.downloads
-    made = [signer.of(tenant_of(request), path, file) for file in files]
-    urls = {download.file: signer.address(str(request.base_url), download) for download in made}
+    made = [signer.of(get_tenant(request), path, file) for file in files]
+    urls = {download.file: signer.build_url(str(request.base_url), download) for download in made}
     expires = min((download.expires for download in made), default=0)
-    return as_json({"urls": urls, "expires": datetime.fromtimestamp(expires, UTC).isoformat()})
+    return to_json_response({"urls": urls, "expires": datetime.fromtimestamp(expires, UTC).isoformat()})
 
 
 @downloads.get(
     "/{run_id}/{kind}/{name}",
-    **described(
+    **describe_route(
         responses.Nothing,
         response_model=None,
         also={
@@ -94,12 +94,12 @@ async def download(
     """Download from an address of `archive` or `external_weights_urls`."""
     asked = Download(tenant, TinkerPath(run_id, kind, name), expires, file)
     request.app.state.downloads.check(asked, signature)
-    folder = await service_of(request).checkpoints.archive(tenant, *asked.path)
+    folder = await get_service(request).checkpoints.archive(tenant, *asked.path)
     folders: Folders = request.app.state.folders
     if file:
         local = await asyncio.to_thread(_read, folders.local, folder)
         return FileResponse(local / file, filename=Path(file).name, media_type="application/octet-stream")
-    packed = await asyncio.to_thread(_packed, folders, folder)
+    packed = await asyncio.to_thread(_build_tar, folders, folder)
     remove = BackgroundTask(packed.unlink, missing_ok=True)
     return FileResponse(packed, filename=asked.file_name, media_type="application/x-tar", background=remove)
 
@@ -108,7 +108,7 @@ def _read(read: Callable[[str], T], folder: str) -> T:
     try:
         return read(folder)
     except FileNotFoundError:
-        raise RequestError("this checkpoint's files are gone", 404) from None
+        raise RequestError("this checkpoint's files no longer exist", 404) from None
     except DamagedFilesError as error:
         logger.error("checkpoint %s: %s", folder, error)
         raise RequestError(
@@ -116,8 +116,8 @@ def _read(read: Callable[[str], T], folder: str) -> T:
         ) from None
 
 
-def _packed(folders: Folders, folder: str) -> Path:
-    """A tar of the folder, as a temporary file."""
+def _build_tar(folders: Folders, folder: str) -> Path:
+    """Build a tar of the folder in a temporary file."""
     with tempfile.NamedTemporaryFile(suffix=".tar", prefix="tx-archive-", delete=False) as file:
         path = Path(file.name)
     try:

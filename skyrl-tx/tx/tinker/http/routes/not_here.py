@@ -2,7 +2,7 @@
 
 from fastapi import APIRouter, Response
 
-from tx.tinker.http.replies import problem
+from tx.tinker.http.replies import build_problem
 
 router = APIRouter(include_in_schema=False)
 
@@ -24,7 +24,7 @@ _WHY = {
 
 def _add(method: str, path: str, why: str) -> None:
     async def not_here() -> Response:
-        return problem(400, f"this server does not have {path.lstrip('/')}: {why}")
+        return build_problem(400, f"this server does not have {path.lstrip('/')}: {why}")
 
     router.add_api_route(path, not_here, methods=[method])
 

@@ -1,5 +1,5 @@
-"""Sampling for OpenAI's clients: `base_url` is `{server}/oai/api/v1`, `model` a sampler path (`tinker://…`) or the base
-model's name. Whole answers only, no streams."""
+"""Sampling for OpenAI clients: `base_url` is `{server}/oai/api/v1`, `model` a sampler path (`tinker://…`) or the base
+model's name. No streaming."""
 
 import asyncio
 import secrets
@@ -11,10 +11,10 @@ from pydantic import Field, ValidationError
 
 from tx.errors import RequestError
 from tx.tinker.http.bodies import read_json
-from tx.tinker.http.openapi import described
-from tx.tinker.http.replies import as_json
+from tx.tinker.http.openapi import describe_route
+from tx.tinker.http.replies import to_json_response
 from tx.tinker.http.responses import Problem, ResponseBody
-from tx.tinker.http.scope import service_of, tenant_of
+from tx.tinker.http.scope import get_service, get_tenant
 from tx.tinker.service.results import StoredResult, TryAgain
 from tx.tinker.texts import Texts
 from tx.tinker.types import SampleOutput, Sequence
@@ -70,11 +70,11 @@ class Completion(ResponseBody):
     usage: dict[str, int]
 
 
-@router.post("/completions", **described(Completion, CompletionBody, also=_LATE))
+@router.post("/completions", **describe_route(Completion, CompletionBody, also=_LATE))
 async def completions(request: Request) -> Response:
     asked = await read_json(request, CompletionBody)
     texts: Texts = request.app.state.texts
-    prompts = await asyncio.to_thread(_prompts, asked.prompt, texts)
+    prompts = await asyncio.to_thread(_parse_prompts, asked.prompt, texts)
     if len(prompts) * asked.n > MAX_ANSWERS:
         raise RequestError(
             f"one request may ask for {MAX_ANSWERS} answers (prompts times n); got {len(prompts)} prompts with "
@@ -84,7 +84,7 @@ async def completions(request: Request) -> Response:
     choices = []
     for output in outputs:
         for sequence in output.sequences:
-            choice = _choice(len(choices), sequence, asked.stop, texts)
+            choice = _build_choice(len(choices), sequence, asked.stop, texts)
             if asked.logprobs is not None:
                 choice["logprobs"] = {
                     "tokens": texts.decode_each(sequence.tokens),
@@ -92,10 +92,10 @@ async def completions(request: Request) -> Response:
                     "top_logprobs": None,
                 }
             choices.append(choice)
-    return _answer("text_completion", asked.model, choices, prompts, outputs)
+    return _build_response("text_completion", asked.model, choices, prompts, outputs)
 
 
-@router.post("/chat/completions", **described(Completion, ChatCompletionBody, also=_LATE))
+@router.post("/chat/completions", **describe_route(Completion, ChatCompletionBody, also=_LATE))
 async def chat_completions(request: Request) -> Response:
     asked = await read_json(request, ChatCompletionBody)
     texts: Texts = request.app.state.texts
@@ -105,41 +105,43 @@ async def chat_completions(request: Request) -> Response:
     output = await _sample(request, asked, prompt, most)
     choices = []
     for sequence in output.sequences:
-        choice = _choice(len(choices), sequence, asked.stop, texts)
+        choice = _build_choice(len(choices), sequence, asked.stop, texts)
         choice["message"] = {"role": "assistant", "content": choice.pop("text")}
         if asked.logprobs:
             pairs = zip(texts.decode_each(sequence.tokens), sequence.logprobs, strict=True)
             choice["logprobs"] = {"content": [{"token": t, "logprob": p, "top_logprobs": []} for t, p in pairs]}
         choices.append(choice)
-    return _answer("chat.completion", asked.model, choices, [prompt], [output])
+    return _build_response("chat.completion", asked.model, choices, [prompt], [output])
 
 
-@router.get("/models", **described(ResponseBody))
+@router.get("/models", **describe_route(ResponseBody))
 async def list_models(request: Request) -> Response:
-    """The base model's names; sampler paths need no listing to be used."""
+    """List the base model's names; sampler paths work without being listed."""
     names = request.app.state.config.served_names
-    return as_json({"object": "list", "data": [{"id": name, "object": "model", "owned_by": "tx"} for name in names]})
+    return to_json_response(
+        {"object": "list", "data": [{"id": name, "object": "model", "owned_by": "tx"} for name in names]}
+    )
 
 
-def _prompts(prompt: Any, texts: Texts) -> list[list[int]]:
-    """One or several, as text or tokens."""
+def _parse_prompts(prompt: Any, texts: Texts) -> list[list[int]]:
+    """Parse one or several prompts, as text or tokens."""
     several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
     return [texts.encode(one) if isinstance(one, str) else one for one in (prompt if several else [prompt])]
 
 
 async def _sample(request: Request, asked: _SamplingBody, prompt: list[int], max_tokens: int | None) -> SampleOutput:
     try:
-        command = _order(asked, prompt, max_tokens)
+        command = _build_request(asked, prompt, max_tokens)
     except ValidationError as error:
-        raise schemas.as_request_error(error) from None
-    accepted = await service_of(request).sampling.asample(tenant_of(request), command)
-    result = await _result(request, str(accepted["request_id"]))
+        raise schemas.to_request_error(error) from None
+    accepted = await get_service(request).sampling.asample(get_tenant(request), command)
+    result = await _wait_for_result(request, str(accepted["request_id"]))
     if result.error is not None:
         raise RequestError(result.error, 400 if result.category == "user" else 500)
     return decode_sample_output(result.body or b"")
 
 
-def _order(asked: _SamplingBody, prompt: list[int], max_tokens: int | None) -> schemas.AsampleRequest:
+def _build_request(asked: _SamplingBody, prompt: list[int], max_tokens: int | None) -> schemas.AsampleRequest:
     params = schemas.SamplingParams(
         max_tokens=max_tokens,
         seed=asked.seed,
@@ -158,20 +160,20 @@ def _order(asked: _SamplingBody, prompt: list[int], max_tokens: int | None) -> s
     )
 
 
-async def _result(request: Request, request_id: str) -> StoredResult:
+async def _wait_for_result(request: Request, request_id: str) -> StoredResult:
     deadline = time.monotonic() + DEADLINE_SECONDS
     while time.monotonic() < deadline:
-        waiting = service_of(request).futures.retrieve(tenant_of(request), request_id, POLL_SECONDS)
+        waiting = get_service(request).futures.retrieve(get_tenant(request), request_id, POLL_SECONDS)
         result = await request.app.state.polls.wait_for(waiting)
         if result is None:
-            raise RequestError("the server is restarting; ask again", 503)
+            raise RequestError("the server is restarting; retry", 503)
         if not isinstance(result, TryAgain):
             return result
-    raise RequestError(f"no answer within {DEADLINE_SECONDS:.0f} s", 503)
+    raise RequestError(f"no response within {DEADLINE_SECONDS:.0f} s", 503)
 
 
-def _choice(index: int, sequence: Sequence, stop: str | list[str] | None, texts: Texts) -> dict[str, object]:
-    """Here the text that stopped an answer is no part of it, unlike in the other protocol."""
+def _build_choice(index: int, sequence: Sequence, stop: str | list[str] | None, texts: Texts) -> dict[str, object]:
+    """Build a choice. Unlike in the Tinker protocol, the stop text is not part of the completion."""
     text = texts.decode(sequence.tokens)
     for ending in [stop] if isinstance(stop, str) else stop or []:
         if ending:
@@ -179,12 +181,12 @@ def _choice(index: int, sequence: Sequence, stop: str | list[str] | None, texts:
     return {"index": index, "text": text, "finish_reason": sequence.stop_reason, "logprobs": None}
 
 
-def _answer(
+def _build_response(
     kind: str, model: str, choices: list[dict[str, object]], prompts: list[list[int]], outputs: list[SampleOutput]
 ) -> Response:
     asked = sum(len(prompt) for prompt in prompts)
     written = sum(len(sequence.tokens) for output in outputs for sequence in output.sequences)
-    return as_json(
+    return to_json_response(
         {
             "id": f"cmpl-{secrets.token_hex(12)}",
             "object": kind,
