@@ -36,7 +36,7 @@ def gpu_day(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.mark.slow
-def test_tiny_run_on_a_cpu_has_figures_in_every_section(tmp_path: Path):
+def test_tiny_cpu_run_has_figures_in_all_sections(tmp_path: Path):
     output = tmp_path / "gpu_day.json"
     code = (
         "import runpy, sys\n"
@@ -59,7 +59,7 @@ def test_tiny_run_on_a_cpu_has_figures_in_every_section(tmp_path: Path):
     assert list(sections["engine_speed"]["found"]["tokens_per_second_by_requests"]) == ["1", "4"]
 
 
-def test_prompts_have_the_tokens_that_are_counted(gpu_day: Any, tmp_path: Path):
+def test_prompts_have_counted_tokens(gpu_day: Any, tmp_path: Path):
     bench = gpu_day.Bench("cpu", "float32", gpu_day.TINY, tmp_path)
     prompts = gpu_day.settings(bench)["data"]["train_data"]
     tokenizer = load_tokenizer(gpu_day.model_folder(bench))
@@ -69,7 +69,7 @@ def test_prompts_have_the_tokens_that_are_counted(gpu_day: Any, tmp_path: Path):
     assert len(ids) == gpu_day.TINY.prompt_tokens
 
 
-def test_failed_section_is_written_with_its_error_and_the_others_run(gpu_day: Any, tmp_path: Path, capsys):
+def test_failed_section_is_written_and_others_run(gpu_day: Any, tmp_path: Path, capsys):
     def broken(bench: Any) -> dict[str, Any]:
         raise RuntimeError("no kernel image is available")
 
@@ -88,7 +88,7 @@ def test_failed_section_is_written_with_its_error_and_the_others_run(gpu_day: An
     assert gpu_day.main(arguments) == 0
 
 
-def test_hanging_section_ends_with_the_limit(tmp_path: Path):
+def test_hanging_section_ends_at_limit(tmp_path: Path):
     output = tmp_path / "gpu_day.json"
     code = (
         "import runpy, sys, time\n"

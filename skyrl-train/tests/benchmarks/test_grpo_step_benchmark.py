@@ -7,7 +7,7 @@ import pytest
 
 
 @pytest.mark.full
-def test_two_steps_of_ours_give_a_table(run_script: Any):
+def test_two_steps_give_table(run_script: Any):
     options = ["--steps", "1", "--warmup", "1", "--skip-trl", "--dtypes", "float32", "--engines", "1", "--ranks", "1"]
     printed = run_script("benchmarks/grpo_step.py", *options)
     for schedule in ("on policy", "one step off policy"):

@@ -37,6 +37,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [pytest.param(each, marks=pytest.mark.slow if each.name in SLOW else pytest.mark.full) for each in BENCH.SETTINGS],
     ids=lambda each: each.name,
 )
-def test_estimate_agrees_with_the_measured_peak(setting: Any, folder: Path):
+def test_estimate_agrees_with_measured_peak(setting: Any, folder: Path):
     found = BENCH.compare(setting, folder)
     assert found.ratio == pytest.approx(1.0, abs=LESS_EXACT.get(setting.name, 0.15)), BENCH.row_of(found)

@@ -8,7 +8,7 @@ import pytest
 
 
 @pytest.mark.full
-def test_every_strategy_brings_the_bits_and_changes_take_a_twentieth_of_the_bytes(tmp_path: Path, run_script: Any):
+def test_strategies_transfer_exact_bits_and_delta_is_small(tmp_path: Path, run_script: Any):
     sizes = ["--megabytes", "4", "--turns", "2"]
     printed = run_script("benchmarks/weight_sync.py", *sizes, "--directory", str(tmp_path))
     assert "Every engine held exactly the bits that were sent." in printed

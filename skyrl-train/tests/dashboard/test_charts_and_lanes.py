@@ -11,14 +11,14 @@ from skyrl_train.utils.io import write_atomically
 from skyrl_train.utils.run_folder import RunFolder
 
 
-def test_every_metric_is_in_a_group():
+def test_metrics_all_have_chart_group():
     names = ["policy/grad_norm", "eval/gsm8k/avg_score", "eval/all/avg_score", "plain", "policy/loss_metrics/x"]
     found = groups(names)
     assert sorted(name for members in found.values() for name in members) == sorted(names)
     assert list(found) == ["eval/all", "eval/gsm8k", "other", "policy"]
 
 
-def test_overview_shows_what_there_is():
+def test_overview_shows_available_metrics():
     charts = overview(["reward/avg_raw_reward", "reward/avg_pass_at_8", "generate/avg_num_tokens", "mine/x"])
     assert [(chart["title"], chart["metrics"]) for chart in charts] == [
         ("Reward", {"reward/avg_raw_reward": "training"}),
@@ -28,7 +28,7 @@ def test_overview_shows_what_there_is():
     assert charts[2]["band"] is None  # neither the shortest nor the longest is known
 
 
-def test_stages_within_a_stage_are_not_counted_twice():
+def test_nested_stages_are_counted_once():
     names = ["step", "generate", "generate/env", "train_critic_and_policy", "policy_train", "eval"]
     assert timing_stages([f"timing/{name}" for name in names]) == [
         "timing/eval",
@@ -45,7 +45,7 @@ def lanes(folder: Path, step: int | None = None) -> Any:
     return Timelines(RunsFolder(folder)).lanes(".", step)["lanes"]
 
 
-def test_lanes_show_groups_phases_and_whom_the_trainer_waited_for(tmp_path: Path):
+def test_lanes_show_groups_phases_and_waits(tmp_path: Path):
     now = 100.0
     timeline = Timeline(lambda: now)
     timeline.group_started(0, 0)
@@ -81,7 +81,7 @@ def test_lanes_show_groups_phases_and_whom_the_trainer_waited_for(tmp_path: Path
     ]
 
 
-def test_samples_of_a_synchronous_step_have_the_lowest_slot_that_was_free():
+def test_synchronous_samples_take_lowest_free_slot():
     timeline = Timeline(lambda: 100.0)
     spans = [("d", 3.0, 4.0), ("a", 0.0, 2.0), ("b", 1.0, 5.0), ("c", 2.0, 3.0), ("e", 3.5, 6.0)]
     names = timeline.samples_ended([(name, start, end, 7, "finished") for name, start, end in spans])
@@ -90,7 +90,7 @@ def test_samples_of_a_synchronous_step_have_the_lowest_slot_that_was_free():
     assert [(group[0], group[1]) for group in record["groups"]] == [("a", 0), ("b", 1), ("c", 0), ("d", 0), ("e", 2)]
 
 
-def test_lanes_of_many_steps_and_slots_are_bounded_and_follow_a_file_that_grows_or_is_replaced(tmp_path: Path):
+def test_lanes_are_bounded_and_follow_growing_or_replaced_file(tmp_path: Path):
     run = RunFolder(tmp_path)
 
     def record(step: int) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def place(run: str, page: str, **query: Any) -> str:
     return f"/#/run/{run}/{page}" + (f"?{urlencode(query)}" if query else "")
 
 
-def test_sample_of_an_agent_shows_tool_outputs_and_sandbox_log_as_text(browser: Any, tmp_path: Path):
+def test_agent_sample_shows_tool_outputs_and_sandbox_log_as_text(browser: Any, tmp_path: Path):
     hostile = "<img src=x onerror=alert(1)>\x1b[31m"
     command = {"stage": "evaluate", "command": f"make test {hostile}", "stdout": hostile, "stderr": "2 failed"}
     record = {
@@ -172,7 +172,7 @@ skyrl_gym.register(id="shown", entry_point=Shown)
 """
 
 
-def test_tokens_are_coloured_by_what_training_knew_and_environments_show_theirs(browser: Any, tmp_path: Path):
+def test_tokens_are_colored_and_environments_render_html(browser: Any, tmp_path: Path):
     run = write_run(tmp_path / "runs" / "adding")
     rows = [trajectory("0", 0, tokens=[f" word{i}" for i in range(3000)])]
     rows[0]["env_class"] = "shown"

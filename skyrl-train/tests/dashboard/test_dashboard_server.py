@@ -79,7 +79,7 @@ def test_list_names_state_progress_curve_and_changed_settings(client: TestClient
         (0, 0, "INFO    this run is finished: ckpts/global_step_3", "finished", None),
     ],
 )
-def test_state_of_a_run_follows_from_its_files(tmp_path: Path, num_steps, age, last_record, state, message):
+def test_run_state_is_derived_from_files(tmp_path: Path, num_steps, age, last_record, state, message):
     make_old(write_run(tmp_path / "run", num_steps, last_record=last_record), age)
     client = TestClient(make_app(RunsFolder(tmp_path), DEFAULTS), base_url="http://localhost")
     run = ask(client, "run", run="run")
@@ -101,14 +101,14 @@ def test_killed_run_does_not_count_as_running(tmp_path: Path, host: str):
     assert states == ["running", "silent" if host == "here" else "running"]
 
 
-def test_run_that_failed_and_was_started_again_is_not_failed():
+def test_restarted_run_is_not_failed():
     log = (
         "2026-01-01 00:00:00 ERROR   OSError: full\n2026-01-01 00:01:00 INFO    step plan\nthe run: 9 training steps\n"
     )
     assert log_facts(log) == {"step": None, "total": 9, "outcome": None, "message": None}
 
 
-def test_folder_may_be_a_run_itself_and_runs_may_lie_deeper(tmp_path: Path):
+def test_folder_may_be_run_or_contain_nested_runs(tmp_path: Path):
     write_run(tmp_path / "a" / "b" / "deep")
     app = make_app(RunsFolder(tmp_path), DEFAULTS)
     assert [run["run"] for run in ask(TestClient(app, base_url="http://localhost"), "runs")["runs"]] == ["a/b/deep"]
@@ -116,7 +116,7 @@ def test_folder_may_be_a_run_itself_and_runs_may_lie_deeper(tmp_path: Path):
     assert [run["run"] for run in ask(TestClient(app, base_url="http://localhost"), "runs")["runs"]] == ["."]
 
 
-def test_sparkline_of_a_long_file_costs_few_lines():
+def test_sparkline_reads_few_lines_of_long_file():
     lines = [json.dumps({"step": step, "filler": "x" * 500}).encode() + b"\n" for step in range(5000)]
     steps = [row["step"] for row in sampled_rows(BytesIO(b"".join(lines)), len(b"".join(lines)), 60)]
     assert (steps[0], steps[-1], len(steps)) == (0, 4999, 61)
@@ -128,7 +128,7 @@ def test_sparkline_of_a_long_file_costs_few_lines():
 # ---- files that grow, are replaced, or are damaged
 
 
-def test_curves_follow_a_file_that_is_appended_to_and_one_that_is_replaced(client: TestClient, runs: Path):
+def test_curves_follow_appended_and_replaced_file(client: TestClient, runs: Path):
     query = {"run": "adding", "name": ["policy/x", "absent"]}
     assert ask(client, "curves", **query)["curves"] == {"policy/x": [[1, 2, 3], [1.0, 2.0, 3.0]], "absent": [[], []]}
     run = RunFolder(runs / "adding")
@@ -142,7 +142,7 @@ def test_curves_follow_a_file_that_is_appended_to_and_one_that_is_replaced(clien
     assert ask(client, "curves", **query)["curves"]["policy/x"] == [[1], [9.0]]
 
 
-def test_run_that_resumes_shows_the_steps_before_its_checkpoint(client: TestClient, runs: Path):
+def test_resumed_run_shows_steps_before_checkpoint(client: TestClient, runs: Path):
     assert ask(client, "curves", run="adding", name="policy/x")["curves"]["policy/x"][0] == [1, 2, 3]
     RunFolder(runs / "adding").truncate_after(1)
     assert ask(client, "curves", run="adding", name="policy/x")["curves"]["policy/x"][0] == [1]
@@ -156,7 +156,7 @@ def test_metrics_come_in_groups_and_as_charts(client: TestClient):
     assert list(found["groups"]) == ["policy", "reward", "timing"]
 
 
-def test_sample_has_what_training_knew_of_its_tokens(client: TestClient, runs: Path):
+def test_sample_has_training_columns_of_tokens(client: TestClient, runs: Path):
     assert ask(client, "columns", run="adding", step=2, line=0) == {}  # an earlier release, or a step under way
     columns = encode_columns({"trainer_log_probs": np.array([-0.5, np.nan]), "trained": np.array([1, 0])})
     run = RunFolder(runs / "adding")
@@ -171,7 +171,7 @@ def test_sample_has_what_training_knew_of_its_tokens(client: TestClient, runs: P
     assert not run.token_columns_path(2).exists()
 
 
-def test_step_summarizes_its_trajectories(client: TestClient):
+def test_step_summarizes_trajectories(client: TestClient):
     rows = ask(client, "step", run="adding", phase="train", step=2)["rows"]
     assert [(row["uid"], row["sample"], row["reward"], row["tokens"]) for row in rows] == [
         ("0", 0, 1.0, 2),
@@ -202,11 +202,11 @@ def test_compressed_steps_are_shown_like_others(client: TestClient, runs: Path):
         assert client.get("/api/step?run=compressed&phase=train&step=3").status_code == 404
 
 
-def test_sample_is_the_line_as_it_stands(client: TestClient):
+def test_sample_equals_line_of_file(client: TestClient):
     assert ask(client, "sample", run="adding", phase="train", step=2, line=3) == trajectory("1", 1, failed=True)
 
 
-def test_torn_broken_and_foreign_lines_of_a_step_are_counted_and_not_fatal(client: TestClient, runs: Path):
+def test_invalid_lines_are_counted_and_not_fatal(client: TestClient, runs: Path):
     path = RunFolder(runs / "adding").trajectories_path(2, "train")
     good = path.read_bytes().splitlines(keepends=True)[0]
     strange = b'{"uid": ["a"], "reward": "b", "tokens": {"ids": 3, "log_probs": [null, "c"]}, "failure": 1}\n'
@@ -227,7 +227,7 @@ def test_sample_of_ten_megabytes_is_sent_and_summarized(client: TestClient, runs
     assert len(ask(client, "sample", run="adding", step=9, line=0)["tokens"]["text"][0]) == 10_000_000
 
 
-def test_settings_show_what_is_not_at_its_default(client: TestClient, runs: Path):
+def test_settings_show_changes_from_defaults(client: TestClient, runs: Path):
     found = ask(client, "settings", run="adding")
     assert ["trainer.seed", 7, 42] in found["changes"]
     assert found["values"]["trainer.policy.model.path"] == "tiny"
@@ -235,7 +235,7 @@ def test_settings_show_what_is_not_at_its_default(client: TestClient, runs: Path
     assert ask(client, "settings", run="adding") == {"text": "a: [&x 1, *y\n", "values": {}, "changes": []}
 
 
-def test_log_shows_its_end_a_place_in_it_and_lines_that_hold_a_text(client: TestClient, runs: Path):
+def test_log_shows_tail_position_and_search_results(client: TestClient, runs: Path):
     path = runs / "adding" / "logs" / "engine.log"
     path.write_bytes(b"".join(b"line %06d \x1b[31m\xff\n" % number for number in range(20_000)))
     assert [name for name, _ in ask(client, "logs", run="adding")["logs"]] == ["engine.log", "trainer.log"]
@@ -274,7 +274,7 @@ def test_lanes_and_trace_show_groups_phases_and_waits(client: TestClient, runs: 
     assert spans[("steps", "step 1")] == 2_000_000
 
 
-def test_trajectories_of_skyrl_agent_are_a_run_of_one_evaluation(client: TestClient, runs: Path):
+def test_agent_trajectories_are_shown_as_evaluation_run(client: TestClient, runs: Path):
     record = {
         "instance_id": "bug-7", "trajectory_id": 1, "reward": 1.0, "finish_reason": "FINISH_TOOL", "failure": None,
         "tool_calls": [{"step": 1, "name": "bash", "arguments": {"command": "ls"}, "ok": True, "seconds": 0.2}],
@@ -326,7 +326,7 @@ def shown_environment() -> Iterator[None]:
         yield
 
 
-def test_environment_shows_its_trajectories_in_a_page_without_scripts(
+def test_environment_page_has_no_scripts(
     client: TestClient, runs: Path, shown_environment: None
 ):
     rows = [trajectory("0"), trajectory("1"), trajectory("0")]
@@ -352,7 +352,7 @@ def test_environment_shows_its_trajectories_in_a_page_without_scripts(
 @pytest.mark.parametrize(
     "run", ["../outside", "..", "/etc", "adding/../../outside", "linked", "a\0b", "adding/logs", ""]
 )
-def test_paths_outside_of_the_folder_are_refused(client: TestClient, runs: Path, run: str):
+def test_paths_outside_folder_are_refused(client: TestClient, runs: Path, run: str):
     write_run(runs.parent / "outside")
     (runs / "linked").symlink_to(runs.parent / "outside")
     for name in ("run", "step?step=1", "sample?step=1&line=0", "log?name=trainer.log"):
@@ -365,7 +365,7 @@ def test_paths_outside_of_the_folder_are_refused(client: TestClient, runs: Path,
     assert ask(client, "logs", run=run) == {"logs": []} if run != "adding/logs" else True
 
 
-def test_links_and_pipes_within_a_run_are_refused(client: TestClient, runs: Path):
+def test_links_and_pipes_in_run_are_refused(client: TestClient, runs: Path):
     secret = runs.parent / "secret.txt"
     secret.write_text("secret")
     logs = runs / "adding" / "logs"
@@ -379,7 +379,7 @@ def test_links_and_pipes_within_a_run_are_refused(client: TestClient, runs: Path
     assert ask(client, "settings", run="adding")["text"] == ""
 
 
-def test_folder_that_becomes_a_link_is_not_followed(runs: Path):
+def test_folder_replaced_by_link_is_not_followed(runs: Path):
     folder = RunsFolder(runs)
     (runs.parent / "elsewhere").mkdir()
     (runs.parent / "elsewhere" / "config.yaml").write_text("a: 1")
@@ -405,7 +405,7 @@ def test_server_only_reads(client: TestClient, runs: Path):
     assert {path: path.stat().st_mtime_ns for path in sorted(runs.rglob("*"))} == before
 
 
-def test_every_answer_has_a_strict_policy_and_pages_need_no_other_server(client: TestClient):
+def test_responses_have_strict_content_policy(client: TestClient):
     page = client.get("/")
     for answer in (page, client.get("/api/runs"), client.get("/assets/app.js"), client.get("/assets/../server.py")):
         policy = answer.headers["content-security-policy"]
@@ -436,7 +436,7 @@ def test_name_of_another_host_is_refused(runs: Path):
     assert TestClient(app, base_url="http://elsewhere.example").get("/api/runs").status_code == 400
 
 
-def test_token_is_asked_for_and_kept_in_a_cookie(runs: Path):
+def test_token_is_required_and_stored_in_cookie(runs: Path):
     app = make_app(RunsFolder(runs), DEFAULTS, token="a-long-enough-secret", hosts=["*"])
     client = TestClient(app, base_url="http://machine.example", follow_redirects=False)
     for path in ("/", "/api/runs", "/api/live", "/assets/app.js", "/?token=wrong", "/?token=%C3%A9"):
@@ -448,7 +448,7 @@ def test_token_is_asked_for_and_kept_in_a_cookie(runs: Path):
     assert client.get("/api/runs").status_code == 200
 
 
-def test_address_of_other_machines_needs_a_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_non_loopback_address_requires_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert [read_token(host, None) for host in ("127.0.0.1", "::1", "localhost", "127.0.0.2")] == [None] * 4
     for host in ("0.0.0.0", "::", "192.168.1.2", "machine"):
         with pytest.raises(ConfigError, match=r"needs --token-file PATH"):

@@ -61,7 +61,7 @@ def signs_of(curves: Curves) -> list[str]:
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_sign_states_the_numbers_that_it_is_made_from(name: str):
+def test_diagnostic_states_its_evidence(name: str):
     changes, expected = CHANGES[name]
     assert signs_of(LEARNING | changes) == [expected]
 
@@ -78,11 +78,11 @@ def test_sign_states_the_numbers_that_it_is_made_from(name: str):
         ("weights are stale", {"generate/weight_version_lag_mean": [0.0] * 16}),  # another cause than old weights
     ],
 )
-def test_one_condition_alone_is_no_sign(name: str, spared_by: Curves):
+def test_single_condition_raises_no_diagnostic(name: str, spared_by: Curves):
     assert signs_of(LEARNING | CHANGES[name][0] | spared_by) == []
 
 
-def test_runs_that_learn_or_have_just_begun_or_lack_curves_have_no_signs():
+def test_healthy_short_or_empty_runs_have_no_diagnostics():
     assert signs_of(LEARNING) == []
     everything: Curves = LEARNING
     for changes, _ in CHANGES.values():
@@ -93,7 +93,7 @@ def test_runs_that_learn_or_have_just_begun_or_lack_curves_have_no_signs():
     assert signs_of({}) == []
 
 
-def test_page_of_a_run_gets_its_signs(tmp_path: Path):
+def test_run_page_shows_diagnostics(tmp_path: Path):
     run = write_run(tmp_path / "cut", 0)
     for step in range(1, MIN_STEPS + 1):
         run.append_metrics(step, {"reward/avg_raw_reward": 0.5, "generate/stop_reason/length": 0.5})

@@ -37,7 +37,7 @@ def test_run_is_drawn_with_progress_curves_failures_and_last_samples(tmp_path: P
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
-def test_lines_fit_the_terminal_and_hostile_text_controls_nothing(tmp_path: Path, width: int):
+def test_lines_fit_terminal_and_control_characters_are_escaped(tmp_path: Path, width: int):
     run = write_run(tmp_path / "run", 3, last_record=f"ERROR   {HOSTILE}")
     run.write_trajectories(4, "train", [trajectory(HOSTILE, 0, tokens=[HOSTILE, "\n", "x" * 100_000], failed=True)])
     text = drawn(tmp_path / "run", width)
@@ -81,7 +81,7 @@ def test_view_is_printed_once_where_there_is_no_terminal(tmp_path: Path, capsys:
     assert "is no run folder: give that of trainer.run_dir; below it are adding" in capsys.readouterr().err
 
 
-def test_view_on_a_terminal_follows_the_run_until_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_terminal_view_follows_run_until_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     run = write_run(tmp_path / "adding", 1, total=2)
     seen: list[Any] = []
 

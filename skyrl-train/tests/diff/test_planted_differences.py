@@ -47,7 +47,7 @@ SETTINGS = {  # by the right cause: changes, and how the first difference begins
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_planted_setting_is_the_first_cause(setting: str, train: Callable[..., Path], base_run: Path, tmp_path: Path):
+def test_planted_setting_ranks_first(setting: str, train: Callable[..., Path], base_run: Path, tmp_path: Path):
     changes, first = SETTINGS[setting]
     found = compare_runs(base_run, train(tmp_path / "b", merged(changes, NOT_THE_CAUSE)))
     assert found.causes[0].name == setting, found.causes
@@ -69,7 +69,7 @@ def test_planted_setting_is_the_first_cause(setting: str, train: Callable[..., P
     ],
     ids=["row", "answer", "order"],
 )
-def test_planted_data_is_the_first_cause(
+def test_planted_data_ranks_first(
     plant: Any,
     quantity: str | None,
     change: str,
@@ -93,7 +93,7 @@ def test_planted_data_is_the_first_cause(
 
 
 @pytest.mark.slow
-def test_planted_learning_rate_at_step_7_is_the_first_cause(train: Callable[..., Path], base_run: Path, tmp_path: Path):
+def test_planted_learning_rate_at_step_7_ranks_first(train: Callable[..., Path], base_run: Path, tmp_path: Path):
     train(tmp_path / "b", steps(6, ckpt_interval=6))
     slower = {"policy": {"optimizer_config": {"lr": 5e-4}}}
     found = compare_runs(base_run, train(tmp_path / "b", steps(7, **slower)))
@@ -137,7 +137,7 @@ class FlippingExperiment(BasePPOExp):
         return FlippingTrainer(**parts)
 
 
-def test_planted_flipped_weight_is_the_first_cause(train: Callable[..., Path], base_run: Path, tmp_path: Path):
+def test_planted_flipped_weight_ranks_first(train: Callable[..., Path], base_run: Path, tmp_path: Path):
     changes = {**steps(3), "generator": {"weight_sync_canary_interval": 0}}
     found = compare_runs(base_run, train(tmp_path / "b", changes, FlippingExperiment))
     assert found.equal_up_to == 1
@@ -145,7 +145,7 @@ def test_planted_flipped_weight_is_the_first_cause(train: Callable[..., Path], b
     assert found.causes[0].name == "weights model.layers.1.mlp.up_proj.weight at the sync after step 2"
 
 
-def test_planted_library_version_is_the_first_cause(copy: Path, base_run: Path, edit_lines: Any):
+def test_planted_library_version_ranks_first(copy: Path, base_run: Path, edit_lines: Any):
     """Another version of torch rounds otherwise: from step 3 on."""
     edit_lines(copy / "starts.jsonl", lambda row: row["libraries"].update(torch="2.2.0", rich="1.0.0", ray="2.0"))
 
@@ -159,7 +159,7 @@ def test_planted_library_version_is_the_first_cause(copy: Path, base_run: Path, 
     assert found.causes[0].name == "library torch"
 
 
-def test_library_of_another_step_is_not_the_first_cause(copy: Path, base_run: Path, edit_lines: Any):
+def test_library_of_other_step_does_not_rank_first(copy: Path, base_run: Path, edit_lines: Any):
     edit_lines(copy / "starts.jsonl", lambda row: row["libraries"].update(torch="2.2.0", sympy="1.0.0"))
     edit_lines(
         copy / "trajectories/train_step_000004.jsonl", lambda row: row["tokens"]["rewards"].__setitem__(-1, 0.25)
@@ -169,7 +169,7 @@ def test_library_of_another_step_is_not_the_first_cause(copy: Path, base_run: Pa
 
 
 @pytest.mark.slow
-def test_planted_code_of_an_environment_is_the_first_cause(train: Callable[..., Path], base_run: Path, tmp_path: Path):
+def test_planted_environment_code_ranks_first(train: Callable[..., Path], base_run: Path, tmp_path: Path):
     """The id stays, the class behind it does not."""
     other: Any = skyrl_gym.spec("early_characters").entry_point
     with registered(different_characters=other):
@@ -179,7 +179,7 @@ def test_planted_code_of_an_environment_is_the_first_cause(train: Callable[..., 
 
 
 @pytest.mark.parametrize("part", ["ids", pytest.param("template", marks=pytest.mark.slow)])
-def test_planted_tokenizer_is_the_first_cause(
+def test_planted_tokenizer_ranks_first(
     part: str, train: Callable[..., Path], base_run: Path, chat_model: str, tmp_path: Path
 ):
     """The same weights beside another tokenizer."""
@@ -201,7 +201,7 @@ def test_planted_tokenizer_is_the_first_cause(
 
 
 @pytest.mark.slow
-def test_other_weights_at_the_same_tokenizer_are_the_model(
+def test_other_weights_with_same_tokenizer_rank_model_first(
     train: Callable[..., Path], base_run: Path, chat_model: str, tmp_path: Path
 ):
     from skyrl_train_testing.tiny_models import tiny_qwen3
@@ -238,7 +238,7 @@ def test_other_weights_at_the_same_tokenizer_are_the_model(
         ),
     ],
 )
-def test_cause_is_first_among_settings_that_differ_too(
+def test_cause_ranks_above_other_differing_settings(
     changes: dict[str, Any], cause: str, train: Callable[..., Path], base_run: Path, tmp_path: Path
 ):
     found = compare_runs(base_run, train(tmp_path / "b", merged(steps(1), changes)))

@@ -52,7 +52,7 @@ def test_empty_folder_is_refused(base_run: Path, tmp_path: Path, capsys: pytest.
     assert "Give the folder of trainer.run_dir" in error
 
 
-def test_run_before_its_first_step_is_compared_by_what_it_is_made_of(copy: Path, base_run: Path):
+def test_run_before_first_step_is_compared_by_start_record(copy: Path, base_run: Path):
     for name in ("metrics.jsonl", "fingerprints.jsonl"):
         (copy / name).unlink()
     shutil.rmtree(copy / "trajectories")
@@ -62,7 +62,7 @@ def test_run_before_its_first_step_is_compared_by_what_it_is_made_of(copy: Path,
     assert main([str(base_run), str(copy)]) == 2
 
 
-def test_running_run_is_compared_up_to_its_last_step(copy: Path, base_run: Path):
+def test_running_run_is_compared_up_to_last_step(copy: Path, base_run: Path):
     """Killed while it wrote step 6: its trajectories are there, the lines of its numbers are torn."""
     for name in ("metrics.jsonl", "fingerprints.jsonl"):
         lines = (copy / name).read_bytes().splitlines(keepends=True)
@@ -91,7 +91,7 @@ def test_broken_configuration_is_named(copy: Path, base_run: Path):
         compare_runs(base_run, copy)
 
 
-def test_folder_of_an_earlier_release_is_compared_by_what_it_has(copy: Path, base_run: Path, edit_lines: Any):
+def test_folder_without_records_is_compared_by_available_files(copy: Path, base_run: Path, edit_lines: Any):
     for name in ("starts.jsonl", "fingerprints.jsonl"):
         (copy / name).unlink()
     shutil.copy(copy / "config.yaml", copy / "config_1.yaml")
@@ -115,7 +115,7 @@ def test_folder_of_an_earlier_release_is_compared_by_what_it_has(copy: Path, bas
     assert [(change.name, str(change.b)) for change in found.changes] == [("training data", "16 rows (0123456789ab)")]
 
 
-def test_cause_that_is_not_recorded_is_named_as_such(copy: Path, base_run: Path, edit_lines: Any):
+def test_unrecorded_cause_is_reported(copy: Path, base_run: Path, edit_lines: Any):
     (copy / "starts.jsonl").unlink()
     edit_lines(copy / "trajectories/train_step_000002.jsonl", lambda row: row.update(prompt=row["prompt"] + " now"))
     found = compare_runs(base_run, copy)
@@ -123,7 +123,7 @@ def test_cause_that_is_not_recorded_is_named_as_such(copy: Path, base_run: Path,
     assert all("not recorded by both" in cause.change for cause in found.causes[:2])
 
 
-def test_first_token_of_a_column_that_differs_is_named(copy: Path, base_run: Path, edit_lines: Any):
+def test_first_differing_token_of_column_is_named(copy: Path, base_run: Path, edit_lines: Any):
     path = RunFolder(copy).token_columns_path(3)
     lines = path.read_bytes().splitlines()
     row = json.loads(lines[5])
@@ -155,13 +155,13 @@ def test_runs_without_trajectories_are_compared_by_metrics(copy: Path, base_run:
     )
 
 
-def test_difference_without_a_cause_says_so(copy: Path, base_run: Path, edit_lines: Any):
+def test_difference_without_cause_is_reported(copy: Path, base_run: Path, edit_lines: Any):
     edit_lines(copy / "trajectories/train_step_000003.jsonl", lambda row: row.update(reward=0.0, stop_reason="stop"))
     found = compare_runs(base_run, copy)
     assert found.causes[0].name == "nothing that is recorded"
 
 
-def test_damaged_engine_is_told_from_a_damaged_policy(copy: Path, base_run: Path, edit_lines: Any):
+def test_damaged_engine_is_distinguished_from_damaged_policy(copy: Path, base_run: Path, edit_lines: Any):
     """Equal weights were sent, and one engine's log-probs are far from its trainer's."""
 
     def shift(row: dict[str, Any]) -> None:
@@ -175,7 +175,7 @@ def test_damaged_engine_is_told_from_a_damaged_policy(copy: Path, base_run: Path
     assert "rollout log-prob of token 0 of sample 0" in found.verdict
 
 
-def test_page_and_text_escape_what_runs_contain(copy: Path, base_run: Path, edit_lines: Any, tmp_path: Path):
+def test_page_and_text_escape_run_contents(copy: Path, base_run: Path, edit_lines: Any, tmp_path: Path):
     edit_lines(copy / "starts.jsonl", lambda row: row["libraries"].update(torch=HOSTILE))
     edit_lines(copy / "trajectories/train_step_000001.jsonl", lambda row: row.update(prompt=HOSTILE))
     found = compare_runs(base_run, copy)
@@ -205,7 +205,7 @@ def test_table_of_effects_names_existing_settings():
     assert [name for name in WITHOUT_EFFECT if name not in known] == []
 
 
-def test_every_setting_has_an_effect_or_none():
+def test_settings_all_have_effect_entry():
     """A setting that the table does not know would count as a cause of anything."""
     unknown = [
         name
@@ -234,12 +234,12 @@ def test_stage_of_metric(name: str, stage: StepPart | None):
     "library, stage",
     [("torch", StepPart.SCORES), ("vllm", StepPart.GENERATION), ("megatron-core", StepPart.UPDATE), ("rich", None)],
 )
-def test_libraries_are_known_by_what_they_compute(library: str, stage: StepPart | None):
+def test_libraries_map_to_stages(library: str, stage: StepPart | None):
     stages = stages_of_library(library)
     assert stage in stages if stage is not None else stages == ()
 
 
-def test_restarted_run_is_bit_equal_to_one_that_was_not(train: Callable[..., Path], base_run: Path, tmp_path: Path):
+def test_restarted_run_is_bit_equal_to_uninterrupted_run(train: Callable[..., Path], base_run: Path, tmp_path: Path):
     for last in (2, 3):
         train(tmp_path / "b", {"trainer": {"max_training_steps": last, "ckpt_interval": 1}})
     found = compare_runs(base_run, tmp_path / "b")

@@ -47,7 +47,7 @@ def in_collective(number: int, what: str, **more: Any) -> ProcessEvidence:
     return rank(number, wait(1, role, "forward_backward"), wait(2, role, what, PEERS, parent=1, age=39), **more)
 
 
-def test_stopped_rank_is_the_cause_and_its_peer_is_on_the_way():
+def test_stopped_rank_is_cause_and_peer_waits():
     first, *others = diagnosed(
         in_training(deadline=41),
         rank(0, wait(1, "policy worker 0", "forward_backward"), state="T"),
@@ -61,7 +61,7 @@ def test_stopped_rank_is_the_cause_and_its_peer_is_on_the_way():
     assert by_peer.chain[0].startswith("policy worker 1 (pid 11): all_gather #12, waiting for its peers, for 39.0 s")
 
 
-def test_chain_leads_from_the_engine_to_the_trainer():
+def test_wait_chain_leads_from_engine_to_trainer():
     """Rank 1 is in a gather for rank 0, which waits for the engine, which is stopped."""
     first, *_ = diagnosed(
         trainer(wait(1, TRAINER, "send_weights", RANKS)),
@@ -86,7 +86,7 @@ def test_chain_leads_from_the_engine_to_the_trainer():
     ]
 
 
-def test_rank_that_left_out_a_collective_is_named():
+def test_rank_missing_collective_is_named():
     idle = rank(
         1,
         wait(5, "policy worker 1", "all_reduce #11", PEERS, ended=NOW - 39),
@@ -109,7 +109,7 @@ def test_ranks_in_different_collectives_are_shown_with_their_lines():
     assert 'policy worker 1 (pid 11) in all_gather #12, at "my_loss.py", line 3 in loss' in first.cause
 
 
-def test_ranks_that_compute_name_their_lines_and_numbers_of_collectives():
+def test_computing_ranks_report_line_and_collective_count():
     """On CUDA no rank waits in a collective: the one that is behind shows by its number."""
     done = wait(1, "policy worker 0", "all_reduce #57", PEERS, ended=NOW - 1)
     first = rank(0, done, wait(2, "policy worker 0", "optim_step"))
@@ -132,12 +132,12 @@ def test_ranks_that_compute_name_their_lines_and_numbers_of_collectives():
         ("engine 3", {}, "engine 3 has not started, or reports no waits"),
     ],
 )  # fmt: skip
-def test_cause_outside_of_the_run_is_named(on: str, more: dict[str, Any], words: str):
+def test_external_cause_is_named(on: str, more: dict[str, Any], words: str):
     [found] = diagnosed(trainer(wait(1, TRAINER, "phase generate"), wait(2, TRAINER, "it", on, parent=1)), **more)
     assert (found.kind, found.cause) == (Kind.OUTSIDE, words)
 
 
-def test_environment_that_does_not_return_is_named_by_sample_and_line_before_those_that_wait_for_its_thread():
+def test_hung_environment_is_named_before_waiting_samples():
     threading = f'File "{sysconfig.get_path("stdlib")}/threading.py", line 1 in acquire'
     stacks = {9: [threading, 'File "my_env.py", line 8 in step']}
     found = diagnosed(
@@ -158,7 +158,7 @@ def test_environment_that_does_not_return_is_named_by_sample_and_line_before_tho
     assert (only.num_chains, only.is_expired) == (2, True)
 
 
-def test_deadlock_of_two_locks_is_shown_as_a_cycle():
+def test_deadlock_is_shown_as_cycle():
     first, *_ = diagnosed(
         trainer(wait(1, TRAINER, "phase x"), wait(2, TRAINER, "a", "engine 0", parent=1)),
         process("engine 0", 20, wait(1, "engine 0", "b", TRAINER)),
@@ -167,7 +167,7 @@ def test_deadlock_of_two_locks_is_shown_as_a_cycle():
     assert first.cause.startswith("deadlock: trainer in phase x")
 
 
-def test_dead_process_counts_until_another_of_its_name_has_started():
+def test_exited_process_counts_until_replaced():
     dead = process("engine 0", 20, wait(1, "engine 0", "update_named_weights"), state=GONE, began=1.0, log="e.log")
     waiting_for_it = trainer(wait(1, TRAINER, "send_weights", "engine 0"))
     first, *_ = diagnosed(waiting_for_it, dead)
@@ -178,13 +178,13 @@ def test_dead_process_counts_until_another_of_its_name_has_started():
     assert first.cause == "engine 0 (pid 21) does not finish generate"
 
 
-def test_stopped_child_of_an_engine_is_the_cause():
+def test_stopped_engine_child_is_cause():
     engine = process("engine 0", 20, wait(1, "engine 0", "generate"), children=[Child(23, "VLLM::EngineCore", "T")])
     first, *_ = diagnosed(trainer(wait(1, TRAINER, "generate", "engine 0")), engine)
     assert first.cause == "a child of engine 0 (pid 20) is stopped: pid 23, VLLM::EngineCore"
 
 
-def test_process_that_waits_for_a_disk_is_named_with_its_file():
+def test_process_waiting_for_disk_is_named_with_file():
     saving = [wait(1, "policy worker 0", "save_checkpoint"), wait(2, "policy worker 0", "a write", "file /x", parent=1)]
     first, *_ = diagnosed(trainer(wait(1, TRAINER, "save_checkpoint", "policy worker 0")), rank(0, *saving, state="D"))
     assert first.cause == (
@@ -192,7 +192,7 @@ def test_process_that_waits_for_a_disk_is_named_with_its_file():
     )
 
 
-def test_wait_whose_deadline_has_just_expired_counts_as_present():
+def test_just_expired_wait_counts_as_present():
     given_up = {"ended": NOW - 1.0, "was_given_up": True, "deadline": 39.0}
     [found] = diagnosed(trainer(wait(1, TRAINER, "the reply", "http://judge", **given_up)))
     assert found.is_expired
@@ -206,7 +206,7 @@ def test_processes_of_other_machines_are_followed_by_their_waits():
     assert found.cause == "policy worker 0 (pid 10) cannot finish writing /nfs/x"
 
 
-def test_expired_wait_comes_before_an_older_one_without_a_deadline():
+def test_expired_wait_ranks_above_older_wait_without_deadline():
     found = diagnosed(
         trainer(
             wait(1, "a", "x", "http://old", age=500),

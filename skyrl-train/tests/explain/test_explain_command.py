@@ -40,12 +40,12 @@ def hanging_run(tmp_path: Path) -> Iterator["subprocess.Popen[bytes]"]:
         process.kill()
 
 
-def test_folder_that_is_none_of_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_folder_without_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main([str(tmp_path / "nowhere")]) == 2
     assert "is not the folder of a run: it has neither config.yaml nor waits" in capsys.readouterr().err
 
 
-def test_run_that_has_ended_shows_the_end_of_its_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_finished_run_shows_log_tail(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "config.yaml").touch()
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "trainer.log").write_text("this run is finished")
@@ -73,7 +73,7 @@ def test_live_run_is_explained_with_stacks_in_text_and_json(
     assert len(list((tmp_path / "run" / "explanations").glob("*.txt"))) == 2, "one of the same second stays"
 
 
-def test_killed_run_shows_its_last_waits_and_the_next_start_deletes_them(
+def test_killed_run_shows_last_waits_until_next_start(
     hanging_run: "subprocess.Popen[bytes]",
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -91,7 +91,7 @@ def test_killed_run_shows_its_last_waits_and_the_next_start_deletes_them(
     assert not (tmp_path / "run" / "waits").exists()
 
 
-def test_copied_folder_names_the_original_and_signals_no_process(
+def test_copied_folder_names_original_and_signals_no_process(
     hanging_run: "subprocess.Popen[bytes]", tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
@@ -103,7 +103,7 @@ def test_copied_folder_names_the_original_and_signals_no_process(
     assert observe(tmp_path / "copy").processes[0].state == ELSEWHERE
 
 
-def test_process_of_another_machine_is_shown_with_its_name(
+def test_process_of_other_machine_is_shown_with_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     with monkeypatch.context() as there:
@@ -115,7 +115,7 @@ def test_process_of_another_machine_is_shown_with_its_name(
     end_run()
 
 
-def test_folder_that_cannot_be_written_is_explained_on_the_console(
+def test_read_only_folder_is_explained_on_console(
     hanging_run: "subprocess.Popen[bytes]", tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     (tmp_path / "run" / "explanations").write_text("a file in its place")
@@ -125,7 +125,7 @@ def test_folder_that_cannot_be_written_is_explained_on_the_console(
     assert "the folder of the run cannot be written" in captured.err
 
 
-def test_process_without_a_handler_is_not_signalled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_process_without_handler_is_not_signalled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The signal would end it."""
     record_waits(tmp_path)
     monkeypatch.setattr(waits, "SIGNAL", signal.SIGRTMAX)

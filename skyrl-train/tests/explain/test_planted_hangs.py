@@ -154,14 +154,14 @@ def test_stopped_rank(start_ranks: Callable[[int], ForkedRanks], run_dir: Path):
 
 
 @pytest.mark.slow
-def test_rank_that_leaves_out_a_collective(start_ranks: Callable[[int], ForkedRanks], run_dir: Path):
+def test_missing_collective_of_rank_is_found(start_ranks: Callable[[int], ForkedRanks], run_dir: Path):
     ranks = start_ranks(2)
     error, _ = explained(lambda: call(ranks, "reduce_unless_rank_1"), run_dir)
     assert f"policy worker 1 (pid {ranks.pids()[1]}) left out all_reduce #1" in error
 
 
 @pytest.mark.slow
-def test_collectives_of_a_sharded_model_are_numbered_and_name_the_layer(
+def test_sharded_model_collectives_are_numbered_and_name_layer(
     start_ranks: Callable[[int], ForkedRanks],
 ):
     ranks = start_ranks(2)
@@ -186,7 +186,7 @@ def test_stalled_disk(start_ranks: Callable[[int], ForkedRanks], run_dir: Path):
 
 
 @pytest.mark.slow
-def test_lock_that_another_process_holds(
+def test_lock_held_by_other_process_is_found(
     start_ranks: Callable[[int], ForkedRanks], run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ):
     source, content = run_dir / "source", b"x"
@@ -217,7 +217,7 @@ time.sleep(30)
 
 
 @pytest.mark.slow
-def test_sync_against_a_dead_engine(start_ranks: Callable[[int], ForkedRanks], run_dir: Path):
+def test_sync_with_killed_engine_is_explained(start_ranks: Callable[[int], ForkedRanks], run_dir: Path):
     """A server that was killed while a child of it holds its port: connections are accepted, and nobody answers."""
     ranks = start_ranks(1)
     with killed_at_the_end([sys.executable, "-c", SERVER]) as (server, port):
@@ -271,7 +271,7 @@ async def in_phase(phase: str, *tasks: Awaitable[None]) -> None:
         await asyncio.gather(*tasks)
 
 
-def test_environment_that_does_not_return(environments: None, run_dir: Path):
+def test_hung_environment_is_found(environments: None, run_dir: Path):
     threads = DaemonThreads(4, DEADLINE)
     error, text = explained(lambda: asyncio.run(step(threads, "blocked")), run_dir, RolloutError)
     assert "sample a_0 (pid" in error
@@ -280,7 +280,7 @@ def test_environment_that_does_not_return(environments: None, run_dir: Path):
     assert "environment.skyrl_gym.env_timeout_seconds" in text
 
 
-def test_judge_that_never_replies(environments: None, run_dir: Path):
+def test_unresponsive_judge_is_found(environments: None, run_dir: Path):
     with closing(socket.create_server(("127.0.0.1", 0))) as judge:
         AsksAJudge.url = f"http://127.0.0.1:{judge.getsockname()[1]}/v1"
         threads = DaemonThreads(4, DEADLINE)
@@ -290,7 +290,7 @@ def test_judge_that_never_replies(environments: None, run_dir: Path):
     assert "step of environment 'asks_a_judge'" in text
 
 
-def test_queue_that_is_full(environments: None, run_dir: Path, capsys: pytest.CaptureFixture[str]):
+def test_full_queue_is_found(environments: None, run_dir: Path, capsys: pytest.CaptureFixture[str]):
     """The only thread is taken by a step that does not end, so another sample waits for it; asked by hand."""
     threads = DaemonThreads(1, 20.0)
 
@@ -336,7 +336,7 @@ class Movable:
     async def call_all(self, method: object) -> None: ...
 
 
-def test_engine_that_waits_for_a_trainer_to_leave_the_device(run_dir: Path):
+def test_engine_waiting_for_device_is_explained(run_dir: Path):
     async def start() -> Movable:
         return Movable()
 
@@ -360,7 +360,7 @@ def test_engine_that_waits_for_a_trainer_to_leave_the_device(run_dir: Path):
 
 
 @pytest.mark.slow
-def test_server_that_does_not_listen(run_dir: Path):
+def test_server_without_listener_is_found(run_dir: Path):
     command = [sys.executable, "-c", "import time; time.sleep(99)"]
     server = ServerChild("the server of engine 0", command, run_dir / "log", {})
     error, text = explained(lambda: server.wait_until_ready("/", DEADLINE), run_dir)
@@ -372,7 +372,7 @@ def test_server_that_does_not_listen(run_dir: Path):
 
 
 @pytest.mark.slow
-def test_place_that_ray_cannot_give(ray_cpu: None, run_dir: Path):
+def test_unsatisfiable_ray_resources_are_found(ray_cpu: None, run_dir: Path):
     import ray
 
     from skyrl_train.orchestration.bundles import reserve_bundles

@@ -8,7 +8,7 @@ import torch
 from skyrl_inspect.mismatch.gap import gap_of, quantile
 
 
-def test_the_gap_of_four_tokens():
+def test_gap_of_four_tokens():
     """Ratios train / rollout: 1, 1, 2, 1/2."""
     rollout = torch.tensor([-1.0, -2.0, -3.0, -1.0])
     train = rollout + torch.tensor([1.0, 1.0, 2.0, 0.5]).log()
@@ -23,7 +23,7 @@ def test_the_gap_of_four_tokens():
     assert gap.ess == pytest.approx(4.5**2 / (4 * 6.25))
 
 
-def test_the_clip_range_is_open_upwards_only_as_far_as_it_says():
+def test_clip_range_bounds_are_respected():
     """A ratio of 1.25 is outside [0.8, 1.2], inside [0.8, 1.28]."""
     rollout = torch.zeros(2) - 1
     train = rollout + torch.tensor([1.0, 1.25]).log()
@@ -32,5 +32,5 @@ def test_the_clip_range_is_open_upwards_only_as_far_as_it_says():
 
 
 @pytest.mark.parametrize(("count", "expected"), [(100, 99.0), (200, 198.0), (50, 50.0), (1, 1.0)])
-def test_the_99th_percentile_is_the_smallest_value_that_99_percent_do_not_exceed(count: int, expected: float):
+def test_99th_percentile_is_smallest_value_covering_99_percent(count: int, expected: float):
     assert quantile(torch.arange(1.0, count + 1).flip(0), 0.99) == expected

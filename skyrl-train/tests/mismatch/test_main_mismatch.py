@@ -33,7 +33,7 @@ def settings(model: str = "model", **sections: Any) -> MismatchRunConfig:
 
 
 @pytest.mark.slow
-def test_the_command_measures_in_order_and_ends_with_1_above_the_limit(sharp_model: str, tmp_path: Path):
+def test_command_measures_in_order_and_exits_1_above_limit(sharp_model: str, tmp_path: Path):
     """bfloat16 rounds this model by 0.006, float32 by less than a millionth: a limit of 0.001 is between."""
     command = [sys.executable, "-m", "skyrl_train.entrypoints.main_mismatch"]
     command += [f"trainer.policy.model.path={sharp_model}", f"trainer.run_dir={tmp_path}", "trainer.bf16=false"]
@@ -56,7 +56,7 @@ def test_the_command_measures_in_order_and_ends_with_1_above_the_limit(sharp_mod
 
 
 @pytest.mark.full
-def test_a_server_that_is_not_there_is_named_and_the_command_ends_with_1(sharp_model: str, tmp_path: Path):
+def test_unreachable_server_is_named_and_command_exits_1(sharp_model: str, tmp_path: Path):
     command = [sys.executable, "-m", "skyrl_train.entrypoints.main_mismatch"]
     command += [f"trainer.policy.model.path={sharp_model}", f"trainer.run_dir={tmp_path}"]
     command += ["generator.run_engines_locally=false", "generator.remote_inference_engine_urls=[127.0.0.1:1]"]
@@ -74,7 +74,7 @@ def test_a_server_that_is_not_there_is_named_and_the_command_ends_with_1(sharp_m
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_an_engine_that_dies_hangs_or_refuses_is_an_error_with_its_log(tmp_path: Path):
+def test_failing_engine_is_reported_with_log(tmp_path: Path):
     questions = Questions(prompts=[[1]], samplings=[SAMPLINGS["greedy"]], max_tokens=1)
 
     def asked(make_engine: Any, seconds: float) -> str:
@@ -94,7 +94,7 @@ def test_an_engine_that_dies_hangs_or_refuses_is_an_error_with_its_log(tmp_path:
     assert "dtype must be one of" in asked(partial(NativeInferenceEngine, "none", dtype="float8"), 120)
 
 
-def test_a_wrong_name_is_refused_with_the_names_there_are():
+def test_unknown_name_is_refused_with_known_names():
     with pytest.raises(ConfigError, match=r"there are .*, top_p 0\.9"):
         settings(mismatch={"samplings": ["top_p 0.8"]})
     with pytest.raises(ConfigError, match=r"did you mean mismatch\.dtypes"):
@@ -107,7 +107,7 @@ def test_a_wrong_name_is_refused_with_the_names_there_are():
         settings(trainer={"policy": {"model": {"path": "model"}}, "placement": {"device": "cpu", "launcher": "inline"}})
 
 
-def test_trainings_own_sampling_comes_first_and_is_not_measured_twice():
+def test_training_sampling_is_measured_first_and_once():
     own = samplings_of(settings())
     assert [sampling.name for sampling in own][:2] == ["generator.sampling_params", "temperature 0.7"]
     other = samplings_of(settings(generator={"sampling_params": {"temperature": 0.9, "top_k": 5}}))
@@ -115,7 +115,7 @@ def test_trainings_own_sampling_comes_first_and_is_not_measured_twice():
     assert [sampling.name for sampling in other][1:] == list(SAMPLINGS)
 
 
-def test_prompts_leave_room_for_answers_and_are_filled_up_with_random_tokens(sharp_model: str):
+def test_prompts_leave_room_for_responses_and_are_padded_randomly(sharp_model: str):
     """A context of 256 tokens: answers of 230 leave 26, and the built-in questions are longer, in characters."""
     cfg = settings(sharp_model, mismatch={"num_prompts": 12, "max_tokens": 230})
     from transformers import AutoTokenizer
@@ -130,7 +130,7 @@ def test_prompts_leave_room_for_answers_and_are_filled_up_with_random_tokens(sha
         prompts_of(cfg, AutoTokenizer.from_pretrained(sharp_model))
 
 
-def test_prompts_follow_the_configured_template(sharp_model: str, tmp_path: Path):
+def test_prompts_follow_configured_template(sharp_model: str, tmp_path: Path):
     from transformers import AutoTokenizer
 
     (tmp_path / "template.jinja").write_text("{{ note }}{{ messages[0].content[:4] }}")
@@ -141,14 +141,14 @@ def test_prompts_follow_the_configured_template(sharp_model: str, tmp_path: Path
     assert [tokenizer.decode(prompt) for prompt in prompts] == ["abcWhat", "abcWrit"]
 
 
-def test_the_help_names_every_setting_with_its_meaning():
+def test_help_describes_all_settings():
     text = help_text()
     for name in vars(MismatchConfig()):
         assert f"mismatch.{name}=" in text
     assert "the command ends with exit code 1" in text
 
 
-def test_a_path_without_a_model_is_refused_in_one_line():
+def test_path_without_model_is_refused_in_one_line():
     cfg = validated(MismatchRunConfig.from_dict({"trainer": {"policy": {"model": {"path": "/nowhere/model"}}}}))
     with pytest.raises(ConfigError, match=r"^trainer.policy.model.path=/nowhere/model: there is no such folder"):
         measure(cfg)

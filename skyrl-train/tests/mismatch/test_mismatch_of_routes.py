@@ -54,7 +54,7 @@ def report_on(model: str, dtype: str, *, bf16: bool, replay: str = "R3") -> Repo
 
 
 @pytest.mark.parametrize("dtype, bf16", [("float32", True), ("bfloat16", False)])
-def test_replay_makes_the_gap_of_a_mixture_at_least_five_times_smaller(mixture: str, dtype: str, bf16: bool):
+def test_replay_reduces_mixture_gap_at_least_fivefold(mixture: str, dtype: str, bf16: bool):
     """One side computes in bfloat16: its routers choose otherwise where two experts are nearly as likely."""
     report = report_on(mixture, dtype, bf16=bf16)
     [cell] = report.engines[0].cells

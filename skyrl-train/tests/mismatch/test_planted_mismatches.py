@@ -141,7 +141,7 @@ def changed_copy(model: str, folder: Path, layer: str, factor: float) -> str:
     return str(folder)
 
 
-def test_a_sound_engine_in_float32_agrees_to_five_digits(sharp_model: str):
+def test_correct_float32_engine_agrees_to_five_digits(sharp_model: str):
     report = report_on(sharp_model, NativeInferenceEngine(sharp_model), samplings=tuple(SAMPLINGS))
     assert kinds(report) == ["agreement"]
     assert len(report.cells) == 1 + len(SAMPLINGS)
@@ -154,7 +154,7 @@ def test_a_sound_engine_in_float32_agrees_to_five_digits(sharp_model: str):
         assert gap.ess > 0.9999
 
 
-def test_a_changed_layer_is_called_wrong_weights(sharp_model: str, tmp_path: Path):
+def test_changed_layer_is_reported_as_wrong_weights(sharp_model: str, tmp_path: Path):
     other = changed_copy(sharp_model, tmp_path / "other", "model.layers.1.mlp.down_proj.weight", 1.2)
     for dtype in ("float32", "bfloat16"):  # in either it is more than rounding
         report = report_on(sharp_model, NativeInferenceEngine(other, dtype=dtype), samplings=("top_p 0.9",))
@@ -162,7 +162,7 @@ def test_a_changed_layer_is_called_wrong_weights(sharp_model: str, tmp_path: Pat
     assert "generator.model_name" in report.findings[0].text
 
 
-def test_wrong_weights_are_found_by_answers_where_prompts_have_no_log_probs(sharp_model: str, tmp_path: Path):
+def test_wrong_weights_are_found_by_responses_without_prompt_log_probs(sharp_model: str, tmp_path: Path):
     sound = report_on(sharp_model, WithoutPromptLogProbs(sharp_model))
     assert kinds(sound) == ["agreement"]
     assert sound.not_measured == [("native float32, canary", "ValueError: there are none")]
@@ -180,7 +180,7 @@ def test_unexplained_gap_is_reported_as_such(sharp_model: str):
     assert "temperature 1, top_p 0.9: log-probs differ from the trainer's by 0.1 " in report.findings[0].text
 
 
-def test_another_rope_theta_is_called_a_difference_in_attention(sharp_model: str):
+def test_other_rope_theta_is_reported_as_attention_difference(sharp_model: str):
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}
     report = report_on(sharp_model, NativeInferenceEngine(sharp_model, model_config_kwargs=rope))
     assert kinds(report) == ["attention"]
@@ -206,7 +206,7 @@ def test_log_probs_after_truncation_and_penalty_are_told_apart(sharp_model: str)
     assert "repetition_penalty 1.2:" in penalty.text
 
 
-def test_a_bfloat16_engine_beside_a_float32_trainer_is_rounding_and_float32_is_advised(sharp_model: str):
+def test_bfloat16_engine_with_float32_trainer_is_reported_as_rounding(sharp_model: str):
     engines = NativeInferenceEngine(sharp_model, dtype="bfloat16"), NativeInferenceEngine(sharp_model)
     report = report_on(sharp_model, *engines)
     assert {finding.severity for finding in report.findings} == {"warning"}
@@ -216,14 +216,14 @@ def test_a_bfloat16_engine_beside_a_float32_trainer_is_rounding_and_float32_is_a
     assert "trainer.bf16=true leaves" in finding.text  # both then round alike
 
 
-def test_a_float32_engine_beside_a_bfloat16_trainer_is_the_trainers_rounding(sharp_model: str):
+def test_float32_engine_with_bfloat16_trainer_is_trainer_rounding(sharp_model: str):
     report = report_on(sharp_model, NativeInferenceEngine(sharp_model), bf16=True)
     [finding] = [finding for finding in report.findings if finding.kind == "number format"]
     assert "trainer.bf16=false leaves" in finding.text
     assert "generator.model_dtype" not in finding.text
 
 
-def test_tokens_outside_the_clip_range_are_counted(sharp_model: str):
+def test_tokens_outside_clip_range_are_counted(sharp_model: str):
     """bfloat16 rounds by 0.006 on average: that leaves a clip range of 0.01 often, and one of 0.2 never."""
     wide = report_on(sharp_model, NativeInferenceEngine(sharp_model, dtype="bfloat16"))
     assert "outliers" not in kinds(wide)
@@ -237,7 +237,7 @@ def test_tokens_outside_the_clip_range_are_counted(sharp_model: str):
     assert f"native bfloat16, temperature 1: one token in {1 / gap.outside_clip:.0f} (" in finding.text
 
 
-def test_numbers_that_are_none_are_an_error_and_the_rest_is_still_measured(sharp_model: str):
+def test_non_finite_values_are_errors_and_rest_is_measured(sharp_model: str):
     """Every answer's last log-prob is NaN, as where float16 overflows."""
     report = report_on(sharp_model, AltersLogProbs(sharp_model, lambda row: [*row[:-1], float("nan")]))
     assert kinds(report) == ["not finite"]

@@ -13,7 +13,7 @@ from skyrl_inspect.plan.memory import cache_bytes, engine_plan, memory_plan, wor
 GPU = Device("a small one", "cuda", memory=10_000.0 + 3e9, flops=1e12, bandwidth=1e12, link=1e11)
 
 
-def test_fsdp2_divides_weights_gradients_and_moments_and_gathers_two_layers():
+def test_fsdp2_shards_state_and_gathers_two_layers():
     cfg = settings(**{"trainer.placement.policy_num_gpus_per_node": 2})
     division = fsdp2(cfg, "policy", shape(), "cuda")
     assert (division.weights, division.gradients, division.optimizer) == (2000, 2000, 4000)
@@ -24,20 +24,20 @@ def test_fsdp2_divides_weights_gradients_and_moments_and_gathers_two_layers():
     assert division.resting == 8000
 
 
-def test_fsdp_size_sets_the_ranks_that_divide_a_copy():
+def test_fsdp_size_sets_ranks_per_replica():
     world = {"trainer.placement.policy_num_gpus_per_node": 8, "trainer.policy.fsdp_config.fsdp_size": 2}
     division = fsdp2(settings(**world), "policy", shape(), "cuda")
     assert division.weights == 2000
     assert division.copies_reduced == 4 * 800 // 2  # of all layers, summed over the copies
 
 
-def test_reshard_after_forward_false_keeps_the_whole_model():
+def test_reshard_after_forward_false_keeps_whole_model():
     world = {"trainer.placement.policy_num_gpus_per_node": 2}
     whole = settings(**world, **{"trainer.policy.fsdp_config.reshard_after_forward": False})
     assert fsdp2(whole, "policy", shape(), "cuda").gathered == 2 * 1000 + 2 * 400
 
 
-def test_offloaded_state_is_in_host_memory_on_a_gpu_alone():
+def test_offloaded_state_uses_host_memory_on_gpu_only():
     cfg = settings(**{"trainer.policy.fsdp_config.cpu_offload": True})
     [*_, train] = worker_phases(cfg, "policy", shape(), "cuda")
     assert train.host == 16 * 1000 and "weights" not in train.parts
@@ -60,7 +60,7 @@ def test_adapters_alone_have_gradients_and_moments():
         (3, 1000, 1000, (8 + 4) * 250),
     ],
 )
-def test_zero_stages_divide_one_thing_more_each(stage: int, weights: int, gradients: int, optimizer: int):
+def test_zero_stages_shard_increasing_state(stage: int, weights: int, gradients: int, optimizer: int):
     cfg = settings(**{
         "trainer.placement.policy_num_gpus_per_node": 4,
         "trainer.policy.deepspeed_config.zero_optimization.stage": stage,
@@ -70,7 +70,7 @@ def test_zero_stages_divide_one_thing_more_each(stage: int, weights: int, gradie
     assert (division.weights, division.gradients, division.optimizer) == (weights, gradients, optimizer)
 
 
-def test_offloaded_optimizer_of_deepspeed_leaves_the_gpu():
+def test_deepspeed_offloaded_optimizer_leaves_gpu():
     zero = "trainer.policy.deepspeed_config.zero_optimization"
     cfg = settings(**{
         "trainer.strategy": "deepspeed", f"{zero}.stage": 2, f"{zero}.offload_optimizer.device": "cpu",
@@ -98,7 +98,7 @@ def test_megatron_divides_layers_experts_and_optimizer_state():
     assert division.optimizer == 12 * (dense // 4 + experts // 2)
 
 
-def test_gradient_checkpointing_stores_the_input_of_each_layer_alone():
+def test_gradient_checkpointing_stores_layer_inputs_only():
     def activations(checkpointing: bool, rows: int) -> float:
         cfg = settings(
             **{"trainer.gradient_checkpointing": checkpointing, "trainer.micro_train_batch_size_per_gpu": rows}
@@ -114,13 +114,13 @@ def test_gradient_checkpointing_stores_the_input_of_each_layer_alone():
     assert activations(False, 4) == 50 * (2 * 10 + needed) * 400 + (2 + 8 + 3 * 2) * 10 * 400
 
 
-def test_token_budget_and_rows_that_make_as_many_tokens_need_the_same():
+def test_token_budget_equals_rows_with_same_tokens():
     rows = worker_phases(settings(**{"trainer.micro_train_batch_size_per_gpu": 4}), "policy", shape(), "cuda")
     budget = worker_phases(settings(**{"trainer.max_tokens_per_microbatch": 400}), "policy", shape(), "cuda")
     assert rows == budget
 
 
-def test_sequence_parallel_ranks_divide_the_tokens():
+def test_sequence_parallel_ranks_share_tokens():
     def tokens(size: int) -> float:
         cfg = settings(**{
             "trainer.placement.policy_num_gpus_per_node": 4, "trainer.policy.sequence_parallel_size": size,
@@ -131,7 +131,7 @@ def test_sequence_parallel_ranks_divide_the_tokens():
     assert tokens(4) == tokens(1) / 4
 
 
-def test_engine_caches_what_weights_leave_of_its_share():
+def test_engine_cache_is_memory_left_by_weights():
     cfg = settings(**{
         "generator.backend": "vllm", "generator.gpu_memory_utilization": 0.5, "generator.max_num_seqs": 4,
         "generator.max_num_batched_tokens": 10,
@@ -149,7 +149,7 @@ def test_engine_caches_what_weights_leave_of_its_share():
     assert (eager.graphs, eager.cache) == (0, plan.cache + plan.graphs)
 
 
-def test_engines_keep_weights_in_host_memory_where_syncs_bring_only_a_part_and_sglang_always():
+def test_engines_keep_host_weights_for_partial_syncs_and_sglang():
     def host(strategy: str, backend: str = "vllm") -> float:
         cfg = settings(**{
             "generator.backend": backend, "trainer.placement.device": "cuda",
@@ -161,7 +161,7 @@ def test_engines_keep_weights_in_host_memory_where_syncs_bring_only_a_part_and_s
     assert host("auto", "sglang") == host("delta")
 
 
-def test_tensor_parallel_engine_holds_one_head_of_keys_at_least():
+def test_tensor_parallel_engine_holds_at_least_one_kv_head():
     def bytes_a_token(size: int) -> float:
         cfg = settings(**{"generator.backend": "vllm", "generator.inference_engine_tensor_parallel_size": size})
         return engine_plan(cfg, shape(num_heads=8), GPU).bytes_a_token
@@ -169,14 +169,14 @@ def test_tensor_parallel_engine_holds_one_head_of_keys_at_least():
     assert [bytes_a_token(size) for size in (1, 2, 4)] == [32, 16, 16]
 
 
-def test_engine_whose_cache_holds_no_answer_is_a_shortage():
+def test_engine_cache_below_one_response_is_shortage():
     cfg = settings(**{"generator.backend": "vllm", "trainer.placement.device": "cuda"})
     plan = memory_plan(cfg, {"policy": shape()}, Device("", "cuda", 1.2e9, 1, 1, 1))
     assert any("no answer of 100 tokens" in each for each in plan.shortages)
     assert plan.excess > 0
 
 
-def test_optimizer_state_that_is_not_offloaded_stays_beside_the_engine():
+def test_resident_optimizer_state_counts_during_generation():
     def generate(offload: bool) -> float:
         cfg = settings(**{
             "generator.backend": "vllm", "trainer.placement.device": "cuda",
@@ -197,7 +197,7 @@ def test_models_of_their_own_devices_do_not_share_them():
     assert "sync weights" not in {phase.name for phase in plan.phases}
 
 
-def test_all_processes_of_a_machine_share_its_memory():
+def test_processes_of_machine_share_memory():
     cfg = settings(**{"trainer.placement.policy_num_gpus_per_node": 4, "generator.backend": "native"})
     device = Device("cpu", "cpu", 1e10, 1, 1, 1)
     plan = memory_plan(cfg, {"policy": shape()}, device)
@@ -206,7 +206,7 @@ def test_all_processes_of_a_machine_share_its_memory():
     assert any("all processes" in each for each in memory_plan(cfg, {"policy": shape()}, small).shortages)
 
 
-def test_cached_prefixes_of_the_native_engine_are_beside_running_requests():
+def test_native_prefix_cache_adds_to_running_requests():
     """At most all tokens of a step: as many as the running requests have when all run at the same time."""
     device, native = Device("cpu", "cpu", 1e10, 1, 1, 1), {"generator.backend": "native"}
     off, on, bounded = (
@@ -220,7 +220,7 @@ def test_cached_prefixes_of_the_native_engine_are_beside_running_requests():
     assert on == 2 * off and bounded == off + 1e-7 * 2**30
 
 
-def test_backend_of_a_user_is_not_estimated():
+def test_custom_backend_is_not_estimated():
     from skyrl_train.config.training_backends import TrainingBackendRegistry, TrainingBackendTraits
 
     registration = TrainingBackendRegistry.decorator
@@ -232,12 +232,12 @@ def test_backend_of_a_user_is_not_estimated():
     assert plan.workers == {"policy": ()} and "not estimated" in plan.notes[0]
 
 
-def test_processor_of_this_machine_is_a_device():
+def test_local_processor_is_device():
     device = find_device("cpu")
     assert device.kind == "cpu" and device.memory > 1e8
 
 
-def test_states_of_linear_attention_are_counted_once_an_answer_and_latent_vectors_in_place_of_keys():
+def test_linear_attention_states_and_latent_vectors_are_counted():
     hybrid = shape(num_layers=4, num_linear_layers=3, state_inputs=24, state=50)
     # One layer of keys and values of 4 numbers each; three states, of which the recurrence is in float32.
     assert cache_bytes(hybrid, 2) == (2 * 2 * 4, 3 * (2 * 24 + 4 * 50))
@@ -253,7 +253,7 @@ def test_states_of_linear_attention_are_counted_once_an_answer_and_latent_vector
     assert cache_bytes(shape(latent=6), 2, tensor=2) == (2 * 6 * 2, 0)
 
 
-def test_packed_weights_of_the_native_engine_are_beside_the_others_on_a_processor_alone():
+def test_native_packed_weights_count_on_cpu_only():
     def weights(kind: Literal["cpu", "cuda"]) -> float:
         cfg = settings(**{"generator.backend": "native", "trainer.placement.device": kind})
         return engine_plan(cfg, found, Device("one", kind, 1e10, 1, 1, 1)).weights

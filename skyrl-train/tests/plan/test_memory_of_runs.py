@@ -20,7 +20,7 @@ from skyrl_train.utils.call_errors import failure_of
 from skyrl_train.utils.memory_peaks import MemoryPeaks
 
 
-def test_peak_of_a_phase_is_what_it_held_at_once():
+def test_phase_peak_is_concurrent_memory():
     peaks = MemoryPeaks(torch.device("cpu"))
     with peaks.measuring("large"):
         held = torch.ones(20_000_000)  # 80 MB
@@ -33,7 +33,7 @@ def test_peak_of_a_phase_is_what_it_held_at_once():
     assert peaks.take() == {}
 
 
-def test_peak_is_without_freed_memory_that_malloc_keeps_and_without_shared_memory():
+def test_peak_excludes_malloc_cache_and_shared_memory():
     peaks = MemoryPeaks(torch.device("cpu"))
     try:
         torch.ones(1).share_memory_()
@@ -50,7 +50,7 @@ def test_peak_is_without_freed_memory_that_malloc_keeps_and_without_shared_memor
     assert 15e6 < peaks.take()["train"] < 45e6, "its own 20 MB, and those of `shared` before it was shared"
 
 
-def test_peak_of_a_phase_that_ran_out_of_memory_counts():
+def test_peak_includes_phase_out_of_memory():
     peaks = MemoryPeaks(torch.device("cpu"))
     with pytest.raises(RuntimeError, match="allocate"), peaks.measuring("train"):
         held = torch.ones(20_000_000)
@@ -72,7 +72,7 @@ def _torch_error() -> BaseException:
     [MemoryError("no"), torch.OutOfMemoryError("CUDA out of memory"), _torch_error()],
     ids=["python", "cuda", "cpu"],
 )
-def test_exhausted_memory_is_an_error_of_its_own_kind(cause: BaseException):
+def test_exhausted_memory_raises_worker_memory_error(cause: BaseException):
     assert isinstance(failure_of(cause, "policy worker 0", "no.log"), WorkerMemoryError)
     assert type(failure_of(RuntimeError("no"), "policy worker 0", "no.log")) is WorkerError
 
@@ -106,18 +106,18 @@ def memory(tiny_model: str) -> MemoryReport:
     return MemoryReport(cast(RayPPOTrainer, SimpleNamespace(cfg=validate_cfg(cfg))))
 
 
-def test_start_of_a_run_estimates_every_phase(memory: MemoryReport):
+def test_run_start_estimates_all_phases(memory: MemoryReport):
     text = memory.estimate()
     assert "train policy" in text and "generate" in text and "all processes of the machine" in text
     assert memory.plan is not None and memory.plan.device == this_processor()
 
 
-def test_model_without_a_shape_is_no_error(memory: MemoryReport):
+def test_model_without_shape_is_no_error(memory: MemoryReport):
     memory._cfg.trainer.policy.model.path = "/no/such"
     assert memory.estimate() == "" and memory.plan is None
 
 
-def test_measured_peaks_stand_beside_estimates(memory: MemoryReport):
+def test_measured_peaks_are_compared_with_estimates(memory: MemoryReport):
     memory.estimate()
     assert memory.plan is not None
     [*_, train] = memory.plan.workers["policy"]
@@ -125,7 +125,7 @@ def test_measured_peaks_stand_beside_estimates(memory: MemoryReport):
     assert len(lines) == 1 and "train policy" in lines[0] and "(2.00 of it)" in lines[0]
 
 
-def test_error_of_exhausted_memory_has_estimates_peaks_and_a_change(memory: MemoryReport):
+def test_memory_error_has_estimates_peaks_and_change(memory: MemoryReport):
     memory.estimate()
     memory.measured = {"policy": {"train": 300_000_000}}
     error = WorkerMemoryError("policy worker 0 raised MemoryError")

@@ -27,7 +27,7 @@ def shape_of(path: str, **arguments: object) -> ModelShape:
     return model_shape(model_config(path, "trainer.policy.model.path"), **arguments)  # type: ignore[arg-type]
 
 
-def test_shape_of_a_model_comes_from_its_config_alone(llama: str):
+def test_model_shape_derives_from_config(llama: str):
     # Attention q 8x8, k and v 8x4, o 8x8; feed-forward 3 x 8x12; two norms of 8. Outside: 2 x 11 x 8 and a norm.
     layer = (64 + 32 + 32 + 64) + 3 * 96 + 2 * 8
     found = shape_of(llama)
@@ -42,7 +42,7 @@ def test_critic_has_values_in_place_of_words(llama: str):
     assert (critic.words, critic.parameters) == (0, shape_of(llama).parameters - 88 + 8)
 
 
-def test_token_of_a_mixture_meets_its_experts_alone(tmp_path: Path):
+def test_mixture_token_uses_active_experts_only(tmp_path: Path):
     from transformers import Qwen3MoeConfig
 
     Qwen3MoeConfig(
@@ -75,6 +75,6 @@ def test_adapters_are_counted_as_peft_makes_them(llama: str):
         ("/no/such", "no config.json"),
     ],
 )
-def test_config_that_cannot_be_read_is_an_error_with_the_remedy(path: str, said: str):
+def test_unreadable_config_is_error_with_remedy(path: str, said: str):
     with pytest.raises(ConfigError, match=said):
         model_config(path, "trainer.policy.model.path")

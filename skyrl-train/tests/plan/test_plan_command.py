@@ -21,7 +21,7 @@ def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]
     return status, out + err
 
 
-def test_plan_of_a_published_size_fits_and_has_every_part(capsys: pytest.CaptureFixture[str]):
+def test_plan_of_published_size_fits_and_is_complete(capsys: pytest.CaptureFixture[str]):
     status, text = plan(capsys, *SEVEN, "--price-per-hour", "2.5", "--num-prompts", "7473")
     assert status == 0 and text.endswith("fits\n")
     for words in (
@@ -32,7 +32,7 @@ def test_plan_of_a_published_size_fits_and_has_every_part(capsys: pytest.Capture
     assert ("engines are planned as vLLM" in text) != EngineRegistry.requirements("vllm").is_installed
 
 
-def test_run_that_does_not_fit_gets_the_smallest_change_and_fits_with_it(capsys: pytest.CaptureFixture[str]):
+def test_oversized_run_fits_with_smallest_change(capsys: pytest.CaptureFixture[str]):
     lengths = ["generator.sampling_params.max_generate_length=8192", "trainer.micro_train_batch_size_per_gpu=32"]
     status, text = plan(capsys, *SEVEN, *lengths)
     assert status == 1 and "DOES NOT FIT" in text
@@ -42,7 +42,7 @@ def test_run_that_does_not_fit_gets_the_smallest_change_and_fits_with_it(capsys:
     assert status == 0, text
 
 
-def test_slow_step_is_named_with_its_cause(capsys: pytest.CaptureFixture[str]):
+def test_slow_step_is_named_with_cause(capsys: pytest.CaptureFixture[str]):
     lengths = ["generator.sampling_params.max_generate_length=30000", "generator.n_samples_per_prompt=64"]
     status, text = plan(capsys, *SEVEN, *lengths, "trainer.algorithm.use_kl_loss=false")
     assert status == 0
@@ -64,7 +64,7 @@ def test_undivided_reference_is_named(capsys: pytest.CaptureFixture[str]):
     assert "is not divided" not in plan(capsys, *SEVEN)[1]
 
 
-def test_measured_times_of_a_run_correct_the_estimate(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+def test_measured_times_correct_estimate(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     from skyrl_inspect.plan.__main__ import composed
     from skyrl_train.config import get_config_as_yaml_str
     from skyrl_train.utils.run_folder import RunFolder
@@ -96,7 +96,7 @@ def test_measured_times_of_a_run_correct_the_estimate(capsys: pytest.CaptureFixt
         ([*SEVEN, "--measured=/no/run"], "is no run folder"),
     ],
 )  # fmt: skip
-def test_wrong_input_is_named_with_the_remedy(
+def test_invalid_input_is_named_with_remedy(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     import re
@@ -107,6 +107,6 @@ def test_wrong_input_is_named_with_the_remedy(
     assert "Traceback" not in text
 
 
-def test_more_machines_than_the_run_takes_are_pointed_out(capsys: pytest.CaptureFixture[str]):
+def test_unused_machines_are_reported(capsys: pytest.CaptureFixture[str]):
     status, text = plan(capsys, *SEVEN, "--nodes", "4")
     assert status == 0 and "takes 8 of 32 devices; to use all: trainer.placement.policy_num_nodes=4" in text

@@ -35,7 +35,7 @@ def accept(_: object) -> None:
     """Refuse nothing."""
 
 
-def test_smaller_micro_batch_is_the_first_remedy():
+def test_smaller_micro_batch_is_first_remedy():
     cfg = run(**{"trainer.micro_train_batch_size_per_gpu": 16})
     found = smallest_change(cfg, {"policy": shape(**LARGE)}, device(80), accept)
     assert found is not None and as_text(found) == "trainer.micro_train_batch_size_per_gpu=8"
@@ -46,7 +46,7 @@ def test_overrides_are_written_as_they_are_pasted():
     assert as_text(overrides) == "trainer.gradient_checkpointing=true trainer.max_tokens_per_microbatch=null a.b=0.5"
 
 
-def test_change_that_a_run_refuses_is_passed_over():
+def test_refused_change_is_skipped():
     cfg = run(**{"trainer.micro_train_batch_size_per_gpu": 16})
 
     def refuse(overrides: Any) -> None:
@@ -57,7 +57,7 @@ def test_change_that_a_run_refuses_is_passed_over():
     assert found is not None and "micro_train" not in as_text(found)
 
 
-def test_settings_are_not_changed_by_the_search():
+def test_search_does_not_change_settings():
     cfg = run()
     changed = with_overrides(cfg, {"trainer.policy.fsdp_config.cpu_offload": True, "generator.max_num_seqs": 3})
     assert changed.trainer.policy.fsdp_config.cpu_offload and changed.generator.max_num_seqs == 3
@@ -84,7 +84,7 @@ CHOICES = {
 
 @settings_of_search(deadline=None, max_examples=30)
 @given(overrides=st.fixed_dictionaries(CHOICES), gigabytes=st.sampled_from([24, 40, 80, 140]))
-def test_what_is_found_fits_and_no_part_of_it_suffices(overrides: dict[str, Any], gigabytes: int):
+def test_found_change_is_minimal(overrides: dict[str, Any], gigabytes: int):
     cfg, shapes, gpu = run(**overrides), {"policy": shape(**LARGE)}, device(gigabytes)
     if not memory_plan(cfg, shapes, gpu).shortages:  # type: ignore[arg-type]
         return
@@ -101,7 +101,7 @@ def test_what_is_found_fits_and_no_part_of_it_suffices(overrides: dict[str, Any]
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "deepspeed", "megatron"])
-def test_each_backend_has_remedies_of_its_own(strategy: str):
+def test_backends_have_different_remedies(strategy: str):
     cfg = run(**{"trainer.strategy": strategy, "trainer.policy.deepspeed_config.zero_optimization.stage": 0})
     cfg.trainer.policy.fsdp_config.fsdp_size = 1
     wanted = {"fsdp2": "fsdp_size=-1", "deepspeed": "zero_optimization.stage=", "megatron": "model_parallel_size="}

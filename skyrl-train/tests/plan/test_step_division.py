@@ -10,7 +10,7 @@ def model_plan(plan: StepPlan, name: str) -> ModelPlan:
     return next(model for model in plan.models if model.name == name)
 
 
-def test_a_step_is_divided_into_mini_batches_shares_and_micro_batches():
+def test_step_is_divided_into_mini_batches_and_micro_batches():
     cfg = settings(**{
         "trainer.placement.policy_num_gpus_per_node": 4,
         "trainer.policy.sequence_parallel_size": 2,
@@ -33,7 +33,7 @@ def test_uneven_shares_are_filled_up():
     assert "3 dummy micro-batches" in str(step_plan(cfg))
 
 
-def test_prompts_that_fill_no_batch_are_counted():
+def test_prompts_left_out_are_counted():
     plan = step_plan(settings(**{"trainer.epochs": 3}), num_prompts=30)
     assert (plan.num_steps, plan.prompts_left_out) == (9, 6)  # 3 batches of 8 an epoch
     assert "left out: 6 prompts an epoch" in str(plan)
@@ -45,7 +45,7 @@ def test_nothing_is_said_to_be_left_out_where_nothing_is():
     assert "left out" not in str(step_plan(settings(), num_prompts=32))
 
 
-def test_a_token_budget_decides_the_size_of_micro_batches():
+def test_token_budget_sets_micro_batch_size():
     cfg = settings(**{"trainer.max_tokens_per_microbatch": 450})
     # Samples have up to 60 + 40 tokens: at least 4 fit. 12 / 4 = 3.
     assert model_plan(step_plan(cfg), "policy").micro_batches == 3
@@ -55,7 +55,7 @@ def test_a_token_budget_decides_the_size_of_micro_batches():
     assert model_plan(step_plan(cfg), "policy").micro_batches == 12
 
 
-def test_one_update_a_step_needs_no_forward_pass_before_it():
+def test_single_update_needs_no_forward_pass():
     cfg = settings(**{"trainer.policy_mini_batch_size": 8})
     assert model_plan(step_plan(cfg), "policy").forward_micro_batches == 0
     cfg.trainer.update_epochs_per_batch = 2
@@ -69,7 +69,7 @@ def test_one_update_a_step_needs_no_forward_pass_before_it():
         ("context", "from 0 to 1 between tokens 80 and 100 of prompt and response; after a prompt of 60 tokens it"),
     ],
 )
-def test_plan_says_where_the_overlong_penalty_begins_and_ends(counts: str, said: str):
+def test_plan_reports_overlong_penalty_range(counts: str, said: str):
     buffer = {"trainer.algorithm.overlong_buffer.len": 20, "trainer.algorithm.overlong_buffer.counts": counts}
     assert said in str(step_plan(settings(**buffer)))
     assert "overlong" not in str(step_plan(settings()))
