@@ -155,7 +155,7 @@ def read_bands(path: str) -> ExpectedCurves:
     """Read a band file.
 
     Raises:
-        ConfigError: there is none, or it is not one; the message names the place.
+        ConfigError: the file is missing or malformed; names the entry.
     """
     setting = f"trainer.curve_bands={path}"
     try:
@@ -202,8 +202,8 @@ def bands_of_runs(
     deviation) of the means over `interval` steps, placed at the middle of each interval's steps.
 
     Args:
-        pool: use one deviation for all intervals of a metric, their root mean square: of two or three runs, that of a
-            single interval says little.
+        pool: use one deviation for all intervals of a metric, their root mean square. With two or three runs, the
+            deviation of a single interval is unreliable.
 
     Raises:
         DataError: fewer than two runs, or a metric that one of them lacks.

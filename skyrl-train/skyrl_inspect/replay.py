@@ -1,9 +1,9 @@
 """`python -m skyrl_train.replay RUN --sample UID_N [--phase eval]`: draw a stored sample again, with the weights that
 drew it.
 
-The settings are those of the run, in one process without Ray. The weights come from the run's checkpoint of the version
-that its tokens name. The native engine draws the same tokens with the same log-probs, to the bit; another engine may
-round otherwise. Nothing is written to the run's folder.
+Uses the run's settings in one process without Ray, and the checkpoint of the weight version that the tokens name. The
+native engine draws the same tokens with the same log-probs, to the bit; other engines may round differently. Writes
+nothing to the run folder.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def find_sample(folder: RunFolder, name: str, step: int | None, phase: Phase = "
     """Return the sample `UID_N` of training (or evaluation) step `step`; of the newest step that has it if None.
 
     Raises:
-        DataError: there is none; names what there is.
+        DataError: the sample does not exist; names the available ones.
     """
     files = [file for file in folder.trajectory_files() if file.phase == phase and step in (None, file.step)]
     if not files:
@@ -75,10 +75,10 @@ def choose_checkpoint(ckpt_path: str, sample: StoredSample, version: int | None)
     """Return the checkpoint of the weights that drew a sample; None for those that the run began with.
 
     Args:
-        version: chosen by the user in place of the sample's own.
+        version: version chosen by the user instead of the sample's own.
 
     Raises:
-        ConfigError: there is none; names those there are.
+        ConfigError: the checkpoint does not exist; names the available ones.
     """
     # A sample that does not tell was drawn, in synchronous training, by the weights after the step before; one of an
     # evaluation by those after its step.
@@ -230,7 +230,7 @@ def replay(
 
     Raises:
         DataError: the folder has no such sample, or no settings.
-        ConfigError: there is no checkpoint of its weights, or the settings cannot be used in one process.
+        ConfigError: no checkpoint has its weights, or the settings cannot be used in one process.
     """
     folder = RunFolder(run)
     if not folder.config_path.exists():

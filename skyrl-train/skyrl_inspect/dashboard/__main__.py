@@ -86,7 +86,7 @@ def read_token(host: str, path: Path | None) -> str | None:
     """Return the token of a file.
 
     Raises:
-        ConfigError: it is too short to be a secret, or there is none and the address is not a loopback one.
+        ConfigError: the token is too short to be a secret, or missing for an address other than loopback.
     """
     if path is not None:
         token = path.read_text(encoding="utf-8").strip()

@@ -1,7 +1,7 @@
 """Trajectories of a skyrl-agent run (`output.trajectories`) in the form of a run folder's.
 
-A folder with `trajectories.jsonl` counts as a run of one evaluation. Of its tokens the file has texts of spans only:
-a span, written by the model or given to it, stands for a token.
+A folder with `trajectories.jsonl` counts as a run of one evaluation. The file has text spans instead of tokens; each
+span, generated or given, is shown as one token.
 """
 
 from skyrl_train.types import JsonObject
@@ -16,7 +16,7 @@ MAX_BRANCHES = 64
 
 
 def to_row(record: JsonObject) -> JsonObject:
-    """Return a record of skyrl-agent as a row of a trajectories file. What is not of its form is left out."""
+    """Convert a record of skyrl-agent to a row of a trajectories file. Unknown fields are omitted."""
     seconds = record.get("stage_seconds")
     parts = [part for part in _list(record.get("rows")) if isinstance(part, dict)]
     spans = [span for part in parts for span in _list(part.get("spans")) if isinstance(span, list) and len(span) == 2]

@@ -82,7 +82,7 @@ def is_run(entries: list[FolderEntry]) -> bool:
 
 
 class Catalog:
-    """Rows of the list of runs. A row is made anew when a file that it depends on has changed."""
+    """Rows of the list of runs. A row is recomputed when a file that it depends on has changed."""
 
     def __init__(self, folder: RunsFolder, defaults: Defaults):
         self._folder = folder
@@ -106,7 +106,7 @@ class Catalog:
         """Return name, state, progress, curve and changed settings of a run.
 
         Raises:
-            NotBelowError: there is no such run.
+            NotBelowError: the run does not exist.
         """
         if not is_run(self._folder.entries(run)):
             raise NotBelowError(f"{run} is no run folder")
@@ -149,7 +149,7 @@ class Catalog:
         return self._settings.get((run, state), lambda: Settings(self._text(path) if state else ""))
 
     def states(self, run: str) -> dict[str, FileState | None]:
-        """Return the states of the files that tell whether a run goes on."""
+        """Return the states of the files that show whether a run is running."""
         paths = ("config.yaml", "metrics.jsonl", "logs/trainer.log", "rollouts/timeline.jsonl", agent_files.NAME)
         return {path: self._folder.state(join(run, path)) for path in paths}
 
@@ -212,8 +212,9 @@ class Catalog:
 
 
 def log_facts(text: str) -> JsonObject:
-    """Return what the end of a trainer's log tells: step and total of the last progress line, and how it ended
-    (`finished`, `failed`, `stopped`, or None while it goes on) with the message of that."""
+    """Parse the end of a trainer's log: step and total of the last progress line, outcome (`finished`, `failed`,
+    `stopped`, None while running) and its message.
+    """
     step = total = outcome = message = None
     if planned := _PLANNED.findall(text):
         total = int(planned[-1])
@@ -305,7 +306,7 @@ def search_log(folder: RunsFolder, path: str, query: str, max_hits: int = 200) -
 
 
 def trajectory_steps(folder: RunsFolder, run: str) -> dict[str, list[int]]:
-    """Return the steps whose trajectories are kept, by phase, in order."""
+    """Return the steps with stored trajectories, by phase, in order."""
     found: dict[str, list[int]] = {"train": [], "eval": []}
     if folder.state(join(run, agent_files.NAME)) is not None:
         found[agent_files.PHASE].append(agent_files.STEP)

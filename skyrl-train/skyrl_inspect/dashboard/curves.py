@@ -62,7 +62,7 @@ class CurveFile:
         return sorted(name for name in self._columns if name != TIME)
 
     def curve(self, name: str) -> tuple[list[int], list[float | None]]:
-        """Return steps and values of a metric, ready for JSON; both empty if there is none."""
+        """Return steps and values of a metric, ready for JSON; both empty if the metric is missing."""
         steps, values = self._columns.get(name, (array("q"), array("d")))
         return list(steps), [float(f"{value:.7g}") if math.isfinite(value) else None for value in values]
 

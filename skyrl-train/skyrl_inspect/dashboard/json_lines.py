@@ -32,10 +32,10 @@ def parse(line: bytes) -> JsonObject | None:
 
 
 class LineOffsets:
-    """Offsets of the lines of a file, as far as they are complete. Grows with the file; starts anew for another one.
+    """Offsets of the complete lines of a file. Grows with the file, and restarts when the file is replaced.
 
     Args:
-        is_compressed: the file is written once, and its size is not that of its content.
+        is_compressed: the file is written once, and its size differs from the size of its content.
     """
 
     def __init__(self, is_compressed: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Trajectories as their environments show them: `render_html` of the environment's class.
+"""HTML of trajectories by `render_html` of the environment's class.
 
 Only environments that are registered here count (those of skyrl_gym, of installed packages and of `--import FILE`): a
 run folder from elsewhere can name one of them, but no module to import.

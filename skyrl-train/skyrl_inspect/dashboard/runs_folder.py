@@ -56,7 +56,7 @@ class RunsFolder:
         """Open a regular file for reading, a compressed one (`COMPRESSED`) for its content.
 
         Raises:
-            NotBelowError: there is none of that path, or it is compressed and damaged.
+            NotBelowError: the file does not exist, or is compressed and damaged.
         """
         *folders, name = _parts(path)
         with self._folder(folders) as parent:
@@ -75,7 +75,7 @@ class RunsFolder:
                 raise NotBelowError(f"{path} is damaged: {error}") from error
 
     def state(self, path: str) -> FileState | None:
-        """Return the state of a regular file, None if there is none."""
+        """Return the state of a regular file, None if it does not exist."""
         try:
             with self.open(path) as file:
                 return _state(os.fstat(file.fileno()))
@@ -83,7 +83,7 @@ class RunsFolder:
             return None
 
     def entries(self, path: str) -> list[FolderEntry]:
-        """Return files and folders of a folder by name, without symbolic links; empty if there is no such folder."""
+        """Return files and folders of a folder by name, without symbolic links; empty if the folder does not exist."""
         found: list[FolderEntry] = []
         try:
             with self._folder(_parts(path)) as number, os.scandir(number) as entries:

@@ -206,7 +206,7 @@ class RunQueries:
         return _json({"folder": self._folder.path.name, "now": time.time(), "runs": self._catalog.rows()})
 
     def run(self, request: Request) -> Response:
-        """Return one run, with the steps whose trajectories are kept, and signs that it has stopped learning."""
+        """Return one run with its stored trajectory steps and diagnostics."""
         run = _run(request)
         row, curves = self._catalog.row(run), self._curves.of(run)
         found = signs(lambda name: curves.curve(name)[1], curves.names)
@@ -232,7 +232,7 @@ class RunQueries:
         return _json(self._steps.summary(_run(request), *_step(request)))
 
     def sample(self, request: Request) -> Response:
-        """Return one trajectory, as it stands in the file: a broken one is the reader's to show."""
+        """Return one trajectory as stored; broken lines are passed on for display."""
         line = self._steps.row(_run(request), *_step(request), _number(request, "line"))
         return Response(line, media_type="application/json")
 
@@ -302,7 +302,7 @@ class RunQueries:
         return JSONResponse({"traceEvents": events, "displayTimeUnit": "ms"}, headers=headers)
 
     async def live(self, request: Request) -> Response:
-        """Stream an event whenever the files of a run change, or those of any run without `run`."""
+        """Stream an event whenever files of a run change; of any run without `run`."""
         if self._num_streams >= MAX_STREAMS:
             return JSONResponse({"error": "too many open pages"}, 503)
         run = request.query_params.get("run")

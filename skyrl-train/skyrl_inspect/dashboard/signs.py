@@ -1,7 +1,7 @@
-"""Signs that a run has stopped learning: rules over its curves. A sign states what the curves say; the cause is for the
-reader to find (docs/why-it-stopped-learning.md).
+"""Diagnostics of runs that have stopped learning: rules over curves. A diagnostic states its evidence;
+docs/why-it-stopped-learning.md helps to find the cause.
 
-The beginning of a curve is the mean of its first tenth (three values at least), the end that of its last quarter.
+The start of a curve is the mean of its first tenth (at least three values), the end is the mean of its last quarter.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Trajectories of a step: a summary of each, and single rows as they stand in the file."""
+"""Trajectories of a step: a summary of each, and single rows as stored."""
 
 import json
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ class StepTrajectories:
         """Return the line of a trajectory, unparsed.
 
         Raises:
-            NotBelowError: there is no such line, or it is longer than `MAX_LINE`.
+            NotBelowError: the line does not exist or is longer than `MAX_LINE`.
         """
         path, state = self._file(run, phase, step)
         line = self._line(path, state, number)
@@ -89,7 +89,7 @@ class StepTrajectories:
         return path, state
 
     def _present(self, path: str) -> tuple[str, FileState | None]:
-        """Return the file or the compressed one, whichever is there, and its state."""
+        """Return the plain or compressed file, whichever exists, and its state."""
         compressed = self._folder.state(path + COMPRESSED)
         return (path, self._folder.state(path)) if compressed is None else (path + COMPRESSED, compressed)
 

@@ -58,8 +58,8 @@ def swim_lanes(rows: Sequence[JsonObject], chosen: JsonObject) -> Lanes:
     """Return the lanes of a step.
 
     Args:
-        rows: records of `RunFolder.read_timeline`, oldest first: that of the step, the one before it, and later ones,
-            in which groups that it started may end.
+        rows: records of `RunFolder.read_timeline`, oldest first: the previous step, the step, and later ones in which
+            its groups may end.
         chosen: the record of the step.
     """
     began, ended = chosen["began"], chosen["ended"]

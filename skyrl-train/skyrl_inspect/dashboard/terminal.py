@@ -65,7 +65,7 @@ class RunReader:
     """Reader of the run folder `path`.
 
     Raises:
-        DataError: it is none.
+        DataError: the folder is not a run folder.
     """
 
     def __init__(self, path: str | Path):
@@ -79,7 +79,7 @@ class RunReader:
         self._steps = StepTrajectories(self._folder)
 
     def read_view(self) -> RunView:
-        """Return the run as it is now."""
+        """Read the current state of the run."""
         row = self._catalog.row(".")
         file = self._curves.of(".")
         curves = []
@@ -200,10 +200,10 @@ def printable(text: str) -> str:
 
 
 def show(path: str | Path, console: Console | None = None) -> None:
-    """Show a run until it has ended; once where there is no terminal.
+    """Show a run until it has ended; once if the output is not a terminal.
 
     Raises:
-        DataError: there is no run folder.
+        DataError: the folder is not a run folder.
     """
     console = console or Console()
     reader = RunReader(path)

@@ -107,7 +107,7 @@ class Evidence:
 
 
 def ranked_causes(difference: Difference, changes: Sequence[ChangedItem], evidence: Evidence) -> list[Cause]:
-    """Return possible causes of a difference, the likeliest first; at least one."""
+    """Rank possible causes of a difference, most likely first; at least one."""
     found = [cause for change in changes if (cause := _cause_of(change, difference, evidence)) is not None]
     found += _causes_without_change(difference, changes, evidence)
     found.append(_UNEXPLAINED)

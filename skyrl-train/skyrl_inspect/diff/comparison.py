@@ -23,10 +23,10 @@ class RunComparison:
     Args:
         names: their folders.
         last_steps: the last step of each; 0: none.
-        changes: what is not the same before the first difference, or at all where there is none.
-        parting: the first difference of each stage in the step where the runs part; none: they are equal.
+        changes: settings, data and versions that differ before the first difference, or anywhere if the runs are equal.
+        parting: the first difference of each stage in the step where the runs diverge; empty if they are equal.
         equal_up_to: the last step whose records are equal; None: not even those before step 1.
-        causes: of the first difference, the likeliest first.
+        causes: of the first difference, most likely first.
         unrecorded: what could not be compared, one sentence each.
         num_compared: number of steps with records of both.
     """
@@ -47,7 +47,7 @@ class RunComparison:
 
     @property
     def verdict(self) -> str:
-        """One sentence on what is equal and what is the first difference."""
+        """Sentence about the equal part and the first difference."""
         if not self.num_compared:
             without = [
                 f"{letter} has no step yet" for letter, last in zip("AB", self.last_steps, strict=True) if not last
@@ -190,7 +190,7 @@ def _data_words(a: DataDigest, b: DataDigest) -> str:
 
 
 def differing_rows(a: DataDigest, b: DataDigest) -> list[range]:
-    """Return the rows in which datasets of one size differ, by the parts that have a hash of their own."""
+    """Return the rows in which datasets of equal size differ, by parts with separate hashes."""
     size = a.chunk_rows
     pairs = enumerate(zip(a.chunks, b.chunks, strict=False))
     return [range(i * size, min(a.num_rows, (i + 1) * size)) for i, (one, other) in pairs if one != other]

@@ -47,8 +47,8 @@ class Effect:
     """Effect of a setting.
 
     Args:
-        stages: parts of a step that it may change first, the likeliest first.
-        rounding: True if it changes the order or precision of a computation and not what is computed.
+        stages: parts of a step that it may change first, most likely first.
+        rounding: True if it changes only the order or precision of a computation.
     """
 
     stages: tuple[StepPart, ...]
@@ -143,8 +143,9 @@ def has_no_effect(setting: str) -> bool:
 
 
 def _is_below(setting: str, names: tuple[str, ...]) -> bool:
-    """Return True if the setting is one of the names, or below one: `generator.eval_` stands for all that begin so, and
-    what is below a name without a dot is an entry of that setting."""
+    """Return True if the setting is one of the names or below one. A name that ends in `_` is a prefix; entries of a
+    dict setting are below its name.
+    """
     return any(
         setting.startswith(name) if name.endswith((".", "_")) else setting == name or setting.startswith(f"{name}.")
         for name in names

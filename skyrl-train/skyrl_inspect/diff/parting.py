@@ -36,15 +36,15 @@ class StepPart(IntEnum):
 
 @dataclass(frozen=True)
 class Difference:
-    """Numbers of two runs that are not the same.
+    """Difference between numbers of two runs.
 
     Args:
         step: 0 is before training.
-        quantity: what differs, such as `rollout log-prob` or `policy/policy_lr`.
+        quantity: name of the differing number, such as `rollout log-prob` or `policy/policy_lr`.
         a, b: the values; None: that run has none.
         sample: place of the sample among those of the step, and what identifies it.
         token: place in the prompt or the response.
-        kind: what a cause must explain, where the stage does not tell: see `causes`.
+        kind: kind of difference that a cause must explain, if the stage alone is ambiguous (`causes`).
         note: how many others differ.
     """
 
@@ -153,8 +153,9 @@ def _name(row: JsonObject) -> str:
 
 
 def difference_of_rows(step: int, index: int, a: JsonObject, b: JsonObject) -> Difference | None:
-    """Return the first difference of two rows of the same prompt and sample, None if there is none. What one of them
-    does not have (an earlier release wrote it) is not compared."""
+    """Return the first difference of two rows of the same prompt and sample, None if they are equal. Columns that one
+    of them lacks are not compared.
+    """
 
     def at(
         stage: StepPart, quantity: str, one: Any, other: Any, token: int | None = None, kind: str = ""
@@ -348,5 +349,5 @@ def compared_steps(a: RecordedRun, b: RecordedRun) -> list[int]:
 
 
 def first_parting(a: RecordedRun, b: RecordedRun, steps: Iterable[int]) -> list[Difference]:
-    """Return the differences of the first step that has some, one of each stage; none if there is no such step."""
+    """Return the differences of the first step that has any, one per stage; empty if all steps are equal."""
     return next((found for step in steps if (found := differences_of_step(a, b, step))), [])

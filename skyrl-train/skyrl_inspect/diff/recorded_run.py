@@ -55,7 +55,7 @@ class RecordedRun:
     """Run folder as a comparison reads it: running, finished, crashed or copied.
 
     Raises:
-        DataError: there is no run folder, or one of its files is broken; names the file, the line and the fix.
+        DataError: the folder is not a run folder, or a file is broken; names file, line and fix.
     """
 
     def __init__(self, path: str | Path):
@@ -73,7 +73,7 @@ class RecordedRun:
 
     @cached_property
     def starts(self) -> list[Start]:
-        """Starts of the run whose steps are still there, oldest first; at least one."""
+        """Starts of the run with remaining steps, oldest first; at least one."""
         configs = self._configs()
         newest = configs.get("config.yaml", {})
         by_hash = {name: values for name, values in configs.items() if name != "config.yaml"}
@@ -95,7 +95,7 @@ class RecordedRun:
 
     @cached_property
     def num_unplaced_configs(self) -> int:
-        """Number of earlier configurations of which it is not recorded from which step on they held."""
+        """Number of earlier configurations without a recorded first step."""
         return 0 if self.has_starts else len(list(self.folder.path.glob("config_*.yaml")))
 
     def _configs(self) -> dict[str, dict[str, object]]:
@@ -179,13 +179,13 @@ class RecordedRun:
 
     @cached_property
     def steps(self) -> set[int]:
-        """Steps of which anything is recorded; 0 is before training."""
+        """Recorded steps; 0 is before training."""
         of_files = {step for step, _ in self.trajectory_paths}
         return set(self.metrics) | set(self.hashes) | of_files
 
     @cached_property
     def last_step(self) -> int:
-        """The last training step of which anything is recorded; 0: none."""
+        """Last recorded training step; 0: none."""
         return max((step for step in self.steps if step > 0), default=0)
 
     def _lines(self, path: Path, *, needs_step: bool = True) -> Iterator[tuple[bytes, JsonObject]]:

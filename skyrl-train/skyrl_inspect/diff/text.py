@@ -41,7 +41,7 @@ def sections(comparison: RunComparison) -> Iterator[tuple[str, list[str]]]:
 
 
 def _worth_listing(causes: Sequence[Cause]) -> Sequence[Cause]:
-    """Return the causes worth showing: the first, and what is at least possible."""
+    """Return the causes to show: the first, and all that are at least possible."""
     return [cause for n, cause in enumerate(causes) if n == 0 or cause.likelihood != "unlikely"][:_MOST_CAUSES]
 
 

@@ -1,6 +1,6 @@
 """`python -m skyrl_train.explain RUN`: who waits for whom.
 
-Exit status: 0 explained, 1 nothing of the run is recorded, 2 the folder is none of a run.
+Exit status: 0 explained, 1 nothing is recorded, 2 the folder is not a run folder.
 """
 
 import argparse

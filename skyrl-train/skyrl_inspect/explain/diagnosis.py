@@ -1,9 +1,9 @@
-"""Causes of a hang from the facts about a run, the likeliest first. A pure function.
+"""Causes of a hang from the evidence of a run, most likely first. A pure function.
 
-Waits form a graph: a wait contains others of its process (`parent`), and leads to those it is for (`on`). It is
-followed from the trainer to where it ends: at a process that does not run, at something outside of the run (a lock, a
-file, an address), at work that does not end, or at a process that has nothing to do. What a wait ends at is a cause;
-the waits on the way are whom it stops.
+Waits form a graph: a wait contains others of its process (`parent`), and leads to those it is for (`on`). The graph is
+    followed from the trainer to its ends: a process that does not run, something outside the run (a lock, a file, an
+    address), work that does not end, or an idle process. An end is a cause; the waits on the path to it are its
+    effects.
 """
 
 import re
@@ -59,7 +59,7 @@ class HangCause:
 
 
 def diagnose(situation: Situation) -> list[HangCause]:
-    """Return the causes, the likeliest first."""
+    """Return the causes, most likely first."""
     graph = _Graph(situation)
     found: dict[str, HangCause] = {}
     for finding in graph.causes():

@@ -169,7 +169,7 @@ def _letter(process: psutil.Process) -> str:
 def _ask_for_stacks(
     records: list[ProcessRecord], states: dict[Path, str]
 ) -> dict[Path, tuple[dict[int, list[str]], str]]:
-    """Return the stacks of each process, or why there are none, by the path of its record."""
+    """Return the stacks of each process, or why they are missing, by the path of its record."""
     found: dict[Path, tuple[dict[int, list[str]], str]] = {}
     asked: dict[Path, int] = {}
     paths = {record.stacks_path: record.path for record in records}
@@ -200,7 +200,7 @@ def _handles(pid: int, number: int) -> bool:
 
 
 def _appended(asked: dict[Path, int]) -> dict[Path, str]:
-    """Return what was appended to each file of stacks behind the size it had."""
+    """Return what was appended to each stack file after its previous size."""
     deadline = time.monotonic() + _STACK_SECONDS
     sizes, still_since = dict(asked), time.monotonic()
     while time.monotonic() < deadline:

@@ -16,7 +16,7 @@ _STATES = {"T": "stopped", "t": "stopped by a debugger", "D": "waits for a disk"
 
 
 def as_text(run_dir: Path, situation: Situation, findings: list[HangCause], reason: str) -> str:
-    """Return causes and waits, for a person, the likeliest cause first."""
+    """Format causes and waits for a reader, most likely cause first."""
     return "\n".join(_causes_and_waits(run_dir, situation, findings, reason)) + "\n"
 
 
@@ -26,7 +26,7 @@ def details(situation: Situation) -> str:
 
 
 def headline(findings: list[HangCause]) -> str:
-    """Return the likeliest cause in a sentence."""
+    """Return the most likely cause as a sentence."""
     return findings[0].cause if findings else "no process of the run waits for anything"
 
 

@@ -1,8 +1,9 @@
-"""`python -m skyrl_train.entrypoints.main_mismatch key=value …`: how far engines' log-probs are from the trainer's.
+"""`python -m skyrl_train.entrypoints.main_mismatch key=value …`: measure the gap of log-probs between engines and
+trainer.
 
-Every engine that is installed (or is named, or serves at a URL) answers some prompts in every number format under every
-sampling setting, each in a process of its own, one after the other; the trainer's model then scores the same tokens.
-Prints tables and what to change, and writes them as JSON.
+Every installed (or named, or remote) engine generates responses in every number format under every sampling setting,
+each in a separate process, one after the other; the trainer's model then scores the same tokens. Prints tables and
+recommended changes, and writes them as JSON.
 
     python -m skyrl_train.entrypoints.main_mismatch trainer.policy.model.path=MODEL
     … trainer.bf16=false mismatch.engines=[native,vllm] mismatch.dtypes=[float32] mismatch.max_mean_difference=1e-4
@@ -113,7 +114,7 @@ class MismatchConfig(BaseConfig):
 
 @dataclass(kw_only=True)
 class MismatchRunConfig(SkyRLConfig):
-    """The settings of a training run, and what is measured."""
+    """Settings of a training run and of the measurement."""
 
     data: DataConfig = field(default_factory=lambda: DataConfig(train_data=[], val_data=[]))
     mismatch: MismatchConfig = field(default_factory=MismatchConfig)
@@ -185,7 +186,7 @@ def measure(cfg: MismatchRunConfig) -> tuple[Report, PreTrainedTokenizerBase]:
 
 
 def samplings_of(cfg: MismatchRunConfig) -> list[Sampling]:
-    """The ways of sampling that are asked for. That of training alone where another one is the same."""
+    """Return the requested sampling settings; duplicates of the training setting are omitted."""
     own = get_sampling_params(cfg.generator.sampling_params)
     lengths = ("max_tokens", "logprobs", "stop", "min_tokens", "seed")
     known = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}

@@ -92,7 +92,7 @@ class Cell:
         return gap_of(self.train[dtype][self.finite], self.rollout[self.finite], clip_low, clip_high)
 
     def replayed_gap(self, dtype: TrainerDtype, clip_low: float, clip_high: float) -> Gap | None:
-        """Compare the log-probs over the engine's experts. Returns: None if there are none."""
+        """Compare the log-probs over the engine's experts. Returns: None without replayed log-probs."""
         if dtype not in self.replayed or not self.finite.any():
             return None
         return gap_of(self.replayed[dtype][self.finite], self.rollout[self.finite], clip_low, clip_high)

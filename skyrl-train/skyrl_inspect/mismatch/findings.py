@@ -82,7 +82,7 @@ def tolerance(cell: Cell) -> float:
 
 
 def findings_of(engines: Sequence[Measured], trainer: Trainer) -> list[Finding]:
-    """Derive all findings, errors first; one `ok` where there is none."""
+    """Derive all findings, errors first; a single `ok` if nothing is found."""
     found: list[Finding] = []
     sound: list[Measured] = []
     for engine in engines:
@@ -234,7 +234,7 @@ def _processed(engine: Measured, cells: list[Cell], explanation: Explanation | N
 
 
 def _number_formats(group: list[Measured], trainer: Trainer) -> list[Finding]:
-    """Report engines whose gap another pair of formats, of engine and trainer, makes at least three times smaller."""
+    """Report engines whose gap is at least three times smaller with other number formats of engine and trainer."""
     gaps = {
         (engine.name.dtype, dtype): engine.cells[0].mean(dtype) for engine in group for dtype in engine.cells[0].train
     }

@@ -37,7 +37,7 @@ def as_markdown(report: Report, decode: Decode, num_worst: int) -> str:
 
 
 def as_plain(report: Report, decode: Decode, num_worst: int) -> dict[str, object]:
-    """The same, as JSON takes it. Numbers that are none are null."""
+    """Convert a report to JSON values. Non-finite numbers become null."""
     return {
         "model": report.model,
         "trainer": asdict(report.trainer),

@@ -1,6 +1,6 @@
-"""Asking an engine that lives in a process of its own, so that the next one finds all memory free.
+"""Queries of an engine in a separate process, so that all memory is free for the next one.
 
-Knows no engine: what makes one is handed in, and must be picklable.
+Independent of engines: the factory is an argument and must be picklable.
 """
 
 import asyncio

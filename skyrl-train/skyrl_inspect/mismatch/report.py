@@ -42,7 +42,7 @@ class Report:
         return cell.replayed_gap(self.trainer.dtype, self.trainer.clip_low, self.trainer.clip_high)
 
     def above(self, limit: float) -> list[Cell]:
-        """Return the cells whose mean difference is above `limit`, or is no number."""
+        """Return the cells whose mean difference is above `limit` or not finite."""
         return [cell for cell in self.cells if not cell.mean(self.trainer.dtype) <= limit]
 
 

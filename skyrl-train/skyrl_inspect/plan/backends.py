@@ -1,6 +1,6 @@
 """Division of a model's memory over its ranks, under each training backend: bytes of one rank.
 
-N parameters of which M train, B of the largest layer, R outside of layers, e bytes of a number of the computation.
+N parameters, M trained, B in the largest layer, R outside of layers; e bytes per number of the computation.
 """
 
 from collections.abc import Callable
@@ -89,9 +89,10 @@ class Division:
 
 
 def fsdp2(cfg: SkyRLConfig, role: Role, shape: ModelShape, kind: Kind) -> Division:
-    """Divide by `fully_shard`: float32 shards (with `bf16` bfloat16 of what is frozen); a layer is gathered into a
-    buffer and copied to its tensors, the next one is gathered meanwhile; gradients are reduced in float32 from a buffer
-    (torch/distributed/fsdp/_fully_shard)."""
+    """Divide by `fully_shard`: float32 shards (with `bf16`, bfloat16 shards of frozen parameters); a layer is gathered
+    into a buffer and copied to its tensors, the next one is gathered meanwhile; gradients are reduced in float32 from a
+    buffer (torch/distributed/fsdp/_fully_shard).
+    """
     settings = getattr(cfg.trainer, role)
     fsdp, world = settings.fsdp_config, getattr(cfg.trainer.placement, f"{role}_world_size")
     shards = world if fsdp.fsdp_size == -1 else fsdp.fsdp_size

@@ -76,8 +76,8 @@ def find_device(name: str) -> Device:
 def this_processor() -> Device:
     """Return one worker process on this machine: one core, all of the machine's memory.
 
-    Speeds are those of one core of an AMD EPYC with AVX-512 (docs/benchmarks.md, "One GRPO step"): 100 GFLOP/s in
-    products, about 10 GB/s from memory.
+    Speeds of one core of an AMD EPYC with AVX-512 (docs/benchmarks.md, "One GRPO step"): 100 GFLOP/s in products, about
+    10 GB/s from memory.
     """
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Device("cpu", "cpu", min(total, _limit_of_group()), 100e9, 10e9, 5e9)
@@ -94,8 +94,9 @@ def _limit_of_group() -> float:
 
 
 def present_gpu() -> Device:
-    """Return the first GPU of this machine: from the table by its name, or with its own memory and the speeds of the
-    entry whose memory is nearest."""
+    """Return the first GPU of this machine: from the table by name, or with its memory and the speeds of the entry with
+    the nearest memory size.
+    """
     import torch  # optional and heavy: only a machine with a GPU is asked
 
     properties = torch.cuda.get_device_properties(0)

@@ -239,8 +239,8 @@ def engine_plan(cfg: SkyRLConfig, shape: ModelShape, device: Device) -> EnginePl
     """Return the memory of one device of an engine.
 
     vLLM and SGLang take `gpu_memory_utilization` of the device for weights, working memory, CUDA graphs and, with all
-    that is left, the cache. The native engine makes the cache as requests come, up to `max_num_seqs` of them, and keeps
-    prefixes beside it.
+    that is left, the cache. The native engine allocates the cache per request, up to `max_num_seqs`, in addition to
+    cached prefixes.
     """
     generator = cfg.generator
     number = BYTES[generator.model_dtype]
@@ -292,8 +292,8 @@ def engine_plan(cfg: SkyRLConfig, shape: ModelShape, device: Device) -> EnginePl
 
 
 def cache_bytes(shape: ModelShape, number: int, *, tensor: int = 1, stages: int = 1) -> tuple[float, float]:
-    """Return the bytes on each device that an engine caches of a token, and of an answer beside its tokens (states of
-    linear attention).
+    """Return the cached bytes per token and device, and per response in addition to its tokens (states of linear
+    attention).
 
     Args:
         number: bytes of a number.

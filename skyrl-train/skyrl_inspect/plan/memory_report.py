@@ -46,7 +46,7 @@ class MemoryReport(TrainerHook):
             error.add_note(self.advice())
 
     def estimate(self) -> str:
-        """Return the estimates as text; empty where there are none."""
+        """Return the estimates as text; empty if they are unknown."""
         try:
             self._shapes = shapes_of(self._cfg, offline=False)
             is_gpu = self._cfg.trainer.placement.device == "cuda"

@@ -81,11 +81,11 @@ def model_config(path: str, setting: str, *, config_file: str | None = None, off
 
     Args:
         path: folder or hub name, the value of `setting`.
-        config_file: config.json to read in its place.
+        config_file: config.json to read instead.
         offline: read a hub name from the local cache alone.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the config does not exist or cannot be read.
     """
     from transformers import AutoConfig  # optional and heavy: errors of the command line need it not
 
@@ -119,8 +119,7 @@ def model_shape(
 
     Args:
         config: of transformers.
-        lora: with a rank above 0, the trained parameters are those of the adapters: rank * (inputs + outputs) of each
-            linear layer that gets one.
+        lora: with a rank above 0, only adapters are trained: rank * (inputs + outputs) per adapted linear layer.
         overrides: fields of the config to replace.
         is_critic: without an output layer over the vocabulary.
     """

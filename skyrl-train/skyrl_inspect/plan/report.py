@@ -53,7 +53,7 @@ def _phase_line(phase: Phase, plan: MemoryPlan) -> str:
 
 
 def _shorter(phase: Phase, usable: float) -> str:
-    """Say with how many tokens a phase would fit, if its activations are what is too much."""
+    """Return with how many tokens a phase would fit, if activations exceed the memory."""
     activations = phase.parts.get("activations", 0.0)
     left = usable - (phase.total - activations)
     if not phase.tokens or left <= 0 or not activations:
@@ -109,7 +109,7 @@ def slow_step_warning(time: StepTime, engine: EnginePlan | None) -> str:
 
 
 def undivided_lines(cfg: SkyRLConfig, shapes: Mapping[Role, ModelShape], plan: MemoryPlan) -> list[str]:
-    """Name models of which every rank holds all weights, where these take over a quarter of a device."""
+    """Name models whose whole weights are on every rank and take over a quarter of a device."""
     lines = []
     for role, phases in plan.workers.items():
         ranks = getattr(cfg.trainer.placement, f"{role}_world_size")

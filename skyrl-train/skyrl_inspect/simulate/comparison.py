@@ -36,9 +36,10 @@ class Choice:
 def simulate(
     workload: Workload, costs: Costs, staleness: int, max_running: int, schedule: Schedule = SCHEDULES[0]
 ) -> Choice:
-    """Simulate the first 60 steps of a longer run (at its end engines would idle), or fewer large ones, but at least
-    three times as many as make the first group too old. Where groups are generated anew, with other durations, take the
-    run of the median throughput of several."""
+    """Simulate the first 60 steps of a longer run (engines idle at the end of a run), or fewer large ones, but at least
+    three times the steps after which the first group is stale. If groups are regenerated, with other durations, return
+    the run of median throughput.
+    """
     num = workload.groups_per_step
     limits = ScheduleLimits(
         groups_per_step=num, max_staleness_steps=staleness, max_running=max_running,

@@ -197,8 +197,9 @@ def seconds_per_token(samples: Sequence[tuple[int, float]]) -> float:
 
 
 def between_share(groups: Sequence[Sequence[float]]) -> float:
-    """Return the share of the variance that lies between groups, from 0 to 1: the intraclass correlation of one-way
-    analysis of variance, over groups of the commonest size. 1 where it cannot be told."""
+    """Return the fraction of variance between groups, from 0 to 1: intraclass correlation of a one-way analysis of
+    variance, over groups of the most common size. 1 if it cannot be computed.
+    """
     size = mode(map(len, groups))
     rows = [group for group in groups if len(group) == size]
     if size < 2 or len(rows) < 2:

@@ -326,9 +326,7 @@ def shown_environment() -> Iterator[None]:
         yield
 
 
-def test_environment_page_has_no_scripts(
-    client: TestClient, runs: Path, shown_environment: None
-):
+def test_environment_page_has_no_scripts(client: TestClient, runs: Path, shown_environment: None):
     rows = [trajectory("0"), trajectory("1"), trajectory("0")]
     for row, name in zip(rows, ("shown", "shown", "os:getcwd"), strict=True):
         row["env_class"] = name
