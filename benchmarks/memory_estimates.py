@@ -5,7 +5,7 @@
 Each setting trains (or scores with) a random Qwen3 of about 80 MB of float32 weights in fresh processes: a batch of two
 micro-batches, two steps. Measured is the peak resident set of the rank that needs most, above what it held when it had
 joined its group and computed with a model of 0.1 MB in the same backend. Estimated is
-`skyrl_inspect.plan.memory.worker_phases`.
+`skyrl_inspect.plan.memory.estimate_worker_phases`.
 """
 
 import argparse
@@ -26,8 +26,8 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
-from skyrl_inspect.plan.memory import Phase, worker_phases
-from skyrl_inspect.plan.model_shape import model_shape
+from skyrl_inspect.plan.memory import Phase, estimate_worker_phases
+from skyrl_inspect.plan.model_shape import compute_model_shape
 from skyrl_train.config import SkyRLConfig, training_backends
 from skyrl_train.distributed.process_group import free_port
 from skyrl_train.training_backends.base import ModelName, RankInfo, TrainingBackend
@@ -236,9 +236,9 @@ def compare(setting: Setting, folder: Path) -> Comparison:
         ranks.kill()
     cfg = setting.cfg(path)
     lora = None if setting.role == "ref" else getattr(cfg.trainer, setting.role).model.lora
-    shape = model_shape(AutoConfig.from_pretrained(path), lora=lora, is_critic=setting.role == "critic")
+    shape = compute_model_shape(AutoConfig.from_pretrained(path), lora=lora, is_critic=setting.role == "critic")
     kind = "forward" if setting.role == "ref" else "train"
-    phase = worker_phases(cfg, setting.role, shape, "cpu")[-1]
+    phase = estimate_worker_phases(cfg, setting.role, shape, "cpu")[-1]
     measured: list[dict[str, int]] = [answer for [answer] in answers]  # type: ignore[misc]
     return Comparison(setting, phase, max(peaks[kind] for peaks in measured))
 

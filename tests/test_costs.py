@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 MARKERS = {"process", "slow", "full", "gpu", "network"}
 STARTERS = {"ServerProcess", "EngineProcess", "ProcessRanks", "RayRanks", "initialize_ray", "RayWorkerGroup"}
-STARTERS |= {"ray_cpu", "ask_in_a_process", "vllm_server"}
+STARTERS |= {"ray_cpu", "run_in_process", "vllm_server"}
 """Names that start processes which import torch: a test that reaches one of them needs a marker."""
 TEST_FILES = sorted(
     file

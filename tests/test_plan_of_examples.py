@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from composed_scripts import EXAMPLE_ENTRY_POINTS, REPOSITORY, Command, checked_config, commands_of
 
-from skyrl_inspect.plan.changes import with_overrides
+from skyrl_inspect.plan.changes import apply_overrides
 from skyrl_inspect.plan.devices import find_device
-from skyrl_inspect.plan.memory import MemoryPlan, memory_plan, roles_of
-from skyrl_inspect.plan.model_shape import ModelShape, model_config, model_shape
-from skyrl_inspect.plan.shapes import shapes_of
+from skyrl_inspect.plan.memory import MemoryPlan, estimate_memory, list_roles
+from skyrl_inspect.plan.model_shape import ModelShape, compute_model_shape, load_model_config
+from skyrl_inspect.plan.shapes import load_shapes
 from skyrl_inspect.plan.speed import step_time
 
 CONFIGS = Path(__file__).parent / "model_configs"
@@ -73,15 +73,15 @@ PROCESSOR = replace(find_device("cpu"), memory=256e9)  # a workstation, whatever
 
 
 def plan_of(cfg: Any) -> MemoryPlan:
-    models = {getattr(cfg.trainer, role).model.path for role in roles_of(cfg)}
+    models = {getattr(cfg.trainer, role).model.path for role in list_roles(cfg)}
     files = {model: str(config_file(model)) for model in models}
-    return memory_plan(cfg, shapes_of(cfg, files), find_device("h100-80"))
+    return estimate_memory(cfg, load_shapes(cfg, files), find_device("h100-80"))
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_published_model_shape_has_expected_parameter_count(name: str):
-    config = model_config(name, "a model", config_file=str(CONFIGS / f"{name}.json"))
-    assert model_shape(config).parameters == PARAMETERS[name]
+    config = load_model_config(name, "a model", config_file=str(CONFIGS / f"{name}.json"))
+    assert compute_model_shape(config).parameters == PARAMETERS[name]
     assert json.loads((CONFIGS / f"{name}.json").read_text())["vocab_size"] in (151_936, 152_064)
 
 
@@ -91,12 +91,12 @@ def test_script_passes_the_planner(script: Path, tmp_path: Path):
     cfg = trained_config(script, tmp_path)
     if cfg is None:
         pytest.skip("starts no reinforcement learning of skyrl_train")
-    models = [getattr(cfg.trainer, role).model.path for role in roles_of(cfg)]
+    models = [getattr(cfg.trainer, role).model.path for role in list_roles(cfg)]
     if unknown := [model for model in models if config_file(model) is None]:
         pytest.skip(f"no config file of {', '.join(unknown)}")
     device = PROCESSOR if cfg.trainer.placement.device == "cpu" else find_device("h100-80")
-    shapes = shapes_of(cfg, {model: str(config_file(model)) for model in models})
-    plan = memory_plan(cfg, shapes, device)
+    shapes = load_shapes(cfg, {model: str(config_file(model)) for model in models})
+    plan = estimate_memory(cfg, shapes, device)
     name = str(script.relative_to(REPOSITORY / "examples"))
     assert (plan.shortages != []) == (name in NEED_SHORTER_SAMPLES), plan.shortages
     assert step_time(cfg, shapes, device, plan.engine).total > 0
@@ -131,7 +131,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ModelShape]:
     """The settings of Search-R1 with Qwen3-30B-A3B on 32 GPUs, and the model's shape."""
     script = REPOSITORY / "examples/recipes/search_r1/run_qwen3_30b_a3b_megatron_4_turns.sh"
     cfg = trained_config(script, tmp_path_factory.mktemp("mixture"))
-    return cfg, shapes_of(cfg, {"Qwen/Qwen3-30B-A3B": str(CONFIGS / "Qwen3-30B-A3B.json")})["policy"]
+    return cfg, load_shapes(cfg, {"Qwen/Qwen3-30B-A3B": str(CONFIGS / "Qwen3-30B-A3B.json")})["policy"]
 
 
 def test_moe_under_fsdp2_is_sharded_over_all_ranks(mixture: tuple[Any, ModelShape]):
@@ -141,7 +141,7 @@ def test_moe_under_fsdp2_is_sharded_over_all_ranks(mixture: tuple[Any, ModelShap
     holds what is estimated, so that a term which is found later shows here."""
     cfg, shape = mixture
     shapes: Any = dict.fromkeys(("policy", "ref"), shape)
-    plan = memory_plan(with_overrides(cfg, {"trainer.strategy": "fsdp2"}), shapes, find_device("h100-80"))
+    plan = estimate_memory(apply_overrides(cfg, {"trainer.strategy": "fsdp2"}), shapes, find_device("h100-80"))
     [train] = [phase for phase in plan.phases if phase.name == "train policy"]
     assert 15 < train.total / 1e9 < 35
     assert train.parts["weights"] + train.parts["gradients"] + train.parts["optimizer"] == pytest.approx(

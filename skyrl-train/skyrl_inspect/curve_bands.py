@@ -50,7 +50,7 @@ class CurveBand:
         """Consecutive values outside of the band that are worth a warning."""
         return EVALUATION_PATIENCE if self.metric.startswith("eval/") else PATIENCE
 
-    def at(self, step: int) -> tuple[float, float] | None:
+    def interpolate_at(self, step: int) -> tuple[float, float] | None:
         """Interpolate the bounds at a step linearly. None before the first point and after the last one."""
         steps = [point[0] for point in self.points]
         after = bisect_left(steps, step)
@@ -123,21 +123,21 @@ class CurveWatch:
         for message in self._update(step, metrics):
             logger.warning(message)
         expected = {}
-        for band, low, high, value in self._comparable(step, metrics):
+        for band, low, high, value in self._iter_comparable(step, metrics):
             side = -1.0 if not value >= low else float(value > high)  # NaN counts as below
             expected |= {f"expected/{band.metric}/low": low, f"expected/{band.metric}/high": high}
             expected[f"expected/{band.metric}/outside"] = side
         return expected
 
-    def _comparable(self, step: int, metrics: Metrics) -> Iterable[tuple[CurveBand, float, float, float]]:
+    def _iter_comparable(self, step: int, metrics: Metrics) -> Iterable[tuple[CurveBand, float, float, float]]:
         for band in self._bands:
-            value, bounds = metrics.get(band.metric), band.at(step)
+            value, bounds = metrics.get(band.metric), band.interpolate_at(step)
             if value is not None and bounds is not None:
                 yield band, *bounds, value
 
     def _update(self, step: int, metrics: Metrics) -> list[str]:
         messages = []
-        for band, low, high, value in self._comparable(step, metrics):
+        for band, low, high, value in self._iter_comparable(step, metrics):
             before = self._outside[band.metric]
             side = "below" if not value >= low else "above" if value > high else None
             now = [] if side is None else [*(before if before and before[-1][1] == side else []), (step, side)]
@@ -170,11 +170,11 @@ def read_bands(path: str) -> ExpectedCurves:
         raise ConfigError(f"{setting} needs `source: TEXT` and `bands:` with metric -> step -> [lowest, highest]")
     if not isinstance(content.get("source"), str):
         raise ConfigError(f"{setting} needs `source: TEXT`, the origin of its numbers")
-    bands = tuple(_band(str(metric), points, setting) for metric, points in content["bands"].items())
+    bands = tuple(_parse_band(str(metric), points, setting) for metric, points in content["bands"].items())
     return ExpectedCurves(bands, content["source"].strip(), Path(path).name)
 
 
-def _band(metric: str, points: object, setting: str) -> CurveBand:
+def _parse_band(metric: str, points: object, setting: str) -> CurveBand:
     if not isinstance(points, dict) or not points:
         raise ConfigError(f"{setting}: bands.{metric} must be step: [lowest, highest] lines; got {points!r:.100}")
     found = []
@@ -195,7 +195,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def bands_of_runs(
+def compute_bands(
     runs: Sequence[Sequence[JsonObject]], metrics: Sequence[str], interval: int, width: float = 2.0, pool: bool = False
 ) -> dict[str, dict[int, list[float]]]:
     """Compute bands from the metrics of reference runs: mean -+ `width` standard deviations over runs (sample standard
@@ -212,10 +212,10 @@ def bands_of_runs(
         raise DataError("a band needs the spread over at least two runs of other seeds")
     bands: dict[str, dict[int, list[float]]] = {}
     for metric in metrics:
-        means = [_interval_means(rows, metric, interval) for rows in runs]
+        means = [_compute_interval_means(rows, metric, interval) for rows in runs]
         steps = sorted(set.intersection(*(set(of_run) for of_run in means)))
         if not steps:
-            raise DataError(f"not every run has {metric}; the metrics of the first: {', '.join(_names(runs[0]))}")
+            raise DataError(f"not every run has {metric}; the metrics of the first: {', '.join(_list_names(runs[0]))}")
         bands[metric] = {}
         values_of = {step: [of_run[step] for of_run in means] for step in steps}
         pooled = math.sqrt(fmean(variance(values) for values in values_of.values()))
@@ -225,7 +225,7 @@ def bands_of_runs(
     return bands
 
 
-def _interval_means(rows: Sequence[JsonObject], metric: str, interval: int) -> dict[int, float]:
+def _compute_interval_means(rows: Sequence[JsonObject], metric: str, interval: int) -> dict[int, float]:
     """Return the means of a metric over consecutive intervals, by the step in the middle of each."""
     values = {row["step"]: row[metric] for row in rows if isinstance(row.get(metric), int | float)}
     if not values:
@@ -235,7 +235,7 @@ def _interval_means(rows: Sequence[JsonObject], metric: str, interval: int) -> d
     return {part[len(part) // 2]: fmean(values[step] for step in part) for part in parts if part}
 
 
-def _names(rows: Sequence[JsonObject]) -> list[str]:
+def _list_names(rows: Sequence[JsonObject]) -> list[str]:
     return sorted({name for row in rows for name in row} - {"step", "time"})
 
 
@@ -253,7 +253,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     rows = [RunFolder(run).read_metrics() for run in options.runs]
     source = options.source or ", ".join(str(run) for run in options.runs)
-    bands = bands_of_runs(rows, options.metrics, options.interval, options.width, options.pool)
+    bands = compute_bands(rows, options.metrics, options.interval, options.width, options.pool)
     print(yaml.safe_dump({"source": source, "bands": bands}, sort_keys=False, default_flow_style=None), end="")
 
 

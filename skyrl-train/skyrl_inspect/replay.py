@@ -71,7 +71,7 @@ def find_sample(folder: RunFolder, name: str, step: int | None, phase: Phase = "
     )
 
 
-def choose_checkpoint(ckpt_path: str, sample: StoredSample, version: int | None) -> str | None:
+def find_checkpoint(ckpt_path: str, sample: StoredSample, version: int | None) -> str | None:
     """Return the checkpoint of the weights that drew a sample; None for those that the run began with.
 
     Args:
@@ -94,7 +94,9 @@ def choose_checkpoint(ckpt_path: str, sample: StoredSample, version: int | None)
     )
 
 
-def settings_of_replay(folder: RunFolder, work: Path, checkpoint: str | None, overrides: Sequence[str]) -> SkyRLConfig:
+def make_replay_settings(
+    folder: RunFolder, work: Path, checkpoint: str | None, overrides: Sequence[str]
+) -> SkyRLConfig:
     """Return the settings of the run with one rank of the policy and one engine in this process, which write to `work`
     alone.
 
@@ -151,14 +153,14 @@ class ReplayExperiment(BasePPOExp):
             trainer.global_step = sample.step
             own = dataset.collate_fn([dataset[place]])
             whole = evaluation_input(own, self.cfg, sample.step) if is_evaluation else trainer.generator_input(own)
-            request = only(int(number), whole)
+            request = filter_sample(int(number), whole)
             rollouts = await request_rollouts(trainer.generator, request)
         finally:
             await trainer.shutdown()
         return [dict(row) for row in trajectory_rows(rollouts.groups, self.tokenizer)]
 
 
-def only(number: int, request: GeneratorInput) -> GeneratorInput:
+def filter_sample(number: int, request: GeneratorInput) -> GeneratorInput:
     """Return the input with one of its samples alone."""
     picked: Any = {
         name: value[number : number + 1] if isinstance(value, list) else value for name, value in request.items()
@@ -200,7 +202,7 @@ def _compare_tokens(old: JsonObject, new: JsonObject, prefix: str, result: Repla
     is_equal = same == len(old["ids"]) == len(new["ids"])
     result.add(f"{prefix}{same} of {len(old['ids'])} tokens equal", is_equal)
     if not is_equal:
-        result.add(f"{prefix}token {same}: {_token(old, same)} stored, {_token(new, same)} drawn", False)
+        result.add(f"{prefix}token {same}: {_format_token(old, same)} stored, {_format_token(new, same)} drawn", False)
     if old["log_probs"] is None or new["log_probs"] is None:
         return
     gaps = [abs(a - b) for a, b in zip(old["log_probs"][:same], new["log_probs"][:same], strict=True)]
@@ -209,7 +211,7 @@ def _compare_tokens(old: JsonObject, new: JsonObject, prefix: str, result: Repla
     result.add(f"{prefix}largest difference of their log-probs: {largest:.3g}{where}", largest == 0.0)
 
 
-def _token(tokens: JsonObject, index: int) -> str:
+def _format_token(tokens: JsonObject, index: int) -> str:
     if index >= len(tokens["ids"]):
         return "the end"
     log_probs = tokens["log_probs"]
@@ -237,11 +239,11 @@ def replay(
         raise DataError(f"{folder.path} is not a run folder: it has no config.yaml; give the folder of trainer.run_dir")
     sample = find_sample(folder, name, step, phase)
     ckpt_path = OmegaConf.select(OmegaConf.load(folder.config_path), "trainer.ckpt_path")
-    place = choose_checkpoint(
+    place = find_checkpoint(
         ckpt_path if Path(str(ckpt_path)).is_dir() else str(folder.path / "ckpts"), sample, checkpoint
     )
     with TemporaryDirectory(prefix="skyrl-replay-") as work:
-        cfg = settings_of_replay(folder, Path(work), place, overrides)
+        cfg = make_replay_settings(folder, Path(work), place, overrides)
         drawn = asyncio.run(ReplayExperiment(cfg).draw(sample))
     result = compare(sample.rows, drawn)
     if len(sample.weight_versions) > 1:

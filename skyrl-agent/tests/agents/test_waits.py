@@ -12,7 +12,7 @@ from skyrl_agent.tasks.base import BaseTask
 from skyrl_agent.tools.base import BaseTool, ToolContext
 from skyrl_gym.sandbox.testing import require_sandbox
 from skyrl_gym.waits import begin_run, end_run
-from skyrl_inspect.explain.diagnosis import diagnose
+from skyrl_inspect.explain.diagnosis import find_causes
 from skyrl_inspect.explain.evidence import observe
 from skyrl_inspect.explain.text import headline
 
@@ -31,7 +31,7 @@ async def shell(self: BaseTool, context: ToolContext, command: str) -> str:
 
 @pytest.fixture
 def recorded(tmp_path: Path) -> Iterator[None]:
-    begin_run(tmp_path / "waits", "evaluation", explainer=lambda _: f": {headline(diagnose(observe(tmp_path)))}")
+    begin_run(tmp_path / "waits", "evaluation", explainer=lambda _: f": {headline(find_causes(observe(tmp_path)))}")
     yield
     end_run()
 

@@ -21,7 +21,7 @@ MIN_TOKEN = 16
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
+    options = _build_parser().parse_args(arguments)
     try:
         for file in options.files:
             runpy.run_path(str(file))
@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m skyrl_train.dashboard",
         description="Serves pages about runs, from the files of their folders alone. It writes nothing.",

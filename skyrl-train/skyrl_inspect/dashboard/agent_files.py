@@ -38,11 +38,11 @@ def to_row(record: JsonObject) -> JsonObject:
         "sandbox": _list(record.get("sandbox")),
         "messages": _list(record.get("messages")),
         "reward_parts": record.get("reward_parts") if isinstance(record.get("reward_parts"), dict) else {},
-        "stages": _stages(seconds if isinstance(seconds, dict) else {}, record.get("time")),
+        "stages": _get_stages(seconds if isinstance(seconds, dict) else {}, record.get("time")),
     }
 
 
-def _stages(seconds: JsonObject, ended: object) -> list[list[object]]:
+def _get_stages(seconds: JsonObject, ended: object) -> list[list[object]]:
     """Return the stages of the dispatcher and the waits before them as [name, begin, end], Unix seconds: a file tells
     how long each took, and when the last ended. Attempts at a stage are one."""
     if not isinstance(ended, int | float):
@@ -58,21 +58,21 @@ def _stages(seconds: JsonObject, ended: object) -> list[list[object]]:
     return spans[::-1]
 
 
-def branches(record: JsonObject) -> list[list[int | None]]:
+def compute_branches(record: JsonObject) -> list[list[int | None]]:
     """Return the place of each row in the tree of a trajectory's rows, as [parent, common tokens]
     (`rollouts.certificate.token_tree`). Not for tables: it compares each row with all before."""
     parts = [part for part in _list(record.get("rows")) if isinstance(part, dict)][:MAX_BRANCHES]
     rows = [_list(part.get("prompt_ids")) + _list(part.get("response_ids")) for part in parts]
     found: list[list[int | None]] = []
     for number, row in enumerate(rows):
-        shared = [_num_common(row, earlier) for earlier in rows[:number]]
+        shared = [_count_common(row, earlier) for earlier in rows[:number]]
         # The first of the earlier rows that share most is the parent, as in the certificate.
         start = max(shared, default=0)
         found.append([shared.index(start) if start else None, start])
     return found
 
 
-def _num_common(left: list[object], right: list[object]) -> int:
+def _count_common(left: list[object], right: list[object]) -> int:
     low, high = 0, min(len(left), len(right))
     while low < high:  # by slices, which are compared faster than their elements
         middle = (low + high + 1) // 2

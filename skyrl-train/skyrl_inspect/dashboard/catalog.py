@@ -16,7 +16,7 @@ import yaml
 from skyrl_gym.waits import HEADER_BYTES, has_ended, read_facts
 from skyrl_inspect.dashboard import agent_files
 from skyrl_inspect.dashboard.defaults import Defaults
-from skyrl_inspect.dashboard.json_lines import Cache, read_lines, sampled_rows
+from skyrl_inspect.dashboard.json_lines import Cache, read_lines, sample_rows
 from skyrl_inspect.dashboard.runs_folder import FileState, FolderEntry, NotBelowError, RunsFolder, join
 from skyrl_train.types import JsonObject
 from skyrl_train.utils.explanations import TRAINER
@@ -91,18 +91,18 @@ class Catalog:
         self._settings: Cache[Settings] = Cache(512)
         self._runs: tuple[float, list[str]] = (-math.inf, [])
 
-    def rows(self) -> list[JsonObject]:
+    def list_rows(self) -> list[JsonObject]:
         """Return a row for each run, the one that changed last first."""
-        rows = [self.row(run) for run in self.runs()]
+        rows = [self.get_row(run) for run in self.list_runs()]
         return sorted(rows, key=lambda row: -(cast(float, row["updated"]) or 0.0))
 
-    def runs(self) -> list[str]:
+    def list_runs(self) -> list[str]:
         """Return the names of all runs, as of at most `SEARCH_SECONDS` ago."""
         if time.monotonic() - self._runs[0] > SEARCH_SECONDS:
             self._runs = time.monotonic(), find_runs(self._folder)
         return self._runs[1]
 
-    def row(self, run: str) -> JsonObject:
+    def get_row(self, run: str) -> JsonObject:
         """Return name, state, progress, curve and changed settings of a run.
 
         Raises:
@@ -110,12 +110,12 @@ class Catalog:
         """
         if not is_run(self._folder.entries(run)):
             raise NotBelowError(f"{run} is no run folder")
-        states = self.states(run)
+        states = self.get_file_states(run)
         facts = self._facts.get((run, *states.values()), lambda: self._read(run, states))
         state, since = run_state(facts, time.time())
-        if state == "running" and self._was_killed(run):
+        if state == "running" and self._is_killed(run):
             state = "silent"
-        changes = self.changes(run)
+        changes = self.get_changed_settings(run)
         changed = {key: value for key, value, _ in changes[:MAX_CHANGES]}
         return {
             "run": run,
@@ -126,14 +126,14 @@ class Catalog:
             "changed": changed,
         }
 
-    def changes(self, run: str) -> list[tuple[str, object, object]]:
+    def get_changed_settings(self, run: str) -> list[tuple[str, object, object]]:
         """Return the settings of a run that differ from their defaults: name, value, default (None for one without).
 
         Empty while the defaults are not known, and for runs of other settings (of supervised training).
         """
-        defaults, values = self.defaults.values, self.settings(run).values
+        defaults, values = self.defaults.values, self.get_settings(run).values
         # Some settings are mappings, in which a file has further names.
-        defaults = defaults and dict(flatten(defaults))
+        defaults = defaults and dict(iter_flattened(defaults))
         if defaults is None or not any(key.startswith("trainer.algorithm.") for key in values):
             return []
         return [
@@ -142,18 +142,18 @@ class Catalog:
             if key not in defaults or defaults[key] != value
         ]
 
-    def settings(self, run: str) -> "Settings":
+    def get_settings(self, run: str) -> "Settings":
         """Return the settings of a run; empty if it has recorded none."""
         path = join(run, "config.yaml")
         state = self._folder.state(path)
-        return self._settings.get((run, state), lambda: Settings(self._text(path) if state else ""))
+        return self._settings.get((run, state), lambda: Settings(self._read_text(path) if state else ""))
 
-    def states(self, run: str) -> dict[str, FileState | None]:
+    def get_file_states(self, run: str) -> dict[str, FileState | None]:
         """Return the states of the files that show whether a run is running."""
         paths = ("config.yaml", "metrics.jsonl", "logs/trainer.log", "rollouts/timeline.jsonl", agent_files.NAME)
         return {path: self._folder.state(join(run, path)) for path in paths}
 
-    def _was_killed(self, run: str) -> bool:
+    def _is_killed(self, run: str) -> bool:
         """Return True if the record of the run's driver, which is deleted at its end, is of a process that is gone."""
         waits = join(run, "waits")
         with contextlib.suppress(NotBelowError, OSError, ValueError):
@@ -163,13 +163,13 @@ class Catalog:
                         return has_ended(read_facts(file.read(HEADER_BYTES)))
         return False
 
-    def _text(self, path: str) -> str:
+    def _read_text(self, path: str) -> str:
         with self._folder.open(path) as file:
             return file.read(MAX_CONFIG).decode("utf-8", "replace")
 
     def _read(self, run: str, states: Mapping[str, FileState | None]) -> JsonObject:
-        settings = self.settings(run)
-        rows = self._sampled_metrics(run, states["metrics.jsonl"])
+        settings = self.get_settings(run)
+        rows = self._sample_metrics(run, states["metrics.jsonl"])
         log = self._log_tail(run, states["logs/trainer.log"])
         steps = [row["step"] for row in rows if isinstance(row.get("step"), int)]
         times = [row["time"] for row in rows if isinstance(row.get("time"), int | float)]
@@ -193,11 +193,11 @@ class Catalog:
             "curve": [[step for step, _ in points], [float(f"{value:.5g}") for _, value in points]],
         }
 
-    def _sampled_metrics(self, run: str, state: FileState | None) -> list[JsonObject]:
+    def _sample_metrics(self, run: str, state: FileState | None) -> list[JsonObject]:
         if state is None:
             return []
         with self._folder.open(join(run, "metrics.jsonl")) as file:
-            return list(sampled_rows(file, state.size, SPARKLINE_POINTS))
+            return list(sample_rows(file, state.size, SPARKLINE_POINTS))
 
     def _log_tail(self, run: str, state: FileState | None) -> JsonObject:
         if state is None:
@@ -218,7 +218,7 @@ def log_facts(text: str) -> JsonObject:
     step = total = outcome = message = None
     if planned := _PLANNED.findall(text):
         total = int(planned[-1])
-    for level, said in records(text):
+    for level, said in iter_records(text):
         if progress := _STEP.match(said):
             step, total, outcome, message = int(progress[1]), int(progress[2] or 0) or total, None, None
         elif level in ("ERROR", "CRITICAL"):
@@ -232,7 +232,7 @@ def log_facts(text: str) -> JsonObject:
     return {"step": step, "total": total, "outcome": outcome, "message": message}
 
 
-def records(text: str) -> Iterator[tuple[str, str]]:
+def iter_records(text: str) -> Iterator[tuple[str, str]]:
     """Yield level and text of the records of a log, without the lines that continue them."""
     for line in text.split("\n"):
         if found := _RECORD.match(line):
@@ -270,27 +270,27 @@ class Settings:
             tree = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
         except (yaml.YAMLError, ValueError, RecursionError):
             tree = None
-        self.values: dict[str, object] = dict(flatten(tree))
+        self.values: dict[str, object] = dict(iter_flattened(tree))
 
 
-def _plain(value: object) -> object:
+def _to_plain(value: object) -> object:
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_to_plain(item) for item in value]
     return value if isinstance(value, str | int | float | bool) or value is None else str(value)
 
 
-def flatten(tree: object, prefix: str = "") -> Iterator[tuple[str, object]]:
+def iter_flattened(tree: object, prefix: str = "") -> Iterator[tuple[str, object]]:
     """Yield the values below nested mappings by their full names."""
     if isinstance(tree, Mapping) and tree:
         for key, value in tree.items():
-            yield from flatten(value, f"{prefix}.{key}" if prefix else str(key))
+            yield from iter_flattened(value, f"{prefix}.{key}" if prefix else str(key))
     elif prefix:
-        yield prefix, _plain(tree)
+        yield prefix, _to_plain(tree)
 
 
-def search_log(folder: RunsFolder, path: str, query: str, max_hits: int = 200) -> list[tuple[int, str]]:
+def find_in_log(folder: RunsFolder, path: str, query: str, max_hits: int = 200) -> list[tuple[int, str]]:
     """Return offset and text of the last lines that contain a text, whatever its case."""
     wanted = query.casefold()
     hits: list[tuple[int, str]] = []
@@ -305,7 +305,7 @@ def search_log(folder: RunsFolder, path: str, query: str, max_hits: int = 200) -
     return hits
 
 
-def trajectory_steps(folder: RunsFolder, run: str) -> dict[str, list[int]]:
+def list_trajectory_steps(folder: RunsFolder, run: str) -> dict[str, list[int]]:
     """Return the steps with stored trajectories, by phase, in order."""
     found: dict[str, list[int]] = {"train": [], "eval": []}
     if folder.state(join(run, agent_files.NAME)) is not None:

@@ -65,7 +65,7 @@ _STAGES_WITHIN = {"timing/policy_train": _TRAINING, "timing/critic_train": _TRAI
 """Timings that one of these holds already, though their names do not say so."""
 
 
-def overview(names: Iterable[str]) -> list[dict]:
+def build_overview(names: Iterable[str]) -> list[dict]:
     """The charts of `OVERVIEW` that have something to show, with the metrics that they show."""
     available = sorted(names)
     charts = []
@@ -75,18 +75,18 @@ def overview(names: Iterable[str]) -> list[dict]:
             expected = (f"expected/{metrics[0]}/low", f"expected/{metrics[0]}/high")  # of a recipe (`curve_bands`)
             bands = [names for names in (expected, chart.band) if names and all(name in available for name in names)]
             band = list(bands[0]) if bands else None
-            labels = {name: chart.labels.get(name, _label(name)) for name in metrics}
+            labels = {name: chart.labels.get(name, _make_label(name)) for name in metrics}
             charts.append({"title": chart.title, "note": chart.note, "metrics": labels, "band": band})
     return charts
 
 
-def _label(name: str) -> str:
+def _make_label(name: str) -> str:
     """The last part of a metric's name, and what it is of where that part alone is said of several things."""
     first, _, last = name.rpartition("/")
     return {"eval/all": f"evaluation, {last}"}.get(first, last)
 
 
-def groups(names: Iterable[str]) -> dict[str, list[str]]:
+def group_metrics(names: Iterable[str]) -> dict[str, list[str]]:
     """Group all metrics by the part of the name before the first slash (`eval/gsm8k` for evaluations of a dataset)."""
     found: dict[str, list[str]] = {}
     for name in sorted(names):
@@ -96,7 +96,7 @@ def groups(names: Iterable[str]) -> dict[str, list[str]]:
     return found
 
 
-def timing_stages(names: Iterable[str]) -> list[str]:
+def list_timing_stages(names: Iterable[str]) -> list[str]:
     """The `timing/…` metrics that add up: without the whole step, and without parts of another stage."""
     timings = {name for name in names if name.startswith("timing/") and name != _TOTAL}
     return sorted(

@@ -47,7 +47,7 @@ class CurveFile:
                 if name not in self._columns:
                     self._columns[name] = array("q"), array("d")
                 steps, values = self._columns[name]
-                number = _as_float(value)
+                number = _to_float(value)
                 if not steps or step > steps[-1]:
                     steps.append(step)
                     values.append(number)
@@ -67,7 +67,7 @@ class CurveFile:
         return list(steps), [float(f"{value:.7g}") if math.isfinite(value) else None for value in values]
 
 
-def _as_float(value: float | None) -> float:
+def _to_float(value: float | None) -> float:
     if value is None:
         return math.nan
     try:
@@ -83,7 +83,7 @@ class Curves:
         self._folder = folder
         self._files: Cache[CurveFile] = Cache(MAX_RUNS)
 
-    def of(self, run: str) -> CurveFile:
+    def read_curves(self, run: str) -> CurveFile:
         """Return the curves of a run as they are now."""
         found = self._files.get(run, CurveFile)
         found.update(self._folder, join(run, "metrics.jsonl"))

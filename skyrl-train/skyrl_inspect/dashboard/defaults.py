@@ -34,7 +34,7 @@ class Defaults:
             return
 
 
-def default_settings() -> dict[str, object]:
+def get_default_settings() -> dict[str, object]:
     """Return the default of every setting of a training run, with references to other settings resolved."""
     config = SkyRLConfig()
     resolve_references(config)
@@ -42,4 +42,4 @@ def default_settings() -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(default_settings()))
+    print(json.dumps(get_default_settings()))

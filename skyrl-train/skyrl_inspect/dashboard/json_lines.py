@@ -86,7 +86,7 @@ def read_lines(file: BinaryIO, start: int = 0) -> Iterator[bytes]:
                 pass
 
 
-def sampled_rows(file: BinaryIO, size: int, count: int, max_line: int = 1 << 20) -> Iterator[JsonObject]:
+def sample_rows(file: BinaryIO, size: int, count: int, max_line: int = 1 << 20) -> Iterator[JsonObject]:
     """Yield about `count` rows at even distances in bytes, the first and the last complete one among them.
 
     The cost does not depend on the length of the file.
@@ -97,7 +97,7 @@ def sampled_rows(file: BinaryIO, size: int, count: int, max_line: int = 1 << 20)
         file.seek(max(0, target - 1))
         if target:
             file.readline(max_line)  # the rest of a line that began before
-        yield from _row_after(file, file.tell(), seen, max_line)
+        yield from _read_row_after(file, file.tell(), seen, max_line)
         seen = max(seen, file.tell())
     # The last complete line lies before the last line feed.
     back = min(size, max_line)
@@ -109,7 +109,7 @@ def sampled_rows(file: BinaryIO, size: int, count: int, max_line: int = 1 << 20)
         yield row
 
 
-def _row_after(file: BinaryIO, offset: int, seen: int, max_line: int) -> Iterator[JsonObject]:
+def _read_row_after(file: BinaryIO, offset: int, seen: int, max_line: int) -> Iterator[JsonObject]:
     if offset < seen:
         return
     line = file.readline(max_line)

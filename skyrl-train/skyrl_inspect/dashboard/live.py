@@ -12,7 +12,7 @@ POLL_SECONDS = 1.0
 HEARTBEAT_SECONDS = 15.0
 
 
-async def change_events(look: Callable[[], object], poll_seconds: float = POLL_SECONDS) -> AsyncIterator[str]:
+async def iter_change_events(look: Callable[[], object], poll_seconds: float = POLL_SECONDS) -> AsyncIterator[str]:
     """Yield an event at the start and whenever a value changes, and a heartbeat in between. Never ends by itself.
 
     Args:

@@ -29,16 +29,16 @@ def render(environment: object, row: JsonObject) -> str | None:
             return None
         fragment = cls.render_html(row)
     except Exception as error:  # code of a user, given a row that may be damaged
-        return _escaped(f"render_html of environment {environment} raised {type(error).__name__}: {error}")
+        return _to_escaped(f"render_html of environment {environment} raised {type(error).__name__}: {error}")
     if fragment is None:
         return None
     if not isinstance(fragment, str):
-        return _escaped(f"render_html of environment {environment} must return text; got {type(fragment).__name__}")
+        return _to_escaped(f"render_html of environment {environment} must return text; got {type(fragment).__name__}")
     if len(fragment) > MAX_HTML:
-        return _escaped(f"render_html of environment {environment} returned more than {MAX_HTML:,} characters")
+        return _to_escaped(f"render_html of environment {environment} returned more than {MAX_HTML:,} characters")
     return f'<!doctype html><meta charset="utf-8"><body style="font: 14px system-ui, sans-serif">{fragment}'
 
 
-def _escaped(text: str) -> str:
+def _to_escaped(text: str) -> str:
     safe = text.replace("&", "&amp;").replace("<", "&lt;").encode("utf-8", "replace").decode()
     return f'<!doctype html><meta charset="utf-8"><pre style="white-space: pre-wrap">{safe}</pre>'

@@ -58,8 +58,8 @@ class RunsFolder:
         Raises:
             NotBelowError: the file does not exist, or is compressed and damaged.
         """
-        *folders, name = _parts(path)
-        with self._folder(folders) as parent:
+        *folders, name = _split_path(path)
+        with self._resolve_folder(folders) as parent:
             # O_NONBLOCK: opening a named pipe does not wait for a writer
             number = _open(name, os.O_RDONLY | os.O_NONBLOCK, parent, path)
         with open(number, "rb") as file:
@@ -78,7 +78,7 @@ class RunsFolder:
         """Return the state of a regular file, None if it does not exist."""
         try:
             with self.open(path) as file:
-                return _state(os.fstat(file.fileno()))
+                return _get_state(os.fstat(file.fileno()))
         except NotBelowError:
             return None
 
@@ -86,20 +86,20 @@ class RunsFolder:
         """Return files and folders of a folder by name, without symbolic links; empty if the folder does not exist."""
         found: list[FolderEntry] = []
         try:
-            with self._folder(_parts(path)) as number, os.scandir(number) as entries:
+            with self._resolve_folder(_split_path(path)) as number, os.scandir(number) as entries:
                 for entry in entries:
                     try:
                         status = entry.stat(follow_symlinks=False)
                     except FileNotFoundError:  # deleted since it was listed
                         continue
                     if stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode):
-                        found.append(FolderEntry(entry.name, stat.S_ISDIR(status.st_mode), _state(status)))
+                        found.append(FolderEntry(entry.name, stat.S_ISDIR(status.st_mode), _get_state(status)))
         except NotBelowError:
             return []
         return sorted(found, key=lambda entry: entry.name)
 
     @contextmanager
-    def _folder(self, parts: list[str]) -> Iterator[int]:
+    def _resolve_folder(self, parts: list[str]) -> Iterator[int]:
         number = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             for part in parts:
@@ -123,7 +123,7 @@ def _open(name: str, flags: int, parent: int, path: str) -> int:
         raise NotBelowError(f"{path}: {error.strerror}") from error
 
 
-def _parts(path: str) -> list[str]:
+def _split_path(path: str) -> list[str]:
     if path == ".":
         return []
     parts = path.split("/")
@@ -132,5 +132,5 @@ def _parts(path: str) -> list[str]:
     return parts
 
 
-def _state(status: os.stat_result) -> FileState:
+def _get_state(status: os.stat_result) -> FileState:
     return FileState(status.st_ino, status.st_size, status.st_mtime)

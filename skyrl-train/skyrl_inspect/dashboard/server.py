@@ -22,17 +22,17 @@ from starlette.responses import JSONResponse, RedirectResponse, Response, Stream
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from skyrl_inspect.dashboard.catalog import Catalog, search_log, trajectory_steps
-from skyrl_inspect.dashboard.charts import groups, overview, timing_stages
+from skyrl_inspect.dashboard.catalog import Catalog, find_in_log, list_trajectory_steps
+from skyrl_inspect.dashboard.charts import build_overview, group_metrics, list_timing_stages
 from skyrl_inspect.dashboard.curves import TIME, Curves
 from skyrl_inspect.dashboard.defaults import Defaults
 from skyrl_inspect.dashboard.json_lines import parse
-from skyrl_inspect.dashboard.live import change_events
+from skyrl_inspect.dashboard.live import iter_change_events
 from skyrl_inspect.dashboard.renderers import FRAME_POLICY, render
 from skyrl_inspect.dashboard.runs_folder import NotBelowError, RunsFolder, join
-from skyrl_inspect.dashboard.signs import signs
+from skyrl_inspect.dashboard.signs import find_signs
 from skyrl_inspect.dashboard.steps import StepTrajectories
-from skyrl_inspect.dashboard.time_line import Timelines, trace_events
+from skyrl_inspect.dashboard.time_line import Timelines, build_trace_events
 from skyrl_train.utils.run_folder import without_non_finite
 
 COOKIE = "skyrl_dashboard"
@@ -99,7 +99,7 @@ def make_app(
         "lanes": queries.lanes,
         "perfetto": queries.perfetto,
     }
-    routes = [Route(f"/api/{name}", partial(_answered, answer)) for name, answer in api.items()]
+    routes = [Route(f"/api/{name}", partial(_compute_in_thread, answer)) for name, answer in api.items()]
     routes += [Route("/api/live", queries.live), Route("/", _page), Route("/assets/{name:path}", _asset)]
     middleware = [
         Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts)),
@@ -109,7 +109,7 @@ def make_app(
     return Starlette(routes=routes, middleware=middleware)
 
 
-async def _answered(answer: Callable[[Request], Response], request: Request) -> Response:
+async def _compute_in_thread(answer: Callable[[Request], Response], request: Request) -> Response:
     """Compute an answer in a thread, as it reads files."""
     try:
         return await run_in_threadpool(answer, request)
@@ -145,9 +145,9 @@ class GuardMiddleware:
             await send(message)
 
         request = Request(scope)
-        await (self._refusal(request) or self._app)(scope, receive, send_with_headers)
+        await (self._make_refusal(request) or self._app)(scope, receive, send_with_headers)
 
-    def _refusal(self, request: Request) -> Response | None:
+    def _make_refusal(self, request: Request) -> Response | None:
         """Return the answer to a request without the token, and to the one that brings it."""
         if self._token is None:
             return None
@@ -180,14 +180,14 @@ def _file(name: str) -> Response:
     return Response(ASSETS.joinpath(name).read_bytes(), media_type=TYPES[name.rpartition(".")[2]])
 
 
-def _asset_names() -> frozenset[str]:
+def _list_assets() -> frozenset[str]:
     folders = {"": ASSETS, "vendor/": ASSETS / "vendor"}
     return frozenset(
         prefix + file.name for prefix, folder in folders.items() for file in folder.iterdir() if file.is_file()
     )
 
 
-_NAMES = _asset_names()
+_NAMES = _list_assets()
 
 
 class RunQueries:
@@ -203,53 +203,57 @@ class RunQueries:
 
     def runs(self, _: Request) -> Response:
         """Return all runs of the folder."""
-        return _json({"folder": self._folder.path.name, "now": time.time(), "runs": self._catalog.rows()})
+        return _to_json({"folder": self._folder.path.name, "now": time.time(), "runs": self._catalog.list_rows()})
 
     def run(self, request: Request) -> Response:
         """Return one run with its stored trajectory steps and diagnostics."""
         run = _run(request)
-        row, curves = self._catalog.row(run), self._curves.of(run)
-        found = signs(lambda name: curves.curve(name)[1], curves.names)
-        steps = trajectory_steps(self._folder, run)
-        return _json({"now": time.time(), **row, "steps": steps, "signs": found})
+        row, curves = self._catalog.get_row(run), self._curves.read_curves(run)
+        found = find_signs(lambda name: curves.curve(name)[1], curves.names)
+        steps = list_trajectory_steps(self._folder, run)
+        return _to_json({"now": time.time(), **row, "steps": steps, "signs": found})
 
     def metrics(self, request: Request) -> Response:
         """Return the names of a run's metrics, in groups and as the charts of its overview."""
-        names = self._curves.of(_run(request)).names
-        charts = {"overview": overview(names), "groups": groups(names), "timing": timing_stages(names)}
-        return _json({"names": names, **charts})
+        names = self._curves.read_curves(_run(request)).names
+        charts = {
+            "overview": build_overview(names),
+            "groups": group_metrics(names),
+            "timing": list_timing_stages(names),
+        }
+        return _to_json({"names": names, **charts})
 
     def curves(self, request: Request) -> Response:
         """Return the curves of some metrics, with the times of the steps."""
         names = request.query_params.getlist("name")
         if len(names) > MAX_NAMES:
             raise BadQueryError(f"ask for at most {MAX_NAMES} curves at once; got {len(names)}")
-        found = self._curves.of(_run(request))
-        return _json({"time": found.curve(TIME), "curves": {name: found.curve(name) for name in names}})
+        found = self._curves.read_curves(_run(request))
+        return _to_json({"time": found.curve(TIME), "curves": {name: found.curve(name) for name in names}})
 
     def step(self, request: Request) -> Response:
         """Return a row for each trajectory of a step."""
-        return _json(self._steps.summary(_run(request), *_step(request)))
+        return _to_json(self._steps.summary(_run(request), *_step(request)))
 
     def sample(self, request: Request) -> Response:
         """Return one trajectory as stored; broken lines are passed on for display."""
-        line = self._steps.row(_run(request), *_step(request), _number(request, "line"))
+        line = self._steps.row(_run(request), *_step(request), _parse_number(request, "line"))
         return Response(line, media_type="application/json")
 
     def columns(self, request: Request) -> Response:
         """Return what training knew of the tokens of a trajectory; {} for one of an evaluation or an earlier
         release."""
         phase, step = _step(request)
-        number = _number(request, "line")
-        return _json(self._steps.columns(_run(request), step, number) if phase == "train" else {})
+        number = _parse_number(request, "line")
+        return _to_json(self._steps.columns(_run(request), step, number) if phase == "train" else {})
 
     def rendered(self, request: Request) -> Response:
         """Return a trajectory as its environment shows it; no content if the environment has no renderer."""
         run = _run(request)
-        row = parse(self._steps.row(run, *_step(request), _number(request, "line")))
+        row = parse(self._steps.row(run, *_step(request), _parse_number(request, "line")))
         if row is None:
             return Response(status_code=204)
-        environment = row.get("env_class") or self._catalog.settings(run).values.get("environment.env_class")
+        environment = row.get("env_class") or self._catalog.get_settings(run).values.get("environment.env_class")
         page = render(environment, row)
         if page is None:
             return Response(status_code=204)
@@ -259,8 +263,8 @@ class RunQueries:
     def settings(self, request: Request) -> Response:
         """Return the settings of a run, and those that are not at their defaults."""
         run = _run(request)
-        found, changes = self._catalog.settings(run), self._catalog.changes(run)
-        return _json({"text": found.text, "values": found.values, "changes": changes})
+        found, changes = self._catalog.get_settings(run), self._catalog.get_changed_settings(run)
+        return _to_json({"text": found.text, "values": found.values, "changes": changes})
 
     def logs(self, request: Request) -> Response:
         """Return names and sizes of a run's logs, and of its explanations of hangs."""
@@ -268,36 +272,36 @@ class RunQueries:
         found = [(entry.name, entry) for entry in self._folder.entries(join(run, "logs"))]
         hangs = self._folder.entries(join(run, "explanations"))
         found += [(EXPLANATIONS + entry.name, entry) for entry in hangs if entry.name.endswith(".txt")]
-        return _json({"logs": [[name, entry.state.size] for name, entry in found if not entry.is_folder]})
+        return _to_json({"logs": [[name, entry.state.size] for name, entry in found if not entry.is_folder]})
 
     def log(self, request: Request) -> Response:
         """Return a part of a log around an offset, its end without one, or the lines that hold `query`."""
         name = request.query_params.get("name", "")
         path = join(_run(request), "" if name.startswith(EXPLANATIONS) else "logs", name)
         if query := request.query_params.get("query"):
-            return _json({"hits": search_log(self._folder, path, query)})
+            return _to_json({"hits": find_in_log(self._folder, path, query)})
         state = self._folder.state(path)
         if state is None:
             raise NotBelowError(f"there is no {path}")
         start = max(0, state.size - LOG_WINDOW)
         if "offset" in request.query_params:
-            start = min(start, max(0, _number(request, "offset") - LOG_WINDOW // 4))
+            start = min(start, max(0, _parse_number(request, "offset") - LOG_WINDOW // 4))
         with self._folder.open(path) as file:
             file.seek(start)
             text = file.read(LOG_WINDOW)
-        return _json({"start": start, "size": state.size, "text": text.decode("utf-8", "replace")})
+        return _to_json({"start": start, "size": state.size, "text": text.decode("utf-8", "replace")})
 
     def lanes(self, request: Request) -> Response:
         """Return who did what when in a step, and the steps that have it."""
-        step = _number(request, "step") if "step" in request.query_params else None
-        return _json(self._timelines.lanes(_run(request), step))
+        step = _parse_number(request, "step") if "step" in request.query_params else None
+        return _to_json(self._timelines.lanes(_run(request), step))
 
     def perfetto(self, request: Request) -> Response:
         """Return the time line of the last steps in the format of Chrome traces, which Perfetto opens."""
         run = _run(request)
-        curves = self._curves.of(run)
-        records = self._timelines.last_records(run)
-        events = trace_events(records, curves.curve(TIME), curves.curve("timing/step"))
+        curves = self._curves.read_curves(run)
+        records = self._timelines.read_last_records(run)
+        events = build_trace_events(records, curves.curve(TIME), curves.curve("timing/step"))
         headers = {"content-disposition": 'attachment; filename="trace.json"'}
         return JSONResponse({"traceEvents": events, "displayTimeUnit": "ms"}, headers=headers)
 
@@ -306,27 +310,27 @@ class RunQueries:
         if self._num_streams >= MAX_STREAMS:
             return JSONResponse({"error": "too many open pages"}, 503)
         run = request.query_params.get("run")
-        look = partial(self._signature, run)
-        return StreamingResponse(self._events(look), media_type="text/event-stream")
+        look = partial(self._compute_signature, run)
+        return StreamingResponse(self._iter_events(look), media_type="text/event-stream")
 
-    def _signature(self, run: str | None) -> object:
+    def _compute_signature(self, run: str | None) -> object:
         """Return a value that changes with the files that a page shows."""
         if run is None:
-            states = [(name, *self._catalog.states(name).values()) for name in self._catalog.runs()]
+            states = [(name, *self._catalog.get_file_states(name).values()) for name in self._catalog.list_runs()]
             return [self._catalog.defaults.values is None, *states]
-        steps = trajectory_steps(self._folder, run)
-        return [*self._catalog.states(run).values(), {phase: found[-1:] for phase, found in steps.items()}]
+        steps = list_trajectory_steps(self._folder, run)
+        return [*self._catalog.get_file_states(run).values(), {phase: found[-1:] for phase, found in steps.items()}]
 
-    async def _events(self, look: Callable[[], object]) -> AsyncIterator[str]:
+    async def _iter_events(self, look: Callable[[], object]) -> AsyncIterator[str]:
         self._num_streams += 1
         try:
-            async for event in change_events(look):
+            async for event in iter_change_events(look):
                 yield event
         finally:
             self._num_streams -= 1
 
 
-def _json(value: object) -> Response:
+def _to_json(value: object) -> Response:
     def encode(value: object) -> str:
         return json.dumps(value, allow_nan=False, separators=(",", ":"), default=str)
 
@@ -345,10 +349,10 @@ def _run(request: Request) -> str:
 
 
 def _step(request: Request) -> tuple[str, int]:
-    return request.query_params.get("phase", "train"), _number(request, "step")
+    return request.query_params.get("phase", "train"), _parse_number(request, "step")
 
 
-def _number(request: Request, name: str) -> int:
+def _parse_number(request: Request, name: str) -> int:
     text = request.query_params.get(name, "")
     if not (text.isascii() and text.isdigit() and len(text) <= 15):
         raise BadQueryError(f"{name} must be a whole number, 0 or more; got {text[:40]!r}")

@@ -36,7 +36,7 @@ class StepTrajectories:
             NotBelowError: that step has none.
         """
         path, state = self._file(run, phase, step)
-        return self._summaries.get((path, state), lambda: self._summarize(path, state))
+        return self._summaries.get((path, state), lambda: self._read_summary(path, state))
 
     def row(self, run: str, phase: str, step: int, number: int) -> bytes:
         """Return the line of a trajectory, unparsed.
@@ -45,25 +45,25 @@ class StepTrajectories:
             NotBelowError: the line does not exist or is longer than `MAX_LINE`.
         """
         path, state = self._file(run, phase, step)
-        line = self._line(path, state, number)
+        line = self._read_line(path, state, number)
         record = parse(line) if path == join(run, agent_files.NAME) else None
         if record is None:
             return line
-        return json.dumps(agent_files.to_row(record) | {"branches": agent_files.branches(record)}).encode()
+        return json.dumps(agent_files.to_row(record) | {"branches": agent_files.compute_branches(record)}).encode()
 
     def columns(self, run: str, step: int, number: int) -> JsonObject:
         """Return what training knew of the tokens of a trajectory: `uid` and columns by name; empty if it was not
         recorded (yet)."""
-        path, state = self._present(join(run, "trajectories", token_columns_name(step)))
+        path, state = self._find_file(join(run, "trajectories", token_columns_name(step)))
         if state is None:
             return {}
         try:
-            row = parse(self._line(path, state, number))
+            row = parse(self._read_line(path, state, number))
         except NotBelowError:  # torn
             return {}
         return {} if row is None else {"uid": str(row.get("uid")), "columns": decode_columns(row)}
 
-    def _line(self, path: str, state: FileState, number: int) -> bytes:
+    def _read_line(self, path: str, state: FileState, number: int) -> bytes:
         with self._lock:
             offsets = self._scan(path, state)
             if not 0 <= number < len(offsets):
@@ -80,7 +80,7 @@ class StepTrajectories:
     def _file(self, run: str, phase: str, step: int) -> tuple[str, FileState]:
         if phase not in ("train", "eval"):
             raise NotBelowError(f"phase must be train or eval; got {phase!r}")
-        path, state = self._present(join(run, "trajectories", f"{phase}_step_{step:06d}.jsonl"))
+        path, state = self._find_file(join(run, "trajectories", f"{phase}_step_{step:06d}.jsonl"))
         if (phase, step) == (agent_files.PHASE, agent_files.STEP) and state is None:
             path = join(run, agent_files.NAME)
             state = self._folder.state(path)
@@ -88,7 +88,7 @@ class StepTrajectories:
             raise NotBelowError(f"there is no {path}")
         return path, state
 
-    def _present(self, path: str) -> tuple[str, FileState | None]:
+    def _find_file(self, path: str) -> tuple[str, FileState | None]:
         """Return the plain or compressed file, whichever exists, and its state."""
         compressed = self._folder.state(path + COMPRESSED)
         return (path, self._folder.state(path)) if compressed is None else (path + COMPRESSED, compressed)
@@ -99,7 +99,7 @@ class StepTrajectories:
             offsets.update(file, state)
         return offsets
 
-    def _summarize(self, path: str, state: FileState) -> JsonObject:
+    def _read_summary(self, path: str, state: FileState) -> JsonObject:
         with self._lock:
             offsets = self._scan(path, state)
             spans = [offsets.span(number) for number in range(min(len(offsets), MAX_ROWS))]
@@ -110,12 +110,12 @@ class StepTrajectories:
                 row = parse(file.read(size)) if size <= MAX_LINE else None
                 if row is not None and "instance_id" in row:
                     row = agent_files.to_row(row)
-                rows.append({"line": number, "bytes": size, **(summarize(row) if row else {"is_broken": True})})
+                rows.append({"line": number, "bytes": size, **(get_summary(row) if row else {"is_broken": True})})
         torn = 0 if path.endswith(COMPRESSED) else max(0, state.size - offsets.end)  # a compressed file is whole
         return {"rows": rows, "num_rows": len(offsets), "torn_bytes": torn}
 
 
-def summarize(row: JsonObject) -> JsonObject:
+def get_summary(row: JsonObject) -> JsonObject:
     """Return the facts of a trajectory that a table shows. A field of another type than ours becomes None."""
     tokens = row.get("tokens")
     tokens = tokens if isinstance(tokens, dict) else {}
@@ -136,7 +136,7 @@ def summarize(row: JsonObject) -> JsonObject:
         "failure": failure and {"kind": _text(failure.get("kind")), "message": _text(failure.get("message"), 400)},
         "log_prob": sum(log_probs) / len(log_probs) if log_probs else None,
         "versions": [min(versions), max(versions)] if versions else None,
-        "prompt": _tail(row.get("prompt")),
+        "prompt": _get_tail(row.get("prompt")),
         "preview": _text(row.get("response"), PREVIEW),
         "stages": [span for span in _list(row.get("stages")) if _is_span(span)],
     }
@@ -163,6 +163,6 @@ def _text(value: object, limit: int = 200) -> str:
     return value[:limit] if isinstance(value, str) else str(value)[:limit]
 
 
-def _tail(value: object) -> str:
+def _get_tail(value: object) -> str:
     """The end of a prompt: its beginning is the same for all prompts."""
     return value[-PREVIEW:] if isinstance(value, str) else ""

@@ -54,7 +54,7 @@ class Lanes:
     waits: list[tuple[float, float, str]] = field(default_factory=list)
 
 
-def swim_lanes(rows: Sequence[JsonObject], chosen: JsonObject) -> Lanes:
+def build_swim_lanes(rows: Sequence[JsonObject], chosen: JsonObject) -> Lanes:
     """Return the lanes of a step.
 
     Args:
@@ -67,11 +67,11 @@ def swim_lanes(rows: Sequence[JsonObject], chosen: JsonObject) -> Lanes:
     lanes = Lanes(chosen["step"], round(ended - began, 4), chosen.get("unit", "group"))
     for name, start, end in chosen["phases"]:
         if name in _PHASES:
-            lanes.phases.append((_PHASES[name], *_since(began, start, end)))
+            lanes.phases.append((_PHASES[name], *_to_relative(began, start, end)))
         if name in _OF_WORKERS:
-            lanes.workers.append((*_OF_WORKERS[name], *_since(began, start, end)))
-    lanes.waits = [(*_since(began, start, end), reason) for start, end, reason in chosen["waits"]]
-    for ticket, slot, start, end, version, outcome in _groups(rows):
+            lanes.workers.append((*_OF_WORKERS[name], *_to_relative(began, start, end)))
+    lanes.waits = [(*_to_relative(began, start, end), reason) for start, end, reason in chosen["waits"]]
+    for ticket, slot, start, end, version, outcome in _list_groups(rows):
         if start < ended and (end is None or end > began):
             lanes.num_slots = max(lanes.num_slots, slot + 1)
             if slot < MAX_SLOTS:
@@ -81,7 +81,7 @@ def swim_lanes(rows: Sequence[JsonObject], chosen: JsonObject) -> Lanes:
     return lanes
 
 
-def _groups(rows: Sequence[JsonObject]) -> Iterable[Sequence[Any]]:
+def _list_groups(rows: Sequence[JsonObject]) -> Iterable[Sequence[Any]]:
     """All groups: those that ended, and those that ran when the last record was written."""
     for row in rows:
         yield from row["groups"]
@@ -89,5 +89,5 @@ def _groups(rows: Sequence[JsonObject]) -> Iterable[Sequence[Any]]:
         yield ticket, slot, start, None, version, "running"
 
 
-def _since(began: float, start: float, end: float) -> tuple[float, float]:
+def _to_relative(began: float, start: float, end: float) -> tuple[float, float]:
     return round(start - began, 4), round(end - began, 4)

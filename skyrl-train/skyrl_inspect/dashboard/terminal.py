@@ -17,8 +17,8 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from skyrl_inspect.dashboard.catalog import Catalog, find_runs, is_run, trajectory_steps
-from skyrl_inspect.dashboard.charts import overview
+from skyrl_inspect.dashboard.catalog import Catalog, find_runs, is_run, list_trajectory_steps
+from skyrl_inspect.dashboard.charts import build_overview
 from skyrl_inspect.dashboard.curves import Curves
 from skyrl_inspect.dashboard.defaults import Defaults
 from skyrl_inspect.dashboard.runs_folder import RunsFolder
@@ -80,13 +80,13 @@ class RunReader:
 
     def read_view(self) -> RunView:
         """Read the current state of the run."""
-        row = self._catalog.row(".")
-        file = self._curves.of(".")
+        row = self._catalog.get_row(".")
+        file = self._curves.read_curves(".")
         curves = []
-        for chart in overview(file.names)[:MAX_CURVES]:
+        for chart in build_overview(file.names)[:MAX_CURVES]:
             values = [value for value in file.curve(next(iter(chart["metrics"])))[1] if value is not None]
             curves.append((chart["title"], values))
-        steps = trajectory_steps(self._folder, ".")["train"]
+        steps = list_trajectory_steps(self._folder, ".")["train"]
         if not steps:
             return RunView(row, curves)
         rows = [row for row in self._steps.summary(".", "train", steps[-1])["rows"] if not row.get("is_broken")]
@@ -109,33 +109,35 @@ def render(view: RunView, now: float, width: int = 100) -> RenderableType:
         now: Unix seconds.
         width: columns of the terminal.
     """
-    parts: list[RenderableType] = [_header(view.row, now), _progress(view.row, now, width)]
+    parts: list[RenderableType] = [_render_header(view.row, now), _render_progress(view.row, now, width)]
     if view.curves:
         columns = max(1, min(3, width // 34))
-        parts.append(_grid([_curve(title, values, width // columns - 4) for title, values in view.curves], columns))
+        parts.append(
+            _render_grid([_render_curve(title, values, width // columns - 4) for title, values in view.curves], columns)
+        )
     else:
         parts.append(Text("No step has ended yet.", style="dim"))
     if view.step is not None:
         parts.append(Rule(Text(f"step {view.step}: {view.num_samples} rows"), style="dim"))
         if view.failures:
             said = ", ".join(f"{count} {kind}" for kind, count in view.failures.most_common())
-            parts.append(Text(f"failed: {said}; {printable(view.failure or '')[:200]}", style="red"))
+            parts.append(Text(f"failed: {said}; {to_printable(view.failure or '')[:200]}", style="red"))
         parts += [_sample(sample) for sample in view.samples]
     return Group(*parts)
 
 
-def _header(row: JsonObject, now: float) -> RenderableType:
+def _render_header(row: JsonObject, now: float) -> RenderableType:
     state = row["state"]
     since = f" for {duration(now - row['since'])}" if state == "silent" else ""
     facts = [row["model"], row["environment"], f"seed {row['seed']}" if row["seed"] is not None else None]
     line = Text.assemble(
-        (printable(str(row["name"])), "bold"), "  ", (f"{state}{since}", _COLOURS.get(state, "")), "  ",
-        (printable("  ".join(str(fact) for fact in facts if fact)), "dim"), overflow="ellipsis", no_wrap=True,
+        (to_printable(str(row["name"])), "bold"), "  ", (f"{state}{since}", _COLOURS.get(state, "")), "  ",
+        (to_printable("  ".join(str(fact) for fact in facts if fact)), "dim"), overflow="ellipsis", no_wrap=True,
     )  # fmt: skip
-    return line if not row["message"] else Group(line, Text(printable(row["message"])[:500], style="red"))
+    return line if not row["message"] else Group(line, Text(to_printable(row["message"])[:500], style="red"))
 
 
-def _progress(row: JsonObject, now: float, width: int) -> RenderableType:
+def _render_progress(row: JsonObject, now: float, width: int) -> RenderableType:
     step, total, seconds = row["step"] or 0, row["total"], row["step_seconds"]
     said = [f"step {step}" + (f" of {total} ({step / total:.0%})" if total else "")]
     if seconds:
@@ -151,7 +153,7 @@ def _progress(row: JsonObject, now: float, width: int) -> RenderableType:
     return Group(Text.assemble(("━" * filled, "cyan"), ("━" * (width - filled), "bright_black")), text)
 
 
-def _grid(cells: Sequence[RenderableType], columns: int) -> Table:
+def _render_grid(cells: Sequence[RenderableType], columns: int) -> Table:
     table = Table.grid(padding=(0, 2), expand=True)
     for _ in range(columns):
         table.add_column(ratio=1)
@@ -160,7 +162,7 @@ def _grid(cells: Sequence[RenderableType], columns: int) -> Table:
     return table
 
 
-def _curve(title: str, values: Sequence[float], width: int) -> RenderableType:
+def _render_curve(title: str, values: Sequence[float], width: int) -> RenderableType:
     if not values:
         return Text(f"{title}\n(no number)", style="dim")
     last = Text.assemble((title, "bold"), f"  {values[-1]:.4g}", (f"  {min(values):.3g} to {max(values):.3g}", "dim"))
@@ -181,14 +183,14 @@ def block_curve(values: Sequence[float], width: int, rows: int) -> list[str]:
 
 def _sample(sample: JsonObject) -> RenderableType:
     reward = "–" if sample["reward"] is None else f"{sample['reward']:.3g}"
-    title = f"{printable(sample['uid'])}_{sample['sample']}  reward {reward}  {sample['tokens']} tokens"
-    title += f"  {printable(sample['stop'])}" if sample["stop"] else ""
-    body = Text.assemble((printable(sample["prompt"]), "dim"), printable(sample["preview"]))
+    title = f"{to_printable(sample['uid'])}_{sample['sample']}  reward {reward}  {sample['tokens']} tokens"
+    title += f"  {to_printable(sample['stop'])}" if sample["stop"] else ""
+    body = Text.assemble((to_printable(sample["prompt"]), "dim"), to_printable(sample["preview"]))
     style = "red" if sample["failure"] else ("green" if (sample["reward"] or 0) > 0 else "dim")
     return Panel(body, title=Text(title), title_align="left", border_style=style)
 
 
-def printable(text: str) -> str:
+def to_printable(text: str) -> str:
     """Return text in which characters that control a terminal, or the direction of writing, are replaced by signs."""
 
     def visible(sign: str) -> str:

@@ -7,7 +7,7 @@ from threading import Lock
 
 from skyrl_inspect.dashboard.json_lines import MAX_LINE, Cache, LineOffsets, parse
 from skyrl_inspect.dashboard.runs_folder import RunsFolder, join
-from skyrl_inspect.dashboard.swim_lanes import swim_lanes
+from skyrl_inspect.dashboard.swim_lanes import build_swim_lanes
 from skyrl_train.types import JsonObject
 
 STEPS_AROUND = 40
@@ -89,9 +89,9 @@ class Timelines:
             return {"steps": [], "lanes": None}
         # A synchronous step holds all that it starts.
         around = rows if chosen.get("unit", "group") == "group" else [chosen]
-        return {"steps": steps, "lanes": asdict(swim_lanes(around, chosen)), "began": chosen["began"]}
+        return {"steps": steps, "lanes": asdict(build_swim_lanes(around, chosen)), "began": chosen["began"]}
 
-    def last_records(self, run: str) -> list[JsonObject]:
+    def read_last_records(self, run: str) -> list[JsonObject]:
         """Return the records of the last `STEPS_OF_A_TRACE` steps; none without a time line."""
         path, file = self._of(run)
         num = len(file.steps)
@@ -109,7 +109,7 @@ def is_whole(row: JsonObject) -> bool:
     return all(name in row for name in _FIELDS) and isinstance(row["step"], int)
 
 
-def trace_events(records: Sequence[JsonObject], times: Curve, durations: Curve) -> list[JsonObject]:
+def build_trace_events(records: Sequence[JsonObject], times: Curve, durations: Curve) -> list[JsonObject]:
     """Return the events of a trace: steps, the trainer's phases and waits, and a thread for each slot of generation.
 
     Args:
@@ -136,10 +136,10 @@ def trace_events(records: Sequence[JsonObject], times: Curve, durations: Curve) 
             facts = {"weight version": version, "outcome": outcome, "trained in step": trained.get(ticket)}
             name = f"{row.get('unit', 'group')} {ticket}"
             threads.setdefault(f"slot {slot:03d}", []).append((name, start, end, facts))
-    return list(_events(threads))
+    return list(_iter_events(threads))
 
 
-def _events(threads: dict[str, list[tuple[str, float, float, JsonObject]]]) -> Iterator[JsonObject]:
+def _iter_events(threads: dict[str, list[tuple[str, float, float, JsonObject]]]) -> Iterator[JsonObject]:
     begin = min((start for spans in threads.values() for _, start, _, _ in spans), default=0.0)
     for number, (name, spans) in enumerate(threads.items(), start=1):
         where = {"pid": 1, "tid": number}

@@ -4,8 +4,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from skyrl_inspect.diff.comparison import compare_runs, json_text
-from skyrl_inspect.diff.text import as_page, as_text
+from skyrl_inspect.diff.comparison import compare_runs, to_json_text
+from skyrl_inspect.diff.text import format_page, format_text
 from skyrl_train.errors import SkyRLError
 from skyrl_train.utils.io import write_atomically
 
@@ -26,11 +26,11 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         comparison = compare_runs(options.a, options.b)
         if options.html is not None:
-            write_atomically(options.html, as_page(comparison))
+            write_atomically(options.html, format_page(comparison))
     except (SkyRLError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
-    print(json_text(comparison) if options.json else as_text(comparison), end="\n" if options.json else "")
+    print(to_json_text(comparison) if options.json else format_text(comparison), end="\n" if options.json else "")
     return 0 if comparison.are_equal else 1 if comparison.parting else 2
 
 

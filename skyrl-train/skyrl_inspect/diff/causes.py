@@ -8,7 +8,7 @@ order of prompts, other ids of the same text, one tensor of many) decide between
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from skyrl_inspect.diff.effects import effect_of, has_no_effect, stages_of_library
+from skyrl_inspect.diff.effects import get_effect, get_library_stages, has_no_effect
 from skyrl_inspect.diff.parting import Difference, StepPart
 
 _ROUNDING = 1e-4
@@ -48,7 +48,7 @@ class ChangedItem:
         steps = f" (from step {self.since} on)" if self.since > 1 else ""
         if self.until is not None:
             steps = f" (in steps {self.since} to {self.until})"
-        return f"{self.title}: {_short(self.a)} against {_short(self.b)}{steps}"
+        return f"{self.title}: {_shorten(self.a)} against {_shorten(self.b)}{steps}"
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Cause:
         return "likely" if self.score >= _MOST_PROBABLE else "possible" if self.score >= _SLIGHT else "unlikely"
 
 
-def _short(value: object) -> str:
+def _shorten(value: object) -> str:
     text = "nothing" if value is None else str(value)
     return text if len(text) <= 80 else f"{text[:80]}…"
 
@@ -106,15 +106,15 @@ class Evidence:
     unrecorded: frozenset[str] = frozenset()
 
 
-def ranked_causes(difference: Difference, changes: Sequence[ChangedItem], evidence: Evidence) -> list[Cause]:
+def rank_causes(difference: Difference, changes: Sequence[ChangedItem], evidence: Evidence) -> list[Cause]:
     """Rank possible causes of a difference, most likely first; at least one."""
-    found = [cause for change in changes if (cause := _cause_of(change, difference, evidence)) is not None]
-    found += _causes_without_change(difference, changes, evidence)
+    found = [cause for change in changes if (cause := _make_cause(change, difference, evidence)) is not None]
+    found += _find_causes_without_change(difference, changes, evidence)
     found.append(_UNEXPLAINED)
     return sorted(found, key=lambda cause: -cause.score)  # stable: settings stay in their order
 
 
-def _cause_of(change: ChangedItem, difference: Difference, evidence: Evidence) -> Cause | None:
+def _make_cause(change: ChangedItem, difference: Difference, evidence: Evidence) -> Cause | None:
     if change.since > max(1, difference.step):
         return None  # takes effect later
     if change.until is not None and change.until < difference.step:
@@ -150,7 +150,7 @@ _COMPUTES = {
 def _setting(change: ChangedItem, difference: Difference, evidence: Evidence) -> tuple[int, str]:
     if has_no_effect(change.name):
         return 0, ""
-    stage, effect = difference.stage, effect_of(change.name)
+    stage, effect = difference.stage, get_effect(change.name)
     why = f"it takes part in {_COMPUTES[stage]}, where the runs part"
     if change.name.startswith("trainer.policy.model.path") and evidence.weights_before:
         return 0, ""  # two places of the same weights
@@ -160,7 +160,7 @@ def _setting(change: ChangedItem, difference: Difference, evidence: Evidence) ->
         score, why = 30, f"it takes part in an earlier part of a step and may show in {_COMPUTES[stage]}"
     else:
         return 0, ""
-    special = _special_score(change.name, difference, evidence)
+    special = _get_special_score(change.name, difference, evidence)
     if special is not None:
         return special
     if effect.rounding and _is_coarse(difference):
@@ -172,7 +172,7 @@ def _setting(change: ChangedItem, difference: Difference, evidence: Evidence) ->
     return score, why
 
 
-def _special_score(name: str, difference: Difference, evidence: Evidence) -> tuple[int, str] | None:
+def _get_special_score(name: str, difference: Difference, evidence: Evidence) -> tuple[int, str] | None:
     """Return score and reason where the kind of the difference tells a setting from others of its stage."""
     last = name.rpartition(".")[2]
     match difference.kind:
@@ -206,7 +206,7 @@ def _is_coarse(difference: Difference) -> bool:
 
 
 def _library(change: ChangedItem, difference: Difference, evidence: Evidence) -> tuple[int, str]:
-    stages = stages_of_library(change.name)
+    stages = get_library_stages(change.name)
     if difference.stage not in stages:
         return (15 if stages else 5), f"it does not take part in {_COMPUTES[difference.stage]} by itself"
     score = 80 - len(stages) + (10 if _is_rounding(difference) else 0)
@@ -256,7 +256,7 @@ def _machine(change: ChangedItem, difference: Difference, evidence: Evidence) ->
     return (78 if _is_rounding(difference) else 50), "it changes the rounding of sums"
 
 
-def _causes_without_change(
+def _find_causes_without_change(
     difference: Difference, changes: Sequence[ChangedItem], evidence: Evidence
 ) -> Iterator[Cause]:
     """Yield causes that no recorded setting or version tells: faults, order of asynchronous training, what a run does
@@ -270,7 +270,7 @@ def _causes_without_change(
             f"{difference.quantity} at the sync {when}", difference.note, f"{why}or memory, or a fault of a sync", 140
         )
     if difference.stage is StepPart.GENERATION and difference.kind != "version id":
-        yield from _engine_cause(difference, evidence)
+        yield from _find_engine_cause(difference, evidence)
     if evidence.asynchronous and (
         difference.kind in ("order", "version id") or difference.stage is StepPart.GENERATION
     ):
@@ -291,7 +291,7 @@ def _causes_without_change(
         yield Cause("environment", "its code is not recorded by both runs", "it would explain this", 70)
 
 
-def _engine_cause(difference: Difference, evidence: Evidence) -> Iterator[Cause]:
+def _find_engine_cause(difference: Difference, evidence: Evidence) -> Iterator[Cause]:
     """Yield the engine itself: weights that changed after they were verified, or arithmetic that is not repeatable."""
     score, why = 42, "nothing else is recorded that differs here"
     if evidence.weights_before:

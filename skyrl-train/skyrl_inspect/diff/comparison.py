@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from skyrl_inspect.diff.causes import Cause, ChangedItem, Evidence, ranked_causes
+from skyrl_inspect.diff.causes import Cause, ChangedItem, Evidence, rank_causes
 from skyrl_inspect.diff.effects import has_no_effect
-from skyrl_inspect.diff.parting import Difference, StepPart, compared_steps, first_parting
+from skyrl_inspect.diff.parting import Difference, StepPart, find_divergence, list_compared_steps
 from skyrl_inspect.diff.recorded_run import RecordedRun, Start
 from skyrl_train.provenance import DataDigest
 from skyrl_train.types import JsonObject
@@ -77,12 +77,12 @@ class RunComparison:
                 vars(each) | {"stage": each.stage.name.lower(), "gap": each.gap, "text": str(each)}
                 for each in self.parting
             ],
-            "changes": [vars(change) | {"matters": matters(change)} for change in self.changes],
+            "changes": [vars(change) | {"matters": is_relevant(change)} for change in self.changes],
             "unrecorded": list(self.unrecorded),
         }
 
 
-def matters(change: ChangedItem) -> bool:
+def is_relevant(change: ChangedItem) -> bool:
     """Return False for names, places and the like, which change no number."""
     return change.group != "setting" or not has_no_effect(change.name)
 
@@ -94,13 +94,13 @@ def compare_runs(a: str | Path, b: str | Path) -> RunComparison:
         DataError: a folder is not a run's, or a file in it is broken; names it and the fix.
     """
     runs = RecordedRun(a), RecordedRun(b)
-    steps = compared_steps(*runs)
-    parting = first_parting(*runs, steps)
+    steps = list_compared_steps(*runs)
+    parting = find_divergence(*runs, steps)
     before = [step for step in steps if not parting or step < parting[0].step]
-    changes = list(_changes(*runs))
+    changes = list(_find_changes(*runs))
     causes: list[Cause] = []
     if parting:
-        causes = ranked_causes(parting[0], changes, _evidence(*runs, parting[0]))
+        causes = rank_causes(parting[0], changes, _collect_evidence(*runs, parting[0]))
     return RunComparison(
         names=(str(runs[0].folder.path), str(runs[1].folder.path)),
         last_steps=(runs[0].last_step, runs[1].last_step),
@@ -108,7 +108,7 @@ def compare_runs(a: str | Path, b: str | Path) -> RunComparison:
         parting=parting,
         equal_up_to=before[-1] if before else None,
         causes=causes,
-        unrecorded=list(_unrecorded(*runs, steps)),
+        unrecorded=list(_list_unrecorded(*runs, steps)),
         num_compared=len([step for step in steps if step > 0]),
     )
 
@@ -116,12 +116,13 @@ def compare_runs(a: str | Path, b: str | Path) -> RunComparison:
 # ---- what differs
 
 
-def _changes(a: RecordedRun, b: RecordedRun) -> Iterator[ChangedItem]:
+def _find_changes(a: RecordedRun, b: RecordedRun) -> Iterator[ChangedItem]:
     """Yield everything that is not the same, with the first step of the first start for which it is not."""
     found: dict[tuple[str, str], ChangedItem] = {}
     for step in sorted({start.first_step for run in (a, b) for start in run.starts} | {1}):
         now = {
-            (change.group, change.name): change for change in _changes_between(a.start_of(step), b.start_of(step), step)
+            (change.group, change.name): change
+            for change in _find_changes_between(a.start_of(step), b.start_of(step), step)
         }
         for key, change in found.items():
             if key not in now and change.until is None:
@@ -137,7 +138,7 @@ def _changes(a: RecordedRun, b: RecordedRun) -> Iterator[ChangedItem]:
         yield ChangedItem("data", "training data", text_a, text_b)
 
 
-def _changes_between(a: Start, b: Start, step: int) -> Iterator[ChangedItem]:
+def _find_changes_between(a: Start, b: Start, step: int) -> Iterator[ChangedItem]:
     """Yield what differs between two starts. What one of them does not record is not compared."""
     if a.settings and b.settings:
         names = [*a.settings, *(name for name in b.settings if name not in a.settings)]
@@ -145,18 +146,18 @@ def _changes_between(a: Start, b: Start, step: int) -> Iterator[ChangedItem]:
             if a.settings.get(name) != b.settings.get(name):
                 yield ChangedItem("setting", name, a.settings.get(name), b.settings.get(name), step)
     for group, key in (("library", "libraries"), ("machine", "machine"), ("code", "code")):
-        yield from _changes_of_entries(group, a.record.get(key), b.record.get(key), step)
+        yield from _find_changed_entries(group, a.record.get(key), b.record.get(key), step)
     if a.data is not None and b.data is not None and a.data.in_order != b.data.in_order:
-        yield ChangedItem("data", "training data", str(a.data), f"{b.data}; {_data_words(a.data, b.data)}", step)
+        yield ChangedItem("data", "training data", str(a.data), f"{b.data}; {_describe_data(a.data, b.data)}", step)
     one, other = a.record.get("tokenizer"), b.record.get("tokenizer")
     if one and other and one != other:
         parts = [name for name in ("tokens", "digest", "chat_template") if one.get(name) != other.get(name)]
         values = [", ".join(f"{name} {each.get(name)}" for name in parts) for each in (one, other)]
         yield ChangedItem("tokenizer", "tokenizer", values[0], values[1], step)
-    yield from _changes_of_environments(a.record.get("environments"), b.record.get("environments"), step)
+    yield from _find_changed_environments(a.record.get("environments"), b.record.get("environments"), step)
 
 
-def _changes_of_entries(
+def _find_changed_entries(
     group: str, a: Mapping[str, str] | None, b: Mapping[str, str] | None, step: int
 ) -> Iterator[ChangedItem]:
     if a and b:
@@ -166,7 +167,7 @@ def _changes_of_entries(
                 yield ChangedItem(group, title, a.get(name), b.get(name), step)
 
 
-def _changes_of_environments(a: JsonObject | None, b: JsonObject | None, step: int) -> Iterator[ChangedItem]:
+def _find_changed_environments(a: JsonObject | None, b: JsonObject | None, step: int) -> Iterator[ChangedItem]:
     """Yield environments of one id whose code differs. (Other ids are settings, or columns of the data.)"""
     if a and b:
         for name in sorted(a.keys() & b.keys()):
@@ -175,13 +176,13 @@ def _changes_of_environments(a: JsonObject | None, b: JsonObject | None, step: i
                 yield ChangedItem("environment", f"environment {name}", texts[0], texts[1], step)
 
 
-def _data_words(a: DataDigest, b: DataDigest) -> str:
+def _describe_data(a: DataDigest, b: DataDigest) -> str:
     """Describe where two datasets differ."""
     if a.content == b.content:
         return "the same rows in another order"
     if a.num_rows != b.num_rows:
         return f"{abs(a.num_rows - b.num_rows)} rows {'more' if b.num_rows > a.num_rows else 'fewer'}"
-    places = differing_rows(a, b)
+    places = find_differing_rows(a, b)
     if not places:
         return "rows differ"
     first = places[0]
@@ -189,7 +190,7 @@ def _data_words(a: DataDigest, b: DataDigest) -> str:
     return f"first in {rows}, {len(places)} of {len(a.chunks)} {'rows' if a.chunk_rows == 1 else 'parts'} differ"
 
 
-def differing_rows(a: DataDigest, b: DataDigest) -> list[range]:
+def find_differing_rows(a: DataDigest, b: DataDigest) -> list[range]:
     """Return the rows in which datasets of equal size differ, by parts with separate hashes."""
     size = a.chunk_rows
     pairs = enumerate(zip(a.chunks, b.chunks, strict=False))
@@ -199,7 +200,7 @@ def differing_rows(a: DataDigest, b: DataDigest) -> list[range]:
 # ---- evidence for causes
 
 
-def _evidence(a: RecordedRun, b: RecordedRun, difference: Difference) -> Evidence:
+def _collect_evidence(a: RecordedRun, b: RecordedRun, difference: Difference) -> Evidence:
     starts = a.start_of(difference.step), b.start_of(difference.step)
     data_a, data_b = (start.data for start in starts)
     row_differs, same_rows = None, False
@@ -207,7 +208,7 @@ def _evidence(a: RecordedRun, b: RecordedRun, difference: Difference) -> Evidenc
         same_rows = data_a.content == data_b.content
         number = (difference.uid or "").partition("#")[0]  # a prompt that comes twice in a step has a suffix
         if number.isdigit() and data_a.num_rows == data_b.num_rows:
-            row_differs = any(int(number) in rows for rows in differing_rows(data_a, data_b))
+            row_differs = any(int(number) in rows for rows in find_differing_rows(data_a, data_b))
     before = [run.hashes.get(max(0, difference.step - 1)) for run in (a, b)]
     weights = [each.weights if each else {} for each in before]
     gaps = [run.metrics.get(difference.step, {}).get(_ENGINE_GAP) for run in (a, b)]
@@ -230,7 +231,7 @@ def _evidence(a: RecordedRun, b: RecordedRun, difference: Difference) -> Evidenc
     )
 
 
-def _unrecorded(a: RecordedRun, b: RecordedRun, steps: Sequence[int]) -> Iterator[str]:
+def _list_unrecorded(a: RecordedRun, b: RecordedRun, steps: Sequence[int]) -> Iterator[str]:
     """Yield what could not be compared, with the setting that records it."""
     for letter, run in zip("AB", (a, b), strict=True):
         if not run.starts[0].settings:
@@ -256,7 +257,7 @@ def _unrecorded(a: RecordedRun, b: RecordedRun, steps: Sequence[int]) -> Iterato
         yield "some steps between are recorded by one run alone: what parted there shows at the next"
 
 
-def stage_words(stage: StepPart) -> str:
+def get_stage_name(stage: StepPart) -> str:
     """Return the name of a stage for people."""
     return {
         StepPart.START: "initial weights",
@@ -271,6 +272,6 @@ def stage_words(stage: StepPart) -> str:
     }[stage]
 
 
-def json_text(comparison: RunComparison) -> str:
+def to_json_text(comparison: RunComparison) -> str:
     """Return the comparison as indented JSON."""
     return json.dumps(comparison.to_json(), indent=1, default=str)

@@ -55,31 +55,31 @@ class Effect:
     rounding: bool = False
 
 
-def _effect(names: str, *stages: StepPart, rounding: bool = False) -> tuple[tuple[str, ...], Effect]:
+def _make_effect(names: str, *stages: StepPart, rounding: bool = False) -> tuple[tuple[str, ...], Effect]:
     return tuple(names.split()), Effect(stages, rounding)
 
 
 _EFFECTS = (
-    _effect("trainer.seed", PROMPTS, START, UPDATE, GENERATION),
-    _effect("generator.seed", GENERATION),
-    _effect("trainer.policy.model.lora.", START, SCORES, WEIGHTS, UPDATE),
-    _effect("trainer.policy.model. trainer.policy.model_config_kwargs", START, SCORES, GENERATION),
-    _effect("trainer.ref.model. trainer.ref.model_config_kwargs", SCORES, UPDATE),
-    _effect("trainer.critic.model. trainer.critic.model_config_kwargs", SCORES, UPDATE),
-    _effect("trainer.algorithm.value_head_prefix", SCORES),
-    _effect("generator.model_dtype", START, GENERATION, rounding=True),
-    _effect(
+    _make_effect("trainer.seed", PROMPTS, START, UPDATE, GENERATION),
+    _make_effect("generator.seed", GENERATION),
+    _make_effect("trainer.policy.model.lora.", START, SCORES, WEIGHTS, UPDATE),
+    _make_effect("trainer.policy.model. trainer.policy.model_config_kwargs", START, SCORES, GENERATION),
+    _make_effect("trainer.ref.model. trainer.ref.model_config_kwargs", SCORES, UPDATE),
+    _make_effect("trainer.critic.model. trainer.critic.model_config_kwargs", SCORES, UPDATE),
+    _make_effect("trainer.algorithm.value_head_prefix", SCORES),
+    _make_effect("generator.model_dtype", START, GENERATION, rounding=True),
+    _make_effect(
         """trainer.train_batch_size trainer.max_prompt_length trainer.disable_fast_tokenizer
         generator.n_samples_per_prompt generator.chat_template. generator.chat_template_kwargs
         trainer.algorithm.dynamic_sampling.""",
         PROMPTS,
         ENVIRONMENT,
     ),
-    _effect("trainer.fully_async.", PROMPTS, GENERATION, WEIGHTS),
-    _effect("generator.sampling_params. generator.max_input_length", GENERATION, ENVIRONMENT),
-    _effect("generator.eval_ trainer.eval_ data.val_data", EVALUATION),
-    _effect("environment.env_class generator.task generator.harness.", ENVIRONMENT, PROMPTS, GENERATION),
-    _effect(
+    _make_effect("trainer.fully_async.", PROMPTS, GENERATION, WEIGHTS),
+    _make_effect("generator.sampling_params. generator.max_input_length", GENERATION, ENVIRONMENT),
+    _make_effect("generator.eval_ trainer.eval_ data.val_data", EVALUATION),
+    _make_effect("environment.env_class generator.task generator.harness.", ENVIRONMENT, PROMPTS, GENERATION),
+    _make_effect(
         """environment. generator.max_turns generator.use_conversation_multi_turn generator.max_rollout_retries
         generator.append_eos_token_after_stop_str_in_multi_turn generator.step_wise_trajectories
         generator.merge_stepwise_output generator.zero_reward_on_non_stop generator.request_timeout_seconds
@@ -87,8 +87,8 @@ _EFFECTS = (
         ENVIRONMENT,
         PROMPTS,
     ),
-    _effect("generator.", GENERATION, START, rounding=True),  # engines, their memory and weight sync
-    _effect(
+    _make_effect("generator.", GENERATION, START, rounding=True),  # engines, their memory and weight sync
+    _make_effect(
         """trainer.micro_forward_batch_size_per_gpu trainer.micro_train_batch_size_per_gpu
         trainer.max_tokens_per_microbatch trainer.use_sample_packing trainer.use_shared_prefixes
         trainer.logprobs_chunk_size trainer.flash_attn
@@ -99,21 +99,21 @@ _EFFECTS = (
         WEIGHTS,
         rounding=True,
     ),
-    _effect("trainer.bf16", SCORES, START, UPDATE, WEIGHTS, rounding=True),
-    _effect("trainer.policy.routing_replay trainer.policy.sampling_mask_replay", SCORES, UPDATE, GENERATION),
-    _effect("trainer.policy.optimizer_config. trainer.critic.optimizer_config.", UPDATE, WEIGHTS),
+    _make_effect("trainer.bf16", SCORES, START, UPDATE, WEIGHTS, rounding=True),
+    _make_effect("trainer.policy.routing_replay trainer.policy.sampling_mask_replay", SCORES, UPDATE, GENERATION),
+    _make_effect("trainer.policy.optimizer_config. trainer.critic.optimizer_config.", UPDATE, WEIGHTS),
     # Sections of training backends, shards, compilation.
-    _effect("trainer.policy. trainer.critic. trainer.ref.", SCORES, UPDATE, WEIGHTS, rounding=True),
-    _effect("trainer.max_training_steps trainer.epochs", UPDATE, WEIGHTS),  # by the schedule of learning rates
-    _effect("trainer.update_ref_every_epoch", SCORES, UPDATE),
-    _effect(
+    _make_effect("trainer.policy. trainer.critic. trainer.ref.", SCORES, UPDATE, WEIGHTS, rounding=True),
+    _make_effect("trainer.max_training_steps trainer.epochs", UPDATE, WEIGHTS),  # by the schedule of learning rates
+    _make_effect("trainer.update_ref_every_epoch", SCORES, UPDATE),
+    _make_effect(
         "trainer.policy_mini_batch_size trainer.critic_mini_batch_size trainer.update_epochs_per_batch",
         ADVANTAGES,
         UPDATE,
         WEIGHTS,
         SCORES,
     ),
-    _effect(
+    _make_effect(
         """trainer.algorithm.advantage_estimator trainer.algorithm.grpo_norm_by_std
         trainer.algorithm.advantage_batch_normalize trainer.algorithm.gamma trainer.algorithm.lambd
         trainer.algorithm.zero_variance_filter trainer.algorithm.overlong_buffer. trainer.algorithm.loss_reduction
@@ -125,14 +125,14 @@ _EFFECTS = (
         WEIGHTS,
         SCORES,
     ),
-    _effect("trainer.algorithm.", UPDATE, WEIGHTS, ADVANTAGES, SCORES),  # the loss, and the section of each loss
+    _make_effect("trainer.algorithm.", UPDATE, WEIGHTS, ADVANTAGES, SCORES),  # the loss, and the section of each loss
 )
 """The first entry that fits a setting counts."""
 
 _ANYTHING = Effect(tuple(StepPart))
 
 
-def effect_of(setting: str) -> Effect:
+def get_effect(setting: str) -> Effect:
     """Return the effect of a setting by its full name; an unknown one may change anything."""
     return next((effect for names, effect in _EFFECTS if _is_below(setting, names)), _ANYTHING)
 
@@ -166,14 +166,14 @@ _LIBRARIES: tuple[tuple[tuple[str, ...], tuple[StepPart, ...]], ...] = (
 # fmt: on
 
 
-def stages_of_library(name: str) -> tuple[StepPart, ...]:
+def get_library_stages(name: str) -> tuple[StepPart, ...]:
     """Return the parts of a step that a library computes; none for those that a run does not compute with."""
     known = next((stages for prefixes, stages in _LIBRARIES if name.startswith(prefixes)), ())
-    return known or next((stages for library, stages in _backend_libraries() if name.startswith(library)), ())
+    return known or next((stages for library, stages in _list_backend_libraries() if name.startswith(library)), ())
 
 
 @cache
-def _backend_libraries() -> tuple[tuple[str, tuple[StepPart, ...]], ...]:
+def _list_backend_libraries() -> tuple[tuple[str, tuple[StepPart, ...]], ...]:
     """Return the libraries that engines and training backends declare, and what they compute."""
     kinds = ((EngineRegistry, (GENERATION,)), (TrainingBackendRegistry, (SCORES, UPDATE, WEIGHTS)))
     return tuple(

@@ -80,30 +80,30 @@ class Difference:
         where = "before step 1" if self.step == 0 else f"of step {self.step}"
         values = ""
         if self.gap is not None:
-            values = f": {_number(self.a)} against {_number(self.b)}, a difference of {self.gap:.2g}"
+            values = f": {_to_number(self.a)} against {_to_number(self.b)}, a difference of {self.gap:.2g}"
         elif self.a is not None or self.b is not None:
-            values = f": {_value(self.a)} against {_value(self.b)}"
+            values = f": {_get_value(self.a)} against {_get_value(self.b)}"
         note = f" ({self.note})" if self.note else ""
         return f"{self.quantity}{of_token}{of_sample} {where}{values}{note}"
 
 
-def _number(value: float) -> str:
+def _to_number(value: float) -> str:
     return f"{value:.9g}"
 
 
-def _value(value: object) -> str:
+def _get_value(value: object) -> str:
     text = "nothing" if value is None else repr(value)
     return text if len(text) <= 80 else f"{text[:80]}…"
 
 
-def differences_of_step(a: RecordedRun, b: RecordedRun, step: int) -> list[Difference]:
+def find_step_differences(a: RecordedRun, b: RecordedRun, step: int) -> list[Difference]:
     """Return the first difference of each stage of a step, in the order of computation."""
-    found = [] if step == 0 else list(_of_trajectories(a, b, step, "train"))
+    found = [] if step == 0 else list(_compare_trajectories(a, b, step, "train"))
     hashes = a.hashes.get(step, StepHashes()), b.hashes.get(step, StepHashes())
-    found += _of_batch(step, *hashes, a, b)
-    found += _of_metrics(step, a.metrics.get(step, {}), b.metrics.get(step, {}))
-    found += _of_weights(step, *hashes)
-    found += [_as_evaluation(difference) for difference in _of_trajectories(a, b, step, "eval")]
+    found += _compare_batches(step, *hashes, a, b)
+    found += _compare_metrics(step, a.metrics.get(step, {}), b.metrics.get(step, {}))
+    found += _compare_weights(step, *hashes)
+    found += [_to_evaluation(difference) for difference in _compare_trajectories(a, b, step, "eval")]
     first: dict[StepPart, Difference] = {}
     for difference in sorted(found, key=lambda difference: difference.stage):  # stable: the order within a stage stays
         first.setdefault(difference.stage, difference)
@@ -113,13 +113,13 @@ def differences_of_step(a: RecordedRun, b: RecordedRun, step: int) -> list[Diffe
 # ---- trajectories
 
 
-def _of_trajectories(a: RecordedRun, b: RecordedRun, step: int, phase: Phase) -> Iterator[Difference]:
+def _compare_trajectories(a: RecordedRun, b: RecordedRun, step: int, phase: Phase) -> Iterator[Difference]:
     """Yield the first difference of each stage among the samples of a step."""
     of_a, of_b = a.trajectory_paths.get((step, phase)), b.trajectory_paths.get((step, phase))
     if of_a is None or of_b is None or filecmp.cmp(of_a, of_b, shallow=False):
         return
     first: dict[StepPart, Difference] = {}
-    pairs = zip_longest(a.trajectories(step, phase), b.trajectories(step, phase))
+    pairs = zip_longest(a.read_trajectories(step, phase), b.read_trajectories(step, phase))
     for index, (row_a, row_b) in enumerate(pairs):
         if row_a is None or row_b is None:
             alone, other = ("B", "A") if row_a is None else ("A", "B")
@@ -131,28 +131,28 @@ def _of_trajectories(a: RecordedRun, b: RecordedRun, step: int, phase: Phase) ->
             )
             first.setdefault(StepPart.PROMPTS, difference)
             break
-        if _key(row_a) != _key(row_b):
-            names = (_name(row_a), _name(row_b))
+        if _make_key(row_a) != _make_key(row_b):
+            names = (_make_name(row_a), _make_name(row_b))
             difference = Difference(
                 step, StepPart.PROMPTS, "prompt", *names, sample=index, kind="order", note="another prompt comes here"
             )
             first.setdefault(StepPart.PROMPTS, difference)
             break  # the samples behind this one are not those of the same prompts
-        difference = difference_of_rows(step, index, row_a, row_b)
+        difference = compare_rows(step, index, row_a, row_b)
         if difference is not None:
             first.setdefault(difference.stage, difference)
     yield from first.values()
 
 
-def _key(row: JsonObject) -> tuple[object, ...]:
+def _make_key(row: JsonObject) -> tuple[object, ...]:
     return row.get("uid"), row.get("sample"), row.get("step")
 
 
-def _name(row: JsonObject) -> str:
+def _make_name(row: JsonObject) -> str:
     return f"{row.get('uid')} (sample {row.get('sample')})"
 
 
-def difference_of_rows(step: int, index: int, a: JsonObject, b: JsonObject) -> Difference | None:
+def compare_rows(step: int, index: int, a: JsonObject, b: JsonObject) -> Difference | None:
     """Return the first difference of two rows of the same prompt and sample, None if they are equal. Columns that one
     of them lacks are not compared.
     """
@@ -164,20 +164,20 @@ def difference_of_rows(step: int, index: int, a: JsonObject, b: JsonObject) -> D
 
     # The prompt of a later turn is what the environment has answered so far.
     prompts = StepPart.ENVIRONMENT if a.get("step") else StepPart.PROMPTS
-    if texts := _differing(a, b, "prompt"):
-        place = _first_difference(*texts)
+    if texts := _get_differing(a, b, "prompt"):
+        place = _find_first_difference(*texts)
         parts = [text[max(0, place - 20) : place + 30] for text in texts]
         return at(prompts, f"prompt from character {place} on", *parts, kind="prompt text")
-    if ids := _differing(a, b, "prompt_ids"):
-        place = _first_difference(*ids)
-        return at(prompts, "id of prompt token", *_values_at(*ids, place), place, "prompt id")
+    if ids := _get_differing(a, b, "prompt_ids"):
+        place = _find_first_difference(*ids)
+        return at(prompts, "id of prompt token", *_get_values_at(*ids, place), place, "prompt id")
     tokens_a, tokens_b = a.get("tokens") or {}, b.get("tokens") or {}
     if tokens_a != tokens_b:
-        found = _difference_of_tokens(tokens_a, tokens_b)
+        found = _compare_tokens(tokens_a, tokens_b)
         if found is not None:
             stage, quantity, one, other, place, kind = found
             return at(stage, quantity, one, other, place, kind)
-    if texts := _differing(a, b, "response"):
+    if texts := _get_differing(a, b, "response"):
         return at(StepPart.GENERATION, "text of the same response tokens", *texts, kind="text")
     for name in ("stop_reason", "failure", "reward"):
         if name in a and name in b and a[name] != b[name]:
@@ -194,16 +194,18 @@ _COLUMNS = (
 )
 
 
-def _difference_of_tokens(a: JsonObject, b: JsonObject) -> tuple[StepPart, str, Any, Any, int, str] | None:
+def _compare_tokens(a: JsonObject, b: JsonObject) -> tuple[StepPart, str, Any, Any, int, str] | None:
     """Return stage, quantity, values, place and kind of the first token of two responses that differs."""
     places = {
-        name: _first_difference(*values) for name, _, _ in _COLUMNS if (values := _differing(a, b, name)) is not None
+        name: _find_first_difference(*values)
+        for name, _, _ in _COLUMNS
+        if (values := _get_differing(a, b, name)) is not None
     }
     if not places:
         return None
     place = min(places.values())
     name, quantity, stage = next(column for column in _COLUMNS if places.get(column[0]) == place)
-    one, other = _values_at(a[name], b[name], place)
+    one, other = _get_values_at(a[name], b[name], place)
     if name == "ids" and not (_is_generated(a, place) or _is_generated(b, place)):
         return StepPart.ENVIRONMENT, "id of observation token", one, other, place, "observation id"
     kind = {"ids": "token id", "weight_versions": "version id", "log_probs": "log-prob"}.get(name, "")
@@ -219,18 +221,18 @@ def _is_generated(tokens: JsonObject, place: int) -> bool:
     return False
 
 
-def _differing(a: JsonObject, b: JsonObject, name: str) -> tuple[Any, Any] | None:
+def _get_differing(a: JsonObject, b: JsonObject, name: str) -> tuple[Any, Any] | None:
     """Return what two rows have of a column if both have it and it differs."""
     one, other = a.get(name), b.get(name)
     return None if one is None or other is None or one == other else (one, other)
 
 
-def _first_difference(a: Sequence[object], b: Sequence[object]) -> int:
+def _find_first_difference(a: Sequence[object], b: Sequence[object]) -> int:
     different = (index for index, (one, other) in enumerate(zip(a, b, strict=False)) if one != other)
     return next(different, min(len(a), len(b)))
 
 
-def _values_at(a: Sequence[Any], b: Sequence[Any], place: int) -> tuple[Any, Any]:
+def _get_values_at(a: Sequence[Any], b: Sequence[Any], place: int) -> tuple[Any, Any]:
     return (a[place] if place < len(a) else None), (b[place] if place < len(b) else None)
 
 
@@ -249,7 +251,7 @@ _TOKEN_COLUMNS = {"action_log_probs": "trainer_log_probs", "advantages": "advant
 """Columns of the batch whose tokens a run may have recorded, and their names there."""
 
 
-def _of_batch(
+def _compare_batches(
     step: int, a: StepHashes, b: StepHashes, run: RecordedRun, other_run: RecordedRun
 ) -> Iterator[Difference]:
     """Yield the first sample of each column of the batch whose numbers differ."""
@@ -257,37 +259,39 @@ def _of_batch(
         of_a, of_b = a.batch.get(name), b.batch.get(name)
         if of_a is None or of_b is None or of_a == of_b:
             continue
-        row = _first_difference(of_a, of_b)
+        row = _find_first_difference(of_a, of_b)
         differing = sum(one != other for one, other in zip(of_a, of_b, strict=False))
         stage = _STAGE_OF_COLUMN.get(name, StepPart.SCORES)
         note = f"{differing} of {min(len(of_a), len(of_b))} samples differ in it"
-        note += _first_token([each.token_column(step, row, _TOKEN_COLUMNS.get(name, "")) for each in (run, other_run)])
+        note += _find_first_token(
+            [each.read_token_column(step, row, _TOKEN_COLUMNS.get(name, "")) for each in (run, other_run)]
+        )
         means = [values[row] if row < len(values := each.means.get(name, [])) else None for each in (a, b)]
         values, title = (means, f"mean of {name}") if means[0] != means[1] else ([None, None], name)
         kind = "prompt text" if stage is StepPart.PROMPTS else "log-prob" if name.endswith("log_probs") else name
-        uid = _uid_of_row(run, step, row)
+        uid = _get_row_uid(run, step, row)
         yield Difference(step, stage, title, *values, sample=row, uid=uid, kind=kind, note=note)
 
 
-def _first_token(columns: Sequence[Sequence[float | None] | None]) -> str:
+def _find_first_token(columns: Sequence[Sequence[float | None] | None]) -> str:
     """Describe the first token in which a recorded column of two runs differs; empty if none does."""
     one, other = columns
     if one is None or other is None or one == other:
         return ""
-    place = _first_difference(one, other)
-    values = _values_at(one, other, place)
-    return "; first in token {}: {} against {}".format(place, *map(_value, values))
+    place = _find_first_difference(one, other)
+    values = _get_values_at(one, other, place)
+    return "; first in token {}: {} against {}".format(place, *map(_get_value, values))
 
 
-def _uid_of_row(run: RecordedRun, step: int, index: int) -> str | None:
+def _get_row_uid(run: RecordedRun, step: int, index: int) -> str | None:
     """Return the prompt of a row of the batch, if trajectories were written."""
     if (step, "train") not in run.trajectory_paths:
         return None
-    rows = run.trajectories(step, "train")
+    rows = run.read_trajectories(step, "train")
     return next((row.get("uid") for number, row in enumerate(rows) if number == index), None)
 
 
-def _of_weights(step: int, a: StepHashes, b: StepHashes) -> Iterator[Difference]:
+def _compare_weights(step: int, a: StepHashes, b: StepHashes) -> Iterator[Difference]:
     """Yield the first tensor of the weights after a step that differs."""
     names = [name for name in a.weights if name in b.weights]
     differing = [name for name in names if a.weights[name] != b.weights[name]]
@@ -309,7 +313,7 @@ _IGNORED_PARTS = ("seconds", "memory", "per_second", "throughput")
 _FIRST_METRICS = ("_lr", "/lr", "rollout_train", "policy_loss", "final_loss", "critic_loss", "train/loss")
 
 
-def stage_of_metric(name: str) -> StepPart | None:
+def get_metric_stage(name: str) -> StepPart | None:
     """Return the stage of a metric; None for times, sizes of memory and states of queues, which are never the same."""
     if name in ("step", "time") or name.startswith(_IGNORED_METRICS) or any(part in name for part in _IGNORED_PARTS):
         return None
@@ -325,7 +329,7 @@ def stage_of_metric(name: str) -> StepPart | None:
     return next((stage for prefix, stage in stages.items() if name.startswith(prefix)), StepPart.ENVIRONMENT)
 
 
-def _of_metrics(step: int, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
+def _compare_metrics(step: int, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
     """Yield the metrics of a step that both runs have and that differ: learning rates and losses first, since all
     others of an update follow from them."""
 
@@ -333,21 +337,21 @@ def _of_metrics(step: int, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterat
         return next((index for index, part in enumerate(_FIRST_METRICS) if part in name), len(_FIRST_METRICS))
 
     for name in sorted((name for name in a if name in b), key=rank):  # stable: otherwise as they were logged
-        stage = stage_of_metric(name)
+        stage = get_metric_stage(name)
         if stage is not None and a[name] != b[name]:
             yield Difference(step, stage, name, a[name], b[name], kind="lr" if rank(name) < 2 else "")
 
 
-def _as_evaluation(difference: Difference) -> Difference:
+def _to_evaluation(difference: Difference) -> Difference:
     values = {**vars(difference), "stage": StepPart.EVALUATION}
     return Difference(**{**values, "quantity": f"{difference.quantity} in the evaluation"})
 
 
-def compared_steps(a: RecordedRun, b: RecordedRun) -> list[int]:
+def list_compared_steps(a: RecordedRun, b: RecordedRun) -> list[int]:
     """Return the steps that both runs have records of, in order."""
     return sorted(a.steps & b.steps)
 
 
-def first_parting(a: RecordedRun, b: RecordedRun, steps: Iterable[int]) -> list[Difference]:
+def find_divergence(a: RecordedRun, b: RecordedRun, steps: Iterable[int]) -> list[Difference]:
     """Return the differences of the first step that has any, one per stage; empty if all steps are equal."""
-    return next((found for step in steps if (found := differences_of_step(a, b, step))), [])
+    return next((found for step in steps if (found := find_step_differences(a, b, step))), [])

@@ -74,10 +74,10 @@ class RecordedRun:
     @cached_property
     def starts(self) -> list[Start]:
         """Starts of the run with remaining steps, oldest first; at least one."""
-        configs = self._configs()
+        configs = self._read_configs()
         newest = configs.get("config.yaml", {})
         by_hash = {name: values for name, values in configs.items() if name != "config.yaml"}
-        rows = [row for _, row in self._lines(self.folder.starts_path)] if self.folder.starts_path.exists() else []
+        rows = [row for _, row in self._read_lines(self.folder.starts_path)] if self.folder.starts_path.exists() else []
         if not rows:
             return [Start(1, newest)]
         # A later start after the same step replaces the one before: nothing of that one is left.
@@ -98,13 +98,13 @@ class RecordedRun:
         """Number of earlier configurations without a recorded first step."""
         return 0 if self.has_starts else len(list(self.folder.path.glob("config_*.yaml")))
 
-    def _configs(self) -> dict[str, dict[str, object]]:
+    def _read_configs(self) -> dict[str, dict[str, object]]:
         """Return the configurations by the hash of their text, and the newest as `config.yaml`, too."""
         found = {}
         for path in sorted(self.folder.path.glob("config*.yaml")):
             text = path.read_bytes()
             try:
-                values = flatten(yaml.safe_load(text.decode("utf-8", "replace")))
+                values = to_flat_settings(yaml.safe_load(text.decode("utf-8", "replace")))
             except yaml.YAMLError as error:
                 raise DataError(
                     f"{path} is not YAML ({str(error).splitlines()[0]}); restore the configuration that the run "
@@ -137,7 +137,7 @@ class RecordedRun:
         """Metrics of each step; of several lines of a step the last that has a metric counts."""
         found: dict[int, JsonObject] = {}
         if self.folder.metrics_path.exists():
-            for _, row in self._lines(self.folder.metrics_path):
+            for _, row in self._read_lines(self.folder.metrics_path):
                 found.setdefault(int(row["step"]), {}).update(row)
         return found
 
@@ -147,7 +147,7 @@ class RecordedRun:
         found: dict[int, StepHashes] = {}
         names: list[str] = []
         if self.folder.fingerprints_path.exists():
-            for _, row in self._lines(self.folder.fingerprints_path):
+            for _, row in self._read_lines(self.folder.fingerprints_path):
                 weights = row.get("weights", {})
                 names = weights.get("names", names)
                 own = dict(zip(names, split_fingerprints(weights.get("values", "")), strict=False))
@@ -164,17 +164,17 @@ class RecordedRun:
         """Files of trajectories by step and phase."""
         return {(file.step, file.phase): file.path for file in self.folder.trajectory_files()}
 
-    def trajectories(self, step: int, phase: Phase) -> Iterator[JsonObject]:
+    def read_trajectories(self, step: int, phase: Phase) -> Iterator[JsonObject]:
         """Yield the rows of a step, less a torn last one."""
-        return (row for _, row in self._lines(self.trajectory_paths[step, phase], needs_step=False))
+        return (row for _, row in self._read_lines(self.trajectory_paths[step, phase], needs_step=False))
 
-    def token_column(self, step: int, row: int, name: str) -> list[float | None] | None:
+    def read_token_column(self, step: int, row: int, name: str) -> list[float | None] | None:
         """Return what training knew of the tokens of a row of a step (`utils/token_columns.py`); None if it was not
         recorded."""
         path = self.folder.token_columns_path(step)
         if not path.exists():
             return None
-        lines = self._lines(path, needs_step=False)
+        lines = self._read_lines(path, needs_step=False)
         return decode_columns(next(islice((own for _, own in lines), row, None), {})).get(name)
 
     @cached_property
@@ -188,7 +188,7 @@ class RecordedRun:
         """Last recorded training step; 0: none."""
         return max((step for step in self.steps if step > 0), default=0)
 
-    def _lines(self, path: Path, *, needs_step: bool = True) -> Iterator[tuple[bytes, JsonObject]]:
+    def _read_lines(self, path: Path, *, needs_step: bool = True) -> Iterator[tuple[bytes, JsonObject]]:
         try:
             for number, (line, row) in enumerate(read_json_lines(path), start=1):
                 if not isinstance(row, dict) or (needs_step and not isinstance(row.get("step"), int)):
@@ -199,12 +199,12 @@ class RecordedRun:
             raise DataError(f"{path} cannot be read ({error}); make it readable, or compare a copy") from error
 
 
-def flatten(values: object, name: str = "") -> dict[str, Any]:
+def to_flat_settings(values: object, name: str = "") -> dict[str, Any]:
     """Return nested settings by their full names. Empty sections stay as `{}`."""
     if not isinstance(values, Mapping) or not values:
         return {name: values} if name else {}
     return {
         full_name: value
         for key, inner in values.items()
-        for full_name, value in flatten(inner, f"{name}.{key}" if name else str(key)).items()
+        for full_name, value in to_flat_settings(inner, f"{name}.{key}" if name else str(key)).items()
     }

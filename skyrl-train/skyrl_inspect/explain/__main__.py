@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from skyrl_inspect.explain.diagnosis import diagnose
+from skyrl_inspect.explain.diagnosis import find_causes
 from skyrl_inspect.explain.evidence import observe
 from skyrl_inspect.explain.text import as_json, as_text, details, headline
 from skyrl_train.utils.explanations import explanations_folder, waits_folder
@@ -36,9 +36,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     situation = observe(run_dir)
     if not situation.processes:
-        print(_nothing_recorded(run_dir), file=sys.stderr)
+        print(_describe_missing_records(run_dir), file=sys.stderr)
         return 1
-    findings = diagnose(situation)
+    findings = find_causes(situation)
     text = as_text(run_dir, situation, findings, options.because)
     record = as_json(run_dir, situation, findings, options.because)
     path = _write(run_dir, text + details(situation), record)
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _nothing_recorded(run_dir: Path) -> str:
+def _describe_missing_records(run_dir: Path) -> str:
     log = run_dir / "logs" / "trainer.log"
     when = f", {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(log.stat().st_mtime))}" if log.exists() else ""
     return (

@@ -58,11 +58,11 @@ class HangCause:
         return self.kind is not Kind.NOT_RUNNING, not self.is_expired, int(self.kind), -self.seconds
 
 
-def diagnose(situation: Situation) -> list[HangCause]:
+def find_causes(situation: Situation) -> list[HangCause]:
     """Return the causes, most likely first."""
     graph = _Graph(situation)
     found: dict[str, HangCause] = {}
-    for finding in graph.causes():
+    for finding in graph.find_causes():
         before = found.get(finding.cause)
         if before is None:
             found[finding.cause] = finding
@@ -95,7 +95,7 @@ class _Graph:
         }
         self._visited: set[tuple[str, int]] = set()
 
-    def causes(self) -> Iterator[HangCause]:
+    def find_causes(self) -> Iterator[HangCause]:
         trainer = self._processes.get(TRAINER)
         roots = [TRAINER] if trainer is not None else []
         for role in [*roots, *(role for role in self._processes if role != TRAINER)]:
@@ -119,7 +119,7 @@ class _Graph:
         ids = {wait.id for wait in present}
         return [wait for wait in present if wait.parent not in ids]
 
-    def _waits_of(self, name: str) -> list[_Link]:
+    def _get_waits(self, name: str) -> list[_Link]:
         """Return the outermost waits of one that waits, the oldest first, wherever it lives."""
         links = []
         for role, present in self._open.items():
@@ -130,7 +130,7 @@ class _Graph:
                     links.append(_Link(self._processes[role], wait))
         return sorted(links, key=lambda link: link.wait.began)
 
-    def _innermost(self, role: str) -> list[Wait]:
+    def _get_innermost(self, role: str) -> list[Wait]:
         parents = {wait.parent for wait in self._open[role]}
         return [wait for wait in self._open[role] if wait.id not in parents]
 
@@ -163,7 +163,7 @@ class _Graph:
                 yield from self._target(name, here)
 
     def _target(self, name: str, chain: tuple[_Link, ...]) -> Iterator[HangCause]:
-        links = self._waits_of(name)
+        links = self._get_waits(name)
         process = self._processes.get(name)
         bad = [] if process is None else list(self._not_running(process, chain))
         if bad:
@@ -189,7 +189,7 @@ class _Graph:
             if bad := list(self._not_running(process, chain)):
                 found += bad
                 continue
-            inner = [wait for wait in self._innermost(role) if wait.who == role]
+            inner = [wait for wait in self._get_innermost(role) if wait.who == role]
             if not inner or all(wait.what == NEXT_CALL for wait in inner):
                 found.append(self._left_out(process, link, chain))
                 continue
@@ -232,7 +232,7 @@ class _Graph:
             remedy = f"the end of its log, {process.log}, and the kernel's log tell why" if process.log else ""
             yield self._finding(Kind.NOT_RUNNING, f"{name} is dead{last}", chain, remedy, process)
         elif process.state == "D":
-            work = self._innermost(process.role)
+            work = self._get_innermost(process.role)
             what = f" in {_words(work[-1])}" if work else ""
             yield self._finding(
                 Kind.NOT_RUNNING,
@@ -285,10 +285,10 @@ class _Graph:
         named = next((wait for wait in present if wait.id == link.wait.parent and not wait.on), link.wait)
         named = link.wait if named.who == link.wait.who else named
         who = f"{named.who} (pid {link.process.pid})"
-        counts = self._collectives_begun(link.process.role)
+        counts = self._count_collectives(link.process.role)
         return self._finding(Kind.BUSY, f"{who} does not finish {named.what}{self._place(link)}{counts}", chain)
 
-    def _collectives_begun(self, role: str) -> str:
+    def _count_collectives(self, role: str) -> str:
         """Return how many collectives each rank of a group has begun, where the numbers differ: on CUDA none waits in
         one."""
         group = role.rpartition(" ")[0]

@@ -33,8 +33,8 @@ from skyrl_gym.chat.template import ChatTemplate
 from skyrl_gym.waits import end_run
 from skyrl_inspect.mismatch.answers import SAMPLINGS, EngineAnswers, Questions, Sampling
 from skyrl_inspect.mismatch.cells import EngineName
-from skyrl_inspect.mismatch.page import as_markdown, as_plain
-from skyrl_inspect.mismatch.process import MakeEngine, ask_in_a_process
+from skyrl_inspect.mismatch.page import format_markdown, to_plain
+from skyrl_inspect.mismatch.process import MakeEngine, run_in_process
 from skyrl_inspect.mismatch.report import Report, make_report
 from skyrl_train.config import SkyRLConfig, config_dir, register_config_store
 from skyrl_train.config.base import BaseConfig
@@ -123,7 +123,7 @@ class MismatchRunConfig(SkyRLConfig):
 register_config_store(MismatchRunConfig, "mismatch_base_config")
 
 
-def validated(cfg: DictConfig | MismatchRunConfig) -> MismatchRunConfig:
+def validate_settings(cfg: DictConfig | MismatchRunConfig) -> MismatchRunConfig:
     """Typed settings.
 
     Raises:
@@ -158,9 +158,9 @@ def validated(cfg: DictConfig | MismatchRunConfig) -> MismatchRunConfig:
 def measure(cfg: MismatchRunConfig) -> tuple[Report, PreTrainedTokenizerBase]:
     """Start one engine after the other, and compare."""
     tokenizer = load_tokenizer(cfg.trainer.policy.model.path)
-    samplings = samplings_of(cfg)
+    samplings = list_samplings(cfg)
     questions = Questions(
-        prompts=prompts_of(cfg, tokenizer),
+        prompts=load_prompts(cfg, tokenizer),
         samplings=samplings,
         max_tokens=cfg.mismatch.max_tokens,
         seed=cfg.generator.seed,
@@ -171,11 +171,11 @@ def measure(cfg: MismatchRunConfig) -> tuple[Report, PreTrainedTokenizerBase]:
     logs = RunFolder(cfg.trainer.run_dir).logs_folder
     said: list[tuple[EngineName, EngineAnswers]] = []
     failed: list[tuple[str, str]] = []
-    for name, make_engine in engines_of(cfg, questions):
+    for name, make_engine in build_engines(cfg, questions):
         logger.info(f"asking {name}")
         log_path = logs / f"mismatch_{str(name).replace(' ', '_').replace('/', '_')}.log"
         try:
-            answers = ask_in_a_process(make_engine, questions, log_path, deadline)
+            answers = run_in_process(make_engine, questions, log_path, deadline)
         except WorkerError as error:
             logger.warning(f"{name} was not measured: {error}")
             failed.append((str(name), str(error)))
@@ -185,7 +185,7 @@ def measure(cfg: MismatchRunConfig) -> tuple[Report, PreTrainedTokenizerBase]:
     return make_report(cfg, said, samplings, failed), tokenizer
 
 
-def samplings_of(cfg: MismatchRunConfig) -> list[Sampling]:
+def list_samplings(cfg: MismatchRunConfig) -> list[Sampling]:
     """Return the requested sampling settings; duplicates of the training setting are omitted."""
     own = get_sampling_params(cfg.generator.sampling_params)
     lengths = ("max_tokens", "logprobs", "stop", "min_tokens", "seed")
@@ -199,7 +199,7 @@ def samplings_of(cfg: MismatchRunConfig) -> list[Sampling]:
     return found
 
 
-def prompts_of(cfg: MismatchRunConfig, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+def load_prompts(cfg: MismatchRunConfig, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Return prompts of the training data, or the built-in ones; random tokens where there are too few."""
     count = cfg.mismatch.num_prompts
     longest = cfg.trainer.max_prompt_length
@@ -211,8 +211,8 @@ def prompts_of(cfg: MismatchRunConfig, tokenizer: PreTrainedTokenizerBase) -> li
         messages = [data[index][0] for index in range(min(count, len(data)))]
     else:
         messages = [[{"role": "user", "content": text}] for text in _BUILT_IN_PROMPTS[:count]]
-    prompts = [_prompt_ids(chat_template, conversation)[-longest:] for conversation in messages]
-    context = getattr(_text_config(cfg), "max_position_embeddings", None) or longest + cfg.mismatch.max_tokens
+    prompts = [_encode_prompts(chat_template, conversation)[-longest:] for conversation in messages]
+    context = getattr(_get_text_config(cfg), "max_position_embeddings", None) or longest + cfg.mismatch.max_tokens
     room = context - cfg.mismatch.max_tokens
     if room < 1:
         raise ConfigError(
@@ -221,29 +221,29 @@ def prompts_of(cfg: MismatchRunConfig, tokenizer: PreTrainedTokenizerBase) -> li
         )
     prompts = [prompt for prompt in (prompt[-room:] for prompt in prompts) if prompt]
     draw = random.Random(cfg.generator.seed)
-    words = min(len(tokenizer), _text_config(cfg).vocab_size)
+    words = min(len(tokenizer), _get_text_config(cfg).vocab_size)
     while len(prompts) < count:
         prompts.append([draw.randrange(words) for _ in range(draw.randint(1, min(32, room)))])
     return prompts
 
 
-def engines_of(cfg: MismatchRunConfig, questions: Questions) -> Iterator[tuple[EngineName, MakeEngine]]:
+def build_engines(cfg: MismatchRunConfig, questions: Questions) -> Iterator[tuple[EngineName, MakeEngine]]:
     """Return the engines to measure, each with its builder."""
     generator = cfg.generator
     if not generator.run_engines_locally:
         for url in generator.remote_inference_engine_urls:
-            yield EngineName(backend="server", dtype=None, url=url), partial(_remote, cfg, url)
+            yield EngineName(backend="server", dtype=None, url=url), partial(_make_remote_engine, cfg, url)
         return
     device = cfg.trainer.placement.resolved_device()
-    for backend in cfg.mismatch.engines or _installed_engines():
+    for backend in cfg.mismatch.engines or _list_installed_engines():
         for dtype in cfg.mismatch.dtypes:
             has_choice = EngineRegistry.requirements(backend).attention_choice
             for attention in cfg.mismatch.attention if has_choice else ["default"]:
                 name = EngineName(backend=backend, dtype=dtype, attention=attention)
-                yield name, engine_factory(_settings_of(cfg, name, questions), device)
+                yield name, engine_factory(_make_settings(cfg, name, questions), device)
 
 
-def _settings_of(cfg: MismatchRunConfig, name: EngineName, questions: Questions) -> SkyRLConfig:
+def _make_settings(cfg: MismatchRunConfig, name: EngineName, questions: Questions) -> SkyRLConfig:
     """The settings of a run with this engine, sized for the questions."""
     own = copy.deepcopy(cfg)
     own.trainer.placement.colocate_all = False
@@ -252,7 +252,7 @@ def _settings_of(cfg: MismatchRunConfig, name: EngineName, questions: Questions)
     if name.attention != "default":
         kwargs = kwargs | {"attention_backend": name.attention}
     longest = max(max(map(len, questions.prompts)) + questions.max_tokens, 32)  # fixed tokens have fewer
-    context = getattr(_text_config(cfg), "max_position_embeddings", None) or longest
+    context = getattr(_get_text_config(cfg), "max_position_embeddings", None) or longest
     generator.engine_init_kwargs = {"max_model_len": min(longest, context)} | kwargs
     generator.backend = name.backend
     generator.model_dtype = cast(Dtype, name.dtype)
@@ -260,23 +260,23 @@ def _settings_of(cfg: MismatchRunConfig, name: EngineName, questions: Questions)
     return own
 
 
-def _installed_engines() -> list[str]:
+def _list_installed_engines() -> list[str]:
     return [name for name, entry in EngineRegistry.registrations().items() if entry.requires.is_installed]
 
 
-def _remote(cfg: MismatchRunConfig, url: str) -> InferenceEngineInterface:
+def _make_remote_engine(cfg: MismatchRunConfig, url: str) -> InferenceEngineInterface:
     generator = cfg.generator
     return remote_engine(generator, url, load_tokenizer(cfg.trainer.policy.model.path), generator.backend)
 
 
-def _prompt_ids(chat: ChatTemplate, messages: ConversationType) -> list[int]:
+def _encode_prompts(chat: ChatTemplate, messages: ConversationType) -> list[int]:
     if not (chat.chat_template or chat.tokenizer.chat_template):  # a base model: plain text, special tokens around it
         text = "\n".join(str(message["content"]) for message in messages)
         return list(chat.tokenizer(text, add_special_tokens=True)["input_ids"])
     return chat.encode(chat.text(messages, add_generation_prompt=True))
 
 
-def _text_config(cfg: MismatchRunConfig) -> Any:
+def _get_text_config(cfg: MismatchRunConfig) -> Any:
     return model_config(cfg.trainer.policy.model.path, "trainer.policy.model.path").get_text_config()
 
 
@@ -287,8 +287,8 @@ def publish(report: Report, cfg: MismatchRunConfig, tokenizer: PreTrainedTokeniz
         return str(tokenizer.decode(ids))
 
     settings = cfg.mismatch
-    print(as_markdown(report, decode, settings.num_worst_tokens))
-    plain = as_plain(report, decode, settings.num_worst_tokens)
+    print(format_markdown(report, decode, settings.num_worst_tokens))
+    plain = to_plain(report, decode, settings.num_worst_tokens)
     path = expand_path(settings.output)
     path.parent.mkdir(parents=True, exist_ok=True)
     limit = settings.max_mean_difference
@@ -306,7 +306,7 @@ def publish(report: Report, cfg: MismatchRunConfig, tokenizer: PreTrainedTokeniz
     return 1 if above else 0
 
 
-def help_text() -> str:
+def format_help() -> str:
     """Return the help of this command and its own settings."""
     hints = get_type_hints(MismatchConfig, include_extras=True)
     meanings, defaults = field_meanings(MismatchConfig), asdict(MismatchConfig())
@@ -321,7 +321,7 @@ def help_text() -> str:
 @hydra.main(config_path=config_dir, config_name="mismatch_base_config", version_base=None)
 def main(cfg: DictConfig) -> None:
     try:
-        typed = validated(cfg)
+        typed = validate_settings(cfg)
         configure_logging(RunFolder(typed.trainer.run_dir).log_path("mismatch"))
         record_waits(Path(typed.trainer.run_dir))
         report, tokenizer = measure(typed)
@@ -334,6 +334,6 @@ def main(cfg: DictConfig) -> None:
 
 if __name__ == "__main__":
     if {"--help", "-h"} & set(sys.argv[1:]):
-        print(help_text())
+        print(format_help())
     else:
         main()

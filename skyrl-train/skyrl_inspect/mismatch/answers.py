@@ -92,7 +92,7 @@ class EngineAnswers:
     """A sampling setting, or `canary` -> why there is no answer."""
 
 
-async def ask(engine: InferenceEngineInterface, questions: Questions) -> EngineAnswers:
+async def send_questions(engine: InferenceEngineInterface, questions: Questions) -> EngineAnswers:
     """Send all requests. A refusal of the engine is recorded, and the next request sent.
 
     Raises:
@@ -102,36 +102,36 @@ async def ask(engine: InferenceEngineInterface, questions: Questions) -> EngineA
     answers: dict[str, Answers] = {}
     canary, refused = None, {}
     try:
-        canary = await _canary(engine, info, questions)
+        canary = await _score_canary(engine, info, questions)
     except _REFUSALS as error:
-        refused["canary"] = _reason(error)
+        refused["canary"] = _describe_refusal(error)
     for sampling in questions.samplings:
         try:
-            answers[sampling.name] = await _answers(engine, sampling, questions)
+            answers[sampling.name] = await _collect_answers(engine, sampling, questions)
         except _REFUSALS as error:
-            refused[sampling.name] = _reason(error)
+            refused[sampling.name] = _describe_refusal(error)
     return EngineAnswers(info=info, answers=answers, canary=canary, refused=refused)
 
 
 _REFUSALS = (SkyRLError, ValueError, TimeoutError)
 
 
-def _reason(error: Exception) -> str:
+def _describe_refusal(error: Exception) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else "no answer before the deadline"
 
 
-async def _answers(engine: InferenceEngineInterface, sampling: Sampling, questions: Questions) -> Answers:
+async def _collect_answers(engine: InferenceEngineInterface, sampling: Sampling, questions: Questions) -> Answers:
     params = {"logprobs": 0, "max_tokens": questions.max_tokens, "seed": questions.seed, **sampling.params}
-    completions = await _complete_all(engine, questions.prompts, params, questions)
+    completions = await _generate_all(engine, questions.prompts, params, questions)
     log_probs = [completion.log_probs for completion in completions if completion.log_probs is not None]
     if len(log_probs) < len(completions):
         raise ValueError("the engine gave no log-probs of its answers")
     routes = [completion.routes for completion in completions]
     responses = [completion.token_ids for completion in completions]
-    return _answered(questions.prompts, responses, log_probs, routes if any(routes) else None)
+    return _filter_answered(questions.prompts, responses, log_probs, routes if any(routes) else None)
 
 
-async def _complete_all(
+async def _generate_all(
     engine: InferenceEngineInterface, prompts: Sequence[list[int]], params: SamplingKeywords, questions: Questions
 ) -> list[Completion]:
     """Complete all prompts within the deadline; prompt i draws from the seed pair (seed, i)."""
@@ -143,19 +143,19 @@ async def _complete_all(
     return await asyncio.wait_for(calls, questions.timeout_seconds)
 
 
-async def _canary(engine: InferenceEngineInterface, info: EngineInfo, questions: Questions) -> Answers:
+async def _score_canary(engine: InferenceEngineInterface, info: EngineInfo, questions: Questions) -> Answers:
     if "prompt_log_probs" in info.unsupported:
         raise ValueError(info.unsupported["prompt_log_probs"])
     rows = canary_prompts(info.vocab_size, info.max_model_len)
     params = {"max_tokens": 1, "temperature": 1.0, "logprobs": 0, "prompt_logprobs": 0, "seed": questions.seed}
-    completions = await _complete_all(engine, rows, params, questions)
+    completions = await _generate_all(engine, rows, params, questions)
     log_probs = [each.prompt_log_probs for each in completions if each.prompt_log_probs is not None]
     if len(log_probs) < len(completions):
         raise ValueError("the engine gave no log-probs of its prompts")
-    return _answered([row[:1] for row in rows], [row[1:] for row in rows], log_probs)
+    return _filter_answered([row[:1] for row in rows], [row[1:] for row in rows], log_probs)
 
 
-def _answered(
+def _filter_answered(
     prompts: Sequence[Sequence[int]],
     responses: Sequence[Sequence[int]],
     log_probs: Sequence[Sequence[float]],

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from skyrl_inspect.mismatch.answers import Answers, Sampling
-from skyrl_inspect.mismatch.gap import Gap, gap_of, mean_difference
+from skyrl_inspect.mismatch.gap import Gap, compute_gap, mean_difference
 
 TrainerDtype = Literal["float32", "bfloat16"]
 
@@ -89,13 +89,13 @@ class Cell:
         """Compare the log-probs. Returns: None if no token has a number."""
         if not self.finite.any():
             return None
-        return gap_of(self.train[dtype][self.finite], self.rollout[self.finite], clip_low, clip_high)
+        return compute_gap(self.train[dtype][self.finite], self.rollout[self.finite], clip_low, clip_high)
 
     def replayed_gap(self, dtype: TrainerDtype, clip_low: float, clip_high: float) -> Gap | None:
         """Compare the log-probs over the engine's experts. Returns: None without replayed log-probs."""
         if dtype not in self.replayed or not self.finite.any():
             return None
-        return gap_of(self.replayed[dtype][self.finite], self.rollout[self.finite], clip_low, clip_high)
+        return compute_gap(self.replayed[dtype][self.finite], self.rollout[self.finite], clip_low, clip_high)
 
     def mean(self, dtype: TrainerDtype) -> float:
         """Mean difference to the trainer in that format; infinite if the engine gave something that is no number."""

@@ -56,17 +56,17 @@ class _Tokens:
         return differences[: -(-len(differences) * 19 // 20)].mean().item()
 
 
-def best_explanation(reference: Reference, answers: Answers, sampling: Sampling) -> Explanation | None:
+def find_best_explanation(reference: Reference, answers: Answers, sampling: Sampling) -> Explanation | None:
     """The mistake that comes nearest to the engine's log-probs of these answers; None if they have no numbers."""
-    tokens = _tokens_of(reference, answers)
+    tokens = _collect_tokens(reference, answers)
     if tokens is None:
         return None
-    found = [Explanation(kind, tokens.left_by(logits)) for kind, logits in _mistakes(tokens, sampling)]
-    found.append(_fitted_temperature(tokens))
+    found = [Explanation(kind, tokens.left_by(logits)) for kind, logits in _apply_mistakes(tokens, sampling)]
+    found.append(_fit_temperature(tokens))
     return min(found, key=lambda explanation: explanation.left)
 
 
-def _tokens_of(reference: Reference, answers: Answers) -> _Tokens | None:
+def _collect_tokens(reference: Reference, answers: Answers) -> _Tokens | None:
     """Return the tokens of the first answers, up to the number examined."""
     logits, labels, seen, rollout = [], [], [], []
     for prompt, response, log_probs in zip(answers.prompts, answers.responses, answers.log_probs, strict=True):
@@ -86,7 +86,7 @@ def _tokens_of(reference: Reference, answers: Answers) -> _Tokens | None:
     return _Tokens(torch.stack(logits), torch.tensor(labels), filled, torch.tensor(rollout))
 
 
-def _mistakes(tokens: _Tokens, sampling: Sampling) -> Iterator[tuple[Kind, torch.Tensor]]:
+def _apply_mistakes(tokens: _Tokens, sampling: Sampling) -> Iterator[tuple[Kind, torch.Tensor]]:
     """Apply the known mistakes under this sampling setting to logits [N, V]."""
     params = sampling.params
     greedy = params.get("temperature", 1.0) == 0
@@ -97,12 +97,12 @@ def _mistakes(tokens: _Tokens, sampling: Sampling) -> Iterator[tuple[Kind, torch
         penalized = apply_repetition_penalty(tokens.logits, tokens.seen, penalty)
         yield "penalty", penalized / sampling.temperature
     if truncates:
-        yield "truncation", _truncated(tokens.logits / sampling.temperature, sampling, greedy)
+        yield "truncation", _apply_truncation(tokens.logits / sampling.temperature, sampling, greedy)
         if penalized is not None:
-            yield "penalty and truncation", _truncated(penalized / sampling.temperature, sampling, greedy)
+            yield "penalty and truncation", _apply_truncation(penalized / sampling.temperature, sampling, greedy)
 
 
-def _truncated(logits: torch.Tensor, sampling: Sampling, greedy: bool) -> torch.Tensor:
+def _apply_truncation(logits: torch.Tensor, sampling: Sampling, greedy: bool) -> torch.Tensor:
     params, num, words = sampling.params, *logits.shape
     top_k = 1 if greedy else params.get("top_k", -1)
     batch = SamplingBatch(
@@ -116,7 +116,7 @@ def _truncated(logits: torch.Tensor, sampling: Sampling, greedy: bool) -> torch.
     return truncate(logits.softmax(-1), batch).log()
 
 
-def _fitted_temperature(tokens: _Tokens) -> Explanation:
+def _fit_temperature(tokens: _Tokens) -> Explanation:
     """The temperature, from 1/8 to 8, under which the trainer's log-probs are nearest to the engine's: 61 on a
     logarithmic scale, then twice 21 between the neighbours of the best."""
 

@@ -75,65 +75,65 @@ class Trainer:
     clip_high: float = 0.2
 
 
-def tolerance(cell: Cell) -> float:
+def compute_tolerance(cell: Cell) -> float:
     """The mean difference to the trainer in float32 that the engine's number format explains, on these tokens."""
     dtype = cell.engine.dtype if cell.engine.dtype in FLOORS else "bfloat16"
     return max(FLOORS[dtype], ROUNDING_FACTOR[dtype] * cell.rounding)
 
 
-def findings_of(engines: Sequence[Measured], trainer: Trainer) -> list[Finding]:
+def find_all(engines: Sequence[Measured], trainer: Trainer) -> list[Finding]:
     """Derive all findings, errors first; a single `ok` if nothing is found."""
     found: list[Finding] = []
     sound: list[Measured] = []
     for engine in engines:
-        wrong = _wrong_computation(engine)
+        wrong = _find_wrong_computation(engine)
         found += wrong
         if not wrong and engine.cells:
             sound.append(engine)
-    for group in _by_backend(sound).values():
-        found += _number_formats(group, trainer)
-    found += _outliers(sound, trainer)
+    for group in _group_by_backend(sound).values():
+        found += _find_better_formats(group, trainer)
+    found += _find_outliers(sound, trainer)
     order: dict[Severity, int] = {"error": 0, "warning": 1, "ok": 2}
-    return sorted(found, key=lambda finding: order[finding.severity]) or [_nothing_wrong(engines)]
+    return sorted(found, key=lambda finding: order[finding.severity]) or [_make_ok_finding(engines)]
 
 
 # ---- engine and trainer compute different things
 
 
-def _wrong_computation(engine: Measured) -> list[Finding]:
+def _find_wrong_computation(engine: Measured) -> list[Finding]:
     """Fixed tokens first: no sampling touches them, so what differs there is the model itself."""
-    if engine.canary is not None and engine.canary.mean("float32") > tolerance(engine.canary):
-        return [_wrong_model(engine, engine.canary)]
-    suspects = [cell for cell in engine.cells if cell.mean("float32") > tolerance(cell)]
+    if engine.canary is not None and engine.canary.mean("float32") > compute_tolerance(engine.canary):
+        return [_find_wrong_model(engine, engine.canary)]
+    suspects = [cell for cell in engine.cells if cell.mean("float32") > compute_tolerance(cell)]
     if engine.canary is None and suspects and len(suspects) == len(engine.cells):
         # Something in every cell: the plainest tells most.
         plain = min(suspects, key=lambda cell: len(cell.sampling.params))
-        if _explanation(engine, plain) is None and not plain.num_not_finite:
-            return [_wrong_model(engine, plain)]
+        if _find_explanation(engine, plain) is None and not plain.num_not_finite:
+            return [_find_wrong_model(engine, plain)]
     found: dict[str, list[Cell]] = {}
     explanations: dict[str, Explanation | None] = {}
     for cell in suspects:
-        explanation = None if cell.num_not_finite else _explanation(engine, cell)
+        explanation = None if cell.num_not_finite else _find_explanation(engine, cell)
         kind = "not finite" if cell.num_not_finite else explanation.kind if explanation else "unexplained"
         if explanation and explanation.temperature is not None:
             kind += f" {explanation.temperature / cell.sampling.temperature:.2f}"
         found.setdefault(kind, []).append(cell)
         explanations.setdefault(kind, explanation)
-    return [_processed(engine, cells, explanations[kind]) for kind, cells in found.items()]
+    return [_find_processed_log_probs(engine, cells, explanations[kind]) for kind, cells in found.items()]
 
 
-def _explanation(engine: Measured, cell: Cell) -> Explanation | None:
+def _find_explanation(engine: Measured, cell: Cell) -> Explanation | None:
     """Find the mistake that explains a cell down to rounding, or to a fifth of the gap and less."""
     found = engine.explain(cell)
-    if found is None or found.left > max(tolerance(cell), cell.mean("float32") / 5):
+    if found is None or found.left > max(compute_tolerance(cell), cell.mean("float32") / 5):
         return None
     if found.temperature is not None and abs(found.temperature / cell.sampling.temperature - 1) < 0.01:
         return None
     return found
 
 
-def _wrong_model(engine: Measured, cell: Cell) -> Finding:
-    gap, allowed = cell.mean("float32"), tolerance(cell)
+def _find_wrong_model(engine: Measured, cell: Cell) -> Finding:
+    gap, allowed = cell.mean("float32"), compute_tolerance(cell)
     what = (
         f"{engine.name}: its log-probs of {len(cell.rollout)} {'fixed' if cell is engine.canary else 'sampled'} tokens"
     )
@@ -145,7 +145,7 @@ def _wrong_model(engine: Measured, cell: Cell) -> Finding:
             f"{engine.name}: {cell.num_not_finite} of {len(cell.rollout)} log-probs of fixed tokens are no finite "
             f"numbers: {engine.name.dtype} overflows in this model; use generator.model_dtype=bfloat16 or float32.",
         )
-    explanation = _explanation(engine, cell)
+    explanation = _find_explanation(engine, cell)
     if explanation is not None and explanation.temperature is not None:
         return Finding(
             "error",
@@ -177,9 +177,9 @@ def _wrong_model(engine: Measured, cell: Cell) -> Finding:
     )
 
 
-def _processed(engine: Measured, cells: list[Cell], explanation: Explanation | None) -> Finding:
+def _find_processed_log_probs(engine: Measured, cells: list[Cell], explanation: Explanation | None) -> Finding:
     """Log-probs that are the trainer's but for something that was done to them."""
-    where = f"{engine.name}, {_listed([cell.sampling.name for cell in cells])}"
+    where = f"{engine.name}, {_format_list([cell.sampling.name for cell in cells])}"
     gap = max(cell.mean("float32") for cell in cells)
     if any(cell.num_not_finite for cell in cells):
         number = sum(cell.num_not_finite for cell in cells)
@@ -194,9 +194,9 @@ def _processed(engine: Measured, cells: list[Cell], explanation: Explanation | N
             "error",
             "unexplained",
             f"{where}: log-probs differ from the trainer's by {gap:.3g} on average, more than rounding explains "
-            f"({max(map(tolerance, cells)):.2g}), though the log-probs of fixed tokens may agree: neither truncation, "
-            "penalties nor a temperature explain it. Look at the worst tokens; until it is understood, do not train "
-            "with this engine's log-probs (trainer.algorithm.off_policy_correction), or use another.",
+            f"({max(map(compute_tolerance, cells)):.2g}), though the log-probs of fixed tokens may agree: neither "
+            "truncation, penalties nor a temperature explain it. Look at the worst tokens; until it is understood, do not "
+            "train with this engine's log-probs (trainer.algorithm.off_policy_correction), or use another.",
         )
     if explanation.kind == "temperature":
         temperature, asked = explanation.temperature or 1.0, cells[0].sampling.temperature
@@ -233,7 +233,7 @@ def _processed(engine: Measured, cells: list[Cell], explanation: Explanation | N
 # ---- they compute the same, in other numbers
 
 
-def _number_formats(group: list[Measured], trainer: Trainer) -> list[Finding]:
+def _find_better_formats(group: list[Measured], trainer: Trainer) -> list[Finding]:
     """Report engines whose gap is at least three times smaller with other number formats of engine and trainer."""
     gaps = {
         (engine.name.dtype, dtype): engine.cells[0].mean(dtype) for engine in group for dtype in engine.cells[0].train
@@ -245,7 +245,7 @@ def _number_formats(group: list[Measured], trainer: Trainer) -> list[Finding]:
         if gaps[own] <= NEGLIGIBLE or not better:
             continue
         one_change = [pair for pair in better if (pair[0] == own[0]) != (pair[1] == own[1])]
-        choices = [f"{_changes(own, pair)} leaves {gaps[pair]:.2g}" for pair in one_change or better]
+        choices = [f"{_list_changes(own, pair)} leaves {gaps[pair]:.2g}" for pair in one_change or better]
         if own[1] == "float32" and ("float32", "float32") not in gaps:
             choices.append("generator.model_dtype=float32 was not measured here")
         found.append(
@@ -260,7 +260,7 @@ def _number_formats(group: list[Measured], trainer: Trainer) -> list[Finding]:
     return found
 
 
-def _changes(own: tuple[str | None, str], pair: tuple[str | None, str]) -> str:
+def _list_changes(own: tuple[str | None, str], pair: tuple[str | None, str]) -> str:
     """The settings that lead from one pair of formats to another."""
     engine = [f"generator.model_dtype={pair[0]}"] if pair[0] != own[0] else []
     return " ".join(
@@ -268,7 +268,7 @@ def _changes(own: tuple[str | None, str], pair: tuple[str | None, str]) -> str:
     )
 
 
-def _outliers(engines: Sequence[Measured], trainer: Trainer) -> list[Finding]:
+def _find_outliers(engines: Sequence[Measured], trainer: Trainer) -> list[Finding]:
     """Report tokens that leave the clip range, and the cost of importance weights: for each engine its worst cell."""
     found = []
     for engine in engines:
@@ -295,7 +295,7 @@ def _outliers(engines: Sequence[Measured], trainer: Trainer) -> list[Finding]:
     ]
 
 
-def _nothing_wrong(engines: Sequence[Measured]) -> Finding:
+def _make_ok_finding(engines: Sequence[Measured]) -> Finding:
     worst = max((cell.mean("float32") for engine in engines for cell in engine.cells), default=None)
     if worst is None:
         return Finding("error", "not measured", "No engine was measured: see what was left out and why.")
@@ -304,12 +304,12 @@ def _nothing_wrong(engines: Sequence[Measured]) -> Finding:
     )
 
 
-def _by_backend(engines: Sequence[Measured]) -> dict[tuple[str, str, str], list[Measured]]:
+def _group_by_backend(engines: Sequence[Measured]) -> dict[tuple[str, str, str], list[Measured]]:
     groups: dict[tuple[str, str, str], list[Measured]] = {}
     for engine in engines:
         groups.setdefault((engine.name.backend, engine.name.attention, engine.name.url), []).append(engine)
     return groups
 
 
-def _listed(names: Sequence[str]) -> str:
+def _format_list(names: Sequence[str]) -> str:
     return ", ".join(names)

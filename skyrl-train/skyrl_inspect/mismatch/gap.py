@@ -30,7 +30,7 @@ class Gap:
     """Effective share of the samples under the weights rho: (sum rho)^2 / (N sum rho^2)."""
 
 
-def gap_of(train: torch.Tensor, rollout: torch.Tensor, clip_low: float, clip_high: float) -> Gap:
+def compute_gap(train: torch.Tensor, rollout: torch.Tensor, clip_low: float, clip_high: float) -> Gap:
     """Compare the log-probs of the N tokens that an engine generated.
 
     Args:
@@ -45,7 +45,7 @@ def gap_of(train: torch.Tensor, rollout: torch.Tensor, clip_low: float, clip_hig
     return Gap(
         num_tokens=len(train),
         mean=found["logprobs_abs_diff_mean"],
-        p99=quantile(difference.abs(), 0.99),
+        p99=compute_quantile(difference.abs(), 0.99),
         max=found["logprobs_abs_diff_max"],
         kl=found["kl_k3"],
         outside_clip=outside.double().mean().item(),
@@ -53,7 +53,7 @@ def gap_of(train: torch.Tensor, rollout: torch.Tensor, clip_low: float, clip_hig
     )
 
 
-def quantile(values: torch.Tensor, share: float) -> float:
+def compute_quantile(values: torch.Tensor, share: float) -> float:
     """The smallest of the values [N] that at least `share` of them do not exceed."""
     rank = max(1, -int(-share * len(values) // 1))  # rounded up
     return values.kthvalue(rank).values.item()

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from skyrl_gym.waits import report_as, waiting
-from skyrl_inspect.mismatch.answers import EngineAnswers, Questions, ask
+from skyrl_inspect.mismatch.answers import EngineAnswers, Questions, send_questions
 from skyrl_train.errors import SkyRLError, WorkerError
 from skyrl_train.inference_engines.base import InferenceEngineInterface
 from skyrl_train.utils.explanations import explain_expiry
@@ -29,7 +29,7 @@ _END_SECONDS = 30.0
 """Time in which a process that has answered must end by itself, before it is killed."""
 
 
-def ask_in_a_process(
+def run_in_process(
     make_engine: MakeEngine, questions: Questions, log_path: str | Path, timeout_seconds: float
 ) -> EngineAnswers:
     """Start the engine in a process, send all requests, and end it with all processes that it started.
@@ -62,7 +62,7 @@ def ask_in_a_process(
             f"the process died (exit code {process.exitcode}); the end of its log:\n{log_tail(log_path)}"
         ) from None
     finally:
-        _end_group(process.pid)
+        _stop_group(process.pid)
         process.kill()
         process.join()
         ours.close()
@@ -75,33 +75,33 @@ def _run(connection: Connection, make_engine: MakeEngine, questions: Questions, 
     os.setsid()  # a group of its own, so that what the engine starts can be ended with it
     capture_output(log_path)
     report_as(ENGINE, log=log_path)
-    threading.Thread(target=_end_with_parent, args=(connection,), daemon=True).start()
+    threading.Thread(target=_stop_with_parent, args=(connection,), daemon=True).start()
     try:
         with waiting("the engine's start"):
             engine = make_engine()
         with waiting("the engine's answers"):
-            found: EngineAnswers | str = asyncio.run(_ask_and_end(engine, questions))
+            found: EngineAnswers | str = asyncio.run(_run_and_exit(engine, questions))
     except (SkyRLError, ValueError, ImportError, RuntimeError, OSError, NotImplementedError) as error:
         found = f"{type(error).__name__}: {error}"
     connection.send(found)
 
 
-async def _ask_and_end(engine: InferenceEngineInterface, questions: Questions) -> EngineAnswers:
+async def _run_and_exit(engine: InferenceEngineInterface, questions: Questions) -> EngineAnswers:
     try:
-        return await ask(engine, questions)
+        return await send_questions(engine, questions)
     finally:
         await engine.teardown()
 
 
-def _end_with_parent(connection: Connection) -> None:
+def _stop_with_parent(connection: Connection) -> None:
     """The parent never sends: what can be read is the end of it."""
     try:
         connection.recv_bytes()
     except (EOFError, OSError):
-        _end_group(os.getpid())
+        _stop_group(os.getpid())
 
 
-def _end_group(leader: int) -> None:
+def _stop_group(leader: int) -> None:
     """Kill every process of the group that this process led, whether or not it is still there itself."""
     with suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)

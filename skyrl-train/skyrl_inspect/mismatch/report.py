@@ -7,11 +7,11 @@ import torch
 
 from skyrl_inspect.mismatch.answers import EngineAnswers, Sampling
 from skyrl_inspect.mismatch.cells import Cell, EngineName, TrainerDtype
-from skyrl_inspect.mismatch.explanations import Explanation, best_explanation
-from skyrl_inspect.mismatch.findings import Finding, Measured, Trainer, findings_of
+from skyrl_inspect.mismatch.explanations import Explanation, find_best_explanation
+from skyrl_inspect.mismatch.findings import Finding, Measured, Trainer, find_all
 from skyrl_inspect.mismatch.gap import Gap
-from skyrl_inspect.mismatch.routing_findings import routing_findings
-from skyrl_inspect.mismatch.scoring import Reference, TrainerModel, bfloat16_model, reference_model
+from skyrl_inspect.mismatch.routing_findings import find_routing_differences
+from skyrl_inspect.mismatch.scoring import Reference, TrainerModel, build_bfloat16_model, build_reference_model
 from skyrl_train.config import SkyRLConfig
 
 _FIXED_TOKENS = Sampling("fixed tokens", {"temperature": 1.0})
@@ -31,7 +31,7 @@ class Report:
     @property
     def cells(self) -> list[Cell]:
         """Cells of all engines, the fixed tokens of each engine first."""
-        return _cells_of(self.engines)
+        return _build_cells(self.engines)
 
     def gap(self, cell: Cell) -> Gap | None:
         """Return the gap of a cell to the trainer under its settings; None if no token has a number."""
@@ -66,7 +66,7 @@ def make_report(
         clip_low=cfg.trainer.algorithm.eps_clip_low,
         clip_high=cfg.trainer.algorithm.eps_clip_high,
     )
-    engines = [_measured(name, answers, samplings) for name, answers in said]
+    engines = [_collect_measured(name, answers, samplings) for name, answers in said]
     return Report(
         model=cfg.trainer.policy.model.path,
         trainer=trainer,
@@ -79,7 +79,7 @@ def make_report(
     )
 
 
-def _measured(name: EngineName, said: EngineAnswers, samplings: Sequence[Sampling]) -> Measured:
+def _collect_measured(name: EngineName, said: EngineAnswers, samplings: Sequence[Sampling]) -> Measured:
     cells = [
         Cell(engine=name, sampling=sampling, answers=said.answers[sampling.name])
         for sampling in samplings
@@ -91,23 +91,23 @@ def _measured(name: EngineName, said: EngineAnswers, samplings: Sequence[Samplin
 
 def _score_and_explain(cfg: SkyRLConfig, engines: Sequence[Measured], trainer: Trainer) -> list[Finding]:
     """Add the trainer's log-probs to every cell, and derive the findings."""
-    cells = _cells_of(engines)
+    cells = _build_cells(engines)
     if not cells:
-        return findings_of([], trainer)
-    with bfloat16_model(cfg) as model:
+        return find_all([], trainer)
+    with build_bfloat16_model(cfg) as model:
         for cell in cells:
             _add_scores(cell, "bfloat16", model)
-    with reference_model(cfg) as reference:
+    with build_reference_model(cfg) as reference:
         for cell in cells:
             _add_scores(cell, "float32", reference)
         explainer = _Explainer(reference)
         for engine in engines:
             engine.explain = explainer
-        found, of_routing = findings_of(engines, trainer), routing_findings(engines, trainer)
+        found, of_routing = find_all(engines, trainer), find_routing_differences(engines, trainer)
         return [*(each for each in found if each.severity != "ok" or not of_routing), *of_routing]
 
 
-def _cells_of(engines: Sequence[Measured]) -> list[Cell]:
+def _build_cells(engines: Sequence[Measured]) -> list[Cell]:
     return [cell for engine in engines for cell in [engine.canary, *engine.cells] if cell is not None]
 
 
@@ -121,7 +121,7 @@ def _add_scores(cell: Cell, dtype: TrainerDtype, model: TrainerModel) -> None:
 
 
 class _Explainer:
-    """Compute `best_explanation` with the trainer's model; each cell is examined once."""
+    """Compute `find_best_explanation` with the trainer's model; each cell is examined once."""
 
     def __init__(self, reference: Reference):
         self._reference = reference
@@ -129,5 +129,5 @@ class _Explainer:
 
     def __call__(self, cell: Cell) -> Explanation | None:
         if cell not in self._found:
-            self._found[cell] = best_explanation(self._reference, cell.answers, cell.sampling)
+            self._found[cell] = find_best_explanation(self._reference, cell.answers, cell.sampling)
         return self._found[cell]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from skyrl_inspect.mismatch.findings import NEGLIGIBLE, Finding, Measured, Trainer
 
 
-def routing_findings(engines: Sequence[Measured], trainer: Trainer) -> list[Finding]:
+def find_routing_differences(engines: Sequence[Measured], trainer: Trainer) -> list[Finding]:
     """Report how far replay of the engine's experts closes the gap: for each engine its worst cell, where it halves the
     gap at least."""
     found = []

@@ -34,16 +34,16 @@ class TrainerModel:
 
     def log_probs(self, answers: Answers, temperature: float) -> list[torch.Tensor]:
         """Compute the log-probs of each answer's tokens under softmax(logits / temperature): float32 [r] on the CPU."""
-        return self._scored(answers, temperature, [None] * len(answers.prompts))[0]
+        return self._score(answers, temperature, [None] * len(answers.prompts))[0]
 
     def replayed(self, answers: Answers, temperature: float) -> tuple[list[torch.Tensor], float]:
         """Compute the same over the experts that the engine chose. Returns: log-probs, and the share of these experts
         that the model would not choose itself."""
         assert answers.routes is not None
-        return self._scored(answers, temperature, answers.routes)
+        return self._score(answers, temperature, answers.routes)
 
     @torch.no_grad()
-    def _scored(
+    def _score(
         self, answers: Answers, temperature: float, routes: Sequence[ExpertRoutes | None]
     ) -> tuple[list[torch.Tensor], float]:
         rows = list(zip(answers.prompts, answers.responses, strict=True))
@@ -51,7 +51,7 @@ class TrainerModel:
         num_differing = num_choices = 0.0
         for start in range(0, len(rows), _ROWS_AT_A_TIME):
             chunk = slice(start, start + _ROWS_AT_A_TIME)
-            sequences, mask, num_response = _padded(rows[chunk])
+            sequences, mask, num_response = _pad_rows(rows[chunk])
             padded = pad_routes(routes[chunk], mask)
             scores = self._model(
                 sequences.to(self._device),
@@ -77,7 +77,7 @@ class Reference(TrainerModel):
     @torch.no_grad()
     def logits(self, prompt: Sequence[int], response: Sequence[int]) -> torch.Tensor:
         """Compute the logits before each token of the response: float32 [R, V] on the CPU."""
-        sequences, mask, num_response = _padded([(prompt, response)])
+        sequences, mask, num_response = _pad_rows([(prompt, response)])
         packing = self._model.packing
         layout = lay_out(sequences.to(self._device), mask.to(self._device), num_response, packing, None)
         logits = self._model.causal_lm(**layout.inputs(), use_cache=False).logits
@@ -85,25 +85,31 @@ class Reference(TrainerModel):
 
 
 @contextmanager
-def reference_model(cfg: SkyRLConfig) -> Iterator[Reference]:
+def build_reference_model(cfg: SkyRLConfig) -> Iterator[Reference]:
     """The policy in float32."""
-    device = _device(cfg)
-    model = build_model(_alone(cfg), "policy", cfg.trainer.policy.model.path or "", device=device, is_trained=False)
+    device = _get_device(cfg)
+    model = build_model(
+        _make_single_worker_settings(cfg),
+        "policy",
+        cfg.trainer.policy.model.path or "",
+        device=device,
+        is_trained=False,
+    )
     assert isinstance(model, ScoringModel)
     yield Reference(model.to(device), device)
 
 
 @contextmanager
-def bfloat16_model(cfg: SkyRLConfig) -> Iterator[TrainerModel]:
+def build_bfloat16_model(cfg: SkyRLConfig) -> Iterator[TrainerModel]:
     """The policy as a worker with `trainer.bf16=true` computes it: float32 parameters, cast by FSDP."""
-    backend = FSDP2Backend(_alone(cfg), "policy")
+    backend = FSDP2Backend(_make_single_worker_settings(cfg), "policy")
     backend.cfg.trainer.bf16 = True
-    backend.join(RankInfo(device=str(_device(cfg))))
+    backend.join(RankInfo(device=str(_get_device(cfg))))
     backend.load_model()
     yield TrainerModel(backend.model, backend.device)
 
 
-def _alone(cfg: SkyRLConfig) -> SkyRLConfig:
+def _make_single_worker_settings(cfg: SkyRLConfig) -> SkyRLConfig:
     """The settings of a policy of one worker: how many share the work changes no log-prob but by rounding."""
     alone = copy.deepcopy(cfg)
     alone.trainer.policy.sequence_parallel_size = 1
@@ -111,11 +117,11 @@ def _alone(cfg: SkyRLConfig) -> SkyRLConfig:
     return alone
 
 
-def _device(cfg: SkyRLConfig) -> torch.device:
+def _get_device(cfg: SkyRLConfig) -> torch.device:
     return torch.device("cuda:0" if cfg.trainer.placement.resolved_device() == "cuda" else "cpu")
 
 
-def _padded(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> tuple[torch.Tensor, torch.Tensor, int]:
+def _pad_rows(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Pad prompts on the left and responses on the right. Returns: sequences and mask [B, T], and R."""
     num_prompt = max(len(prompt) for prompt, _ in rows)
     num_response = max(len(response) for _, response in rows)

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from skyrl_inspect.plan.changes import Overrides, as_text, smallest_change
-from skyrl_inspect.plan.devices import DEVICES, Device, find_device, present_gpu
-from skyrl_inspect.plan.memory import memory_plan, roles_of
-from skyrl_inspect.plan.report import memory_lines, shape_lines, slow_step_warning, time_lines, undivided_lines
-from skyrl_inspect.plan.shapes import shapes_of
-from skyrl_inspect.plan.speed import measured_factors, step_time
+from skyrl_inspect.plan.changes import Overrides, find_smallest_change, format_overrides
+from skyrl_inspect.plan.devices import DEVICES, Device, find_device, find_gpu
+from skyrl_inspect.plan.memory import estimate_memory, list_roles
+from skyrl_inspect.plan.report import format_memory, format_shapes, format_slow_step, format_times, format_undivided
+from skyrl_inspect.plan.shapes import load_shapes
+from skyrl_inspect.plan.speed import measure_factors, step_time
 from skyrl_train.config import SkyRLConfig, compose_config, validate_cfg
 from skyrl_train.config.engine_kinds import EngineRegistry
 from skyrl_train.errors import ConfigError, SkyRLError
@@ -25,7 +25,7 @@ from skyrl_train.utils.run_folder import RunFolder
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options, overrides = _parser().parse_known_args(arguments)
+    options, overrides = _build_parser().parse_known_args(arguments)
     unknown = [each for each in overrides if each.startswith("-")]
     try:
         if unknown:
@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m skyrl_train.plan",
         description="Estimates memory, time and cost of a training run from its settings (key=value, as for "
@@ -73,52 +73,52 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plan(options: argparse.Namespace, overrides: list[str]) -> int:
-    device = _device(options.device)
+    device = _find_device(options.device)
     if device is not None:
         given = {each.partition("=")[0].lstrip("+~") for each in overrides}
         if "trainer.placement.device" not in given:
             overrides = [*overrides, f"trainer.placement.device={device.kind}"]
-    cfg = composed(overrides)
+    cfg = compose_settings(overrides)
     kind = cfg.trainer.placement.device
-    device = device or (present_gpu() if kind == "cuda" else find_device("cpu"))
+    device = device or (find_gpu() if kind == "cuda" else find_device("cpu"))
     if device.kind != kind:
         raise ConfigError(f"--device {device.name} contradicts trainer.placement.device={kind}; leave one of them out")
-    notes = _assume_engine(cfg)
+    notes = _set_default_engine(cfg)
     if options.nodes is not None:
         check_nodes(cfg, options.nodes, options.gpus_per_node)
-    files = _config_files(options.config_file, cfg)
-    shapes = shapes_of(cfg, files)
-    plan = memory_plan(cfg, shapes, device)
+    files = _parse_config_files(options.config_file, cfg)
+    shapes = load_shapes(cfg, files)
+    plan = estimate_memory(cfg, shapes, device)
     division = step_plan(cfg, num_prompts=options.num_prompts)
     lengths: dict[str, Any] = dict(prompt_tokens=options.prompt_tokens, answer_tokens=options.answer_tokens)
     factors = None
     if options.measured is not None:
-        factors = _factors(options.measured, device, files, lengths)
+        factors = _measure_factors(options.measured, device, files, lengths)
     time = step_time(cfg, shapes, device, plan.engine, factors=factors, **lengths)
-    lines = [*shape_lines(cfg, shapes), "", *division.lines(), "", *memory_lines(plan)]
+    lines = [*format_shapes(cfg, shapes), "", *division.lines(), "", *format_memory(plan)]
     if not plan.shortages:  # the time of a step that cannot be taken would be a number without meaning
-        lines += ["", *time_lines(time, num_devices(cfg), options.price_per_hour, division.num_steps)]
-    print("\n".join([*lines, *notes, *undivided_lines(cfg, shapes, plan)]))
+        lines += ["", *format_times(time, count_devices(cfg), options.price_per_hour, division.num_steps)]
+    print("\n".join([*lines, *notes, *format_undivided(cfg, shapes, plan)]))
     if not plan.shortages:
-        print("\nfits" + slow_step_warning(time, plan.engine))
+        print("\nfits" + format_slow_step(time, plan.engine))
         return 0
     print("\ndoes not fit: " + "; ".join(plan.shortages))
 
     def check(change: Overrides) -> None:
-        changed = composed([*overrides, *as_text(change).split()])
+        changed = compose_settings([*overrides, *format_overrides(change).split()])
         if options.nodes is not None:
             check_nodes(changed, options.nodes, options.gpus_per_node)
-        shapes_of(changed, files)
+        load_shapes(changed, files)
 
-    found = smallest_change(cfg, shapes, device, check)
+    found = find_smallest_change(cfg, shapes, device, check)
     if found is None:
         print("no change of up to four settings was found with which it fits; use more or larger devices")
     else:
-        print(f"the smallest change with which it fits:\n  {as_text(found)}")
+        print(f"the smallest change with which it fits:\n  {format_overrides(found)}")
     return 1
 
 
-def composed(overrides: Sequence[str]) -> SkyRLConfig:
+def compose_settings(overrides: Sequence[str]) -> SkyRLConfig:
     """Compose and check settings as `main_base` does.
 
     Raises:
@@ -129,11 +129,11 @@ def composed(overrides: Sequence[str]) -> SkyRLConfig:
         return validate_cfg(compose_config(overrides))
 
 
-def _device(name: str | None) -> Device | None:
+def _find_device(name: str | None) -> Device | None:
     return None if name is None else find_device(name)
 
 
-def _assume_engine(cfg: SkyRLConfig) -> list[str]:
+def _set_default_engine(cfg: SkyRLConfig) -> list[str]:
     """Plan with vLLM where the settings leave the engine of GPUs open and this machine has none."""
     if (
         cfg.trainer.placement.device == "cuda"
@@ -145,11 +145,11 @@ def _assume_engine(cfg: SkyRLConfig) -> list[str]:
     return []
 
 
-def num_devices(cfg: SkyRLConfig) -> int:
+def count_devices(cfg: SkyRLConfig) -> int:
     """Return the devices that a run takes."""
     placement, generator = cfg.trainer.placement, cfg.generator
     engines = generator.num_inference_engines * generator.engine_world_size if generator.run_engines_locally else 0
-    sizes = {role: getattr(placement, f"{role}_world_size") for role in roles_of(cfg)}
+    sizes = {role: getattr(placement, f"{role}_world_size") for role in list_roles(cfg)}
     if placement.colocate_all:
         return max(engines, *sizes.values())
     if placement.colocate_policy_ref and "ref" in sizes:
@@ -164,8 +164,8 @@ def check_nodes(cfg: SkyRLConfig, nodes: int, gpus_per_node: int) -> None:
         ConfigError: it does; names the settings.
     """
     placement, there = cfg.trainer.placement, nodes * gpus_per_node
-    wanted = num_devices(cfg)
-    for role in roles_of(cfg):
+    wanted = count_devices(cfg)
+    for role in list_roles(cfg):
         each = getattr(placement, f"{role}_num_gpus_per_node")
         if each > gpus_per_node:
             raise ConfigError(
@@ -186,12 +186,12 @@ def check_nodes(cfg: SkyRLConfig, nodes: int, gpus_per_node: int) -> None:
         )
 
 
-def _config_files(given: Sequence[str], cfg: SkyRLConfig) -> dict[str, str]:
+def _parse_config_files(given: Sequence[str], cfg: SkyRLConfig) -> dict[str, str]:
     files = {}
     for each in given:
         model, equals, file = each.rpartition("=")
         files[model if equals else cfg.trainer.policy.model.path] = file
-    used = {getattr(cfg.trainer, role).model.path for role in roles_of(cfg)}
+    used = {getattr(cfg.trainer, role).model.path for role in list_roles(cfg)}
     for model in files:
         if model not in used:
             raise ConfigError(
@@ -200,7 +200,7 @@ def _config_files(given: Sequence[str], cfg: SkyRLConfig) -> dict[str, str]:
     return files
 
 
-def _factors(folder: Path, device: Device, files: dict[str, str], lengths: dict[str, Any]) -> dict[str, float]:
+def _measure_factors(folder: Path, device: Device, files: dict[str, str], lengths: dict[str, Any]) -> dict[str, float]:
     """Compare a run's own times with the estimate of its settings."""
     run = RunFolder(folder)
     if not run.config_path.is_file():
@@ -208,10 +208,10 @@ def _factors(folder: Path, device: Device, files: dict[str, str], lengths: dict[
     import yaml
 
     cfg = SkyRLConfig.from_dict(yaml.safe_load(run.config_path.read_text()))
-    _assume_engine(cfg)
-    shapes = shapes_of(cfg, files)
-    engine = memory_plan(cfg, shapes, device).engine
-    return measured_factors(run, step_time(cfg, shapes, device, engine, **lengths))
+    _set_default_engine(cfg)
+    shapes = load_shapes(cfg, files)
+    engine = estimate_memory(cfg, shapes, device).engine
+    return measure_factors(run, step_time(cfg, shapes, device, engine, **lengths))
 
 
 if __name__ == "__main__":

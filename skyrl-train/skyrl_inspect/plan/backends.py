@@ -133,12 +133,12 @@ def fsdp2(cfg: SkyRLConfig, role: Role, shape: ModelShape, kind: Kind) -> Divisi
         copies_reduced=4 * (shape.trained - of_outside) // shards if shards < world else 0,
         head_gradient=number * head,
         final_reduction=(number + 4) * of_outside + 4 * of_outside // shards,
-        step=_adam_step(shape, trained, shards, kind, offloaded=bool(offloaded)),
+        step=_estimate_adam_step(shape, trained, shards, kind, offloaded=bool(offloaded)),
         **common,
     )
 
 
-def _adam_step(shape: ModelShape, trained: int, shards: int, kind: Kind, *, offloaded: bool) -> int:
+def _estimate_adam_step(shape: ModelShape, trained: int, shards: int, kind: Kind, *, offloaded: bool) -> int:
     """Working memory of torch's AdamW: on CUDA the roots of all variances at once (`foreach`), on a CPU two tensors of
     the size of one parameter."""
     if kind == "cuda" and not offloaded:
@@ -192,7 +192,7 @@ def deepspeed(cfg: SkyRLConfig, role: Role, shape: ModelShape, kind: Kind) -> Di
     in_bucket = gradients if stage == 1 else 0
     # Without a fused kernel AdamW needs two tensors of the size of the one that holds all weights of the rank.
     fused = kind == "cuda" or offloads
-    working = 0 if fused else 8 * part if stage else _adam_step(shape, part, 1, kind, offloaded=False)
+    working = 0 if fused else 8 * part if stage else _estimate_adam_step(shape, part, 1, kind, offloaded=False)
     return Division(
         gradients=gradients,
         optimizer=8 * part + masters,
@@ -255,7 +255,7 @@ BACKENDS: dict[str, Callable[[SkyRLConfig, Role, ModelShape, Kind], Division]] =
 """Name in `TrainingBackendTraits.memory_like` -> division."""
 
 
-def section_of_division(cfg: SkyRLConfig) -> str:
+def get_division_section(cfg: SkyRLConfig) -> str:
     """Return the section of a model's settings that divides it over ranks."""
     sections = {"megatron": "megatron_config", "deepspeed": "deepspeed_config"}
     return sections.get(cfg.trainer.strategy, "fsdp_config")

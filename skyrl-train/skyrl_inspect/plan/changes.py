@@ -8,7 +8,7 @@ from typing import Any
 
 from skyrl_inspect.plan.backends import Role
 from skyrl_inspect.plan.devices import Device
-from skyrl_inspect.plan.memory import MemoryPlan, memory_plan, roles_of
+from skyrl_inspect.plan.memory import MemoryPlan, estimate_memory, list_roles
 from skyrl_inspect.plan.model_shape import ModelShape
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.engine_kinds import EngineRegistry
@@ -19,7 +19,7 @@ _MOST_PLANS = 1_000
 _MOST_TOGETHER = 4
 
 
-def smallest_change(
+def find_smallest_change(
     cfg: SkyRLConfig,
     shapes: Mapping[Role, ModelShape],
     device: Device,
@@ -32,10 +32,10 @@ def smallest_change(
         check: raises SkyRLError for overrides that a run would refuse.
         missing: bytes that a plan needs too much.
     """
-    moves = list(_moves(cfg, shapes["policy"]))
+    moves = list(_iter_moves(cfg, shapes["policy"]))
 
     def missing_with(overrides: Overrides) -> float:
-        return missing(memory_plan(with_overrides(cfg, overrides), shapes, device))
+        return missing(estimate_memory(apply_overrides(cfg, overrides), shapes, device))
 
     for number in range(1, _MOST_TOGETHER + 1):
         for together in itertools.islice(itertools.combinations(moves, number), _MOST_PLANS):
@@ -64,7 +64,7 @@ def _is_accepted(overrides: Overrides, check: Callable[[Overrides], object]) -> 
     return True
 
 
-def with_overrides(cfg: SkyRLConfig, overrides: Overrides) -> SkyRLConfig:
+def apply_overrides(cfg: SkyRLConfig, overrides: Overrides) -> SkyRLConfig:
     """Return settings with other values. Sections that do not change are shared."""
     changed = copy.copy(cfg)
     for name, value in overrides.items():
@@ -77,7 +77,7 @@ def with_overrides(cfg: SkyRLConfig, overrides: Overrides) -> SkyRLConfig:
     return changed
 
 
-def as_text(overrides: Overrides) -> str:
+def format_overrides(overrides: Overrides) -> str:
     """Return overrides as they are pasted to a command line."""
     words = {True: "true", False: "false", None: "null"}
     return " ".join(
@@ -85,7 +85,7 @@ def as_text(overrides: Overrides) -> str:
     )
 
 
-def _moves(cfg: SkyRLConfig, shape: ModelShape) -> Iterator[Overrides]:
+def _iter_moves(cfg: SkyRLConfig, shape: ModelShape) -> Iterator[Overrides]:
     """Yield single changes from the cheapest in time to the dearest."""
     trainer, generator = cfg.trainer, cfg.generator
 
@@ -98,7 +98,7 @@ def _moves(cfg: SkyRLConfig, shape: ModelShape) -> Iterator[Overrides]:
             value = max(lowest, value // 2)
             yield {name: value}
 
-    trained = [role for role in roles_of(cfg) if role != "ref"]
+    trained = [role for role in list_roles(cfg) if role != "ref"]
     if trainer.max_tokens_per_microbatch is not None:
         yield from smaller("trainer.max_tokens_per_microbatch", generator.longest_context)
     else:
@@ -110,13 +110,13 @@ def _moves(cfg: SkyRLConfig, shape: ModelShape) -> Iterator[Overrides]:
             yield {f"trainer.{role}.optimizer_config.offload_after_step": True}
     if not trainer.gradient_checkpointing:
         yield {"trainer.gradient_checkpointing": True}
-    yield from _engine_moves(cfg, shape)
-    by_strategy = {"fsdp2": _fsdp_moves, "deepspeed": _deepspeed_moves, "megatron": _megatron_moves}
-    for role in roles_of(cfg):
+    yield from _iter_engine_moves(cfg, shape)
+    by_strategy = {"fsdp2": _iter_fsdp_moves, "deepspeed": _iter_deepspeed_moves, "megatron": _iter_megatron_moves}
+    for role in list_roles(cfg):
         yield from by_strategy.get(trainer.strategy, _no_moves)(cfg, role, shape)
     nodes = trainer.placement.policy_num_nodes
     for factor in (2, 4, 8):
-        more: dict[str, object] = {f"trainer.placement.{role}_num_nodes": nodes * factor for role in roles_of(cfg)}
+        more: dict[str, object] = {f"trainer.placement.{role}_num_nodes": nodes * factor for role in list_roles(cfg)}
         if trainer.placement.colocate_all:
             more["generator.num_inference_engines"] = generator.num_inference_engines * factor
         yield more
@@ -126,7 +126,7 @@ def _no_moves(cfg: SkyRLConfig, role: Role, shape: ModelShape) -> Sequence[Overr
     return ()
 
 
-def _engine_moves(cfg: SkyRLConfig, shape: ModelShape) -> Iterator[Overrides]:
+def _iter_engine_moves(cfg: SkyRLConfig, shape: ModelShape) -> Iterator[Overrides]:
     generator = cfg.generator
     if not generator.run_engines_locally or not EngineRegistry.requirements(generator.backend).reserves_memory:
         return
@@ -144,7 +144,7 @@ def _engine_moves(cfg: SkyRLConfig, shape: ModelShape) -> Iterator[Overrides]:
             }
 
 
-def _fsdp_moves(cfg: SkyRLConfig, role: Role, shape: ModelShape) -> Iterator[Overrides]:
+def _iter_fsdp_moves(cfg: SkyRLConfig, role: Role, shape: ModelShape) -> Iterator[Overrides]:
     section, settings = f"trainer.{role}", getattr(cfg.trainer, role)
     if settings.fsdp_config.reshard_after_forward is False:
         yield {f"{section}.fsdp_config.reshard_after_forward": True}
@@ -159,7 +159,7 @@ def _fsdp_moves(cfg: SkyRLConfig, role: Role, shape: ModelShape) -> Iterator[Ove
         yield {f"{section}.fsdp_config.cpu_offload": True}
 
 
-def _deepspeed_moves(cfg: SkyRLConfig, role: Role, shape: ModelShape) -> Iterator[Overrides]:
+def _iter_deepspeed_moves(cfg: SkyRLConfig, role: Role, shape: ModelShape) -> Iterator[Overrides]:
     zero, section = getattr(cfg.trainer, role).deepspeed_config.zero_optimization, f"trainer.{role}.deepspeed_config"
     stages = (3,) if role == "ref" else range(zero.stage + 1, 4)
     yield from ({f"{section}.zero_optimization.stage": stage} for stage in stages if stage > zero.stage)
@@ -170,7 +170,7 @@ def _deepspeed_moves(cfg: SkyRLConfig, role: Role, shape: ModelShape) -> Iterato
         yield {f"{section}.zero_optimization.offload_param.device": "cpu"}
 
 
-def _megatron_moves(cfg: SkyRLConfig, role: Role, shape: ModelShape) -> Iterator[Overrides]:
+def _iter_megatron_moves(cfg: SkyRLConfig, role: Role, shape: ModelShape) -> Iterator[Overrides]:
     section = f"trainer.{role}.megatron_config"
     settings, world = getattr(cfg.trainer, role).megatron_config, getattr(cfg.trainer.placement, f"{role}_world_size")
     tensor, stages, expert = (

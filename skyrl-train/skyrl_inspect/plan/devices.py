@@ -67,23 +67,23 @@ def find_device(name: str) -> Device:
         ConfigError: unknown name.
     """
     if name == "cpu":
-        return this_processor()
+        return get_processor()
     if name in DEVICES:
         return DEVICES[name]
     raise ConfigError(f"--device {name} is not known; choose one of {', '.join(['cpu', *DEVICES])}")
 
 
-def this_processor() -> Device:
+def get_processor() -> Device:
     """Return one worker process on this machine: one core, all of the machine's memory.
 
     Speeds of one core of an AMD EPYC with AVX-512 (docs/benchmarks.md, "One GRPO step"): 100 GFLOP/s in products, about
     10 GB/s from memory.
     """
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Device("cpu", "cpu", min(total, _limit_of_group()), 100e9, 10e9, 5e9)
+    return Device("cpu", "cpu", min(total, _read_group_limit()), 100e9, 10e9, 5e9)
 
 
-def _limit_of_group() -> float:
+def _read_group_limit() -> float:
     """Return the memory limit of this process's control group, infinity if it has none."""
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
@@ -93,7 +93,7 @@ def _limit_of_group() -> float:
     return float("inf")
 
 
-def present_gpu() -> Device:
+def find_gpu() -> Device:
     """Return the first GPU of this machine: from the table by name, or with its memory and the speeds of the entry with
     the nearest memory size.
     """

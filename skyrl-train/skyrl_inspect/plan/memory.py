@@ -45,7 +45,7 @@ class Phase:
         return sum(self.parts.values())
 
 
-def roles_of(cfg: SkyRLConfig) -> list[Role]:
+def list_roles(cfg: SkyRLConfig) -> list[Role]:
     """Return the models of a run."""
     trainer = cfg.trainer
     used = {
@@ -56,7 +56,7 @@ def roles_of(cfg: SkyRLConfig) -> list[Role]:
     return [role for role in ROLES if used[role]]
 
 
-def division_of(cfg: SkyRLConfig, role: Role, shape: ModelShape, kind: Kind) -> Division | None:
+def get_division(cfg: SkyRLConfig, role: Role, shape: ModelShape, kind: Kind) -> Division | None:
     """Return how a model is divided; None if the training backend's memory is not known."""
     like = TrainingBackendRegistry.requirements(cfg.trainer.strategy).memory_like
     return None if like is None else BACKENDS[like](cfg, role, shape, kind)
@@ -84,24 +84,26 @@ class _Computation:
     """Of the whole replica's micro-batch."""
 
 
-def worker_phases(cfg: SkyRLConfig, role: Role, shape: ModelShape, kind: Kind) -> list[Phase]:
+def estimate_worker_phases(cfg: SkyRLConfig, role: Role, shape: ModelShape, kind: Kind) -> list[Phase]:
     """Return the phases of one rank of a model; empty if the training backend's memory is not known."""
-    division = division_of(cfg, role, shape, kind)
+    division = get_division(cfg, role, shape, kind)
     if division is None:
         return []
     trainer, phases = cfg.trainer, []
     title = {"policy": "policy log-probs", "critic": "critic values", "ref": "reference log-probs"}[role]
     if role != "policy" or needs_old_log_probs(cfg):
         rows = trainer.micro_train_batch_size_per_gpu if role == "policy" else trainer.micro_forward_batch_size_per_gpu
-        phases.append(_forward(title, division, _computation(cfg, role, shape, division, rows, kind, trains=False)))
+        phases.append(
+            _forward(title, division, _estimate_computation(cfg, role, shape, division, rows, kind, trains=False))
+        )
     if role != "ref":
         rows = trainer.micro_train_batch_size_per_gpu
-        computation = _computation(cfg, role, shape, division, rows, kind, trains=True)
-        phases.append(_training(f"train {role}", division, computation))
+        computation = _estimate_computation(cfg, role, shape, division, rows, kind, trains=True)
+        phases.append(_estimate_training(f"train {role}", division, computation))
     return phases
 
 
-def _computation(
+def _estimate_computation(
     cfg: SkyRLConfig, role: Role, shape: ModelShape, division: Division, rows: int, kind: Kind, *, trains: bool
 ) -> _Computation:
     trainer, number, stream, h = cfg.trainer, division.number, division.stream, shape.hidden
@@ -146,10 +148,10 @@ def _forward(name: str, division: Division, computation: _Computation) -> Phase:
             "logits": computation.logits,
         },
     }
-    return _largest(name, at_rest, moments, division, computation.tokens)
+    return _get_largest(name, at_rest, moments, division, computation.tokens)
 
 
-def _training(name: str, division: Division, computation: _Computation) -> Phase:
+def _estimate_training(name: str, division: Division, computation: _Computation) -> Phase:
     at_rest = _on_device(
         {"weights": division.weights, "gradients": division.gradients, "optimizer": division.optimizer}, division
     )
@@ -178,14 +180,14 @@ def _training(name: str, division: Division, computation: _Computation) -> Phase
         "end of backward": {"gradients on their way": division.final_reduction + division.copies_reduced},
         "optimizer step": {"working memory": division.step},
     }
-    return _largest(name, at_rest, moments, division, computation.tokens)
+    return _get_largest(name, at_rest, moments, division, computation.tokens)
 
 
 def _on_device(at_rest: Parts, division: Division) -> Parts:
     return {name: size for name, size in at_rest.items() if name not in division.host}
 
 
-def _largest(name: str, at_rest: Parts, moments: Mapping[str, Parts], division: Division, tokens: int) -> Phase:
+def _get_largest(name: str, at_rest: Parts, moments: Mapping[str, Parts], division: Division, tokens: int) -> Phase:
     moment = max(moments, key=lambda each: sum(moments[each].values()))
     host = sum(getattr(division, each) for each in division.host)
     parts = {part: size for part, size in (at_rest | moments[moment]).items() if size}
@@ -235,7 +237,7 @@ class EnginePlan:
         return parts | ({"CUDA graphs": self.graphs} if self.graphs else {})
 
 
-def engine_plan(cfg: SkyRLConfig, shape: ModelShape, device: Device) -> EnginePlan:
+def estimate_engine(cfg: SkyRLConfig, shape: ModelShape, device: Device) -> EnginePlan:
     """Return the memory of one device of an engine.
 
     vLLM and SGLang take `gpu_memory_utilization` of the device for weights, working memory, CUDA graphs and, with all
@@ -248,7 +250,7 @@ def engine_plan(cfg: SkyRLConfig, shape: ModelShape, device: Device) -> EnginePl
     replicas = generator.inference_engine_data_parallel_size
     experts_by = max(generator.inference_engine_expert_parallel_size, tensor) * stages
     weights = number * ((shape.parameters - shape.experts) / (tensor * stages) + shape.experts / experts_by)
-    bytes_a_token, bytes_beside = cache_bytes(shape, number, tensor=tensor, stages=stages)
+    bytes_a_token, bytes_beside = compute_cache_bytes(shape, number, tensor=tensor, stages=stages)
     length = generator.longest_context
     samples = cfg.trainer.train_batch_size * generator.n_samples_per_prompt
     wanted = -(-samples // (generator.num_inference_engines * replicas))
@@ -274,7 +276,7 @@ def engine_plan(cfg: SkyRLConfig, shape: ModelShape, device: Device) -> EnginePl
     budget = generator.gpu_memory_utilization * device.memory - device.libraries
     graphs = 0.0
     if not generator.resolved_enforce_eager(device.kind):
-        graphs = _graph_bytes(generator.max_num_seqs, shape.num_layers / stages)
+        graphs = _estimate_graph_bytes(generator.max_num_seqs, shape.num_layers / stages)
     cache = budget - weights - working - graphs
     answer = length * bytes_a_token + bytes_beside
     answers = max(0, min(int(cache // answer), generator.max_num_seqs))
@@ -291,7 +293,7 @@ def engine_plan(cfg: SkyRLConfig, shape: ModelShape, device: Device) -> EnginePl
     return EnginePlan(weights, working, max(0.0, cache), graphs, bytes_a_token, answers, wanted, shortage, lack)
 
 
-def cache_bytes(shape: ModelShape, number: int, *, tensor: int = 1, stages: int = 1) -> tuple[float, float]:
+def compute_cache_bytes(shape: ModelShape, number: int, *, tensor: int = 1, stages: int = 1) -> tuple[float, float]:
     """Return the cached bytes per token and device, and per response in addition to its tokens (states of linear
     attention).
 
@@ -305,7 +307,7 @@ def cache_bytes(shape: ModelShape, number: int, *, tensor: int = 1, stages: int 
     return token, (number * shape.state_inputs + 4 * shape.state) * shape.num_linear_layers / (tensor * stages)
 
 
-def _graph_bytes(max_num_seqs: int, num_layers: float) -> float:
+def _estimate_graph_bytes(max_num_seqs: int, num_layers: float) -> float:
     """Return the memory of an engine's CUDA graphs, as vLLM captures them: one for each of some batch sizes up to
     2 `max_num_seqs` and 512, in parts between layers, and one more for each up to `max_num_seqs`, as a whole.
 
@@ -362,7 +364,7 @@ class MemoryPlan:
         return found
 
 
-def memory_plan(cfg: SkyRLConfig, shapes: Mapping[Role, ModelShape], device: Device) -> MemoryPlan:
+def estimate_memory(cfg: SkyRLConfig, shapes: Mapping[Role, ModelShape], device: Device) -> MemoryPlan:
     """Return the memory of a run.
 
     Args:
@@ -370,9 +372,9 @@ def memory_plan(cfg: SkyRLConfig, shapes: Mapping[Role, ModelShape], device: Dev
         shapes: of each of `roles_of(cfg)`.
     """
     workers: dict[Role, tuple[Phase, ...]] = {
-        role: tuple(worker_phases(cfg, role, shapes[role], device.kind)) for role in roles_of(cfg)
+        role: tuple(estimate_worker_phases(cfg, role, shapes[role], device.kind)) for role in list_roles(cfg)
     }
-    engine = engine_plan(cfg, shapes["policy"], device) if cfg.generator.run_engines_locally else None
+    engine = estimate_engine(cfg, shapes["policy"], device) if cfg.generator.run_engines_locally else None
     notes = ()
     if not all(workers.values()):
         notes = (f"memory of training is not estimated for trainer.strategy={cfg.trainer.strategy}",)
@@ -385,11 +387,11 @@ def _on_gpus(plan: MemoryPlan, cfg: SkyRLConfig, shapes: Mapping[Role, ModelShap
     """Add phases and host memory to the plan of a run on GPUs."""
     device, workers, engine = plan.device, plan.workers, plan.engine
     placement, phases, host = cfg.trainer.placement, [], 0.0
-    divisions = {role: division_of(cfg, role, shapes[role], "cuda") for role in workers}
+    divisions = {role: get_division(cfg, role, shapes[role], "cuda") for role in workers}
     together = placement.colocate_all
     for role, own in workers.items():
-        shares = _sharers(cfg, role, workers)
-        asleep = sum(_asleep(cfg, other, divisions[other]) for other in shares)
+        shares = _list_sharers(cfg, role, workers)
+        asleep = sum(_estimate_asleep(cfg, other, divisions[other]) for other in shares)
         processes = 1 + len(shares) + (engine is not None and together)
         for phase in own:
             parts = dict(phase.parts) | {"libraries": processes * device.libraries}
@@ -405,7 +407,7 @@ def _on_gpus(plan: MemoryPlan, cfg: SkyRLConfig, shapes: Mapping[Role, ModelShap
         parts = engine.parts
         shares = list(workers) if together else []
         parts["libraries"] = (1 + len(shares)) * device.libraries
-        if asleep := sum(_asleep(cfg, role, divisions[role]) for role in shares):
+        if asleep := sum(_estimate_asleep(cfg, role, divisions[role]) for role in shares):
             parts["asleep"] = asleep
         phases.insert(0, Phase("generate", "full cache", parts))
         if together and divisions["policy"] is not None:
@@ -416,7 +418,7 @@ def _on_gpus(plan: MemoryPlan, cfg: SkyRLConfig, shapes: Mapping[Role, ModelShap
     return replace(plan, phases=tuple(phases), host=host)
 
 
-def _sharers(cfg: SkyRLConfig, role: Role, roles: Iterable[Role]) -> list[Role]:
+def _list_sharers(cfg: SkyRLConfig, role: Role, roles: Iterable[Role]) -> list[Role]:
     """Return the other models on a model's device: all, policy and reference, or none."""
     placement = cfg.trainer.placement
     others: list[Role] = [other for other in roles if other != role]
@@ -440,7 +442,7 @@ def _sync(
     return Phase("sync weights", "a bucket", parts)
 
 
-def _asleep(cfg: SkyRLConfig, role: Role, division: Division | None) -> float:
+def _estimate_asleep(cfg: SkyRLConfig, role: Role, division: Division | None) -> float:
     """Return the bytes that a model leaves on a device that others use."""
     settings = getattr(cfg.trainer, role)
     if division is None or isinstance(settings, RefConfig) or "optimizer" in division.host:
@@ -456,7 +458,7 @@ def _on_processor(plan: MemoryPlan, cfg: SkyRLConfig, shapes: Mapping[Role, Mode
     resting, peaks = 2 * device.libraries, [0.0]  # the driver, and Ray or a second engine
     for role, own in workers.items():
         ranks = getattr(placement, f"{role}_num_gpus_per_node")
-        division = division_of(cfg, role, shapes[role], "cpu")
+        division = get_division(cfg, role, shapes[role], "cpu")
         at_rest = 0.0 if division is None else division.resting
         resting += ranks * (at_rest + device.libraries)
         for phase in own:

@@ -3,12 +3,12 @@
 from loguru import logger
 
 from skyrl_inspect.plan.backends import Role
-from skyrl_inspect.plan.changes import Overrides, as_text, smallest_change, with_overrides
-from skyrl_inspect.plan.devices import present_gpu, this_processor
-from skyrl_inspect.plan.memory import MemoryPlan, memory_plan
+from skyrl_inspect.plan.changes import Overrides, apply_overrides, find_smallest_change, format_overrides
+from skyrl_inspect.plan.devices import find_gpu, get_processor
+from skyrl_inspect.plan.memory import MemoryPlan, estimate_memory
 from skyrl_inspect.plan.model_shape import ModelShape
-from skyrl_inspect.plan.report import comparison_lines, memory_lines
-from skyrl_inspect.plan.shapes import shapes_of
+from skyrl_inspect.plan.report import format_comparison, format_memory
+from skyrl_inspect.plan.shapes import load_shapes
 from skyrl_train.config.validation import validate_cfg
 from skyrl_train.errors import WorkerMemoryError
 from skyrl_train.hooks import TrainerHook
@@ -43,18 +43,18 @@ class MemoryReport(TrainerHook):
     def on_error(self, error: Exception) -> None:
         """Add estimates, measured peaks and the smallest sufficient change to an error of exhausted memory."""
         if isinstance(error, WorkerMemoryError):
-            error.add_note(self.advice())
+            error.add_note(self.format_advice())
 
     def estimate(self) -> str:
         """Return the estimates as text; empty if they are unknown."""
         try:
-            self._shapes = shapes_of(self._cfg, offline=False)
+            self._shapes = load_shapes(self._cfg, offline=False)
             is_gpu = self._cfg.trainer.placement.device == "cuda"
-            self.plan = memory_plan(self._cfg, self._shapes, present_gpu() if is_gpu else this_processor())
+            self.plan = estimate_memory(self._cfg, self._shapes, find_gpu() if is_gpu else get_processor())
         except Exception as error:  # the plan only informs: a model whose shape it cannot read may well train
             logger.warning("no memory estimate: {!r}", error)
             return ""
-        return "\n".join(memory_lines(self.plan))
+        return "\n".join(format_memory(self.plan))
 
     @property
     def is_measured(self) -> bool:
@@ -66,7 +66,7 @@ class MemoryReport(TrainerHook):
             ranks = await group.call_all(Worker.take_memory_peaks)
             phases = {phase for peaks in ranks for phase in peaks}
             self.measured[group.name] = {phase: max(peaks.get(phase, 0) for peaks in ranks) for phase in phases}
-        if lines := self._comparison():
+        if lines := self._compare_with_estimates():
             logger.info("peak memory of a rank above what it held before its model, GB:\n{}", "\n".join(lines))
         return {
             f"memory/{name}_{phase}_peak_gb": size / 1e9
@@ -74,38 +74,38 @@ class MemoryReport(TrainerHook):
             for phase, size in phases.items()
         }
 
-    def _comparison(self) -> list[str]:
+    def _compare_with_estimates(self) -> list[str]:
         # Inline, all models share the process: its peaks are not those of one model.
         if self.plan is None or self._cfg.trainer.placement.launcher == "inline":
             return []
-        return comparison_lines(self.plan, self.measured)
+        return format_comparison(self.plan, self.measured)
 
-    def advice(self) -> str:
+    def format_advice(self) -> str:
         """Return what was estimated and measured, and settings with which the run needs less."""
         if self.plan is None:
             self.estimate()
         if self.plan is None:
             return "lower trainer.micro_train_batch_size_per_gpu or trainer.logprobs_chunk_size"
-        lines = [*memory_lines(self.plan), *self._comparison()]
+        lines = [*format_memory(self.plan), *self._compare_with_estimates()]
         lines += ["nothing was measured before"] if not self.is_measured else []
-        change = self._change(self.plan)
+        change = self._find_change(self.plan)
         if change is not None:
-            lines.append(f"the smallest change that is estimated to help:\n  {as_text(change)}")
+            lines.append(f"the smallest change that is estimated to help:\n  {format_overrides(change)}")
         return "\n".join(lines)
 
-    def _change(self, plan: MemoryPlan) -> Overrides | None:
+    def _find_change(self, plan: MemoryPlan) -> Overrides | None:
         """Return settings with which the run fits. If the estimates say that it does, there is less memory than they
         assume: settings with which the largest phase of a worker needs a quarter less."""
-        most = 0.75 * _largest_phase(plan)
+        most = 0.75 * _get_largest_phase(plan)
 
         def missing(changed: MemoryPlan) -> float:
-            return changed.excess if plan.shortages else changed.excess + max(0.0, _largest_phase(changed) - most)
+            return changed.excess if plan.shortages else changed.excess + max(0.0, _get_largest_phase(changed) - most)
 
         def check(overrides: Overrides) -> None:
-            validate_cfg(with_overrides(self._cfg, overrides))
+            validate_cfg(apply_overrides(self._cfg, overrides))
 
-        return smallest_change(self._cfg, self._shapes, plan.device, check, missing)
+        return find_smallest_change(self._cfg, self._shapes, plan.device, check, missing)
 
 
-def _largest_phase(plan: MemoryPlan) -> float:
+def _get_largest_phase(plan: MemoryPlan) -> float:
     return max((phase.total for phases in plan.workers.values() for phase in phases), default=0.0)

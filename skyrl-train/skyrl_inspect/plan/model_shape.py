@@ -76,7 +76,7 @@ class ModelShape:
         return self.trained < self.parameters
 
 
-def model_config(path: str, setting: str, *, config_file: str | None = None, offline: bool = True) -> Any:
+def load_model_config(path: str, setting: str, *, config_file: str | None = None, offline: bool = True) -> Any:
     """Return the transformers config of a model.
 
     Args:
@@ -108,7 +108,7 @@ def model_config(path: str, setting: str, *, config_file: str | None = None, off
         ) from error
 
 
-def model_shape(
+def compute_model_shape(
     config: Any,
     *,
     lora: LoRAConfig | None = None,
@@ -137,7 +137,7 @@ def model_shape(
     named = dict(model.named_parameters())
     parameters = sum(parameter.numel() for parameter in named.values()) + is_critic * text.hidden_size
 
-    read = partial(_first_of, text)
+    read = partial(_get_first, text)
     num_experts, experts_a_token = read("num_experts", "num_local_experts", "n_routed_experts"), 0
     experts = sum(parameter.numel() for name, parameter in named.items() if ".experts." in name)
     if experts:
@@ -148,13 +148,13 @@ def model_shape(
     if read("kv_lora_rank"):
         head, value = read("qk_nope_head_dim") + read("qk_rope_head_dim"), read("v_head_dim")
         latent = read("kv_lora_rank") + read("qk_rope_head_dim")
-    state_inputs, state = _states(text)
+    state_inputs, state = _count_states(text)
     width = read("intermediate_size", "n_inner") or 4 * text.hidden_size
     if experts:
         width = (read("moe_intermediate_size") or width) * experts_a_token
     return ModelShape(
         parameters=parameters,
-        trained=_adapter_parameters(model, lora) if lora is not None and lora.rank else parameters,
+        trained=_count_adapter_parameters(model, lora) if lora is not None and lora.rank else parameters,
         layer=max(layers),
         outside=parameters - sum(layers),
         experts=experts,
@@ -178,20 +178,20 @@ def model_shape(
     )
 
 
-def _first_of(config: Any, *names: str) -> int:
+def _get_first(config: Any, *names: str) -> int:
     """Return the first of these fields that a config has and that is not 0; else 0."""
     return next((int(value) for name in names if (value := getattr(config, name, None))), 0)
 
 
-def _states(config: Any) -> tuple[int, int]:
+def _count_states(config: Any) -> tuple[int, int]:
     """Return how many numbers a layer of linear attention keeps of an answer: inputs of its convolution, its state."""
-    read = partial(_first_of, config)
+    read = partial(_get_first, config)
     value_heads, key_size, value_size = map(read, _DELTA_NET)
     channels = 2 * read("linear_num_key_heads") * key_size + value_heads * value_size
     return channels * max(0, read("linear_conv_kernel_dim") - 1), value_heads * key_size * value_size
 
 
-def _adapter_parameters(model: Any, lora: LoRAConfig) -> int:
+def _count_adapter_parameters(model: Any, lora: LoRAConfig) -> int:
     from torch import nn
 
     def named(name: str, names: str | list[str] | None) -> bool:

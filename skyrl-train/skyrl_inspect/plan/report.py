@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from skyrl_inspect.plan.backends import Role, section_of_division
+from skyrl_inspect.plan.backends import Role, get_division_section
 from skyrl_inspect.plan.memory import EnginePlan, MemoryPlan, Phase
 from skyrl_inspect.plan.model_shape import ModelShape
 from skyrl_inspect.plan.speed import StepTime
@@ -13,7 +13,7 @@ SLOW_STEP_SECONDS = 3600
 NAMES: Mapping[Role, str] = {"policy": "policy", "critic": "critic", "ref": "reference model"}
 
 
-def shape_lines(cfg: SkyRLConfig, shapes: Mapping[Role, ModelShape]) -> list[str]:
+def format_shapes(cfg: SkyRLConfig, shapes: Mapping[Role, ModelShape]) -> list[str]:
     """Say what models the plan is of."""
     lines = []
     for role, shape in shapes.items():
@@ -24,7 +24,7 @@ def shape_lines(cfg: SkyRLConfig, shapes: Mapping[Role, ModelShape]) -> list[str
     return lines
 
 
-def memory_lines(plan: MemoryPlan) -> list[str]:
+def format_memory(plan: MemoryPlan) -> list[str]:
     """Return the phases as a table, with the parts of each."""
     device = plan.device
     place = "one process" if device.kind == "cpu" else "one device"
@@ -32,7 +32,7 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
         f" of {device.usable / 1e9:.1f} for tensors ({device.memory / 1e9:.1f} in all)" if device.kind == "cuda" else ""
     )
     lines = [f"memory of {place} ({device.name}), ESTIMATES in GB (1e9 bytes){of}:"]
-    lines += [_phase_line(phase, plan) for phase in plan.phases]
+    lines += [_format_phase(phase, plan) for phase in plan.phases]
     if plan.machine:
         lines.append(
             f"all processes of the machine: {plan.machine / 1e9:.2f} of {device.memory / 1e9:.1f}"
@@ -41,18 +41,18 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
     if plan.host:
         lines.append(f"host memory of a machine while models are offloaded or asleep: {plan.host / 1e9:.1f}")
     if plan.engine is not None:
-        lines.append(_answers_line(plan.engine))
+        lines.append(_format_answers(plan.engine))
     return [*lines, *plan.notes]
 
 
-def _phase_line(phase: Phase, plan: MemoryPlan) -> str:
+def _format_phase(phase: Phase, plan: MemoryPlan) -> str:
     parts = " + ".join(f"{name} {size / 1e9:.2f}" for name, size in phase.parts.items() if size)
     late = plan.device.kind == "cuda" and phase.total > plan.device.usable
-    mark = f"   DOES NOT FIT{_shorter(phase, plan.device.usable)}" if late else ""
+    mark = f"   DOES NOT FIT{_format_fitting_tokens(phase, plan.device.usable)}" if late else ""
     return f"  {phase.name:<20} {phase.total / 1e9:8.2f} = {parts}  [{phase.moment}]{mark}"
 
 
-def _shorter(phase: Phase, usable: float) -> str:
+def _format_fitting_tokens(phase: Phase, usable: float) -> str:
     """Return with how many tokens a phase would fit, if activations exceed the memory."""
     activations = phase.parts.get("activations", 0.0)
     left = usable - (phase.total - activations)
@@ -61,7 +61,7 @@ def _shorter(phase: Phase, usable: float) -> str:
     return f" with micro-batches of {phase.tokens:,} tokens; up to {int(phase.tokens * left / activations):,} would"
 
 
-def _answers_line(engine: EnginePlan) -> str:
+def _format_answers(engine: EnginePlan) -> str:
     if engine.shortage:
         return f"an engine cannot hold one answer: {engine.shortage}"
     rounds = -(-engine.wanted // max(1, engine.answers))
@@ -72,7 +72,7 @@ def _answers_line(engine: EnginePlan) -> str:
     )
 
 
-def time_lines(time: StepTime, num_devices: int, price_per_hour: float | None, num_steps: int | None) -> list[str]:
+def format_times(time: StepTime, num_devices: int, price_per_hour: float | None, num_steps: int | None) -> list[str]:
     """Return the time of a step, of the run where its length is known, and their cost."""
     parts = " + ".join(f"{name} {seconds:,.0f}" for name, seconds in time.seconds.items())
     how = "the longer of generation and the rest" if time.concurrent else "sum"
@@ -94,7 +94,7 @@ def time_lines(time: StepTime, num_devices: int, price_per_hour: float | None, n
     return lines
 
 
-def slow_step_warning(time: StepTime, engine: EnginePlan | None) -> str:
+def format_slow_step(time: StepTime, engine: EnginePlan | None) -> str:
     """Return a warning for a step of over an hour, with the part that takes longest; empty otherwise."""
     if time.total <= SLOW_STEP_SECONDS:
         return ""
@@ -108,7 +108,7 @@ def slow_step_warning(time: StepTime, engine: EnginePlan | None) -> str:
     return f", but a step takes {time.total / 3600:.1f} h, most of it in `{part}`: {hint}"
 
 
-def undivided_lines(cfg: SkyRLConfig, shapes: Mapping[Role, ModelShape], plan: MemoryPlan) -> list[str]:
+def format_undivided(cfg: SkyRLConfig, shapes: Mapping[Role, ModelShape], plan: MemoryPlan) -> list[str]:
     """Name models whose whole weights are on every rank and take over a quarter of a device."""
     lines = []
     for role, phases in plan.workers.items():
@@ -118,12 +118,12 @@ def undivided_lines(cfg: SkyRLConfig, shapes: Mapping[Role, ModelShape], plan: M
         if plan.device.kind == "cuda" and ranks > 1 and is_whole and weights > plan.device.usable / 4:
             lines.append(
                 f"the {NAMES[role]} is not divided: each of {ranks} ranks holds all {weights / 1e9:.0f} GB of its "
-                f"weights; divide it by trainer.{role}.{section_of_division(cfg)}, as the policy"
+                f"weights; divide it by trainer.{role}.{get_division_section(cfg)}, as the policy"
             )
     return lines
 
 
-def comparison_lines(plan: MemoryPlan, measured: Mapping[str, Mapping[str, int]]) -> list[str]:
+def format_comparison(plan: MemoryPlan, measured: Mapping[str, Mapping[str, int]]) -> list[str]:
     """Compare measured peaks of the ranks (the largest of each model) with the estimates.
 
     Args:

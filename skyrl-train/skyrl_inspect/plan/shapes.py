@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 
 from skyrl_inspect.plan.backends import Role
-from skyrl_inspect.plan.memory import roles_of
-from skyrl_inspect.plan.model_shape import ModelShape, model_config, model_shape
+from skyrl_inspect.plan.memory import list_roles
+from skyrl_inspect.plan.model_shape import ModelShape, compute_model_shape, load_model_config
 from skyrl_train.config import RefConfig, SkyRLConfig
 from skyrl_train.config.training_backends import TrainingBackendRegistry
 
 
-def shapes_of(
+def load_shapes(
     cfg: SkyRLConfig, files: Mapping[str, str] | None = None, *, offline: bool = True
 ) -> dict[Role, ModelShape]:
     """Return the shapes of a run's models.
@@ -23,13 +23,15 @@ def shapes_of(
     """
     shapes: dict[Role, ModelShape] = {}
     check = TrainingBackendRegistry.requirements(cfg.trainer.strategy).check_model_config
-    for role in roles_of(cfg):
+    for role in list_roles(cfg):
         settings = getattr(cfg.trainer, role)
         path = settings.model.path
-        config = model_config(path, f"trainer.{role}.model.path", config_file=(files or {}).get(path), offline=offline)
+        config = load_model_config(
+            path, f"trainer.{role}.model.path", config_file=(files or {}).get(path), offline=offline
+        )
         check(config, settings, f"trainer.{role}")
         lora = None if isinstance(settings, RefConfig) else settings.model.lora
-        shapes[role] = model_shape(
+        shapes[role] = compute_model_shape(
             config, lora=lora, overrides=settings.model_config_kwargs, is_critic=role == "critic"
         )
     return shapes

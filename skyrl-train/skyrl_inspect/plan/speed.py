@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from skyrl_inspect.plan.backends import Role
 from skyrl_inspect.plan.devices import Device
-from skyrl_inspect.plan.memory import BYTES, EnginePlan, roles_of
+from skyrl_inspect.plan.memory import BYTES, EnginePlan, list_roles
 from skyrl_inspect.plan.model_shape import ModelShape
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.step_plan import needs_old_log_probs
@@ -73,7 +73,7 @@ def step_time(
 
     Args:
         prompt_tokens, answer_tokens: mean lengths of a sample; None: the longest there may be.
-        factors: measured over estimated time of each part, from `measured_factors`.
+        factors: measured over estimated time of each part, from `measure_factors`.
     """
     trainer, generator = cfg.trainer, cfg.generator
     answer = answer_tokens or generator.sampling_params.max_generate_length
@@ -88,7 +88,7 @@ def step_time(
         operations = 2 * shape.active * tokens + 2 * shape.num_layers * shape.query * tokens**2
         return passes * samples * operations / (share * device.flops * getattr(trainer.placement, f"{role}_world_size"))
 
-    roles = roles_of(cfg)
+    roles = list_roles(cfg)
     forward = sum(compute(role, 1) for role in roles if role != "policy" or needs_old_log_probs(cfg))
     passes = (4 if trainer.gradient_checkpointing else 3) * trainer.update_epochs_per_batch
     train = sum(compute(role, passes) for role in roles if role != "ref")
@@ -97,11 +97,11 @@ def step_time(
     seconds = {
         "generate": 0.0
         if engine is None
-        else _generation(cfg, shape, device, engine, prompt, answer, bandwidth, share),
+        else _estimate_generation(cfg, shape, device, engine, prompt, answer, bandwidth, share),
         "log-probs and values": forward,
         "train": train,
         # Every rank gathers all weights and gives them on.
-        "sync weights": 2 * number * shape.parameters / min(device.link, _slowest_link(cfg, device)),
+        "sync weights": 2 * number * shape.parameters / min(device.link, _get_slowest_link(cfg, device)),
     }
     source = "published speeds" if is_gpu else "speeds of one processor core (docs/benchmarks.md)"
     if factors:
@@ -111,11 +111,11 @@ def step_time(
     return StepTime(seconds, (prompt, answer), source, trainer.fully_async.enabled, rate)
 
 
-def _slowest_link(cfg: SkyRLConfig, device: Device) -> float:
+def _get_slowest_link(cfg: SkyRLConfig, device: Device) -> float:
     return device.network if cfg.trainer.placement.policy_num_nodes > 1 else device.link
 
 
-def _generation(
+def _estimate_generation(
     cfg: SkyRLConfig,
     shape: ModelShape,
     device: Device,
@@ -141,7 +141,7 @@ def _generation(
     return prefill + engine.wanted / at_once * answer * iteration
 
 
-def measured_factors(run: RunFolder, estimate: StepTime) -> dict[str, float]:
+def measure_factors(run: RunFolder, estimate: StepTime) -> dict[str, float]:
     """Return measured over estimated seconds of each part of a step of a run, by the medians of its steps.
 
     Args:

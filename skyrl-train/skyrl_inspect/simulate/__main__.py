@@ -69,7 +69,7 @@ def format_overrides(workload: Workload, choice: Choice, num_gpus: int | None) -
     return " ".join(settings)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m skyrl_train.entrypoints.simulate",
         description=__doc__,
@@ -95,9 +95,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command. Returns: the exit status."""
-    options = _parser().parse_args(arguments)
+    options = _build_parser().parse_args(arguments)
     try:
-        workload = _described_workload(options) if options.run is None else read_workload(options.run)
+        workload = _build_workload(options) if options.run is None else read_workload(options.run)
         baseline, choices = simulate_synchronous(workload), simulate_choices(workload, options.gpus)
         if options.run is not None and not workload.has_engines:
             print("this run: {:.3g} samples/s; {:.3g} in a simulation of its schedule".format(*replay(options.run)))
@@ -115,7 +115,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _described_workload(options: argparse.Namespace) -> Workload:
+def _build_workload(options: argparse.Namespace) -> Workload:
     """Build the workload that options describe. Raises ConfigError if one is missing or wrong."""
     for name in ("lengths", "groups", "seconds_per_iteration", "step_seconds"):
         if getattr(options, name) is None:

@@ -76,7 +76,7 @@ class Adviser:
         Args:
             predicted: result of `predict`.
         """
-        return "; before that: ".join([self._throughput_advice(predicted), *self._warnings()])
+        return "; before that: ".join([self._format_throughput_advice(predicted), *self._list_warnings()])
 
     def _mean(self, name: str) -> float | None:
         """Return the mean of a metric over the steps that have it, weighted by their seconds; None if none has."""
@@ -85,7 +85,7 @@ class Adviser:
         total = sum(weight for _, weight in known)
         return sum(value * weight for value, weight in known) / total if total else None
 
-    def _warnings(self) -> list[str]:
+    def _list_warnings(self) -> list[str]:
         warnings = []
         stale = self._mean("async/stale_token_share") or 0.0
         if stale > _MAX_STALE:
@@ -101,7 +101,7 @@ class Adviser:
             )
         return warnings
 
-    def _throughput_advice(self, predicted: Mapping[str, float]) -> str:
+    def _format_throughput_advice(self, predicted: Mapping[str, float]) -> str:
         trainer, slots = (self._mean(f"async/{name}_utilisation") or 0.0 for name in ("trainer", "slot"))
         text = (
             f"trainer busy {trainer:.0%} of the last {len(self._steps)} steps (predicted "

@@ -64,12 +64,15 @@ def simulate_choices(workload: Workload, num_gpus: int | None) -> list[Choice]:
     """Simulate asynchronous training for each bound and schedule, with the best split of the GPUs for the bound, and
     for the best of them with fewer groups in flight."""
     choices: list[Choice] = []
-    possible, num = _splits(workload, num_gpus), workload.groups_per_step
+    possible, num = _list_splits(workload, num_gpus), workload.groups_per_step
     split, step = len(possible) // 2, max(1, len(possible) // 4)
     for staleness in STALENESS:
         most = num * (staleness + 1)
         simulate_split = partial(_simulate_split, workload, possible, staleness, most, {})
-        split, step = maximum(lambda i, f=simulate_split: f(i).run.samples_per_second, len(possible), split, step), 1
+        split, step = (
+            find_maximum(lambda i, f=simulate_split: f(i).run.samples_per_second, len(possible), split, step),
+            1,
+        )
         choices.append(simulate_split(split))
         choices += [simulate(workload, possible[split], staleness, most, schedule) for schedule in SCHEDULES[1:]]
     best = choose(choices)
@@ -89,7 +92,7 @@ def _simulate_split(
     return known[split]
 
 
-def maximum(function: Callable[[int], float], num: int, start: int, step: int) -> int:
+def find_maximum(function: Callable[[int], float], num: int, start: int, step: int) -> int:
     """Return where in range(num) a function with one maximum has it, from `start` by steps that become smaller."""
     while step:
         better = [each for each in (start - step, start + step) if 0 <= each < num and function(each) > function(start)]
@@ -100,7 +103,7 @@ def maximum(function: Callable[[int], float], num: int, start: int, step: int) -
     return start
 
 
-def _splits(workload: Workload, num_gpus: int | None) -> list[Costs]:
+def _list_splits(workload: Workload, num_gpus: int | None) -> list[Costs]:
     """Return the costs for each number of engines, which leaves the other GPUs to training: its duration is taken to be
     inverse to their number."""
     costs = workload.costs

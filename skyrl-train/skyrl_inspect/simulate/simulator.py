@@ -174,11 +174,11 @@ class _Engine:
 
     def _advance(self, now: float) -> None:
         if now > self._now and self._num_decoding and not self._is_paused:
-            self._counter += (now - self._now) / self._seconds_per_token()
+            self._counter += (now - self._now) / self._compute_seconds_per_token()
             self.busy_seconds += now - self._now
         self._now = now
 
-    def _seconds_per_token(self) -> float:
+    def _compute_seconds_per_token(self) -> float:
         return self._costs.seconds_per_iteration + self._num_decoding * self._costs.seconds_per_sequence
 
     def _update(self) -> None:
@@ -195,7 +195,7 @@ class _Engine:
             heapq.heappop(self._heap)
         self.end = math.inf
         if self._heap and not self._is_paused:
-            self.end = self._now + max(0.0, self._heap[0][0] - self._counter) * self._seconds_per_token()
+            self.end = self._now + max(0.0, self._heap[0][0] - self._counter) * self._compute_seconds_per_token()
 
 
 _SYNC_END, _STEP_END, _ENVIRONMENT_END = range(3)
@@ -248,7 +248,7 @@ class Simulation:
             else:
                 self._now = engine.end
                 assert self._now < math.inf, f"{self._scheduler.why_not_started()}; {self._scheduler.why_no_batch()}"
-                self._end_tokens(engine.pop())
+                self._complete_tokens(engine.pop())
         self._pause(True)  # brings all engines up to now
         run = self.run
         run.trainer_utilisation = self._trainer_seconds / self._now
@@ -258,7 +258,7 @@ class Simulation:
         run.queue_seconds /= run.ages.total()
         return run
 
-    def _samples(self, ticket: int) -> Sequence[SampleCost]:
+    def _draw_samples(self, ticket: int) -> Sequence[SampleCost]:
         while len(self._drawn) <= ticket:
             self._drawn.append(len(self._drawn) % len(self._groups) if self._in_order else self._draw_group())
         return self._groups[self._drawn[ticket]]
@@ -270,7 +270,7 @@ class Simulation:
         self._num_timers += 1
         heapq.heappush(self._timers, (self._now + seconds, kind, self._num_timers, function))
 
-    def _begin_step(self) -> None:
+    def _start_step(self) -> None:
         """Begin a training step, if the trainer is free and the groups are finished."""
         is_busy = self._batch is not None or self._is_syncing or len(self.run.num_samples) == self._num_steps
         if is_busy or (batch := self._scheduler.next_batch()) is None:
@@ -280,14 +280,14 @@ class Simulation:
         trained = [ticket for ticket in batch if ages[ticket] <= self._limits.max_staleness_steps]
         run.ages.update(ages.values())
         run.num_masked += len(batch) - len(trained)
-        run.num_samples.append(sum(len(self._samples(ticket)) for ticket in trained))
+        run.num_samples.append(sum(len(self._draw_samples(ticket)) for ticket in trained))
         run.trainer_wait_seconds += self._now - self._trainer_free_at
         run.queue_seconds += sum(self._now - self._finished_at.pop(ticket) for ticket in batch)
         self._batch = batch
         self._trainer_seconds += self._costs.step_seconds
-        self._call_later(self._costs.step_seconds, _STEP_END, self._end_step)
+        self._call_later(self._costs.step_seconds, _STEP_END, self._complete_step)
 
-    def _end_step(self) -> None:
+    def _complete_step(self) -> None:
         assert self._batch is not None
         self._scheduler.trained(self._batch)
         self._batch = None
@@ -297,9 +297,9 @@ class Simulation:
             return
         self._is_syncing = True
         self._pause(True)
-        self._call_later(self._costs.sync_seconds, _SYNC_END, self._end_sync)
+        self._call_later(self._costs.sync_seconds, _SYNC_END, self._complete_sync)
 
-    def _end_sync(self) -> None:
+    def _complete_sync(self) -> None:
         self._is_syncing = False
         self._pause(False)
         self._scheduler.synced(self._scheduler.num_trained_steps)
@@ -310,7 +310,7 @@ class Simulation:
         self.run.step_ends.append(self._now)
         self._trainer_free_at = self._now
         self._start_groups()
-        self._begin_step()
+        self._start_step()
 
     def _pause(self, is_paused: bool) -> None:
         for engine in self._engines:
@@ -321,7 +321,7 @@ class Simulation:
             ticket = self._scheduler.start()
             self._oldest_version[ticket] = version = self._scheduler.version
             self._open[ticket] = group = _Group(ticket, version)
-            for cost in self._samples(ticket):
+            for cost in self._draw_samples(ticket):
                 engine = min(self._engines, key=attrgetter("load"))
                 group.sequences.append(_Sequence(group, cost, engine))
                 engine.add(group.sequences[-1], self._now)
@@ -337,7 +337,7 @@ class Simulation:
             for sequence in group.sequences if group else ():
                 sequence.engine.abort(sequence, self._now)
 
-    def _end_tokens(self, sequence: _Sequence) -> None:
+    def _complete_tokens(self, sequence: _Sequence) -> None:
         sequence.group.newest_version = self._scheduler.version
         if sequence.cost.wait_seconds:
             self._call_later(sequence.cost.wait_seconds, _ENVIRONMENT_END, partial(self._end, sequence))
@@ -358,4 +358,4 @@ class Simulation:
             self._scheduler.finished(group.ticket, newest)
             self._restart_stale()
             self._start_groups()
-            self._begin_step()
+            self._start_step()

@@ -64,11 +64,11 @@ def read_workload(folder: Path) -> Workload:
         raise DataError(f"{folder} has no finished training step with trajectories (trainer.dump_trajectories=true)")
     cfg = _read_config(run)
     num_engines = cfg.generator.num_inference_engines
-    lengths = {step: _lengths(step, run.read_trajectories(step, "train")) for step in steps}
+    lengths = {step: _count_lengths(step, run.read_trajectories(step, "train")) for step in steps}
     samples = {name: num for by_group in lengths.values() for group in by_group for name, num in group.items()}
     records = [group for record in run.read_timeline() for group in record["groups"]]
     spans = {name: end - start for name, _, start, end, _, _ in records if name in samples}
-    per_token = seconds_per_token([(samples[name], seconds) for name, seconds in spans.items()])
+    per_token = fit_seconds_per_token([(samples[name], seconds) for name, seconds in spans.items()])
     groups, equations = [], []
     for step in steps:
         for group in lengths[step]:
@@ -86,16 +86,16 @@ def read_workload(folder: Path) -> Workload:
         num_engines=num_engines,
         seconds_per_iteration=per_iteration,
         seconds_per_sequence=per_sequence,
-        step_seconds=fmean(map(_whole_seconds, [None, *used], used)) - generating - sync,
+        step_seconds=fmean(map(_measure_step_seconds, [None, *used], used)) - generating - sync,
         sync_seconds=sync,
-        repeatability=between_share(
+        repeatability=compute_between_fraction(
             [[each.num_tokens * per_token + each.wait_seconds for each in group] for group in groups]
         ),
     )
-    return Workload(groups, cfg.trainer.train_batch_size, costs, _corrections(cfg))
+    return Workload(groups, cfg.trainer.train_batch_size, costs, _list_corrections(cfg))
 
 
-def _whole_seconds(before: dict[str, Any] | None, row: dict[str, Any]) -> float:
+def _measure_step_seconds(before: dict[str, Any] | None, row: dict[str, Any]) -> float:
     """Return the seconds from one row of metrics to the next, with the logging between two steps, less evaluations,
     exports and checkpoints."""
     step = row["timing/step"]
@@ -113,7 +113,7 @@ def _read_config(run: RunFolder) -> SkyRLConfig:
     return SkyRLConfig.from_dict(yaml.safe_load(run.config_path.read_text()))
 
 
-def _corrections(cfg: SkyRLConfig) -> Sequence[str]:
+def _list_corrections(cfg: SkyRLConfig) -> Sequence[str]:
     algorithm = cfg.trainer.algorithm
     if algorithm.loss_reads_rollout_log_probs or algorithm.off_policy_correction.is_on:
         return ()
@@ -121,7 +121,7 @@ def _corrections(cfg: SkyRLConfig) -> Sequence[str]:
     return _CORRECTIONS if algorithm.policy_loss_type == type(algorithm)().policy_loss_type else _CORRECTIONS[-1:]
 
 
-def _later_steps(run: RunFolder) -> list[dict[str, Any]]:
+def _read_later_steps(run: RunFolder) -> list[dict[str, Any]]:
     """Return the metrics of the later two thirds of the training steps, in which the queue has filled.
 
     Raises:
@@ -136,7 +136,7 @@ def _later_steps(run: RunFolder) -> list[dict[str, Any]]:
 
 def _read_asynchronous(run: RunFolder) -> Workload:
     """Read how long the groups of an asynchronous run and the parts of its steps took."""
-    rows, cfg = _later_steps(run), _read_config(run)
+    rows, cfg = _read_later_steps(run), _read_config(run)
     records = [group for record in run.read_timeline() for group in record["groups"]]
     seconds = {ticket: end - start for ticket, _, start, end, _, outcome in records if outcome == "finished"}
     mean, num_samples = fmean(seconds.values()), cfg.generator.n_samples_per_prompt
@@ -151,7 +151,7 @@ def _read_asynchronous(run: RunFolder) -> Workload:
         step_seconds=max(0.0, whole - waited - sync),
         sync_seconds=sync * cfg.trainer.fully_async.sync_every_steps,
     )
-    return Workload(groups, cfg.trainer.train_batch_size, costs, _corrections(cfg), has_engines=False)
+    return Workload(groups, cfg.trainer.train_batch_size, costs, _list_corrections(cfg), has_engines=False)
 
 
 def replay(folder: Path) -> tuple[float, float]:
@@ -159,7 +159,7 @@ def replay(folder: Path) -> tuple[float, float]:
     long as it did, and so do training and syncs on average. Where they differ, the model of the schedule is wrong.
     Groups older than the bound do not count."""
     run = RunFolder(folder)
-    rows, cfg, workload = _later_steps(run), _read_config(run), _read_asynchronous(run)
+    rows, cfg, workload = _read_later_steps(run), _read_config(run), _read_asynchronous(run)
     settings, num = cfg.trainer.fully_async, cfg.trainer.train_batch_size
     num_steps = sum(1 for _ in run.read_timeline())
     limits = ScheduleLimits(
@@ -172,7 +172,7 @@ def replay(folder: Path) -> tuple[float, float]:
     return trained / (rows[-1]["time"] - rows[0]["time"]), simulated.samples_per_second
 
 
-def _lengths(step: int, rows: list[dict]) -> list[dict[str, int]]:
+def _count_lengths(step: int, rows: list[dict]) -> list[dict[str, int]]:
     """Return the number of generated tokens of each sample by its name in the timeline, for each group."""
     groups: defaultdict[str, defaultdict[str, int]] = defaultdict(lambda: defaultdict(int))
     for row in rows:
@@ -180,7 +180,7 @@ def _lengths(step: int, rows: list[dict]) -> list[dict[str, int]]:
     return [dict(samples) for samples in groups.values()]
 
 
-def seconds_per_token(samples: Sequence[tuple[int, float]]) -> float:
+def fit_seconds_per_token(samples: Sequence[tuple[int, float]]) -> float:
     """Return the engines' part in the durations of samples: the slope of their durations over their lengths, from 0 to
     the smallest ratio of both. What a sample takes beyond it is the time of its environment.
 
@@ -196,7 +196,7 @@ def seconds_per_token(samples: Sequence[tuple[int, float]]) -> float:
     return min(max(statistics.linear_regression(lengths, durations).slope, 1e-9), least)
 
 
-def between_share(groups: Sequence[Sequence[float]]) -> float:
+def compute_between_fraction(groups: Sequence[Sequence[float]]) -> float:
     """Return the fraction of variance between groups, from 0 to 1: intraclass correlation of a one-way analysis of
     variance, over groups of the most common size. 1 if it cannot be computed.
     """

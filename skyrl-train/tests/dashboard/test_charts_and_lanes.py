@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from skyrl_inspect.dashboard.charts import groups, overview, timing_stages
+from skyrl_inspect.dashboard.charts import build_overview, group_metrics, list_timing_stages
 from skyrl_inspect.dashboard.runs_folder import RunsFolder
-from skyrl_inspect.dashboard.time_line import Timelines, trace_events
+from skyrl_inspect.dashboard.time_line import Timelines, build_trace_events
 from skyrl_train.rollouts.timeline import Timeline
 from skyrl_train.utils.io import write_atomically
 from skyrl_train.utils.run_folder import RunFolder
@@ -13,13 +13,13 @@ from skyrl_train.utils.run_folder import RunFolder
 
 def test_metrics_all_have_chart_group():
     names = ["policy/grad_norm", "eval/gsm8k/avg_score", "eval/all/avg_score", "plain", "policy/loss_metrics/x"]
-    found = groups(names)
+    found = group_metrics(names)
     assert sorted(name for members in found.values() for name in members) == sorted(names)
     assert list(found) == ["eval/all", "eval/gsm8k", "other", "policy"]
 
 
 def test_overview_shows_available_metrics():
-    charts = overview(["reward/avg_raw_reward", "reward/avg_pass_at_8", "generate/avg_num_tokens", "mine/x"])
+    charts = build_overview(["reward/avg_raw_reward", "reward/avg_pass_at_8", "generate/avg_num_tokens", "mine/x"])
     assert [(chart["title"], chart["metrics"]) for chart in charts] == [
         ("Reward", {"reward/avg_raw_reward": "training"}),
         ("Pass rate", {"reward/avg_pass_at_8": "avg_pass_at_8"}),
@@ -30,12 +30,12 @@ def test_overview_shows_available_metrics():
 
 def test_nested_stages_are_counted_once():
     names = ["step", "generate", "generate/env", "train_critic_and_policy", "policy_train", "eval"]
-    assert timing_stages([f"timing/{name}" for name in names]) == [
+    assert list_timing_stages([f"timing/{name}" for name in names]) == [
         "timing/eval",
         "timing/generate",
         "timing/train_critic_and_policy",
     ]
-    assert timing_stages(["timing/step", "timing/run_training", "timing/policy_train", "timing/eval"]) == [
+    assert list_timing_stages(["timing/step", "timing/run_training", "timing/policy_train", "timing/eval"]) == [
         "timing/eval",
         "timing/run_training",
     ]
@@ -109,7 +109,7 @@ def test_lanes_are_bounded_and_follow_growing_or_replaced_file(tmp_path: Path):
         file.write(b'not JSON\n{"step": 51}\n{"torn')
     run.append_timeline(52, record(52))
     assert timelines.lanes(".", None)["lanes"]["step"] == 52
-    trace = trace_events(timelines.last_records("."), ([1, 52], [2.0, 53.0]), ([1, 52], [1.0, 1.0]))
+    trace = build_trace_events(timelines.read_last_records("."), ([1, 52], [2.0, 53.0]), ([1, 52], [1.0, 1.0]))
     assert sum(event["name"] == "generate" for event in trace) == 51
     lines = run.timeline_path.read_bytes().splitlines(keepends=True)
     write_atomically(run.timeline_path, b"".join(lines[:10]))

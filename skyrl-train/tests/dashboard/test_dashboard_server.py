@@ -18,8 +18,8 @@ from skyrl_inspect.dashboard.__main__ import main, read_token
 from skyrl_inspect.dashboard.agent_files import to_row
 from skyrl_inspect.dashboard.catalog import log_facts
 from skyrl_inspect.dashboard.defaults import Defaults
-from skyrl_inspect.dashboard.json_lines import sampled_rows
-from skyrl_inspect.dashboard.live import change_events
+from skyrl_inspect.dashboard.json_lines import sample_rows
+from skyrl_inspect.dashboard.live import iter_change_events
 from skyrl_inspect.dashboard.renderers import FRAME_POLICY
 from skyrl_inspect.dashboard.runs_folder import NotBelowError, RunsFolder
 from skyrl_inspect.dashboard.server import make_app
@@ -118,11 +118,11 @@ def test_folder_may_be_run_or_contain_nested_runs(tmp_path: Path):
 
 def test_sparkline_reads_few_lines_of_long_file():
     lines = [json.dumps({"step": step, "filler": "x" * 500}).encode() + b"\n" for step in range(5000)]
-    steps = [row["step"] for row in sampled_rows(BytesIO(b"".join(lines)), len(b"".join(lines)), 60)]
+    steps = [row["step"] for row in sample_rows(BytesIO(b"".join(lines)), len(b"".join(lines)), 60)]
     assert (steps[0], steps[-1], len(steps)) == (0, 4999, 61)
     assert steps == sorted(steps)
     few = b"".join(lines[:3])
-    assert [row["step"] for row in sampled_rows(BytesIO(few + b'{"st'), len(few) + 4, 60)] == [0, 1, 2]
+    assert [row["step"] for row in sample_rows(BytesIO(few + b'{"st'), len(few) + 4, 60)] == [0, 1, 2]
 
 
 # ---- files that grow, are replaced, or are damaged
@@ -470,7 +470,7 @@ async def test_events_tell_of_changes_alone():
             raise value
         return value
 
-    events = change_events(look, poll_seconds=0.001)
+    events = iter_change_events(look, poll_seconds=0.001)
     kinds = [(await anext(events)).partition("\n")[0] for _ in range(4)]
     assert kinds == ["event: change"] * 4  # a, b, gone, b
     assert next(values, None) is None

@@ -10,7 +10,7 @@ from starlette.testclient import TestClient
 from skyrl_inspect.dashboard.defaults import Defaults
 from skyrl_inspect.dashboard.runs_folder import RunsFolder
 from skyrl_inspect.dashboard.server import make_app
-from skyrl_inspect.dashboard.signs import MIN_STEPS, signs
+from skyrl_inspect.dashboard.signs import MIN_STEPS, find_signs
 
 Curves = dict[str, Any]
 LEARNING: Curves = {
@@ -57,7 +57,7 @@ CHANGES: dict[str, tuple[Curves, str]] = {
 
 
 def signs_of(curves: Curves) -> list[str]:
-    return signs(lambda name: curves.get(name, []), curves)
+    return find_signs(lambda name: curves.get(name, []), curves)
 
 
 @pytest.mark.parametrize("name", CHANGES)

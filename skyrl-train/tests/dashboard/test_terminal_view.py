@@ -12,7 +12,7 @@ from rich.console import Console
 
 from skyrl_inspect.dashboard import terminal
 from skyrl_inspect.dashboard.__main__ import main
-from skyrl_inspect.dashboard.terminal import RunReader, block_curve, printable, render, show
+from skyrl_inspect.dashboard.terminal import RunReader, block_curve, render, show, to_printable
 from skyrl_train.utils.run_folder import RunFolder
 
 
@@ -70,7 +70,7 @@ def test_curve_as_blocks(values: list[float], width: int, rows: int, expected: l
 
 
 def test_control_characters_become_signs():
-    assert printable("a\x1b[31m\n\u202eb\x00") == "a␛[31m\n�b␀"
+    assert to_printable("a\x1b[31m\n\u202eb\x00") == "a␛[31m\n�b␀"
 
 
 def test_view_is_printed_once_where_there_is_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

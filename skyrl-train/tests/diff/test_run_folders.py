@@ -13,9 +13,9 @@ import pytest
 
 from skyrl_inspect.diff import compare_runs
 from skyrl_inspect.diff.__main__ import main
-from skyrl_inspect.diff.effects import WITHOUT_EFFECT, effect_of, stages_of_library
-from skyrl_inspect.diff.parting import StepPart, stage_of_metric
-from skyrl_inspect.diff.text import as_page, as_text
+from skyrl_inspect.diff.effects import WITHOUT_EFFECT, get_effect, get_library_stages
+from skyrl_inspect.diff.parting import StepPart, get_metric_stage
+from skyrl_inspect.diff.text import format_page, format_text
 from skyrl_train.checkpoints import CheckpointStore
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.fingerprint import flat_settings
@@ -105,7 +105,7 @@ def test_folder_without_records_is_compared_by_available_files(copy: Path, base_
         edit_lines(copy / f"trajectories/train_step_{step:06d}.jsonl", leave_out)
     found = compare_runs(base_run, copy)
     assert found.are_equal
-    text = as_text(found)
+    text = format_text(found)
     for words in (
         "B has no starts.jsonl",
         "B has no fingerprints of weights",
@@ -138,7 +138,9 @@ def test_first_differing_token_of_column_is_named(copy: Path, base_run: Path, ed
             hashes["action_log_probs"] = hashes["action_log_probs"][:40] + "0" * 8 + hashes["action_log_probs"][48:]
 
     edit_lines(copy / "fingerprints.jsonl", other_hash)
-    said = re.search(r"of sample 5 .*first in token 2: (\S+) against (\S+)\)", as_text(compare_runs(base_run, copy)))
+    said = re.search(
+        r"of sample 5 .*first in token 2: (\S+) against (\S+)\)", format_text(compare_runs(base_run, copy))
+    )
     assert said and float(said[1]) - float(said[2]) == pytest.approx(0.5, abs=1e-6)
 
 
@@ -179,8 +181,8 @@ def test_page_and_text_escape_run_contents(copy: Path, base_run: Path, edit_line
     edit_lines(copy / "starts.jsonl", lambda row: row["libraries"].update(torch=HOSTILE))
     edit_lines(copy / "trajectories/train_step_000001.jsonl", lambda row: row.update(prompt=HOSTILE))
     found = compare_runs(base_run, copy)
-    assert "\x1b" not in as_text(found)
-    page = as_page(found)
+    assert "\x1b" not in format_text(found)
+    page = format_page(found)
     assert "<script" not in page
     assert "&lt;script&gt;" in page
     assert "default-src 'none'" in page
@@ -210,7 +212,7 @@ def test_settings_all_have_effect_entry():
     unknown = [
         name
         for name in flat_settings(SkyRLConfig())
-        if name not in WITHOUT_EFFECT and len(effect_of(name).stages) == len(StepPart)
+        if name not in WITHOUT_EFFECT and len(get_effect(name).stages) == len(StepPart)
     ]
     assert unknown == []
 
@@ -227,7 +229,7 @@ def test_settings_all_have_effect_entry():
     ],
 )
 def test_stage_of_metric(name: str, stage: StepPart | None):
-    assert stage_of_metric(name) == stage
+    assert get_metric_stage(name) == stage
 
 
 @pytest.mark.parametrize(
@@ -235,7 +237,7 @@ def test_stage_of_metric(name: str, stage: StepPart | None):
     [("torch", StepPart.SCORES), ("vllm", StepPart.GENERATION), ("megatron-core", StepPart.UPDATE), ("rich", None)],
 )
 def test_libraries_map_to_stages(library: str, stage: StepPart | None):
-    stages = stages_of_library(library)
+    stages = get_library_stages(library)
     assert stage in stages if stage is not None else stages == ()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from skyrl_gym.waits import NEXT_CALL, PEERS, Wait
-from skyrl_inspect.explain.diagnosis import HangCause, Kind, diagnose, innermost_own_frame
+from skyrl_inspect.explain.diagnosis import HangCause, Kind, find_causes, innermost_own_frame
 from skyrl_inspect.explain.evidence import ELSEWHERE, GONE, Child, ProcessEvidence, Situation, parse_stacks
 from skyrl_train.utils.explanations import SCHEDULER, TRAINER
 
@@ -28,7 +28,7 @@ def trainer(*waits: Wait, **more: Any) -> ProcessEvidence:
 
 
 def diagnosed(*processes: ProcessEvidence, **more: Any) -> list[HangCause]:
-    return diagnose(Situation(NOW, list(processes), **more))
+    return find_causes(Situation(NOW, list(processes), **more))
 
 
 def in_training(deadline: float = 0.0) -> ProcessEvidence:

@@ -8,8 +8,8 @@ import torch
 import transformers as hf
 from native_runs import log_probs_of, make_core, random_prompts, run, same_bits
 
-from skyrl_inspect.plan.memory import cache_bytes
-from skyrl_inspect.plan.model_shape import model_shape
+from skyrl_inspect.plan.memory import compute_cache_bytes
+from skyrl_inspect.plan.model_shape import compute_model_shape
 from skyrl_train.errors import ConfigError
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train.inference_engines.native.loading import cache_bytes_of_token, load_model
@@ -170,7 +170,7 @@ def test_memory_of_rows_is_what_the_planner_counts(name, folder_of):
     run(core, [Request(p, EngineSamplingParams(max_tokens=3), (0, i)) for i, p in enumerate(random_prompts([40] * 4))])
     cache = core._cache
     held = [*cache.tensors(), *(each for state in cache._states.values() for each in state)]
-    token, answer = cache_bytes(model_shape(core.model.config), number=4)
+    token, answer = compute_cache_bytes(compute_model_shape(core.model.config), number=4)
     assert cache.length == 64
     assert sum(tensor.nbytes for tensor in held) == cache.num_rows * (64 * token + answer)
     assert cache_bytes_of_token(core.model) == token

@@ -15,21 +15,21 @@ from skyrl_gym.waits import recorded_run
 from skyrl_inspect.mismatch.__main__ import (
     MismatchConfig,
     MismatchRunConfig,
-    help_text,
+    format_help,
+    list_samplings,
+    load_prompts,
     measure,
-    prompts_of,
-    samplings_of,
-    validated,
+    validate_settings,
 )
 from skyrl_inspect.mismatch.answers import SAMPLINGS, Questions
-from skyrl_inspect.mismatch.process import ask_in_a_process
+from skyrl_inspect.mismatch.process import run_in_process
 from skyrl_train.errors import ConfigError, WorkerError
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 
 
 def settings(model: str = "model", **sections: Any) -> MismatchRunConfig:
     trainer = {"policy": {"model": {"path": model}}, "placement": {"device": "cpu"}}
-    return validated(MismatchRunConfig.from_dict({"trainer": trainer, **sections}))
+    return validate_settings(MismatchRunConfig.from_dict({"trainer": trainer, **sections}))
 
 
 @pytest.mark.slow
@@ -79,7 +79,7 @@ def test_failing_engine_is_reported_with_log(tmp_path: Path):
 
     def asked(make_engine: Any, seconds: float) -> str:
         with pytest.raises(WorkerError) as caught:
-            ask_in_a_process(make_engine, questions, tmp_path / "engine.log", seconds)
+            run_in_process(make_engine, questions, tmp_path / "engine.log", seconds)
         return str(caught.value)
 
     died = asked(partial(os._exit, 3), 120)
@@ -108,9 +108,9 @@ def test_unknown_name_is_refused_with_known_names():
 
 
 def test_training_sampling_is_measured_first_and_once():
-    own = samplings_of(settings())
+    own = list_samplings(settings())
     assert [sampling.name for sampling in own][:2] == ["generator.sampling_params", "temperature 0.7"]
-    other = samplings_of(settings(generator={"sampling_params": {"temperature": 0.9, "top_k": 5}}))
+    other = list_samplings(settings(generator={"sampling_params": {"temperature": 0.9, "top_k": 5}}))
     assert other[0].params == {"temperature": 0.9, "top_k": 5}
     assert [sampling.name for sampling in other][1:] == list(SAMPLINGS)
 
@@ -120,14 +120,14 @@ def test_prompts_leave_room_for_responses_and_are_padded_randomly(sharp_model: s
     cfg = settings(sharp_model, mismatch={"num_prompts": 12, "max_tokens": 230})
     from transformers import AutoTokenizer
 
-    prompts = prompts_of(cfg, AutoTokenizer.from_pretrained(sharp_model))
+    prompts = load_prompts(cfg, AutoTokenizer.from_pretrained(sharp_model))
     assert len(prompts) == 12
     assert max(map(len, prompts)) == 26
     assert min(map(len, prompts)) >= 1
-    assert prompts == prompts_of(cfg, AutoTokenizer.from_pretrained(sharp_model))
+    assert prompts == load_prompts(cfg, AutoTokenizer.from_pretrained(sharp_model))
     cfg.mismatch.max_tokens = 256
     with pytest.raises(ConfigError, match="no room for a prompt"):
-        prompts_of(cfg, AutoTokenizer.from_pretrained(sharp_model))
+        load_prompts(cfg, AutoTokenizer.from_pretrained(sharp_model))
 
 
 def test_prompts_follow_configured_template(sharp_model: str, tmp_path: Path):
@@ -137,18 +137,18 @@ def test_prompts_follow_configured_template(sharp_model: str, tmp_path: Path):
     template = {"source": "file", "name_or_path": str(tmp_path / "template.jinja")}
     generator = {"chat_template": template, "chat_template_kwargs": {"note": "abc"}}
     tokenizer = AutoTokenizer.from_pretrained(sharp_model)
-    prompts = prompts_of(settings(sharp_model, mismatch={"num_prompts": 2}, generator=generator), tokenizer)
+    prompts = load_prompts(settings(sharp_model, mismatch={"num_prompts": 2}, generator=generator), tokenizer)
     assert [tokenizer.decode(prompt) for prompt in prompts] == ["abcWhat", "abcWrit"]
 
 
 def test_help_describes_all_settings():
-    text = help_text()
+    text = format_help()
     for name in vars(MismatchConfig()):
         assert f"mismatch.{name}=" in text
     assert "the command ends with exit code 1" in text
 
 
 def test_path_without_model_is_refused_in_one_line():
-    cfg = validated(MismatchRunConfig.from_dict({"trainer": {"policy": {"model": {"path": "/nowhere/model"}}}}))
+    cfg = validate_settings(MismatchRunConfig.from_dict({"trainer": {"policy": {"model": {"path": "/nowhere/model"}}}}))
     with pytest.raises(ConfigError, match=r"^trainer.policy.model.path=/nowhere/model: there is no such folder"):
         measure(cfg)

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from skyrl_inspect.mismatch.answers import SAMPLINGS, EngineAnswers, Questions, ask
+from skyrl_inspect.mismatch.answers import SAMPLINGS, EngineAnswers, Questions, send_questions
 from skyrl_inspect.mismatch.cells import EngineName
-from skyrl_inspect.mismatch.page import as_markdown, as_plain
+from skyrl_inspect.mismatch.page import format_markdown, to_plain
 from skyrl_inspect.mismatch.report import Report, make_report
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
@@ -35,7 +35,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> str:
 def answers_of(engine: NativeInferenceEngine) -> EngineAnswers:
     async def ask_and_end() -> EngineAnswers:
         try:
-            return await ask(engine, Questions(prompts=PROMPTS, samplings=[SAMPLING], max_tokens=40, seed=1))
+            return await send_questions(engine, Questions(prompts=PROMPTS, samplings=[SAMPLING], max_tokens=40, seed=1))
         finally:
             await engine.teardown()
 
@@ -67,9 +67,9 @@ def test_replay_reduces_mixture_gap_at_least_fivefold(mixture: str, dtype: str, 
     assert before.kl > 25 * after.kl
     [finding] = [finding for finding in report.findings if finding.kind == "routing"]
     assert "trainer.policy.routing_replay=R3" in finding.text
-    page = as_markdown(report, str, 0)
+    page = format_markdown(report, str, 0)
     assert "## Routing replay" in page and f"{before.mean:.2e} | {after.mean:.2e}" in page
-    cells = as_plain(report, str, 0)["cells"]
+    cells = to_plain(report, str, 0)["cells"]
     assert isinstance(cells, list)
     assert cells[1]["gap_with_routing_replay"]["mean"] == after.mean
 
@@ -77,5 +77,5 @@ def test_replay_reduces_mixture_gap_at_least_fivefold(mixture: str, dtype: str, 
 def test_report_without_routes_does_not_mention_replay(mixture: str):
     report = report_on(mixture, "float32", bf16=False, replay="off")
     assert [finding.kind for finding in report.findings] == ["agreement"]
-    assert "Routing replay" not in as_markdown(report, str, 0)
+    assert "Routing replay" not in format_markdown(report, str, 0)
     assert all(cell.differing == {} for cell in report.cells)

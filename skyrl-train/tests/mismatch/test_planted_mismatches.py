@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from skyrl_inspect.mismatch.answers import SAMPLINGS, EngineAnswers, Questions, ask
+from skyrl_inspect.mismatch.answers import SAMPLINGS, EngineAnswers, Questions, send_questions
 from skyrl_inspect.mismatch.cells import EngineName
 from skyrl_inspect.mismatch.report import Report, make_report
 from skyrl_train.config import SkyRLConfig
@@ -30,7 +30,7 @@ def answers_of(engine: InferenceEngineInterface, samplings: list[str]) -> Engine
 
     async def ask_and_end() -> EngineAnswers:
         try:
-            return await ask(engine, questions)
+            return await send_questions(engine, questions)
         finally:
             await engine.teardown()
 

@@ -8,7 +8,7 @@ from settings_of_plans import settings, shape
 
 from skyrl_inspect.plan.backends import deepspeed, fsdp2, megatron
 from skyrl_inspect.plan.devices import Device, find_device
-from skyrl_inspect.plan.memory import cache_bytes, engine_plan, memory_plan, worker_phases
+from skyrl_inspect.plan.memory import compute_cache_bytes, estimate_engine, estimate_memory, estimate_worker_phases
 
 GPU = Device("a small one", "cuda", memory=10_000.0 + 3e9, flops=1e12, bandwidth=1e12, link=1e11)
 
@@ -39,9 +39,9 @@ def test_reshard_after_forward_false_keeps_whole_model():
 
 def test_offloaded_state_uses_host_memory_on_gpu_only():
     cfg = settings(**{"trainer.policy.fsdp_config.cpu_offload": True})
-    [*_, train] = worker_phases(cfg, "policy", shape(), "cuda")
+    [*_, train] = estimate_worker_phases(cfg, "policy", shape(), "cuda")
     assert train.host == 16 * 1000 and "weights" not in train.parts
-    [*_, train] = worker_phases(cfg, "policy", shape(), "cpu")
+    [*_, train] = estimate_worker_phases(cfg, "policy", shape(), "cpu")
     assert train.host == 0 and train.parts["weights"] == 4000
 
 
@@ -76,7 +76,7 @@ def test_deepspeed_offloaded_optimizer_leaves_gpu():
         "trainer.strategy": "deepspeed", f"{zero}.stage": 2, f"{zero}.offload_optimizer.device": "cpu",
         "trainer.policy.deepspeed_config.torch_autocast.enabled": True,
     })  # fmt: skip
-    [*_, train] = worker_phases(cfg, "policy", shape(), "cuda")
+    [*_, train] = estimate_worker_phases(cfg, "policy", shape(), "cuda")
     assert "optimizer" not in train.parts and "gradients" not in train.parts
     # Moments, float32 weights, a buffer of updated ones; gradients, and their sum; two gradients of the embedding.
     assert train.host == (8 + 4 + 4) * 1000 + (4 + 4) * 1000 + 2 * 4 * 20 * 10
@@ -104,7 +104,7 @@ def test_gradient_checkpointing_stores_layer_inputs_only():
             **{"trainer.gradient_checkpointing": checkpointing, "trainer.micro_train_batch_size_per_gpu": rows}
         )
         many = shape(num_layers=50, words=0)
-        [*_, train] = worker_phases(cfg, "policy", many, "cuda")
+        [*_, train] = estimate_worker_phases(cfg, "policy", many, "cuda")
         return train.parts["activations"]
 
     assert activations(True, 8) == 2 * activations(True, 4)
@@ -115,8 +115,8 @@ def test_gradient_checkpointing_stores_layer_inputs_only():
 
 
 def test_token_budget_equals_rows_with_same_tokens():
-    rows = worker_phases(settings(**{"trainer.micro_train_batch_size_per_gpu": 4}), "policy", shape(), "cuda")
-    budget = worker_phases(settings(**{"trainer.max_tokens_per_microbatch": 400}), "policy", shape(), "cuda")
+    rows = estimate_worker_phases(settings(**{"trainer.micro_train_batch_size_per_gpu": 4}), "policy", shape(), "cuda")
+    budget = estimate_worker_phases(settings(**{"trainer.max_tokens_per_microbatch": 400}), "policy", shape(), "cuda")
     assert rows == budget
 
 
@@ -126,7 +126,7 @@ def test_sequence_parallel_ranks_share_tokens():
             "trainer.placement.policy_num_gpus_per_node": 4, "trainer.policy.sequence_parallel_size": size,
             "trainer.micro_train_batch_size_per_gpu": 40,
         })  # fmt: skip
-        return worker_phases(cfg, "policy", shape(words=0), "cuda")[-1].parts["activations"]
+        return estimate_worker_phases(cfg, "policy", shape(words=0), "cuda")[-1].parts["activations"]
 
     assert tokens(4) == tokens(1) / 4
 
@@ -137,7 +137,7 @@ def test_engine_cache_is_memory_left_by_weights():
         "generator.max_num_batched_tokens": 10,
     })  # fmt: skip
     device = Device("", "cuda", memory=2.1e9, flops=1, bandwidth=1, link=1)
-    plan = engine_plan(cfg, shape(), device)
+    plan = estimate_engine(cfg, shape(), device)
     assert plan.bytes_a_token == 2 * 2 * 4 * 2  # keys and values, bfloat16, 4 numbers, two layers
     assert plan.weights == 2000
     assert plan.total == pytest.approx(0.5 * 2.1e9 - 1e9)
@@ -145,7 +145,7 @@ def test_engine_cache_is_memory_left_by_weights():
     # Batches of 1, 2, 4 and 8 in parts, the first three as a whole; two layers.
     assert plan.graphs == 7 * 2 * 0.4e6
     cfg.generator.enforce_eager = True
-    eager = engine_plan(cfg, shape(), device)
+    eager = estimate_engine(cfg, shape(), device)
     assert (eager.graphs, eager.cache) == (0, plan.cache + plan.graphs)
 
 
@@ -155,7 +155,7 @@ def test_engines_keep_host_weights_for_partial_syncs_and_sglang():
             "generator.backend": backend, "trainer.placement.device": "cuda",
             "generator.weight_sync_strategy": strategy, "trainer.placement.policy_num_gpus_per_node": 4,
         })  # fmt: skip
-        return memory_plan(cfg, {"policy": shape()}, GPU).host
+        return estimate_memory(cfg, {"policy": shape()}, GPU).host
 
     assert host("delta") - host("auto") == 4 * 2000
     assert host("auto", "sglang") == host("delta")
@@ -164,14 +164,14 @@ def test_engines_keep_host_weights_for_partial_syncs_and_sglang():
 def test_tensor_parallel_engine_holds_at_least_one_kv_head():
     def bytes_a_token(size: int) -> float:
         cfg = settings(**{"generator.backend": "vllm", "generator.inference_engine_tensor_parallel_size": size})
-        return engine_plan(cfg, shape(num_heads=8), GPU).bytes_a_token
+        return estimate_engine(cfg, shape(num_heads=8), GPU).bytes_a_token
 
     assert [bytes_a_token(size) for size in (1, 2, 4)] == [32, 16, 16]
 
 
 def test_engine_cache_below_one_response_is_shortage():
     cfg = settings(**{"generator.backend": "vllm", "trainer.placement.device": "cuda"})
-    plan = memory_plan(cfg, {"policy": shape()}, Device("", "cuda", 1.2e9, 1, 1, 1))
+    plan = estimate_memory(cfg, {"policy": shape()}, Device("", "cuda", 1.2e9, 1, 1, 1))
     assert any("no answer of 100 tokens" in each for each in plan.shortages)
     assert plan.excess > 0
 
@@ -182,7 +182,7 @@ def test_resident_optimizer_state_counts_during_generation():
             "generator.backend": "vllm", "trainer.placement.device": "cuda",
             "trainer.policy.optimizer_config.offload_after_step": offload,
         })  # fmt: skip
-        return memory_plan(cfg, {"policy": shape()}, GPU).phases[0].parts.get("asleep", 0.0)
+        return estimate_memory(cfg, {"policy": shape()}, GPU).phases[0].parts.get("asleep", 0.0)
 
     assert (generate(True), generate(False)) == (0.0, 8000.0)
 
@@ -192,7 +192,7 @@ def test_models_of_their_own_devices_do_not_share_them():
         "generator.backend": "vllm", "trainer.placement.device": "cuda", "trainer.placement.colocate_all": False,
         "trainer.placement.colocate_policy_ref": False, "trainer.algorithm.use_kl_loss": True,
     })  # fmt: skip
-    plan = memory_plan(cfg, {"policy": shape(), "ref": shape()}, GPU)
+    plan = estimate_memory(cfg, {"policy": shape(), "ref": shape()}, GPU)
     assert {phase.parts["libraries"] for phase in plan.phases} == {1e9}
     assert "sync weights" not in {phase.name for phase in plan.phases}
 
@@ -200,17 +200,17 @@ def test_models_of_their_own_devices_do_not_share_them():
 def test_processes_of_machine_share_memory():
     cfg = settings(**{"trainer.placement.policy_num_gpus_per_node": 4, "generator.backend": "native"})
     device = Device("cpu", "cpu", 1e10, 1, 1, 1)
-    plan = memory_plan(cfg, {"policy": shape()}, device)
+    plan = estimate_memory(cfg, {"policy": shape()}, device)
     assert plan.machine > 4 * device.libraries and not plan.shortages
     small = Device("cpu", "cpu", 2e9, 1, 1, 1)
-    assert any("all processes" in each for each in memory_plan(cfg, {"policy": shape()}, small).shortages)
+    assert any("all processes" in each for each in estimate_memory(cfg, {"policy": shape()}, small).shortages)
 
 
 def test_native_prefix_cache_adds_to_running_requests():
     """At most all tokens of a step: as many as the running requests have when all run at the same time."""
     device, native = Device("cpu", "cpu", 1e10, 1, 1, 1), {"generator.backend": "native"}
     off, on, bounded = (
-        engine_plan(settings(**native, **more), shape(), device).cache
+        estimate_engine(settings(**native, **more), shape(), device).cache
         for more in (
             {"generator.enable_prefix_caching": False},
             {},
@@ -226,7 +226,7 @@ def test_custom_backend_is_not_estimated():
     registration = TrainingBackendRegistry.decorator
     registration("plan_test_backend", requires=TrainingBackendTraits())(lambda *_: None)
     try:
-        plan = memory_plan(settings(**{"trainer.strategy": "plan_test_backend"}), {"policy": shape()}, GPU)
+        plan = estimate_memory(settings(**{"trainer.strategy": "plan_test_backend"}), {"policy": shape()}, GPU)
     finally:
         TrainingBackendRegistry.unregister("plan_test_backend")
     assert plan.workers == {"policy": ()} and "not estimated" in plan.notes[0]
@@ -240,23 +240,23 @@ def test_local_processor_is_device():
 def test_linear_attention_states_and_latent_vectors_are_counted():
     hybrid = shape(num_layers=4, num_linear_layers=3, state_inputs=24, state=50)
     # One layer of keys and values of 4 numbers each; three states, of which the recurrence is in float32.
-    assert cache_bytes(hybrid, 2) == (2 * 2 * 4, 3 * (2 * 24 + 4 * 50))
-    assert cache_bytes(hybrid, 2, tensor=2) == (2 * 2 * 2, 3 * (2 * 24 + 4 * 50) / 2)
+    assert compute_cache_bytes(hybrid, 2) == (2 * 2 * 4, 3 * (2 * 24 + 4 * 50))
+    assert compute_cache_bytes(hybrid, 2, tensor=2) == (2 * 2 * 2, 3 * (2 * 24 + 4 * 50) / 2)
     cfg = settings(**{"generator.backend": "native"})
-    engine = engine_plan(cfg, hybrid, find_device("cpu"))
+    engine = estimate_engine(cfg, hybrid, find_device("cpu"))
     assert engine.cache == 24 * (100 * 2 * 2 * 4 + 3 * (2 * 24 + 4 * 50))
     vllm = settings(**{"generator.backend": "vllm", "trainer.placement.device": "cuda"})
     large = Device("one", "cuda", memory=4e9, flops=1e12, bandwidth=1e12, link=1e11)
-    found = engine_plan(vllm, replace(hybrid, state=10**6), large)
+    found = estimate_engine(vllm, replace(hybrid, state=10**6), large)
     assert found.answers == int(found.cache // (100 * 2 * 2 * 4 + 3 * (2 * 24 + 4 * 10**6)))
     # Latent vectors are whole on each device.
-    assert cache_bytes(shape(latent=6), 2, tensor=2) == (2 * 6 * 2, 0)
+    assert compute_cache_bytes(shape(latent=6), 2, tensor=2) == (2 * 6 * 2, 0)
 
 
 def test_native_packed_weights_count_on_cpu_only():
     def weights(kind: Literal["cpu", "cuda"]) -> float:
         cfg = settings(**{"generator.backend": "native", "trainer.placement.device": kind})
-        return engine_plan(cfg, found, Device("one", kind, 1e10, 1, 1, 1)).weights
+        return estimate_engine(cfg, found, Device("one", kind, 1e10, 1, 1, 1)).weights
 
     for found in (shape(is_tied=False), shape(is_tied=True)):
         number = weights("cuda") / found.parameters

@@ -10,9 +10,9 @@ from typing import cast
 import pytest
 import torch
 
-from skyrl_inspect.plan.devices import this_processor
+from skyrl_inspect.plan.devices import get_processor
 from skyrl_inspect.plan.memory_report import MemoryReport
-from skyrl_inspect.plan.report import comparison_lines
+from skyrl_inspect.plan.report import format_comparison
 from skyrl_train.errors import WorkerError, WorkerMemoryError
 from skyrl_train.orchestration.process_ranks import ProcessRanks
 from skyrl_train.trainer import RayPPOTrainer
@@ -109,7 +109,7 @@ def memory(tiny_model: str) -> MemoryReport:
 def test_run_start_estimates_all_phases(memory: MemoryReport):
     text = memory.estimate()
     assert "train policy" in text and "generate" in text and "all processes of the machine" in text
-    assert memory.plan is not None and memory.plan.device == this_processor()
+    assert memory.plan is not None and memory.plan.device == get_processor()
 
 
 def test_model_without_shape_is_no_error(memory: MemoryReport):
@@ -121,7 +121,7 @@ def test_measured_peaks_are_compared_with_estimates(memory: MemoryReport):
     memory.estimate()
     assert memory.plan is not None
     [*_, train] = memory.plan.workers["policy"]
-    lines = comparison_lines(memory.plan, {"policy": {"train": int(train.total * 2)}})
+    lines = format_comparison(memory.plan, {"policy": {"train": int(train.total * 2)}})
     assert len(lines) == 1 and "train policy" in lines[0] and "(2.00 of it)" in lines[0]
 
 

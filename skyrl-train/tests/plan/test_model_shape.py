@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from skyrl_inspect.plan.model_shape import ModelShape, model_config, model_shape
+from skyrl_inspect.plan.model_shape import ModelShape, compute_model_shape, load_model_config
 from skyrl_train.config.models import LoRAConfig
 from skyrl_train.errors import ConfigError
 
@@ -24,7 +24,7 @@ def llama(tmp_path_factory) -> str:
 
 
 def shape_of(path: str, **arguments: object) -> ModelShape:
-    return model_shape(model_config(path, "trainer.policy.model.path"), **arguments)  # type: ignore[arg-type]
+    return compute_model_shape(load_model_config(path, "trainer.policy.model.path"), **arguments)  # type: ignore[arg-type]
 
 
 def test_model_shape_derives_from_config(llama: str):
@@ -77,4 +77,4 @@ def test_adapters_are_counted_as_peft_makes_them(llama: str):
 )
 def test_unreadable_config_is_error_with_remedy(path: str, said: str):
     with pytest.raises(ConfigError, match=said):
-        model_config(path, "trainer.policy.model.path")
+        load_model_config(path, "trainer.policy.model.path")

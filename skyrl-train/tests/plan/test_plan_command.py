@@ -65,12 +65,14 @@ def test_undivided_reference_is_named(capsys: pytest.CaptureFixture[str]):
 
 
 def test_measured_times_correct_estimate(capsys: pytest.CaptureFixture[str], tmp_path: Path):
-    from skyrl_inspect.plan.__main__ import composed
+    from skyrl_inspect.plan.__main__ import compose_settings
     from skyrl_train.config import get_config_as_yaml_str
     from skyrl_train.utils.run_folder import RunFolder
 
     folder = RunFolder(tmp_path / "run")
-    folder.write_config(get_config_as_yaml_str(composed([*SEVEN[:1], *SEVEN[2:5], "trainer.placement.device=cuda"])))
+    folder.write_config(
+        get_config_as_yaml_str(compose_settings([*SEVEN[:1], *SEVEN[2:5], "trainer.placement.device=cuda"]))
+    )
     folder.append_metrics(1, {"timing/train_critic_and_policy": 1234.0})
     status, text = plan(capsys, *SEVEN, "--measured", str(folder.path))
     assert status == 0 and "train 1,234 " in text and "times what a run measured" in text

@@ -8,9 +8,9 @@ from hypothesis import settings as settings_of_search
 from hypothesis import strategies as st
 from settings_of_plans import settings, shape
 
-from skyrl_inspect.plan.changes import as_text, smallest_change, with_overrides
+from skyrl_inspect.plan.changes import apply_overrides, find_smallest_change, format_overrides
 from skyrl_inspect.plan.devices import Device
-from skyrl_inspect.plan.memory import memory_plan
+from skyrl_inspect.plan.memory import estimate_memory
 from skyrl_train.errors import ConfigError
 
 LARGE = dict(parameters=7_000_000_000, trained=7_000_000_000, layer=200_000_000, outside=1_400_000_000)
@@ -37,13 +37,16 @@ def accept(_: object) -> None:
 
 def test_smaller_micro_batch_is_first_remedy():
     cfg = run(**{"trainer.micro_train_batch_size_per_gpu": 16})
-    found = smallest_change(cfg, {"policy": shape(**LARGE)}, device(80), accept)
-    assert found is not None and as_text(found) == "trainer.micro_train_batch_size_per_gpu=8"
+    found = find_smallest_change(cfg, {"policy": shape(**LARGE)}, device(80), accept)
+    assert found is not None and format_overrides(found) == "trainer.micro_train_batch_size_per_gpu=8"
 
 
 def test_overrides_are_written_as_they_are_pasted():
     overrides = {"trainer.gradient_checkpointing": True, "trainer.max_tokens_per_microbatch": None, "a.b": 0.5}
-    assert as_text(overrides) == "trainer.gradient_checkpointing=true trainer.max_tokens_per_microbatch=null a.b=0.5"
+    assert (
+        format_overrides(overrides)
+        == "trainer.gradient_checkpointing=true trainer.max_tokens_per_microbatch=null a.b=0.5"
+    )
 
 
 def test_refused_change_is_skipped():
@@ -53,20 +56,20 @@ def test_refused_change_is_skipped():
         if "trainer.micro_train_batch_size_per_gpu" in overrides:
             raise ConfigError("not here")
 
-    found = smallest_change(cfg, {"policy": shape(**LARGE)}, device(80), refuse)
-    assert found is not None and "micro_train" not in as_text(found)
+    found = find_smallest_change(cfg, {"policy": shape(**LARGE)}, device(80), refuse)
+    assert found is not None and "micro_train" not in format_overrides(found)
 
 
 def test_search_does_not_change_settings():
     cfg = run()
-    changed = with_overrides(cfg, {"trainer.policy.fsdp_config.cpu_offload": True, "generator.max_num_seqs": 3})
+    changed = apply_overrides(cfg, {"trainer.policy.fsdp_config.cpu_offload": True, "generator.max_num_seqs": 3})
     assert changed.trainer.policy.fsdp_config.cpu_offload and changed.generator.max_num_seqs == 3
     assert not cfg.trainer.policy.fsdp_config.cpu_offload and cfg.generator.max_num_seqs == 1024
     assert changed.environment is cfg.environment
 
 
 def test_nothing_is_found_where_nothing_helps():
-    assert smallest_change(run(), {"policy": shape(**LARGE)}, device(2), accept) is None
+    assert find_smallest_change(run(), {"policy": shape(**LARGE)}, device(2), accept) is None
 
 
 CHOICES = {
@@ -86,18 +89,18 @@ CHOICES = {
 @given(overrides=st.fixed_dictionaries(CHOICES), gigabytes=st.sampled_from([24, 40, 80, 140]))
 def test_found_change_is_minimal(overrides: dict[str, Any], gigabytes: int):
     cfg, shapes, gpu = run(**overrides), {"policy": shape(**LARGE)}, device(gigabytes)
-    if not memory_plan(cfg, shapes, gpu).shortages:  # type: ignore[arg-type]
+    if not estimate_memory(cfg, shapes, gpu).shortages:  # type: ignore[arg-type]
         return
-    found = smallest_change(cfg, shapes, gpu, accept)  # type: ignore[arg-type]
+    found = find_smallest_change(cfg, shapes, gpu, accept)  # type: ignore[arg-type]
     if found is None:
         return
     changes = found
-    assert not memory_plan(with_overrides(cfg, changes), shapes, gpu).shortages  # type: ignore[arg-type]
+    assert not estimate_memory(apply_overrides(cfg, changes), shapes, gpu).shortages  # type: ignore[arg-type]
     # A tensor-parallel engine and the number of engines, or nodes, change together: one move.
     together = [name for name in changes if "engine" in name or "num_nodes" in name or "expert" in name]
     for name in set(changes) - set(together):
         rest = {other: value for other, value in changes.items() if other != name}
-        assert not rest or memory_plan(with_overrides(cfg, rest), shapes, gpu).shortages  # type: ignore[arg-type]
+        assert not rest or estimate_memory(apply_overrides(cfg, rest), shapes, gpu).shortages  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "deepspeed", "megatron"])
@@ -106,5 +109,5 @@ def test_backends_have_different_remedies(strategy: str):
     cfg.trainer.policy.fsdp_config.fsdp_size = 1
     wanted = {"fsdp2": "fsdp_size=-1", "deepspeed": "zero_optimization.stage=", "megatron": "model_parallel_size="}
     gigabytes = 50 if strategy == "megatron" else 80
-    found = smallest_change(cfg, {"policy": shape(**LARGE)}, device(gigabytes), accept)
-    assert found is not None and wanted[strategy] in as_text(found)
+    found = find_smallest_change(cfg, {"policy": shape(**LARGE)}, device(gigabytes), accept)
+    assert found is not None and wanted[strategy] in format_overrides(found)

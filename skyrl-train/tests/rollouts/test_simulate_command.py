@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from skyrl_inspect.simulate.__main__ import main
-from skyrl_inspect.simulate.comparison import STALENESS, maximum, simulate_synchronous
+from skyrl_inspect.simulate.comparison import STALENESS, find_maximum, simulate_synchronous
 from skyrl_inspect.simulate.workloads import fit_iteration, read_workload, replay
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.asynchronous import FullyAsyncConfig
@@ -79,7 +79,7 @@ def test_gpus_are_split_between_engines_and_training(capsys: Any):
 def test_maximum_of_a_function_with_one_peak():
     for peak in range(16):
         asked: set[int] = set()
-        assert maximum(lambda x, peak=peak, asked=asked: asked.add(x) or -abs(x - peak), 16, 8, 4) == peak
+        assert find_maximum(lambda x, peak=peak, asked=asked: asked.add(x) or -abs(x - peak), 16, 8, 4) == peak
         assert len(asked) <= 10
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from skyrl_inspect.simulate.simulator import Costs, SampleCost, SimulatedRun, Simulation
-from skyrl_inspect.simulate.workloads import between_share
+from skyrl_inspect.simulate.workloads import compute_between_fraction
 from skyrl_train.rollouts.schedule import OnStale, ScheduleLimits
 
 
@@ -129,11 +129,11 @@ def test_group_generated_anew_is_slow_again_as_far_as_durations_repeat(repeatabi
 
 
 def test_share_of_variance_between_groups():
-    assert between_share([[1.0, 1.0], [5.0, 5.0]]) == 1.0
-    assert between_share([[1.0, 5.0], [1.0, 5.0]]) == 0.0
+    assert compute_between_fraction([[1.0, 1.0], [5.0, 5.0]]) == 1.0
+    assert compute_between_fraction([[1.0, 5.0], [1.0, 5.0]]) == 0.0
     # Mean squares: 2 * (1 + 1) / 1 between, (0.5 + 0.5) / 2 within; (4 - 0.5) / (4 + 0.5).
-    assert between_share([[0.0, 1.0], [2.0, 3.0]]) == pytest.approx(7 / 9)
-    assert between_share([[1.0], [2.0]]) == 1.0
+    assert compute_between_fraction([[0.0, 1.0], [2.0, 3.0]]) == pytest.approx(7 / 9)
+    assert compute_between_fraction([[1.0], [2.0]]) == 1.0
 
 
 @pytest.mark.parametrize("on_stale", ["drop", "regenerate", "mask"])

@@ -7,8 +7,8 @@ import pytest
 import yaml
 from loguru import logger
 
-from skyrl_inspect.curve_bands import CurveBand, CurveWatch, ExpectedCurves, bands_of_runs, main, read_bands
-from skyrl_inspect.dashboard.charts import overview
+from skyrl_inspect.curve_bands import CurveBand, CurveWatch, ExpectedCurves, compute_bands, main, read_bands
+from skyrl_inspect.dashboard.charts import build_overview
 from skyrl_train.config import validate_cfg
 from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.utils.run_folder import RunFolder
@@ -30,7 +30,7 @@ def warnings_logged() -> Any:
 
 def test_bounds_between_two_points_are_interpolated_and_none_are_expected_outside():
     band = CurveBand(REWARD, ((10, 0.0, 0.4), (20, 0.5, 0.8)))
-    assert [band.at(step) for step in (9, 10, 14, 20, 21)] == [
+    assert [band.interpolate_at(step) for step in (9, 10, 14, 20, 21)] == [
         None,
         (0.0, 0.4),
         (pytest.approx(0.2), pytest.approx(0.56)),
@@ -107,22 +107,22 @@ def test_run_logs_the_band_beside_its_metric_and_the_page_shades_it(settings: An
     first, second = run(cfg)
     assert [first[f"expected/{REWARD}/{name}"] for name in ("low", "high", "outside")] == [5.0, 6.0, -1.0]
     assert [second[f"expected/{REWARD}/{name}"] for name in ("low", "high", "outside")] == [-9.0, 9.0, 0.0]
-    reward = next(chart for chart in overview(first) if chart["title"] == "Reward")
+    reward = next(chart for chart in build_overview(first) if chart["title"] == "Reward")
     assert reward["band"] == [f"expected/{REWARD}/low", f"expected/{REWARD}/high"]
 
 
 def test_bands_of_reference_runs_are_mean_and_deviation_over_runs():
     runs = [[{"step": step, REWARD: value + seed} for step, value in ((1, 0.0), (2, 2.0), (3, 4.0))] for seed in (0, 2)]
     # Means over two steps: 1 and 3 (at step 2), then 4 and 6 (at step 3); deviation sqrt(2) each.
-    bands = bands_of_runs(runs, [REWARD], interval=2, width=1.0)
+    bands = compute_bands(runs, [REWARD], interval=2, width=1.0)
     assert bands == {REWARD: {2: [pytest.approx(2 - 2**0.5), pytest.approx(2 + 2**0.5)], 3: [3.585786, 6.414214]}}
     uneven = [[{"step": 1, REWARD: low}, {"step": 2, REWARD: high}] for low, high in ((0.0, 0.0), (0.0, 2.0))]
-    bands = bands_of_runs(uneven, [REWARD], interval=1, width=1.0, pool=True)  # variances 0 and 2: their mean is 1
+    bands = compute_bands(uneven, [REWARD], interval=1, width=1.0, pool=True)  # variances 0 and 2: their mean is 1
     assert bands == {REWARD: {1: [-1.0, 1.0], 2: [0.0, 2.0]}}
     with pytest.raises(DataError, match="at least two runs"):
-        bands_of_runs(runs[:1], [REWARD], interval=2)
+        compute_bands(runs[:1], [REWARD], interval=2)
     with pytest.raises(DataError, match=rf"not every run has loss/x; the metrics of the first: {REWARD}"):
-        bands_of_runs(runs, ["loss/x"], interval=2)
+        compute_bands(runs, ["loss/x"], interval=2)
 
 
 def test_printed_bands_can_be_read_and_hold_their_own_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_gym.waits import read_records, recorded_run
-from skyrl_inspect.explain.diagnosis import diagnose
+from skyrl_inspect.explain.diagnosis import find_causes
 from skyrl_inspect.explain.evidence import observe
 from skyrl_inspect.explain.text import headline
 
@@ -25,7 +25,7 @@ def test_hung_pass_is_named_with_model(bench: Any, tmp_path: Path):
         thread = threading.Thread(target=bench.work)
         thread.start()
         assert began.wait(60)
-        cause = headline(diagnose(observe(tmp_path)))
+        cause = headline(find_causes(observe(tmp_path)))
         goes_on.set()
         thread.join(60)
         [record] = read_records(tmp_path / "waits")

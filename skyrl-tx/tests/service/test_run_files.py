@@ -63,14 +63,14 @@ async def test_model_curves_continue_after_restart(tmp_path: Path):
     catalog = Catalog(RunsFolder(tmp_path), Defaults())
     again.close()
     assert [row["step"] for row in rows(tmp_path)] == [1, 2]
-    row = catalog.row("s_train_0")
+    row = catalog.get_row("s_train_0")
     assert (row["name"], row["model"], row["seed"], row["step"], row["state"]) == ("s:train:0", "tiny", 3, 2, "running")
     assert row["curve"] == [[1], [2.0]]
 
     last = RunFiles(tmp_path)
     last.done(pending("unload"), {})
     last.close()
-    assert catalog.row("s_train_0")["state"] == "finished"
+    assert catalog.get_row("s_train_0")["state"] == "finished"
     log = (tmp_path / "s_train_0" / "logs" / "trainer.log").read_text()
     assert "checkpoint saved: tinker://s:train:0/weights/mine" in log
     assert len(log.splitlines()) == 6  # an error of many lines is one
@@ -81,7 +81,7 @@ async def test_model_failing_creation_is_failed_run(tmp_path: Path):
     files.failed(pending("create"), "no memory", "server")
     files.close()
     row = Catalog(RunsFolder(tmp_path), Defaults())
-    assert row.runs() == [], "it never became a run"
+    assert row.list_runs() == [], "it never became a run"
     log = (tmp_path / "s_train_0" / "logs" / "trainer.log").read_text()
     assert "ERROR    create r failed (server): no memory" in log
 
@@ -123,7 +123,7 @@ async def test_model_log_is_rotated_when_long(tmp_path: Path, monkeypatch: pytes
     files.close()
     logs = {path.name: path.stat().st_size for path in (tmp_path / "s_train_0" / "logs").iterdir()}
     assert set(logs) == {"trainer.log", "trainer.log.1"} and sum(logs.values()) < 2500
-    row = Catalog(RunsFolder(tmp_path), Defaults()).row("s_train_0")
+    row = Catalog(RunsFolder(tmp_path), Defaults()).get_row("s_train_0")
     assert (row["step"], row["state"]) == (200, "finished")
 
 

@@ -10,13 +10,13 @@ import pytest
 from service_users import Client, running, until
 
 from skyrl_gym.waits import read_records, recorded_run
-from skyrl_inspect.explain.diagnosis import diagnose
+from skyrl_inspect.explain.diagnosis import find_causes
 from skyrl_inspect.explain.evidence import observe
 from skyrl_inspect.explain.text import headline
 
 
 def cause(folder: Path) -> str:
-    return headline(diagnose(observe(folder)))
+    return headline(find_causes(observe(folder)))
 
 
 @pytest.fixture

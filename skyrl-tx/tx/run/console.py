@@ -82,7 +82,7 @@ class TenantRuns(RunsFolder):
     def _get_folder(self, parts: list[str]) -> Iterator[int]:
         if parts:
             self._check(parts[0])
-        with super()._folder(parts) as number:
+        with super()._resolve_folder(parts) as number:
             yield number
 
     def _check(self, run: str) -> None:
