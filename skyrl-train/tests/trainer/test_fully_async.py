@@ -21,10 +21,10 @@ from async_runs import (
 
 import skyrl_gym
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
+from skyrl_inspect.simulate.__main__ import main as simulate
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.validation import validate_cfg
 from skyrl_train.entrypoints.main_base import BasePPOExp
-from skyrl_train.entrypoints.simulate import main as simulate
 from skyrl_train.errors import AllRolloutsFailedError, ConfigError, WeightSyncError
 from skyrl_train.fully_async_trainer import FullyAsyncRayPPOTrainer, GeneratedOutputGroup
 from skyrl_train.generators.base import GeneratorOutput
