@@ -195,8 +195,8 @@ def _find_processed_log_probs(engine: Measured, cells: list[Cell], explanation: 
             "unexplained",
             f"{where}: log-probs differ from the trainer's by {gap:.3g} on average, more than rounding explains "
             f"({max(map(compute_tolerance, cells)):.2g}), though the log-probs of fixed tokens may agree: neither "
-            "truncation, penalties nor a temperature explain it. Look at the worst tokens; until it is understood, do not "
-            "train with this engine's log-probs (trainer.algorithm.off_policy_correction), or use another.",
+            "truncation, penalties nor a temperature explain it. Look at the worst tokens; until it is understood, do "
+            "not train with this engine's log-probs (trainer.algorithm.off_policy_correction), or use another.",
         )
     if explanation.kind == "temperature":
         temperature, asked = explanation.temperature or 1.0, cells[0].sampling.temperature
