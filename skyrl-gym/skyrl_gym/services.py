@@ -1,9 +1,11 @@
-"""Client of a JSON service over HTTP that may be temporarily unavailable: a retriever, a judge, a model.
+"""Clients of a JSON service over HTTP that may be temporarily unavailable: a retriever, a judge, a model.
 
-Transient errors (connection refused, timeout, broken connection, a transient status) are retried for a while and then
-raise `InfraError`. Any other response is returned to the caller.
+`Service` is for threads, `AsyncService` for an event loop. Transient errors (connection refused, timeout, broken
+connection, a transient status) are retried for a while and then raise `InfraError`. Any other response is returned to
+the caller.
 """
 
+import asyncio
 import functools
 import json
 import logging
@@ -13,9 +15,10 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from skyrl_gym.error import InfraError
@@ -24,12 +27,14 @@ from skyrl_gym.waits import waiting
 if TYPE_CHECKING:  # httpx loads it when a connection is made
     import ssl
 
+    import httpx
+
 logger = logging.getLogger(__name__)
 
 FAULTS_OF_THE_REQUEST = frozenset({400, 413, 422})
 """Only these may be due to what a model wrote. A wrong address or missing rights are the same for every request."""
 
-PASSING_STATUSES = frozenset({408, 409, 425, 429, *range(500, 600)})
+TRANSIENT_STATUSES = frozenset({408, 409, 425, 429, *range(500, 600)})
 
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
 
@@ -67,6 +72,11 @@ class Retries:
         """Seconds before attempt 2, 3 ...: not less than the server asked for. Random, or all would come at once."""
         longest = min(self.longest_wait, self.first_wait * 2 ** min(attempt - 2, 32))
         return max(random.uniform(0.5, 1.0) * longest, min(asked, self.longest_wait))
+
+
+ASYNC_RETRIES = Retries(attempts=5, first_wait=0.5, longest_wait=8.0, window=60.0)
+PROBE_RETRIES = Retries(attempts=3, first_wait=0.5, longest_wait=1.0, window=5.0)
+PROBE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -129,57 +139,38 @@ class Service:
         url = self.url.rstrip("/") + path if path else self.url
         content = b"" if body is None else json.dumps(body, default=_to_plain).encode()  # ASCII: lone surrogates pass
         connections = self._connect()  # held until the end, or a `close` meanwhile would end this request
-        started, attempt = time.monotonic(), 0
+        attempts = _Attempts(url, self.retries)
         while not self.cancelled.is_set():
-            attempt += 1
             if label:
-                logger.info("%s, attempt %d", label, attempt)
+                logger.info("%s, attempt %d", label, attempts.number)
             try:
                 with waiting(f"the reply to {method}", on=url, deadline=self.timeout):
-                    return self._attempt(connections, method, url, content)
-            except PassingFailure as fault:
-                at_once = fault.dropped and attempt == 1
-                wait = 0.0 if at_once else self.retries.wait_before(attempt + 1, fault.asked)
-                elapsed = time.monotonic() - started
-                if attempt == self.retries.attempts or elapsed + wait > self.retries.window:
-                    times = "1 time" if attempt == 1 else f"{attempt} times"
-                    raise InfraError(f"{url} failed {times} in {elapsed:.1f} s; last: {fault.text}") from fault
+                    return self._send_once(connections, method, url, content)
+            except TransientError as error:
+                wait = attempts.wait_after(error)
                 if label:
-                    logger.warning("%s: %s; again in %.1f s", label, fault.text, wait)
+                    logger.warning("%s: %s; again in %.1f s", label, error.text, wait)
             self.cancelled.wait(wait)
         raise Cancelled
 
-    def _attempt(self, connections: "Connections", method: str, url: str, content: bytes) -> Response:
-        """Raises PassingFailure, and InfraError for what would fail again."""
+    def _send_once(self, connections: "Connections", method: str, url: str, content: bytes) -> Response:
+        """Raises TransientError, and InfraError for errors that would occur again."""
         import httpx
 
         deadline = time.monotonic() + self.timeout
         timeout = httpx.Timeout(self.timeout, connect=min(self.timeout, CONNECT_SECONDS))
         headers = {"Content-Type": "application/json", **self._headers}
         body = bytearray()
-        try:
-            with connections.client.stream(method, url, content=content, headers=headers, timeout=timeout) as answer:
-                for chunk in answer.iter_bytes():
-                    body += chunk
-                    # A read timeout starts again with each chunk; this one is for the whole reply.
-                    if time.monotonic() > deadline:
-                        raise httpx.ReadTimeout("the answer trickled in too slowly")
-                    if len(body) > MAX_BODY_BYTES:
-                        raise InfraError(f"{url}: the answer is longer than {MAX_BODY_BYTES} bytes")
-        except httpx.ConnectTimeout as failure:
-            raise PassingFailure(f"timeout: no connection within {timeout.connect:g} s") from failure
-        except httpx.TimeoutException as failure:
-            raise PassingFailure(f"timeout: no answer within {self.timeout:g} s") from failure
-        except (httpx.ConnectError, httpx.ProxyError) as failure:
-            raise PassingFailure(f"{type(failure).__name__}: {failure}") from failure
-        except (httpx.NetworkError, httpx.RemoteProtocolError) as failure:
-            raise PassingFailure(f"{type(failure).__name__}: {failure}", dropped=True) from failure
-        except (httpx.HTTPError, httpx.InvalidURL) as failure:
-            raise InfraError(f"{url}: {type(failure).__name__}: {failure}") from failure
-        response = Response(answer.status_code, answer.headers, bytes(body))
-        if response.status in PASSING_STATUSES:
-            raise PassingFailure(f"status {response.status}: {response.text:.300}", asked=retry_after(response))
-        return response
+        with (
+            _classify_errors(url, self.timeout),
+            connections.client.stream(method, url, content=content, headers=headers, timeout=timeout) as response,
+        ):
+            for chunk in response.iter_bytes():
+                _append(body, chunk, url)
+                # A read timeout restarts with each chunk; this one is for the whole reply.
+                if time.monotonic() > deadline:
+                    raise TimeoutError
+        return _to_response(response, body, TRANSIENT_STATUSES)
 
     def _connect(self) -> "Connections":
         connections = self._connections
@@ -192,15 +183,184 @@ class Service:
         self._connections = None
 
 
+class RefusedRequest(ValueError):
+    """The service rejected the content of a request. The text is for the model that wrote it."""
+
+
+class AsyncService:
+    """Client of one HTTP service, for use within one event loop.
+
+    Args:
+        headers: of each request, keys included.
+        timeout: seconds for one attempt, from connecting to the last byte.
+        transient: statuses after which a request is retried.
+
+    Raises:
+        ValueError: `url` is not an http address.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        headers: Mapping[str, str] | None = None,
+        timeout: float = 30.0,
+        retries: Retries = ASYNC_RETRIES,
+        transient: frozenset[int] = TRANSIENT_STATUSES,
+    ) -> None:
+        origin_of(url, "url")
+        self.url, self.timeout, self.retries, self.transient = url, timeout, retries, transient
+        self._headers = dict(headers or {})
+        self._client: httpx.AsyncClient | None = None
+
+    async def json(self, body: object = None, **request: Any) -> Any:
+        """Return the JSON of the reply; see `request`.
+
+        Raises:
+            RefusedRequest: status 400, 413 or 422, which the request's content may cause.
+            InfraError: see `request`; or a status other than 200, or no JSON.
+        """
+        response = await self.request(body, **request)
+        if response.status in FAULTS_OF_THE_REQUEST:
+            raise RefusedRequest(f"HTTP {response.status}: {response.text.strip()[:500]}")
+        if response.status != 200:
+            raise InfraError(f"{self.url} refused: HTTP {response.status}: {response.text.strip()[:500]}")
+        try:
+            return json.loads(response.body)
+        except ValueError as failure:
+            raise InfraError(f"{self.url}: the reply is not JSON: {failure}") from failure
+
+    async def request(
+        self, body: object = None, *, path: str = "", method: str = "POST", params: Mapping[str, str] | None = None
+    ) -> Response:
+        """Send `body` as JSON, with retries.
+
+        Raises:
+            InfraError: the last attempt failed, or an attempt failed with a permanent error.
+        """
+        url = self.url.rstrip("/") + path if path else self.url
+        attempts = _Attempts(url, self.retries)
+        while True:
+            try:
+                return await self._send_once(method, url, body, params)
+            except TransientError as error:
+                wait = attempts.wait_after(error)
+            await asyncio.sleep(wait)
+
+    async def probe(self) -> None:
+        """Check within seconds that the service replies, with any status. Raises InfraError if it does not."""
+        service = AsyncService(
+            self.url, headers=self._headers, timeout=PROBE_SECONDS, retries=PROBE_RETRIES, transient=frozenset()
+        )
+        try:
+            await service.request(method="GET")
+        finally:
+            await service.close()
+
+    async def _send_once(self, method: str, url: str, body: object, params: Mapping[str, str] | None) -> Response:
+        content = None if body is None else json.dumps(body).encode()  # ASCII, so that lone surrogates pass
+        headers = {"Content-Type": "application/json"} if content else {}
+        received = bytearray()
+        with _classify_errors(url, self.timeout):
+            async with (
+                asyncio.timeout(self.timeout),
+                self._get_client().stream(method, url, content=content, headers=headers, params=params) as response,
+            ):
+                async for chunk in response.aiter_bytes():
+                    _append(received, chunk, url)
+        return _to_response(response, received, self.transient)
+
+    def _get_client(self) -> "httpx.AsyncClient":
+        import httpx
+
+        if self._client is None:
+            # No timeout of httpx: one deadline bounds the whole attempt.
+            self._client = httpx.AsyncClient(headers=self._headers, timeout=None, **_client_options(self.url))
+        return self._client
+
+    async def close(self) -> None:
+        """Close the connections. May be called more than once, and before further requests."""
+        if self._client is not None:
+            client, self._client = self._client, None
+            await client.aclose()
+
+
+# ---- shared by both
+
+
 @dataclass(eq=False)
-class PassingFailure(Exception):
-    """One attempt failed; another may not."""
+class TransientError(Exception):
+    """One attempt failed; another may succeed."""
 
     text: str
     dropped: bool = False
-    """The connection was closed on us, as happens to one that has idled: nothing has to be waited for."""
+    """The server closed an idle connection: retry without waiting."""
     asked: float = 0.0
-    """Seconds for which the server wants to be left alone."""
+    """Seconds that the server asked to wait."""
+
+
+class _Attempts:
+    """Attempts of one request to `url`."""
+
+    def __init__(self, url: str, retries: Retries):
+        self.number = 1
+        self._url, self._retries, self._started = url, retries, time.monotonic()
+
+    def wait_after(self, error: TransientError) -> float:
+        """Return seconds before the next attempt. Raises InfraError if there is none left."""
+        at_once = error.dropped and self.number == 1
+        wait = 0.0 if at_once else self._retries.wait_before(self.number + 1, error.asked)
+        elapsed = time.monotonic() - self._started
+        if self.number >= self._retries.attempts or elapsed + wait > self._retries.window:
+            times = "1 time" if self.number == 1 else f"{self.number} times"
+            raise InfraError(f"{self._url} failed {times} in {elapsed:.1f} s; last: {error.text}") from error
+        self.number += 1
+        return wait
+
+
+@contextmanager
+def _classify_errors(url: str, seconds: float) -> Iterator[None]:
+    """Convert errors of httpx and timeouts to TransientError, and to InfraError if they are permanent."""
+    import httpx
+
+    try:
+        yield
+    except httpx.ConnectTimeout as failure:
+        raise TransientError("timeout: no connection") from failure
+    except (TimeoutError, httpx.TimeoutException) as failure:
+        raise TransientError(f"timeout: no reply within {seconds:g} s") from failure
+    except (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ProxyError) as failure:
+        is_dropped = isinstance(failure, httpx.ReadError | httpx.WriteError | httpx.RemoteProtocolError)
+        raise TransientError(f"{type(failure).__name__}: {failure}", dropped=is_dropped) from failure
+    except (httpx.HTTPError, httpx.InvalidURL) as failure:
+        raise InfraError(f"{url}: {type(failure).__name__}: {failure}") from failure
+
+
+def _append(body: bytearray, chunk: bytes, url: str) -> None:
+    body += chunk
+    if len(body) > MAX_BODY_BYTES:
+        raise InfraError(f"{url}: the reply is longer than {MAX_BODY_BYTES} bytes")
+
+
+def _to_response(response: "httpx.Response", body: bytearray, transient: frozenset[int]) -> Response:
+    """Return the reply. Raises TransientError for a transient status."""
+    reply = Response(response.status_code, response.headers, bytes(body))
+    if reply.status in transient:
+        raise TransientError(f"HTTP {reply.status}: {reply.text.strip()[:300]}", asked=retry_after(reply))
+    return reply
+
+
+def _client_options(url: str) -> dict[str, Any]:
+    import httpx
+
+    return {
+        "follow_redirects": True,
+        # A proxy that the machine sets for the internet does not know our loopback.
+        "trust_env": not is_loopback(urlsplit(url).hostname),
+        # No bound on open connections: there are as many as requests, and a bound would make some of them wait.
+        "limits": httpx.Limits(max_keepalive_connections=256, keepalive_expiry=IDLE_CONNECTION_SECONDS),
+        "verify": certificates(),
+    }
 
 
 def retry_after(response: Response) -> float:
@@ -226,11 +386,7 @@ class Connections:
         import httpx  # only when a service is used: `import skyrl_gym` stays light
 
         self.process = os.getpid()
-        # No bound on open connections: there are as many as threads that ask, and a bound would make some of them wait.
-        limits = httpx.Limits(max_keepalive_connections=256, keepalive_expiry=IDLE_CONNECTION_SECONDS)
-        # A proxy that the machine sets for the internet does not know our loopback.
-        trust_env = not is_loopback(urlsplit(origin).hostname)
-        self.client = httpx.Client(limits=limits, follow_redirects=True, trust_env=trust_env, verify=certificates())
+        self.client = httpx.Client(**_client_options(origin))
         # Not `__del__`: also called at the exit of the interpreter, in time for sockets to be closed.
         weakref.finalize(self, self.client.close)
 

@@ -147,7 +147,7 @@ def test_transient_judge_failure_is_retried(status):
 @pytest.mark.parametrize(
     "status, requests, says",
     [
-        (500, 3, r"failed 3 times .*status 500: out of order"),
+        (500, 3, r"failed 3 times .*HTTP 500: out of order"),
         (200, 2, "not a chat"),
         *[(status, 1, f"refused: status {status}") for status in (400, 401, 404)],  # it would refuse again
     ],

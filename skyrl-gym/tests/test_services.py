@@ -36,7 +36,7 @@ def test_other_statuses_are_returned_to_caller(status):
 
 def test_lasting_failure_raises_infra_error_with_attempts_and_cause():
     with serving((503, {"detail": "no index"})) as server:
-        with pytest.raises(InfraError, match=f"^{server.url} failed 10 times in .* s; last: status 503: .*no index"):
+        with pytest.raises(InfraError, match=f"^{server.url} failed 10 times in .* s; last: HTTP 503: .*no index"):
             Service(server.url, retries=HURRIED).request({})
         assert len(server.requests) == 10
     url, started = unused_url(), time.monotonic()
@@ -84,7 +84,7 @@ def test_dropped_idle_connection_is_replaced_without_delay():
 @pytest.mark.parametrize("slowness", ["hang", "trickle"])
 def test_deadline_covers_whole_response(slowness):
     started = time.monotonic()
-    with serving(slowness) as server, pytest.raises(InfraError, match=r"timeout: no answer within 0\.3 s"):
+    with serving(slowness) as server, pytest.raises(InfraError, match=r"timeout: no reply within 0\.3 s"):
         Service(server.url, timeout=0.3, retries=Retries(1)).request({})
     assert time.monotonic() - started < 1.5
 

@@ -18,9 +18,8 @@ from skyrl_agent.integrations.base import (
     published_output,
     read_settings,
 )
-from skyrl_agent.tools.async_service import PROBE_RETRIES, PROBE_SECONDS, AsyncService
 from skyrl_agent.types import JsonObject, MetaInfo, Row, SamplingParams, Tokenizer
-from skyrl_gym.services import Response, Retries
+from skyrl_gym.services import PROBE_RETRIES, PROBE_SECONDS, AsyncService, Response, Retries
 
 __all__ = ["BACKEND", "OpenAIBackend"]
 
@@ -76,7 +75,7 @@ class OpenAIBackend:
         where = f"generator.backend_config.api_url={self.settings.api_url}"
         url = self.url.removesuffix("/completions") + "/models"
         service = AsyncService(
-            url, headers=self._build_headers(), timeout=PROBE_SECONDS, retries=PROBE_RETRIES, passing=frozenset()
+            url, headers=self._build_headers(), timeout=PROBE_SECONDS, retries=PROBE_RETRIES, transient=frozenset()
         )
         try:
             response = await service.request(method="GET")

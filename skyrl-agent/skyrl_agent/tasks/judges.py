@@ -6,9 +6,9 @@ from functools import cached_property
 
 from skyrl_agent.errors import ConfigError, InfraError
 from skyrl_agent.tasks.base import BaseTask
-from skyrl_agent.tools.async_service import AsyncService
 from skyrl_agent.types import Row
 from skyrl_gym.graders.judge import Judge, JudgeSettings
+from skyrl_gym.services import AsyncService
 from skyrl_gym.suggestions import did_you_mean
 
 URL_VARIABLE = "STEM_LLM_JUDGE_URL"

@@ -4,9 +4,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from skyrl_agent.errors import InfraError
-from skyrl_agent.tools.async_service import PROBE_RETRIES, AsyncService
 from skyrl_agent.types import JsonObject
-from skyrl_gym.services import Retries
+from skyrl_gym.services import PROBE_RETRIES, AsyncService, Retries
 
 SERPER_URL = "https://google.serper.dev/search"
 YOUCOM_URL = "https://ydc-index.io/v1/search"

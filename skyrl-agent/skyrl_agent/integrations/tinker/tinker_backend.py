@@ -23,7 +23,7 @@ from skyrl_gym.chat.template import turn_ends_of
 
 __all__ = ["BACKEND", "TinkerBackend", "settled"]
 
-_PASSING_STATUSES = (408, 409, 429)
+_TRANSIENT_STATUSES = (408, 409, 429)
 
 
 class TinkerBackend:
@@ -52,8 +52,8 @@ class TinkerBackend:
                 self.client.sample(types.ModelInput.from_ints(list(input_ids)), 1, types.SamplingParams(**params))
             )
         except tinker.APIStatusError as error:
-            passing = error.status_code >= 500 or error.status_code in _PASSING_STATUSES
-            raise (InfraError if passing else BackendError)(f"the tinker server: {error}") from error
+            is_transient = error.status_code >= 500 or error.status_code in _TRANSIENT_STATUSES
+            raise (InfraError if is_transient else BackendError)(f"the tinker server: {error}") from error
         except tinker.RequestFailedError as error:
             is_ours = str(getattr(error, "category", "")).lower() == "user"
             raise (BackendError if is_ours else InfraError)(f"the tinker server: {error}") from error

@@ -10,10 +10,9 @@ from urllib.parse import urlsplit
 import httpx
 
 from skyrl_agent.errors import InfraError
-from skyrl_agent.tools.async_service import AsyncService
 from skyrl_agent.tools.web.html_text import html_to_text
 from skyrl_agent.tools.web.public_addresses import PrivateAddress, PublicTransport
-from skyrl_gym.services import PASSING_STATUSES, Retries, certificates
+from skyrl_gym.services import TRANSIENT_STATUSES, AsyncService, Retries, certificates
 
 JINA_URL = "https://r.jina.ai"
 USER_AGENT = "Mozilla/5.0 (compatible; skyrl-agent)"
@@ -137,7 +136,7 @@ class JinaReader:
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=timeout,
             retries=Retries(attempts=3, first_wait=1.0, longest_wait=4.0),
-            passing=PASSING_STATUSES - _FAULTS_OF_THE_PAGE,
+            transient=TRANSIENT_STATUSES - _FAULTS_OF_THE_PAGE,
         )
 
     async def probe(self) -> None:
