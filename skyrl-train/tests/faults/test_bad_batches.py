@@ -79,7 +79,7 @@ def failure_of(batch: RolloutBatch, number: int) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
-def test_a_reward_that_is_no_number_is_recorded_and_enters_no_baseline(reward: float):
+def test_non_numeric_reward_is_recorded_and_excluded_from_baseline(reward: float):
     rollouts = checked(answers([1.0, 0.0, reward], [2, 2, 2]))
     batch, _ = prepared(rollouts)
     assert failure_of(rollouts, 2) == (
@@ -90,7 +90,7 @@ def test_a_reward_that_is_no_number_is_recorded_and_enters_no_baseline(reward: f
     assert batch["loss_mask"].sum(dim=1).tolist() == [2, 2, 0]
 
 
-def test_a_response_over_the_limit_is_recorded_and_cut():
+def test_response_over_limit_is_recorded_and_truncated():
     rollouts = checked(answers([1.0, 0.0, 1.0], [2, 2, 5000]))
     batch, _ = prepared(rollouts)
     kind, message = failure_of(rollouts, 2)
@@ -100,7 +100,7 @@ def test_a_response_over_the_limit_is_recorded_and_cut():
     assert batch["sequences"].shape[1] < 64, "it would have cost the whole step its memory"
 
 
-def test_a_row_that_is_masked_entirely_counts_in_no_denominator():
+def test_fully_masked_row_counts_in_no_denominator():
     """The reward of the row still counts, as that of a truncated response does (`apply_overlong_filtering`)."""
     batch, metrics = prepared(answers([1.0, 0.0, 0.5], [2, 2, 2], masks=[1, 1, 0]))
     weights = batch_preparation.loss_weights(batch, [[0, 1, 2]], "sequence_mean")
@@ -121,14 +121,14 @@ def test_a_row_that_is_masked_entirely_counts_in_no_denominator():
         (None, "got NoneType"),
     ],
 )
-def test_a_policy_loss_that_returns_something_else_is_told_what_to_return(returned: Any, got: str):
+def test_invalid_policy_loss_result_is_error_with_expected_form(returned: Any, got: str):
     rule = r"trainer.algorithm.policy_loss_type='mine' must return the loss of every token, \(2, 3\)"
     with pytest.raises(ConfigError, match=f"^{rule}.*{got}"):
         checked_loss(returned, "mine", torch.Size((2, 3)))
 
 
 @pytest.mark.parametrize("returned", [torch.zeros(2), (torch.zeros(2), torch.zeros(2)), torch.zeros(2, 3), None])
-def test_an_estimator_that_returns_something_else_is_told_what_to_return(returned: Any):
+def test_invalid_estimator_result_is_error_with_expected_form(returned: Any):
     AdvantageEstimatorRegistry.register("odd", lambda **_: returned)
     try:
         cfg = SkyRLConfig.from_dict({"trainer": {"algorithm": {"advantage_estimator": "odd"}}})
@@ -141,7 +141,7 @@ def test_an_estimator_that_returns_something_else_is_told_what_to_return(returne
         AdvantageEstimatorRegistry.unregister("odd")
 
 
-def test_a_step_in_which_everything_failed_says_so():
+def test_step_with_all_rollouts_failed_is_reported():
     with pytest.raises(
         SkyRLError, match=r"all 2 rollouts of step 1 failed.* 1 of them .*: reward: trajectory question_0"
     ):
@@ -173,7 +173,7 @@ class Careless(GeneratorInterface):
 
 
 @pytest.mark.timeout(300)
-async def test_a_careless_generator_costs_its_own_samples_and_nothing_else(
+async def test_invalid_generator_samples_are_excluded_alone(
     start_run, scripted_experiment, prompt, tmp_path: Path
 ):
     class WithCarelessGenerator(scripted_experiment):

@@ -57,7 +57,7 @@ LONG_QUESTION = [{"role": "user", "content": "1" + "+1" * 60}]
     ],
     ids=["batch size", "environment", "column", "length", "model path", "run folder"],
 )
-def test_a_command_that_cannot_work(
+def test_impossible_command_is_refused(
     chat_model: str, tmp_path: Path, column: str, content: Any, setting: str, expected: str
 ):
     data = tmp_path / "rows.parquet"

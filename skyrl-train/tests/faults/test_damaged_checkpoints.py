@@ -34,7 +34,7 @@ def fill(disk: Path, leave_bytes: int) -> Path:
     return path
 
 
-async def test_a_full_disk_costs_the_new_checkpoint_only(start_run, prompt, tmp_path: Path, disk_of_2_mb: Path):
+async def test_full_disk_loses_new_checkpoint_only(start_run, prompt, tmp_path: Path, disk_of_2_mb: Path):
     changes = {"ckpt_path": str(disk_of_2_mb / "ckpts"), "ckpt_interval": 1}
     async with start_run(tmp_path, [[prompt("works")]], trainer=changes) as trainer:
         await trainer.train()
@@ -54,7 +54,7 @@ async def test_a_full_disk_costs_the_new_checkpoint_only(start_run, prompt, tmp_
         verify(root / "global_step_2")
 
 
-async def test_an_altered_checkpoint_is_refused_and_an_older_one_taken(start_run, prompt, tmp_path: Path):
+async def test_altered_checkpoint_is_refused_and_older_one_used(start_run, prompt, tmp_path: Path):
     async with start_run(tmp_path, [[prompt("works")], [prompt("works")]], trainer={"ckpt_interval": 1}) as trainer:
         await trainer.train()
         root = tmp_path / "ckpts"

@@ -113,12 +113,12 @@ def killer(trainer: Any, index: int, number: signal.Signals = signal.SIGKILL) ->
         # `inference_engines/test_chaos_client.py` kills one then, too
         pytest.param("while it generates", marks=pytest.mark.full),
         pytest.param("while it is paused", marks=pytest.mark.full),
-        # `test_a_sync_of_two_ranks_outlives_an_engine` kills one then, too
+        # `test_two_rank_sync_survives_engine_crash` kills one then, too
         pytest.param("during a sync", marks=pytest.mark.full),
         pytest.param("stopped, not killed", marks=pytest.mark.full),
     ],
 )
-async def test_a_run_outlives_an_engine(
+async def test_run_survives_engine_crash(
     when, colocate_all, start_run_with_ray, scripted_experiment, prompt, undisturbed, tmp_path: Path
 ):
     """Every answer is there once, with the very tokens and log-probs of a run that nobody disturbed."""
@@ -139,7 +139,7 @@ async def test_a_run_outlives_an_engine(
     assert trajectories(tmp_path) == trajectories(undisturbed)
 
 
-async def test_a_sync_of_two_ranks_outlives_an_engine(start_run_with_ray, scripted_experiment, prompt, tmp_path: Path):
+async def test_two_rank_sync_survives_engine_crash(start_run_with_ray, scripted_experiment, prompt, tmp_path: Path):
     """Each rank serves one engine. The rank whose engine lives gathers nothing that the other does not, and both send
     again when the engine is back."""
     two_ranks = LEARNS | {"placement": {"colocate_all": True, "policy_num_gpus_per_node": 2}}
@@ -153,7 +153,7 @@ async def test_a_sync_of_two_ranks_outlives_an_engine(start_run_with_ray, script
 
 
 @pytest.mark.full
-async def test_the_run_ends_when_restarts_are_spent(start_run_with_ray, prompt, tmp_path: Path):
+async def test_run_ends_when_restarts_are_exhausted(start_run_with_ray, prompt, tmp_path: Path):
     once_only = GENERATOR | {"max_engine_restarts": 0}
     async with start_run_with_ray(tmp_path, script(prompt), trainer=OWN_DEVICES, generator=once_only) as trainer:
         at(trainer, "generate", killer(trainer, 1), seconds=0.3)
@@ -186,7 +186,7 @@ ASYNCHRONOUS = OWN_DEVICES | {
     ("max_restarts", "pause"),
     [*(pytest.param(2, pause, marks=pytest.mark.full) for pause in ("keep", "wait")), (0, "keep")],
 )
-async def test_an_engine_dies_during_a_sync_of_an_asynchronous_run(
+async def test_asynchronous_run_survives_engine_crash_during_sync(
     max_restarts, pause, start_run_with_ray, scripted_experiment, prompt, tmp_path: Path
 ):
     """Groups run meanwhile: all of them end, and the run trains each sample once, or ends with the engine's name."""
@@ -244,7 +244,7 @@ def lying(make_engine: Callable[[], Any], lie: str) -> InferenceEngineInterface:
         ("computes with others", r"engine 0 gives other log-probs than the trainer: they differ by .* on average"),
     ],
 )
-async def test_an_engine_that_has_not_the_weights_ends_the_run(
+async def test_engine_without_weights_ends_run(
     lie, message, start_run, prompt, monkeypatch, tmp_path: Path
 ):
     trainer_changes: dict[str, Any] = {**LEARNS, "placement": {"colocate_all": True}}

@@ -10,7 +10,7 @@ from skyrl_train.errors import SkyRLError
 pytestmark = pytest.mark.timeout(180)
 
 
-async def test_a_step_survives_every_way_to_fail(start_run, prompt, tmp_path: Path):
+async def test_step_survives_all_failure_kinds(start_run, prompt, tmp_path: Path):
     names = ["works", "raises_in_first_step", "raises_in_init", "hangs", "not_a_number"]
     step = [prompt(name) for name in names] + [prompt("works", content="x" * 100)]
     async with start_run(tmp_path, [step, [prompt("raises_in_init")] * len(step)]) as trainer:

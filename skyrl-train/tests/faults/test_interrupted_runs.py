@@ -39,7 +39,7 @@ def processes_of(mark: str) -> dict[int, str]:
     ],
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
-def test_an_interrupted_run_leaves_no_process(chat_model: str, tmp_path: Path, number: signal.Signals, launcher: str):
+def test_interrupted_run_leaves_no_process(chat_model: str, tmp_path: Path, number: signal.Signals, launcher: str):
     rows = tmp_path / "rows.jsonl"
     row = {"prompt": [{"role": "user", "content": "2*3="}], "reward_spec": {"ground_truth": "6"}}
     rows.write_text((json.dumps(row) + "\n") * 4)

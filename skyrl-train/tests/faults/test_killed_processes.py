@@ -47,7 +47,7 @@ def before(trainer: Any, method: str, action: Callable[[], Any]) -> None:
     setattr(trainer, method, both)
 
 
-async def test_a_policy_rank_killed_in_the_middle_of_a_step(start_run_with_ray, prompt, tmp_path: Path):
+async def test_policy_rank_killed_during_step_ends_run(start_run_with_ray, prompt, tmp_path: Path):
     """The other rank raises, too, and first: its peer hung up. The error is about the one that died."""
     async with start_run_with_ray(tmp_path, [[prompt("works")] * 2], trainer=TWO_RANKS | LEARNS_FOR_MINUTES) as trainer:
         later: list[Later] = []
@@ -61,7 +61,7 @@ async def test_a_policy_rank_killed_in_the_middle_of_a_step(start_run_with_ray, 
 
 
 @pytest.mark.full  # faults/test_waiting_for_processes.py has the deadline; the stopped rank costs a minute
-async def test_a_policy_rank_that_hangs(start_run_with_ray, prompt, tmp_path: Path):
+async def test_hanging_policy_rank_ends_run(start_run_with_ray, prompt, tmp_path: Path):
     changes = TWO_RANKS | LEARNS_FOR_MINUTES | {"worker_timeout_seconds": 12}
     async with start_run_with_ray(tmp_path, [[prompt("works")] * 2], trainer=changes) as trainer:
         later: list[Later] = []
@@ -76,7 +76,7 @@ async def test_a_policy_rank_that_hangs(start_run_with_ray, prompt, tmp_path: Pa
 
 
 @pytest.mark.full
-async def test_an_engine_that_hangs_costs_its_rollouts_a_deadline(start_run_with_ray, prompt, tmp_path: Path):
+async def test_hanging_engine_fails_rollouts_at_deadline(start_run_with_ray, prompt, tmp_path: Path):
     changes = WRITES_FOR_SECONDS | {"request_timeout_seconds": 2, "max_rollout_retries": 1}
     own_cores = {"placement": {"colocate_all": False}}
     async with start_run_with_ray(tmp_path, [[prompt("works")]], trainer=own_cores, generator=changes) as trainer:
@@ -89,7 +89,7 @@ async def test_an_engine_that_hangs_costs_its_rollouts_a_deadline(start_run_with
         assert time.monotonic() - began < 60
 
 
-async def test_an_engine_that_cannot_start(start_run_with_ray, prompt, tmp_path: Path):
+async def test_engine_start_failure_ends_run(start_run_with_ray, prompt, tmp_path: Path):
     """The trainer would meet it in a process group, and does not wait there for ten minutes."""
     began = time.monotonic()
     changes = {"placement": {"colocate_all": False}}

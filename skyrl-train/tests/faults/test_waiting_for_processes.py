@@ -50,13 +50,13 @@ def call(reference: Any, number: int = 0, log: str | Path = "nowhere.log") -> Ca
     return Call(reference, f"worker {number}", str(log))
 
 
-def test_answers_are_in_the_order_of_the_calls(actors: list[Any]):
+def test_results_are_in_call_order(actors: list[Any]):
     calls = [call(actors[0].answer.remote("slow", 0.3)), call(actors[1].answer.remote("fast"), 1)]
     assert wait_for_all(calls, 30) == ["slow", "fast"]
     assert asyncio.run(answers_of([], 1)) == []
 
 
-def test_timeout_names_the_process_and_the_setting(actors: list[Any], tmp_path: Path):
+def test_timeout_names_process_and_setting(actors: list[Any], tmp_path: Path):
     (tmp_path / "worker.log").write_text("first line\nwaiting for peer\n")
     calls = [call(actors[0].answer.remote(1)), call(actors[1].answer.remote(2, 3.0), 1, tmp_path / "worker.log")]
     began = time.monotonic()
@@ -89,7 +89,7 @@ def test_errors_come_through_and_say_where(actors: list[Any], raised: Exception,
         assert str(error.value).startswith(words)
 
 
-def test_an_exception_of_a_process_of_ours_names_its_line_and_its_log(ray_cpu: None, tmp_path: Path):
+def test_process_exception_names_line_and_log(ray_cpu: None, tmp_path: Path):
     class Buggy:
         def __init__(self, cfg: Any):
             self.cfg = cfg
@@ -110,7 +110,7 @@ def test_an_exception_of_a_process_of_ours_names_its_line_and_its_log(ray_cpu: N
         wait_for_all([learn(ConfigError("no such loss"))], 60)
 
 
-def test_the_first_failure_does_not_wait_for_the_slow(actors: list[Any]):
+def test_first_failure_does_not_wait_for_slow_calls(actors: list[Any]):
     calls = [call(actors[0].answer.remote(1, 20.0)), call(actors[1].fail.remote(RuntimeError("early")), 1)]
     began = time.monotonic()
     with pytest.raises(WorkerError, match=r"worker 1 raised RuntimeError: early\n\(no answer yet from worker 0\)"):
@@ -118,7 +118,7 @@ def test_the_first_failure_does_not_wait_for_the_slow(actors: list[Any]):
     assert time.monotonic() - began < 10
 
 
-def test_a_death_outweighs_what_its_peers_raise(ray_cpu: None):
+def test_crash_takes_precedence_over_peer_errors(ray_cpu: None):
     survivor, victim = process(), process()
     pid: Any = ray.get(victim.pid.remote(), timeout=60)
     calls = [call(survivor.fail.remote(RuntimeError("connection reset"))), call(victim.answer.remote(1, 30.0), 1)]
@@ -130,12 +130,12 @@ def test_a_death_outweighs_what_its_peers_raise(ray_cpu: None):
         asyncio.run(answer_of(call(victim.answer.remote(1), 1), 60, "x"))
 
 
-def test_a_process_that_could_not_start_says_why(ray_cpu: None):
+def test_failed_process_start_reports_reason(ray_cpu: None):
     with pytest.raises(WorkerError, match=r"^worker 0 could not start: RuntimeError: no model at that path"):
         wait_for_all([call(process("no model at that path").pid.remote())], 60)
 
 
-def test_actors_exit_in_order_and_one_that_is_busy_is_killed(ray_cpu: None, tmp_path: Path):
+def test_actors_exit_in_order_and_busy_actor_is_killed(ray_cpu: None, tmp_path: Path):
     """Ray reports what is killed on the console as a crash; whoever exits in order also runs its exit handlers."""
 
     class Leaves:
@@ -157,7 +157,7 @@ def test_actors_exit_in_order_and_one_that_is_busy_is_killed(ray_cpu: None, tmp_
     end_actors([idle])  # gone already
 
 
-def test_a_cancelled_wait_leaves_no_thread_behind(actors: list[Any]):
+def test_cancelled_wait_leaves_no_thread(actors: list[Any]):
     """Else Ctrl-C would have to wait for the deadline of the call."""
 
     async def cancel_soon() -> None:

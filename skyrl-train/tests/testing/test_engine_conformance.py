@@ -319,7 +319,7 @@ async def test_wrong_answers_are_named(tiny, make, check, says):
         await outcome_of(tiny, check, make)
 
 
-async def test_an_engine_that_outlives_its_end_is_named(tiny):
+async def test_engine_outliving_shutdown_is_named(tiny):
     survivor = Survives(tiny)
     subject = EngineUnderTest(survivor, tiny)
     with pytest.raises(ConformanceError, match="generate after teardown must raise SkyRLError; got an answer"):
@@ -329,7 +329,7 @@ async def test_an_engine_that_outlives_its_end_is_named(tiny):
 
 
 @pytest.mark.slow
-async def test_an_engine_that_forgets_others_with_a_cancelled_request_is_named(tiny, monkeypatch):
+async def test_engine_dropping_requests_on_cancellation_is_named(tiny, monkeypatch):
     abort = core.NativeEngineCore.abort
     monkeypatch.setattr(core.NativeEngineCore, "abort", lambda self, requests=None: abort(self))
     with pytest.raises(ConformanceError, match=r"a request beside a cancelled one ended by .'abort'"):
@@ -452,7 +452,7 @@ class WithoutSeeds(NativeInferenceEngine):
         return replace(await super().describe(), unsupported={"seed": "it has no random generator"})
 
 
-async def test_an_engine_that_lacks_a_feature_must_refuse_it(tiny):
+async def test_engine_must_refuse_unsupported_feature(tiny):
     class Refusing(WithoutSeeds):
         async def generate(self, request):
             if "seed" in request.sampling_params:
@@ -468,7 +468,7 @@ async def test_an_engine_that_lacks_a_feature_must_refuse_it(tiny):
     assert other.result == "passed"
 
 
-async def test_the_report_has_a_line_a_check_and_every_failure(tiny):
+async def test_report_has_line_per_check_and_all_failures(tiny):
     broken = SaysLengthForStop(tiny)
     names = ["max_tokens_ends_an_answer", "an_end_of_sequence_token_ends_an_answer_unless_ignored"]
     report = await check_engine(EngineUnderTest(broken, tiny), [CHECK_OF[name] for name in names])
@@ -482,7 +482,7 @@ async def test_the_report_has_a_line_a_check_and_every_failure(tiny):
         report.raise_if_broken()
 
 
-async def test_an_engine_that_hangs_is_a_finding(tiny):
+async def test_hanging_engine_is_finding(tiny):
     hanging = NeverLetsGo(tiny)
     subject = EngineUnderTest(hanging, tiny, timeout_seconds=2)
     with pytest.raises(ConformanceError, match="did not answer within 2 seconds"):
@@ -491,7 +491,7 @@ async def test_an_engine_that_hangs_is_a_finding(tiny):
     await hanging.teardown()
 
 
-async def test_a_failed_check_leaves_the_engine_usable(tiny, monkeypatch):
+async def test_failed_check_leaves_engine_usable(tiny, monkeypatch):
     """Weights, pauses and requests of a check that failed do not disturb the next one."""
     native = NativeInferenceEngine(tiny)
     subject = EngineUnderTest(native, tiny)
@@ -505,7 +505,7 @@ async def test_a_failed_check_leaves_the_engine_usable(tiny, monkeypatch):
     await native.teardown()
 
 
-def test_the_tiny_models_answers_do_not_hang_on_rounding(tiny):
+def test_tiny_model_responses_do_not_depend_on_rounding(tiny):
     """The likeliest token is ahead of the next one by much more than rounding, at nearly all places."""
     from transformers import AutoModelForCausalLM
 

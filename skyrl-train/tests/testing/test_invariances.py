@@ -58,7 +58,7 @@ def test_everything_registered_is_invariant(config: AlgorithmConfig):
 
 
 @pytest.mark.parametrize("name", [name for name in NOT_MEANT_TO_HOLD if name in AdvantageEstimatorRegistry])
-def test_an_estimator_is_excused_only_from_what_it_really_breaks(name: str):
+def test_estimator_is_exempt_only_from_rules_it_breaks(name: str):
     assert violated_by(check_advantage_estimator, AdvantageEstimatorRegistry.get(name)) == set(NOT_MEANT_TO_HOLD[name])
 
 
@@ -124,7 +124,7 @@ def pair_loss(log_probs, old, advantages, config, mask, rollout):
     return loss.repeat_interleave(2)[:, None].expand_as(mask), {}
 
 
-def test_a_loss_of_pairs_is_checked_in_pairs():
+def test_pairwise_loss_is_checked_in_pairs():
     check_policy_loss(pair_loss, reads_advantages=False, rows_per_unit=2)
 
     def neighbours(*args: Any):
@@ -156,7 +156,7 @@ def check_selector(select: Callable[..., torch.Tensor]) -> None:
     ],
     ids=["likeliest", "luckiest"],
 )
-def test_a_right_selector_passes(select):
+def test_correct_selector_passes(select):
     check_selector(select)
 
 
@@ -320,7 +320,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("check, wrong, violated", WRONG.values(), ids=WRONG)
-def test_a_wrong_function_is_caught_by_name(check: Callable[..., None], wrong: Any, violated: set[Any]):
+def test_wrong_function_is_caught_by_name(check: Callable[..., None], wrong: Any, violated: set[Any]):
     found = violated_by(check, wrong)
     assert found == violated or (... in violated and violated - {...} < found)
 
@@ -328,7 +328,7 @@ def test_a_wrong_function_is_caught_by_name(check: Callable[..., None], wrong: A
 # ---- how it says so
 
 
-def test_one_error_lists_every_violation_with_its_numbers():
+def test_error_lists_all_violations_with_numbers():
     @policy_loss
     def two_faults(given):
         return in_mask(given, -surrogate(given)) / given.mask.shape[1]
@@ -346,7 +346,7 @@ def test_one_error_lists_every_violation_with_its_numbers():
     assert f"{place}expected -0.5793143, got -0.40552 (43 of 43 differ)" in text
 
 
-def test_exception_of_a_function_is_listed_as_violation():
+def test_function_exception_is_listed_as_violation():
     @policy_loss
     def picky(given):
         if len(given.mask) < 12:
@@ -359,7 +359,7 @@ def test_exception_of_a_function_is_listed_as_violation():
     assert caught.value.names == ["micro_batches", "data_parallel"]
 
 
-def test_an_invariance_can_be_excused_by_name_and_with_a_reason():
+def test_invariance_can_be_exempted_with_reason():
     check_policy_loss(wrong_sign, exempt={"gradient_direction": "it is trained to fail"})
     with pytest.raises(ValueError, match=r"names out of form, .*; got 'padings'"):
         check_policy_loss(wrong_sign, exempt={"padings": "it is small"})
@@ -371,7 +371,7 @@ def test_right_estimator_passes():
     check_advantage_estimator(plain)
 
 
-def test_a_users_registered_loss_is_checked_with_all_others():
+def test_custom_registered_loss_is_checked():
     register_policy_loss("test_wrong_sign")(wrong_sign)
     try:
         with pytest.raises(InvarianceError, match="the policy loss test_wrong_sign violates 1 invariance:"):
@@ -381,7 +381,7 @@ def test_a_users_registered_loss_is_checked_with_all_others():
         PolicyLossRegistry.unregister("test_wrong_sign")
 
 
-def test_settings_reach_the_function():
+def test_settings_reach_function():
     @policy_loss
     def clips_at_zero(given):
         is_zero = given.config.eps_clip_low == 0.0

@@ -8,7 +8,7 @@ from skyrl_train.models.scoring import ScoringModel, TokenScores
 from skyrl_train_testing.invariances import InvarianceError, check_model_forward
 
 
-def test_the_models_own_forward_is_the_plain_one_packed_and_padded(tiny_model: str):
+def test_model_forward_equals_reference_packed_and_padded(tiny_model: str):
     check_model_forward(tiny_model)
 
 
@@ -54,13 +54,13 @@ class MeanOverTheMicroBatch(ScoringModel):
         (MeanOverTheMicroBatch, {"micro_batches"}),
     ],
 )
-def test_a_wrong_forward_is_caught_by_name(tiny_model: str, packing: bool, wrong: type, violated: set[str]):
+def test_wrong_forward_is_caught_by_name(tiny_model: str, packing: bool, wrong: type, violated: set[str]):
     with pytest.raises(InvarianceError) as caught:
         check_model_forward(tiny_model, scoring=wrong, packing=[packing])
     assert violated <= set(caught.value.names), str(caught.value)
 
 
-def test_the_error_names_the_parameter_whose_gradient_is_wrong(tiny_model: str):
+def test_error_names_parameter_with_wrong_gradient(tiny_model: str):
     with pytest.raises(InvarianceError, match=r"packed rows: the gradient in model\.") as caught:
         check_model_forward(tiny_model, scoring=EntropyWithoutGradient, packing=[True])
     assert "the log-prob" not in str(caught.value)

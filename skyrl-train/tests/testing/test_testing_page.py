@@ -13,7 +13,7 @@ from skyrl_train_testing.invariances import INVARIANCES
 PAGE = Path(__file__).parents[3] / "docs" / "testing.md"
 
 
-def test_the_code_of_the_page_runs_and_prints_what_it_says(capsys):
+def test_page_code_runs_with_documented_output(capsys):
     page = PAGE.read_text()
     code = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert len(code) == 2
@@ -34,6 +34,6 @@ def test_the_code_of_the_page_runs_and_prints_what_it_says(capsys):
         assert line.strip() == "..." or line in printed, printed
 
 
-def test_the_page_lists_every_rule():
+def test_page_lists_all_rules():
     rules = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", PAGE.read_text(), re.MULTILINE))
     assert {name: rules.get(name) for name in INVARIANCES} == {name: rule.rule for name, rule in INVARIANCES.items()}
