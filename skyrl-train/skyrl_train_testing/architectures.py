@@ -80,7 +80,7 @@ class Architecture:
         return kind(text_config=sizes, vision_config=dict(self.vision))
 
     def build(self) -> PreTrainedModel:
-        """Make a model in float32 whose random weights are the same each time and large enough to tell tokens apart."""
+        """Build a float32 model with reproducible random weights, large enough to give tokens distinct log-probs."""
         kind = hf.AutoModelForCausalLM if self.vision is None else hf.AutoModelForMultimodalLM
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)

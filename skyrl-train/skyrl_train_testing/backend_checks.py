@@ -62,17 +62,17 @@ def check_training_backend(
     exempt: Mapping[str, str] | None = None,
     device: str = "cpu",
 ) -> None:
-    """Take optimizer steps on one rank in this process, divided in many ways, and compare them.
+    """Compare optimizer steps on one rank in this process, divided in many ways.
 
     Args:
         make: makes a backend that has neither joined nor loaded: a subclass of `TrainingBackend`, or a function.
         model_path: a small model's folder.
         settings: of `trainer`, in addition to those of the check, section by section.
-        exempt: invariances that are not meant to hold for this backend, each with the reason.
+        exempt: invariances that do not apply to this backend, each with the reason.
         device: `trainer.placement.device`, `cpu` or `cuda`.
 
     Raises:
-        InvarianceError: lists all that is violated, with the numbers.
+        InvarianceError: lists all violations with numbers.
     """
     findings = Findings(f"the training backend {getattr(make, '__name__', make)!s}", exempt)
     cfg = settings_of(model_path, settings or {}, device=device)
@@ -99,8 +99,9 @@ def _check_all(findings: Findings, backend: TrainingBackend, model_path: str) ->
 def settings_of(
     model_path: str, settings: Mapping[str, Any], name: ModelName = "policy", device: str = "cpu"
 ) -> SkyRLConfig:
-    """Return settings of a model in float32 whose gradients are clipped at about a third of their norm, with those
-    given in their sections."""
+    """Return float32 settings with gradients clipped at about a third of their norm, updated by section with the given
+    ones.
+    """
     optimizer = {"lr": 1e-2, "weight_decay": 0.1, "max_grad_norm": 0.05, "scheduler": "linear"}
     model = {"model": {"path": model_path}}
     trainer = {
@@ -116,7 +117,7 @@ def settings_of(
 
 
 def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge settings, section by section; those of `second` win."""
+    """Merge settings by section; `second` takes precedence."""
     merged = dict(first)
     for name, value in second.items():
         both = isinstance(value, Mapping) and isinstance(merged.get(name), Mapping)
@@ -126,8 +127,9 @@ def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, An
 
 def backend_batch(num_words: int = 64) -> TrainingInputBatch:
     """Make rows of 1 to 20 prompt tokens and 1 to 6 response tokens, some of them observations of an environment. Two
-    pairs of rows have a long prompt in common, which is computed once where both are in a micro-batch. Token 0, which
-    pads rows and has a `padding_idx` in many models, is among those of a prompt and of a response as well."""
+    pairs of rows have a long prompt in common, which is computed once where both are in a micro-batch. Token 0, the
+    padding token (`padding_idx` of many models), also occurs in a prompt and a response.
+    """
     draw = torch.Generator().manual_seed(0)
     num_prompt = torch.tensor([20, 20, 3, 18, 18, 5, 1])
     num_response = torch.tensor([6, 4, 1, 6, 3, 2, 5])
@@ -185,7 +187,7 @@ def take_step(
 
 
 def _check_scores(findings: Findings, backend: TrainingBackend, model_path: str) -> None:
-    """Log-probs, the gradient's norm and the names of parameters are those of the model without a backend."""
+    """Check that log-probs, gradient norm and parameter names equal the model without a backend."""
     batch = backend_batch()
     plain = build_model(backend.cfg, "policy", model_path, device=torch.device("cpu"), is_trained=True)
     inputs = batch.tensor("sequences"), batch.tensor("attention_mask"), NUM_RESPONSE
@@ -259,7 +261,7 @@ def _check_updates(findings: Findings, backend: TrainingBackend) -> None:
 
 
 def _check_files(findings: Findings, backend: TrainingBackend, folder: Path) -> None:
-    """A run that is resumed goes on with the same bits."""
+    """Check that a resumed run has the same bits."""
     batch = backend_batch()
     with findings.attempt("deterministic", "resumed from its checkpoint"):
         backend.load_model()

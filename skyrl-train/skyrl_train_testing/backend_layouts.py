@@ -1,4 +1,4 @@
-"""Layouts of a training backend: whatever ranks a model is divided over, training equals that of one FSDP2 rank.
+"""Layouts of a training backend, each compared with one FSDP2 rank.
 
     check_layout(BackendRanks(folder), model_path, Layout(2, {"strategy": "megatron", ...}))
     check_layout(ranks, model_path, Layout(2, {"bf16": True}), tolerance=BFLOAT16)
@@ -47,10 +47,10 @@ class Layout:
     """Division of a model over ranks, and of its work into micro-batches.
 
     Args:
-        trainer: settings of `trainer`, `strategy` among them; those of a section are added to the check's own.
-        make_backend: of a backend that is not registered.
+        trainer: settings of `trainer`, including `strategy`; sections are merged with the check's settings.
+        make_backend: factory of an unregistered backend.
         model: the reference is scored alone.
-        num_dummies: micro-batches without weight after those of the data-parallel rank that has most.
+        num_dummies: micro-batches of weight 0 after the largest number of a data-parallel rank.
         device: of every rank; nccl takes one rank on a GPU.
     """
 
@@ -66,7 +66,7 @@ class Layout:
         return f"the {self.model} on {self.num_ranks} ranks with {dict(self.trainer)}"
 
     def cfg(self, model_path: str) -> SkyRLConfig:
-        """Return the settings of a run whose model lies in a folder."""
+        """Return the settings of a run with the model in a folder."""
         # A small learning rate: Adam divides by the size of gradients, and where they are tiny rounding decides.
         cfg = settings_of(model_path, self.trainer, self.model, self.device)
         if self.model != "ref":
@@ -81,8 +81,9 @@ class Layout:
         return Layout(trainer={self.model: {"model": model}} if model else {}, model=self.model)
 
     def divide(self, backend: TrainingBackend) -> tuple[torch.Tensor, list[MicroBatch]]:
-        """Return this data-parallel rank's rows of the batch, and its micro-batches: as many as those of the rank that
-        has most, and the dummies."""
+        """Return this data-parallel rank's rows of the batch and its micro-batches, padded to the largest number of a
+        rank plus dummies.
+        """
         parallel, size = backend.parallel, self.micro_batch_size
         by_rank = torch.arange(len(backend_batch())).tensor_split(parallel.data_parallel_size)
         rows = by_rank[parallel.data_parallel_rank]
@@ -286,7 +287,7 @@ def check_layout(
         exempt: invariances that are not meant to hold, each with the reason.
 
     Raises:
-        InvarianceError: lists all that differs, with the numbers.
+        InvarianceError: lists all differences with numbers.
     """
     findings = Findings(str(layout), exempt)
     expected, reference = ranks.reference(layout, model_path)
@@ -306,10 +307,10 @@ def check_layout(
 def check_resuming(
     ranks: BackendRanks, model_path: str, layouts: Mapping[str, Layout], *, tolerance: Tolerance = FLOAT32
 ) -> None:
-    """Resume the checkpoint of every layout under every other: the step after it is that of the layout that wrote it.
+    """Resume the checkpoint of every layout under every other, and compare the next step with the writing layout.
 
     Raises:
-        InvarianceError: lists all that differs, with the numbers.
+        InvarianceError: lists all differences with numbers.
     """
     findings = Findings(f"resuming among {', '.join(layouts)}")
     written: dict[str, TrainingOutcome | None] = {}
@@ -346,8 +347,7 @@ def _check_scores(findings: Findings, expected: RankOutcome, outcomes: list[Rank
 def _check_loaded(
     findings: Findings, model_path: str, expected: RankOutcome, outcome: RankOutcome, tolerance: float
 ) -> None:
-    """Compare parameters and buffers with those of the files; with those of one FSDP2 rank where the files have none (a
-    critic's head)."""
+    """Compare parameters and buffers with the files, or with one FSDP2 rank if the files lack them (a critic's head)."""
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     buffers = dict(persistent_buffers(model))  # sent as they are: a routing bias in bfloat16 would choose other experts
     in_files = {name: parameter.detach() for name, parameter in model.named_parameters()} | buffers

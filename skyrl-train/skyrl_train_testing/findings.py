@@ -160,10 +160,10 @@ class Findings:
 
     Args:
         subject: what is checked, for the error.
-        exempt: invariances that are not meant to hold, each with the reason.
+        exempt: invariances that do not apply, each with the reason.
 
     Raises:
-        ValueError: an exempt name is no invariance, or has no reason.
+        ValueError: an exempt name is not an invariance, or has no reason.
     """
 
     def __init__(self, subject: str, exempt: Mapping[str, str] | None = None):
@@ -203,7 +203,7 @@ class Findings:
 
     @contextmanager
     def attempt(self, invariance: str, words: str) -> Iterator[None]:
-        """Record an exception of the function under test as a violation; the check goes on."""
+        """Record an exception of the function under test as a violation, and continue the check."""
         try:
             yield
         except Exception as error:  # a user's function may raise anything

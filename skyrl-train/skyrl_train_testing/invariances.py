@@ -1,11 +1,11 @@
-"""The invariance kit: is this loss, estimator, reduction or KL estimate as it should be?
+"""Invariance checks of losses, estimators, reductions and KL estimates.
 
     from skyrl_train_testing.invariances import check_policy_loss
 
     check_policy_loss(my_loss)
 
-runs every rule that applies and raises one InvarianceError which lists all that is broken, with numbers and the usual
-cause. What is registered under a name, by us or by a user, is checked by `check_everything_registered`.
+runs every rule that applies and raises one InvarianceError with all violations, their numbers and the usual cause.
+`check_everything_registered` checks all registered functions, built-in and custom.
 """
 
 from collections.abc import Callable, Mapping
@@ -57,11 +57,11 @@ NOT_MEANT_TO_HOLD: Mapping[str, Mapping[str, str]] = {
 def check_everything_registered(
     config: AlgorithmConfig | None = None, exempt: Mapping[str, Mapping[str, str]] | None = None
 ) -> None:
-    """Check every registered policy loss, estimator, reduction, KL estimate and critic loss, users' own included.
+    """Check every registered policy loss, estimator, reduction, KL estimate and critic loss, built-in and custom.
 
     Args:
         config: the settings they are run with. None: the defaults.
-        exempt: for functions of one's own, by registered name: invariances that are not meant to hold, with reasons.
+        exempt: of custom functions, by registered name: invariances that do not apply, with reasons.
 
     Raises:
         InvarianceError: lists all violations of all functions.

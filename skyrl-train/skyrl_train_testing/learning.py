@@ -65,12 +65,12 @@ class Outcome:
 
 
 class Apprentice:
-    """A policy that learns a task, and whoever it needs for it: a critic, a reference model.
+    """Policy that learns a task, with critic and reference model where needed.
 
     Args:
-        algorithm: settings of `trainer.algorithm` that differ from the defaults (there is no KL term by default).
+        algorithm: settings of `trainer.algorithm` that differ from the defaults (without KL term).
         settings: other settings, in sections: {"generator": {"sampling_params": {"temperature": 0.5}}}.
-        num_steps: training steps that are to come; the learning rate falls to 0 by then.
+        num_steps: total training steps; the learning rate decays to 0.
         num_samples: rollouts of each prompt in a step.
         seed: of the model's first weights and of sampling.
     """

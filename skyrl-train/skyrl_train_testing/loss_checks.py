@@ -1,8 +1,7 @@
 """Invariances of per-token losses: policy losses (alone or with a token selector), the critic's loss, KL estimates.
 
-A loss is run as a worker runs it: on some rows of a mini-batch at a time, reduced by weights that belong to the whole
-mini-batch, with a gradient in `log_probs`. Garbage behind the mask, which a worker takes out before, is given to it all
-the same, and must then not reach the tokens that count.
+A loss is run as a worker runs it: on some rows of a mini-batch at a time, reduced by weights of the whole mini-batch,
+    with a gradient in `log_probs`. Masked tokens hold garbage, which must not affect the unmasked ones.
 
 Shapes: B rows of a mini-batch, R response columns.
 """
@@ -214,8 +213,9 @@ def _check(
 def _outputs(
     per_token: PerTokenLoss, batch: TensorBatch, variable: str, parts: list[torch.Tensor] | None = None
 ) -> Outputs:
-    """Compute the worker's view: the loss of every token and metrics, and the gradient of the reduced loss in the
-    variable; computed in parts, whose weights are those of the whole mini-batch."""
+    """Compute what a worker computes, in parts with the weights of the whole mini-batch: the loss of every token,
+    metrics, and the gradient of the reduced loss in the variable.
+    """
     mask = batch.tensor("loss_mask")
     weights = token_weights(mask, "sequence_mean").to(mask.dtype)
     leaf = batch.tensor(variable).detach().clone().requires_grad_()

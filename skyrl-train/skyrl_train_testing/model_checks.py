@@ -29,20 +29,20 @@ def check_model_forward(
     name: str | None = None,
     exempt: Mapping[str, str] | None = None,
 ) -> None:
-    """Compare log-probs, entropy and the gradient in every parameter with those of a plain forward in float64: row by
-    row, without padding, from whole logits. Then padded on either side, in other micro-batches, in another order of
-    rows, and with other words at padding.
+    """Compare log-probs, entropy and every parameter's gradient with a plain float64 forward pass: row by row, without
+    padding, from whole logits. Then repeat with padding on either side, other micro-batches, another row order and
+    other padding tokens.
 
     Args:
         causal_lm: a small transformers model on the CPU, or the folder of one.
         scoring: makes what is checked, of such a model: `scoring(causal_lm, packing=...)`, called as `ScoringModel` is.
         packing: the values of that argument to check.
-        temperature: of the log-probs; not 1, or one that is forgotten would not be seen.
+        temperature: of the log-probs; not 1, so that a missing temperature is detected.
         name: what to call it in the error. None: the type of the model.
-        exempt: invariances that are not meant to hold for this model, each with the reason.
+        exempt: invariances that do not apply to this model, each with the reason.
 
     Raises:
-        InvarianceError: lists all that is violated, with the numbers.
+        InvarianceError: lists all violations with numbers.
     """
     if isinstance(causal_lm, str):
         causal_lm = load_causal_lm(causal_lm, device=torch.device("cpu"))
@@ -145,7 +145,7 @@ def _plain_outputs(causal_lm: nn.Module, batch: TensorBatch, temperature: float)
 
 
 def _weighted(batch: TensorBatch, log_probs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
-    """A number in which every response token has a say of its own."""
+    """Return a scalar with a different weight for every response token."""
     mask = batch.tensor("attention_mask")[:, -log_probs.shape[1] :]
     terms = batch.tensor("log_prob_weights") * log_probs + batch.tensor("entropy_weights") * entropy
     return (mask * terms).sum()

@@ -1,4 +1,4 @@
-"""An object store with Amazon's protocol on this machine: moto's server in a process of its own."""
+"""Local object store with the S3 protocol: moto's server in a separate process."""
 
 import os
 import sys

@@ -20,10 +20,10 @@ _STEP, _STEP_SECONDS = 16, 0.002
 
 
 class PromptScriptEngine(InferenceEngineInterface):
-    """Answers each prompt with the text that `script` returns for it, and the end-of-sequence token behind it.
+    """Engine that responds to each prompt with the text of `script` and an end-of-sequence token.
 
-    A request that goes on from an answer which its limit cut off gets the rest of it. Stop texts end an answer. Token j
-    of a reply has log-prob -(j + 1) / 1000.
+    A request that continues a truncated response gets the rest of it. Stop strings end a response. Token j of a
+    response has log-prob -(j + 1) / 1000.
 
     Args:
         script: text of a prompt, special tokens included -> text of the answer.
@@ -82,7 +82,7 @@ class PromptScriptEngine(InferenceEngineInterface):
         return ids[:limit], "length"
 
     def _end_of_stop(self, ids: list[int], stop: list[str]) -> int:
-        """Return the number of tokens up to the end of the first stop text; all tokens if there is none."""
+        """Return the number of tokens up to the end of the first stop string; all tokens without one."""
         if not any(text in self._text(ids) for text in stop):
             return len(ids)
         ends = (n for n in range(1, len(ids)) if any(text in self._text(ids[:n]) for text in stop))

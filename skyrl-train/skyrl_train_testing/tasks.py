@@ -1,8 +1,7 @@
-"""Tasks so small that their optimum is known and reached in seconds on a CPU: does an algorithm learn at all?
+"""Tiny tasks with a known optimum that a learning algorithm reaches in seconds on a CPU.
 
-A task says what is asked, how many tokens a turn has, and what a turn is worth; words are numbers from 0 (padding is
-word 0, and no task uses it). Every reward is known in advance: that of the best policy, and that of one that answers at
-random.
+A task defines prompts, tokens per turn and rewards; words are numbers, and 0 is padding. The rewards of the best policy
+and of a random one are known.
 """
 
 from dataclasses import dataclass
@@ -98,8 +97,9 @@ class Sort(Copy):
 
 @dataclass(frozen=True)
 class ToolUse:
-    """Two turns: ask the right one of two tools, then repeat what it showed. The tool's words stand in the middle of
-    the response, and are not trained on: one of them depends on the tool asked, so that guessing does not help."""
+    """Two turns: call the right one of two tools, then repeat its output. The output is in the middle of the response
+    and masked; it depends on the tool, so that guessing does not help.
+    """
 
     name: ClassVar[str] = "tool use"
     num_words: int = 9
@@ -121,7 +121,7 @@ class ToolUse:
 
 @dataclass(frozen=True)
 class CreditOverTurns:
-    """Three turns of one word, each with a reward of its own: a good turn must not be praised for another's luck."""
+    """Three turns of one word, each with a separate reward: credit must go to the right turn."""
 
     name: ClassVar[str] = "credit over turns"
     num_words: int = 7

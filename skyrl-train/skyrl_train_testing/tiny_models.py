@@ -33,11 +33,11 @@ def character_tokenizer(
 
 
 def tiny_mixture(*, scale: float = 1.0, **config: Any) -> Qwen3MoeForCausalLM:
-    """Two layers of four experts, two of them for each token, with the same random weights each time.
+    """Build two layers of four experts, two active per token, with reproducible random weights.
 
     Args:
         scale: of all weights, as in `tiny_qwen3`.
-        config: what else `Qwen3MoeConfig` takes, and in place of its sizes here.
+        config: further fields of `Qwen3MoeConfig`, and overrides of the sizes here.
     """
     sizes: dict[str, Any] = dict(vocab_size=64, hidden_size=16, intermediate_size=32, moe_intermediate_size=8)
     sizes |= dict(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64)
@@ -52,12 +52,12 @@ def tiny_mixture(*, scale: float = 1.0, **config: Any) -> Qwen3MoeForCausalLM:
 
 
 def tiny_qwen3(*, hidden_size: int, scale: float = 1.0, **config: Any) -> Qwen3ForCausalLM:
-    """Two layers of four heads, with the same random weights each time; 0 is padding, 1 ends a sequence.
+    """Build two layers of four heads with reproducible random weights; 0 is padding, 1 ends a sequence.
 
     Args:
         hidden_size: H; the heads have H / 4 numbers each, the layers between 2 H.
-        scale: of all weights. Small random models are almost uniform; 3 tells tokens well apart.
-        config: what else `Qwen3Config` takes, and in place of the above.
+        scale: of all weights. Small random models are almost uniform; 3 gives tokens distinct log-probs.
+        config: further fields of `Qwen3Config`, and overrides of the above.
     """
     shape = {
         "hidden_size": hidden_size,

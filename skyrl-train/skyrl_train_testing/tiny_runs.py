@@ -77,8 +77,7 @@ class DifferentCharacters(BaseTextEnv):
 
 @contextmanager
 def registered(**environments: type[BaseTextEnv]) -> Iterator[None]:
-    """Have these environments in the registry, by their ids, within the block: in place of others of the same id, which
-    come back."""
+    """Register these environments by id within the block; existing ids are replaced and restored."""
     before = {name: registry[name] for name in environments if name in registry}
     registry.update({name: EnvSpec(name, environment) for name, environment in environments.items()})
     try:

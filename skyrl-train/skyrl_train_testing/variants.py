@@ -42,9 +42,9 @@ def variants(batch: TensorBatch, masks: Mapping[str, str], *, unit: int = 1) -> 
     """Yield every variant of a batch whose columns are [B] or [B, R].
 
     Args:
-        masks: the column that says where another one counts: {"log_probs": "loss_mask"}. Columns that are masks
-            themselves are padded with 0 and stay free of rubbish.
-        unit: so many consecutive rows belong together.
+        masks: mask column of each column: {"log_probs": "loss_mask"}. Mask columns are padded with 0 and hold no
+            garbage.
+        unit: number of consecutive rows that belong together.
     """
     yield from reordered(batch, masks, unit)
     yield from padded(batch, masks)

@@ -145,10 +145,10 @@ class RankInThread(PolicyRanks):
 
 
 class HolderProcesses(EngineHandles):
-    """Engines in processes of their own. A context manager: leaving it ends them.
+    """Engines in separate processes; leaving the context stops them.
 
     Args:
-        make_holder: creates each engine, there; must be importable from there.
+        make_holder: factory of an engine, importable in its process.
     """
 
     def __init__(self, count: int, make_holder: Callable[[], Any], timeout_seconds: float = 60.0):

@@ -1,4 +1,4 @@
-"""Low-rank adapters: loaded from a folder, used by name beside the model as it is, replaced, forgotten."""
+"""Low-rank adapters: loaded from a folder, used by name next to the base model, replaced, unloaded."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -67,7 +67,9 @@ def _prompts(subject: EngineUnderTest) -> list[list[int]]:
 def _expect_own(
     subject: EngineUnderTest, output: InferenceEngineOutput, adapter: _Adapter | None, version: int, what: str
 ) -> None:
-    """Log-probs are those of the model with this adapter (None: without any), tokens have this version."""
+    """Check that log-probs are those of the model with this adapter (None: the base model) and tokens have this
+    version.
+    """
     log_probs = output["response_logprobs"]
     assert log_probs is not None
     for row, prompt in enumerate(_prompts(subject)):
@@ -91,8 +93,9 @@ async def _load(subject: EngineUnderTest, name: str, adapter: _Adapter, version:
 
 @check("lora")
 async def adapters_answer_beside_the_model_as_it_is(subject: EngineUnderTest) -> None:
-    """Requests that name an adapter get the model with it, at the same time as others get it without, or with another
-    one; loading under a known name replaces it; unloading forgets it."""
+    """Requests with an adapter use it, concurrently with requests for the base model or other adapters; loading a known
+    name replaces it; unloading removes it.
+    """
     first, second = (_Adapter(subject, subject.directory / f"adapter_{seed}", seed) for seed in (1, 2))
     prompts, base = _prompts(subject), subject.version
     await _load(subject, "one", first, base + 1)
@@ -155,7 +158,7 @@ async def prompt_log_probs_know_adapters(subject: EngineUnderTest) -> None:
 
 @check("lora")
 async def a_folder_without_an_adapter_is_refused(subject: EngineUnderTest) -> None:
-    """Loading from a folder that holds no adapter raises an error which names the folder, and the engine goes on."""
+    """Loading a folder without an adapter raises an error that names the folder, and the engine stays usable."""
     folder = subject.directory / "no_adapter_here"
     folder.mkdir(exist_ok=True)
     request = LoraLoadRequest(name="none", path=str(folder), version=1)

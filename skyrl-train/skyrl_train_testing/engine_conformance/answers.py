@@ -34,7 +34,7 @@ def expect_form(subject: EngineUnderTest, prompts: list[list[int]], output: Infe
 
 
 def expect_text(subject: EngineUnderTest, prompt: list[int], ids: list[int], text: str, *, skip: bool) -> None:
-    """The text is the ids', alone or as they read behind the prompt (some decoders drop a space at the beginning)."""
+    """Check that the text is decoded from the ids, alone or after the prompt (some decoders drop a leading space)."""
 
     def decoded(tokens: list[int]) -> str:
         return str(subject.tokenizer.decode(tokens, skip_special_tokens=skip, clean_up_tokenization_spaces=False))
@@ -112,7 +112,7 @@ async def log_probs_are_those_of_the_model_at_the_temperature(subject: EngineUnd
 
 @check()
 async def log_probs_are_taken_before_truncation(subject: EngineUnderTest) -> None:
-    """Top-k, top-p and min-p choose among tokens; log-probs stay those of the whole distribution."""
+    """Top-k, top-p and min-p restrict the tokens; log-probs are over the whole distribution."""
     prompts = [subject.prompt(12, seed=seed) for seed in range(3)]
     temperature, slack = 1.3, 2 * subject.tolerance
     settings: list[tuple[str, Any]] = [("top_k", 3), ("top_p", 0.6), ("min_p", 0.2)]
@@ -148,7 +148,7 @@ async def log_probs_are_taken_before_truncation(subject: EngineUnderTest) -> Non
 
 @check()
 async def repetition_penalty_moves_the_choice_and_not_the_log_probs(subject: EngineUnderTest) -> None:
-    """A greedy answer with a repetition penalty takes the likeliest token after it; its log-prob is the model's own."""
+    """A greedy response with a repetition penalty takes the most likely penalized token; its log-prob is unpenalized."""
     prompt, penalty = subject.prompt(8, seed=5), 1.6
     output = await subject.generate(
         [prompt], temperature=0.0, repetition_penalty=penalty, max_tokens=24, ignore_eos=True
@@ -166,7 +166,7 @@ async def repetition_penalty_moves_the_choice_and_not_the_log_probs(subject: Eng
 
 @check()
 async def greedy_answers_take_the_likeliest_token(subject: EngineUnderTest) -> None:
-    """Temperature 0 takes the likeliest token; log-probs are then those at temperature 1."""
+    """Temperature 0 takes the most likely token; log-probs are at temperature 1."""
     prompts = [subject.prompt(length, seed=length) for length in _LENGTHS]
     output = await subject.generate(prompts, temperature=0.0, max_tokens=40, ignore_eos=True)
     for row, prompt in enumerate(prompts):
@@ -206,7 +206,9 @@ async def draws_follow_the_distribution(subject: EngineUnderTest) -> None:
 
 @check("seed")
 async def a_seed_fixes_answers_whatever_runs_beside_them(subject: EngineUnderTest) -> None:
-    """The same seed gives the same answers alone and in a crowd; request i of a batch draws numbers of its own."""
+    """The same seed gives the same responses alone and among concurrent requests; request i of a batch has its own
+    random numbers.
+    """
     prompt = subject.prompt(10, seed=1)
     params = {"max_tokens": 20, "ignore_eos": True, "temperature": 1.0}
     first = (await subject.generate([prompt] * 3, seed=11, **params))["response_ids"]
@@ -242,7 +244,7 @@ async def samples_of_one_prompt_differ(subject: EngineUnderTest) -> None:
 
 @check("prompt_top_log_probs")
 async def likeliest_words_of_prompts_are_the_models(subject: EngineUnderTest) -> None:
-    """The three likeliest words in each place of a prompt come with prompt_logprobs=3, at the temperature."""
+    """prompt_logprobs=3 returns the three most likely tokens at each prompt position, at the temperature."""
     prompts, temperature = [subject.prompt(length, seed=length) for length in _LENGTHS], 0.6
     output = await subject.generate(prompts, temperature=temperature, max_tokens=1, prompt_logprobs=3)
     rows = output.get("prompt_top_logprobs")

@@ -1,4 +1,4 @@
-"""Requests that cannot be answered are refused by name, and the engine goes on."""
+"""Invalid requests are refused with the reason, and the engine stays usable."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -17,9 +17,10 @@ _NUM_TRIES = 32
 async def at_work(
     subject: EngineUnderTest, *, prompt: list[int] | None = None
 ) -> AsyncIterator[tuple["asyncio.Task[InferenceEngineOutput]", float]]:
-    """Yield two long answers (to `prompt`) that are under way, one try after another, and the seconds that undisturbed
-    ones take. The caller acts at once and stops when it has seen what it wanted. After a try that came before the first
-    token or after the last, the next one comes later or earlier: on a busy machine nobody knows when they are."""
+    """Yield two long running responses to `prompt`, one attempt after another, and the seconds of undisturbed ones. The
+    caller acts at once and stops after a successful attempt. If an attempt was before the first token or after the
+    last, the next one is later or earlier, since timing varies on a busy machine.
+    """
     seconds = await subject.long_seconds()
     endings: Counter[str] = Counter()
     wait = 0.3 * seconds
@@ -161,7 +162,7 @@ async def a_pause_that_aborts_returns_answers_now(subject: EngineUnderTest) -> N
 
 @check()
 async def a_caller_who_goes_away_leaves_nothing_behind(subject: EngineUnderTest) -> None:
-    """A cancelled request is forgotten, and it alone: others go on, the engine can be paused and answers later ones."""
+    """Only the cancelled request ends: others continue, the engine can be paused and serves later requests."""
     async for task, _ in at_work(subject):
         beside = subject.begin([subject.prompt(4)], max_tokens=48, ignore_eos=True)
         await asyncio.sleep(0.02)  # it is on its way
@@ -197,7 +198,7 @@ async def sleep_gives_back_the_weights_as_they_were(subject: EngineUnderTest) ->
 
 @check("sleep")
 async def sleep_is_refused_while_requests_run(subject: EngineUnderTest) -> None:
-    """`sleep` raises an error while requests are under way, and they go on."""
+    """`sleep` raises an error while requests are running, and they continue."""
     async for task, _ in at_work(subject):
         if task.done():
             continue
@@ -261,7 +262,7 @@ async def a_reset_of_the_prefix_cache_changes_no_answer(subject: EngineUnderTest
 
 @check()
 async def words_for_control_are_checked(subject: EngineUnderTest) -> None:
-    """An unknown pause mode raises ValueError, and generation goes on."""
+    """An unknown pause mode raises ValueError, and generation continues."""
     unknown: Any = "soon"
     await expect_raises(ValueError, subject.in_time(subject.engine.pause_generation(unknown)), "pause('soon')")
     output = await subject.generate([subject.prompt(4)], max_tokens=2, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""Checks of requests that ask more of answers than sampling: a form, penalties, biases, likeliest tokens."""
+"""Checks of constrained responses, penalties, biases and top log-probs."""
 
 import re
 
@@ -14,8 +14,9 @@ _PAIRS = {"lark": "start: /(ab|ba){2,6}/"}
 
 @check("json_schema")
 async def an_answer_satisfies_its_schema(subject: EngineUnderTest) -> None:
-    """An answer under a JSON schema satisfies it where it ends by itself; its log-probs are those of the unrestricted
-    distribution, and its neighbours stay as they are."""
+    """A response under a JSON schema that ends by itself satisfies the schema; its log-probs are over the unrestricted
+    distribution, and concurrent responses do not change.
+    """
     prompt, temperature = subject.prompt(9, seed=3), 0.8
     beside = subject.begin([prompt], temperature=0.0, max_tokens=12, ignore_eos=True)
     output = await subject.generate([prompt] * 8, constraint=_THREE_DIGITS, temperature=temperature, max_tokens=20)
@@ -79,7 +80,7 @@ async def penalties_and_biases_move_the_choice_and_not_the_log_probs(subject: En
 
 @check("top_log_probs")
 async def likeliest_tokens_of_answers_are_the_models(subject: EngineUnderTest) -> None:
-    """The three likeliest tokens in each place of an answer come with logprobs=3, at the temperature."""
+    """logprobs=3 returns the three most likely tokens at each response position, at the temperature."""
     prompt, temperature = subject.prompt(11, seed=6), 1.4
     output = await subject.generate([prompt] * 2, temperature=temperature, max_tokens=15, ignore_eos=True, logprobs=3)
     rows = output.get("response_top_logprobs")

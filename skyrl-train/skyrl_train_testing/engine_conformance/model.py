@@ -1,4 +1,4 @@
-"""A tiny model whose every number can be computed again in milliseconds, of a shape that all engines take."""
+"""Tiny model that all engines support and that is recomputed in milliseconds."""
 
 from pathlib import Path
 

@@ -78,8 +78,9 @@ class Reference:
         return at(logits[len(prompt) - 1 : -1], answer)
 
     def over_old_keys(self, prompt: list[int], answer: list[int], new: Weights | None) -> torch.Tensor:
-        """[R] where the new weights write the whole answer behind a prompt whose keys (but the last token's) are those
-        of the original weights: what a prefix cache gives that outlived an update."""
+        """Compute log-probs [R] of a response by the new weights after a prompt with keys of the old weights (except
+        the last token): the result of a stale prefix cache.
+        """
         return at(self._logits_across(prompt + answer, len(prompt) - 1, None, new)[len(prompt) - 1 : -1], answer)
 
     @torch.inference_mode()

@@ -84,12 +84,12 @@ def expect_close(
     tolerance: float,
     other_meanings: dict[str, torch.Tensor] | None = None,
 ) -> None:
-    """Log-probs are those expected.
+    """Check log-probs.
 
     Args:
         got: [T]
         expected: [T]
-        other_meanings: words -> [T] numbers that an engine may have given instead; named where they fit.
+        other_meanings: description -> [T] numbers of a typical mistake; named if they match.
     """
     expect(len(got) == len(expected), f"{what}: {len(got)} log-probs for {len(expected)} tokens")
     if not len(got):

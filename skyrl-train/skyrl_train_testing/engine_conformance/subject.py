@@ -1,4 +1,4 @@
-"""The engine under test with what a check needs beside it: a reference, a way for weights, requests and their time."""
+"""Engine under test with a reference, weight transports, requests and deadlines."""
 
 import asyncio
 import tempfile
@@ -119,7 +119,7 @@ class EngineUnderTest:
         return found - {None}
 
     def params(self, **params: Any) -> dict[str, Any]:
-        """Sampling parameters; without a seed of their own they have one where the engine takes any."""
+        """Build sampling parameters, with a default seed if the engine supports seeds."""
         if "seed" not in params and "seed" not in self.info.unsupported and params.get("temperature") != 0:
             params["seed"] = 7
         return params
@@ -240,7 +240,7 @@ class EngineUnderTest:
         await self.restore_weights()
 
     async def close(self) -> None:
-        """Close everything opened beside the engine; the engine goes on."""
+        """Close everything that was opened in addition to the engine, which keeps running."""
         if self._path is not None:
             await self._path.close()
             self._path = None

@@ -1,4 +1,4 @@
-"""Updates that go wrong on their way: each is noticed and named, and no engine goes on with half of one."""
+"""Faulty weight updates: each is detected and named, and no engine continues with a partial update."""
 
 import asyncio
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ def _way(subject: EngineUnderTest) -> tuple:
 
 
 async def _expect_old_answers_or_none(subject: EngineUnderTest, old_version: int, weights: Weights, what: str) -> None:
-    """An engine whose update failed answers as before it, raises an error or waits."""
+    """Check that an engine after a failed update responds as before, raises an error or waits."""
     prompt = subject.prompt(9, seed=1)
     asked = subject.begin([prompt], max_tokens=8, ignore_eos=True)
     await asyncio.wait([asked], timeout=_SILENCE_SECONDS)
@@ -146,7 +146,7 @@ async def another_precision_is_noticed(subject: EngineUnderTest) -> None:
 
 @check("weight_update")
 async def weights_without_a_connection_are_refused(subject: EngineUnderTest) -> None:
-    """The end of an update that never began raises WeightSyncError, and the engine stays as it is."""
+    """Finishing an update that was not started raises WeightSyncError, and the engine does not change."""
     await subject.set_weights(subject.reference.original)
     ending = subject.in_time(subject.engine.finish_weight_update(subject.version + 1))
     await expect_raises(WeightSyncError, ending, "finish_weight_update without an update")

@@ -66,8 +66,7 @@ async def small_updates_add_up(subject: EngineUnderTest) -> None:
 
 @check("weight_update")
 async def prompts_are_never_continued_from_keys_of_older_weights(subject: EngineUnderTest) -> None:
-    """A prompt that was answered before an update, and one that is being answered during it, is computed anew by the
-    new weights for requests that come afterwards."""
+    """Prompts served before or during an update are recomputed with the new weights for later requests."""
     prompt = subject.prompt(min(130, subject.info.max_model_len // 2), seed=8)
     for _ in range(2):
         await subject.generate([prompt] * 2, max_tokens=4, ignore_eos=True)  # cached now, if anything ever is

@@ -173,9 +173,7 @@ class Careless(GeneratorInterface):
 
 
 @pytest.mark.timeout(300)
-async def test_invalid_generator_samples_are_excluded_alone(
-    start_run, scripted_experiment, prompt, tmp_path: Path
-):
+async def test_invalid_generator_samples_are_excluded_alone(start_run, scripted_experiment, prompt, tmp_path: Path):
     class WithCarelessGenerator(scripted_experiment):
         def get_generator(self, *parts: Any) -> GeneratorInterface:
             return Careless(super().get_generator(*parts))

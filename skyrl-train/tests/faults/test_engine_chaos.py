@@ -244,9 +244,7 @@ def lying(make_engine: Callable[[], Any], lie: str) -> InferenceEngineInterface:
         ("computes with others", r"engine 0 gives other log-probs than the trainer: they differ by .* on average"),
     ],
 )
-async def test_engine_without_weights_ends_run(
-    lie, message, start_run, prompt, monkeypatch, tmp_path: Path
-):
+async def test_engine_without_weights_ends_run(lie, message, start_run, prompt, monkeypatch, tmp_path: Path):
     trainer_changes: dict[str, Any] = {**LEARNS, "placement": {"colocate_all": True}}
     generator = GENERATOR | {"num_inference_engines": 1, "weight_transfer_threshold_cuda_ipc_GB": 4e-5}
     if "adapter" in lie:
