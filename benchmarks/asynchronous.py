@@ -36,7 +36,7 @@ from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.validation import validate_cfg
 from skyrl_train.entrypoints.main_base import BasePPOExp
 from skyrl_train.utils.run_folder import RunFolder
-from skyrl_train_testing.tiny_models import character_tokenizer, tiny_qwen3
+from skyrl_train_testing.tiny_models import build_character_tokenizer, build_tiny_qwen3
 
 GROUPS, SAMPLES, TOKENS = 4, 4, 8
 PROMPTS = 256  # an epoch is longer than the run, as the simulated ones
@@ -146,9 +146,9 @@ def main() -> None:
     register(id="uneven", entry_point=Uneven)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        tokenizer = character_tokenizer()
+        tokenizer = build_character_tokenizer()
         tokenizer.save_pretrained(folder / "model")
-        model = tiny_qwen3(hidden_size=32, vocab_size=len(tokenizer), max_position_embeddings=256)
+        model = build_tiny_qwen3(hidden_size=32, vocab_size=len(tokenizer), max_position_embeddings=256)
         model.save_pretrained(folder / "model")
         contents = [[{"role": "user", "content": f"write {i}"}] for i in range(PROMPTS)]
         prompts = [{"prompt": content, "data_source": "toy"} for content in contents]

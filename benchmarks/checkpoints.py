@@ -34,10 +34,10 @@ from skyrl_train.config import TrainerConfig
 from skyrl_train.orchestration.actor_group import ActorGroup
 from skyrl_train.training_run import load_group
 from skyrl_train.workers.policy_worker import PolicyWorker
-from skyrl_train_testing.backend_checks import settings_of
+from skyrl_train_testing.backend_checks import make_settings
 from skyrl_train_testing.object_store import BUCKET, object_store
 from skyrl_train_testing.rank_processes import ForkedRanks
-from skyrl_train_testing.tiny_models import tiny_qwen3
+from skyrl_train_testing.tiny_models import build_tiny_qwen3
 
 NUM_RANKS = 2
 HIDDEN = 1024
@@ -117,11 +117,11 @@ async def measure(group: ActorGroup, root: str, *, in_background: bool) -> list[
 
 async def run(folder: Path, megabytes: int) -> None:
     num_layers = max(1, round(megabytes * 1e6 / BYTES_A_PARAMETER / PARAMETERS_A_LAYER))
-    model = tiny_qwen3(hidden_size=HIDDEN, num_hidden_layers=num_layers, vocab_size=64)
+    model = build_tiny_qwen3(hidden_size=HIDDEN, num_hidden_layers=num_layers, vocab_size=64)
     num_bytes = BYTES_A_PARAMETER * sum(parameter.numel() for parameter in model.parameters())
     model.save_pretrained(folder / "model")
     del model
-    cfg = settings_of(str(folder / "model"), {})
+    cfg = make_settings(str(folder / "model"), {})
     args = (cfg, PolicyLossRegistry.get("regular"), 10)
     ranks = ForkedRanks("policy", BenchmarkedWorker, args, num_ranks=NUM_RANKS, log_folder=folder / "logs")
     group = ActorGroup("policy", ranks, device="cpu", timeout_seconds=TIMEOUT_SECONDS)

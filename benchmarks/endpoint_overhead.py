@@ -33,7 +33,7 @@ from skyrl_train.inference_engines.base import Completion, GenerationRequest
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train.utils.process_log import configure_logging
 from skyrl_train_testing.scripted_engine import PromptScriptEngine
-from skyrl_train_testing.tiny_models import character_tokenizer, tiny_qwen3
+from skyrl_train_testing.tiny_models import build_character_tokenizer, build_tiny_qwen3
 
 LIMIT = 0.05
 MAX_SECONDS = 1800.0
@@ -60,7 +60,7 @@ def serve(pipe: Connection, folder: str, computes: bool, options: argparse.Names
     configure_logging()
 
     async def run() -> None:
-        tokenizer = character_tokenizer()
+        tokenizer = build_character_tokenizer()
         length = 2 * options.turns * (options.tokens + options.prompt) + 256
         if computes:
             engine = LongAnswers(
@@ -160,9 +160,9 @@ def main() -> None:
     options = parser.parse_args()
     configure_logging()
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer = character_tokenizer()
+        tokenizer = build_character_tokenizer()
         tokenizer.save_pretrained(folder)
-        model = tiny_qwen3(
+        model = build_tiny_qwen3(
             hidden_size=options.hidden,
             intermediate_size=3 * options.hidden,
             num_hidden_layers=4,

@@ -87,8 +87,8 @@ TINY = Size(
         num_key_value_heads=2, head_dim=8, max_position_embeddings=128,
     ),
     num_prompts=2, num_samples=4, prompt_tokens=8, new_tokens=8, micro_batch=8, num_steps=2, batches=(1, 4),
-    checks=("log_probs_are_those_of_the_model_at_the_temperature", "prompt_log_probs_are_the_models",
-            "an_update_brings_the_new_weights", "sleep_gives_back_the_weights_as_they_were"),
+    checks=("check_log_probs", "check_prompt_log_probs",
+            "check_update", "check_sleep"),
 )  # fmt: skip
 
 
@@ -154,10 +154,10 @@ def backend_checks(bench: Bench) -> dict[str, Any]:
     """Divide optimizer steps in many ways and compare them. Raises InvarianceError with all that differs."""
     from skyrl_train.config.training_backends import TrainingBackendRegistry
     from skyrl_train_testing.backend_checks import check_training_backend
-    from skyrl_train_testing.tiny_models import tiny_qwen3
+    from skyrl_train_testing.tiny_models import build_tiny_qwen3
 
     folder = str(bench.folder / "stepped")
-    tiny_qwen3(hidden_size=32, scale=3.0, vocab_size=64, max_position_embeddings=128).save_pretrained(folder)
+    build_tiny_qwen3(hidden_size=32, scale=3.0, vocab_size=64, max_position_embeddings=128).save_pretrained(folder)
     reason = "kernels of a GPU add in another order than those of the model on the CPU"
     exempt = {"agreement": reason} if bench.device == "cuda" else None
     check_training_backend(TrainingBackendRegistry.get("fsdp2"), folder, exempt=exempt, device=bench.device)

@@ -33,9 +33,9 @@ from skyrl_train.distributed.process_group import free_port
 from skyrl_train.training_backends.base import ModelName, RankInfo, TrainingBackend
 from skyrl_train.training_batch import MicroBatch, TrainingInputBatch
 from skyrl_train.utils.memory_peaks import MemoryPeaks
-from skyrl_train_testing.backend_checks import settings_of, take_step
+from skyrl_train_testing.backend_checks import make_settings, run_step
 from skyrl_train_testing.rank_processes import ForkedRanks
-from skyrl_train_testing.tiny_models import tiny_mixture, tiny_qwen3
+from skyrl_train_testing.tiny_models import build_tiny_mixture, build_tiny_qwen3
 
 NUM_STEPS, NUM_MICRO_BATCHES = 2, 2
 _SECONDS = 280.0
@@ -79,7 +79,7 @@ class Setting:
             **self.trainer,
             "placement": placement,
         }
-        cfg = settings_of(path, trainer, self.role)
+        cfg = make_settings(path, trainer, self.role)
         cfg.generator.max_input_length = prompt
         cfg.generator.sampling_params.max_generate_length = response
         return cfg
@@ -182,7 +182,7 @@ def _compute(backend: TrainingBackend, setting: Setting, num_words: int, peaks: 
                 backend.forward(batch, micro_batches)
         else:
             with peaks.measuring("train"):
-                take_step(backend, batch, micro_batches, gather=False)
+                run_step(backend, batch, micro_batches, gather=False)
 
 
 def make_batch(setting: Setting, num_words: int) -> tuple[TrainingInputBatch, list[MicroBatch]]:
@@ -212,8 +212,8 @@ def make_batch(setting: Setting, num_words: int) -> tuple[TrainingInputBatch, li
 def make_model(name: str) -> PreTrainedModel:
     """Make a model of `MODELS` with random weights."""
     if name == "experts":
-        return tiny_mixture(**(MIXTURES | MODELS[name]))
-    return tiny_qwen3(**(dict(max_position_embeddings=4096, tie_word_embeddings=True) | MODELS[name]))
+        return build_tiny_mixture(**(MIXTURES | MODELS[name]))
+    return build_tiny_qwen3(**(dict(max_position_embeddings=4096, tie_word_embeddings=True) | MODELS[name]))
 
 
 def compare(setting: Setting, folder: Path) -> Comparison:
@@ -226,7 +226,7 @@ def compare(setting: Setting, folder: Path) -> Comparison:
     if not Path(path).exists():
         make_model(setting.model).save_pretrained(path)
     if not Path(small).exists():
-        tiny_qwen3(hidden_size=32, vocab_size=64).save_pretrained(small)
+        build_tiny_qwen3(hidden_size=32, vocab_size=64).save_pretrained(small)
     ranks = ForkedRanks("memory", _Rank, (), num_ranks=setting.num_ranks, log_folder=folder / "logs")
     port = free_port()
     calls: list[Any] = [[("run", (setting, path, small, rank, port))] for rank in range(setting.num_ranks)]

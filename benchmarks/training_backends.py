@@ -31,9 +31,9 @@ from skyrl_train.training_backends.base import TrainingBackend
 from skyrl_train.training_batch import MicroBatch, TrainingInputBatch
 from skyrl_train.utils.learning_curve import curves
 from skyrl_train.utils.run_folder import RunFolder
-from skyrl_train_testing.backend_checks import take_step
+from skyrl_train_testing.backend_checks import run_step
 from skyrl_train_testing.backend_layouts import BackendRanks, Layout
-from skyrl_train_testing.tiny_models import tiny_qwen3
+from skyrl_train_testing.tiny_models import build_tiny_qwen3
 
 NUM_ROWS, NUM_PROMPT, NUM_RESPONSE, MICRO_BATCH_SIZE = 16, 32, 96, 8
 MODELS = {
@@ -92,7 +92,7 @@ def measure(backend: TrainingBackend, num_steps: int) -> tuple[float, float]:
     seconds = []
     for _ in range(num_steps + 1):
         started = time.perf_counter()
-        take_step(backend, batch, micro_batches, gather=False)
+        run_step(backend, batch, micro_batches, gather=False)
         seconds.append(time.perf_counter() - started)
     return statistics.median(seconds[1:]), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
 
@@ -104,7 +104,7 @@ def steps(options: argparse.Namespace) -> None:
         ranks = BackendRanks(Path(folder) / "logs")
         for size in options.models:
             path = str(Path(folder) / size)
-            model = tiny_qwen3(vocab_size=VOCABULARY, max_position_embeddings=256, **MODELS[size])
+            model = build_tiny_qwen3(vocab_size=VOCABULARY, max_position_embeddings=256, **MODELS[size])
             model.save_pretrained(path)
             found: dict[str, list[tuple[float, float]]] = defaultdict(list)
             for _ in range(options.rounds):

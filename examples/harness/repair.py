@@ -31,7 +31,7 @@ from miniatures import (
     warm_up,
 )
 
-from skyrl_train_testing.tiny_models import character_tokenizer, tiny_qwen3
+from skyrl_train_testing.tiny_models import build_character_tokenizer, build_tiny_qwen3
 
 HERE = Path(__file__).resolve().parent
 SCRIPTS = {name: HERE / f"run_{name}.sh" for name in ("shell_agent", "mini_swe_agent")}
@@ -114,8 +114,8 @@ def prepare(folder: Path, seed: int, warm_up_steps: int, with_tools: bool = Fals
     if not (folder / "model" / "config.json").exists():
         texts = ["system\n", "user\n", "assistant\n", SYSTEM, TASK, PROGRAM]
         texts += ["tool\n", TOOL_LOOK, TOOL_CHANGE, TOOL_SAVE, FINISH] if with_tools else [GIVE_UP, LOOK, CHANGE, SAVE]
-        tokenizer = character_tokenizer(TOOL_TEMPLATE if with_tools else CHAT_TEMPLATE, added_tokens=texts)
-        model = tiny_qwen3(hidden_size=64, head_dim=32, vocab_size=len(tokenizer), max_position_embeddings=256)
+        tokenizer = build_character_tokenizer(TOOL_TEMPLATE if with_tools else CHAT_TEMPLATE, added_tokens=texts)
+        model = build_tiny_qwen3(hidden_size=64, head_dim=32, vocab_size=len(tokenizer), max_position_embeddings=256)
         settings: dict[str, Any] = dict(steps=warm_up_steps, batch_size=32, learning_rate=4e-3, seed=seed)
         warm_up(model, tokenizer, demonstrate_tools if with_tools else demonstrate, **settings)
         tokenizer.save_pretrained(folder / "model")

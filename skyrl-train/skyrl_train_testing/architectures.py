@@ -13,7 +13,7 @@ import torch
 import transformers as hf
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from skyrl_train_testing.tiny_models import character_tokenizer
+from skyrl_train_testing.tiny_models import build_character_tokenizer
 
 _SIZES: dict[str, Any] = dict(
     vocab_size=99,
@@ -94,7 +94,7 @@ class Architecture:
     def save(self, folder: Path) -> str:
         """Write the model and a tokenizer of characters."""
         self.build().save_pretrained(folder)
-        character_tokenizer().save_pretrained(folder)
+        build_character_tokenizer().save_pretrained(folder)
         return str(folder)
 
 

@@ -75,7 +75,7 @@ def check_training_backend(
         InvarianceError: lists all violations with numbers.
     """
     findings = Findings(f"the training backend {getattr(make, '__name__', make)!s}", exempt)
-    cfg = settings_of(model_path, settings or {}, device=device)
+    cfg = make_settings(model_path, settings or {}, device=device)
     backend = make(cfg, "policy", NUM_STEPS)
     was_in_group = dist.is_initialized()
     backend.join(RankInfo(device="cuda:0" if device == "cuda" else device))  # as workers: it wants a number
@@ -96,7 +96,7 @@ def _check_all(findings: Findings, backend: TrainingBackend, model_path: str) ->
         _check_files(findings, backend, Path(folder))
 
 
-def settings_of(
+def make_settings(
     model_path: str, settings: Mapping[str, Any], name: ModelName = "policy", device: str = "cpu"
 ) -> SkyRLConfig:
     """Return float32 settings with gradients clipped at about a third of their norm, updated by section with the given
@@ -113,19 +113,19 @@ def settings_of(
         "algorithm": {"use_kl_loss": False},
     }
     sampling = {"sampling_params": {"temperature": 0.7}}
-    return SkyRLConfig.from_dict({"trainer": _merged(trainer, settings), "generator": sampling})
+    return SkyRLConfig.from_dict({"trainer": _merge(trainer, settings), "generator": sampling})
 
 
-def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+def _merge(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
     """Merge settings by section; `second` takes precedence."""
     merged = dict(first)
     for name, value in second.items():
         both = isinstance(value, Mapping) and isinstance(merged.get(name), Mapping)
-        merged[name] = _merged(merged[name], value) if both else value
+        merged[name] = _merge(merged[name], value) if both else value
     return merged
 
 
-def backend_batch(num_words: int = 64) -> TrainingInputBatch:
+def make_backend_batch(num_words: int = 64) -> TrainingInputBatch:
     """Make rows of 1 to 20 prompt tokens and 1 to 6 response tokens, some of them observations of an environment. Two
     pairs of rows have a long prompt in common, which is computed once where both are in a micro-batch. Token 0, the
     padding token (`padding_idx` of many models), also occurs in a prompt and a response.
@@ -153,15 +153,15 @@ def backend_batch(num_words: int = 64) -> TrainingInputBatch:
         later_advantages=3 * torch.randn(loss_mask.shape, generator=draw),
         metadata={"response_length": NUM_RESPONSE},
     )
-    return with_advantages(batch, batch.tensor("advantages"))
+    return add_advantages(batch, batch.tensor("advantages"))
 
 
-def with_advantages(batch: TrainingInputBatch, advantages: torch.Tensor) -> TrainingInputBatch:
+def add_advantages(batch: TrainingInputBatch, advantages: torch.Tensor) -> TrainingInputBatch:
     """Return the batch with other advantages [B, R], which are the returns of a critic too."""
     return TrainingInputBatch({**batch, "advantages": advantages, "returns": advantages}, metadata=batch.metadata)
 
 
-def take_step(
+def run_step(
     backend: TrainingBackend,
     batch: TrainingInputBatch,
     micro_batches: Sequence[MicroBatch] | None = None,
@@ -188,7 +188,7 @@ def take_step(
 
 def _check_scores(findings: Findings, backend: TrainingBackend, model_path: str) -> None:
     """Check that log-probs, gradient norm and parameter names equal the model without a backend."""
-    batch = backend_batch()
+    batch = make_backend_batch()
     plain = build_model(backend.cfg, "policy", model_path, device=torch.device("cpu"), is_trained=True)
     inputs = batch.tensor("sequences"), batch.tensor("attention_mask"), NUM_RESPONSE
     scores = plain(*inputs, backend.cfg.generator.sampling_params.temperature, with_entropy=True)
@@ -208,7 +208,7 @@ def _check_scores(findings: Findings, backend: TrainingBackend, model_path: str)
             else:
                 got = held[name].cpu()
                 findings.compare("agreement", "when loaded", name, expected, got, relative=0.0, absolute=0.0)
-        got = torch.tensor(take_step(backend, batch).step.grad_norm)
+        got = torch.tensor(run_step(backend, batch).step.grad_norm)
         findings.compare(
             "agreement", "without a backend", "the gradient's norm", norm, got, absolute=1e-4 * norm.item()
         )
@@ -216,9 +216,9 @@ def _check_scores(findings: Findings, backend: TrainingBackend, model_path: str)
 
 def _check_divisions(findings: Findings, backend: TrainingBackend) -> None:
     """Two steps (AdamW's first has the size of the learning rate, whatever the gradient's) in every division."""
-    batch = backend_batch()
+    batch = make_backend_batch()
     rows = tuple(range(NUM_ROWS))
-    expected = _two_steps(backend, batch, [MicroBatch(rows)])
+    expected = _run_two_steps(backend, batch, [MicroBatch(rows)])
     for size in (1, 2, 4):
         parts = [MicroBatch(rows[start : start + size]) for start in range(0, NUM_ROWS, size)]
         _compare(findings, "micro_batches", f"in micro-batches of {size}", backend, batch, parts, expected)
@@ -226,22 +226,22 @@ def _check_divisions(findings: Findings, backend: TrainingBackend) -> None:
     _compare(findings, "micro_batches", "with a dummy micro-batch", backend, batch, parts, expected)
     order = torch.tensor([3, 6, 0, 5, 2, 4, 1])
     with findings.attempt("row_order", "with the rows shuffled"):
-        found = _two_steps(backend, batch.rows(order), [MicroBatch(rows)])
+        found = _run_two_steps(backend, batch.rows(order), [MicroBatch(rows)])
         _compare_outcomes(findings, "row_order", "with the rows shuffled", expected, found, order.argsort())
     masked = torch.where(batch.tensor("loss_mask") != 0, batch.tensor("advantages"), math.nan)
-    garbage = with_advantages(batch, masked)
+    garbage = add_advantages(batch, masked)
     parts = [MicroBatch(rows)]
     _compare(findings, "masked_garbage", "with NaN where the mask is 0", backend, garbage, parts, expected)
 
 
 def _check_updates(findings: Findings, backend: TrainingBackend) -> None:
     """Check that gradients are cleared, and that neither a non-finite gradient nor offloading changes weights."""
-    batch = backend_batch()
+    batch = make_backend_batch()
     backend.load_model()
-    before = take_step(backend, batch)
-    broken = with_advantages(batch, batch.tensor("advantages") * math.nan)
+    before = run_step(backend, batch)
+    broken = add_advantages(batch, batch.tensor("advantages") * math.nan)
     with findings.attempt("skipped_update", "with a gradient of NaN"):
-        skipped = take_step(backend, broken)
+        skipped = run_step(backend, broken)
         if not skipped.step.is_skipped:
             findings.add("skipped_update", "a step with a gradient of NaN says that it was taken")
         for name, weight in before.weights.items():
@@ -249,7 +249,7 @@ def _check_updates(findings: Findings, backend: TrainingBackend) -> None:
     with findings.attempt("forgotten_gradient", "a step after another"):
         backend.offload()
         backend.onload()
-        after = take_step(backend, batch)
+        after = run_step(backend, batch)
         largest = 2 * before.step.grad_norm
         if not 0 < after.step.grad_norm < largest:
             text = f"the gradient's norm is {after.step.grad_norm:.4g}, and was {before.step.grad_norm:.4g}"
@@ -262,26 +262,26 @@ def _check_updates(findings: Findings, backend: TrainingBackend) -> None:
 
 def _check_files(findings: Findings, backend: TrainingBackend, folder: Path) -> None:
     """Check that a resumed run has the same bits."""
-    batch = backend_batch()
+    batch = make_backend_batch()
     with findings.attempt("deterministic", "resumed from its checkpoint"):
         backend.load_model()
-        take_step(backend, batch)
+        run_step(backend, batch)
         backend.save(folder)
-        expected = take_step(backend, batch)
+        expected = run_step(backend, batch)
         backend.load_model()
         backend.load(folder)
-        found = take_step(backend, batch)
+        found = run_step(backend, batch)
         for name, weight in expected.weights.items():
             got = found.weights[name]
             findings.compare("deterministic", "from its checkpoint", name, weight, got, relative=0.0, absolute=0.0)
 
 
-def _two_steps(
+def _run_two_steps(
     backend: TrainingBackend, batch: TrainingInputBatch, parts: Sequence[MicroBatch]
 ) -> tuple[StepOutcome, StepOutcome]:
     backend.load_model()
-    other = with_advantages(batch, batch.tensor("later_advantages"))
-    return take_step(backend, batch, parts), take_step(backend, other, parts)
+    other = add_advantages(batch, batch.tensor("later_advantages"))
+    return run_step(backend, batch, parts), run_step(backend, other, parts)
 
 
 def _compare(
@@ -294,7 +294,7 @@ def _compare(
     expected: tuple[StepOutcome, StepOutcome],
 ) -> None:
     with findings.attempt(invariance, words):
-        _compare_outcomes(findings, invariance, words, expected, _two_steps(backend, batch, parts))
+        _compare_outcomes(findings, invariance, words, expected, _run_two_steps(backend, batch, parts))
 
 
 def _compare_outcomes(

@@ -33,7 +33,7 @@ from skyrl_train.training_backends.base import (
     merge_metric_sums,
 )
 from skyrl_train.training_batch import MicroBatch
-from skyrl_train_testing.backend_checks import NUM_STEPS, backend_batch, settings_of, take_step, with_advantages
+from skyrl_train_testing.backend_checks import NUM_STEPS, add_advantages, make_backend_batch, make_settings, run_step
 from skyrl_train_testing.findings import Findings
 from skyrl_train_testing.rank_processes import ForkedRanks
 
@@ -68,7 +68,7 @@ class Layout:
     def cfg(self, model_path: str) -> SkyRLConfig:
         """Return the settings of a run with the model in a folder."""
         # A small learning rate: Adam divides by the size of gradients, and where they are tiny rounding decides.
-        cfg = settings_of(model_path, self.trainer, self.model, self.device)
+        cfg = make_settings(model_path, self.trainer, self.model, self.device)
         if self.model != "ref":
             optimizer = getattr(cfg.trainer, self.model).optimizer_config
             optimizer.lr, optimizer.max_grad_norm = 1e-4, 0.5
@@ -85,7 +85,7 @@ class Layout:
         rank plus dummies.
         """
         parallel, size = backend.parallel, self.micro_batch_size
-        by_rank = torch.arange(len(backend_batch())).tensor_split(parallel.data_parallel_size)
+        by_rank = torch.arange(len(make_backend_batch())).tensor_split(parallel.data_parallel_size)
         rows = by_rank[parallel.data_parallel_rank]
         parts = [MicroBatch(tuple(range(len(rows)))[start : start + size]) for start in range(0, len(rows), size)]
         most = max(-(-len(own) // size) for own in by_rank) + self.num_dummies
@@ -191,7 +191,7 @@ class BackendRanks:
         key = f"{model_path} {layout.reference}"
         if key not in self._references:
             folder = self._folder / f"reference_{len(self._references)}"
-            [outcome] = self.run(layout.reference, model_path, observe, layout.reference, folder)
+            [outcome] = self.run(layout.reference, model_path, collect_observation, layout.reference, folder)
             self._references[key] = outcome, folder
         return self._references[key]
 
@@ -212,7 +212,9 @@ class _Rank:
         return job(backend, *args)
 
 
-def observe(backend: TrainingBackend, layout: Layout, folder: Path, reference: Path | None = None) -> RankOutcome:
+def collect_observation(
+    backend: TrainingBackend, layout: Layout, folder: Path, reference: Path | None = None
+) -> RankOutcome:
     """Score the batch; train for a few steps, with uneven and dummy micro-batches, and save and resume the state. A
     job.
 
@@ -220,35 +222,35 @@ def observe(backend: TrainingBackend, layout: Layout, folder: Path, reference: P
         folder: of the checkpoint that is written.
         reference: another checkpoint to resume.
     """
-    batch = backend_batch()
+    batch = make_backend_batch()
     rows, micro_batches = layout.divide(backend)
     scores = backend.forward(batch.rows(rows), micro_batches)
     prompt_log_probs = torch.empty(0)
     if backend.name != "critic":
         with torch.no_grad():
             prompt_log_probs = backend.prompt_log_probs(batch.tensor("sequences")[:2]).cpu()
-    loaded, for_engines = _weights(backend), _weights(backend, torch.bfloat16)
+    loaded, for_engines = _collect_weights(backend), _collect_weights(backend, torch.bfloat16)
     training = _train(backend, layout, folder, reference) if backend.is_trained else None
     return RankOutcome(backend.parallel, rows, scores, prompt_log_probs, loaded, for_engines, training)
 
 
 def _train(backend: TrainingBackend, layout: Layout, folder: Path, reference: Path | None) -> TrainingOutcome:
-    batch = backend_batch()
+    batch = make_backend_batch()
     rows, micro_batches = layout.divide(backend)
     own = batch.rows(rows)
-    later = with_advantages(own, own.tensor("later_advantages"))
+    later = add_advantages(own, own.tensor("later_advantages"))
     outcomes = [
-        take_step(backend, own if step % 2 == 0 else later, micro_batches) for step in range(_NUM_COMPARED_STEPS)
+        run_step(backend, own if step % 2 == 0 else later, micro_batches) for step in range(_NUM_COMPARED_STEPS)
     ]
     # One rank alone has it: all must skip.
     broken = own
     if backend.parallel.data_parallel_rank == 0:
-        broken = with_advantages(own, own.tensor("advantages") * torch.nan)
-    skipped = take_step(backend, broken, micro_batches)
+        broken = add_advantages(own, own.tensor("advantages") * torch.nan)
+    skipped = run_step(backend, broken, micro_batches)
     backend.offload()
     backend.onload()
     backend.save(folder)
-    going_on = take_step(backend, own, micro_batches)
+    going_on = run_step(backend, own, micro_batches)
     resumed, resumed_reference = ({} if each is None else resume(backend, layout, each) for each in (folder, reference))
     kept = backend.parallel.rank == 0
     return TrainingOutcome(
@@ -269,7 +271,7 @@ def resume(backend: TrainingBackend, layout: Layout, folder: Path) -> dict[str, 
     backend.load_model()
     rows, micro_batches = layout.divide(backend)
     backend.load(folder)
-    outcome = take_step(backend, backend_batch().rows(rows), micro_batches)
+    outcome = run_step(backend, make_backend_batch().rows(rows), micro_batches)
     return outcome.weights if backend.parallel.rank == 0 else {}
 
 
@@ -292,7 +294,7 @@ def check_layout(
     findings = Findings(str(layout), exempt)
     expected, reference = ranks.reference(layout, model_path)
     with TemporaryDirectory() as folder, findings.attempt("agreement", "on these ranks"):
-        outcomes = ranks.run(layout, model_path, observe, layout, Path(folder), reference)
+        outcomes = ranks.run(layout, model_path, collect_observation, layout, Path(folder), reference)
         _check_scores(findings, expected, outcomes, tolerance.scores)
         _check_loaded(findings, model_path, expected, outcomes[0], tolerance.loaded)
         if expected.training is not None and outcomes[0].training is not None:
@@ -316,7 +318,7 @@ def check_resuming(
     written: dict[str, TrainingOutcome | None] = {}
     with TemporaryDirectory() as folder:
         for name, layout in layouts.items():
-            outcome, *_ = ranks.run(layout, model_path, observe, layout, Path(folder, name))
+            outcome, *_ = ranks.run(layout, model_path, collect_observation, layout, Path(folder, name))
             written[name] = outcome.training
         for name, layout in layouts.items():
             others = [(other, training) for other, training in written.items() if training and other != name]
@@ -333,7 +335,7 @@ def _resume_each(backend: TrainingBackend, layout: Layout, folders: list[Path]) 
 
 
 def _check_scores(findings: Findings, expected: RankOutcome, outcomes: list[RankOutcome], tolerance: float) -> None:
-    kept = backend_batch().tensor("attention_mask")[:, -expected.scores.shape[1] :] != 0
+    kept = make_backend_batch().tensor("attention_mask")[:, -expected.scores.shape[1] :] != 0
     for rank, outcome in enumerate(outcomes):
         if outcome.parallel.holds_outputs:
             words, rows = f"on rank {rank}", outcome.rows
@@ -347,7 +349,7 @@ def _check_scores(findings: Findings, expected: RankOutcome, outcomes: list[Rank
 def _check_loaded(
     findings: Findings, model_path: str, expected: RankOutcome, outcome: RankOutcome, tolerance: float
 ) -> None:
-    """Compare parameters and buffers with the files, or with one FSDP2 rank if the files lack them (a critic's head)."""
+    """Compare parameters and buffers with the files, or with one FSDP2 rank if they are missing (a critic's head)."""
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     buffers = dict(persistent_buffers(model))  # sent as they are: a routing bias in bfloat16 would choose other experts
     in_files = {name: parameter.detach() for name, parameter in model.named_parameters()} | buffers
@@ -427,7 +429,7 @@ def _compare(
         findings.compare(invariance, words, name, expected[name], found[name], relative=0.0, absolute=absolute)
 
 
-def _weights(backend: TrainingBackend, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+def _collect_weights(backend: TrainingBackend, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """Gather all parameters (on rank 0; elsewhere empty)."""
     gathered = {name: tensor.to("cpu", copy=True) for name, tensor in backend.gather_parameters(dtype)}
     return gathered if backend.parallel.rank == 0 else {}

@@ -14,7 +14,7 @@ from skyrl_train.config import AlgorithmConfig
 from skyrl_train.training_batch import TensorBatch
 from skyrl_train_testing.findings import Findings
 from skyrl_train_testing.float64 import in_float64
-from skyrl_train_testing.variants import polluted, variants
+from skyrl_train_testing.variants import fill_masked, iter_variants
 
 Estimator = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 Outputs = dict[str, torch.Tensor]
@@ -48,10 +48,10 @@ def check_advantage_estimator(
     config = AlgorithmConfig() if config is None else deepcopy(config)
     config_before = deepcopy(config)
     findings = Findings(f"the advantage estimator {name or getattr(estimator, '__name__', repr(estimator))}", exempt)
-    batch, names = estimator_batch()
+    batch, names = make_estimator_batch()
     kept = batch.tensor("response_mask") != 0
     with findings.attempt("form", _ALWAYS):
-        expected = _outputs(estimator, batch, names, config)
+        expected = _compute_outputs(estimator, batch, names, config)
     if findings.has("form"):
         findings.finish()
 
@@ -65,22 +65,25 @@ def check_advantage_estimator(
     advantages = expected["the advantage"]
     nothing = torch.zeros_like(advantages)
     findings.compare("masked_output", "outside the response", "the advantage", nothing, advantages, ~kept, absolute=0)
-    findings.check_deterministic("twice on the same batch", lambda: _outputs(estimator, batch, names, config))
+    findings.check_deterministic("twice on the same batch", lambda: _compute_outputs(estimator, batch, names, config))
     _check_inputs(findings, estimator, batch, names, config)
-    for variant in variants(batch, _MASKS):
+    for variant in iter_variants(batch, _MASKS):
         renamed = [names[row] for row in variant.order.tolist()]
         compare(
             variant.invariance,
             variant.words,
             lambda variant=variant, renamed=renamed: {
-                what: variant.back(value) for what, value in _outputs(estimator, variant.batch, renamed, config).items()
+                what: variant.back(value)
+                for what, value in _compute_outputs(estimator, variant.batch, renamed, config).items()
             },
         )
-    for variant in polluted(batch, {"values": "action_mask"}):
+    for variant in fill_masked(batch, {"values": "action_mask"}):
         words = f"{variant.words} for the critic's values (the action mask)"
-        compare("masked_garbage", words, lambda variant=variant: _outputs(estimator, variant.batch, names, config))
+        compare(
+            "masked_garbage", words, lambda variant=variant: _compute_outputs(estimator, variant.batch, names, config)
+        )
     doubles = TensorBatch({name: column.double() for name, column in batch.items() if column is not None})
-    compare("float64", "in float64", lambda: in_float64(lambda: _outputs(estimator, doubles, names, config)))
+    compare("float64", "in float64", lambda: in_float64(lambda: _compute_outputs(estimator, doubles, names, config)))
     _check_groups(findings, estimator, batch, names, config, expected, compare)
     with findings.attempt("reward_direction", "with a higher reward"):
         _check_direction(findings, estimator, batch, names, config, advantages)
@@ -89,7 +92,7 @@ def check_advantage_estimator(
     findings.finish()
 
 
-def estimator_batch() -> tuple[TensorBatch, list[str]]:
+def make_estimator_batch() -> tuple[TensorBatch, list[str]]:
     """A batch [12, 8] and the group of each row: groups of 5, 3 (all of the same score), 3 and 1, mixed; several turns,
     with the environment's words between; rewards of 0 and above, at the end and within; a row that does not train."""
     draw = torch.Generator().manual_seed(0)
@@ -111,8 +114,10 @@ def estimator_batch() -> tuple[TensorBatch, list[str]]:
     return TensorBatch(rewards=rewards, response_mask=response_mask, action_mask=action_mask, values=values), names
 
 
-def _outputs(estimator: Estimator, batch: TensorBatch, names: Sequence[Hashable], config: AlgorithmConfig) -> Outputs:
-    answer = estimator(**_arguments(batch, names, config))
+def _compute_outputs(
+    estimator: Estimator, batch: TensorBatch, names: Sequence[Hashable], config: AlgorithmConfig
+) -> Outputs:
+    answer = estimator(**_make_arguments(batch, names, config))
     size = tuple(batch.tensor("rewards").shape)
     if not isinstance(answer, tuple) or len(answer) != 2:
         raise ValueError(f"it must give advantages and returns; got {type(answer).__name__}")
@@ -124,7 +129,7 @@ def _outputs(estimator: Estimator, batch: TensorBatch, names: Sequence[Hashable]
     return outputs
 
 
-def _arguments(batch: TensorBatch, names: Sequence[Hashable], config: AlgorithmConfig) -> dict[str, Any]:
+def _make_arguments(batch: TensorBatch, names: Sequence[Hashable], config: AlgorithmConfig) -> dict[str, Any]:
     return dict(
         token_level_rewards=batch.tensor("rewards"),
         response_mask=batch.tensor("response_mask"),
@@ -143,7 +148,7 @@ def _check_inputs(
     findings: Findings, estimator: Estimator, batch: TensorBatch, names: Sequence[Hashable], config: AlgorithmConfig
 ) -> None:
     copy = TensorBatch({name: column.clone() for name, column in batch.items() if column is not None})
-    arguments = _arguments(copy, names, config)
+    arguments = _make_arguments(copy, names, config)
     versions = {name: value._version for name, value in arguments.items() if isinstance(value, torch.Tensor)}
     with findings.attempt("inputs_unchanged", _ALWAYS):
         estimator(**arguments)
@@ -173,12 +178,12 @@ def _check_groups(
     for words, relabelling in relabellings.items():
         renamed = [relabelling[name] for name in names]
         words = f"with groups called by {words}"
-        compare("group_names", words, lambda renamed=renamed: _outputs(estimator, batch, renamed, config))
+        compare("group_names", words, lambda renamed=renamed: _compute_outputs(estimator, batch, renamed, config))
     empty = TensorBatch({name: torch.zeros_like(column[:1]) for name, column in batch.items() if column is not None})
     for group in dict.fromkeys(names):
         rows = torch.tensor([row for row, name in enumerate(names) if name == group])
         with findings.attempt("other_groups", f"group {group} alone"):
-            alone = _outputs(estimator, batch.rows(rows), [group] * len(rows), config)
+            alone = _compute_outputs(estimator, batch.rows(rows), [group] * len(rows), config)
             for what, value in alone.items():
                 findings.compare("other_groups", f"group {group} alone", what, expected[what][rows], value, mask[rows])
         words = f"with a row without tokens in group {group}"
@@ -187,7 +192,7 @@ def _check_groups(
             "empty_rows",
             words,
             lambda longer=longer, group=group: {
-                what: value[:-1] for what, value in _outputs(estimator, longer, [*names, group], config).items()
+                what: value[:-1] for what, value in _compute_outputs(estimator, longer, [*names, group], config).items()
             },
         )
         if len(rows) == 1:
@@ -197,7 +202,7 @@ def _check_groups(
         richer = TensorBatch(dict(batch), rewards=raised)
         words = f"with 2.5 added to the rewards of group {group}"
         with findings.attempt("group_constant", words):
-            value = _outputs(estimator, richer, names, config)["the advantage"]
+            value = _compute_outputs(estimator, richer, names, config)["the advantage"]
             findings.compare("group_constant", words, "the advantage", expected["the advantage"], value, mask)
 
 
@@ -217,7 +222,7 @@ def _check_direction(
         token = int(action.nonzero()[-1])
         rewards = batch.tensor("rewards").clone()
         rewards[row, token] += 0.5
-        higher = _outputs(estimator, TensorBatch(dict(batch), rewards=rewards), names, config)["the advantage"]
+        higher = _compute_outputs(estimator, TensorBatch(dict(batch), rewards=rewards), names, config)["the advantage"]
         before, after = advantages[row, token].item(), higher[row, token].item()
         rises.append(after - before)
         if not after >= before - 1e-6:

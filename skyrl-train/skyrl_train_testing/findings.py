@@ -240,7 +240,7 @@ class Findings:
             place = tuple(int(i) for i in torch.unravel_index(severity.argmax(), severity.shape))
             self.add(
                 invariance,
-                f"{words}: {what}{_words_of(place)} expected {expected[place].item():.7g}, got {got[place].item():.7g}"
+                f"{words}: {what}{_describe(place)} expected {expected[place].item():.7g}, got {got[place].item():.7g}"
                 f" ({int(wrong.sum())} of {int(kept.sum())} differ)",
             )
 
@@ -256,7 +256,7 @@ class Findings:
             )
 
 
-def _words_of(place: tuple[int, ...]) -> str:
+def _describe(place: tuple[int, ...]) -> str:
     if len(place) == 2:
         return f" of row {place[0]}, token {place[1]}:"
     return f" at {list(place)}:" if place else ":"

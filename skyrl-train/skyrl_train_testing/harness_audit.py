@@ -99,15 +99,15 @@ def audit_grade(row: Mapping[str, Any], seconds: float = 10.0) -> list[str]:
     """
     check_row(row, with_grade=True)
     paid = []
-    for name, files, script in _attempts(row):
-        with _sandbox(Limits(wall_seconds=seconds, cpu_seconds=seconds)) as sandbox:
+    for name, files, script in _list_attempts(row):
+        with _make_sandbox(Limits(wall_seconds=seconds, cpu_seconds=seconds)) as sandbox:
             write_files(sandbox, files)
             sandbox.exec(["sh", "-c", script, "sh", *(row["grade"].get("files") or {})])
             task = HarnessTask(
                 prompt=[], row=row, base_url="", api_key="", model="", sandbox=sandbox, deadline_seconds=seconds
             )
             try:
-                reward = grade_workspace(task, seconds, _sandbox)
+                reward = grade_workspace(task, seconds, _make_sandbox)
             except (InfraError, RolloutError, OSError, ValueError) as error:
                 paid.append(f"{name} ({type(error).__name__}: {error})")
             else:
@@ -115,11 +115,11 @@ def audit_grade(row: Mapping[str, Any], seconds: float = 10.0) -> list[str]:
     return paid
 
 
-def _sandbox(limits: Limits) -> Sandbox:
+def _make_sandbox(limits: Limits) -> Sandbox:
     return make_sandbox("local", limits=limits)
 
 
-def _attempts(row: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, str], str]]:
+def _list_attempts(row: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, str], str]]:
     """Yield name, files of the workspace, and the agent's shell command of each cheat."""
     files = {path: text for path, text in (row.get("files") or {}).items() if text is not None}
     program = row["grade"].get("program") or next(iter(files), "answer.py")

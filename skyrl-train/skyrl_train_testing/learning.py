@@ -91,7 +91,7 @@ class Apprentice:
         self._draws = torch.Generator().manual_seed(seed)
         with tempfile.TemporaryDirectory() as folder:
             save_tiny_model(folder, task.num_words, seed)
-            self.cfg = settings_of(task, folder, algorithm or {}, settings or {}, num_samples, learning_rate)
+            self.cfg = make_settings(task, folder, algorithm or {}, settings or {}, num_samples, learning_rate)
             self.engine = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
             kind = self.cfg.trainer.algorithm.policy_loss_type
             has_selector = kind in TokenSelectorRegistry.list_available()
@@ -256,7 +256,7 @@ def save_tiny_model(folder: str | Path, num_words: int, seed: int, hidden_size: 
         Qwen3ForCausalLM(config).save_pretrained(folder)
 
 
-def settings_of(
+def make_settings(
     task: Task,
     model: str,
     algorithm: Mapping[str, Any],

@@ -17,7 +17,7 @@ from skyrl_train.config import AlgorithmConfig
 from skyrl_train.training_batch import TensorBatch
 from skyrl_train_testing.findings import Findings
 from skyrl_train_testing.float64 import in_float64
-from skyrl_train_testing.variants import splits, variants
+from skyrl_train_testing.variants import iter_variants, split_rows
 
 Outputs = dict[str, torch.Tensor]
 """Outputs of a function for each token [B, R], by a descriptive name: the loss, the gradient, each metric."""
@@ -56,8 +56,8 @@ def check_policy_loss(
         InvarianceError: lists all that is violated, with the numbers.
     """
     config = AlgorithmConfig() if config is None else deepcopy(config)
-    findings = Findings(f"the policy loss {name or _name_of(loss)}", exempt)
-    batch = policy_batch(rows_per_unit)
+    findings = Findings(f"the policy loss {name or _get_name(loss)}", exempt)
+    batch = make_policy_batch(rows_per_unit)
 
     def select(batch: TensorBatch) -> TensorBatch:
         if selector is None:
@@ -92,8 +92,8 @@ def check_critic_loss(
     """Run every invariance of critic losses: `loss(values, old_values, returns, config)`, tensors [B, R], gives the
     loss of every token and metrics by name, all [B, R]. Arguments and errors: see `check_policy_loss`."""
     config = AlgorithmConfig() if config is None else deepcopy(config)
-    findings = Findings(f"the critic loss {name or _name_of(loss)}", exempt)
-    policy = policy_batch()
+    findings = Findings(f"the critic loss {name or _get_name(loss)}", exempt)
+    policy = make_policy_batch()
     mask, returns = policy.tensor("loss_mask"), policy.tensor("advantages")
     values = torch.where(mask != 0, returns + policy.tensor("noise") - 0.5, 0.0)
     old_values = torch.where(mask != 0, values + 0.3 * policy.tensor("noise"), 0.0)
@@ -106,7 +106,7 @@ def check_critic_loss(
     _check(findings, per_token, batch, "values", masks, config)
     with findings.attempt("gradient", "at the first optimizer step, where values are the old ones"):
         first = TensorBatch(dict(batch), old_values=values)
-        gradient = _outputs(per_token, first, "values")["the gradient"]
+        gradient = _compute_outputs(per_token, first, "values")["the gradient"]
         _check_slope(findings, "from the value towards the return", gradient, values - returns, mask != 0)
     findings.finish()
 
@@ -116,8 +116,8 @@ def check_kl_estimator(
 ) -> None:
     """Run every invariance of KL estimates: `estimator(log_probs, log_probs_base, loss_mask)`, tensors [B, R], gives
     one number a token, 0 outside the mask. Arguments and errors: see `check_policy_loss`."""
-    findings = Findings(f"the KL estimator {name or _name_of(estimator)}", exempt)
-    policy = policy_batch()
+    findings = Findings(f"the KL estimator {name or _get_name(estimator)}", exempt)
+    policy = make_policy_batch()
     mask, log_probs = policy.tensor("loss_mask"), policy.tensor("log_probs")
     batch = TensorBatch(log_probs=log_probs, log_probs_base=policy.tensor("old_log_probs"), loss_mask=mask)
 
@@ -127,16 +127,16 @@ def check_kl_estimator(
     masks = {column: "loss_mask" for column in ("log_probs", "log_probs_base")}
     _check(findings, per_token, batch, "log_probs", masks, None)
     with findings.attempt("masked_output", "with ordinary numbers everywhere"):
-        everywhere = _filled(batch, masks)
-        kl = _outputs(per_token, everywhere, "log_probs")["the loss"]
+        everywhere = _fill(batch, masks)
+        kl = _compute_outputs(per_token, everywhere, "log_probs")["the loss"]
         findings.compare("masked_output", "where the mask is 0", "the estimate", torch.zeros_like(kl), kl, mask == 0)
     with findings.attempt("gradient", "where the policy is not the reference"):
-        gradient = _outputs(per_token, batch, "log_probs")["the gradient"]
+        gradient = _compute_outputs(per_token, batch, "log_probs")["the gradient"]
         _check_slope(findings, "where the policy is not the reference", gradient, None, mask != 0)
     findings.finish()
 
 
-def policy_batch(rows_per_unit: int = 1) -> TensorBatch:
+def make_policy_batch(rows_per_unit: int = 1) -> TensorBatch:
     """A mini-batch [12, 7] as workers get it: ragged rows, an environment's words inside some, failed ones, ratios of
     1/4 to 4; 0 where the loss mask is 0."""
     draw = torch.Generator().manual_seed(0)
@@ -175,7 +175,7 @@ def _check(
     kept = batch.tensor("loss_mask") != 0
     config_before = deepcopy(config)
     with findings.attempt("form", "on an ordinary mini-batch"):
-        expected = _outputs(per_token, select(batch), variable)
+        expected = _compute_outputs(per_token, select(batch), variable)
     if findings.has("form"):
         findings.finish()
 
@@ -187,30 +187,32 @@ def _check(
 
     for what, value in expected.items():
         findings.check_finite("on an ordinary mini-batch", what, value, kept)
-    findings.check_deterministic("twice on the same mini-batch", lambda: _outputs(per_token, select(batch), variable))
+    findings.check_deterministic(
+        "twice on the same mini-batch", lambda: _compute_outputs(per_token, select(batch), variable)
+    )
     _check_inputs(findings, per_token, select(batch), variable)
-    for variant in variants(batch, masks, unit=unit):
+    for variant in iter_variants(batch, masks, unit=unit):
         compare(
             variant.invariance,
             variant.words,
             lambda variant=variant: {
                 what: variant.back(value)
-                for what, value in _outputs(per_token, select(variant.batch), variable).items()
+                for what, value in _compute_outputs(per_token, select(variant.batch), variable).items()
             },
         )
-    for invariance, words, parts in splits(len(batch), unit):
-        compare(invariance, words, lambda parts=parts: _outputs(per_token, select(batch), variable, parts))
+    for invariance, words, parts in split_rows(len(batch), unit):
+        compare(invariance, words, lambda parts=parts: _compute_outputs(per_token, select(batch), variable, parts))
     doubles = TensorBatch({name: column.double() for name, column in batch.items() if column is not None})
-    compare("float64", "in float64", lambda: in_float64(lambda: _outputs(per_token, select(doubles), variable)))
+    compare("float64", "in float64", lambda: in_float64(lambda: _compute_outputs(per_token, select(doubles), variable)))
     with findings.attempt("masked_gradient", "with ordinary numbers everywhere"):
-        gradient = _outputs(per_token, select(_filled(batch, masks)), variable)["the gradient"]
+        gradient = _compute_outputs(per_token, select(_fill(batch, masks)), variable)["the gradient"]
         nothing = torch.zeros_like(gradient)
         findings.compare("masked_gradient", "where the mask is 0", "the gradient", nothing, gradient, ~kept, absolute=0)
     if config != config_before:
         findings.add("inputs_unchanged", "the config was changed")
 
 
-def _outputs(
+def _compute_outputs(
     per_token: PerTokenLoss, batch: TensorBatch, variable: str, parts: list[torch.Tensor] | None = None
 ) -> Outputs:
     """Compute what a worker computes, in parts with the weights of the whole mini-batch: the loss of every token,
@@ -222,7 +224,7 @@ def _outputs(
     outputs: Outputs = {}
     total = leaf.new_zeros(())
     for rows in [torch.arange(len(batch))] if parts is None else parts:
-        loss, metrics = _formed(per_token(batch.rows(rows), leaf[rows]), (len(rows), leaf.shape[1]))
+        loss, metrics = _check_form(per_token(batch.rows(rows), leaf[rows]), (len(rows), leaf.shape[1]))
         total = total + weighted_sum(loss, weights[rows])
         for name, value in {
             "the loss": loss,
@@ -236,7 +238,7 @@ def _outputs(
     return {name: value.detach() for name, value in outputs.items()}
 
 
-def _formed(answer: Any, size: tuple[int, int]) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+def _check_form(answer: Any, size: tuple[int, int]) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
     if not isinstance(answer, tuple) or len(answer) != 2 or not isinstance(answer[1], Mapping):
         raise ValueError(f"it must give a loss and a dict of metrics; got {type(answer).__name__}")
     loss, metrics = answer
@@ -266,7 +268,7 @@ def _check_gradient_of_first_step(
     learning = batch.tensor("loss_mask") != 0
     if "selected_tokens" in batch:
         learning = learning & ~batch.tensor("selected_tokens")
-    gradient = _outputs(per_token, batch, "log_probs")["the gradient"]
+    gradient = _compute_outputs(per_token, batch, "log_probs")["the gradient"]
     direction = -batch.tensor("advantages") if reads_advantages else None
     _check_slope(findings, "at the first optimizer step, against the advantage", gradient, direction, learning)
 
@@ -292,7 +294,7 @@ def _check_slope(
         )
 
 
-def _filled(batch: TensorBatch, masks: Mapping[str, str]) -> TensorBatch:
+def _fill(batch: TensorBatch, masks: Mapping[str, str]) -> TensorBatch:
     """The batch with ordinary numbers where the mask is 0."""
     draw = torch.Generator().manual_seed(2)
     filled = dict(batch)
@@ -306,5 +308,5 @@ def _looks(value: Any) -> str:
     return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
 
 
-def _name_of(function: Callable[..., Any]) -> str:
+def _get_name(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", repr(function))

@@ -47,16 +47,16 @@ def check_model_forward(
     if isinstance(causal_lm, str):
         causal_lm = load_causal_lm(causal_lm, device=torch.device("cpu"))
     findings = Findings(f"the forward of {name or type(causal_lm).__name__}", exempt)
-    batch = model_batch(_num_words(causal_lm))
+    batch = make_model_batch(_count_words(causal_lm))
     kept = batch.tensor("attention_mask")[:, -_NUM_RESPONSE:] != 0
-    plain = _plain_outputs(deepcopy(causal_lm).double(), batch, temperature)
+    plain = _compute_plain_outputs(deepcopy(causal_lm).double(), batch, temperature)
     for packed in packing:
         model = scoring(deepcopy(causal_lm), packing=packed)
         layout = "packed" if packed else "padded"
-        for invariance, words, variant, parts, back in _variants(batch):
+        for invariance, words, variant, parts, back in _build_variants(batch):
             words = f"{layout} rows{words}"
             with findings.attempt(invariance, words):
-                outputs = _outputs(model, variant, parts, back, temperature)
+                outputs = _compute_outputs(model, variant, parts, back, temperature)
                 for what, value in plain.items():
                     largest = value.abs().max().item()
                     mask = kept if value.shape == kept.shape else None
@@ -67,7 +67,7 @@ def check_model_forward(
     findings.finish()
 
 
-def model_batch(num_words: int) -> TensorBatch:
+def make_model_batch(num_words: int) -> TensorBatch:
     """Make sequences [7, 11] of prompts of 1 to 5 tokens and responses of 1 to 6, and weights [7, 6] of their
     tokens."""
     draw = torch.Generator().manual_seed(0)
@@ -88,7 +88,7 @@ def model_batch(num_words: int) -> TensorBatch:
 Back = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _variants(batch: TensorBatch) -> Iterator[tuple[str, str, TensorBatch, list[torch.Tensor], Back]]:
+def _build_variants(batch: TensorBatch) -> Iterator[tuple[str, str, TensorBatch, list[torch.Tensor], Back]]:
     """(invariance, words, the batch, rows of each micro-batch, how its outputs become the original's [B, R])."""
     rows = torch.arange(len(batch))
     sequences, mask = batch.tensor("sequences"), batch.tensor("attention_mask")
@@ -114,7 +114,7 @@ def _variants(batch: TensorBatch) -> Iterator[tuple[str, str, TensorBatch, list[
         yield "padding", words, TensorBatch(wider), [rows], lambda output: output[:, :_NUM_RESPONSE]
 
 
-def _outputs(
+def _compute_outputs(
     model: nn.Module, batch: TensorBatch, parts: list[torch.Tensor], back: Back, temperature: float
 ) -> Outputs:
     num_response = batch.tensor("log_prob_weights").shape[1]
@@ -124,13 +124,13 @@ def _outputs(
         part = batch.rows(rows)
         inputs = part.tensor("sequences"), part.tensor("attention_mask")
         scores = model(*inputs, num_response, temperature, with_entropy=True)
-        weighted = _weighted(part, scores.log_probs, scores.entropy)
+        weighted = _compute_weighted_sum(part, scores.log_probs, scores.entropy)
         weighted.backward()
         log_probs[rows], entropy[rows] = scores.log_probs.detach(), scores.entropy.detach()
-    return {"the log-prob": back(log_probs), "the entropy": back(entropy), **_gradients(model)}
+    return {"the log-prob": back(log_probs), "the entropy": back(entropy), **_collect_gradients(model)}
 
 
-def _plain_outputs(causal_lm: nn.Module, batch: TensorBatch, temperature: float) -> Outputs:
+def _compute_plain_outputs(causal_lm: nn.Module, batch: TensorBatch, temperature: float) -> Outputs:
     size = len(batch), _NUM_RESPONSE
     log_probs, entropy = torch.zeros(size, dtype=torch.float64), torch.zeros(size, dtype=torch.float64)
     for row, (ids, mask) in enumerate(zip(batch.tensor("sequences"), batch.tensor("attention_mask"), strict=True)):
@@ -140,18 +140,18 @@ def _plain_outputs(causal_lm: nn.Module, batch: TensorBatch, temperature: float)
         distribution = logits.log_softmax(-1)
         log_probs[row, :num_own] = distribution.gather(1, own[-num_own:, None])[:, 0]
         entropy[row, :num_own] = -(distribution.exp() * distribution).sum(-1)
-    _weighted(batch, log_probs, entropy).backward()
-    return {"the log-prob": log_probs.detach(), "the entropy": entropy.detach(), **_gradients(causal_lm)}
+    _compute_weighted_sum(batch, log_probs, entropy).backward()
+    return {"the log-prob": log_probs.detach(), "the entropy": entropy.detach(), **_collect_gradients(causal_lm)}
 
 
-def _weighted(batch: TensorBatch, log_probs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+def _compute_weighted_sum(batch: TensorBatch, log_probs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
     """Return a scalar with a different weight for every response token."""
     mask = batch.tensor("attention_mask")[:, -log_probs.shape[1] :]
     terms = batch.tensor("log_prob_weights") * log_probs + batch.tensor("entropy_weights") * entropy
     return (mask * terms).sum()
 
 
-def _gradients(model: nn.Module) -> Outputs:
+def _collect_gradients(model: nn.Module) -> Outputs:
     """Return the gradient of every parameter, under its name in the transformers model."""
     gradients = {}
     for name, parameter in model.named_parameters():
@@ -160,5 +160,5 @@ def _gradients(model: nn.Module) -> Outputs:
     return gradients
 
 
-def _num_words(causal_lm: Any) -> int:
+def _count_words(causal_lm: Any) -> int:
     return causal_lm.get_input_embeddings().num_embeddings

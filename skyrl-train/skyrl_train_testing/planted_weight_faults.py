@@ -53,7 +53,7 @@ def _each(text: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Fault:
     )
 
 
-def _rounded(tensor: torch.Tensor) -> torch.Tensor:
+def _round(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.float8_e4m3fn).to(tensor.dtype)
 
 
@@ -67,7 +67,7 @@ FAULTS: dict[str, Fault] = {
     "key_and_value_swapped": _swap("k_proj", "v_proj"),
     "gate_and_up_swapped": _swap("gate_proj", "up_proj"),
     "transposed": _each("layers.0.self_attn.k_proj", lambda tensor: tensor.t().contiguous()),
-    "rounded_to_fp8": _each("mlp.", _rounded),
+    "rounded_to_fp8": _each("mlp.", _round),
     "scaled": _each("layers.0.mlp.down_proj", lambda tensor: tensor * 1.01),
     "one_tensor_stale": _stale("layers.1.mlp.up_proj"),
     "everything_stale": _stale(""),

@@ -23,7 +23,7 @@ from skyrl_train.workers import policy_worker  # noqa: F401
 
 
 @functools.cache
-def _server() -> Any:
+def _start_server() -> Any:
     """The fork server of this process, which ends with it."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
@@ -37,9 +37,9 @@ class ForkedRanks(ProcessRanks):
     dumps = staticmethod(cloudpickle.dumps)  # pyright: ignore[reportPrivateImportUsage]
 
     def _start(self, name: str, log_file: str, environment: dict[str, str]) -> tuple[RankProcess, Connection]:
-        ours, theirs = _server().Pipe()
+        ours, theirs = _start_server().Pipe()
         with theirs:
-            process = _server().Process(
+            process = _start_server().Process(
                 target=_serve, args=(theirs, name, log_file, os.environ.get(FOLDER)), daemon=True
             )
             process.start()

@@ -11,8 +11,8 @@ from skyrl_train.algorithms.reduction import weighted_sum
 from skyrl_train.training_batch import TensorBatch
 from skyrl_train_testing.findings import Findings
 from skyrl_train_testing.float64 import in_float64
-from skyrl_train_testing.loss_checks import policy_batch
-from skyrl_train_testing.variants import splits, variants
+from skyrl_train_testing.loss_checks import make_policy_batch
+from skyrl_train_testing.variants import iter_variants, split_rows
 
 
 def check_reduction(
@@ -34,7 +34,7 @@ def check_reduction(
         InvarianceError: lists all that is violated, with the numbers.
     """
     findings = Findings(f"the reduction {name or getattr(weights_of, '__name__', repr(weights_of))}", exempt)
-    policy = policy_batch()
+    policy = make_policy_batch()
     mask, losses = policy.tensor("loss_mask"), policy.tensor("advantages")
     batch = TensorBatch(losses=losses, loss_mask=mask)
     names = ["b", "a", "a", "c", "b", "d", "a", "c", "a", "b", "c", "a"]  # all of d is masked out
@@ -63,13 +63,13 @@ def check_reduction(
         findings.compare("deterministic", "the second time", "the weight", expected, weights(batch, names), absolute=0)
     if given._version != version:
         findings.add("inputs_unchanged", "the loss mask was changed in place")
-    for variant in variants(batch, {"losses": "loss_mask"}):
+    for variant in iter_variants(batch, {"losses": "loss_mask"}):
         with findings.attempt(variant.invariance, variant.words):
             own = weights(variant.batch, [names[row] for row in variant.order.tolist()])
             findings.compare(variant.invariance, variant.words, "the weight", expected, variant.back(own))
             reduced, got = weighted_sum(losses, expected), weighted_sum(variant.batch.tensor("losses"), own)
             findings.compare(variant.invariance, variant.words, "the reduced loss", reduced, got)
-    for invariance, words, parts in splits(len(batch)):
+    for invariance, words, parts in split_rows(len(batch)):
         got = torch.stack([weighted_sum(losses[rows], expected[rows]) for rows in parts]).sum()
         findings.compare(invariance, words, "the reduced loss", weighted_sum(losses, expected), got)
     with findings.attempt("empty_rows", "without the rows that are masked out"):

@@ -74,14 +74,14 @@ class PromptScriptEngine(InferenceEngineInterface):
             self.prompts.append(prompt)
             encoded: Any = self.tokenizer(self.script(self._text(prompt)), add_special_tokens=False)
             ids = [*encoded["input_ids"], self.tokenizer.eos_token_id]
-        end = self._end_of_stop(ids, params.get("stop") or [])
+        end = self._find_stop_end(ids, params.get("stop") or [])
         limit = params["max_tokens"]
         if min(end, len(ids)) <= limit:
             return ids[:end], "stop"
         self._rests[(*prompt, *ids[:limit])] = ids[limit:]
         return ids[:limit], "length"
 
-    def _end_of_stop(self, ids: list[int], stop: list[str]) -> int:
+    def _find_stop_end(self, ids: list[int], stop: list[str]) -> int:
         """Return the number of tokens up to the end of the first stop string; all tokens without one."""
         if not any(text in self._text(ids) for text in stop):
             return len(ids)

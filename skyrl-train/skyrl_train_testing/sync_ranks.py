@@ -37,7 +37,7 @@ from skyrl_train_testing.weight_holders import CPU, HolderInfo, HolderProcesses,
 Shapes = list[tuple[str, tuple[int, ...]]]
 
 
-def weights_of(shapes: Shapes, version: int) -> Iterator[tuple[str, torch.Tensor]]:
+def make_weights(shapes: Shapes, version: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Random bits that every process makes alike."""
     for index, (name, shape) in enumerate(shapes):
         generator = torch.Generator().manual_seed(1000 * version + index)
@@ -101,7 +101,7 @@ class SyncRank:
         """Make this rank's part of the weights of a version."""
         self._parts = {
             name: distribute_tensor(tensor, self._mesh, [Shard(0)])
-            for name, tensor in weights_of(self._shapes, version)
+            for name, tensor in make_weights(self._shapes, version)
         }
 
     def send(self, version: int, most_delay: float = 0.0, kill_engine: int | None = None) -> dict[str, float]:
@@ -139,7 +139,7 @@ class SyncRank:
         """Return for each engine in how many tensors it differs from the weights of a version (on rank 0)."""
         if self._engines is None:
             return []
-        expected = fingerprints_of(weights_of(self._shapes, version), version, "full")
+        expected = fingerprints_of(make_weights(self._shapes, version), version, "full")
         reports: list[dict[str, int]] = self._engines.wait(self._engines.call_all(HeldWeights.held, version))
         return [sum(report[name] != expected[name] for name in expected) for report in reports]
 

@@ -13,7 +13,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def character_tokenizer(
+def build_character_tokenizer(
     chat_template: str = CHAT_TEMPLATE, *, start: str = "<start>", end: str = "<end>", added_tokens: Sequence[str] = ()
 ) -> PreTrainedTokenizerFast:
     """Make a tokenizer of characters: 0 `<pad>`, 1 `end` (the end of a sequence), 2 `start`, newline and printable
@@ -32,11 +32,11 @@ def character_tokenizer(
     )
 
 
-def tiny_mixture(*, scale: float = 1.0, **config: Any) -> Qwen3MoeForCausalLM:
+def build_tiny_mixture(*, scale: float = 1.0, **config: Any) -> Qwen3MoeForCausalLM:
     """Build two layers of four experts, two active per token, with reproducible random weights.
 
     Args:
-        scale: of all weights, as in `tiny_qwen3`.
+        scale: of all weights, as in `build_tiny_qwen3`.
         config: further fields of `Qwen3MoeConfig`, and overrides of the sizes here.
     """
     sizes: dict[str, Any] = dict(vocab_size=64, hidden_size=16, intermediate_size=32, moe_intermediate_size=8)
@@ -51,7 +51,7 @@ def tiny_mixture(*, scale: float = 1.0, **config: Any) -> Qwen3MoeForCausalLM:
     return model
 
 
-def tiny_qwen3(*, hidden_size: int, scale: float = 1.0, **config: Any) -> Qwen3ForCausalLM:
+def build_tiny_qwen3(*, hidden_size: int, scale: float = 1.0, **config: Any) -> Qwen3ForCausalLM:
     """Build two layers of four heads with reproducible random weights; 0 is padding, 1 ends a sequence.
 
     Args:

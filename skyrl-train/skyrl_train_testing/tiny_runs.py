@@ -10,11 +10,11 @@ from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_gym.envs.registration import EnvSpec, registry
 
 
-def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def merge_settings(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return `base` with `changes`, section by section."""
     result = dict(base)
     for key, value in changes.items():
-        result[key] = merged(result[key], value) if isinstance(value, dict) and key in result else value
+        result[key] = merge_settings(result[key], value) if isinstance(value, dict) and key in result else value
     return result
 
 
@@ -26,7 +26,7 @@ def write_prompts(path: Path, num_prompts: int = 16) -> str:
     return str(path)
 
 
-def tiny_run(run_dir: Path, model: str, prompts: str, *changes: Mapping[str, Any]) -> dict[str, Any]:
+def make_tiny_run(run_dir: Path, model: str, prompts: str, *changes: Mapping[str, Any]) -> dict[str, Any]:
     """Make settings of an inline run on a CPU: two steps of four prompts, four answers each, two optimizer steps each.
 
     Args:
@@ -57,7 +57,7 @@ def tiny_run(run_dir: Path, model: str, prompts: str, *changes: Mapping[str, Any
         },
     }
     for change in changes:
-        settings = merged(settings, change)
+        settings = merge_settings(settings, change)
     return settings
 
 
@@ -76,7 +76,7 @@ class DifferentCharacters(BaseTextEnv):
 
 
 @contextmanager
-def registered(**environments: type[BaseTextEnv]) -> Iterator[None]:
+def register_environments(**environments: type[BaseTextEnv]) -> Iterator[None]:
     """Register these environments by id within the block; existing ids are replaced and restored."""
     before = {name: registry[name] for name in environments if name in registry}
     registry.update({name: EnvSpec(name, environment) for name, environment in environments.items()})

@@ -38,7 +38,7 @@ class Variant:
         return restored[:, self.num_left : self.num_left + self.width]
 
 
-def variants(batch: TensorBatch, masks: Mapping[str, str], *, unit: int = 1) -> Iterator[Variant]:
+def iter_variants(batch: TensorBatch, masks: Mapping[str, str], *, unit: int = 1) -> Iterator[Variant]:
     """Yield every variant of a batch whose columns are [B] or [B, R].
 
     Args:
@@ -46,41 +46,41 @@ def variants(batch: TensorBatch, masks: Mapping[str, str], *, unit: int = 1) -> 
             garbage.
         unit: number of consecutive rows that belong together.
     """
-    yield from reordered(batch, masks, unit)
-    yield from padded(batch, masks)
-    yield from polluted(batch, masks)
+    yield from sort_rows(batch, masks, unit)
+    yield from pad_columns(batch, masks)
+    yield from fill_masked(batch, masks)
 
 
-def reordered(batch: TensorBatch, masks: Mapping[str, str], unit: int) -> Iterator[Variant]:
+def sort_rows(batch: TensorBatch, masks: Mapping[str, str], unit: int) -> Iterator[Variant]:
     units = torch.arange(len(batch)).view(-1, unit)
     shuffled = torch.randperm(len(units), generator=torch.Generator().manual_seed(1))
-    width = _width(batch, masks)
+    width = _get_width(batch, masks)
     for words, order in {"in reverse order": units.flip(0), "shuffled": units[shuffled]}.items():
         order = order.flatten()
         yield Variant("row_order", f"with the rows {words}", batch.rows(order), order, width=width)
 
 
-def padded(batch: TensorBatch, masks: Mapping[str, str]) -> Iterator[Variant]:
-    width, order = _width(batch, masks), torch.arange(len(batch))
+def pad_columns(batch: TensorBatch, masks: Mapping[str, str]) -> Iterator[Variant]:
+    width, order = _get_width(batch, masks), torch.arange(len(batch))
     for left, right in ((0, 3), (2, 0), (1, 6)):
         wider = {
             name: column if column.dim() < 2 else torch.nn.functional.pad(column, (left, right))
-            for name, column in _columns(batch)
+            for name, column in _select_columns(batch)
         }
         words = f"with {left} columns of padding on the left and {right} on the right"
         yield Variant("padding", words, TensorBatch(wider), order, left, width)
 
 
-def polluted(batch: TensorBatch, masks: Mapping[str, str]) -> Iterator[Variant]:
-    width, order = _width(batch, masks), torch.arange(len(batch))
+def fill_masked(batch: TensorBatch, masks: Mapping[str, str]) -> Iterator[Variant]:
+    width, order = _get_width(batch, masks), torch.arange(len(batch))
     for words, rubbish in RUBBISH.items():
-        dirty = dict(_columns(batch))
+        dirty = dict(_select_columns(batch))
         for name, mask in masks.items():
             dirty[name] = torch.where(batch.tensor(mask) != 0, batch.tensor(name), rubbish)
         yield Variant("masked_garbage", f"with {words} where the mask is 0", TensorBatch(dirty), order, width=width)
 
 
-def splits(num_rows: int, unit: int = 1) -> Iterator[tuple[str, str, list[torch.Tensor]]]:
+def split_rows(num_rows: int, unit: int = 1) -> Iterator[tuple[str, str, list[torch.Tensor]]]:
     """(invariance, words, rows of each part): micro-batches of several sizes, and shares of 1, 2 and 4 workers, whose
     rows are dealt out in turn and computed two (or two pairs) at a time."""
     units = torch.arange(num_rows).view(-1, unit)
@@ -93,9 +93,9 @@ def splits(num_rows: int, unit: int = 1) -> Iterator[tuple[str, str, list[torch.
         yield "data_parallel", f"shared out over {num_shares} workers", parts
 
 
-def _columns(batch: TensorBatch) -> Iterator[tuple[str, torch.Tensor]]:
+def _select_columns(batch: TensorBatch) -> Iterator[tuple[str, torch.Tensor]]:
     return ((name, column) for name, column in batch.items() if column is not None)
 
 
-def _width(batch: TensorBatch, masks: Mapping[str, str]) -> int:
+def _get_width(batch: TensorBatch, masks: Mapping[str, str]) -> int:
     return batch.tensor(next(iter(masks))).shape[1]

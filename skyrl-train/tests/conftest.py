@@ -60,22 +60,22 @@ def log() -> Iterator[list[str]]:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A Qwen3 of two layers and 64 words with random weights, as a folder."""
-    from skyrl_train_testing.tiny_models import tiny_qwen3
+    from skyrl_train_testing.tiny_models import build_tiny_qwen3
 
     folder = tmp_path_factory.mktemp("models") / "tiny_qwen3"
-    tiny_qwen3(hidden_size=32, scale=3.0, vocab_size=64, max_position_embeddings=128).save_pretrained(folder)
+    build_tiny_qwen3(hidden_size=32, scale=3.0, vocab_size=64, max_position_embeddings=128).save_pretrained(folder)
     return str(folder)
 
 
 @pytest.fixture(scope="session")
 def chat_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A Qwen3 of two layers with random weights and a tokenizer of one token a character, as a folder."""
-    from skyrl_train_testing.tiny_models import character_tokenizer, tiny_qwen3
+    from skyrl_train_testing.tiny_models import build_character_tokenizer, build_tiny_qwen3
 
     folder = tmp_path_factory.mktemp("models") / "chat"
-    tokenizer = character_tokenizer()
+    tokenizer = build_character_tokenizer()
     tokenizer.save_pretrained(folder)
-    model = tiny_qwen3(hidden_size=32, vocab_size=len(tokenizer), max_position_embeddings=256)
+    model = build_tiny_qwen3(hidden_size=32, vocab_size=len(tokenizer), max_position_embeddings=256)
     model.save_pretrained(folder)
     return str(folder)
 
@@ -83,10 +83,10 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def save_mixture() -> Callable[..., str]:
     """`save_mixture(folder, **config)` makes a Qwen3 of four experts in two layers with random weights there."""
-    from skyrl_train_testing.tiny_models import tiny_mixture
+    from skyrl_train_testing.tiny_models import build_tiny_mixture
 
     def save(folder: str | Path, **config: Any) -> str:
-        tiny_mixture(**config).save_pretrained(folder)
+        build_tiny_mixture(**config).save_pretrained(folder)
         return str(folder)
 
     return save

@@ -26,13 +26,13 @@ sys.path.insert(0, str(Path(__file__).parent))  # for the helpers in this folder
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen3 of 0.1M random weights (2 layers, context 512, its own output layer) and a tokenizer of one token a
     character (99 tokens: 0 `<pad>`, 1 `<end>` = EOS, 2 `<start>`, newline and printable ASCII), as a folder."""
-    from skyrl_train_testing.tiny_models import character_tokenizer, tiny_qwen3
+    from skyrl_train_testing.tiny_models import build_character_tokenizer, build_tiny_qwen3
 
     folder = tmp_path_factory.mktemp("models") / "tiny-qwen3"
-    tokenizer = character_tokenizer()
+    tokenizer = build_character_tokenizer()
     tokenizer.save_pretrained(folder)
     shape = {"hidden_size": 64, "vocab_size": len(tokenizer), "max_position_embeddings": 512}
-    tiny_qwen3(scale=3.0, tie_word_embeddings=False, **shape).save_pretrained(folder)
+    build_tiny_qwen3(scale=3.0, tie_word_embeddings=False, **shape).save_pretrained(folder)
     return folder
 
 

@@ -35,7 +35,7 @@ from miniatures import (
 )
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from skyrl_train_testing.tiny_models import character_tokenizer, tiny_qwen3
+from skyrl_train_testing.tiny_models import build_character_tokenizer, build_tiny_qwen3
 
 HERE = Path(__file__).resolve().parent
 SCRIPT = HERE / "run_qwen3_1.7b_base.sh"
@@ -101,7 +101,9 @@ the good one is rare."""
 
 def make_tokenizer() -> PreTrainedTokenizerBase:
     """A token for each number below 100, each connective, `Answer:` and each character."""
-    return character_tokenizer(added_tokens=["user", "assistant", "Answer:", *CONNECTIVES, *map(str, range(10, 100))])
+    return build_character_tokenizer(
+        added_tokens=["user", "assistant", "Answer:", *CONNECTIVES, *map(str, range(10, 100))]
+    )
 
 
 def problem_of(draw: random.Random, *, held_out: bool = False) -> list[int]:
@@ -148,7 +150,7 @@ def warmed_up(
         model = (
             AutoModelForCausalLM.from_pretrained(start)
             if start
-            else tiny_qwen3(hidden_size=64, head_dim=32, vocab_size=len(tokenizer), max_position_embeddings=256)
+            else build_tiny_qwen3(hidden_size=64, head_dim=32, vocab_size=len(tokenizer), max_position_embeddings=256)
         )
         demonstrations = partial(demonstrate, ways=ways)
         warm_up(model, tokenizer, demonstrations, steps=steps, batch_size=64, learning_rate=learning_rate, seed=seed)

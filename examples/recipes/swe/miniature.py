@@ -48,7 +48,7 @@ from skyrl_agent.integrations.base import Backend, plain_rows, published_output,
 from skyrl_agent.runner import AgentRunner
 from skyrl_agent.testing import ScriptedModel, byte_tokenizer
 from skyrl_gym.chat.template import bundled_template
-from skyrl_train_testing.tiny_models import character_tokenizer, tiny_qwen3
+from skyrl_train_testing.tiny_models import build_character_tokenizer, build_tiny_qwen3
 
 HERE = Path(__file__).resolve().parent
 SCRIPT = HERE / "run_qwen3_32b.sh"
@@ -189,7 +189,7 @@ def make_tokenizer() -> PreTrainedTokenizerBase:
     """A token for each text between placeholders (the whole system message is one), and each character."""
     texts = {part for way in patterns().values() for message in way for part in _fixed_parts(message["content"])}
     tokens = ["<|im_start|>", "system\n", "user\n", "assistant\n", *sorted(texts, key=len, reverse=True)]
-    return character_tokenizer(
+    return build_character_tokenizer(
         bundled_template("qwen3_acc_thinking"), start="<|start|>", end="<|im_end|>", added_tokens=tokens
     )
 
@@ -210,7 +210,9 @@ def warmed_up(
         model = (
             AutoModelForCausalLM.from_pretrained(start)
             if start
-            else tiny_qwen3(hidden_size=64, head_dim=32, vocab_size=len(tokenizer), max_position_embeddings=40_960)
+            else build_tiny_qwen3(
+                hidden_size=64, head_dim=32, vocab_size=len(tokenizer), max_position_embeddings=40_960
+            )
         )
         draw = random.Random(seed)
         # Encoded once: rendering the long system message takes longer than a step's forward.

@@ -21,15 +21,15 @@ WORDS = ["user", "assistant", "system", "tool"]
 def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
 
-    from skyrl_train_testing.tiny_models import character_tokenizer, tiny_qwen3
+    from skyrl_train_testing.tiny_models import build_character_tokenizer, build_tiny_qwen3
 
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("models") / "agent"
-    tokenizer = character_tokenizer(added_tokens=WORDS)
+    tokenizer = build_character_tokenizer(added_tokens=WORDS)
     tokenizer.save_pretrained(folder)
-    tiny_qwen3(hidden_size=32, scale=3.0, vocab_size=len(tokenizer), max_position_embeddings=4096).save_pretrained(
-        folder
-    )
+    build_tiny_qwen3(
+        hidden_size=32, scale=3.0, vocab_size=len(tokenizer), max_position_embeddings=4096
+    ).save_pretrained(folder)
     return folder
 
 

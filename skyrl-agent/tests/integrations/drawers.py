@@ -77,11 +77,11 @@ def save_model_that_knows_calls(folder: Path, steps: int = 150) -> None:
     thing of three are twice as likely as the others."""
     import torch
 
-    from skyrl_train_testing.tiny_models import character_tokenizer, tiny_qwen3
+    from skyrl_train_testing.tiny_models import build_character_tokenizer, build_tiny_qwen3
 
-    tokenizer = character_tokenizer(added_tokens=["user", "assistant", "tool", *LOOKS, *ANSWERS])
+    tokenizer = build_character_tokenizer(added_tokens=["user", "assistant", "tool", *LOOKS, *ANSWERS])
     tokenizer.save_pretrained(folder)
-    model = tiny_qwen3(hidden_size=64, vocab_size=len(tokenizer), max_position_embeddings=1024)
+    model = build_tiny_qwen3(hidden_size=64, vocab_size=len(tokenizer), max_position_embeddings=1024)
     talks = list(itertools.product(zip(KEYS, LOOKS, strict=True), LOOKS, zip(THINGS, ANSWERS, strict=True), ANSWERS))
     ids = torch.tensor([tokenizer.encode(_talk(*talk), add_special_tokens=False) for talk in talks])
     weights = torch.tensor(

@@ -7,7 +7,7 @@ import torch
 from skyrl_train.inference_engines.base import InferenceEngineOutput, TokenDelta
 from skyrl_train.inference_engines.columns import to_output
 from skyrl_train.inference_engines.request import join_deltas
-from skyrl_train_testing.engine_conformance.registry import check, expect, expect_close
+from skyrl_train_testing.engine_conformance.registry import check, check_close, expect
 from skyrl_train_testing.engine_conformance.subject import EngineUnderTest
 
 _LENGTHS = (1, 2, 17, 40)
@@ -16,7 +16,7 @@ _LEAST_CHANCE = 1e-6
 """Smallest accepted probability that frequencies deviate as much as those found."""
 
 
-def expect_form(subject: EngineUnderTest, prompts: list[list[int]], output: InferenceEngineOutput) -> None:
+def check_form(subject: EngineUnderTest, prompts: list[list[int]], output: InferenceEngineOutput) -> None:
     """Check that every column has a row for each request, every row a number for each token, and every id is a word."""
     for name in ("responses", "response_ids", "stop_reasons", "response_logprobs", "weight_versions"):
         column = output[name]
@@ -33,7 +33,7 @@ def expect_form(subject: EngineUnderTest, prompts: list[list[int]], output: Infe
         expect(max(log_probs, default=0) <= 1e-6, f"answer {row} has a log-prob above 0: {max(log_probs, default=0)}")
 
 
-def expect_text(subject: EngineUnderTest, prompt: list[int], ids: list[int], text: str, *, skip: bool) -> None:
+def check_text(subject: EngineUnderTest, prompt: list[int], ids: list[int], text: str, *, skip: bool) -> None:
     """Check that the text is decoded from the ids, alone or after the prompt (some decoders drop a leading space)."""
 
     def decoded(tokens: list[int]) -> str:
@@ -43,7 +43,7 @@ def expect_text(subject: EngineUnderTest, prompt: list[int], ids: list[int], tex
     expect(text in readings, f"the text must be the decoded ids {readings}; got {text!r}")
 
 
-def expect_reference_log_probs(
+def check_reference_log_probs(
     subject: EngineUnderTest, prompt: list[int], output: InferenceEngineOutput, row: int, temperature: float, what: str
 ) -> None:
     """Check log-probs against the reference model at this temperature."""
@@ -55,18 +55,18 @@ def expect_reference_log_probs(
         for other in (1.0, *_TEMPERATURES)
         if other != temperature
     }
-    expect_close(what, log_probs[row], expected, subject.tolerance, others)
+    check_close(what, log_probs[row], expected, subject.tolerance, others)
 
 
 @check()
-async def answers_tell_tokens_text_log_probs_and_versions(subject: EngineUnderTest) -> None:
+async def check_response_fields(subject: EngineUnderTest) -> None:
     """Every answer comes with ids, their text, a log-prob and a weight version a token, and why it ended."""
     prompts = [subject.prompt(length, seed=length) for length in _LENGTHS]
     for skip in (True, False):
         output = await subject.generate(prompts, max_tokens=30, skip_special_tokens=skip)
-        expect_form(subject, prompts, output)
+        check_form(subject, prompts, output)
         for prompt, ids, text in zip(prompts, output["response_ids"], output["responses"], strict=True):
-            expect_text(subject, prompt, ids, text, skip=skip)
+            check_text(subject, prompt, ids, text, skip=skip)
         for row, (ids, reason) in enumerate(zip(output["response_ids"], output["stop_reasons"], strict=True)):
             expect(reason in ("stop", "length"), f"answer {row} has the stop reason {reason!r}")
             expect(1 <= len(ids) <= 30, f"answer {row} has {len(ids)} tokens with max_tokens=30")
@@ -76,13 +76,13 @@ async def answers_tell_tokens_text_log_probs_and_versions(subject: EngineUnderTe
 
 
 @check()
-async def a_streamed_answer_begins_with_the_tokens_handed_out(subject: EngineUnderTest) -> None:
+async def check_streamed_prefix(subject: EngineUnderTest) -> None:
     """`stream` returns the answer of `generate`; the tokens, log-probs and versions handed out are its beginning."""
     request = subject.request(subject.prompt(9), max_tokens=24, logprobs=0, ignore_eos=True, temperature=0.0)
     deltas: list[TokenDelta] = []
     streamed = await subject.in_time(subject.engine.stream(request, deltas.append))
     whole = await subject.in_time(subject.engine.generate(request))
-    expect_form(subject, [request.prompt_token_ids], to_output([streamed], request.sampling_params))
+    check_form(subject, [request.prompt_token_ids], to_output([streamed], request.sampling_params))
     expect(streamed.token_ids == whole.token_ids, f"{streamed.token_ids}, not {whole.token_ids}")
     for name in ("token_ids", "log_probs", "weight_versions") if deltas else ():
         out, row = getattr(join_deltas(deltas), name) or [], getattr(streamed, name)
@@ -90,7 +90,7 @@ async def a_streamed_answer_begins_with_the_tokens_handed_out(subject: EngineUnd
 
 
 @check()
-async def log_probs_are_left_out_if_not_asked_for(subject: EngineUnderTest) -> None:
+async def check_omitted_log_probs(subject: EngineUnderTest) -> None:
     """Completions have no log-probs with logprobs=None, and an empty batch gives none of anything."""
     output = await subject.generate([subject.prompt(5)], max_tokens=3, logprobs=None)
     expect(output["response_logprobs"] is None, f"response_logprobs must be None; got {output['response_logprobs']}")
@@ -99,19 +99,19 @@ async def log_probs_are_left_out_if_not_asked_for(subject: EngineUnderTest) -> N
 
 
 @check()
-async def log_probs_are_those_of_the_model_at_the_temperature(subject: EngineUnderTest) -> None:
+async def check_log_probs(subject: EngineUnderTest) -> None:
     """The log-prob of a token is log softmax(logits / temperature) at it."""
     prompts = [subject.prompt(length, seed=length) for length in _LENGTHS]
     for temperature in _TEMPERATURES:
         output = await subject.generate(prompts, temperature=temperature, max_tokens=24, ignore_eos=True)
-        expect_form(subject, prompts, output)
+        check_form(subject, prompts, output)
         for row, prompt in enumerate(prompts):
             what = f"temperature {temperature:g}, prompt of {len(prompt)} tokens"
-            expect_reference_log_probs(subject, prompt, output, row, temperature, what)
+            check_reference_log_probs(subject, prompt, output, row, temperature, what)
 
 
 @check()
-async def log_probs_are_taken_before_truncation(subject: EngineUnderTest) -> None:
+async def check_log_probs_before_truncation(subject: EngineUnderTest) -> None:
     """Top-k, top-p and min-p restrict the tokens; log-probs are over the whole distribution."""
     prompts = [subject.prompt(12, seed=seed) for seed in range(3)]
     temperature, slack = 1.3, 2 * subject.tolerance
@@ -143,12 +143,12 @@ async def log_probs_are_taken_before_truncation(subject: EngineUnderTest) -> Non
                 f"those after {name}": truncated.gather(1, torch.tensor(ids)[:, None])[:, 0],
                 "those at temperature 1": subject.reference.log_probs(prompt, ids),
             }
-            expect_close(f"{name}={value}", log_probs[row], chosen[:, 0], subject.tolerance, others)
+            check_close(f"{name}={value}", log_probs[row], chosen[:, 0], subject.tolerance, others)
 
 
 @check()
-async def repetition_penalty_moves_the_choice_and_not_the_log_probs(subject: EngineUnderTest) -> None:
-    """A greedy response with a repetition penalty takes the most likely penalized token; its log-prob is unpenalized."""
+async def check_repetition_penalty(subject: EngineUnderTest) -> None:
+    """A greedy response with a repetition penalty takes the most likely penalized token; log-probs are unpenalized."""
     prompt, penalty = subject.prompt(8, seed=5), 1.6
     output = await subject.generate(
         [prompt], temperature=0.0, repetition_penalty=penalty, max_tokens=24, ignore_eos=True
@@ -161,11 +161,11 @@ async def repetition_penalty_moves_the_choice_and_not_the_log_probs(subject: Eng
         penalized[seen] = torch.where(penalized[seen] > 0, penalized[seen] / penalty, penalized[seen] * penalty)
         gap = float(penalized.max() - penalized[token])
         expect(gap <= 4 * subject.tolerance, f"token {place} is {gap:.3f} below the best after the penalty")
-    expect_reference_log_probs(subject, prompt, output, 0, 1.0, "with a repetition penalty")
+    check_reference_log_probs(subject, prompt, output, 0, 1.0, "with a repetition penalty")
 
 
 @check()
-async def greedy_answers_take_the_likeliest_token(subject: EngineUnderTest) -> None:
+async def check_greedy_tokens(subject: EngineUnderTest) -> None:
     """Temperature 0 takes the most likely token; log-probs are at temperature 1."""
     prompts = [subject.prompt(length, seed=length) for length in _LENGTHS]
     output = await subject.generate(prompts, temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -178,11 +178,11 @@ async def greedy_answers_take_the_likeliest_token(subject: EngineUnderTest) -> N
             float(gaps[place]) <= 2 * subject.tolerance,
             f"greedy token {place} of the prompt of {len(prompt)} tokens lies {float(gaps[place]):.4f} below the best",
         )
-        expect_reference_log_probs(subject, prompt, output, row, 1.0, "greedy")
+        check_reference_log_probs(subject, prompt, output, row, 1.0, "greedy")
 
 
 @check()
-async def draws_follow_the_distribution(subject: EngineUnderTest) -> None:
+async def check_sampling_distribution(subject: EngineUnderTest) -> None:
     """Tokens come as often as softmax(logits / temperature) says (a chi-square test of 512 draws)."""
     prompt, temperature, num = subject.prompt(6, seed=9), 0.7, 512
     output = await subject.generate([prompt] * num, temperature=temperature, max_tokens=1, ignore_eos=True)
@@ -205,7 +205,7 @@ async def draws_follow_the_distribution(subject: EngineUnderTest) -> None:
 
 
 @check("seed")
-async def a_seed_fixes_answers_whatever_runs_beside_them(subject: EngineUnderTest) -> None:
+async def check_seeds(subject: EngineUnderTest) -> None:
     """The same seed gives the same responses alone and among concurrent requests; request i of a batch has its own
     random numbers.
     """
@@ -231,19 +231,19 @@ async def a_seed_fixes_answers_whatever_runs_beside_them(subject: EngineUnderTes
 
 
 @check()
-async def samples_of_one_prompt_differ(subject: EngineUnderTest) -> None:
+async def check_samples_differ(subject: EngineUnderTest) -> None:
     """`sample` continues one prompt several times, each in its own way, also without a seed."""
     prompt = subject.prompt(10, seed=2)
     params = {"max_tokens": 20, "ignore_eos": True, "temperature": 1.2}
     output = await subject.in_time(subject.engine.sample(prompt, 6, params))
-    expect_form(subject, [prompt] * 6, output)
+    check_form(subject, [prompt] * 6, output)
     expect(len({tuple(ids) for ids in output["response_ids"]}) == 6, f"six samples: {output['response_ids']}")
     for row in range(6):
-        expect_reference_log_probs(subject, prompt, output, row, 1.2, f"sample {row}")
+        check_reference_log_probs(subject, prompt, output, row, 1.2, f"sample {row}")
 
 
 @check("prompt_top_log_probs")
-async def likeliest_words_of_prompts_are_the_models(subject: EngineUnderTest) -> None:
+async def check_top_prompt_log_probs(subject: EngineUnderTest) -> None:
     """prompt_logprobs=3 returns the three most likely tokens at each prompt position, at the temperature."""
     prompts, temperature = [subject.prompt(length, seed=length) for length in _LENGTHS], 0.6
     output = await subject.generate(prompts, temperature=temperature, max_tokens=1, prompt_logprobs=3)
@@ -258,13 +258,13 @@ async def likeliest_words_of_prompts_are_the_models(subject: EngineUnderTest) ->
         whole = (subject.reference.logits(prompt)[:-1] / temperature).log_softmax(dim=-1)
         # Of the words that were named, and of the likeliest: which of two equally likely ones comes may differ.
         named = whole.gather(1, torch.from_numpy(top.ids))
-        expect_close(f"{what}: the words named", top.log_probs.flatten().tolist(), named.flatten(), subject.tolerance)
+        check_close(f"{what}: the words named", top.log_probs.flatten().tolist(), named.flatten(), subject.tolerance)
         likeliest = whole.topk(3).values.flatten()
-        expect_close(f"{what}: the likeliest words", top.log_probs.flatten().tolist(), likeliest, subject.tolerance)
+        check_close(f"{what}: the likeliest words", top.log_probs.flatten().tolist(), likeliest, subject.tolerance)
 
 
 @check("prompt_log_probs")
-async def prompt_log_probs_are_the_models(subject: EngineUnderTest) -> None:
+async def check_prompt_log_probs(subject: EngineUnderTest) -> None:
     """Every token of a prompt but the first has its log-prob at the temperature, with prompt_logprobs=0."""
     prompts = [subject.prompt(length, seed=length) for length in _LENGTHS] + [subject.prompt(40, seed=40)]
     for temperature in (1.0, 0.6):
@@ -276,4 +276,4 @@ async def prompt_log_probs_are_the_models(subject: EngineUnderTest) -> None:
             expected = subject.reference.prompt_log_probs(prompt, temperature)
             others = {"those at temperature 1": subject.reference.prompt_log_probs(prompt)}
             what = f"the prompt of {len(prompt)} tokens at temperature {temperature:g}"
-            expect_close(what, log_probs, expected, subject.tolerance, others if temperature != 1.0 else None)
+            check_close(what, log_probs, expected, subject.tolerance, others if temperature != 1.0 else None)

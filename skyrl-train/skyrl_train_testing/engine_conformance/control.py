@@ -6,15 +6,15 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from skyrl_train.inference_engines.base import InferenceEngineOutput
-from skyrl_train_testing.engine_conformance.answers import expect_form, expect_reference_log_probs
-from skyrl_train_testing.engine_conformance.registry import ConformanceError, check, expect, expect_raises
+from skyrl_train_testing.engine_conformance.answers import check_form, check_reference_log_probs
+from skyrl_train_testing.engine_conformance.registry import ConformanceError, check, check_raises, expect
 from skyrl_train_testing.engine_conformance.subject import EngineUnderTest
 
 _HEALTH_SECONDS = 10.0
 _NUM_TRIES = 32
 
 
-async def at_work(
+async def start_long_requests(
     subject: EngineUnderTest, *, prompt: list[int] | None = None
 ) -> AsyncIterator[tuple["asyncio.Task[InferenceEngineOutput]", float]]:
     """Yield two long running responses to `prompt`, one attempt after another, and the seconds of undisturbed ones. The
@@ -52,12 +52,12 @@ def is_part(subject: EngineUnderTest, output: InferenceEngineOutput) -> bool:
     return set(output["stop_reasons"]) == {"abort"} and all(0 < len(ids) < most for ids in output["response_ids"])
 
 
-async def expect_part(subject: EngineUnderTest, output: InferenceEngineOutput) -> None:
+async def check_partial_response(subject: EngineUnderTest, output: InferenceEngineOutput) -> None:
     """Check that the tokens before an abort are the beginning of the whole answer, with its log-probs and versions."""
     prompt = subject.long_prompt
-    expect_form(subject, [prompt] * len(output["response_ids"]), output)
+    check_form(subject, [prompt] * len(output["response_ids"]), output)
     for row, (ids, text) in enumerate(zip(output["response_ids"], output["responses"], strict=True)):
-        expect_reference_log_probs(subject, prompt, output, row, 1.0, f"the part of answer {row}")
+        check_reference_log_probs(subject, prompt, output, row, 1.0, f"the part of answer {row}")
         expect(bool(text) == bool(ids), f"the text of {len(ids)} tokens is {text!r}")
     if "seed" not in subject.info.unsupported:
         whole = (await subject.begin_long())["response_ids"]
@@ -65,7 +65,7 @@ async def expect_part(subject: EngineUnderTest, output: InferenceEngineOutput) -
             expect(whole[row][: len(ids)] == ids, f"answer {row} is not a beginning of what its seed gives")
 
 
-async def _expect_waiting(subject: EngineUnderTest, late: "asyncio.Task[InferenceEngineOutput]", mode: str) -> None:
+async def _check_waiting(subject: EngineUnderTest, late: "asyncio.Task[InferenceEngineOutput]", mode: str) -> None:
     """A request that came while the engine is paused is answered after `resume_generation`, not before."""
     expect(not late.done(), f"a request that arrived during pause({mode!r}) was answered before resume_generation")
     await subject.in_time(subject.engine.resume_generation())
@@ -74,20 +74,20 @@ async def _expect_waiting(subject: EngineUnderTest, late: "asyncio.Task[Inferenc
 
 
 @check()
-async def abort_returns_what_was_written(subject: EngineUnderTest) -> None:
+async def check_abort(subject: EngineUnderTest) -> None:
     """`abort_generation` ends requests by `abort`, with the tokens, log-probs and versions written so far."""
-    async for task, _ in at_work(subject):
+    async for task, _ in start_long_requests(subject):
         await subject.in_time(subject.engine.abort_generation())
         output = await task
         if is_part(subject, output):
-            await expect_part(subject, output)
+            await check_partial_response(subject, output)
             break
 
 
 @check("pause_keep")
-async def a_pause_that_keeps_stops_the_writing(subject: EngineUnderTest) -> None:
+async def check_pause_keep_stops(subject: EngineUnderTest) -> None:
     """No token is generated between pause('keep') and `resume_generation`; running requests wait, or are aborted."""
-    async for task, seconds in at_work(subject):
+    async for task, seconds in start_long_requests(subject):
         await subject.in_time(subject.engine.pause_generation("keep"))
         try:
             caught = not task.done()
@@ -102,26 +102,26 @@ async def a_pause_that_keeps_stops_the_writing(subject: EngineUnderTest) -> None
         finally:
             await subject.in_time(subject.engine.resume_generation())
         if caught and is_part(subject, output):
-            await expect_part(subject, output)
+            await check_partial_response(subject, output)
             break
 
 
 @check("pause_keep")
-async def a_pause_that_keeps_changes_nothing_but_the_time(subject: EngineUnderTest) -> None:
+async def check_pause_keep_changes_nothing(subject: EngineUnderTest) -> None:
     """Completions are the same with and without pause('keep') and resume; requests that arrive meanwhile wait."""
-    async for task, _ in at_work(subject):
+    async for task, _ in start_long_requests(subject):
         await subject.in_time(subject.engine.pause_generation("keep"))
         caught = not task.done()
         late = subject.begin([subject.prompt(4)], max_tokens=3, ignore_eos=True)
         await asyncio.sleep(0.3)
-        await _expect_waiting(subject, late, "keep")
+        await _check_waiting(subject, late, "keep")
         output = await task
         if caught:
             lengths = [len(ids) for ids in output["response_ids"]]
             most = subject.long_params["max_tokens"]
             expect(lengths == [most] * 2, f"kept answers must have {most} tokens; got {lengths}")
             for row in range(2):
-                expect_reference_log_probs(subject, subject.long_prompt, output, row, 1.0, f"kept answer {row}")
+                check_reference_log_probs(subject, subject.long_prompt, output, row, 1.0, f"kept answer {row}")
             if "seed" not in subject.info.unsupported:
                 whole = await subject.begin_long()
                 expect(output["response_ids"] == whole["response_ids"], "kept answers differ from undisturbed ones")
@@ -129,9 +129,9 @@ async def a_pause_that_keeps_changes_nothing_but_the_time(subject: EngineUnderTe
 
 
 @check("pause_wait")
-async def a_pause_that_waits_lets_answers_end(subject: EngineUnderTest) -> None:
+async def check_pause_wait(subject: EngineUnderTest) -> None:
     """pause('wait') returns when running requests have ended by themselves; later ones wait for the resume."""
-    async for task, _ in at_work(subject):
+    async for task, _ in start_long_requests(subject):
         caught = not task.done()
         pausing = asyncio.ensure_future(subject.engine.pause_generation("wait"))
         await subject.in_time(pausing)
@@ -139,7 +139,7 @@ async def a_pause_that_waits_lets_answers_end(subject: EngineUnderTest) -> None:
         expect(task.done(), "pause('wait') returned while a request was running")
         late = subject.begin([subject.prompt(4)], max_tokens=3, ignore_eos=True)
         await asyncio.sleep(0.3)
-        await _expect_waiting(subject, late, "wait")
+        await _check_waiting(subject, late, "wait")
         if caught:
             reasons = set((await task)["stop_reasons"])
             expect(reasons == {"length"}, f"requests that pause('wait') waits for end by themselves; got {reasons}")
@@ -147,23 +147,23 @@ async def a_pause_that_waits_lets_answers_end(subject: EngineUnderTest) -> None:
 
 
 @check()
-async def a_pause_that_aborts_returns_answers_now(subject: EngineUnderTest) -> None:
+async def check_pause_abort(subject: EngineUnderTest) -> None:
     """pause('abort') ends running requests by `abort` with what they wrote; later ones wait for the resume."""
-    async for task, _ in at_work(subject):
+    async for task, _ in start_long_requests(subject):
         await subject.in_time(subject.engine.pause_generation("abort"))
         output = await subject.in_time(task)
         late = subject.begin([subject.prompt(4)], max_tokens=3, ignore_eos=True)
         await asyncio.sleep(0.3)
-        await _expect_waiting(subject, late, "abort")
+        await _check_waiting(subject, late, "abort")
         if is_part(subject, output):
-            await expect_part(subject, output)
+            await check_partial_response(subject, output)
             break
 
 
 @check()
-async def a_caller_who_goes_away_leaves_nothing_behind(subject: EngineUnderTest) -> None:
+async def check_cancelled_caller(subject: EngineUnderTest) -> None:
     """Only the cancelled request ends: others continue, the engine can be paused and serves later requests."""
-    async for task, _ in at_work(subject):
+    async for task, _ in start_long_requests(subject):
         beside = subject.begin([subject.prompt(4)], max_tokens=48, ignore_eos=True)
         await asyncio.sleep(0.02)  # it is on its way
         caught = not task.done()
@@ -182,7 +182,7 @@ async def a_caller_who_goes_away_leaves_nothing_behind(subject: EngineUnderTest)
 
 
 @check("sleep")
-async def sleep_gives_back_the_weights_as_they_were(subject: EngineUnderTest) -> None:
+async def check_sleep(subject: EngineUnderTest) -> None:
     """Completions and log-probs are unchanged by sleep(1) and wake_up, also by tags."""
     prompt = subject.prompt(12, seed=6)
     params = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
@@ -193,13 +193,13 @@ async def sleep_gives_back_the_weights_as_they_were(subject: EngineUnderTest) ->
             await subject.in_time(subject.engine.wake_up(tags))
         after = await subject.generate([prompt], **params)
         expect(after["response_ids"] == before["response_ids"], f"after wake_up({wakes}) answers are others")
-        expect_reference_log_probs(subject, prompt, after, 0, 1.0, f"after wake_up({wakes})")
+        check_reference_log_probs(subject, prompt, after, 0, 1.0, f"after wake_up({wakes})")
 
 
 @check("sleep")
-async def sleep_is_refused_while_requests_run(subject: EngineUnderTest) -> None:
+async def check_sleep_during_requests(subject: EngineUnderTest) -> None:
     """`sleep` raises an error while requests are running, and they continue."""
-    async for task, _ in at_work(subject):
+    async for task, _ in start_long_requests(subject):
         if task.done():
             continue
         refused = False
@@ -220,7 +220,7 @@ async def sleep_is_refused_while_requests_run(subject: EngineUnderTest) -> None:
 
 
 @check("sleep", "weight_update")
-async def a_deep_sleep_wants_all_weights_again(subject: EngineUnderTest) -> None:
+async def check_deep_sleep(subject: EngineUnderTest) -> None:
     """Log-probs are those of the new weights after sleep(2), wake_up(['weights']), a whole update and
     wake_up(['kv_cache']).
     """
@@ -232,14 +232,14 @@ async def a_deep_sleep_wants_all_weights_again(subject: EngineUnderTest) -> None
     await subject.in_time(subject.engine.wake_up(["kv_cache"]))
     output = await subject.generate([prompt], max_tokens=16, ignore_eos=True)
     with subject.reference.holding(weights):
-        expect_reference_log_probs(subject, prompt, output, 0, 1.0, "after a deep sleep and an update")
+        check_reference_log_probs(subject, prompt, output, 0, 1.0, "after a deep sleep and an update")
 
 
 @check()
-async def health_is_told_at_rest_at_work_and_paused(subject: EngineUnderTest) -> None:
+async def check_health(subject: EngineUnderTest) -> None:
     """`check_health` returns soon and raises nothing while the engine is well, whatever it does."""
     await subject.in_time(subject.engine.check_health(), _HEALTH_SECONDS)
-    async for task, _ in at_work(subject):
+    async for task, _ in start_long_requests(subject):
         await subject.in_time(subject.engine.check_health(), _HEALTH_SECONDS)
         caught = not task.done()
         await subject.in_time(subject.engine.pause_generation("abort"))
@@ -250,20 +250,20 @@ async def health_is_told_at_rest_at_work_and_paused(subject: EngineUnderTest) ->
 
 
 @check()
-async def a_reset_of_the_prefix_cache_changes_no_answer(subject: EngineUnderTest) -> None:
+async def check_prefix_cache_reset(subject: EngineUnderTest) -> None:
     """`reset_prefix_cache` costs time, not truth: answers before and after it have the model's log-probs."""
     prompt = subject.prompt(40, seed=11)
     for what in ("before a reset", "after a reset"):
         for _ in range(2):  # the second one may use the cache
             output = await subject.generate([prompt], max_tokens=6, ignore_eos=True)
-            expect_reference_log_probs(subject, prompt, output, 0, 1.0, what)
+            check_reference_log_probs(subject, prompt, output, 0, 1.0, what)
         await subject.in_time(subject.engine.reset_prefix_cache())
 
 
 @check()
-async def words_for_control_are_checked(subject: EngineUnderTest) -> None:
+async def check_control_arguments(subject: EngineUnderTest) -> None:
     """An unknown pause mode raises ValueError, and generation continues."""
     unknown: Any = "soon"
-    await expect_raises(ValueError, subject.in_time(subject.engine.pause_generation(unknown)), "pause('soon')")
+    await check_raises(ValueError, subject.in_time(subject.engine.pause_generation(unknown)), "pause('soon')")
     output = await subject.generate([subject.prompt(4)], max_tokens=2, ignore_eos=True)
     expect(output["stop_reasons"] == ["length"], f"afterwards: {output['stop_reasons']}")

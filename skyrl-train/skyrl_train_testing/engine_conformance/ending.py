@@ -5,12 +5,12 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from skyrl_train.errors import SkyRLError
-from skyrl_train_testing.engine_conformance.registry import check, expect_raises
+from skyrl_train_testing.engine_conformance.registry import check, check_raises
 from skyrl_train_testing.engine_conformance.subject import EngineUnderTest
 
 
 @check(ends_engine=True)
-async def teardown_ends_everything(subject: EngineUnderTest) -> None:
+async def check_teardown(subject: EngineUnderTest) -> None:
     """Requests, control calls and `check_health` fail with a named error after `teardown`; repeated teardown is
     harmless.
     """
@@ -25,5 +25,5 @@ async def teardown_ends_everything(subject: EngineUnderTest) -> None:
         "weight_version": subject.engine.weight_version,
     }
     for what, call in calls.items():
-        await expect_raises(SkyRLError, subject.in_time(call()), f"{what} after teardown")
+        await check_raises(SkyRLError, subject.in_time(call()), f"{what} after teardown")
     await subject.in_time(subject.engine.teardown())

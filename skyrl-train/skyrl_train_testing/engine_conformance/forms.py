@@ -4,8 +4,8 @@ import re
 
 import torch
 
-from skyrl_train_testing.engine_conformance.answers import expect_reference_log_probs
-from skyrl_train_testing.engine_conformance.registry import check, expect, expect_close
+from skyrl_train_testing.engine_conformance.answers import check_reference_log_probs
+from skyrl_train_testing.engine_conformance.registry import check, check_close, expect
 from skyrl_train_testing.engine_conformance.subject import EngineUnderTest
 
 _THREE_DIGITS = {"json_schema": {"type": "integer", "minimum": 100, "maximum": 999}}
@@ -13,7 +13,7 @@ _PAIRS = {"lark": "start: /(ab|ba){2,6}/"}
 
 
 @check("json_schema")
-async def an_answer_satisfies_its_schema(subject: EngineUnderTest) -> None:
+async def check_schema(subject: EngineUnderTest) -> None:
     """A response under a JSON schema that ends by itself satisfies the schema; its log-probs are over the unrestricted
     distribution, and concurrent responses do not change.
     """
@@ -22,14 +22,14 @@ async def an_answer_satisfies_its_schema(subject: EngineUnderTest) -> None:
     output = await subject.generate([prompt] * 8, constraint=_THREE_DIGITS, temperature=temperature, max_tokens=20)
     for row, (text, reason) in enumerate(zip(output["responses"], output["stop_reasons"], strict=True)):
         expect(reason == "stop" and re.fullmatch(r"\s*[1-9][0-9]{2}\s*", text), f"answer {row} is {text!r} ({reason})")
-        expect_reference_log_probs(subject, prompt, output, row, temperature, f"constrained answer {row}")
+        check_reference_log_probs(subject, prompt, output, row, temperature, f"constrained answer {row}")
     expect(len(set(output["responses"])) > 1, f"eight samples at temperature {temperature}: {output['responses']}")
     usual = await subject.generate([prompt], temperature=0.0, max_tokens=12, ignore_eos=True)
     expect((await beside)["response_ids"] == usual["response_ids"], "a constrained answer changed one beside it")
 
 
 @check("grammar")
-async def an_answer_satisfies_its_grammar(subject: EngineUnderTest) -> None:
+async def check_grammar(subject: EngineUnderTest) -> None:
     """An answer under a grammar is a sentence of it, and the budget may cut it."""
     prompt = subject.prompt(7, seed=8)
     output = await subject.generate([prompt] * 4, constraint=_PAIRS, max_tokens=30)
@@ -40,7 +40,7 @@ async def an_answer_satisfies_its_grammar(subject: EngineUnderTest) -> None:
 
 
 @check("json_schema", "answer_tokens")
-async def a_constrained_answer_goes_on_behind_its_beginning(subject: EngineUnderTest) -> None:
+async def check_continued_constraint(subject: EngineUnderTest) -> None:
     """With num_answer_tokens the last tokens of the prompt count as the beginning of the answer."""
     prompt, schema = subject.prompt(9, seed=3), {"json_schema": {"enum": [1234567]}}
     output = await subject.generate([prompt], constraint=schema, max_tokens=20)
@@ -53,7 +53,7 @@ async def a_constrained_answer_goes_on_behind_its_beginning(subject: EngineUnder
 
 
 @check("penalties", "logit_bias")
-async def penalties_and_biases_move_the_choice_and_not_the_log_probs(subject: EngineUnderTest) -> None:
+async def check_penalties_and_biases(subject: EngineUnderTest) -> None:
     """A greedy answer takes the largest logit + logit_bias - frequency_penalty * count - presence_penalty *
     (count > 0), with counts of the answer alone; its log-probs are the model's own."""
     prompt, biases = subject.prompt(8, seed=5), {4: 0.6, 9: -0.8, 33: 0.4}
@@ -75,11 +75,11 @@ async def penalties_and_biases_move_the_choice_and_not_the_log_probs(subject: En
             adjusted[biased] += value
         gap = float(adjusted.max() - adjusted[token])
         expect(gap <= 4 * subject.tolerance, f"token {place} is {gap:.3f} below the best after penalties and biases")
-    expect_reference_log_probs(subject, prompt, output, 0, 1.0, "with penalties and biases")
+    check_reference_log_probs(subject, prompt, output, 0, 1.0, "with penalties and biases")
 
 
 @check("top_log_probs")
-async def likeliest_tokens_of_answers_are_the_models(subject: EngineUnderTest) -> None:
+async def check_top_log_probs(subject: EngineUnderTest) -> None:
     """logprobs=3 returns the three most likely tokens at each response position, at the temperature."""
     prompt, temperature = subject.prompt(11, seed=6), 1.4
     output = await subject.generate([prompt] * 2, temperature=temperature, max_tokens=15, ignore_eos=True, logprobs=3)
@@ -89,6 +89,6 @@ async def likeliest_tokens_of_answers_are_the_models(subject: EngineUnderTest) -
         expect(top.ids.shape == top.log_probs.shape == (len(ids), 3), f"{top.ids.shape} for {len(ids)} tokens")
         whole = (subject.reference.answer_logits(prompt, ids) / temperature).log_softmax(dim=-1)
         named = whole.gather(1, torch.from_numpy(top.ids))
-        expect_close("the tokens named", top.log_probs.flatten().tolist(), named.flatten(), subject.tolerance)
+        check_close("the tokens named", top.log_probs.flatten().tolist(), named.flatten(), subject.tolerance)
         likeliest = whole.topk(3).values.flatten()
-        expect_close("the likeliest tokens", top.log_probs.flatten().tolist(), likeliest, subject.tolerance)
+        check_close("the likeliest tokens", top.log_probs.flatten().tolist(), likeliest, subject.tolerance)

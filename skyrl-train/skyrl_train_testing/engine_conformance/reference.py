@@ -36,7 +36,9 @@ class Reference:
         """Other weights: each parameter plus noise of `scale` times its own spread, in the engine's precision."""
         draw = torch.Generator().manual_seed(seed)
         return {
-            name: (value + scale * _spread(value) * torch.randn(value.shape, generator=draw)).to(self.dtype).float()
+            name: (value + scale * _compute_spread(value) * torch.randn(value.shape, generator=draw))
+            .to(self.dtype)
+            .float()
             for name, value in self.original.items()
         }
 
@@ -105,6 +107,6 @@ def at(logits: torch.Tensor, ids: list[int]) -> torch.Tensor:
     return logits.double().log_softmax(-1).gather(1, torch.tensor(ids, dtype=torch.long)[:, None])[:, 0].float()
 
 
-def _spread(value: torch.Tensor) -> float:
+def _compute_spread(value: torch.Tensor) -> float:
     spread = float(value.std()) if value.numel() > 1 else 0.0
     return spread or 0.1  # norms start as all ones

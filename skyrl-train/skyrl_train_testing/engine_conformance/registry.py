@@ -77,7 +77,7 @@ def expect(holds: Any, text: str) -> None:
         raise ConformanceError(text)
 
 
-def expect_close(
+def check_close(
     what: str,
     got: Sequence[float],
     expected: torch.Tensor,
@@ -111,7 +111,7 @@ def expect_close(
     )
 
 
-async def expect_raises(
+async def check_raises(
     kind: type[BaseException], call: Awaitable[Any], what: str, *, names: Sequence[str] = ()
 ) -> BaseException:
     """`call` raises `kind` with a text that holds one of `names`, if there are any; returns the error."""
@@ -128,7 +128,7 @@ async def expect_raises(
     raise ConformanceError(f"{what} must raise {kind.__name__}; got an answer: {str(answer)[:200]}")
 
 
-async def expect_refusal(subject: "EngineUnderTest", feature: Feature) -> None:
+async def check_refusal(subject: "EngineUnderTest", feature: Feature) -> None:
     """An engine that lacks a feature says so when it is asked for."""
     engine = subject.engine
 
@@ -156,4 +156,4 @@ async def expect_refusal(subject: "EngineUnderTest", feature: Feature) -> None:
         "pause_wait": lambda: engine.pause_generation("wait"),
         "sleep": lambda: engine.sleep(1),
     }
-    await expect_raises(UnsupportedByEngine, subject.in_time(asking[feature]()), f"asking for {feature}")
+    await check_raises(UnsupportedByEngine, subject.in_time(asking[feature]()), f"asking for {feature}")

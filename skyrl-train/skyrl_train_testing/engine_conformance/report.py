@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from skyrl_train.inference_engines.base import Feature
-from skyrl_train_testing.engine_conformance.registry import CHECKS, Check, ConformanceError, Outcome, expect_refusal
+from skyrl_train_testing.engine_conformance.registry import CHECKS, Check, ConformanceError, Outcome, check_refusal
 from skyrl_train_testing.engine_conformance.subject import EngineUnderTest
 
 
@@ -21,7 +21,7 @@ async def run_check(check: Check, subject: EngineUnderTest) -> Outcome:
     failed, unseen = True, None
     try:
         if lacking:
-            await expect_refusal(subject, lacking[0])
+            await check_refusal(subject, lacking[0])
         else:
             unseen = await check.run(subject)
         failed = False

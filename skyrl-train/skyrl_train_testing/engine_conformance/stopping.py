@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from skyrl_train_testing.engine_conformance.answers import expect_reference_log_probs
+from skyrl_train_testing.engine_conformance.answers import check_reference_log_probs
 from skyrl_train_testing.engine_conformance.registry import check, expect
 from skyrl_train_testing.engine_conformance.subject import EngineUnderTest
 
 _FREE = 40
 
 
-async def _free_answer(subject: EngineUnderTest, **params: Any) -> tuple[list[int], list[int], dict[str, Any]]:
+async def _generate_freely(subject: EngineUnderTest, **params: Any) -> tuple[list[int], list[int], dict[str, Any]]:
     """A prompt, a varied answer of 40 tokens that is written again whenever it is asked for, and how to ask."""
     prompt = subject.prompt(9, seed=4)
     steady = {"temperature": 0.0, "repetition_penalty": 1.5, "ignore_eos": True, "max_tokens": _FREE, **params}
@@ -17,17 +17,17 @@ async def _free_answer(subject: EngineUnderTest, **params: Any) -> tuple[list[in
     return prompt, output["response_ids"][0], steady
 
 
-def _text(subject: EngineUnderTest, ids: list[int]) -> str:
+def _decode(subject: EngineUnderTest, ids: list[int]) -> str:
     return str(subject.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
-def _first_with(subject: EngineUnderTest, ids: list[int], text: str) -> int:
+def _find_first(subject: EngineUnderTest, ids: list[int], text: str) -> int:
     """Return the number of tokens until the answer contains this text."""
-    return next(num for num in range(1, len(ids) + 1) if text in _text(subject, ids[:num]))
+    return next(num for num in range(1, len(ids) + 1) if text in _decode(subject, ids[:num]))
 
 
 @check()
-async def max_tokens_ends_an_answer(subject: EngineUnderTest) -> None:
+async def check_max_tokens(subject: EngineUnderTest) -> None:
     """An answer ends by `length` after exactly max_tokens."""
     for num in (1, 2, 13):
         output = await subject.generate([subject.prompt(5)], max_tokens=num, ignore_eos=True)
@@ -36,20 +36,20 @@ async def max_tokens_ends_an_answer(subject: EngineUnderTest) -> None:
 
 
 @check()
-async def the_context_ends_an_answer(subject: EngineUnderTest) -> None:
+async def check_context_limit(subject: EngineUnderTest) -> None:
     """Prompt and answer fill the context at most; then the answer ends by `length`, not by an error."""
     room = 5
     prompt = subject.prompt(subject.info.max_model_len - room)
     output = await subject.generate([prompt], max_tokens=room + 50, ignore_eos=True)
     found = len(output["response_ids"][0]), output["stop_reasons"][0]
     expect(found == (room, "length"), f"{room} tokens fit behind the prompt: expected ({room}, 'length'); got {found}")
-    expect_reference_log_probs(subject, prompt, output, 0, 1.0, f"behind a prompt of {len(prompt)} tokens")
+    check_reference_log_probs(subject, prompt, output, 0, 1.0, f"behind a prompt of {len(prompt)} tokens")
 
 
 @check()
-async def a_stop_token_ends_an_answer_and_stays_in_it(subject: EngineUnderTest) -> None:
+async def check_stop_tokens(subject: EngineUnderTest) -> None:
     """The first of `stop_token_ids` ends the answer by `stop`, and is its last token."""
-    prompt, free, steady = await _free_answer(subject)
+    prompt, free, steady = await _generate_freely(subject)
     place = next(i for i in range(3, _FREE) if free[i] not in free[:i])
     output = await subject.generate([prompt], stop_token_ids=[free[place]], **steady)
     expect(
@@ -60,7 +60,7 @@ async def a_stop_token_ends_an_answer_and_stays_in_it(subject: EngineUnderTest) 
 
 
 @check()
-async def an_end_of_sequence_token_ends_an_answer_unless_ignored(subject: EngineUnderTest) -> str | None:
+async def check_end_of_sequence(subject: EngineUnderTest) -> str | None:
     """The model's end-of-sequence token ends an answer by `stop` and is its last token; with `ignore_eos` it is a token
     like others."""
     eos = subject.eos_ids
@@ -82,9 +82,9 @@ async def an_end_of_sequence_token_ends_an_answer_unless_ignored(subject: Engine
 
 
 @check()
-async def min_tokens_delays_the_end(subject: EngineUnderTest) -> None:
+async def check_min_tokens(subject: EngineUnderTest) -> None:
     """No stop token is sampled before min_tokens, nor does one end a response; afterwards it does."""
-    prompt, free, steady = await _free_answer(subject)
+    prompt, free, steady = await _generate_freely(subject)
     place = next(i for i in range(3, _FREE) if free[i] not in free[:i])
     least = place + 5
     output = await subject.generate([prompt], stop_token_ids=[free[place]], min_tokens=least, **steady)
@@ -97,19 +97,19 @@ async def min_tokens_delays_the_end(subject: EngineUnderTest) -> None:
 
 
 @check("stop_strings")
-async def a_stop_string_ends_an_answer_and_stays_in_it(subject: EngineUnderTest) -> None:
+async def check_stop_strings(subject: EngineUnderTest) -> None:
     """An answer ends by `stop` with the token that completes a stop string, which stays in text and ids, also across
     borders of tokens."""
-    prompt, free, steady = await _free_answer(subject)
+    prompt, free, steady = await _generate_freely(subject)
     place = next(
         i
         for i in range(3, _FREE - 1)
-        if (across := _text(subject, [free[i]])[-1:] + _text(subject, [free[i + 1]])[:1]).strip() == across
+        if (across := _decode(subject, [free[i]])[-1:] + _decode(subject, [free[i + 1]])[:1]).strip() == across
         and len(across) == 2
-        and _first_with(subject, free, across) == i + 2
+        and _find_first(subject, free, across) == i + 2
     )
-    across = _text(subject, [free[place]])[-1:] + _text(subject, [free[place + 1]])[:1]
-    for stop in ([across], ["\N{SNOWMAN}", across, _text(subject, free)[-3:]], across):
+    across = _decode(subject, [free[place]])[-1:] + _decode(subject, [free[place + 1]])[:1]
+    for stop in ([across], ["\N{SNOWMAN}", across, _decode(subject, free)[-3:]], across):
         output = await subject.generate([prompt], stop=stop, **steady)
         ids, text, reason = output["response_ids"][0], output["responses"][0], output["stop_reasons"][0]
         expected = free[: place + 2]

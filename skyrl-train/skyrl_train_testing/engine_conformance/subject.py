@@ -188,7 +188,7 @@ class EngineUnderTest:
             pause: how generation is paused meanwhile; None: not at all. Modes that the engine lacks are replaced.
             tamper: what goes wrong on the way.
         """
-        path = await self._path_of(way or self.ways[0])
+        path = await self._get_path(way or self.ways[0])
         if pause == "keep" and "pause_keep" in self.info.unsupported:
             pause = "abort" if "pause_wait" in self.info.unsupported else "wait"
         self._changed = True
@@ -201,13 +201,13 @@ class EngineUnderTest:
             if pause is not None:
                 await self.in_time(self.engine.resume_generation())
 
-    async def restore_weights(self) -> None:
+    async def load_original_weights(self) -> None:
         """The original ones, if a check changed them."""
         if self._changed:
             await self.set_weights(self.reference.original)
             self._changed = False
 
-    async def _path_of(self, way: tuple[Transport, Encoding]) -> WeightPath:
+    async def _get_path(self, way: tuple[Transport, Encoding]) -> WeightPath:
         if self._path is None or self._way != way:
             if self._path is not None:
                 await self._path.close()
@@ -237,7 +237,7 @@ class EngineUnderTest:
         for task in unfinished:
             task.cancel()
         await asyncio.gather(*unfinished, return_exceptions=True)
-        await self.restore_weights()
+        await self.load_original_weights()
 
     async def close(self) -> None:
         """Close everything that was opened in addition to the engine, which keeps running."""

@@ -4,36 +4,36 @@ import torch
 
 from skyrl_train.inference_engines.base import InferenceEngineOutput
 from skyrl_train.weight_sync.fingerprint import fingerprints_of
-from skyrl_train_testing.engine_conformance.answers import expect_form, expect_reference_log_probs
-from skyrl_train_testing.engine_conformance.control import at_work
+from skyrl_train_testing.engine_conformance.answers import check_form, check_reference_log_probs
+from skyrl_train_testing.engine_conformance.control import start_long_requests
 from skyrl_train_testing.engine_conformance.reference import Weights
-from skyrl_train_testing.engine_conformance.registry import check, expect, expect_close, expect_refusal
+from skyrl_train_testing.engine_conformance.registry import check, check_close, check_refusal, expect
 from skyrl_train_testing.engine_conformance.subject import EngineUnderTest
 
 
-async def expect_weights(subject: EngineUnderTest, weights: Weights | None, what: str) -> None:
+async def check_weights(subject: EngineUnderTest, weights: Weights | None, what: str) -> None:
     """The engine computes with these weights (None: the original ones) and tells the present version."""
     told = await subject.in_time(subject.engine.weight_version())
     expect(told == subject.version, f"{what}: weight_version() is {told}, the update was version {subject.version}")
     prompts = [subject.prompt(length, seed=length) for length in (1, 30)]
     output = await subject.generate(prompts, max_tokens=16, ignore_eos=True)
-    expect_form(subject, prompts, output)
+    check_form(subject, prompts, output)
     found = {version for row in output["weight_versions"] for version in row}
     expect(found == {subject.version}, f"{what}: tokens have weight versions {found} in place of {subject.version}")
     with subject.reference.holding(weights):
         for row, prompt in enumerate(prompts):
-            expect_reference_log_probs(subject, prompt, output, row, 1.0, what)
+            check_reference_log_probs(subject, prompt, output, row, 1.0, what)
 
 
 @check("weight_update")
-async def an_update_brings_the_new_weights(subject: EngineUnderTest) -> None:
+async def check_update(subject: EngineUnderTest) -> None:
     """Log-probs are those of the new weights after an update, by every transport that the engine supports; tokens have
     the new version, and the reported fingerprints are those of the tensors that were sent.
     """
     for number, way in enumerate(subject.ways):
         words = " ".join(way)
         if way[0] == "broadcast" and "broadcast" in subject.info.unsupported:
-            await expect_refusal(subject, "broadcast")
+            await check_refusal(subject, "broadcast")
             continue
         for weights in (
             subject.reference.changed(seed=2 * number + 1),
@@ -47,11 +47,11 @@ async def an_update_brings_the_new_weights(subject: EngineUnderTest) -> None:
             expected = fingerprints_of(held, subject.version, "sampled")
             wrong = sorted(name for name in expected if report.fingerprints.get(name) != expected[name])
             expect(not wrong, f"{words}: other fingerprints of {len(wrong)} tensors, such as {wrong[:1]}")
-            await expect_weights(subject, weights, f"after an update by {words}")
+            await check_weights(subject, weights, f"after an update by {words}")
 
 
 @check("weight_update")
-async def small_updates_add_up(subject: EngineUnderTest) -> None:
+async def check_small_updates(subject: EngineUnderTest) -> None:
     """Several updates in a row, each a small step as an optimizer makes, leave the engine with the last weights."""
     weights = dict(subject.reference.original)
     for step in range(4):
@@ -61,17 +61,17 @@ async def small_updates_add_up(subject: EngineUnderTest) -> None:
             for name, value in weights.items()
         }
         await subject.set_weights(weights)
-    await expect_weights(subject, weights, "after four small updates")
+    await check_weights(subject, weights, "after four small updates")
 
 
 @check("weight_update")
-async def prompts_are_never_continued_from_keys_of_older_weights(subject: EngineUnderTest) -> None:
+async def check_prefix_cache_after_update(subject: EngineUnderTest) -> None:
     """Prompts served before or during an update are recomputed with the new weights for later requests."""
     prompt = subject.prompt(min(130, subject.info.max_model_len // 2), seed=8)
     for _ in range(2):
         await subject.generate([prompt] * 2, max_tokens=4, ignore_eos=True)  # cached now, if anything ever is
     weights = subject.reference.changed(seed=7)
-    async for running, _ in at_work(subject, prompt=prompt):
+    async for running, _ in start_long_requests(subject, prompt=prompt):
         await subject.set_weights(weights)
         during = await subject.generate([prompt] * 2, max_tokens=8, ignore_eos=True)
         caught = not running.done()
@@ -81,14 +81,14 @@ async def prompts_are_never_continued_from_keys_of_older_weights(subject: Engine
                 with subject.reference.holding(weights):
                     new = subject.reference.log_probs(prompt, ids)
                 others = {"those over keys of the older weights": subject.reference.over_old_keys(prompt, ids, weights)}
-                expect_close("a request after the update", found, new, subject.tolerance, others)
+                check_close("a request after the update", found, new, subject.tolerance, others)
         if caught:
             break
-        await subject.restore_weights()
+        await subject.load_original_weights()
 
 
 @check("weight_update")
-async def answers_under_way_go_on_with_the_new_weights(subject: EngineUnderTest) -> None:
+async def check_update_during_responses(subject: EngineUnderTest) -> None:
     """Running requests continue at an update. Their earlier tokens keep the old version and log-probs; later ones have
     the new version and the log-probs of the new weights, over the keys of the old ones or over new keys.
     """
@@ -96,25 +96,25 @@ async def answers_under_way_go_on_with_the_new_weights(subject: EngineUnderTest)
     weights = subject.reference.changed(seed=20)
     for pause in pauses:
         old_version = subject.version
-        async for task, _ in at_work(subject):
+        async for task, _ in start_long_requests(subject):
             if task.done():
                 continue
             await subject.set_weights(weights, pause=pause)
             output = await subject.in_time(task)
-            if _expect_both_versions(subject, output, old_version, weights, f"with pause {pause}"):
+            if _check_both_versions(subject, output, old_version, weights, f"with pause {pause}"):
                 break
-            await subject.restore_weights()
+            await subject.load_original_weights()
             old_version = subject.version
-        await subject.restore_weights()
+        await subject.load_original_weights()
 
 
-def _expect_both_versions(
+def _check_both_versions(
     subject: EngineUnderTest, output: InferenceEngineOutput, old: int, weights: Weights, what: str
 ) -> bool:
     """Check the log-probs of answers on both sides of an update. Returns: False if an answer was not under way at
     it."""
     prompt = subject.long_prompt
-    expect_form(subject, [prompt] * 2, output)
+    check_form(subject, [prompt] * 2, output)
     most = subject.long_params["max_tokens"]
     caught = []
     for row, versions in enumerate(output["weight_versions"]):
@@ -134,7 +134,7 @@ def _expect_both_versions(
         with subject.reference.holding(weights):
             anew = subject.reference.log_probs(prompt, ids)
         before = subject.reference.log_probs(prompt, ids)
-        expect_close(
+        check_close(
             f"{what}: tokens of answer {row} written before the update",
             log_probs[:num_old],
             before[:num_old],
@@ -145,5 +145,5 @@ def _expect_both_versions(
         if gap > subject.tolerance:  # else the engine computed the keys again
             others = {"those of the old weights": before[num_old:]}
             words = f"{what}: tokens of answer {row} written after the update"
-            expect_close(words, late, kept[num_old:], subject.tolerance, others)
+            check_close(words, late, kept[num_old:], subject.tolerance, others)
     return True

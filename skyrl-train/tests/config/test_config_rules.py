@@ -18,7 +18,7 @@ from skyrl_train.config import (
 from skyrl_train.config.document import field_meanings
 from skyrl_train.config.validation import validate_batch_sizes
 from skyrl_train.errors import ConfigError
-from skyrl_train_testing.tiny_runs import registered
+from skyrl_train_testing.tiny_runs import register_environments
 
 
 def with_settings(**settings):
@@ -308,7 +308,7 @@ def test_a_wrong_setting_of_an_environment_is_found_before_the_first_rollout():
     class Chess(skyrl_gym.envs.base_text_env.BaseTextEnv):
         config_class = ChessConfig
 
-    with registered(chess=Chess):
+    with register_environments(chess=Chess):
         section = {"oponent_url": "http://127.0.0.1:1"}
         with pytest.raises(ConfigError, match=r"unknown setting environment.skyrl_gym.chess.oponent_url; did you mean"):
             validate_environments(SkyRLConfig.from_dict({"environment": {"skyrl_gym": {"chess": section}}}))

@@ -13,7 +13,7 @@ from skyrl_train.config import SkyRLConfig
 from skyrl_train.entrypoints.model_files import check_models, load_tokenizer
 from skyrl_train.errors import ConfigError
 from skyrl_train.utils.ray_cluster import start_ray
-from skyrl_train_testing.tiny_models import character_tokenizer
+from skyrl_train_testing.tiny_models import build_character_tokenizer
 
 
 def config(path: str, sampling: dict[str, Any] | None = None, **generator: Any) -> SkyRLConfig:
@@ -58,7 +58,7 @@ def test_a_model_without_a_tokenizer_is_told_in_one_line(chat_model: str, tmp_pa
 
 @pytest.mark.parametrize("make", [Qwen2Config, Qwen3Config])
 def test_tokenizer_that_another_class_replaces_is_refused(tmp_path: Path, make: Any):
-    character_tokenizer().save_pretrained(tmp_path)
+    build_character_tokenizer().save_pretrained(tmp_path)
     make(vocab_size=99).save_pretrained(tmp_path)
     if make is Qwen3Config:
         tokenizer = load_tokenizer(str(tmp_path))

@@ -8,7 +8,7 @@ from typing import Any
 
 import skyrl_gym
 from skyrl_train.utils.run_folder import RunFolder
-from skyrl_train_testing.tiny_runs import DifferentCharacters, tiny_run, write_prompts
+from skyrl_train_testing.tiny_runs import DifferentCharacters, make_tiny_run, write_prompts
 
 HOSTILE = (
     "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">\x1b[31mred\u202e"
@@ -95,7 +95,7 @@ def tiny_settings(run_dir: Path, model: str, num_steps: int) -> dict[str, Any]:
         "max_training_steps": num_steps,
     }
     changes = {"environment": {"env_class": "many_characters"}, "trainer": trainer}
-    return tiny_run(run_dir, model, write_prompts(run_dir.parent.parent / "prompts.jsonl"), changes)
+    return make_tiny_run(run_dir, model, write_prompts(run_dir.parent.parent / "prompts.jsonl"), changes)
 
 
 def train(settings: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.rollouts.timeline import Timeline
 from skyrl_train.utils.run_folder import RunFolder
 from skyrl_train.utils.token_columns import encode_columns
-from skyrl_train_testing.tiny_runs import registered
+from skyrl_train_testing.tiny_runs import register_environments
 
 DEFAULTS = Defaults({"trainer.seed": 42, "trainer.algorithm.use_kl_loss": True, "trainer.policy.model.path": "tiny"})
 
@@ -322,7 +322,7 @@ class Shown(BaseTextEnv):
 
 @pytest.fixture
 def shown_environment() -> Iterator[None]:
-    with registered(shown=Shown):
+    with register_environments(shown=Shown):
         yield
 
 

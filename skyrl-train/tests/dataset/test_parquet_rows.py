@@ -11,7 +11,7 @@ from skyrl_train.config.supervised import SupervisedDataConfig
 from skyrl_train.dataset.dataset import PromptDataset
 from skyrl_train.dataset.supervised import SupervisedDataset
 from skyrl_train.errors import DataError
-from skyrl_train_testing.tiny_models import character_tokenizer
+from skyrl_train_testing.tiny_models import build_character_tokenizer
 
 WITH_CALLS = (
     "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}"
@@ -23,7 +23,7 @@ WITH_CALLS = (
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return character_tokenizer(WITH_CALLS)
+    return build_character_tokenizer(WITH_CALLS)
 
 
 def call(name, **arguments):
@@ -118,7 +118,7 @@ def test_tools_that_are_no_schemas_name_their_row(write, tokenizer, tmp_path, to
 
 
 def test_tools_that_the_template_cannot_render_name_their_row(tmp_path):
-    strict = character_tokenizer(WITH_CALLS.replace("{{ t | tojson }}", "{{ t['function']['name'] | upper }}"))
+    strict = build_character_tokenizer(WITH_CALLS.replace("{{ t | tojson }}", "{{ t['function']['name'] | upper }}"))
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"messages": TALKS[0], "tools": [{"function": {}}, {"other": 1}]}))
     with pytest.raises(DataError, match=r"row 0: the chat template") as error:

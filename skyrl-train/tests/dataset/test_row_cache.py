@@ -26,7 +26,7 @@ from skyrl_train.dataset.sources import FileSource
 from skyrl_train.dataset.supervised import Encoder, Example, SupervisedDataset
 from skyrl_train.errors import DataError
 from skyrl_train.provenance import data_digest, describe_data
-from skyrl_train_testing.tiny_models import character_tokenizer
+from skyrl_train_testing.tiny_models import build_character_tokenizer
 
 TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}{% if add_generation_prompt %}go {{ more }}{% endif %}"
 Read = Callable[..., Any]
@@ -117,7 +117,7 @@ def test_changed_input_is_tokenized_anew(tmp_path, read, log, changed):
 
 
 def letter_tokenizer() -> PreTrainedTokenizerFast:
-    tokenizer = character_tokenizer()
+    tokenizer = build_character_tokenizer()
     tokenizer.chat_template = TEMPLATE
     return tokenizer
 
@@ -153,7 +153,7 @@ def test_examples_of_other_settings_are_tokenized_anew(tmp_path, log, setting):
     def examples(cache: str, with_pairs: bool = False, **settings: Any) -> list[Any]:
         settings = {"format": "preference"} if with_pairs else {"format": "chat"} | settings
         config = SupervisedDataConfig(cache_dir=str(tmp_path / cache), **settings)
-        return list(SupervisedDataset([str(source)], character_tokenizer(), config, with_pairs=with_pairs))
+        return list(SupervisedDataset([str(source)], build_character_tokenizer(), config, with_pairs=with_pairs))
 
     first = examples("cache")
     assert not was_found(log) and examples("cache") == first and was_found(log)
@@ -169,7 +169,7 @@ def test_limit_of_length_applies_to_cached_examples(tmp_path, log):
 
     def lengths(**settings: Any) -> list[int]:
         config = SupervisedDataConfig(cache_dir=str(tmp_path / "cache"), **settings)
-        return [len(item[0].ids) for item in SupervisedDataset([str(source)], character_tokenizer(), config)]
+        return [len(item[0].ids) for item in SupervisedDataset([str(source)], build_character_tokenizer(), config)]
 
     short, long = lengths()
     assert lengths(max_length=short) == [short]

@@ -9,7 +9,7 @@ from skyrl_gym.chat.template import bundled_template
 from skyrl_train.config.supervised import SupervisedDataConfig
 from skyrl_train.dataset.supervised import Encoder, Example, SupervisedDataset
 from skyrl_train.errors import ConfigError, DataError
-from skyrl_train_testing.tiny_models import character_tokenizer
+from skyrl_train_testing.tiny_models import build_character_tokenizer
 
 DIALOGUE = [
     {"role": "user", "content": "one?"},
@@ -264,7 +264,7 @@ def test_conversation_begun_by_the_assistant_learns_no_header(tokenizer):
 
 def header_tokenizer(folder, eos_ids):
     """Turns end with the next header, as in GLM: `<|user|>`, or `<|tool|>` after a call."""
-    tokenizer = character_tokenizer("", added_tokens=["<|user|>", "<|tool|>", "<|assistant|>"])
+    tokenizer = build_character_tokenizer("", added_tokens=["<|user|>", "<|tool|>", "<|assistant|>"])
     tokenizer.chat_template = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}" + (
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )

@@ -13,7 +13,7 @@ from skyrl_train.config import SkyRLConfig
 from skyrl_train.config.engine_kinds import EngineRegistry, EngineTraits, register_engine
 from skyrl_train.entrypoints.main_base import BasePPOExp
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
-from skyrl_train_testing.tiny_runs import DifferentCharacters, registered, tiny_run
+from skyrl_train_testing.tiny_runs import DifferentCharacters, make_tiny_run, register_environments
 
 NUM_STEPS = 8
 """Two epochs."""
@@ -45,7 +45,7 @@ class CoarseEngine(NativeInferenceEngine):
 
 @pytest.fixture(scope="module", autouse=True)
 def environments_and_engine() -> Iterator[None]:
-    with registered(different_characters=WorthCharacters, early_characters=EarlyCharacters):
+    with register_environments(different_characters=WorthCharacters, early_characters=EarlyCharacters):
         register_engine("coarse", requires=EngineTraits(is_in_process=True))(CoarseEngine)
         yield
         EngineRegistry.unregister("coarse")
@@ -68,7 +68,7 @@ def train(chat_model: str, tmp_path_factory: pytest.TempPathFactory) -> Callable
     longer = {"trainer": {"epochs": 2, "max_training_steps": NUM_STEPS}}
 
     def run(run_dir: Path, changes: Mapping[str, Any] = {}, experiment: Any = BasePPOExp) -> Path:
-        experiment(SkyRLConfig.from_dict(tiny_run(run_dir, chat_model, prompts, longer, changes))).run()
+        experiment(SkyRLConfig.from_dict(make_tiny_run(run_dir, chat_model, prompts, longer, changes))).run()
         return run_dir
 
     return run

@@ -15,7 +15,7 @@ from skyrl_inspect.diff import compare_runs
 from skyrl_train.entrypoints.main_base import BasePPOExp
 from skyrl_train.trainer import RayPPOTrainer
 from skyrl_train.workers.policy_worker import PolicyWorker
-from skyrl_train_testing.tiny_runs import merged, registered
+from skyrl_train_testing.tiny_runs import merge_settings, register_environments
 
 NOT_THE_CAUSE = {
     "trainer": {
@@ -49,7 +49,7 @@ SETTINGS = {  # by the right cause: changes, and how the first difference begins
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_planted_setting_ranks_first(setting: str, train: Callable[..., Path], base_run: Path, tmp_path: Path):
     changes, first = SETTINGS[setting]
-    found = compare_runs(base_run, train(tmp_path / "b", merged(changes, NOT_THE_CAUSE)))
+    found = compare_runs(base_run, train(tmp_path / "b", merge_settings(changes, NOT_THE_CAUSE)))
     assert found.causes[0].name == setting, found.causes
     assert found.verdict.count("likely cause: ") == 1
     assert str(found.parting[0]).startswith(first), found.verdict
@@ -172,7 +172,7 @@ def test_library_of_other_step_does_not_rank_first(copy: Path, base_run: Path, e
 def test_planted_environment_code_ranks_first(train: Callable[..., Path], base_run: Path, tmp_path: Path):
     """The id stays, the class behind it does not."""
     other: Any = skyrl_gym.spec("early_characters").entry_point
-    with registered(different_characters=other):
+    with register_environments(different_characters=other):
         found = compare_runs(base_run, train(tmp_path / "b", steps(1)))
     assert found.causes[0].name == "environment different_characters"
     assert found.parting[0].quantity == "reward"
@@ -204,11 +204,11 @@ def test_planted_tokenizer_ranks_first(
 def test_other_weights_with_same_tokenizer_rank_model_first(
     train: Callable[..., Path], base_run: Path, chat_model: str, tmp_path: Path
 ):
-    from skyrl_train_testing.tiny_models import tiny_qwen3
+    from skyrl_train_testing.tiny_models import build_tiny_qwen3
 
     model = Path(shutil.copytree(chat_model, tmp_path / "model"))
     with torch.random.fork_rng(devices=[]):
-        tiny_qwen3(hidden_size=32, vocab_size=99, max_position_embeddings=256, scale=1.5).save_pretrained(model)
+        build_tiny_qwen3(hidden_size=32, vocab_size=99, max_position_embeddings=256, scale=1.5).save_pretrained(model)
     found = compare_runs(base_run, train(tmp_path / "b", steps(1, policy={"model": {"path": str(model)}})))
     assert found.causes[0].name == "trainer.policy.model.path"
 
@@ -241,5 +241,5 @@ def test_other_weights_with_same_tokenizer_rank_model_first(
 def test_cause_ranks_above_other_differing_settings(
     changes: dict[str, Any], cause: str, train: Callable[..., Path], base_run: Path, tmp_path: Path
 ):
-    found = compare_runs(base_run, train(tmp_path / "b", merged(steps(1), changes)))
+    found = compare_runs(base_run, train(tmp_path / "b", merge_settings(steps(1), changes)))
     assert found.causes[0].name == cause

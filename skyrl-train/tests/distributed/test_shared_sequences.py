@@ -18,13 +18,13 @@ from skyrl_train.models.adapter_files import WEIGHTS_FILE, adapter_tensors, writ
 from skyrl_train.models.lora import adapters_of, add_adapters, exported_parameters
 from skyrl_train.models.scoring import ScoringModel
 from skyrl_train.training_backends.fsdp2.sharding import clip_grad_norm, shard_model
-from skyrl_train_testing.tiny_models import tiny_qwen3
+from skyrl_train_testing.tiny_models import build_tiny_qwen3
 
 NUM_PROMPT, NUM_RESPONSE = 4, 5
 
 
 def tiny(**settings: Any) -> Qwen3ForCausalLM:
-    return tiny_qwen3(
+    return build_tiny_qwen3(
         hidden_size=16, scale=3.0, vocab_size=32, max_position_embeddings=32, tie_word_embeddings=False, **settings
     ).train()
 

@@ -15,7 +15,7 @@ from skyrl_train.endpoint.server import EndpointServer
 from skyrl_train.inference_engines.native import engine as native_engine
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
 from skyrl_train.inference_engines.native.loading import load_tokenizer
-from skyrl_train_testing.tiny_models import character_tokenizer, tiny_qwen3
+from skyrl_train_testing.tiny_models import build_character_tokenizer, build_tiny_qwen3
 
 TOOL_TEMPLATE = (
     "{% if tools %}<start>system:tools"
@@ -47,9 +47,9 @@ def tool_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A Qwen3 of two layers that calls `add` when asked for 2+3, tells the result and says goodbye. Its tokenizer has
     one token a character, and a few special ones."""
     folder = tmp_path_factory.mktemp("models") / "tool"
-    tokenizer = character_tokenizer(TOOL_TEMPLATE, added_tokens=["<tool_call>", "</tool_call>"])
+    tokenizer = build_character_tokenizer(TOOL_TEMPLATE, added_tokens=["<tool_call>", "</tool_call>"])
     tokenizer.save_pretrained(folder)
-    model = tiny_qwen3(hidden_size=64, vocab_size=len(tokenizer), max_position_embeddings=512)
+    model = build_tiny_qwen3(hidden_size=64, vocab_size=len(tokenizer), max_position_embeddings=512)
     ids, written = _conversation(tokenizer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     for _ in range(120):

@@ -20,7 +20,7 @@ from skyrl_train.inference_engines.base import (
 from skyrl_train.rollouts.adapter import to_generator_output
 from skyrl_train.rollouts.types import RolloutBatch, grouped
 from skyrl_train_testing.scripted_engine import PromptScriptEngine
-from skyrl_train_testing.tiny_models import character_tokenizer
+from skyrl_train_testing.tiny_models import build_character_tokenizer
 
 TEMPLATE = (
     "{% if tools %}<start>tools:{% for tool in tools %}{{ tool['function']['name'] }} {% endfor %}<tool_call><end>"
@@ -44,7 +44,7 @@ ANSWERS = [FIRST, SECOND, THIRD]
 
 
 def thinking_tokenizer() -> PreTrainedTokenizerFast:
-    return character_tokenizer(TEMPLATE, added_tokens=["<tool_call>", "</tool_call>", "<think>", "</think>", "é"])
+    return build_character_tokenizer(TEMPLATE, added_tokens=["<tool_call>", "</tool_call>", "<think>", "</think>", "é"])
 
 
 def spoken(prompt: str) -> str:

@@ -15,7 +15,7 @@ from skyrl_train.endpoint.openai_api.answer_form import answer_form, constraint_
 from skyrl_train.endpoint.openai_api.prompts import EndpointTemplate
 from skyrl_train.endpoint.openai_api.schema import ChatRequest, checked
 from skyrl_train.inference_engines.native.constrained import ConstraintCompiler
-from skyrl_train_testing.tiny_models import character_tokenizer
+from skyrl_train_testing.tiny_models import build_character_tokenizer
 
 from .conftest import ADD, QUESTION, client_of, serving
 
@@ -59,7 +59,7 @@ class Item(BaseModel):
 
 def matcher_of(values: dict[str, Any], template: str, prompt: str = "assistant:", added: tuple[str, ...] = ()) -> Any:
     """The matcher of answers to a request with these fields, and its tokenizer."""
-    tokenizer = character_tokenizer(template, added_tokens=list(added))
+    tokenizer = build_character_tokenizer(template, added_tokens=list(added))
     endpoint = EndpointTemplate(tokenizer)
     form = answer_form(checked(ChatRequest, {"model": "tiny", "messages": HELLO} | values))
     syntax = "llama3_json" if "parameters" in template else "hermes"
@@ -404,4 +404,4 @@ async def test_penalties_and_biases_reach_the_engine(chat_client):
     ],
 )
 def test_reasoning_effort_sets_what_the_template_reads(source, effort, kwargs):
-    assert EndpointTemplate(character_tokenizer(source)).kwargs_of_effort(effort) == kwargs
+    assert EndpointTemplate(build_character_tokenizer(source)).kwargs_of_effort(effort) == kwargs

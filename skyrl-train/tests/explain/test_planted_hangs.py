@@ -36,7 +36,7 @@ from skyrl_train.utils.explanations import record_waits
 from skyrl_train.utils.io import FileRecord
 from skyrl_train.utils.shared_download import SharedDownload
 from skyrl_train_testing.rank_processes import ForkedRanks
-from skyrl_train_testing.tiny_runs import DifferentCharacters, registered
+from skyrl_train_testing.tiny_runs import DifferentCharacters, register_environments
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -254,7 +254,7 @@ class AsksAJudge(Blocked):
 @pytest.fixture
 def environments() -> Iterator[None]:
     Blocked.released = threading.Event()
-    with registered(blocked=Blocked, asks_a_judge=AsksAJudge):
+    with register_environments(blocked=Blocked, asks_a_judge=AsksAJudge):
         yield
         Blocked.released.set()
 

@@ -13,7 +13,7 @@ import pytest
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.entrypoints.main_base import BasePPOExp
 from skyrl_train.trainer import RayPPOTrainer
-from skyrl_train_testing.tiny_runs import DifferentCharacters, registered, tiny_run, write_prompts
+from skyrl_train_testing.tiny_runs import DifferentCharacters, make_tiny_run, register_environments, write_prompts
 
 
 class OneTurn(DifferentCharacters):
@@ -58,7 +58,7 @@ def environments() -> Iterator[None]:
     """Register an environment for each kind of failure."""
     RaisesInFirstStep.episodes = itertools.count()
     Hangs.released = threading.Event()
-    with registered(
+    with register_environments(
         works=OneTurn,
         different_characters=DifferentCharacters,
         raises_in_first_step=RaisesInFirstStep,
@@ -123,7 +123,7 @@ def settings(model: str, folder: Path, launcher: str, num_prompts: int, changes:
         },
     }
     prompts = write_prompts(folder / "prompts.jsonl", num_prompts)
-    return SkyRLConfig.from_dict(tiny_run(folder, model, prompts, own, changes))
+    return SkyRLConfig.from_dict(make_tiny_run(folder, model, prompts, own, changes))
 
 
 StartRun = Callable[..., AbstractAsyncContextManager[ScriptedTrainer]]

@@ -11,7 +11,13 @@ import pytest
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.entrypoints.main_base import run_experiment
 from skyrl_train.utils.run_folder import RunFolder
-from skyrl_train_testing.tiny_runs import DifferentCharacters, merged, registered, tiny_run, write_prompts
+from skyrl_train_testing.tiny_runs import (
+    DifferentCharacters,
+    make_tiny_run,
+    merge_settings,
+    register_environments,
+    write_prompts,
+)
 
 WHOLE = 1300
 """Kilobytes that are more than the run of this file writes."""
@@ -75,14 +81,14 @@ def test_full_disk_ends_run_with_named_file_and_exact_resume(
     disk: Callable[[int], Path], tmp_path: Path, chat_model: str, capfd: pytest.CaptureFixture[str], kind: str
 ):
     prompts = write_prompts(tmp_path / "prompts.jsonl")
-    changes = merged(EVERYTHING, {"data": {"val_data": [prompts]}})
+    changes = merge_settings(EVERYTHING, {"data": {"val_data": [prompts]}})
     if kind == "asynchronous":
-        changes = merged(changes, ASYNCHRONOUS)
+        changes = merge_settings(changes, ASYNCHRONOUS)
 
     def settings(run_dir: Path) -> SkyRLConfig:
-        return SkyRLConfig.from_dict(tiny_run(run_dir, chat_model, prompts, changes))
+        return SkyRLConfig.from_dict(make_tiny_run(run_dir, chat_model, prompts, changes))
 
-    with registered(different_characters=DifferentCharacters):
+    with register_environments(different_characters=DifferentCharacters):
         whole = settings(tmp_path / "whole")
         run_experiment(whole)
         for kilobytes in (4, 16, 32, 320, 344, 360, 400, 480, 640, 760, 840, 1000):

@@ -28,7 +28,7 @@ from skyrl_train.inference_engines.base import (
     GenerationRequest,
     InferenceEngineInterface,
 )
-from skyrl_train_testing.tiny_models import character_tokenizer
+from skyrl_train_testing.tiny_models import build_character_tokenizer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] + '\n' + m['content'] }}<|im_end|>\n{% endfor %}"
@@ -39,7 +39,7 @@ CHATML = (
 @pytest.fixture(scope="session")
 def characters() -> PreTrainedTokenizerFast:
     """Every character is a token; ChatML around the messages."""
-    return character_tokenizer(CHATML, start="<|im_start|>", end="<|im_end|>")
+    return build_character_tokenizer(CHATML, start="<|im_start|>", end="<|im_end|>")
 
 
 @pytest.fixture(scope="session")

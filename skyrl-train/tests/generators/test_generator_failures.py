@@ -19,7 +19,7 @@ from skyrl_train.generators.agent_loop import EngineSession
 from skyrl_train.generators.base import BatchMetadata, Failure, TrainingPhase, TrajectoryID
 from skyrl_train.generators.environment import DaemonThreads, DeadlineExceeded
 from skyrl_train.generators.sampling import episode_seed, request_seed
-from skyrl_train_testing.tiny_runs import registered
+from skyrl_train_testing.tiny_runs import register_environments
 
 GOOD = {"steps": [{"reward": 1.0}], "name": "good"}
 
@@ -308,7 +308,7 @@ class Lottery(BaseTextEnv):
 
 async def test_samples_of_one_prompt_share_the_seed_of_their_episodes_and_prompts_do_not(game, say, characters):
     """Their rewards are compared with each other, so they must have been given the same task."""
-    with registered(lottery=Lottery):
+    with register_environments(lottery=Lottery):
         first = await game(characters, [[say("a")], [say("b")]], [{}, {}], env_class="lottery").play()
         again = await game(characters, [[say("x")], [say("y")]], [{}, {}], env_class="lottery").play()
     rewards = [sum(each) for each in first.output["rewards"]]

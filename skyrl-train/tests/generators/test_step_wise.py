@@ -22,7 +22,7 @@ from skyrl_train.rollouts.filters import map_trajectories
 from skyrl_train.rollouts.joining import merge_appending_turns, whole_sample
 from skyrl_train.rollouts.trajectory_rows import trajectory_rows
 from skyrl_train.rollouts.types import RolloutBatch
-from skyrl_train_testing.tiny_runs import registered
+from skyrl_train_testing.tiny_runs import register_environments
 
 STEP_WISE = {"step_wise_trajectories": True}
 MERGED = STEP_WISE | {"merge_stepwise_output": True}
@@ -272,7 +272,7 @@ class TestRewrittenHistory:
         assert columns(merged.output) == columns(normal.output)
 
     async def test_an_environment_may_take_a_message_back(self, game, say, characters):
-        with registered(forgetful=Forgetful):
+        with register_environments(forgetful=Forgetful):
             answers = [[say("a"), say("b")]]
             played = await game(characters, answers, [{}], env_class="forgetful", settings=STEP_WISE).play()
             normal = await game(characters, answers, [{}], env_class="forgetful").play()

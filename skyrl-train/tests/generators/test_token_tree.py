@@ -17,7 +17,7 @@ from skyrl_train.rollouts.certificate import Branch, certificate_metrics, certif
 from skyrl_train.rollouts.padding import convert_prompts_responses_to_batch_tensors
 from skyrl_train.rollouts.trajectory_rows import trajectory_rows
 from skyrl_train.rollouts.types import TrainingSample, grouped
-from skyrl_train_testing.tiny_models import character_tokenizer, tiny_qwen3
+from skyrl_train_testing.tiny_models import build_character_tokenizer, build_tiny_qwen3
 
 SYSTEM = list(range(20, 38))
 QUESTION, RESULT, SUMMARY = [40, 41, 42], [43, 44], [45, 46, 47, 48]
@@ -124,7 +124,7 @@ def test_reward_is_kept_where_the_last_answer_is_empty():
 def gradients(samples: Sequence[TrainingSample], share: bool) -> tuple[dict[str, torch.Tensor], int]:
     """Gradients of a loss that weighs each token by its id; and the tokens that the model computed."""
     sequences, attention_mask, response_mask, _, loss_mask, _ = convert_prompts_responses_to_batch_tensors(
-        character_tokenizer(),
+        build_character_tokenizer(),
         [sample.prompt_ids for sample in samples],
         [sample.response_ids for sample in samples],
         [sample.rewards for sample in samples],
@@ -133,7 +133,7 @@ def gradients(samples: Sequence[TrainingSample], share: bool) -> tuple[dict[str,
     )
     num_response = response_mask.shape[1]
     with torch.random.fork_rng(devices=[]):
-        model = ScoringModel(tiny_qwen3(hidden_size=16, vocab_size=64).double(), share_prefixes=share)
+        model = ScoringModel(build_tiny_qwen3(hidden_size=16, vocab_size=64).double(), share_prefixes=share)
     log_probs = model(sequences, attention_mask, num_response, 1.0).log_probs
     (log_probs * loss_mask * sequences[:, -num_response:]).sum().backward()
     num_computed = packed(sequences, attention_mask, num_response, share_prefixes=share).input_ids.numel()
@@ -215,7 +215,7 @@ def test_tokens_that_do_not_train_have_a_reason():
 
 def test_each_row_of_the_trajectories_file_has_the_certificate():
     trajectory = recorded_trajectory(SessionRecord(turns=compacting()), 1.0, ID)
-    rows = trajectory_rows(grouped([trajectory]), character_tokenizer())
+    rows = trajectory_rows(grouped([trajectory]), build_character_tokenizer())
     expected = trajectory.certificate
     assert expected is not None
     assert [row["certificate"] for row in rows] == [expected.to_json()] * 2

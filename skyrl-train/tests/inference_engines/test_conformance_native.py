@@ -22,11 +22,11 @@ def subject(request, tmp_path_factory):
 
 
 SLOW = {
-    "abort_returns_what_was_written",
-    "a_pause_that_keeps_stops_the_writing",
-    "a_pause_that_keeps_changes_nothing_but_the_time",
-    "a_lost_bucket_is_noticed",
-    "answers_under_way_go_on_with_the_new_weights",
+    "check_abort",
+    "check_pause_keep_stops",
+    "check_pause_keep_changes_nothing",
+    "check_lost_bucket",
+    "check_update_during_responses",
 }
 """Those that wait for answers to be under way, or for deadlines."""
 

@@ -16,9 +16,9 @@ from skyrl_train.inference_engines.base import InferenceEngineInput
 from skyrl_train.inference_engines.native import architecture, fused_layers
 from skyrl_train.inference_engines.native.attention import native_attention
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
-from skyrl_train_testing.tiny_models import character_tokenizer, tiny_qwen3
+from skyrl_train_testing.tiny_models import build_character_tokenizer, build_tiny_qwen3
 
-_TOKENIZER = character_tokenizer()
+_TOKENIZER = build_character_tokenizer()
 _ENDS = {"vocab_size": len(_TOKENIZER), "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
 _SIZES = _ENDS | {
     "hidden_size": 32,
@@ -122,7 +122,7 @@ def test_a_model_whose_numbers_differ_from_its_own_forward_is_refused(
 ) -> None:
     """An attention that leaves something out, as ours does with what it does not know: here, the scale."""
     _TOKENIZER.save_pretrained(tmp_path)
-    tiny_qwen3(hidden_size=32, scale=4.0, vocab_size=len(_TOKENIZER)).save_pretrained(tmp_path)
+    build_tiny_qwen3(hidden_size=32, scale=4.0, vocab_size=len(_TOKENIZER)).save_pretrained(tmp_path)
 
     def unscaled(*args: Any, scaling: float | None = None, **kwargs: Any) -> Any:
         return native_attention(*args, scaling=5.0, **kwargs)

@@ -96,10 +96,10 @@ def test_own_engine_generates_for_the_client_by_its_registration_alone(tiny_mode
 def test_own_engine_passes_conformance_checks(tmp_path: Path):
     """A few that concern what it overrides; the tests of the kit have the rest."""
     names = {
-        "max_tokens_ends_an_answer",
-        "an_end_of_sequence_token_ends_an_answer_unless_ignored",
-        "samples_of_one_prompt_differ",
-        "a_seed_fixes_answers_whatever_runs_beside_them",
+        "check_max_tokens",
+        "check_end_of_sequence",
+        "check_samples_differ",
+        "check_seeds",
     }
 
     model = make_tiny_model(tmp_path / "tiny", tied=True)

@@ -10,7 +10,7 @@ from skyrl_inspect.mismatch.page import format_markdown, to_plain
 from skyrl_inspect.mismatch.report import Report, make_report
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.inference_engines.native.engine import NativeInferenceEngine
-from skyrl_train_testing.tiny_models import character_tokenizer, tiny_mixture
+from skyrl_train_testing.tiny_models import build_character_tokenizer, build_tiny_mixture
 
 PROMPTS = [[5], [7, 8, 9], list(range(20, 45)), [30, 31, 32, 33, 34, 35, 36, 37]] * 4
 SAMPLING = SAMPLINGS["temperature 1"]
@@ -20,11 +20,11 @@ SAMPLING = SAMPLINGS["temperature 1"]
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A mixture of 64 experts, four of them for each token, that differ by much: another expert is another answer."""
     folder = tmp_path_factory.mktemp("models") / "mixture"
-    tokenizer = character_tokenizer()
+    tokenizer = build_character_tokenizer()
     tokenizer.save_pretrained(folder)
     sizes = dict(hidden_size=64, intermediate_size=128, moe_intermediate_size=64, num_attention_heads=4, head_dim=16)
     chosen = dict(num_experts=64, num_experts_per_tok=4, vocab_size=len(tokenizer), max_position_embeddings=128)
-    model = tiny_mixture(**sizes, **chosen)
+    model = build_tiny_mixture(**sizes, **chosen)
     for name, parameter in model.named_parameters():
         if ".experts." in name:
             parameter.data.mul_(8)

@@ -15,7 +15,7 @@ from skyrl_train.models.packing import PackedRows, packed, prefix_order
 from skyrl_train.models.scoring import ScoringModel
 from skyrl_train.models.value_model import ValueModel
 from skyrl_train.orchestration.schedule import Schedule
-from skyrl_train_testing.tiny_models import tiny_mixture, tiny_qwen3
+from skyrl_train_testing.tiny_models import build_tiny_mixture, build_tiny_qwen3
 
 NUM_PROMPT, NUM_RESPONSE = 24, 7
 A, B, C = ([first, *range(2, 2 + length)] for first, length in ((30, 19), (31, 16), (32, 10)))
@@ -42,7 +42,7 @@ BATCHES: dict[str, list[tuple[list[int], list[int]]]] = {
 
 def model(kind: str = "policy", share: bool = True, **settings: Any) -> Any:
     own: dict[str, Any] = {"hidden_size": 16, "vocab_size": 64, "max_position_embeddings": 64, "scale": 1.0} | settings
-    causal_lm = tiny_qwen3(**own)
+    causal_lm = build_tiny_qwen3(**own)
     if kind == "critic":
         return ValueModel(causal_lm.model, share_prefixes=share)
     return ScoringModel(causal_lm, chunk_size=3, share_prefixes=share)
@@ -110,7 +110,7 @@ def test_a_model_computes_a_shared_prompt_once(kind: str):
 @pytest.mark.parametrize(("settings", "shares"), [({}, True), ({"dropout": 0.1}, False)], ids=["adapters", "dropout"])
 @pytest.mark.parametrize("role", ["policy", "critic"])
 def test_rows_that_draw_their_own_dropout_share_nothing(role: Any, settings: Any, shares: bool, tmp_path: Path):
-    tiny_qwen3(hidden_size=16, vocab_size=64).save_pretrained(tmp_path)
+    build_tiny_qwen3(hidden_size=16, vocab_size=64).save_pretrained(tmp_path)
     section = {"model": {"path": str(tmp_path), "lora": {"rank": 2, **settings}}}
     cfg = SkyRLConfig.from_dict({"trainer": {"policy": {"model": {"path": str(tmp_path)}}, role: section}})
     built = build_model(cfg, role, str(tmp_path), device=torch.device("cpu"), is_trained=True)
@@ -173,7 +173,7 @@ def test_a_response_is_computed_for_each_row_that_has_it():
 
 
 def test_experts_of_a_mixture_see_every_token():
-    mixture = ScoringModel(tiny_mixture(vocab_size=64), share_prefixes=True)
+    mixture = ScoringModel(build_tiny_mixture(vocab_size=64), share_prefixes=True)
     assert not mixture.share_prefixes
 
 

@@ -22,7 +22,7 @@ from skyrl_train.models.weight_files import (
     placeholders,
     values_in_forward,
 )
-from skyrl_train_testing.tiny_models import tiny_mixture, tiny_qwen3
+from skyrl_train_testing.tiny_models import build_tiny_mixture, build_tiny_qwen3
 
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = dict(
@@ -51,8 +51,8 @@ def build(kind: type, config: type, **settings: Any) -> PreTrainedModel:
 
 
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
-    "qwen3": lambda: tiny_qwen3(hidden_size=32, vocab_size=64),
-    "qwen3 moe": tiny_mixture,
+    "qwen3": lambda: build_tiny_qwen3(hidden_size=32, vocab_size=64),
+    "qwen3 moe": build_tiny_mixture,
     "qwen3 next": lambda: build(
         hf.Qwen3NextForCausalLM,
         hf.Qwen3NextConfig,
@@ -147,7 +147,7 @@ def layers_of(model: nn.Module) -> nn.ModuleList:
 
 
 def test_experts_of_a_rank_are_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    tiny_mixture().save_pretrained(tmp_path)
+    build_tiny_mixture().save_pretrained(tmp_path)
     model = load_causal_lm(str(tmp_path), device=CPU, with_weights=False)
     files, read = WeightFiles(model, str(tmp_path)), []
     plain = files._read_tensor
@@ -215,7 +215,7 @@ def of_integers(weights: dict[str, torch.Tensor]) -> None:
     ],
 )
 def test_weights_that_cannot_be_read_in_parts_are_named(change: Any, reason: str, tmp_path: Path):
-    tiny_qwen3(hidden_size=32, vocab_size=64).save_pretrained(tmp_path)
+    build_tiny_qwen3(hidden_size=32, vocab_size=64).save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     change(weights)
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
@@ -224,7 +224,7 @@ def test_weights_that_cannot_be_read_in_parts_are_named(change: Any, reason: str
 
 
 def test_pickled_and_quantized_weights_are_named(tmp_path: Path):
-    model = tiny_qwen3(hidden_size=32, vocab_size=64)
+    model = build_tiny_qwen3(hidden_size=32, vocab_size=64)
     model.config.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     parts = load_causal_lm(str(tmp_path), device=CPU, with_weights=False)

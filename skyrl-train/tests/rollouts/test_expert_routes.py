@@ -14,7 +14,7 @@ from skyrl_train.rollouts.joining import join_samples, whole_sample
 from skyrl_train.rollouts.journal import RolloutJournal
 from skyrl_train.rollouts.schedule import ScheduleState
 from skyrl_train.rollouts.types import RolloutBatch, TrainingSample, Trajectory, TrajectoryGroup, TrajectoryID
-from skyrl_train_testing.tiny_models import character_tokenizer
+from skyrl_train_testing.tiny_models import build_character_tokenizer
 
 
 def routes_of(*experts: int, num_experts: int = 8) -> ExpertRoutes:
@@ -38,7 +38,7 @@ def test_routes_stand_in_the_columns_of_their_tokens():
         sample([5], [6, 7, 8], [1, 0, 0], routes_of(1)),
         sample([5], [6], [0], None),  # failed: nothing of it trains
     )
-    column = collate(batch, character_tokenizer(), 1, with_routes=True).tensor("expert_routes")
+    column = collate(batch, build_character_tokenizer(), 1, with_routes=True).tensor("expert_routes")
     assert column.shape == (3, 6, 1, 1) and column.dtype == torch.uint8
     none = no_route(torch.uint8)
     assert column[..., 0, 0].tolist() == [
@@ -46,14 +46,14 @@ def test_routes_stand_in_the_columns_of_their_tokens():
         [none, none, 1, none, none, none],
         [none] * 6,
     ]
-    assert "expert_routes" not in collate(batch, character_tokenizer(), 1)
+    assert "expert_routes" not in collate(batch, build_character_tokenizer(), 1)
 
 
 @pytest.mark.parametrize("routes, known", [(routes_of(1, 2, 3), 3), (None, 0)])
 def test_a_token_that_trains_without_a_route_is_an_error(routes: ExpertRoutes | None, known: int):
     batch = batch_of(sample([5, 6, 7], [8, 9, 10], [1, 1, 0], routes))
     with pytest.raises(ValueError, match=rf"prompt 'a' has expert routes of {known} positions, .* needs 4"):
-        collate(batch, character_tokenizer(), 1, with_routes=True)
+        collate(batch, build_character_tokenizer(), 1, with_routes=True)
 
 
 def test_many_experts_take_two_bytes_and_routes_of_two_models_do_not_mix():

@@ -15,7 +15,7 @@ from skyrl_train.rollouts.joining import join_samples
 from skyrl_train.rollouts.journal import RolloutJournal
 from skyrl_train.rollouts.schedule import ScheduleState
 from skyrl_train.rollouts.types import RolloutBatch, TrainingSample, Trajectory, TrajectoryGroup, TrajectoryID
-from skyrl_train_testing.tiny_models import character_tokenizer
+from skyrl_train_testing.tiny_models import build_character_tokenizer
 
 
 def kept(*sets: list[int]) -> KeptTokens:
@@ -37,11 +37,11 @@ def test_kept_tokens_stand_in_the_rows_of_their_responses():
         sample([5], [6, 7], [1, 1], kept([6], [7])),
         sample([5], [6], [0], None),  # failed: nothing of it trains
     )
-    columns = collate(batch, character_tokenizer(), 1, with_kept_tokens=True)
+    columns = collate(batch, build_character_tokenizer(), 1, with_kept_tokens=True)
     assert columns.tensor("kept_counts").tolist() == [[2, 0, 3], [1, 1, 0], [0, 0, 0]]
     assert columns.tensor("kept_ids").tolist() == [[8, 4, 3, 9, 30], [6, 7, 0, 0, 0], [0] * 5]
     assert kept_token_metrics(columns) == {"generate/kept_tokens_mean": 7 / 4, "generate/kept_tokens_max": 3}
-    without = collate(batch, character_tokenizer(), 1)
+    without = collate(batch, build_character_tokenizer(), 1)
     assert "kept_ids" not in without and kept_token_metrics(without) == {}
 
 
@@ -58,7 +58,7 @@ def test_kept_tokens_stand_in_the_rows_of_their_responses():
 def test_a_token_that_was_not_drawn_from_its_kept_tokens_is_an_error(own: KeptTokens | None, message: str):
     batch = batch_of(sample([5, 6, 7], [8, 9, 3], [1, 1, 1], own))
     with pytest.raises(ValueError, match=f"sampling_mask_replay=true: a sample of prompt 'a' {message}"):
-        collate(batch, character_tokenizer(), 1, with_kept_tokens=True)
+        collate(batch, build_character_tokenizer(), 1, with_kept_tokens=True)
 
 
 def test_responses_grow_and_are_cut_with_their_kept_tokens():

@@ -26,7 +26,7 @@ from skyrl_train.generators.skyrl_gym_generator import SkyRLGymGenerator
 from skyrl_train.trainer import RayPPOTrainer
 from skyrl_train.utils.run_folder import RunFolder
 from skyrl_train.workers.policy_worker import PolicyWorker
-from skyrl_train_testing.tiny_models import character_tokenizer, tiny_mixture, tiny_qwen3
+from skyrl_train_testing.tiny_models import build_character_tokenizer, build_tiny_mixture, build_tiny_qwen3
 
 Settings = Mapping[str, Any]
 """Values by the settings' full names."""
@@ -206,17 +206,17 @@ class Bench:
         self.folder = folder
         self._runs: dict[str, Run] = {}
         self._num_runs = 0
-        tokenizer = character_tokenizer()
+        tokenizer = build_character_tokenizer()
         self.models = {}
         for name, scale in (("model", 1.0), ("other_model", 2.0)):
             self.models[name] = str(folder / name)
             tokenizer.save_pretrained(folder / name)
             shape = dict(hidden_size=32, scale=scale, vocab_size=len(tokenizer), max_position_embeddings=512)
-            tiny_qwen3(**shape).save_pretrained(folder / name)
+            build_tiny_qwen3(**shape).save_pretrained(folder / name)
         self.models["mixture"] = str(folder / "mixture")
         tokenizer.save_pretrained(folder / "mixture")
         shape = dict(scale=3.0, num_experts=8, vocab_size=len(tokenizer), max_position_embeddings=512)
-        tiny_mixture(**shape).save_pretrained(folder / "mixture")
+        build_tiny_mixture(**shape).save_pretrained(folder / "mixture")
         for name, mark in (("template", "::"), ("other_template", "=>")):
             (folder / f"{name}.jinja").write_text(
                 "{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}<end>"

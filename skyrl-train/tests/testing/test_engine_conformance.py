@@ -86,10 +86,10 @@ def penalized(logits: torch.Tensor, batch: SamplingBatch, uniform: Any, *, token
 @pytest.mark.parametrize(
     "fault, check, says",
     [
-        (truncated, "log_probs_are_taken_before_truncation", "top_k=3.*they are those after top_k"),
-        (at_temperature_one, "log_probs_are_those_of_the_model_at_the_temperature", "those at temperature 1"),
-        (drawn_at_temperature_one, "draws_follow_the_distribution", "do not look like the distribution"),
-        (penalized, "repetition_penalty_moves_the_choice_and_not_the_log_probs", "with a repetition penalty: the log"),
+        (truncated, "check_log_probs_before_truncation", "top_k=3.*they are those after top_k"),
+        (at_temperature_one, "check_log_probs", "those at temperature 1"),
+        (drawn_at_temperature_one, "check_sampling_distribution", "do not look like the distribution"),
+        (penalized, "check_repetition_penalty", "with a repetition penalty: the log"),
     ],
 )
 async def test_wrong_draws_and_log_probs_are_named(tiny, monkeypatch, fault, check, says):
@@ -290,28 +290,28 @@ class NeverLetsGo(NativeInferenceEngine):
 @pytest.mark.parametrize(
     "make, check, says",
     [
-        (CutsTheStopString, "a_stop_string_ends_an_answer_and_stays_in_it", "must stay in the answer"),
-        (DropsTheStopToken, "a_stop_token_ends_an_answer_and_stays_in_it", "expected .* by 'stop', got"),
-        (SaysLengthForStop, "an_end_of_sequence_token_ends_an_answer_unless_ignored", "ended by 'length' with the tok"),
-        (ShiftsPromptLogProbs, "prompt_log_probs_are_the_models", "the prompt of 2|the prompt of 17"),
-        (IgnoresAdapters, "adapters_answer_beside_the_model_as_it_is", "those without the adapter"),
-        (TakesAnyToken, "a_prompt_outside_the_vocabulary_is_refused", "must raise ValueError; got an answer"),
-        (ForgetsTheLastVersion, "answers_tell_tokens_text_log_probs_and_versions", "30 log-probs and 29 weight vers"),
-        (GivesEmptyLogProbs, "log_probs_are_left_out_if_not_asked_for", "response_logprobs must be None"),
-        (StopsOneTokenEarly, "max_tokens_ends_an_answer", "must give"),
-        (StopsOneTokenEarly, "the_context_ends_an_answer", "5 tokens fit behind the prompt"),
-        (OneSeedForAll, "samples_of_one_prompt_differ", "six samples"),
-        (MakesPromptsFit, "an_empty_prompt_is_refused", "must raise ValueError; got an answer"),
-        (MakesPromptsFit, "a_prompt_over_the_context_is_refused", "must raise ValueError; got an answer"),
-        (SkipsSamplingKeywords, "sampling_keywords_are_checked", "'temperatur': 1.0.* must raise ValueError; got"),
-        (IgnoresAdapters, "an_unknown_adapter_is_refused", "'nobody'.* must raise ValueError; got an answer"),
-        (SkipsMinTokens, "min_tokens_delays_the_end", "min_tokens=.*, and the answer has"),
-        (ScoresPromptsWithoutAdapters, "prompt_log_probs_know_adapters", "those without the adapter"),
-        (ForgetsAdaptersAtUpdates, "adapters_answer_over_updated_weights", "kept"),
-        (LoadsNothing, "a_folder_without_an_adapter_is_refused", "must raise Exception; got an answer"),
-        (SleepsBadly, "sleep_gives_back_the_weights_as_they_were", "the log-prob of token|answers are others"),
-        (ShrugsAtUnknownModes, "words_for_control_are_checked", "must raise ValueError"),
-        (SeedsByArrival, "a_seed_fixes_answers_whatever_runs_beside_them", "the same seed gave"),
+        (CutsTheStopString, "check_stop_strings", "must stay in the answer"),
+        (DropsTheStopToken, "check_stop_tokens", "expected .* by 'stop', got"),
+        (SaysLengthForStop, "check_end_of_sequence", "ended by 'length' with the tok"),
+        (ShiftsPromptLogProbs, "check_prompt_log_probs", "the prompt of 2|the prompt of 17"),
+        (IgnoresAdapters, "check_concurrent_adapters", "those without the adapter"),
+        (TakesAnyToken, "check_prompt_outside_vocabulary", "must raise ValueError; got an answer"),
+        (ForgetsTheLastVersion, "check_response_fields", "30 log-probs and 29 weight vers"),
+        (GivesEmptyLogProbs, "check_omitted_log_probs", "response_logprobs must be None"),
+        (StopsOneTokenEarly, "check_max_tokens", "must give"),
+        (StopsOneTokenEarly, "check_context_limit", "5 tokens fit behind the prompt"),
+        (OneSeedForAll, "check_samples_differ", "six samples"),
+        (MakesPromptsFit, "check_empty_prompt", "must raise ValueError; got an answer"),
+        (MakesPromptsFit, "check_prompt_over_context", "must raise ValueError; got an answer"),
+        (SkipsSamplingKeywords, "check_sampling_keywords", "'temperatur': 1.0.* must raise ValueError; got"),
+        (IgnoresAdapters, "check_unknown_adapter", "'nobody'.* must raise ValueError; got an answer"),
+        (SkipsMinTokens, "check_min_tokens", "min_tokens=.*, and the answer has"),
+        (ScoresPromptsWithoutAdapters, "check_prompt_log_probs_with_adapters", "those without the adapter"),
+        (ForgetsAdaptersAtUpdates, "check_adapters_over_updated_weights", "kept"),
+        (LoadsNothing, "check_folder_without_adapter", "must raise Exception; got an answer"),
+        (SleepsBadly, "check_sleep", "the log-prob of token|answers are others"),
+        (ShrugsAtUnknownModes, "check_control_arguments", "must raise ValueError"),
+        (SeedsByArrival, "check_seeds", "the same seed gave"),
     ],
 )
 async def test_wrong_answers_are_named(tiny, make, check, says):
@@ -323,7 +323,7 @@ async def test_engine_outliving_shutdown_is_named(tiny):
     survivor = Survives(tiny)
     subject = EngineUnderTest(survivor, tiny)
     with pytest.raises(ConformanceError, match="generate after teardown must raise SkyRLError; got an answer"):
-        await run_check(CHECK_OF["teardown_ends_everything"], subject)
+        await run_check(CHECK_OF["check_teardown"], subject)
     await subject.close()
     await NativeInferenceEngine.teardown(survivor)
 
@@ -333,24 +333,24 @@ async def test_engine_dropping_requests_on_cancellation_is_named(tiny, monkeypat
     abort = core.NativeEngineCore.abort
     monkeypatch.setattr(core.NativeEngineCore, "abort", lambda self, requests=None: abort(self))
     with pytest.raises(ConformanceError, match=r"a request beside a cancelled one ended by .'abort'"):
-        await outcome_of(tiny, "a_caller_who_goes_away_leaves_nothing_behind")
+        await outcome_of(tiny, "check_cancelled_caller")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "make, check, says",
     [
-        (ForgetsWhatWasWritten, "abort_returns_what_was_written", "caught under way; .* 'abort' after 0 tokens"),
-        (WritesOnInAPause, "a_pause_that_keeps_stops_the_writing", "was finished during pause|it went on writing"),
-        (IsIllAtWork, "health_is_told_at_rest_at_work_and_paused", "WorkerError: busy"),
-        (DoesNotWait, "a_pause_that_waits_lets_answers_end", "returned while a request was running"),
-        (LosesTheKept, "a_pause_that_keeps_changes_nothing_but_the_time", "waited for the resume ended by .*'abort'"),
-        (AnswersInAPause, "a_pause_that_aborts_returns_answers_now", "answered before resume_generation"),
-        (SleepsWhileRequestsRun, "sleep_is_refused_while_requests_run", "did not raise while requests were running"),
-        (TellsOneVersionAnAnswer, "answers_under_way_go_on_with_the_new_weights", "caught under way|written before"),
+        (ForgetsWhatWasWritten, "check_abort", "caught under way; .* 'abort' after 0 tokens"),
+        (WritesOnInAPause, "check_pause_keep_stops", "was finished during pause|it went on writing"),
+        (IsIllAtWork, "check_health", "WorkerError: busy"),
+        (DoesNotWait, "check_pause_wait", "returned while a request was running"),
+        (LosesTheKept, "check_pause_keep_changes_nothing", "waited for the resume ended by .*'abort'"),
+        (AnswersInAPause, "check_pause_abort", "answered before resume_generation"),
+        (SleepsWhileRequestsRun, "check_sleep_during_requests", "did not raise while requests were running"),
+        (TellsOneVersionAnAnswer, "check_update_during_responses", "caught under way|written before"),
         (
             SharesPromptsOfOlderWeights,
-            "prompts_are_never_continued_from_keys_of_older_weights",
+            "check_prefix_cache_after_update",
             "those over keys of the older weights",
         ),
     ],
@@ -422,20 +422,20 @@ def version_is_forgotten(monkeypatch):
 @pytest.mark.parametrize(
     "plant, check, says",
     [
-        (without_packing, "an_update_brings_the_new_weights", "WeightSyncError.*computes with other numbers"),
-        (without_one_tensor, "an_update_brings_the_new_weights", "WeightSyncError.*model.norm.weight"),
-        (version_is_forgotten, "an_update_brings_the_new_weights", r"tokens have weight versions \{0\} in place of 1"),
-        (half_updates_go_on, "a_lost_bucket_is_noticed", r"old version \d after a lost bucket: the log-prob"),
-        (without_packing, "small_updates_add_up", "WeightSyncError.*computes with other numbers"),
-        (without_packing, "a_deep_sleep_wants_all_weights_again", "raised|the log-prob of token"),
+        (without_packing, "check_update", "WeightSyncError.*computes with other numbers"),
+        (without_one_tensor, "check_update", "WeightSyncError.*model.norm.weight"),
+        (version_is_forgotten, "check_update", r"tokens have weight versions \{0\} in place of 1"),
+        (half_updates_go_on, "check_lost_bucket", r"old version \d after a lost bucket: the log-prob"),
+        (without_packing, "check_small_updates", "WeightSyncError.*computes with other numbers"),
+        (without_packing, "check_deep_sleep", "raised|the log-prob of token"),
         (
             repeated_buckets_are_taken,
-            "a_bucket_that_comes_twice_is_noticed",
+            "check_repeated_bucket",
             "must raise WeightSyncError; got an answer",
         ),
-        (repeated_buckets_are_taken, "weights_without_a_connection_are_refused", "must raise WeightSyncError; got an"),
-        (unknown_names_are_skipped, "an_unknown_tensor_is_named", "the error must name model.typo.weight"),
-        (keys_are_not_checked, "an_update_brings_the_new_weights", "WeightSyncError"),
+        (repeated_buckets_are_taken, "check_weights_without_connection", "must raise WeightSyncError; got an"),
+        (unknown_names_are_skipped, "check_unknown_tensor", "the error must name model.typo.weight"),
+        (keys_are_not_checked, "check_update", "WeightSyncError"),
     ],
 )
 async def test_wrong_weights_are_named(tiny, monkeypatch, plant, check, says):
@@ -459,18 +459,18 @@ async def test_engine_must_refuse_unsupported_feature(tiny):
                 raise engine.UnsupportedByEngine("it has no random generator")
             return await super().generate(request)
 
-    name = "a_seed_fixes_answers_whatever_runs_beside_them"
+    name = "check_seeds"
     outcome = await outcome_of(tiny, name, Refusing)
     assert (outcome.result, outcome.words) == ("lacks", "seed: it has no random generator")
     with pytest.raises(ConformanceError, match="asking for seed must raise UnsupportedByEngine; got an answer"):
         await outcome_of(tiny, name, WithoutSeeds)
-    other = await outcome_of(tiny, "samples_of_one_prompt_differ", Refusing)  # asks for no seed then
+    other = await outcome_of(tiny, "check_samples_differ", Refusing)  # asks for no seed then
     assert other.result == "passed"
 
 
 async def test_report_has_line_per_check_and_all_failures(tiny):
     broken = SaysLengthForStop(tiny)
-    names = ["max_tokens_ends_an_answer", "an_end_of_sequence_token_ends_an_answer_unless_ignored"]
+    names = ["check_max_tokens", "check_end_of_sequence"]
     report = await check_engine(EngineUnderTest(broken, tiny), [CHECK_OF[name] for name in names])
     await broken.teardown()
     lines = str(report).splitlines()
@@ -486,7 +486,7 @@ async def test_hanging_engine_is_finding(tiny):
     hanging = NeverLetsGo(tiny)
     subject = EngineUnderTest(hanging, tiny, timeout_seconds=2)
     with pytest.raises(ConformanceError, match="did not answer within 2 seconds"):
-        await run_check(CHECK_OF["a_pause_that_aborts_returns_answers_now"], subject)
+        await run_check(CHECK_OF["check_pause_abort"], subject)
     await subject.close()
     await hanging.teardown()
 
@@ -498,8 +498,8 @@ async def test_failed_check_leaves_engine_usable(tiny, monkeypatch):
     with monkeypatch.context() as planted:
         without_packing(planted)
         with pytest.raises(ConformanceError):
-            await run_check(CHECK_OF["an_update_brings_the_new_weights"], subject)
-    for name in ("an_update_brings_the_new_weights", "greedy_answers_take_the_likeliest_token"):
+            await run_check(CHECK_OF["check_update"], subject)
+    for name in ("check_update", "check_greedy_tokens"):
         assert (await run_check(CHECK_OF[name], subject)).result == "passed"
     await subject.close()
     await native.teardown()

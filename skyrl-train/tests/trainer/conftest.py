@@ -11,7 +11,13 @@ from skyrl_gym.envs.base_text_env import BaseTextEnvStepOutput
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.entrypoints.main_base import BasePPOExp
 from skyrl_train.utils.run_folder import RunFolder
-from skyrl_train_testing.tiny_runs import DifferentCharacters, merged, registered, tiny_run, write_prompts
+from skyrl_train_testing.tiny_runs import (
+    DifferentCharacters,
+    make_tiny_run,
+    merge_settings,
+    register_environments,
+    write_prompts,
+)
 
 sys.path.insert(0, str(Path(__file__).parent))  # importlib mode does not add this folder
 
@@ -35,14 +41,14 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session", name="merged")
 def make_merged() -> Callable[[Changes, Changes], Changes]:
-    return merged
+    return merge_settings
 
 
 @pytest.fixture(scope="session")
 def settings(chat_model: str, prompts: str) -> Iterator[Callable[[Path, Changes], SkyRLConfig]]:
     """`settings(run_dir, changes)`: of a `tiny_run`."""
-    with registered(different_characters=DifferentCharacters, up_to_three_turns=UpToThreeTurns):
-        yield lambda run_dir, changes: SkyRLConfig.from_dict(tiny_run(run_dir, chat_model, prompts, changes))
+    with register_environments(different_characters=DifferentCharacters, up_to_three_turns=UpToThreeTurns):
+        yield lambda run_dir, changes: SkyRLConfig.from_dict(make_tiny_run(run_dir, chat_model, prompts, changes))
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from skyrl_train.entrypoints.main_base import BasePPOExp
 from skyrl_train.fully_async_trainer import FullyAsyncRayPPOTrainer
 from skyrl_train.rollouts.types import RolloutBatch
 from skyrl_train.utils.run_folder import RunFolder
-from skyrl_train_testing.tiny_runs import registered
+from skyrl_train_testing.tiny_runs import register_environments
 
 Place = tuple[tuple[str, int], ...]
 """Functions of this package and their lines, from a coroutine down to what it waits for."""
@@ -128,7 +128,7 @@ def make_settings(settings: Any, merged: Any, prompts: str, tmp_path: Path) -> A
         data = {"data": {"val_data": [prompts]}, "environment": {"env_class": "uneven"}}
         return settings(tmp_path / name, {"trainer": changes, **data})
 
-    with registered(uneven=Uneven):
+    with register_environments(uneven=Uneven):
         yield make
 
 

@@ -16,7 +16,7 @@ from async_runs import assert_equal_runs, asynchronous, fork_server, train, trai
 
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.utils.run_folder import RunFolder
-from skyrl_train_testing.tiny_runs import merged
+from skyrl_train_testing.tiny_runs import merge_settings
 
 pytestmark = pytest.mark.process
 
@@ -37,7 +37,7 @@ class KilledRun:
 
     def change(self, changes: dict[str, Any]) -> None:
         """Change settings of the following starts."""
-        self._settings = merged(self._settings, changes)
+        self._settings = merge_settings(self._settings, changes)
 
     def start(self) -> BaseProcess:
         self.num_starts += 1
@@ -108,8 +108,8 @@ def killed_run(settings: Any, tmp_path: Path) -> Any:
     def make(name: str, **fully_async: Any) -> KilledRun:
         launcher = fully_async.pop("launcher", "inline")
         is_background = fully_async.pop("ckpt_async", False)
-        changes = merged(EIGHT_STEPS | {"ckpt_async": is_background}, asynchronous(**fully_async))
-        changes = merged(changes, {"placement": {"launcher": launcher}})
+        changes = merge_settings(EIGHT_STEPS | {"ckpt_async": is_background}, asynchronous(**fully_async))
+        changes = merge_settings(changes, {"placement": {"launcher": launcher}})
         if launcher == "ray":  # an engine is replaced while the run goes on, which must be long enough for all kills
             changes |= {"max_training_steps": 16, "epochs": 4}
         cfg = settings(tmp_path / name, {"trainer": changes, "environment": {"env_class": "uneven"}})

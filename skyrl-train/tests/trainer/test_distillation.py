@@ -19,7 +19,7 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.teachers import TeacherScores, score_rows
 from skyrl_train.training_batch import TrainingInputBatch
 from skyrl_train.utils.run_folder import RunFolder
-from skyrl_train_testing.tiny_models import character_tokenizer, tiny_qwen3
+from skyrl_train_testing.tiny_models import build_character_tokenizer, build_tiny_qwen3
 
 Distil = Callable[..., SkyRLConfig]
 ENGINE = {"teachers": {"main": {"engines": 1}}}
@@ -33,7 +33,7 @@ def teacher(chat_model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     with torch.no_grad():
         model.lm_head.weight.mul_(3.0)
     model.save_pretrained(folder)
-    character_tokenizer().save_pretrained(folder)
+    build_character_tokenizer().save_pretrained(folder)
     return str(folder)
 
 
@@ -220,9 +220,9 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
 def test_mistake_is_refused_by_name_before_anything_starts(mistake: str, distil: Distil, tmp_path: Path, teacher: str):
     values, message = MISTAKES[mistake]
     other = tmp_path / "other_tokenizer"
-    tokenizer = character_tokenizer()
+    tokenizer = build_character_tokenizer()
     tokenizer.add_tokens(["<more>"])
-    tiny_qwen3(hidden_size=32, vocab_size=len(tokenizer)).save_pretrained(other)
+    build_tiny_qwen3(hidden_size=32, vocab_size=len(tokenizer)).save_pretrained(other)
     tokenizer.save_pretrained(other)
     text = json.dumps(values).replace("{url}", free_url()).replace("{other_tokenizer}", str(other))
     with pytest.raises(ConfigError, match=message):

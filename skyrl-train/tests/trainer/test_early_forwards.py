@@ -13,7 +13,7 @@ from skyrl_train.errors import WorkerError
 from skyrl_train.rollouts.types import RolloutBatch
 from skyrl_train.trainer import RayPPOTrainer
 from skyrl_train.training_backends.transformers_backend import TransformersBackend
-from skyrl_train_testing.tiny_runs import DifferentCharacters, registered
+from skyrl_train_testing.tiny_runs import DifferentCharacters, register_environments
 
 
 class LateForOnePrompt(DifferentCharacters):
@@ -36,7 +36,7 @@ class LateForOnePrompt(DifferentCharacters):
 
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
-    with registered(late_for_one_prompt=LateForOnePrompt):
+    with register_environments(late_for_one_prompt=LateForOnePrompt):
         yield
 
 

@@ -11,7 +11,7 @@ from skyrl_train.entrypoints.main_base import BasePPOExp
 from skyrl_train.errors import AllRolloutsFailedError, ConfigError
 from skyrl_train.generators.harness.task import HarnessTask
 from skyrl_train.utils.run_folder import RunFolder
-from skyrl_train_testing.tiny_runs import tiny_run, write_prompts
+from skyrl_train_testing.tiny_runs import make_tiny_run, write_prompts
 
 ASYNCHRONOUS = {
     "trainer": {
@@ -46,7 +46,7 @@ def settings_of(folder: Path, model: str, function: Any, *changes: Any) -> dict[
         "trainer": {"train_batch_size": 2},
         "generator": {"harness": harness, "n_samples_per_prompt": 2, "sampling_params": {"max_generate_length": 6}},
     }
-    return tiny_run(folder / "run", model, prompts, own, *changes)
+    return make_tiny_run(folder / "run", model, prompts, own, *changes)
 
 
 @pytest.mark.parametrize("kind", list(RUNS))

@@ -17,7 +17,7 @@ from skyrl_train.entrypoints.main_base import BasePPOExp
 from skyrl_train.errors import WorkerError
 from skyrl_train.orchestration.inline_launcher import model_thread
 from skyrl_train.utils.run_folder import RunFolder
-from skyrl_train_testing.tiny_runs import DifferentCharacters, registered
+from skyrl_train_testing.tiny_runs import DifferentCharacters, register_environments
 
 INLINE = {"trainer": {"placement": {"launcher": "inline"}}}
 MODELS = {
@@ -123,7 +123,7 @@ def test_breakpoints_in_reward_and_loss_stop_in_this_process(
         seen.append((frame.f_code.co_name, frame.f_locals.get("reward", frame.f_locals.get("loss"))))
 
     monkeypatch.setattr(sys, "breakpointhook", hook)
-    with registered(stops=Stops), policy_loss("stops", loss_that_stops) as changes:
+    with register_environments(stops=Stops), policy_loss("stops", loss_that_stops) as changes:
         one_step = {"environment": {"env_class": "stops"}, "trainer": {"max_training_steps": 1}}
         BasePPOExp(settings(tmp_path, merged(changes, one_step))).run()
     names = [name for name, _ in seen]

@@ -14,15 +14,15 @@ from skyrl_train.entrypoints.main_base import BasePPOExp
 from skyrl_train.errors import ConfigError
 from skyrl_train.rollouts import collate as collate_module
 from skyrl_train.utils.run_folder import RunFolder
-from skyrl_train_testing.tiny_models import character_tokenizer
-from skyrl_train_testing.tiny_runs import DifferentCharacters, registered
+from skyrl_train_testing.tiny_models import build_character_tokenizer
+from skyrl_train_testing.tiny_runs import DifferentCharacters, register_environments
 
 
 @pytest.fixture(scope="module")
 def chat_mixture(save_mixture: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> str:
     """A mixture of eight experts, two of them for each token, with a tokenizer of one token a character."""
     folder = tmp_path_factory.mktemp("models") / "chat_mixture"
-    tokenizer = character_tokenizer()
+    tokenizer = build_character_tokenizer()
     tokenizer.save_pretrained(folder)
     return save_mixture(folder, scale=3.0, num_experts=8, vocab_size=len(tokenizer), max_position_embeddings=256)
 
@@ -55,7 +55,7 @@ def run_mixture(settings: Any, merged: Any, chat_mixture: str, tmp_path: Path) -
         BasePPOExp(cfg).run()
         return RunFolder(cfg.trainer.run_dir).read_metrics()
 
-    with registered(rewrites_answers=RewritesAnswers):
+    with register_environments(rewrites_answers=RewritesAnswers):
         yield run
 
 

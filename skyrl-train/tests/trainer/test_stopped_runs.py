@@ -15,7 +15,7 @@ from skyrl_gym.envs.base_text_env import BaseTextEnvStepOutput
 from skyrl_train.algorithms.losses import PolicyLossRegistry
 from skyrl_train.entrypoints.main_base import BasePPOExp
 from skyrl_train.utils.run_folder import RunFolder
-from skyrl_train_testing.tiny_runs import DifferentCharacters, registered
+from skyrl_train_testing.tiny_runs import DifferentCharacters, register_environments
 
 Settings = Callable[..., Any]
 THREE_STEPS = {"trainer": {"max_training_steps": 3, "ckpt_interval": 10}}
@@ -56,7 +56,7 @@ def called_in_environment(stopper: Stopper) -> Iterator[dict[str, Any]]:
             stopper.call()
             return super().step(action)
 
-    with registered(stopped=Environment):
+    with register_environments(stopped=Environment):
         yield {"environment": {"env_class": "stopped"}}
 
 

@@ -10,7 +10,7 @@ import torch
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.training_backends.base import TrainingBackend
-from skyrl_train_testing.backend_checks import backend_batch, check_training_backend, take_step
+from skyrl_train_testing.backend_checks import check_training_backend, make_backend_batch, run_step
 from skyrl_train_testing.backend_layouts import (
     BFLOAT16,
     BackendRanks,
@@ -19,7 +19,7 @@ from skyrl_train_testing.backend_layouts import (
     check_resuming,
 )
 from skyrl_train_testing.findings import InvarianceError
-from skyrl_train_testing.tiny_models import tiny_qwen3
+from skyrl_train_testing.tiny_models import build_tiny_qwen3
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="the extra `deepspeed` is not installed")
 STAGES = (0, 1, 2, 3)
@@ -64,7 +64,7 @@ def layout(
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     # Larger weights make the third step depend on the rounding of the first.
     folder = tmp_path_factory.mktemp("models") / "deepspeed"
-    tiny_qwen3(hidden_size=32, scale=2.0, vocab_size=64, max_position_embeddings=128).save_pretrained(folder)
+    build_tiny_qwen3(hidden_size=32, scale=2.0, vocab_size=64, max_position_embeddings=128).save_pretrained(folder)
     return str(folder)
 
 
@@ -164,14 +164,14 @@ def weights_with_and_without_moving(backend: Any, layout: Layout) -> list[dict[s
     kinds = [line.split()[0] for line in memory_report(backend.engine, backend.model, backend.stage).splitlines()]
     assert kinds[0] == "parameters" and {"moments", "gradients"} < set(kinds) and kinds[-1] == "all"
     rows, micro_batches = layout.divide(backend)
-    batch, found = backend_batch().rows(rows), []
+    batch, found = make_backend_batch().rows(rows), []
     for is_moved in (False, True):
         backend.load_model()
-        take_step(backend, batch, micro_batches)
+        run_step(backend, batch, micro_batches)
         if is_moved:
             offload_model(backend.engine, backend.model, with_optimizer=True)
             onload_model(backend.engine, backend.model, backend.device)
-        found.append(take_step(backend, batch, micro_batches).weights)
+        found.append(run_step(backend, batch, micro_batches).weights)
     return found
 
 
@@ -185,7 +185,7 @@ def test_state_in_host_memory_comes_back(ranks: BackendRanks, model: str, stage:
 def taken_over_and_loaded(backend: Any, layout: Layout, other: str) -> list[dict[str, torch.Tensor]]:
     """Return weights and scores of a model that takes over those of another folder, and of one loaded from there."""
     rows, micro_batches = layout.divide(backend)
-    batch, found = backend_batch().rows(rows), []
+    batch, found = make_backend_batch().rows(rows), []
     backend.forward(batch, micro_batches)  # stage 3 may then hold former weights whole
     for take_over in (lambda: backend.load_parameters(other), backend.load_model):
         backend.settings.model.path = other

@@ -17,7 +17,7 @@ from skyrl_train.training_backends.checkpoint import StateFiles
 from skyrl_train.training_backends.fsdp2 import backend
 from skyrl_train.training_backends.fsdp2.backend import FSDP2Backend
 from skyrl_train.workers.policy_worker import PolicyWorker
-from skyrl_train_testing.backend_checks import NUM_STEPS, backend_batch, take_step
+from skyrl_train_testing.backend_checks import NUM_STEPS, make_backend_batch, run_step
 from skyrl_train_testing.backend_layouts import (
     BFLOAT16,
     BackendRanks,
@@ -27,7 +27,7 @@ from skyrl_train_testing.backend_layouts import (
     check_resuming,
 )
 from skyrl_train_testing.findings import InvarianceError
-from skyrl_train_testing.tiny_models import tiny_qwen3
+from skyrl_train_testing.tiny_models import build_tiny_qwen3
 
 FSDP2 = {
     "two ranks, sequence parallel": Layout(2, {"policy": {"sequence_parallel_size": 2}}),
@@ -74,7 +74,7 @@ BACKENDS = {
 def larger_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A Qwen3 whose heads every layout divides."""
     folder = tmp_path_factory.mktemp("models") / "larger"
-    tiny_qwen3(hidden_size=32, scale=2.0, vocab_size=64, max_position_embeddings=128).save_pretrained(folder)
+    build_tiny_qwen3(hidden_size=32, scale=2.0, vocab_size=64, max_position_embeddings=128).save_pretrained(folder)
     return str(folder)
 
 
@@ -94,7 +94,7 @@ def export(backend: TrainingBackend, folder: Path) -> dict[str, torch.Tensor]:
     """Take a step and export the model. A job. Returns: the parameters."""
     policy_loss = PolicyLossRegistry.get("regular")
     worker = PolicyWorker(backend.cfg, policy_loss, NUM_STEPS, make_backend=lambda *_: backend)
-    outcome = take_step(backend, backend_batch())
+    outcome = run_step(backend, make_backend_batch())
     worker.save_hf_model(str(folder), AutoTokenizer.from_pretrained(backend.cfg.trainer.policy.model.path or ""))
     return outcome.weights
 
@@ -145,10 +145,10 @@ class Replayed(NamedTuple):
 
 def replay_other_routes(backend: TrainingBackend, layout: Layout) -> Replayed:
     rows, micro_batches = layout.divide(backend)
-    own = backend_batch().rows(rows)
+    own = make_backend_batch().rows(rows)
     _, routes = backend.forward_recording_routes(own, micro_batches)
     own["expert_routes"] = torch.where(routes == no_route(routes.dtype), routes, (routes + 1) % 4)
-    outcome = take_step(backend, own, micro_batches)
+    outcome = run_step(backend, own, micro_batches)
     assert outcome.router is not None
     use = outcome.router.counts, outcome.router.num_differing
     return Replayed(rows, routes, outcome.outputs, outcome.step.grad_norm, *use)

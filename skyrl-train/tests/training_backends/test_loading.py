@@ -22,9 +22,9 @@ from skyrl_train.distributed.ulysses import make_sequence_parallel
 from skyrl_train.models import weight_files
 from skyrl_train.training_backends import transformers_backend
 from skyrl_train.training_backends.base import ModelName, ParallelInfo, RankInfo, TrainingBackend
-from skyrl_train_testing.backend_checks import NUM_STEPS, settings_of
+from skyrl_train_testing.backend_checks import NUM_STEPS, make_settings
 from skyrl_train_testing.rank_processes import ForkedRanks
-from skyrl_train_testing.tiny_models import tiny_mixture, tiny_qwen3
+from skyrl_train_testing.tiny_models import build_tiny_mixture, build_tiny_qwen3
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="the extra `deepspeed` is not installed")
 LORA = {"rank": 4, "alpha": 8}
@@ -58,7 +58,7 @@ class Rank:
         self.joined.join(info)
 
     def _new(self, plan: Plan) -> TrainingBackend:
-        cfg = settings_of(plan.path, {**plan.trainer, plan.name: plan.own}, plan.name)
+        cfg = make_settings(plan.path, {**plan.trainer, plan.name: plan.own}, plan.name)
         make = training_backends.TrainingBackendRegistry.get(cfg.trainer.strategy)
         return make(cfg, plan.name, None if plan.name == "ref" else NUM_STEPS)
 
@@ -174,13 +174,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     sizes: dict[str, Any] = dict(hidden_size=32, scale=3.0, max_position_embeddings=128)
     odd: dict[str, Any] = dict(vocab_size=67, intermediate_size=45, tie_word_embeddings=False)
     critic = root / "critic"
-    folder_of(tiny_qwen3(vocab_size=64, **sizes), critic)
+    folder_of(build_tiny_qwen3(vocab_size=64, **sizes), critic)
     head = torch.randn(1, 32, generator=torch.Generator().manual_seed(1))
     save_file({"value_head.weight": head}, critic / "head.safetensors")
     return {
-        "tied": folder_of(tiny_qwen3(vocab_size=64, **sizes), root / "tied"),
-        "odd": folder_of(tiny_qwen3(**(sizes | odd)), root / "odd", torch.bfloat16),
-        "experts": folder_of(tiny_mixture(num_experts=5), root / "experts"),
+        "tied": folder_of(build_tiny_qwen3(vocab_size=64, **sizes), root / "tied"),
+        "odd": folder_of(build_tiny_qwen3(**(sizes | odd)), root / "odd", torch.bfloat16),
+        "experts": folder_of(build_tiny_mixture(num_experts=5), root / "experts"),
         "critic": str(critic),
     }
 
@@ -236,7 +236,7 @@ def warnings_of_loading(rank: Rank, plan: Plan) -> list[str]:
 
 def test_rank_0_loads_what_cannot_be_read_in_parts(groups: Callable[[int], Group], tiny_model: str, tmp_path: Path):
     folder = tmp_path / "whole"
-    tiny_qwen3(hidden_size=32, vocab_size=64).save_pretrained(folder)
+    build_tiny_qwen3(hidden_size=32, vocab_size=64).save_pretrained(folder)
     file = folder / "model.safetensors"
     weights = load_file(file)
     save_file(weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}, file, {"format": "pt"})

@@ -22,9 +22,15 @@ from skyrl_train.training_backends.base import RankInfo
 from skyrl_train.training_batch import MicroBatch
 from skyrl_train.workers.objectives.policy import PolicyObjective
 from skyrl_train.workers.policy_worker import PolicyWorker
-from skyrl_train_testing.backend_checks import NUM_STEPS, backend_batch, check_training_backend, settings_of, take_step
+from skyrl_train_testing.backend_checks import (
+    NUM_STEPS,
+    check_training_backend,
+    make_backend_batch,
+    make_settings,
+    run_step,
+)
 from skyrl_train_testing.backend_layouts import FLOAT32, BackendRanks, Layout, check_layout
-from skyrl_train_testing.tiny_models import tiny_qwen3
+from skyrl_train_testing.tiny_models import build_tiny_qwen3
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +39,9 @@ def models(tmp_path_factory: pytest.TempPathFactory, save_mixture: Callable[...,
     folder = tmp_path_factory.mktemp("megatron")
     # Larger weights make the third step depend on the rounding of the first.
     shape: dict[str, Any] = dict(hidden_size=32, scale=2.0, vocab_size=67, max_position_embeddings=128)
-    tiny_qwen3(**shape).save_pretrained(folder / "dense")
-    tiny_qwen3(**shape, tie_word_embeddings=False).save_pretrained(folder / "untied")
-    tiny_qwen3(**shape, num_hidden_layers=3).save_pretrained(folder / "three layers")
+    build_tiny_qwen3(**shape).save_pretrained(folder / "dense")
+    build_tiny_qwen3(**shape, tie_word_embeddings=False).save_pretrained(folder / "untied")
+    build_tiny_qwen3(**shape, num_hidden_layers=3).save_pretrained(folder / "three layers")
     for name, model in (("llama", tiny_llama()), ("qwen2", tiny_qwen2())):
         model.save_pretrained(folder / name)
     heads = dict(num_key_value_heads=2, num_attention_heads=4, vocab_size=67)
@@ -156,13 +162,13 @@ def test_layout_equals_one_rank_of_fsdp2(model: str, division: Layout, models: d
 def test_use_of_experts_is_counted_as_by_fsdp2(models: dict[str, str]):
     counted = []
     for strategy in ("fsdp2", "megatron"):
-        cfg = settings_of(models["half mixture"], {"strategy": strategy, "gradient_checkpointing": True})
+        cfg = make_settings(models["half mixture"], {"strategy": strategy, "gradient_checkpointing": True})
         backend = TrainingBackendRegistry.get(strategy)(cfg, "policy", NUM_STEPS)
         backend.join(RankInfo())
         backend.load_model()
         parts = [MicroBatch((0, 1, 2)), MicroBatch((3, 4, 5, 6)), MicroBatch((0,), is_dummy=True)]
         objective = PolicyObjective(cfg.trainer.algorithm, PolicyLossRegistry.get("regular"))
-        counted.append(backend.forward_backward(backend_batch(), parts, objective).router)
+        counted.append(backend.forward_backward(make_backend_batch(), parts, objective).router)
     expected, found = counted
     assert found.num_tokens == expected.num_tokens and torch.equal(found.counts, expected.counts)
     torch.testing.assert_close(found.probability_sums, expected.probability_sums)
@@ -171,7 +177,9 @@ def test_use_of_experts_is_counted_as_by_fsdp2(models: dict[str, str]):
 @pytest.mark.usefixtures("group_of_one")
 @pytest.mark.parametrize("name", ["llama", "qwen2", "untied", "half mixture"])
 def test_model_of_each_family_is_certified(name: str, models: dict[str, str], caplog: pytest.LogCaptureFixture):
-    backend = TrainingBackendRegistry.get("megatron")(settings_of(models[name], {"strategy": "megatron"}), "ref", None)
+    backend = TrainingBackendRegistry.get("megatron")(
+        make_settings(models[name], {"strategy": "megatron"}), "ref", None
+    )
     backend.join(RankInfo())
     with caplog.at_level("INFO"):
         backend.load_model()
@@ -184,10 +192,10 @@ def test_model_of_each_family_is_certified(name: str, models: dict[str, str], ca
 @pytest.mark.parametrize("bf16", [False, True])
 def test_export_holds_the_float32_weights(bf16: bool, chat_model: str, tmp_path: Path):
     """The optimizer steps float32 weights, also where the model computes with their bfloat16 values."""
-    cfg = settings_of(chat_model, {"strategy": "megatron", "bf16": bf16})
+    cfg = make_settings(chat_model, {"strategy": "megatron", "bf16": bf16})
     worker = PolicyWorker(cfg, PolicyLossRegistry.get("regular"), NUM_STEPS)
     worker.init_model(RankInfo())
-    outcome = take_step(worker.backend, backend_batch())
+    outcome = run_step(worker.backend, make_backend_batch())
     worker.save_hf_model(str(tmp_path / "export"), AutoTokenizer.from_pretrained(chat_model))
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
     for name, weight in exported.named_parameters():
@@ -207,13 +215,13 @@ def copying_moves(patch: pytest.MonkeyPatch) -> None:
 def test_state_that_leaves_its_device_comes_back_with_the_same_bits(
     bf16: bool, tiny_model: str, monkeypatch: pytest.MonkeyPatch
 ):
-    cfg = settings_of(tiny_model, {"strategy": "megatron", "bf16": bf16})
+    cfg = make_settings(tiny_model, {"strategy": "megatron", "bf16": bf16})
     backend = TrainingBackendRegistry.get("megatron")(cfg, "policy", NUM_STEPS)
     backend.join(RankInfo())
     outcomes = []
     for leaves in (False, True):
         backend.load_model()
-        take_step(backend, backend_batch())
+        run_step(backend, make_backend_batch())
         if leaves:
             optimizer = backend.optimizer
             parts = optimizer.shards.optimizer.chained_optimizers
@@ -230,7 +238,7 @@ def test_state_that_leaves_its_device_comes_back_with_the_same_bits(
                 optimizer.onload(backend.device)
             for moment in moments:
                 moment.fill_(torch.nan)  # what is left behind is not read again
-        outcomes.append(take_step(backend, backend_batch()))
+        outcomes.append(run_step(backend, make_backend_batch()))
     stayed, moved = outcomes
     assert moved.step == stayed.step
     assert all(torch.equal(moved.weights[name], weight) for name, weight in stayed.weights.items())

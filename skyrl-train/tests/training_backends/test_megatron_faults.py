@@ -10,7 +10,7 @@ import pytest
 
 from skyrl_train.errors import ConfigError
 from skyrl_train.training_backends.base import RankInfo
-from skyrl_train_testing.backend_checks import NUM_STEPS, check_training_backend, settings_of
+from skyrl_train_testing.backend_checks import NUM_STEPS, check_training_backend, make_settings
 from skyrl_train_testing.backend_layouts import BackendRanks, Layout, check_layout
 from skyrl_train_testing.findings import InvarianceError
 
@@ -80,7 +80,7 @@ def test_certificate_names_a_fault_of_the_map(
     monkeypatch: pytest.MonkeyPatch,
 ):
     path = save_mixture(tmp_path / "mixture", scale=3.0) if is_mixture else tiny_model
-    backend = healthy(settings_of(path, STRATEGY), "policy", NUM_STEPS)
+    backend = healthy(make_settings(path, STRATEGY), "policy", NUM_STEPS)
     backend.join(RankInfo())
     fault(monkeypatch)
     with pytest.raises(ConfigError, match=error):

@@ -27,7 +27,7 @@ from skyrl_train.entrypoints.main_generate import EvalOnlyEntrypoint
 from skyrl_train.errors import ConfigError
 from skyrl_train.utils import run_owner
 from skyrl_train.utils.run_owner import LOCK, RECORD, owning_run
-from skyrl_train_testing.tiny_runs import tiny_run
+from skyrl_train_testing.tiny_runs import make_tiny_run
 
 DRIVER = """
 import sys
@@ -146,7 +146,7 @@ def test_every_command_refuses_owned_folder(tmp_path: Path, chat_model: str, cap
     rows = tmp_path / "rows.jsonl"
     rows.write_text("")  # unread: the folder is refused first
     changes: dict[str, Any] = {"data": {"val_data": [str(rows)]}}
-    settings = tiny_run(tmp_path / "run", chat_model, str(rows), changes)
+    settings = make_tiny_run(tmp_path / "run", chat_model, str(rows), changes)
     supervised = {
         "data": {"train_data": [str(rows)], "val_data": []},
         "trainer": {"run_dir": str(tmp_path / "run"), "policy": {"model": {"path": chat_model}}},
@@ -155,7 +155,7 @@ def test_every_command_refuses_owned_folder(tmp_path: Path, chat_model: str, cap
     commands = [
         lambda: run_experiment(SkyRLConfig.from_dict(settings)),
         lambda: run_experiment(
-            SkyRLConfig.from_dict(tiny_run(tmp_path / "run", chat_model, str(rows), changes | asynchronous))
+            SkyRLConfig.from_dict(make_tiny_run(tmp_path / "run", chat_model, str(rows), changes | asynchronous))
         ),
         lambda: run_experiment(SkyRLConfig.from_dict(settings), EvalOnlyEntrypoint, validate_generator_cfg),
         lambda: main_sft.start(DictConfig(supervised), SupervisedConfig),

@@ -15,7 +15,7 @@ from skyrl_train.training_backends.base import RankInfo
 from skyrl_train.weight_sync.base import WeightSyncInitInfo
 from skyrl_train.workers.policy_worker import PolicyWorker
 from skyrl_train_testing.engine_conformance.transfer import EnginesHere
-from skyrl_train_testing.tiny_models import character_tokenizer
+from skyrl_train_testing.tiny_models import build_character_tokenizer
 from skyrl_train_testing.weight_holders import HoldersInThreads, WeightHolder
 
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
@@ -27,7 +27,7 @@ INFOS = [WeightSyncInitInfo(transport="shared_memory")]
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model whose routing is decided by its bias: it prefers experts 2, 5, 6 and 7 of 8."""
     torch.manual_seed(0)
-    tokenizer = character_tokenizer()
+    tokenizer = build_character_tokenizer()
     config = Glm4MoeConfig(
         vocab_size=len(tokenizer),
         hidden_size=32,
@@ -65,7 +65,7 @@ def policy(config: Any, mixture: str) -> Any:
 
 
 def test_export_holds_every_tensor_of_a_checkpoint(policy: PolicyWorker, mixture: str, tmp_path: Path):
-    policy.save_hf_model(str(tmp_path / "export"), character_tokenizer())
+    policy.save_hf_model(str(tmp_path / "export"), build_character_tokenizer())
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32).state_dict()
     expected = AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32).state_dict()
     assert list(exported) == list(expected)

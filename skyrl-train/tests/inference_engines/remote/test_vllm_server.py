@@ -184,16 +184,16 @@ async def test_a_request_that_reaches_the_server_after_the_pause_is_ended_by_it(
 # its answer passes the server are, and those of weights and control.
 COMPUTED = ("answers", "stopping", "bad_input")
 PASSED_ON = (
-    "answers_tell_tokens_text_log_probs_and_versions",
-    "log_probs_are_those_of_the_model_at_the_temperature",
-    "a_seed_fixes_answers_whatever_runs_beside_them",
-    "likeliest_words_of_prompts_are_the_models",
-    "a_stop_string_ends_an_answer_and_stays_in_it",
-    "sampling_keywords_are_checked",
+    "check_response_fields",
+    "check_log_probs",
+    "check_seeds",
+    "check_top_prompt_log_probs",
+    "check_stop_strings",
+    "check_sampling_keywords",
 )
 
 
-WAITS = ("a_pause_that_keeps_stops_the_writing", "answers_under_way_go_on_with_the_new_weights")
+WAITS = ("check_pause_keep_stops", "check_update_during_responses")
 """Checks of half a minute each: the other pauses and updates show that the calls pass the server."""
 
 

@@ -22,7 +22,7 @@ DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
 WAYS = (("shared_memory", "full"), ("broadcast", "full"), ("checkpoint", "full"), ("shared_memory", "delta"))
 
 OTHERWISE = {
-    "repetition_penalty_moves_the_choice_and_not_the_log_probs": "SGLang counts repetitions in answers alone "
+    "check_repetition_penalty": "SGLang counts repetitions in answers alone "
     "(sglang/srt/sampling/penaltylib/repetition_penalty.py)",
 }
 """Conformance checks in which SGLang differs by design, each with the reason."""

@@ -36,7 +36,7 @@ async def subject(tmp_path_factory: pytest.TempPathFactory):
     with pytest.raises(RuntimeError, match="no weights yet"):
         await subject.generate([[5, 6]], max_tokens=1)
     await subject.set_weights(subject.reference.changed(1))
-    await subject.restore_weights()
+    await subject.load_original_weights()
     yield subject
     await subject.close()
     await engine.teardown()

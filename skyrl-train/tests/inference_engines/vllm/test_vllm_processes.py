@@ -33,7 +33,7 @@ async def _expect_whole_syncs(model: str, **settings: Any) -> None:
     """Random weights answer nothing; after each full sync log-probs are transformers'."""
     from skyrl_train.inference_engines.vllm.engine import VLLMInferenceEngine
     from skyrl_train_testing.engine_conformance import EngineUnderTest
-    from skyrl_train_testing.engine_conformance.weights import expect_weights
+    from skyrl_train_testing.engine_conformance.weights import check_weights
 
     engine = VLLMInferenceEngine(model, dummy_weights=True, **(SETTINGS | settings))
     subject = EngineUnderTest(engine, model, tolerance=1e-5)
@@ -43,7 +43,7 @@ async def _expect_whole_syncs(model: str, **settings: Any) -> None:
             await subject.generate([[5, 6]], max_tokens=1)
         for weights in (subject.reference.original, subject.reference.changed(1), subject.reference.changed(2)):
             await subject.set_weights(weights)
-            await expect_weights(subject, weights, f"version {subject.version}")
+            await check_weights(subject, weights, f"version {subject.version}")
     finally:
         await subject.close()
         await engine.teardown()
