@@ -14,13 +14,13 @@ def test_rows_are_numbered_by_trajectory_and_step():
     assert step.tolist() == [0, 1, 0, 2, 0]
 
 
-def test_rewards_of_steps_become_a_matrix_of_trajectories():
+def test_step_rewards_form_trajectory_matrix():
     rewards, mask = trajectory_matrix(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]), *step_numbers(IDS))
     assert rewards.tolist() == [[1.0, 2.0, 4.0], [3.0, 0.0, 0.0], [5.0, 0.0, 0.0]]
     assert mask.tolist() == [[1.0, 1.0, 1.0], [1.0, 0.0, 0.0], [1.0, 0.0, 0.0]]
 
 
-def test_every_row_gets_its_cell_back():
+def test_rows_receive_matrix_cells():
     values = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
     order = [4, 3, 0, 2, 1]
     trajectory, step = (numbers[order] for numbers in step_numbers(IDS))
@@ -28,16 +28,16 @@ def test_every_row_gets_its_cell_back():
     assert torch.equal(rows_of_matrix(matrix, trajectory, step), values[order])
 
 
-def test_a_step_may_be_missing():
+def test_missing_step_is_allowed():
     _, mask = trajectory_matrix(torch.tensor([1.0, 2.0]), torch.tensor([0, 0]), torch.tensor([0, 2]))
     assert mask.tolist() == [[1.0, 0.0, 1.0]]
 
 
-def test_no_rows_are_no_trajectories():
+def test_empty_rows_give_no_trajectories():
     rewards, mask = trajectory_matrix(torch.zeros(0), *step_numbers([]))
     assert rewards.shape == mask.shape == (0, 0)
 
 
-def test_two_rows_cannot_be_the_same_step():
+def test_duplicate_step_is_rejected():
     with pytest.raises(ValueError, match="same step"):
         trajectory_matrix(torch.ones(2), torch.tensor([0, 0]), torch.tensor([1, 1]))

@@ -11,7 +11,7 @@ from skyrl_train.config.typed import sections_of
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "configuration.md"
 
 
-def test_the_committed_page_is_what_the_command_prints():
+def test_committed_page_equals_command_output():
     assert DOCUMENT.read_text(encoding="utf-8") == page(), (
         "run `python -m skyrl_train.config.document > docs/configuration.md`"
     )
@@ -28,5 +28,5 @@ def settings_without_meaning(config_type, name=""):
             yield name + field.name
 
 
-def test_every_setting_says_what_it_means():
+def test_all_settings_are_documented():
     assert list(settings_without_meaning(SkyRLConfig)) == []

@@ -20,7 +20,7 @@ def own(**zero: Any) -> dict[str, Any]:
     return {"deepspeed_config": {"zero_optimization": zero}}
 
 
-def test_own_key_wins_over_the_shared_group():
+def test_model_key_overrides_shared_group():
     cfg = config({"train": {"zero_optimization": {"stage": 2, "sub_group_size": 1e4}}}, critic=own(stage=1))
     policy, critic = cfg.trainer.policy.deepspeed_config, cfg.trainer.critic.deepspeed_config
     assert (policy.zero_optimization.stage, critic.zero_optimization.stage) == (2, 1)
@@ -29,7 +29,7 @@ def test_own_key_wins_over_the_shared_group():
     assert cfg.trainer.ref.deepspeed_config.zero_optimization.offload_param.device == "cpu"
 
 
-def test_json_has_whole_numbers_and_leaves_auto_to_deepspeed():
+def test_json_uses_integers_and_keeps_auto():
     zero = settings_of_model(config({"train": {"zero_optimization": {"sub_group_size": 1e4}}}), "policy")
     assert zero["zero_optimization"]["sub_group_size"] == 10_000
     assert isinstance(zero["zero_optimization"]["sub_group_size"], int)
@@ -66,7 +66,7 @@ def test_precision(bf16: bool, autocast: bool, sections: set[str]):
         ),
     ],
 )
-def test_contradiction_is_refused(settings: dict[str, Any], message: str):
+def test_contradiction_is_rejected(settings: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
         check_deepspeed(config(**settings))
 
@@ -86,7 +86,7 @@ def test_contradiction_is_refused(settings: dict[str, Any], message: str):
         ({"deepspeed_config": {"train": {"zero_optimization": {"stag": 1}}}}, "did you mean .*stage"),
     ],
 )
-def test_setting_that_is_not_built_is_refused_by_name(settings: dict[str, Any], message: str):
+def test_unsupported_setting_is_rejected_by_name(settings: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
         SkyRLConfig.from_dict(settings)
 
@@ -103,7 +103,7 @@ def test_setting_that_is_not_built_is_refused_by_name(settings: dict[str, Any], 
         ),
     ],
 )
-def test_setting_of_another_strategy_is_refused(trainer: dict[str, Any], shared: Any, message: str):
+def test_setting_of_other_strategy_is_rejected(trainer: dict[str, Any], shared: Any, message: str):
     trainer = {"placement": {"device": "cpu"}, "algorithm": {"use_kl_loss": False}, **trainer}
     with pytest.raises(ConfigError, match=message):
         validate_cfg(SkyRLConfig.from_dict({"trainer": trainer, "deepspeed_config": shared}))

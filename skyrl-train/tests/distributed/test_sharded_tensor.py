@@ -43,7 +43,7 @@ def gathered(fsdp_size: int) -> tuple[dict[str, torch.Tensor], int, int]:
     return together, calls, sum(isinstance(part, DTensor) for part in parts.values())
 
 
-def test_tensors_that_travel_together_are_those_of_all_ranks(run_on_ranks: Callable[..., list[Any]]):
+def test_batched_gather_matches_all_ranks(run_on_ranks: Callable[..., list[Any]]):
     expected = wholes()
     expected |= {"columns": expected["first"], "undivided": expected["first"].bfloat16()}
     expected["third"] = expected["third"].bfloat16()

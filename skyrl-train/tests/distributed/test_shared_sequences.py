@@ -91,9 +91,7 @@ def learn_on_ranks(sizes: tuple[int, ...], model: Callable[[], Any]) -> list[dic
     [pytest.param(tiny, 4, (4, 2), marks=pytest.mark.full), (with_adapters, 2, (2, 1))],
     ids=["all weights", "adapters on frozen weights"],
 )
-def test_sharing_sequences_and_dividing_weights_change_neither_scores_nor_gradients(
-    run_on_ranks, model, num_ranks, sizes
-):
+def test_sequence_parallel_and_sharding_preserve_scores_and_gradients(run_on_ranks, model, num_ranks, sizes):
     expected = learn(model(), None, slice(None), sharded=False)
     untrained = dict(exported_parameters(model()))
     of_ranks = run_on_ranks(num_ranks, learn_on_ranks, sizes, model)
@@ -119,7 +117,7 @@ def write_adapters_on_ranks(folder: Path) -> int:
     return len(write_adapter_version(model, folder, 1, torch.float32, rank=dist.get_rank()))
 
 
-def test_two_ranks_write_the_adapters_that_one_would(run_on_ranks, tmp_path):
+def test_two_ranks_write_same_adapters_as_one(run_on_ranks, tmp_path):
     expected = dict(adapter_tensors(with_adapters(), torch.float32))
     assert run_on_ranks(2, write_adapters_on_ranks, tmp_path) == [len(expected), 0]
     written = load_file(tmp_path / "1" / WEIGHTS_FILE)

@@ -214,7 +214,7 @@ CHECKS = list(dict.fromkeys(check for _, checks in FAULTS for check in checks))
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_the_code_as_it_is_passes(check: Check):
+def test_unmodified_code_passes(check: Check):
     check()
 
 
@@ -223,7 +223,7 @@ def test_the_code_as_it_is_passes(check: Check):
     [(fault, check) for fault, checks in FAULTS for check in checks],
     ids=lambda function: function.__name__,
 )
-def test_a_planted_fault_is_caught(fault: Fault, check: Check, monkeypatch: pytest.MonkeyPatch):
+def test_injected_fault_is_detected(fault: Fault, check: Check, monkeypatch: pytest.MonkeyPatch):
     fault(monkeypatch)
     with pytest.raises(AssertionError):
         check()
@@ -242,7 +242,7 @@ def test_number_of_planted_bugs_is_ten():
     ],
     ids=["policy", "kl", "entropy"],
 )
-def test_every_term_of_the_loss_has_a_gradient_of_its_own(terms: dict[str, Any], advantage: float):
+def test_loss_terms_have_distinct_gradients(terms: dict[str, Any], advantage: float):
     apprentice = Apprentice(Bandit(), terms)
     apprentice.step()  # away from the reference
     assert gradient_norm(apprentice, advantage=advantage) > 0.01

@@ -42,7 +42,7 @@ def adapted(path: str, **config) -> PreTrainedModel:
     return model
 
 
-def test_returned_tensors_equal_the_file_in_the_engines_dtype(tiny_model, tmp_path):
+def test_returned_tensors_equal_file_in_engine_dtype(tiny_model, tmp_path):
     model = adapted(tiny_model)
     written = write_adapter_version(model, tmp_path, 1, torch.bfloat16, rank=0)
     file = load_file(tmp_path / "1" / WEIGHTS_FILE)
@@ -54,7 +54,7 @@ def test_returned_tensors_equal_the_file_in_the_engines_dtype(tiny_model, tmp_pa
     assert torch.equal(file[name], up_proj.b.detach().bfloat16())
 
 
-def test_written_tensors_are_no_views_of_trained_weights(tiny_model, tmp_path):
+def test_exported_tensors_are_not_views_of_trained_weights(tiny_model, tmp_path):
     model = adapted(tiny_model)
     written = write_adapter_version(model, tmp_path, 1, torch.float32, rank=0)
     with torch.no_grad():
@@ -63,7 +63,7 @@ def test_written_tensors_are_no_views_of_trained_weights(tiny_model, tmp_path):
     assert all(tensor.abs().max() > 0 for tensor in written.values())
 
 
-def test_the_last_two_versions_stay(tiny_model, tmp_path):
+def test_last_two_versions_are_kept(tiny_model, tmp_path):
     """Also where the numbers have more digits: 10 comes after 9. What is no version is left alone."""
     model = adapted(tiny_model)
     (tmp_path / "notes").mkdir()
@@ -74,7 +74,7 @@ def test_the_last_two_versions_stay(tiny_model, tmp_path):
     assert files == [CONFIG_FILE, WEIGHTS_FILE]
 
 
-def test_writer_that_dies_halfway_leaves_no_adapter_or_the_one_before(tiny_model, tmp_path, monkeypatch):
+def test_crashed_writer_leaves_previous_adapter_or_none(tiny_model, tmp_path, monkeypatch):
     model = adapted(tiny_model)
     fsync = os.fsync
 
@@ -95,14 +95,14 @@ def test_writer_that_dies_halfway_leaves_no_adapter_or_the_one_before(tiny_model
 
 
 @pytest.mark.parametrize("init_method", ["pissa", "pissa_niter_4", "olora"])
-def test_adapters_that_began_by_changing_the_model_are_refused(tiny_model, tmp_path, init_method):
+def test_adapters_with_weight_modifying_init_are_rejected(tiny_model, tmp_path, init_method):
     model = adapted(tiny_model, init_method=init_method)
     with pytest.raises(ConfigError, match=f"init_method='{init_method}', which moves a part of the model's weights"):
         write_adapter_version(model, tmp_path, 1, torch.float32, rank=0)
 
 
 @pytest.mark.parametrize("init_method", ["kaiming", "gaussian", "orthogonal"])
-def test_the_native_engine_takes_what_was_written(tiny_model, tmp_path, init_method):
+def test_native_engine_loads_written_adapter(tiny_model, tmp_path, init_method):
     """The layer of every adapter, alpha / rank = 2."""
     model = adapted(tiny_model, init_method=init_method)
     write_adapter_version(model, tmp_path, 1, torch.float32, rank=0)
@@ -115,7 +115,7 @@ def test_the_native_engine_takes_what_was_written(tiny_model, tmp_path, init_met
         assert torch.equal(layers[adapter.layer].b, adapter.b)
 
 
-async def test_an_engine_answers_with_the_policys_adapters_and_proves_it(chat_model, tmp_path):
+async def test_engine_matches_policy_after_verified_adapter_sync(chat_model, tmp_path):
     """A sync of adapters alone: written, loaded, fingerprints compared; then log-probs are the policy's."""
     model = adapted(chat_model)
     written = write_adapter_version(model, tmp_path, 7, torch.float32, rank=0)
@@ -140,7 +140,7 @@ async def test_an_engine_answers_with_the_policys_adapters_and_proves_it(chat_mo
     )
 
 
-def test_a_checkpoints_adapter_names_its_model_and_stays_in_float32(tiny_model, tmp_path):
+def test_checkpoint_adapter_names_base_model_and_is_float32(tiny_model, tmp_path):
     save_adapter(adapted(tiny_model), tmp_path / "adapter", "some/model")
     assert json.loads((tmp_path / "adapter" / CONFIG_FILE).read_text())["base_model_name_or_path"] == "some/model"
     tensors = load_file(tmp_path / "adapter" / WEIGHTS_FILE).values()

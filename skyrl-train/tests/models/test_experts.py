@@ -33,7 +33,7 @@ def make_model(kind: str = "qwen3"):
     )
 
 
-def test_two_tokens_and_two_experts_by_hand():
+def test_two_tokens_and_two_experts_match_manual_result():
     # Both tokens go to expert 0, with probability 3/4 and 1/4 on average: 2 * (1 * 3/4 + 0 * 1/4).
     statistics = RouterStatistics(torch.tensor([[2.0, 0.0]]), torch.tensor([[1.5, 0.5]]), 2)
     assert auxiliary_loss(statistics) == pytest.approx(1.5)
@@ -42,14 +42,14 @@ def test_two_tokens_and_two_experts_by_hand():
     assert auxiliary_loss(statistics + opposite) == pytest.approx(1.0)
 
 
-def test_no_token_gives_zero_not_nan():
+def test_router_loss_of_empty_batch_is_zero():
     assert auxiliary_loss(RouterStatistics(torch.zeros(1, 2), torch.zeros(1, 2), 0)) == 0.0
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "mixtral"])
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
-def test_sums_over_micro_batches_give_the_loss_of_the_whole_batch(kind, packing, gradient_checkpointing, ragged):
+def test_router_loss_sums_over_micro_batches_to_full_batch(kind, packing, gradient_checkpointing, ragged):
     model = make_model(kind).train()
     words = torch.where(ragged.mask == 1, ragged.sequences, 0)
     positions = (ragged.mask.cumsum(1) - 1).clamp(min=0)
@@ -71,7 +71,7 @@ def test_sums_over_micro_batches_give_the_loss_of_the_whole_batch(kind, packing,
     assert auxiliary_loss(total) == pytest.approx(expected.item(), rel=1e-5)
 
 
-def test_packed_scores_of_a_mixture_of_experts_are_those_of_padded_rows(ragged):
+def test_packed_moe_scores_match_padded_rows(ragged):
     results = []
     for packing in (True, False):
         model = make_model()
@@ -82,6 +82,6 @@ def test_packed_scores_of_a_mixture_of_experts_are_those_of_padded_rows(ragged):
         torch.testing.assert_close(ours, expected, atol=2e-5, rtol=1e-4)
 
 
-def test_a_model_without_experts_has_no_statistics(tiny_model: str, ragged):
+def test_dense_model_has_no_expert_statistics(tiny_model: str, ragged):
     model = load_causal_lm(tiny_model, device=torch.device("cpu"))
     assert ScoringModel(model)(*ragged, 1.0).router is None

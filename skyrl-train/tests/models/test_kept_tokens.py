@@ -33,7 +33,7 @@ def kept_ids(sets: list[list[int]]) -> KeptIds:
         ([2], 2, 1.0),
     ],
 )
-def test_log_prob_and_entropy_over_kept_tokens_of_four(kept: list[int], token: int, probability: float):
+def test_log_prob_and_entropy_over_truncated_vocabulary(kept: list[int], token: int, probability: float):
     hidden, weight = torch.tensor([[1.0]]), torch.tensor(FOUR).log()[:, None]
     log_probs, entropy, _ = candidate_log_probs(
         hidden, weight, torch.tensor([token]), None, with_entropy=True, kept=kept_ids([kept])
@@ -44,7 +44,7 @@ def test_log_prob_and_entropy_over_kept_tokens_of_four(kept: list[int], token: i
     assert entropy.item() == pytest.approx(-sum(p * math.log(p) for p in shares), abs=1e-6)
 
 
-def test_policy_gradient_of_a_truncated_policy_needs_its_own_log_probs():
+def test_truncated_policy_gradient_requires_truncated_log_probs():
     """Policy with logits ln FOUR draws tokens 0 and 1 with 2/3 and 1/3; the reward is 1 for token 0. By hand:
 
     d E[r] / dz = p0 (r0 - E[r]), p1 (r1 - E[r]) = 2/9, -2/9, 0, 0                over kept tokens
@@ -81,7 +81,7 @@ def inputs(dtype: torch.dtype, num_tokens: int = NUM_TOKENS):
 
 @pytest.mark.parametrize("chunk_size", [1, 4, 1000])
 @pytest.mark.parametrize("rule", RULES)
-def test_chunks_give_the_gradients_of_a_whole_truncated_softmax(chunk_size: int, rule: LogitRule):
+def test_chunked_gradients_match_full_truncated_softmax(chunk_size: int, rule: LogitRule):
     hidden, weight, bias, labels, sets = inputs(torch.float32)
     ours = candidate_log_probs(
         hidden,
@@ -115,7 +115,7 @@ def test_chunks_give_the_gradients_of_a_whole_truncated_softmax(chunk_size: int,
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
-def test_compiled_chunks_give_the_same_over_kept_tokens():
+def test_compiled_chunks_match_eager_over_kept_tokens():
     hidden, weight, bias, labels, sets = inputs(torch.float32)
     results = []
     for compile in (False, True):
@@ -137,7 +137,7 @@ def test_compiled_chunks_give_the_same_over_kept_tokens():
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_kept_tokens_of_a_batch_belong_to_their_response_tokens(packing: bool, ragged):
+def test_kept_tokens_align_with_response_tokens(packing: bool, ragged):
     """Rows of different lengths, with sets of different sizes: each token's log-prob is that of its own set, computed
     from the log-probs of the whole vocabulary."""
     sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, head_dim=8)

@@ -62,7 +62,7 @@ def learn(scorer: Any, rows: list[tuple[list[int], list[int]]]) -> tuple[list[to
 
 @pytest.mark.parametrize("kind", ["policy", "critic"])
 @pytest.mark.parametrize("rows", BATCHES.values(), ids=list(BATCHES))
-def test_scores_and_gradients_are_those_of_separate_rows(rows: Any, kind: str):
+def test_scores_and_gradients_match_separate_rows(rows: Any, kind: str):
     scores, gradients = learn(model(kind), rows)
     expected_scores, expected_gradients = learn(model(kind, share=False), rows)
     for score, expected in zip(scores, expected_scores, strict=True):
@@ -75,7 +75,7 @@ def test_scores_and_gradients_are_those_of_separate_rows(rows: Any, kind: str):
 
 
 @pytest.mark.parametrize("rows", list(BATCHES.values())[:3], ids=list(BATCHES)[:3])
-def test_micro_batches_of_a_budget_that_counts_prefixes_once_learn_the_same(rows: Any):
+def test_prefix_aware_token_budget_gives_same_update(rows: Any):
     sequences, mask = batch(*rows)
     order = prefix_order(sequences, mask, NUM_RESPONSE)
     lengths = mask.sum(1).tolist()
@@ -95,7 +95,7 @@ def test_micro_batches_of_a_budget_that_counts_prefixes_once_learn_the_same(rows
 
 
 @pytest.mark.parametrize("kind", ["policy", "critic"])
-def test_a_model_computes_a_shared_prompt_once(kind: str):
+def test_shared_prompt_is_computed_once(kind: str):
     """Else equal scores would prove nothing."""
     rows, computed = BATCHES["samples of two prompts"], []
     for share in (True, False):
@@ -109,7 +109,7 @@ def test_a_model_computes_a_shared_prompt_once(kind: str):
 
 @pytest.mark.parametrize(("settings", "shares"), [({}, True), ({"dropout": 0.1}, False)], ids=["adapters", "dropout"])
 @pytest.mark.parametrize("role", ["policy", "critic"])
-def test_rows_that_draw_their_own_dropout_share_nothing(role: Any, settings: Any, shares: bool, tmp_path: Path):
+def test_dropout_disables_prefix_sharing(role: Any, settings: Any, shares: bool, tmp_path: Path):
     tiny_qwen3(hidden_size=16, vocab_size=64).save_pretrained(tmp_path)
     section = {"model": {"path": str(tmp_path), "lora": {"rank": 2, **settings}}}
     cfg = SkyRLConfig.from_dict({"trainer": {"policy": {"model": {"path": str(tmp_path)}}, role: section}})
@@ -120,7 +120,7 @@ def test_rows_that_draw_their_own_dropout_share_nothing(role: Any, settings: Any
 
 
 @pytest.mark.parametrize("window", [5, 18])
-def test_a_sliding_window_reaches_into_the_prefix(window: int):
+def test_sliding_window_reaches_into_prefix(window: int):
     sliding = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0}
     rows = BATCHES["branches"]
     (shared, _), _ = learn(model(**sliding), rows)
@@ -130,7 +130,7 @@ def test_a_sliding_window_reaches_into_the_prefix(window: int):
     assert (shared - unlimited).abs().max() > 1e-3
 
 
-def test_a_prefix_is_laid_out_once():
+def test_prefix_is_packed_once():
     layout = packed(*batch(*BATCHES["samples of two prompts"]), NUM_RESPONSE, share_prefixes=True)
     assert layout.rows is not None and layout.rows.keys is not None
     assert layout.input_ids.shape[1] == len(A) + len(B) + 16
@@ -141,14 +141,14 @@ def test_a_prefix_is_laid_out_once():
     assert sorted(row.tolist() for row in seen) == sorted(rows)
 
 
-def test_the_first_token_of_a_response_is_predicted_by_the_shared_prompt():
+def test_first_response_token_is_predicted_by_shared_prompt():
     layout = packed(*batch((A, [40]), (A, [41])), NUM_RESPONSE, share_prefixes=True)
     assert layout.labels.sort().values.tolist() == [40, 41]
     assert layout.input_ids[0, layout.predictors].tolist() == [A[-1], A[-1]]
 
 
 @pytest.mark.parametrize("last", [40, 70])
-def test_prompts_that_hold_the_response_of_another_row_compute_none_of_it_again(last: int):
+def test_prompt_containing_other_response_is_not_recomputed(last: int):
     """Whatever token the first row goes on with: sorted by tokens alone it may stand behind those that branch off."""
     rows = [(C, [40, 41, 42, 43, 44, 45, last]), ([*C, 40, 41, 42, 43, 44, 45, 55], [46]), ([*C, 40, 41, 56, 57], [47])]
     order = prefix_order(*batch(*rows), NUM_RESPONSE)
@@ -157,7 +157,7 @@ def test_prompts_that_hold_the_response_of_another_row_compute_none_of_it_again(
     assert layout.input_ids.shape[1] == 18 + 2 + 16
 
 
-def test_short_beginnings_and_responses_are_not_shared():
+def test_short_prefixes_and_responses_are_not_shared():
     header, answer = [30, 2, 3], list(range(5, 12))
     for rows in ([([*header, 5], [6]), ([*header, 7], [8])], [(C, answer), (C, answer)], [(A, []), (B, [])]):
         sequences, mask = batch(*rows)
@@ -166,13 +166,13 @@ def test_short_beginnings_and_responses_are_not_shared():
         assert torch.equal(ours.input_ids, plain.input_ids)
 
 
-def test_a_response_is_computed_for_each_row_that_has_it():
+def test_equal_responses_are_computed_per_row():
     """Only prompts are shared: samples of one prompt then attend to keys of one length, in one call."""
     layout = packed(*batch((A, [40, 41]), (A, [40, 42])), NUM_RESPONSE, share_prefixes=True)
     assert layout.input_ids.shape[1] == len(A) + 4
 
 
-def test_experts_of_a_mixture_see_every_token():
+def test_moe_experts_see_all_tokens():
     mixture = ScoringModel(tiny_mixture(vocab_size=64), share_prefixes=True)
     assert not mixture.share_prefixes
 
@@ -191,7 +191,7 @@ class ManyRanks:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_ranks_that_share_sequences_put_scores_in_their_places(size: int):
+def test_sequence_parallel_scores_are_scattered_to_rows(size: int):
     """A shared token predicts several: each of them has its own value."""
     rows = BATCHES["samples of two prompts"]
     ranks = [ManyRanks(size, rank) for rank in range(size)]
@@ -225,7 +225,7 @@ def test_kernels_for_rows_of_different_lengths_attend_to_prefixes():
     torch.testing.assert_close(ours.float().cpu(), expected, atol=3e-2, rtol=3e-2)
 
 
-def test_prefixes_are_found_whatever_the_order_of_rows(monkeypatch: pytest.MonkeyPatch):
+def test_prefixes_are_found_in_any_row_order(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(packing, "_SHORTEST_PREFIX", 1)
     generator = torch.Generator().manual_seed(3)
     texts = torch.randint(2, 4, (12, NUM_PROMPT), generator=generator).tolist()

@@ -186,7 +186,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_two_ranks_hold_the_bits_of_a_whole_model(groups: Callable[[int], Group], models: dict[str, str]):
+def test_two_ranks_are_bit_exact_with_whole_model(groups: Callable[[int], Group], models: dict[str, str]):
     plans = [
         Plan(models["tied"]),
         Plan(models["experts"]),
@@ -199,7 +199,7 @@ def test_two_ranks_hold_the_bits_of_a_whole_model(groups: Callable[[int], Group]
 
 
 @pytest.mark.full
-def test_each_role_and_layout_holds_the_bits_of_a_whole_model(groups: Callable[[int], Group], models: dict[str, str]):
+def test_role_and_layout_are_bit_exact_with_whole_model(groups: Callable[[int], Group], models: dict[str, str]):
     plans = [Plan(model, trainer={"bf16": bf16}) for model in models.values() for bf16 in (False, True)]
     for own in (
         {"sequence_parallel_size": 2},
@@ -234,7 +234,7 @@ def warnings_of_loading(rank: Rank, plan: Plan) -> list[str]:
     return messages + [name for name, tensor in weights.items() if not torch.equal(stored[name].float(), tensor)]
 
 
-def test_rank_0_loads_what_cannot_be_read_in_parts(groups: Callable[[int], Group], tiny_model: str, tmp_path: Path):
+def test_rank_0_loads_unshardable_weights(groups: Callable[[int], Group], tiny_model: str, tmp_path: Path):
     folder = tmp_path / "whole"
     tiny_qwen3(hidden_size=32, vocab_size=64).save_pretrained(folder)
     file = folder / "model.safetensors"
