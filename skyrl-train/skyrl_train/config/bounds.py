@@ -1,6 +1,6 @@
-"""Bounds of numbers, written beside the setting: `delta: Annotated[float, AtLeast(0)] = 0.2`.
+"""Bounds of numbers, declared at the setting: `delta: Annotated[float, AtLeast(0)] = 0.2`.
 
-Checked for the settings of losses and estimators when a run's settings are validated, not where they are made.
+Bounds of losses and estimators are checked when the settings of a run are validated, not at construction.
 """
 
 from dataclasses import dataclass, fields
@@ -16,7 +16,7 @@ class Above:
     bound: float
 
     def violation(self, value: float | None, section: object, name: str) -> str | None:
-        """Return the rule that `value` breaks, or None. null, where it may be, breaks none."""
+        """Return the rule that `value` violates, or None. An allowed null violates none."""
         return None if value is None or value > self.bound else f"must be greater than {self.bound:g}; got {value}"
 
 

@@ -56,10 +56,10 @@ def _environments() -> list[str]:
 
 
 def _sections(config_type: type, name: str, defaults: dict[str, Any], described: dict[str, str]) -> list[str]:
-    """Return the tables of one dataclass and of those nested in it.
+    """Render the tables of one dataclass and of the dataclasses nested in it.
 
     Args:
-        described: meanings on the page so far -> the setting with that meaning, to which later ones refer.
+        described: meanings already on the page -> the setting with that meaning, to which later ones refer.
     """
     own, inner = [], []
     hints = get_type_hints(config_type, include_extras=True)
@@ -86,7 +86,7 @@ def _sections(config_type: type, name: str, defaults: dict[str, Any], described:
 
 @cache
 def field_meanings(config_type: type) -> dict[str, str]:
-    """The text written under each field of a dataclass, inherited fields included."""
+    """Return the docstring of each field of a dataclass, including inherited fields."""
     meanings: dict[str, str] = {}
     for owner in reversed(config_type.__mro__):
         if not is_dataclass(owner):
@@ -102,7 +102,7 @@ def field_meanings(config_type: type) -> dict[str, str]:
 
 
 def _other_releases() -> str:
-    """Return the tables of settings that exist in other releases, or have another name or null there."""
+    """Render the tables of settings of other releases that are unsupported, renamed or unset here."""
     refused = {name: each for name, each in OTHER_RELEASES.items() if isinstance(each, Refusal)}
     moved = {name: each for name, each in OTHER_RELEASES.items() if isinstance(each, Moved)}
     repeated = {name: each for name, each in OTHER_RELEASES.items() if isinstance(each, Repeated)}
@@ -140,7 +140,7 @@ def _other_releases() -> str:
 
 
 def _changes_of_value(moved: Moved) -> str:
-    """Return the values that differ in words."""
+    """Describe the values that differ."""
     changed = [f"`{_default(there)}` is `{_default(here)}`" for there, here in moved.values]
     ignored = [f"`{_default(value)}` changes nothing" for value in moved.accepted]
     return "".join(f"; {text}" for text in (*changed, *ignored))
@@ -163,7 +163,7 @@ def _row(name: str, expected: str, default: str, meaning: str) -> str:
 
 
 def _default(value: object) -> str:
-    """A default as one writes it in YAML or on the command line."""
+    """Format a default as in YAML or on the command line."""
     if value is None or isinstance(value, bool):
         return str(value).lower().replace("none", "null")
     if isinstance(value, list):

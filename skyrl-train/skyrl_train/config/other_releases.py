@@ -1,9 +1,7 @@
-"""Settings and choices known from other SkyRL releases, DeepSpeed or Megatron that do not exist here, or have another
-name here.
+"""Settings and choices of other SkyRL releases, DeepSpeed or Megatron that are unsupported or renamed here.
 
-Nothing is ignored silently: one that has another name sets that setting; any other is an error that gives the reason
-and what to use, unless the value asks for what is done anyway. An entry leaves these tables in the change that makes
-it do something.
+Nothing is ignored silently. A renamed setting sets its new name. Any other is an error that gives the reason and the
+alternative, unless the value requests the existing behaviour. Remove an entry when the feature is implemented.
 """
 
 import re
@@ -20,13 +18,13 @@ class Refusal:
     """Refusal of a setting known from other releases."""
 
     reason: str
-    """Reason for the refusal: what is done instead, or is not implemented, and what to use."""
+    """Reason for the refusal: what is not implemented or done differently, and the alternative."""
 
     accepted: tuple[object, ...] | None = ()
-    """Values that ask for what is done anyway. None: every value does."""
+    """Accepted values, which request the existing behaviour. None: all values."""
 
     warned: tuple[object, ...] | None = ()
-    """Values that change speed alone: accepted, with a warning. None: every value that is not in `accepted`."""
+    """Values that affect only speed: accepted with a warning. None: all values not in `accepted`."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +38,12 @@ class Moved:
     """Pairs (value there, value here) that differ."""
 
     accepted: tuple[object, ...] = ()
-    """Values that leave the setting here as it is."""
+    """Values that leave the setting unchanged."""
 
 
 @dataclass(frozen=True)
 class Repeated:
-    """Setting that other releases have twice: its value must be that of the setting here."""
+    """Setting that exists twice in other releases; its value must equal the setting here."""
 
     setting: str
     """Name here."""
@@ -54,7 +52,7 @@ class Repeated:
     """Reason why it cannot differ."""
 
     accepted: tuple[object, ...] = ()
-    """Values that stand for that of the setting here."""
+    """Values that mean the value of the setting here."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ Entry = Refusal | Moved | Repeated | Unset
 
 
 def _off(reason: str, *accepted: object) -> Refusal:
-    """Refuse what is not built; values that switch it off are accepted."""
+    """Build the refusal of an unsupported feature; values that disable it are accepted."""
     return Refusal(reason, (False, None, *accepted))
 
 
@@ -118,7 +116,9 @@ _MEGATRON = {
     "hf_export_config.distributed_save": _off("rank 0 writes exports; checkpoints are written by all ranks"),
     "hf_export_config.save_every_n_ranks": Refusal("rank 0 writes exports", (1,)),
 }
-"""Settings of SkyRL's `megatron_config`: of the policy, and of critic and reference, unless these have their own."""
+"""Settings of SkyRL's `megatron_config`: for the policy, and for critic and reference unless they have separate
+entries.
+"""
 
 _COMPUTED = "it follows from other settings (batch sizes are those of `trainer`); leave it out"
 _LOGGED = "metrics go where trainer.logger says"
@@ -184,7 +184,7 @@ _DEEPSPEED = {
     "eval.wall_clock_breakdown": _off("it is not built for what only scores"),
     "eval.zero_optimization.offload_optimizer": Refusal("what only scores has no optimizer", None),
 }
-"""Settings of DeepSpeed's JSON, by their names in the shared groups; those of `train` are refused in `eval` as well."""
+"""Settings of DeepSpeed's JSON by their names in the shared groups; entries of `train` are also refused in `eval`."""
 
 _NO_QUANTIZATION = "training for quantized weights is not built; give the engines weights in generator.model_dtype"
 _QUANTIZATION = {
@@ -391,7 +391,7 @@ OTHER_RELEASES: dict[str, Entry] = {
     "generator.miniswe_traj_dir": Refusal("the mini-SWE-agent example has other settings; see examples/"),
     **{f"deepspeed_config.{name}": refusal for name, refusal in _DEEPSPEED.items()},
 }
-"""Setting, or section that holds it -> its name here, or why it is refused."""
+"""Setting, or section that holds it -> its name here, or the reason for its refusal."""
 
 _NVME = {"nvme": "parameters and optimizer state on disk are not built; use cpu"}
 REFUSED_CHOICES: dict[str, dict[str, str]] = {
@@ -403,11 +403,11 @@ REFUSED_CHOICES: dict[str, dict[str, str]] = {
         "flex": "the libraries that it needs are not used; use alltoall",
     },
 }
-"""A setting -> a choice known from other releases -> why it is refused and what to use."""
+"""Setting -> choice of other releases -> reason for the refusal and the alternative."""
 
 
 def translated(values: Mapping[str, Any], defaults: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-    """Return settings under their names here, without those of other releases that ask for what is done anyway.
+    """Rename settings of other releases, and drop those that request the existing behaviour.
 
     Args:
         defaults: returns the default values.
@@ -433,8 +433,8 @@ def translated(values: Mapping[str, Any], defaults: Callable[[], Mapping[str, An
 
 
 def _split(values: Mapping[str, Any], name: str, elsewhere: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of the section `name` without those of other releases. The ones that concern a setting here
-    are added to `elsewhere`, by their full name."""
+    """Return the section `name` without settings of other releases. Renamed settings are added to `elsewhere` by their
+    new full name."""
     kept: dict[str, Any] = {}
     for key, value in values.items():
         full_name = f"{name}.{key}" if name else str(key)
@@ -451,19 +451,20 @@ def _split(values: Mapping[str, Any], name: str, elsewhere: dict[str, Any]) -> d
         elif not _accepts(full_name, value):
             kept[key] = value
     if is_refused(name) and any(key in values and key not in kept for key in ("enabled", "enable")):
-        return {}  # the section is switched off: what else it says has no effect
+        return {}  # a disabled section: its other settings have no effect
     return kept
 
 
 def _move(
     settings: dict[str, Any], target: str, value: Any, origin: str, defaults: Callable[[], Mapping[str, Any]]
 ) -> None:
-    """Set the setting `target`, in place. A value there that is the default counts as not given: Hydra adds them all.
+    """Set the setting `target`, in place. An existing value equal to the default counts as unset: Hydra adds all
+    defaults.
 
     Args:
         origin: setting and value of the other release, for errors.
     """
-    if isinstance(value, Mapping):  # a dict setting: its entries may come under both names
+    if isinstance(value, Mapping):  # a dict setting: its entries may be given under both names
         for key, item in value.items():
             _move(settings, f"{target}.{key}", item, origin, defaults)
         return
@@ -479,7 +480,7 @@ def _move(
 
 
 def _value_of(settings: Mapping[str, Any], name: str, default: Any) -> Any:
-    """Return the value of the setting `name`, or `default` if there is none."""
+    """Return the value of the setting `name`, or `default`."""
     value: Any = settings
     for part in name.split("."):
         if not isinstance(value, Mapping) or part not in value:
@@ -489,7 +490,7 @@ def _value_of(settings: Mapping[str, Any], name: str, default: Any) -> Any:
 
 
 def moved_names(section: str) -> list[str]:
-    """Return the names of other releases in a section that have another name here."""
+    """Return the names in a section that are renamed here."""
     return [name for name, each in OTHER_RELEASES.items() if isinstance(each, Moved) and name.startswith(f"{section}.")]
 
 
@@ -499,8 +500,8 @@ def is_refused(name: str) -> bool:
 
 
 def reason_refused(name: str, value: object) -> str | None:
-    """Return an error's text for the setting or section `name` of other releases; None if it is not one."""
-    if isinstance(value, Mapping) and value:  # accepted values have been taken out
+    """Return the error text for the setting or section `name` of other releases, or None if it is not one."""
+    if isinstance(value, Mapping) and value:  # accepted values have been removed
         reasons = (reason_refused(f"{name}.{key}", item) for key, item in value.items())
         return next((reason for reason in reasons if reason is not None), None)
     entry = _entry(name)
@@ -514,7 +515,7 @@ def _formatted(value: object) -> object:
 
 
 def reason_choice_refused(name: str, value: object) -> str | None:
-    """Return why a choice known from other releases is refused for the setting `name`; None if it is not known."""
+    """Return the reason why a choice of other releases is refused for the setting `name`, or None if it is unknown."""
     if isinstance(value, str):
         for each in _names(name):
             if value in REFUSED_CHOICES.get(each, {}):
@@ -523,7 +524,7 @@ def reason_choice_refused(name: str, value: object) -> str | None:
 
 
 def _accepts(name: str, value: object) -> bool:
-    """Return whether a value of another release's setting asks for what is done anyway."""
+    """Return whether a value requests the existing behaviour."""
     entry = _entry(name)
     if entry is None:
         return False
@@ -541,7 +542,7 @@ def _accepts(name: str, value: object) -> bool:
 
 
 def _entry(name: str) -> tuple[str, Refusal] | None:
-    """Return the refusal of a setting, or of the innermost section that holds it."""
+    """Find the refusal of a setting, or of the innermost section that holds it."""
     for each in _names(name):
         while each:
             if isinstance(refusal := OTHER_RELEASES.get(each), Refusal):
@@ -551,7 +552,7 @@ def _entry(name: str) -> tuple[str, Refusal] | None:
 
 
 def _names(name: str) -> list[str]:
-    """Return the names in the tables of a setting that several models or sections have, its own first."""
+    """Return the table names of a setting that several models or sections have, the most specific first."""
     own = re.sub(r"^trainer\.(policy|critic)\.deepspeed_config", "deepspeed_config.train", name)
     own = re.sub(r"^trainer\.ref\.deepspeed_config", "deepspeed_config.eval", own)
     own = re.sub(r"^generator\.inference_engine\.", "generator.", own)

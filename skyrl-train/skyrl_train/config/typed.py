@@ -1,4 +1,4 @@
-"""Plain values in, typed dataclasses out: the one place where text from outside is checked against the annotations.
+"""Conversion of plain values to typed dataclasses: the only module that checks external values against annotations.
 
 Knows dataclasses and annotations, no particular setting. `name` is always the setting's full dotted name, for errors.
 """
@@ -16,12 +16,12 @@ from skyrl_train.errors import ConfigError
 T = TypeVar("T")
 
 REST = {"rest": True}
-"""Metadata of a dict field that takes every section its dataclass does not declare, and vanishes in `to_dict`."""
+"""Metadata of a dict field that collects all undeclared sections, and is flattened in `to_dict`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Choices:
-    """Mark of a text setting that is one of some names: `Annotated[str, Choices(names)]`.
+    """Annotation of a text setting that must be one of some names: `Annotated[str, Choices(names)]`.
 
     Like `Literal`, for names that a registry knows.
     """
@@ -31,14 +31,16 @@ class Choices:
 
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 SECTIONS = "sections"
-"""Key of a dict field's metadata: a function that returns name -> dataclass of the sections that the field holds. Each
-stands in the dataclass under its own name, beside the declared settings."""
+"""Metadata key of a dict field: a function that returns name -> dataclass of the field's sections. Each section appears
+in the dataclass under its name, next to the declared settings."""
 
 _NUMBER_TYPES = (int, float)
 
 
 def reference(text: str) -> Any:
-    """A default that is another setting's value, such as `${trainer.seed}`; Any because it stands for that value."""
+    """Declare another setting's value as default, such as `${trainer.seed}`. Typed Any because it replaces that
+    value.
+    """
     return text
 
 
@@ -67,13 +69,12 @@ def build(config_type: type[T], values: Mapping[str, object], name: str = "", ro
             raise _unknown_setting(full_name, value, root)
     try:
         return config_type(**arguments)
-    except ValueError as error:  # a rule of the dataclass's own
+    except ValueError as error:  # a rule of the dataclass itself
         raise error if isinstance(error, ConfigError) else ConfigError(f"{name}: {error}") from error
 
 
 def _with_defaults(default: Any, value: object) -> object:
-    """Return the values of a section with those of `default` that are missing: a section may have other defaults in
-    its place than its type has."""
+    """Fill missing values of a section from `default`: a section's defaults may differ from its type's."""
     if not isinstance(value, Mapping) or not dataclasses.is_dataclass(default):
         return value
     own = {field.name for field in dataclasses.fields(default) if not _is_merged(field)}
@@ -84,12 +85,12 @@ def _with_defaults(default: Any, value: object) -> object:
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
-    """Return the default of a setting or section; None where it has none."""
+    """Return the default of a setting or section, or None."""
     return None if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def sections_of(config_type: type) -> tuple[str | None, dict[str, type]]:
-    """Return the field of a dataclass that holds registered sections (None: it has none), and name -> dataclass."""
+    """Return the field of a dataclass that holds registered sections (or None), and name -> dataclass."""
     for field in dataclasses.fields(config_type):
         if SECTIONS in field.metadata:
             return field.name, field.metadata[SECTIONS]()
@@ -97,11 +98,13 @@ def sections_of(config_type: type) -> tuple[str | None, dict[str, type]]:
 
 
 def typed_value(annotation: object, value: object, name: str, root: type) -> Any:
-    """`value` as `annotation` wants it, or ConfigError. An int is a float too; a bool is no int; text is no number."""
+    """Return `value` as `annotation` requires, or raise ConfigError. An int is a float too; a bool is no int; text is
+    no number.
+    """
     if dataclasses.is_dataclass(annotation):
         return value if isinstance(value, annotation) else build(annotation, value, name, root)  # type: ignore[arg-type]
     if annotation in (Any, object) or (isinstance(value, str) and _REFERENCE.search(value)):
-        return value  # a reference gets its type when `resolve_references` knows what it stands for
+        return value  # a reference gets its type when `resolve_references` knows the value
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _typed_choice(annotation, value, name, root)
@@ -128,7 +131,7 @@ def typed_value(annotation: object, value: object, name: str, root: type) -> Any
 
 
 def _typed_choice(annotation: Any, value: Any, name: str, root: type) -> object:
-    """Return `value` as the annotated type, if it is one of the names of its `Choices`."""
+    """Return `value` as the annotated type if it is one of the names of its `Choices`."""
     base, *marks = get_args(annotation)
     for mark in marks:
         if isinstance(mark, Choices) and value not in mark.names():
@@ -137,7 +140,9 @@ def _typed_choice(annotation: Any, value: Any, name: str, root: type) -> object:
 
 
 def _typed_member(annotation: object, value: object, name: str, root: type) -> object:
-    """`value` as the first member of a union that takes it. With one candidate its own, finer error is the answer."""
+    """Return `value` as the first union member that accepts it. With a single candidate, its more specific error is
+    raised.
+    """
     candidates = [member for member in get_args(annotation) if member is not type(None)]
     if value is None and len(candidates) < len(get_args(annotation)):
         return None
@@ -178,7 +183,7 @@ def resolve_references(config: object) -> None:
 
 
 def leaves(config: Any, name: str = "") -> Iterator[tuple[str, object, dataclasses.Field[object]]]:
-    """(full name, the section that holds it, its field) of every setting below the dataclass instance `config`."""
+    """Yield (full name, section that holds it, field) of all settings below the dataclass instance `config`."""
     for field in dataclasses.fields(config):
         value, full_name = getattr(config, field.name), join(name, field.name)
         if SECTIONS in field.metadata:
@@ -191,7 +196,7 @@ def leaves(config: Any, name: str = "") -> Iterator[tuple[str, object, dataclass
 
 
 def to_dict(config: object) -> Any:
-    """The settings below a dataclass instance as plain dicts, lists and scalars: what `build` takes."""
+    """Convert a dataclass instance to plain dicts, lists and scalars, as `build` accepts."""
     if not dataclasses.is_dataclass(config):
         if isinstance(config, dict):
             return {key: to_dict(value) for key, value in config.items()}
@@ -204,7 +209,7 @@ def to_dict(config: object) -> Any:
 
 
 def setting_names(config_type: type, name: str = "") -> Iterator[str]:
-    """Full names of all settings and sections of a dataclass."""
+    """Return the full names of all settings and sections of a dataclass."""
     hints = get_type_hints(config_type)
     for key, section in sections_of(config_type)[1].items():
         yield join(name, key)
@@ -219,7 +224,7 @@ def setting_names(config_type: type, name: str = "") -> Iterator[str]:
 
 
 def is_among(name: str, names: Iterable[str]) -> bool:
-    """Return whether a setting is one of `names`, or in a section that is named there with a dot at its end."""
+    """Return whether a setting is one of `names`, or in a section listed there with a trailing dot."""
     return any(name == known or (known.endswith(".") and name.startswith(known)) for known in names)
 
 
@@ -232,7 +237,7 @@ def _is_rest(field: dataclasses.Field[object]) -> bool:
 
 
 def _is_merged(field: dataclasses.Field[object]) -> bool:
-    """Return whether the entries of a dict field stand beside the declared settings."""
+    """Return whether the entries of a dict field appear next to the declared settings."""
     return _is_rest(field) or SECTIONS in field.metadata
 
 
@@ -241,17 +246,14 @@ def _unknown_setting(name: str, value: object, root: type) -> ConfigError:
     if reason:
         return ConfigError(reason)
     moved = moved_names(name)
-    if moved and isinstance(value, Mapping) and value:  # a section of other releases: the unknown name is in it
+    if moved and isinstance(value, Mapping) and value:  # a section of other releases that contains the unknown name
         name = join(name, str(next(iter(value))))
     nearest = nearest_name(name, [*setting_names(root), *moved])
     return ConfigError(f"unknown setting {name}" + (f"; did you mean {nearest}?" if nearest else ""))
 
 
 def nearest_name(name: str, valid_names: list[str]) -> str | None:
-    """The valid name a person most likely meant: the last part counts most, so that a misplaced setting finds its home.
-
-    Returns None where nothing is near.
-    """
+    """Return the most similar valid name, or None. The last part counts most, so that misplaced settings are found."""
 
     def last_part(full_name: str) -> str:
         return full_name.rsplit(".", 1)[-1]
@@ -275,7 +277,7 @@ def _wrong_value(annotation: object, value: object, name: str) -> ConfigError:
 
 
 def expectation(annotation: object) -> str:
-    """An annotation in words: what may stand there, for errors and the reference page."""
+    """Describe the values that an annotation accepts, for errors and the reference page."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin in (Union, types.UnionType):
         return " or ".join(expectation(member) for member in arguments)

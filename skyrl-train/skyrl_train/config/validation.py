@@ -41,7 +41,7 @@ __all__ = [
 
 
 def validate_cfg(cfg: "SkyRLConfig | Mapping[str, Any] | DictConfig") -> SkyRLConfig:
-    """The settings of a training run, typed and checked, with every `auto` replaced by what it means on this machine.
+    """Return the settings of a training run, typed and checked, with every `auto` resolved for this machine.
 
     Call it on the driver, before Ray starts. Custom losses and advantage estimators must be registered by then.
 
@@ -78,9 +78,9 @@ def validate_cfg(cfg: "SkyRLConfig | Mapping[str, Any] | DictConfig") -> SkyRLCo
 
 
 def validate_generator_cfg(cfg: "SkyRLConfig | Mapping[str, Any] | DictConfig") -> SkyRLConfig:
-    """The settings of a run that only generates and evaluates: all but the rules about training. See `validate_cfg`."""
+    """Return the settings of a generation or evaluation run, without the rules of training. See `validate_cfg`."""
     config_type = type(cfg) if isinstance(cfg, SkyRLConfig) else SkyRLConfig
-    config = config_type.from_dict(get_config_as_dict(cfg))  # a copy; settings made in Python are type-checked here
+    config = config_type.from_dict(get_config_as_dict(cfg))  # a copy; settings created in Python are type-checked here
     fill_fingerprint(config)
     _resolve_automatic_choices(config)
     check_paths(config)
@@ -93,7 +93,7 @@ def validate_generator_cfg(cfg: "SkyRLConfig | Mapping[str, Any] | DictConfig") 
 
 
 def validate_supervised_cfg(cfg: "Mapping[str, Any] | DictConfig", config_type: type[Supervised]) -> Supervised:
-    """The settings of a run of supervised training (`SupervisedConfig`, `PreferenceConfig`). See `validate_cfg`."""
+    """Return the settings of supervised training (`SupervisedConfig`, `PreferenceConfig`). See `validate_cfg`."""
     settings = config_type.from_dict(get_config_as_dict(cfg))
     check_read(settings)
     fill_fingerprint(settings)
@@ -123,7 +123,7 @@ def validate_supervised_cfg(cfg: "Mapping[str, Any] | DictConfig", config_type: 
     check_checkpoints(config)
     check_profiler(config)
     check_optimizer(trainer.policy.optimizer_config, "trainer.policy.optimizer_config")
-    with_pairs = isinstance(settings, PreferenceConfig)  # the reference must see what the policy sees
+    with_pairs = isinstance(settings, PreferenceConfig)  # the reference must see the same data as the policy
     check_adapters(trainer.policy.model.lora, "trainer.policy.model.lora", dropout_allowed=not with_pairs)
     check_division(trainer.policy, "policy", trainer.placement.policy_world_size)
     check_cluster(config)
